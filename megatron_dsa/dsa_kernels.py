@@ -1,0 +1,330 @@
+"""The public operations: sparse attention, index selection, indexer losses, dense attention.
+
+Each function takes plain tensors on flattened rows (:mod:`megatron_dsa.layout` says which rows
+belong together), picks an implementation (:mod:`megatron_dsa.dispatch`) and is differentiable where
+that makes sense. They can be used without Megatron.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megatron_dsa.dispatch import Policy, device_problem, run
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.layout import Layout
+from megatron_dsa.ops.dense_attention import DenseProblem
+from megatron_dsa.ops.indexer_loss import DenseLossProblem, SparseLossProblem
+from megatron_dsa.ops.indexer_topk import IndexerInputs, TopKProblem
+from megatron_dsa.ops.sparse_attention import SparseProblem
+
+__all__ = [
+    "IndexerInputs",
+    "SparseAttentionOutput",
+    "dense_attention",
+    "dense_indexer_loss",
+    "indexer_topk",
+    "sparse_attention",
+    "sparse_indexer_loss",
+]
+
+
+class SparseAttentionOutput(NamedTuple):
+    """What :func:`sparse_attention` returns."""
+
+    #: ``[Sq, H, v_dim]`` in q's dtype; 0 for rows that select nothing.
+    out: torch.Tensor
+    #: ``[Sq, H]`` fp32, natural log over the selected keys (sink excluded), ``-inf`` if none.
+    lse: torch.Tensor
+    #: ``[Sq, K]`` fp32, sum over the local heads of the probabilities; 0 at invalid entries.
+    p_sum: torch.Tensor
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    softmax_scale: float,
+    v_dim: int,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    kv_grad: torch.Tensor | None = None,
+    policy: Policy = Policy(),
+) -> SparseAttentionOutput:
+    """Attend from every query row to its own list of key rows (one key/value head).
+
+    Args:
+        q: ``[Sq, H, D]``, bf16, fp16, fp32 or fp64.
+        kv: ``[Skv, D]``, same dtype; the value is its first ``v_dim`` columns, by construction of
+            absorbed MLA. There is no separate value argument.
+        indices: int32 ``[Sq, K]``, rows of ``kv``. Entries ``< 0`` or ``>= Skv`` select nothing.
+            A row must not be listed twice for one query. Masking is by indices only.
+        softmax_scale: factor on ``q . kv`` before the softmax.
+        v_dim: number of leading columns of ``kv`` that are the value.
+        topk_length: int32 ``[Sq]``: entries of ``indices`` from there on are ignored.
+        attn_sink: fp32 ``[H]``: a logit per head in the denominator that has no value
+            (DeepSeek-V4); ``out = out_keys * sigmoid(lse - sink)``.
+        kv_grad: fp32 ``[Skv, D]``: if given, the gradient of ``kv`` is sent here, unrounded,
+            instead of to ``kv`` (see :func:`megatron_dsa.parallel.gather_keys`).
+        policy: which implementations may run.
+
+    Returns:
+        :class:`SparseAttentionOutput`; ``out`` is differentiable in ``q``, ``kv`` and ``attn_sink``.
+
+    Raises:
+        ConfigError: for shapes or dtypes outside of the above.
+    """
+    _require(q.dim() == 3, f"q must be [Sq, H, D], got shape {tuple(q.shape)}")
+    _require(
+        kv.dim() == 2 and kv.shape[1] == q.shape[2],
+        f"kv must be [Skv, {q.shape[2]}] (D of q), got shape {tuple(kv.shape)}",
+    )
+    _require(kv.dtype == q.dtype, f"kv must have q's dtype {q.dtype}, got {kv.dtype}: cast it")
+    _require(
+        indices.dim() == 2 and indices.shape[0] == q.shape[0] and indices.dtype == torch.int32,
+        f"indices must be int32 [{q.shape[0]}, K], got {indices.dtype} {tuple(indices.shape)}",
+    )
+    _require(
+        0 < v_dim <= kv.shape[1],
+        f"v_dim must be in [1, {kv.shape[1]}] (the value is a slice of kv), got {v_dim}",
+    )
+    _require(
+        topk_length is None or topk_length.shape == indices.shape[:1],
+        f"topk_length must be [{q.shape[0]}], one entry per query row",
+    )
+    _require(
+        attn_sink is None or attn_sink.shape == q.shape[1:2],
+        f"attn_sink must be [{q.shape[1]}], one logit per head",
+    )
+    problem = device_problem(
+        q.device,
+        dtype=q.dtype,
+        heads=q.shape[1],
+        qk_dim=q.shape[2],
+        v_dim=v_dim,
+        topk=indices.shape[1],
+        sink=attn_sink is not None,
+    )
+    settings = _Settings(v_dim, softmax_scale, policy, problem)
+    return SparseAttentionOutput(
+        *_SparseAttention.apply(q, kv, kv_grad, attn_sink, indices, topk_length, settings)
+    )
+
+
+class _Settings(NamedTuple):
+    v_dim: int
+    softmax_scale: float
+    policy: Policy
+    problem: object
+
+
+class _SparseAttention(torch.autograd.Function):
+    """Forward and backward are dispatched independently; they share only ``out`` and ``lse``."""
+
+    @staticmethod
+    def forward(ctx, q, kv, kv_grad, sink, indices, topk_length, settings):
+        arguments = _sparse_problem(q, kv, sink, indices, topk_length, settings)
+        out, lse, p_sum = run(
+            "sparse_attention_forward", settings.problem, settings.policy, arguments
+        )
+        ctx.save_for_backward(q, kv, sink, indices, topk_length, out, lse)
+        ctx.settings = settings
+        ctx.separate_kv_grad = kv_grad is not None
+        ctx.mark_non_differentiable(lse, p_sum)
+        return out, lse, p_sum
+
+    @staticmethod
+    def backward(ctx, dout, _dlse, _dp_sum):
+        q, kv, sink, indices, topk_length, out, lse = ctx.saved_tensors
+        settings = ctx.settings
+        arguments = _sparse_problem(q, kv, sink, indices, topk_length, settings)
+        dq, dkv, dsink = run(
+            "sparse_attention_backward",
+            settings.problem,
+            settings.policy,
+            arguments,
+            out,
+            lse,
+            dout.contiguous(),
+        )
+        if dsink is not None:
+            dsink = dsink.to(sink.dtype)
+        if ctx.separate_kv_grad:
+            return dq, None, dkv, dsink, None, None, None
+        return dq, dkv.to(kv.dtype), None, dsink, None, None, None
+
+
+def _sparse_problem(q, kv, sink, indices, topk_length, settings) -> SparseProblem:
+    return SparseProblem(
+        q=q,
+        kv=kv,
+        indices=indices,
+        v_dim=settings.v_dim,
+        softmax_scale=settings.softmax_scale,
+        topk_length=topk_length,
+        sink=sink,
+        workspace_bytes=settings.policy.workspace_bytes,
+    )
+
+
+def _index_problem(inputs: IndexerInputs, layout: Layout, topk: int | None):
+    return device_problem(
+        inputs.q.device,
+        dtype=inputs.q.dtype,
+        heads=inputs.q.shape[1],
+        qk_dim=inputs.q.shape[2],
+        v_dim=0,
+        topk=topk,
+        packed=layout.real is not None,
+    )
+
+
+def _check_indexer(inputs: IndexerInputs) -> None:
+    q, k, weights = inputs.q, inputs.k, inputs.weights
+    _require(q.dim() == 3, f"inputs.q must be [Sq, HI, DI], got shape {tuple(q.shape)}")
+    _require(
+        k.dim() == 2 and k.shape[1] == q.shape[2],
+        f"inputs.k must be [Skv, {q.shape[2]}] (DI of q), got shape {tuple(k.shape)}",
+    )
+    _require(
+        weights.shape == q.shape[:2],
+        f"inputs.weights must be {list(q.shape[:2])} (Sq, HI), got shape {tuple(weights.shape)}",
+    )
+
+
+def indexer_topk(
+    inputs: IndexerInputs, layout: Layout, topk: int, *, policy: Policy = Policy()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select the ``min(topk, visible)`` best visible keys of every query row.
+
+    Scores are ``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` in fp32. The selection is exact
+    and deterministic; equal scores go to the key that comes first in its sequence.
+
+    Args:
+        inputs: see :class:`IndexerInputs`.
+        layout: which keys each query row sees.
+        topk: keys per query, at least 1.
+        policy: which implementations may run.
+
+    Returns:
+        ``indices`` int32 ``[Sq, topk]``: rows of the key buffer in sequence order, then ``-1``;
+        ``length`` int32 ``[Sq]``: number of valid entries. Not differentiable.
+    """
+    _check_indexer(inputs)
+    _require(topk >= 1, f"topk must be at least 1, got {topk}")
+    arguments = TopKProblem(inputs.detach(), layout, topk, policy.workspace_bytes)
+    return run("indexer_topk", _index_problem(inputs, layout, topk), policy, arguments)
+
+
+def sparse_indexer_loss(
+    inputs: IndexerInputs,
+    indices: torch.Tensor,
+    teacher: torch.Tensor,
+    layout: Layout,
+    *,
+    topk_length: torch.Tensor | None = None,
+    policy: Policy = Policy(),
+) -> torch.Tensor:
+    """Sum over query rows of ``KL(teacher || student)`` over the selected keys.
+
+    Args:
+        inputs: the indexer's tensors; the result is differentiable in q, k and weights.
+        indices: int32 ``[Sq, K]``, rows of ``inputs.k``, as from :func:`indexer_topk`.
+        teacher: ``[Sq, K]``: ``p_sum`` of :func:`sparse_attention`, summed over tensor-parallel
+            ranks. Normalised here; no gradient flows to it.
+        layout: the layout the selection was made with.
+        topk_length: int32 ``[Sq]`` or ``None``.
+        policy: which implementations may run.
+
+    Returns:
+        fp32 scalar. Divide by the number of real rows for the mean.
+    """
+    _check_indexer(inputs)
+    _require(
+        teacher.shape == indices.shape,
+        f"teacher must have the shape of indices {tuple(indices.shape)}, got {tuple(teacher.shape)}",
+    )
+    arguments = SparseLossProblem(
+        inputs, indices, topk_length, teacher.detach(), policy.workspace_bytes
+    )
+    problem = _index_problem(inputs, layout, indices.shape[1])
+    return run("sparse_indexer_loss", problem, policy, arguments)
+
+
+def dense_indexer_loss(
+    inputs: IndexerInputs,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    layout: Layout,
+    *,
+    softmax_scale: float,
+    head_group=None,
+    policy: Policy = Policy(),
+) -> torch.Tensor:
+    """Sum over query rows of ``KL(teacher || student)`` over all visible keys.
+
+    Args:
+        inputs: the indexer's tensors; the result is differentiable in q, k and weights.
+        q: ``[Sq, H, D]`` and k ``[Skv, 1 or H, D]`` of the attention whose distribution is the
+            teacher; absorbed (one key head) and plain MLA (``H``) give the same result.
+        layout: which keys each query row sees.
+        softmax_scale: factor on ``q . k``.
+        head_group: process group that shares the heads; the teacher is summed over it.
+        policy: which implementations may run.
+
+    Returns:
+        fp32 scalar. Divide by the number of real rows for the mean.
+    """
+    _check_indexer(inputs)
+    _require(
+        k.dim() == 3 and k.shape[1] in (1, q.shape[1]) and k.shape[2] == q.shape[2],
+        f"k must be [Skv, 1 or {q.shape[1]}, {q.shape[2]}], got shape {tuple(k.shape)}",
+    )
+    arguments = DenseLossProblem(
+        inputs, layout, q.detach(), k.detach(), softmax_scale, head_group, policy.workspace_bytes
+    )
+    return run("dense_indexer_loss", _index_problem(inputs, layout, None), policy, arguments)
+
+
+def dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    *,
+    softmax_scale: float,
+    policy: Policy = Policy(),
+) -> torch.Tensor:
+    """Causal attention over all visible keys, for the ``dense`` and ``warmup`` stages.
+
+    Args:
+        q: ``[Sq, H, D]``, k: ``[Skv, H, D]``, v: ``[Skv, H, Dv]``; ``Dv`` may differ from ``D``.
+        layout: which keys each query row sees.
+        softmax_scale: factor on ``q . k``.
+        policy: which implementations may run.
+
+    Returns:
+        ``[Sq, H, Dv]`` in q's dtype; 0 for rows that see nothing.
+    """
+    _require(
+        k.shape[1:] == q.shape[1:] and v.shape[:2] == k.shape[:2],
+        f"q, k, v must be [Sq, H, D], [Skv, H, D], [Skv, H, Dv], got {tuple(q.shape)}, "
+        f"{tuple(k.shape)}, {tuple(v.shape)}",
+    )
+    problem = device_problem(
+        q.device,
+        dtype=q.dtype,
+        heads=q.shape[1],
+        qk_dim=q.shape[2],
+        v_dim=v.shape[2],
+        packed=layout.real is not None,
+    )
+    arguments = DenseProblem(q, k, v, layout, softmax_scale, policy.workspace_bytes)
+    return run("dense_attention", problem, policy, arguments)

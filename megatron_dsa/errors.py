@@ -1,0 +1,17 @@
+"""Exceptions raised to users. Each message names the argument, the rule and the fix."""
+
+
+class DSAError(Exception):
+    """Base class of every error that this package raises on purpose."""
+
+
+class ConfigError(DSAError, ValueError):
+    """A configuration value, a combination of values or an input shape is not supported."""
+
+
+class VersionError(DSAError, ImportError):
+    """A package that is needed is missing, too old or too new."""
+
+
+class FallbackError(DSAError, RuntimeError):
+    """``--dsa-strict`` was given and an operation has no fused implementation that can run."""

@@ -1,0 +1,245 @@
+"""Which query row may see which key rows: one object for unpacked and packed batches.
+
+The attention operations of this package know nothing of batches, sequences or masks. They work
+on flattened rows, and this object is the only place that says which rows belong together:
+
+* a *row* is an index into the flattened ``[rows, ...]`` query or key tensor. Megatron's
+  ``[s, b, ...]`` flattens to rows ``s * B + b`` without a copy;
+* a *slot* is an index into the keys in sequence order, one sequence after the other. Every query
+  sees a contiguous range of slots ``[start, end)``, which is what makes masks unnecessary.
+  ``key_rows`` maps a slot to its row;
+* a *window* is a run of query rows whose visible slots are bounded by numbers that the host
+  knows, so that blocks above the diagonal are skipped without asking the device.
+
+Everything on the device is computed without a host synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from megatron_dsa.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Window:
+    """Query rows ``rows``; the i-th sees no slot outside ``[first + i + 1 - lookback, first + i]``.
+
+    ``rows`` is a slice of query rows, ``first`` the slot of the first query's own key, ``lookback``
+    an upper bound for the sequence length and ``floor`` the lowest slot of the window's keys.
+    """
+
+    rows: slice
+    first: int
+    lookback: int
+    floor: int
+
+    def __len__(self) -> int:
+        return len(range(self.rows.start, self.rows.stop, self.rows.step))
+
+    def slots(self, begin: int, end: int) -> tuple[int, int]:
+        """Return the slot range that covers everything queries ``[begin, end)`` may see."""
+        return max(self.floor, self.first + begin + 1 - self.lookback), self.first + end
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some query rows of one window with the slots ``[lo, hi)`` that cover what they see."""
+
+    rows: slice
+    lo: int
+    hi: int
+
+    @property
+    def width(self) -> int:
+        return self.hi - self.lo
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Visibility of keys for flattened query rows.
+
+    Attributes:
+        num_queries: rows of the query tensor.
+        num_keys: rows (and slots) of the key buffer.
+        start, end: int32 ``[num_queries]``; query row ``i`` sees the slots ``[start[i], end[i])``.
+            ``start == end`` for padding rows.
+        position: int64 ``[num_queries]``, place of the row in its own sequence (for rope).
+        key_rows: int64 ``[num_keys]`` slot -> row of the key buffer, ``None`` for the identity.
+        real: bool ``[num_queries]``, ``False`` for padding rows; ``None`` if there are none.
+        windows: host-side bounds that cover every query row exactly once.
+        max_length: host-side upper bound of the length of a sequence.
+    """
+
+    num_queries: int
+    num_keys: int
+    start: torch.Tensor
+    end: torch.Tensor
+    position: torch.Tensor
+    key_rows: torch.Tensor | None
+    real: torch.Tensor | None
+    windows: tuple[Window, ...]
+    max_length: int
+
+    def real_rows(self) -> torch.Tensor | int:
+        """Number of query rows that are not padding: an int if there is no padding."""
+        return self.num_queries if self.real is None else self.real.sum()
+
+    def keys_in_slot_order(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return ``keys [num_keys, ...]`` in slot order (the tensor itself if that is its order)."""
+        return keys if self.key_rows is None else keys.index_select(0, self.key_rows)
+
+    def to_key_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """Map int32 slots to rows of the key buffer; negative entries (no key) are kept."""
+        if self.key_rows is None:
+            return slots
+        rows = self.key_rows[slots.clamp_min(0).long()].to(slots.dtype)
+        return torch.where(slots < 0, slots, rows)
+
+    def blocks(self, rows_for_width) -> Iterator[Block]:
+        """Cut the windows into blocks of queries, skipping what lies above the diagonal.
+
+        ``rows_for_width(width)`` returns how many query rows may be handled at a time when their
+        visible slots span ``width``; it is asked for the width at the end of the block.
+        """
+        for window in self.windows:
+            total, done = len(window), 0
+            while done < total:
+                lo, hi = window.slots(done, done + 1)
+                rows = max(1, min(total - done, rows_for_width(hi - lo)))
+                # A longer block sees further, so the row count is settled at the block's own end.
+                lo, hi = window.slots(done, done + rows)
+                rows = max(1, min(rows, rows_for_width(hi - lo)))
+                lo, hi = window.slots(done, done + rows)
+                step = window.rows.step
+                first = window.rows.start + done * step
+                last = window.rows.start + (done + rows - 1) * step
+                yield Block(slice(first, last + 1, step), lo, hi)
+                done += rows
+
+    def visible(self, block: Block) -> torch.Tensor:
+        """Return bool ``[rows, width]``: which slots of the block each of its queries sees."""
+        slots = torch.arange(block.lo, block.hi, device=self.start.device)
+        start, end = self.start[block.rows], self.end[block.rows]
+        return (slots >= start[:, None]) & (slots < end[:, None])
+
+
+@lru_cache(maxsize=16)
+def bshd_layout(seq_length: int, batch: int, device: torch.device) -> Layout:
+    """Layout of Megatron's ``[s, b, ...]`` batches: ``batch`` causal sequences of equal length.
+
+    Query and key rows are ``s * batch + b``; slot order is one batch element after the other.
+    """
+    rows = torch.arange(seq_length * batch, device=device)
+    position, element = rows // batch, rows % batch
+    start = element * seq_length
+    if batch == 1:
+        key_rows = None
+    else:
+        key_rows = rows % seq_length * batch + rows // seq_length
+    windows = tuple(
+        Window(slice(b, seq_length * batch, batch), b * seq_length, seq_length, b * seq_length)
+        for b in range(batch)
+    )
+    return Layout(
+        num_queries=seq_length * batch,
+        num_keys=seq_length * batch,
+        start=start.int(),
+        end=(start + position + 1).int(),
+        position=position,
+        key_rows=key_rows,
+        real=None,
+        windows=windows,
+        max_length=seq_length,
+    )
+
+
+def packed_layout(
+    cu_seqlens: torch.Tensor,
+    tokens: int,
+    max_seqlen: int | None = None,
+    cu_seqlens_padded: torch.Tensor | None = None,
+) -> Layout:
+    """Layout of packed sequences (THD): sequence ``i`` holds the rows from ``cu_seqlens[i]``.
+
+    Args:
+        cu_seqlens: int ``[n + 1]``, cumulative *real* lengths.
+        tokens: rows of the packed tensor.
+        max_seqlen: host-side upper bound of a (padded) sequence length, for skipping blocks.
+        cu_seqlens_padded: int ``[n + 1]``, cumulative lengths with padding after each sequence,
+            if the tensor has such padding. Rows past the last sequence are padding as well.
+    """
+    offsets = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    offsets = offsets.long()
+    rows = torch.arange(tokens, device=offsets.device)
+    # right=True puts a row that starts a sequence into that sequence, also after empty ones.
+    sequence = torch.bucketize(rows, offsets[1:], right=True)
+    inside = sequence < offsets.numel() - 1
+    sequence = sequence.clamp_max(max(offsets.numel() - 2, 0))
+    start = offsets[sequence]
+    position = rows - start
+    real = inside & (position < cu_seqlens.long().diff()[sequence])
+    end = torch.where(real, rows + 1, start)
+    max_length = tokens if max_seqlen is None else min(int(max_seqlen), tokens)
+    return Layout(
+        num_queries=tokens,
+        num_keys=tokens,
+        start=start.int(),
+        end=end.int(),
+        # Padding past the last sequence keeps a position inside the rope table.
+        position=torch.where(inside, position, 0).clamp_max(max(max_length - 1, 0)),
+        key_rows=None,
+        real=real,
+        windows=(Window(slice(0, tokens, 1), 0, max_length, 0),),
+        max_length=max_length,
+    )
+
+
+def layout_from_megatron(seq_length: int, batch: int, device: torch.device, packed_seq_params=None):
+    """Build (or reuse) the layout of one Megatron microbatch.
+
+    Args:
+        seq_length: full sequence length (after undoing sequence parallelism); for packed batches
+            the number of packed rows.
+        batch: micro-batch size; 1 for packed batches.
+        packed_seq_params: Megatron's ``PackedSeqParams`` with ``qkv_format == "thd"``, or ``None``.
+
+    Raises:
+        ConfigError: for packed parameters that this package does not support.
+    """
+    if packed_seq_params is None:
+        return bshd_layout(seq_length, batch, device)
+    if packed_seq_params.qkv_format != "thd":
+        raise ConfigError(
+            f"packed_seq_params.qkv_format must be 'thd', got {packed_seq_params.qkv_format!r}; "
+            "pass packed_seq_params=None for unpacked batches."
+        )
+    cu_seqlens = packed_seq_params.cu_seqlens_q
+    if cu_seqlens is None or cu_seqlens.numel() < 2:
+        raise ConfigError(
+            "packed_seq_params.cu_seqlens_q must hold the cumulative sequence lengths as an int32 "
+            f"tensor [sequences + 1] with at least one sequence, got {cu_seqlens}."
+        )
+    if batch != 1:
+        raise ConfigError(
+            f"packed batches must have micro-batch size 1, got {batch}: pack the sequences into "
+            "one row of tokens."
+        )
+    # Every layer of a microbatch gets the same object, so it carries its own layout.
+    cached = getattr(packed_seq_params, "_megatron_dsa_layout", None)
+    if cached is not None and cached.num_queries == seq_length:
+        return cached
+    max_seqlen = packed_seq_params.max_seqlen_q
+    layout = packed_layout(
+        packed_seq_params.cu_seqlens_q,
+        seq_length,
+        # A device tensor would cost a synchronisation; without a bound only speed suffers.
+        max_seqlen if isinstance(max_seqlen, int) else None,
+        packed_seq_params.cu_seqlens_q_padded,
+    )
+    packed_seq_params._megatron_dsa_layout = layout
+    return layout

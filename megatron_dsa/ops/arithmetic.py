@@ -1,0 +1,39 @@
+"""Numerics shared by the torch implementations: accumulation dtype, products, row budgets."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.versions import parse_version
+
+# bmm with a wider output dtype than its operands: tensor cores with an fp32 result.
+_BMM_WIDENS = parse_version(torch.__version__) >= (2, 8)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for the 16-bit types, the type itself otherwise (fp64 stays fp64)."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Batched product ``[n, i, k] @ [n, k, j]`` in the accumulation dtype of its operands.
+
+    16-bit operands stay 16-bit on the way into the GPU's matrix units; rounding the *result* to 16
+    bits would put an error of 2^-9 on every attention logit.
+    """
+    dtype = accumulation_dtype(a.dtype)
+    if a.dtype == dtype:
+        return torch.bmm(a, b)
+    if a.is_cuda and _BMM_WIDENS:
+        return torch.bmm(a, b, out_dtype=dtype)
+    return torch.bmm(a.to(dtype), b.to(dtype))
+
+
+def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Product ``[i, k] @ [k, j]`` with the numerics of :func:`bmm`."""
+    return bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
+
+
+def rows_in_budget(budget_bytes: int, bytes_per_row: int) -> int:
+    """How many rows fit the workspace; at least one, or nothing could run."""
+    return max(1, budget_bytes // max(1, bytes_per_row))

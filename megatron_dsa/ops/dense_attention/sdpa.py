@@ -1,0 +1,34 @@
+"""Dense attention through torch's own fused kernels (unpacked batches on a GPU)."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.dispatch import Problem
+from megatron_dsa.ops.dense_attention import DenseProblem
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Return why torch's scaled_dot_product_attention cannot run this, or ``None``."""
+    if problem.device != "cuda":
+        return f"torch's fused attention needs a CUDA GPU, this is {problem.on()}"
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bf16 or fp16, got {problem.dtype}"
+    if problem.packed:
+        return "torch's fused attention has no packed (THD) causal mode"
+    return None
+
+
+def forward(problem: DenseProblem) -> torch.Tensor:
+    """Return ``out [Sq, H, Dv]``; every window of the layout is one causal sequence."""
+    sequences = [window.rows for window in problem.layout.windows]
+    q, k, v = (
+        torch.stack([x[rows] for rows in sequences]).transpose(1, 2)
+        for x in (problem.q, problem.k, problem.v)
+    )
+    # torch picks among kernels that take a value narrower than the key; no padding needed.
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=problem.softmax_scale
+    )
+    # [b, h, s, d] -> rows s * b + b, the layout's order for unpacked batches.
+    return out.permute(2, 0, 1, 3).reshape(problem.q.shape[0], problem.q.shape[1], -1)

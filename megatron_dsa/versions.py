@@ -1,0 +1,92 @@
+"""Which versions of its host and of optional packages this package was built for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from dataclasses import dataclass
+
+from megatron_dsa.errors import VersionError
+
+PYTHON_MIN = (3, 12)
+TORCH_MIN = "2.6"
+MEGATRON_MIN = "0.19"
+MEGATRON_BELOW = "0.20"
+#: Versions of megatron-core on which the shims for machines without a GPU were run.
+MEGATRON_CPU_TESTED = ("0.19.2",)
+
+#: Optional packages, by distribution name, with what they are for.
+OPTIONAL_PACKAGES = {
+    "transformer-engine": "Megatron's fused linears and norms (extra: te)",
+    "tilelang": "this package's own kernels, from a later release on (extra: tilelang)",
+    "nvidia-cudnn-frontend": "cuDNN sparse-attention backward (extra: cudnn)",
+    "flash-mla": "FlashMLA sparse forward (build from github.com/deepseek-ai/FlashMLA)",
+}
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """Return the leading numeric release of a version string: ``"2.11.0+cu130" -> (2, 11, 0)``."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the installed version of a distribution, or ``None`` if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class HostCheck:
+    """Result of :func:`check_host`: the version that was found and, if refused, why."""
+
+    found: str | None
+    problem: str | None
+
+
+def check_host() -> HostCheck:
+    """Compare the installed Python, torch and megatron-core with the supported ranges."""
+    found = installed_version("megatron-core")
+    supported = f"megatron-core >= {MEGATRON_MIN}, < {MEGATRON_BELOW}"
+    if sys.version_info < PYTHON_MIN:
+        wanted = ".".join(map(str, PYTHON_MIN))
+        have = ".".join(map(str, sys.version_info[:3]))
+        return HostCheck(
+            found, f"Python {have} found, >= {wanted} needed: create the environment with it."
+        )
+    torch_version = installed_version("torch")
+    if torch_version is None or parse_version(torch_version) < parse_version(TORCH_MIN):
+        return HostCheck(
+            found,
+            f"torch {torch_version or 'not installed'} found, >= {TORCH_MIN} needed: "
+            f"pip install 'torch>={TORCH_MIN}'.",
+        )
+    if found is None:
+        return HostCheck(
+            None,
+            f"megatron-core is not installed; supported: {supported}: "
+            f"pip install 'megatron-core>={MEGATRON_MIN},<{MEGATRON_BELOW}'.",
+        )
+    if parse_version(found) < parse_version(MEGATRON_MIN):
+        return HostCheck(
+            found,
+            f"megatron-core {found} is too old; supported: {supported}: "
+            f"pip install 'megatron-core>={MEGATRON_MIN},<{MEGATRON_BELOW}'.",
+        )
+    if parse_version(found) >= parse_version(MEGATRON_BELOW):
+        return HostCheck(
+            found,
+            f"megatron-core {found} is newer than what this release supports ({supported}): "
+            f"pip install 'megatron-core<{MEGATRON_BELOW}', or install a newer megatron-dsa.",
+        )
+    return HostCheck(found, None)
+
+
+def require_supported_megatron() -> None:
+    """Raise :class:`VersionError` unless the installed megatron-core is in the supported range."""
+    problem = check_host().problem
+    if problem is not None:
+        raise VersionError(problem)

@@ -1,0 +1,25 @@
+"""Small things that several test files need."""
+
+import torch
+
+
+def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:
+    """``norm(x - ref) / norm(ref)`` in float64; NaN in ``x`` gives NaN, which never passes.
+
+    A reference that is 0 but for rounding (root mean square below 1e-4) counts as size 1 per entry.
+    """
+    x, reference = x.detach().double().cpu(), reference.detach().double().cpu()
+    norm, unit = reference.norm(), reference.numel() ** 0.5
+    return float((x - reference).norm() / (norm if norm > 1e-4 * unit else max(unit, 1.0)))
+
+
+def leaf(*shape, seed, device="cpu", dtype=torch.float32, scale=1.0):
+    """A random leaf tensor that wants a gradient, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
+    return values.to(device=device, dtype=dtype).requires_grad_()
+
+
+def double_leaf(x: torch.Tensor) -> torch.Tensor:
+    """A float64 leaf with the (rounded) values of ``x``: the reference sees the same inputs."""
+    return x.detach().double().requires_grad_()

@@ -1,0 +1,440 @@
+"""Float64 reference for DSA (DeepSeek-V3.2): naive, materialises S x S, plain autograd.
+
+It shares no code with the package. MLA is written in its non-absorbed form (explicit per-head
+keys and values), so that agreement with the absorbed form the package uses means something.
+"""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+INDEXER = "core_attention.indexer."
+
+
+@dataclasses.dataclass
+class Shape:
+    """Sizes and options of one attention layer."""
+
+    heads: int
+    hidden: int
+    q_lora: int | None  # None: the query latent is x itself and linear_q_proj is used
+    kv_lora: int
+    nope: int
+    rope: int
+    v: int
+    index_heads: int
+    index_dim: int
+    topk: int
+    rotary_base: float = 10000.0
+    eps: float = 1e-5
+    k_norm_eps: float | None = None  # None: eps
+    index_rope_interleaved: bool = False
+    index_hadamard: bool = True
+    index_relu: bool = True
+    # Keys: scaling_factor, original_max_position, beta_fast, beta_slow, mscale, mscale_all_dim.
+    yarn: dict | None = None
+
+    @property
+    def softmax_scale(self) -> float:
+        """get_mscale(factor, mscale_all_dim)^2 / sqrt(nope + rope)."""
+        mscale = 1.0
+        if self.yarn is not None:
+            mscale = get_mscale(self.yarn["scaling_factor"], self.yarn["mscale_all_dim"])
+        return mscale**2 / math.sqrt(self.nope + self.rope)
+
+    @property
+    def rope_concentration(self) -> float:
+        """get_mscale(factor, mscale) / get_mscale(factor, mscale_all_dim): on cos and sin."""
+        if self.yarn is None:
+            return 1.0
+        factor = self.yarn["scaling_factor"]
+        numerator = get_mscale(factor, self.yarn["mscale"])
+        return numerator / get_mscale(factor, self.yarn["mscale_all_dim"])
+
+
+@dataclasses.dataclass
+class Result:
+    """What a layer computes; lists have one entry per sequence."""
+
+    out: Tensor  # [S, B, hidden]
+    loss: Tensor | None  # loss_sum / number of query rows; the coefficient is not applied
+    loss_sum: Tensor | None
+    index_scores: list[Tensor]  # [S, S], -inf above the diagonal; empty without an indexer
+    # bool [S, S]: the given indices, else the indexer's top-k. In dense mode the attention
+    # itself does not use it, only `captured` and the sparse loss do.
+    selected: list[Tensor]
+    captured: Tensor  # mean over rows and heads of the dense probability on the selected keys
+
+
+# ----------------------------------------------------------------------------- rope
+
+
+def get_mscale(scale: float, mscale: float) -> float:
+    """YaRN: 0.1 * mscale * ln(scale) + 1 for scale > 1, else 1."""
+    return 0.1 * mscale * math.log(scale) + 1.0 if scale > 1.0 else 1.0
+
+
+def inverse_frequencies(shape: Shape) -> Tensor:
+    """theta_i = base^(-2i/rope), i < rope/2; under YaRN blended with theta_i / factor."""
+    dim, base = shape.rope, shape.rotary_base
+    theta = [base ** (-2.0 * i / dim) for i in range(dim // 2)]
+    if shape.yarn is None:
+        return torch.tensor(theta, dtype=torch.float64)
+    yarn = shape.yarn
+    original = yarn["original_max_position"]
+
+    def pair_with_rotations(rotations: float) -> float:
+        # The (real-valued) i whose pair turns `rotations` times within the original context:
+        # original * theta_i = 2 pi rotations.
+        return dim * math.log(original / (rotations * 2.0 * math.pi)) / (2.0 * math.log(base))
+
+    low = max(math.floor(pair_with_rotations(yarn["beta_fast"])), 0)
+    high = min(math.ceil(pair_with_rotations(yarn["beta_slow"])), dim - 1)
+    width = (high - low) if high != low else 0.001  # DeepSeek's guard against 0/0
+    blended = []
+    for i, value in enumerate(theta):
+        ramp = min(max((i - low) / width, 0.0), 1.0)  # 0: keep (fast pair), 1: interpolate
+        blended.append((1.0 - ramp) * value + ramp * value / yarn["scaling_factor"])
+    return torch.tensor(blended, dtype=torch.float64)
+
+
+def rope_tables(length: int, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Cos and sin of position * theta, [length, rope/2], times the concentration factor."""
+    position = torch.arange(length, dtype=torch.float64)
+    angle = torch.outer(position, inverse_frequencies(shape))
+    return angle.cos() * shape.rope_concentration, angle.sin() * shape.rope_concentration
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Rope of x [S, ..., rope]; pair i is (i, i + rope/2), or (2i, 2i+1) when interleaved.
+
+    The output is half-split in both cases, as in Megatron (`mla_rotary_interleaved`): query and
+    key are permuted alike, so no score depends on it.
+    """
+    half = x.shape[-1] // 2
+    if interleaved:
+        first, second = x[..., 0::2], x[..., 1::2]
+    else:
+        first, second = x[..., :half], x[..., half:]
+    # Positions are dim 0; put singleton dims between them and the channels.
+    table = (cos.shape[0],) + (1,) * (x.dim() - 2) + (half,)
+    cos, sin = cos.to(x.device).view(table), sin.to(x.device).view(table)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+# ------------------------------------------------------------------ norms, Hadamard, softmax
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm: x / sqrt(mean(x^2) + eps) * weight; identity without a weight."""
+    if weight is None:
+        return x
+    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm: (x - mean) / sqrt(var + eps) * weight + bias, with the biased variance."""
+    centred = x - x.mean(dim=-1, keepdim=True)
+    variance = (centred * centred).mean(dim=-1, keepdim=True)
+    return centred / torch.sqrt(variance + eps) * weight + bias
+
+
+def hadamard_matrix(size: int) -> Tensor:
+    """Normalised Walsh-Hadamard matrix in Sylvester order: H_2n = [[H, H], [H, -H]]."""
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"a Hadamard rotation needs a power of two, got {size}")
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < size:
+        top = torch.cat([matrix, matrix], dim=1)
+        bottom = torch.cat([matrix, -matrix], dim=1)
+        matrix = torch.cat([top, bottom], dim=0)
+    return matrix * size**-0.5
+
+
+def masked_log_softmax(scores: Tensor, mask: Tensor) -> Tensor:
+    """Log-softmax over the True keys of each row; 0 outside the mask and in empty rows."""
+    scores = scores.masked_fill(~mask, -math.inf)
+    # An all -inf row would give NaN, in the gradient even if the value is dropped later.
+    scores = scores.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
+    return torch.log_softmax(scores, dim=-1).masked_fill(~mask, 0.0)
+
+
+def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
+    """Softmax over the True keys of each row; 0 outside the mask and in empty rows."""
+    return torch.exp(masked_log_softmax(scores, mask)).masked_fill(~mask, 0.0)
+
+
+# --------------------------------------------------------------------- pieces of the indexer
+
+
+def indexer_scores(q_idx: Tensor, k_idx: Tensor, w: Tensor, relu: bool = True) -> Tensor:
+    """I[t,s] = sum_h w[t,h] relu(q_I[t,h] . k_I[s]); w already holds HI^-1/2 DI^-1/2.
+
+    q_idx [Sq, HI, DI], k_idx [Skv, DI], w [Sq, HI] -> [Sq, Skv], not masked.
+    """
+    dots = torch.einsum("thd,sd->ths", q_idx, k_idx)
+    if relu:
+        dots = torch.relu(dots)
+    return torch.einsum("th,ths->ts", w, dots)
+
+
+def topk(scores_row: Tensor, visible_lo: int, visible_hi: int, k: int) -> list[int]:
+    """Ids of the min(k, visible) largest scores in [lo, hi), ascending; ties: smallest id.
+
+    A score of -inf marks an invisible key and is never selected; -0.0 ties with 0.0.
+    """
+    row = scores_row.tolist()
+    visible = [s for s in range(visible_lo, visible_hi) if row[s] != -math.inf]
+    if any(math.isnan(row[s]) for s in visible):
+        raise ValueError("NaN index score")
+    best = sorted(visible, key=lambda s: (-row[s], s))[:k]
+    return sorted(best)
+
+
+def kl_loss_rows(student_scores: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+    """KL(p || softmax(I)) of each row over the keys in `mask`: [..., S, Skv] -> [..., S].
+
+    `teacher` is non-negative and need not be normalised: it is cut to the mask, L1-normalised
+    and detached here. A key whose student score is -inf counts as outside the mask. Rows
+    without a key, or without teacher mass, are exactly 0.
+    """
+    mask = mask & (student_scores.detach() != -math.inf)
+    p = teacher.detach().masked_fill(~mask, 0.0)
+    total = p.sum(dim=-1, keepdim=True)
+    p = p / total.masked_fill(total == 0.0, 1.0)
+    log_student = masked_log_softmax(student_scores, mask)
+    # xlogy: 0 log 0 = 0 exactly.
+    return (torch.special.xlogy(p, p) - p * log_student).sum(dim=-1)
+
+
+def indexer_inputs(
+    params: dict[str, Tensor], x: Tensor, qr: Tensor, shape: Shape
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q_I [S, HI, DI], k_I [S, DI] and the scaled w [S, HI] of one sequence, from x and qr.
+
+    q_I = W_qb qr, k_I = LayerNorm(W_k x), rope on the first dims, Hadamard;
+    w = W_w x * HI^-1/2 * DI^-1/2. x and qr are detached: the loss trains the indexer only.
+    """
+    x, qr = x.detach(), qr.detach()
+    length, rope = x.shape[0], shape.rope
+    q = qr @ params[INDEXER + "linear_wq_b.weight"].T
+    q = q.view(length, shape.index_heads, shape.index_dim)
+    k = layer_norm(
+        x @ params[INDEXER + "linear_wk.weight"].T,
+        params[INDEXER + "k_norm.weight"],
+        params[INDEXER + "k_norm.bias"],
+        shape.eps if shape.k_norm_eps is None else shape.k_norm_eps,
+    )
+    cos, sin = rope_tables(length, shape)
+    pairs = shape.index_rope_interleaved
+    q = torch.cat([rotate(q[..., :rope], cos, sin, interleaved=pairs), q[..., rope:]], dim=-1)
+    k = torch.cat([rotate(k[..., :rope], cos, sin, interleaved=pairs), k[..., rope:]], dim=-1)
+    if shape.index_hadamard:
+        # Orthogonal, so scores do not change in exact arithmetic; it matters to quantisation.
+        matrix = hadamard_matrix(shape.index_dim).to(x.device)
+        q, k = q @ matrix.T, k @ matrix.T
+    w = x @ params[INDEXER + "linear_weights_proj.weight"].T
+    return q, k, w * shape.index_heads**-0.5 * shape.index_dim**-0.5
+
+
+# ------------------------------------------------------------------------------- the layer
+
+
+def mla_inputs(
+    params: dict[str, Tensor], x: Tensor, shape: Shape
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of one sequence x [S, hidden]: qr, q_nope, rope(q_pe), c_kv and rope(k_pe).
+
+    qr = RMSNorm(W_dq x) [S, q_lora]; q = W_uq qr -> q_nope [S, H, nope], q_pe [S, H, rope];
+    c_kv = RMSNorm(W_dkv x) [S, kv_lora]; k_pe = W_kpe x [S, rope], one for all heads.
+    """
+    length = x.shape[0]
+    if shape.q_lora is None:
+        qr, q = x, x @ params["linear_q_proj.weight"].T
+    else:
+        qr = x @ params["linear_q_down_proj.weight"].T
+        qr = rms_norm(qr, params.get("q_layernorm.weight"), shape.eps)
+        q = qr @ params["linear_q_up_proj.weight"].T
+    q = q.view(length, shape.heads, shape.nope + shape.rope)
+    down = x @ params["linear_kv_down_proj.weight"].T
+    c_kv = rms_norm(down[:, : shape.kv_lora], params.get("kv_layernorm.weight"), shape.eps)
+    cos, sin = rope_tables(length, shape)
+    # The main path's checkpoints store rope dims as neighbouring pairs, whatever the indexer does.
+    q_pe = rotate(q[..., shape.nope :], cos, sin, interleaved=True)
+    k_pe = rotate(down[:, shape.kv_lora :], cos, sin, interleaved=True)
+    return qr, q[..., : shape.nope], q_pe, c_kv, k_pe
+
+
+def causal_mask(length: int) -> Tensor:
+    """Causal bool [length, length]: key s is visible to query t iff s <= t."""
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def select(index_scores: Tensor, k: int) -> Tensor:
+    """T_t = top-min(k, t + 1) of I[t, :t + 1], as a bool mask [S, S]."""
+    length = index_scores.shape[0]
+    mask = torch.zeros(length, length, dtype=torch.bool)
+    for t in range(length):
+        mask[t, topk(index_scores[t].detach(), 0, t + 1, k)] = True
+    return mask
+
+
+@dataclasses.dataclass
+class _Sequence:
+    """One sequence's share of a Result; rows are not reduced yet."""
+
+    out: Tensor  # [S, hidden]
+    loss_rows: Tensor | None  # [S]
+    index_scores: Tensor | None  # [S, S]
+    selected: Tensor  # [S, S]
+    captured: Tensor  # [heads, S]
+
+
+def _attend(
+    params: dict[str, Tensor],
+    x: Tensor,
+    shape: Shape,
+    mode: str,
+    loss: str | None,
+    given: Tensor | None,
+) -> _Sequence:
+    """One sequence [S, hidden] with positions 0 .. S-1."""
+    length = x.shape[0]
+    causal = causal_mask(length).to(x.device)
+    qr, q_nope, q_pe, c_kv, k_pe = mla_inputs(params, x, shape)
+
+    # Not absorbed: every head's own 128-dim key and value.
+    up = c_kv @ params["linear_kv_up_proj.weight"].T
+    up = up.view(length, shape.heads, shape.nope + shape.v)
+    k_nope, value = up[..., : shape.nope], up[..., shape.nope :]
+    scores = torch.einsum("thd,shd->hts", q_nope, k_nope)
+    scores = (scores + torch.einsum("thd,sd->hts", q_pe, k_pe)) * shape.softmax_scale
+
+    index_scores = None
+    if INDEXER + "linear_wk.weight" in params:
+        q_idx, k_idx, w = indexer_inputs(params, x, qr, shape)
+        index_scores = indexer_scores(q_idx, k_idx, w, shape.index_relu)
+        index_scores = index_scores.masked_fill(~causal, -math.inf)
+
+    if given is not None:
+        if given.dtype != torch.bool or given.shape != causal.shape or (given & ~causal).any():
+            raise ValueError("indices must be causal bool masks [S, S], one per sequence")
+        selected = given
+    elif index_scores is not None:
+        selected = select(index_scores, shape.topk).to(x.device)
+    elif mode == "dense":
+        selected = causal
+    else:
+        raise ValueError("sparse mode needs an indexer in params, or indices")
+
+    attended = causal if mode == "dense" else selected
+    probs = masked_softmax(scores, attended)
+    heads_out = torch.einsum("hts,shd->thd", probs, value)
+    out = heads_out.reshape(length, shape.heads * shape.v) @ params["linear_proj.weight"].T
+
+    dense_probs = masked_softmax(scores.detach(), causal)
+    captured = (dense_probs * selected).sum(dim=-1)
+
+    loss_rows = None
+    if loss is not None:
+        if index_scores is None:
+            raise ValueError("the indexer loss needs an indexer in params")
+        loss_keys = causal if loss == "dense" else selected
+        teacher = masked_softmax(scores.detach(), loss_keys).sum(dim=0)
+        loss_rows = kl_loss_rows(index_scores, teacher, loss_keys)
+    return _Sequence(out, loss_rows, index_scores, selected, captured)
+
+
+def attention_layer(
+    params: dict[str, Tensor],
+    x: Tensor,
+    shape: Shape,
+    *,
+    mode: str,
+    loss: str | None = None,
+    seq_lengths: list[int] | None = None,
+    indices: list[Tensor] | None = None,
+) -> Result:
+    """DSA on x [S, B, hidden], or on packed x [T, 1, hidden] with `seq_lengths`.
+
+    mode: "dense" (all causal keys) or "sparse" (the selected keys). loss: None, "dense" or
+    "sparse" (A_t = all causal keys or the selected ones), independent of mode. indices: one
+    bool mask [S, S] per sequence, used in place of the indexer's top-k.
+    """
+    if mode not in ("dense", "sparse") or loss not in (None, "dense", "sparse"):
+        raise ValueError(f"unknown mode {mode!r} or loss {loss!r}")
+    if x.dtype != torch.float64 or any(p.dtype != torch.float64 for p in params.values()):
+        raise TypeError("the reference takes float64 only")
+    if seq_lengths is None:
+        sequences = list(x.unbind(dim=1))
+    else:
+        if x.shape[1] != 1 or sum(seq_lengths) != x.shape[0]:
+            raise ValueError("packed input is [sum(seq_lengths), 1, hidden]")
+        sequences = list(x[:, 0].split(list(seq_lengths), dim=0))
+    given = [None] * len(sequences) if indices is None else indices
+    if len(given) != len(sequences):
+        raise ValueError("indices needs one mask per sequence")
+
+    runs = [
+        _attend(params, sequence, shape, mode, loss, mask)
+        for sequence, mask in zip(sequences, given, strict=True)
+    ]
+    outs = [run.out for run in runs]
+    out = torch.stack(outs, dim=1) if seq_lengths is None else torch.cat(outs)[:, None]
+    loss_rows = [run.loss_rows for run in runs if run.loss_rows is not None]
+    loss_sum = torch.cat(loss_rows).sum() if loss is not None else None
+    rows = sum(sequence.shape[0] for sequence in sequences)
+    return Result(
+        out=out,
+        loss=None if loss_sum is None else loss_sum / rows,
+        loss_sum=loss_sum,
+        index_scores=[run.index_scores for run in runs if run.index_scores is not None],
+        selected=[run.selected for run in runs],
+        captured=torch.cat([run.captured for run in runs], dim=1).mean(),
+    )
+
+
+# ----------------------------------------------------------------------- the kernel contract
+
+
+def sparse_attention(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    dv: int,
+    scale: float,
+    topk_length: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the contract's op row by row: out [Sq, H, dv], lse [Sq, H] and p_sum [Sq, K].
+
+    l = scale * q . kv[s]; p = exp(l) / (sum_s exp(l) + exp(sink)); out = sum_s p kv[s, :dv];
+    lse = ln sum_s exp(l), keys only; p_sum = sum_h p. Empty rows: out 0, lse -inf, p_sum 0.
+    An id listed twice counts twice.
+    """
+    rows, heads, _ = q.shape
+    width = indices.shape[1]
+    if rows == 0:
+        return q.new_zeros(0, heads, dv), q.new_zeros(0, heads), q.new_zeros(0, width)
+    outs, lses, p_sums = [], [], []
+    for t in range(rows):
+        limit = width if topk_length is None else int(topk_length[t])
+        ids = indices[t].tolist()
+        slots = [j for j in range(min(limit, width)) if 0 <= ids[j] < kv.shape[0]]
+        p_row = q.new_zeros(width)
+        if not slots:
+            outs.append(q.new_zeros(heads, dv))
+            lses.append(q.new_full((heads,), -math.inf))
+            p_sums.append(p_row)
+            continue
+        keys = kv[[ids[j] for j in slots]]
+        logits = scale * (q[t] @ keys.T)  # [H, n]
+        lse = torch.logsumexp(logits, dim=-1)
+        log_denominator = lse if sink is None else torch.logaddexp(lse, sink)
+        probs = torch.exp(logits - log_denominator[:, None])
+        outs.append(probs @ keys[:, :dv])
+        lses.append(lse)
+        p_sums.append(p_row.index_put((torch.tensor(slots, device=q.device),), probs.sum(dim=0)))
+    return torch.stack(outs), torch.stack(lses), torch.stack(p_sums)

@@ -1,0 +1,154 @@
+"""The indexer losses against one float64 autograd reference: value and every gradient."""
+
+import pytest
+import torch
+
+from megatron_dsa.dispatch import Policy
+from megatron_dsa.dsa_kernels import (
+    IndexerInputs,
+    dense_indexer_loss,
+    indexer_topk,
+    sparse_indexer_loss,
+)
+from megatron_dsa.layout import bshd_layout, packed_layout
+from megatron_dsa.ops.indexer_loss import reference
+from megatron_dsa.ops.indexer_topk.reference import index_scores
+from tests.helpers import double_leaf, leaf, relative_error
+
+SMALL = Policy(workspace_bytes=60_000)
+SCALE = 0.37  # not 1, so that a scale applied twice shows (trap 7)
+
+LAYOUTS = {
+    "one sequence": lambda device: bshd_layout(48, 1, device),
+    "batch of 3": lambda device: bshd_layout(16, 3, device),
+    # a padded tail: rows without any visible key (trap 8)
+    "packed": lambda device: packed_layout(
+        torch.tensor([0, 3, 20, 41], device=device, dtype=torch.int32), 48, 21
+    ),
+}
+
+
+def make_inputs(device, dtype=torch.float64, relu=True):
+    return IndexerInputs(
+        leaf(48, 3, 8, seed=1, device=device, dtype=dtype),
+        leaf(48, 8, seed=2, device=device, dtype=dtype),
+        leaf(48, 3, seed=3, device=device, dtype=dtype, scale=0.3),
+        relu,
+    )
+
+
+def visible_rows(layout):
+    """bool [Sq, Skv] over key *rows*."""
+    slots = torch.arange(layout.num_keys, device=layout.start.device)
+    by_slot = (slots >= layout.start[:, None]) & (slots < layout.end[:, None])
+    if layout.key_rows is None:
+        return by_slot
+    return torch.zeros_like(by_slot).index_copy_(1, layout.key_rows, by_slot)
+
+
+def reference_scores(inputs):
+    copies = IndexerInputs(*map(double_leaf, (inputs.q, inputs.k, inputs.weights)), inputs.relu)
+    return copies, index_scores(copies.q, copies.k, copies.weights, copies.relu)
+
+
+def check(inputs, copies, loss, expected, tolerance):
+    assert relative_error(loss, expected) < tolerance
+    (loss * 1.7).backward()
+    (expected * 1.7).backward()
+    for name in ("q", "k", "weights"):
+        got, want = getattr(inputs, name).grad, getattr(copies, name).grad
+        assert torch.isfinite(got).all(), name
+        assert relative_error(got, want) < tolerance, name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("key_heads", [1, 4])
+def test_dense_loss(device, name, relu, key_heads):
+    layout, inputs = LAYOUTS[name](device), make_inputs(device, relu=relu)
+    q = leaf(48, 4, 12, seed=4, device=device, dtype=torch.float64)
+    k = leaf(48, key_heads, 12, seed=5, device=device, dtype=torch.float64)
+    loss = dense_indexer_loss(inputs, q, k, layout, softmax_scale=SCALE, policy=SMALL)
+    copies, scores = reference_scores(inputs)
+    mask = visible_rows(layout)
+    teacher = reference.dense_teacher(q.double(), k.double(), mask, SCALE)
+    check(inputs, copies, loss, reference.kl_sum(scores, teacher, mask), 1e-11)
+    assert q.grad is None and k.grad is None  # the loss trains the indexer only
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("k", [5, 60])
+def test_sparse_loss(device, name, relu, k):
+    layout, inputs = LAYOUTS[name](device), make_inputs(device, relu=relu)
+    indices, length = indexer_topk(inputs, layout, k)
+    teacher = torch.rand(48, k, dtype=torch.float64, device=device)
+    teacher[4] = 0  # a row without any teacher mass contributes nothing
+    loss = sparse_indexer_loss(
+        inputs, indices, teacher, layout, topk_length=length, policy=SMALL
+    )
+    copies, scores = reference_scores(inputs)
+    valid = indices >= 0
+    gathered = scores.gather(1, indices.clamp_min(0).long())
+    check(inputs, copies, loss, reference.kl_sum(gathered, teacher, valid), 1e-11)
+
+
+def test_sparse_loss_ignores_invalid_entries(device):
+    """-1 in the middle and ids past the keys; the rows they would hit are NaN."""
+    inputs = make_inputs(device)
+    layout = bshd_layout(48, 1, device)
+    indices = torch.tensor([[1, -1, 3, 48]], device=device, dtype=torch.int32).repeat(48, 1)
+    teacher = torch.rand(48, 4, dtype=torch.float64, device=device)
+    poisoned_k = inputs.k.detach().clone()
+    poisoned_k[0] = poisoned_k[47] = float("nan")
+    poisoned = IndexerInputs(inputs.q, poisoned_k.requires_grad_(), inputs.weights)
+    loss = sparse_indexer_loss(poisoned, indices, teacher, layout)
+    loss.backward()
+    copies, scores = reference_scores(inputs)
+    valid = (indices >= 0) & (indices < 48)
+    gathered = scores.gather(1, torch.where(valid, indices, 0).long())
+    expected = reference.kl_sum(gathered, teacher, valid)
+    expected.backward()
+    assert relative_error(loss, expected) < 1e-12
+    assert relative_error(poisoned_k.grad, copies.k.grad) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision(device, dtype):
+    """fp32 sums of bf16 inputs: the loss is good to fp32, the gradients to the inputs' rounding."""
+    layout, inputs = bshd_layout(48, 1, device), make_inputs(device, dtype)
+    q = leaf(48, 4, 12, seed=4, device=device, dtype=dtype)
+    k = leaf(48, 1, 12, seed=5, device=device, dtype=dtype)
+    loss = dense_indexer_loss(inputs, q, k, layout, softmax_scale=SCALE)
+    copies, scores = reference_scores(inputs)
+    mask = visible_rows(layout)
+    teacher = reference.dense_teacher(q.double(), k.double(), mask, SCALE)
+    expected = reference.kl_sum(scores, teacher, mask)
+    assert loss.dtype == torch.float32
+    assert relative_error(loss, expected) < 1e-5
+    check(inputs, copies, loss, expected, 1e-5 if dtype == torch.float32 else 8e-3)
+
+
+def test_perfect_student_has_no_loss(device):
+    """KL(p || p) is 0 and so is its gradient: the teacher is normalised, not just summed."""
+    inputs, layout = make_inputs(device), bshd_layout(48, 1, device)
+    indices, length = indexer_topk(inputs, layout, 8)
+    _, scores = reference_scores(inputs)
+    gathered = scores.gather(1, indices.clamp_min(0).long()).detach()
+    gathered = gathered.masked_fill(indices < 0, float("-inf"))
+    teacher = torch.softmax(gathered, -1) * 4  # four heads' worth of mass
+    loss = sparse_indexer_loss(inputs, indices, teacher, layout, topk_length=length)
+    loss.backward()
+    assert abs(float(loss)) < 1e-12
+    assert float(inputs.q.grad.norm()) < 1e-12
+
+
+def test_value_without_gradients(device):
+    """Under no_grad the value is the same and nothing is kept."""
+    layout, inputs = bshd_layout(48, 1, device), make_inputs(device)
+    q = leaf(48, 4, 12, seed=4, device=device, dtype=torch.float64)
+    k = leaf(48, 1, 12, seed=5, device=device, dtype=torch.float64)
+    loss = dense_indexer_loss(inputs, q, k, layout, softmax_scale=SCALE)
+    with torch.no_grad():
+        value = dense_indexer_loss(inputs, q, k, layout, softmax_scale=SCALE)
+    assert not value.requires_grad and torch.equal(value, loss.detach())
