@@ -141,20 +141,24 @@ def test_layer_by_scalar_loops() -> None:
     heads, nope, rope, v, rank = SHAPE.heads, SHAPE.nope, SHAPE.rope, SHAPE.v, SHAPE.kv_lora
     weights = {name: value.tolist() for name, value in params.items()}
 
+    def dot(left: list[float], right: list[float]) -> float:
+        return math.fsum(a * b for a, b in zip(left, right, strict=True))
+
     def linear(name: str, vector: list[float]) -> list[float]:
-        return [math.fsum(a * b for a, b in zip(row, vector)) for row in weights[name + ".weight"]]
+        return [dot(row, vector) for row in weights[name + ".weight"]]
 
     def rms(name: str, vector: list[float]) -> list[float]:
-        root = math.sqrt(math.fsum(a * a for a in vector) / len(vector) + SHAPE.eps)
-        return [a / root * b for a, b in zip(vector, weights[name + ".weight"])]
+        root = math.sqrt(dot(vector, vector) / len(vector) + SHAPE.eps)
+        return [a / root * b for a, b in zip(vector, weights[name + ".weight"], strict=True)]
 
     def turn(a: float, b: float, pair: int, position: int) -> tuple[float, float]:
         angle = position * SHAPE.rotary_base ** (-2.0 * pair / rope)
         z = complex(a, b) * complex(math.cos(angle), math.sin(angle))
         return z.real, z.imag
 
-    def rope_pairs(vector: list[float], position: int) -> list[tuple[float, float]]:
-        return [turn(vector[2 * i], vector[2 * i + 1], i, position) for i in range(rope // 2)]
+    def rope_pairs(vector: list[float], position: int) -> list[float]:
+        pairs = [turn(vector[2 * i], vector[2 * i + 1], i, position) for i in range(rope // 2)]
+        return [part for pair in pairs for part in pair]
 
     tokens = x[:, 0].tolist()
     t = 8
@@ -168,15 +172,13 @@ def test_layer_by_scalar_loops() -> None:
             down = linear("linear_kv_down_proj", tokens[s])
             up = linear("linear_kv_up_proj", rms("kv_layernorm", down[:rank]))
             up = up[h * (nope + v) : (h + 1) * (nope + v)]
-            dot = sum(a * b for a, b in zip(q_h[:nope], up[:nope]))
-            for a, b in zip(rope_pairs(q_h[nope:], t), rope_pairs(down[rank:], s)):
-                dot += a[0] * b[0] + a[1] * b[1]
-            logits.append(dot / math.sqrt(nope + rope))
+            score = dot(q_h[:nope], up[:nope])
+            score += dot(rope_pairs(q_h[nope:], t), rope_pairs(down[rank:], s))
+            logits.append(score / math.sqrt(nope + rope))
             values.append(up[nope:])
-        total = sum(math.exp(logit) for logit in logits)
+        weight = [math.exp(logit) for logit in logits]
         for d in range(v):
-            mixed = sum(math.exp(logit) * value[d] for logit, value in zip(logits, values))
-            concatenated.append(mixed / total)
+            concatenated.append(dot(weight, [value[d] for value in values]) / sum(weight))
     assert result.out[t, 0].tolist() == pytest.approx(linear("linear_proj", concatenated))
 
     s, dim = 3, SHAPE.index_dim
@@ -184,19 +186,19 @@ def test_layer_by_scalar_loops() -> None:
     mean = sum(k) / dim
     root = math.sqrt(sum((a - mean) ** 2 for a in k) / dim + SHAPE.eps)
     gain, bias = weights[ref.INDEXER + "k_norm.weight"], weights[ref.INDEXER + "k_norm.bias"]
-    k = [(a - mean) / root * g + b for a, g, b in zip(k, gain, bias)]
+    k = [(a - mean) / root * g + b for a, g, b in zip(k, gain, bias, strict=True)]
     q = linear(ref.INDEXER + "linear_wq_b", qr)
     w = linear(ref.INDEXER + "linear_weights_proj", tokens[t])
     score = 0.0
     for h in range(SHAPE.index_heads):
         q_h = q[h * dim : (h + 1) * dim]
-        dot = sum(a * b for a, b in zip(q_h[rope:], k[rope:]))
+        match = dot(q_h[rope:], k[rope:])
         for i in range(rope // 2):
             a = turn(q_h[i], q_h[i + rope // 2], i, t)
             b = turn(k[i], k[i + rope // 2], i, s)
-            dot += a[0] * b[0] + a[1] * b[1]
+            match += a[0] * b[0] + a[1] * b[1]
         # The Hadamard rotation of both sides changes no dot product, so it is left out here.
-        score += w[h] * max(dot, 0.0) / math.sqrt(SHAPE.index_heads * dim)
+        score += w[h] * max(match, 0.0) / math.sqrt(SHAPE.index_heads * dim)
     assert float(result.index_scores[0][t, s]) == pytest.approx(score)
 
 

@@ -1,0 +1,122 @@
+"""Command line flags, added to Megatron's own parser."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.core.transformer.enums import AttnBackend
+
+from megatron_dsa.config import STAGES, DSAOptions
+from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
+
+BACKENDS = ("dsa_fused", "dsa_unfused")
+
+
+class _BackendAction(argparse.Action):
+    """``--attention-backend`` that also takes our values.
+
+    Ours are stored apart (``args.dsa_attention_backend``) and leave Megatron's own setting at
+    ``auto``: a value that is not in its enum would travel into its configuration and into the
+    arguments pickled in checkpoints.
+    """
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        if value in BACKENDS:
+            namespace.dsa_attention_backend = value
+            setattr(namespace, self.dest, AttnBackend.auto)
+            return
+        if value not in AttnBackend.__members__:
+            choices = ", ".join([*BACKENDS, *AttnBackend.__members__])
+            parser.error(f"argument --attention-backend: invalid choice {value!r} (from {choices})")
+        # The last occurrence on the command line wins.
+        namespace.dsa_attention_backend = None
+        setattr(namespace, self.dest, AttnBackend[value])
+
+
+def _replace_attention_backend(parser: argparse.ArgumentParser) -> None:
+    old = parser._option_string_actions["--attention-backend"]
+    for option in old.option_strings:
+        del parser._option_string_actions[option]
+    for group in parser._action_groups:
+        if old in group._group_actions:
+            group._group_actions.remove(old)
+    parser._actions.remove(old)
+    parser.add_argument(
+        *old.option_strings,
+        dest=old.dest,
+        default=old.default,
+        action=_BackendAction,
+        metavar="BACKEND",
+        help="dsa_fused: sparse attention with fused kernels where they can run; dsa_unfused: "
+        f"sparse attention in torch; or Megatron's {', '.join(AttnBackend.__members__)}.",
+    )
+
+
+def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add this package's flags; pass it to Megatron as ``extra_args_provider``.
+
+    ``--dsa-indexer-*`` are Megatron's own flags and keep their names and meaning.
+    """
+    _replace_attention_backend(parser)
+    parser.set_defaults(dsa_attention_backend=None)
+    group = parser.add_argument_group("megatron_dsa")
+    group.add_argument(
+        "--dsa-stage",
+        choices=STAGES,
+        default="sparse",
+        help="dense: plain MLA without indexer; warmup: dense attention, train the indexer on it; "
+        "sparse (default): attend to the indexer's top-k.",
+    )
+    group.add_argument(
+        "--dsa-warmup-train-all",
+        action="store_true",
+        help="In stage warmup, train the main model too (default: only the indexer).",
+    )
+    group.add_argument(
+        "--dsa-strict",
+        action="store_true",
+        help="Stop at start-up if an operation has no fused implementation that can run.",
+    )
+    group.add_argument(
+        "--dsa-workspace-mib",
+        type=int,
+        default=DEFAULT_WORKSPACE_BYTES // 2**20,
+        help="Memory that the torch implementations may use for temporaries, in MiB (%(default)s).",
+    )
+    group.add_argument(
+        "--dsa-health-rows",
+        type=int,
+        default=DSAOptions.health_rows,
+        help="Query rows per layer and microbatch on which the selection is judged for the log; "
+        "0 turns this off (%(default)s).",
+    )
+    return parser
+
+
+def megatron_argv(argv: list[str]) -> list[str]:
+    """Return the command line with our backend names replaced by Megatron's ``auto``.
+
+    Megatron parses ``sys.argv`` a second time (fault-tolerance set-up), without our flags: unknown
+    flags do not disturb it, but a value that is not in its enum does.
+    """
+    out = []
+    for previous, item in zip(["", *argv], argv, strict=False):
+        flag, _, value = item.partition("=")
+        if flag == "--attention-backend" and value in BACKENDS:
+            item = f"{flag}={AttnBackend.auto.name}"
+        elif previous == "--attention-backend" and item in BACKENDS:
+            item = AttnBackend.auto.name
+        out.append(item)
+    return out
+
+
+def options_from_args(args: argparse.Namespace) -> DSAOptions:
+    """Return the :class:`DSAOptions` that the parsed flags ask for."""
+    return DSAOptions(
+        stage=args.dsa_stage,
+        freeze_main=not args.dsa_warmup_train_all,
+        fused=args.dsa_attention_backend != "dsa_unfused",
+        strict=args.dsa_strict,
+        workspace_bytes=args.dsa_workspace_mib * 2**20,
+        health_rows=args.dsa_health_rows,
+    )

@@ -1,0 +1,280 @@
+"""Configuration: what this package adds to Megatron's MLA configuration, and model presets."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.versions import require_supported_megatron
+
+require_supported_megatron()
+
+STAGES = ("dense", "warmup", "sparse")
+
+
+@dataclass(frozen=True)
+class DSAOptions:
+    """Settings that Megatron's own configuration has no field for.
+
+    They travel as the attribute ``dsa`` of the transformer configuration; a configuration without
+    it (somebody else's training script) gets the defaults.
+
+    Attributes:
+        stage: ``dense`` (plain MLA, no indexer), ``warmup`` (dense attention, dense indexer loss)
+            or ``sparse`` (top-k attention).
+        freeze_main: in ``warmup``, train the indexer alone.
+        fused: prefer fused implementations (``--attention-backend dsa_fused``).
+        strict: refuse to run an operation unfused (``--dsa-strict``).
+        workspace_bytes: budget for temporary memory of the unfused implementations.
+        health_rows: query rows per layer and microbatch on which the health figures are measured;
+            0 switches them off.
+    """
+
+    stage: Literal["dense", "warmup", "sparse"] = "sparse"
+    freeze_main: bool = True
+    fused: bool = True
+    strict: bool = False
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
+    health_rows: int = 16
+
+    def __post_init__(self):
+        if self.stage not in STAGES:
+            raise ConfigError(f"--dsa-stage must be one of {', '.join(STAGES)}, got {self.stage!r}")
+        if self.workspace_bytes < 2**20:
+            raise ConfigError(
+                f"--dsa-workspace-mib must be at least 1, got {self.workspace_bytes / 2**20:g}"
+            )
+        if self.health_rows < 0:
+            raise ConfigError(f"--dsa-health-rows must be 0 or more, got {self.health_rows}")
+
+    @property
+    def policy(self) -> Policy:
+        """What dispatch needs to know."""
+        return Policy(self.fused, self.strict, self.workspace_bytes)
+
+
+@dataclass
+class DSATransformerConfig(MLATransformerConfig):
+    """Megatron's MLA configuration plus :class:`DSAOptions`, validated for sparse attention."""
+
+    dsa: DSAOptions = field(default_factory=DSAOptions)
+
+    def __post_init__(self):
+        super().__post_init__()
+        validate(self)
+
+    @classmethod
+    def from_mla(cls, config: MLATransformerConfig, options: DSAOptions) -> DSATransformerConfig:
+        """Return ``config`` as this class.
+
+        Megatron's ``__post_init__`` rewrites fields and may not run twice, so the finished fields
+        are taken over as they are.
+        """
+        ours = cls.__new__(cls)
+        ours.__dict__.update(config.__dict__)
+        ours.dsa = options
+        validate(ours)
+        return ours
+
+
+def options_of(config: Any) -> DSAOptions:
+    """Return the :class:`DSAOptions` of any transformer configuration."""
+    return getattr(config, "dsa", None) or DSAOptions()
+
+
+def uses_indexer(config: Any) -> bool:
+    """Whether the layers have an indexer (every stage but ``dense``)."""
+    return options_of(config).stage != "dense"
+
+
+def indexer_is_trained(config: Any) -> bool:
+    """Whether an indexer loss is computed."""
+    return uses_indexer(config) and bool(config.dsa_indexer_loss_coeff)
+
+
+def computes_topk(config: Any, layer_number: int) -> bool:
+    """Whether layer ``layer_number`` (from 1) selects keys itself or reuses an earlier selection.
+
+    ``dsa_indexer_skip_topk_offset`` leading layers compute; from then on, one in
+    ``dsa_indexer_topk_freq`` does.
+    """
+    first = max(config.dsa_indexer_skip_topk_offset, 1)
+    return layer_number <= first or (layer_number - first) % config.dsa_indexer_topk_freq == 0
+
+
+def shares_indices(config: Any) -> bool:
+    """Whether some layers reuse the selection of an earlier layer."""
+    return options_of(config).stage == "sparse" and config.dsa_indexer_topk_freq > 1
+
+
+def _rules(config: Any):
+    """Yield ``(ok, message)``: each message names the argument, the rule and the fix."""
+    yield (
+        config.multi_latent_attention,
+        "--multi-latent-attention is required: DSA attends in the latent space of MLA",
+    )
+    yield (
+        config.experimental_attention_variant is None,
+        f"--experimental-attention-variant must be unset, got "
+        f"{config.experimental_attention_variant!r}: it would build Megatron's bundled attention",
+    )
+    yield (
+        config.context_parallel_size == 1,
+        f"--context-parallel-size must be 1, got {config.context_parallel_size}: context "
+        "parallelism is not supported yet; use tensor or pipeline parallelism",
+    )
+    yield (
+        config.tensor_model_parallel_size == 1 or config.sequence_parallel,
+        "--sequence-parallel is required with --tensor-model-parallel-size > 1: without it the "
+        "gradients of the latent norms are counted once per rank",
+    )
+    yield (
+        config.num_attention_heads % config.tensor_model_parallel_size == 0,
+        f"--num-attention-heads ({config.num_attention_heads}) must be a multiple of "
+        f"--tensor-model-parallel-size ({config.tensor_model_parallel_size})",
+    )
+    shards = config.tensor_model_parallel_size
+    latents = {
+        "--q-lora-rank": config.q_lora_rank or 0,
+        "--kv-lora-rank plus --qk-pos-emb-head-dim": config.kv_lora_rank
+        + config.qk_pos_emb_head_dim,
+    }
+    for name, size in latents.items():
+        yield (
+            config.transformer_impl == "transformer_engine" or size % shards == 0,
+            f"{name} ({size}) must be a multiple of --tensor-model-parallel-size ({shards}) "
+            "with --transformer-impl local, whose down projections are split by columns",
+        )
+    yield (
+        not (config.add_bias_linear or config.add_qkv_bias),
+        "biases are not supported: pass --disable-bias-linear and drop --add-qkv-bias",
+    )
+    yield (
+        not config.cache_mla_latents,
+        "--cache-mla-latents is for inference, which this package does not do: drop it",
+    )
+    yield (
+        not getattr(config, "mla_down_proj_fusion", False),
+        "--mla-down-proj-fusion is not supported: the indexer reads the query latent; drop it",
+    )
+    yield (
+        config.qk_layernorm or config.q_lora_rank is None or not uses_indexer(config),
+        "--qk-layernorm is required: the indexer reads the normalised query latent",
+    )
+    yield (
+        not config.qk_clip,
+        "--qk-clip is not supported: the sparse kernels do not report the largest logit; drop it",
+    )
+    yield (
+        config.attention_dropout == 0.0,
+        f"--attention-dropout must be 0, got {config.attention_dropout}: sparse attention kernels "
+        "have no dropout",
+    )
+    yield (
+        not config.fp8_param,
+        "--fp8-param-gather is not supported: absorption reads the up-projection weight in bf16",
+    )
+    yield (
+        config.rope_type in ("rope", "yarn"),
+        f"--rope-type must be 'rope' or 'yarn', got {config.rope_type!r}",
+    )
+    if not uses_indexer(config):
+        return
+    for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
+        value = getattr(config, name)
+        yield (
+            isinstance(value, int) and value >= 1,
+            f"--{name.replace('_', '-')} must be a positive integer in stage "
+            f"'{options_of(config).stage}', got {value}",
+        )
+    head_dim = config.dsa_indexer_head_dim or 0
+    yield (
+        head_dim >= config.qk_pos_emb_head_dim,
+        f"--dsa-indexer-head-dim ({head_dim}) must be at least --qk-pos-emb-head-dim "
+        f"({config.qk_pos_emb_head_dim}): rope is applied to its first dims",
+    )
+    yield (
+        not config.dsa_indexer_rotate_activation or head_dim & (head_dim - 1) == 0,
+        f"--dsa-indexer-head-dim must be a power of two for the Hadamard rotation, got {head_dim}; "
+        "or pass --no-dsa-indexer-rotate-activation",
+    )
+    yield (
+        config.dsa_indexer_topk_freq >= 1 and config.dsa_indexer_skip_topk_offset >= 0,
+        "--dsa-indexer-topk-freq must be >= 1 and --dsa-indexer-skip-topk-offset >= 0, got "
+        f"{config.dsa_indexer_topk_freq} and {config.dsa_indexer_skip_topk_offset}",
+    )
+    yield (
+        options_of(config).stage != "warmup" or bool(config.dsa_indexer_loss_coeff),
+        "--dsa-indexer-loss-coeff must be positive in stage 'warmup': the loss is what trains "
+        "the indexer",
+    )
+
+
+def validate(config: Any) -> None:
+    """Raise :class:`ConfigError` for everything that this package does not support.
+
+    Called when the configuration or a layer is built: nothing of this is left to the first step.
+    """
+    problems = [message for ok, message in _rules(config) if not ok]
+    if problems:
+        raise ConfigError("unsupported configuration:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+#: Attention shapes of released models as keyword arguments of :class:`DSATransformerConfig`.
+#: GLM-5 gives what is public and verified; the rest has to come from the model's own config.
+PRESETS: dict[str, dict[str, Any]] = {
+    "deepseek-v3.2": {
+        "num_layers": 61,
+        "hidden_size": 7168,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_head_dim": 128,
+        "qk_pos_emb_head_dim": 64,
+        "v_head_dim": 128,
+        "qk_layernorm": True,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "dsa_indexer_n_heads": 64,
+        "dsa_indexer_head_dim": 128,
+        "dsa_indexer_topk": 2048,
+        "dsa_indexer_rope_interleaved": False,
+    },
+    "glm-5": {
+        "num_layers": 78,
+        "hidden_size": 6144,
+        "num_attention_heads": 64,
+        "q_lora_rank": 2048,
+        "kv_lora_rank": 512,
+        "qk_head_dim": 192,
+        "qk_pos_emb_head_dim": 64,
+        "v_head_dim": 256,
+        "qk_layernorm": True,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "dsa_indexer_n_heads": 32,
+        "dsa_indexer_head_dim": 128,
+        "dsa_indexer_topk": 2048,
+        "dsa_indexer_rope_interleaved": True,
+    },
+}
+
+
+def preset(name: str, **changes: Any) -> DSATransformerConfig:
+    """Return the configuration of a released model, with ``changes`` on top.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"unknown preset {name!r}; available: {', '.join(sorted(PRESETS))}")
+    known = {f.name for f in dataclasses.fields(DSATransformerConfig)}
+    unknown = sorted(set(changes) - known)
+    if unknown:
+        raise ConfigError(f"preset {name!r}: no such configuration field: {', '.join(unknown)}")
+    return DSATransformerConfig(**PRESETS[name] | changes)

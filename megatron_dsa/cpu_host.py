@@ -1,0 +1,160 @@
+"""Running Megatron's own training loop on a machine without a GPU.
+
+Megatron says ``device="cuda"`` in a few hundred places. On a machine without a GPU, and only there,
+:func:`activate` redirects those to the CPU, so that the same entry point, flags, schedules,
+optimizer and checkpoints can be used, over gloo, for quick starts and tests. It never pretends that
+CUDA is available. Each shim says what it is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_dsa.errors import VersionError
+from megatron_dsa.versions import MEGATRON_CPU_TESTED, installed_version
+
+#: Put in front of the user's flags, so that the user's own value wins: what the CPU cannot do.
+CPU_FLAGS = (
+    "--transformer-impl local --distributed-backend gloo --use-cpu-initialization "
+    "--no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion "
+    "--no-bias-dropout-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion "
+    "--no-masked-softmax-fusion --no-create-attention-mask-in-dataloader --num-workers 0"
+).split()
+
+_CPU = torch.device("cpu")
+
+
+def needed() -> bool:
+    """Whether this machine has no GPU."""
+    return not torch.cuda.is_available()
+
+
+def activate() -> None:
+    """Install the shims and put :data:`CPU_FLAGS` in front of ``sys.argv``'s flags.
+
+    Raises:
+        VersionError: on a megatron-core version on which the shims were not run.
+    """
+    found = installed_version("megatron-core")
+    if found not in MEGATRON_CPU_TESTED:
+        raise VersionError(
+            f"running without a GPU was tested with megatron-core "
+            f"{', '.join(MEGATRON_CPU_TESTED)} only, found {found}: install one of those, or run "
+            "on a machine with a GPU."
+        )
+    sys.argv[1:1] = CPU_FLAGS
+    if os.environ.get("RANK", "0") == "0":
+        print(f"> no GPU found: running on the CPU over gloo, with {' '.join(CPU_FLAGS)}")
+    _CudaToCpu().__enter__()
+    _patch_torch_cuda()
+    _patch_rng()
+    _patch_megatron()
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Sends tensors that ask for a CUDA device to the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # The optimizers compare this string with 'torch.cuda.FloatTensor' and friends.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+        if func is torch.Tensor.to:
+            args = tuple(_CPU if _is_cuda(a) else a for a in args)
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+class _NoStream:
+    """A stream on a device that has none: everything is already in order."""
+
+    def __init__(self, *_args, **_kwargs):
+        pass
+
+    def wait_stream(self, _other) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, _event) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+def _patch_torch_cuda() -> None:
+    """Answers to questions about the current device and stream, which have one answer here."""
+    torch.cuda.current_device = lambda: _CPU
+    torch.cuda.synchronize = lambda *_args, **_kwargs: None
+    torch.cuda.current_stream = lambda *_args, **_kwargs: _NoStream()
+    torch.cuda.Stream = _NoStream
+    torch.cuda.stream = lambda _stream: contextlib.nullcontext()
+
+
+def _patch_rng() -> None:
+    """The CUDA generator's role goes to the CPU generator.
+
+    Tensor-parallel dropout and the random state in checkpoints stay real that way.
+    """
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    def get_state(*_args, **_kwargs):
+        return torch.get_rng_state()
+
+    def set_state(state, *_args, **_kwargs):
+        torch.set_rng_state(state)
+
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.get_rng_state = get_state
+    torch.cuda.set_rng_state = set_state
+    megatron_random._get_cuda_rng_state = get_state
+    megatron_random._set_cuda_rng_state = set_state
+
+
+def _patch_megatron() -> None:
+    from megatron.training import arguments, initialize, training
+
+    # Asks CUDA for the device's architecture; 10 takes the branch without warnings.
+    arguments.get_device_arch_version = lambda: 10
+    # Warms up fused kernels with random inputs, from the one generator that there is.
+    training.set_jit_fusion_options = lambda *_args, **_kwargs: None
+    # torch.compile would need a compiler for a few element-wise functions.
+    torch.compiler.set_stance("force_eager")
+
+    initialize_megatron = initialize.initialize_megatron
+
+    def initialize_on_cpu(*args, **kwargs):
+        # One "device" per process that cannot be set, and no insistence on CUDA.
+        with (
+            mock.patch.object(torch.cuda, "device_count", lambda: 1),
+            mock.patch.object(torch.cuda, "set_device", lambda _device: None),
+        ):
+            return initialize_megatron(*args, **kwargs | {"allow_no_cuda": True})
+
+    training.initialize_megatron = initialize_on_cpu
+
+    build_iterators = training.build_train_valid_test_data_iterators
+
+    def build_iterators_apart(*args, **kwargs):
+        # Samplers draw seeds; on a GPU that is not the generator that dropout uses.
+        with torch.random.fork_rng(devices=[]):
+            return build_iterators(*args, **kwargs)
+
+    training.build_train_valid_test_data_iterators = build_iterators_apart

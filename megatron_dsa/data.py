@@ -1,0 +1,154 @@
+"""Data: a text file becomes Megatron's own indexed data set; batches for a GPT training step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.utils import flatten_batch_for_packed_sequences, get_batch_on_this_tp_rank
+from megatron.training import get_args, print_rank_0
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_dsa.errors import ConfigError
+
+#: Bytes are their own token ids; this one ends a document.
+BYTE_EOD = 256
+BYTE_VOCAB = 257
+
+
+def python_documentation() -> list[str]:
+    """Return the texts of Python's language reference (``pydoc_data.topics``), one per topic."""
+    from pydoc_data.topics import topics
+
+    return [topics[name] for name in sorted(topics)]
+
+
+def write_byte_dataset(documents: list[str], prefix: str | Path) -> int:
+    """Write ``<prefix>.bin`` and ``<prefix>.idx`` with one token per byte; return the token count.
+
+    Each document ends with :data:`BYTE_EOD`. Train on it with
+    ``--tokenizer-type NullTokenizer --vocab-size 257``.
+    """
+    documents = [text for text in documents if text]
+    if not documents:
+        raise ConfigError("the text is empty: give a file with at least one line")
+    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    tokens = 0
+    for text in documents:
+        ids = torch.tensor(list(text.encode("utf-8")) + [BYTE_EOD], dtype=torch.int32)
+        builder.add_document(ids, [len(ids)])
+        tokens += len(ids)
+    builder.finalize(f"{prefix}.idx")
+    return tokens
+
+
+def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None):
+    """Build Megatron's GPT data sets from the global arguments (its data-set provider)."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    if blend is None and blend_per_split is None and not args.mock_data:
+        raise ConfigError(
+            "no data: give --data-path PREFIX of an indexed data set (make one from text with "
+            "'python -m megatron_dsa prepare-data'), or --mock-data"
+        )
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        inter_document_masking=args.dataloader_inter_document_masking,
+    )
+    if args.mock_data:
+        from megatron.core.datasets.gpt_dataset import MockGPTDataset as dataset_class
+    else:
+        dataset_class = GPTDataset
+
+    def on_this_rank() -> bool:
+        ends = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
+        # Packed batches carry sequence lengths, which every pipeline stage needs.
+        return mpu.get_tensor_model_parallel_rank() == 0 and (
+            ends or args.dataloader_inter_document_masking
+        )
+
+    print_rank_0("> building train, validation and test data sets")
+    return BlendedMegatronDatasetBuilder(dataset_class, samples, on_this_rank, config).build()
+
+
+train_valid_test_datasets.is_distributed = True
+
+_BATCH_KEYS = (
+    "tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens",
+    "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group",
+)  # fmt: skip
+
+
+def get_batch(data_iterator, config, vp_stage: int | None = None):
+    """Return this stage's ``(batch, packed_seq_params)``; middle stages get an empty batch.
+
+    With ``--dataloader-inter-document-masking`` the documents of a batch are packed (THD) and do
+    not see each other.
+    """
+    args = get_args()
+    packed = args.dataloader_inter_document_masking
+    first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
+    has_mtp = mtp_on_this_rank(
+        config.pipeline_model_parallel_layout, config.mtp_num_layers, False, vp_stage
+    )
+    if not (first or last or has_mtp or packed):
+        return dict.fromkeys(_BATCH_KEYS), None
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    batch = {}
+    if tp_rank == 0:
+        data = next(data_iterator)
+        for key in _BATCH_KEYS:
+            value = data.get(key)
+            batch[key] = None if value is None else value.cuda(non_blocking=True)
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=packed,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=1,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=has_mtp,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=first,
+        is_pipeline_last_stage=last,
+    )
+    return batch, _pack(batch) if packed else None
+
+
+def _pack(batch: dict) -> PackedSeqParams:
+    flatten_batch_for_packed_sequences(batch)
+    cu_seqlens = batch["cu_seqlens"][0]
+    longest = int(batch["max_seqlen"].max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )

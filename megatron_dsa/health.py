@@ -1,0 +1,79 @@
+"""Cheap figures about the selection, measured on a few query rows of every microbatch.
+
+* attention mass captured: the share of the *dense* attention's probability that lies on the
+  selected keys (mean over sampled rows and local heads). Falls when the indexer loses track.
+* zero scores: the share of visible index scores that are exactly 0 (all relus closed). A large
+  share means that ties, not scores, decide the selection.
+* boundary ties: the share of rows whose last selected score equals a rejected one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.dsa_kernels import IndexerInputs
+from megatron_dsa.layout import Layout
+from megatron_dsa.ops.arithmetic import accumulation_dtype, bmm, rows_in_budget
+from megatron_dsa.ops.indexer_topk.scores import block_scores, head_blocks
+
+
+def sample_rows(num_queries: int, count: int, device) -> torch.Tensor:
+    """Return up to ``count`` query rows, evenly spread, the last one included."""
+    count = min(count, num_queries)
+    return ((torch.arange(1, count + 1, device=device) * num_queries) // count) - 1
+
+
+@torch.no_grad()
+def selection_health(
+    inputs: IndexerInputs,
+    layout: Layout,
+    topk: int,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    count: int,
+    workspace_bytes: int,
+) -> dict[str, torch.Tensor]:
+    """Measure the three figures (scalars on the device, no synchronisation).
+
+    Args:
+        inputs: the indexer's tensors.
+        layout, topk: as given to the selection.
+        q, kv, lse: ``[Sq, H, D]``, ``[Skv, D]`` and ``[Sq, H]`` of the sparse attention.
+        softmax_scale: factor on ``q . kv``.
+        count: number of rows to sample.
+        workspace_bytes: budget for temporary memory.
+    """
+    rows = sample_rows(layout.num_queries, count, q.device)
+    slots = torch.arange(layout.num_keys, device=q.device)
+    visible = (slots >= layout.start[rows, None]) & (slots < layout.end[rows, None])
+    seen = visible.sum(-1)
+
+    bytes_per_head = 3 * visible.numel() * accumulation_dtype(q.dtype).itemsize
+    heads_at_once = rows_in_budget(workspace_bytes, bytes_per_head)
+    keys = layout.keys_in_slot_order(inputs.k)
+    sampled = IndexerInputs(inputs.q[rows], inputs.k, inputs.weights[rows], inputs.relu)
+    scores = block_scores(sampled, slice(None), keys, heads_at_once)
+    zero = ((scores == 0) & visible).sum() / seen.sum().clamp_min(1)
+
+    ranked = scores.masked_fill_(~visible, float("-inf"))
+    kth = torch.topk(ranked, min(topk, ranked.shape[1]), dim=-1).values[:, -1:]
+    rejects = seen > topk
+    tied = rejects & (((ranked >= kth) & visible).sum(-1) > topk)
+    ties = tied.sum() / rejects.sum().clamp_min(1)
+
+    latent = layout.keys_in_slot_order(kv)
+    captured = q.new_zeros((), dtype=accumulation_dtype(q.dtype))
+    for heads in head_blocks(q.shape[1], heads_at_once):
+        block_q = q[rows][:, heads].transpose(0, 1)
+        logits = bmm(block_q, latent.t().expand(block_q.shape[0], -1, -1)).mul_(softmax_scale)
+        dense_lse = torch.logsumexp(logits.masked_fill_(~visible, float("-inf")), dim=-1).t()
+        share = torch.exp(lse[rows][:, heads] - dense_lse)
+        captured += torch.where(seen[:, None] > 0, share, 0.0).sum()
+    captured /= (seen > 0).sum().clamp_min(1) * q.shape[1]
+    return {
+        "dsa attention mass captured": captured,
+        "dsa zero scores": zero,
+        "dsa boundary ties": ties,
+    }

@@ -1,0 +1,101 @@
+"""The lightning indexer module: from hidden states to what the index scores are made of."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+from megatron_dsa.dsa_kernels import IndexerInputs
+from megatron_dsa.rotary import RowRope, hadamard
+
+
+@dataclass
+class DSAIndexerSubmodules:
+    """Layers of the indexer; all are replicated over tensor-parallel ranks."""
+
+    linear_wq_b: ModuleSpec | type = None
+    linear_wk: ModuleSpec | type = None
+    k_norm: ModuleSpec | type = None
+    linear_weights_proj: ModuleSpec | type = None
+
+
+class DSAIndexer(MegatronModule):
+    """Projections of the indexer (``docs/attention.md``; DeepSeek-V3.2, eq. 1).
+
+    ``q_I = rot(rope(W_qb qr))``, ``k_I = rot(rope(LayerNorm(W_k x)))``, ``w = W_w x HI^-1/2 DI^-1/2``
+    with rope on the *first* ``qk_pos_emb_head_dim`` dims and ``rot`` a Hadamard transform.
+    Parameter names are those of Megatron's bundled DSA.
+    """
+
+    def __init__(self, config, submodules: DSAIndexerSubmodules):
+        super().__init__(config=config)
+        self.heads = config.dsa_indexer_n_heads
+        self.dim = config.dsa_indexer_head_dim
+        query_size = config.q_lora_rank if config.q_lora_rank is not None else config.hidden_size
+        self.linear_wq_b = self._linear(submodules.linear_wq_b, query_size, self.heads * self.dim)
+        self.linear_wk = self._linear(submodules.linear_wk, config.hidden_size, self.dim)
+        self.linear_weights_proj = self._linear(
+            submodules.linear_weights_proj, config.hidden_size, self.heads
+        )
+        norm_config = copy.copy(config)
+        norm_config.normalization = "LayerNorm"
+        # The norm sees every row on every rank: marked as sequence parallel, its gradient would be
+        # summed over ranks and come out that many times too large.
+        norm_config.sequence_parallel = False
+        eps = config.dsa_indexer_k_norm_epsilon
+        self.k_norm = build_module(
+            submodules.k_norm,
+            config=norm_config,
+            hidden_size=self.dim,
+            eps=config.layernorm_epsilon if eps is None else eps,
+        )
+        for parameter in self.parameters():
+            parameter.sequence_parallel = False
+            # Ranks compute the same gradient; averaging keeps them equal to the last bit.
+            parameter.average_gradients_across_tp_domain = True
+
+    def _linear(self, spec, input_size: int, output_size: int):
+        return build_module(
+            spec,
+            input_size,
+            output_size,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            skip_weight_param_allocation=False,
+            parallel_mode="duplicated",
+        )
+
+    def forward(self, x: torch.Tensor, qr: torch.Tensor, rope: RowRope) -> IndexerInputs:
+        """Project all rows of a microbatch.
+
+        Args:
+            x: ``[rows, hidden]``, detached hidden states.
+            qr: ``[rows, q_lora_rank]``, detached normalised query latent.
+            rope: rope angles of the rows.
+        """
+        config = self.config
+        q, _ = self.linear_wq_b(qr)
+        k, _ = self.linear_wk(x)
+        weights, _ = self.linear_weights_proj(x)
+        if config.dsa_indexer_k_norm_fp32:
+            k = self.k_norm(k.float()).to(k.dtype)
+        else:
+            k = self.k_norm(k)
+        q = rope(q.view(-1, self.heads, self.dim), config.dsa_indexer_rope_interleaved)
+        k = rope(k, config.dsa_indexer_rope_interleaved)
+        if config.dsa_indexer_rotate_activation:
+            q, k = hadamard(q), hadamard(k)
+        weights = weights * (self.heads**-0.5 * self.dim**-0.5)
+        return IndexerInputs(q, k, weights, config.dsa_indexer_scoring_relu)
+
+    def backward_dw(self) -> None:
+        """Compute delayed weight gradients."""
+        self.linear_wq_b.backward_dw()
+        self.linear_wk.backward_dw()
+        self.linear_weights_proj.backward_dw()

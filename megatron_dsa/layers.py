@@ -1,0 +1,49 @@
+"""Small modules that Megatron's local (transformer-engine-free) layer set lacks.
+
+With transformer-engine its own classes are used instead, see ``specs.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class LocalNorm:
+    """Builds torch's RMSNorm or LayerNorm, usable under sequence parallelism.
+
+    Megatron's own wrapper refuses sequence parallelism. All it takes is the mark on the parameters
+    that makes Megatron sum their gradients over tensor-parallel ranks.
+    """
+
+    def __new__(cls, *, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_ignored):
+        norm_class = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[
+            config.normalization
+        ]
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+class ReplicatedLinear(torch.nn.Linear):
+    """A linear layer without bias that every tensor-parallel rank holds in full.
+
+    Takes the arguments of Megatron's linears and returns ``(output, None)`` like them.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config, init_method, **_ignored):
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(
+            input_size, output_size, bias=False, device=device, dtype=config.params_dtype
+        )
+        if config.perform_initialization:
+            init_method(self.weight)
+
+    def forward(self, x: torch.Tensor):
+        """Return ``(x @ weight.T, None)``."""
+        return super().forward(x), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed here, so there is nothing left to do."""

@@ -1,0 +1,152 @@
+"""Attaching the indexer loss to the model, scaling it, and reporting it through Megatron's log."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dsa.config import indexer_is_trained
+
+
+class LossScale:
+    """The factor that Megatron applies to auxiliary losses, held per model configuration.
+
+    Megatron's schedules call it with ``loss_scale * cp / num_microbatches`` (or ``loss_scale`` with
+    per-token loss) after every forward pass, so that the gradient of the indexer loss does not grow
+    with the number of microbatches. It stays 1 outside of Megatron's schedules.
+    """
+
+    def __init__(self):
+        self.value: torch.Tensor | float = 1.0
+
+    def __call__(self, scale: torch.Tensor) -> None:
+        self.value = scale.detach().clone()
+
+
+def install_loss_scale(config) -> LossScale:
+    """Register a :class:`LossScale` on ``config`` for Megatron's schedules (once)."""
+    if not isinstance(config.experimental_attention_variant_loss_scale_func, LossScale):
+        config.experimental_attention_variant_loss_scale_func = LossScale()
+    return config.experimental_attention_variant_loss_scale_func
+
+
+class _Attach(torch.autograd.Function):
+    """Identity on ``output`` whose backward also starts the backward of ``loss``."""
+
+    @staticmethod
+    def forward(ctx, output, loss, scale):
+        ctx.scale = scale
+        ctx.loss_like = (loss.shape, loss.dtype, loss.device)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        # Read here, not in the forward: Megatron sets the scale after the forward pass.
+        shape, dtype, device = ctx.loss_like
+        value = torch.as_tensor(ctx.scale.value, dtype=dtype, device=device)
+        return grad_output, value.reshape(-1)[0].expand(shape), None
+
+
+def attach_loss(output: torch.Tensor, loss: torch.Tensor, scale: LossScale) -> torch.Tensor:
+    """Return ``output`` unchanged, with ``loss`` (a scalar) hung onto its backward pass."""
+    return _Attach.apply(output, loss, scale)
+
+
+#: Figures that are logged per layer. ``indexer loss`` keeps the name of Megatron's own log line.
+FIGURES = (
+    "indexer loss",
+    "dsa attention mass captured",
+    "dsa zero scores",
+    "dsa boundary ties",
+)
+
+
+@dataclass
+class _State:
+    sums: torch.Tensor | None = None  # [layers, figures], on the device
+    counts: torch.Tensor | None = None  # [layers], microbatches recorded
+
+
+class IndexerLog:
+    """Per-layer figures of the current iteration, reduced over all ranks when Megatron logs.
+
+    Stands in for Megatron's ``DSAIndexerLossLoggingHelper`` in its training loop, which calls
+    :meth:`track_indexer_metrics` on every rank once per iteration. The buffers exist on every rank
+    from the moment the model is built: a pipeline stage without an indexer would otherwise stay
+    out of the reduction, and the others would wait for it for ever.
+    """
+
+    _state = _State()
+
+    @classmethod
+    def create(cls, num_layers: int, device) -> None:
+        """Make room for ``num_layers`` layers (decoder plus MTP)."""
+        if cls._state.sums is None or cls._state.sums.shape[0] != num_layers:
+            cls._state.sums = torch.zeros(num_layers, len(FIGURES), device=device)
+            cls._state.counts = torch.zeros(num_layers, device=device)
+
+    @classmethod
+    def record(cls, layer_index: int, figures: dict[str, torch.Tensor]) -> None:
+        """Add one microbatch's figures of a layer (index from 0)."""
+        if cls._state.sums is None:
+            return  # used as a library, without Megatron's training loop
+        for name, value in figures.items():
+            cls._state.sums[layer_index, FIGURES.index(name)] += value.detach().float()
+        cls._state.counts[layer_index] += 1
+
+    @classmethod
+    def reduce(cls) -> dict[str, torch.Tensor]:
+        """Sum over all ranks and return each figure's mean per layer, ``[layers]``; then clear.
+
+        A layer lives on some ranks only, and each of them counts its own microbatches: dividing
+        the sums by the counts after the reduction averages over exactly those that took part.
+        """
+        state = cls._state
+        both = torch.cat([state.sums, state.counts[:, None]], dim=1)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(both)
+        state.sums.zero_()
+        state.counts.zero_()
+        counts = both[:, -1]
+        has = counts > 0
+        per_layer = torch.where(has[:, None], both[:, :-1] / counts.clamp_min(1)[:, None], 0.0)
+        means = {name: per_layer[:, i] for i, name in enumerate(FIGURES)}
+        means["layers"] = has
+        return means
+
+    @classmethod
+    def track_indexer_metrics(
+        cls, loss_scale, iteration, writer, wandb_writer=None, total_loss_dict=None, **_ignored
+    ) -> None:
+        """Write the figures to Megatron's log line, TensorBoard and W&B.
+
+        The log line holds means over layers and microbatches, the writers also every layer.
+        ``loss_scale`` (one over the microbatches) is not needed: the counts are.
+        """
+        if cls._state.sums is None:
+            return
+        means = cls.reduce()
+        layers = means.pop("layers")
+        for name, per_layer in means.items():
+            mean = per_layer.sum() / layers.sum().clamp_min(1)
+            if total_loss_dict is not None:
+                total_loss_dict[name] = total_loss_dict.get(name, 0.0) + mean
+            if writer is not None:
+                writer.add_scalar(name, mean, iteration)
+                for index in layers.nonzero().flatten().tolist():
+                    writer.add_scalar(f"{name}/layer {index + 1}", per_layer[index], iteration)
+            if wandb_writer is not None:
+                wandb_writer.log({name: mean}, iteration)
+
+
+def install_logging(config, device, training_module: Callable | None = None) -> None:
+    """Let Megatron's training loop log our figures instead of its bundled DSA's."""
+    if not indexer_is_trained(config):
+        return
+    IndexerLog.create(config.num_layers + (config.mtp_num_layers or 0), device)
+    training = training_module or sys.modules.get("megatron.training.training")
+    if training is not None:
+        training.DSAIndexerLossLoggingHelper = IndexerLog

@@ -1,0 +1,288 @@
+"""Multi-latent attention around the DSA core: projections, rope, absorption, output.
+
+The layers are those of Megatron's ``MLASelfAttention``, built by it, with its parameter names. What
+differs is the forward pass: the sparse stage attends in the latent space (weight absorption), where
+all heads share one 576-dim key, and rope works on rows, so that packed batches need no host
+synchronisation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_dsa.config import options_of, shares_indices, validate
+from megatron_dsa.dsa import Selection
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.layout import layout_from_megatron
+from megatron_dsa.parallel import gather_keys, gather_rows
+from megatron_dsa.rotary import RowRope
+
+
+class DSASelfAttention(MLASelfAttention):
+    """MLA self-attention with DeepSeek Sparse Attention as its core.
+
+    Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
+    parallelism; packed batches have ``b == 1``).
+    """
+
+    def __init__(
+        self,
+        config,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type=AttnMaskType.causal,
+        **megatron,
+    ):
+        validate(config)
+        super().__init__(
+            config=config,
+            # The parent would build the core twice; it is built once, below.
+            submodules=dataclasses.replace(submodules, core_attention=IdentityOp),
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            **megatron,
+        )
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            softmax_scale=self.softmax_scale,
+            pg_collection=self.pg_collection,
+        )
+        self.sparse = options_of(config).stage == "sparse"
+        # Selection handed from layer to layer during one forward call, see IndexSharingLayer.
+        self.hands_on_selection = shares_indices(config)
+        self.shared_selection: Selection | None = None
+        self.used_selection: Selection | None = None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        key_value_states: torch.Tensor | None = None,
+        inference_context=None,
+        packed_seq_params=None,
+        **megatron,
+    ):
+        """Return ``(output, bias)`` for ``hidden_states [s, b, hidden]``.
+
+        ``attention_mask`` is not read: attention is causal within each sequence, and packed
+        sequences are described by ``packed_seq_params``.
+
+        Raises:
+            ConfigError: for inference contexts, cross attention, biases and embeddings passed in.
+        """
+        _refuse_unsupported(inference_context, key_value_states, megatron)
+        group = self._sequence_group()
+        shards = group.size() if group is not None else 1
+        rows_in_sequence, batch = hidden_states.shape[0] * shards, hidden_states.shape[1]
+        layout = layout_from_megatron(
+            rows_in_sequence, batch, hidden_states.device, packed_seq_params
+        )
+        rope = RowRope(self.rotary_pos_emb, layout)
+
+        q_latent, kv_latent, k_pe = self._latents(hidden_states)
+        index_inputs = None
+        if self.core_attention.needs_index_inputs():
+            index_inputs = self.core_attention.project_index(
+                gather_rows(hidden_states, group).flatten(0, 1),
+                gather_rows(q_latent, group).flatten(0, 1),
+                rope,
+            )
+        if self.sparse:
+            out = self._attend_sparse(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
+        else:
+            out = self._attend_dense(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
+        out = out.reshape(rows_in_sequence, batch, -1)
+        if self.qkv_up_checkpoint is not None:
+            self.qkv_up_checkpoint.discard_output_and_register_recompute(out)
+            self.qkv_up_checkpoint = None
+        return self.linear_proj(out)
+
+    def _sequence_group(self):
+        """The group over which rows are spread (sequence parallelism), or ``None``."""
+        return self.pg_collection.tp if self.config.sequence_parallel else None
+
+    def _latents(self, hidden_states: torch.Tensor):
+        """Return the normalised latents of this rank's rows: q, kv, and the raw rope key.
+
+        Shapes ``[s / ranks, b, q_lora_rank | kv_lora_rank | 64]``.
+        """
+        config = self.config
+        q_latent, kv = self._qkv_down_projection(hidden_states)
+        latent_dims = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+        if kv.shape[-1] != sum(latent_dims):
+            # A column-parallel down projection leaves every rank all rows of some columns.
+            # Rows are scattered again, rope key included: its gradient has to be summed over ranks.
+            kv = gather_from_tensor_model_parallel_region(kv)
+            if config.sequence_parallel:
+                kv = scatter_to_sequence_parallel_region(kv)
+        kv_latent, k_pe = kv.split(latent_dims, dim=-1)
+        if config.q_lora_rank is not None:
+            q_latent = self.q_layernorm(q_latent)
+        return q_latent, self.kv_layernorm(kv_latent), k_pe
+
+    def _queries(self, q_latent: torch.Tensor, rope: RowRope) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``q_nope [rows, H, 128]`` and roped ``q_pe [rows, H, 64]`` of the local heads."""
+        up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
+        q, _ = up(q_latent)
+        q = q.view(-1, self.num_attention_heads_per_partition, self.q_head_dim)
+        q_nope, q_pe = q.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
+        return q_nope, rope(q_pe, interleaved=True)
+
+    def _up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``W_uk [H, 128, latent]`` and ``W_uv [H, 128, latent]`` of the local heads."""
+        weight = self.linear_kv_up_proj.weight.view(
+            self.num_attention_heads_per_partition, -1, self.config.kv_lora_rank
+        )
+        return weight.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
+
+    def _attend_sparse(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
+        """Weight-absorbed attention over selected keys; returns ``[rows, H, v_head_dim]``."""
+        group = self._sequence_group()
+        kv_local = torch.cat([kv_latent, rope.shard(group)(k_pe.flatten(0, 1)).view_as(k_pe)], -1)
+        kv, kv_grad = gather_keys(kv_local, group)
+
+        def absorbed_queries(q_latent):
+            q_nope, q_pe = self._queries(q_latent, rope)
+            w_uk, _ = self._up_weights()
+            q_absorbed = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
+            return torch.cat([q_absorbed, q_pe], dim=-1)
+
+        if self.recompute_up_proj and self.training:
+            self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput()
+            q = self.qkv_up_checkpoint.checkpoint(absorbed_queries, q_latent)
+        else:
+            q = absorbed_queries(q_latent)
+
+        shared = self.shared_selection  # of this microbatch, also when recomputed later
+
+        def core(q, kv, kv_grad, *index_tensors):
+            out, selection = self.core_attention.forward_sparse(
+                q, kv, kv_grad, layout, _rebuild(index_inputs, index_tensors), shared
+            )
+            return out, *selection
+
+        index_tensors = _tensors(index_inputs)
+        if self.checkpoint_core_attention and self.training:
+            out, *selection = tensor_parallel.checkpoint(
+                core, False, q, kv, kv_grad, *index_tensors
+            )
+        else:
+            out, *selection = core(q, kv, kv_grad, *index_tensors)
+        if self.hands_on_selection:
+            self.used_selection = Selection(*selection)
+        _, w_uv = self._up_weights()
+        return torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
+
+    def _attend_dense(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
+        """Plain MLA over all visible keys; returns ``[rows, H, v_head_dim]``."""
+        group = self._sequence_group()
+        if group is not None and group.size() > 1:
+            k_pe = gather_from_sequence_parallel_region(k_pe, group=group)
+
+        def up(q_latent, kv_latent, k_pe):
+            q = torch.cat(self._queries(q_latent, rope), dim=-1)
+            kv, _ = self.linear_kv_up_proj(kv_latent)
+            kv = kv.view(q.shape[0], self.num_attention_heads_per_partition, -1)
+            k_nope, v = kv.split([self.config.qk_head_dim, self.config.v_head_dim], dim=-1)
+            k_pe = rope(k_pe.flatten(0, 1)[:, None], interleaved=True)
+            return q, torch.cat([k_nope, k_pe.expand(-1, q.shape[1], -1)], dim=-1), v.contiguous()
+
+        if self.recompute_up_proj and self.training:
+            self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput()
+            q, k, v = self.qkv_up_checkpoint.checkpoint(up, q_latent, kv_latent, k_pe)
+        else:
+            q, k, v = up(q_latent, kv_latent, k_pe)
+
+        def core(q, k, v, *index_tensors):
+            return self.core_attention.forward_dense(
+                q, k, v, layout, _rebuild(index_inputs, index_tensors)
+            )
+
+        index_tensors = _tensors(index_inputs)
+        if self.checkpoint_core_attention and self.training:
+            return tensor_parallel.checkpoint(core, False, q, k, v, *index_tensors)
+        return core(q, k, v, *index_tensors)
+
+    def backward_dw(self) -> None:
+        """Compute delayed weight gradients of every layer that ran as a linear, indexer included.
+
+        The absorbed up projection of the sparse stage is not among them: its weight enters as a
+        plain tensor, and autograd has computed its gradient already.
+        """
+        config = self.config
+        linears = [self.linear_kv_down_proj, self.linear_proj]
+        if config.q_lora_rank is None:
+            linears.append(self.linear_q_proj)
+        else:
+            linears += [self.linear_q_down_proj, self.linear_q_up_proj]
+        if not self.sparse:
+            linears.append(self.linear_kv_up_proj)
+        for linear in linears:
+            if linear.weight.requires_grad:
+                linear.backward_dw()
+        self.core_attention.backward_dw()
+
+
+def _refuse_unsupported(inference_context, key_value_states, megatron: dict) -> None:
+    for name, value in {
+        "inference_context": inference_context,
+        "inference_params": megatron.get("inference_params"),
+        "key_value_states": key_value_states,
+        "attention_bias": megatron.get("attention_bias"),
+        "rotary_pos_emb": megatron.get("rotary_pos_emb"),
+        "sequence_len_offset": megatron.get("sequence_len_offset"),
+    }.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} must be None: this attention trains causal self-attention with its own "
+                "rope; it does not run inference, cross attention or biased attention"
+            )
+
+
+def _tensors(inputs) -> tuple:
+    return () if inputs is None else (inputs.q, inputs.k, inputs.weights)
+
+
+def _rebuild(inputs, tensors):
+    """Put checkpointed tensors back into the indexer's inputs."""
+    return None if inputs is None else dataclasses.replace(
+        inputs, q=tensors[0], k=tensors[1], weights=tensors[2]
+    )
+
+
+class IndexSharingLayer(TransformerLayer):
+    """Transformer layer that hands its attention's selection to the next layer.
+
+    It travels as ``context``, the tensor that Megatron passes from layer to layer for cross
+    attention, which a GPT has not. So it belongs to its microbatch, and activation recompute saves
+    and restores it like any other input: no layer can see another microbatch's selection.
+    """
+
+    def _forward_attention(self, hidden_states, *args, context=None, **kwargs):
+        attention = self.self_attention
+        attention.shared_selection = None if context is None else Selection.unpack(context)
+        try:
+            hidden_states, _ = super()._forward_attention(hidden_states, *args, **kwargs)
+            selection = attention.used_selection
+        finally:
+            attention.shared_selection = attention.used_selection = None
+        return hidden_states, None if selection is None else selection.pack()

@@ -1,0 +1,58 @@
+"""Tensor parallelism of the attention core: gathering keys, with an fp32 way back.
+
+Under sequence parallelism each rank holds a slice of the latent keys. All ranks need all keys for
+their heads, and the gradient of a key is the sum over all heads: over all ranks. Autograd would
+round each rank's part to bf16 before that sum. :func:`gather_keys` therefore returns the keys
+together with an fp32 tensor that stands for their gradient; the attention sends its fp32
+accumulator there and it is rounded once, after the reduction.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.ops.arithmetic import accumulation_dtype
+
+
+def gather_rows(x: torch.Tensor, group) -> torch.Tensor:
+    """All-gather ``x`` along dim 0 over ``group``, outside of autograd."""
+    if group is None or group.size() == 1:
+        return x.detach()
+    gathered = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    torch.distributed.all_gather_into_tensor(gathered, x.detach().contiguous(), group=group)
+    return gathered
+
+
+def gather_keys(kv: torch.Tensor, group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all rows of the keys and a channel for their gradient.
+
+    Args:
+        kv: ``[s / ranks, b, D]``, this rank's slice (all of it if ``group`` is ``None``).
+        group: the tensor-parallel group under sequence parallelism, else ``None``.
+
+    Returns:
+        ``keys [s * b, D]`` without gradient, and ``channel [s * b, D]`` in fp32 without content:
+        what is sent to it as a gradient is summed over the group in fp32 and becomes kv's gradient.
+    """
+    return _GatherKeys.apply(kv, group)
+
+
+class _GatherKeys(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, kv, group):
+        ctx.group, ctx.shape, ctx.dtype = group, kv.shape, kv.dtype
+        keys = gather_rows(kv, group).flatten(0, 1)
+        ctx.mark_non_differentiable(keys)
+        # No memory: a gradient has to have the shape of what it is the gradient of.
+        channel = keys.new_zeros((), dtype=accumulation_dtype(kv.dtype)).expand(keys.shape)
+        return keys, channel
+
+    @staticmethod
+    def backward(ctx, _dkeys, dchannel):
+        grad = dchannel
+        if ctx.group is not None and ctx.group.size() > 1:
+            grad = dchannel.new_empty(dchannel.shape[0] // ctx.group.size(), dchannel.shape[1])
+            torch.distributed.reduce_scatter_tensor(
+                grad, dchannel.contiguous(), group=ctx.group
+            )
+        return grad.view(ctx.shape).to(ctx.dtype), None

@@ -1,0 +1,125 @@
+"""Training entry point: ``python -m megatron_dsa.pretrain <any Megatron flags>``.
+
+Megatron's own ``pretrain()`` with a GPT model whose attention is sparse. The released wheel has the
+training loop but no ``pretrain_gpt.py``; this is the part that a script has to bring: the model
+configuration, the data sets and the forward step.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+
+import torch
+
+from megatron_dsa import cpu_host
+
+
+def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor):
+    """Return the loss sum over unmasked tokens, their number, and both for the log."""
+    mask = loss_mask.reshape(-1).float()
+    total = torch.sum(losses.reshape(-1).float() * mask)
+    tokens = mask.sum().to(torch.int)
+    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
+
+
+def forward_step(data_iterator, model):
+    """Run one microbatch; return the per-token losses and the function that reduces them."""
+    from megatron.core.utils import get_attr_wrapped_model, get_model_config
+    from megatron.training import get_timers
+
+    from megatron_dsa.data import get_batch
+
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    batch, packed = get_batch(data_iterator, get_model_config(model), vp_stage)
+    timers("batch-generator").stop()
+    losses = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+        packed_seq_params=packed,
+    )
+    return losses, functools.partial(loss_function, batch["loss_mask"])
+
+
+def model_config_from_args(args):
+    """Return the :class:`~megatron_dsa.specs.DSAModelConfig` that the parsed flags describe."""
+    from megatron.training.argument_utils import (
+        core_transformer_config_from_args,
+        gpt_config_from_args,
+    )
+
+    from megatron_dsa.arguments import options_from_args
+    from megatron_dsa.config import DSATransformerConfig
+    from megatron_dsa.errors import ConfigError
+    from megatron_dsa.specs import DSAModelConfig
+    from megatron_dsa.stages import freeze_for_stage
+
+    if not args.multi_latent_attention:
+        raise ConfigError("--multi-latent-attention is required: DSA is built on MLA")
+    mla = core_transformer_config_from_args(args)
+    config = DSATransformerConfig.from_mla(mla, options_from_args(args))
+    model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)
+    model.pre_wrap_hooks.append(freeze_for_stage)
+    return model
+
+
+def main() -> None:
+    """Parse the command line and train."""
+    if cpu_host.needed():
+        cpu_host.activate()
+    from megatron.core.enums import ModelType
+    from megatron.training import arguments, training
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from megatron_dsa.arguments import add_dsa_arguments, megatron_argv
+    from megatron_dsa.checkpoints import prepare_loading
+    from megatron_dsa.data import train_valid_test_datasets
+
+    _use_compiled_dataset_helper()
+    args = arguments.parse_and_validate_args(extra_args_provider=add_dsa_arguments)
+    sys.argv[:] = megatron_argv(sys.argv)
+    model = model_config_from_args(args)
+    with prepare_loading(args):
+        training.pretrain(
+            pretrain_cfg_container_from_args(args, model),
+            train_valid_test_datasets,
+            ModelType.encoder_or_decoder,
+            forward_step,
+        )
+    _print_report()
+    if torch.distributed.is_initialized():
+        # Without the barrier a rank may leave while another still waits for it.
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def _use_compiled_dataset_helper() -> None:
+    """The wheel holds the compiled helper but not the Makefile that Megatron would run."""
+    from megatron.core.datasets import utils
+
+    makefile = os.path.join(os.path.dirname(utils.__file__), "Makefile")
+    if not os.path.exists(makefile):
+        utils.compile_helpers = lambda: None
+
+
+def _print_report() -> None:
+    """Say what ran: a run that silently did something else cannot pass for a result."""
+    from megatron.training import print_rank_0
+
+    from megatron_dsa.dispatch import report
+
+    print_rank_0("> megatron_dsa ran, calls per implementation:")
+    for operation, counts in report().items():
+        runs = ", ".join(f"{name} {count}" for name, count in counts.items())
+        print_rank_0(f">   {operation}: {runs}")
+
+
+# Saving a checkpoint spawns processes that import this module again.
+if __name__ == "__main__":
+    main()

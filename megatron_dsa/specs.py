@@ -1,0 +1,278 @@
+"""Layer, block and model specs: where this package plugs into Megatron.
+
+* :func:`dsa_block_spec` - callable for ``--spec megatron_dsa.specs dsa_block_spec``, for
+  ``GPTModelConfig.transformer_layer_spec`` and for Megatron-Bridge's
+  ``provider.transformer_layer_spec``; knows MoE layers and pipeline stages.
+* :func:`dsa_layer_spec` - one layer as a ``ModuleSpec`` for a given configuration.
+* ``dsa_local_layer_spec``, ``dsa_te_layer_spec`` - ready ``ModuleSpec`` objects of a dense layer,
+  for builders that expect an object.
+* :class:`DSAModelConfig` - the whole GPT model, MTP layers included.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import ClassVar
+from unittest import mock
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.enums import AttnMaskType, LayerType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from megatron_dsa.config import shares_indices, validate
+from megatron_dsa.dsa import DSACoreAttention, DSACoreAttentionSubmodules
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.indexer import DSAIndexer, DSAIndexerSubmodules
+from megatron_dsa.layers import LocalNorm, ReplicatedLinear
+from megatron_dsa.losses import install_logging, install_loss_scale
+from megatron_dsa.mla import DSASelfAttention, IndexSharingLayer
+from megatron_dsa.versions import OPTIONAL_PACKAGES, installed_version
+
+
+class LocalBackend(LocalSpecProvider):
+    """Megatron's own layers without transformer-engine, plus what they lack."""
+
+    def linear(self) -> type:
+        """A linear that is replicated over tensor-parallel ranks."""
+        return ReplicatedLinear
+
+    def latent_linear(self) -> type:
+        """The down projections: split by columns, as in Megatron's local MLA spec."""
+        return ColumnParallelLinear
+
+    def layer_norm(self, rms_norm=False, for_qk=False, has_residual=False) -> type:
+        """RMSNorm or LayerNorm (the configuration says which), also under sequence parallelism."""
+        return LocalNorm
+
+
+def _te_backend():
+    if installed_version("transformer-engine") is None:
+        raise ConfigError(
+            "--transformer-impl transformer_engine needs the package transformer-engine "
+            f"({OPTIONAL_PACKAGES['transformer-engine']}), which is not installed: "
+            "pip install 'megatron-dsa[te]', or pass --transformer-impl local"
+        )
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    class TransformerEngineBackend(TESpecProvider):
+        """Megatron's transformer-engine layers."""
+
+        def latent_linear(self) -> type:
+            """The down projections: replicated over tensor-parallel ranks."""
+            return self.linear()
+
+    return TransformerEngineBackend()
+
+
+def get_backend(transformer_impl: str):
+    """Return the set of layers for ``--transformer-impl``."""
+    if transformer_impl == "transformer_engine":
+        return _te_backend()
+    if transformer_impl == "local":
+        return LocalBackend()
+    raise ConfigError(
+        f"--transformer-impl must be 'local' or 'transformer_engine', got {transformer_impl!r}"
+    )
+
+
+def _attention_spec(backend, *, rms_norm: bool, qk_layernorm: bool, is_mtp: bool) -> ModuleSpec:
+    indexer = ModuleSpec(
+        module=DSAIndexer,
+        submodules=DSAIndexerSubmodules(
+            linear_wq_b=backend.linear(),
+            linear_wk=backend.linear(),
+            k_norm=backend.layer_norm(rms_norm=False, for_qk=True),
+            linear_weights_proj=backend.linear(),
+        ),
+    )
+    # The norms stand alone: the indexer reads the normalised query latent.
+    latent_norm = backend.layer_norm(rms_norm=rms_norm, for_qk=True) if qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=DSASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=backend.column_parallel_linear(),
+            linear_q_down_proj=backend.latent_linear(),
+            linear_q_up_proj=backend.column_parallel_linear(),
+            linear_kv_down_proj=backend.latent_linear(),
+            linear_kv_up_proj=backend.column_parallel_linear(),
+            core_attention=ModuleSpec(
+                module=DSACoreAttention,
+                params={"is_mtp": is_mtp},
+                submodules=DSACoreAttentionSubmodules(indexer=indexer),
+            ),
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=latent_norm,
+            kv_layernorm=latent_norm,
+        ),
+    )
+
+
+def _layer_spec(
+    backend,
+    *,
+    rms_norm: bool = True,
+    qk_layernorm: bool = True,
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    is_mtp: bool = False,
+    share_indices: bool = False,
+) -> ModuleSpec:
+    norm = backend.layer_norm(rms_norm=rms_norm, has_residual=True)
+    # With transformer-engine the norm before a dense MLP is fused into its first linear.
+    fused_mlp_norm = backend.fuse_layernorm_and_linear() and num_experts is None
+    return ModuleSpec(
+        module=IndexSharingLayer if share_indices and not is_mtp else TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=_attention_spec(
+                backend, rms_norm=rms_norm, qk_layernorm=qk_layernorm, is_mtp=is_mtp
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=IdentityOp if fused_mlp_norm else norm,
+            mlp=gpt_layer_specs.get_mlp_module_spec_for_backend(
+                backend=backend, num_experts=num_experts, moe_grouped_gemm=moe_grouped_gemm
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _transformer_config(config):
+    """Accept a transformer configuration or a model configuration that holds one."""
+    return getattr(config, "transformer", config)
+
+
+def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> ModuleSpec:
+    """Return the spec of one decoder layer with sparse attention.
+
+    Args:
+        config: a transformer configuration, or a model configuration with one inside.
+        moe: an expert layer instead of a dense MLP.
+        is_mtp: the layer belongs to a multi-token-prediction block.
+
+    Raises:
+        ConfigError: the configuration is not supported.
+    """
+    config = _transformer_config(config)
+    validate(config)
+    install_loss_scale(config)
+    return _layer_spec(
+        get_backend(config.transformer_impl),
+        rms_norm=config.normalization == "RMSNorm",
+        qk_layernorm=config.qk_layernorm,
+        num_experts=config.num_moe_experts if moe else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        is_mtp=is_mtp,
+        share_indices=shares_indices(config),
+    )
+
+
+def _is_moe_layer(config, index: int) -> bool:
+    if config.num_moe_experts is None:
+        return False
+    pattern = config.moe_layer_freq
+    return index % pattern == 0 if isinstance(pattern, int) else bool(pattern[index])
+
+
+def dsa_block_spec(config, vp_stage: int | None = None, pp_rank: int | None = None):
+    """Return ``TransformerBlockSubmodules`` for the layers of this pipeline stage.
+
+    Args:
+        config: a transformer configuration, or a model configuration with one inside.
+        vp_stage, pp_rank: virtual stage and pipeline rank, as Megatron passes them.
+    """
+    config = _transformer_config(config)
+    if shares_indices(config):
+        # Layers with and without an indexer cannot be stacked in one checkpoint tensor.
+        config.hetereogenous_dist_checkpoint = True
+    # On every pipeline rank, also on those without an indexer: see IndexerLog.
+    install_logging(config, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
+    specs = {moe: dsa_layer_spec(config, moe=moe) for moe in {False, config.num_moe_experts is not None}}  # fmt: skip
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        layer_ids = layout.get_layer_id_list(
+            layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank
+        )
+    else:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+        count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
+        layer_ids = range(first, first + count)
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[_is_moe_layer(config, i)] for i in layer_ids],
+        layer_norm=get_backend(config.transformer_impl).layer_norm(
+            rms_norm=config.normalization == "RMSNorm"
+        ),
+    )
+
+
+def dsa_mtp_block_spec(config, vp_stage: int | None = None):
+    """Return the multi-token-prediction block spec, or ``None`` where there is no such layer."""
+    config = _transformer_config(config)
+    if config.mtp_num_layers is None:
+        return None
+    moe = _is_moe_layer(config, config.num_layers - 1)
+    layer = TransformerBlockSubmodules(layer_specs=[dsa_layer_spec(config, moe=moe, is_mtp=True)])
+    return gpt_layer_specs.get_gpt_mtp_block_spec_for_backend(
+        config=config, spec=layer, backend=get_backend(config.transformer_impl), vp_stage=vp_stage
+    )
+
+
+def __getattr__(name: str):
+    """Build the ready-made ``ModuleSpec`` objects on first use (one needs transformer-engine)."""
+    implementations = {"dsa_local_layer_spec": "local", "dsa_te_layer_spec": "transformer_engine"}
+    if name in implementations:
+        globals()[name] = _layer_spec(get_backend(implementations[name]))
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# Megatron resolves ``--spec`` through vars(module), which does not see __getattr__.
+dsa_local_layer_spec = _layer_spec(LocalBackend())
+
+
+def _gpt_module():
+    """``megatron.training`` is only needed to build whole models."""
+    return importlib.import_module("megatron.training.models.gpt")
+
+
+_gpt = _gpt_module()
+
+
+@dataclass(kw_only=True)
+class DSAModelConfig(_gpt.GPTModelConfig):
+    """GPT model configuration whose layers, MTP layers included, use sparse attention."""
+
+    builder: ClassVar[str] = "megatron_dsa.specs.DSAModelBuilder"
+
+
+class DSAModelBuilder(_gpt.GPTModelBuilder):
+    """Builds a GPT model from :class:`DSAModelConfig`."""
+
+    def build_model(self, *args, **kwargs):
+        """Build one stage; like the parent, but MTP layers are sparse as well."""
+        if self._model_config.transformer_layer_spec is None:
+            self._model_config.transformer_layer_spec = dsa_block_spec
+
+        def mtp_block_spec(config, _layer_spec, vp_stage=None):
+            return dsa_mtp_block_spec(config, vp_stage)
+
+        # The parent derives MTP layers from Megatron's dense spec, through a module function.
+        with mock.patch.object(_gpt, "mtp_block_spec", mtp_block_spec):
+            return super().build_model(*args, **kwargs)

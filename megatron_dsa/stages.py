@@ -1,0 +1,41 @@
+"""What a training stage means for parameters: which ones are trained."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.config import options_of
+
+
+def is_indexer_parameter(name: str) -> bool:
+    """Whether a parameter (or checkpoint key) belongs to an indexer."""
+    return ".indexer." in name
+
+
+def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Freeze everything but the indexers in a ``warmup`` that asks for it; return the model.
+
+    To be called before the model is wrapped for data parallelism and before the optimizer is
+    built (``pre_wrap_hooks`` of Megatron's model configuration), so that neither sees the rest.
+    """
+    for chunk in model:
+        options = options_of(chunk.config)
+        if options.stage != "warmup" or not options.freeze_main:
+            continue
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(is_indexer_parameter(name))
+        chunk.decoder.register_forward_pre_hook(_let_gradients_pass, with_kwargs=True)
+    return model
+
+
+def _let_gradients_pass(_decoder, args, kwargs):
+    """Make the decoder's input want a gradient.
+
+    A recomputed layer only runs its backward if one of its inputs wants a gradient. Behind a frozen
+    embedding none does, and the indexers would silently learn nothing.
+    """
+    hidden_states = kwargs.get("hidden_states", args[0] if args else None)
+    if torch.is_grad_enabled() and isinstance(hidden_states, torch.Tensor):
+        if not hidden_states.requires_grad:
+            hidden_states.requires_grad_()
+    return args, kwargs
