@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from unittest import mock
 
 import torch
@@ -35,8 +34,15 @@ def needed() -> bool:
     return not torch.cuda.is_available()
 
 
+def prepend_flags(argv: list[str]) -> None:
+    """Put :data:`CPU_FLAGS` in front of the flags in ``argv`` and say so."""
+    argv[1:1] = CPU_FLAGS
+    if os.environ.get("RANK", "0") == "0":
+        print(f"> no GPU found: running on the CPU over gloo, with {' '.join(CPU_FLAGS)}")
+
+
 def activate() -> None:
-    """Install the shims and put :data:`CPU_FLAGS` in front of ``sys.argv``'s flags.
+    """Install the shims, for the rest of the process.
 
     Raises:
         VersionError: on a megatron-core version on which the shims were not run.
@@ -48,9 +54,6 @@ def activate() -> None:
             f"{', '.join(MEGATRON_CPU_TESTED)} only, found {found}: install one of those, or run "
             "on a machine with a GPU."
         )
-    sys.argv[1:1] = CPU_FLAGS
-    if os.environ.get("RANK", "0") == "0":
-        print(f"> no GPU found: running on the CPU over gloo, with {' '.join(CPU_FLAGS)}")
     _CudaToCpu().__enter__()
     _patch_torch_cuda()
     _patch_rng()

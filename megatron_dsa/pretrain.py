@@ -73,6 +73,7 @@ def main() -> None:
     """Parse the command line and train."""
     if cpu_host.needed():
         cpu_host.activate()
+        cpu_host.prepend_flags(sys.argv)
     from megatron.core.enums import ModelType
     from megatron.training import arguments, training
     from megatron.training.argument_utils import pretrain_cfg_container_from_args

@@ -1,0 +1,104 @@
+"""A one-process Megatron for module tests, and small DSA configurations."""
+
+import functools
+import tempfile
+
+import torch
+
+from megatron_dsa import cpu_host
+
+
+@functools.cache
+def start() -> torch.device:
+    """Initialise Megatron's process groups and random state once per process; return the device."""
+    if cpu_host.needed():
+        cpu_host.activate()
+    from megatron.core import parallel_state, tensor_parallel
+
+    store = tempfile.NamedTemporaryFile(delete=False).name
+    backend = "gloo" if cpu_host.needed() else "nccl"
+    torch.distributed.init_process_group(
+        backend, init_method=f"file://{store}", rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    return torch.device("cpu" if cpu_host.needed() else "cuda")
+
+
+def small_config(*, dtype=torch.float64, options=None, **changes):
+    """A DSA configuration of a few thousand parameters."""
+    start()
+    from megatron_dsa.config import DSAOptions, DSATransformerConfig
+
+    settings = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 12,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 10,
+        "qk_layernorm": True,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "rope_type": "rope",
+        "transformer_impl": "local",
+        "persist_layer_norm": False,
+        "bias_dropout_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "use_cpu_initialization": cpu_host.needed(),
+        "params_dtype": dtype,
+        "dsa_indexer_n_heads": 3,
+        "dsa_indexer_head_dim": 16,
+        "dsa_indexer_topk": 12,
+        "dsa_indexer_loss_coeff": 0.7,
+        "dsa_indexer_use_sparse_loss": True,
+    }
+    config = DSATransformerConfig(**settings | changes, dsa=options or DSAOptions())
+    config.finalize_model_grads_func = None
+    return config
+
+
+def attention_module(config, layer_number=1, seed=3):
+    """Build the self-attention of a layer spec with random weights large enough to matter."""
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_dsa.specs import dsa_layer_spec
+
+    spec = dsa_layer_spec(config).submodules.self_attention
+    module = build_module(spec, config=config, layer_number=layer_number).to(start())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(module.named_parameters()):
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.dim() == 1:
+                values = values * 0.2 + (0 if name.endswith("bias") else 1)
+            else:
+                values = values * 1.5 * parameter.shape[1] ** -0.5
+            parameter.copy_(values)
+    return module
+
+
+def packed(*lengths, padded_lengths=None):
+    """Megatron's PackedSeqParams for sequences of the given lengths."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    def cumulative(values):
+        ends = torch.tensor([0, *values], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return ends.to(start())
+
+    longest = max(padded_lengths or lengths)
+    cu = cumulative(lengths)
+    cu_padded = cumulative(padded_lengths) if padded_lengths else None
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        cu_seqlens_q_padded=cu_padded,
+        cu_seqlens_kv_padded=cu_padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )

@@ -1,0 +1,240 @@
+"""The attention module against an independent float64 reference: outputs, loss, all gradients.
+
+The reference (``tests/reference``) is written from the formulas and shares no code with the package;
+it does not absorb weights, so the two take different ways to the same numbers. Rope angles are fp32
+in Megatron, which sets the tolerance.
+"""
+
+import pytest
+import torch
+
+from tests.helpers import relative_error
+from tests.host import attention_module, packed, small_config, start
+from tests.reference import dsa_float64
+
+TOLERANCE = 3e-6
+SEQUENCE = 64  # more than 4 x topk: rope mistakes in the indexer hide while everything is selected
+
+YARN = {
+    "rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16,
+    "beta_fast": 8.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.5,
+}  # fmt: skip
+
+
+def shape_of(config):
+    """The reference's description of the same model."""
+    yarn = None
+    if config.rope_type == "yarn":
+        yarn = {
+            "scaling_factor": config.rotary_scaling_factor,
+            "original_max_position": config.original_max_position_embeddings,
+            "beta_fast": config.beta_fast,
+            "beta_slow": config.beta_slow,
+            "mscale": config.mscale,
+            "mscale_all_dim": config.mscale_all_dim,
+        }
+    return dsa_float64.Shape(
+        heads=config.num_attention_heads,
+        hidden=config.hidden_size,
+        q_lora=config.q_lora_rank,
+        kv_lora=config.kv_lora_rank,
+        nope=config.qk_head_dim,
+        rope=config.qk_pos_emb_head_dim,
+        v=config.v_head_dim,
+        index_heads=config.dsa_indexer_n_heads,
+        index_dim=config.dsa_indexer_head_dim,
+        topk=config.dsa_indexer_topk,
+        rotary_base=config.rotary_base,
+        eps=config.layernorm_epsilon,
+        k_norm_eps=config.dsa_indexer_k_norm_epsilon,
+        index_rope_interleaved=config.dsa_indexer_rope_interleaved,
+        index_hadamard=config.dsa_indexer_rotate_activation,
+        index_relu=config.dsa_indexer_scoring_relu,
+        yarn=yarn,
+    )
+
+
+def hidden_states(config, rows=SEQUENCE, batch=1):
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(rows, batch, config.hidden_size, generator=generator, dtype=torch.float64)
+    return x.to(start()).requires_grad_()
+
+
+def compare(config, *, mode, loss, batch=1, packed_seq_params=None, seq_lengths=None, rows=None):
+    """Run module and reference with the same weights; check outputs and every gradient."""
+    module = attention_module(config).train()
+    x = hidden_states(config, rows or SEQUENCE, batch)
+    out, bias = module(x, None, packed_seq_params=packed_seq_params)
+    assert bias is None
+    params = {
+        name: parameter.detach().cpu().clone().requires_grad_()
+        for name, parameter in module.named_parameters()
+    }
+    x64 = x.detach().cpu().clone().requires_grad_()
+    result = dsa_float64.attention_layer(
+        params, x64, shape_of(config), mode=mode, loss=loss, seq_lengths=seq_lengths
+    )
+    assert relative_error(out, result.out) < TOLERANCE
+    generator = torch.Generator().manual_seed(12)
+    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    out.backward(grad.to(out.device))
+    objective = (result.out * grad).sum()
+    if loss is not None:
+        objective = objective + config.dsa_indexer_loss_coeff * result.loss
+    objective.backward()
+    assert relative_error(x.grad, x64.grad) < TOLERANCE
+    for name, parameter in module.named_parameters():
+        expected = params[name].grad
+        if expected is None:
+            assert parameter.grad is None, name
+            continue
+        assert relative_error(parameter.grad, expected) < TOLERANCE, name
+        assert expected.norm() > 0, name
+    return module, result
+
+
+CASES = {
+    "plain": {},
+    "yarn": YARN,
+    "interleaved": {"dsa_indexer_rope_interleaved": True},
+    "no relu": {"dsa_indexer_scoring_relu": False},
+    "no hadamard": {"dsa_indexer_rotate_activation": False},
+    "k norm epsilon": {"dsa_indexer_k_norm_epsilon": 0.1, "dsa_indexer_k_norm_fp32": False},
+    "dense loss": {"dsa_indexer_use_sparse_loss": False},
+    "no query latent": {"q_lora_rank": None, "qk_layernorm": False},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_sparse_stage(case, batch):
+    config = small_config(**CASES[case])
+    loss = "sparse" if config.dsa_indexer_use_sparse_loss else "dense"
+    compare(config, mode="sparse", loss=loss, batch=batch)
+
+
+@pytest.mark.parametrize("case", ["plain", "yarn"])
+def test_warmup_stage(case):
+    from megatron_dsa.config import DSAOptions
+
+    config = small_config(**CASES[case], options=DSAOptions(stage="warmup", freeze_main=False))
+    compare(config, mode="dense", loss="dense", batch=2)
+
+
+def test_dense_stage_has_no_indexer():
+    from megatron_dsa.config import DSAOptions
+
+    config = small_config(options=DSAOptions(stage="dense"))
+    module, _ = compare(config, mode="dense", loss=None, batch=2)
+    assert not any("indexer" in name for name, _ in module.named_parameters())
+
+
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
+def test_packed_sequences_do_not_see_each_other(stage):
+    """Trap 10: a packed batch equals each sequence alone, one of them shorter than the top-k."""
+    from megatron_dsa.config import DSAOptions
+
+    config = small_config(options=DSAOptions(stage=stage, freeze_main=False))
+    lengths = [5, 60, 17]
+    compare(
+        config,
+        mode="sparse" if stage == "sparse" else "dense",
+        loss="sparse" if stage == "sparse" else "dense",
+        packed_seq_params=packed(*lengths),
+        seq_lengths=lengths,
+        rows=sum(lengths),
+    )
+
+
+def test_padding_between_packed_sequences_changes_nothing():
+    """Padded rows output 0 after the core, get no gradient and do not enter the loss."""
+    config = small_config()
+    module = attention_module(config).train()
+    lengths, padded_lengths = [5, 50, 17], [8, 56, 24]
+    tight = hidden_states(config, sum(lengths))
+    where = torch.cat(
+        [
+            torch.arange(n) + sum(padded_lengths[:i])
+            for i, n in enumerate(lengths)
+        ]
+    ).to(start())
+    loose = torch.full(
+        (sum(padded_lengths) + 3, 1, config.hidden_size), 7.0, dtype=torch.float64, device=start()
+    )
+    loose[where] = tight.detach()
+    loose.requires_grad_()
+    grads = []
+    for x, params, rows in (
+        (tight, packed(*lengths), slice(None)),
+        (loose, packed(*lengths, padded_lengths=padded_lengths), where),
+    ):
+        module.zero_grad()
+        out, _ = module(x, None, packed_seq_params=params)
+        out[rows].square().sum().backward()
+        grads.append(
+            [out[rows].detach(), x.grad[rows]] + [p.grad.clone() for p in module.parameters()]
+        )
+    for a, b in zip(*grads, strict=True):
+        assert relative_error(b, a) < 1e-12
+
+
+def test_everything_selected_equals_dense_attention():
+    """With K >= S the sparse stage is dense MLA, up to the rounding of absorption."""
+    from megatron_dsa.config import DSAOptions
+
+    sparse = attention_module(small_config(dsa_indexer_topk=SEQUENCE))
+    dense = attention_module(small_config(options=DSAOptions(stage="dense")))
+    own = dict(sparse.named_parameters())
+    with torch.no_grad():
+        for name, parameter in dense.named_parameters():
+            parameter.copy_(own[name])
+    x = hidden_states(sparse.config, batch=2)
+    results = []
+    for module in (sparse, dense):
+        x.grad = None
+        out, _ = module(x, None)
+        out.square().sum().backward()
+        results.append([out, x.grad] + [p.grad for _, p in sorted(dense.named_parameters())])
+    results[0][2:] = [own[name].grad for name, _ in sorted(dense.named_parameters())]
+    for a, b in zip(*results, strict=True):
+        assert relative_error(a, b) < 1e-11
+
+
+def test_equals_megatrons_own_mla():
+    """The dense stage is Megatron's MLA: same weights, same output and gradients."""
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    from megatron_dsa.config import DSAOptions
+    from tests.megatron_mla import megatron_mla
+
+    config = small_config(options=DSAOptions(stage="dense"), dtype=torch.float32)
+    ours, theirs = attention_module(config), megatron_mla(config)
+    assert isinstance(theirs, MLASelfAttention)
+    with torch.no_grad():
+        own = dict(ours.named_parameters())
+        assert set(own) == {name for name, _ in theirs.named_parameters()}
+        for name, parameter in theirs.named_parameters():
+            parameter.copy_(own[name])
+    x = hidden_states(config).detach().float().requires_grad_()
+    grads = []
+    for module in (ours, theirs):
+        x.grad = None
+        mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=x.device).triu(1)
+        out, _ = module(x, mask)
+        out.square().sum().backward()
+        named = dict(module.named_parameters())
+        grads.append([out, x.grad] + [named[name].grad for name in sorted(named)])
+    for a, b in zip(*grads, strict=True):
+        assert relative_error(a, b) < 1e-5
+
+
+def test_evaluation_computes_no_loss():
+    from megatron_dsa.dispatch import report, reset_report
+
+    module = attention_module(small_config()).eval()
+    x = hidden_states(module.config)
+    reset_report()
+    with torch.no_grad():
+        module(x, None)
+    assert "sparse_indexer_loss" not in report()
+    assert report()["sparse_attention_forward"] == {"torch": 1}
