@@ -9,7 +9,6 @@ CUDA is available. Each shim says what it is for.
 from __future__ import annotations
 
 import contextlib
-import os
 from unittest import mock
 
 import torch
@@ -18,12 +17,10 @@ from torch.overrides import TorchFunctionMode
 from megatron_dsa.errors import VersionError
 from megatron_dsa.versions import MEGATRON_CPU_TESTED, installed_version
 
-#: Put in front of the user's flags, so that the user's own value wins: what the CPU cannot do.
-CPU_FLAGS = (
-    "--transformer-impl local --distributed-backend gloo --use-cpu-initialization "
-    "--no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion "
-    "--no-bias-dropout-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion "
-    "--no-masked-softmax-fusion --no-create-attention-mask-in-dataloader --num-workers 0"
+#: What the CPU cannot do or what would only cost time there.
+FLAGS = (
+    "--distributed-backend gloo --use-cpu-initialization --no-bias-dropout-fusion "
+    "--no-bias-gelu-fusion --no-bias-swiglu-fusion --num-workers 0"
 ).split()
 
 _CPU = torch.device("cpu")
@@ -32,13 +29,6 @@ _CPU = torch.device("cpu")
 def needed() -> bool:
     """Whether this machine has no GPU."""
     return not torch.cuda.is_available()
-
-
-def prepend_flags(argv: list[str]) -> None:
-    """Put :data:`CPU_FLAGS` in front of the flags in ``argv`` and say so."""
-    argv[1:1] = CPU_FLAGS
-    if os.environ.get("RANK", "0") == "0":
-        print(f"> no GPU found: running on the CPU over gloo, with {' '.join(CPU_FLAGS)}")
 
 
 def activate() -> None:

@@ -26,6 +26,7 @@ OPERATIONS = (
     "indexer_topk",
     "sparse_attention_forward",
     "sparse_attention_backward",
+    "sparse_attention_probabilities",
     "dense_attention",
     "sparse_indexer_loss",
     "dense_indexer_loss",

@@ -188,6 +188,7 @@ class DSACoreAttention(MegatronModule):
                 f"{config.dsa_indexer_topk_freq}, --dsa-indexer-skip-topk-offset "
                 f"{config.dsa_indexer_skip_topk_offset})."
             )
+        trains = index_inputs is not None and self._trains_indexer_now()
         result = sparse_attention(
             q,
             kv,
@@ -196,10 +197,11 @@ class DSACoreAttention(MegatronModule):
             v_dim=config.kv_lora_rank,
             topk_length=selection.length,
             kv_grad=kv_grad,
+            want_p_sum=trains and self._loss_is_sparse(),
             policy=policy,
         )
         out = result.out
-        if index_inputs is not None and self._trains_indexer_now():
+        if trains:
             if self._loss_is_sparse():
                 teacher = self._sum_over_heads(result.p_sum)
                 loss_sum = sparse_indexer_loss(

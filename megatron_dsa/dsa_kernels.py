@@ -37,8 +37,9 @@ class SparseAttentionOutput(NamedTuple):
     out: torch.Tensor
     #: ``[Sq, H]`` fp32, natural log over the selected keys (sink excluded), ``-inf`` if none.
     lse: torch.Tensor
-    #: ``[Sq, K]`` fp32, sum over the local heads of the probabilities; 0 at invalid entries.
-    p_sum: torch.Tensor
+    #: ``[Sq, K]`` fp32, sum over the local heads of the probabilities, 0 at invalid entries;
+    #: ``None`` unless it was asked for.
+    p_sum: torch.Tensor | None
 
 
 def _require(condition: bool, message: str) -> None:
@@ -56,6 +57,7 @@ def sparse_attention(
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     kv_grad: torch.Tensor | None = None,
+    want_p_sum: bool = False,
     policy: Policy = Policy(),
 ) -> SparseAttentionOutput:
     """Attend from every query row to its own list of key rows (one key/value head).
@@ -73,6 +75,7 @@ def sparse_attention(
             (DeepSeek-V4); ``out = out_keys * sigmoid(lse - sink)``.
         kv_grad: fp32 ``[Skv, D]``: if given, the gradient of ``kv`` is sent here, unrounded,
             instead of to ``kv`` (see :func:`megatron_dsa.parallel.gather_keys`).
+        want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
         policy: which implementations may run.
 
     Returns:
@@ -112,7 +115,7 @@ def sparse_attention(
         topk=indices.shape[1],
         sink=attn_sink is not None,
     )
-    settings = _Settings(v_dim, softmax_scale, policy, problem)
+    settings = _Settings(v_dim, softmax_scale, policy, problem, want_p_sum)
     return SparseAttentionOutput(
         *_SparseAttention.apply(q, kv, kv_grad, attn_sink, indices, topk_length, settings)
     )
@@ -123,6 +126,7 @@ class _Settings(NamedTuple):
     softmax_scale: float
     policy: Policy
     problem: object
+    want_p_sum: bool
 
 
 class _SparseAttention(torch.autograd.Function):
@@ -134,10 +138,14 @@ class _SparseAttention(torch.autograd.Function):
         out, lse, p_sum = run(
             "sparse_attention_forward", settings.problem, settings.policy, arguments
         )
+        if settings.want_p_sum and p_sum is None:
+            p_sum = run(
+                "sparse_attention_probabilities", settings.problem, settings.policy, arguments, lse
+            )
         ctx.save_for_backward(q, kv, sink, indices, topk_length, out, lse)
         ctx.settings = settings
         ctx.separate_kv_grad = kv_grad is not None
-        ctx.mark_non_differentiable(lse, p_sum)
+        ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
         return out, lse, p_sum
 
     @staticmethod
@@ -171,6 +179,7 @@ def _sparse_problem(q, kv, sink, indices, topk_length, settings) -> SparseProble
         topk_length=topk_length,
         sink=sink,
         workspace_bytes=settings.policy.workspace_bytes,
+        want_p_sum=settings.want_p_sum,
     )
 
 

@@ -167,7 +167,9 @@ class DSASelfAttention(MLASelfAttention):
             return torch.cat([q_absorbed, q_pe], dim=-1)
 
         if self.recompute_up_proj and self.training:
-            self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput()
+            self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(
+                fp8=self.config.fp8 or self.config.fp4
+            )
             q = self.qkv_up_checkpoint.checkpoint(absorbed_queries, q_latent)
         else:
             q = absorbed_queries(q_latent)
@@ -207,7 +209,9 @@ class DSASelfAttention(MLASelfAttention):
             return q, torch.cat([k_nope, k_pe.expand(-1, q.shape[1], -1)], dim=-1), v.contiguous()
 
         if self.recompute_up_proj and self.training:
-            self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput()
+            self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(
+                fp8=self.config.fp8 or self.config.fp4
+            )
             q, k, v = self.qkv_up_checkpoint.checkpoint(up, q_latent, kv_latent, k_pe)
         else:
             q, k, v = up(q_latent, kv_latent, k_pe)

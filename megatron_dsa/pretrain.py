@@ -14,6 +14,13 @@ import sys
 import torch
 
 from megatron_dsa import cpu_host
+from megatron_dsa.versions import installed_version
+
+#: Megatron's defaults ask for transformer-engine or Apex; without them these are needed.
+WITHOUT_TRANSFORMER_ENGINE = (
+    "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
+    "--no-rope-fusion --no-masked-softmax-fusion"
+).split()
 
 
 def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor):
@@ -69,11 +76,30 @@ def model_config_from_args(args):
     return model
 
 
+def preset_flags(argv: list[str]) -> None:
+    """Put the flags that this machine calls for in front of the user's, and say so.
+
+    The last occurrence of a flag wins, so the user stays in charge.
+    """
+    # Attention here is masked by indices; Megatron would build S x S masks for nobody.
+    flags = ["--no-create-attention-mask-in-dataloader"]
+    reasons = []
+    if installed_version("transformer-engine") is None:
+        reasons.append("no transformer-engine")
+        flags += WITHOUT_TRANSFORMER_ENGINE
+    if cpu_host.needed():
+        reasons.append("no GPU (running on the CPU over gloo)")
+        flags += cpu_host.FLAGS
+    argv[1:1] = flags
+    if reasons and os.environ.get("RANK", "0") == "0":
+        print(f"> {', '.join(reasons)}: preset flags {' '.join(flags)}")
+
+
 def main() -> None:
     """Parse the command line and train."""
     if cpu_host.needed():
         cpu_host.activate()
-        cpu_host.prepend_flags(sys.argv)
+    preset_flags(sys.argv)
     from megatron.core.enums import ModelType
     from megatron.training import arguments, training
     from megatron.training.argument_utils import pretrain_cfg_container_from_args

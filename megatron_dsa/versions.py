@@ -19,9 +19,9 @@ MEGATRON_CPU_TESTED = ("0.19.2",)
 #: Optional packages, by distribution name, with what they are for.
 OPTIONAL_PACKAGES = {
     "transformer-engine": "Megatron's fused linears and norms (extra: te)",
-    "tilelang": "this package's own kernels, from a later release on (extra: tilelang)",
-    "nvidia-cudnn-frontend": "cuDNN sparse-attention backward (extra: cudnn)",
-    "flash-mla": "FlashMLA sparse forward (build from github.com/deepseek-ai/FlashMLA)",
+    "flash-mla": "sparse attention forward (build from github.com/deepseek-ai/FlashMLA)",
+    "tilelang": "not used by this release yet (extra: tilelang)",
+    "nvidia-cudnn-frontend": "not used by this release yet (extra: cudnn)",
 }
 
 

@@ -24,21 +24,22 @@ def _load(module: str, name: str):
     return load
 
 
-def _sdpa_unsupported(problem):
-    from megatron_dsa.ops.dense_attention import sdpa
+def _unsupported(module: str):
+    """Return the ``unsupported`` function of ``megatron_dsa.ops.<module>``, imported when asked."""
+    return lambda problem: _load(module, "unsupported")()(problem)
 
-    return sdpa.unsupported(problem)
 
-
-register(
-    "dense_attention",
-    Candidate("sdpa", True, _sdpa_unsupported, _load("dense_attention.sdpa", "forward")),
-)
+for _operation, _name, _module in (
+    ("dense_attention", "sdpa", "dense_attention.sdpa"),
+    ("sparse_attention_forward", "flash_mla", "sparse_attention.flash_mla"),
+):
+    register(_operation, Candidate(_name, True, _unsupported(_module), _load(_module, "forward")))
 
 for _operation, _module, _name in (
     ("indexer_topk", "indexer_topk.unfused", "indexer_topk"),
     ("sparse_attention_forward", "sparse_attention.unfused", "forward"),
     ("sparse_attention_backward", "sparse_attention.unfused", "backward"),
+    ("sparse_attention_probabilities", "sparse_attention.unfused", "probabilities"),
     ("dense_attention", "dense_attention.unfused", "forward"),
     ("sparse_indexer_loss", "indexer_loss.unfused", "sparse"),
     ("dense_indexer_loss", "indexer_loss.unfused", "dense"),

@@ -6,6 +6,7 @@ import torch
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.sparse_attention import SparseProblem, unfused
 from megatron_dsa.ops.sparse_attention.reference import sparse_attention as reference
 from tests.helpers import double_leaf, leaf, relative_error
 
@@ -31,7 +32,7 @@ def check(q, kv, indices, *, v_dim, tolerance, sink=None, topk_length=None, scal
     sink64 = None if sink is None else double_leaf(sink)
     result = sparse_attention(
         q, kv, indices, softmax_scale=scale, v_dim=v_dim, topk_length=topk_length,
-        attn_sink=sink, policy=policy,
+        attn_sink=sink, want_p_sum=True, policy=policy,
     )  # fmt: skip
     out64, lse64 = reference(
         q64, kv64, indices, v_dim=v_dim, softmax_scale=scale, topk_length=topk_length, sink=sink64
@@ -128,13 +129,20 @@ def test_sink_is_a_gate(device):
 
 def test_teacher_is_the_head_sum_of_the_probabilities(device):
     q, kv, indices = make_case(11, 30, 6, 16, 8, device=device, dtype=torch.float64, causal=True)
-    result = sparse_attention(q, kv, indices, softmax_scale=0.3, v_dim=16, policy=SMALL)
+    result = sparse_attention(
+        q, kv, indices, softmax_scale=0.3, v_dim=16, want_p_sum=True, policy=SMALL
+    )
     valid = indices >= 0
     keys = kv[indices.clamp_min(0).long()]
     logits = torch.einsum("qhd,qkd->qhk", q, keys) * 0.3
     p = torch.softmax(logits.masked_fill(~valid[:, None], float("-inf")), -1).sum(1)
     assert relative_error(result.p_sum, p) < 1e-12
     assert (result.p_sum[~valid] == 0).all()
+    # The same from a second pass, for forwards that do not have the probabilities.
+    problem = SparseProblem(
+        q.detach(), kv.detach(), indices, 16, 0.3, None, None, SMALL.workspace_bytes
+    )
+    assert relative_error(unfused.probabilities(problem, result.lse), p) < 1e-12
 
 
 def test_repeated_calls_do_not_accumulate(device):

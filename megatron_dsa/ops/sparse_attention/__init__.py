@@ -20,6 +20,7 @@ class SparseProblem:
         topk_length: int32 ``[Sq]`` or ``None``; entries of ``indices`` from there on are ignored.
         sink: fp32 ``[H]`` or ``None``; a logit in the denominator that has no value.
         workspace_bytes: budget for temporary memory.
+        want_p_sum: the caller wants the head sum of the probabilities, if it comes for free.
     """
 
     q: torch.Tensor
@@ -30,3 +31,4 @@ class SparseProblem:
     topk_length: torch.Tensor | None
     sink: torch.Tensor | None
     workspace_bytes: int
+    want_p_sum: bool = False

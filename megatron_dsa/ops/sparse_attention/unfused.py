@@ -44,16 +44,15 @@ def _scores(problem: SparseProblem, rows: slice, keys: torch.Tensor, valid: torc
 
 
 def forward(problem: SparseProblem):
-    """Return ``out``, ``lse`` and ``p_sum`` (see :func:`megatron_dsa.dsa_kernels.sparse_attention`).
+    """Return ``out``, ``lse`` and, if asked for, ``p_sum``, else ``None``.
 
-    ``p_sum [Sq, K]`` fp32 is the head sum of the probabilities: they are at hand here, so the
-    indexer's teacher costs no second pass over the keys.
+    The probabilities are at hand here, so the indexer's teacher costs no second pass over the keys.
     """
     q, v_dim = problem.q, problem.v_dim
     acc = accumulation_dtype(q.dtype)
     out = q.new_empty(q.shape[0], q.shape[1], v_dim)
     lse = q.new_empty(q.shape[0], q.shape[1], dtype=acc)
-    p_sum = q.new_empty(problem.indices.shape, dtype=acc)
+    p_sum = q.new_empty(problem.indices.shape, dtype=acc) if problem.want_p_sum else None
     table = _with_zero_row(problem.kv)
     for rows in _chunks(problem, copies_of_keys=2, copies_of_scores=3):
         index, valid = _selected(problem, rows)
@@ -63,8 +62,21 @@ def forward(problem: SparseProblem):
         probs = scores.sub_(_denominator(problem, chunk_lse)[..., None]).exp_()
         out[rows] = bmm(probs.to(q.dtype), keys[..., :v_dim])
         lse[rows] = chunk_lse
-        torch.sum(probs, dim=1, out=p_sum[rows])
+        if p_sum is not None:
+            torch.sum(probs, dim=1, out=p_sum[rows])
     return out, lse, p_sum
+
+
+def probabilities(problem: SparseProblem, lse: torch.Tensor) -> torch.Tensor:
+    """Return ``p_sum [Sq, K]``, the head sum of the probabilities, from a forward's ``lse``."""
+    p_sum = problem.q.new_empty(problem.indices.shape, dtype=accumulation_dtype(problem.q.dtype))
+    table = _with_zero_row(problem.kv)
+    for rows in _chunks(problem, copies_of_keys=2, copies_of_scores=3):
+        index, valid = _selected(problem, rows)
+        scores = _scores(problem, rows, table[index], valid)
+        probs = scores.sub_(_denominator(problem, lse[rows])[..., None]).exp_()
+        torch.sum(probs, dim=1, out=p_sum[rows])
+    return p_sum
 
 
 def _denominator(problem: SparseProblem, lse: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,128 @@
+"""Command line tools: ``info`` tells what would run here, ``prepare-data`` makes a data set."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from pathlib import Path
+
+from megatron_dsa import __version__
+from megatron_dsa.versions import OPTIONAL_PACKAGES, check_host, installed_version
+
+
+def collect_info() -> dict:
+    """Return versions, GPU, and for every operation what would run and why the rest would not."""
+    import torch
+
+    host = check_host()
+    info = {
+        "megatron_dsa": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "megatron-core": {"version": host.found, "problem": host.problem},
+        "packages": {name: installed_version(name) for name in OPTIONAL_PACKAGES},
+        "gpus": [
+            {
+                "name": torch.cuda.get_device_name(i),
+                "capability": list(torch.cuda.get_device_capability(i)),
+            }
+            for i in range(torch.cuda.device_count())
+        ],
+        "operations": _operations(torch),
+    }
+    return info
+
+
+def _operations(torch) -> dict:
+    """What dispatch would pick for DeepSeek-V3.2's shapes in bf16, per operation."""
+    from megatron_dsa.dispatch import OPERATIONS, Policy, choose, device_problem
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sparse = {"heads": 128, "qk_dim": 576, "v_dim": 512, "topk": 2048}
+    index = {"heads": 64, "qk_dim": 128, "v_dim": 0}
+    shapes = {
+        "indexer_topk": index | {"topk": 2048},
+        "sparse_attention_forward": sparse,
+        "sparse_attention_backward": sparse,
+        "sparse_attention_probabilities": sparse,
+        "dense_attention": {"heads": 128, "qk_dim": 192, "v_dim": 128},
+        "sparse_indexer_loss": index | {"topk": 2048},
+        "dense_indexer_loss": index,
+    }
+    operations = {}
+    for name in OPERATIONS:
+        problem = device_problem(device, dtype=torch.bfloat16, **shapes[name])
+        choice = choose(name, problem, Policy(fused=True))
+        operations[name] = {
+            "runs": choice.candidate.name,
+            "fused": choice.candidate.fused,
+            "rejected": dict(choice.rejected),
+        }
+    return operations
+
+
+def print_info(info: dict) -> None:
+    """Print :func:`collect_info` for people."""
+    print(f"megatron_dsa {info['megatron_dsa']}")
+    print(f"  Python {info['python']}, torch {info['torch']} (CUDA {info['cuda']})")
+    megatron = info["megatron-core"]
+    print(f"  megatron-core {megatron['version']}: {megatron['problem'] or 'supported'}")
+    for gpu in info["gpus"]:
+        print(f"  GPU: {gpu['name']}, compute capability {'.'.join(map(str, gpu['capability']))}")
+    if not info["gpus"]:
+        print("  GPU: none (training runs on the CPU, for tests and first steps)")
+    print("optional packages")
+    for name, version in info["packages"].items():
+        print(f"  {name}: {version or 'not installed'} - {OPTIONAL_PACKAGES[name]}")
+    print("operations (DeepSeek-V3.2 shapes, bf16, --attention-backend dsa_fused)")
+    for name, entry in info["operations"].items():
+        kind = "fused" if entry["fused"] else "fallback"
+        print(f"  {name}: {entry['runs']} ({kind})")
+        for candidate, reason in entry["rejected"].items():
+            print(f"    not {candidate}: {reason}")
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    import logging
+
+    logging.getLogger("megatron_dsa").setLevel(logging.ERROR)  # the table says it all
+    info = collect_info()
+    if arguments.json:
+        print(json.dumps(info, indent=2))
+    else:
+        print_info(info)
+    return 0 if info["megatron-core"]["problem"] is None else 1
+
+
+def _prepare_data(arguments: argparse.Namespace) -> int:
+    from megatron_dsa.data import BYTE_VOCAB, python_documentation, write_byte_dataset
+
+    if arguments.input:
+        documents = [Path(path).read_text(encoding="utf-8") for path in arguments.input]
+        source = f"{len(documents)} file(s)"
+    else:
+        documents = python_documentation()
+        source = "Python's language reference"
+    tokens = write_byte_dataset(documents, arguments.output)
+    print(f"{tokens} byte tokens from {source} in {arguments.output}.bin and .idx; train with")
+    print(
+        f"  --data-path {arguments.output} --tokenizer-type NullTokenizer --vocab-size {BYTE_VOCAB}"
+    )
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_dsa", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    info = commands.add_parser("info", help="versions, GPU, and what every operation would run")
+    info.add_argument("--json", action="store_true", help="machine-readable")
+    info.set_defaults(run=_info)
+    data = commands.add_parser("prepare-data", help="byte-level Megatron data set from text files")
+    data.add_argument("--output", required=True, help="path prefix of the .bin and .idx files")
+    data.add_argument("--input", nargs="*", help="text files (default: Python's documentation)")
+    data.set_defaults(run=_prepare_data)
+    arguments = parser.parse_args(argv)
+    return arguments.run(arguments)

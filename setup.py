@@ -1,0 +1,41 @@
+"""Packaging of megatron-dsa; everything but the dependencies is in pyproject.toml's tools."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(
+    r'__version__ = "([^"]+)"', (HERE / "megatron_dsa" / "__init__.py").read_text()
+).group(1)
+
+TEST = ["pytest>=8", "hypothesis>=6", "pytest-timeout>=2", "pyyaml>=6", "ruff>=0.6"]
+
+setup(
+    name="megatron-dsa",
+    version=VERSION,
+    description="DeepSeek sparse attention for released Megatron-Core wheels",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["megatron_dsa", "megatron_dsa.*"]),
+    python_requires=">=3.12",
+    install_requires=["torch>=2.6", "numpy", "packaging"],
+    extras_require={
+        # The host: Megatron-Core with its training loop.
+        "train": ["megatron-core>=0.19,<0.20", "omegaconf>=2.3", "psutil", "pyyaml>=6"],
+        # Megatron's fused linears and norms.
+        "te": ["transformer-engine[pytorch]>=2.5"],
+        # cuDNN's sparse-attention kernels (Hopper and Blackwell).
+        "cudnn": ["nvidia-cudnn-frontend[cutedsl]>=1.30"],
+        # This package's own Hopper kernels.
+        "tilelang": ["tilelang>=0.1.15"],
+        "test": TEST,
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

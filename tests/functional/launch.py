@@ -1,0 +1,150 @@
+"""Running the training entry point as users do, in its own processes, and reading its log."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+#: A DeepSeek-V3.2 in miniature; every case starts from these flags. ``True`` is a bare flag.
+TINY = {
+    "--num-layers": 2,
+    "--hidden-size": 64,
+    "--ffn-hidden-size": 96,
+    "--num-attention-heads": 4,
+    "--multi-latent-attention": True,
+    "--q-lora-rank": 32,
+    "--kv-lora-rank": 32,
+    "--qk-head-dim": 16,
+    "--qk-pos-emb-head-dim": 8,
+    "--v-head-dim": 16,
+    "--qk-layernorm": True,
+    "--normalization": "RMSNorm",
+    "--swiglu": True,
+    "--disable-bias-linear": True,
+    "--attention-dropout": 0.0,
+    "--hidden-dropout": 0.0,
+    "--rope-type": "rope",
+    "--position-embedding-type": "rope",
+    "--untie-embeddings-and-output-weights": True,
+    "--attention-backend": "dsa_fused",
+    "--dsa-indexer-n-heads": 4,
+    "--dsa-indexer-head-dim": 16,
+    "--dsa-indexer-topk": 16,
+    "--dsa-indexer-loss-coeff": 1.0,
+    "--dsa-indexer-use-sparse-loss": True,
+    "--seq-length": 96,
+    "--max-position-embeddings": 96,
+    "--micro-batch-size": 2,
+    "--global-batch-size": 8,
+    "--lr": 3e-3,
+    "--min-lr": 3e-3,
+    "--lr-decay-style": "constant",
+    "--weight-decay": 0.0,
+    "--clip-grad": 0.0,
+    "--adam-beta2": 0.95,
+    "--train-iters": 4,
+    "--eval-iters": 0,
+    "--eval-interval": 1000,
+    "--log-interval": 1,
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": 257,
+    # Fixed, because the automatic padding depends on the tensor-parallel size.
+    "--padded-vocab-size": 264,
+    "--split": "100,0,0",
+    "--seed": 7,
+    "--init-method-std": 0.06,
+    "--num-workers": 0,
+}
+
+
+@dataclass
+class Run:
+    """What a training run printed."""
+
+    returncode: int
+    log: str
+    steps: list[dict[str, float]] = field(default_factory=list)
+
+    def column(self, name: str) -> list[float]:
+        """One logged figure over all iterations."""
+        return [step[name] for step in self.steps]
+
+
+def parse_steps(log: str) -> list[dict[str, float]]:
+    """Return the figures of every ``iteration N/M | name: value | ...`` line."""
+    steps = []
+    for line in log.splitlines():
+        match = re.search(r"iteration +(\d+)/", line)
+        if not match or "|" not in line:
+            continue
+        figures = {"iteration": float(match.group(1))}
+        for part in line.split("|")[1:]:
+            name, _, value = part.rpartition(":")
+            try:
+                figures[name.strip()] = float(value)
+            except ValueError:
+                continue
+        steps.append(figures)
+    return steps
+
+
+def command_line(flags: dict) -> list[str]:
+    """Turn ``{"--flag": value}`` into arguments; ``None`` and ``False`` drop a flag."""
+    out = []
+    for flag, value in flags.items():
+        if value is None or value is False:
+            continue
+        out.append(flag)
+        if value is not True:
+            out += map(str, value) if isinstance(value, list | tuple) else [str(value)]
+    return out
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def train(changes: dict | None = None, *, ranks: int = 1, check: bool = True) -> Run:
+    """Train with :data:`TINY` plus ``changes`` in ``ranks`` processes; return the parsed log.
+
+    With ``check``, a run that fails raises with the end of its log.
+    """
+    flags = command_line(TINY | (changes or {}))
+    port = _free_port()
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+    if ranks == 1:
+        # The launcher would cost as much time as the training.
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        launcher = [sys.executable]
+    else:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        launcher += ["--master-port", str(port)]
+    result = subprocess.run(
+        [*launcher, "-m", "megatron_dsa.pretrain", *flags],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        cwd=REPOSITORY,
+    )
+    run = Run(result.returncode, result.stdout, parse_steps(result.stdout))
+    if check and run.returncode != 0:
+        raise AssertionError(f"training failed ({' '.join(flags)}):\n{run.log[-6000:]}")
+    return run

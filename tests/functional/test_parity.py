@@ -1,0 +1,126 @@
+"""Loss and every gradient are the same in every parallel layout as in one process.
+
+All runs load the same checkpoint, take one step and save; the gradients are read from the saved
+optimizer state, which is in the model's own space whatever the layout.
+"""
+
+import pytest
+
+from tests.functional.checkpoint_reader import gradients_of_first_step
+from tests.functional.launch import train
+from tests.helpers import relative_error
+
+TOLERANCE = 2e-5
+HEALTH = ("dsa attention mass captured", "dsa zero scores", "dsa boundary ties")
+ONE_STEP = {"--train-iters": 1, "--save-interval": 1, "--finetune": True}
+
+
+@pytest.fixture(scope="session")
+def start(data, tmp_path_factory):
+    """A checkpoint of random weights, after a few steps so that nothing is at its initial 0."""
+    directory = tmp_path_factory.mktemp("start")
+    train({"--data-path": data, "--save": directory, "--train-iters": 3, "--save-interval": 3})
+    return directory
+
+
+@pytest.fixture(scope="session")
+def one_step(data, start, tmp_path_factory):
+    """Function that takes one step from ``start`` and returns the log line and all gradients."""
+
+    def run(changes=None, ranks=1):
+        directory = tmp_path_factory.mktemp("step")
+        flags = {"--data-path": data, "--load": start, "--save": directory}
+        result = train(flags | ONE_STEP | (changes or {}), ranks=ranks)
+        return result.steps[0], gradients_of_first_step(directory), result
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def single(one_step):
+    """The reference: one process, four microbatches."""
+    step, gradients, result = one_step()
+    assert all(gradient.norm() > 0 for gradient in gradients.values())
+    assert sum(".indexer." in name for name in gradients) >= 5
+    return step, gradients, result
+
+
+LAYOUTS = {
+    "TP2 with sequence parallelism": (
+        {"--tensor-model-parallel-size": 2, "--sequence-parallel": True}, 2,
+    ),
+    "PP2": ({"--pipeline-model-parallel-size": 2}, 2),
+    "DP2 with distributed optimizer": (
+        {"--use-distributed-optimizer": True, "--dist-ckpt-optim-fully-reshardable": True}, 2,
+    ),
+    "DP2 with overlapped gradient reduction": ({"--overlap-grad-reduce": True}, 2),
+    "one microbatch of 8 instead of four of 2": ({"--micro-batch-size": 8}, 1),
+    "full recompute": (
+        {
+            "--recompute-granularity": "full",
+            "--recompute-method": "uniform",
+            "--recompute-num-layers": 1,
+        },
+        1,
+    ),
+    "selective recompute": (
+        {
+            "--recompute-granularity": "selective",
+            "--recompute-modules": ["core_attn", "mla_up_proj"],
+        },
+        1,
+    ),
+    "small workspace": ({"--dsa-workspace-mib": 1}, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.ranks(r)) for n, (_, r) in LAYOUTS.items()]
+)
+def test_layout(name, single, one_step):
+    changes, ranks = LAYOUTS[name]
+    got = one_step(changes, ranks)
+    compare(got, single, TOLERANCE)
+    if "microbatch" not in name:  # other microbatches have other sampled rows
+        for figure in HEALTH:
+            assert got[0][figure] == pytest.approx(single[0][figure], rel=1e-4), figure
+
+
+def compare(got, expected, tolerance):
+    """Check loss, indexer loss, gradient norm and every gradient."""
+    step, gradients, _ = got
+    expected_step, expected_gradients, _ = expected
+    for figure in ("lm loss", "indexer loss", "grad norm"):
+        assert step[figure] == pytest.approx(expected_step[figure], rel=1e-4), figure
+    assert set(gradients) == set(expected_gradients)
+    errors = {n: relative_error(g, expected_gradients[n]) for n, g in gradients.items()}
+    worst = max(errors, key=errors.get)
+    assert errors[worst] < tolerance, (worst, errors[worst])
+
+
+def test_indexer_loss_per_token(single, one_step):
+    """With per-token loss the gradients are those of the mean over all tokens, indexer included.
+
+    All tokens count here, so both normalisations agree; an indexer loss that ignores the switch
+    would be off by the number of tokens.
+    """
+    compare(one_step({"--calculate-per-token-loss": True}), single, TOLERANCE)
+
+
+@pytest.mark.ranks(2)
+def test_pipeline_stage_without_layers(single, one_step):
+    """Trap 19: the first stage has no indexer; logging must not wait for it."""
+    layout = {"--pipeline-model-parallel-layout": "E|ttL", "--pipeline-model-parallel-size": 2}
+    compare(one_step(layout, 2), single, TOLERANCE)
+
+
+def test_report_names_what_ran(single):
+    """Trap 15: the implementation of every operation is printed at the end."""
+    log = single[2].log
+    for operation in (
+        "indexer_topk",
+        "sparse_attention_forward",
+        "sparse_attention_backward",
+        "sparse_indexer_loss",
+    ):
+        assert f">   {operation}: torch" in log, operation

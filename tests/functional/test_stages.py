@@ -1,0 +1,191 @@
+"""Training as users do it: resuming, changing stages, recompute with shared indices, refusals."""
+
+import pytest
+
+from tests.functional.checkpoint_reader import read
+from tests.functional.launch import train
+from tests.functional.test_parity import compare, one_step, start  # noqa: F401  (fixtures)
+from tests.helpers import relative_error
+
+
+def test_resume_equals_uninterrupted(data, tmp_path):
+    """Six steps in one go equal three steps, a checkpoint and three more: losses and weights."""
+    # Dropout puts the random state to the test as well.
+    flags = {"--data-path": data, "--train-iters": 6, "--save-interval": 3, "--hidden-dropout": 0.1}
+    whole = train(flags | {"--save": tmp_path / "whole"})
+    train(flags | {"--save": tmp_path / "part", "--exit-interval": 3})
+    rest = train(flags | {"--save": tmp_path / "part", "--load": tmp_path / "part"})
+    assert [step["iteration"] for step in rest.steps] == [4, 5, 6]
+    for name in ("lm loss", "indexer loss", "grad norm"):
+        assert rest.column(name) == whole.column(name)[3:]
+    expected = read(tmp_path / "whole")
+    for name, tensor in read(tmp_path / "part").items():
+        assert tensor.equal(expected[name]), name
+
+
+def test_dense_to_warmup_to_sparse(data, tmp_path):
+    """Trap 21: each stage resumes from the one before; the frozen model stays as it was."""
+    flags = {"--data-path": data, "--save": tmp_path, "--load": tmp_path, "--save-interval": 4}
+    dense = train(flags | {"--dsa-stage": "dense", "--train-iters": 4})
+    assert "indexer loss" not in dense.steps[-1] or dense.steps[-1]["indexer loss"] == 0
+    after_dense = read(tmp_path)
+    assert not any(".indexer." in name for name in after_dense)
+
+    recompute = {
+        "--recompute-granularity": "full",
+        "--recompute-method": "uniform",
+        "--recompute-num-layers": 1,
+    }
+    warmup = train(
+        flags
+        | {"--dsa-stage": "warmup", "--train-iters": 12, "--dsa-indexer-use-sparse-loss": None}
+        | {"--lr": 1e-2, "--min-lr": 1e-2}
+        | recompute
+    )
+    assert "has no indexers" in warmup.log and "the optimizer starts anew" in warmup.log
+    assert warmup.steps[0]["iteration"] == 5
+    assert warmup.column("indexer loss")[-1] < 0.8 * warmup.column("indexer loss")[0]
+    after_warmup = read(tmp_path)
+    states = [name for name in after_warmup if name.startswith("optimizer.state.exp_avg.")]
+    assert states and all(".indexer." in name for name in states)
+    for name, tensor in after_dense.items():
+        if not name.startswith("optimizer") and not name.startswith("rng"):
+            assert tensor.equal(after_warmup[name]), name
+
+    sparse = train(flags | {"--dsa-stage": "sparse", "--train-iters": 16} | recompute)
+    assert "has no indexers" not in sparse.log and "the optimizer starts anew" in sparse.log
+    assert sparse.steps[0]["iteration"] == 13
+    # Carries on from the trained model: nowhere near the loss of an untrained one.
+    assert sparse.steps[0]["lm loss"] < 0.9 * dense.steps[0]["lm loss"]
+    after_sparse = read(tmp_path)
+    trained = [name for name in after_warmup if name in after_sparse and "rng" not in name]
+    assert any(not after_sparse[n].equal(after_warmup[n]) for n in trained if ".indexer." not in n)
+
+    again = train(flags | {"--dsa-stage": "sparse", "--train-iters": 17})
+    assert "the optimizer starts anew" not in again.log
+
+
+SHARED = {
+    "--num-layers": 4,
+    "--dsa-indexer-topk-freq": 2,
+    "--dsa-indexer-skip-topk-offset": 1,
+}
+FULL_RECOMPUTE = {
+    "--recompute-granularity": "full",
+    "--recompute-method": "uniform",
+    "--recompute-num-layers": 1,
+}
+CORE_RECOMPUTE = {
+    "--recompute-granularity": "selective",
+    "--recompute-modules": ["core_attn"],
+}
+
+
+@pytest.fixture(scope="module")
+def shared_start(data, tmp_path_factory):
+    """A checkpoint whose layers 2 and 4 reuse the selection of layers 1 and 3."""
+    directory = tmp_path_factory.mktemp("shared")
+    train(SHARED | {"--data-path": data, "--save": directory, "--train-iters": 3, "--save-interval": 3})  # fmt: skip
+    layers = {n.split(".")[2] for n in read(directory) if n.startswith("decoder") and ".indexer." in n}  # fmt: skip
+    assert layers == {"0", "2"}
+    return directory
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recompute", [FULL_RECOMPUTE, CORE_RECOMPUTE], ids=["full", "core"])
+def test_shared_indices_under_recompute_and_pipeline(
+    one_step, shared_start, recompute, request  # noqa: F811
+):
+    """Trap 20: with several microbatches in flight, a recomputed layer sees its own selection."""
+    base = SHARED | {"--load": shared_start}
+    cache = request.config.cache_of_runs = getattr(request.config, "cache_of_runs", {})
+    if "shared" not in cache:
+        cache["shared"] = one_step(base)
+    pipelined = one_step(base | recompute | {"--pipeline-model-parallel-size": 2}, 2)
+    compare(pipelined, cache["shared"], 2e-5)
+
+
+@pytest.mark.ranks(2)
+def test_shared_indices_do_not_cross_pipeline_stages(data):
+    run = train(
+        SHARED | {"--data-path": data, "--num-layers": 2, "--pipeline-model-parallel-size": 2},
+        ranks=2,
+        check=False,
+    )
+    assert run.returncode != 0
+    assert "index sharing does not cross pipeline stages" in run.log
+
+
+def test_packed_documents(data):
+    """Documents of a sample packed (THD) through Megatron's own data set; loss falls."""
+    run = train(
+        {
+            "--data-path": data,
+            "--dataloader-inter-document-masking": True,
+            "--train-iters": 6,
+            "--micro-batch-size": 4,
+        }
+    )
+    losses = run.column("lm loss")
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_experts_and_multi_token_prediction(data, tmp_path):
+    """An expert layer and an MTP layer, both with sparse attention; the MTP indexer learns too."""
+    run = train(
+        {
+            "--data-path": data,
+            "--save": tmp_path,
+            "--save-interval": 1,
+            "--train-iters": 1,
+            "--num-experts": 4,
+            "--moe-layer-freq": "[0,1]",
+            "--moe-router-topk": 2,
+            "--moe-ffn-hidden-size": 32,
+            "--mtp-num-layers": 1,
+        }
+    )
+    assert run.steps[0]["mtp_1 loss"] > 0
+    state = read(tmp_path)
+    mtp = [n for n in state if n.startswith("optimizer.state.exp_avg.mtp") and ".indexer." in n]
+    assert len(mtp) == 5
+    assert all(state[name].norm() > 0 for name in mtp)
+
+
+def test_no_fused_package_falls_back_aloud(data):
+    """Trap 22: without optional packages it trains, and says what runs and why."""
+    run = train({"--data-path": data, "--train-iters": 1})
+    line = next(x for x in run.log.splitlines() if "megatron_dsa sparse_attention_forward:" in x)
+    assert "torch" in line and "flash_mla" in line
+    assert run.log.count("megatron_dsa sparse_attention_forward:") == 1
+    unfused = train(
+        {"--data-path": data, "--train-iters": 1, "--attention-backend": "dsa_unfused"}
+    )
+    assert unfused.column("lm loss") == pytest.approx(run.column("lm loss"), rel=1e-2)
+
+
+def test_strict_refuses_before_training(data):
+    """Trap 16: the refusal comes while the model is built, with every reason."""
+    run = train({"--data-path": data, "--dsa-strict": True}, check=False)
+    assert run.returncode != 0
+    assert "--dsa-strict refuses" in run.log
+    assert not run.steps
+
+
+def test_checkpoint_of_another_model_is_refused(data, tmp_path):
+    """Only indexers may be missing from a checkpoint."""
+    flags = {"--data-path": data, "--save": tmp_path, "--load": tmp_path, "--train-iters": 1}
+    train(flags | {"--save-interval": 1, "--dsa-stage": "dense", "--num-layers": 1})
+    run = train(
+        flags | {"--train-iters": 2, "--q-lora-rank": None, "--qk-layernorm": None,
+                 "--dsa-stage": "dense", "--num-layers": 1},
+        check=False,
+    )  # fmt: skip
+    assert run.returncode != 0 and "does not hold" in run.log and "linear_q_proj" in run.log
+
+
+def test_shared_checkpoint_reader_sees_differences():
+    """The comparison itself can fail."""
+    import torch
+
+    assert relative_error(torch.ones(3), torch.tensor([1.0, 1.0, 1.1])) > 1e-3
