@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.training import checkpointing, print_rank_0
 
 from megatron_dsa.errors import ConfigError
@@ -109,7 +109,6 @@ def _model_tensors(sharded_state_dict):
     for part, content in sharded_state_dict.items():
         if part.startswith("model") and isinstance(content, dict):
             for name, entry in content.items():
-                # Extra states (objects) are optional in Megatron itself.
-                if isinstance(entry, ShardedBase) and hasattr(entry, "global_shape"):
-                    if not name.endswith("_extra_state"):
-                        yield content, name, entry
+                # Extra states are optional in Megatron itself.
+                if isinstance(entry, ShardedTensor) and not name.endswith("_extra_state"):
+                    yield content, name, entry

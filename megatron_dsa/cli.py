@@ -8,7 +8,7 @@ import platform
 from pathlib import Path
 
 from megatron_dsa import __version__
-from megatron_dsa.versions import OPTIONAL_PACKAGES, check_host, installed_version
+from megatron_dsa.versions import OPTIONAL_PACKAGES, check_host, optional_version
 
 
 def collect_info() -> dict:
@@ -22,7 +22,7 @@ def collect_info() -> dict:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "megatron-core": {"version": host.found, "problem": host.problem},
-        "packages": {name: installed_version(name) for name in OPTIONAL_PACKAGES},
+        "packages": {name: optional_version(name) for name in OPTIONAL_PACKAGES},
         "gpus": [
             {
                 "name": torch.cuda.get_device_name(i),
@@ -75,7 +75,7 @@ def print_info(info: dict) -> None:
         print("  GPU: none (training runs on the CPU, for tests and first steps)")
     print("optional packages")
     for name, version in info["packages"].items():
-        print(f"  {name}: {version or 'not installed'} - {OPTIONAL_PACKAGES[name]}")
+        print(f"  {name}: {version or 'not installed'} - {OPTIONAL_PACKAGES[name][1]}")
     print("operations (DeepSeek-V3.2 shapes, bf16, --attention-backend dsa_fused)")
     for name, entry in info["operations"].items():
         kind = "fused" if entry["fused"] else "fallback"

@@ -18,10 +18,16 @@ from megatron_dsa.errors import VersionError
 from megatron_dsa.versions import MEGATRON_CPU_TESTED, installed_version
 
 #: What the CPU cannot do or what would only cost time there.
-FLAGS = (
-    "--distributed-backend gloo --use-cpu-initialization --no-bias-dropout-fusion "
-    "--no-bias-gelu-fusion --no-bias-swiglu-fusion --num-workers 0"
-).split()
+FLAGS = [
+    "--distributed-backend",
+    "gloo",
+    "--use-cpu-initialization",
+    "--no-bias-dropout-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-swiglu-fusion",
+    "--num-workers",
+    "0",
+]
 
 _CPU = torch.device("cpu")
 

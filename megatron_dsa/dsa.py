@@ -93,8 +93,8 @@ class DSACoreAttention(MegatronModule):
         self.pg_collection = pg_collection
         self.layer_index = layer_number - 1 + (config.num_layers if is_mtp else 0)
         self.loss_scale = install_loss_scale(config)
-        self.computes_topk = is_mtp or not shares_indices(config) or computes_topk(
-            config, layer_number
+        self.computes_topk = (
+            is_mtp or not shares_indices(config) or computes_topk(config, layer_number)
         )
         self.indexer = None
         if uses_indexer(config) and self.computes_topk:
@@ -148,8 +148,10 @@ class DSACoreAttention(MegatronModule):
 
     def _trains_indexer_now(self) -> bool:
         # Without gradients (evaluation, first pass of a recomputed layer) there is nothing to do.
-        return self.indexer is not None and torch.is_grad_enabled() and (
-            self.training and indexer_is_trained(self.config)
+        return (
+            self.indexer is not None
+            and torch.is_grad_enabled()
+            and (self.training and indexer_is_trained(self.config))
         )
 
     def forward_sparse(

@@ -79,7 +79,7 @@ def sparse_attention(
         policy: which implementations may run.
 
     Returns:
-        :class:`SparseAttentionOutput`; ``out`` is differentiable in ``q``, ``kv`` and ``attn_sink``.
+        :class:`SparseAttentionOutput`; ``out`` is differentiable in q, kv and attn_sink.
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above.
@@ -258,7 +258,7 @@ def sparse_indexer_loss(
     _check_indexer(inputs)
     _require(
         teacher.shape == indices.shape,
-        f"teacher must have the shape of indices {tuple(indices.shape)}, got {tuple(teacher.shape)}",
+        f"teacher must be {list(indices.shape)} like indices, got shape {tuple(teacher.shape)}",
     )
     arguments = SparseLossProblem(
         inputs, indices, topk_length, teacher.detach(), policy.workspace_bytes

@@ -90,7 +90,7 @@ class Layout:
         return self.num_queries if self.real is None else self.real.sum()
 
     def keys_in_slot_order(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return ``keys [num_keys, ...]`` in slot order (the tensor itself if that is its order)."""
+        """Return ``keys [num_keys, ...]`` in slot order (without a copy if that is its order)."""
         return keys if self.key_rows is None else keys.index_select(0, self.key_rows)
 
     def to_key_rows(self, slots: torch.Tensor) -> torch.Tensor:

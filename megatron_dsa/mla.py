@@ -268,8 +268,10 @@ def _tensors(inputs) -> tuple:
 
 def _rebuild(inputs, tensors):
     """Put checkpointed tensors back into the indexer's inputs."""
-    return None if inputs is None else dataclasses.replace(
-        inputs, q=tensors[0], k=tensors[1], weights=tensors[2]
+    return (
+        None
+        if inputs is None
+        else dataclasses.replace(inputs, q=tensors[0], k=tensors[1], weights=tensors[2])
     )
 
 

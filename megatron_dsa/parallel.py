@@ -52,7 +52,5 @@ class _GatherKeys(torch.autograd.Function):
         grad = dchannel
         if ctx.group is not None and ctx.group.size() > 1:
             grad = dchannel.new_empty(dchannel.shape[0] // ctx.group.size(), dchannel.shape[1])
-            torch.distributed.reduce_scatter_tensor(
-                grad, dchannel.contiguous(), group=ctx.group
-            )
+            torch.distributed.reduce_scatter_tensor(grad, dchannel.contiguous(), group=ctx.group)
         return grad.view(ctx.shape).to(ctx.dtype), None

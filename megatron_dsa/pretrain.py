@@ -17,10 +17,14 @@ from megatron_dsa import cpu_host
 from megatron_dsa.versions import installed_version
 
 #: Megatron's defaults ask for transformer-engine or Apex; without them these are needed.
-WITHOUT_TRANSFORMER_ENGINE = (
-    "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
-    "--no-rope-fusion --no-masked-softmax-fusion"
-).split()
+WITHOUT_TRANSFORMER_ENGINE = [
+    "--transformer-impl",
+    "local",
+    "--no-persist-layer-norm",
+    "--no-gradient-accumulation-fusion",
+    "--no-rope-fusion",
+    "--no-masked-softmax-fusion",
+]
 
 
 def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor):

@@ -42,7 +42,7 @@ from megatron_dsa.indexer import DSAIndexer, DSAIndexerSubmodules
 from megatron_dsa.layers import LocalNorm, ReplicatedLinear
 from megatron_dsa.losses import install_logging, install_loss_scale
 from megatron_dsa.mla import DSASelfAttention, IndexSharingLayer
-from megatron_dsa.versions import OPTIONAL_PACKAGES, installed_version
+from megatron_dsa.versions import installed_version
 
 
 class LocalBackend(LocalSpecProvider):
@@ -64,9 +64,8 @@ class LocalBackend(LocalSpecProvider):
 def _te_backend():
     if installed_version("transformer-engine") is None:
         raise ConfigError(
-            "--transformer-impl transformer_engine needs the package transformer-engine "
-            f"({OPTIONAL_PACKAGES['transformer-engine']}), which is not installed: "
-            "pip install 'megatron-dsa[te]', or pass --transformer-impl local"
+            "--transformer-impl transformer_engine needs the package transformer-engine, which is "
+            "not installed: pip install 'megatron-dsa[te]', or pass --transformer-impl local"
         )
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
@@ -204,7 +203,8 @@ def dsa_block_spec(config, vp_stage: int | None = None, pp_rank: int | None = No
         config.hetereogenous_dist_checkpoint = True
     # On every pipeline rank, also on those without an indexer: see IndexerLog.
     install_logging(config, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
-    specs = {moe: dsa_layer_spec(config, moe=moe) for moe in {False, config.num_moe_experts is not None}}  # fmt: skip
+    kinds = (False,) if config.num_moe_experts is None else (False, True)
+    specs = {moe: dsa_layer_spec(config, moe=moe) for moe in kinds}
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         layer_ids = layout.get_layer_id_list(

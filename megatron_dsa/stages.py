@@ -35,7 +35,6 @@ def _let_gradients_pass(_decoder, args, kwargs):
     embedding none does, and the indexers would silently learn nothing.
     """
     hidden_states = kwargs.get("hidden_states", args[0] if args else None)
-    if torch.is_grad_enabled() and isinstance(hidden_states, torch.Tensor):
-        if not hidden_states.requires_grad:
-            hidden_states.requires_grad_()
+    if torch.is_grad_enabled() and hidden_states is not None and hidden_states.is_leaf:
+        hidden_states.requires_grad_()
     return args, kwargs

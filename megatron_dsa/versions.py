@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 import sys
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ MEGATRON_BELOW = "0.20"
 #: Versions of megatron-core on which the shims for machines without a GPU were run.
 MEGATRON_CPU_TESTED = ("0.19.2",)
 
-#: Optional packages, by distribution name, with what they are for.
+#: Optional packages: distribution -> (module, what it is for).
 OPTIONAL_PACKAGES = {
-    "transformer-engine": "Megatron's fused linears and norms (extra: te)",
-    "flash-mla": "sparse attention forward (build from github.com/deepseek-ai/FlashMLA)",
-    "tilelang": "not used by this release yet (extra: tilelang)",
-    "nvidia-cudnn-frontend": "not used by this release yet (extra: cudnn)",
+    "transformer-engine": ("transformer_engine", "Megatron's fused linears and norms (extra: te)"),
+    "flash-mla": (
+        "flash_mla",
+        "sparse attention forward (build from github.com/deepseek-ai/FlashMLA)",
+    ),
+    "tilelang": ("tilelang", "not used by this release yet (extra: tilelang)"),
+    "nvidia-cudnn-frontend": ("cudnn", "not used by this release yet (extra: cudnn)"),
 }
 
 
@@ -37,6 +41,18 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def optional_version(distribution: str) -> str | None:
+    """Version of an optional package, ``"unknown version"`` for one without metadata, or ``None``.
+
+    A package that was built in place has no metadata and can be imported all the same.
+    """
+    version = installed_version(distribution)
+    module = OPTIONAL_PACKAGES[distribution][0]
+    if version is None and importlib.util.find_spec(module) is not None:
+        return "unknown version"
+    return version
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A one-process Megatron for module tests, and small DSA configurations."""
 
 import functools
+import os
 import tempfile
 
 import torch
@@ -15,7 +16,8 @@ def start() -> torch.device:
         cpu_host.activate()
     from megatron.core import parallel_state, tensor_parallel
 
-    store = tempfile.NamedTemporaryFile(delete=False).name
+    handle, store = tempfile.mkstemp()
+    os.close(handle)
     backend = "gloo" if cpu_host.needed() else "nccl"
     torch.distributed.init_process_group(
         backend, init_method=f"file://{store}", rank=0, world_size=1
@@ -62,8 +64,18 @@ def small_config(*, dtype=torch.float64, options=None, **changes):
     return config
 
 
-def attention_module(config, layer_number=1, seed=3):
-    """Build the self-attention of a layer spec with random weights large enough to matter."""
+def hidden_like(module, rows):
+    """Random hidden states ``[rows, 1, hidden]`` for a module, the same on every device."""
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(rows, 1, module.config.hidden_size, generator=generator, dtype=torch.float64)
+    return x.to(start()).requires_grad_()
+
+
+def attention_module(config, layer_number=1, seed=3, full=None):
+    """Build the self-attention of a layer spec with random weights large enough to matter.
+
+    ``full(name, weight)`` cuts this rank's part out of a full weight under tensor parallelism.
+    """
     from megatron.core.transformer.spec_utils import build_module
 
     from megatron_dsa.specs import dsa_layer_spec
@@ -73,12 +85,15 @@ def attention_module(config, layer_number=1, seed=3):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(module.named_parameters()):
-            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            shape = list(parameter.shape)
+            if getattr(parameter, "tensor_model_parallel", False) and full is not None:
+                shape[parameter.partition_dim] *= config.tensor_model_parallel_size
+            values = torch.randn(shape, generator=generator, dtype=torch.float64)
             if parameter.dim() == 1:
                 values = values * 0.2 + (0 if name.endswith("bias") else 1)
             else:
-                values = values * 1.5 * parameter.shape[1] ** -0.5
-            parameter.copy_(values)
+                values = values * 1.5 * shape[1] ** -0.5
+            parameter.copy_(values if full is None else full(name, values))
     return module
 
 

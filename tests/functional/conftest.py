@@ -1,10 +1,13 @@
 """A small real data set, shared by all functional tests of a session."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+
+from tests.functional.cases.run import prepare_data
+from tests.functional.checkpoint_reader import gradients_of_first_step
+from tests.functional.launch import train
+
+ONE_STEP = {"--train-iters": 1, "--save-interval": 1, "--finetune": True}
 
 
 def ranks_available() -> int:
@@ -22,10 +25,26 @@ def enough_ranks(request):
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """``--data-path`` of Python's own documentation as byte tokens."""
-    prefix = tmp_path_factory.mktemp("data") / "topics"
-    subprocess.run(
-        [sys.executable, "-m", "megatron_dsa", "prepare-data", "--output", str(prefix)],
-        check=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    return str(prefix)
+    """``--data-path`` of a real text as byte tokens."""
+    return prepare_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def start(data, tmp_path_factory):
+    """A checkpoint of random weights, after a few steps so that nothing is at its initial 0."""
+    directory = tmp_path_factory.mktemp("start")
+    train({"--data-path": data, "--save": directory, "--train-iters": 3, "--save-interval": 3})
+    return directory
+
+
+@pytest.fixture(scope="session")
+def one_step(data, start, tmp_path_factory):
+    """Function that takes one step from ``start`` and returns the log line and all gradients."""
+
+    def run(changes=None, ranks=1):
+        directory = tmp_path_factory.mktemp("step")
+        flags = {"--data-path": data, "--load": start, "--save": directory}
+        result = train(flags | ONE_STEP | (changes or {}), ranks=ranks)
+        return result.steps[0], gradients_of_first_step(directory), result
+
+    return run

@@ -114,11 +114,16 @@ def _free_port() -> int:
 
 
 def train(changes: dict | None = None, *, ranks: int = 1, check: bool = True) -> Run:
-    """Train with :data:`TINY` plus ``changes`` in ``ranks`` processes; return the parsed log.
+    """Train with :data:`TINY` plus ``changes``; see :func:`launch`."""
+    return launch(TINY | (changes or {}), ranks=ranks, check=check)
+
+
+def launch(flags: dict, *, ranks: int = 1, check: bool = True, env: dict | None = None) -> Run:
+    """Train with ``flags`` in ``ranks`` processes on this machine; return the parsed log.
 
     With ``check``, a run that fails raises with the end of its log.
     """
-    flags = command_line(TINY | (changes or {}))
+    flags = command_line(flags)
     port = _free_port()
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -127,6 +132,7 @@ def train(changes: dict | None = None, *, ranks: int = 1, check: bool = True) ->
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
+        **(env or {}),
     }
     if ranks == 1:
         # The launcher would cost as much time as the training.

@@ -6,34 +6,10 @@ optimizer state, which is in the model's own space whatever the layout.
 
 import pytest
 
-from tests.functional.checkpoint_reader import gradients_of_first_step
-from tests.functional.launch import train
 from tests.helpers import relative_error
 
 TOLERANCE = 2e-5
 HEALTH = ("dsa attention mass captured", "dsa zero scores", "dsa boundary ties")
-ONE_STEP = {"--train-iters": 1, "--save-interval": 1, "--finetune": True}
-
-
-@pytest.fixture(scope="session")
-def start(data, tmp_path_factory):
-    """A checkpoint of random weights, after a few steps so that nothing is at its initial 0."""
-    directory = tmp_path_factory.mktemp("start")
-    train({"--data-path": data, "--save": directory, "--train-iters": 3, "--save-interval": 3})
-    return directory
-
-
-@pytest.fixture(scope="session")
-def one_step(data, start, tmp_path_factory):
-    """Function that takes one step from ``start`` and returns the log line and all gradients."""
-
-    def run(changes=None, ranks=1):
-        directory = tmp_path_factory.mktemp("step")
-        flags = {"--data-path": data, "--load": start, "--save": directory}
-        result = train(flags | ONE_STEP | (changes or {}), ranks=ranks)
-        return result.steps[0], gradients_of_first_step(directory), result
-
-    return run
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,22 @@ import pytest
 
 from tests.functional.checkpoint_reader import read
 from tests.functional.launch import train
-from tests.functional.test_parity import compare, one_step, start  # noqa: F401  (fixtures)
+from tests.functional.test_parity import compare
+
+SHARED = {
+    "--num-layers": 4,
+    "--dsa-indexer-topk-freq": 2,
+    "--dsa-indexer-skip-topk-offset": 1,
+}
+FULL_RECOMPUTE = {
+    "--recompute-granularity": "full",
+    "--recompute-method": "uniform",
+    "--recompute-num-layers": 1,
+}
+CORE_RECOMPUTE = {
+    "--recompute-granularity": "selective",
+    "--recompute-modules": ["core_attn"],
+}
 
 
 def test_resume_equals_uninterrupted(data, tmp_path):
@@ -32,16 +47,11 @@ def test_dense_to_warmup_to_sparse(data, tmp_path):
     after_dense = read(tmp_path)
     assert not any(".indexer." in name for name in after_dense)
 
-    recompute = {
-        "--recompute-granularity": "full",
-        "--recompute-method": "uniform",
-        "--recompute-num-layers": 1,
-    }
     warmup = train(
         flags
         | {"--dsa-stage": "warmup", "--train-iters": 12, "--dsa-indexer-use-sparse-loss": None}
         | {"--lr": 1e-2, "--min-lr": 1e-2}
-        | recompute
+        | FULL_RECOMPUTE
     )
     assert "has no indexers" in warmup.log and "the optimizer starts anew" in warmup.log
     assert warmup.steps[0]["iteration"] == 5
@@ -53,7 +63,7 @@ def test_dense_to_warmup_to_sparse(data, tmp_path):
         if not name.startswith("optimizer") and not name.startswith("rng"):
             assert tensor.equal(after_warmup[name]), name
 
-    sparse = train(flags | {"--dsa-stage": "sparse", "--train-iters": 16} | recompute)
+    sparse = train(flags | {"--dsa-stage": "sparse", "--train-iters": 16} | FULL_RECOMPUTE)
     assert "has no indexers" not in sparse.log and "the optimizer starts anew" in sparse.log
     assert sparse.steps[0]["iteration"] == 13
     # Carries on from the trained model: nowhere near the loss of an untrained one.
@@ -69,44 +79,33 @@ def test_dense_to_warmup_to_sparse(data, tmp_path):
     assert "the optimizer starts anew" not in again.log
 
 
-SHARED = {
-    "--num-layers": 4,
-    "--dsa-indexer-topk-freq": 2,
-    "--dsa-indexer-skip-topk-offset": 1,
-}
-FULL_RECOMPUTE = {
-    "--recompute-granularity": "full",
-    "--recompute-method": "uniform",
-    "--recompute-num-layers": 1,
-}
-CORE_RECOMPUTE = {
-    "--recompute-granularity": "selective",
-    "--recompute-modules": ["core_attn"],
-}
-
-
 @pytest.fixture(scope="module")
 def shared_start(data, tmp_path_factory):
     """A checkpoint whose layers 2 and 4 reuse the selection of layers 1 and 3."""
     directory = tmp_path_factory.mktemp("shared")
-    train(SHARED | {"--data-path": data, "--save": directory, "--train-iters": 3, "--save-interval": 3})  # fmt: skip
-    layers = {n.split(".")[2] for n in read(directory) if n.startswith("decoder") and ".indexer." in n}  # fmt: skip
-    assert layers == {"0", "2"}
+    flags = {"--data-path": data, "--save": directory, "--train-iters": 3, "--save-interval": 3}
+    train(SHARED | flags)
+    indexers = [name for name in read(directory) if name.startswith("decoder.layers.")]
+    indexers = [name for name in indexers if ".indexer." in name]
+    assert {name.split(".")[2] for name in indexers} == {"0", "2"}
     return directory
+
+
+@pytest.fixture(scope="module")
+def shared_single(one_step, shared_start):
+    """One step of it in one process, nothing recomputed."""
+    return one_step(SHARED | {"--load": shared_start})
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recompute", [FULL_RECOMPUTE, CORE_RECOMPUTE], ids=["full", "core"])
 def test_shared_indices_under_recompute_and_pipeline(
-    one_step, shared_start, recompute, request  # noqa: F811
+    one_step, shared_start, shared_single, recompute
 ):
     """Trap 20: with several microbatches in flight, a recomputed layer sees its own selection."""
     base = SHARED | {"--load": shared_start}
-    cache = request.config.cache_of_runs = getattr(request.config, "cache_of_runs", {})
-    if "shared" not in cache:
-        cache["shared"] = one_step(base)
     pipelined = one_step(base | recompute | {"--pipeline-model-parallel-size": 2}, 2)
-    compare(pipelined, cache["shared"], 2e-5)
+    compare(pipelined, shared_single, 2e-5)
 
 
 @pytest.mark.ranks(2)
@@ -162,9 +161,7 @@ def test_no_fused_package_falls_back_aloud(data):
     line = next(x for x in run.log.splitlines() if "megatron_dsa sparse_attention_forward:" in x)
     assert "torch" in line and "flash_mla" in line
     assert run.log.count("megatron_dsa sparse_attention_forward:") == 1
-    unfused = train(
-        {"--data-path": data, "--train-iters": 1, "--attention-backend": "dsa_unfused"}
-    )
+    unfused = train({"--data-path": data, "--train-iters": 1, "--attention-backend": "dsa_unfused"})
     assert unfused.column("lm loss") == pytest.approx(run.column("lm loss"), rel=1e-2)
 
 

@@ -1,8 +1,8 @@
 """The attention module against an independent float64 reference: outputs, loss, all gradients.
 
-The reference (``tests/reference``) is written from the formulas and shares no code with the package;
-it does not absorb weights, so the two take different ways to the same numbers. Rope angles are fp32
-in Megatron, which sets the tolerance.
+The reference (``tests/reference``) is written from the formulas and shares no code with the
+package; it does not absorb weights, so the two take different ways to the same numbers. Rope angles
+are fp32 in Megatron, which sets the tolerance.
 """
 
 import pytest
@@ -153,10 +153,7 @@ def test_padding_between_packed_sequences_changes_nothing():
     lengths, padded_lengths = [5, 50, 17], [8, 56, 24]
     tight = hidden_states(config, sum(lengths))
     where = torch.cat(
-        [
-            torch.arange(n) + sum(padded_lengths[:i])
-            for i, n in enumerate(lengths)
-        ]
+        [torch.arange(n) + sum(padded_lengths[:i]) for i, n in enumerate(lengths)]
     ).to(start())
     loose = torch.full(
         (sum(padded_lengths) + 3, 1, config.hidden_size), 7.0, dtype=torch.float64, device=start()

@@ -84,9 +84,7 @@ def test_sparse_loss(device, name, relu, k):
     indices, length = indexer_topk(inputs, layout, k)
     teacher = torch.rand(48, k, dtype=torch.float64, device=device)
     teacher[4] = 0  # a row without any teacher mass contributes nothing
-    loss = sparse_indexer_loss(
-        inputs, indices, teacher, layout, topk_length=length, policy=SMALL
-    )
+    loss = sparse_indexer_loss(inputs, indices, teacher, layout, topk_length=length, policy=SMALL)
     copies, scores = reference_scores(inputs)
     valid = indices >= 0
     gathered = scores.gather(1, indices.clamp_min(0).long())

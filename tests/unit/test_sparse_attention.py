@@ -1,4 +1,4 @@
-"""Sparse attention against float64: values, lse, teacher, all gradients, and the contract's traps."""
+"""Sparse attention against float64: values, lse, teacher, all gradients, and the traps."""
 
 import pytest
 import torch
@@ -26,7 +26,9 @@ def make_case(sq, skv, heads, dim, k, *, device, dtype, seed=0, causal=False):
     return q, kv, indices.to(device)
 
 
-def check(q, kv, indices, *, v_dim, tolerance, sink=None, topk_length=None, scale=0.3, policy=SMALL):
+def check(
+    q, kv, indices, *, v_dim, tolerance, sink=None, topk_length=None, scale=0.3, policy=SMALL
+):
     """Compare the op with the float64 reference; return the op's outputs."""
     q64, kv64 = double_leaf(q), double_leaf(kv)
     sink64 = None if sink is None else double_leaf(sink)
@@ -185,7 +187,7 @@ def test_strided_queries(device):
 
 
 def test_there_is_no_separate_value(device):
-    """Trap 11: the value is a slice of kv; an interface that ignores a given v cannot be written."""
+    """Trap 11: the value is a slice of kv; a separate one cannot be passed, let alone ignored."""
     q, kv, indices = make_case(4, 8, 2, 8, 4, device=device, dtype=torch.float32)
     with pytest.raises(TypeError):
         sparse_attention(q, kv, indices, softmax_scale=1.0, v_dim=8, v=kv)

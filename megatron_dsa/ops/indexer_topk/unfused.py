@@ -49,8 +49,8 @@ def indexer_topk(problem: TopKProblem) -> tuple[torch.Tensor, torch.Tensor]:
 def select(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
     """Return bool ``[r, w]``: the ``min(topk, visible)`` best visible entries of each row.
 
-    ``scores`` must be ``-inf`` where not visible. Exactly as many entries are set as asked for, with
-    any number of equal scores.
+    ``scores`` must be ``-inf`` where not visible. Exactly as many entries are set as asked for,
+    with any number of equal scores.
     """
     kth = torch.topk(scores, min(topk, scores.shape[1]), dim=-1).values[:, -1:]
     better = scores > kth

@@ -1,8 +1,8 @@
 """Sparse attention forward through DeepSeek's FlashMLA (Hopper and Blackwell, bf16).
 
 Differences from this package's contract that are bridged here: 64 or 128 heads only, widths in
-multiples of 128, no clamping of ``topk_length``, and ``+inf`` instead of ``-inf`` as the lse of rows
-without keys. Its lse is the natural log over the keys without the sink, as ours.
+multiples of 128, no clamping of ``topk_length``, and ``+inf`` instead of ``-inf`` as the lse of
+rows without keys. Its lse is the natural log over the keys without the sink, as ours.
 """
 
 from __future__ import annotations

@@ -1,0 +1,100 @@
+"""Runner of the functional cases: train with a case's flags, compare with its golden values."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+
+from tests.functional.launch import REPOSITORY, Run, launch
+
+CASES = Path(__file__).parent
+
+
+def case_names() -> list[str]:
+    """All cases, by folder name."""
+    return sorted(path.parent.name for path in CASES.glob("*/model_config.yaml"))
+
+
+def load_case(name: str) -> dict:
+    """Read a case's ``model_config.yaml``."""
+    return yaml.safe_load((CASES / name / "model_config.yaml").read_text())
+
+
+def prepare_data(folder: str) -> str:
+    """Write the byte-level data set that the cases train on; return its ``--data-path``.
+
+    The text is the project's licence: real, and the same to the byte on every machine (Python's
+    documentation, which the quick start trains on, changes with its version).
+    """
+    prefix = str(Path(folder) / "license")
+    text = str(REPOSITORY / "LICENSE")
+    subprocess.run(
+        [sys.executable, "-m", "megatron_dsa", "prepare-data", "--output", prefix, "--input", text],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    return prefix
+
+
+def run_case(name: str, data_path: str) -> Run:
+    """Train with the flags of a case."""
+    case = load_case(name)
+    flags = {
+        flag: data_path if value == "${DATA_PATH}" else value
+        for flag, value in case["MODEL_ARGS"].items()
+    }
+    environment = {key: str(value) for key, value in case.get("ENV_VARS", {}).items()}
+    return launch(flags, ranks=case["RANKS"], env=environment)
+
+
+def differences(name: str, run: Run) -> list[str]:
+    """Compare a run with the case's golden values; an empty list is a pass."""
+    golden = json.loads((CASES / name / "golden_values.json").read_text())
+    tolerance = load_case(name)["TOLERANCE"]
+    problems = []
+    for figure, expected in golden.items():
+        got = run.column(figure)
+        if len(got) != len(expected):
+            problems.append(f"{figure}: {len(got)} values, {len(expected)} expected")
+            continue
+        for step, (a, b) in enumerate(zip(got, expected, strict=True), 1):
+            # Written so that NaN is a difference.
+            if not abs(a - b) <= tolerance[figure] * abs(b):
+                problems.append(f"{figure} at step {step}: {a} instead of {b}")
+    return problems
+
+
+def write_golden(name: str, run: Run) -> None:
+    """Accept the losses of a run as the case's golden values."""
+    golden = {figure: run.column(figure) for figure in load_case(name)["TOLERANCE"]}
+    (CASES / name / "golden_values.json").write_text(json.dumps(golden, indent=1) + "\n")
+
+
+def main() -> int:
+    """Command line; returns the number of failed cases."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", default=case_names())
+    parser.add_argument("--update", action="store_true", help="write the golden values anew")
+    arguments = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        data_path = prepare_data(folder)
+        for name in arguments.cases:
+            run = run_case(name, data_path)
+            if arguments.update:
+                write_golden(name, run)
+            problems = differences(name, run)
+            failed += bool(problems)
+            print(f"{name}: {'; '.join(problems) or 'ok'}")
+    return failed
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,116 @@
+"""Flags: ours beside Megatron's own, and what travels on to Megatron."""
+
+import argparse
+import sys
+
+import pytest
+
+from tests.host import start
+
+
+def parse(*flags):
+    start()
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_dsa.arguments import add_dsa_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    return add_dsa_arguments(add_megatron_arguments(parser)).parse_args(list(flags))
+
+
+@pytest.mark.parametrize("form", ["space", "equals"])
+@pytest.mark.parametrize("backend", ["dsa_fused", "dsa_unfused"])
+def test_our_backends_leave_megatrons_at_auto(backend, form):
+    from megatron_dsa.arguments import options_from_args
+
+    flags = [f"--attention-backend={backend}"]
+    args = parse(*(flags if form == "equals" else ["--attention-backend", backend]))
+    assert args.attention_backend.name == "auto"
+    assert args.dsa_attention_backend == backend
+    assert options_from_args(args).fused == (backend == "dsa_fused")
+
+
+@pytest.mark.parametrize("backend", ["flash", "fused", "unfused", "auto"])
+def test_megatrons_backends_still_work(backend):
+    args = parse("--attention-backend", backend)
+    assert args.attention_backend.name == backend
+    assert args.dsa_attention_backend is None
+
+
+def test_default_is_megatrons():
+    from megatron.core.transformer.enums import AttnBackend
+
+    assert parse().attention_backend == AttnBackend.auto
+
+
+def test_last_backend_wins():
+    args = parse("--attention-backend", "dsa_unfused", "--attention-backend", "flash")
+    assert args.attention_backend.name == "flash" and args.dsa_attention_backend is None
+
+
+def test_unknown_backend_lists_all(capsys):
+    with pytest.raises(SystemExit):
+        parse("--attention-backend", "dsa_fast")
+    message = capsys.readouterr().err
+    assert "dsa_fast" in message and "dsa_fused" in message and "flash" in message
+
+
+def test_options():
+    from megatron_dsa.arguments import options_from_args
+
+    args = parse(
+        "--dsa-stage", "warmup", "--dsa-warmup-train-all", "--dsa-strict",
+        "--dsa-workspace-mib", "64", "--dsa-health-rows", "0",
+        "--dsa-indexer-topk", "77", "--dsa-indexer-use-sparse-loss",
+    )  # fmt: skip
+    options = options_from_args(args)
+    assert (options.stage, options.freeze_main, options.strict) == ("warmup", False, True)
+    assert (options.workspace_bytes, options.health_rows) == (64 * 2**20, 0)
+    # Megatron's own flags, name and meaning unchanged.
+    assert (args.dsa_indexer_topk, args.dsa_indexer_use_sparse_loss) == (77, True)
+
+
+def test_megatron_parses_the_command_line_again():
+    """Its fault-tolerance set-up reads sys.argv without our flags."""
+    start()
+    from megatron_dsa.arguments import megatron_argv
+
+    argv = ["x", "--attention-backend", "dsa_fused", "--attention-backend=dsa_unfused", "--seed"]
+    assert megatron_argv(argv) == [
+        "x", "--attention-backend", "auto", "--attention-backend=auto", "--seed",
+    ]  # fmt: skip
+    assert megatron_argv(["--attention-backend", "flash"]) == ["--attention-backend", "flash"]
+
+
+def test_presets_go_in_front_and_are_announced(capsys, monkeypatch):
+    start()
+    from megatron_dsa import cpu_host, pretrain
+
+    monkeypatch.setattr(pretrain, "installed_version", lambda _name: None)
+    monkeypatch.setattr(cpu_host, "needed", lambda: True)
+    monkeypatch.setenv("RANK", "0")
+    argv = ["pretrain", "--num-workers", "3"]
+    pretrain.preset_flags(argv)
+    assert argv[0] == "pretrain" and argv[-2:] == ["--num-workers", "3"]
+    out = capsys.readouterr().out
+    assert "no transformer-engine" in out and "no GPU" in out and "--transformer-impl local" in out
+    assert parse(*argv[1:]).num_workers == 3
+    monkeypatch.setattr(pretrain, "installed_version", lambda _name: "2.9")
+    monkeypatch.setattr(cpu_host, "needed", lambda: False)
+    argv = ["pretrain"]
+    pretrain.preset_flags(argv)
+    assert argv == ["pretrain", "--no-create-attention-mask-in-dataloader"]
+
+
+def test_import_needs_nothing_optional():
+    """The package imports without Megatron, kernels or a GPU; ``info`` says what is missing."""
+    import subprocess
+
+    code = (
+        "import sys\n"
+        "for name in ('megatron', 'flash_mla', 'tilelang', 'cudnn', 'transformer_engine'):\n"
+        "    sys.modules[name] = None\n"
+        "import megatron_dsa.dsa_kernels, megatron_dsa.dispatch, megatron_dsa.layout\n"
+        "assert not any(n.startswith('megatron.') for n in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

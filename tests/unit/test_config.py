@@ -1,0 +1,183 @@
+"""Configurations that are refused, with a message that names the argument, the rule and the fix."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_dsa.errors import ConfigError, VersionError
+from tests.host import attention_module, hidden_like, small_config, start
+
+
+def test_supported_configuration_passes():
+    assert small_config().dsa.stage == "sparse"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_parallel_size": 2}, "--context-parallel-size must be 1"),
+        ({"tensor_model_parallel_size": 2}, "--sequence-parallel is required"),
+        ({"add_bias_linear": True}, "--disable-bias-linear"),
+        ({"attention_dropout": 0.1}, "--attention-dropout must be 0"),
+        ({"qk_layernorm": False}, "--qk-layernorm is required"),
+        ({"dsa_indexer_topk": None}, "--dsa-indexer-topk must be a positive integer"),
+        ({"dsa_indexer_topk": 0}, "--dsa-indexer-topk must be a positive integer"),
+        ({"dsa_indexer_n_heads": None}, "--dsa-indexer-n-heads must be a positive integer"),
+        ({"dsa_indexer_head_dim": 4}, "--dsa-indexer-head-dim .4. must be at least"),
+        ({"dsa_indexer_head_dim": 24}, "power of two"),
+        ({"cache_mla_latents": True, "apply_rope_fusion": False}, "--cache-mla-latents"),
+        ({"qk_clip": True}, "--qk-clip"),
+        (
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True, "q_lora_rank": 25},
+            "--q-lora-rank .25. must be a multiple of --tensor-model-parallel-size .2.",
+        ),
+    ],
+)  # fmt: skip
+def test_unsupported_values_are_named(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        small_config(**changes)
+
+
+def test_warmup_needs_a_loss():
+    from megatron_dsa.config import DSAOptions
+
+    with pytest.raises(ConfigError, match="--dsa-indexer-loss-coeff must be positive"):
+        small_config(dsa_indexer_loss_coeff=None, options=DSAOptions(stage="warmup"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stage": "spares"}, "--dsa-stage must be one of"),
+        ({"workspace_bytes": 10}, "--dsa-workspace-mib must be at least 1"),
+        ({"health_rows": -1}, "--dsa-health-rows"),
+    ],
+)
+def test_bad_options_are_named(changes, message):
+    start()
+    from megatron_dsa.config import DSAOptions
+
+    with pytest.raises(ConfigError, match=message):
+        DSAOptions(**changes)
+
+
+def test_a_layer_validates_a_foreign_configuration():
+    """A plain MLA configuration, changed after it was built, is checked when the layer is."""
+    config = small_config()
+    config.context_parallel_size = 4
+    with pytest.raises(ConfigError, match="--context-parallel-size"):
+        attention_module(config)
+
+
+def test_strict_policy_refuses_at_construction():
+    """Trap 16: on a machine where something falls back, strictness stops the model's building."""
+    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.errors import FallbackError
+
+    config = small_config(options=DSAOptions(strict=True))
+    with pytest.raises(FallbackError, match="--dsa-strict refuses"):
+        attention_module(config)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["inference_context", "key_value_states", "attention_bias", "rotary_pos_emb"],
+)
+def test_unsupported_calls_are_named(argument):
+    module = attention_module(small_config())
+    x = hidden_like(module, 4)
+    with pytest.raises(ConfigError, match=f"{argument} must be None"):
+        module(x, None, **{argument: torch.zeros(1)})
+
+
+def test_non_causal_masks_are_refused():
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_dsa.dsa import DSACoreAttention, DSACoreAttentionSubmodules
+
+    with pytest.raises(ConfigError, match="attn_mask_type must be causal"):
+        DSACoreAttention(small_config(), DSACoreAttentionSubmodules(), 1, AttnMaskType.no_mask)
+
+
+def test_frozen_indexer_without_a_loss():
+    """Without a loss the indexer gets no gradient, so it must not wait for one."""
+    module = attention_module(small_config(dsa_indexer_loss_coeff=None))
+    flags = {p.requires_grad for p in module.core_attention.indexer.parameters()}
+    assert flags == {False}
+    module(hidden_like(module, 32), None)[0].sum().backward()
+
+
+def test_from_mla_takes_the_fields_over():
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from megatron_dsa.config import DSAOptions, DSATransformerConfig
+
+    ours = small_config(num_layers=3)
+    fields = {f.name: getattr(ours, f.name) for f in dataclasses.fields(MLATransformerConfig)}
+    plain = MLATransformerConfig.__new__(MLATransformerConfig)
+    plain.__dict__.update(fields)
+    upgraded = DSATransformerConfig.from_mla(plain, DSAOptions(stage="dense"))
+    assert upgraded.num_layers == 3 and upgraded.dsa.stage == "dense"
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5"])
+def test_presets(name):
+    start()
+    from megatron_dsa.config import preset
+
+    config = preset(name, num_layers=2, transformer_impl="local")
+    assert config.num_layers == 2
+    assert config.kv_lora_rank + config.qk_pos_emb_head_dim == 576
+    assert config.dsa_indexer_topk == 2048
+    with pytest.raises(ConfigError, match="no such configuration field: layers"):
+        preset(name, layers=2)
+    with pytest.raises(ConfigError, match="unknown preset"):
+        preset("v3")
+
+
+def test_which_layers_compute_their_selection():
+    start()
+    from megatron.core.transformer.experimental_attention_variant.dsa import (
+        is_dsa_skip_topk_layer,
+    )
+
+    from megatron_dsa.config import computes_topk
+
+    for freq in (1, 2, 3):
+        for offset in (0, 1, 2, 3):
+            config = small_config(dsa_indexer_topk_freq=freq, dsa_indexer_skip_topk_offset=offset)
+            for layer in range(1, 9):
+                # The flags keep Megatron's meaning.
+                skips = is_dsa_skip_topk_layer(layer, offset, freq)
+                assert computes_topk(config, layer) == (not skips), (freq, offset, layer)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (None, "megatron-core is not installed"),
+        ("0.18.0", "megatron-core 0.18.0 is too old"),
+        ("0.20.1", "megatron-core 0.20.1 is newer than"),
+    ],
+)
+def test_version_guard(found, message, monkeypatch):
+    from megatron_dsa import versions
+
+    real = versions.installed_version
+    monkeypatch.setattr(
+        versions,
+        "installed_version",
+        lambda name: found if name == "megatron-core" else real(name),
+    )
+    with pytest.raises(VersionError, match=message) as error:
+        versions.require_supported_megatron()
+    assert "pip install" in str(error.value) and "0.19" in str(error.value)
+
+
+def test_cpu_shims_refuse_an_unknown_megatron(monkeypatch):
+    from megatron_dsa import cpu_host
+
+    monkeypatch.setattr(cpu_host, "installed_version", lambda _name: "0.19.99")
+    with pytest.raises(VersionError, match=r"0\.19\.99"):
+        cpu_host.activate()

@@ -1,0 +1,191 @@
+"""Loss scaling, freezing, delayed weight gradients, rotations, synchronisation."""
+
+import pytest
+import torch
+
+from tests.helpers import leaf, relative_error
+from tests.host import attention_module, hidden_like, packed, small_config, start
+from tests.reference import dsa_float64
+
+
+def indexer_gradients(module, x):
+    module.zero_grad()
+    out, _ = module(x, None)
+    out.sum().backward()
+    return [p.grad.clone() for p in module.core_attention.indexer.parameters()]
+
+
+def test_loss_scale_reaches_only_the_indexer():
+    """Trap 13: Megatron's factor (loss scale / microbatches) multiplies the indexer's gradient."""
+    config = small_config()
+    module = attention_module(config).train()
+    x = hidden_like(module, 64)
+    plain = indexer_gradients(module, x)
+    main = module.linear_proj.weight.grad.clone()
+    config.experimental_attention_variant_loss_scale_func(torch.tensor(0.25))
+    for scaled, unscaled in zip(indexer_gradients(module, x), plain, strict=True):
+        assert relative_error(scaled, unscaled * 0.25) < 1e-12
+    assert torch.equal(module.linear_proj.weight.grad, main)
+
+
+def test_loss_scales_are_kept_apart_between_models():
+    """A scale set for one model does not leak into another one in the same process."""
+    first, second = (attention_module(small_config()).train() for _ in range(2))
+    first.config.experimental_attention_variant_loss_scale_func(torch.tensor(0.0))
+    x = hidden_like(first, 64)
+    assert all(g.norm() == 0 for g in indexer_gradients(first, x))
+    assert all(g.norm() > 0 for g in indexer_gradients(second, x))
+
+
+def test_per_token_loss_is_the_sum():
+    x = None
+    grads = []
+    for per_token in (False, True):
+        module = attention_module(small_config(calculate_per_token_loss=per_token)).train()
+        x = hidden_like(module, 64) if x is None else x
+        grads.append(indexer_gradients(module, x))
+    for mean, total in zip(*grads, strict=True):
+        assert relative_error(total, mean * 64) < 1e-12
+
+
+def test_delayed_weight_gradients_include_the_indexer():
+    """Trap 20: ``backward_dw`` reaches every linear that ran, and no other."""
+    module = attention_module(small_config()).train()
+    called = []
+    for name, child in module.named_modules():
+        if name.rpartition(".")[2].startswith("linear_"):
+            child.backward_dw = lambda name=name: called.append(name)
+    module.backward_dw()
+    indexer = "core_attention.indexer."
+    assert set(called) == {
+        "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_proj",
+        f"{indexer}linear_wq_b", f"{indexer}linear_wk", f"{indexer}linear_weights_proj",
+    }  # fmt: skip
+    assert len(called) == len(set(called))
+
+
+def test_warmup_freezes_everything_but_the_indexers():
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.specs import dsa_block_spec
+    from megatron_dsa.stages import freeze_for_stage
+
+    for freeze in (True, False):
+        options = DSAOptions(stage="warmup", freeze_main=freeze)
+        config = small_config(dtype=torch.float32, options=options)
+        model = GPTModel(config, dsa_block_spec(config), 64, 32, position_embedding_type="rope").to(
+            start()
+        )
+        freeze_for_stage([model])
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        if not freeze:
+            assert trained == {name for name, _ in model.named_parameters()}
+            continue
+        assert len(trained) == 10 and all(".indexer." in name for name in trained)
+        tokens = torch.arange(32, device=start())[None]
+        model.train()(tokens, tokens, None, labels=tokens).mean().backward()
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is not None) == (name in trained), name
+
+
+def test_hadamard_is_the_reference_transform():
+    from megatron_dsa.rotary import hadamard
+
+    x = leaf(5, 3, 16, seed=1, dtype=torch.float64).detach()
+    expected = x @ dsa_float64.hadamard_matrix(16)
+    assert relative_error(hadamard(x), expected) < 1e-14
+    assert relative_error(hadamard(hadamard(x)), x) < 1e-14
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_index_projections_match_the_reference(interleaved):
+    """The rotation cancels in the scores, so the projections are compared themselves (trap 14)."""
+    from megatron_dsa.layout import bshd_layout
+    from megatron_dsa.rotary import RowRope
+    from tests.unit.test_dsa_layer import shape_of
+
+    config = small_config(dsa_indexer_rope_interleaved=interleaved)
+    module = attention_module(config)
+    params = {n: p.detach().cpu() for n, p in module.named_parameters()}
+    x = hidden_like(module, 64)[:, 0]
+    qr = leaf(64, config.q_lora_rank, seed=8, device=x.device, dtype=torch.float64).detach()
+    rope = RowRope(module.rotary_pos_emb, bshd_layout(64, 1, x.device))
+    got = module.core_attention.indexer(x, qr, rope)
+    q, k, w = dsa_float64.indexer_inputs(params, x.cpu(), qr.cpu(), shape_of(config))
+    for a, b in ((got.q, q), (got.k, k), (got.weights, w)):
+        assert relative_error(a, b) < 3e-6
+
+
+def test_health_figures_against_the_full_computation():
+    from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_attention
+    from megatron_dsa.health import selection_health
+    from megatron_dsa.layout import bshd_layout
+
+    rows, k, device = 40, 6, start()
+    layout = bshd_layout(rows, 1, device)
+    integers = torch.Generator().manual_seed(2)
+    draw = lambda *s: torch.randint(-1, 2, s, generator=integers).double().to(device)  # noqa: E731
+    inputs = IndexerInputs(draw(rows, 2, 4), draw(rows, 4), draw(rows, 2))
+    q = leaf(rows, 3, 8, seed=4, device=device, dtype=torch.float64).detach()
+    kv = leaf(rows, 8, seed=5, device=device, dtype=torch.float64).detach()
+    indices, _ = indexer_topk(inputs, layout, k)
+    lse = sparse_attention(q, kv, indices, softmax_scale=0.4, v_dim=8).lse
+    got = selection_health(inputs, layout, k, q, kv, lse, 0.4, rows, 2**20)
+    scores = dsa_float64.indexer_scores(inputs.q, inputs.k, inputs.weights)
+    visible = dsa_float64.causal_mask(rows).to(device)
+    zeros = (scores == 0)[visible].double().mean()
+    p = torch.softmax(
+        (torch.einsum("qhd,kd->hqk", q, kv) * 0.4).masked_fill(~visible, float("-inf")), -1
+    )
+    chosen = torch.zeros(rows, rows + 1, dtype=torch.bool, device=device)
+    chosen.scatter_(1, torch.where(indices < 0, rows, indices).long(), True)
+    chosen = chosen[:, :rows]
+    captured = (p * chosen).sum(-1).mean()
+    tied = []
+    for t in range(k, rows):
+        inside = scores[t][chosen[t]].min()
+        outside = scores[t][visible[t] & ~chosen[t]].max()
+        tied.append(float(inside == outside))
+    assert relative_error(got["dsa zero scores"], zeros) < 1e-6
+    assert relative_error(got["dsa attention mass captured"], captured) < 1e-6
+    assert float(got["dsa boundary ties"]) == pytest.approx(sum(tied) / len(tied))
+    assert 0 < sum(tied) < len(tied)
+
+
+def test_figures_are_averaged_over_layers_and_microbatches():
+    from megatron_dsa.losses import IndexerLog
+
+    IndexerLog._state.sums = None
+    IndexerLog.create(3, start())
+    for value in (1.0, 3.0):
+        IndexerLog.record(0, {"indexer loss": torch.tensor(value)})
+    IndexerLog.record(2, {"indexer loss": torch.tensor(6.0)})
+    total = {}
+    IndexerLog.track_indexer_metrics(1.0, 1, None, total_loss_dict=total)
+    assert float(total["indexer loss"]) == 4.0  # layers 1 (2.0) and 3 (6.0); layer 2 has none
+    IndexerLog.track_indexer_metrics(1.0, 2, None, total_loss_dict=total)
+    assert float(total["indexer loss"]) == 4.0  # cleared: nothing is counted twice
+    IndexerLog._state.sums = None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", ["sparse", "warmup", "dense"])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_no_host_synchronisation_in_a_layer(stage, is_packed):
+    """Trap 24: forward and backward of the attention, indexer, loss and figures included."""
+    from megatron_dsa.config import DSAOptions
+
+    options = DSAOptions(stage=stage, freeze_main=False, workspace_bytes=2**20)
+    module = attention_module(small_config(dtype=torch.bfloat16, options=options)).train()
+    x = hidden_like(module, 96).bfloat16()
+    params = packed(5, 60, 31) if is_packed else None
+    torch.use_deterministic_algorithms(False)
+    for attempt in range(2):  # the first call loads kernels and builds tables
+        torch.cuda.set_sync_debug_mode("error" if attempt else "default")
+        try:
+            params = packed(5, 60, 31) if is_packed and not attempt else params
+            out, _ = module(x, None, packed_seq_params=params)
+            out.sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
