@@ -166,19 +166,19 @@ def choose(operation: str, problem: Problem, policy: Policy) -> Choice:
             f"--dsa-strict refuses the fallback of {choice.describe()}. Fix one of the reasons, "
             "or drop --dsa-strict to run the torch implementation."
         )
-    _log_once(choice)
+    _log_once(choice, policy)
     return choice
 
 
-def _log_once(choice: Choice) -> None:
+def _log_once(choice: Choice, policy: Policy) -> None:
     line = choice.describe()
     if line in _logged:
         return
     _logged.add(line)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         # A fallback that nobody asked for is a warning: it must show at default log levels.
-        unasked = choice.is_fallback and not any("not asked" in why for _, why in choice.rejected)
-        logger.log(logging.WARNING if unasked else logging.INFO, "megatron_dsa %s", line)
+        level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
+        logger.log(level, "megatron_dsa %s", line)
 
 
 def run(operation: str, problem: Problem, policy: Policy, *args, **kwargs):
