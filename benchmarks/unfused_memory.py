@@ -100,7 +100,7 @@ def chart(rows: list[dict], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axis = pyplot.subplots(figsize=(6, 4))
     for workspace in sorted({row["workspace_mib"] for row in rows}):
@@ -118,6 +118,7 @@ def chart(rows: list[dict], path: Path) -> None:
     axis.plot(lengths, quadratic, "r--", label="one S x S score buffer per head")
     axis.set(xscale="log", yscale="log", xlabel="sequence length", ylabel="MiB above the inputs")
     axis.set_xticks(lengths, [str(n) for n in lengths])
+    axis.xaxis.set_minor_formatter(ticker.NullFormatter())
     axis.set_title("Unfused core, forward and backward")
     axis.legend()
     figure.tight_layout()
