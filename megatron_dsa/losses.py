@@ -46,8 +46,12 @@ class _Attach(torch.autograd.Function):
     def backward(ctx, grad_output):
         # Read here, not in the forward: Megatron sets the scale after the forward pass.
         shape, dtype, device = ctx.loss_like
-        value = torch.as_tensor(ctx.scale.value, dtype=dtype, device=device)
-        return grad_output, value.reshape(-1)[0].expand(shape), None
+        scale = ctx.scale.value
+        if isinstance(scale, torch.Tensor):
+            grad_loss = scale.to(device, dtype).reshape(-1)[0].expand(shape)
+        else:  # a host number: copying it as a tensor would synchronise
+            grad_loss = torch.full(shape, scale, dtype=dtype, device=device)
+        return grad_output, grad_loss, None
 
 
 def attach_loss(output: torch.Tensor, loss: torch.Tensor, scale: LossScale) -> torch.Tensor:
