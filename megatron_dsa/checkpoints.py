@@ -9,22 +9,26 @@ an error.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import re
 from pathlib import Path
 from unittest import mock
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from megatron.training import checkpointing, print_rank_0
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.stages import is_indexer_parameter
 
-# In transformer-engine's plain MLA the latent norms are part of the up projections.
-_FUSED_NORMS = {
-    "q_layernorm.weight": "linear_q_up_proj.layer_norm_weight",
-    "kv_layernorm.weight": "linear_kv_up_proj.layer_norm_weight",
-}
+# transformer-engine keeps some norms inside the linear that follows them; names for both forms.
+_NORM_NAMES = (
+    ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
+    ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+)
 
 
 def prepare_loading(args: argparse.Namespace):
@@ -35,15 +39,25 @@ def prepare_loading(args: argparse.Namespace):
     directory = _checkpoint_directory(args)
     if directory is not None:
         saved = dist_checkpointing.load_common_state_dict(str(directory)).get("args")
-        stage = getattr(saved, "dsa_stage", "dense")
-        if stage != args.dsa_stage and not args.finetune and not args.no_load_optim:
+        was, now = _what_is_trained(saved), _what_is_trained(args)
+        if was != now and not args.finetune and not args.no_load_optim:
             args.no_load_optim = True
             if _rank() == 0:
                 print(
-                    f"> checkpoint {directory} is of stage '{stage}', this run of stage "
-                    f"'{args.dsa_stage}': the optimizer starts anew"
+                    f"> checkpoint {directory} is of stage {was}, this run of stage {now}: the "
+                    "optimizer starts anew"
                 )
     return mock.patch.object(checkpointing.dist_checkpointing, "load", _load)
+
+
+def _what_is_trained(args) -> str:
+    """Name the set of parameters that the optimizer holds: its state fits no other set."""
+    stage = getattr(args, "dsa_stage", "dense")
+    if stage == "warmup":
+        return "warmup (everything)" if args.dsa_warmup_train_all else "warmup (indexers)"
+    if stage == "sparse" and not args.dsa_indexer_loss_coeff:
+        return "sparse (without the indexers)"
+    return stage
 
 
 def _rank() -> int:
@@ -69,23 +83,30 @@ _original_load = dist_checkpointing.load
 
 def _load(sharded_state_dict, checkpoint_dir, *args, **kwargs):
     """Megatron's ``dist_checkpointing.load`` for checkpoints that may lack indexers."""
-    available = set(dist_checkpointing.load_tensors_metadata(checkpoint_dir))
-    fresh, missing, renamed = [], [], 0
-    for parent, name, entry in list(_model_tensors(sharded_state_dict)):
+    metadata = dist_checkpointing.load_sharded_metadata(checkpoint_dir)
+    available = {entry.key: entry for entry in metadata.values()}
+    has_indexers = any(is_indexer_parameter(key) for key in available)
+    fresh, missing, renamed = [], [], []
+    for parent, name, entry in list(_model_entries(sharded_state_dict)):
         if entry.key in available:
             continue
-        if is_indexer_parameter(entry.key):
+        found = _same_under_another_name(entry, available)
+        if found is not None:
+            parent[name] = found
+            renamed.append(entry.key)
+        elif name.endswith("_extra_state"):
+            # Objects of transformer-engine that another kind of layer did not save.
+            del parent[name]
+        elif is_indexer_parameter(entry.key) and not has_indexers:
             fresh.append(entry.key)
             del parent[name]
-        elif (fused := _fused_name(entry.key)) in available:
-            entry.key = fused
-            renamed += 1
         else:
             missing.append(entry.key)
     if missing:
         raise ConfigError(
             f"checkpoint {checkpoint_dir} does not hold {', '.join(sorted(set(missing)))}; only "
-            "indexers may be missing. Compare the model flags with those of the checkpoint."
+            "indexers may be missing, and then all of them. Compare the model flags with those of "
+            "the checkpoint."
         )
     if fresh:
         print_rank_0(
@@ -93,22 +114,56 @@ def _load(sharded_state_dict, checkpoint_dir, *args, **kwargs):
             "initial values"
         )
     if renamed:
-        print_rank_0(f"> {renamed} latent norms read from fused up projections")
+        print_rank_0(f"> {len(renamed)} tensors of the checkpoint go by another name there")
     return _original_load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 
-def _fused_name(key: str) -> str | None:
-    for plain, fused in _FUSED_NORMS.items():
-        if key.endswith(f".self_attention.{plain}"):
-            return key.removesuffix(plain) + fused
-    return None
-
-
-def _model_tensors(sharded_state_dict):
-    """Yield ``(dict, name, sharded tensor)`` of every model chunk."""
+def _model_entries(sharded_state_dict):
+    """Yield ``(dict, name, entry)`` of everything sharded in every model chunk."""
     for part, content in sharded_state_dict.items():
         if part.startswith("model") and isinstance(content, dict):
             for name, entry in content.items():
-                # Extra states are optional in Megatron itself.
-                if isinstance(entry, ShardedTensor) and not name.endswith("_extra_state"):
+                if isinstance(entry, ShardedBase):
                     yield content, name, entry
+
+
+def _same_under_another_name(entry, available: dict):
+    """Return ``entry`` redirected to where the checkpoint keeps it, or ``None``."""
+    for key in (entry.key, *_other_norm_names(entry.key)):
+        if key in available:
+            return dataclasses.replace(entry, key=key)
+        # One tensor per layer here, all layers stacked in one tensor there.
+        match = re.fullmatch(r"(.*decoder\.layers)\.(\d+)\.(.*)", key)
+        if match and (stacked := f"{match[1]}.{match[3]}") in available:
+            layers = available[stacked].global_shape[0]
+            return _in_stack(entry, stacked, int(match[2]), layers)
+    return None
+
+
+def _other_norm_names(key: str):
+    for plain, fused in _NORM_NAMES:
+        for one, other in ((plain, fused), (fused, plain)):
+            if key.endswith(f".{one}"):
+                yield key.removesuffix(one) + other
+
+
+def _in_stack(entry, key: str, layer: int, layers: int):
+    """Return the sharded tensor (or factory of some) that reads one layer of a stacked tensor."""
+    if isinstance(entry, ShardedTensor):
+        return dataclasses.replace(
+            entry,
+            key=key,
+            global_shape=(layers, *entry.global_shape),
+            global_offset=(layer, *entry.global_offset),
+            axis_fragmentations=(layers, *entry.axis_fragmentations),
+            prepend_axis_num=entry.prepend_axis_num + 1,
+        )
+    build = entry.build_fn
+
+    def build_stacked(_key, *args):
+        # The factory appends nothing to the key, so its parts are all of the stacked tensor.
+        return dict_list_map_inplace(
+            lambda part: _in_stack(part, key, layer, layers), build(key, *args)
+        )
+
+    return dataclasses.replace(entry, build_fn=build_stacked)

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
@@ -169,6 +170,42 @@ def _rules(config: Any):
     yield (
         not config.qk_clip,
         "--qk-clip is not supported: the sparse kernels do not report the largest logit; drop it",
+    )
+    local = config.transformer_impl == "local"
+    yield (
+        not config.qk_layernorm or config.q_lora_rank is not None,
+        "--q-lora-rank is required with --qk-layernorm: there is no query latent to normalise",
+    )
+    yield (
+        config.softmax_type == "vanilla" and config.window_size is None,
+        "--softmax-type and --window-size must keep their defaults: the selection is the mask",
+    )
+    yield (
+        not config.log_max_attention_logit,
+        "--log-max-attention-logit is not supported: the sparse kernels do not report it; drop it",
+    )
+    yield (
+        not config.overlap_moe_expert_parallel_comm and not config.delay_wgrad_compute,
+        "--overlap-moe-expert-parallel-comm and --delay-wgrad-compute are not supported yet: "
+        "drop them",
+    )
+    yield (
+        config.cuda_graph_impl == "none",
+        f"--cuda-graph-impl must be none, got {config.cuda_graph_impl}: not supported yet",
+    )
+    yield (
+        not (local and config.layernorm_zero_centered_gamma),
+        "--apply-layernorm-1p needs --transformer-impl transformer_engine",
+    )
+    yield (
+        not (local and config.fp32_residual_connection and config.params_dtype != torch.float32),
+        "--fp32-residual-connection needs --transformer-impl transformer_engine: torch's norms do "
+        "not mix dtypes",
+    )
+    yield (
+        not (local and "layernorm" in (config.recompute_modules or ())),
+        "--recompute-modules layernorm needs transformer-engine: megatron-core 0.19's recompute of "
+        "norms fails without it; drop it",
     )
     yield (
         config.attention_dropout == 0.0,

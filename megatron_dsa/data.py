@@ -84,9 +84,10 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None):
 
     def on_this_rank() -> bool:
         ends = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
+        mtp = mtp_on_this_rank(args.pipeline_model_parallel_layout, args.mtp_num_layers)
         # Packed batches carry sequence lengths, which every pipeline stage needs.
         return mpu.get_tensor_model_parallel_rank() == 0 and (
-            ends or args.dataloader_inter_document_masking
+            ends or mtp or args.dataloader_inter_document_masking
         )
 
     print_rank_0("> building train, validation and test data sets")

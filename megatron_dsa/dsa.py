@@ -184,11 +184,9 @@ class DSACoreAttention(MegatronModule):
             selection = shared
         else:
             raise ConfigError(
-                f"layer {self.layer_index + 1} reuses the selection of an earlier layer, but got "
-                "none: index sharing does not cross pipeline stages. Choose a pipeline split whose "
-                "stages start with a layer that computes (--dsa-indexer-topk-freq "
-                f"{config.dsa_indexer_topk_freq}, --dsa-indexer-skip-topk-offset "
-                f"{config.dsa_indexer_skip_topk_offset})."
+                f"layer {self.layer_index + 1} reuses the selection of an earlier layer "
+                f"(--dsa-indexer-topk-freq {config.dsa_indexer_topk_freq}), but got none: build "
+                "the layers with megatron_dsa.specs.dsa_block_spec, which hands selections on"
             )
         trains = index_inputs is not None and self._trains_indexer_now()
         result = sparse_attention(

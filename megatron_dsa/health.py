@@ -13,7 +13,7 @@ import torch
 
 from megatron_dsa.dsa_kernels import IndexerInputs
 from megatron_dsa.layout import Layout
-from megatron_dsa.ops.arithmetic import accumulation_dtype, bmm, rows_in_budget
+from megatron_dsa.ops.arithmetic import accumulation_dtype, mm, rows_in_budget
 from megatron_dsa.ops.indexer_topk.scores import block_scores, head_blocks
 
 
@@ -67,7 +67,8 @@ def selection_health(
     captured = q.new_zeros((), dtype=accumulation_dtype(q.dtype))
     for heads in head_blocks(q.shape[1], heads_at_once):
         block_q = q[rows][:, heads].transpose(0, 1)
-        logits = bmm(block_q, latent.t().expand(block_q.shape[0], -1, -1)).mul_(softmax_scale)
+        logits = mm(block_q.flatten(0, 1), latent.t()).unflatten(0, block_q.shape[:2])
+        logits.mul_(softmax_scale)
         dense_lse = torch.logsumexp(logits.masked_fill_(~visible, float("-inf")), dim=-1).t()
         share = torch.exp(lse[rows][:, heads] - dense_lse)
         captured += torch.where(seen[:, None] > 0, share, 0.0).sum()

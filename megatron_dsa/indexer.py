@@ -83,16 +83,24 @@ class DSAIndexer(MegatronModule):
         q, _ = self.linear_wq_b(qr)
         k, _ = self.linear_wk(x)
         weights, _ = self.linear_weights_proj(x)
-        if config.dsa_indexer_k_norm_fp32:
-            k = self.k_norm(k.float()).to(k.dtype)
-        else:
-            k = self.k_norm(k)
+        k = self._norm_keys(k)
         q = rope(q.view(-1, self.heads, self.dim), config.dsa_indexer_rope_interleaved)
         k = rope(k, config.dsa_indexer_rope_interleaved)
         if config.dsa_indexer_rotate_activation:
             q, k = hadamard(q), hadamard(k)
         weights = weights * (self.heads**-0.5 * self.dim**-0.5)
         return IndexerInputs(q, k, weights, config.dsa_indexer_scoring_relu)
+
+    def _norm_keys(self, k: torch.Tensor) -> torch.Tensor:
+        if not self.config.dsa_indexer_k_norm_fp32:
+            return self.k_norm(k)
+        if not isinstance(self.k_norm, torch.nn.LayerNorm):
+            return self.k_norm(k.float()).to(k.dtype)
+        norm = self.k_norm  # torch's refuses fp32 input with bf16 weights
+        out = torch.nn.functional.layer_norm(
+            k.float(), norm.normalized_shape, norm.weight.float(), norm.bias.float(), norm.eps
+        )
+        return out.to(k.dtype)
 
     def backward_dw(self) -> None:
         """Compute delayed weight gradients."""

@@ -23,7 +23,10 @@ class LossScale:
         self.value: torch.Tensor | float = 1.0
 
     def __call__(self, scale: torch.Tensor) -> None:
-        self.value = scale.detach().clone()
+        if isinstance(self.value, torch.Tensor) and self.value.device == scale.device:
+            self.value.copy_(scale.detach().reshape(self.value.shape))
+        else:
+            self.value = scale.detach().clone()
 
 
 def install_loss_scale(config) -> LossScale:

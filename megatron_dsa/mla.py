@@ -26,7 +26,7 @@ from megatron.core.transformer.multi_latent_attention import (
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_dsa.config import options_of, shares_indices, validate
+from megatron_dsa.config import options_of, validate
 from megatron_dsa.dsa import Selection
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layout import layout_from_megatron
@@ -68,7 +68,7 @@ class DSASelfAttention(MLASelfAttention):
         )
         self.sparse = options_of(config).stage == "sparse"
         # Selection handed from layer to layer during one forward call, see IndexSharingLayer.
-        self.hands_on_selection = shares_indices(config)
+        self.hands_on_selection = False
         self.shared_selection: Selection | None = None
         self.used_selection: Selection | None = None
 
@@ -149,6 +149,10 @@ class DSASelfAttention(MLASelfAttention):
 
     def _up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``W_uk [H, 128, latent]`` and ``W_uv [H, 128, latent]`` of the local heads."""
+        # The module is not called, so what waits for its call has to be told: with overlapped
+        # parameter gathering, the hook that waits until the weight has arrived.
+        for hook in self.linear_kv_up_proj._forward_pre_hooks.values():
+            hook(self.linear_kv_up_proj, ())
         weight = self.linear_kv_up_proj.weight.view(
             self.num_attention_heads_per_partition, -1, self.config.kv_lora_rank
         )
@@ -283,6 +287,10 @@ class IndexSharingLayer(TransformerLayer):
     and restores it like any other input: no layer can see another microbatch's selection.
     """
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.self_attention.hands_on_selection = True
+
     def _forward_attention(self, hidden_states, *args, context=None, **kwargs):
         attention = self.self_attention
         attention.shared_selection = None if context is None else Selection.unpack(context)
@@ -291,4 +299,6 @@ class IndexSharingLayer(TransformerLayer):
             selection = attention.used_selection
         finally:
             attention.shared_selection = attention.used_selection = None
+        if not attention.core_attention.computes_topk:
+            return hidden_states, context  # unchanged, not another copy of it
         return hidden_states, None if selection is None else selection.pack()

@@ -73,6 +73,18 @@ def model_config_from_args(args):
 
     if not args.multi_latent_attention:
         raise ConfigError("--multi-latent-attention is required: DSA is built on MLA")
+    packed = args.dataloader_inter_document_masking
+    if packed and args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:
+        raise ConfigError(
+            f"--micro-batch-size must be 1 with --dataloader-inter-document-masking and pipeline "
+            f"parallelism, got {args.micro_batch_size}: Megatron sends unpacked shapes between "
+            "stages"
+        )
+    if (args.reset_attention_mask or args.reset_position_ids) and not packed:
+        raise ConfigError(
+            "--reset-attention-mask and --reset-position-ids have no effect here: attention is "
+            "masked by indices. Use --dataloader-inter-document-masking to keep documents apart"
+        )
     mla = core_transformer_config_from_args(args)
     config = DSATransformerConfig.from_mla(mla, options_from_args(args))
     model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)

@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megatron_dsa.config import shares_indices, validate
+from megatron_dsa.config import computes_topk, shares_indices, validate
 from megatron_dsa.dsa import DSACoreAttention, DSACoreAttentionSubmodules
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.indexer import DSAIndexer, DSAIndexerSubmodules
@@ -198,8 +198,9 @@ def dsa_block_spec(config, vp_stage: int | None = None, pp_rank: int | None = No
         vp_stage, pp_rank: virtual stage and pipeline rank, as Megatron passes them.
     """
     config = _transformer_config(config)
-    if shares_indices(config):
-        # Layers with and without an indexer cannot be stacked in one checkpoint tensor.
+    if config.dsa_indexer_topk_freq > 1:
+        # Layers with and without an indexer cannot be stacked in one checkpoint tensor. In every
+        # stage, so that each can read the checkpoint of the one before.
         config.hetereogenous_dist_checkpoint = True
     # On every pipeline rank, also on those without an indexer: see IndexerLog.
     install_logging(config, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
@@ -214,6 +215,14 @@ def dsa_block_spec(config, vp_stage: int | None = None, pp_rank: int | None = No
         first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
         count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
         layer_ids = range(first, first + count)
+    if shares_indices(config) and len(layer_ids) and not computes_topk(config, layer_ids[0] + 1):
+        raise ConfigError(
+            f"layer {layer_ids[0] + 1} starts a pipeline stage but reuses the selection of an "
+            "earlier layer: index sharing does not cross pipeline stages. Choose a split whose "
+            "stages start with a layer that selects (--dsa-indexer-topk-freq "
+            f"{config.dsa_indexer_topk_freq}, --dsa-indexer-skip-topk-offset "
+            f"{config.dsa_indexer_skip_topk_offset})."
+        )
     return TransformerBlockSubmodules(
         layer_specs=[specs[_is_moe_layer(config, i)] for i in layer_ids],
         layer_norm=get_backend(config.transformer_impl).layer_norm(
@@ -235,16 +244,16 @@ def dsa_mtp_block_spec(config, vp_stage: int | None = None):
 
 
 def __getattr__(name: str):
-    """Build the ready-made ``ModuleSpec`` objects on first use (one needs transformer-engine)."""
-    implementations = {"dsa_local_layer_spec": "local", "dsa_te_layer_spec": "transformer_engine"}
-    if name in implementations:
-        globals()[name] = _layer_spec(get_backend(implementations[name]))
-        return globals()[name]
+    """Explain the one object that exists only with transformer-engine."""
+    if name == "dsa_te_layer_spec":
+        return _layer_spec(get_backend("transformer_engine"))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # Megatron resolves ``--spec`` through vars(module), which does not see __getattr__.
 dsa_local_layer_spec = _layer_spec(LocalBackend())
+if installed_version("transformer-engine") is not None:
+    dsa_te_layer_spec = _layer_spec(get_backend("transformer_engine"))
 
 
 def _gpt_module():

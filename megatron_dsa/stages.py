@@ -24,6 +24,10 @@ def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
             continue
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(is_indexer_parameter(name))
+        for module in chunk.modules():
+            if hasattr(module, "frozen_expert_bias"):
+                # Routers move this buffer by themselves, gradients or not.
+                module.frozen_expert_bias = True
         chunk.decoder.register_forward_pre_hook(_let_gradients_pass, with_kwargs=True)
     return model
 

@@ -117,6 +117,7 @@ def test_shared_indices_do_not_cross_pipeline_stages(data):
     )
     assert run.returncode != 0
     assert "index sharing does not cross pipeline stages" in run.log
+    assert not run.steps
 
 
 def test_packed_documents(data):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from megatron_dsa.ops.arithmetic import accumulation_dtype, bmm, mm, rows_in_budget
@@ -25,6 +27,10 @@ def dense(problem: DenseLossProblem) -> torch.Tensor:
 
 def _apply(one_pass, problem) -> torch.Tensor:
     x = problem.inputs
+    if x.q.dtype == torch.float16:
+        # Gradients exist before the loss scale is applied; in fp16 they would underflow.
+        x = IndexerInputs(x.q.float(), x.k.float(), x.weights.float(), x.relu)
+        problem = dataclasses.replace(problem, inputs=x)
     wants = torch.is_grad_enabled() and any(t.requires_grad for t in (x.q, x.k, x.weights))
     if not wants:
         return one_pass(problem, None)
@@ -45,7 +51,8 @@ class _OnePassLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):
-        scaled = (grad * dloss.to(grad.dtype) for grad in ctx.saved_tensors)
+        acc = accumulation_dtype(dloss.dtype)
+        scaled = ((grad.to(acc) * dloss).to(grad.dtype) for grad in ctx.saved_tensors)
         return *scaled, None, None
 
 
@@ -177,9 +184,12 @@ def _teacher(problem: DenseLossProblem, rows: slice, keys: torch.Tensor, mask: t
     total = None
     for heads in head_blocks(q.shape[1], HEADS_AT_ONCE):
         block_q = q[rows, heads].transpose(0, 1)  # [h, r, D]
-        block_k = keys if keys.shape[1] == 1 else keys[:, heads]
-        block_k = block_k.permute(1, 2, 0).expand(block_q.shape[0], -1, -1)  # [h, D, w]
-        scores = bmm(block_q, block_k).mul_(problem.softmax_scale)
+        if keys.shape[1] == 1:
+            # Heads are folded into rows: expanded keys might be copied once per head.
+            scores = mm(block_q.flatten(0, 1), keys[:, 0].t()).unflatten(0, block_q.shape[:2])
+        else:
+            scores = bmm(block_q, keys[:, heads].permute(1, 2, 0))
+        scores.mul_(problem.softmax_scale)
         scores.masked_fill_(~mask, float("-inf")).masked_fill_(empty, 0.0)
         part = torch.softmax(scores, dim=-1).sum(0)
         total = part if total is None else total.add_(part)
