@@ -10,7 +10,7 @@ VERSION = re.search(
     r'__version__ = "([^"]+)"', (HERE / "megatron_dsa" / "__init__.py").read_text()
 ).group(1)
 
-TEST = ["pytest>=8", "hypothesis>=6", "pytest-timeout>=2", "pyyaml>=6", "ruff>=0.6"]
+TEST = ["pytest>=8", "pytest-xdist>=3", "pyyaml>=6", "ruff>=0.6"]
 
 setup(
     name="megatron-dsa",

@@ -18,6 +18,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.training import checkpointing, print_rank_0
 
 from megatron_dsa.errors import ConfigError
@@ -83,20 +84,20 @@ _original_load = dist_checkpointing.load
 
 def _load(sharded_state_dict, checkpoint_dir, *args, **kwargs):
     """Megatron's ``dist_checkpointing.load`` for checkpoints that may lack indexers."""
-    metadata = dist_checkpointing.load_sharded_metadata(checkpoint_dir)
+    metadata = load_sharded_metadata(checkpoint_dir)
     available = {entry.key: entry for entry in metadata.values()}
     has_indexers = any(is_indexer_parameter(key) for key in available)
     fresh, missing, renamed = [], [], []
     for parent, name, entry in list(_model_entries(sharded_state_dict)):
         if entry.key in available:
             continue
-        found = _same_under_another_name(entry, available)
-        if found is not None:
+        if name.endswith("_extra_state"):
+            # Objects of a layer kind or stacking that the checkpoint does not have; they hold
+            # quantisation statistics, which training finds again.
+            del parent[name]
+        elif (found := _same_under_another_name(entry, available)) is not None:
             parent[name] = found
             renamed.append(entry.key)
-        elif name.endswith("_extra_state"):
-            # Objects of transformer-engine that another kind of layer did not save.
-            del parent[name]
         elif is_indexer_parameter(entry.key) and not has_indexers:
             fresh.append(entry.key)
             del parent[name]

@@ -184,3 +184,46 @@ def test_checkpoint_of_another_model_is_refused(data, tmp_path):
     other = {"--train-iters": 2, "--q-lora-rank": None, "--qk-layernorm": None}
     run = train(flags | other, check=False)
     assert run.returncode != 0 and "does not hold" in run.log and "linear_q_proj" in run.log
+
+
+def test_stacked_checkpoint_into_layers_that_share(data, tmp_path):
+    """A plain checkpoint stacks its layers in one tensor; layers that differ are saved apart."""
+    flags = {"--data-path": data, "--save": tmp_path, "--load": tmp_path, "--save-interval": 1}
+    sharing = {"--dsa-indexer-topk-freq": 2}
+    dense = train(flags | {"--dsa-stage": "dense", "--train-iters": 1})
+    stacked = read(tmp_path)
+    assert any(name.startswith("decoder.layers.self_attention") for name in stacked)
+    frozen = {"--lr": 0.0, "--min-lr": 0.0, "--override-opt_param-scheduler": True}
+    sparse = train(flags | sharing | frozen | {"--dsa-stage": "sparse", "--train-iters": 2})
+    assert "go by another name" in sparse.log
+    apart = read(tmp_path)
+    for name, tensor in stacked.items():
+        if not name.startswith("decoder.layers."):
+            continue
+        for layer in range(2):
+            one = apart[name.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)]
+            assert one.equal(tensor[layer]), name
+    assert len(dense.steps) == 1
+
+
+@pytest.mark.ranks(2)
+def test_overlapped_parameter_gathering(data):
+    """The absorbed weight is read without its module being called; its gather must be awaited."""
+    flags = {
+        "--data-path": data,
+        "--train-iters": 4,
+        "--use-distributed-optimizer": True,
+        "--overlap-grad-reduce": True,
+    }
+    plain = train(flags, ranks=2)
+    overlapped = train(flags | {"--overlap-param-gather": True, "--ddp-bucket-size": 1}, ranks=2)
+    assert overlapped.column("lm loss") == pytest.approx(plain.column("lm loss"), rel=1e-5)
+
+
+def test_warmup_widened_to_everything(data, tmp_path):
+    """Training more parameters than before starts the optimizer anew instead of failing."""
+    flags = {"--data-path": data, "--save": tmp_path, "--load": tmp_path, "--save-interval": 1}
+    flags |= {"--dsa-stage": "warmup", "--dsa-indexer-use-sparse-loss": None}
+    train(flags | {"--train-iters": 1})
+    wider = train(flags | {"--train-iters": 2, "--dsa-warmup-train-all": True})
+    assert "of stage warmup (indexers), this run of stage warmup (everything)" in wider.log

@@ -28,6 +28,10 @@ def test_supported_configuration_passes():
         ({"dsa_indexer_head_dim": 24}, "power of two"),
         ({"cache_mla_latents": True, "apply_rope_fusion": False}, "--cache-mla-latents"),
         ({"qk_clip": True}, "--qk-clip"),
+        ({"q_lora_rank": None}, "--q-lora-rank is required with --qk-layernorm"),
+        ({"softmax_type": "learnable"}, "--softmax-type"),
+        ({"log_max_attention_logit": True}, "--log-max-attention-logit"),
+        ({"fp32_residual_connection": True, "params_dtype": torch.bfloat16}, "--fp32-residual"),
         (
             {"tensor_model_parallel_size": 2, "sequence_parallel": True, "q_lora_rank": 25},
             "--q-lora-rank .25. must be a multiple of --tensor-model-parallel-size .2.",

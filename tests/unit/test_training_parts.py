@@ -77,7 +77,11 @@ def test_warmup_freezes_everything_but_the_indexers():
         model = GPTModel(config, dsa_block_spec(config), 64, 32, position_embedding_type="rope").to(
             start()
         )
+        router = torch.nn.Module()
+        router.frozen_expert_bias = False  # as Megatron's routers have it
+        model.router = router
         freeze_for_stage([model])
+        assert router.frozen_expert_bias == freeze
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
         if not freeze:
             assert trained == {name for name, _ in model.named_parameters()}
@@ -189,3 +193,63 @@ def test_no_host_synchronisation_in_a_layer(stage, is_packed):
             out.sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_key_norm_in_fp32_with_bf16_weights():
+    """The norm alone runs in fp32; torch's would refuse the mixture."""
+    outputs = []
+    for fp32 in (False, True):
+        config = small_config(dtype=torch.bfloat16, dsa_indexer_k_norm_fp32=fp32)
+        indexer = attention_module(config).core_attention.indexer
+        k = leaf(32, config.dsa_indexer_head_dim, seed=3, device=start(), dtype=torch.bfloat16)
+        outputs.append(indexer._norm_keys(k))
+        assert outputs[-1].dtype == torch.bfloat16
+    assert relative_error(*outputs) < 1e-2
+
+
+def test_fp16_gradients_of_the_loss_do_not_underflow():
+    """They exist before the loss scale is applied: tiny ones must survive in fp16 inputs."""
+    from megatron_dsa.dsa_kernels import IndexerInputs, dense_indexer_loss
+    from megatron_dsa.layout import bshd_layout
+
+    grads = []
+    for dtype in (torch.float16, torch.float64):
+        inputs = IndexerInputs(
+            *(
+                leaf(*shape, seed=seed, device=start(), dtype=torch.float16, scale=scale)
+                .detach().to(dtype).requires_grad_()
+                for seed, (shape, scale) in enumerate(
+                    [((64, 2, 8), 0.02), ((64, 8), 0.02), ((64, 2), 1e-3)]
+                )
+            )
+        )  # fmt: skip
+        q = leaf(64, 2, 8, seed=7, device=start(), dtype=torch.float16).detach().to(dtype)
+        k = leaf(64, 1, 8, seed=8, device=start(), dtype=torch.float16).detach().to(dtype)
+        loss = dense_indexer_loss(inputs, q, k, bshd_layout(64, 1, start()), softmax_scale=0.01)
+        (loss * 65536.0).backward()
+        grads.append([inputs.q.grad, inputs.k.grad, inputs.weights.grad])
+    for half, double in zip(*grads, strict=True):
+        assert relative_error(half, double) < 3e-3
+
+
+def test_checkpoint_names_of_fused_norms():
+    """Both ways: transformer-engine keeps the norm inside the linear that follows it."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from megatron_dsa.checkpoints import _same_under_another_name
+
+    layer = "decoder.layers.1."
+    pairs = {
+        "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+        "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    }
+    for wanted, saved in pairs.items():
+        entry = ShardedTensor.from_rank_offsets(layer + wanted, torch.zeros(4))
+        for stacked in (False, True):
+            key = (f"decoder.layers.{saved}") if stacked else layer + saved
+            shape = (3, 4) if stacked else (4,)
+            there = ShardedTensor.from_rank_offsets(key, torch.zeros(shape))
+            found = _same_under_another_name(entry, {key: there})
+            assert found.key == key and found.global_shape == shape
+            assert found.global_offset == ((1, 0) if stacked else (0,))
+        assert _same_under_another_name(entry, {}) is None
