@@ -115,6 +115,14 @@ def shares_indices(config: Any) -> bool:
 
 def _rules(config: Any):
     """Yield ``(ok, message)``: each message names the argument, the rule and the fix."""
+    yield from _attention_rules(config)
+    yield from _host_rules(config)
+    if uses_indexer(config):
+        yield from _indexer_rules(config)
+
+
+def _attention_rules(config: Any):
+    """What the attention itself does not do."""
     yield (
         config.multi_latent_attention,
         "--multi-latent-attention is required: DSA attends in the latent space of MLA",
@@ -124,6 +132,52 @@ def _rules(config: Any):
         f"--experimental-attention-variant must be unset, got "
         f"{config.experimental_attention_variant!r}: it would build Megatron's bundled attention",
     )
+    yield (
+        not (config.add_bias_linear or config.add_qkv_bias),
+        "biases are not supported: pass --disable-bias-linear and drop --add-qkv-bias",
+    )
+    yield (
+        not config.cache_mla_latents,
+        "--cache-mla-latents is for inference, which this package does not do: drop it",
+    )
+    yield (
+        not getattr(config, "mla_down_proj_fusion", False),
+        "--mla-down-proj-fusion is not supported: the indexer reads the query latent; drop it",
+    )
+    yield (
+        config.qk_layernorm or config.q_lora_rank is None or not uses_indexer(config),
+        "--qk-layernorm is required: the indexer reads the normalised query latent",
+    )
+    yield (
+        not config.qk_clip,
+        "--qk-clip is not supported: the sparse kernels do not report the largest logit; drop it",
+    )
+    yield (
+        not config.qk_layernorm or config.q_lora_rank is not None,
+        "--q-lora-rank is required with --qk-layernorm: there is no query latent to normalise",
+    )
+    yield (
+        config.softmax_type == "vanilla" and config.window_size is None,
+        "--softmax-type and --window-size must keep their defaults: the selection is the mask",
+    )
+    yield (
+        not config.log_max_attention_logit,
+        "--log-max-attention-logit is not supported: the sparse kernels do not report it; drop it",
+    )
+    yield (
+        config.attention_dropout == 0.0,
+        f"--attention-dropout must be 0, got {config.attention_dropout}: sparse attention kernels "
+        "have no dropout",
+    )
+    yield (
+        config.rope_type in ("rope", "yarn"),
+        f"--rope-type must be 'rope' or 'yarn', got {config.rope_type!r}",
+    )
+
+
+def _host_rules(config: Any):
+    """Parallel layouts, layer sets and features of Megatron that do not go with it."""
+    local = config.transformer_impl == "local"
     yield (
         config.context_parallel_size == 1,
         f"--context-parallel-size must be 1, got {config.context_parallel_size}: context "
@@ -147,43 +201,10 @@ def _rules(config: Any):
     }
     for name, size in latents.items():
         yield (
-            config.transformer_impl == "transformer_engine" or size % shards == 0,
+            not local or size % shards == 0,
             f"{name} ({size}) must be a multiple of --tensor-model-parallel-size ({shards}) "
             "with --transformer-impl local, whose down projections are split by columns",
         )
-    yield (
-        not (config.add_bias_linear or config.add_qkv_bias),
-        "biases are not supported: pass --disable-bias-linear and drop --add-qkv-bias",
-    )
-    yield (
-        not config.cache_mla_latents,
-        "--cache-mla-latents is for inference, which this package does not do: drop it",
-    )
-    yield (
-        not getattr(config, "mla_down_proj_fusion", False),
-        "--mla-down-proj-fusion is not supported: the indexer reads the query latent; drop it",
-    )
-    yield (
-        config.qk_layernorm or config.q_lora_rank is None or not uses_indexer(config),
-        "--qk-layernorm is required: the indexer reads the normalised query latent",
-    )
-    yield (
-        not config.qk_clip,
-        "--qk-clip is not supported: the sparse kernels do not report the largest logit; drop it",
-    )
-    local = config.transformer_impl == "local"
-    yield (
-        not config.qk_layernorm or config.q_lora_rank is not None,
-        "--q-lora-rank is required with --qk-layernorm: there is no query latent to normalise",
-    )
-    yield (
-        config.softmax_type == "vanilla" and config.window_size is None,
-        "--softmax-type and --window-size must keep their defaults: the selection is the mask",
-    )
-    yield (
-        not config.log_max_attention_logit,
-        "--log-max-attention-logit is not supported: the sparse kernels do not report it; drop it",
-    )
     yield (
         not config.overlap_moe_expert_parallel_comm and not config.delay_wgrad_compute,
         "--overlap-moe-expert-parallel-comm and --delay-wgrad-compute are not supported yet: "
@@ -208,20 +229,13 @@ def _rules(config: Any):
         "norms fails without it; drop it",
     )
     yield (
-        config.attention_dropout == 0.0,
-        f"--attention-dropout must be 0, got {config.attention_dropout}: sparse attention kernels "
-        "have no dropout",
-    )
-    yield (
         not config.fp8_param,
         "--fp8-param-gather is not supported: absorption reads the up-projection weight in bf16",
     )
-    yield (
-        config.rope_type in ("rope", "yarn"),
-        f"--rope-type must be 'rope' or 'yarn', got {config.rope_type!r}",
-    )
-    if not uses_indexer(config):
-        return
+
+
+def _indexer_rules(config: Any):
+    """What the indexer needs to be given."""
     for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
         value = getattr(config, name)
         yield (

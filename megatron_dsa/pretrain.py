@@ -59,7 +59,7 @@ def forward_step(data_iterator, model):
 
 
 def model_config_from_args(args):
-    """Return the :class:`~megatron_dsa.specs.DSAModelConfig` that the parsed flags describe."""
+    """Return the :class:`~megatron_dsa.model.DSAModelConfig` that the parsed flags describe."""
     from megatron.training.argument_utils import (
         core_transformer_config_from_args,
         gpt_config_from_args,
@@ -68,7 +68,7 @@ def model_config_from_args(args):
     from megatron_dsa.arguments import options_from_args
     from megatron_dsa.config import DSATransformerConfig
     from megatron_dsa.errors import ConfigError
-    from megatron_dsa.specs import DSAModelConfig
+    from megatron_dsa.model import DSAModelConfig
     from megatron_dsa.stages import freeze_for_stage
 
     if not args.multi_latent_attention:

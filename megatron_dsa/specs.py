@@ -6,15 +6,11 @@
 * :func:`dsa_layer_spec` - one layer as a ``ModuleSpec`` for a given configuration.
 * ``dsa_local_layer_spec``, ``dsa_te_layer_spec`` - ready ``ModuleSpec`` objects of a dense layer,
   for builders that expect an object.
-* :class:`DSAModelConfig` - the whole GPT model, MTP layers included.
+
+``model.py`` builds whole GPT models from these, MTP layers included.
 """
 
 from __future__ import annotations
-
-import importlib
-from dataclasses import dataclass
-from typing import ClassVar
-from unittest import mock
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -254,34 +250,3 @@ def __getattr__(name: str):
 dsa_local_layer_spec = _layer_spec(LocalBackend())
 if installed_version("transformer-engine") is not None:
     dsa_te_layer_spec = _layer_spec(get_backend("transformer_engine"))
-
-
-def _gpt_module():
-    """``megatron.training`` is only needed to build whole models."""
-    return importlib.import_module("megatron.training.models.gpt")
-
-
-_gpt = _gpt_module()
-
-
-@dataclass(kw_only=True)
-class DSAModelConfig(_gpt.GPTModelConfig):
-    """GPT model configuration whose layers, MTP layers included, use sparse attention."""
-
-    builder: ClassVar[str] = "megatron_dsa.specs.DSAModelBuilder"
-
-
-class DSAModelBuilder(_gpt.GPTModelBuilder):
-    """Builds a GPT model from :class:`DSAModelConfig`."""
-
-    def build_model(self, *args, **kwargs):
-        """Build one stage; like the parent, but MTP layers are sparse as well."""
-        if self._model_config.transformer_layer_spec is None:
-            self._model_config.transformer_layer_spec = dsa_block_spec
-
-        def mtp_block_spec(config, _layer_spec, vp_stage=None):
-            return dsa_mtp_block_spec(config, vp_stage)
-
-        # The parent derives MTP layers from Megatron's dense spec, through a module function.
-        with mock.patch.object(_gpt, "mtp_block_spec", mtp_block_spec):
-            return super().build_model(*args, **kwargs)
