@@ -13,6 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import flatten_batch_for_packed_sequences, get_batch_on_this_tp_rank
 from megatron.training import get_args, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
@@ -84,10 +85,9 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None):
 
     def on_this_rank() -> bool:
         ends = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
-        mtp = mtp_on_this_rank(args.pipeline_model_parallel_layout, args.mtp_num_layers)
         # Packed batches carry sequence lengths, which every pipeline stage needs.
         return mpu.get_tensor_model_parallel_rank() == 0 and (
-            ends or mtp or args.dataloader_inter_document_masking
+            ends or _has_mtp_layers(args) or args.dataloader_inter_document_masking
         )
 
     print_rank_0("> building train, validation and test data sets")
@@ -95,6 +95,17 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None):
 
 
 train_valid_test_datasets.is_distributed = True
+
+
+def _has_mtp_layers(args) -> bool:
+    """Whether this rank holds multi-token-prediction layers, which read tokens as well."""
+    if not args.mtp_num_layers:
+        return False
+    layout = args.pipeline_model_parallel_layout
+    if isinstance(layout, str):  # the configuration holds it parsed, the arguments do not
+        layout = PipelineParallelLayerLayout.from_str(layout, args.pipeline_model_parallel_size)
+    return mtp_on_this_rank(layout, args.mtp_num_layers)
+
 
 _BATCH_KEYS = (
     "tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens",

@@ -227,3 +227,17 @@ def test_warmup_widened_to_everything(data, tmp_path):
     train(flags | {"--train-iters": 1})
     wider = train(flags | {"--train-iters": 2, "--dsa-warmup-train-all": True})
     assert "of stage warmup (indexers), this run of stage warmup (everything)" in wider.log
+
+
+@pytest.mark.ranks(3)
+def test_multi_token_prediction_on_a_middle_stage(data):
+    """Its rank is neither first nor last, and reads tokens all the same."""
+    layout = {
+        "--pipeline-model-parallel-size": 3,
+        "--pipeline-model-parallel-layout": "Et|tm|L",
+        "--mtp-num-layers": 1,
+        "--data-path": data,
+        "--train-iters": 2,
+    }
+    run = train(layout, ranks=3)
+    assert run.steps[-1]["mtp_1 loss"] > 0
