@@ -7,7 +7,7 @@ import argparse
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_dsa.config import STAGES, DSAOptions
-from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
+from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, OPERATIONS, candidates
 
 BACKENDS = ("dsa_fused", "dsa_unfused")
 
@@ -90,6 +90,20 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="Query rows per layer and microbatch on which the selection is judged for the log; "
         "0 turns this off (%(default)s).",
     )
+    group.add_argument(
+        "--dsa-evaluate-indexer",
+        action="store_true",
+        help="Compute and log the indexer loss in evaluation passes, too.",
+    )
+    for operation in OPERATIONS.values():
+        names = [candidate.name for candidate in candidates(operation.name)]
+        group.add_argument(
+            operation.flag,
+            choices=["auto", *names],
+            default=None,
+            help=f"Implementation of: {operation.title}. auto (default) takes the first that can "
+            f"run; a named one runs or stops the start-up. Environment: {operation.variable}.",
+        )
     return parser
 
 
@@ -119,4 +133,10 @@ def options_from_args(args: argparse.Namespace) -> DSAOptions:
         strict=args.dsa_strict,
         workspace_bytes=args.dsa_workspace_mib * 2**20,
         health_rows=args.dsa_health_rows,
+        evaluate_indexer=args.dsa_evaluate_indexer,
+        named=tuple(
+            (operation.name, name)
+            for operation in OPERATIONS.values()
+            if (name := getattr(args, operation.flag[2:].replace("-", "_"))) is not None
+        ),
     )

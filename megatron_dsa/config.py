@@ -34,6 +34,8 @@ class DSAOptions:
         workspace_bytes: budget for temporary memory of the unfused implementations.
         health_rows: query rows per layer and microbatch on which the health figures are measured;
             0 switches them off.
+        evaluate_indexer: compute the indexer loss in evaluation passes, too.
+        named: pairs ``(operation, implementation)`` that must run or raise.
     """
 
     stage: Literal["dense", "warmup", "sparse"] = "sparse"
@@ -42,6 +44,8 @@ class DSAOptions:
     strict: bool = False
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
     health_rows: int = 16
+    evaluate_indexer: bool = False
+    named: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
         if self.stage not in STAGES:
@@ -56,7 +60,7 @@ class DSAOptions:
     @property
     def policy(self) -> Policy:
         """What dispatch needs to know."""
-        return Policy(self.fused, self.strict, self.workspace_bytes)
+        return Policy(self.fused, self.strict, self.workspace_bytes, self.named)
 
 
 @dataclass

@@ -1,15 +1,18 @@
 """Choosing an implementation per operation, saying so once, and counting what really ran.
 
-Every operation has a list of candidates (:data:`CANDIDATES`, filled by ``megatron_dsa.ops``). A
-candidate looks at a :class:`Problem` and answers with ``None`` (it can run) or with the reason why
-it cannot. :func:`choose` takes the first candidate that can; fused ones come first when the policy
-prefers them. Nothing falls back in silence: the choice and every rejection are logged once, a
-strict policy raises instead, and :func:`report` tells what was called how often.
+Every operation has a list of candidates (filled by ``megatron_dsa.ops``). A candidate's declaration
+(:class:`~megatron_dsa.support.Support`) answers a :class:`~megatron_dsa.support.Problem` with
+``None`` (it can run) or with the reason why it cannot. :func:`choose` takes the first candidate
+that can; fused ones come first when the policy prefers them. Nothing falls back in silence: the
+choice and every rejection are logged once, a strict policy raises instead, an implementation that
+the user names runs or raises, and :func:`report` tells what was called how often.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,20 +20,52 @@ from functools import lru_cache
 
 import torch
 
-from megatron_dsa.errors import FallbackError
+from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
+from megatron_dsa.support import Problem, Support
 
 logger = logging.getLogger(__name__)
 
-#: Names of the operations, in the order in which a training step calls them.
-OPERATIONS = (
-    "indexer_topk",
-    "sparse_attention_forward",
-    "sparse_attention_backward",
-    "sparse_attention_probabilities",
-    "dense_attention",
-    "sparse_indexer_loss",
-    "dense_indexer_loss",
-)
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation that has implementations to choose from.
+
+    Attributes:
+        name: used in logs, reports and profiler ranges.
+        short: names its flag ``--dsa-<short>-impl`` and environment variable.
+        title: what it does.
+    """
+
+    name: str
+    short: str
+    title: str
+
+    @property
+    def flag(self) -> str:
+        return f"--dsa-{self.short}-impl"
+
+    @property
+    def variable(self) -> str:
+        return f"MEGATRON_DSA_{self.short.upper().replace('-', '_')}_IMPL"
+
+
+#: The operations, in the order in which a training step calls them.
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        Operation("indexer_scores", "scores", "index scores of a block of queries"),
+        Operation("indexer_topk", "topk", "the best visible keys of a block of scores"),
+        Operation("sparse_attention_forward", "forward", "sparse attention forward"),
+        Operation("sparse_attention_backward", "backward", "sparse attention backward"),
+        Operation(
+            "sparse_attention_probabilities", "teacher", "head sum of the probabilities (teacher)"
+        ),
+        Operation("dense_attention", "dense", "dense causal attention, forward and backward"),
+        Operation("sparse_indexer_loss", "sparse-loss", "indexer loss over the selected keys"),
+        Operation("dense_indexer_loss", "dense-loss", "indexer loss over all visible keys"),
+        Operation("indexer_backward", "indexer-backward", "indexer gradients from the sparse loss"),
+    )
+}
 
 DEFAULT_WORKSPACE_BYTES = 256 * 2**20
 
@@ -43,50 +78,34 @@ class Policy:
         fused: prefer fused implementations (``--attention-backend dsa_fused``).
         strict: raise :class:`FallbackError` instead of falling back (``--dsa-strict``).
         workspace_bytes: budget for temporary memory of the unfused implementations.
+        named: pairs ``(operation, implementation)`` that must run or raise
+            (``--dsa-forward-impl flashmla``); they go before ``fused``.
     """
 
     fused: bool = True
     strict: bool = False
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
+    named: tuple[tuple[str, str], ...] = ()
 
-
-@dataclass(frozen=True)
-class Problem:
-    """The properties of a call that decide which implementation can take it.
-
-    Attributes:
-        device: ``"cuda"`` or ``"cpu"``.
-        capability: compute capability of the GPU, e.g. ``(9, 0)``; ``None`` without one.
-        dtype: dtype of queries and keys.
-        heads: local query heads.
-        qk_dim, v_dim: dims of a query/key and of a value.
-        topk: keys selected per query; ``None`` where nothing is selected.
-        packed: sequences of different lengths share the batch.
-        sink: a learned sink takes part in the softmax.
-    """
-
-    device: str
-    capability: tuple[int, int] | None
-    dtype: torch.dtype
-    heads: int
-    qk_dim: int
-    v_dim: int
-    topk: int | None = None
-    packed: bool = False
-    sink: bool = False
-
-    def on(self) -> str:
-        """Return the device in words, for messages."""
-        if self.capability is None:
-            return "the CPU"
-        return "a GPU of compute capability {}.{}".format(*self.capability)
+    def named_for(self, operation: str) -> str | None:
+        """Implementation named for ``operation``: by the policy, else by the environment."""
+        value = dict(self.named).get(operation)
+        if value is None:
+            value = os.environ.get(OPERATIONS[operation].variable)
+        return None if value in (None, "", "auto") else value
 
 
 def device_problem(device: torch.device | str, **properties) -> Problem:
     """Build a :class:`Problem`, reading the compute capability off ``device``."""
     device = torch.device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return Problem(device=device.type, capability=capability, **properties)
+    return Problem(
+        device=device.type,
+        capability=capability,
+        deterministic=torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled(),
+        **properties,
+    )
 
 
 @dataclass(frozen=True)
@@ -96,14 +115,18 @@ class Candidate:
     Attributes:
         name: short name used in flags, logs and reports.
         fused: whether it is a fused kernel (``False``: the torch fallback).
-        unsupported: ``Problem -> str | None``, the reason why it cannot run, or ``None``.
+        support: what it can run.
         load: returns the callable; imports optional packages only when called.
     """
 
     name: str
     fused: bool
-    unsupported: Callable[[Problem], str | None]
+    support: Support
     load: Callable[[], Callable]
+
+    def reason(self, problem: Problem) -> str | None:
+        """Return why it cannot run ``problem``, or ``None``."""
+        return self.support.reason(problem)
 
 
 @dataclass(frozen=True)
@@ -113,10 +136,11 @@ class Choice:
     operation: str
     candidate: Candidate
     rejected: tuple[tuple[str, str], ...] = field(default=())
+    named: bool = False
 
     @property
     def is_fallback(self) -> bool:
-        return not self.candidate.fused
+        return not self.candidate.fused and not self.named
 
     def describe(self) -> str:
         """One line: what runs and why nothing better does."""
@@ -125,35 +149,69 @@ class Choice:
         return f"{line} (rejected: {reasons})" if reasons else line
 
 
-CANDIDATES: dict[str, list[Candidate]] = {operation: [] for operation in OPERATIONS}
+_candidates: dict[str, list[Candidate]] = {operation: [] for operation in OPERATIONS}
 _calls: Counter[tuple[str, str]] = Counter()
+_counting = True
 _logged: set[str] = set()
 
 
 def register(operation: str, candidate: Candidate) -> None:
     """Add a candidate; fused candidates are tried in the order in which they are added."""
-    CANDIDATES[operation].append(candidate)
+    _candidates[operation].append(candidate)
 
 
-@lru_cache(maxsize=512)
+def candidates(operation: str) -> list[Candidate]:
+    """Return the candidates of an operation in the order in which they are tried."""
+    import megatron_dsa.ops  # noqa: F401  (registers the candidates)
+
+    return sorted(_candidates[operation], key=lambda candidate: not candidate.fused)
+
+
 def choose(operation: str, problem: Problem, policy: Policy) -> Choice:
     """Return what runs ``operation`` for ``problem`` under ``policy``.
 
     Raises:
+        ImplementationError: an implementation was named that cannot run here.
         FallbackError: the policy is strict, prefers fused implementations and none can run.
+        ConfigError: an implementation was named that does not exist.
     """
-    import megatron_dsa.ops  # noqa: F401  (registers the candidates)
+    return _choose(operation, problem, policy, policy.named_for(operation))
 
-    fused = [c for c in CANDIDATES[operation] if c.fused]
-    unfused = [c for c in CANDIDATES[operation] if not c.fused]
+
+@lru_cache(maxsize=512)
+def _choose(operation: str, problem: Problem, policy: Policy, named: str | None) -> Choice:
+    if named is not None:
+        choice = _choose_named(operation, problem, named)
+    else:
+        choice = _choose_first(operation, problem, policy)
+    _log_once(choice, policy)
+    return choice
+
+
+def _choose_named(operation: str, problem: Problem, name: str) -> Choice:
+    flags = f"{OPERATIONS[operation].flag} ({OPERATIONS[operation].variable})"
+    known = {candidate.name: candidate for candidate in candidates(operation)}
+    if name not in known:
+        raise ConfigError(f"{flags} must be auto or one of {', '.join(known)}, got {name!r}")
+    reason = known[name].reason(problem)
+    if reason is not None:
+        raise ImplementationError(
+            f"{flags} names {name}, which cannot run {operation} here: {reason}. Fix that, or "
+            "leave it at auto to take what can run."
+        )
+    return Choice(operation, known[name], named=True)
+
+
+def _choose_first(operation: str, problem: Problem, policy: Policy) -> Choice:
+    usable = candidates(operation)
     rejected = []
     if not policy.fused:
-        rejected += [(c.name, "not asked for (dsa_unfused)") for c in fused]
-        fused = []
-    elif not fused:
+        rejected += [(c.name, "not asked for (dsa_unfused)") for c in usable if c.fused]
+        usable = [c for c in usable if not c.fused]
+    elif not any(c.fused for c in usable):
         rejected.append(("fused", "no fused implementation exists in this release"))
-    for candidate in fused + unfused:
-        reason = candidate.unsupported(problem)
+    for candidate in usable:
+        reason = candidate.reason(problem)
         if reason is None:
             choice = Choice(operation, candidate, tuple(rejected))
             break
@@ -164,29 +222,49 @@ def choose(operation: str, problem: Problem, policy: Policy) -> Choice:
     if policy.fused and policy.strict and choice.is_fallback:
         raise FallbackError(
             f"--dsa-strict refuses the fallback of {choice.describe()}. Fix one of the reasons, "
-            "or drop --dsa-strict to run the torch implementation."
+            f"name it ({OPERATIONS[operation].flag} {choice.candidate.name}), or drop --dsa-strict."
         )
-    _log_once(choice, policy)
     return choice
 
 
 def _log_once(choice: Choice, policy: Policy) -> None:
-    line = choice.describe()
+    package = choice.candidate.support.package
+    remark = package.untested() if package is not None else None
+    if remark is not None:
+        _log(logging.WARNING, remark)
+    # A fallback that nobody asked for is a warning: it must show at default log levels.
+    warn = policy.fused and choice.is_fallback
+    _log(logging.WARNING if warn else logging.INFO, choice.describe())
+
+
+def _log(level: int, line: str) -> None:
     if line in _logged:
         return
     _logged.add(line)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        # A fallback that nobody asked for is a warning: it must show at default log levels.
-        level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
         logger.log(level, "megatron_dsa %s", line)
 
 
 def run(operation: str, problem: Problem, policy: Policy, *args, **kwargs):
     """Run ``operation`` with the implementation that :func:`choose` picks, and count the call."""
     candidate = choose(operation, problem, policy).candidate
-    _calls[operation, candidate.name] += 1
-    with torch.profiler.record_function(f"megatron_dsa.{operation}.{candidate.name}"):
+    if _counting:
+        _calls[operation, candidate.name] += 1
+    with _range(f"megatron_dsa.{operation}.{candidate.name}", problem.device == "cuda"):
         return candidate.load()(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _range(name: str, nvtx: bool):
+    """A range of that name in torch's profiler and, on a GPU, in NVTX (Nsight Systems)."""
+    if nvtx:
+        torch.cuda.nvtx.range_push(name)
+    try:
+        with torch.profiler.record_function(name):
+            yield
+    finally:
+        if nvtx:
+            torch.cuda.nvtx.range_pop()
 
 
 def report() -> dict[str, dict[str, int]]:
@@ -200,3 +278,14 @@ def report() -> dict[str, dict[str, int]]:
 def reset_report() -> None:
     """Set the counts of :func:`report` back to zero."""
     _calls.clear()
+
+
+@contextlib.contextmanager
+def uncounted():
+    """Calls inside do not show in :func:`report` (warm-up is not the run)."""
+    global _counting
+    before, _counting = _counting, False
+    try:
+        yield
+    finally:
+        _counting = before

@@ -7,6 +7,7 @@ everything and trains the indexer on that; ``dense`` attends to everything and h
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,9 +24,10 @@ from megatron_dsa.config import (
     uses_indexer,
     validate,
 )
-from megatron_dsa.dispatch import Problem, choose
+from megatron_dsa.dispatch import choose, device_problem
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
+    IndexerTraining,
     dense_attention,
     dense_indexer_loss,
     indexer_topk,
@@ -37,6 +39,8 @@ from megatron_dsa.health import selection_health
 from megatron_dsa.layout import Layout
 from megatron_dsa.losses import IndexerLog, attach_loss, install_loss_scale
 from megatron_dsa.rotary import RowRope
+from megatron_dsa.support import Problem
+from megatron_dsa.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -106,42 +110,50 @@ class DSACoreAttention(MegatronModule):
 
     def _probe(self) -> None:
         """Settle now what the first step will call, so that a refusal comes before training."""
-        config, on_gpu = self.config, torch.cuda.is_available()
+        policy, calls = self.options.policy, tuple(self._problems())
+        for operation, problem in calls:
+            choose(operation, problem, policy)
+        if self.softmax_scale is not None:
+            warm_up(calls, policy, self.softmax_scale)
+
+    def _problems(self) -> Iterator[tuple[str, Problem]]:
+        """Yield every operation that a training step will call, with its problem."""
+        config = self.config
         heads = config.num_attention_heads // config.tensor_model_parallel_size
-        latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
-        device = {
-            "device": "cuda" if on_gpu else "cpu",
-            "capability": torch.cuda.get_device_capability() if on_gpu else None,
-            "dtype": config.params_dtype,
-        }
-        index = {
-            "heads": config.dsa_indexer_n_heads,
-            "qk_dim": config.dsa_indexer_head_dim,
-            "v_dim": 0,
-        }
-        policy = self.options.policy
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        topk = config.dsa_indexer_topk
+
+        def attention(qk_dim: int, v_dim: int, topk: int | None = None) -> Problem:
+            return device_problem(
+                device, dtype=config.params_dtype, heads=heads, qk_dim=qk_dim, v_dim=v_dim,
+                topk=topk,
+            )  # fmt: skip
+
+        def index(topk: int | None) -> Problem:
+            return device_problem(
+                device, dtype=config.params_dtype, heads=config.dsa_indexer_n_heads,
+                qk_dim=config.dsa_indexer_head_dim, v_dim=0, topk=topk,
+                relu=config.dsa_indexer_scoring_relu,
+            )  # fmt: skip
+
+        trains = indexer_is_trained(config) and self.indexer is not None
         if self.options.stage == "sparse":
-            sparse = Problem(
-                **device, heads=heads, qk_dim=latent, v_dim=config.kv_lora_rank,
-                topk=config.dsa_indexer_topk,
-            )  # fmt: skip
-            choose("sparse_attention_forward", sparse, policy)
-            choose("sparse_attention_backward", sparse, policy)
+            latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
+            sparse = attention(latent, config.kv_lora_rank, topk)
             if self.computes_topk:
-                choose(
-                    "indexer_topk", Problem(**device, **index, topk=config.dsa_indexer_topk), policy
-                )
+                yield "indexer_scores", index(topk)
+                yield "indexer_topk", index(topk)
+            yield "sparse_attention_forward", sparse
+            yield "sparse_attention_backward", sparse
+            if trains and self._loss_is_sparse():
+                yield "sparse_attention_probabilities", sparse
+                yield "sparse_indexer_loss", index(topk)
+                yield "indexer_backward", index(topk)
         else:
-            dense = Problem(
-                **device, heads=heads, qk_dim=config.qk_head_dim + config.qk_pos_emb_head_dim,
-                v_dim=config.v_head_dim,
-            )  # fmt: skip
-            choose("dense_attention", dense, policy)
-        if indexer_is_trained(config) and self.indexer is not None:
-            sparse_loss = self._loss_is_sparse()
-            topk = config.dsa_indexer_topk if sparse_loss else None
-            name = "sparse_indexer_loss" if sparse_loss else "dense_indexer_loss"
-            choose(name, Problem(**device, **index, topk=topk), policy)
+            qk_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
+            yield "dense_attention", attention(qk_dim, config.v_head_dim)
+        if trains and not self._loss_is_sparse():
+            yield "dense_indexer_loss", index(None)
 
     def _loss_is_sparse(self) -> bool:
         return self.options.stage == "sparse" and self.config.dsa_indexer_use_sparse_loss
@@ -153,6 +165,10 @@ class DSACoreAttention(MegatronModule):
             and torch.is_grad_enabled()
             and (self.training and indexer_is_trained(self.config))
         )
+
+    def _judges_indexer_now(self) -> bool:
+        """Whether this is an evaluation pass whose indexer loss is asked for."""
+        return self.options.evaluate_indexer and not self.training and self.indexer is not None
 
     def forward_sparse(
         self,
@@ -189,6 +205,10 @@ class DSACoreAttention(MegatronModule):
                 "the layers with megatron_dsa.specs.dsa_block_spec, which hands selections on"
             )
         trains = index_inputs is not None and self._trains_indexer_now()
+        training = None
+        if trains and self._loss_is_sparse():
+            training = self._sparse_training(index_inputs, layout)
+        judges = index_inputs is not None and self._judges_indexer_now()
         result = sparse_attention(
             q,
             kv,
@@ -197,26 +217,23 @@ class DSACoreAttention(MegatronModule):
             v_dim=config.kv_lora_rank,
             topk_length=selection.length,
             kv_grad=kv_grad,
-            want_p_sum=trains and self._loss_is_sparse(),
+            want_p_sum=judges and self._loss_is_sparse(),
+            indexer=training,
             policy=policy,
         )
         out = result.out
         if trains:
-            if self._loss_is_sparse():
-                teacher = self._sum_over_heads(result.p_sum)
-                loss_sum = sparse_indexer_loss(
-                    index_inputs, selection.indices, teacher, layout,
-                    topk_length=selection.length, policy=policy,
-                )  # fmt: skip
-            else:
+            if not self._loss_is_sparse():
                 loss_sum = self._dense_loss(index_inputs, q, kv[:, None], layout)
-            health = {}
+                out = self._attach(out, loss_sum, layout)
             if self.options.health_rows:
                 health = selection_health(
                     index_inputs, layout, config.dsa_indexer_topk, q, kv, result.lse,
                     self.softmax_scale, self.options.health_rows, policy.workspace_bytes,
                 )  # fmt: skip
-            out = self._attach(out, loss_sum, layout, health)
+                IndexerLog.record(self.layer_index, health)
+        if judges:
+            self._record_evaluation(index_inputs, q, kv, selection, layout, result.p_sum)
         return out, selection
 
     def forward_dense(
@@ -232,7 +249,7 @@ class DSACoreAttention(MegatronModule):
             q, k, v, layout, softmax_scale=self.softmax_scale, policy=self.options.policy
         )
         if index_inputs is not None and self._trains_indexer_now():
-            out = self._attach(out, self._dense_loss(index_inputs, q, k, layout), layout, {})
+            out = self._attach(out, self._dense_loss(index_inputs, q, k, layout), layout)
         return out
 
     def _heads_group(self):
@@ -253,15 +270,44 @@ class DSACoreAttention(MegatronModule):
             head_group=self._heads_group(), policy=self.options.policy,
         )  # fmt: skip
 
-    def _attach(self, out, loss_sum, layout: Layout, health: dict) -> torch.Tensor:
-        """Scale the loss, hang it onto ``out`` and record the figures."""
+    def _sparse_training(self, index_inputs: IndexerInputs, layout: Layout) -> IndexerTraining:
+        """The sparse loss, whose value and gradients are formed in the attention's backward."""
         coeff = self.config.dsa_indexer_loss_coeff
-        rows = layout.real_rows()
-        mean = loss_sum / (max(rows, 1) if isinstance(rows, int) else rows.clamp_min(1))
+
+        def weight():
+            # Read in the backward: Megatron sets the scale after the forward pass.
+            # Per-token loss: Megatron divides the gradients by the number of tokens itself.
+            rows = 1 if self.config.calculate_per_token_loss else _row_count(layout)
+            scale = self.loss_scale.value
+            # One number: fp64 costs nothing and keeps fp64 models exact.
+            return coeff * (scale.double() if isinstance(scale, torch.Tensor) else scale) / rows
+
+        def record(kl_sum: torch.Tensor) -> None:
+            mean = coeff * kl_sum / _row_count(layout)
+            IndexerLog.record(self.layer_index, {"indexer loss": mean})
+
+        return IndexerTraining(index_inputs, layout, weight, record, self._heads_group())
+
+    def _attach(self, out, loss_sum, layout: Layout):
+        """Scale a loss, hang it onto ``out`` and record it."""
+        coeff = self.config.dsa_indexer_loss_coeff
+        mean = loss_sum / _row_count(layout)
         # Per-token loss: Megatron divides the gradients by the number of tokens itself.
         loss = coeff * (loss_sum if self.config.calculate_per_token_loss else mean)
-        IndexerLog.record(self.layer_index, {"indexer loss": coeff * mean, **health})
+        IndexerLog.record(self.layer_index, {"indexer loss": coeff * mean})
         return attach_loss(out, loss, self.loss_scale)
+
+    def _record_evaluation(self, index_inputs, q, kv, selection, layout, p_sum) -> None:
+        """Record the loss of an evaluation pass, for which there is no backward."""
+        if self._loss_is_sparse():
+            loss_sum = sparse_indexer_loss(
+                index_inputs, selection.indices, self._sum_over_heads(p_sum), layout,
+                topk_length=selection.length, policy=self.options.policy,
+            )  # fmt: skip
+        else:
+            loss_sum = self._dense_loss(index_inputs, q, kv[:, None], layout)
+        mean = self.config.dsa_indexer_loss_coeff * loss_sum / _row_count(layout)
+        IndexerLog.record(self.layer_index, {"indexer loss, evaluation": mean})
 
     def needs_index_inputs(self) -> bool:
         """Whether this forward pass selects keys or trains the indexer."""
@@ -278,3 +324,9 @@ class DSACoreAttention(MegatronModule):
         """Compute the indexer's delayed weight gradients, if it is trained."""
         if self.indexer is not None and self.training and indexer_is_trained(self.config):
             self.indexer.backward_dw()
+
+
+def _row_count(layout: Layout) -> torch.Tensor | int:
+    """Number of real rows, at least 1."""
+    rows = layout.real_rows()
+    return max(rows, 1) if isinstance(rows, int) else rows.clamp_min(1)

@@ -11,16 +11,20 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_dsa.dispatch import Policy, device_problem, run
+from megatron_dsa.dispatch import Policy, choose, device_problem, run
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.indexer_training import IndexerTraining, index_problem, sparse_loss
 from megatron_dsa.layout import Layout
+from megatron_dsa.ops.arithmetic import accumulation_dtype
 from megatron_dsa.ops.dense_attention import DenseProblem
-from megatron_dsa.ops.indexer_loss import DenseLossProblem, SparseLossProblem
+from megatron_dsa.ops.indexer_loss import DenseLossProblem
 from megatron_dsa.ops.indexer_topk import IndexerInputs, TopKProblem
-from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.ops.indexer_topk.blocks import select_blocks
+from megatron_dsa.sparse_autograd import Settings, SparseAttention
 
 __all__ = [
     "IndexerInputs",
+    "IndexerTraining",
     "SparseAttentionOutput",
     "dense_attention",
     "dense_indexer_loss",
@@ -58,6 +62,7 @@ def sparse_attention(
     attn_sink: torch.Tensor | None = None,
     kv_grad: torch.Tensor | None = None,
     want_p_sum: bool = False,
+    indexer: IndexerTraining | None = None,
     policy: Policy = Policy(),
 ) -> SparseAttentionOutput:
     """Attend from every query row to its own list of key rows (one key/value head).
@@ -76,6 +81,8 @@ def sparse_attention(
         kv_grad: fp32 ``[Skv, D]``: if given, the gradient of ``kv`` is sent here, unrounded,
             instead of to ``kv`` (see :func:`megatron_dsa.parallel.gather_keys`).
         want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
+        indexer: train the indexer on these probabilities in the backward pass, where they are
+            recomputed anyway (see :class:`~megatron_dsa.indexer_training.IndexerTraining`).
         policy: which implementations may run.
 
     Returns:
@@ -115,83 +122,12 @@ def sparse_attention(
         topk=indices.shape[1],
         sink=attn_sink is not None,
     )
-    settings = _Settings(v_dim, softmax_scale, policy, problem, want_p_sum)
+    if indexer is not None:
+        _check_indexer(indexer.inputs)
+    settings = Settings(v_dim, softmax_scale, policy, problem, want_p_sum, indexer)
+    trained = (None,) * 3 if indexer is None else indexer.tensors()
     return SparseAttentionOutput(
-        *_SparseAttention.apply(q, kv, kv_grad, attn_sink, indices, topk_length, settings)
-    )
-
-
-class _Settings(NamedTuple):
-    v_dim: int
-    softmax_scale: float
-    policy: Policy
-    problem: object
-    want_p_sum: bool
-
-
-class _SparseAttention(torch.autograd.Function):
-    """Forward and backward are dispatched independently; they share only ``out`` and ``lse``."""
-
-    @staticmethod
-    def forward(ctx, q, kv, kv_grad, sink, indices, topk_length, settings):
-        arguments = _sparse_problem(q, kv, sink, indices, topk_length, settings)
-        out, lse, p_sum = run(
-            "sparse_attention_forward", settings.problem, settings.policy, arguments
-        )
-        if settings.want_p_sum and p_sum is None:
-            p_sum = run(
-                "sparse_attention_probabilities", settings.problem, settings.policy, arguments, lse
-            )
-        ctx.save_for_backward(q, kv, sink, indices, topk_length, out, lse)
-        ctx.settings = settings
-        ctx.separate_kv_grad = kv_grad is not None
-        ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
-        return out, lse, p_sum
-
-    @staticmethod
-    def backward(ctx, dout, _dlse, _dp_sum):
-        q, kv, sink, indices, topk_length, out, lse = ctx.saved_tensors
-        settings = ctx.settings
-        arguments = _sparse_problem(q, kv, sink, indices, topk_length, settings)
-        dq, dkv, dsink = run(
-            "sparse_attention_backward",
-            settings.problem,
-            settings.policy,
-            arguments,
-            out,
-            lse,
-            dout.contiguous(),
-        )
-        if dsink is not None:
-            dsink = dsink.to(sink.dtype)
-        if ctx.separate_kv_grad:
-            return dq, None, dkv, dsink, None, None, None
-        return dq, dkv.to(kv.dtype), None, dsink, None, None, None
-
-
-def _sparse_problem(q, kv, sink, indices, topk_length, settings) -> SparseProblem:
-    return SparseProblem(
-        q=q,
-        kv=kv,
-        indices=indices,
-        v_dim=settings.v_dim,
-        softmax_scale=settings.softmax_scale,
-        topk_length=topk_length,
-        sink=sink,
-        workspace_bytes=settings.policy.workspace_bytes,
-        want_p_sum=settings.want_p_sum,
-    )
-
-
-def _index_problem(inputs: IndexerInputs, layout: Layout, topk: int | None):
-    return device_problem(
-        inputs.q.device,
-        dtype=inputs.q.dtype,
-        heads=inputs.q.shape[1],
-        qk_dim=inputs.q.shape[2],
-        v_dim=0,
-        topk=topk,
-        packed=layout.real is not None,
+        *SparseAttention.apply(q, kv, kv_grad, attn_sink, *trained, indices, topk_length, settings)
     )
 
 
@@ -228,8 +164,22 @@ def indexer_topk(
     """
     _check_indexer(inputs)
     _require(topk >= 1, f"topk must be at least 1, got {topk}")
-    arguments = TopKProblem(inputs.detach(), layout, topk, policy.workspace_bytes)
-    return run("indexer_topk", _index_problem(inputs, layout, topk), policy, arguments)
+    problem = index_problem(inputs, layout, topk)
+
+    def scores(*args):
+        return run("indexer_scores", problem, policy, *args)
+
+    def select(*args):
+        return run("indexer_topk", problem, policy, *args)
+
+    bytes_per_score = choose("indexer_scores", problem, policy).candidate.load().bytes_per_score
+    return select_blocks(
+        TopKProblem(inputs.detach(), layout, topk),
+        scores,
+        select,
+        bytes_per_score(inputs.q.shape[1], accumulation_dtype(inputs.q.dtype).itemsize),
+        policy.workspace_bytes,
+    )
 
 
 def sparse_indexer_loss(
@@ -260,11 +210,8 @@ def sparse_indexer_loss(
         teacher.shape == indices.shape,
         f"teacher must be {list(indices.shape)} like indices, got shape {tuple(teacher.shape)}",
     )
-    arguments = SparseLossProblem(
-        inputs, indices, topk_length, teacher.detach(), policy.workspace_bytes
-    )
-    problem = _index_problem(inputs, layout, indices.shape[1])
-    return run("sparse_indexer_loss", problem, policy, arguments)
+    teacher = teacher.detach().to(accumulation_dtype(inputs.q.dtype), copy=True)
+    return sparse_loss(inputs, layout, indices, topk_length, teacher, policy)
 
 
 def dense_indexer_loss(
@@ -299,7 +246,7 @@ def dense_indexer_loss(
     arguments = DenseLossProblem(
         inputs, layout, q.detach(), k.detach(), softmax_scale, head_group, policy.workspace_bytes
     )
-    return run("dense_indexer_loss", _index_problem(inputs, layout, None), policy, arguments)
+    return run("dense_indexer_loss", index_problem(inputs, layout, None), policy, arguments)
 
 
 def dense_attention(

@@ -15,3 +15,7 @@ class VersionError(DSAError, ImportError):
 
 class FallbackError(DSAError, RuntimeError):
     """``--dsa-strict`` was given and an operation has no fused implementation that can run."""
+
+
+class ImplementationError(DSAError, RuntimeError):
+    """An implementation was named for an operation and cannot run it here."""

@@ -68,13 +68,14 @@ FIGURES = (
     "dsa attention mass captured",
     "dsa zero scores",
     "dsa boundary ties",
+    "indexer loss, evaluation",
 )
 
 
 @dataclass
 class _State:
     sums: torch.Tensor | None = None  # [layers, figures], on the device
-    counts: torch.Tensor | None = None  # [layers], microbatches recorded
+    counts: torch.Tensor | None = None  # [layers, figures], microbatches recorded
 
 
 class IndexerLog:
@@ -93,7 +94,7 @@ class IndexerLog:
         """Make room for ``num_layers`` layers (decoder plus MTP)."""
         if cls._state.sums is None or cls._state.sums.shape[0] != num_layers:
             cls._state.sums = torch.zeros(num_layers, len(FIGURES), device=device)
-            cls._state.counts = torch.zeros(num_layers, device=device)
+            cls._state.counts = torch.zeros_like(cls._state.sums)
 
     @classmethod
     def record(cls, layer_index: int, figures: dict[str, torch.Tensor]) -> None:
@@ -102,27 +103,25 @@ class IndexerLog:
             return  # used as a library, without Megatron's training loop
         for name, value in figures.items():
             cls._state.sums[layer_index, FIGURES.index(name)] += value.detach().float()
-        cls._state.counts[layer_index] += 1
+            cls._state.counts[layer_index, FIGURES.index(name)] += 1
 
     @classmethod
     def reduce(cls) -> dict[str, torch.Tensor]:
-        """Sum over all ranks and return each figure's mean per layer, ``[layers]``; then clear.
+        """Sum over all ranks, return each figure's mean per layer, ``[layers]``, and clear.
 
-        A layer lives on some ranks only, and each of them counts its own microbatches: dividing
-        the sums by the counts after the reduction averages over exactly those that took part.
+        Layers that did not record a figure are NaN. A layer lives on some ranks only, and each of
+        them counts its own microbatches: dividing the sums by the counts after the reduction
+        averages over exactly those that took part.
         """
         state = cls._state
-        both = torch.cat([state.sums, state.counts[:, None]], dim=1)
+        both = torch.cat([state.sums, state.counts], dim=1)
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(both)
         state.sums.zero_()
         state.counts.zero_()
-        counts = both[:, -1]
-        has = counts > 0
-        per_layer = torch.where(has[:, None], both[:, :-1] / counts.clamp_min(1)[:, None], 0.0)
-        means = {name: per_layer[:, i] for i, name in enumerate(FIGURES)}
-        means["layers"] = has
-        return means
+        sums, counts = both.chunk(2, dim=1)
+        per_layer = torch.where(counts > 0, sums / counts, float("nan"))
+        return {name: per_layer[:, i] for i, name in enumerate(FIGURES)}
 
     @classmethod
     def track_indexer_metrics(
@@ -135,15 +134,16 @@ class IndexerLog:
         """
         if cls._state.sums is None:
             return
-        means = cls.reduce()
-        layers = means.pop("layers")
-        for name, per_layer in means.items():
-            mean = per_layer.sum() / layers.sum().clamp_min(1)
+        for name, per_layer in cls.reduce().items():
+            recorded = per_layer.isnan().logical_not().nonzero().flatten().tolist()
+            if not recorded:
+                continue
+            mean = per_layer.nanmean()
             if total_loss_dict is not None:
                 total_loss_dict[name] = total_loss_dict.get(name, 0.0) + mean
             if writer is not None:
                 writer.add_scalar(name, mean, iteration)
-                for index in layers.nonzero().flatten().tolist():
+                for index in recorded:
                     writer.add_scalar(f"{name}/layer {index + 1}", per_layer[index], iteration)
             if wandb_writer is not None:
                 wandb_writer.log({name: mean}, iteration)

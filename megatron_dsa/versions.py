@@ -24,8 +24,11 @@ OPTIONAL_PACKAGES = {
         "flash_mla",
         "sparse attention forward (build from github.com/deepseek-ai/FlashMLA)",
     ),
+    "nvidia-cudnn-frontend": (
+        "cudnn",
+        "sparse attention backward and the indexer on Hopper (extra: cudnn)",
+    ),
     "tilelang": ("tilelang", "not used by this release yet (extra: tilelang)"),
-    "nvidia-cudnn-frontend": ("cudnn", "not used by this release yet (extra: cudnn)"),
 }
 
 

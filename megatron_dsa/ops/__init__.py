@@ -1,47 +1,189 @@
 """The operations and their implementations.
 
 One folder per operation. ``reference.py`` is the plain, slow statement of what it computes;
-``unfused.py`` is the memory-bounded torch implementation that runs everywhere; every other file is
-one fused implementation. This file is the list of all of them: dispatch tries the fused ones of an
-operation in the order given here.
+``unfused.py`` is the memory-bounded torch implementation that runs everywhere; every other file
+holds fused implementations. This file declares all of them, once: dispatch tries the fused ones of
+an operation in the order given here.
 """
 
+from __future__ import annotations
+
+import importlib
+
+import torch
+
 from megatron_dsa.dispatch import Candidate, register
+from megatron_dsa.packages import CUDNN, FLASH_MLA
+from megatron_dsa.support import Support
 
-
-def _always(problem) -> None:
-    """The torch implementations take every problem."""
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+_BF16, _HALF = (torch.bfloat16,), (torch.bfloat16, torch.float16)
+_LATENT = ((576, 512), (512, 512))
+_INDEX = ((128, 0),)
 
 
 def _load(module: str, name: str):
     """Return a loader that imports ``megatron_dsa.ops.<module>`` when the candidate first runs."""
-
-    def load():
-        import importlib
-
-        return getattr(importlib.import_module(f"megatron_dsa.ops.{module}"), name)
-
-    return load
+    return lambda: getattr(importlib.import_module(f"megatron_dsa.ops.{module}"), name)
 
 
-def _unsupported(module: str):
-    """Return the ``unsupported`` function of ``megatron_dsa.ops.<module>``, imported when asked."""
-    return lambda problem: _load(module, "unsupported")()(problem)
+def _load_instance(module: str, name: str):
+    return lambda: _load(module, name)()()
 
 
-for _operation, _name, _module in (
-    ("dense_attention", "sdpa", "dense_attention.sdpa"),
-    ("sparse_attention_forward", "flash_mla", "sparse_attention.flash_mla"),
-):
-    register(_operation, Candidate(_name, True, _unsupported(_module), _load(_module, "forward")))
+def _probe(module: str):
+    """Return the ``probe`` of ``megatron_dsa.ops.<module>``, imported when it is asked."""
+    return lambda problem: _load(module, "probe")()(problem)
 
-for _operation, _module, _name in (
-    ("indexer_topk", "indexer_topk.unfused", "indexer_topk"),
-    ("sparse_attention_forward", "sparse_attention.unfused", "forward"),
-    ("sparse_attention_backward", "sparse_attention.unfused", "backward"),
-    ("sparse_attention_probabilities", "sparse_attention.unfused", "probabilities"),
-    ("dense_attention", "dense_attention.unfused", "forward"),
-    ("sparse_indexer_loss", "indexer_loss.unfused", "sparse"),
-    ("dense_indexer_loss", "indexer_loss.unfused", "dense"),
-):
-    register(_operation, Candidate("torch", False, _always, _load(_module, _name)))
+
+def _fused(operation: str, name: str, load, **support) -> None:
+    register(operation, Candidate(name, True, Support(**support), load))
+
+
+def _torch(operation: str, load, covers: str, **support) -> None:
+    register(operation, Candidate("torch", False, Support(covers=covers, **support), load))
+
+
+_fused(
+    "sparse_attention_forward",
+    "flashmla",
+    _load("sparse_attention.flashmla", "forward"),
+    covers="out, lse",
+    package=FLASH_MLA,
+    capabilities=(HOPPER, BLACKWELL),
+    dtypes=_BF16,
+    dims=_LATENT,
+    heads=(1, 128),
+    bridged="heads padded to 64 or 128, K to 128; lengths clamped; lse of empty rows",
+    probe=_probe("sparse_attention.flashmla"),
+)
+_fused(
+    "sparse_attention_backward",
+    "cudnn",
+    _load("sparse_attention.cudnn", "backward"),
+    covers="dq, dkv, dsink",
+    package=CUDNN,
+    capabilities=(HOPPER, BLACKWELL),
+    dtypes=_HALF,
+    dims=_LATENT,
+    heads=(2, 128),
+    deterministic=False,
+    bridged="K in buckets; fp32 dkv from the workspace (Hopper, from 1.32; else rounded)",
+)
+_fused(
+    "sparse_attention_probabilities",
+    "cudnn",
+    _load("sparse_attention.cudnn", "probabilities"),
+    covers="p_sum from q, kv, lse",
+    package=CUDNN,
+    capabilities=(HOPPER,),
+    dtypes=_BF16,
+    dims=_LATENT,
+    heads=(1, 128),
+    bridged="heads padded to 8, 16, 32 or 64, K in buckets; row normalisation undone",
+)
+_fused(
+    "indexer_scores",
+    "cudnn",
+    _load_instance("indexer_topk.cudnn", "Scores"),
+    covers="scores of a block of queries",
+    package=CUDNN,
+    capabilities=(HOPPER,),
+    dtypes=_BF16,
+    dims=_INDEX,
+    heads=(1, 64),
+    without_relu=False,
+    bridged="S x S buffer avoided block by block; heads padded to 16, 32 or 64; ratio 1",
+)
+_fused(
+    "indexer_topk",
+    "cudnn",
+    _load("indexer_topk.cudnn", "select"),
+    covers="selection from a block of scores",
+    package=CUDNN,
+    minimum="1.32",
+    capabilities=(HOPPER,),
+    topk=(1, 2048),
+    dtypes=_BF16,
+    packed=False,
+    bridged="-0 and +0 made equal; ties to the smallest slot",
+)
+_fused(
+    "sparse_indexer_loss",
+    "cudnn",
+    _load("indexer_loss.cudnn", "sparse"),
+    covers="value and student",
+    package=CUDNN,
+    capabilities=(HOPPER,),
+    dtypes=_BF16,
+    dims=_INDEX,
+    heads=(1, 64),
+    without_relu=False,
+    bridged="heads padded to 8, 16, 32 or 64, K in buckets",
+)
+_fused(
+    "indexer_backward",
+    "cudnn",
+    _load("indexer_loss.cudnn", "backward"),
+    covers="dq, dk, dweights of the sparse loss",
+    package=CUDNN,
+    capabilities=(HOPPER,),
+    dtypes=_BF16,
+    dims=_INDEX,
+    heads=(1, 64),
+    without_relu=False,
+    deterministic=False,
+    bridged="heads padded to 64, K in buckets; teacher copied; underflowed students kept",
+)
+_fused(
+    "dense_indexer_loss",
+    "cudnn",
+    lambda: None,
+    covers="value and gradients",
+    package=CUDNN,
+    declined="cuDNN's needs the lse of attention over all keys, which nothing computes in the "
+    "latent space, and S x S fp32 scores",
+)
+_fused(
+    "dense_attention",
+    "sdpa",
+    _load("dense_attention.sdpa", "forward"),
+    covers="forward and backward (torch's flash, cuDNN or efficient kernels)",
+    dtypes=_HALF,
+    packed=False,
+    deterministic=False,
+    deterministic_mode=True,
+    probe=_probe("dense_attention.sdpa"),
+)
+
+_torch("indexer_scores", _load_instance("indexer_topk.unfused", "Scores"), "any shape")
+_torch("indexer_topk", _load("indexer_topk.unfused", "select"), "any shape")
+_torch("sparse_attention_forward", _load("sparse_attention.unfused", "forward"), "any shape; p_sum")
+_torch(
+    "sparse_attention_backward",
+    _load("sparse_attention.unfused", "backward"),
+    "any shape; p_sum",
+    deterministic=False,
+    deterministic_mode=True,
+)
+_torch(
+    "sparse_attention_probabilities",
+    _load("sparse_attention.unfused", "probabilities"),
+    "any shape",
+)
+_torch(
+    "sparse_indexer_loss",
+    _load("indexer_loss.unfused", "sparse"),
+    "any shape; gradients along with the value",
+    deterministic=False,
+    deterministic_mode=True,
+)
+_torch(
+    "indexer_backward",
+    _load("indexer_loss.unfused", "sparse_backward"),
+    "any shape",
+    deterministic=False,
+    deterministic_mode=True,
+)
+_torch("dense_indexer_loss", _load("indexer_loss.unfused", "dense"), "any shape")
+_torch("dense_attention", _load("dense_attention.unfused", "forward"), "any shape")

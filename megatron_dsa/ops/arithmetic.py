@@ -1,4 +1,4 @@
-"""Numerics shared by the torch implementations: accumulation dtype, products, row budgets."""
+"""What implementations share: accumulation dtype, products, row budgets, validity of entries."""
 
 from __future__ import annotations
 
@@ -37,3 +37,12 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def rows_in_budget(budget_bytes: int, bytes_per_row: int) -> int:
     """How many rows fit the workspace; at least one, or nothing could run."""
     return max(1, budget_bytes // max(1, bytes_per_row))
+
+
+def valid_entries(indices: torch.Tensor, topk_length: torch.Tensor | None, num_keys: int):
+    """Bool ``[Sq, K]``: entries that select a key."""
+    valid = (indices >= 0) & (indices < num_keys)
+    if topk_length is not None:
+        place = torch.arange(indices.shape[1], device=indices.device)
+        valid &= place < topk_length[:, None]
+    return valid

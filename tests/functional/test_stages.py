@@ -160,7 +160,7 @@ def test_no_fused_package_falls_back_aloud(data):
     """Trap 22: without optional packages it trains, and says what runs and why."""
     run = train({"--data-path": data, "--train-iters": 1})
     line = next(x for x in run.log.splitlines() if "megatron_dsa sparse_attention_forward:" in x)
-    assert "torch" in line and "flash_mla" in line
+    assert "torch" in line and "flashmla" in line
     assert run.log.count("megatron_dsa sparse_attention_forward:") == 1
     unfused = train({"--data-path": data, "--train-iters": 1, "--attention-backend": "dsa_unfused"})
     assert unfused.column("lm loss") == pytest.approx(run.column("lm loss"), rel=1e-2)

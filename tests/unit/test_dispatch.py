@@ -1,36 +1,37 @@
 """Dispatch: the choice, the reasons, one log line per operation, strictness, the report."""
 
 import logging
-import types
 
 import pytest
 import torch
 
 from megatron_dsa import dispatch
-from megatron_dsa.dispatch import CANDIDATES, OPERATIONS, Candidate, Policy, Problem, choose, run
-from megatron_dsa.errors import FallbackError
-from megatron_dsa.ops import packages
+from megatron_dsa.dispatch import OPERATIONS, Candidate, Operation, Policy, choose, run
+from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
+from megatron_dsa.support import Problem, Support
 
 HOPPER = Problem("cuda", (9, 0), torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=2048)
 CPU = Problem("cpu", None, torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=2048)
 
 
+def candidate(name, fused, probe=None, **support):
+    return Candidate(name, fused, Support("", probe=probe, **support), lambda: lambda: name)
+
+
 @pytest.fixture
 def operation(monkeypatch):
     """A made-up operation with two fused candidates and the torch one."""
-    choose.cache_clear()
+    dispatch._choose.cache_clear()
     monkeypatch.setattr(dispatch, "_logged", set())
-    candidates = [
-        Candidate("first", True, lambda p: "no first", lambda: lambda: "first"),
-        Candidate(
-            "second", True, lambda p: None if p.device == "cuda" else "needs a GPU",
-            lambda: lambda: "second",
-        ),
-        Candidate("torch", False, lambda p: None, lambda: lambda: "torch"),
-    ]  # fmt: skip
-    monkeypatch.setitem(CANDIDATES, "made_up", candidates)
+    made_up = [
+        candidate("first", True, lambda p: "no first"),
+        candidate("second", True, lambda p: None if p.device == "cuda" else "needs a GPU"),
+        candidate("torch", False),
+    ]
+    monkeypatch.setitem(OPERATIONS, "made_up", Operation("made_up", "made-up", ""))
+    monkeypatch.setitem(dispatch._candidates, "made_up", made_up)
     yield "made_up"
-    choose.cache_clear()
+    dispatch._choose.cache_clear()
 
 
 def test_first_fused_candidate_that_can_run(operation):
@@ -43,7 +44,7 @@ def test_fallback_names_every_rejected_candidate_once(operation, caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert run(operation, CPU, Policy()) == "torch"
-        choose.cache_clear()
+        dispatch._choose.cache_clear()
         choose(operation, CPU, Policy())
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -83,26 +84,63 @@ def test_every_operation_runs_everywhere():
         assert callable(choose(name, odd, Policy(fused=False)).candidate.load()), name
 
 
-@pytest.mark.parametrize(
-    ("problem", "installed", "found", "message"),
-    [
-        (CPU, True, "2.0", "wrong GPU: kernels_x has kernels for compute capability 9.0"),
-        (HOPPER, False, None, "missing: kernels_x is not installed; pip install x"),
-        (HOPPER, True, "1.4.9", "too old: kernels-x 1.4.9 found, >= 1.5 needed; pip install x"),
-        (HOPPER, True, "1.10", None),
-    ],
-)
-def test_missing_too_old_and_wrong_gpu_are_three_messages(
-    problem, installed, found, message, monkeypatch
-):
-    monkeypatch.setattr(packages, "installed_version", lambda _name: found)
-    monkeypatch.setattr(
-        packages.importlib.util,
-        "find_spec",
-        lambda _name: types.SimpleNamespace() if installed else None,
-    )
-    reason = packages.package_problem(
-        problem, module="kernels_x", install="pip install x", capabilities=((9, 0),),
-        distribution="kernels-x", minimum="1.5",
-    )  # fmt: skip
-    assert reason is None if message is None else reason.startswith(message)
+def test_a_named_implementation_runs_or_raises(operation, monkeypatch):
+    """Naming goes before dsa_unfused; what cannot run raises with the reason."""
+    named = Policy(fused=False, named=((operation, "second"),))
+    assert run(operation, HOPPER, named) == "second"
+    with pytest.raises(ImplementationError, match=r"--dsa-made-up-impl .* needs a GPU"):
+        choose(operation, CPU, named)
+    with pytest.raises(ConfigError, match="must be auto or one of first, second, torch"):
+        choose(operation, CPU, Policy(named=((operation, "thrid"),)))
+    # Naming the torch implementation is a choice, not a fallback.
+    assert run(operation, HOPPER, Policy(strict=True, named=((operation, "torch"),))) == "torch"
+
+
+def test_the_environment_names_one_too(operation, monkeypatch):
+    monkeypatch.setenv("MEGATRON_DSA_MADE_UP_IMPL", "first")
+    with pytest.raises(ImplementationError, match=r"MEGATRON_DSA_MADE_UP_IMPL.*no first"):
+        choose(operation, HOPPER, Policy())
+    # The policy (a flag) goes before the environment; auto takes the name back.
+    assert run(operation, HOPPER, Policy(named=((operation, "torch"),))) == "torch"
+    assert run(operation, HOPPER, Policy(named=((operation, "auto"),))) == "second"
+    monkeypatch.setenv("MEGATRON_DSA_MADE_UP_IMPL", "auto")
+    assert run(operation, HOPPER, Policy()) == "second"
+
+
+def test_nvtx_ranges_have_stable_names(operation, monkeypatch):
+    """Opened on a GPU and closed also when the implementation raises."""
+    seen = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("pop"))
+    run(operation, HOPPER, Policy())
+    run(operation, CPU, Policy())  # no NVTX without a GPU
+    assert seen == ["megatron_dsa.made_up.second", "pop"]
+
+    def fail():
+        raise RuntimeError("boom")
+
+    broken = Candidate("second", True, Support(""), lambda: fail)
+    monkeypatch.setitem(dispatch._candidates, operation, [broken])
+    dispatch._choose.cache_clear()
+    with pytest.raises(RuntimeError, match="boom"):
+        run(operation, HOPPER, Policy())
+    assert seen[2:] == ["megatron_dsa.made_up.second", "pop"]
+
+
+def test_warm_up_is_not_counted(operation):
+    dispatch.reset_report()
+    with dispatch.uncounted():
+        run(operation, HOPPER, Policy())
+    assert dispatch.report() == {}
+
+
+def test_determinism_is_asked_for(monkeypatch):
+    """Kernels that add with atomics step aside under torch.use_deterministic_algorithms(True)."""
+    torch.use_deterministic_algorithms(True)
+    shape = {"dtype": torch.float32, "heads": 2, "qk_dim": 8, "v_dim": 8}
+    problem = dispatch.device_problem("cpu", **shape)
+    assert problem.deterministic
+    torch.use_deterministic_algorithms(True, warn_only=True)  # a warning is all they want
+    assert not dispatch.device_problem("cpu", **shape).deterministic
+    assert "not deterministic" in Support("", deterministic=False).reason(problem)
+    assert Support("", deterministic=False, deterministic_mode=True).reason(problem) is None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_dsa.dispatch import Problem
 from megatron_dsa.ops.dense_attention import DenseProblem
+from megatron_dsa.support import Problem
 
 _FUSED = [
     SDPBackend.FLASH_ATTENTION,
@@ -15,19 +15,15 @@ _FUSED = [
 ]
 
 
-def unsupported(problem: Problem) -> str | None:
+def probe(problem: Problem) -> str | None:
     """Return why torch's scaled_dot_product_attention cannot run this, or ``None``."""
     if problem.device != "cuda":
         return f"torch's fused attention needs a CUDA GPU, this is {problem.on()}"
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"needs bf16 or fp16, got {problem.dtype}"
     if problem.qk_dim % 8 or problem.v_dim % 8 or problem.qk_dim > 256 or problem.v_dim > 256:
         return (
             "needs head dims that are multiples of 8 up to 256, got "
             f"{problem.qk_dim} and {problem.v_dim}"
         )
-    if problem.packed:
-        return "torch's fused attention has no packed (THD) causal mode"
     return None
 
 

@@ -1,14 +1,15 @@
 """KL divergence from the attention's own distribution to the indexer's (DeepSeek-V3.2, eq. 4, 5).
 
 Both losses return the *sum* over query rows of ``KL(teacher || student)``; the mean, the
-coefficient and the scale of an auxiliary loss are applied by the caller. Because the gradient of a
-row is ``student - teacher``, value and gradients come out of one pass: the gradients are formed in
-the forward and only multiplied by a number in the backward.
+coefficient and the scale of an auxiliary loss are applied by the caller. The gradient of a row on
+its scores is ``student - teacher``, so gradients need no second look at the loss: an implementation
+may form them along with the value, or leave them to ``indexer_backward``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,17 +17,38 @@ from megatron_dsa.layout import Layout
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 
 
+class IndexerGradients(NamedTuple):
+    """Gradients of a KL sum on the indexer's tensors."""
+
+    q: torch.Tensor  # [Sq, HI, DI], dtype of q
+    k: torch.Tensor  # [Skv, DI], fp32 (fp64 for fp64 inputs)
+    weights: torch.Tensor  # [Sq, HI], fp32 (fp64) or the dtype of the weights
+
+
+class SparseLoss(NamedTuple):
+    """What an implementation of ``sparse_indexer_loss`` returns."""
+
+    value: torch.Tensor  # scalar, the KL sum
+    #: ``[Sq, K]`` fp32, softmax of the index scores over the selected keys; 0 at entries that
+    #: select nothing and in rows whose teacher has no mass. ``None`` if ``gradients`` are there.
+    student: torch.Tensor | None
+    #: The gradients, from an implementation that has them at hand; else ``indexer_backward`` runs.
+    gradients: IndexerGradients | None
+
+
 @dataclass(frozen=True)
 class SparseLossProblem:
     """Loss over the selected keys.
 
     Attributes:
-        inputs: the indexer's tensors; gradients flow to q, k and weights.
+        inputs: the indexer's tensors.
         indices: int32 ``[Sq, K]``, rows of ``inputs.k``; -1 (or out of range) selects nothing.
         topk_length: int32 ``[Sq]`` or ``None``.
         teacher: ``[Sq, K]``, attention probabilities summed over all heads (of all tensor-parallel
-            ranks), not yet normalised. Rows that sum to 0 contribute nothing.
+            ranks), not yet normalised. Rows that sum to 0 contribute nothing. **Overwritten**: the
+            loss leaves it normalised and 0 at invalid entries, ``indexer_backward`` with anything.
         workspace_bytes: budget for temporary memory.
+        want_gradients: gradients will be asked for; an implementation may return them at once.
     """
 
     inputs: IndexerInputs
@@ -34,6 +56,7 @@ class SparseLossProblem:
     topk_length: torch.Tensor | None
     teacher: torch.Tensor
     workspace_bytes: int
+    want_gradients: bool = True
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
-from megatron_dsa.ops.arithmetic import accumulation_dtype, bmm, mm, rows_in_budget
-from megatron_dsa.ops.indexer_loss import DenseLossProblem, SparseLossProblem
+from megatron_dsa.ops.arithmetic import (
+    accumulation_dtype,
+    bmm,
+    mm,
+    rows_in_budget,
+    valid_entries,
+)
+from megatron_dsa.ops.indexer_loss import (
+    DenseLossProblem,
+    IndexerGradients,
+    SparseLoss,
+    SparseLossProblem,
+)
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.ops.indexer_topk.scores import block_scores, head_blocks, head_products
 
@@ -15,35 +27,52 @@ from megatron_dsa.ops.indexer_topk.scores import block_scores, head_blocks, head
 HEADS_AT_ONCE = 8
 
 
-def sparse(problem: SparseLossProblem) -> torch.Tensor:
-    """Return the KL sum over the selected keys (scalar), differentiable in the indexer's inputs."""
-    return _apply(_sparse_pass, problem)
+def sparse(problem: SparseLossProblem) -> SparseLoss:
+    """Return the KL sum over the selected keys, with the gradients if they will be asked for."""
+    x = problem.inputs
+    acc = accumulation_dtype(x.q.dtype)
+    value = x.q.new_zeros((), dtype=acc)
+    grads = _Gradients(x) if problem.want_gradients else None
+    student = None if grads else x.q.new_empty(problem.indices.shape, dtype=acc)
+    for chunk in _sparse_chunks(problem):
+        # A view: the normalised teacher is left in place of the given one.
+        part, chunk_student = _kl_rows(chunk.logits(), problem.teacher[chunk.rows], chunk.mask)
+        value += part
+        if grads is None:
+            student[chunk.rows] = chunk_student
+        else:
+            chunk.backward(chunk_student.sub_(problem.teacher[chunk.rows]), grads)
+    return SparseLoss(value, student, None if grads is None else grads.result())
+
+
+def sparse_backward(problem: SparseLossProblem, student: torch.Tensor) -> IndexerGradients:
+    """Return the gradients of the KL sum from the student and the normalised teacher."""
+    grads = _Gradients(problem.inputs)
+    for chunk in _sparse_chunks(problem):
+        chunk.backward(student[chunk.rows] - problem.teacher[chunk.rows], grads)
+    return grads.result()
 
 
 def dense(problem: DenseLossProblem) -> torch.Tensor:
-    """Return the KL sum over all visible keys (scalar), differentiable in the indexer's inputs."""
-    return _apply(_dense_pass, problem)
+    """Return the KL sum over all visible keys (scalar), differentiable in the indexer's inputs.
 
-
-def _apply(one_pass, problem) -> torch.Tensor:
+    Its gradients are complete when its value is: they are formed in the forward pass.
+    """
     x = problem.inputs
     if x.q.dtype == torch.float16:
         # Gradients exist before the loss scale is applied; in fp16 they would underflow.
         x = IndexerInputs(x.q.float(), x.k.float(), x.weights.float(), x.relu)
         problem = dataclasses.replace(problem, inputs=x)
-    wants = torch.is_grad_enabled() and any(t.requires_grad for t in (x.q, x.k, x.weights))
-    if not wants:
-        return one_pass(problem, None)
-    return _OnePassLoss.apply(x.q, x.k, x.weights, one_pass, problem)
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x.q, x.k, x.weights))):
+        return _dense_pass(problem, None)
+    return _DenseLoss.apply(x.q, x.k, x.weights, problem)
 
 
-class _OnePassLoss(torch.autograd.Function):
-    """Loss whose gradients are complete when its value is; see the package's docstring."""
-
+class _DenseLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, weights, one_pass, problem):
+    def forward(ctx, q, k, weights, problem):
         grads = _Gradients(problem.inputs)
-        loss = one_pass(problem, grads)
+        loss = _dense_pass(problem, grads)
         ctx.save_for_backward(
             grads.q.to(q.dtype), grads.k.to(k.dtype), grads.weights.to(weights.dtype)
         )
@@ -53,7 +82,7 @@ class _OnePassLoss(torch.autograd.Function):
     def backward(ctx, dloss):
         acc = accumulation_dtype(dloss.dtype)
         scaled = ((grad.to(acc) * dloss).to(grad.dtype) for grad in ctx.saved_tensors)
-        return *scaled, None, None
+        return *scaled, None
 
 
 class _Gradients:
@@ -75,12 +104,15 @@ class _Gradients:
     def k_with_spare(self) -> torch.Tensor:
         return self._k
 
+    def result(self) -> IndexerGradients:
+        return IndexerGradients(self.q, self.k, self.weights)
+
 
 def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
-    """Return the KL sum of a block and its gradient on ``logits`` (in place of ``logits``).
+    """Return the KL sum of a block and the student (its softmax), of rows that have a teacher.
 
     ``teacher`` is normalised in place. Rows whose teacher has no mass (no visible key, padding)
-    contribute exactly 0 to both.
+    contribute exactly 0 to the sum and have a student of 0.
     """
     teacher.masked_fill_(~mask, 0.0)
     mass = teacher.sum(-1, keepdim=True)
@@ -94,42 +126,55 @@ def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
     # 0 * -inf at masked entries must be 0.
     cross = (teacher * log_student.masked_fill(~mask, 0.0)).sum()
     student = log_student.exp_().masked_fill_(~(mask & has_mass), 0.0)
-    return entropy - cross, student.sub_(teacher)
+    return entropy - cross, student
 
 
-def _sparse_pass(problem: SparseLossProblem, grads: _Gradients | None) -> torch.Tensor:
+@dataclasses.dataclass
+class _SparseChunk:
+    """Some query rows with their gathered keys and head products."""
+
+    inputs: IndexerInputs
+    rows: slice
+    index: torch.Tensor  # [r, K] int64, invalid entries -> the spare row
+    mask: torch.Tensor  # [r, K]
+    keys: torch.Tensor  # [r, K, DI]
+    products: torch.Tensor  # [r, HI, K], after the relu if there is one
+
+    def weights(self) -> torch.Tensor:
+        return self.inputs.weights[self.rows].to(self.products.dtype)
+
+    def logits(self) -> torch.Tensor:
+        """Index scores ``[r, K]``."""
+        return torch.bmm(self.weights()[:, None], self.products).squeeze(1)
+
+    def backward(self, dlogits: torch.Tensor, grads: _Gradients) -> None:
+        """Add this chunk's gradients, given the gradient on its scores."""
+        x = self.inputs
+        grads.weights[self.rows] = torch.bmm(self.products, dlogits[..., None]).squeeze(-1)
+        dproducts = _through_relu(self.products, dlogits, self.weights(), x.relu).to(x.q.dtype)
+        grads.q[self.rows] = bmm(dproducts, self.keys).to(x.q.dtype)
+        dkeys = bmm(dproducts.transpose(1, 2), x.q[self.rows])
+        grads.k_with_spare.index_add_(0, self.index.flatten(), dkeys.flatten(0, 1))
+
+
+def _sparse_chunks(problem: SparseLossProblem) -> Iterator[_SparseChunk]:
+    """Cut the query rows so that the temporaries of a chunk fit the budget."""
     x, width = problem.inputs, problem.indices.shape[1]
-    acc = accumulation_dtype(x.q.dtype)
     heads, dim = x.q.shape[1], x.q.shape[2]
     num_keys = x.k.shape[0]
     table = torch.cat([x.k, x.k.new_zeros(1, dim)])
-    loss = x.q.new_zeros((), dtype=acc)
+    acc = accumulation_dtype(x.q.dtype)
     per_row = width * ((3 * dim + 3 * heads + 6) * acc.itemsize + 24)
     rows_at_once = rows_in_budget(problem.workspace_bytes, per_row)
     for first in range(0, x.q.shape[0], rows_at_once):
         rows = slice(first, first + rows_at_once)
         index = problem.indices[rows]
-        mask = (index >= 0) & (index < num_keys)
-        if problem.topk_length is not None:
-            place = torch.arange(width, device=index.device)
-            mask &= place < problem.topk_length[rows, None]
+        length = None if problem.topk_length is None else problem.topk_length[rows]
+        mask = valid_entries(index, length, num_keys)
         index = torch.where(mask, index, num_keys).long()
-        keys = table[index]  # [r, K, DI]
-        weights = x.weights[rows].to(acc)
-        products = bmm(x.q[rows], keys.transpose(1, 2))  # [r, HI, K]
-        if x.relu:
-            products.relu_()
-        logits = torch.bmm(weights[:, None], products).squeeze(1)
-        value, dlogits = _kl_rows(logits, problem.teacher[rows].to(acc, copy=True), mask)
-        loss += value
-        if grads is None:
-            continue
-        grads.weights[rows] = torch.bmm(products, dlogits[..., None]).squeeze(-1)
-        dproducts = _through_relu(products, dlogits, weights, x.relu).to(x.q.dtype)
-        grads.q[rows] = bmm(dproducts, keys).to(x.q.dtype)
-        dkeys = bmm(dproducts.transpose(1, 2), x.q[rows])
-        grads.k_with_spare.index_add_(0, index.flatten(), dkeys.flatten(0, 1))
-    return loss
+        keys = table[index]
+        products = bmm(x.q[rows], keys.transpose(1, 2))
+        yield _SparseChunk(x, rows, index, mask, keys, products.relu_() if x.relu else products)
 
 
 def _through_relu(products, dlogits, weights, relu: bool) -> torch.Tensor:
@@ -158,10 +203,11 @@ def _dense_pass(problem: DenseLossProblem, grads: _Gradients | None) -> torch.Te
             torch.distributed.all_reduce(teacher, group=problem.head_group)
         keys = index_keys[slots]
         logits = block_scores(x, block.rows, keys, heads_at_once)
-        value, dlogits = _kl_rows(logits, teacher, mask)
+        value, student = _kl_rows(logits, teacher, mask)
         loss += value
         if grads is None:
             continue
+        dlogits = student.sub_(teacher)
         for heads in head_blocks(x.q.shape[1], heads_at_once):
             weights = x.weights[block.rows, heads].to(acc)
             products = head_products(x, block.rows, keys, heads)

@@ -20,7 +20,8 @@ class SparseProblem:
         topk_length: int32 ``[Sq]`` or ``None``; entries of ``indices`` from there on are ignored.
         sink: fp32 ``[H]`` or ``None``; a logit in the denominator that has no value.
         workspace_bytes: budget for temporary memory.
-        want_p_sum: the caller wants the head sum of the probabilities, if it comes for free.
+        want_p_sum: the caller wants the head sum of the probabilities, if it comes for free (in
+            the forward or in the backward, whichever asks).
     """
 
     q: torch.Tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.ops.arithmetic import accumulation_dtype, bmm, rows_in_budget
+from megatron_dsa.ops.arithmetic import accumulation_dtype, bmm, rows_in_budget, valid_entries
 from megatron_dsa.ops.sparse_attention import SparseProblem
 
 
@@ -30,10 +30,8 @@ def _with_zero_row(kv: torch.Tensor) -> torch.Tensor:
 def _selected(problem: SparseProblem, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``index [r, K]`` int64 (invalid entries -> the zero row) and ``valid [r, K]``."""
     index = problem.indices[rows]
-    valid = (index >= 0) & (index < problem.kv.shape[0])
-    if problem.topk_length is not None:
-        place = torch.arange(index.shape[1], device=index.device)
-        valid &= place < problem.topk_length[rows, None]
+    length = None if problem.topk_length is None else problem.topk_length[rows]
+    valid = valid_entries(index, length, problem.kv.shape[0])
     return torch.where(valid, index, problem.kv.shape[0]).long(), valid
 
 
@@ -87,7 +85,8 @@ def _denominator(problem: SparseProblem, lse: torch.Tensor) -> torch.Tensor:
 
 
 def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor):
-    """Return ``dq`` (dtype of q), ``dkv`` (accumulation dtype), ``dsink`` or ``None``.
+    """Return ``dq`` (dtype of q), ``dkv`` (accumulation dtype), ``dsink`` or ``None``, and
+    ``p_sum`` if it is asked for, else ``None``.
 
     With ``P`` the probabilities, ``dV = P^T dO``, ``dP = dO V^T`` and
     ``dS = P * (dP - rowsum(dO * O))``; ``d sink = -sum_t p_sink * rowsum(dO * O)``.
@@ -99,6 +98,7 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
     # The extra row collects the (zero) contributions of invalid entries.
     dkv = kv.new_zeros(table.shape, dtype=acc)
     dsink = None if problem.sink is None else q.new_zeros(q.shape[1], dtype=acc)
+    p_sum = q.new_empty(problem.indices.shape, dtype=acc) if problem.want_p_sum else None
     for rows in _chunks(problem, copies_of_keys=4, copies_of_scores=4):
         index, valid = _selected(problem, rows)
         keys = table[index]
@@ -106,6 +106,8 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
         delta = (chunk_dout.to(acc) * out[rows].to(acc)).sum(-1)
         total = _denominator(problem, lse[rows])
         probs = _scores(problem, rows, keys, valid).sub_(total[..., None]).exp_()
+        if p_sum is not None:
+            torch.sum(probs, dim=1, out=p_sum[rows])
         dscores = bmm(chunk_dout, keys[..., :v_dim].transpose(1, 2))
         dscores.sub_(delta[..., None]).mul_(probs)
         dscores = dscores.mul_(scale).to(q.dtype)
@@ -115,4 +117,4 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
         dkv.index_add_(0, index.flatten(), dkeys.flatten(0, 1))
         if dsink is not None:
             dsink -= (torch.exp(problem.sink.to(acc) - total) * delta).sum(0)
-    return dq, dkv[:-1], dsink
+    return dq, dkv[:-1], dsink, p_sum

@@ -1,0 +1,131 @@
+"""Training the indexer on the sparse attention's own distribution (DeepSeek-V3.2, eq. 5)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dsa.dispatch import Policy, choose, device_problem, run
+from megatron_dsa.layout import Layout
+from megatron_dsa.ops.arithmetic import accumulation_dtype
+from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLossProblem
+from megatron_dsa.ops.indexer_topk import IndexerInputs
+
+
+@dataclass(frozen=True)
+class IndexerTraining:
+    """What :func:`megatron_dsa.dsa_kernels.sparse_attention` needs to train the indexer.
+
+    The teacher is the head sum of the attention probabilities, which the backward pass recomputes
+    anyway; so the loss has its exact value there, and the indexer's tensors get their gradients
+    from the attention's backward. Nothing of it exists in the forward pass.
+
+    Attributes:
+        inputs: the indexer's tensors; gradients flow to q, k and weights.
+        layout: the layout that the selection was made with.
+        weight: called in the backward pass; returns the factor on the gradient of the KL *sum* over
+            query rows (coefficient, mean over rows, scale of auxiliary losses), a number or a
+            scalar tensor on the device.
+        record: called in the backward pass with the KL sum (detached scalar), for the log.
+        head_group: process group over which heads are spread; the teacher is summed over it.
+    """
+
+    inputs: IndexerInputs
+    layout: Layout
+    weight: Callable[[], torch.Tensor | float]
+    record: Callable[[torch.Tensor], None] = lambda kl_sum: None
+    head_group: object | None = None
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the tensors that get gradients."""
+        return self.inputs.q, self.inputs.k, self.inputs.weights
+
+
+def index_problem(inputs: IndexerInputs, layout: Layout, topk: int | None):
+    """Describe a call of an indexer operation to dispatch."""
+    return device_problem(
+        inputs.q.device,
+        dtype=torch.promote_types(inputs.q.dtype, inputs.weights.dtype),
+        heads=inputs.q.shape[1],
+        qk_dim=inputs.q.shape[2],
+        v_dim=0,
+        topk=topk,
+        packed=layout.real is not None,
+        relu=inputs.relu,
+    )
+
+
+def loss_and_gradients(
+    inputs: IndexerInputs,
+    layout: Layout,
+    indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    teacher: torch.Tensor,
+    policy: Policy,
+    want_gradients: bool = True,
+) -> tuple[torch.Tensor, IndexerGradients | None]:
+    """Return the KL sum and its gradients on the indexer's tensors (fp32 where they accumulate).
+
+    ``teacher`` is overwritten. Shapes as in
+    :class:`~megatron_dsa.ops.indexer_loss.SparseLossProblem`.
+    """
+    if inputs.q.dtype == torch.float16:
+        # Gradients exist before the loss scale is applied; in fp16 they would underflow.
+        inputs = IndexerInputs(
+            inputs.q.float(), inputs.k.float(), inputs.weights.float(), inputs.relu
+        )
+    problem = index_problem(inputs, layout, indices.shape[1])
+    arguments = SparseLossProblem(
+        inputs, indices, topk_length, teacher, policy.workspace_bytes, want_gradients=False
+    )
+    if not want_gradients:
+        return run("sparse_indexer_loss", problem, policy, arguments).value, None
+    # The torch loss forms its gradients along the way, unless a kernel does that better.
+    fused = choose("indexer_backward", problem, policy).candidate.fused
+    arguments = dataclasses.replace(arguments, want_gradients=not fused)
+    loss = run("sparse_indexer_loss", problem, policy, arguments)
+    gradients = loss.gradients
+    if gradients is None:
+        gradients = run("indexer_backward", problem, policy, arguments, loss.student)
+    return loss.value, gradients
+
+
+def sparse_loss(
+    inputs: IndexerInputs,
+    layout: Layout,
+    indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    teacher: torch.Tensor,
+    policy: Policy,
+) -> torch.Tensor:
+    """Return the KL sum, differentiable in the indexer's tensors. ``teacher`` is overwritten."""
+    tensors = (inputs.q, inputs.k, inputs.weights)
+    rest = (layout, indices, topk_length, teacher, policy)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return _SparseLoss.apply(*tensors, inputs.relu, rest)
+    return loss_and_gradients(inputs, *rest, want_gradients=False)[0]
+
+
+class _SparseLoss(torch.autograd.Function):
+    """The gradients are formed with the value and only multiplied by a number in the backward."""
+
+    @staticmethod
+    def forward(ctx, q, k, weights, relu, rest):
+        value, gradients = loss_and_gradients(IndexerInputs(q, k, weights, relu), *rest)
+        ctx.save_for_backward(
+            *(g.to(x.dtype) for g, x in zip(gradients, (q, k, weights), strict=True))
+        )
+        return value
+
+    @staticmethod
+    def backward(ctx, dvalue):
+        return *(scaled(grad, dvalue) for grad in ctx.saved_tensors), None, None
+
+
+def scaled(gradient: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+    """Return ``factor * gradient``, multiplied in fp32, in the gradient's dtype."""
+    wide = gradient.to(accumulation_dtype(gradient.dtype))
+    return (wide * factor).to(gradient.dtype)

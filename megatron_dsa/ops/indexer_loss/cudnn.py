@@ -1,0 +1,90 @@
+"""Sparse indexer loss and indexer gradients through cuDNN's front end (Hopper, bf16).
+
+Bridged here: list widths come in buckets (the tail of other widths is left uninitialised there);
+the gradient kernel takes 64 index heads at a time, overwrites the teacher, divides by the number of
+rows, and drops the teacher's pull at entries whose student underflowed, which are the very ones
+that need it: the student is kept above the smallest normal number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from megatron_dsa.ops.arithmetic import rows_in_budget, valid_entries
+from megatron_dsa.ops.cudnn_common import bucketed_indices, padded_heads, widened
+from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLoss, SparseLossProblem
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def sparse(problem: SparseLossProblem) -> SparseLoss:
+    """Return the KL sum and the student; the gradients are left to ``indexer_backward``."""
+    from cudnn import DSA
+
+    x, width = problem.inputs, problem.indices.shape[1]
+    extra = padded_heads(x.q.shape[1], (8, 16, 32, 64)) - x.q.shape[1]
+    q, weights = pad(x.q, (0, 0, 0, extra)), pad(x.weights, (0, extra))
+    valid = valid_entries(problem.indices, problem.topk_length, x.k.shape[0])
+    _, length = bucketed_indices(problem.indices, problem.topk_length)
+    student = DSA.sparse_indexer_score_recompute_wrapper(
+        q.contiguous()[None],
+        x.k.contiguous()[None],
+        weights.contiguous()[None],
+        widened(torch.where(valid, problem.indices, -1), -1)[None],
+        qhead_per_kv_head=q.shape[1],
+        topk_length=length[None],
+        topk_indices_global=False,
+    )["predict"][0, :, :width].contiguous()
+    value = student.new_zeros(())
+    step = rows_in_budget(problem.workspace_bytes, width * 24)
+    for first in range(0, student.shape[0], step):
+        rows = slice(first, first + step)
+        value += _kl_rows(student[rows], problem.teacher[rows], valid[rows])
+    return SparseLoss(value, student, None)
+
+
+def _kl_rows(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Return the KL sum of some rows; normalises the teacher and cleans the student in place.
+
+    A student that underflowed counts as the smallest normal number in the logarithm.
+    """
+    teacher.masked_fill_(~valid, 0.0)
+    mass = teacher.sum(-1, keepdim=True)
+    has_mass = mass > 0
+    teacher.div_(torch.where(has_mass, mass, 1.0))
+    # Entries that select nothing, and whole rows without keys, may hold anything there.
+    student.masked_fill_(~(valid & has_mass), 0.0)
+    log_ratio = torch.log(teacher.clamp_min(_TINY)) - torch.log(student.clamp_min(_TINY))
+    return (teacher * log_ratio).sum()
+
+
+def backward(problem: SparseLossProblem, student: torch.Tensor) -> IndexerGradients:
+    """Return the gradients of the KL sum from the student and the normalised teacher."""
+    from cudnn import DSA
+
+    x = problem.inputs
+    rows, heads = x.q.shape[:2]
+    extra = padded_heads(heads, (64,)) - heads
+    q, weights = pad(x.q, (0, 0, 0, extra)), pad(x.weights, (0, extra))
+    valid = valid_entries(problem.indices, problem.topk_length, x.k.shape[0])
+    # Rows without a teacher keep a student of 0, which means no gradient there.
+    trained = valid & (problem.teacher.sum(-1, keepdim=True) > 0)
+    result = DSA.indexer_backward_wrapper(
+        q.contiguous()[None],
+        weights.contiguous()[None],
+        x.k.contiguous()[None],
+        widened(problem.teacher, 0.0)[None],
+        widened(torch.where(trained, student.clamp_min(_TINY), 0.0), 0.0)[None],
+        widened(torch.where(valid, problem.indices, -1), -1)[None],
+        torch.ones(1, dtype=torch.float32, device=q.device),
+        sm_scale=1.0,
+        loss_coeff=float(rows),  # it divides by the number of rows
+        topk_indices_global=False,
+        d_index_k=torch.empty(1, *x.k.shape, dtype=torch.float32, device=q.device),
+    )
+    return IndexerGradients(
+        result["d_index_q"][0, :, :heads],
+        result["d_index_k"][0],
+        result["d_weights"][0, :, :heads],
+    )

@@ -1,0 +1,60 @@
+"""Scores and selection through cuDNN's front end (Hopper, bf16, index dim 128).
+
+Bridged here: its scores would fill an ``S x S`` fp32 buffer, so it is asked for one block of
+queries at a time, with the block's place under the diagonal as a causal offset (its mask is aligned
+to the top left); ``ratio`` defaults to 4 there; index heads come in 16, 32 or 64. Selection treats
+``+0`` and ``-0`` as different scores; both are common results of the relu and mean the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from megatron_dsa.layout import Block
+from megatron_dsa.ops.cudnn_common import padded_heads
+from megatron_dsa.ops.indexer_topk import IndexerInputs
+
+
+class Scores:
+    """``indexer_scores`` of a block."""
+
+    def bytes_per_score(self, heads: int, itemsize: int) -> int:
+        """Only the scores: products stay on the chip."""
+        return itemsize
+
+    def __call__(self, inputs: IndexerInputs, block: Block, keys: torch.Tensor) -> torch.Tensor:
+        """Return the scores ``[rows, width]``, ``-inf`` above the diagonal."""
+        from cudnn import DSA
+
+        q, weights = inputs.q[block.rows], inputs.weights[block.rows]
+        rows, heads = q.shape[:2]
+        extra = padded_heads(heads, (16, 32, 64)) - heads
+        if extra:
+            q, weights = pad(q, (0, 0, 0, extra)), pad(weights, (0, extra))
+        # The i-th query of a block sees up to its own slot, which is the block's last but rows - i.
+        offset = block.width - rows
+        scores = DSA.indexer_forward_wrapper(
+            q.contiguous()[None],
+            keys[block.lo : block.hi].contiguous()[None, :, None],
+            weights.contiguous()[None],
+            ratio=1,
+            qhead_per_kv_head=heads + extra,
+            sm_scale=1.0,
+            q_causal_offsets=torch.full((1,), offset, dtype=torch.int32, device=q.device),
+        )["scores"]
+        return scores[0]
+
+
+def select(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
+    """Return int32 ``[r, topk]``: ascending columns of the best visible scores, then -1.
+
+    What a row sees must be the first columns of the block (true for unpacked batches).
+    """
+    from cudnn import DSA
+
+    scores = scores.add_(0.0)  # -0 + 0 = +0
+    seen = visible.sum(-1, dtype=torch.int32)
+    return DSA.indexer_top_k_wrapper(
+        scores, seen, topk, return_val=False, tie_break=1, deterministic=True
+    )["indices"]

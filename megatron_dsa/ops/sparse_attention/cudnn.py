@@ -1,0 +1,143 @@
+"""Sparse attention backward and the indexer's teacher through cuDNN's front end.
+
+Bridged here: the sink is required there (``-inf`` means none); rows without keys carry an lse of
+``+inf``; list widths come in buckets. On Hopper the key gradient is accumulated in fp32 and
+rounded to the dtype of the keys on return; the contract wants it unrounded until it is summed over
+ranks, so the accumulator is read from the workspace (:func:`_accumulator`).
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch.nn.functional import pad
+
+from megatron_dsa.ops.arithmetic import valid_entries
+from megatron_dsa.ops.cudnn_common import bucketed_indices, padded_heads, widened
+from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.packages import CUDNN
+
+logger = logging.getLogger(__name__)
+
+#: The version whose workspace is laid out as :func:`_accumulator` reads it.
+_WORKSPACE_SINCE = (1, 32)
+_TILE = 64
+_accumulator_fits: bool | None = None
+_workspace_bytes: dict[tuple, int] = {}
+
+
+def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor):
+    """Return ``dq`` (dtype of q), ``dkv`` fp32, ``dsink`` fp32 or ``None``, and ``None``."""
+    from cudnn import DSA
+
+    q, kv = problem.q.contiguous(), problem.kv.contiguous()
+    indices, length = bucketed_indices(problem.indices, problem.topk_length)
+    sink = problem.sink
+    if sink is None:
+        sink = torch.full((q.shape[1],), float("-inf"), dtype=torch.float32, device=q.device)
+    arguments = (
+        q,
+        kv,
+        out.contiguous(),
+        dout.to(q.dtype).contiguous(),
+        torch.where(lse == float("-inf"), float("inf"), lse),
+        sink.float().contiguous(),
+        indices,
+    )
+    workspace = _workspace(DSA, arguments, length)
+    result = DSA.sparse_attention_backward_wrapper(
+        *arguments,
+        softmax_scale=problem.softmax_scale,
+        topk_length=length,
+        workspace=workspace,
+    )
+    dkv = _wide(result["dkv"], workspace)
+    return result["dq"], dkv, None if problem.sink is None else result["d_sink"], None
+
+
+def _workspace(DSA, arguments, length) -> torch.Tensor | None:
+    """Allocate the workspace ourselves where the fp32 key gradient can be read from it."""
+    q = arguments[0]
+    hopper = torch.cuda.get_device_capability(q.device) == (9, 0)
+    if not hopper or CUDNN.version() < _WORKSPACE_SINCE or _accumulator_fits is False:
+        return None
+    shapes = tuple(x.shape for x in arguments)
+    if shapes not in _workspace_bytes:
+        names = ("q", "kv", "out", "dout", "lse", "attn_sink", "topk_idxs")
+        samples = {f"sample_{name}": x for name, x in zip(names, arguments, strict=True)}
+        plan = DSA.SparseAttentionBackward(**samples, sample_topk_length=length)
+        plan.check_support()
+        _workspace_bytes[shapes] = plan.scratch_workspace_bytes()
+    return torch.empty(_workspace_bytes[shapes], dtype=torch.uint8, device=q.device)
+
+
+def _wide(dkv: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
+    """Return the key gradient in fp32: the unrounded accumulator where it can be read."""
+    global _accumulator_fits
+    if workspace is None or _accumulator_fits is False:
+        return dkv.float()
+    wide = _accumulator(workspace, *dkv.shape)
+    if _accumulator_fits is None:
+        # Once per process, in its first call (which compiles anyway): the rounded accumulator has
+        # to be the gradient that was returned, or the layout is not the one we know.
+        _accumulator_fits = torch.equal(wide.to(dkv.dtype), dkv)
+        if not _accumulator_fits:
+            logger.warning(
+                "megatron_dsa: the workspace of this cuDNN front end is laid out differently; its "
+                "key gradients are used as returned, rounded to %s before the sum over ranks",
+                dkv.dtype,
+            )
+            return dkv.float()
+    return wide
+
+
+def _accumulator(workspace: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
+    """Return the fp32 gradient ``[rows, dim]`` from the end of the workspace.
+
+    Rows are padded to a tile there, and the 16 columns of a matrix-unit fragment are stored as
+    ``[4 threads, 2 halves, 2]`` instead of ``[2 halves, 4 threads, 2]``.
+    """
+    padded_rows = -(-rows // _TILE) * _TILE
+    size = padded_rows * dim * 4
+    fragments = workspace[workspace.numel() - size :].view(torch.float32)
+    fragments = fragments.view(padded_rows, dim // 16, 4, 2, 2)[:rows]
+    return fragments.permute(0, 1, 3, 2, 4).reshape(rows, dim)
+
+
+def probabilities(problem: SparseProblem, lse: torch.Tensor) -> torch.Tensor:
+    """Return ``p_sum [Sq, K]`` fp32, the head sum of the probabilities.
+
+    cuDNN normalises each row to sum 1; the sum over heads that it divided by is known from the lse
+    (1 per head, or ``exp(lse - total)`` with a sink) and multiplied back, so that the sum over
+    tensor-parallel ranks can be completed.
+    """
+    from cudnn import DSA
+
+    q, heads, width = problem.q, problem.q.shape[1], problem.indices.shape[1]
+    valid = valid_entries(problem.indices, problem.topk_length, problem.kv.shape[0])
+    indices = widened(torch.where(valid, problem.indices, -1), -1)
+    _, length = bucketed_indices(problem.indices, problem.topk_length)
+    total = lse
+    if problem.sink is not None:
+        total = torch.logaddexp(lse, problem.sink.float().expand_as(lse))
+    empty = lse == float("-inf")
+    mass = torch.where(empty, 0.0, torch.exp(lse - torch.where(empty, 0.0, total))).sum(-1)
+    # Rows without keys and heads that only pad get no weight: exp(x - inf) = 0.
+    total = torch.where(empty, float("inf"), total)
+    extra = padded_heads(heads, (8, 16, 32, 64)) - heads
+    if extra:
+        q = pad(q, (0, 0, 0, extra))
+        total = pad(total, (0, extra), value=float("inf"))
+    target = DSA.sparse_attn_score_recompute_wrapper(
+        q.contiguous()[None],
+        problem.kv.contiguous()[None],
+        total.contiguous()[None],
+        indices[None],
+        problem.softmax_scale,
+        qhead_per_kv_head=heads + extra,
+        topk_length=length[None],
+        topk_indices_global=False,
+    )["target"][0, :, :width]
+    # Entries that select nothing may hold anything there.
+    return torch.where(valid, target * mass[:, None], 0.0)

@@ -1,0 +1,96 @@
+"""Sparse attention forward through DeepSeek's FlashMLA (Hopper and Blackwell, bf16).
+
+Differences from this package's contract that are bridged here: 64 or 128 heads only, widths in
+multiples of 128, no clamping of ``topk_length``, and ``+inf`` instead of ``-inf`` as the lse of
+rows without keys. Its lse is the natural log over the keys without the sink, as ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from functools import lru_cache
+
+import torch
+from torch.nn.functional import pad
+
+from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.packages import FLASH_MLA
+from megatron_dsa.support import Problem
+
+_WIDTH = 128
+_ARGUMENTS = ("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length")
+
+
+def probe(problem: Problem) -> str | None:
+    """Return why the installed FlashMLA is not the one that this adapter was written for."""
+    import flash_mla
+
+    function = getattr(flash_mla, "flash_mla_sparse_fwd", None)
+    if function is None:
+        return f"too old: this flash_mla has no flash_mla_sparse_fwd; {FLASH_MLA.install}"
+    return _signature_problem(function) or _lse_problem(function)
+
+
+def _signature_problem(function) -> str | None:
+    parameters = inspect.signature(function).parameters
+    missing = [name for name in _ARGUMENTS if name not in parameters]
+    required = [
+        name
+        for name, parameter in parameters.items()
+        if name not in _ARGUMENTS and parameter.default is inspect.Parameter.empty
+    ]
+    if not missing and not required:
+        return None
+    found = ", ".join(parameters)
+    return (
+        f"unknown signature: flash_mla_sparse_fwd({found}) lacks {missing or 'nothing'} and "
+        f"requires {required or 'nothing'} beyond {', '.join(_ARGUMENTS)}; {FLASH_MLA.install}"
+    )
+
+
+@lru_cache(maxsize=4)
+def _lse_problem(function) -> str | None:
+    """Ask for the lse of equal logits: copies from before 2026 answer in base 2.
+
+    A base-2 lse given to a backward that expects the natural log is silently wrong.
+    """
+    q = torch.zeros(1, 64, 576, dtype=torch.bfloat16, device="cuda")
+    kv = torch.zeros(_WIDTH, 1, 576, dtype=torch.bfloat16, device="cuda")
+    indices = torch.arange(_WIDTH, dtype=torch.int32, device="cuda").view(1, 1, -1)
+    lse = float(function(q, kv, indices, 1.0)[2][0, 0])
+    if math.isclose(lse, math.log(_WIDTH), rel_tol=1e-3):
+        return None
+    return (
+        f"wrong lse: this flash_mla returns {lse:.3f} for {_WIDTH} equal logits, the natural log "
+        f"is {math.log(_WIDTH):.3f} (copies from before 2026 use base 2); {FLASH_MLA.install}"
+    )
+
+
+def forward(problem: SparseProblem):
+    """Return ``out``, ``lse`` and ``None`` (FlashMLA does not give the probabilities)."""
+    from flash_mla import flash_mla_sparse_fwd
+
+    q, indices, length = problem.q, problem.indices, problem.topk_length
+    heads, width = q.shape[1], indices.shape[1]
+    padded_heads = 64 if heads <= 64 else 128
+    if heads < padded_heads:
+        q = pad(q, (0, 0, 0, padded_heads - heads))
+    sink = problem.sink
+    if sink is not None:
+        sink = pad(sink.float(), (0, padded_heads - heads))
+    if width % _WIDTH:
+        indices = pad(indices, (0, -width % _WIDTH), value=-1)
+    if length is not None:
+        length = length.clamp(0, width)
+    out, _, lse = flash_mla_sparse_fwd(
+        q.contiguous(),
+        problem.kv.contiguous().unsqueeze(1),
+        indices.contiguous().unsqueeze(1),
+        problem.softmax_scale,
+        d_v=problem.v_dim,
+        attn_sink=sink,
+        topk_length=length,
+    )
+    out, lse = out[:, :heads], lse[:, :heads]
+    return out.contiguous(), torch.where(lse == float("inf"), float("-inf"), lse), None

@@ -1,0 +1,164 @@
+"""What an implementation can run, declared once.
+
+One :class:`Support` per implementation and operation drives dispatch, the error messages, ``info``,
+``doctor``, the skips of the tests and the table in ``docs/support.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dsa.packages import Package
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The properties of a call that decide which implementation can take it.
+
+    Attributes:
+        device: ``"cuda"`` or ``"cpu"``.
+        capability: compute capability of the GPU, e.g. ``(9, 0)``; ``None`` without one.
+        dtype: dtype of queries and keys (the wider one where inputs differ).
+        heads: local query heads, or index heads.
+        qk_dim, v_dim: dims of a query/key and of a value (0 where there is no value).
+        topk: keys selected per query; ``None`` where nothing is selected.
+        packed: sequences of different lengths share the batch.
+        sink: a learned sink takes part in the softmax.
+        relu: index scores clamp each head's product at 0.
+        deterministic: ``torch.use_deterministic_algorithms(True)`` is in force.
+    """
+
+    device: str
+    capability: tuple[int, int] | None
+    dtype: torch.dtype
+    heads: int
+    qk_dim: int
+    v_dim: int
+    topk: int | None = None
+    packed: bool = False
+    sink: bool = False
+    relu: bool = True
+    deterministic: bool = False
+
+    def on(self) -> str:
+        """Return the device in words, for messages."""
+        if self.capability is None:
+            return "the CPU"
+        return "a GPU of compute capability {}.{}".format(*self.capability)
+
+
+@dataclass(frozen=True)
+class Support:
+    """Declaration of one implementation of one operation; ``None`` means "any".
+
+    Attributes:
+        covers: what it computes, in a few words.
+        package: optional package that it needs.
+        minimum: floor of that package's version for this operation, if above the package's own.
+        capabilities: compute capabilities of the GPUs that it has kernels for.
+        dtypes: dtypes of queries and keys.
+        dims: pairs ``(qk_dim, v_dim)``.
+        heads, topk: inclusive ranges.
+        packed, sink: whether it takes them.
+        without_relu: whether it takes index scores without the relu.
+        deterministic: whether equal inputs give bitwise equal results.
+        deterministic_mode: whether ``torch.use_deterministic_algorithms(True)`` makes it so.
+        bridged: what the adapter does to fit the contract (padding, conversions).
+        declined: why it is never used, for a kernel that exists and does not fit.
+        probe: a last question ``Problem -> reason or None``, asked only when the rest fits.
+    """
+
+    covers: str
+    package: Package | None = None
+    minimum: str | None = None
+    capabilities: tuple[tuple[int, int], ...] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    dims: tuple[tuple[int, int], ...] | None = None
+    heads: tuple[int, int] | None = None
+    topk: tuple[int, int] | None = None
+    packed: bool = True
+    sink: bool = True
+    without_relu: bool = True
+    deterministic: bool = True
+    deterministic_mode: bool = False
+    bridged: str = ""
+    declined: str | None = None
+    probe: Callable[[Problem], str | None] | None = None
+
+    def reason(self, problem: Problem) -> str | None:
+        """Return why ``problem`` cannot be run, with what would be needed, or ``None``."""
+        for rule in (
+            self._declined,
+            self._gpu,
+            self._package,
+            self._dtype,
+            self._dims,
+            self._counts,
+            self._options,
+            self.probe or (lambda _: None),
+        ):
+            reason = rule(problem)
+            if reason is not None:
+                return reason
+        return None
+
+    def _declined(self, problem: Problem) -> str | None:
+        return None if self.declined is None else f"declined: {self.declined}"
+
+    def _gpu(self, problem: Problem) -> str | None:
+        if self.capabilities is None or problem.capability in self.capabilities:
+            return None
+        wanted = ", ".join("{}.{}".format(*c) for c in self.capabilities)
+        owner = self.package.module if self.package else "it"
+        return (
+            f"wrong GPU: {owner} has kernels for compute capability {wanted}, this is "
+            f"{problem.on()}"
+        )
+
+    def _package(self, problem: Problem) -> str | None:
+        return None if self.package is None else self.package.problem(self.minimum)
+
+    def _dtype(self, problem: Problem) -> str | None:
+        if self.dtypes is None or problem.dtype in self.dtypes:
+            return None
+        return f"needs {' or '.join(map(short_dtype, self.dtypes))}, got {problem.dtype}"
+
+    def _dims(self, problem: Problem) -> str | None:
+        if self.dims is None or (problem.qk_dim, problem.v_dim) in self.dims:
+            return None
+        return (
+            f"needs dims (query/key, value) {' or '.join(map(str, self.dims))}, "
+            f"got ({problem.qk_dim}, {problem.v_dim})"
+        )
+
+    def _counts(self, problem: Problem) -> str | None:
+        for name, limits, value in (
+            ("heads", self.heads, problem.heads),
+            ("selected keys", self.topk, problem.topk),
+        ):
+            if limits is None or value is None:
+                continue
+            low, high = limits
+            if not low <= value <= high:
+                return f"takes {low} to {high} {name}, got {value}"
+        return None
+
+    def _options(self, problem: Problem) -> str | None:
+        if problem.packed and not self.packed:
+            return "has no packed (THD) mode"
+        if problem.sink and not self.sink:
+            return "has no attention sink"
+        if not problem.relu and not self.without_relu:
+            return "computes index scores with the relu only"
+        if problem.deterministic and not (self.deterministic or self.deterministic_mode):
+            return "is not deterministic, and torch.use_deterministic_algorithms(True) asks for it"
+        return None
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """``torch.bfloat16 -> "bf16"``."""
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    return names.get(dtype, str(dtype))

@@ -1,0 +1,87 @@
+"""The table of ``docs/support.md``, written from the declarations that dispatch uses.
+
+``python -m megatron_dsa info --support-table > docs/support.md`` renews it; a test compares.
+"""
+
+from __future__ import annotations
+
+from megatron_dsa.dispatch import OPERATIONS, candidates
+from megatron_dsa.packages import CUDNN, FLASH_MLA, Package
+from megatron_dsa.support import Support, short_dtype
+
+_HEAD = """# What every implementation can run
+
+Generated from the declarations in `megatron_dsa/ops/__init__.py` by
+`python -m megatron_dsa info --support-table`; do not edit.
+
+Dispatch tries the implementations of an operation in the order of this table, the torch one last.
+`--dsa-<name>-impl IMPLEMENTATION`, or the environment variable, names one: it runs, or start-up
+stops with the reason. "-" means any.
+"""
+
+_COLUMNS = (
+    "implementation", "package", "GPUs", "dtypes", "dims (qk, v)", "heads", "K", "packed", "sink",
+    "deterministic", "covers", "bridged by the adapter",
+)  # fmt: skip
+
+
+def support_table() -> str:
+    """Return the whole page as Markdown."""
+    parts = [_HEAD]
+    for operation in OPERATIONS.values():
+        parts.append(f"## {operation.name}\n\n{operation.title[0].upper()}{operation.title[1:]}.")
+        parts.append(f"`{operation.flag}`, `{operation.variable}`\n")
+        rows = [_COLUMNS, ("---",) * len(_COLUMNS)]
+        rows += [(c.name, *_cells(c.support)) for c in candidates(operation.name)]
+        parts.append("\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n")
+    parts.append(_versions())
+    return "\n".join(parts)
+
+
+def _cells(support: Support) -> tuple[str, ...]:
+    def span(limits):
+        return "-" if limits is None else f"{limits[0]}-{limits[1]}"
+
+    determinism = "yes" if support.deterministic else "no"
+    if support.deterministic_mode:
+        determinism = "on request"
+    return (
+        _package(support),
+        ", ".join(f"sm{a}{b}" for a, b in support.capabilities) if support.capabilities else "-",
+        ", ".join(map(short_dtype, support.dtypes)) if support.dtypes else "-",
+        ", ".join(map(str, support.dims)) if support.dims else "-",
+        span(support.heads),
+        span(support.topk),
+        "yes" if support.packed else "no",
+        "yes" if support.sink else "no",
+        determinism,
+        f"declined: {support.declined}" if support.declined else support.covers,
+        support.bridged or "-",
+    )
+
+
+def _package(support: Support) -> str:
+    package = support.package
+    if package is None:
+        return "-"
+    floor = support.minimum or package.minimum
+    return f"{package.distribution or package.module}{f' >= {floor}' if floor else ''}"
+
+
+def _versions() -> str:
+    lines = ["## Versions of the packages\n"]
+    for package in (FLASH_MLA, CUDNN):
+        lines.append(f"**{package.module}**: {_install(package)}.\n")
+        lines += [f"* before {fix.version}: {fix.what}" for fix in package.history]
+        lines += [f"* {bad.version} is refused: {bad.what}" for bad in package.known_bad]
+        lines += [
+            f"* from {n.since} it needs {n.distribution} >= {n.minimum}" for n in package.needs
+        ]
+        if package.tested:
+            lines.append(f"* newest version that was run: {package.tested}")
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _install(package: Package) -> str:
+    return package.install.format(floor=package.minimum)

@@ -1,0 +1,84 @@
+"""Compiling kernels before training starts.
+
+cuDNN's kernels are compiled when they are first called, for seconds each, per head count, dims,
+list width and softmax scale, in every process. The attention modules call this when they are built,
+so that the first step is a step like the others and refusals of the compiler come at start-up.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from megatron_dsa.dispatch import Policy, choose, run, uncounted
+from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
+from megatron_dsa.layout import bshd_layout
+from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.support import Problem
+
+_ROWS, _KEYS = 64, 256
+
+
+@lru_cache(maxsize=64)
+def warm_up(calls: tuple[tuple[str, Problem], ...], policy: Policy, softmax_scale: float) -> None:
+    """Run the operations of a training step once on a few rows; once per process and shape.
+
+    Args:
+        calls: pairs ``(operation, problem)`` that a step will run. Only what runs fused on a GPU is
+            called; nothing is counted in the report and no random number is drawn.
+        policy: the policy of the step.
+        softmax_scale: factor on ``q . kv``; some kernels are compiled for it.
+    """
+    fused = {
+        operation: problem
+        for operation, problem in calls
+        if problem.device == "cuda" and choose(operation, problem, policy).candidate.fused
+    }
+    with uncounted(), torch.no_grad():
+        attention = [name for name in fused if name.startswith("sparse_attention")]
+        if attention:
+            _attend(fused, fused[attention[0]], policy, softmax_scale)
+    index = [p for name, p in fused.items() if name in ("indexer_scores", "indexer_backward")]
+    if index:
+        with uncounted():
+            _index(fused, index[0], policy)
+
+
+def _values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers that differ from each other, without touching a random generator."""
+    count = torch.Size(shape).numel()
+    return torch.sin(torch.arange(count, device="cuda").float()).view(shape).to(dtype)
+
+
+def _attend(fused: dict, problem: Problem, policy: Policy, softmax_scale: float) -> None:
+    q = _values(_ROWS, problem.heads, problem.qk_dim, dtype=problem.dtype)
+    kv = _values(_KEYS, problem.qk_dim, dtype=problem.dtype)
+    place = torch.arange(problem.topk, dtype=torch.int32, device="cuda")
+    indices = torch.where(place < _KEYS, place, -1).expand(_ROWS, -1).contiguous()
+    sink = torch.zeros(problem.heads, device="cuda") if problem.sink else None
+    sp = SparseProblem(
+        q, kv, indices, problem.v_dim, softmax_scale, None, sink, policy.workspace_bytes
+    )
+    out, lse, _ = run("sparse_attention_forward", problem, policy, sp)
+    if "sparse_attention_backward" in fused:
+        run("sparse_attention_backward", problem, policy, sp, out, lse, out)
+    if "sparse_attention_probabilities" in fused:
+        run("sparse_attention_probabilities", problem, policy, sp, lse)
+
+
+def _index(fused: dict, problem: Problem, policy: Policy) -> None:
+    rows = problem.topk + _ROWS  # scores are only needed where more is visible than selected
+    inputs = IndexerInputs(
+        _values(rows, problem.heads, problem.qk_dim, dtype=problem.dtype),
+        _values(rows, problem.qk_dim, dtype=problem.dtype),
+        _values(rows, problem.heads, dtype=problem.dtype),
+    )
+    layout = bshd_layout(rows, 1, torch.device("cuda", torch.cuda.current_device()))
+    with torch.no_grad():
+        indices, length = indexer_topk(inputs, layout, problem.topk, policy=policy)
+    if "sparse_indexer_loss" in fused or "indexer_backward" in fused:
+        inputs.q.requires_grad_()
+        teacher = torch.ones(indices.shape, device="cuda")
+        with torch.enable_grad():
+            sparse_indexer_loss(inputs, indices, teacher, layout, topk_length=length, policy=policy)

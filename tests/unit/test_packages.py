@@ -1,0 +1,141 @@
+"""Version guards: the exact message for every version of a package, and the generated table."""
+
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dsa import packages
+from megatron_dsa.dispatch import OPERATIONS, candidates
+from megatron_dsa.packages import CUDNN, FLASH_MLA, Fix, Package
+from megatron_dsa.support import Problem
+from megatron_dsa.support_table import support_table
+
+INSTALL = "pip install 'nvidia-cudnn-frontend[cutedsl]>=1.30'"
+WRONG = {
+    "1.25": "before 1.25: no indexer kernels on Hopper; ",
+    "1.26": "before 1.26: indexer masks aligned to the bottom right, global index ids by default; ",
+    "1.27": "before 1.27: gradients around 1e11 on Hopper when heads are no multiple of 64; ",
+    "1.29": "before 1.29: -1 ids, empty rows and topk_length wrong on Hopper: writes out of "
+    "bounds; ",
+    "1.30": "before 1.30: race in the indexer's key gradient on Hopper",
+}
+
+
+def problem(operation="sparse_attention_backward", capability=(9, 0)):
+    index = operation.startswith("indexer") or operation == "sparse_indexer_loss"
+    dims = {"heads": 64, "qk_dim": 128, "v_dim": 0} if index else {}
+    dims = dims or {"heads": 64, "qk_dim": 576, "v_dim": 512}
+    device = "cpu" if capability is None else "cuda"
+    return Problem(device, capability, torch.bfloat16, topk=2048, **dims)
+
+
+def cudnn(operation="sparse_attention_backward"):
+    return next(c for c in candidates(operation) if c.name == "cudnn")
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Pretend that exactly these distributions are installed."""
+
+    def pretend(**versions):
+        versions = {name.replace("_", "-"): version for name, version in versions.items()}
+        monkeypatch.setattr(packages, "installed_version", versions.get)
+        monkeypatch.setattr(
+            packages.importlib.util, "find_spec", lambda _name: types.SimpleNamespace()
+        )
+
+    return pretend
+
+
+def expected_for(version: str) -> str:
+    minor = int(version.split(".")[1])
+    wrong = "".join(text for fix, text in WRONG.items() if int(fix.split(".")[1]) > minor)
+    return f"too old: nvidia-cudnn-frontend {version} found, >= 1.30 needed ({wrong}); {INSTALL}"
+
+
+@pytest.mark.parametrize("version", ["1.24.0", "1.25.0", "1.26.1", "1.27.0", "1.28.0", "1.29.0"])
+def test_old_cudnn_says_what_was_wrong_with_it(install, version):
+    install(nvidia_cudnn_frontend=version, nvidia_cutlass_dsl="9.9")
+    assert cudnn().reason(problem()) == expected_for(version)
+
+
+@pytest.mark.parametrize("version", ["1.30.0", "1.31.0", "1.32.0", "1.40.0"])
+def test_new_cudnn_is_taken(install, version):
+    install(nvidia_cudnn_frontend=version, nvidia_cutlass_dsl="4.8.0")
+    for operation in OPERATIONS:
+        names = [c.name for c in candidates(operation)]
+        if "cudnn" not in names or operation in ("dense_indexer_loss", "indexer_topk"):
+            continue
+        assert cudnn(operation).reason(problem(operation)) is None, operation
+    remark = CUDNN.untested()
+    assert (remark is None) == (version != "1.40.0")
+    assert remark is None or "doctor" in remark
+
+
+@pytest.mark.parametrize(
+    ("version", "wrong"),
+    [
+        ("1.30.0", "before 1.31: top-k cannot break ties by index; "),
+        ("1.31.0", ""),
+    ],
+)
+def test_an_operation_may_need_more_than_the_package(install, version, wrong):
+    install(nvidia_cudnn_frontend=version, nvidia_cutlass_dsl="4.8.0")
+    last = "before 1.32: no deterministic top-k, no workspace with the fp32 key gradient on Hopper"
+    assert cudnn("indexer_topk").reason(problem("indexer_topk")) == (
+        f"too old: nvidia-cudnn-frontend {version} found, >= 1.32 needed ({wrong}{last}); "
+        "pip install 'nvidia-cudnn-frontend[cutedsl]>=1.32'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "dsl", "message"),
+    [
+        ("1.30.0", "4.6.1", "needs nvidia-cutlass-dsl >= 4.6.2, found 4.6.1"),
+        ("1.32.0", "4.7.0", "needs nvidia-cutlass-dsl >= 4.8.0, found 4.7.0"),
+        ("1.32.0", None, "needs nvidia-cutlass-dsl >= 4.8.0, found none"),
+    ],
+)
+def test_what_the_package_itself_needs(install, version, dsl, message):
+    install(nvidia_cudnn_frontend=version, **({"nvidia_cutlass_dsl": dsl} if dsl else {}))
+    assert cudnn().reason(problem()) == (
+        f"incomplete: nvidia-cudnn-frontend {version} {message}; {INSTALL}"
+    )
+
+
+def test_missing_unknown_and_wrong_gpu(install, monkeypatch):
+    install()
+    assert cudnn().reason(problem()) == (
+        "unknown version: cudnn can be imported but nvidia-cudnn-frontend is not installed as a "
+        f"distribution, so its version cannot be compared; {INSTALL}"
+    )
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda _name: None)
+    assert cudnn().reason(problem()) == f"missing: cudnn is not installed; {INSTALL}"
+    flashmla = candidates("sparse_attention_forward")[0]
+    assert flashmla.reason(problem()) == f"missing: flash_mla is not installed; {FLASH_MLA.install}"
+    for capability, words in (((8, 0), "a GPU of compute capability 8.0"), (None, "the CPU")):
+        assert cudnn().reason(problem(capability=capability)) == (
+            f"wrong GPU: cudnn has kernels for compute capability 9.0, 10.0, this is {words}"
+        )
+
+
+def test_known_bad_versions_are_refused(install):
+    install(kernels_x="2.5.0")
+    package = Package(
+        "kernels_x", "pip install 'kernels-x>={floor}'", "kernels-x", minimum="2.0",
+        known_bad=(Fix("2.5.0", "dropped every second key"),),
+    )  # fmt: skip
+    assert package.problem() == (
+        "known bad: kernels-x 2.5.0: dropped every second key; pip install 'kernels-x>=2.0'"
+    )
+    install(kernels_x="2.5.1")
+    assert package.problem() is None
+
+
+def test_the_documented_table_is_the_declared_one():
+    page = Path(__file__).parents[2] / "docs/support.md"
+    assert page.read_text() == support_table() + "\n", (
+        "renew it: python -m megatron_dsa info --support-table > docs/support.md"
+    )
