@@ -1,4 +1,5 @@
-"""Command line tools: ``info`` tells what would run here, ``prepare-data`` makes a data set."""
+"""Command line tools: ``info`` tells what would run here, ``doctor`` proves it, ``prepare-data``
+makes a data set."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def _operations(torch) -> dict:
     sparse = {"heads": 128, "qk_dim": 576, "v_dim": 512, "topk": 2048}
     index = {"heads": 64, "qk_dim": 128, "v_dim": 0}
     shapes = {
+        "indexer_scores": index | {"topk": 2048},
         "indexer_topk": index | {"topk": 2048},
+        "indexer_backward": index | {"topk": 2048},
         "sparse_attention_forward": sparse,
         "sparse_attention_backward": sparse,
         "sparse_attention_probabilities": sparse,
@@ -88,6 +91,11 @@ def _info(arguments: argparse.Namespace) -> int:
     import logging
 
     logging.getLogger("megatron_dsa").setLevel(logging.ERROR)  # the table says it all
+    if arguments.support_table:
+        from megatron_dsa.support_table import support_table
+
+        print(support_table())
+        return 0
     info = collect_info()
     if arguments.json:
         print(json.dumps(info, indent=2))
@@ -120,6 +128,14 @@ def main(argv: list[str] | None = None) -> int:
     info = commands.add_parser("info", help="versions, GPU, and what every operation would run")
     info.add_argument("--json", action="store_true", help="machine-readable")
     info.set_defaults(run=_info)
+    info.add_argument("--support-table", action="store_true", help="what everything can run")
+    from megatron_dsa import doctor
+
+    check = commands.add_parser(
+        "doctor", help="check every implementation against float64 on this machine and your shape"
+    )
+    doctor.add_arguments(check)
+    check.set_defaults(run=doctor.run)
     data = commands.add_parser("prepare-data", help="byte-level Megatron data set from text files")
     data.add_argument("--output", required=True, help="path prefix of the .bin and .idx files")
     data.add_argument("--input", nargs="*", help="text files (default: Python's documentation)")

@@ -1,0 +1,124 @@
+"""Time, memory and ceilings: how one call is measured."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+#: A result that is further from float64 than this is no result. bf16 kernels land near 2e-3.
+ERROR_LIMIT = 1e-2
+#: Written before each repeat on a GPU, so that no input is left in the L2 cache.
+FLUSH_BYTES = 256 * 2**20
+#: Seconds of warm-up after the first call, at most, and calls.
+WARM_UP = (0.3, 5)
+GEMM_SIZE = {"cuda": 8192, "cpu": 512}
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
+
+
+class Clock:
+    """Times and memory of calls on one device."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self._flush = torch.empty(
+            FLUSH_BYTES if self.on_gpu else 0, dtype=torch.int8, device=device
+        )
+
+    def wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def seconds(self, call) -> float:
+        """Wall time of one call."""
+        self.wait()
+        begin = time.perf_counter()
+        call()
+        self.wait()
+        return time.perf_counter() - begin
+
+    def milliseconds(self, call, repeats: int) -> list[float]:
+        """Times of ``repeats`` calls, each with a cold L2 cache; CUDA events on a GPU."""
+        if not self.on_gpu:
+            return [self.seconds(call) * 1e3 for _ in range(repeats)]
+        events = []
+        for _ in range(repeats):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._flush.zero_()
+            begin.record()
+            call()
+            end.record()
+            events.append((begin, end))
+        self.wait()
+        return [begin.elapsed_time(end) for begin, end in events]
+
+    def peak_mib(self, call) -> float | None:
+        """Peak memory of torch's allocator during a call, results included, above the inputs."""
+        if not self.on_gpu:
+            return None
+        self.wait()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        self.wait()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def quantile(values: list[float], share: float) -> float:
+    """Quantile with linear interpolation."""
+    values = sorted(values)
+    place = share * (len(values) - 1)
+    low = int(place)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (place - low) * (values[high] - values[low])
+
+
+def measure(call, check, clock: Clock, repeats: int, budget: float) -> dict:
+    """Check a call's result, then time it.
+
+    Args:
+        call: the function to measure.
+        check: its result -> relative error, or ``None`` where there is nothing to check.
+        repeats: timed calls, fewer if they would take longer than ``budget`` seconds.
+    """
+    clock.wait()
+    begin = time.perf_counter()
+    result = call()
+    clock.wait()
+    # Compiles, loads and tunes what is not compiled, loaded and tuned yet.
+    row = {"warm_up_s": time.perf_counter() - begin}
+    if check is not None:
+        row["rel_error"] = check(result)
+        if not row["rel_error"] <= ERROR_LIMIT:
+            reason = f"relative error {row['rel_error']:.3g} is above {ERROR_LIMIT}"
+            return row | {"status": "failed", "reason": reason}
+    del result
+    row["peak_mib"] = clock.peak_mib(call)
+    spent = [clock.seconds(call)]
+    while sum(spent) < min(WARM_UP[0], budget / 4) and len(spent) < WARM_UP[1]:
+        spent.append(clock.seconds(call))
+    count = max(1, min(repeats, int(budget / min(spent))))
+    times = clock.milliseconds(call, count)
+    return row | {
+        "status": "ok",
+        "median_ms": quantile(times, 0.5),
+        "p10_ms": quantile(times, 0.1),
+        "p90_ms": quantile(times, 0.9),
+        "repeats": count,
+    }
+
+
+def measure_ceiling(name: str, device: torch.device, clock: Clock, repeats: int) -> dict:
+    """Measure what the device can do: a large bf16 matrix product, or a copy."""
+    if name == "gemm":
+        size = GEMM_SIZE[device.type]
+        a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+        row = measure(lambda: a @ b, None, clock, repeats, budget=5.0)
+        row["tflops"] = 2 * size**3 / row["median_ms"] / 1e9
+        return row | {"reason": f"bf16 {size} x {size} x {size}"}
+    size = COPY_BYTES[device.type]
+    source = torch.randn(size // 4, device=device)
+    target = torch.empty_like(source)
+    row = measure(lambda: target.copy_(source), None, clock, repeats, budget=5.0)
+    row["tb_per_s"] = 2 * size / row["median_ms"] / 1e9
+    return row | {"reason": f"{size // 2**20} MiB, read + written"}
