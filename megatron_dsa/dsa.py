@@ -37,7 +37,7 @@ from megatron_dsa.dsa_kernels import (
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.health import selection_health
 from megatron_dsa.layout import Layout
-from megatron_dsa.losses import IndexerLog, attach_loss, install_loss_scale
+from megatron_dsa.losses import EVALUATION, IndexerLog, attach_loss, install_loss_scale
 from megatron_dsa.rotary import RowRope
 from megatron_dsa.support import Problem
 from megatron_dsa.warm_up import warm_up
@@ -233,7 +233,8 @@ class DSACoreAttention(MegatronModule):
                 )  # fmt: skip
                 IndexerLog.record(self.layer_index, health)
         if judges:
-            self._record_evaluation(index_inputs, q, kv, selection, layout, result.p_sum)
+            loss_sum = self._judge(index_inputs, q, kv, selection, layout, result.p_sum)
+            self._record_evaluation(loss_sum, layout)
         return out, selection
 
     def forward_dense(
@@ -250,6 +251,8 @@ class DSACoreAttention(MegatronModule):
         )
         if index_inputs is not None and self._trains_indexer_now():
             out = self._attach(out, self._dense_loss(index_inputs, q, k, layout), layout)
+        elif index_inputs is not None and self._judges_indexer_now():
+            self._record_evaluation(self._dense_loss(index_inputs, q, k, layout), layout)
         return out
 
     def _heads_group(self):
@@ -297,22 +300,25 @@ class DSACoreAttention(MegatronModule):
         IndexerLog.record(self.layer_index, {"indexer loss": coeff * mean})
         return attach_loss(out, loss, self.loss_scale)
 
-    def _record_evaluation(self, index_inputs, q, kv, selection, layout, p_sum) -> None:
-        """Record the loss of an evaluation pass, for which there is no backward."""
-        if self._loss_is_sparse():
-            loss_sum = sparse_indexer_loss(
-                index_inputs, selection.indices, self._sum_over_heads(p_sum), layout,
-                topk_length=selection.length, policy=self.options.policy,
-            )  # fmt: skip
-        else:
-            loss_sum = self._dense_loss(index_inputs, q, kv[:, None], layout)
+    def _judge(self, index_inputs, q, kv, selection, layout, p_sum) -> torch.Tensor:
+        """KL sum of an evaluation pass, for which there is no backward."""
+        if not self._loss_is_sparse():
+            return self._dense_loss(index_inputs, q, kv[:, None], layout)
+        return sparse_indexer_loss(
+            index_inputs, selection.indices, self._sum_over_heads(p_sum), layout,
+            topk_length=selection.length, policy=self.options.policy,
+        )  # fmt: skip
+
+    def _record_evaluation(self, loss_sum: torch.Tensor, layout: Layout) -> None:
         mean = self.config.dsa_indexer_loss_coeff * loss_sum / _row_count(layout)
-        IndexerLog.record(self.layer_index, {"indexer loss, evaluation": mean})
+        IndexerLog.record(self.layer_index, {EVALUATION: mean})
 
     def needs_index_inputs(self) -> bool:
         """Whether this forward pass selects keys or trains the indexer."""
         return self.indexer is not None and (
-            self.options.stage == "sparse" or self._trains_indexer_now()
+            self.options.stage == "sparse"
+            or self._trains_indexer_now()
+            or self._judges_indexer_now()
         )
 
     def project_index(self, x: torch.Tensor, qr: torch.Tensor, rope: RowRope) -> IndexerInputs:

@@ -62,13 +62,16 @@ def attach_loss(output: torch.Tensor, loss: torch.Tensor, scale: LossScale) -> t
     return _Attach.apply(output, loss, scale)
 
 
+#: Measured in evaluation passes, on request; see :meth:`IndexerLog.track_indexer_metrics`.
+EVALUATION = "indexer loss, evaluation"
+
 #: Figures that are logged per layer. ``indexer loss`` keeps the name of Megatron's own log line.
 FIGURES = (
     "indexer loss",
     "dsa attention mass captured",
     "dsa zero scores",
     "dsa boundary ties",
-    "indexer loss, evaluation",
+    EVALUATION,
 )
 
 
@@ -139,7 +142,10 @@ class IndexerLog:
             if not recorded:
                 continue
             mean = per_layer.nanmean()
-            if total_loss_dict is not None:
+            if name == EVALUATION:
+                # Megatron would divide it by the iterations since the last log line.
+                _print_once(f"> {name} (before iteration {iteration}): {float(mean):.6E}")
+            elif total_loss_dict is not None:
                 total_loss_dict[name] = total_loss_dict.get(name, 0.0) + mean
             if writer is not None:
                 writer.add_scalar(name, mean, iteration)
@@ -147,6 +153,11 @@ class IndexerLog:
                     writer.add_scalar(f"{name}/layer {index + 1}", per_layer[index], iteration)
             if wandb_writer is not None:
                 wandb_writer.log({name: mean}, iteration)
+
+
+def _print_once(line: str) -> None:
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        print(line, flush=True)
 
 
 def install_logging(config, device, training_module: Callable | None = None) -> None:

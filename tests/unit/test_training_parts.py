@@ -173,6 +173,52 @@ def test_figures_are_averaged_over_layers_and_microbatches():
     IndexerLog._state.sums = None
 
 
+@pytest.mark.parametrize(
+    ("stage", "sparse_loss"), [("sparse", True), ("sparse", False), ("warmup", False)]
+)
+def test_loss_is_recorded_in_the_backward_and_in_evaluation_on_request(stage, sparse_loss, capsys):
+    """The same value three ways: from the backward, and from a pass without gradients."""
+    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.losses import EVALUATION, IndexerLog
+
+    def recorded():
+        return {
+            name: float(values[0])
+            for name, values in IndexerLog.reduce().items()
+            if not values[0].isnan() and name.startswith("indexer loss")
+        }
+
+    IndexerLog._state.sums = None
+    IndexerLog.create(2, start())
+    for asked in (True, False):
+        config = small_config(
+            options=DSAOptions(stage=stage, evaluate_indexer=asked),
+            dsa_indexer_use_sparse_loss=sparse_loss,
+        )
+        module = attention_module(config).train()
+        x = hidden_like(module, 64)
+        out, _ = module(x, None)
+        before = recorded()
+        # The sparse loss exists in the backward only, the dense one has its value in the forward.
+        assert bool(before) != sparse_loss
+        out.sum().backward()
+        trained = recorded() if sparse_loss else before
+        assert trained["indexer loss"] > 0
+        module.eval()
+        with torch.no_grad():
+            module(x, None)
+        judged = recorded()
+        assert set(judged) == ({EVALUATION} if asked else set())
+        if asked:
+            assert judged[EVALUATION] == pytest.approx(trained["indexer loss"], rel=1e-6)
+    IndexerLog.record(0, {EVALUATION: torch.tensor(2.0)})
+    total = {}
+    IndexerLog.track_indexer_metrics(1.0, 7, None, total_loss_dict=total)
+    assert total == {}
+    assert f"{EVALUATION} (before iteration 7): 2.000000E+00" in capsys.readouterr().out
+    IndexerLog._state.sums = None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", ["sparse", "warmup", "dense"])
 @pytest.mark.parametrize("is_packed", [False, True])
