@@ -52,6 +52,7 @@ class SparseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, kv, kv_grad, sink, index_q, index_k, index_weights, indices, length, s):
+        """Return ``out``, ``lse`` and ``p_sum`` (``None`` unless asked for)."""
         arguments = s.arguments(q, kv, sink, indices, length, s.want_p_sum)
         out, lse, p_sum = s.run("sparse_attention_forward", arguments)
         if s.want_p_sum and p_sum is None:
@@ -66,6 +67,7 @@ class SparseAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, _dlse, _dp_sum):
+        """Return all gradients; the sparse indexer loss exists in here only."""
         s: Settings = ctx.settings
         q, kv, sink, *index_tensors, indices, length, out, lse = ctx.saved_tensors
         trains = s.indexer is not None and any(ctx.needs_input_grad[4:7])
