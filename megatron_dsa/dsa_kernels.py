@@ -13,7 +13,7 @@ import torch
 
 from megatron_dsa.dispatch import Policy, choose, device_problem, run
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.indexer_training import IndexerTraining, index_problem, sparse_loss
+from megatron_dsa.indexer_training import IndexerTraining, SelectedKeysLoss, index_problem
 from megatron_dsa.layout import Layout
 from megatron_dsa.ops.arithmetic import accumulation_dtype
 from megatron_dsa.ops.dense_attention import DenseProblem
@@ -211,7 +211,8 @@ def sparse_indexer_loss(
         f"teacher must be {list(indices.shape)} like indices, got shape {tuple(teacher.shape)}",
     )
     teacher = teacher.detach().to(accumulation_dtype(inputs.q.dtype), copy=True)
-    return sparse_loss(inputs, layout, indices, topk_length, teacher, policy)
+    loss = SelectedKeysLoss(layout, indices, topk_length, teacher, policy)
+    return loss.differentiable(inputs)
 
 
 def dense_indexer_loss(

@@ -58,63 +58,70 @@ def index_problem(inputs: IndexerInputs, layout: Layout, topk: int | None):
     )
 
 
-def loss_and_gradients(
-    inputs: IndexerInputs,
-    layout: Layout,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    teacher: torch.Tensor,
-    policy: Policy,
-    want_gradients: bool = True,
-) -> tuple[torch.Tensor, IndexerGradients | None]:
-    """Return the KL sum and its gradients on the indexer's tensors (fp32 where they accumulate).
+@dataclass(frozen=True)
+class SelectedKeysLoss:
+    """One evaluation of the sparse loss, its operations left to dispatch.
 
-    ``teacher`` is overwritten. Shapes as in
-    :class:`~megatron_dsa.ops.indexer_loss.SparseLossProblem`.
+    Attributes:
+        layout: the layout that the selection was made with.
+        indices, topk_length, teacher: as in
+            :class:`~megatron_dsa.ops.indexer_loss.SparseLossProblem`; the teacher is overwritten.
+        policy: which implementations may run.
     """
-    if inputs.q.dtype == torch.float16:
-        # Gradients exist before the loss scale is applied; in fp16 they would underflow.
-        inputs = IndexerInputs(
-            inputs.q.float(), inputs.k.float(), inputs.weights.float(), inputs.relu
+
+    layout: Layout
+    indices: torch.Tensor
+    topk_length: torch.Tensor | None
+    teacher: torch.Tensor
+    policy: Policy
+
+    def value(self, inputs: IndexerInputs) -> torch.Tensor:
+        """Return the KL sum, without gradients."""
+        problem, arguments = self._call(inputs)
+        return run("sparse_indexer_loss", problem, self.policy, arguments).value
+
+    def with_gradients(self, inputs: IndexerInputs) -> tuple[torch.Tensor, IndexerGradients]:
+        """Return the KL sum and its gradients (fp32 where they accumulate)."""
+        problem, arguments = self._call(inputs)
+        # The torch loss forms its gradients along the way, unless a kernel does that better.
+        fused = choose("indexer_backward", problem, self.policy).candidate.fused
+        arguments = dataclasses.replace(arguments, want_gradients=not fused)
+        loss = run("sparse_indexer_loss", problem, self.policy, arguments)
+        gradients = loss.gradients
+        if gradients is None:
+            gradients = run("indexer_backward", problem, self.policy, arguments, loss.student)
+        return loss.value, gradients
+
+    def differentiable(self, inputs: IndexerInputs) -> torch.Tensor:
+        """Return the KL sum, differentiable in the indexer's tensors where they want gradients."""
+        tensors = (inputs.q, inputs.k, inputs.weights)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return _SparseLoss.apply(*tensors, inputs.relu, self)
+        return self.value(inputs)
+
+    def _call(self, inputs: IndexerInputs):
+        if inputs.q.dtype == torch.float16:
+            # Gradients exist before the loss scale is applied; in fp16 they would underflow.
+            inputs = IndexerInputs(
+                inputs.q.float(), inputs.k.float(), inputs.weights.float(), inputs.relu
+            )
+        problem = index_problem(inputs, self.layout, self.indices.shape[1])
+        return problem, SparseLossProblem(
+            inputs,
+            self.indices,
+            self.topk_length,
+            self.teacher,
+            self.policy.workspace_bytes,
+            want_gradients=False,
         )
-    problem = index_problem(inputs, layout, indices.shape[1])
-    arguments = SparseLossProblem(
-        inputs, indices, topk_length, teacher, policy.workspace_bytes, want_gradients=False
-    )
-    if not want_gradients:
-        return run("sparse_indexer_loss", problem, policy, arguments).value, None
-    # The torch loss forms its gradients along the way, unless a kernel does that better.
-    fused = choose("indexer_backward", problem, policy).candidate.fused
-    arguments = dataclasses.replace(arguments, want_gradients=not fused)
-    loss = run("sparse_indexer_loss", problem, policy, arguments)
-    gradients = loss.gradients
-    if gradients is None:
-        gradients = run("indexer_backward", problem, policy, arguments, loss.student)
-    return loss.value, gradients
-
-
-def sparse_loss(
-    inputs: IndexerInputs,
-    layout: Layout,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    teacher: torch.Tensor,
-    policy: Policy,
-) -> torch.Tensor:
-    """Return the KL sum, differentiable in the indexer's tensors. ``teacher`` is overwritten."""
-    tensors = (inputs.q, inputs.k, inputs.weights)
-    rest = (layout, indices, topk_length, teacher, policy)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return _SparseLoss.apply(*tensors, inputs.relu, rest)
-    return loss_and_gradients(inputs, *rest, want_gradients=False)[0]
 
 
 class _SparseLoss(torch.autograd.Function):
     """The gradients are formed with the value and only multiplied by a number in the backward."""
 
     @staticmethod
-    def forward(ctx, q, k, weights, relu, rest):
-        value, gradients = loss_and_gradients(IndexerInputs(q, k, weights, relu), *rest)
+    def forward(ctx, q, k, weights, relu, loss):
+        value, gradients = loss.with_gradients(IndexerInputs(q, k, weights, relu))
         ctx.save_for_backward(
             *(g.to(x.dtype) for g, x in zip(gradients, (q, k, weights), strict=True))
         )

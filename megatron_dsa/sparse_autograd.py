@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.dispatch import Policy, run
-from megatron_dsa.indexer_training import IndexerTraining, loss_and_gradients, scaled
+from megatron_dsa.indexer_training import IndexerTraining, SelectedKeysLoss, scaled
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.support import Problem
@@ -92,9 +92,8 @@ def _train(s: Settings, index_tensors, indices, length, teacher: torch.Tensor):
     if training.head_group is not None:
         torch.distributed.all_reduce(teacher, group=training.head_group)
     inputs = IndexerInputs(*index_tensors, training.inputs.relu)
-    value, gradients = loss_and_gradients(
-        inputs, training.layout, indices, length, teacher, s.policy
-    )
+    loss = SelectedKeysLoss(training.layout, indices, length, teacher, s.policy)
+    value, gradients = loss.with_gradients(inputs)
     training.record(value)
     weight = training.weight()
     return tuple(

@@ -19,7 +19,17 @@ from megatron_dsa.support import Support
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 _BF16, _HALF = (torch.bfloat16,), (torch.bfloat16, torch.float16)
 _LATENT = ((576, 512), (512, 512))
-_INDEX = ((128, 0),)
+#: Sums in an order that varies, unless torch's deterministic mode is on.
+_ATOMIC_SUMS = {"deterministic": False, "deterministic_mode": True}
+_CUDNN_ATTENTION = {"package": CUDNN, "dims": _LATENT}
+_CUDNN_INDEXER = {
+    "package": CUDNN,
+    "capabilities": (HOPPER,),
+    "dtypes": _BF16,
+    "dims": ((128, 0),),
+    "heads": (1, 64),
+    "without_relu": False,
+}
 
 
 def _load(module: str, name: str):
@@ -62,10 +72,9 @@ _fused(
     "cudnn",
     _load("sparse_attention.cudnn", "backward"),
     covers="dq, dkv, dsink",
-    package=CUDNN,
+    **_CUDNN_ATTENTION,
     capabilities=(HOPPER, BLACKWELL),
     dtypes=_HALF,
-    dims=_LATENT,
     heads=(2, 128),
     deterministic=False,
     bridged="K in buckets; fp32 dkv from the workspace (Hopper, from 1.32; else rounded)",
@@ -75,10 +84,9 @@ _fused(
     "cudnn",
     _load("sparse_attention.cudnn", "probabilities"),
     covers="p_sum from q, kv, lse",
-    package=CUDNN,
+    **_CUDNN_ATTENTION,
     capabilities=(HOPPER,),
     dtypes=_BF16,
-    dims=_LATENT,
     heads=(1, 128),
     bridged="heads padded to 8, 16, 32 or 64, K in buckets; row normalisation undone",
 )
@@ -87,12 +95,7 @@ _fused(
     "cudnn",
     _load_instance("indexer_topk.cudnn", "Scores"),
     covers="scores of a block of queries",
-    package=CUDNN,
-    capabilities=(HOPPER,),
-    dtypes=_BF16,
-    dims=_INDEX,
-    heads=(1, 64),
-    without_relu=False,
+    **_CUDNN_INDEXER,
     bridged="S x S buffer avoided block by block; heads padded to 16, 32 or 64; ratio 1",
 )
 _fused(
@@ -113,12 +116,7 @@ _fused(
     "cudnn",
     _load("indexer_loss.cudnn", "sparse"),
     covers="value and student",
-    package=CUDNN,
-    capabilities=(HOPPER,),
-    dtypes=_BF16,
-    dims=_INDEX,
-    heads=(1, 64),
-    without_relu=False,
+    **_CUDNN_INDEXER,
     bridged="heads padded to 8, 16, 32 or 64, K in buckets",
 )
 _fused(
@@ -126,12 +124,7 @@ _fused(
     "cudnn",
     _load("indexer_loss.cudnn", "backward"),
     covers="dq, dk, dweights of the sparse loss",
-    package=CUDNN,
-    capabilities=(HOPPER,),
-    dtypes=_BF16,
-    dims=_INDEX,
-    heads=(1, 64),
-    without_relu=False,
+    **_CUDNN_INDEXER,
     deterministic=False,
     bridged="heads padded to 64, K in buckets; teacher copied; underflowed students kept",
 )
@@ -151,8 +144,7 @@ _fused(
     covers="forward and backward (torch's flash, cuDNN or efficient kernels)",
     dtypes=_HALF,
     packed=False,
-    deterministic=False,
-    deterministic_mode=True,
+    **_ATOMIC_SUMS,
     probe=_probe("dense_attention.sdpa"),
 )
 
@@ -163,8 +155,7 @@ _torch(
     "sparse_attention_backward",
     _load("sparse_attention.unfused", "backward"),
     "any shape; p_sum",
-    deterministic=False,
-    deterministic_mode=True,
+    **_ATOMIC_SUMS,
 )
 _torch(
     "sparse_attention_probabilities",
@@ -175,15 +166,13 @@ _torch(
     "sparse_indexer_loss",
     _load("indexer_loss.unfused", "sparse"),
     "any shape; gradients along with the value",
-    deterministic=False,
-    deterministic_mode=True,
+    **_ATOMIC_SUMS,
 )
 _torch(
     "indexer_backward",
     _load("indexer_loss.unfused", "sparse_backward"),
     "any shape",
-    deterministic=False,
-    deterministic_mode=True,
+    **_ATOMIC_SUMS,
 )
 _torch("dense_indexer_loss", _load("indexer_loss.unfused", "dense"), "any shape")
 _torch("dense_attention", _load("dense_attention.unfused", "forward"), "any shape")

@@ -17,7 +17,7 @@ from megatron_dsa.dsa_kernels import (
     sparse_indexer_loss,
 )
 from megatron_dsa.layout import bshd_layout, packed_layout
-from megatron_dsa.ops.cudnn_common import bucket, bucketed_indices, padded_heads
+from megatron_dsa.ops.cudnn_common import bucket, lengths, masked_indices, padded_heads, with_heads
 from megatron_dsa.ops.indexer_loss import reference as loss_reference
 from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.ops.sparse_attention import SparseProblem
@@ -67,13 +67,22 @@ def test_buckets():
     assert [padded_heads(h, (8, 16, 32, 64)) for h in (1, 9, 33, 64, 65, 128)] == [
         8, 16, 64, 64, 128, 128,
     ]  # fmt: skip
-    indices, length = bucketed_indices(torch.zeros(3, 130, dtype=torch.int32), None)
+    lists = torch.zeros(3, 130, dtype=torch.int32)
+    topk_length = torch.tensor([-1, 7, 999], dtype=torch.int32)
+    assert lengths(lists, None).tolist() == [130] * 3
+    assert lengths(lists, topk_length).tolist() == [0, 7, 130]
+    lists[1, 3], lists[2, 5] = 9, -4  # outside of 9 keys
+    valid, indices = masked_indices(lists, topk_length, 9)
+    assert valid.sum(-1).tolist() == [0, 6, 129]
     assert indices.shape == (3, 256) and (indices[:, 130:] == -1).all()
-    assert length.tolist() == [130] * 3
-    _, length = bucketed_indices(
-        torch.zeros(3, 130, dtype=torch.int32), torch.tensor([-1, 7, 999], dtype=torch.int32)
-    )
-    assert length.tolist() == [0, 7, 130]
+    assert torch.equal(indices[:, :130], torch.where(valid, 0, -1).int())
+
+
+def test_heads_are_padded_where_they_stand():
+    x = torch.ones(2, 3, 4)
+    assert with_heads(x, 3, -2) is x
+    assert torch.equal(with_heads(x, 5, -2), torch.cat([x, torch.zeros(2, 2, 4)], 1))
+    assert with_heads(x[..., 0], 4, -1, 7.0)[0].tolist() == [1, 1, 1, 7]
 
 
 @needs_cudnn

@@ -36,6 +36,7 @@ def _heads_first(x: torch.Tensor) -> torch.Tensor:
 class _DenseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, problem):
+        """Return ``out [Sq, H, Dv]``; saves it with the lse for the backward."""
         acc = accumulation_dtype(q.dtype)
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         lse = q.new_empty(q.shape[0], q.shape[1], dtype=acc)
@@ -59,6 +60,7 @@ class _DenseAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
+        """Return the gradients of q, k and v; probabilities are recomputed from the lse."""
         q, k, v, out, lse = ctx.saved_tensors
         problem, acc = DenseProblem(q, k, v, *ctx.settings), accumulation_dtype(q.dtype)
         layout = problem.layout

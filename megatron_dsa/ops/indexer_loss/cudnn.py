@@ -9,10 +9,9 @@ that need it: the student is kept above the smallest normal number.
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import pad
 
-from megatron_dsa.ops.arithmetic import rows_in_budget, valid_entries
-from megatron_dsa.ops.cudnn_common import bucketed_indices, padded_heads, widened
+from megatron_dsa.ops.arithmetic import rows_in_budget
+from megatron_dsa.ops.cudnn_common import lengths, masked_indices, padded_heads, widened, with_heads
 from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLoss, SparseLossProblem
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -23,17 +22,15 @@ def sparse(problem: SparseLossProblem) -> SparseLoss:
     from cudnn import DSA
 
     x, width = problem.inputs, problem.indices.shape[1]
-    extra = padded_heads(x.q.shape[1], (8, 16, 32, 64)) - x.q.shape[1]
-    q, weights = pad(x.q, (0, 0, 0, extra)), pad(x.weights, (0, extra))
-    valid = valid_entries(problem.indices, problem.topk_length, x.k.shape[0])
-    _, length = bucketed_indices(problem.indices, problem.topk_length)
+    heads = padded_heads(x.q.shape[1], (8, 16, 32, 64))
+    valid, indices = masked_indices(problem.indices, problem.topk_length, x.k.shape[0])
     student = DSA.sparse_indexer_score_recompute_wrapper(
-        q.contiguous()[None],
+        with_heads(x.q, heads, -2)[None],
         x.k.contiguous()[None],
-        weights.contiguous()[None],
-        widened(torch.where(valid, problem.indices, -1), -1)[None],
-        qhead_per_kv_head=q.shape[1],
-        topk_length=length[None],
+        with_heads(x.weights, heads, -1)[None],
+        indices[None],
+        qhead_per_kv_head=heads,
+        topk_length=lengths(problem.indices, problem.topk_length)[None],
         topk_indices_global=False,
     )["predict"][0, :, :width].contiguous()
     value = student.new_zeros(())
@@ -65,23 +62,22 @@ def backward(problem: SparseLossProblem, student: torch.Tensor) -> IndexerGradie
 
     x = problem.inputs
     rows, heads = x.q.shape[:2]
-    extra = padded_heads(heads, (64,)) - heads
-    q, weights = pad(x.q, (0, 0, 0, extra)), pad(x.weights, (0, extra))
-    valid = valid_entries(problem.indices, problem.topk_length, x.k.shape[0])
+    padded = padded_heads(heads, (64,))
+    valid, indices = masked_indices(problem.indices, problem.topk_length, x.k.shape[0])
     # Rows without a teacher keep a student of 0, which means no gradient there.
     trained = valid & (problem.teacher.sum(-1, keepdim=True) > 0)
     result = DSA.indexer_backward_wrapper(
-        q.contiguous()[None],
-        weights.contiguous()[None],
+        with_heads(x.q, padded, -2)[None],
+        with_heads(x.weights, padded, -1)[None],
         x.k.contiguous()[None],
         widened(problem.teacher, 0.0)[None],
         widened(torch.where(trained, student.clamp_min(_TINY), 0.0), 0.0)[None],
-        widened(torch.where(valid, problem.indices, -1), -1)[None],
-        torch.ones(1, dtype=torch.float32, device=q.device),
+        indices[None],
+        torch.ones(1, dtype=torch.float32, device=x.q.device),
         sm_scale=1.0,
         loss_coeff=float(rows),  # it divides by the number of rows
         topk_indices_global=False,
-        d_index_k=torch.empty(1, *x.k.shape, dtype=torch.float32, device=q.device),
+        d_index_k=torch.empty(1, *x.k.shape, dtype=torch.float32, device=x.q.device),
     )
     return IndexerGradients(
         result["d_index_q"][0, :, :heads],

@@ -9,10 +9,9 @@ to the top left); ``ratio`` defaults to 4 there; index heads come in 16, 32 or 6
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import pad
 
 from megatron_dsa.layout import Block
-from megatron_dsa.ops.cudnn_common import padded_heads
+from megatron_dsa.ops.cudnn_common import padded_heads, with_heads
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 
 
@@ -28,18 +27,15 @@ class Scores:
         from cudnn import DSA
 
         q, weights = inputs.q[block.rows], inputs.weights[block.rows]
-        rows, heads = q.shape[:2]
-        extra = padded_heads(heads, (16, 32, 64)) - heads
-        if extra:
-            q, weights = pad(q, (0, 0, 0, extra)), pad(weights, (0, extra))
+        heads = padded_heads(q.shape[1], (16, 32, 64))
         # The i-th query of a block sees up to its own slot, which is the block's last but rows - i.
-        offset = block.width - rows
+        offset = block.width - q.shape[0]
         scores = DSA.indexer_forward_wrapper(
-            q.contiguous()[None],
+            with_heads(q, heads, -2)[None],
             keys[block.lo : block.hi].contiguous()[None, :, None],
-            weights.contiguous()[None],
+            with_heads(weights, heads, -1)[None],
             ratio=1,
-            qhead_per_kv_head=heads + extra,
+            qhead_per_kv_head=heads,
             sm_scale=1.0,
             q_causal_offsets=torch.full((1,), offset, dtype=torch.int32, device=q.device),
         )["scores"]

@@ -11,10 +11,8 @@ from __future__ import annotations
 import logging
 
 import torch
-from torch.nn.functional import pad
 
-from megatron_dsa.ops.arithmetic import valid_entries
-from megatron_dsa.ops.cudnn_common import bucketed_indices, padded_heads, widened
+from megatron_dsa.ops.cudnn_common import lengths, masked_indices, padded_heads, widened, with_heads
 from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.packages import CUDNN
 
@@ -32,7 +30,7 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
     from cudnn import DSA
 
     q, kv = problem.q.contiguous(), problem.kv.contiguous()
-    indices, length = bucketed_indices(problem.indices, problem.topk_length)
+    length = lengths(problem.indices, problem.topk_length)
     sink = problem.sink
     if sink is None:
         sink = torch.full((q.shape[1],), float("-inf"), dtype=torch.float32, device=q.device)
@@ -43,7 +41,7 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
         dout.to(q.dtype).contiguous(),
         torch.where(lse == float("-inf"), float("inf"), lse),
         sink.float().contiguous(),
-        indices,
+        widened(problem.indices, -1),
     )
     workspace = _workspace(DSA, arguments, length)
     result = DSA.sparse_attention_backward_wrapper(
@@ -114,10 +112,8 @@ def probabilities(problem: SparseProblem, lse: torch.Tensor) -> torch.Tensor:
     """
     from cudnn import DSA
 
-    q, heads, width = problem.q, problem.q.shape[1], problem.indices.shape[1]
-    valid = valid_entries(problem.indices, problem.topk_length, problem.kv.shape[0])
-    indices = widened(torch.where(valid, problem.indices, -1), -1)
-    _, length = bucketed_indices(problem.indices, problem.topk_length)
+    heads = padded_heads(problem.q.shape[1], (8, 16, 32, 64))
+    valid, indices = masked_indices(problem.indices, problem.topk_length, problem.kv.shape[0])
     total = lse
     if problem.sink is not None:
         total = torch.logaddexp(lse, problem.sink.float().expand_as(lse))
@@ -125,19 +121,15 @@ def probabilities(problem: SparseProblem, lse: torch.Tensor) -> torch.Tensor:
     mass = torch.where(empty, 0.0, torch.exp(lse - torch.where(empty, 0.0, total))).sum(-1)
     # Rows without keys and heads that only pad get no weight: exp(x - inf) = 0.
     total = torch.where(empty, float("inf"), total)
-    extra = padded_heads(heads, (8, 16, 32, 64)) - heads
-    if extra:
-        q = pad(q, (0, 0, 0, extra))
-        total = pad(total, (0, extra), value=float("inf"))
     target = DSA.sparse_attn_score_recompute_wrapper(
-        q.contiguous()[None],
+        with_heads(problem.q, heads, -2)[None],
         problem.kv.contiguous()[None],
-        total.contiguous()[None],
+        with_heads(total, heads, -1, float("inf"))[None],
         indices[None],
         problem.softmax_scale,
-        qhead_per_kv_head=heads + extra,
-        topk_length=length[None],
+        qhead_per_kv_head=heads,
+        topk_length=lengths(problem.indices, problem.topk_length)[None],
         topk_indices_global=False,
-    )["target"][0, :, :width]
+    )["target"][0, :, : valid.shape[1]]
     # Entries that select nothing may hold anything there.
     return torch.where(valid, target * mass[:, None], 0.0)

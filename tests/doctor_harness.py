@@ -1,0 +1,77 @@
+"""Runs the doctor on the CPU, with implementations that are wrong on purpose."""
+
+import argparse
+import json
+
+from megatron_dsa import doctor
+
+FORWARD, BACKWARD, TEACHER = (
+    "sparse_attention_forward",
+    "sparse_attention_backward",
+    "sparse_attention_probabilities",
+)
+#: Small enough for milliseconds; fp32, so that a right implementation is far from the tolerance.
+SMALL = (
+    "--device cpu --heads 4 --dims 24,16 --topk 16 --seq 80 --rows 20 --index-heads 3 "
+    "--index-dim 8 --dtype fp32"
+)
+
+
+def parse(text):
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    return parser.parse_args(text.split())
+
+
+def run(capsys, text=SMALL):
+    """Run the command; return its exit code and its report as data."""
+    code = doctor.run(parse(f"{text} --json"))
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return code, json.loads(capsys.readouterr().out, parse_constant=refuse)
+
+
+def verdicts(data, name="made_up"):
+    """Results by the implementations in them, of those that contain ``name``."""
+    found = {}
+    for result in data["results"]:
+        names = [n for part in result["parts"] for n in part["implementations"].values()]
+        if name in names:
+            found[tuple(names)] = result
+    return found
+
+
+def others_are_ok(data):
+    return all(
+        result["ok"]
+        for result in data["results"]
+        if not any("made_up" in part["implementations"].values() for part in result["parts"])
+    )
+
+
+def unchanged(original):
+    return original
+
+
+def altered(change):
+    """A wrapper that lets ``change(problem, result list)`` spoil what torch returns."""
+
+    def wrap(original):
+        def implementation(problem, *args):
+            result = list(original(problem, *args))
+            change(problem, result)
+            return tuple(result)
+
+        return implementation
+
+    return wrap
+
+
+def scale(position, factor):
+    def change(problem, result):
+        if result[position] is not None:
+            result[position] = result[position] * factor
+
+    return change

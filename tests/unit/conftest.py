@@ -1,0 +1,32 @@
+"""Fixtures of several test files."""
+
+import dataclasses
+
+import pytest
+
+from megatron_dsa import dispatch
+
+
+@pytest.fixture
+def add(monkeypatch):
+    """Add a candidate that wraps torch's: ``add(operation, wrap)`` with ``wrap(torch's) -> new``.
+
+    It stands before the others as a fused implementation, called "made_up".
+    """
+
+    def add(operation, wrap, **support):
+        (original,) = (c for c in dispatch.candidates(operation) if not c.fused)
+        declared = {"deterministic": True} | support
+        candidate = dataclasses.replace(
+            original,
+            name="made_up",
+            fused=True,
+            support=dataclasses.replace(original.support, **declared),
+            load=lambda: wrap(original.load()),
+        )
+        others = dispatch.candidates(operation)
+        monkeypatch.setitem(dispatch._candidates, operation, [candidate, *others])
+        dispatch._choose.cache_clear()
+
+    yield add
+    dispatch._choose.cache_clear()

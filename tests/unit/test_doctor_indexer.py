@@ -1,0 +1,173 @@
+"""Selections, losses and teachers that are wrong on purpose must be found by the doctor."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.doctor_harness import (
+    SMALL,
+    TEACHER,
+    others_are_ok,
+    run,
+    verdicts,
+)
+
+
+def select(pick):
+    """A top-k that picks columns with ``pick(scores, visible, topk) -> bool mask``."""
+
+    def wrap(original):
+        def implementation(scores, visible, topk):
+            mask = pick(scores, visible, topk)
+            place = torch.where(mask, mask.cumsum(-1) - 1, topk)
+            columns = torch.arange(mask.shape[1], dtype=torch.int32).expand_as(mask)
+            out = torch.full((len(mask), topk + 1), -1, dtype=torch.int32)
+            return out.scatter_(1, place, columns)[:, :topk]
+
+        return implementation
+
+    return wrap
+
+
+def ties_to_the_largest(scores, visible, topk):
+    order = scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+    return torch.zeros_like(visible).scatter_(1, scores.shape[1] - 1 - order, True) & visible
+
+
+def smallest_keys(scores, visible, topk):
+    return visible & (visible.cumsum(-1) <= topk)
+
+
+def looks_ahead(scores, visible, topk):
+    return ties_to_the_largest(torch.where(visible, scores, 1e9), torch.ones_like(visible), topk)
+
+
+def reordered(original):
+    return lambda *args: original(*args).flip(-1)
+
+
+def repeated(original):
+    def implementation(*args):
+        out = original(*args)
+        out[:, 1] = out[:, 0]
+        return out
+
+    return implementation
+
+
+def one_too_few(original):
+    def implementation(*args):
+        out = original(*args)
+        out[:, -1] = -1
+        return out
+
+    return implementation
+
+
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (select(ties_to_the_largest), "all scores equal: not the best keys"),
+        (select(smallest_keys), "recall"),
+        (select(looks_ahead), "an invisible key is selected"),
+        (reordered, "keys are not distinct and ascending"),
+        (repeated, "keys are not distinct and ascending"),
+        (one_too_few, "the list is no prefix"),
+    ],
+)
+def test_wrong_selections_are_found(capsys, add, wrap, said):
+    add("indexer_topk", wrap)
+    code, data = run(capsys)
+    assert code == 1 and others_are_ok(data)
+    (result,) = verdicts(data).values()
+    assert said in result["verdict"], result["verdict"]
+
+
+def test_right_selection_by_other_means_passes(capsys, add):
+    """The judge accepts an independent implementation, ties and all."""
+
+    def pick(scores, visible, topk):
+        order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+        return torch.zeros_like(visible).scatter_(1, order, True) & visible
+
+    add("indexer_topk", select(pick))
+    code, data = run(capsys, f"{SMALL} --packed both")
+    assert code == 0, data["verdict"]
+    assert len([r for r in data["results"] if r["check"] == "index selection"]) == 4
+
+
+def test_wrong_scores_are_found(capsys, add):
+    """Head weights without their sign: many selections are plausible, few are right."""
+
+    class Scores:
+        def __init__(self, original):
+            self.original = original
+            self.bytes_per_score = original.bytes_per_score
+
+        def __call__(self, inputs, block, keys):
+            positive = dataclasses.replace(inputs, weights=inputs.weights.abs())
+            return self.original(positive, block, keys)
+
+    add("indexer_scores", Scores)
+    code, data = run(capsys)
+    assert code == 1 and others_are_ok(data)
+    (result,) = verdicts(data).values()
+    assert "recall" in result["verdict"] and "score shortfall" in result["verdict"]
+
+
+def scaled_gradients(original):
+    def implementation(*args):
+        q, k, weights = original(*args)
+        return q, k * 2, weights
+
+    return implementation
+
+
+def scaled_loss(original):
+    def implementation(problem):
+        result = original(problem)
+        return result._replace(value=result.value * 1.5)
+
+    return implementation
+
+
+def padding_pulls_at_row_0(original):
+    def implementation(*args):
+        result = original(*args)
+        result.k[0] = 1e-3
+        return result
+
+    return implementation
+
+
+@pytest.mark.parametrize(
+    ("operation", "wrap", "said"),
+    [
+        ("sparse_indexer_loss", scaled_loss, "loss 5.0e-01"),
+        ("indexer_backward", scaled_gradients, "dk 1.0e+00"),
+        ("indexer_backward", padding_pulls_at_row_0, "dk of an unselected key is not 0"),
+    ],
+)
+def test_wrong_losses_are_found(capsys, add, operation, wrap, said):
+    add(operation, wrap)
+    code, data = run(capsys)
+    assert code == 1 and others_are_ok(data)
+    (result,) = verdicts(data).values()
+    assert said in result["verdict"], result["verdict"]
+
+
+def test_a_wrong_teacher_is_found(capsys, add):
+    def wrap(original):
+        def unmasked(problem, lse):
+            # Entries past the length keep what they would weigh if they were selected.
+            return original(dataclasses.replace(problem, topk_length=None), lse)
+
+        return unmasked
+
+    add(TEACHER, wrap)
+    code, data = run(capsys)
+    assert code == 1 and others_are_ok(data)
+    (result,) = verdicts(data).values()
+    assert result["check"] == "teacher"
+    assert "p_sum of an invalid entry is not 0" in result["verdict"]
