@@ -142,3 +142,11 @@ CUDNN = Package(
         Need("1.32", "nvidia-cutlass-dsl", "4.8.0"),
     ),
 )
+
+TILELANG = Package(
+    module="tilelang",
+    install="pip install 'tilelang>={floor}'",
+    distribution="tilelang",
+    minimum="0.1.15",
+    tested="0.1.15",
+)

@@ -24,8 +24,9 @@ find_python() {
   return 1
 }
 
-# The lock of versions that the tests were run with; torch's CUDA build also runs on the CPU.
-packages=("torch==2.11.0" "megatron-core==0.19.2" -e ".[train,test]")
+# The lock of versions that the tests were run with; torch's CUDA build also runs on the CPU,
+# and tilelang compiles for GPUs that are not there.
+packages=("torch==2.11.0" "megatron-core==0.19.2" -e ".[train,tilelang,test]")
 stamp=$(printf '%s\n' "${packages[@]}" "$(cksum setup.py)")
 if [[ -x .venv/bin/python && -f .venv/stamp && $(cat .venv/stamp) == "$stamp" ]]; then
   echo "$PWD/.venv/bin/python"

@@ -13,7 +13,7 @@ import importlib
 import torch
 
 from megatron_dsa.dispatch import Candidate, register
-from megatron_dsa.packages import CUDNN, FLASH_MLA
+from megatron_dsa.packages import CUDNN, FLASH_MLA, TILELANG
 from megatron_dsa.support import Support
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
@@ -78,6 +78,18 @@ _fused(
     heads=(2, 128),
     deterministic=False,
     bridged="K in buckets; fp32 dkv from the workspace (Hopper, from 1.32; else rounded)",
+)
+_fused(
+    "sparse_attention_backward",
+    "tilelang",
+    _load("sparse_attention.tilelang_kernels", "backward"),
+    covers="dq, dkv, dsink",
+    package=TILELANG,
+    capabilities=(HOPPER,),
+    dtypes=_BF16,
+    dims=_LATENT,
+    heads=(1, 128),
+    deterministic=False,
 )
 _fused(
     "sparse_attention_probabilities",

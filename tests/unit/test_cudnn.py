@@ -23,7 +23,8 @@ from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.warm_up import warm_up
 from tests.helpers import double_leaf, leaf, relative_error
-from tests.unit.test_sparse_attention import check, make_case
+from tests.unit.test_fused_backward import ragged_case
+from tests.unit.test_sparse_attention import make_case
 
 TOLERANCE = 5e-3
 CASE = {"device": "cuda", "dtype": torch.bfloat16}
@@ -83,91 +84,6 @@ def test_heads_are_padded_where_they_stand():
     assert with_heads(x, 3, -2) is x
     assert torch.equal(with_heads(x, 5, -2), torch.cat([x, torch.zeros(2, 2, 4)], 1))
     assert with_heads(x[..., 0], 4, -1, 7.0)[0].tolist() == [1, 1, 1, 7]
-
-
-@needs_cudnn
-@pytest.mark.parametrize("heads", [2, 8, 16, 24, 32, 48, 64, 96, 128])
-@pytest.mark.parametrize(("dim", "with_sink"), [(576, False), (512, True)])
-def test_backward_heads(heads, dim, with_sink):
-    """1: a tile of 64 rows must not straddle two queries."""
-    q, kv, indices = make_case(70, 400, heads, dim, 128, causal=True, **CASE)
-    sink = leaf(heads, seed=3, device="cuda") if with_sink else None
-    reset_report()
-    check(q, kv, indices, v_dim=512, tolerance=TOLERANCE, sink=sink, scale=0.05, policy=BACKWARD)
-    assert report()["sparse_attention_backward"] == {"cudnn": 1}
-
-
-@needs_cudnn
-@pytest.mark.parametrize("k", [1, 63, 64, 100, 640, 2048])
-def test_backward_widths_and_more_keys_than_exist(k):
-    """4."""
-    q, kv, indices = make_case(40, 300, 64, 576, k, **CASE)
-    check(q, kv, indices, v_dim=512, tolerance=TOLERANCE, scale=0.05, policy=BACKWARD)
-
-
-def ragged_case(heads=64, dim=576):
-    """-1 in the middle, an id past the keys, empty rows, lengths of 0 and beyond K."""
-    q, kv, indices = make_case(24, 300, heads, dim, 128, **CASE)
-    indices[3] = -1
-    indices[:, 7] = -1
-    indices[4, 9] = 300
-    length = torch.full((24,), 128, dtype=torch.int32, device="cuda")
-    length[5], length[6], length[8] = 0, 2, 1000
-    place = torch.arange(128, device="cuda")
-    valid = (indices >= 0) & (indices < 300) & (place < length[:, None])
-    return q, kv, indices, length, valid
-
-
-@needs_cudnn
-@pytest.mark.parametrize("with_sink", [False, True])
-def test_backward_invalid_ids_and_empty_rows(with_sink):
-    """2, 3: NaN in every row that nobody selected, rows 0 and last included."""
-    q, kv, indices, length, valid = ragged_case()
-    used = torch.zeros(300, dtype=torch.bool, device="cuda")
-    used[indices[valid].long()] = True
-    used[0] = used[-1] = False
-    indices[(indices == 0) | (indices == 299)] = -1
-    with torch.no_grad():
-        kv[~used] = 0.0
-    sink = leaf(64, seed=5, device="cuda") if with_sink else None
-    check(
-        q, kv, indices, v_dim=512, tolerance=TOLERANCE, sink=sink, topk_length=length, scale=0.05,
-        policy=BACKWARD,
-    )  # fmt: skip
-    clean = q.grad.clone(), kv.grad.clone()
-    assert (q.grad[3] == 0).all() and (q.grad[5] == 0).all()
-    q.grad = kv.grad = None
-    with torch.no_grad():
-        kv[~used] = float("nan")
-    out = sparse_attention(
-        q, kv, indices, softmax_scale=0.05, v_dim=512, topk_length=length, attn_sink=sink,
-        policy=BACKWARD,
-    ).out  # fmt: skip
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))  # as in check()
-    out.backward(grad.to("cuda").to(q.dtype))
-    assert torch.equal(q.grad, clean[0])
-    assert (kv.grad[~used] == 0).all()
-    assert relative_error(kv.grad, clean[1]) < 1e-3  # atomics: not bitwise
-
-
-@needs_cudnn
-def test_key_gradient_is_not_rounded():
-    """The fp32 accumulator itself: far closer to float64 sums of the same products than bf16."""
-    q, kv, indices = make_case(64, 200, 64, 576, 128, **CASE)
-    sp = SparseProblem(q.detach(), kv.detach(), indices, 512, 0.05, None, None, 2**28)
-    problem = device_problem(
-        "cuda", dtype=torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=128
-    )
-    out, lse, _ = run("sparse_attention_forward", problem, Policy(fused=False), sp)
-    dout = torch.randn(out.shape, device="cuda").to(out.dtype)
-    _, dkv, _, _ = run("sparse_attention_backward", problem, BACKWARD, sp, out, lse, dout)
-    assert dkv.dtype == torch.float32
-    rounded = dkv.to(torch.bfloat16).float()
-    assert not torch.equal(dkv, rounded)
-    _, torch_dkv, _, _ = run(
-        "sparse_attention_backward", problem, Policy(fused=False), sp, out, lse, dout
-    )
-    assert relative_error(dkv, torch_dkv) < relative_error(rounded, torch_dkv)
 
 
 @needs_cudnn
@@ -311,21 +227,6 @@ def test_sparse_loss_pulls_at_underflowed_students():
 
 
 @needs_cudnn
-def test_repeated_calls_do_not_accumulate():
-    """6."""
-    q, kv, indices = make_case(64, 300, 64, 576, 128, **CASE)
-    seen = []
-    for _ in range(2):
-        q.grad = kv.grad = None
-        sparse_attention(
-            q, kv, indices, softmax_scale=0.05, v_dim=512, policy=BACKWARD
-        ).out.float().sum().backward()
-        seen.append((q.grad, kv.grad))
-    assert torch.equal(seen[0][0], seen[1][0])
-    assert relative_error(seen[1][1], seen[0][1]) < 1e-3
-
-
-@needs_cudnn
 def test_no_host_synchronisation():
     """24, after the first call, which compiles."""
     q, kv, indices, length, _ = ragged_case(16)
@@ -392,30 +293,3 @@ def test_nothing_compiles_after_the_warm_up(monkeypatch):
         sparse_attention(
             q, kv, indices, softmax_scale=0.05, v_dim=512, policy=policy
         ).out.sum().backward()
-
-
-@needs_cudnn
-def test_many_rows():
-    """25: more rows than a grid dimension holds, more elements than int32 counts."""
-    rows = 70_000
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*shape):
-        x = torch.empty(*shape, device="cuda", dtype=torch.bfloat16)
-        return x.normal_(generator=generator)
-
-    q, kv, dout = normal(rows, 64, 576), normal(512, 576), normal(rows, 64, 512)
-    indices = torch.rand(rows, 512, device="cuda").argsort(1)[:, :128].int()
-    assert q.numel() > 2**31
-    sp = SparseProblem(q, kv, indices, 512, 0.05, None, None, 2**30)
-    problem = device_problem(
-        "cuda", dtype=torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=128
-    )
-    out, lse, _ = run("sparse_attention_forward", problem, Policy(fused=False), sp)
-    results = [
-        run("sparse_attention_backward", problem, policy, sp, out, lse, dout)[:2]
-        for policy in (BACKWARD, Policy(fused=False))
-    ]
-    for got, want in zip(*results, strict=True):
-        assert relative_error(got[-50:], want[-50:]) < TOLERANCE
-        assert relative_error(got[:50], want[:50]) < TOLERANCE

@@ -14,6 +14,7 @@ import torch
 
 from megatron_dsa.ops.cudnn_common import lengths, masked_indices, padded_heads, widened, with_heads
 from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.ops.sparse_attention.fragments import in_column_order
 from megatron_dsa.packages import CUDNN
 
 logger = logging.getLogger(__name__)
@@ -93,14 +94,12 @@ def _wide(dkv: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor:
 def _accumulator(workspace: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
     """Return the fp32 gradient ``[rows, dim]`` from the end of the workspace.
 
-    Rows are padded to a tile there, and the 16 columns of a matrix-unit fragment are stored as
-    ``[4 threads, 2 halves, 2]`` instead of ``[2 halves, 4 threads, 2]``.
+    Rows are padded to a tile there.
     """
     padded_rows = -(-rows // _TILE) * _TILE
     size = padded_rows * dim * 4
-    fragments = workspace[workspace.numel() - size :].view(torch.float32)
-    fragments = fragments.view(padded_rows, dim // 16, 4, 2, 2)[:rows]
-    return fragments.permute(0, 1, 3, 2, 4).reshape(rows, dim)
+    accumulator = workspace[workspace.numel() - size :].view(torch.float32)
+    return in_column_order(accumulator.view(padded_rows, dim)[:rows])
 
 
 def probabilities(problem: SparseProblem, lse: torch.Tensor) -> torch.Tensor:

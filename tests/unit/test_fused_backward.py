@@ -1,0 +1,186 @@
+"""Every fused sparse attention backward through the contract, against float64 on a GPU.
+
+Numbers in docstrings are rows of the list of bugs that other systems shipped.
+"""
+
+import pytest
+import torch
+
+from megatron_dsa.dispatch import Policy, candidates, device_problem, report, reset_report, run
+from megatron_dsa.dsa_kernels import sparse_attention
+from megatron_dsa.ops.sparse_attention import SparseProblem
+from tests.helpers import leaf, relative_error
+from tests.unit.test_sparse_attention import check, make_case
+
+TOLERANCE = 5e-3
+CASE = {"device": "cuda", "dtype": torch.bfloat16}
+FUSED = {c.name: c for c in candidates("sparse_attention_backward") if c.fused}
+
+
+def policy_of(name):
+    """Only the backward is fused, and it is the one named."""
+    return Policy(
+        workspace_bytes=256 * 2**20,
+        named=(("sparse_attention_forward", "torch"), ("sparse_attention_backward", name)),
+    )
+
+
+def skip_unless_it_runs(name, heads):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    problem = device_problem(
+        device, dtype=torch.bfloat16, heads=heads, qk_dim=576, v_dim=512, topk=128
+    )
+    reason = FUSED[name].reason(problem)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(params=FUSED)
+def backward(request):
+    """The name of an implementation; skips where it cannot run."""
+    skip_unless_it_runs(request.param, heads=64)
+    return request.param
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8, 16, 24, 32, 48, 64, 96, 128])
+@pytest.mark.parametrize(("dim", "with_sink"), [(576, False), (512, True)])
+def test_backward_heads(backward, heads, dim, with_sink):
+    """1: a tile of 64 rows must not straddle two queries."""
+    skip_unless_it_runs(backward, heads)
+    q, kv, indices = make_case(70, 400, heads, dim, 128, causal=True, **CASE)
+    sink = leaf(heads, seed=3, device="cuda") if with_sink else None
+    reset_report()
+    check(
+        q,
+        kv,
+        indices,
+        v_dim=512,
+        tolerance=TOLERANCE,
+        sink=sink,
+        scale=0.05,
+        policy=policy_of(backward),
+    )
+    assert report()["sparse_attention_backward"] == {backward: 1}
+
+
+@pytest.mark.parametrize("k", [1, 63, 64, 100, 640, 2048])
+def test_backward_widths_and_more_keys_than_exist(backward, k):
+    """4."""
+    q, kv, indices = make_case(40, 300, 64, 576, k, **CASE)
+    check(q, kv, indices, v_dim=512, tolerance=TOLERANCE, scale=0.05, policy=policy_of(backward))
+
+
+def ragged_case(heads=64, dim=576):
+    """-1 in the middle, an id past the keys, empty rows, lengths of 0 and beyond K."""
+    q, kv, indices = make_case(24, 300, heads, dim, 128, **CASE)
+    indices[3] = -1
+    indices[:, 7] = -1
+    indices[4, 9] = 300
+    length = torch.full((24,), 128, dtype=torch.int32, device="cuda")
+    length[5], length[6], length[8] = 0, 2, 1000
+    place = torch.arange(128, device="cuda")
+    valid = (indices >= 0) & (indices < 300) & (place < length[:, None])
+    return q, kv, indices, length, valid
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_backward_invalid_ids_and_empty_rows(backward, with_sink):
+    """2, 3: NaN in every row that nobody selected, rows 0 and last included."""
+    q, kv, indices, length, valid = ragged_case()
+    used = torch.zeros(300, dtype=torch.bool, device="cuda")
+    used[indices[valid].long()] = True
+    used[0] = used[-1] = False
+    indices[(indices == 0) | (indices == 299)] = -1
+    with torch.no_grad():
+        kv[~used] = 0.0
+    sink = leaf(64, seed=5, device="cuda") if with_sink else None
+    check(
+        q, kv, indices, v_dim=512, tolerance=TOLERANCE, sink=sink, topk_length=length, scale=0.05,
+        policy=policy_of(backward),
+    )  # fmt: skip
+    clean = q.grad.clone(), kv.grad.clone()
+    assert (q.grad[3] == 0).all() and (q.grad[5] == 0).all()
+    q.grad = kv.grad = None
+    with torch.no_grad():
+        kv[~used] = float("nan")
+    out = sparse_attention(
+        q, kv, indices, softmax_scale=0.05, v_dim=512, topk_length=length, attn_sink=sink,
+        policy=policy_of(backward),
+    ).out  # fmt: skip
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))  # as in check()
+    out.backward(grad.to("cuda").to(q.dtype))
+    assert torch.equal(q.grad, clean[0])
+    assert (kv.grad[~used] == 0).all()
+    assert relative_error(kv.grad, clean[1]) < 1e-3  # atomics: not bitwise
+
+
+def test_key_gradient_is_not_rounded(backward):
+    """The fp32 accumulator itself: far closer to float64 sums of the same products than bf16."""
+    q, kv, indices = make_case(64, 200, 64, 576, 128, **CASE)
+    sp = SparseProblem(q.detach(), kv.detach(), indices, 512, 0.05, None, None, 2**28)
+    problem = device_problem(
+        "cuda", dtype=torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=128
+    )
+    out, lse, _ = run("sparse_attention_forward", problem, Policy(fused=False), sp)
+    dout = torch.randn(out.shape, device="cuda").to(out.dtype)
+    arguments = (sp, out, lse, dout)
+    _, dkv, _, _ = run("sparse_attention_backward", problem, policy_of(backward), *arguments)
+    assert dkv.dtype == torch.float32
+    rounded = dkv.to(torch.bfloat16).float()
+    assert not torch.equal(dkv, rounded)
+    _, torch_dkv, _, _ = run("sparse_attention_backward", problem, Policy(fused=False), *arguments)
+    assert relative_error(dkv, torch_dkv) < relative_error(rounded, torch_dkv)
+
+
+def test_repeated_calls_do_not_accumulate(backward):
+    """6."""
+    q, kv, indices = make_case(64, 300, 64, 576, 128, **CASE)
+    seen = []
+    for _ in range(2):
+        q.grad = kv.grad = None
+        sparse_attention(
+            q, kv, indices, softmax_scale=0.05, v_dim=512, policy=policy_of(backward)
+        ).out.float().sum().backward()
+        seen.append((q.grad, kv.grad))
+    assert torch.equal(seen[0][0], seen[1][0])
+    assert relative_error(seen[1][1], seen[0][1]) < 1e-3
+
+
+def test_many_rows(backward):
+    """25: more rows than a grid dimension holds, more elements than int32 counts."""
+    rows = 70_000
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        x = torch.empty(*shape, device="cuda", dtype=torch.bfloat16)
+        return x.normal_(generator=generator)
+
+    q, kv, dout = normal(rows, 64, 576), normal(512, 576), normal(rows, 64, 512)
+    indices = torch.rand(rows, 512, device="cuda").argsort(1)[:, :128].int()
+    assert q.numel() > 2**31
+    sp = SparseProblem(q, kv, indices, 512, 0.05, None, None, 2**30)
+    problem = device_problem(
+        "cuda", dtype=torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=128
+    )
+    out, lse, _ = run("sparse_attention_forward", problem, Policy(fused=False), sp)
+    results = [
+        run("sparse_attention_backward", problem, policy, sp, out, lse, dout)[:2]
+        for policy in (policy_of(backward), Policy(fused=False))
+    ]
+    for got, want in zip(*results, strict=True):
+        assert relative_error(got[-50:], want[-50:]) < TOLERANCE
+        assert relative_error(got[:50], want[:50]) < TOLERANCE
+
+
+def test_no_host_synchronisation(backward):
+    """24, after the first call, which compiles."""
+    q, kv, indices, length, _ = ragged_case()
+    for attempt in range(2):
+        torch.cuda.set_sync_debug_mode("error" if attempt else "default")
+        try:
+            sparse_attention(
+                q, kv, indices, softmax_scale=0.05, v_dim=512, topk_length=length,
+                policy=policy_of(backward),
+            ).out.sum().backward()  # fmt: skip
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
