@@ -109,8 +109,9 @@ class Measurement:
 
 
 def groups(presets, lengths, distributions, queries: int) -> list[Group]:
-    """All combinations, presets outermost."""
-    return [Group(p, queries, s, d) for p, s, d in product(presets, lengths, distributions)]
+    """All combinations, presets outermost; ``clustered`` gets its share, so that rows compare."""
+    named = [f"clustered:{CLUSTERED_SHARE}" if d == "clustered" else d for d in distributions]
+    return [Group(p, queries, s, d) for p, s, d in product(presets, lengths, named)]
 
 
 def measurements(

@@ -30,6 +30,8 @@ def test_groups_are_all_combinations():
         Group("tiny", 4096, 8192, "random"),
         Group("tiny", 4096, 32768, "random"),
     ]
+    # One name for one distribution, or its rows would not be compared.
+    assert cases.groups(["tiny"], [64], ["clustered"], 8) == [Group("tiny", 8, 64, "clustered:0.8")]
 
 
 @pytest.mark.parametrize(
