@@ -46,3 +46,11 @@ def valid_entries(indices: torch.Tensor, topk_length: torch.Tensor | None, num_k
         place = torch.arange(indices.shape[1], device=indices.device)
         valid &= place < topk_length[:, None]
     return valid
+
+
+def lengths(indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Tensor:
+    """Return int32 ``[Sq]`` within ``[0, K]``: ``topk_length``, or ``K`` everywhere."""
+    width = indices.shape[1]
+    if topk_length is None:
+        return torch.full(indices.shape[:1], width, dtype=torch.int32, device=indices.device)
+    return topk_length.clamp(0, width).int().contiguous()

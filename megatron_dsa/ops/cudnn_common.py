@@ -21,14 +21,6 @@ def bucket(width: int) -> int:
     return -(-width // 512) * 512
 
 
-def lengths(indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Tensor:
-    """Return int32 ``[Sq]`` within ``[0, K]``: ``topk_length``, or ``K`` everywhere."""
-    width = indices.shape[1]
-    if topk_length is None:
-        return torch.full(indices.shape[:1], width, dtype=torch.int32, device=indices.device)
-    return topk_length.clamp(0, width).int().contiguous()
-
-
 def masked_indices(indices: torch.Tensor, topk_length: torch.Tensor | None, keys: int):
     """Return which entries ``[Sq, K]`` select a key, and the indices with -1 at all others.
 

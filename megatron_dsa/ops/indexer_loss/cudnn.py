@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.ops.arithmetic import rows_in_budget
-from megatron_dsa.ops.cudnn_common import lengths, masked_indices, padded_heads, widened, with_heads
+from megatron_dsa.ops.arithmetic import lengths, rows_in_budget
+from megatron_dsa.ops.cudnn_common import masked_indices, padded_heads, widened, with_heads
 from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLoss, SparseLossProblem
 
 _TINY = torch.finfo(torch.float32).tiny

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_dsa.ops.arithmetic import lengths
 from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.ops.sparse_attention.fragments import in_column_order
 
@@ -18,15 +19,10 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
 
     q, kv = problem.q.contiguous(), problem.kv.contiguous()
     queries, heads, dim = q.shape
-    width = problem.indices.shape[1]
     total, sink = lse, problem.sink
     if sink is not None:
         sink = sink.float()
         total = torch.logaddexp(lse, sink.expand_as(lse))
-    if problem.topk_length is None:
-        length = torch.full((queries,), width, dtype=torch.int32, device=q.device)
-    else:
-        length = problem.topk_length.clamp(0, width).int()
     dq = torch.empty_like(q)
     dkv = torch.zeros(kv.shape, dtype=torch.float32, device=q.device)
     delta = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
@@ -37,7 +33,7 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
         dout.to(q.dtype).contiguous().view(-1, problem.v_dim),
         total.contiguous().view(-1),
         problem.indices.contiguous(),
-        length,
+        lengths(problem.indices, problem.topk_length),
         dq.view(-1, dim),
         dkv,
         delta.view(-1),
