@@ -15,6 +15,7 @@ What is in shared memory fills it: there is room for one block of keys.
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
 import functools
+from types import SimpleNamespace
 
 import tilelang
 from tilelang import language as T
@@ -56,16 +57,208 @@ def build(heads: int, dim: int, v_dim: int):
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
     rows, keys, queries, width = T.dynamic("rows, keys, queries, width")
 
+    # In the macros: `at` is the thread block's place in the problem (query, head, first row, number
+    # of selected keys, blocks of keys), `m` its shared memory, `done` its barriers.
+
     @T.macro
-    def fetch(target, source, at, from_row, wanted, columns, thread):
+    def fetch(target, source, row, from_row, wanted, columns, thread):
         """Copy a row's ``columns`` (a tuple: first, last) asynchronously; zeros if not wanted."""
         for u in T.unroll((columns[1] - columns[0]) // SLAB):
             T.ptx_cp_async(
-                T.access_ptr(target[at, columns[0] + SLAB * u + thread % 8 * 8], "w", 8),
+                T.access_ptr(target[row, columns[0] + SLAB * u + thread % 8 * 8], "w", 8),
                 T.access_ptr(source[from_row, columns[0] + SLAB * u + thread % 8 * 8], "r", 8),
                 8,
                 predicate=wanted,
             )
+
+    @T.macro
+    def store(dQ, staged, columns, at, barrier):
+        """Write columns of dQ that one warpgroup has put in shared memory."""
+        T.sync_threads(barrier, GROUP)
+        for r, c in T.Parallel(TILE, columns[1] - columns[0]):
+            if at.head + r < heads:
+                dQ[at.first + r, columns[0] + c] = staged[r, columns[0] + c]
+
+    @T.macro
+    def start(Q, dO, Lse, m, done, at, tx):
+        """Fetch the queries and their gradients; S and DP do this."""
+        if tx < 2 * GROUP:
+            for r in T.unroll(2):
+                row = r * 32 + tx // 8
+                source = T.min(at.first + row, rows - 1)
+                fetch(m.q, Q, row, source, at.head + row < heads, (0, dim), tx)
+                fetch(m.do, dO, row, source, at.head + row < heads, (0, v_dim), tx)
+            T.cp_async_barrier_noinc(done.queries)
+        if tx < TILE:
+            # P = exp2(S - inf) = 0 for rows without keys and heads that do not exist.
+            m.lse[tx] = T.infinity(fp32)
+            if at.head + tx < heads:  # noqa: SIM102 (the next condition reads memory)
+                if Lse[at.first + tx] > -T.infinity(fp32):
+                    m.lse[tx] = Lse[at.first + tx] * LOG2_E
+        T.sync_threads()
+
+    @T.macro
+    def gather(KV, Indices, m, done, at, thread):
+        """GATHER: keys of a block, as soon as their half of the buffer is free."""
+        ids = T.alloc_local([TILE // ROWS], int32)
+        ahead = T.alloc_local([1], int32)
+        ahead[0] = -1
+        if thread < T.min(at.n, TILE):
+            ahead[0] = Indices[at.query, thread]
+        for i in T.serial(at.blocks):
+            for side in (0, 1):
+                T.barrier_wait(done.keys_free[side], (i & 1) ^ 1)
+                if side == 0:
+                    # KV has read the ids of block i - 2: its P was overwritten since.
+                    if thread < TILE:
+                        m.ids[i % 2, thread] = T.if_then_else(ahead[0] < keys, ahead[0], -1)
+                        ahead[0] = -1
+                        if (i + 1) * TILE + thread < at.n:
+                            ahead[0] = Indices[at.query, (i + 1) * TILE + thread]
+                    T.sync_threads(8, GROUP)
+                    for r in T.unroll(TILE // ROWS):
+                        ids[r] = m.ids[i % 2, r * ROWS + thread // 8]
+                columns = ((0, half), (half, dim))[side]
+                for r in tuple(range(TILE // ROWS)):
+                    row = r * ROWS + thread // 8
+                    fetch(m.k, KV, row, T.max(ids[r], 0), ids[r] >= 0, columns, thread)
+                    T.call_extern("handle", "dsa_no_hoisting")
+                T.cp_async_barrier_noinc(done.keys[side])
+                T.barrier_arrive(done.keys[side])
+
+    @T.macro
+    def row_products(O, Delta, m, done, at):  # noqa: E741
+        """KV, first: ``delta = rowsum(dO * O)``."""
+        o = T.alloc_fragment([TILE, SLAB], bf16)
+        products = T.alloc_fragment([TILE, SLAB], fp32)
+        delta = T.alloc_fragment([TILE], fp32)
+        T.clear(products)
+        T.barrier_wait(done.queries, 0)
+        for u in T.serial(v_dim // SLAB):
+            for r, c in T.Parallel(TILE, SLAB):
+                o[r, c] = T.if_then_else(
+                    at.head + r < heads, O[at.first + r, u * SLAB + c], T.cast(0, bf16)
+                )
+            for r, c in T.Parallel(TILE, SLAB):
+                products[r, c] += T.cast(o[r, c], fp32) * T.cast(m.do[r, u * SLAB + c], fp32)
+        T.reduce_sum(products, delta, dim=1)
+        T.copy(delta, m.delta)
+        for r in T.Parallel(TILE):
+            if at.head + r < heads:
+                Delta[at.first + r] = delta[r]
+        T.barrier_arrive(done.delta)
+
+    @T.macro
+    def key_gradient(dKV, m, done, at, thread):
+        """KV: ``dKV += dS Q + P dO``, a slab of columns at a time."""
+        dkv = T.alloc_fragment([TILE, SLAB], fp32)
+        target = T.alloc_local([2], "int64")
+        for i in T.serial(at.blocks):
+            T.barrier_wait(done.p, i & 1)
+            for r in T.unroll(2):
+                target[r] = T.call_extern(
+                    "int64",
+                    "dsa_row",
+                    T.address_of(dKV[0, 0]),
+                    m.ids[i % 2, thread // 32 * 16 + r * 8 + thread % 32 // 4],
+                    dim,
+                    thread % 4 * 4,
+                )
+            for first in tuple(range(0, dim, SLAB)):
+                slab = slice(first, first + SLAB)
+                if first < v_dim:
+                    T.wgmma_gemm(m.p, m.do[:, slab], dkv, clear_accum=True)
+                if first == 0:
+                    T.barrier_wait(done.ds, i & 1)
+                T.wgmma_gemm(m.ds, m.q[:, slab], dkv, clear_accum=first >= v_dim)
+                T.wait_wgmma(0)
+                if first + SLAB == dim:
+                    T.barrier_arrive(done.p_free)
+                T.call_extern(
+                    "handle", f"dsa_add_rows<{SLAB}, {first}>", dkv.data, target[0], target[1]
+                )
+
+    @T.macro
+    def scores(dQ, m, done, at, scale):
+        """S: scores, P and the left half of dQ."""
+        s = T.alloc_fragment([TILE, TILE], fp32)
+        # Quarters: an instruction must not need more registers than a thread starts with.
+        dq_0 = T.alloc_fragment([TILE, quarter], fp32)
+        dq_1 = T.alloc_fragment([TILE, quarter], fp32)
+        T.clear(dq_0)
+        T.clear(dq_1)
+        T.barrier_wait(done.queries, 0)
+        for i in T.serial(at.blocks):
+            T.barrier_wait(done.keys[0], i & 1)
+            T.wgmma_gemm(m.k[:, :half], m.q[:, :half], s, transpose_B=True, clear_accum=True)
+            T.barrier_wait(done.keys[1], i & 1)
+            T.wgmma_gemm(m.k[:, half:], m.q[:, half:], s, transpose_B=True)
+            T.wait_wgmma(0)
+            for part in tuple(range(0, TILE, 16)):
+                for k, h in T.Parallel(TILE, 16):
+                    # Entries that select nothing have zeros as key, so any finite P will do: their
+                    # dS meets that zero key in dQ and no row of dKV.
+                    s[k, part + h] = T.exp2(
+                        T.min(s[k, part + h] * (scale * LOG2_E) - m.lse[part + h], 1.0)
+                    )
+                T.call_extern("handle", "dsa_no_hoisting")
+            T.barrier_wait(done.p_free, (i & 1) ^ 1)
+            T.copy(s, m.p)
+            T.fence_proxy_async()
+            T.barrier_arrive(done.p)
+            T.barrier_wait(done.ds, i & 1)
+            T.wgmma_gemm(m.ds, m.k[:, :quarter], dq_0, transpose_A=True)
+            T.wgmma_gemm(m.ds, m.k[:, quarter:half], dq_1, transpose_A=True)
+            T.wait_wgmma(0)
+            T.barrier_arrive(done.keys_free[0])
+        # Through the left columns of the keys, which only this warpgroup still used.
+        T.copy(dq_0, m.k[:, :quarter])
+        T.copy(dq_1, m.k[:, quarter:half])
+        store(dQ, m.k, (0, half), at, 9)
+
+    @T.macro
+    def score_gradients(dQ, m, done, at, scale):
+        """DP: dP, dS and the other columns of dQ."""
+        dp = T.alloc_fragment([TILE, TILE], fp32)
+        dq_2 = T.alloc_fragment([TILE, quarter], fp32)
+        dq_3 = T.alloc_fragment([TILE, quarter], fp32)
+        T.clear(dq_2)
+        T.clear(dq_3)
+        if tail:
+            dq_tail = T.alloc_fragment([TILE, tail], fp32)
+            T.clear(dq_tail)
+        T.barrier_wait(done.queries, 0)
+        T.barrier_wait(done.delta, 0)
+        for i in T.serial(at.blocks):
+            T.barrier_wait(done.keys[0], i & 1)
+            T.wgmma_gemm(m.k[:, :half], m.do[:, :half], dp, transpose_B=True, clear_accum=True)
+            T.barrier_wait(done.keys[1], i & 1)
+            T.wgmma_gemm(m.k[:, half:v_dim], m.do[:, half:], dp, transpose_B=True)
+            T.wait_wgmma(0)
+            T.barrier_wait(done.p, i & 1)
+            for part in tuple(range(0, TILE, 16)):
+                for k, h in T.Parallel(TILE, 16):
+                    dp[k, part + h] = (
+                        T.cast(m.p[k, part + h], fp32)
+                        * (dp[k, part + h] - m.delta[part + h])
+                        * scale
+                    )
+                T.call_extern("handle", "dsa_no_hoisting")
+            # Nobody reads the old dS: P was written after KV and S were done with it.
+            T.copy(dp, m.ds)
+            T.fence_proxy_async()
+            T.barrier_arrive(done.ds)
+            T.wgmma_gemm(m.ds, m.k[:, half : half + quarter], dq_2, transpose_A=True)
+            T.wgmma_gemm(m.ds, m.k[:, half + quarter : v_dim], dq_3, transpose_A=True)
+            if tail:
+                T.wgmma_gemm(m.ds, m.k[:, v_dim:], dq_tail, transpose_A=True)
+            T.wait_wgmma(0)
+            T.barrier_arrive(done.keys_free[1])
+        T.copy(dq_2, m.k[:, half : half + quarter])
+        T.copy(dq_3, m.k[:, half + quarter : v_dim])
+        if tail:
+            T.copy(dq_tail, m.k[:, v_dim:])
+        store(dQ, m.k, (half, dim), at, 10)
 
     @T.prim_func
     def sparse_mla_backward(
@@ -83,212 +276,52 @@ def build(heads: int, dim: int, v_dim: int):
     ):
         with T.Kernel(queries * head_tiles, threads=4 * GROUP) as block:
             T.import_source(SOURCE)
-            q_s = T.alloc_shared([TILE, dim], bf16)
-            do_s = T.alloc_shared([TILE, v_dim], bf16)
-            k_s = T.alloc_shared([TILE, dim], bf16)
-            p_s = T.alloc_shared([TILE, TILE], bf16)
-            ds_s = T.alloc_shared([TILE, TILE], bf16)
-            lse_s = T.alloc_shared([TILE], fp32)
-            delta_s = T.alloc_shared([TILE], fp32)
-            ids_s = T.alloc_shared([2, TILE], int32)
-
-            s = T.alloc_fragment([TILE, TILE], fp32)
-            dp = T.alloc_fragment([TILE, TILE], fp32)
-            # Quarters: an instruction must not need more registers than a thread starts with.
-            dq_0 = T.alloc_fragment([TILE, quarter], fp32)
-            dq_1 = T.alloc_fragment([TILE, quarter], fp32)
-            dq_2 = T.alloc_fragment([TILE, quarter], fp32)
-            dq_3 = T.alloc_fragment([TILE, quarter], fp32)
-            if tail:
-                dq_tail = T.alloc_fragment([TILE, tail], fp32)
-            dkv = T.alloc_fragment([TILE, SLAB], fp32)
-
-            queries_full = T.alloc_barrier(arrive_count=2 * GROUP)
-            # Of the left and of the other columns of the keys. Full: the copies and the threads.
-            keys_full = T.alloc_barrier(arrive_count=[2 * GROUP, 2 * GROUP])
-            keys_free = T.alloc_barrier(arrive_count=[GROUP, GROUP])
-            p_full = T.alloc_barrier(arrive_count=GROUP)
-            ds_full = T.alloc_barrier(arrive_count=GROUP)
-            p_free = T.alloc_barrier(arrive_count=GROUP)
-            delta_full = T.alloc_barrier(arrive_count=GROUP)
-
+            m = SimpleNamespace(
+                q=T.alloc_shared([TILE, dim], bf16),
+                do=T.alloc_shared([TILE, v_dim], bf16),
+                k=T.alloc_shared([TILE, dim], bf16),
+                p=T.alloc_shared([TILE, TILE], bf16),
+                ds=T.alloc_shared([TILE, TILE], bf16),
+                lse=T.alloc_shared([TILE], fp32),
+                delta=T.alloc_shared([TILE], fp32),
+                ids=T.alloc_shared([2, TILE], int32),
+            )
+            # Of the left and of the other columns of the keys; the copies arrive and the threads.
+            done = SimpleNamespace(
+                queries=T.alloc_barrier(arrive_count=2 * GROUP),
+                keys=T.alloc_barrier(arrive_count=[2 * GROUP, 2 * GROUP]),
+                keys_free=T.alloc_barrier(arrive_count=[GROUP, GROUP]),
+                p=T.alloc_barrier(arrive_count=GROUP),
+                ds=T.alloc_barrier(arrive_count=GROUP),
+                p_free=T.alloc_barrier(arrive_count=GROUP),
+                delta=T.alloc_barrier(arrive_count=GROUP),
+            )
             tx = T.get_thread_binding()
             thread = tx % GROUP
             query = block // head_tiles
             head = block % head_tiles * TILE
-            first = query * heads + head
             n = Length[query]
-            blocks = T.ceildiv(n, TILE)
-
-            if tx < 2 * GROUP:
-                for r in T.unroll(2):
-                    row = r * 32 + tx // 8
-                    source = T.min(first + row, rows - 1)
-                    fetch(q_s, Q, row, source, head + row < heads, (0, dim), tx)
-                    fetch(do_s, dO, row, source, head + row < heads, (0, v_dim), tx)
-                T.cp_async_barrier_noinc(queries_full)
-            if tx < TILE:
-                # P = exp2(S - inf) = 0 for rows without keys and heads that do not exist.
-                lse_s[tx] = T.infinity(fp32)
-                if head + tx < heads:  # noqa: SIM102 (the next condition reads memory)
-                    if Lse[first + tx] > -T.infinity(fp32):
-                        lse_s[tx] = Lse[first + tx] * LOG2_E
-            T.sync_threads()
-
-            if tx >= 3 * GROUP:  # GATHER
+            at = SimpleNamespace(
+                query=query,
+                head=head,
+                first=query * heads + head,
+                n=n,
+                blocks=T.ceildiv(n, TILE),
+            )
+            start(Q, dO, Lse, m, done, at, tx)
+            if tx >= 3 * GROUP:
                 T.set_max_nreg(for_gather, 0)
-                ids = T.alloc_local([TILE // ROWS], int32)
-                ahead = T.alloc_local([1], int32)
-                ahead[0] = -1
-                if thread < T.min(n, TILE):
-                    ahead[0] = Indices[query, thread]
-                for i in T.serial(blocks):
-                    for side in (0, 1):
-                        T.barrier_wait(keys_free[side], (i & 1) ^ 1)
-                        if side == 0:
-                            # KV has read the ids of block i - 2: its P was overwritten since.
-                            if thread < TILE:
-                                ids_s[i % 2, thread] = T.if_then_else(ahead[0] < keys, ahead[0], -1)
-                                ahead[0] = -1
-                                if (i + 1) * TILE + thread < n:
-                                    ahead[0] = Indices[query, (i + 1) * TILE + thread]
-                            T.sync_threads(8, GROUP)
-                            for r in T.unroll(TILE // ROWS):
-                                ids[r] = ids_s[i % 2, r * ROWS + thread // 8]
-                        columns = ((0, half), (half, dim))[side]
-                        for r in tuple(range(TILE // ROWS)):
-                            row = r * ROWS + thread // 8
-                            fetch(k_s, KV, row, T.max(ids[r], 0), ids[r] >= 0, columns, thread)
-                            T.call_extern("handle", "dsa_no_hoisting")
-                        T.cp_async_barrier_noinc(keys_full[side])
-                        T.barrier_arrive(keys_full[side])
-            elif tx >= 2 * GROUP:  # KV
+                gather(KV, Indices, m, done, at, thread)
+            elif tx >= 2 * GROUP:
                 T.set_max_nreg(for_kv, 0)
-                o = T.alloc_fragment([TILE, SLAB], bf16)
-                products = T.alloc_fragment([TILE, SLAB], fp32)
-                delta = T.alloc_fragment([TILE], fp32)
-                T.clear(products)
-                T.barrier_wait(queries_full, 0)
-                for u in T.serial(v_dim // SLAB):
-                    for r, c in T.Parallel(TILE, SLAB):
-                        o[r, c] = T.if_then_else(
-                            head + r < heads, O[first + r, u * SLAB + c], T.cast(0, bf16)
-                        )
-                    for r, c in T.Parallel(TILE, SLAB):
-                        products[r, c] += T.cast(o[r, c], fp32) * T.cast(
-                            do_s[r, u * SLAB + c], fp32
-                        )
-                T.reduce_sum(products, delta, dim=1)
-                T.copy(delta, delta_s)
-                for r in T.Parallel(TILE):
-                    if head + r < heads:
-                        Delta[first + r] = delta[r]
-                T.barrier_arrive(delta_full)
-                target = T.alloc_local([2], "int64")
-                for i in T.serial(blocks):
-                    T.barrier_wait(p_full, i & 1)
-                    for r in T.unroll(2):
-                        target[r] = T.call_extern(
-                            "int64",
-                            "dsa_row",
-                            T.address_of(dKV[0, 0]),
-                            ids_s[i % 2, thread // 32 * 16 + r * 8 + thread % 32 // 4],
-                            dim,
-                            thread % 4 * 4,
-                        )
-                    for at in tuple(range(0, dim, SLAB)):
-                        slab = slice(at, at + SLAB)
-                        if at < v_dim:
-                            T.wgmma_gemm(p_s, do_s[:, slab], dkv, clear_accum=True)
-                        if at == 0:
-                            T.barrier_wait(ds_full, i & 1)
-                        T.wgmma_gemm(ds_s, q_s[:, slab], dkv, clear_accum=at >= v_dim)
-                        T.wait_wgmma(0)
-                        if at + SLAB == dim:
-                            T.barrier_arrive(p_free)
-                        T.call_extern(
-                            "handle", f"dsa_add_rows<{SLAB}, {at}>", dkv.data, target[0], target[1]
-                        )
-            elif tx < GROUP:  # S
+                row_products(O, Delta, m, done, at)
+                key_gradient(dKV, m, done, at, thread)
+            elif tx < GROUP:
                 T.set_max_nreg(for_s, 1)
-                T.clear(dq_0)
-                T.clear(dq_1)
-                T.barrier_wait(queries_full, 0)
-                for i in T.serial(blocks):
-                    T.barrier_wait(keys_full[0], i & 1)
-                    T.wgmma_gemm(
-                        k_s[:, :half], q_s[:, :half], s, transpose_B=True, clear_accum=True
-                    )
-                    T.barrier_wait(keys_full[1], i & 1)
-                    T.wgmma_gemm(k_s[:, half:], q_s[:, half:], s, transpose_B=True)
-                    T.wait_wgmma(0)
-                    for part in tuple(range(0, TILE, 16)):
-                        for k, h in T.Parallel(TILE, 16):
-                            # Entries that select nothing have zeros as key, so any finite P will
-                            # do: their dS meets that zero key in dQ and no row of dKV.
-                            s[k, part + h] = T.exp2(
-                                T.min(s[k, part + h] * (scale * LOG2_E) - lse_s[part + h], 1.0)
-                            )
-                        T.call_extern("handle", "dsa_no_hoisting")
-                    T.barrier_wait(p_free, (i & 1) ^ 1)
-                    T.copy(s, p_s)
-                    T.fence_proxy_async()
-                    T.barrier_arrive(p_full)
-                    T.barrier_wait(ds_full, i & 1)
-                    T.wgmma_gemm(ds_s, k_s[:, :quarter], dq_0, transpose_A=True)
-                    T.wgmma_gemm(ds_s, k_s[:, quarter:half], dq_1, transpose_A=True)
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(keys_free[0])
-                # Through the left columns of the keys, which only this warpgroup still used.
-                T.copy(dq_0, k_s[:, :quarter])
-                T.copy(dq_1, k_s[:, quarter:half])
-                T.sync_threads(9, GROUP)
-                for r, c in T.Parallel(TILE, half):
-                    if head + r < heads:
-                        dQ[first + r, c] = k_s[r, c]
-            else:  # DP
+                scores(dQ, m, done, at, scale)
+            else:
                 T.set_max_nreg(for_dp, 1)
-                T.clear(dq_2)
-                T.clear(dq_3)
-                if tail:
-                    T.clear(dq_tail)
-                T.barrier_wait(queries_full, 0)
-                T.barrier_wait(delta_full, 0)
-                for i in T.serial(blocks):
-                    T.barrier_wait(keys_full[0], i & 1)
-                    T.wgmma_gemm(
-                        k_s[:, :half], do_s[:, :half], dp, transpose_B=True, clear_accum=True
-                    )
-                    T.barrier_wait(keys_full[1], i & 1)
-                    T.wgmma_gemm(k_s[:, half:v_dim], do_s[:, half:], dp, transpose_B=True)
-                    T.wait_wgmma(0)
-                    T.barrier_wait(p_full, i & 1)
-                    for part in tuple(range(0, TILE, 16)):
-                        for k, h in T.Parallel(TILE, 16):
-                            dp[k, part + h] = (
-                                T.cast(p_s[k, part + h], fp32)
-                                * (dp[k, part + h] - delta_s[part + h])
-                                * scale
-                            )
-                        T.call_extern("handle", "dsa_no_hoisting")
-                    # Nobody reads the old dS: P was written after KV and S were done with it.
-                    T.copy(dp, ds_s)
-                    T.fence_proxy_async()
-                    T.barrier_arrive(ds_full)
-                    T.wgmma_gemm(ds_s, k_s[:, half : half + quarter], dq_2, transpose_A=True)
-                    T.wgmma_gemm(ds_s, k_s[:, half + quarter : v_dim], dq_3, transpose_A=True)
-                    if tail:
-                        T.wgmma_gemm(ds_s, k_s[:, v_dim:], dq_tail, transpose_A=True)
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(keys_free[1])
-                T.copy(dq_2, k_s[:, half : half + quarter])
-                T.copy(dq_3, k_s[:, half + quarter : v_dim])
-                if tail:
-                    T.copy(dq_tail, k_s[:, v_dim:])
-                T.sync_threads(10, GROUP)
-                for r, c in T.Parallel(TILE, dim - half):
-                    if head + r < heads:
-                        dQ[first + r, half + c] = k_s[r, half + c]
+                score_gradients(dQ, m, done, at, scale)
 
     return sparse_mla_backward
 
