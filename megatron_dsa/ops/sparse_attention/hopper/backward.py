@@ -274,6 +274,7 @@ def build(heads: int, dim: int, v_dim: int):
         Delta: T.Tensor([rows], fp32),
         scale: T.float32,
     ):
+        """One thread block per query and 64 heads; arguments as :func:`build` describes."""
         with T.Kernel(queries * head_tiles, threads=4 * GROUP) as block:
             T.import_source(SOURCE)
             m = SimpleNamespace(
