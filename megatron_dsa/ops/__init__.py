@@ -22,6 +22,13 @@ _LATENT = ((576, 512), (512, 512))
 #: Sums in an order that varies, unless torch's deterministic mode is on.
 _ATOMIC_SUMS = {"deterministic": False, "deterministic_mode": True}
 _CUDNN_ATTENTION = {"package": CUDNN, "dims": _LATENT}
+_TILELANG = {
+    "package": TILELANG,
+    "capabilities": (HOPPER,),
+    "dtypes": _BF16,
+    "dims": _LATENT,
+    "heads": (1, 128),
+}
 _CUDNN_INDEXER = {
     "package": CUDNN,
     "capabilities": (HOPPER,),
@@ -68,6 +75,13 @@ _fused(
     probe=_probe("sparse_attention.flashmla"),
 )
 _fused(
+    "sparse_attention_forward",
+    "tilelang",
+    _load("sparse_attention.tilelang_kernels", "forward"),
+    covers="out, lse",
+    **_TILELANG,
+)
+_fused(
     "sparse_attention_backward",
     "cudnn",
     _load("sparse_attention.cudnn", "backward"),
@@ -84,11 +98,7 @@ _fused(
     "tilelang",
     _load("sparse_attention.tilelang_kernels", "backward"),
     covers="dq, dkv, dsink",
-    package=TILELANG,
-    capabilities=(HOPPER,),
-    dtypes=_BF16,
-    dims=_LATENT,
-    heads=(1, 128),
+    **_TILELANG,
     deterministic=False,
 )
 _fused(

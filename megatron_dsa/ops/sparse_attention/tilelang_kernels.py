@@ -1,7 +1,8 @@
-"""Sparse attention backward through this package's own kernel (Hopper, bf16).
+"""Sparse attention through this package's own kernels (Hopper, bf16).
 
 Any width, ragged lengths, a sink, and any number of heads up to 128 need no padding and no other
-kernel; one kernel is compiled per head count and dim, when it is first called.
+kernel; one kernel is compiled per head count and dim, when it is first called. Up to 32 heads, a
+tile of 64 rows holds several adjacent queries and reads the union of their lists.
 """
 
 from __future__ import annotations
@@ -13,9 +14,35 @@ from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.ops.sparse_attention.fragments import in_column_order
 
 
+def forward(problem: SparseProblem):
+    """Return ``out`` (dtype of q), ``lse`` fp32 and ``None`` (no probabilities)."""
+    from megatron_dsa.ops.sparse_attention.hopper.forward import compiled
+    from megatron_dsa.ops.sparse_attention.hopper.tiles import queries_per_tile
+
+    q, kv, sink = problem.q.contiguous(), problem.kv.contiguous(), problem.sink
+    queries, heads, dim = q.shape
+    group = queries_per_tile(heads)
+    out = torch.empty(queries, heads, problem.v_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
+    kernel = compiled(heads, dim, problem.v_dim, group, sink is not None)
+    sink = torch.empty(1, device=q.device) if sink is None else sink.float().contiguous()
+    for part, lists in key_lists(problem, group):
+        kernel(
+            _rows(q[part]),
+            kv,
+            *lists,
+            sink,
+            _rows(out[part]),
+            lse[part].view(-1),
+            problem.softmax_scale,
+        )
+    return out, lse, None
+
+
 def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor):
     """Return ``dq`` (dtype of q), ``dkv`` fp32, ``dsink`` fp32 or ``None``, and ``None``."""
     from megatron_dsa.ops.sparse_attention.hopper.backward import compiled
+    from megatron_dsa.ops.sparse_attention.hopper.tiles import queries_per_tile
 
     q, kv = problem.q.contiguous(), problem.kv.contiguous()
     queries, heads, dim = q.shape
@@ -23,25 +50,67 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
     if sink is not None:
         sink = sink.float()
         total = torch.logaddexp(lse, sink.expand_as(lse))
+    total = total.contiguous()
+    out, dout = out.contiguous(), dout.to(q.dtype).contiguous()
     dq = torch.empty_like(q)
     dkv = torch.zeros(kv.shape, dtype=torch.float32, device=q.device)
     delta = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
-    compiled(heads, dim, problem.v_dim)(
-        q.view(-1, dim),
-        kv,
-        out.contiguous().view(-1, problem.v_dim),
-        dout.to(q.dtype).contiguous().view(-1, problem.v_dim),
-        total.contiguous().view(-1),
-        problem.indices.contiguous(),
-        lengths(problem.indices, problem.topk_length),
-        dq.view(-1, dim),
-        dkv,
-        delta.view(-1),
-        problem.softmax_scale,
-    )
+    group = queries_per_tile(heads)
+    kernel = compiled(heads, dim, problem.v_dim, group)
+    for part, lists in key_lists(problem, group, ascending=_exceeds_cache(dkv)):
+        kernel(
+            _rows(q[part]),
+            kv,
+            _rows(out[part]),
+            _rows(dout[part]),
+            total[part].view(-1),
+            *lists,
+            _rows(dq[part]),
+            dkv,
+            delta[part].view(-1),
+            problem.softmax_scale,
+        )
     dsink = None
     if sink is not None:
         # A head without any key and a sink of -inf has no probability to lose: 0, not NaN.
         share = torch.exp(sink - torch.where(total == float("-inf"), float("inf"), total))
         dsink = -(share * delta).sum(0)
     return dq, in_column_order(dkv), dsink, None
+
+
+def key_lists(problem: SparseProblem, group: int, ascending: bool = False):
+    """Yield parts of the queries (slices) with the lists of keys that the kernels read for them.
+
+    The lists are: ids int32 ``[lists, W]``, members uint8 alike, length int32 ``[lists]``, as
+    :mod:`.hopper.unions` describes. Groups of one query have the caller's lists, and no members,
+    unless they are wanted ``ascending``. New lists take memory, so they come in parts that fit
+    ``problem.workspace_bytes``.
+    """
+    indices = problem.indices.contiguous()
+    length = lengths(indices, problem.topk_length)
+    queries, width = indices.shape
+    unused = torch.empty(1, 1, dtype=torch.uint8, device=indices.device)
+    if group == 1 and not ascending:
+        yield slice(0, queries), (indices, unused, length)
+        return
+    from megatron_dsa.ops.sparse_attention.hopper.unions import compiled
+
+    capacity = group * width
+    step = max(1, problem.workspace_bytes // (capacity * 5)) * group
+    for first in range(0, queries, step):
+        part = slice(first, min(first + step, queries))
+        groups = -(-(part.stop - first) // group)
+        ids = torch.empty(groups, capacity, dtype=torch.int32, device=indices.device)
+        members = torch.empty_like(ids, dtype=torch.uint8)
+        count = torch.empty(groups, dtype=torch.int32, device=indices.device)
+        compiled(group)(indices[part], length[part], ids, members, count, problem.kv.shape[0])
+        yield part, (ids, members if group > 1 else unused, count)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1, x.shape[-1])
+
+
+def _exceeds_cache(x: torch.Tensor) -> bool:
+    """Whether what is added to at random does not stay in the GPU's cache."""
+    return x.nbytes > torch.cuda.get_device_properties(x.device).L2_cache_size // 2

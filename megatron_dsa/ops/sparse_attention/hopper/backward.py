@@ -1,4 +1,4 @@
-"""Backward of sparse attention for one query and 64 of its heads per thread block (sm_90a).
+"""Backward of sparse attention for 64 rows of queries per thread block (sm_90a).
 
 Per block of 64 keys: ``S = K Q^T`` and ``dP = V dO^T`` (keys are the rows), ``P = exp(S - lse)``,
 ``dS = P (dP - delta)``, then ``dQ += dS^T K`` and ``dKV = dS Q + P dO`` (FlashAttention-2,
@@ -21,62 +21,56 @@ import tilelang
 from tilelang import language as T
 
 from megatron_dsa.ops.sparse_attention.hopper.reduction import SOURCE
+from megatron_dsa.ops.sparse_attention.hopper.tiles import (
+    GROUP,
+    LOG2_E,
+    NO_HOISTING,
+    ROWS,
+    SLAB,
+    TILE,
+    check_tiling,
+    fetch,
+    list_ahead,
+)
 
-LOG2_E = 1.4426950408889634
-#: Rows of a tile: heads of one query, and keys of a block. What wgmma multiplies at once.
-TILE = 64
-#: Threads of a warpgroup, and rows that they copy at a time, 16 bytes per thread.
-GROUP, ROWS = 128, 16
-#: Columns of a swizzled slab of shared memory, and of dKV that are formed at a time.
-SLAB = 64
 #: Registers per thread of the warpgroups S, DP, KV and GATHER; 512 is all there is.
 REGISTERS = {576: (192, 224, 64, 32), 512: (192, 200, 88, 32)}
 
 
-def build(heads: int, dim: int, v_dim: int):
+def build(heads: int, dim: int, v_dim: int, group: int = 1):
     """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
+
+    A thread block works on 64 heads of one query (``group`` 1), or on all heads of ``group``
+    adjacent queries over the union of their lists (:mod:`.unions`).
 
     Its arguments (all contiguous; sizes are dynamic):
         Q ``[Sq * H, dim]``, KV ``[Skv, dim]``, O and dO ``[Sq * H, v_dim]`` bf16; Lse ``[Sq * H]``
-        fp32, natural, ``-inf`` for rows without keys; Indices ``[Sq, K]`` int32; Length ``[Sq]``
-        int32 within ``[0, K]``; dQ like Q; dKV ``[Skv, dim]`` fp32, zeroed by the caller, its
-        columns in the order of accumulators; Delta ``[Sq * H]`` fp32, ``rowsum(dO * O)``; scale.
+        fp32, natural, ``-inf`` for rows without keys; Ids ``[lists, W]`` int32, a list of keys per
+        group; Members ``[lists, W]`` uint8: bit ``g`` says that the group's query ``g`` selected
+        this key (``[1, 1]`` and not read if ``group`` is 1); Length ``[lists]`` int32 within
+        ``[0, W]``; dQ like Q; dKV ``[Skv, dim]`` fp32, zeroed by the caller, its columns in the
+        order of accumulators; Delta ``[Sq * H]`` fp32, ``rowsum(dO * O)``; scale.
 
     Raises:
-        ValueError: dims that the tiling does not fit.
+        ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
     """
-    if v_dim != 512 or dim not in REGISTERS:
-        raise ValueError(
-            f"dim, v_dim must be (576, 512) or (512, 512), got ({dim}, {v_dim}): the warpgroups "
-            "split 512 value columns in halves and at most 64 more; use another implementation"
-        )
+    check_tiling(heads, dim, v_dim, group)
     for_s, for_dp, for_kv, for_gather = REGISTERS[dim]
-    half, tail = v_dim // 2, dim - v_dim
+    half, tail, owned = v_dim // 2, dim - v_dim, group * heads
     quarter = half // 2
     head_tiles = -(-heads // TILE)
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
-    rows, keys, queries, width = T.dynamic("rows, keys, queries, width")
+    rows, keys, lists, width = T.dynamic("rows, keys, lists, width")
 
-    # In the macros: `at` is the thread block's place in the problem (query, head, first row, number
-    # of selected keys, blocks of keys), `m` its shared memory, `done` its barriers.
-
-    @T.macro
-    def fetch(target, source, row, from_row, wanted, columns, thread):
-        """Copy a row's ``columns`` (a tuple: first, last) asynchronously; zeros if not wanted."""
-        for u in T.unroll((columns[1] - columns[0]) // SLAB):
-            T.ptx_cp_async(
-                T.access_ptr(target[row, columns[0] + SLAB * u + thread % 8 * 8], "w", 8),
-                T.access_ptr(source[from_row, columns[0] + SLAB * u + thread % 8 * 8], "r", 8),
-                8,
-                predicate=wanted,
-            )
+    # In the macros: `at` is the thread block's place in the problem (its list, first row, number of
+    # rows, of keys in the list and of blocks of keys), `m` its shared memory, `done` its barriers.
 
     @T.macro
     def store(dQ, staged, columns, at, barrier):
         """Write columns of dQ that one warpgroup has put in shared memory."""
         T.sync_threads(barrier, GROUP)
         for r, c in T.Parallel(TILE, columns[1] - columns[0]):
-            if at.head + r < heads:
+            if r < at.rows:
                 dQ[at.first + r, columns[0] + c] = staged[r, columns[0] + c]
 
     @T.macro
@@ -86,25 +80,24 @@ def build(heads: int, dim: int, v_dim: int):
             for r in T.unroll(2):
                 row = r * 32 + tx // 8
                 source = T.min(at.first + row, rows - 1)
-                fetch(m.q, Q, row, source, at.head + row < heads, (0, dim), tx)
-                fetch(m.do, dO, row, source, at.head + row < heads, (0, v_dim), tx)
+                fetch(m.q, Q, row, source, row < at.rows, (0, dim), tx)
+                fetch(m.do, dO, row, source, row < at.rows, (0, v_dim), tx)
             T.cp_async_barrier_noinc(done.queries)
         if tx < TILE:
             # P = exp2(S - inf) = 0 for rows without keys and heads that do not exist.
             m.lse[tx] = T.infinity(fp32)
-            if at.head + tx < heads:  # noqa: SIM102 (the next condition reads memory)
+            if tx < at.rows:  # noqa: SIM102 (the next condition reads memory)
                 if Lse[at.first + tx] > -T.infinity(fp32):
                     m.lse[tx] = Lse[at.first + tx] * LOG2_E
         T.sync_threads()
 
     @T.macro
-    def gather(KV, Indices, m, done, at, thread):
+    def gather(KV, Ids, Members, m, done, at, thread):
         """GATHER: keys of a block, as soon as their half of the buffer is free."""
         ids = T.alloc_local([TILE // ROWS], int32)
         ahead = T.alloc_local([1], int32)
-        ahead[0] = -1
-        if thread < T.min(at.n, TILE):
-            ahead[0] = Indices[at.query, thread]
+        members = T.alloc_local([1], "uint8")
+        list_ahead(Ids, Members, at, 0, TILE, group, thread, ahead, members)
         for i in T.serial(at.blocks):
             for side in (0, 1):
                 T.barrier_wait(done.keys_free[side], (i & 1) ^ 1)
@@ -112,9 +105,9 @@ def build(heads: int, dim: int, v_dim: int):
                     # KV has read the ids of block i - 2: its P was overwritten since.
                     if thread < TILE:
                         m.ids[i % 2, thread] = T.if_then_else(ahead[0] < keys, ahead[0], -1)
-                        ahead[0] = -1
-                        if (i + 1) * TILE + thread < at.n:
-                            ahead[0] = Indices[at.query, (i + 1) * TILE + thread]
+                        if group > 1:
+                            m.members[i % 2, thread] = members[0]
+                        list_ahead(Ids, Members, at, i + 1, TILE, group, thread, ahead, members)
                     T.sync_threads(8, GROUP)
                     for r in T.unroll(TILE // ROWS):
                         ids[r] = m.ids[i % 2, r * ROWS + thread // 8]
@@ -137,14 +130,14 @@ def build(heads: int, dim: int, v_dim: int):
         for u in T.serial(v_dim // SLAB):
             for r, c in T.Parallel(TILE, SLAB):
                 o[r, c] = T.if_then_else(
-                    at.head + r < heads, O[at.first + r, u * SLAB + c], T.cast(0, bf16)
+                    r < at.rows, O[at.first + r, u * SLAB + c], T.cast(0, bf16)
                 )
             for r, c in T.Parallel(TILE, SLAB):
                 products[r, c] += T.cast(o[r, c], fp32) * T.cast(m.do[r, u * SLAB + c], fp32)
         T.reduce_sum(products, delta, dim=1)
         T.copy(delta, m.delta)
         for r in T.Parallel(TILE):
-            if at.head + r < heads:
+            if r < at.rows:
                 Delta[at.first + r] = delta[r]
         T.barrier_arrive(done.delta)
 
@@ -187,12 +180,17 @@ def build(heads: int, dim: int, v_dim: int):
         dq_1 = T.alloc_fragment([TILE, quarter], fp32)
         T.clear(dq_0)
         T.clear(dq_1)
+        if group > 1:
+            members = T.alloc_fragment([TILE], "uint8")
         T.barrier_wait(done.queries, 0)
         for i in T.serial(at.blocks):
             T.barrier_wait(done.keys[0], i & 1)
             T.wgmma_gemm(m.k[:, :half], m.q[:, :half], s, transpose_B=True, clear_accum=True)
             T.barrier_wait(done.keys[1], i & 1)
             T.wgmma_gemm(m.k[:, half:], m.q[:, half:], s, transpose_B=True)
+            if group > 1:
+                for k in T.Parallel(TILE):
+                    members[k] = m.members[i % 2, k]
             T.wait_wgmma(0)
             for part in tuple(range(0, TILE, 16)):
                 for k, h in T.Parallel(TILE, 16):
@@ -201,6 +199,9 @@ def build(heads: int, dim: int, v_dim: int):
                     s[k, part + h] = T.exp2(
                         T.min(s[k, part + h] * (scale * LOG2_E) - m.lse[part + h], 1.0)
                     )
+                    if group > 1:
+                        member = members[k] >> T.cast((part + h) // heads, "uint8") & 1
+                        s[k, part + h] = T.if_then_else(member != 0, s[k, part + h], 0.0)
                 T.call_extern("handle", "dsa_no_hoisting")
             T.barrier_wait(done.p_free, (i & 1) ^ 1)
             T.copy(s, m.p)
@@ -267,16 +268,17 @@ def build(heads: int, dim: int, v_dim: int):
         O: T.Tensor([rows, v_dim], bf16),  # noqa: E741
         dO: T.Tensor([rows, v_dim], bf16),
         Lse: T.Tensor([rows], fp32),
-        Indices: T.Tensor([queries, width], int32),
-        Length: T.Tensor([queries], int32),
+        Ids: T.Tensor([lists, width], int32),
+        Members: T.Tensor([lists, width] if group > 1 else [1, 1], "uint8"),
+        Length: T.Tensor([lists], int32),
         dQ: T.Tensor([rows, dim], bf16),
         dKV: T.Tensor([keys, dim], fp32),
         Delta: T.Tensor([rows], fp32),
         scale: T.float32,
     ):
-        """One thread block per query and 64 heads; arguments as :func:`build` describes."""
-        with T.Kernel(queries * head_tiles, threads=4 * GROUP) as block:
-            T.import_source(SOURCE)
+        """One thread block per tile of rows; arguments as :func:`build` describes."""
+        with T.Kernel(lists * head_tiles, threads=4 * GROUP) as block:
+            T.import_source(NO_HOISTING + SOURCE)
             m = SimpleNamespace(
                 q=T.alloc_shared([TILE, dim], bf16),
                 do=T.alloc_shared([TILE, v_dim], bf16),
@@ -286,6 +288,7 @@ def build(heads: int, dim: int, v_dim: int):
                 lse=T.alloc_shared([TILE], fp32),
                 delta=T.alloc_shared([TILE], fp32),
                 ids=T.alloc_shared([2, TILE], int32),
+                members=T.alloc_shared([2, TILE], "uint8"),
             )
             # Of the left and of the other columns of the keys; the copies arrive and the threads.
             done = SimpleNamespace(
@@ -299,20 +302,24 @@ def build(heads: int, dim: int, v_dim: int):
             )
             tx = T.get_thread_binding()
             thread = tx % GROUP
-            query = block // head_tiles
+            place = block // head_tiles
             head = block % head_tiles * TILE
-            n = Length[query]
+            first = place * group * heads + head
+            n = Length[place]
             at = SimpleNamespace(
-                query=query,
-                head=head,
-                first=query * heads + head,
+                list=place,
+                first=first,
+                # The last group may have fewer queries than the others.
+                rows=T.min(heads - head, TILE)
+                if group == 1
+                else T.min(rows - first, group * heads),
                 n=n,
                 blocks=T.ceildiv(n, TILE),
             )
             start(Q, dO, Lse, m, done, at, tx)
             if tx >= 3 * GROUP:
                 T.set_max_nreg(for_gather, 0)
-                gather(KV, Indices, m, done, at, thread)
+                gather(KV, Ids, Members, m, done, at, thread)
             elif tx >= 2 * GROUP:
                 T.set_max_nreg(for_kv, 0)
                 row_products(O, Delta, m, done, at)
@@ -328,10 +335,10 @@ def build(heads: int, dim: int, v_dim: int):
 
 
 @functools.cache
-def compiled(heads: int, dim: int, v_dim: int, target: str = "sm_90a"):
+def compiled(heads: int, dim: int, v_dim: int, group: int = 1, target: str = "sm_90a"):
     """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
     return tilelang.compile(
-        build(heads, dim, v_dim),
+        build(heads, dim, v_dim, group),
         target={"kind": "cuda", "arch": target},
         pass_configs={tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True},
     )

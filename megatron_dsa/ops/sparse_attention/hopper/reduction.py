@@ -8,9 +8,6 @@ costs more than one pass over the result.
 """
 
 SOURCE = r"""
-// Keeps the compiler from loading everything first, which costs registers that are not there.
-__device__ __forceinline__ void dsa_no_hoisting() { asm volatile("" ::: "memory"); }
-
 // Where this thread adds to a row; 0 where the row is no key.
 __device__ __forceinline__ long long dsa_row(float* base, int row, int stride, int column) {
   return row < 0 ? 0ll : reinterpret_cast<long long>(base + (long long)row * stride + column);

@@ -1,0 +1,64 @@
+"""What the forward and the backward kernel share: tile sizes, copies of rows, lists of keys."""
+
+# No postponed annotations here: TileLang reads the kernels' shapes from them.
+from tilelang import language as T
+
+LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
+#: Rows of a tile, and keys of a block: what wgmma multiplies at once.
+TILE = 64
+#: Threads of a warpgroup, and rows that they copy at a time, 16 bytes per thread.
+GROUP, ROWS = 128, 16
+#: Columns of a swizzled slab of shared memory.
+SLAB = 64
+#: Bytes of shared memory that a thread block can have.
+SHARED = 227 * 1024
+#: Queries of a tile at most: a byte of a list's Members has a bit for each.
+MOST_QUERIES = 8
+
+#: Source of a fence that keeps the compiler from loading everything first, which costs registers
+#: that are not there.
+NO_HOISTING = r"""
+__device__ __forceinline__ void dsa_no_hoisting() { asm volatile("" ::: "memory"); }
+"""
+
+
+def queries_per_tile(heads: int) -> int:
+    """How many adjacent queries of ``heads`` heads the rows of a tile hold."""
+    return max(1, min(TILE // heads, MOST_QUERIES))
+
+
+def check_tiling(heads: int, dim: int, v_dim: int, group: int) -> None:
+    """Raise ``ValueError`` for dims, or a group of queries, that the tiling does not fit."""
+    if v_dim != 512 or dim not in (576, 512):
+        raise ValueError(
+            f"dim, v_dim must be (576, 512) or (512, 512), got ({dim}, {v_dim}): the warpgroups "
+            "split 512 value columns in halves and at most 64 more; use another implementation"
+        )
+    if not 1 <= group <= queries_per_tile(heads):
+        raise ValueError(
+            f"group must be 1 to {queries_per_tile(heads)} queries of {heads} heads, got {group}: "
+            f"a tile has {TILE} rows, and Members a byte per key"
+        )
+
+
+@T.macro
+def fetch(target, source, row, from_row, wanted, columns, thread):
+    """Copy a row's ``columns`` (a tuple: first, last) asynchronously; zeros if not wanted."""
+    for u in T.unroll((columns[1] - columns[0]) // SLAB):
+        T.ptx_cp_async(
+            T.access_ptr(target[row, columns[0] + SLAB * u + thread % 8 * 8], "w", 8),
+            T.access_ptr(source[from_row, columns[0] + SLAB * u + thread % 8 * 8], "r", 8),
+            8,
+            predicate=wanted,
+        )
+
+
+@T.macro
+def list_ahead(Ids, Members, at, i, keys, group, thread, ids, members):
+    """Read part ``i`` of a list (``keys`` long) before it is needed; past its end is no key."""
+    ids[0] = -1
+    members[0] = T.cast(0, "uint8")
+    if thread < keys and i * keys + thread < at.n:
+        ids[0] = Ids[at.list, i * keys + thread]
+        if group > 1:
+            members[0] = Members[at.list, i * keys + thread]
