@@ -310,9 +310,7 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1):
                 list=place,
                 first=first,
                 # The last group may have fewer queries than the others.
-                rows=T.min(heads - head, TILE)
-                if group == 1
-                else T.min(rows - first, group * heads),
+                rows=T.min(heads - head, TILE) if group == 1 else T.min(rows - first, owned),
                 n=n,
                 blocks=T.ceildiv(n, TILE),
             )
