@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_dsa import __version__
@@ -62,8 +63,28 @@ def _operations(torch) -> dict:
             "runs": choice.candidate.name,
             "fused": choice.candidate.fused,
             "rejected": dict(choice.rejected),
+            "by_heads": _by_heads(name, problem),
         }
     return operations
+
+
+def _by_heads(operation: str, problem) -> dict[str, str]:
+    """What would run for how many heads, ``{"1-32": name, ...}``, where that makes a difference."""
+    from megatron_dsa.dispatch import Policy, candidates, choose
+
+    edges = {1}
+    for candidate in candidates(operation):
+        low, high = candidate.support.fastest or (1, 0)
+        edges |= {low, high + 1}
+    starts = sorted(edge for edge in edges if edge <= problem.heads)
+    ends = [start - 1 for start in starts[1:]] + [problem.heads]
+    chosen = {
+        f"{low}-{high}": choose(
+            operation, replace(problem, heads=high), Policy(fused=True)
+        ).candidate.name
+        for low, high in zip(starts, ends, strict=True)
+    }
+    return chosen if len(set(chosen.values())) > 1 else {}
 
 
 def print_info(info: dict) -> None:
@@ -83,6 +104,8 @@ def print_info(info: dict) -> None:
     for name, entry in info["operations"].items():
         kind = "fused" if entry["fused"] else "fallback"
         print(f"  {name}: {entry['runs']} ({kind})")
+        for heads, candidate in entry["by_heads"].items():
+            print(f"    {heads} heads: {candidate}")
         for candidate, reason in entry["rejected"].items():
             print(f"    not {candidate}: {reason}")
 

@@ -3,7 +3,8 @@
 Every operation has a list of candidates (filled by ``megatron_dsa.ops``). A candidate's declaration
 (:class:`~megatron_dsa.support.Support`) answers a :class:`~megatron_dsa.support.Problem` with
 ``None`` (it can run) or with the reason why it cannot. :func:`choose` takes the first candidate
-that can; fused ones come first when the policy prefers them. Nothing falls back in silence: the
+that can; fused ones come first when the policy prefers them, and of those the one that is measured
+to be the fastest for the problem. Nothing falls back in silence: the
 choice and every rejection are logged once, a strict policy raises instead, an implementation that
 the user names runs or raises, and :func:`report` tells what was called how often.
 """
@@ -156,12 +157,12 @@ _logged: set[str] = set()
 
 
 def register(operation: str, candidate: Candidate) -> None:
-    """Add a candidate; fused candidates are tried in the order in which they are added."""
+    """Add a candidate; fused ones are tried as added, after those that lead for the problem."""
     _candidates[operation].append(candidate)
 
 
 def candidates(operation: str) -> list[Candidate]:
-    """Return the candidates of an operation in the order in which they are tried."""
+    """Return the candidates of an operation in the order in which they are declared, torch last."""
     import megatron_dsa.ops  # noqa: F401  (registers the candidates)
 
     return sorted(_candidates[operation], key=lambda candidate: not candidate.fused)
@@ -203,7 +204,9 @@ def _choose_named(operation: str, problem: Problem, name: str) -> Choice:
 
 
 def _choose_first(operation: str, problem: Problem, policy: Policy) -> Choice:
-    usable = candidates(operation)
+    usable = sorted(
+        candidates(operation), key=lambda c: (not c.fused, not c.support.leads(problem))
+    )
     rejected = []
     if not policy.fused:
         rejected += [(c.name, "not asked for (dsa_unfused)") for c in usable if c.fused]

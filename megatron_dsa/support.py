@@ -66,6 +66,8 @@ class Support:
         without_relu: whether it takes index scores without the relu.
         deterministic: whether equal inputs give bitwise equal results.
         deterministic_mode: whether ``torch.use_deterministic_algorithms(True)`` makes it so.
+        fastest: inclusive range of heads for which it goes before the others, because the committed
+            benchmark (``benchmarks/attention.csv``) shows it to be the fastest.
         bridged: what the adapter does to fit the contract (padding, conversions).
         declined: why it is never used, for a kernel that exists and does not fit.
         probe: a last question ``Problem -> reason or None``, asked only when the rest fits.
@@ -84,6 +86,7 @@ class Support:
     without_relu: bool = True
     deterministic: bool = True
     deterministic_mode: bool = False
+    fastest: tuple[int, int] | None = None
     bridged: str = ""
     declined: str | None = None
     probe: Callable[[Problem], str | None] | None = None
@@ -104,6 +107,10 @@ class Support:
             if reason is not None:
                 return reason
         return None
+
+    def leads(self, problem: Problem) -> bool:
+        """Whether it goes before the others."""
+        return self.fastest is not None and self.fastest[0] <= problem.heads <= self.fastest[1]
 
     def _declined(self, problem: Problem) -> str | None:
         return None if self.declined is None else f"declined: {self.declined}"

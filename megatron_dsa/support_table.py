@@ -14,14 +14,15 @@ _HEAD = """# What every implementation can run
 Generated from the declarations in `megatron_dsa/ops/__init__.py` by
 `python -m megatron_dsa info --support-table`; do not edit.
 
-Dispatch tries the implementations of an operation in the order of this table, the torch one last.
+Dispatch tries the implementations of an operation in the order of this table, the torch one last;
+one that is the fastest for some numbers of heads, by the committed benchmark, goes first there.
 `--dsa-<name>-impl IMPLEMENTATION`, or the environment variable, names one: it runs, or start-up
 stops with the reason. "-" means any.
 """
 
 _COLUMNS = (
     "implementation", "package", "GPUs", "dtypes", "dims (qk, v)", "heads", "K", "packed", "sink",
-    "deterministic", "covers", "bridged by the adapter",
+    "deterministic", "fastest for heads", "covers", "bridged by the adapter",
 )  # fmt: skip
 
 
@@ -55,6 +56,7 @@ def _cells(support: Support) -> tuple[str, ...]:
         "yes" if support.packed else "no",
         "yes" if support.sink else "no",
         determinism,
+        span(support.fastest),
         f"declined: {support.declined}" if support.declined else support.covers,
         support.bridged or "-",
     )

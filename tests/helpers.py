@@ -1,6 +1,9 @@
 """Small things that several test files need."""
 
+import pytest
 import torch
+
+from megatron_dsa.dispatch import Candidate, device_problem
 
 
 def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:
@@ -23,3 +26,12 @@ def leaf(*shape, seed, device="cpu", dtype=torch.float32, scale=1.0):
 def double_leaf(x: torch.Tensor) -> torch.Tensor:
     """A float64 leaf with the (rounded) values of ``x``: the reference sees the same inputs."""
     return x.detach().double().requires_grad_()
+
+
+def skip_unless_it_runs(candidate: Candidate, heads: int = 64, dim: int = 576) -> None:
+    """Skip a test of a sparse attention in bf16, with the reason, where it cannot run."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = {"heads": heads, "qk_dim": dim, "v_dim": 512, "topk": 128}
+    reason = candidate.reason(device_problem(device, dtype=torch.bfloat16, **shape))
+    if reason is not None:
+        pytest.skip(reason)

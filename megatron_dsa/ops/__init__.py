@@ -28,6 +28,8 @@ _TILELANG = {
     "dtypes": _BF16,
     "dims": _LATENT,
     "heads": (1, 128),
+    # Where a tile holds several queries.
+    "fastest": (1, 32),
 }
 _CUDNN_INDEXER = {
     "package": CUDNN,

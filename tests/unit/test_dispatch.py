@@ -1,6 +1,11 @@
 """Dispatch: the choice, the reasons, one log line per operation, strictness, the report."""
 
+import csv
 import logging
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 import torch
@@ -8,6 +13,8 @@ import torch
 from megatron_dsa import dispatch
 from megatron_dsa.dispatch import OPERATIONS, Candidate, Operation, Policy, choose, run
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
+from megatron_dsa.ops.sparse_attention import flashmla
+from megatron_dsa.packages import Package
 from megatron_dsa.support import Problem, Support
 
 HOPPER = Problem("cuda", (9, 0), torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=2048)
@@ -144,3 +151,45 @@ def test_determinism_is_asked_for(monkeypatch):
     assert not dispatch.device_problem("cpu", **shape).deterministic
     assert "not deterministic" in Support("", deterministic=False).reason(problem)
     assert Support("", deterministic=False, deterministic_mode=True).reason(problem) is None
+
+
+def test_the_fastest_goes_first_for_its_heads(operation, monkeypatch):
+    made_up = [candidate("usual", True), candidate("few heads", True, fastest=(1, 32))]
+    monkeypatch.setitem(dispatch._candidates, operation, [*made_up, candidate("torch", False)])
+    names = {
+        heads: choose(operation, replace(HOPPER, heads=heads), Policy()).candidate.name
+        for heads in (1, 32, 33)
+    }
+    assert names == {1: "few heads", 32: "few heads", 33: "usual"}
+    assert choose(operation, HOPPER, Policy(fused=False)).candidate.name == "torch"
+
+
+@pytest.mark.parametrize("operation", ["sparse_attention_forward", "sparse_attention_backward"])
+def test_the_committed_benchmark_shows_the_choice_to_be_the_fastest(operation, monkeypatch):
+    """Over all lists and numbers of keys measured for a model's shape (geometric mean)."""
+    monkeypatch.setattr(Package, "problem", lambda *_args: None)
+    monkeypatch.setattr(flashmla, "probe", lambda _problem: None)
+    part = operation.removeprefix("sparse_attention_")
+    times = defaultdict(lambda: defaultdict(list))
+    with (Path(__file__).parents[2] / "benchmarks/attention.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row["operation"] == part and row["status"] == "ok":
+                shape = tuple(int(row[key]) for key in ("heads", "qk_dim", "v_dim", "topk"))
+                times[shape][row["implementation"]].append(
+                    (row["skv"], row["distribution"], float(row["median_ms"]))
+                )
+    compared = 0
+    for (heads, qk_dim, v_dim, topk), found in times.items():
+        fused = {name: rows for name, rows in found.items() if name != "torch"}
+        if len(fused) < 2:
+            continue
+        common = set.intersection(*({row[:2] for row in rows} for rows in fused.values()))
+        means = {
+            name: geometric_mean([row[2] for row in rows if row[:2] in common])
+            for name, rows in fused.items()
+        }
+        problem = replace(HOPPER, heads=heads, qk_dim=qk_dim, v_dim=v_dim, topk=topk)
+        chosen = choose(operation, problem, Policy()).candidate.name
+        assert means[chosen] <= 1.02 * min(means.values()), (heads, qk_dim, means)
+        compared += 1
+    assert compared >= 4

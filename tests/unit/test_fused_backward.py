@@ -9,7 +9,7 @@ import torch
 from megatron_dsa.dispatch import Policy, candidates, device_problem, report, reset_report, run
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.ops.sparse_attention import SparseProblem
-from tests.helpers import leaf, relative_error
+from tests.helpers import leaf, relative_error, skip_unless_it_runs
 from tests.unit.test_sparse_attention import check, make_case
 
 TOLERANCE = 5e-3
@@ -25,20 +25,10 @@ def policy_of(name):
     )
 
 
-def skip_unless_it_runs(name, heads):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    problem = device_problem(
-        device, dtype=torch.bfloat16, heads=heads, qk_dim=576, v_dim=512, topk=128
-    )
-    reason = FUSED[name].reason(problem)
-    if reason is not None:
-        pytest.skip(reason)
-
-
 @pytest.fixture(params=FUSED)
 def backward(request):
     """The name of an implementation; skips where it cannot run."""
-    skip_unless_it_runs(request.param, heads=64)
+    skip_unless_it_runs(FUSED[request.param])
     return request.param
 
 
@@ -46,7 +36,7 @@ def backward(request):
 @pytest.mark.parametrize(("dim", "with_sink"), [(576, False), (512, True)])
 def test_backward_heads(backward, heads, dim, with_sink):
     """1: a tile of 64 rows must not straddle two queries."""
-    skip_unless_it_runs(backward, heads)
+    skip_unless_it_runs(FUSED[backward], heads, dim)
     q, kv, indices = make_case(70, 400, heads, dim, 128, causal=True, **CASE)
     sink = leaf(heads, seed=3, device="cuda") if with_sink else None
     reset_report()
@@ -70,6 +60,21 @@ def test_backward_widths_and_more_keys_than_exist(backward, k):
     check(q, kv, indices, v_dim=512, tolerance=TOLERANCE, scale=0.05, policy=policy_of(backward))
 
 
+@pytest.mark.parametrize("heads", [16, 64])
+def test_backward_many_keys(backward, heads):
+    """More keys than 16 bits count and than the cache holds gradients of, lists in no order."""
+    q, kv, indices = make_case(40, 70_000, heads, 576, 128, **CASE)
+    indices = indices[:, torch.randperm(128, device="cuda")]
+    check(q, kv, indices, v_dim=512, tolerance=TOLERANCE, scale=0.05, policy=policy_of(backward))
+
+
+@pytest.mark.parametrize(("heads", "queries"), [(16, 1), (16, 71), (8, 3), (8, 71)])
+def test_backward_last_group(backward, heads, queries):
+    """1: a tile of several queries, of which the last one has fewer."""
+    q, kv, indices = make_case(queries, 400, heads, 576, 128, causal=True, **CASE)
+    check(q, kv, indices, v_dim=512, tolerance=TOLERANCE, scale=0.05, policy=policy_of(backward))
+
+
 def ragged_case(heads=64, dim=576):
     """-1 in the middle, an id past the keys, empty rows, lengths of 0 and beyond K."""
     q, kv, indices = make_case(24, 300, heads, dim, 128, **CASE)
@@ -83,17 +88,17 @@ def ragged_case(heads=64, dim=576):
     return q, kv, indices, length, valid
 
 
-@pytest.mark.parametrize("with_sink", [False, True])
-def test_backward_invalid_ids_and_empty_rows(backward, with_sink):
+@pytest.mark.parametrize(("heads", "with_sink"), [(64, False), (64, True), (16, False)])
+def test_backward_invalid_ids_and_empty_rows(backward, heads, with_sink):
     """2, 3: NaN in every row that nobody selected, rows 0 and last included."""
-    q, kv, indices, length, valid = ragged_case()
+    q, kv, indices, length, valid = ragged_case(heads)
     used = torch.zeros(300, dtype=torch.bool, device="cuda")
     used[indices[valid].long()] = True
     used[0] = used[-1] = False
     indices[(indices == 0) | (indices == 299)] = -1
     with torch.no_grad():
         kv[~used] = 0.0
-    sink = leaf(64, seed=5, device="cuda") if with_sink else None
+    sink = leaf(heads, seed=5, device="cuda") if with_sink else None
     check(
         q, kv, indices, v_dim=512, tolerance=TOLERANCE, sink=sink, topk_length=length, scale=0.05,
         policy=policy_of(backward),
@@ -172,9 +177,10 @@ def test_many_rows(backward):
         assert relative_error(got[:50], want[:50]) < TOLERANCE
 
 
-def test_no_host_synchronisation(backward):
+@pytest.mark.parametrize("heads", [16, 64])
+def test_no_host_synchronisation(backward, heads):
     """24, after the first call, which compiles."""
-    q, kv, indices, length, _ = ragged_case()
+    q, kv, indices, length, _ = ragged_case(heads)
     for attempt in range(2):
         torch.cuda.set_sync_debug_mode("error" if attempt else "default")
         try:

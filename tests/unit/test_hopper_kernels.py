@@ -1,8 +1,12 @@
 """Our Hopper kernels without a GPU: they compile for it, and to what they are meant to."""
 
+import functools
 import importlib.util
+import os
 import re
 import shutil
+import subprocess
+import tempfile
 
 import pytest
 import torch
@@ -14,30 +18,125 @@ needs_compiler = pytest.mark.skipif(
     reason="needs tilelang and nvcc",
 )
 
+#: Module and arguments: heads, dim, v_dim, group, with_sink; of unions the group.
+FORWARD = {
+    "forward of 64 heads": ("forward", 64, 576, 512, 1, False),
+    "forward of 4 x 16 heads": ("forward", 16, 576, 512, 4, False),
+    "forward of 2 x 32 heads and a sink": ("forward", 32, 512, 512, 2, True),
+}
+BACKWARD = {
+    "backward of 64 heads": ("backward", 64, 576, 512, 1),
+    "backward of 24 heads": ("backward", 24, 512, 512, 1),
+    "backward of 4 x 16 heads": ("backward", 16, 576, 512, 4),
+}
+KERNELS = {**FORWARD, **BACKWARD, "unions of 4": ("unions", 4)}
+#: Bytes of shared memory that a thread block can have.
+SHARED = 227 * 1024
+
+
+def hopper(module):
+    return importlib.import_module(f"megatron_dsa.ops.sparse_attention.hopper.{module}")
+
+
+@functools.cache
+def kernel(name):
+    """The kernel compiled for sm_90a."""
+    module, *arguments = KERNELS[name]
+    return hopper(module).compiled(*arguments)
+
+
+def products(name):
+    """How many wgmma products the source has: all, and those with P from registers."""
+    source = kernel(name).get_kernel_source()
+    assert "mma_sync" not in source and "mma.sync" not in source
+    return len(re.findall(r"tl::wgmma_", source)), len(re.findall(r"tl::wgmma_rs", source))
+
+
+@functools.cache
+def ptxas(name):
+    """What ptxas says about the kernel."""
+    import tilelang
+
+    root = os.path.dirname(tilelang.__file__)
+    with tempfile.TemporaryDirectory() as folder:
+        source = os.path.join(folder, "kernel.cu")
+        with open(source, "w") as file:
+            file.write(kernel(name).get_kernel_source())
+        command = ["nvcc", "-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-O3"]
+        command += ["--use_fast_math", "-Xptxas", "-v", "-o", os.path.join(folder, "kernel.cubin")]
+        command += [f"-I{root}/src", f"-I{root}/3rdparty/cutlass/include", source]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    return said
+
 
 @needs_compiler
-@pytest.mark.parametrize(("heads", "dim"), [(64, 576), (24, 512)])
-def test_backward_compiles_to_warpgroup_instructions(heads, dim):
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_compiles_to_warpgroup_instructions(name):
     """23: not one mma.sync, and every product that the algorithm has."""
-    from megatron_dsa.ops.sparse_attention.hopper.backward import compiled
+    # EVEN: S in halves, before the loop and in it, P0 V0 and P1 V1; ODD: S in halves, and those.
+    # Each warpgroup's own P comes from its registers.
+    assert products(name) == (2 * 2 + 2 + 2 + 2, 2)
 
-    source = compiled(heads, dim, 512).get_kernel_source()
-    assert "mma_sync" not in source and "mma.sync" not in source
-    products = len(re.findall(r"tl::wgmma_", source))
+
+@needs_compiler
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward_compiles_to_warpgroup_instructions(name):
+    """23: not one mma.sync, and every product that the algorithm has."""
+    dim = BACKWARD[name][2]
     slabs, tail = dim // 64, dim > 512
     # S and dP in two parts each, dQ in quarters (and a tail), dKV per slab of columns.
-    assert products == 4 + 4 + tail + slabs + 8
-    # What is in shared memory fills it (227 KiB) for 576.
-    offsets = [int(x) for x in re.findall(r"buf_dyn_shmem \+ (\d+)", source)]
-    assert max(offsets) + 64 * 64 * 2 <= 227 * 1024
+    assert products(name) == (4 + 4 + tail + slabs + 8, 0)
 
 
-def test_other_dims_are_refused():
+@needs_compiler
+@pytest.mark.parametrize("name", KERNELS)
+def test_registers_suffice(name):
+    """No product waits for the one before it, and next to nothing spills.
+
+    Where registers do not suffice, ptxas says that it serialized the products and goes on.
+    """
+    said = ptxas(name)
+    serialized = re.search(r".*(instructions are serialized|Potential Performance Loss).*", said)
+    assert serialized is None, serialized.group()
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert spills and all(int(n) <= 64 for pair in spills for n in pair), spills
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", KERNELS)
+def test_shared_memory_fits(name):
+    """What is asked for at the launch (the largest number there), and what barriers take."""
+    numbers = re.findall(r"v_int64\) = \(\(int64_t\)(\d+)\)", kernel(name).get_host_source())
+    dynamic = max(int(x) for x in numbers)
+    offsets = re.findall(r"buf_dyn_shmem \+ (\d+)", kernel(name).get_kernel_source())
+    assert dynamic > max(int(x) for x in offsets)
+    static = re.search(r"(\d+) bytes smem", ptxas(name))
+    assert dynamic + (int(static.group(1)) if static else 0) <= SHARED
+
+
+@pytest.mark.parametrize("module", ["forward", "backward"])
+def test_what_does_not_fit_a_tile_is_refused(module):
     pytest.importorskip("tilelang")
-    from megatron_dsa.ops.sparse_attention.hopper.backward import build
-
+    build = hopper(module).build
     with pytest.raises(ValueError, match=r"must be \(576, 512\) or \(512, 512\), got \(320, 256"):
         build(64, 320, 256)
+    with pytest.raises(ValueError, match=r"got \(576, 256\)"):
+        build(64, 576, 256)
+    for heads, group, most in ((16, 5, 4), (24, 3, 2), (64, 2, 1), (128, 2, 1), (4, 9, 8)):
+        with pytest.raises(ValueError, match=rf"{most} queries of {heads} heads, got {group}"):
+            build(heads, 576, 512, group)
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries"),
+    [(1, 8), (2, 8), (8, 8), (9, 7), (16, 4), (24, 2), (32, 2), (33, 1), (64, 1), (128, 1)],
+)
+def test_queries_of_a_tile(heads, queries):
+    """Their heads fit in 64 rows, and their bits in a byte."""
+    pytest.importorskip("tilelang")
+    assert hopper("tiles").queries_per_tile(heads) == queries
 
 
 def test_column_order():

@@ -1,7 +1,8 @@
 """Sparse attention backward and the indexer's teacher through cuDNN's front end.
 
 Bridged here: the sink is required there (``-inf`` means none); rows without keys carry an lse of
-``+inf``; list widths come in buckets. On Hopper the key gradient is accumulated in fp32 and
+``+inf``; list widths come in buckets; lists are sorted where that keeps the key gradient in the
+cache. On Hopper the key gradient is accumulated in fp32 and
 rounded to the dtype of the keys on return; the contract wants it unrounded until it is summed over
 ranks, so the accumulator is read from the workspace (:func:`_accumulator`).
 """
@@ -16,6 +17,11 @@ from megatron_dsa.ops.arithmetic import lengths
 from megatron_dsa.ops.cudnn_common import masked_indices, padded_heads, widened, with_heads
 from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.ops.sparse_attention.fragments import in_column_order
+from megatron_dsa.ops.sparse_attention.lists import (
+    ascending_lists,
+    caller_lists,
+    gradient_exceeds_cache,
+)
 from megatron_dsa.packages import CUDNN
 
 logger = logging.getLogger(__name__)
@@ -32,7 +38,8 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
     from cudnn import DSA
 
     q, kv = problem.q.contiguous(), problem.kv.contiguous()
-    length = lengths(problem.indices, problem.topk_length)
+    lists = ascending_lists if gradient_exceeds_cache(kv) else caller_lists
+    indices, length = lists(problem)
     sink = problem.sink
     if sink is None:
         sink = torch.full((q.shape[1],), float("-inf"), dtype=torch.float32, device=q.device)
@@ -43,7 +50,7 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
         dout.to(q.dtype).contiguous(),
         torch.where(lse == float("-inf"), float("inf"), lse),
         sink.float().contiguous(),
-        widened(problem.indices, -1),
+        widened(indices, -1),
     )
     workspace = _workspace(DSA, arguments, length)
     result = DSA.sparse_attention_backward_wrapper(

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.ops.arithmetic import lengths
 from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.ops.sparse_attention.fragments import in_column_order
+from megatron_dsa.ops.sparse_attention.lists import (
+    ascending_lists,
+    caller_lists,
+    gradient_exceeds_cache,
+)
 
 
 def forward(problem: SparseProblem):
@@ -57,7 +61,7 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
     delta = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
     group = queries_per_tile(heads)
     kernel = compiled(heads, dim, problem.v_dim, group)
-    for part, lists in key_lists(problem, group, ascending=_exceeds_cache(dkv)):
+    for part, lists in key_lists(problem, group, ascending=gradient_exceeds_cache(kv)):
         kernel(
             _rows(q[part]),
             kv,
@@ -82,19 +86,19 @@ def key_lists(problem: SparseProblem, group: int, ascending: bool = False):
     """Yield parts of the queries (slices) with the lists of keys that the kernels read for them.
 
     The lists are: ids int32 ``[lists, W]``, members uint8 alike, length int32 ``[lists]``, as
-    :mod:`.hopper.unions` describes. Groups of one query have the caller's lists, and no members,
-    unless they are wanted ``ascending``. New lists take memory, so they come in parts that fit
-    ``problem.workspace_bytes``.
+    :mod:`.hopper.unions` describes; they come in parts, so that unions fit
+    ``problem.workspace_bytes``. Groups of one query have the caller's lists and no members. Unions
+    are always ``ascending``.
     """
-    indices = problem.indices.contiguous()
-    length = lengths(indices, problem.topk_length)
-    queries, width = indices.shape
-    unused = torch.empty(1, 1, dtype=torch.uint8, device=indices.device)
-    if group == 1 and not ascending:
-        yield slice(0, queries), (indices, unused, length)
+    queries, width = problem.indices.shape
+    unused = torch.empty(1, 1, dtype=torch.uint8, device=problem.indices.device)
+    if group == 1:
+        ids, length = ascending_lists(problem) if ascending else caller_lists(problem)
+        yield slice(0, queries), (ids, unused, length)
         return
     from megatron_dsa.ops.sparse_attention.hopper.unions import compiled
 
+    indices, length = caller_lists(problem)
     capacity = group * width
     step = max(1, problem.workspace_bytes // (capacity * 5)) * group
     for first in range(0, queries, step):
@@ -104,13 +108,8 @@ def key_lists(problem: SparseProblem, group: int, ascending: bool = False):
         members = torch.empty_like(ids, dtype=torch.uint8)
         count = torch.empty(groups, dtype=torch.int32, device=indices.device)
         compiled(group)(indices[part], length[part], ids, members, count, problem.kv.shape[0])
-        yield part, (ids, members if group > 1 else unused, count)
+        yield part, (ids, members, count)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1, x.shape[-1])
-
-
-def _exceeds_cache(x: torch.Tensor) -> bool:
-    """Whether what is added to at random does not stay in the GPU's cache."""
-    return x.nbytes > torch.cuda.get_device_properties(x.device).L2_cache_size // 2

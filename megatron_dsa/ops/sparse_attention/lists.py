@@ -1,0 +1,45 @@
+"""Lists of keys in ascending order, for backwards that add to the key gradient at random.
+
+Thread blocks that start together walk their lists at the same pace. In ascending order they add to
+the same part of the key gradient at about the same time, and that part stays in the GPU's cache. It
+pays where the whole gradient does not.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.ops.arithmetic import lengths, rows_in_budget, valid_entries
+from megatron_dsa.ops.sparse_attention import SparseProblem
+
+
+def gradient_exceeds_cache(kv: torch.Tensor) -> bool:
+    """Whether the fp32 gradient of the keys is too large to stay in the cache (half of it)."""
+    cache = torch.cuda.get_device_properties(kv.device).L2_cache_size
+    return kv.numel() * 4 > cache // 2
+
+
+def caller_lists(problem: SparseProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the caller's ``indices [Sq, K]`` and a length ``[Sq]`` for each, int32, in [0, K]."""
+    indices = problem.indices.contiguous()
+    return indices, lengths(indices, problem.topk_length)
+
+
+def ascending_lists(problem: SparseProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return :func:`caller_lists` with every list in ascending order and without invalid entries.
+
+    What is past a list's length is no row of the keys. Temporary memory stays within
+    ``problem.workspace_bytes``.
+    """
+    indices, length = caller_lists(problem)
+    queries, width = indices.shape
+    keys = problem.kv.shape[0]
+    ordered, count = torch.empty_like(indices), torch.empty_like(length)
+    # Per entry: validity, masked copy, sorted copy and their int64 places.
+    step = rows_in_budget(problem.workspace_bytes, width * 24)
+    for first in range(0, queries, step):
+        part = slice(first, first + step)
+        valid = valid_entries(indices[part], length[part], keys)
+        ordered[part] = torch.where(valid, indices[part], keys).sort(dim=1).values
+        count[part] = valid.sum(1)
+    return ordered, count
