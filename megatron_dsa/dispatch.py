@@ -96,6 +96,14 @@ class Policy:
         return None if value in (None, "", "auto") else value
 
 
+def deterministic_mode() -> bool:
+    """Whether torch's deterministic mode is in force, and not only for warnings."""
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+
+
 def device_problem(device: torch.device | str, **properties) -> Problem:
     """Build a :class:`Problem`, reading the compute capability off ``device``."""
     device = torch.device(device)
@@ -103,8 +111,7 @@ def device_problem(device: torch.device | str, **properties) -> Problem:
     return Problem(
         device=device.type,
         capability=capability,
-        deterministic=torch.are_deterministic_algorithms_enabled()
-        and not torch.is_deterministic_algorithms_warn_only_enabled(),
+        deterministic=deterministic_mode(),
         **properties,
     )
 

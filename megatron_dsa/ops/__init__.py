@@ -99,9 +99,9 @@ _fused(
     "sparse_attention_backward",
     "tilelang",
     _load("sparse_attention.tilelang_kernels", "backward"),
-    covers="dq, dkv, dsink",
+    covers="dq, dkv, dsink, p_sum",
     **_TILELANG,
-    deterministic=False,
+    **_ATOMIC_SUMS,
 )
 _fused(
     "sparse_attention_probabilities",

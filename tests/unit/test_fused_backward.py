@@ -190,3 +190,26 @@ def test_no_host_synchronisation(backward, heads):
             ).out.sum().backward()  # fmt: skip
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim"),
+    [(2, 576), (8, 512), (16, 576), (24, 512), (64, 576), (96, 512), (128, 576)],
+)
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_teacher_of_the_indexer(backward, heads, dim, with_sink):
+    """Where a backward also gives the head sums of the probabilities, they are the softmax's."""
+    skip_unless_it_runs(FUSED[backward], heads, dim)
+    q, kv, indices, length, valid = ragged_case(heads, dim)
+    sink = leaf(heads, seed=5, device="cuda") if with_sink else None
+    sp = SparseProblem(q.detach(), kv.detach(), indices, 512, 0.05, length, sink, 2**28, True)
+    problem = device_problem(
+        "cuda", dtype=torch.bfloat16, heads=heads, qk_dim=dim, v_dim=512, topk=128
+    )
+    out, lse, wanted = run("sparse_attention_forward", problem, Policy(fused=False), sp)
+    dout = torch.randn(out.shape, device="cuda").to(out.dtype)
+    *_, p_sum = run("sparse_attention_backward", problem, policy_of(backward), sp, out, lse, dout)
+    if p_sum is None:
+        pytest.skip(f"{backward} gives none; it is an operation of its own then")
+    assert p_sum.dtype == torch.float32 and (p_sum[~valid] == 0).all()
+    assert relative_error(p_sum, wanted) < 1e-3

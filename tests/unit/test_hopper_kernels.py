@@ -26,7 +26,7 @@ FORWARD = {
 }
 BACKWARD = {
     "backward of 64 heads": ("backward", 64, 576, 512, 1),
-    "backward of 24 heads": ("backward", 24, 512, 512, 1),
+    "backward of 2 x 24 heads": ("backward", 24, 512, 512, 2),
     "backward of 4 x 16 heads": ("backward", 16, 576, 512, 4),
 }
 KERNELS = {**FORWARD, **BACKWARD, "unions of 4": ("unions", 4)}

@@ -68,12 +68,12 @@ def union(indices, length, keys):
     return bits, again
 
 
-def check_lists(problem, group, ascending=False):
+def check_lists(problem, group, with_places=False):
     """Compare what ``key_lists`` yields with :func:`union`; return the number of parts."""
     keys, (queries, width) = problem.kv.shape[0], problem.indices.shape
     length = torch.full((queries,), width) if problem.topk_length is None else problem.topk_length
     parts, reached = 0, 0
-    for part, (ids, members, count) in key_lists(problem, group, ascending):
+    for part, (ids, members, count), places in key_lists(problem, group, with_places=with_places):
         assert part.start == reached and part.start % group == 0
         parts, reached = parts + 1, part.stop
         groups = -(-(part.stop - part.start) // group)
@@ -86,9 +86,18 @@ def check_lists(problem, group, ascending=False):
             n = len(bits)
             assert count[i] == n + again.total()
             assert ids[i][:n] == sorted(bits)
-            got = members[i] if group > 1 else [1] * count[i]
-            assert got[:n] == [bits[key] for key in ids[i][:n]]
-            assert Counter(zip(ids[i][n : count[i]], got[n : count[i]], strict=True)) == again
+            assert members[i][:n] == [bits[key] for key in ids[i][:n]]
+            behind = slice(n, count[i])
+            assert Counter(zip(ids[i][behind], members[i][behind], strict=True)) == again
+        assert (places is not None) == with_places
+        if with_places:
+            own = problem.indices[part].tolist()
+            for t, (row, n, at) in enumerate(
+                zip(own, length[part].tolist(), places.tolist(), strict=True)
+            ):
+                # Also of a key listed twice: where it is in the union, not behind it.
+                for key, place in list(zip(row, at, strict=True))[: max(n, 0)]:
+                    assert not 0 <= key < keys or ids[t // group].index(key) == place
     assert reached == queries
     return parts
 
@@ -97,13 +106,34 @@ def test_groups_of_one_have_the_callers_lists(device):
     """No copy, whatever the budget, and lengths within the lists."""
     indices, length = random_lists(11, 20, 90, device)
     problem = lists_problem(indices, 90, length, workspace_bytes=1)
-    ((part, (ids, members, count)),) = key_lists(problem, 1)
+    ((part, (ids, members, count), places),) = key_lists(problem, 1, with_places=True)
+    assert places is None  # nothing has moved
     assert range(11)[part] == range(11)
     assert ids.data_ptr() == indices.data_ptr() and torch.equal(ids, indices)
     assert members.shape == (1, 1) and members.dtype == torch.uint8
     assert count.dtype == torch.int32 and torch.equal(count, length.clamp(0, 20))
-    ((_, (_, _, count)),) = key_lists(dataclasses.replace(problem, topk_length=None), 1)
+    ((_, (_, _, count), _),) = key_lists(dataclasses.replace(problem, topk_length=None), 1)
     assert count.tolist() == [20] * 11
+
+
+@pytest.mark.parametrize("budget", [1, 3000, LARGE])
+@pytest.mark.parametrize("repeats", [False, True])
+def test_ascending_lists_of_groups_of_one(device, budget, repeats):
+    """Sorted, without invalid ids, and past a list's length no key; repeated keys stay."""
+    indices, length = random_lists(21, 30, 90, device, repeats=repeats)
+    before = indices.clone()
+    for lengths in (length, None):
+        problem = lists_problem(indices, 90, lengths, budget)
+        ((part, (ids, members, count), _),) = key_lists(problem, 1, ascending=True)
+        assert range(21)[part] == range(21) and members.shape == (1, 1)
+        assert ids.dtype == count.dtype == torch.int32 and ids.shape == indices.shape
+        ends = [30] * 21 if lengths is None else lengths.clamp(0, 30).tolist()
+        for row, end, got, n in zip(
+            indices.tolist(), ends, ids.tolist(), count.tolist(), strict=True
+        ):
+            assert got[:n] == sorted(key for key in row[:end] if 0 <= key < 90)
+            assert not any(0 <= key < 90 for key in got[n:])
+    assert torch.equal(indices, before)
 
 
 @pytest.fixture
@@ -111,9 +141,9 @@ def union_in_python(monkeypatch):
     """Stands for the compiled kernel, so that the rest runs without one; returns the part sizes."""
     sizes = []
 
-    def compiled(group):
-        def kernel(indices, length, ids, members, count, keys):
-            sizes.append(ids.nbytes + members.nbytes)
+    def compiled(group, with_places=False):
+        def kernel(indices, length, ids, members, count, places, keys):
+            sizes.append(ids.nbytes + members.nbytes + with_places * places.nbytes)
             assert all(x.is_contiguous() for x in (indices, length, ids, members, count))
             assert length.min() >= 0 and length.max() <= indices.shape[1]
             for i in range(len(count)):
@@ -123,6 +153,10 @@ def union_in_python(monkeypatch):
                 count[i] = len(entries)
                 for at, (key, member) in enumerate(entries):
                     ids[i, at], members[i, at] = key, member
+                if with_places:
+                    place = {key: at for at, key in enumerate(sorted(bits))}
+                    for row, of in zip(indices[own].tolist(), places[own], strict=True):
+                        of[:] = torch.tensor([place.get(key, -1) for key in row])
 
         return kernel
 
@@ -132,17 +166,21 @@ def union_in_python(monkeypatch):
     return sizes
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("group", [2, 4, 8])
 @pytest.mark.parametrize("budget", [1, 1500, 5000, LARGE])
 def test_parts_fit_the_budget(union_in_python, group, budget):
     """As few parts as fit, of whole groups; one group where not even that fits."""
     indices, length = random_lists(21, 30, 90, "cpu", repeats=True)
     problem = lists_problem(indices, 90, length, budget)
-    parts = check_lists(problem, group, ascending=True)
+    parts = check_lists(problem, group)
     assert parts == len(union_in_python)
     one = group * 30 * (4 + 1)
     assert all(size <= max(budget, one) for size in union_in_python)
     assert parts == math.ceil(21 / group / max(1, budget // one))
+    # Places come with sums for every query and entry of a union, and need more parts.
+    union_in_python.clear()
+    more = check_lists(problem, group, with_places=True)
+    assert more == len(union_in_python) and more >= parts
 
 
 def test_strided_indices(union_in_python):
@@ -150,20 +188,20 @@ def test_strided_indices(union_in_python):
     wide = torch.full((9, 50), 7, dtype=torch.int32)
     wide[:, :30] = indices
     check_lists(lists_problem(wide[:, :30], 90, length), 4)
-    ((_, (ids, _, _)),) = key_lists(lists_problem(wide[:, :30], 90, length), 1)
+    ((_, (ids, _, _), _),) = key_lists(lists_problem(wide[:, :30], 90, length), 1)
     assert ids.is_contiguous() and torch.equal(ids, indices)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("group", [2, 3, 4, 8])
 @pytest.mark.parametrize("queries", [1, 24, 71])
 def test_unions(hopper, group, queries):
     """2: sorted, exact bits; lengths of 0 and beyond K; the last group has fewer queries."""
     indices, length = (x[:queries] for x in random_lists(71, 300, 2000, "cuda"))
-    assert check_lists(lists_problem(indices, 2000, length), group, ascending=True) == 1
-    check_lists(lists_problem(indices, 2000), group, ascending=True)
+    assert check_lists(lists_problem(indices, 2000, length), group) == 1
+    check_lists(lists_problem(indices, 2000), group, with_places=True)
 
 
-@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("group", [2, 4, 8])
 @pytest.mark.parametrize("keys", [1, 31, 33, 65535, 65536, 65537, 70_000, 131_072, 150_000])
 def test_unions_of_many_keys(hopper, group, keys):
     """More keys than are marked at once, up to the last one of every range."""
@@ -172,10 +210,10 @@ def test_unions_of_many_keys(hopper, group, keys):
     edges = torch.tensor(edges, device="cuda", dtype=torch.int32)
     indices[torch.isin(indices, edges)] = -1
     indices[::2, 8 : 8 + len(edges)] = edges
-    check_lists(lists_problem(indices, keys, length), group, ascending=True)
+    check_lists(lists_problem(indices, keys, length), group, with_places=True)
 
 
-@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("group", [2, 4, 8])
 @pytest.mark.parametrize("keys", [40, 90_000])
 def test_keys_listed_twice(hopper, group, keys):
     """They appear again behind the union, once for every repetition; lists full to the end."""
@@ -183,18 +221,19 @@ def test_keys_listed_twice(hopper, group, keys):
     indices[5:9] = keys - 1
     indices[9] = indices[10] = torch.arange(700, device="cuda") % 7
     indices[11, 350:] = indices[11, :350]
-    check_lists(lists_problem(indices, keys), group, ascending=True)
+    check_lists(lists_problem(indices, keys), group, with_places=True)
 
 
-@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("group", [2, 4, 8])
 def test_unions_in_parts(hopper, group):
     """Exactly the lists of one part."""
     indices, length = random_lists(71, 300, 2000, "cuda", repeats=True)
     problem = lists_problem(indices, 2000, length)
-    assert check_lists(problem, group, ascending=True) == 1
+    assert check_lists(problem, group) == 1
     for budget, parts in ((1, -(-71 // group)), (group * 300 * 5 * 4, -(-71 // (4 * group)))):
         part = dataclasses.replace(problem, workspace_bytes=budget)
-        assert check_lists(part, group, ascending=True) == parts
+        assert check_lists(part, group) == parts
+        check_lists(part, group, with_places=True)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,18 @@
 
 Any width, ragged lengths, a sink, and any number of heads up to 128 need no padding and no other
 kernel; one kernel is compiled per head count and dim, when it is first called. Up to 32 heads, a
-tile of 64 rows holds several adjacent queries and reads the union of their lists.
+tile of 64 rows holds several adjacent queries and reads the union of their lists; a key that is not
+finite then spoils all queries of the tile, not only the one that selects it.
 """
 
 from __future__ import annotations
 
 import torch
 
+from megatron_dsa.dispatch import deterministic_mode
+from megatron_dsa.ops.arithmetic import valid_entries
 from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.ops.sparse_attention.fixed_point import to_float, units_per_one
 from megatron_dsa.ops.sparse_attention.fragments import in_column_order
 from megatron_dsa.ops.sparse_attention.lists import (
     ascending_lists,
@@ -30,7 +34,7 @@ def forward(problem: SparseProblem):
     lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
     kernel = compiled(heads, dim, problem.v_dim, group, sink is not None)
     sink = torch.empty(1, device=q.device) if sink is None else sink.float().contiguous()
-    for part, lists in key_lists(problem, group):
+    for part, lists, _ in key_lists(problem, group):
         kernel(
             _rows(q[part]),
             kv,
@@ -44,7 +48,11 @@ def forward(problem: SparseProblem):
 
 
 def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor):
-    """Return ``dq`` (dtype of q), ``dkv`` fp32, ``dsink`` fp32 or ``None``, and ``None``."""
+    """Return ``dq`` (dtype of q), ``dkv`` fp32, ``dsink`` fp32 or ``None``, ``p_sum`` or ``None``.
+
+    In torch's deterministic mode equal inputs give bitwise equal gradients (:mod:`.fixed_point`),
+    unless a query lists a key twice.
+    """
     from megatron_dsa.ops.sparse_attention.hopper.backward import compiled
     from megatron_dsa.ops.sparse_attention.hopper.tiles import queries_per_tile
 
@@ -56,12 +64,19 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
         total = torch.logaddexp(lse, sink.expand_as(lse))
     total = total.contiguous()
     out, dout = out.contiguous(), dout.to(q.dtype).contiguous()
+    fixed = deterministic_mode()
+    units = units_per_one(problem, out, dout) if fixed else torch.empty(1, device=q.device)
     dq = torch.empty_like(q)
-    dkv = torch.zeros(kv.shape, dtype=torch.float32, device=q.device)
+    dkv = torch.zeros(kv.shape, dtype=torch.int64 if fixed else torch.float32, device=q.device)
     delta = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
     group = queries_per_tile(heads)
-    kernel = compiled(heads, dim, problem.v_dim, group)
-    for part, lists in key_lists(problem, group, ascending=gradient_exceeds_cache(kv)):
+    p_sum = torch.empty_like(problem.indices, dtype=torch.float32) if problem.want_p_sum else None
+    kernel = compiled(heads, dim, problem.v_dim, group, fixed, problem.want_p_sum)
+    # Sums come in the order of the lists.
+    ascending = p_sum is None and gradient_exceeds_cache(kv)
+    for part, lists, places in key_lists(problem, group, ascending, p_sum is not None):
+        sums = (lists[0].shape[0], group, lists[0].shape[1]) if problem.want_p_sum else (1, 1, 1)
+        sums = torch.zeros(sums, device=q.device)
         kernel(
             _rows(q[part]),
             kv,
@@ -71,44 +86,68 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
             *lists,
             _rows(dq[part]),
             dkv,
+            units,
             delta[part].view(-1),
+            sums,
             problem.softmax_scale,
         )
+        if p_sum is not None:
+            p_sum[part] = _of_callers_lists(sums, places, part, problem)
     dsink = None
     if sink is not None:
         # A head without any key and a sink of -inf has no probability to lose: 0, not NaN.
         share = torch.exp(sink - torch.where(total == float("-inf"), float("inf"), total))
         dsink = -(share * delta).sum(0)
-    return dq, in_column_order(dkv), dsink, None
+    dkv = to_float(dkv, units) if fixed else in_column_order(dkv)
+    return dq, dkv, dsink, p_sum
 
 
-def key_lists(problem: SparseProblem, group: int, ascending: bool = False):
+def _of_callers_lists(sums, places, part, problem):
+    """Return ``[queries, K]``, for each entry of the caller's lists, of sums ``[lists, g, W]``."""
+    valid = valid_entries(problem.indices, problem.topk_length, problem.kv.shape[0])[part]
+    sums = sums.view(-1, sums.shape[-1])[: valid.shape[0]]
+    if places is not None:
+        sums = sums.gather(1, torch.where(valid, places, 0).long())
+    return torch.where(valid, sums, 0.0)
+
+
+def key_lists(
+    problem: SparseProblem, group: int, ascending: bool = False, with_places: bool = False
+):
     """Yield parts of the queries (slices) with the lists of keys that the kernels read for them.
 
     The lists are: ids int32 ``[lists, W]``, members uint8 alike, length int32 ``[lists]``, as
     :mod:`.hopper.unions` describes; they come in parts, so that unions fit
     ``problem.workspace_bytes``. Groups of one query have the caller's lists and no members. Unions
-    are always ``ascending``.
+    are always ``ascending``. The third result is int32 ``[queries, K]`` or ``None``: where in its
+    group's list each valid entry of the caller's is, if that is wanted and elsewhere.
     """
     queries, width = problem.indices.shape
     unused = torch.empty(1, 1, dtype=torch.uint8, device=problem.indices.device)
+    if queries == 0:
+        return
     if group == 1:
         ids, length = ascending_lists(problem) if ascending else caller_lists(problem)
-        yield slice(0, queries), (ids, unused, length)
+        yield slice(0, queries), (ids, unused, length), None
         return
     from megatron_dsa.ops.sparse_attention.hopper.unions import compiled
 
     indices, length = caller_lists(problem)
     capacity = group * width
-    step = max(1, problem.workspace_bytes // (capacity * 5)) * group
+    # Ids and members, the sums that go with places, and places with their int64 copy.
+    bytes_per_group = capacity * (5 + (4 * group + 16 if with_places else 0))
+    step = max(1, problem.workspace_bytes // bytes_per_group) * group
     for first in range(0, queries, step):
         part = slice(first, min(first + step, queries))
         groups = -(-(part.stop - first) // group)
         ids = torch.empty(groups, capacity, dtype=torch.int32, device=indices.device)
         members = torch.empty_like(ids, dtype=torch.uint8)
         count = torch.empty(groups, dtype=torch.int32, device=indices.device)
-        compiled(group)(indices[part], length[part], ids, members, count, problem.kv.shape[0])
-        yield part, (ids, members, count)
+        places = torch.empty_like(indices[part]) if with_places else unused.int()
+        compiled(group, with_places)(
+            indices[part], length[part], ids, members, count, places, problem.kv.shape[0]
+        )
+        yield part, (ids, members, count), places if with_places else None
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,9 @@ from megatron_dsa.ops.sparse_attention.hopper.tiles import (
 REGISTERS = {576: (192, 224, 64, 32), 512: (192, 200, 88, 32)}
 
 
-def build(heads: int, dim: int, v_dim: int, group: int = 1):
+def build(
+    heads: int, dim: int, v_dim: int, group: int = 1, fixed_point: bool = False, p_sum: bool = False
+):
     """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
 
     A thread block works on 64 heads of one query (``group`` 1), or on all heads of ``group``
@@ -48,8 +50,11 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1):
         fp32, natural, ``-inf`` for rows without keys; Ids ``[lists, W]`` int32, a list of keys per
         group; Members ``[lists, W]`` uint8: bit ``g`` says that the group's query ``g`` selected
         this key (``[1, 1]`` and not read if ``group`` is 1); Length ``[lists]`` int32 within
-        ``[0, W]``; dQ like Q; dKV ``[Skv, dim]`` fp32, zeroed by the caller, its columns in the
-        order of accumulators; Delta ``[Sq * H]`` fp32, ``rowsum(dO * O)``; scale.
+        ``[0, W]``; dQ like Q; dKV ``[Skv, dim]`` fp32, or int64 if ``fixed_point``, zeroed by the
+        caller, its columns in the order of accumulators; Units ``[1]`` fp32: how many of dKV's
+        integers are one (not read without them); Delta ``[Sq * H]`` fp32, ``rowsum(dO * O)``; PSum
+        ``[lists, group, W]`` fp32, zeroed by the caller, if ``p_sum``, else ``[1, 1, 1]``: sums of
+        P over heads, of no meaning where an entry is no key; scale.
 
     Raises:
         ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
@@ -142,10 +147,13 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1):
         T.barrier_arrive(done.delta)
 
     @T.macro
-    def key_gradient(dKV, m, done, at, thread):
+    def key_gradient(dKV, Units, m, done, at, thread):
         """KV: ``dKV += dS Q + P dO``, a slab of columns at a time."""
         dkv = T.alloc_fragment([TILE, SLAB], fp32)
         target = T.alloc_local([2], "int64")
+        units = T.alloc_local([1], fp32)
+        if fixed_point:
+            units[0] = Units[0]
         for i in T.serial(at.blocks):
             T.barrier_wait(done.p, i & 1)
             for r in T.unroll(2):
@@ -155,7 +163,7 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1):
                     T.address_of(dKV[0, 0]),
                     m.ids[i % 2, thread // 32 * 16 + r * 8 + thread % 32 // 4],
                     dim,
-                    thread % 4 * 4,
+                    thread % 4 * (1 if fixed_point else 4),
                 )
             for first in tuple(range(0, dim, SLAB)):
                 slab = slice(first, first + SLAB)
@@ -167,12 +175,15 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1):
                 T.wait_wgmma(0)
                 if first + SLAB == dim:
                     T.barrier_arrive(done.p_free)
-                T.call_extern(
-                    "handle", f"dsa_add_rows<{SLAB}, {first}>", dkv.data, target[0], target[1]
-                )
+                if fixed_point:
+                    add = f"dsa_add_fixed_rows<{SLAB}, {first}>"
+                    T.call_extern("handle", add, dkv.data, target[0], target[1], units[0])
+                else:
+                    add = f"dsa_add_rows<{SLAB}, {first}>"
+                    T.call_extern("handle", add, dkv.data, target[0], target[1])
 
     @T.macro
-    def scores(dQ, m, done, at, scale):
+    def scores(dQ, PSum, m, done, at, scale, thread):
         """S: scores, P and the left half of dQ."""
         s = T.alloc_fragment([TILE, TILE], fp32)
         # Quarters: an instruction must not need more registers than a thread starts with.
@@ -203,6 +214,16 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1):
                         member = members[k] >> T.cast((part + h) // heads, "uint8") & 1
                         s[k, part + h] = T.if_then_else(member != 0, s[k, part + h], 0.0)
                 T.call_extern("handle", "dsa_no_hoisting")
+            if p_sum:
+                T.call_extern(
+                    "handle",
+                    f"dsa_head_sums<{heads}, {group}, {str(head_tiles > 1).lower()}>",
+                    s.data,
+                    T.address_of(PSum[at.list, 0, i * TILE]),
+                    width,
+                    at.n - i * TILE,
+                    thread,
+                )
             T.barrier_wait(done.p_free, (i & 1) ^ 1)
             T.copy(s, m.p)
             T.fence_proxy_async()
@@ -272,8 +293,10 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1):
         Members: T.Tensor([lists, width] if group > 1 else [1, 1], "uint8"),
         Length: T.Tensor([lists], int32),
         dQ: T.Tensor([rows, dim], bf16),
-        dKV: T.Tensor([keys, dim], fp32),
+        dKV: T.Tensor([keys, dim], "int64" if fixed_point else fp32),
+        Units: T.Tensor([1], fp32),
         Delta: T.Tensor([rows], fp32),
+        PSum: T.Tensor([lists, group, width] if p_sum else [1, 1, 1], fp32),
         scale: T.float32,
     ):
         """One thread block per tile of rows; arguments as :func:`build` describes."""
@@ -321,10 +344,10 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1):
             elif tx >= 2 * GROUP:
                 T.set_max_nreg(for_kv, 0)
                 row_products(O, Delta, m, done, at)
-                key_gradient(dKV, m, done, at, thread)
+                key_gradient(dKV, Units, m, done, at, thread)
             elif tx < GROUP:
                 T.set_max_nreg(for_s, 1)
-                scores(dQ, m, done, at, scale)
+                scores(dQ, PSum, m, done, at, scale, thread)
             else:
                 T.set_max_nreg(for_dp, 1)
                 score_gradients(dQ, m, done, at, scale)
@@ -333,10 +356,18 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1):
 
 
 @functools.cache
-def compiled(heads: int, dim: int, v_dim: int, group: int = 1, target: str = "sm_90a"):
+def compiled(
+    heads: int,
+    dim: int,
+    v_dim: int,
+    group: int = 1,
+    fixed_point: bool = False,
+    p_sum: bool = False,
+    target: str = "sm_90a",
+):
     """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
     return tilelang.compile(
-        build(heads, dim, v_dim, group),
+        build(heads, dim, v_dim, group, fixed_point, p_sum),
         target={"kind": "cuda", "arch": target},
         pass_configs={tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True},
     )

@@ -42,19 +42,23 @@ __device__ __forceinline__ int dsa_sum_before(int value, int* warp_sums, int& to
   return before + sum - value;
 }
 
-// indices, length: of the group's `queries` queries; ids, members: the group's list, `capacity`
-// long. marks: GROUP * RANGE / 32 words. small: words for sums and the counter of repeated keys.
-template <int GROUP, int RANGE>
+// indices, length, places: of the group's `queries` queries; ids, members: the group's list,
+// `capacity` long. marks: GROUP * RANGE / 32 words, before: RANGE / 32 (both only with PLACES).
+// small: words for sums and the counter of repeated keys.
+template <int GROUP, int RANGE, bool PLACES>
 __device__ __forceinline__ void dsa_union(const int* indices, const int* length, int queries,
                                           int width, int keys, int* ids, unsigned char* members,
-                                          int capacity, int* count, void* marks_, void* small) {
+                                          int capacity, int* count, int* places, void* marks_,
+                                          void* before_, void* small) {
   constexpr int WORDS = RANGE / 32;
   unsigned* marks = static_cast<unsigned*>(marks_);
+  int* before = static_cast<int*>(before_);
   int* repeated = static_cast<int*>(small);
   int* warp_sums = repeated + 1;
   const int thread = threadIdx.x, threads = blockDim.x;
   int written = 0;
   if (thread == 0) *repeated = 0;
+  __syncthreads();
   for (int first = 0; first < keys; first += RANGE) {
     const int words = (min(keys - first, RANGE) + 31) / 32;
     for (int g = 0; g < GROUP; ++g)
@@ -88,6 +92,7 @@ __device__ __forceinline__ void dsa_union(const int* indices, const int* length,
     for (int w = from; w < to; ++w) {
       unsigned of[GROUP], any = 0;
       for (int g = 0; g < GROUP; ++g) any |= of[g] = marks[g * WORDS + w];
+      if (PLACES) before[w] = at;
       for (; any; any &= any - 1, ++at) {
         const int bit = __ffs(any) - 1;
         unsigned member = 0;
@@ -97,6 +102,19 @@ __device__ __forceinline__ void dsa_union(const int* indices, const int* length,
       }
     }
     written += total;
+    __syncthreads();
+    if (!PLACES) continue;
+    for (int g = 0; g < queries; ++g) {
+      const int n = length[g];
+      for (int i = thread; i < n; i += threads) {
+        const int id = indices[(long long)g * width + i];
+        if (id < first || id >= keys || id - first >= RANGE) continue;
+        const int w = (id - first) / 32;
+        unsigned any = 0;
+        for (int h = 0; h < GROUP; ++h) any |= marks[h * WORDS + w];
+        places[(long long)g * width + i] = before[w] + __popc(any & ((1u << (id & 31)) - 1));
+      }
+    }
     __syncthreads();
   }
   // The repeated keys follow, moved forward from the end of the list.
@@ -117,14 +135,15 @@ __device__ __forceinline__ void dsa_union(const int* indices, const int* length,
 """
 
 
-def build(group: int):
+def build(group: int, with_places: bool = False):
     """Return the TileLang program that forms the unions of ``group`` adjacent queries' lists.
 
     Its arguments (sizes are dynamic, tensors contiguous):
         Indices ``[Sq, K]`` int32, rows of the keys, invalid ones are skipped; Length ``[Sq]`` int32
         within ``[0, K]``; Ids ``[ceil(Sq / group), group * K]`` int32, Members uint8 alike and
-        Count ``[ceil(Sq / group)]`` int32: results, entries from Count on are undefined;
-        keys: how many there are.
+        Count ``[ceil(Sq / group)]`` int32: results, entries from Count on are undefined; Places
+        like Indices if ``with_places``, else ``[1, 1]``: where in its group's list each valid entry
+        is, the others are left alone; keys: how many there are.
     """
     queries, width, groups, capacity = T.dynamic("queries, width, groups, capacity")
 
@@ -135,16 +154,18 @@ def build(group: int):
         Ids: T.Tensor([groups, capacity], "int32"),
         Members: T.Tensor([groups, capacity], "uint8"),
         Count: T.Tensor([groups], "int32"),
+        Places: T.Tensor([queries, width] if with_places else [1, 1], "int32"),
         keys: T.int32,
     ):
         """One thread block per group; arguments as :func:`build` describes."""
         with T.Kernel(groups, threads=THREADS) as block:
             T.import_source(SOURCE)
             marks = T.alloc_shared([group * RANGE // 32], "uint32")
+            before = T.alloc_shared([RANGE // 32 if with_places else 1], "int32")
             small = T.alloc_shared([1 + THREADS // 32], "int32")
             T.call_extern(
                 "handle",
-                f"dsa_union<{group}, {RANGE}>",
+                f"dsa_union<{group}, {RANGE}, {str(with_places).lower()}>",
                 T.address_of(Indices[block * group, 0]),
                 T.address_of(Length[block * group]),
                 T.min(group, queries - block * group),
@@ -154,7 +175,9 @@ def build(group: int):
                 T.address_of(Members[block, 0]),
                 capacity,
                 T.address_of(Count[block]),
+                T.address_of(Places[block * group if with_places else 0, 0]),
                 T.address_of(marks[0]),
+                T.address_of(before[0]),
                 T.address_of(small[0]),
             )
 
@@ -162,6 +185,6 @@ def build(group: int):
 
 
 @functools.cache
-def compiled(group: int, target: str = "sm_90a"):
+def compiled(group: int, with_places: bool = False, target: str = "sm_90a"):
     """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
-    return tilelang.compile(build(group), target={"kind": "cuda", "arch": target})
+    return tilelang.compile(build(group, with_places), target={"kind": "cuda", "arch": target})

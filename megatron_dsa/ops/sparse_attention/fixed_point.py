@@ -1,0 +1,54 @@
+"""Key gradients summed in 64-bit integers: the order of the sum does not matter, so it repeats.
+
+Every tile's contribution is a fp32 number; times ``units``, a power of two, and rounded to an
+integer it is added atomically. Integer addition is associative, so any order gives the same bits.
+
+Overflow is impossible by construction. Of one query row r, key k gets ``dS Q_r + P dO_r`` with
+``|dS| = scale P |dP - delta| <= scale P |dO_r| (|V_k| + |O_r|)`` (Cauchy-Schwarz), and all P of a
+row sum to at most 1, so each element of the whole sum is at most
+
+    rows * (scale * max|dO| * (max|V| + max|O|) * max|Q|_inf + max|dO|_inf)
+
+and ``units`` puts twice that (the products come from bf16 roundings) below 2^62. The rounding error
+of a contribution is at most half an integer: for n contributions ``n / (2 units)``, or about
+``sqrt(n / 12) / units``, since the errors are independent. With 2^20 rows of ordinary data this is
+far below what rounding P and dS to bf16 costs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.ops.sparse_attention import SparseProblem
+
+
+def units_per_one(problem: SparseProblem, out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """Return how many integers are one: fp32 ``[1]``, a power of two, without synchronisation.
+
+    It is NaN or 0 where an input is not finite, and so are all gradients then. Rows of keys that
+    are not finite do not count: nobody may have selected them, and who did has such an output.
+    """
+
+    def longest(x):
+        return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+
+    values = longest(problem.kv[:, : problem.v_dim])
+    values = torch.where(values.isfinite(), values, 0.0).amax()
+    per_row = problem.softmax_scale * longest(dout).amax() * (values + longest(out).amax())
+    per_row = per_row * problem.q.abs().amax().float() + dout.abs().amax().float()
+    rows = problem.q.shape[0] * problem.q.shape[1]
+    exponent = torch.floor(62 - torch.log2(2 * rows * per_row)).clamp(max=100)
+    return torch.exp2(exponent).view(1)
+
+
+def to_float(fixed: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+    """Return fp32 ``[rows, dim]`` in column order of what a kernel has added up as integers.
+
+    It stores 16 columns as ``[2 halves, 2, 4 threads]`` instead of ``[2 halves, 4 threads, 2]``.
+    """
+    rows, dim = fixed.shape
+    ordered = torch.empty(rows, dim, dtype=torch.float32, device=fixed.device)
+    ordered.view(rows, dim // 16, 2, 4, 2).copy_(
+        fixed.view(rows, dim // 16, 2, 2, 4).transpose(-1, -2)
+    )
+    return ordered.div_(units)
