@@ -108,12 +108,8 @@ def device_problem(device: torch.device | str, **properties) -> Problem:
     """Build a :class:`Problem`, reading the compute capability off ``device``."""
     device = torch.device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return Problem(
-        device=device.type,
-        capability=capability,
-        deterministic=deterministic_mode(),
-        **properties,
-    )
+    properties.setdefault("deterministic", deterministic_mode())
+    return Problem(device=device.type, capability=capability, **properties)
 
 
 @dataclass(frozen=True)

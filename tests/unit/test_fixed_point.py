@@ -1,18 +1,17 @@
 """Key gradients in fixed point: no overflow, no wrong finite number, and on a GPU the same bits."""
 
+import contextlib
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, choose, device_problem, run
+from megatron_dsa.dispatch import Policy, candidates, choose, device_problem
 from megatron_dsa.ops.sparse_attention import SparseProblem, unfused
 from megatron_dsa.ops.sparse_attention.fixed_point import to_float, units_per_one
-from tests.helpers import relative_error
+from tests.helpers import relative_error, skip_unless_it_runs
 from tests.unit.test_sparse_attention import make_case
-
-POLICY = Policy(workspace_bytes=2**28, named=(("sparse_attention_backward", "tilelang"),))
 
 
 def case(rows=40, keys=200, heads=16, dim=576, k=64, device="cpu", spread=1.0):
@@ -77,45 +76,55 @@ def test_column_order():
     assert torch.equal(to_float(fixed, torch.tensor([8.0])), columns)
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def deterministic():
-    """Torch's deterministic mode, where our backward runs."""
-    shape = {"dtype": torch.bfloat16, "heads": 64, "qk_dim": 576, "v_dim": 512, "topk": 64}
-    problem = device_problem("cuda" if torch.cuda.is_available() else "cpu", **shape)
-    candidates = choose("sparse_attention_backward", problem, Policy())
-    if candidates.candidate.name == "torch":
-        pytest.skip(candidates.describe())
+    """Torch's deterministic mode, for our kernels only: cuBLAS wants a variable of its own set."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
-    yield lambda heads: device_problem("cuda", **shape | {"heads": heads})
-    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+
+
+def gradients(problem, out, lse, dout):
+    """dq and dkv in deterministic mode, by what dispatch chooses then."""
+    shape = device_problem(
+        "cuda", dtype=torch.bfloat16, heads=problem.q.shape[1], qk_dim=problem.q.shape[2],
+        v_dim=512, topk=problem.indices.shape[1], deterministic=True,
+    )  # fmt: skip
+    chosen = choose("sparse_attention_backward", shape, Policy()).candidate
+    assert chosen.name == "tilelang"
+    with deterministic():
+        return chosen.load()(problem, out, lse, dout)[:2]
+
+
+@pytest.fixture
+def hopper():
+    """Skips where our kernels cannot run."""
+    (ours,) = (c for c in candidates("sparse_attention_backward") if c.name == "tilelang")
+    skip_unless_it_runs(ours)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(16, 576), (64, 576), (128, 512)])
-def test_twenty_repeats_give_the_same_bits(deterministic, heads, dim):
-    """Chosen by dispatch on its own in this mode; many queries add to every key."""
-    problem, out, lse, dout = case(600, 300, heads, dim, 128, device="cuda")
-    shape = replace(deterministic(heads), qk_dim=dim)
-    assert choose("sparse_attention_backward", shape, Policy()).candidate.name == "tilelang"
-    runs = [
-        run("sparse_attention_backward", shape, POLICY, problem, out, lse, dout)[:2]
-        for _ in range(20)
-    ]
-    for dq, dkv in runs[1:]:
-        assert torch.equal(dq, runs[0][0]) and torch.equal(dkv, runs[0][1])
-    torch.use_deterministic_algorithms(False)
-    dq, dkv, _, _ = unfused.backward(problem, out, lse, dout)
-    assert relative_error(runs[0][0], dq) < 5e-3
-    assert relative_error(runs[0][1], dkv) < 5e-3
+def test_twenty_repeats_give_the_same_bits(hopper, heads, dim):
+    """Many queries add to every key."""
+    inputs = case(600, 300, heads, dim, 128, device="cuda")
+    first = gradients(*inputs)
+    for _ in range(19):
+        again = gradients(*inputs)
+        assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])
+    dq, dkv, _, _ = unfused.backward(*inputs)
+    assert relative_error(first[0], dq) < 5e-3
+    assert relative_error(first[1], dkv) < 5e-3
 
 
-def test_the_order_of_the_queries_does_not_matter(deterministic):
+def test_the_order_of_the_queries_does_not_matter(hopper):
     problem, out, lse, dout = case(600, 300, 64, 576, 128, device="cuda")
     order = torch.randperm(600, device="cuda")
     shuffled = replace(problem, q=problem.q[order], indices=problem.indices[order])
-    shape = deterministic(64)
-    first = run("sparse_attention_backward", shape, POLICY, problem, out, lse, dout)
-    again = run(
-        "sparse_attention_backward", shape, POLICY, shuffled, out[order], lse[order], dout[order]
-    )
+    first = gradients(problem, out, lse, dout)
+    again = gradients(shuffled, out[order], lse[order], dout[order])
     assert torch.equal(first[1], again[1])
     assert torch.equal(first[0][order], again[0])

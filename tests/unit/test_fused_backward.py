@@ -201,7 +201,7 @@ def test_teacher_of_the_indexer(backward, heads, dim, with_sink):
     """Where a backward also gives the head sums of the probabilities, they are the softmax's."""
     skip_unless_it_runs(FUSED[backward], heads, dim)
     q, kv, indices, length, valid = ragged_case(heads, dim)
-    sink = leaf(heads, seed=5, device="cuda") if with_sink else None
+    sink = leaf(heads, seed=5, device="cuda").detach() if with_sink else None
     sp = SparseProblem(q.detach(), kv.detach(), indices, 512, 0.05, length, sink, 2**28, True)
     problem = device_problem(
         "cuda", dtype=torch.bfloat16, heads=heads, qk_dim=dim, v_dim=512, topk=128

@@ -102,6 +102,28 @@ def test_full_lists_of_many_keys(forward, heads):
     assert relative_error(got.lse, want.lse) < 1e-4
 
 
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("queries", [1, 3, 9])
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_few_queries_with_long_lists(forward, heads, queries, with_sink):
+    """Not enough thread blocks for a GPU: lists in parts, some of them empty."""
+    q, kv, indices = make_case(queries, 5000, heads, 576, 2000, **CASE)
+    indices[0, 300:700] = -1
+    length = torch.full((queries,), 2000, dtype=torch.int32, device="cuda")
+    length[-1] = 600
+    sink = leaf(heads, seed=3, device="cuda") if with_sink else None
+    check(
+        q, kv, indices, v_dim=512, tolerance=TOLERANCE, sink=sink, topk_length=length,
+        scale=0.05, policy=policy_of(forward),
+    )  # fmt: skip
+    length.zero_()
+    empty = sparse_attention(
+        q, kv, indices, softmax_scale=0.05, v_dim=512, topk_length=length, attn_sink=sink,
+        policy=policy_of(forward),
+    )  # fmt: skip
+    assert (empty.out == 0).all() and (empty.lse == float("-inf")).all()
+
+
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_invalid_ids_lengths_and_empty_rows(forward, heads, with_sink):
