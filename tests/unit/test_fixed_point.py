@@ -41,7 +41,7 @@ def test_no_sum_overflows_and_little_range_is_wasted(spread):
     share[..., :512] += torch.einsum("qhk,qhd->qkd", p, dout.abs())
     most = torch.zeros_like(kv).index_put_((ids.clamp(min=0),), share, accumulate=True).max()
     assert most * units < 2**62
-    assert most * units > 2**36
+    assert most * units > 2**30
 
 
 def test_no_gradient_is_no_division_by_zero():

@@ -106,7 +106,7 @@ def test_full_lists_of_many_keys(forward, heads):
 @pytest.mark.parametrize("queries", [1, 3, 9])
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_few_queries_with_long_lists(forward, heads, queries, with_sink):
-    """Not enough thread blocks for a GPU: lists in parts, some of them empty."""
+    """Not enough thread blocks for a GPU, and lists that are long and ragged."""
     q, kv, indices = make_case(queries, 5000, heads, 576, 2000, **CASE)
     indices[0, 300:700] = -1
     length = torch.full((queries,), 2000, dtype=torch.int32, device="cuda")

@@ -4,15 +4,16 @@ Every tile's contribution is a fp32 number; times ``units``, a power of two, and
 integer it is added atomically. Integer addition is associative, so any order gives the same bits.
 
 Overflow is impossible by construction. Of one query row r, key k gets ``dS Q_r + P dO_r`` with
-``|dS| = scale P |dP - delta| <= scale P |dO_r| (|V_k| + |O_r|)`` (Cauchy-Schwarz), and all P of a
-row sum to at most 1, so each element of the whole sum is at most
+``|dS| = scale P |dO_r . (V_k - O_r)|``, and all P of a row sum to at most 1, so each element of the
+whole sum is at most
 
-    rows * (scale * max|dO| * (max|V| + max|O|) * max|Q|_inf + max|dO|_inf)
+    rows * (scale * v_dim * max|dO| * (max|V| + max|O|) * max|Q| + max|dO|)
 
 and ``units`` puts twice that (the products come from bf16 roundings) below 2^62. The rounding error
 of a contribution is at most half an integer: for n contributions ``n / (2 units)``, or about
-``sqrt(n / 12) / units``, since the errors are independent. With 2^20 rows of ordinary data this is
-far below what rounding P and dS to bf16 costs.
+``sqrt(n / 12) / units``, since the errors are independent. With 2^18 rows of ordinary data the
+gradient differs from the fp32 sum by less than 1e-6 (relative norm), which is what fp32 itself
+loses.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ def units_per_one(problem: SparseProblem, out: torch.Tensor, dout: torch.Tensor)
     are not finite do not count: nobody may have selected them, and who did has such an output.
     """
 
-    def longest(x):
-        return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+    def largest(x):
+        return torch.linalg.vector_norm(x, ord=float("inf")).float()
 
-    values = longest(problem.kv[:, : problem.v_dim])
-    values = torch.where(values.isfinite(), values, 0.0).amax()
-    per_row = problem.softmax_scale * longest(dout).amax() * (values + longest(out).amax())
-    per_row = per_row * problem.q.abs().amax().float() + dout.abs().amax().float()
+    values = problem.kv[:, : problem.v_dim]
+    values = largest(torch.where(values.isfinite(), values, 0.0))
+    gradient = largest(dout)
+    per_row = problem.softmax_scale * problem.v_dim * gradient * (values + largest(out))
+    per_row = per_row * largest(problem.q) + gradient
     rows = problem.q.shape[0] * problem.q.shape[1]
     exponent = torch.floor(62 - torch.log2(2 * rows * per_row)).clamp(max=100)
     return torch.exp2(exponent).view(1)

@@ -8,10 +8,7 @@ finite then spoils all queries of the tile, not only the one that selects it.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
-from torch.nn.functional import pad
 
 from megatron_dsa.dispatch import deterministic_mode
 from megatron_dsa.ops.arithmetic import valid_entries
@@ -26,49 +23,7 @@ from megatron_dsa.ops.sparse_attention.lists import (
 
 
 def forward(problem: SparseProblem):
-    """Return ``out`` (dtype of q), ``lse`` fp32 and ``None`` (no probabilities).
-
-    Too few queries to fill the GPU have their lists cut in parts, which thread blocks of their own
-    work on.
-    """
-    parts = _parts_of_lists(problem)
-    if parts == 1:
-        return *_forward(problem), None
-    outs, lses = (
-        x.unflatten(0, (parts, -1)) for x in _forward(_with_lists_in_parts(problem, parts))
-    )
-    lse = lses.logsumexp(0)
-    total = lse if problem.sink is None else torch.logaddexp(lse, problem.sink.float())
-    shares = torch.exp(lses - torch.where(lse == float("-inf"), 0.0, total))
-    return (outs * shares[..., None]).sum(0).to(outs.dtype), lse, None
-
-
-def _parts_of_lists(problem: SparseProblem) -> int:
-    """How many parts of at least 256 keys occupy the multiprocessors that would have no query."""
-    from megatron_dsa.ops.sparse_attention.hopper.tiles import TILE, queries_per_tile
-
-    queries, heads, _ = problem.q.shape
-    blocks = max(1, queries * -(-heads // TILE) // queries_per_tile(heads))
-    processors = torch.cuda.get_device_properties(problem.q.device).multi_processor_count
-    return max(1, min(processors // blocks, problem.indices.shape[1] // 256))
-
-
-def _with_lists_in_parts(problem: SparseProblem, parts: int) -> SparseProblem:
-    """Return the problem of all queries with the first part of their lists, then the second ..."""
-    width = -(-problem.indices.shape[1] // parts)
-    indices, length = caller_lists(problem)
-    indices = pad(indices, (0, parts * width - indices.shape[1]), value=-1)
-    starts = torch.arange(parts, dtype=torch.int32, device=indices.device)[:, None] * width
-    return replace(
-        problem,
-        q=problem.q.repeat(parts, 1, 1),
-        indices=indices.unflatten(1, (parts, width)).transpose(0, 1).flatten(0, 1),
-        topk_length=(length - starts).clamp(0, width).flatten(),
-        sink=None,
-    )
-
-
-def _forward(problem: SparseProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``out`` (dtype of q), ``lse`` fp32 and ``None`` (no probabilities)."""
     from megatron_dsa.ops.sparse_attention.hopper.forward import compiled
     from megatron_dsa.ops.sparse_attention.hopper.tiles import queries_per_tile
 
@@ -89,7 +44,7 @@ def _forward(problem: SparseProblem) -> tuple[torch.Tensor, torch.Tensor]:
             lse[part].view(-1),
             problem.softmax_scale,
         )
-    return out, lse
+    return out, lse, None
 
 
 def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor):
