@@ -104,7 +104,8 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
 
 def _of_callers_lists(sums, places, part, problem):
     """Return ``[queries, K]``, for each entry of the caller's lists, of sums ``[lists, g, W]``."""
-    valid = valid_entries(problem.indices, problem.topk_length, problem.kv.shape[0])[part]
+    length = None if problem.topk_length is None else problem.topk_length[part]
+    valid = valid_entries(problem.indices[part], length, problem.kv.shape[0])
     sums = sums.view(-1, sums.shape[-1])[: valid.shape[0]]
     if places is not None:
         sums = sums.gather(1, torch.where(valid, places, 0).long())
