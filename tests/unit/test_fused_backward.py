@@ -196,11 +196,19 @@ def test_no_host_synchronisation(backward, heads):
     ("heads", "dim"),
     [(2, 576), (8, 512), (16, 576), (24, 512), (64, 576), (96, 512), (128, 576)],
 )
-@pytest.mark.parametrize("with_sink", [False, True])
-def test_teacher_of_the_indexer(backward, heads, dim, with_sink):
-    """Where a backward also gives the head sums of the probabilities, they are the softmax's."""
+@pytest.mark.parametrize(("with_sink", "keys"), [(False, 300), (True, 300), (True, 40_000)])
+def test_teacher_of_the_indexer(backward, heads, dim, with_sink, keys):
+    """Where a backward also gives the head sums of the probabilities, they are the softmax's.
+
+    Also where it puts lists of many keys in another order.
+    """
     skip_unless_it_runs(FUSED[backward], heads, dim)
     q, kv, indices, length, valid = ragged_case(heads, dim)
+    kv = torch.cat([kv.detach(), torch.randn(keys - 300, dim, device="cuda").to(kv.dtype)])
+    if keys > 300:
+        place = torch.randint(300, keys, indices.shape, device="cuda", dtype=torch.int32)
+        indices = torch.where(valid, place, torch.where(indices >= 300, keys, indices))
+        valid &= indices < keys
     sink = leaf(heads, seed=5, device="cuda").detach() if with_sink else None
     sp = SparseProblem(q.detach(), kv.detach(), indices, 512, 0.05, length, sink, 2**28, True)
     problem = device_problem(

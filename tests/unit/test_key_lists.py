@@ -278,3 +278,24 @@ def test_a_key_listed_twice_counts_twice(hopper):
     want = unfused.backward(problem, out, lse, dout)
     for x, y in zip(got[:2], want[:2], strict=True):
         assert relative_error(x, y) < 5e-3
+
+
+@pytest.mark.parametrize("budget", [1, 3000, LARGE])
+@pytest.mark.parametrize(("ascending", "group"), [(False, 1), (True, 1), (True, 3)])
+def test_sums_return_to_the_callers_lists(union_in_python, ascending, group, budget):
+    """What a kernel says of an entry of its lists is found at the caller's entries for that key."""
+    indices, length = random_lists(23, 40, 90, "cpu")
+    for lengths in (length, None):
+        problem = lists_problem(indices, 90, lengths, budget)
+        p_sum = torch.full(indices.shape, float("nan"))
+        for part, (ids, _, _), places in key_lists(problem, group, ascending, True):
+            queries = torch.arange(ids.shape[0] * group) + part.start
+            sums = ids.repeat_interleave(group, 0) + 1000.0 * queries[:, None]
+            sums = sums.view(-1, group, ids.shape[1])
+            tilelang_kernels._to_callers_lists(p_sum, sums, places, part, problem)
+        place = torch.arange(40)
+        valid = (indices >= 0) & (indices < 90)
+        if lengths is not None:
+            valid &= place < lengths[:, None]
+        wanted = indices + 1000.0 * torch.arange(23)[:, None]
+        assert torch.equal(p_sum, torch.where(valid, wanted, 0.0))

@@ -25,21 +25,25 @@ def caller_lists(problem: SparseProblem) -> tuple[torch.Tensor, torch.Tensor]:
     return indices, lengths(indices, problem.topk_length)
 
 
-def ascending_lists(problem: SparseProblem) -> tuple[torch.Tensor, torch.Tensor]:
+def ascending_lists(problem: SparseProblem, places: torch.Tensor | None = None):
     """Return :func:`caller_lists` with every list in ascending order and without invalid entries.
 
-    What is past a list's length is no row of the keys. Temporary memory stays within
+    What is past a list's length is no row of the keys. ``places`` (int32, like the indices) is
+    filled with where each of the caller's entries went. Temporary memory stays within
     ``problem.workspace_bytes``.
     """
     indices, length = caller_lists(problem)
     queries, width = indices.shape
     keys = problem.kv.shape[0]
     ordered, count = torch.empty_like(indices), torch.empty_like(length)
-    # Per entry: validity, masked copy, sorted copy and their int64 places.
+    # Per entry: validity, masked copy, sorted copy and its int64 order.
     step = rows_in_budget(problem.workspace_bytes, width * 24)
     for first in range(0, queries, step):
         part = slice(first, first + step)
         valid = valid_entries(indices[part], length[part], keys)
-        ordered[part] = torch.where(valid, indices[part], keys).sort(dim=1).values
+        ordered[part], order = torch.where(valid, indices[part], keys).sort(dim=1)
         count[part] = valid.sum(1)
+        if places is not None:
+            goal = torch.arange(width, dtype=torch.int32, device=indices.device)
+            places[part].scatter_(1, order, goal.expand(order.shape))
     return ordered, count

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.dispatch import deterministic_mode
-from megatron_dsa.ops.arithmetic import valid_entries
+from megatron_dsa.ops.arithmetic import rows_in_budget, valid_entries
 from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.ops.sparse_attention.fixed_point import to_float, units_per_one
 from megatron_dsa.ops.sparse_attention.fragments import in_column_order
@@ -72,8 +72,7 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
     group = queries_per_tile(heads)
     p_sum = torch.empty_like(problem.indices, dtype=torch.float32) if problem.want_p_sum else None
     kernel = compiled(heads, dim, problem.v_dim, group, fixed, problem.want_p_sum)
-    # Sums come in the order of the lists.
-    ascending = p_sum is None and gradient_exceeds_cache(kv)
+    ascending = gradient_exceeds_cache(kv)
     for part, lists, places in key_lists(problem, group, ascending, p_sum is not None):
         sums = (lists[0].shape[0], group, lists[0].shape[1]) if problem.want_p_sum else (1, 1, 1)
         sums = torch.zeros(sums, device=q.device)
@@ -92,7 +91,7 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
             problem.softmax_scale,
         )
         if p_sum is not None:
-            p_sum[part] = _of_callers_lists(sums, places, part, problem)
+            _to_callers_lists(p_sum, sums, places, part, problem)
     dsink = None
     if sink is not None:
         # A head without any key and a sink of -inf has no probability to lose: 0, not NaN.
@@ -102,14 +101,20 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
     return dq, dkv, dsink, p_sum
 
 
-def _of_callers_lists(sums, places, part, problem):
-    """Return ``[queries, K]``, for each entry of the caller's lists, of sums ``[lists, g, W]``."""
-    length = None if problem.topk_length is None else problem.topk_length[part]
-    valid = valid_entries(problem.indices[part], length, problem.kv.shape[0])
-    sums = sums.view(-1, sums.shape[-1])[: valid.shape[0]]
-    if places is not None:
-        sums = sums.gather(1, torch.where(valid, places, 0).long())
-    return torch.where(valid, sums, 0.0)
+def _to_callers_lists(p_sum, sums, places, part, problem) -> None:
+    """Fill ``p_sum[part]``, one for each entry of the caller's, from sums ``[lists, group, W]``."""
+    sums = sums.view(-1, sums.shape[-1])
+    # Per entry: validity, masked and int64 places, the result twice.
+    step = rows_in_budget(problem.workspace_bytes, p_sum.shape[1] * 24)
+    for first in range(part.start, part.stop, step):
+        rows = slice(first, min(first + step, part.stop))
+        own = slice(rows.start - part.start, rows.stop - part.start)
+        length = None if problem.topk_length is None else problem.topk_length[rows]
+        valid = valid_entries(problem.indices[rows], length, problem.kv.shape[0])
+        found = sums[own]
+        if places is not None:
+            found = found.gather(1, torch.where(valid, places[own], 0).long())
+        p_sum[rows] = torch.where(valid, found, 0.0)
 
 
 def key_lists(
@@ -121,15 +126,16 @@ def key_lists(
     :mod:`.hopper.unions` describes; they come in parts, so that unions fit
     ``problem.workspace_bytes``. Groups of one query have the caller's lists and no members. Unions
     are always ``ascending``. The third result is int32 ``[queries, K]`` or ``None``: where in its
-    group's list each valid entry of the caller's is, if that is wanted and elsewhere.
+    group's list each valid entry of the caller's is, if that is wanted and another place.
     """
     queries, width = problem.indices.shape
     unused = torch.empty(1, 1, dtype=torch.uint8, device=problem.indices.device)
     if queries == 0:
         return
     if group == 1:
-        ids, length = ascending_lists(problem) if ascending else caller_lists(problem)
-        yield slice(0, queries), (ids, unused, length), None
+        places = torch.empty_like(problem.indices) if ascending and with_places else None
+        lists = ascending_lists(problem, places) if ascending else caller_lists(problem)
+        yield slice(0, queries), (lists[0], unused, lists[1]), places
         return
     from megatron_dsa.ops.sparse_attention.hopper.unions import compiled
 
