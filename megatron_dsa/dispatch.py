@@ -4,9 +4,9 @@ Every operation has a list of candidates (filled by ``megatron_dsa.ops``). A can
 (:class:`~megatron_dsa.support.Support`) answers a :class:`~megatron_dsa.support.Problem` with
 ``None`` (it can run) or with the reason why it cannot. :func:`choose` takes the first candidate
 that can; fused ones come first when the policy prefers them, and of those the one that is measured
-to be the fastest for the problem. Nothing falls back in silence: the
-choice and every rejection are logged once, a strict policy raises instead, an implementation that
-the user names runs or raises, and :func:`report` tells what was called how often.
+to be the fastest for the problem. Nothing falls back in silence: the choice and every rejection are
+logged once, a strict policy raises instead, an implementation that the user names runs or raises,
+and :func:`report` tells what was called how often.
 """
 
 from __future__ import annotations
@@ -207,9 +207,7 @@ def _choose_named(operation: str, problem: Problem, name: str) -> Choice:
 
 
 def _choose_first(operation: str, problem: Problem, policy: Policy) -> Choice:
-    usable = sorted(
-        candidates(operation), key=lambda c: (not c.fused, not c.support.leads(problem))
-    )
+    usable = sorted(candidates(operation), key=lambda c: not c.support.leads(problem))
     rejected = []
     if not policy.fused:
         rejected += [(c.name, "not asked for (dsa_unfused)") for c in usable if c.fused]

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from megatron_dsa import dispatch
+from tests.helpers import skip_unless_it_runs
 
 
 @pytest.fixture
@@ -30,3 +31,10 @@ def add(monkeypatch):
 
     yield add
     dispatch._choose.cache_clear()
+
+
+@pytest.fixture
+def hopper():
+    """Skips where our own kernels cannot run."""
+    (ours,) = (c for c in dispatch.candidates("sparse_attention_backward") if c.name == "tilelang")
+    skip_unless_it_runs(ours)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, candidates, choose, device_problem
+from megatron_dsa.dispatch import Policy, choose, device_problem
 from megatron_dsa.ops.sparse_attention import SparseProblem, unfused
 from megatron_dsa.ops.sparse_attention.fixed_point import to_float, units_per_one
-from tests.helpers import relative_error, skip_unless_it_runs
+from tests.helpers import relative_error
 from tests.unit.test_sparse_attention import make_case
 
 
@@ -98,13 +98,6 @@ def gradients(problem, out, lse, dout):
     assert chosen.name == "tilelang"
     with deterministic():
         return chosen.load()(problem, out, lse, dout)[:2]
-
-
-@pytest.fixture
-def hopper():
-    """Skips where our kernels cannot run."""
-    (ours,) = (c for c in candidates("sparse_attention_backward") if c.name == "tilelang")
-    skip_unless_it_runs(ours)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(16, 576), (64, 576), (128, 512)])

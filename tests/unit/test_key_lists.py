@@ -12,22 +12,14 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron_dsa.dispatch import candidates
 from megatron_dsa.ops.sparse_attention import SparseProblem, tilelang_kernels, unfused
 from megatron_dsa.ops.sparse_attention.tilelang_kernels import key_lists
-from tests.helpers import leaf, relative_error, skip_unless_it_runs
+from tests.helpers import leaf, relative_error
 from tests.unit.test_sparse_attention import make_case
 
 UNIONS = "megatron_dsa.ops.sparse_attention.hopper.unions"
 LARGE = 2**28
 CASE = {"device": "cuda", "dtype": torch.bfloat16}
-
-
-@pytest.fixture
-def hopper():
-    """Skips where our kernels cannot run."""
-    (ours,) = (c for c in candidates("sparse_attention_backward") if c.name == "tilelang")
-    skip_unless_it_runs(ours)
 
 
 def lists_problem(indices, keys, topk_length=None, workspace_bytes=LARGE):

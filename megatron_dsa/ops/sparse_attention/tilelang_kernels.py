@@ -71,11 +71,13 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
     delta = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
     group = queries_per_tile(heads)
     p_sum = torch.empty_like(problem.indices, dtype=torch.float32) if problem.want_p_sum else None
+    sums = torch.empty(1, 1, 1, device=q.device)
     kernel = compiled(heads, dim, problem.v_dim, group, fixed, problem.want_p_sum)
     ascending = gradient_exceeds_cache(kv)
     for part, lists, places in key_lists(problem, group, ascending, p_sum is not None):
-        sums = (lists[0].shape[0], group, lists[0].shape[1]) if problem.want_p_sum else (1, 1, 1)
-        sums = torch.zeros(sums, device=q.device)
+        if p_sum is not None:
+            count, width = lists[0].shape
+            sums = torch.zeros(count, group, width, device=q.device)
         kernel(
             _rows(q[part]),
             kv,

@@ -30,7 +30,9 @@ from megatron_dsa.ops.sparse_attention.hopper.tiles import (
     TILE,
     check_tiling,
     fetch,
+    head_tiles,
     list_ahead,
+    tile_of,
 )
 
 #: Registers per thread of the warpgroups S, DP, KV and GATHER; 512 is all there is.
@@ -61,9 +63,8 @@ def build(
     """
     check_tiling(heads, dim, v_dim, group)
     for_s, for_dp, for_kv, for_gather = REGISTERS[dim]
-    half, tail, owned = v_dim // 2, dim - v_dim, group * heads
+    half, tail = v_dim // 2, dim - v_dim
     quarter = half // 2
-    head_tiles = -(-heads // TILE)
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
     rows, keys, lists, width = T.dynamic("rows, keys, lists, width")
 
@@ -217,7 +218,7 @@ def build(
             if p_sum:
                 T.call_extern(
                     "handle",
-                    f"dsa_head_sums<{heads}, {group}, {str(head_tiles > 1).lower()}>",
+                    f"dsa_head_sums<{heads}, {group}, {str(heads > TILE).lower()}>",
                     s.data,
                     T.address_of(PSum[at.list, 0, i * TILE]),
                     width,
@@ -300,7 +301,7 @@ def build(
         scale: T.float32,
     ):
         """One thread block per tile of rows; arguments as :func:`build` describes."""
-        with T.Kernel(lists * head_tiles, threads=4 * GROUP) as block:
+        with T.Kernel(lists * head_tiles(heads), threads=4 * GROUP) as block:
             T.import_source(NO_HOISTING + SOURCE)
             m = SimpleNamespace(
                 q=T.alloc_shared([TILE, dim], bf16),
@@ -325,15 +326,12 @@ def build(
             )
             tx = T.get_thread_binding()
             thread = tx % GROUP
-            place = block // head_tiles
-            head = block % head_tiles * TILE
-            first = place * group * heads + head
+            place, _, first, owned = tile_of(block, heads, group, rows)
             n = Length[place]
             at = SimpleNamespace(
                 list=place,
                 first=first,
-                # The last group may have fewer queries than the others.
-                rows=T.min(heads - head, TILE) if group == 1 else T.min(rows - first, owned),
+                rows=owned,
                 n=n,
                 blocks=T.ceildiv(n, TILE),
             )

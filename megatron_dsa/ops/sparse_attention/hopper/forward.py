@@ -34,7 +34,9 @@ from megatron_dsa.ops.sparse_attention.hopper.tiles import (
     TILE,
     check_tiling,
     fetch,
+    head_tiles,
     list_ahead,
+    tile_of,
 )
 
 #: Registers per thread of EVEN, ODD and GATHER; 504 is all there is.
@@ -87,8 +89,6 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
     check_tiling(heads, dim, v_dim, group)
     for_even, for_odd, for_gather = REGISTERS
     half, tail = v_dim // 2, dim - v_dim
-    head_tiles = -(-heads // TILE)
-    owned = TILE if group == 1 else group * heads
     # P0 takes the place of K0's columns past the values, if there are any: only S0 needs them.
     slots = 1 if tail else 2
     needed = 2 * TILE * (3 * dim + slots * TILE) + 4 * (4 * TILE + 2 * TILE + 8 * group) + 1024
@@ -183,6 +183,12 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
                         total[r] == 0, -T.infinity(fp32), (top[r] + T.log2(total[r])) * LN_2
                     )
 
+    def fragments():
+        """What EVEN and ODD hold: scores, P, their half of O, and four numbers per row."""
+        matrices = ((TILE, fp32), (TILE, bf16), (half, fp32))
+        numbers = (T.alloc_fragment([TILE], fp32) for _ in range(4))
+        return *(T.alloc_fragment([TILE, n], dtype) for n, dtype in matrices), *numbers
+
     @T.macro
     def even_scores(s, m, done, i, multiplying):
         """``S0 = Q K0^T``, and say when V1_L is free if it was still being multiplied."""
@@ -198,13 +204,7 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
     @T.macro
     def even(O, Lse, Sink, m, done, at, scale, tx):  # noqa: E741
         """EVEN: scores of the even blocks and the left half of the output."""
-        s = T.alloc_fragment([TILE, TILE], fp32)
-        p = T.alloc_fragment([TILE, TILE], bf16)
-        o = T.alloc_fragment([TILE, half], fp32)
-        peak = T.alloc_fragment([TILE], fp32)
-        top = T.alloc_fragment([TILE], fp32)
-        decay = T.alloc_fragment([TILE], fp32)
-        total = T.alloc_fragment([TILE], fp32)
+        s, p, o, peak, top, decay, total = fragments()
         T.clear(o)
         T.clear(total)
         T.fill(top, LOWEST)
@@ -256,13 +256,7 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
     @T.macro
     def odd(O, Lse, Sink, m, done, at, scale, tx):  # noqa: E741
         """ODD: scores of the odd blocks and the right half of the output."""
-        s = T.alloc_fragment([TILE, TILE], fp32)
-        p = T.alloc_fragment([TILE, TILE], bf16)
-        o = T.alloc_fragment([TILE, half], fp32)
-        peak = T.alloc_fragment([TILE], fp32)
-        top = T.alloc_fragment([TILE], fp32)
-        decay = T.alloc_fragment([TILE], fp32)
-        total = T.alloc_fragment([TILE], fp32)
+        s, p, o, peak, top, decay, total = fragments()
         T.clear(o)
         T.clear(total)
         T.fill(top, LOWEST)
@@ -319,7 +313,7 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
         scale: T.float32,
     ):
         """One thread block per tile of rows; arguments as :func:`build` describes."""
-        with T.Kernel(lists * head_tiles, threads=3 * GROUP) as block:
+        with T.Kernel(lists * head_tiles(heads), threads=3 * GROUP) as block:
             T.import_source(SOURCE)
             k = (T.alloc_shared([TILE, dim], bf16), T.alloc_shared([TILE, dim], bf16))
             p = T.alloc_shared([slots, TILE, TILE], bf16)
@@ -341,16 +335,13 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
                 p=T.alloc_barrier(arrive_count=[GROUP] * 2),
             )
             tx = T.get_thread_binding()
-            place = block // head_tiles
-            head = block % head_tiles * TILE
-            first = place * group * heads + head
+            place, head, first, owned = tile_of(block, heads, group, rows)
             n = Length[place]
             at = SimpleNamespace(
                 list=place,
                 head=head,
                 first=first,
-                # The last group may have fewer queries than the others.
-                rows=T.min(heads - head, TILE) if group == 1 else T.min(rows - first, owned),
+                rows=owned,
                 n=n,
                 blocks=T.ceildiv(n, TILE),
                 pairs=T.ceildiv(n, 2 * TILE),

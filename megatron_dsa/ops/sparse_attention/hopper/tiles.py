@@ -41,6 +41,21 @@ def check_tiling(heads: int, dim: int, v_dim: int, group: int) -> None:
         )
 
 
+def head_tiles(heads: int) -> int:
+    """How many tiles the heads of one query take."""
+    return -(-heads // TILE)
+
+
+def tile_of(block, heads: int, group: int, rows):
+    """Return a thread block's list, its first head, its first row and how many rows it has."""
+    tiles = head_tiles(heads)
+    place, head = block // tiles, block % tiles * TILE
+    first = place * group * heads + head
+    # The last group may have fewer queries than the others.
+    owned = T.min(heads - head, TILE) if group == 1 else T.min(rows - first, group * heads)
+    return place, head, first, owned
+
+
 @T.macro
 def fetch(target, source, row, from_row, wanted, columns, thread):
     """Copy a row's ``columns`` (a tuple: first, last) asynchronously; zeros if not wanted."""

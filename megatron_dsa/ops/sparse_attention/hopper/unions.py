@@ -43,8 +43,8 @@ __device__ __forceinline__ int dsa_sum_before(int value, int* warp_sums, int& to
 }
 
 // indices, length, places: of the group's `queries` queries; ids, members: the group's list,
-// `capacity` long. marks: GROUP * RANGE / 32 words, before: RANGE / 32 (both only with PLACES).
-// small: words for sums and the counter of repeated keys.
+// `capacity` long. In shared memory, words: marks, GROUP * RANGE / 32; before, RANGE / 32; small,
+// for sums and the counter of repeated keys. places and before are used with PLACES only.
 template <int GROUP, int RANGE, bool PLACES>
 __device__ __forceinline__ void dsa_union(const int* indices, const int* length, int queries,
                                           int width, int keys, int* ids, unsigned char* members,
