@@ -62,6 +62,7 @@ def _operations(torch) -> dict:
         operations[name] = {
             "runs": choice.candidate.name,
             "fused": choice.candidate.fused,
+            "not_run_on_this_gpu": choice.untried,
             "rejected": dict(choice.rejected),
             "by_heads": _by_heads(name, problem),
         }
@@ -103,6 +104,8 @@ def print_info(info: dict) -> None:
     print("operations (DeepSeek-V3.2 shapes, bf16, --attention-backend dsa_fused)")
     for name, entry in info["operations"].items():
         kind = "fused" if entry["fused"] else "fallback"
+        if entry["not_run_on_this_gpu"]:
+            kind += "; compiled for this GPU, not run on one"
         print(f"  {name}: {entry['runs']} ({kind})")
         for heads, candidate in entry["by_heads"].items():
             print(f"    {heads} heads: {candidate}")

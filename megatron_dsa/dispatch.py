@@ -135,12 +135,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidate that was chosen for a problem, and why the others were not."""
+    """The candidate that was chosen for a problem, and why the others were not.
+
+    ``untried`` says that its kernels never ran on such a GPU.
+    """
 
     operation: str
     candidate: Candidate
     rejected: tuple[tuple[str, str], ...] = field(default=())
     named: bool = False
+    untried: bool = False
 
     @property
     def is_fallback(self) -> bool:
@@ -149,7 +153,8 @@ class Choice:
     def describe(self) -> str:
         """One line: what runs and why nothing better does."""
         reasons = "; ".join(f"{name}: {why}" for name, why in self.rejected)
-        line = f"{self.operation}: {self.candidate.name}"
+        remark = ", compiled for this GPU, not run on one" if self.untried else ""
+        line = f"{self.operation}: {self.candidate.name}{remark}"
         return f"{line} (rejected: {reasons})" if reasons else line
 
 
@@ -203,7 +208,8 @@ def _choose_named(operation: str, problem: Problem, name: str) -> Choice:
             f"{flags} names {name}, which cannot run {operation} here: {reason}. Fix that, or "
             "leave it at auto to take what can run."
         )
-    return Choice(operation, known[name], named=True)
+    untried = known[name].support.untried(problem)
+    return Choice(operation, known[name], named=True, untried=untried)
 
 
 def _choose_first(operation: str, problem: Problem, policy: Policy) -> Choice:
@@ -217,7 +223,8 @@ def _choose_first(operation: str, problem: Problem, policy: Policy) -> Choice:
     for candidate in usable:
         reason = candidate.reason(problem)
         if reason is None:
-            choice = Choice(operation, candidate, tuple(rejected))
+            untried = candidate.support.untried(problem)
+            choice = Choice(operation, candidate, tuple(rejected), untried=untried)
             break
         rejected.append((candidate.name, reason))
     else:

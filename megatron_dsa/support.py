@@ -59,6 +59,7 @@ class Support:
         package: optional package that it needs.
         minimum: floor of that package's version for this operation, if above the package's own.
         capabilities: compute capabilities of the GPUs that it has kernels for.
+        not_run: those of them for which the kernels were only compiled, never run.
         dtypes: dtypes of queries and keys.
         dims: pairs ``(qk_dim, v_dim)``.
         heads, topk: inclusive ranges.
@@ -67,7 +68,8 @@ class Support:
         deterministic: whether equal inputs give bitwise equal results.
         deterministic_mode: whether ``torch.use_deterministic_algorithms(True)`` makes it so.
         fastest: inclusive range of heads for which it goes before the others, because the committed
-            benchmark (``benchmarks/attention.csv``) shows it to be the fastest.
+            benchmark (``benchmarks/attention.csv``) shows it to be the fastest; of no meaning where
+            it was not run.
         bridged: what the adapter does to fit the contract (padding, conversions).
         declined: why it is never used, for a kernel that exists and does not fit.
         probe: a last question ``Problem -> reason or None``, asked only when the rest fits.
@@ -77,6 +79,7 @@ class Support:
     package: Package | None = None
     minimum: str | None = None
     capabilities: tuple[tuple[int, int], ...] | None = None
+    not_run: tuple[tuple[int, int], ...] = ()
     dtypes: tuple[torch.dtype, ...] | None = None
     dims: tuple[tuple[int, int], ...] | None = None
     heads: tuple[int, int] | None = None
@@ -110,7 +113,13 @@ class Support:
 
     def leads(self, problem: Problem) -> bool:
         """Whether it goes before the others."""
+        if self.untried(problem):
+            return False
         return self.fastest is not None and self.fastest[0] <= problem.heads <= self.fastest[1]
+
+    def untried(self, problem: Problem) -> bool:
+        """Whether its kernels were compiled for this GPU, but never run on one."""
+        return problem.capability in self.not_run
 
     def _declined(self, problem: Problem) -> str | None:
         return None if self.declined is None else f"declined: {self.declined}"
@@ -119,6 +128,9 @@ class Support:
         if self.capabilities is None or problem.capability in self.capabilities:
             return None
         wanted = ", ".join("{}.{}".format(*c) for c in self.capabilities)
+        if self.not_run:
+            compiled = ", ".join("{}.{}".format(*c) for c in self.not_run)
+            wanted += f" (compiled, not run: {compiled})"
         owner = self.package.module if self.package else "it"
         return (
             f"wrong GPU: {owner} has kernels for compute capability {wanted}, this is "

@@ -48,7 +48,7 @@ def _cells(support: Support) -> tuple[str, ...]:
         determinism = "on request"
     return (
         _package(support),
-        ", ".join(f"sm{a}{b}" for a, b in support.capabilities) if support.capabilities else "-",
+        _gpus(support),
         ", ".join(map(short_dtype, support.dtypes)) if support.dtypes else "-",
         ", ".join(map(str, support.dims)) if support.dims else "-",
         span(support.heads),
@@ -60,6 +60,14 @@ def _cells(support: Support) -> tuple[str, ...]:
         f"declined: {support.declined}" if support.declined else support.covers,
         support.bridged or "-",
     )
+
+
+def _gpus(support: Support) -> str:
+    if support.capabilities is None:
+        return "-"
+    run = [c for c in support.capabilities if c not in support.not_run]
+    parts = [", ".join(f"sm{a}{b}" for a, b in part) for part in (run, support.not_run)]
+    return f"{parts[0]}; compiled, not run: {parts[1]}" if support.not_run else parts[0]
 
 
 def _package(support: Support) -> str:

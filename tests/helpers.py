@@ -1,5 +1,13 @@
 """Small things that several test files need."""
 
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+
 import pytest
 import torch
 
@@ -35,3 +43,38 @@ def skip_unless_it_runs(candidate: Candidate, heads: int = 64, dim: int = 576) -
     reason = candidate.reason(device_problem(device, dtype=torch.bfloat16, **shape))
     if reason is not None:
         pytest.skip(reason)
+
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("tilelang") is None or shutil.which("nvcc") is None,
+    reason="needs tilelang and nvcc",
+)
+
+
+@functools.cache
+def ptxas(source: str, target: str) -> str:
+    """What ptxas says about the CUDA source of one of our kernels for ``target``, e.g. sm_90a."""
+    import tilelang
+
+    root = os.path.dirname(tilelang.__file__)
+    arch = f"arch=compute_{target.removeprefix('sm_')},code={target}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.cu")
+        with open(path, "w") as file:
+            file.write(source)
+        command = ["nvcc", "-cubin", f"-gencode={arch}", "-std=c++17", "-O3"]
+        command += ["--use_fast_math", "-Xptxas", "-v", "-o", os.path.join(folder, "kernel.cubin")]
+        command += [f"-I{root}/src", f"-I{root}/3rdparty/cutlass/include", path]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    return said
+
+
+def dynamic_shared_memory(kernel) -> int:
+    """Bytes of shared memory that a compiled kernel asks for at the launch."""
+    numbers = re.findall(r"v_int64\) = \(\(int64_t\)(\d+)\)", kernel.get_host_source())
+    dynamic = max(int(x) for x in numbers)  # the largest number there
+    offsets = re.findall(r"buf_dyn_shmem \+ (\d+)", kernel.get_kernel_source())
+    assert dynamic > max(int(x) for x in offsets)
+    return dynamic

@@ -16,7 +16,7 @@ from megatron_dsa.dispatch import Candidate, register
 from megatron_dsa.packages import CUDNN, FLASH_MLA, TILELANG
 from megatron_dsa.support import Support
 
-HOPPER, BLACKWELL = (9, 0), (10, 0)
+AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
 _BF16, _HALF = (torch.bfloat16,), (torch.bfloat16, torch.float16)
 _LATENT = ((576, 512), (512, 512))
 #: Sums in an order that varies, unless torch's deterministic mode is on.
@@ -24,7 +24,8 @@ _ATOMIC_SUMS = {"deterministic": False, "deterministic_mode": True}
 _CUDNN_ATTENTION = {"package": CUDNN, "dims": _LATENT}
 _TILELANG = {
     "package": TILELANG,
-    "capabilities": (HOPPER,),
+    "capabilities": (AMPERE, ADA, HOPPER, BLACKWELL),
+    "not_run": (AMPERE, ADA, BLACKWELL),
     "dtypes": _BF16,
     "dims": _LATENT,
     "heads": (1, 128),

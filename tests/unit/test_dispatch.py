@@ -164,6 +164,26 @@ def test_the_fastest_goes_first_for_its_heads(operation, monkeypatch):
     assert choose(operation, HOPPER, Policy(fused=False)).candidate.name == "torch"
 
 
+def test_kernels_that_were_only_compiled(operation, monkeypatch):
+    """They do not lead on a GPU that they never ran on, and all that names them says so."""
+    made_up = [
+        candidate("usual", True),
+        candidate(
+            "new", True, fastest=(1, 128), capabilities=((8, 0), (9, 0)), not_run=((8, 0),)
+        ),
+    ]  # fmt: skip
+    monkeypatch.setitem(dispatch._candidates, operation, [*made_up, candidate("torch", False)])
+    ampere = replace(HOPPER, capability=(8, 0))
+    assert choose(operation, HOPPER, Policy()).candidate.name == "new"
+    assert choose(operation, ampere, Policy()).candidate.name == "usual"
+    named = Policy(named=((operation, "new"),))
+    remark = "new, compiled for this GPU, not run on one"
+    assert remark in choose(operation, ampere, named).describe()
+    assert remark not in choose(operation, HOPPER, named).describe()
+    reason = made_up[1].reason(replace(HOPPER, capability=(7, 5)))
+    assert "compute capability 8.0, 9.0 (compiled, not run: 8.0), this is" in reason
+
+
 @pytest.mark.parametrize("operation", ["sparse_attention_forward", "sparse_attention_backward"])
 def test_the_committed_benchmark_shows_the_choice_to_be_the_fastest(operation, monkeypatch):
     """Over all lists and numbers of keys measured for a model's shape (geometric mean)."""

@@ -1,22 +1,14 @@
 """Our Hopper kernels without a GPU: they compile for it, and to what they are meant to."""
 
 import functools
-import importlib.util
-import os
+import importlib
 import re
-import shutil
-import subprocess
-import tempfile
 
 import pytest
 import torch
 
 from megatron_dsa.ops.sparse_attention.fragments import in_column_order
-
-needs_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("tilelang") is None or shutil.which("nvcc") is None,
-    reason="needs tilelang and nvcc",
-)
+from tests.helpers import dynamic_shared_memory, needs_compiler, ptxas
 
 #: Module and arguments: heads, dim, v_dim, group, with_sink; of unions the group.
 FORWARD = {
@@ -52,23 +44,9 @@ def products(name):
     return len(re.findall(r"tl::wgmma_", source)), len(re.findall(r"tl::wgmma_rs", source))
 
 
-@functools.cache
-def ptxas(name):
+def ptxas_of(name):
     """What ptxas says about the kernel."""
-    import tilelang
-
-    root = os.path.dirname(tilelang.__file__)
-    with tempfile.TemporaryDirectory() as folder:
-        source = os.path.join(folder, "kernel.cu")
-        with open(source, "w") as file:
-            file.write(kernel(name).get_kernel_source())
-        command = ["nvcc", "-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-O3"]
-        command += ["--use_fast_math", "-Xptxas", "-v", "-o", os.path.join(folder, "kernel.cubin")]
-        command += [f"-I{root}/src", f"-I{root}/3rdparty/cutlass/include", source]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    return said
+    return ptxas(kernel(name).get_kernel_source(), "sm_90a")
 
 
 @needs_compiler
@@ -97,7 +75,7 @@ def test_registers_suffice(name):
 
     Where registers do not suffice, ptxas says that it serialized the products and goes on.
     """
-    said = ptxas(name)
+    said = ptxas_of(name)
     serialized = re.search(r".*(instructions are serialized|Potential Performance Loss).*", said)
     assert serialized is None, serialized.group()
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
@@ -107,12 +85,9 @@ def test_registers_suffice(name):
 @needs_compiler
 @pytest.mark.parametrize("name", KERNELS)
 def test_shared_memory_fits(name):
-    """What is asked for at the launch (the largest number there), and what barriers take."""
-    numbers = re.findall(r"v_int64\) = \(\(int64_t\)(\d+)\)", kernel(name).get_host_source())
-    dynamic = max(int(x) for x in numbers)
-    offsets = re.findall(r"buf_dyn_shmem \+ (\d+)", kernel(name).get_kernel_source())
-    assert dynamic > max(int(x) for x in offsets)
-    static = re.search(r"(\d+) bytes smem", ptxas(name))
+    """What is asked for at the launch, and what barriers take."""
+    static = re.search(r"(\d+) bytes smem", ptxas_of(name))
+    dynamic = dynamic_shared_memory(kernel(name))
     assert dynamic + (int(static.group(1)) if static else 0) <= SHARED
 
 

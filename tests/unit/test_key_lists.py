@@ -133,7 +133,7 @@ def union_in_python(monkeypatch):
     """Stands for the compiled kernel, so that the rest runs without one; returns the part sizes."""
     sizes = []
 
-    def compiled(group, with_places=False):
+    def compiled(group, with_places, target):
         def kernel(indices, length, ids, members, count, places, keys):
             sizes.append(ids.nbytes + members.nbytes + with_places * places.nbytes)
             assert all(x.is_contiguous() for x in (indices, length, ids, members, count))

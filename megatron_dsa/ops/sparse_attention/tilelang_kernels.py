@@ -1,8 +1,8 @@
-"""Sparse attention through this package's own kernels (Hopper, bf16).
+"""Sparse attention through this package's own kernels (bf16), of which Hopper has its own.
 
 Any width, ragged lengths, a sink, and any number of heads up to 128 need no padding and no other
 kernel; one kernel is compiled per head count and dim, when it is first called. Up to 32 heads, a
-tile of 64 rows holds several adjacent queries and reads the union of their lists; a key that is not
+tile of rows holds several adjacent queries and reads the union of their lists; a key that is not
 finite then spoils all queries of the tile, not only the one that selects it.
 """
 
@@ -15,6 +15,7 @@ from megatron_dsa.ops.arithmetic import rows_in_budget, valid_entries
 from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.ops.sparse_attention.fixed_point import to_float, units_per_one
 from megatron_dsa.ops.sparse_attention.fragments import in_column_order
+from megatron_dsa.ops.sparse_attention.kernels import Kernels, kernels_for, target_of
 from megatron_dsa.ops.sparse_attention.lists import (
     ascending_lists,
     caller_lists,
@@ -22,17 +23,20 @@ from megatron_dsa.ops.sparse_attention.lists import (
 )
 
 
-def forward(problem: SparseProblem):
-    """Return ``out`` (dtype of q), ``lse`` fp32 and ``None`` (no probabilities)."""
-    from megatron_dsa.ops.sparse_attention.hopper.forward import compiled
+def forward(problem: SparseProblem, kernels: Kernels | None = None):
+    """Return ``out`` (dtype of q), ``lse`` fp32 and ``None`` (no probabilities).
+
+    Tests name ``kernels`` other than those of the GPU.
+    """
     from megatron_dsa.ops.sparse_attention.hopper.tiles import queries_per_tile
 
     q, kv, sink = problem.q.contiguous(), problem.kv.contiguous(), problem.sink
     queries, heads, dim = q.shape
-    group = queries_per_tile(heads)
+    kernels = kernels or kernels_for(q.device)
+    group = queries_per_tile(heads, kernels.forward_rows())
     out = torch.empty(queries, heads, problem.v_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
-    kernel = compiled(heads, dim, problem.v_dim, group, sink is not None)
+    kernel = kernels.forward(heads, dim, problem.v_dim, group, sink is not None)
     sink = torch.empty(1, device=q.device) if sink is None else sink.float().contiguous()
     for part, lists, _ in key_lists(problem, group):
         kernel(
@@ -47,14 +51,19 @@ def forward(problem: SparseProblem):
     return out, lse, None
 
 
-def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor):
+def backward(
+    problem: SparseProblem,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    kernels: Kernels | None = None,
+):
     """Return ``dq`` (dtype of q), ``dkv`` fp32, ``dsink`` fp32 or ``None``, ``p_sum`` or ``None``.
 
     In torch's deterministic mode equal inputs give bitwise equal gradients (:mod:`.fixed_point`),
-    unless a query lists a key twice.
+    unless a query lists a key twice. Tests name ``kernels`` other than those of the GPU.
     """
-    from megatron_dsa.ops.sparse_attention.hopper.backward import compiled
-    from megatron_dsa.ops.sparse_attention.hopper.tiles import queries_per_tile
+    from megatron_dsa.ops.sparse_attention.hopper.tiles import head_tiles, queries_per_tile
 
     q, kv = problem.q.contiguous(), problem.kv.contiguous()
     queries, heads, dim = q.shape
@@ -69,10 +78,14 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
     dq = torch.empty_like(q)
     dkv = torch.zeros(kv.shape, dtype=torch.int64 if fixed else torch.float32, device=q.device)
     delta = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
-    group = queries_per_tile(heads)
-    p_sum = torch.empty_like(problem.indices, dtype=torch.float32) if problem.want_p_sum else None
+    kernels = kernels or kernels_for(q.device)
+    tile = kernels.backward_rows()
+    group = queries_per_tile(heads, tile)
+    # The tiles of a query add to its sums in fp32: any order gives the same for two, not for more.
+    sums_heads = problem.want_p_sum and not (fixed and head_tiles(heads, tile) > 2)
+    p_sum = torch.empty_like(problem.indices, dtype=torch.float32) if sums_heads else None
     sums = torch.empty(1, 1, 1, device=q.device)
-    kernel = compiled(heads, dim, problem.v_dim, group, fixed, problem.want_p_sum)
+    kernel = kernels.backward(heads, dim, problem.v_dim, group, fixed, sums_heads)
     ascending = gradient_exceeds_cache(kv)
     for part, lists, places in key_lists(problem, group, ascending, p_sum is not None):
         if p_sum is not None:
@@ -99,7 +112,10 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
         # A head without any key and a sink of -inf has no probability to lose: 0, not NaN.
         share = torch.exp(sink - torch.where(total == float("-inf"), float("inf"), total))
         dsink = -(share * delta).sum(0)
-    dkv = to_float(dkv, units) if fixed else in_column_order(dkv)
+    if kernels.tiles is not None:
+        dkv = dkv.float().div_(units) if fixed else dkv
+    else:
+        dkv = to_float(dkv, units) if fixed else in_column_order(dkv)
     return dq, dkv, dsink, p_sum
 
 
@@ -153,7 +169,7 @@ def key_lists(
         members = torch.empty_like(ids, dtype=torch.uint8)
         count = torch.empty(groups, dtype=torch.int32, device=indices.device)
         places = torch.empty_like(indices[part]) if with_places else unused.int()
-        compiled(group, with_places)(
+        compiled(group, with_places, target_of(indices.device))(
             indices[part], length[part], ids, members, count, places, problem.kv.shape[0]
         )
         yield part, (ids, members, count), places if with_places else None

@@ -22,37 +22,38 @@ __device__ __forceinline__ void dsa_no_hoisting() { asm volatile("" ::: "memory"
 """
 
 
-def queries_per_tile(heads: int) -> int:
+def queries_per_tile(heads: int, tile: int = TILE) -> int:
     """How many adjacent queries of ``heads`` heads the rows of a tile hold."""
-    return max(1, min(TILE // heads, MOST_QUERIES))
+    return max(1, min(tile // heads, MOST_QUERIES))
 
 
-def check_tiling(heads: int, dim: int, v_dim: int, group: int) -> None:
+def check_tiling(heads: int, dim: int, v_dim: int, group: int, tile: int = TILE) -> None:
     """Raise ``ValueError`` for dims, or a group of queries, that the tiling does not fit."""
     if v_dim != 512 or dim not in (576, 512):
         raise ValueError(
             f"dim, v_dim must be (576, 512) or (512, 512), got ({dim}, {v_dim}): the warpgroups "
             "split 512 value columns in halves and at most 64 more; use another implementation"
         )
-    if not 1 <= group <= queries_per_tile(heads):
+    most = queries_per_tile(heads, tile)
+    if not 1 <= group <= most:
         raise ValueError(
-            f"group must be 1 to {queries_per_tile(heads)} queries of {heads} heads, got {group}: "
-            f"a tile has {TILE} rows, and Members a byte per key"
+            f"group must be 1 to {most} queries of {heads} heads, got {group}: "
+            f"a tile has {tile} rows, and Members a byte per key"
         )
 
 
-def head_tiles(heads: int) -> int:
+def head_tiles(heads: int, tile: int = TILE) -> int:
     """How many tiles the heads of one query take."""
-    return -(-heads // TILE)
+    return -(-heads // tile)
 
 
-def tile_of(block, heads: int, group: int, rows):
+def tile_of(block, heads: int, group: int, rows, tile: int = TILE):
     """Return a thread block's list, its first head, its first row and how many rows it has."""
-    tiles = head_tiles(heads)
-    place, head = block // tiles, block % tiles * TILE
+    tiles = head_tiles(heads, tile)
+    place, head = block // tiles, block % tiles * tile
     first = place * group * heads + head
     # The last group may have fewer queries than the others.
-    owned = T.min(heads - head, TILE) if group == 1 else T.min(rows - first, group * heads)
+    owned = T.min(heads - head, tile) if group == 1 else T.min(rows - first, group * heads)
     return place, head, first, owned
 
 
