@@ -2,12 +2,14 @@
 
 import functools
 import importlib
+import itertools
 import re
 
 import pytest
 import torch
 
-from megatron_dsa.ops.sparse_attention.fragments import in_column_order
+from megatron_dsa.ops.sparse_attention.fragments import in_column_order, in_column_order_transposed
+from megatron_dsa.ops.sparse_attention.kernels import Kernels
 from tests.helpers import dynamic_shared_memory, needs_compiler, ptxas
 
 #: Module and arguments: heads, dim, v_dim, group, with_sink; of unions the group.
@@ -21,7 +23,13 @@ BACKWARD = {
     "backward of 2 x 24 heads": ("backward", 24, 512, 512, 2),
     "backward of 4 x 16 heads": ("backward", 16, 576, 512, 4),
 }
-KERNELS = {**FORWARD, **BACKWARD, "unions of 4": ("unions", 4)}
+IN_TWO = {
+    "queries' half of 128 heads": ("query_gradient", 128, 576, 512),
+    "queries' half of 96 heads, with sums": ("query_gradient", 96, 512, 512, True),
+    "keys' half of 128 heads": ("key_gradient", 128, 576, 512),
+    "keys' half of 64 heads, in fixed point": ("key_gradient", 64, 512, 512, True),
+}
+KERNELS = {**FORWARD, **BACKWARD, **IN_TWO, "unions of 4": ("unions", 4)}
 #: Bytes of shared memory that a thread block can have.
 SHARED = 227 * 1024
 
@@ -69,6 +77,18 @@ def test_backward_compiles_to_warpgroup_instructions(name):
 
 
 @needs_compiler
+@pytest.mark.parametrize("name", IN_TWO)
+def test_backward_in_two_compiles_to_warpgroup_instructions(name):
+    """23: not one mma.sync, and every product that the algorithm has."""
+    module, heads, dim, *_ = IN_TWO[name]
+    tail, tiles = dim > 512, -(-heads // 64)
+    # S and dP in four parts each, dQ in quarters (and a tail); of both consumers: P dO and dS Q of
+    # two accumulators (and dS Q of a tail) per tile.
+    expected = 4 + 4 + 4 + tail if module == "query_gradient" else 2 * tiles * (4 + tail)
+    assert products(name) == (expected, 0)
+
+
+@needs_compiler
 @pytest.mark.parametrize("name", KERNELS)
 def test_registers_suffice(name):
     """No product waits for the one before it, and next to nothing spills.
@@ -89,6 +109,15 @@ def test_shared_memory_fits(name):
     static = re.search(r"(\d+) bytes smem", ptxas_of(name))
     dynamic = dynamic_shared_memory(kernel(name))
     assert dynamic + (int(static.group(1)) if static else 0) <= SHARED
+
+
+@pytest.mark.parametrize("module", ["query_gradient", "key_gradient"])
+def test_what_does_not_fit_the_two_is_refused(module):
+    pytest.importorskip("tilelang")
+    with pytest.raises(ValueError, match=r"got \(320, 256"):
+        hopper(module).build(128, 320, 256)
+    with pytest.raises(ValueError, match="heads must be 1 to 128, got 129"):
+        hopper("key_gradient").build(129, 576, 512)
 
 
 @pytest.mark.parametrize("module", ["forward", "backward"])
@@ -120,3 +149,25 @@ def test_column_order():
     order = torch.tensor(held + [16 + column for column in held])
     columns = torch.arange(32.0).expand(3, 32) + 100 * torch.arange(3.0)[:, None]
     assert torch.equal(in_column_order(columns[:, order]), columns)
+
+
+@pytest.mark.parametrize("dim", [576, 512])
+def test_column_order_transposed(dim):
+    """A thread holds columns w 16 + line + {0, 8}, of both fragments of 128, and adds four."""
+    held = []
+    for first in range(0, 512, 128):
+        for warp, line in itertools.product(range(4), range(8)):
+            column = first + warp * 16 + line
+            held += [column, column + 8, column + 64, column + 72]
+    for warp, line in itertools.product(range(4), range(8)):
+        held += [512 + warp * 16 + line, 512 + warp * 16 + line + 8] if dim > 512 else []
+    columns = torch.arange(float(dim)).expand(3, dim) + 1000 * torch.arange(3.0)[:, None]
+    assert torch.equal(in_column_order_transposed(columns[:, held], 512), columns)
+
+
+def test_which_backward_is_in_two():
+    """More heads than a tile has; in fixed point, more than what groups of queries share a tile."""
+    hopper_kernels, portable = Kernels("sm_90a", None), Kernels("sm_90a", "sm_90a")
+    assert [h for h in (32, 33, 64, 65, 128) if hopper_kernels.in_two(h, False)] == [65, 128]
+    assert [h for h in (32, 33, 64, 65, 128) if hopper_kernels.in_two(h, True)] == [33, 64, 65, 128]
+    assert not portable.in_two(128, True)

@@ -229,7 +229,8 @@ def test_unions_in_parts(hopper, group):
 
 
 @pytest.mark.parametrize(
-    ("heads", "keys", "with_sink"), [(16, 400, False), (8, 400, True), (64, 70_000, False)]
+    ("heads", "keys", "with_sink"),
+    [(16, 400, False), (8, 400, True), (64, 70_000, False), (128, 400, True)],
 )
 def test_attention_in_parts(hopper, heads, keys, with_sink):
     """6: a tiny workspace changes nothing. 70000 keys: lists are sorted for the backward."""

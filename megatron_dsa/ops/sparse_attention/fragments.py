@@ -1,4 +1,4 @@
-"""The order in which Hopper kernels accumulate the key gradient."""
+"""The orders in which Hopper kernels accumulate the key gradient."""
 
 from __future__ import annotations
 
@@ -14,3 +14,19 @@ def in_column_order(accumulator: torch.Tensor) -> torch.Tensor:
     rows, dim = accumulator.shape
     fragments = accumulator.view(rows, dim // 16, 4, 2, 2)
     return fragments.permute(0, 1, 3, 2, 4).reshape(rows, dim)
+
+
+def in_column_order_transposed(accumulator: torch.Tensor, v_dim: int) -> torch.Tensor:
+    """Return ``[rows, dim]`` in column order, for kernels whose fragments hold columns as rows.
+
+    128 value columns are accumulated as ``[4 warps, 8 lines, 2 fragments, 2 halves]`` instead of
+    ``[2 fragments, 4 warps, 2 halves, 8 lines]``; 64 columns past the values as one fragment.
+    """
+    keys, dim = accumulator.shape
+    ordered = accumulator.new_empty(keys, dim)
+    values = accumulator[:, :v_dim].unflatten(1, (-1, 4, 8, 2, 2))
+    ordered[:, :v_dim] = values.permute(0, 1, 4, 2, 5, 3).flatten(1)
+    if dim > v_dim:
+        tail = accumulator[:, v_dim:].unflatten(1, (-1, 4, 8, 2))
+        ordered[:, v_dim:] = tail.permute(0, 1, 2, 4, 3).flatten(1)
+    return ordered

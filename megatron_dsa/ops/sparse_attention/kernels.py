@@ -31,6 +31,22 @@ class Kernels:
         """Return the backward compiled for what :func:`.hopper.backward.build` takes."""
         return self._compiled("backward", arguments)
 
+    def in_two(self, heads: int, fixed_point: bool) -> bool:
+        """Whether the backward is two kernels: dQ with P and dS, then dKV from these.
+
+        More heads than a tile has then add to dKV once instead of once per tile; and 64-bit
+        integers are added so that neighbouring threads add to neighbours.
+        """
+        return self.tiles is None and heads > (32 if fixed_point else 64)
+
+    def query_gradient(self, *arguments):
+        """Return the first of the two compiled for :func:`.hopper.query_gradient.build`'s."""
+        return self._compiled("query_gradient", arguments)
+
+    def key_gradient(self, *arguments):
+        """Return the second of the two compiled for :func:`.hopper.key_gradient.build`'s."""
+        return self._compiled("key_gradient", arguments)
+
     def forward_rows(self) -> int:
         """Rows of a tile of the forward."""
         return self._rows("FORWARD")

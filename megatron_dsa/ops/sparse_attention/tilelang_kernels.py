@@ -8,13 +8,18 @@ finite then spoils all queries of the tile, not only the one that selects it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from megatron_dsa.dispatch import deterministic_mode
 from megatron_dsa.ops.arithmetic import rows_in_budget, valid_entries
 from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.ops.sparse_attention.fixed_point import to_float, units_per_one
-from megatron_dsa.ops.sparse_attention.fragments import in_column_order
+from megatron_dsa.ops.sparse_attention.fragments import (
+    in_column_order,
+    in_column_order_transposed,
+)
 from megatron_dsa.ops.sparse_attention.kernels import Kernels, kernels_for, target_of
 from megatron_dsa.ops.sparse_attention.lists import (
     ascending_lists,
@@ -63,60 +68,149 @@ def backward(
     In torch's deterministic mode equal inputs give bitwise equal gradients (:mod:`.fixed_point`),
     unless a query lists a key twice. Tests name ``kernels`` other than those of the GPU.
     """
-    from megatron_dsa.ops.sparse_attention.hopper.tiles import head_tiles, queries_per_tile
-
-    q, kv = problem.q.contiguous(), problem.kv.contiguous()
-    queries, heads, dim = q.shape
-    total, sink = lse, problem.sink
-    if sink is not None:
-        sink = sink.float()
-        total = torch.logaddexp(lse, sink.expand_as(lse))
-    total = total.contiguous()
-    out, dout = out.contiguous(), dout.to(q.dtype).contiguous()
-    fixed = deterministic_mode()
-    units = units_per_one(problem, out, dout) if fixed else torch.empty(1, device=q.device)
-    dq = torch.empty_like(q)
-    dkv = torch.zeros(kv.shape, dtype=torch.int64 if fixed else torch.float32, device=q.device)
-    delta = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
-    kernels = kernels or kernels_for(q.device)
-    tile = kernels.backward_rows()
-    group = queries_per_tile(heads, tile)
-    # The tiles of a query add to its sums in fp32: any order gives the same for two, not for more.
-    sums_heads = problem.want_p_sum and not (fixed and head_tiles(heads, tile) > 2)
-    p_sum = torch.empty_like(problem.indices, dtype=torch.float32) if sums_heads else None
-    sums = torch.empty(1, 1, 1, device=q.device)
-    kernel = kernels.backward(heads, dim, problem.v_dim, group, fixed, sums_heads)
-    ascending = gradient_exceeds_cache(kv)
-    for part, lists, places in key_lists(problem, group, ascending, p_sum is not None):
-        if p_sum is not None:
+    sink = problem.sink
+    plan = _plan(problem, kernels or kernels_for(problem.q.device))
+    work = _backward_tensors(problem, out, lse, dout, plan.fixed_point)
+    launch = _two_kernels if plan.in_two else _one_kernel
+    p_sum, sums = None, torch.empty(1, 1, 1, device=out.device)
+    if plan.sums_heads:
+        p_sum = torch.empty_like(problem.indices, dtype=torch.float32)
+    ascending = gradient_exceeds_cache(work.kv)
+    for part, lists, places in key_lists(problem, plan.group, ascending, plan.sums_heads):
+        if plan.sums_heads:
             count, width = lists[0].shape
-            sums = torch.zeros(count, group, width, device=q.device)
-        kernel(
-            _rows(q[part]),
-            kv,
-            _rows(out[part]),
-            _rows(dout[part]),
-            total[part].view(-1),
-            *lists,
-            _rows(dq[part]),
-            dkv,
-            units,
-            delta[part].view(-1),
-            sums,
-            problem.softmax_scale,
-        )
-        if p_sum is not None:
+            sums = torch.zeros(count, plan.group, width, device=out.device)
+        launch(plan, problem, work, part, lists, sums)
+        if plan.sums_heads:
             _to_callers_lists(p_sum, sums, places, part, problem)
     dsink = None
     if sink is not None:
         # A head without any key and a sink of -inf has no probability to lose: 0, not NaN.
-        share = torch.exp(sink - torch.where(total == float("-inf"), float("inf"), total))
-        dsink = -(share * delta).sum(0)
-    if kernels.tiles is not None:
-        dkv = dkv.float().div_(units) if fixed else dkv
-    else:
-        dkv = to_float(dkv, units) if fixed else in_column_order(dkv)
-    return dq, dkv, dsink, p_sum
+        total = torch.where(work.total == float("-inf"), float("inf"), work.total)
+        dsink = -(torch.exp(sink.float() - total) * work.delta).sum(0)
+    return work.dq, _key_gradient(plan, problem, work), dsink, p_sum
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a backward runs: queries per tile, and what its kernels were compiled with."""
+
+    kernels: Kernels
+    group: int
+    fixed_point: bool
+    sums_heads: bool
+    in_two: bool
+
+
+def _plan(problem: SparseProblem, kernels: Kernels) -> _Plan:
+    from megatron_dsa.ops.sparse_attention.hopper.tiles import head_tiles, queries_per_tile
+
+    heads, fixed, tile = problem.q.shape[1], deterministic_mode(), kernels.backward_rows()
+    return _Plan(
+        kernels,
+        queries_per_tile(heads, tile),
+        fixed,
+        # The tiles of a query add in fp32: any order gives the same sum of two, not of more.
+        problem.want_p_sum and not (fixed and head_tiles(heads, tile) > 2),
+        kernels.in_two(heads, fixed),
+    )
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """Inputs and results of a backward as kernels take them; ``total`` is lse with the sink."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    out: torch.Tensor
+    dout: torch.Tensor
+    total: torch.Tensor
+    dq: torch.Tensor
+    dkv: torch.Tensor
+    delta: torch.Tensor
+    units: torch.Tensor
+
+
+def _backward_tensors(problem: SparseProblem, out, lse, dout, fixed: bool) -> _Tensors:
+    q, kv = problem.q.contiguous(), problem.kv.contiguous()
+    out, dout = out.contiguous(), dout.to(q.dtype).contiguous()
+    total = lse
+    if problem.sink is not None:
+        total = torch.logaddexp(lse, problem.sink.float().expand_as(lse))
+    return _Tensors(
+        q=q,
+        kv=kv,
+        out=out,
+        dout=dout,
+        total=total.contiguous(),
+        dq=torch.empty_like(q),
+        dkv=torch.zeros_like(kv, dtype=torch.int64 if fixed else torch.float32),
+        delta=torch.empty_like(lse, memory_format=torch.contiguous_format),
+        units=units_per_one(problem, out, dout) if fixed else torch.empty(1, device=q.device),
+    )
+
+
+def _one_kernel(plan: _Plan, problem: SparseProblem, work: _Tensors, part: slice, lists, sums):
+    heads, dim = work.q.shape[1:]
+    plan.kernels.backward(heads, dim, problem.v_dim, plan.group, plan.fixed_point, plan.sums_heads)(
+        _rows(work.q[part]),
+        work.kv,
+        _rows(work.out[part]),
+        _rows(work.dout[part]),
+        work.total[part].view(-1),
+        *lists,
+        _rows(work.dq[part]),
+        work.dkv,
+        work.units,
+        work.delta[part].view(-1),
+        sums,
+        problem.softmax_scale,
+    )
+
+
+def _two_kernels(plan: _Plan, problem: SparseProblem, work: _Tensors, part: slice, lists, sums):
+    """All queries (``part``), as many at a time as their P and dS fit in the workspace."""
+    from megatron_dsa.ops.sparse_attention.hopper.tiles import TILE, head_tiles
+
+    heads, dim = work.q.shape[1:]
+    ids, _, length = lists
+    tiles, blocks = head_tiles(heads), -(-ids.shape[1] // TILE)
+    step = rows_in_budget(problem.workspace_bytes, blocks * tiles * 2 * TILE * TILE * 2)
+    # A thread block per tile of a query: as many as fill the GPU some times over.
+    wave = max(1, torch.cuda.get_device_properties(ids.device).multi_processor_count // tiles)
+    step = min(max(step // wave * wave, min(step, wave)), ids.shape[0])
+    pds = work.q.new_empty(step, blocks, tiles, 2, TILE, TILE)
+    first_half = plan.kernels.query_gradient(heads, dim, problem.v_dim, plan.sums_heads)
+    second_half = plan.kernels.key_gradient(heads, dim, problem.v_dim, plan.fixed_point)
+    for first in range(0, ids.shape[0], step):
+        some = slice(first, first + step)
+        q, dout, count = _rows(work.q[some]), _rows(work.dout[some]), length[some].shape[0]
+        first_half(
+            q,
+            work.kv,
+            _rows(work.out[some]),
+            dout,
+            work.total[some].view(-1),
+            ids[some],
+            length[some],
+            _rows(work.dq[some]),
+            pds[:count],
+            work.delta[some].view(-1),
+            sums[some] if plan.sums_heads else sums,
+            problem.softmax_scale,
+        )
+        second_half(q, dout, ids[some], length[some], pds[:count], work.dkv, work.units)
+
+
+def _key_gradient(plan: _Plan, problem: SparseProblem, work: _Tensors) -> torch.Tensor:
+    """Bring what the kernels have added up to fp32 in column order."""
+    if plan.fixed_point and (plan.in_two or plan.kernels.tiles):
+        return work.dkv.float().div_(work.units)
+    if plan.fixed_point:
+        return to_float(work.dkv, work.units)
+    if plan.in_two:
+        return in_column_order_transposed(work.dkv, problem.v_dim)
+    return work.dkv if plan.kernels.tiles else in_column_order(work.dkv)
 
 
 def _to_callers_lists(p_sum, sums, places, part, problem) -> None:

@@ -7,7 +7,7 @@ memory:
 
 * ``S``: scores and P, and the left half of dQ's columns;
 * ``DP``: dP and dS, and the rest of dQ;
-* ``KV``: delta first; then dKV, 64 columns at a time, added to global memory from registers;
+* ``KV``: dKV, 64 columns at a time, added to global memory from registers;
 * ``GATHER``: fetches the next keys as soon as dQ is done with their half of the buffer.
 
 What is in shared memory fills it: there is room for one block of keys.
@@ -20,6 +20,8 @@ from types import SimpleNamespace
 import tilelang
 from tilelang import language as T
 
+from megatron_dsa.ops.sparse_attention.hopper.accumulators import SOURCE as ACCUMULATORS
+from megatron_dsa.ops.sparse_attention.hopper.queries import start_macro
 from megatron_dsa.ops.sparse_attention.hopper.reduction import SOURCE
 from megatron_dsa.ops.sparse_attention.hopper.tiles import (
     GROUP,
@@ -67,6 +69,7 @@ def build(
     quarter = half // 2
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
     rows, keys, lists, width = T.dynamic("rows, keys, lists, width")
+    start = start_macro(dim, v_dim)
 
     # In the macros: `at` is the thread block's place in the problem (its list, first row, number of
     # rows, of keys in the list and of blocks of keys), `m` its shared memory, `done` its barriers.
@@ -78,24 +81,6 @@ def build(
         for r, c in T.Parallel(TILE, columns[1] - columns[0]):
             if r < at.rows:
                 dQ[at.first + r, columns[0] + c] = staged[r, columns[0] + c]
-
-    @T.macro
-    def start(Q, dO, Lse, m, done, at, tx):
-        """Fetch the queries and their gradients; S and DP do this."""
-        if tx < 2 * GROUP:
-            for r in T.unroll(2):
-                row = r * 32 + tx // 8
-                source = T.min(at.first + row, rows - 1)
-                fetch(m.q, Q, row, source, row < at.rows, (0, dim), tx)
-                fetch(m.do, dO, row, source, row < at.rows, (0, v_dim), tx)
-            T.cp_async_barrier_noinc(done.queries)
-        if tx < TILE:
-            # P = exp2(S - inf) = 0 for rows without keys and heads that do not exist.
-            m.lse[tx] = T.infinity(fp32)
-            if tx < at.rows:  # noqa: SIM102 (the next condition reads memory)
-                if Lse[at.first + tx] > -T.infinity(fp32):
-                    m.lse[tx] = Lse[at.first + tx] * LOG2_E
-        T.sync_threads()
 
     @T.macro
     def gather(KV, Ids, Members, m, done, at, thread):
@@ -124,28 +109,6 @@ def build(
                     T.call_extern("handle", "dsa_no_hoisting")
                 T.cp_async_barrier_noinc(done.keys[side])
                 T.barrier_arrive(done.keys[side])
-
-    @T.macro
-    def row_products(O, Delta, m, done, at):  # noqa: E741
-        """KV, first: ``delta = rowsum(dO * O)``."""
-        o = T.alloc_fragment([TILE, SLAB], bf16)
-        products = T.alloc_fragment([TILE, SLAB], fp32)
-        delta = T.alloc_fragment([TILE], fp32)
-        T.clear(products)
-        T.barrier_wait(done.queries, 0)
-        for u in T.serial(v_dim // SLAB):
-            for r, c in T.Parallel(TILE, SLAB):
-                o[r, c] = T.if_then_else(
-                    r < at.rows, O[at.first + r, u * SLAB + c], T.cast(0, bf16)
-                )
-            for r, c in T.Parallel(TILE, SLAB):
-                products[r, c] += T.cast(o[r, c], fp32) * T.cast(m.do[r, u * SLAB + c], fp32)
-        T.reduce_sum(products, delta, dim=1)
-        T.copy(delta, m.delta)
-        for r in T.Parallel(TILE):
-            if r < at.rows:
-                Delta[at.first + r] = delta[r]
-        T.barrier_arrive(done.delta)
 
     @T.macro
     def key_gradient(dKV, Units, m, done, at, thread):
@@ -240,7 +203,7 @@ def build(
         store(dQ, m.k, (0, half), at, 9)
 
     @T.macro
-    def score_gradients(dQ, m, done, at, scale):
+    def score_gradients(dQ, m, done, at, scale, thread):
         """DP: dP, dS and the other columns of dQ."""
         dp = T.alloc_fragment([TILE, TILE], fp32)
         dq_2 = T.alloc_fragment([TILE, quarter], fp32)
@@ -250,25 +213,24 @@ def build(
         if tail:
             dq_tail = T.alloc_fragment([TILE, tail], fp32)
             T.clear(dq_tail)
+        here = T.alloc_local([3], int32)
+        here[0] = T.call_extern(int32, "dsa_here", T.address_of(m.ds[0, 0]))
+        here[0] = T.call_extern(int32, "dsa_place", here[0], thread)
+        here[1] = T.call_extern(int32, "dsa_here", T.address_of(m.p[0, 0]))
+        here[1] = T.call_extern(int32, "dsa_place", here[1], thread)
+        here[2] = T.call_extern(int32, "dsa_here", T.address_of(m.delta[0])) + thread % 4 * 8
         T.barrier_wait(done.queries, 0)
-        T.barrier_wait(done.delta, 0)
         for i in T.serial(at.blocks):
             T.barrier_wait(done.keys[0], i & 1)
             T.wgmma_gemm(m.k[:, :half], m.do[:, :half], dp, transpose_B=True, clear_accum=True)
             T.barrier_wait(done.keys[1], i & 1)
             T.wgmma_gemm(m.k[:, half:v_dim], m.do[:, half:], dp, transpose_B=True)
             T.wait_wgmma(0)
+            T.call_extern("handle", "dsa_less_delta", dp.data, here[2], scale)
             T.barrier_wait(done.p, i & 1)
-            for part in tuple(range(0, TILE, 16)):
-                for k, h in T.Parallel(TILE, 16):
-                    dp[k, part + h] = (
-                        T.cast(m.p[k, part + h], fp32)
-                        * (dp[k, part + h] - m.delta[part + h])
-                        * scale
-                    )
-                T.call_extern("handle", "dsa_no_hoisting")
             # Nobody reads the old dS: P was written after KV and S were done with it.
-            T.copy(dp, m.ds)
+            for side in (0, 1):
+                T.call_extern("handle", f"dsa_times_p<{side}>", dp.data, here[1], here[0])
             T.fence_proxy_async()
             T.barrier_arrive(done.ds)
             T.wgmma_gemm(m.ds, m.k[:, half : half + quarter], dq_2, transpose_A=True)
@@ -302,7 +264,7 @@ def build(
     ):
         """One thread block per tile of rows; arguments as :func:`build` describes."""
         with T.Kernel(lists * head_tiles(heads), threads=4 * GROUP) as block:
-            T.import_source(NO_HOISTING + SOURCE)
+            T.import_source(NO_HOISTING + SOURCE + ACCUMULATORS)
             m = SimpleNamespace(
                 q=T.alloc_shared([TILE, dim], bf16),
                 do=T.alloc_shared([TILE, v_dim], bf16),
@@ -322,7 +284,6 @@ def build(
                 p=T.alloc_barrier(arrive_count=GROUP),
                 ds=T.alloc_barrier(arrive_count=GROUP),
                 p_free=T.alloc_barrier(arrive_count=GROUP),
-                delta=T.alloc_barrier(arrive_count=GROUP),
             )
             tx = T.get_thread_binding()
             thread = tx % GROUP
@@ -332,23 +293,23 @@ def build(
                 list=place,
                 first=first,
                 rows=owned,
+                all_rows=rows,
                 n=n,
                 blocks=T.ceildiv(n, TILE),
             )
-            start(Q, dO, Lse, m, done, at, tx)
+            start(Q, O, dO, Lse, Delta, m, done.queries, at, scale, tx)
             if tx >= 3 * GROUP:
                 T.set_max_nreg(for_gather, 0)
                 gather(KV, Ids, Members, m, done, at, thread)
             elif tx >= 2 * GROUP:
                 T.set_max_nreg(for_kv, 0)
-                row_products(O, Delta, m, done, at)
                 key_gradient(dKV, Units, m, done, at, thread)
             elif tx < GROUP:
                 T.set_max_nreg(for_s, 1)
                 scores(dQ, PSum, m, done, at, scale, thread)
             else:
                 T.set_max_nreg(for_dp, 1)
-                score_gradients(dQ, m, done, at, scale)
+                score_gradients(dQ, m, done, at, scale, thread)
 
     return sparse_mla_backward
 
