@@ -31,7 +31,7 @@ class DSAOptions:
         freeze_main: in ``warmup``, train the indexer alone.
         fused: prefer fused implementations (``--attention-backend dsa_fused``).
         strict: refuse to run an operation unfused (``--dsa-strict``).
-        workspace_bytes: budget for temporary memory of the unfused implementations.
+        workspace_bytes: budget for temporary memory of the implementations that need much.
         health_rows: query rows per layer and microbatch on which the health figures are measured;
             0 switches them off.
         evaluate_indexer: compute the indexer loss in evaluation passes, too.

@@ -78,7 +78,7 @@ class Policy:
     Attributes:
         fused: prefer fused implementations (``--attention-backend dsa_fused``).
         strict: raise :class:`FallbackError` instead of falling back (``--dsa-strict``).
-        workspace_bytes: budget for temporary memory of the unfused implementations.
+        workspace_bytes: budget for temporary memory of the implementations that need much.
         named: pairs ``(operation, implementation)`` that must run or raise
             (``--dsa-forward-impl flashmla``); they go before ``fused``.
     """
