@@ -76,6 +76,17 @@ def test_column_order():
     assert torch.equal(to_float(fixed, torch.tensor([8.0])), columns)
 
 
+def test_no_queries_and_no_keys():
+    """Nothing is added; the result is zeros, not an error."""
+    for rows, keys in ((0, 5), (3, 0)):
+        q = torch.zeros(rows, 16, 576, dtype=torch.bfloat16)
+        kv = torch.zeros(keys, 576, dtype=torch.bfloat16)
+        ids = torch.zeros(rows, 4, dtype=torch.int32)
+        problem = SparseProblem(q, kv, ids, 512, 0.05, None, None, 2**28)
+        units = units_per_one(problem, q[..., :512], q[..., :512])
+        assert (to_float(torch.zeros(2, 16, dtype=torch.int64), units) == 0).all()
+
+
 @contextlib.contextmanager
 def deterministic():
     """Torch's deterministic mode, for our kernels only: cuBLAS wants a variable of its own set."""
@@ -100,10 +111,13 @@ def gradients(problem, out, lse, dout):
         return chosen.load()(problem, out, lse, dout)[:2]
 
 
-@pytest.mark.parametrize(("heads", "dim"), [(16, 576), (64, 576), (128, 512)])
-def test_twenty_repeats_give_the_same_bits(hopper, heads, dim):
+@pytest.mark.parametrize(
+    ("heads", "dim", "k"),
+    [(16, 576, 128), (33, 576, 300), (64, 576, 128), (64, 512, 300), (128, 512, 128)],
+)
+def test_twenty_repeats_give_the_same_bits(hopper, heads, dim, k):
     """Many queries add to every key."""
-    inputs = case(600, 300, heads, dim, 128, device="cuda")
+    inputs = case(600, 300, heads, dim, k, device="cuda")
     first = gradients(*inputs)
     for _ in range(19):
         again = gradients(*inputs)

@@ -53,14 +53,15 @@ def test_backward_heads(backward, heads, dim, with_sink):
     assert report()["sparse_attention_backward"] == {backward: 1}
 
 
+@pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("k", [1, 63, 64, 100, 640, 2048])
-def test_backward_widths_and_more_keys_than_exist(backward, k):
+def test_backward_widths_and_more_keys_than_exist(backward, k, heads):
     """4."""
-    q, kv, indices = make_case(40, 300, 64, 576, k, **CASE)
+    q, kv, indices = make_case(40, 300, heads, 576, k, **CASE)
     check(q, kv, indices, v_dim=512, tolerance=TOLERANCE, scale=0.05, policy=policy_of(backward))
 
 
-@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("heads", [16, 64, 128])
 def test_backward_many_keys(backward, heads):
     """More keys than 16 bits count and than the cache holds gradients of, lists in no order."""
     q, kv, indices = make_case(40, 70_000, heads, 576, 128, **CASE)
@@ -88,7 +89,9 @@ def ragged_case(heads=64, dim=576):
     return q, kv, indices, length, valid
 
 
-@pytest.mark.parametrize(("heads", "with_sink"), [(64, False), (64, True), (16, False)])
+@pytest.mark.parametrize(
+    ("heads", "with_sink"), [(64, False), (64, True), (16, False), (128, True)]
+)
 def test_backward_invalid_ids_and_empty_rows(backward, heads, with_sink):
     """2, 3: NaN in every row that nobody selected, rows 0 and last included."""
     q, kv, indices, length, valid = ragged_case(heads)
@@ -119,12 +122,13 @@ def test_backward_invalid_ids_and_empty_rows(backward, heads, with_sink):
     assert relative_error(kv.grad, clean[1]) < 1e-3  # atomics: not bitwise
 
 
-def test_key_gradient_is_not_rounded(backward):
+@pytest.mark.parametrize("heads", [64, 128])
+def test_key_gradient_is_not_rounded(backward, heads):
     """The fp32 accumulator itself: far closer to float64 sums of the same products than bf16."""
-    q, kv, indices = make_case(64, 200, 64, 576, 128, **CASE)
+    q, kv, indices = make_case(64, 200, heads, 576, 128, **CASE)
     sp = SparseProblem(q.detach(), kv.detach(), indices, 512, 0.05, None, None, 2**28)
     problem = device_problem(
-        "cuda", dtype=torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=128
+        "cuda", dtype=torch.bfloat16, heads=heads, qk_dim=576, v_dim=512, topk=128
     )
     out, lse, _ = run("sparse_attention_forward", problem, Policy(fused=False), sp)
     dout = torch.randn(out.shape, device="cuda").to(out.dtype)
@@ -137,9 +141,10 @@ def test_key_gradient_is_not_rounded(backward):
     assert relative_error(dkv, torch_dkv) < relative_error(rounded, torch_dkv)
 
 
-def test_repeated_calls_do_not_accumulate(backward):
+@pytest.mark.parametrize("heads", [64, 128])
+def test_repeated_calls_do_not_accumulate(backward, heads):
     """6."""
-    q, kv, indices = make_case(64, 300, 64, 576, 128, **CASE)
+    q, kv, indices = make_case(64, 300, heads, 576, 128, **CASE)
     seen = []
     for _ in range(2):
         q.grad = kv.grad = None
@@ -151,21 +156,21 @@ def test_repeated_calls_do_not_accumulate(backward):
     assert relative_error(seen[1][1], seen[0][1]) < 1e-3
 
 
-def test_many_rows(backward):
+@pytest.mark.parametrize(("rows", "heads"), [(70_000, 64), (66_000, 128)])
+def test_many_rows(backward, rows, heads):
     """25: more rows than a grid dimension holds, more elements than int32 counts."""
-    rows = 70_000
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape):
         x = torch.empty(*shape, device="cuda", dtype=torch.bfloat16)
         return x.normal_(generator=generator)
 
-    q, kv, dout = normal(rows, 64, 576), normal(512, 576), normal(rows, 64, 512)
+    q, kv, dout = normal(rows, heads, 576), normal(512, 576), normal(rows, heads, 512)
     indices = torch.rand(rows, 512, device="cuda").argsort(1)[:, :128].int()
     assert q.numel() > 2**31
     sp = SparseProblem(q, kv, indices, 512, 0.05, None, None, 2**30)
     problem = device_problem(
-        "cuda", dtype=torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=128
+        "cuda", dtype=torch.bfloat16, heads=heads, qk_dim=576, v_dim=512, topk=128
     )
     out, lse, _ = run("sparse_attention_forward", problem, Policy(fused=False), sp)
     results = [
@@ -177,7 +182,7 @@ def test_many_rows(backward):
         assert relative_error(got[:50], want[:50]) < TOLERANCE
 
 
-@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("heads", [16, 64, 128])
 def test_no_host_synchronisation(backward, heads):
     """24, after the first call, which compiles."""
     q, kv, indices, length, _ = ragged_case(heads)

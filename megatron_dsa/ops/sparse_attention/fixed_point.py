@@ -1,7 +1,8 @@
 """Key gradients summed in 64-bit integers: the order of the sum does not matter, so it repeats.
 
-Every tile's contribution is a fp32 number; times ``units``, a power of two, and rounded to an
-integer it is added atomically. Integer addition is associative, so any order gives the same bits.
+Every contribution (of a tile of rows, or of all heads of a query) is a fp32 number; times
+``units``, a power of two, and rounded to an integer it is added atomically. Integer addition is
+associative, so any order gives the same bits.
 
 Overflow is impossible by construction. Of one query row r, key k gets ``dS Q_r + P dO_r`` with
 ``|dS| = scale P |dO_r . (V_k - O_r)|``, and all P of a row sum to at most 1, so each element of the
@@ -31,6 +32,8 @@ def units_per_one(problem: SparseProblem, out: torch.Tensor, dout: torch.Tensor)
     """
 
     def largest(x):
+        if x.numel() == 0:
+            return x.new_zeros((), dtype=torch.float32)
         return torch.linalg.vector_norm(x, ord=float("inf")).float()
 
     values = problem.kv[:, : problem.v_dim]

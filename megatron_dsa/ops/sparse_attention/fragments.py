@@ -1,4 +1,4 @@
-"""The orders in which Hopper kernels accumulate the key gradient."""
+"""The orders in which Hopper kernels, ours and cuDNN's, accumulate the key gradient."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def in_column_order_transposed(accumulator: torch.Tensor, v_dim: int) -> torch.T
     keys, dim = accumulator.shape
     ordered = accumulator.new_empty(keys, dim)
     values = accumulator[:, :v_dim].unflatten(1, (-1, 4, 8, 2, 2))
-    ordered[:, :v_dim] = values.permute(0, 1, 4, 2, 5, 3).flatten(1)
+    in_order = ordered[:, :v_dim].unflatten(1, (-1, 2, 4, 2, 8))
+    in_order.copy_(values.permute(0, 1, 4, 2, 5, 3))
     if dim > v_dim:
         tail = accumulator[:, v_dim:].unflatten(1, (-1, 4, 8, 2))
-        ordered[:, v_dim:] = tail.permute(0, 1, 2, 4, 3).flatten(1)
+        in_order = ordered[:, v_dim:].unflatten(1, (-1, 4, 2, 8))
+        in_order.copy_(tail.permute(0, 1, 2, 4, 3))
     return ordered

@@ -176,9 +176,12 @@ def _two_kernels(plan: _Plan, problem: SparseProblem, work: _Tensors, part: slic
     ids, _, length = lists
     tiles, blocks = head_tiles(heads), -(-ids.shape[1] // TILE)
     step = rows_in_budget(problem.workspace_bytes, blocks * tiles * 2 * TILE * TILE * 2)
-    # A thread block per tile of a query: as many as fill the GPU some times over.
-    wave = max(1, torch.cuda.get_device_properties(ids.device).multi_processor_count // tiles)
-    step = min(max(step // wave * wave, min(step, wave)), ids.shape[0])
+    if step < ids.shape[0]:
+        # A thread block per tile of a query: as many as fill the GPU some times over.
+        device = torch.cuda.get_device_properties(ids.device)
+        wave = max(1, device.multi_processor_count // tiles)
+        step = step // wave * wave or step
+    step = min(step, ids.shape[0])
     pds = work.q.new_empty(step, blocks, tiles, 2, TILE, TILE)
     first_half = plan.kernels.query_gradient(heads, dim, problem.v_dim, plan.sums_heads)
     second_half = plan.kernels.key_gradient(heads, dim, problem.v_dim, plan.fixed_point)

@@ -4,11 +4,11 @@ Addresses in shared memory are plain integers here: given a pointer inside a loo
 memory barrier before each product. ``delta = rowsum(dO * O)``.
 """
 
-SOURCE = r"""
-// An address in shared memory.
-__device__ __forceinline__ int dsa_here(const void* what) {
-  return static_cast<int>(__cvta_generic_to_shared(what));
-}
+from megatron_dsa.ops.sparse_attention.hopper.tiles import ADDRESSES
+
+SOURCE = (
+    ADDRESSES
+    + r"""
 // A quarter of the sum of products of row `row` of two matrices of COLUMNS bf16.
 template <int COLUMNS>
 __device__ __forceinline__ float dsa_row_product(const void* a, const void* b, int row,
@@ -62,7 +62,7 @@ __device__ __forceinline__ void dsa_store_half(const float* acc, int place) {
 }
 // P = exp2(S factor - lse) of half the rows; `lse` of this thread's 16 rows. Entries that select
 // nothing have zeros as key, so any finite P will do: their dS meets that zero key in dQ, and no
-// row of dKV.
+// row of dKV. (A score that is NaN gives a finite P, too; dP makes its gradients NaN.)
 template <int HALF>
 __device__ __forceinline__ void dsa_probabilities(float* acc, const float* lse, float factor) {
 #pragma unroll
@@ -102,3 +102,4 @@ __device__ __forceinline__ void dsa_times_p(float* acc, int p, int place) {
   dsa_store_half<HALF>(acc, place);
 }
 """
+)

@@ -233,6 +233,8 @@ def build(
                 T.call_extern("handle", f"dsa_times_p<{side}>", dp.data, here[1], here[0])
             T.fence_proxy_async()
             T.barrier_arrive(done.ds)
+            # A product reads what the other warps have stored, too.
+            T.barrier_wait(done.ds, i & 1)
             T.wgmma_gemm(m.ds, m.k[:, half : half + quarter], dq_2, transpose_A=True)
             T.wgmma_gemm(m.ds, m.k[:, half + quarter : v_dim], dq_3, transpose_A=True)
             if tail:

@@ -1,11 +1,12 @@
 """The second half of the backward for many heads: dKV from P and dS in global memory (sm_90a).
 
-Per block of 64 keys of a query's list, ``dKV = dS^T Q + P^T dO`` over all heads (one or two tiles
+Per block of 64 keys of a query's list, ``dKV = dS Q + P dO`` over all heads (one or two tiles
 of 64), added to global memory. That takes as long as the additions do; all else overlaps with them.
 
 A warpgroup has 256 of the value columns and half of the keys of the columns past the values. It
-forms a block's products in one go, in 144 registers, and adds them. What it holds is transposed
-(columns are the rows), so that a warp adds 128 contiguous bytes to each of 4 keys.
+forms a block's products in one go, in 144 registers (512: 128), and adds them. What it holds is
+transposed (columns are the rows), so that a warp adds 128 contiguous bytes (in fixed point 64) to
+each of 4 keys.
 
 * One tile: a thread block per list. Its two consumers split the columns of each block of keys.
 * Two tiles: two thread blocks per list split the columns. Their consumers take even and odd blocks.
@@ -22,10 +23,11 @@ import tilelang
 from tilelang import language as T
 
 from megatron_dsa.ops.sparse_attention.hopper.tiles import (
+    ADDRESSES,
     GROUP,
-    SLAB,
     TILE,
     check_tiling,
+    fetch,
     head_tiles,
 )
 
@@ -39,9 +41,6 @@ STAGES = {1: 4, 2: 2}
 TILE_BYTES = 2 * TILE * TILE * 2
 
 SOURCE = r"""
-__device__ __forceinline__ int dsa_here(const void* what) {
-  return static_cast<int>(__cvta_generic_to_shared(what));
-}
 // One thread: a block of P and dS to shared memory, announced to and counted at a barrier. Nobody
 // reads it again from L2, which the gradients need.
 __device__ __forceinline__ void dsa_bring(int here, const void* source, int list, int blocks,
@@ -74,7 +73,7 @@ __device__ __forceinline__ long long dsa_target(Number* base, int column, int th
 }
 // Adds a number to a row in 64-bit integers: `units` (a power of two) of them are one.
 template <int COLUMN>
-__device__ __forceinline__ void dsa_add_fixed(long long row, int id, float value, float units) {
+__device__ __forceinline__ void dsa_add_integer(long long row, int id, float value, float units) {
   asm volatile(
     "{\n"
     ".reg .pred selected;\n"
@@ -87,19 +86,19 @@ __device__ __forceinline__ void dsa_add_fixed(long long row, int id, float value
 // Adds M accumulators [64 columns, KEYS] of a warpgroup, those of part `part` of a block, to rows
 // of STRIDE bytes, FIRST columns past `base`: 2 M columns of each key, in fp32 as one vector.
 template <bool FIXED, int M, int KEYS, int FIRST, int STRIDE>
-__device__ __forceinline__ void dsa_add(const float* acc, const int* ids, long long base, int part,
-                                        float units) {
+__device__ __forceinline__ void dsa_add_keys(const float* acc, const int* ids, long long base,
+                                             int part, float units) {
 #pragma unroll
   for (int i = 0; i < KEYS / 4; i++) {
     const float* x = acc + i / 2 * 4 + i % 2;
     const int id = KEYS < 64 && part ? ids[i + 16 - KEYS / 4] : ids[i];
     const long long row = base + (long long)id * STRIDE;
     if constexpr (FIXED) {
-      dsa_add_fixed<FIRST>(row, id, x[0], units);
-      dsa_add_fixed<FIRST + 8>(row, id, x[2], units);
+      dsa_add_integer<FIRST>(row, id, x[0], units);
+      dsa_add_integer<FIRST + 8>(row, id, x[2], units);
       if constexpr (M == 2) {
-        dsa_add_fixed<FIRST + 64>(row, id, x[KEYS / 2], units);
-        dsa_add_fixed<FIRST + 72>(row, id, x[KEYS / 2 + 2], units);
+        dsa_add_integer<FIRST + 64>(row, id, x[KEYS / 2], units);
+        dsa_add_integer<FIRST + 72>(row, id, x[KEYS / 2 + 2], units);
       }
     } else if constexpr (M == 2) {
       asm volatile(
@@ -119,23 +118,7 @@ __device__ __forceinline__ void dsa_add(const float* acc, const int* ids, long l
     }
   }
 }
-
-// Keeps TileLang from giving a buffer's memory to others.
-__device__ __forceinline__ void dsa_keep(const void* a, const void* b) {}
 """
-
-
-@T.macro
-def fetch(target, source, row, from_row, wanted, columns, offset, thread):
-    """Copy a row's ``columns`` (a tuple: first, last) asynchronously; zeros if not wanted."""
-    for u in T.unroll((columns[1] - columns[0]) // SLAB):
-        column = columns[0] + SLAB * u + thread % 8 * 8
-        T.ptx_cp_async(
-            T.access_ptr(target[row, column], "w", 8),
-            T.access_ptr(source[from_row, offset + column], "r", 8),
-            8,
-            predicate=wanted,
-        )
 
 
 def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
@@ -178,10 +161,10 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
             source = T.min(at.first + t * TILE + row, rows - 1)
             wanted = t * TILE + row < at.rows
             offset = at.rank * owned
-            fetch(m.do[t], dO, row, source, wanted, (0, owned), offset, tx)
-            fetch(m.q[t], Q, row, source, wanted, (0, owned), offset, tx)
+            fetch(m.do[t], dO, row, source, wanted, (0, owned), tx, offset)
+            fetch(m.q[t], Q, row, source, wanted, (0, owned), tx, offset)
             if tail:
-                fetch(m.q[t], Q, row, source, wanted, (owned, owned + tail), v_dim - owned, tx)
+                fetch(m.q[t], Q, row, source, wanted, (owned, owned + tail), tx, v_dim - owned)
         T.ptx_commit_group()
         T.ptx_wait_group(0)
         T.fence_proxy_async()
@@ -260,7 +243,7 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
                         **transposed,
                         clear_accum=t == 0,
                     )
-            add = f"dsa_add<{str(fixed_point).lower()}, 2, {TILE}, "
+            add = f"dsa_add_keys<{str(fixed_point).lower()}, 2, {TILE}, "
             T.wait_wgmma((3 if tail else 2) * tiles)
             args = (acc_0.data, ids.data, base[0], 0, units[0])
             T.call_extern("handle", add + f"0, {stride}>", *args)
@@ -270,7 +253,7 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
             args = (acc_1.data, ids.data, base[0], 0, units[0])
             T.call_extern("handle", add + f"{COLUMNS}, {stride}>", *args)
             if tail:
-                add = f"dsa_add<{str(fixed_point).lower()}, 1, {TILE // 2}, 0, {stride}>"
+                add = f"dsa_add_keys<{str(fixed_point).lower()}, 1, {TILE // 2}, 0, {stride}>"
                 args = (acc_tail.data, ids.data, base[1], part, units[0])
                 T.call_extern("handle", add, *args)
 
@@ -286,7 +269,7 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
     ):
         """One or two thread blocks per list; arguments as :func:`build` describes."""
         with T.Kernel(lists * tiles, threads=3 * GROUP) as block:
-            T.import_source(SOURCE)
+            T.import_source(ADDRESSES + SOURCE)
             m = SimpleNamespace(
                 # One per tile: wgmma_gemm misplaces columns past 64 of some rows of a buffer.
                 q=[T.alloc_shared([TILE, owned + tail], bf16) for _ in range(tiles)],

@@ -67,7 +67,7 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
     """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
 
     Its arguments are those of :func:`.backward.build` for a ``group`` of 1, without Members, dKV
-    and Units, but with PdS ``[Sq, ceil(K / 64), tiles, 2, 64, 64]`` bf16, of which all blocks
+    and Units, but with PdS ``[lists, ceil(W / 64), tiles, 2, 64, 64]`` bf16, of which all blocks
     within a query's Length are written: P and dS of 64 keys and a tile of 64 heads, ``[keys,
     rows]``, as they are in shared memory: 16-byte chunk ``c`` of key ``k`` is at ``c ^ k % 8``.
     They are finite wherever the inputs are.
@@ -190,6 +190,7 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
             T.wait_wgmma(0)
             T.barrier_arrive(done.keys_free[3])
         # Through the left columns of the keys, which only this warpgroup still used.
+        T.sync_threads(9, GROUP)
         T.copy(dq_0, m.k[:, :quarter])
         T.copy(dq_1, m.k[:, quarter:half])
         finish(dQ, m, at, (0, half), 9)
@@ -243,6 +244,8 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
                 T.call_extern("handle", f"dsa_times_p<{side}>", dp.data, here[2], here[1])
             T.fence_proxy_async()
             T.barrier_arrive(done.ds)
+            # A product reads what the other warps have stored, too.
+            T.barrier_wait(done.ds, i & 1)
             T.wgmma_gemm(m.ds, m.k[:, half : half + quarter], dq_2, transpose_A=True)
             T.wgmma_gemm(m.ds, m.k[:, half + quarter : v_dim], dq_3, transpose_A=True)
             if tail:
@@ -253,6 +256,7 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
             T.barrier_arrive(done.keys_free[0])
             T.wait_wgmma(0)
             T.barrier_arrive(done.keys_free[2])
+        T.sync_threads(10, GROUP)
         T.copy(dq_2, m.k[:, half : half + quarter])
         T.copy(dq_3, m.k[:, half + quarter : v_dim])
         if tail:
@@ -322,6 +326,7 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
             else:
                 T.set_max_nreg(for_dp, 1)
                 score_gradients(dQ, PdS, m, done, at, scale, thread)
+            T.call_extern("handle", "dsa_keep", T.address_of(m.p[0, 0]), T.address_of(m.ds[0, 0]))
 
     return sparse_mla_query_gradient
 

@@ -1,4 +1,4 @@
-"""What the forward and the backward kernel share: tile sizes, copies of rows, lists of keys."""
+"""What our Hopper kernels share: tile sizes, copies of rows, lists of keys."""
 
 # No postponed annotations here: TileLang reads the kernels' shapes from them.
 from tilelang import language as T
@@ -19,6 +19,14 @@ MOST_QUERIES = 8
 #: that are not there.
 NO_HOISTING = r"""
 __device__ __forceinline__ void dsa_no_hoisting() { asm volatile("" ::: "memory"); }
+"""
+#: Source for kernels that use addresses in shared memory as integers.
+ADDRESSES = r"""
+__device__ __forceinline__ int dsa_here(const void* what) {
+  return static_cast<int>(__cvta_generic_to_shared(what));
+}
+// Keeps TileLang from giving a buffer's memory to others before here.
+__device__ __forceinline__ void dsa_keep(const void* a, const void* b) {}
 """
 
 
@@ -58,12 +66,15 @@ def tile_of(block, heads: int, group: int, rows, tile: int = TILE):
 
 
 @T.macro
-def fetch(target, source, row, from_row, wanted, columns, thread):
-    """Copy a row's ``columns`` (a tuple: first, last) asynchronously; zeros if not wanted."""
+def fetch(target, source, row, from_row, wanted, columns, thread, offset=0):
+    """Copy ``columns`` (a tuple: first, last) of a row asynchronously; zeros if not wanted.
+
+    In the source they begin ``offset`` columns later.
+    """
     for u in T.unroll((columns[1] - columns[0]) // SLAB):
         T.ptx_cp_async(
             T.access_ptr(target[row, columns[0] + SLAB * u + thread % 8 * 8], "w", 8),
-            T.access_ptr(source[from_row, columns[0] + SLAB * u + thread % 8 * 8], "r", 8),
+            T.access_ptr(source[from_row, offset + columns[0] + SLAB * u + thread % 8 * 8], "r", 8),
             8,
             predicate=wanted,
         )
