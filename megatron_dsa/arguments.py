@@ -81,7 +81,7 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "--dsa-workspace-mib",
         type=int,
         default=DEFAULT_WORKSPACE_BYTES // 2**20,
-        help="Memory that the torch implementations may use for temporaries, in MiB (%(default)s).",
+        help="Memory that an implementation may use for temporaries, in MiB (%(default)s).",
     )
     group.add_argument(
         "--dsa-health-rows",
