@@ -21,7 +21,7 @@ import tilelang
 from tilelang import language as T
 
 from megatron_dsa.ops.sparse_attention.hopper.accumulators import SOURCE as ACCUMULATORS
-from megatron_dsa.ops.sparse_attention.hopper.queries import start_macro
+from megatron_dsa.ops.sparse_attention.hopper.queries import start_macro, write_columns
 from megatron_dsa.ops.sparse_attention.hopper.reduction import SOURCE
 from megatron_dsa.ops.sparse_attention.hopper.tiles import (
     GROUP,
@@ -73,14 +73,6 @@ def build(
 
     # In the macros: `at` is the thread block's place in the problem (its list, first row, number of
     # rows, of keys in the list and of blocks of keys), `m` its shared memory, `done` its barriers.
-
-    @T.macro
-    def store(dQ, staged, columns, at, barrier):
-        """Write columns of dQ that one warpgroup has put in shared memory."""
-        T.sync_threads(barrier, GROUP)
-        for r, c in T.Parallel(TILE, columns[1] - columns[0]):
-            if r < at.rows:
-                dQ[at.first + r, columns[0] + c] = staged[r, columns[0] + c]
 
     @T.macro
     def gather(KV, Ids, Members, m, done, at, thread):
@@ -200,7 +192,7 @@ def build(
         # Through the left columns of the keys, which only this warpgroup still used.
         T.copy(dq_0, m.k[:, :quarter])
         T.copy(dq_1, m.k[:, quarter:half])
-        store(dQ, m.k, (0, half), at, 9)
+        write_columns(dQ, m.k, (0, half), at, 9)
 
     @T.macro
     def score_gradients(dQ, m, done, at, scale, thread):
@@ -245,7 +237,7 @@ def build(
         T.copy(dq_3, m.k[:, half + quarter : v_dim])
         if tail:
             T.copy(dq_tail, m.k[:, v_dim:])
-        store(dQ, m.k, (half, dim), at, 10)
+        write_columns(dQ, m.k, (half, dim), at, 10)
 
     @T.prim_func
     def sparse_mla_backward(

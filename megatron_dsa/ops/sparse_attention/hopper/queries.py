@@ -1,4 +1,4 @@
-"""What the backwards begin with: a tile of queries and their gradients, lse and delta."""
+"""What the backwards begin and end with: a tile of queries, their gradients, lse, delta; dQ."""
 
 # No postponed annotations here: TileLang reads the kernels' shapes from them.
 from tilelang import language as T
@@ -53,3 +53,12 @@ def start_macro(dim: int, v_dim: int):
         T.sync_threads()
 
     return start
+
+
+@T.macro
+def write_columns(dQ, staged, columns, at, barrier):
+    """Write columns of dQ that one warpgroup has put in shared memory."""
+    T.sync_threads(barrier, GROUP)
+    for r, c in T.Parallel(TILE, columns[1] - columns[0]):
+        if r < at.rows:
+            dQ[at.first + r, columns[0] + c] = staged[r, columns[0] + c]

@@ -19,7 +19,7 @@ import tilelang
 from tilelang import language as T
 
 from megatron_dsa.ops.sparse_attention.hopper.accumulators import SOURCE as ACCUMULATORS
-from megatron_dsa.ops.sparse_attention.hopper.queries import start_macro
+from megatron_dsa.ops.sparse_attention.hopper.queries import start_macro, write_columns
 from megatron_dsa.ops.sparse_attention.hopper.reduction import SOURCE as REDUCTION
 from megatron_dsa.ops.sparse_attention.hopper.tiles import (
     GROUP,
@@ -118,14 +118,6 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
                 T.call_extern("handle", "dsa_store_tile", target, tile, BYTES)
 
     @T.macro
-    def finish(dQ, m, at, columns, barrier):
-        """Write columns of dQ that one warpgroup has put in the buffer of keys."""
-        T.sync_threads(barrier, GROUP)
-        for r, c in T.Parallel(TILE, columns[1] - columns[0]):
-            if r < at.rows:
-                dQ[at.first + r, columns[0] + c] = m.k[r, columns[0] + c]
-
-    @T.macro
     def scores(dQ, PSum, PdS, m, done, at, scale, thread):
         """S: scores, P and the left half of dQ."""
         s = T.alloc_fragment([TILE, TILE], fp32)
@@ -193,7 +185,7 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
         T.sync_threads(9, GROUP)
         T.copy(dq_0, m.k[:, :quarter])
         T.copy(dq_1, m.k[:, quarter:half])
-        finish(dQ, m, at, (0, half), 9)
+        write_columns(dQ, m.k, (0, half), at, 9)
         T.call_extern("handle", "dsa_tiles_are_stored")
 
     @T.macro
@@ -261,7 +253,7 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
         T.copy(dq_3, m.k[:, half + quarter : v_dim])
         if tail:
             T.copy(dq_tail, m.k[:, v_dim:])
-        finish(dQ, m, at, (half, dim), 10)
+        write_columns(dQ, m.k, (half, dim), at, 10)
         T.call_extern("handle", "dsa_tiles_are_stored")
 
     @T.prim_func
