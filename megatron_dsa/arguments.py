@@ -6,7 +6,8 @@ import argparse
 
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_dsa.config import STAGES, DSAOptions
+from megatron_dsa.config import STAGES, TEACHERS, DSAOptions
+from megatron_dsa.csa_config import HybridTransformerConfig
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, OPERATIONS, candidates
 
 BACKENDS = ("dsa_fused", "dsa_unfused")
@@ -95,6 +96,7 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         action="store_true",
         help="Compute and log the indexer loss in evaluation passes, too.",
     )
+    _add_hybrid_arguments(parser.add_argument_group("megatron_dsa: hybrid attention (V4)"))
     for operation in OPERATIONS.values():
         names = [candidate.name for candidate in candidates(operation.name)]
         group.add_argument(
@@ -105,6 +107,65 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
             f"run; a named one runs or stops the start-up. Environment: {operation.variable}.",
         )
     return parser
+
+
+def _add_hybrid_arguments(group) -> None:
+    """Add the flags of DeepSeek-V4's attention, named like Megatron's configuration fields."""
+    group.add_argument(
+        "--csa-compress-ratios",
+        type=int,
+        nargs="+",
+        help="One ratio per layer, multi-token prediction layers last: 0 window only, 4 CSA, more "
+        "HCA. Gives the layers DeepSeek-V4's attention.",
+    )
+    group.add_argument(
+        "--csa-window-size",
+        type=int,
+        default=HybridTransformerConfig.csa_window_size,
+        help="Latest positions that every query sees (%(default)s).",
+    )
+    group.add_argument(
+        "--csa-dense-mode",
+        action="store_true",
+        help="CSA layers attend to all compressed keys, without indexer (as --dsa-stage dense).",
+    )
+    group.add_argument(
+        "--csa-compress-rotary-base",
+        type=float,
+        help="Rotary base of layers with compression; required, take it from the model.",
+    )
+    group.add_argument(
+        "--o-groups",
+        type=int,
+        default=HybridTransformerConfig.o_groups,
+        help="Groups of heads with an output projection each (%(default)s).",
+    )
+    group.add_argument(
+        "--o-lora-rank",
+        type=int,
+        default=HybridTransformerConfig.o_lora_rank,
+        help="Rank of a group's output projection (%(default)s).",
+    )
+    group.add_argument(
+        "--dsa-csa-teacher",
+        choices=TEACHERS,
+        default=DSAOptions.csa_teacher,
+        help="What the indexer learns: the probabilities of compressed keys beside window and sink "
+        "(attention, default), or a softmax over compressed keys alone.",
+    )
+
+
+def hybrid_fields(args: argparse.Namespace) -> dict:
+    """Return the fields of :class:`HybridTransformerConfig` that the parsed flags give."""
+    names = (
+        "csa_compress_ratios",
+        "csa_window_size",
+        "csa_dense_mode",
+        "csa_compress_rotary_base",
+        "o_groups",
+        "o_lora_rank",
+    )
+    return {name: getattr(args, name) for name in names}
 
 
 def megatron_argv(argv: list[str]) -> list[str]:
@@ -134,6 +195,7 @@ def options_from_args(args: argparse.Namespace) -> DSAOptions:
         workspace_bytes=args.dsa_workspace_mib * 2**20,
         health_rows=args.dsa_health_rows,
         evaluate_indexer=args.dsa_evaluate_indexer,
+        csa_teacher=args.dsa_csa_teacher,
         named=tuple(
             (operation.name, name)
             for operation in OPERATIONS.values()

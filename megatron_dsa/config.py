@@ -16,6 +16,7 @@ from megatron_dsa.versions import require_supported_megatron
 require_supported_megatron()
 
 STAGES = ("dense", "warmup", "sparse")
+TEACHERS = ("attention", "compressed")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class DSAOptions:
         health_rows: query rows per layer and microbatch on which the health figures are measured;
             0 switches them off.
         evaluate_indexer: compute the indexer loss in evaluation passes, too.
+        csa_teacher: what the indexer of hybrid attention learns: ``attention``, the probabilities
+            of the compressed keys beside window and sink, or ``compressed``, a softmax over the
+            compressed keys alone (an older reading of the model).
         named: pairs ``(operation, implementation)`` that must run or raise.
     """
 
@@ -45,6 +49,7 @@ class DSAOptions:
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
     health_rows: int = 16
     evaluate_indexer: bool = False
+    csa_teacher: Literal["attention", "compressed"] = "attention"
     named: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
@@ -53,6 +58,10 @@ class DSAOptions:
         if self.workspace_bytes < 2**20:
             raise ConfigError(
                 f"--dsa-workspace-mib must be at least 1, got {self.workspace_bytes / 2**20:g}"
+            )
+        if self.csa_teacher not in TEACHERS:
+            raise ConfigError(
+                f"--dsa-csa-teacher must be one of {', '.join(TEACHERS)}, got {self.csa_teacher!r}"
             )
         if self.health_rows < 0:
             raise ConfigError(f"--dsa-health-rows must be 0 or more, got {self.health_rows}")
@@ -119,17 +128,42 @@ def shares_indices(config: Any) -> bool:
 
 def _rules(config: Any):
     """Yield ``(ok, message)``: each message names the argument, the rule and the fix."""
-    yield from _attention_rules(config)
-    yield from _host_rules(config)
+    yield from attention_rules(config)
+    yield from _mla_rules(config)
+    yield from host_rules(config)
     if uses_indexer(config):
         yield from _indexer_rules(config)
 
 
-def _attention_rules(config: Any):
-    """What the attention itself does not do."""
+def _mla_rules(config: Any):
+    """What the absorbed MLA of DSA needs."""
+    local, shards = config.transformer_impl == "local", config.tensor_model_parallel_size
+    latents = {
+        "--q-lora-rank": config.q_lora_rank or 0,
+        "--kv-lora-rank plus --qk-pos-emb-head-dim": config.kv_lora_rank
+        + config.qk_pos_emb_head_dim,
+    }
+    for name, size in latents.items():
+        yield (
+            not local or size % shards == 0,
+            f"{name} ({size}) must be a multiple of --tensor-model-parallel-size ({shards}) "
+            "with --transformer-impl local, whose down projections are split by columns",
+        )
+    yield (
+        config.qk_layernorm or config.q_lora_rank is None or not uses_indexer(config),
+        "--qk-layernorm is required: the indexer reads the normalised query latent",
+    )
+    yield (
+        not config.qk_layernorm or config.q_lora_rank is not None,
+        "--q-lora-rank is required with --qk-layernorm: there is no query latent to normalise",
+    )
+
+
+def attention_rules(config: Any):
+    """Yield what no attention of this package does."""
     yield (
         config.multi_latent_attention,
-        "--multi-latent-attention is required: DSA attends in the latent space of MLA",
+        "--multi-latent-attention is required: its configuration has the fields for this attention",
     )
     yield (
         config.experimental_attention_variant is None,
@@ -149,16 +183,8 @@ def _attention_rules(config: Any):
         "--mla-down-proj-fusion is not supported: the indexer reads the query latent; drop it",
     )
     yield (
-        config.qk_layernorm or config.q_lora_rank is None or not uses_indexer(config),
-        "--qk-layernorm is required: the indexer reads the normalised query latent",
-    )
-    yield (
         not config.qk_clip,
         "--qk-clip is not supported: the sparse kernels do not report the largest logit; drop it",
-    )
-    yield (
-        not config.qk_layernorm or config.q_lora_rank is not None,
-        "--q-lora-rank is required with --qk-layernorm: there is no query latent to normalise",
     )
     yield (
         config.softmax_type == "vanilla" and config.window_size is None,
@@ -179,8 +205,8 @@ def _attention_rules(config: Any):
     )
 
 
-def _host_rules(config: Any):
-    """Parallel layouts, layer sets and features of Megatron that do not go with it."""
+def host_rules(config: Any):
+    """Yield what concerns every attention of this package: layouts, layer sets, features."""
     local = config.transformer_impl == "local"
     yield (
         config.context_parallel_size == 1,
@@ -197,18 +223,6 @@ def _host_rules(config: Any):
         f"--num-attention-heads ({config.num_attention_heads}) must be a multiple of "
         f"--tensor-model-parallel-size ({config.tensor_model_parallel_size})",
     )
-    shards = config.tensor_model_parallel_size
-    latents = {
-        "--q-lora-rank": config.q_lora_rank or 0,
-        "--kv-lora-rank plus --qk-pos-emb-head-dim": config.kv_lora_rank
-        + config.qk_pos_emb_head_dim,
-    }
-    for name, size in latents.items():
-        yield (
-            not local or size % shards == 0,
-            f"{name} ({size}) must be a multiple of --tensor-model-parallel-size ({shards}) "
-            "with --transformer-impl local, whose down projections are split by columns",
-        )
     yield (
         not config.overlap_moe_expert_parallel_comm and not config.delay_wgrad_compute,
         "--overlap-moe-expert-parallel-comm and --delay-wgrad-compute are not supported yet: "
@@ -275,7 +289,9 @@ def validate(config: Any) -> None:
 
     Called when the configuration or a layer is built: nothing of this is left to the first step.
     """
-    problems = [message for ok, message in _rules(config) if not ok]
+    # Hybrid attention brings its own rules (csa_config.py).
+    rules = config.rules() if hasattr(config, "rules") else _rules(config)
+    problems = [message for ok, message in rules if not ok]
     if problems:
         raise ConfigError("unsupported configuration:\n" + "\n".join(f"  - {p}" for p in problems))
 

@@ -54,6 +54,10 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
+        Operation("compressor", "compressor", "pooling of positions, forward and backward"),
+        Operation("norm_rope", "norm-rope", "norm and rope of queries, forward and backward"),
+        Operation("rotate", "rotate", "rope, or inverse rope, forward and backward"),
+        Operation("key_lists", "lists", "lists of window and compressed keys"),
         Operation("indexer_scores", "scores", "index scores of a block of queries"),
         Operation("indexer_topk", "topk", "the best visible keys of a block of scores"),
         Operation("sparse_attention_forward", "forward", "sparse attention forward"),

@@ -19,7 +19,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron_dsa.config import (
     computes_topk,
     indexer_is_trained,
-    options_of,
     shares_indices,
     uses_indexer,
     validate,
@@ -27,7 +26,6 @@ from megatron_dsa.config import (
 from megatron_dsa.dispatch import choose, device_problem
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
-    IndexerTraining,
     dense_attention,
     dense_indexer_loss,
     indexer_topk,
@@ -37,9 +35,10 @@ from megatron_dsa.dsa_kernels import (
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.health import selection_health
 from megatron_dsa.layout import Layout
-from megatron_dsa.losses import EVALUATION, IndexerLog, attach_loss, install_loss_scale
+from megatron_dsa.losses import IndexerLog
 from megatron_dsa.rotary import RowRope
 from megatron_dsa.support import Problem
+from megatron_dsa.trained_indexer import TrainsIndexer
 from megatron_dsa.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class Selection(NamedTuple):
         return cls(packed[:, :-1], packed[:, -1])
 
 
-class DSACoreAttention(MegatronModule):
+class DSACoreAttention(TrainsIndexer, MegatronModule):
     """Core attention with the indexer inside, as ``self_attention.core_attention``.
 
     Takes the constructor arguments of Megatron's core attentions. ``is_mtp`` marks the attention of
@@ -92,11 +91,8 @@ class DSACoreAttention(MegatronModule):
             raise ConfigError(
                 f"attn_mask_type must be causal, got {attn_mask_type}: DSA selects among the past"
             )
-        self.options = options_of(config)
         self.softmax_scale = softmax_scale
-        self.pg_collection = pg_collection
-        self.layer_index = layer_number - 1 + (config.num_layers if is_mtp else 0)
-        self.loss_scale = install_loss_scale(config)
+        self.set_up_loss(layer_number, is_mtp, pg_collection)
         self.computes_topk = (
             is_mtp or not shares_indices(config) or computes_topk(config, layer_number)
         )
@@ -145,30 +141,15 @@ class DSACoreAttention(MegatronModule):
                 yield "indexer_topk", index(topk)
             yield "sparse_attention_forward", sparse
             yield "sparse_attention_backward", sparse
-            if trains and self._loss_is_sparse():
+            if trains and self.loss_is_sparse():
                 yield "sparse_attention_probabilities", sparse
                 yield "sparse_indexer_loss", index(topk)
                 yield "indexer_backward", index(topk)
         else:
             qk_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
             yield "dense_attention", attention(qk_dim, config.v_head_dim)
-        if trains and not self._loss_is_sparse():
+        if trains and not self.loss_is_sparse():
             yield "dense_indexer_loss", index(None)
-
-    def _loss_is_sparse(self) -> bool:
-        return self.options.stage == "sparse" and self.config.dsa_indexer_use_sparse_loss
-
-    def _trains_indexer_now(self) -> bool:
-        # Without gradients (evaluation, first pass of a recomputed layer) there is nothing to do.
-        return (
-            self.indexer is not None
-            and torch.is_grad_enabled()
-            and (self.training and indexer_is_trained(self.config))
-        )
-
-    def _judges_indexer_now(self) -> bool:
-        """Whether this is an evaluation pass whose indexer loss is asked for."""
-        return self.options.evaluate_indexer and not self.training and self.indexer is not None
 
     def forward_sparse(
         self,
@@ -204,11 +185,11 @@ class DSACoreAttention(MegatronModule):
                 f"(--dsa-indexer-topk-freq {config.dsa_indexer_topk_freq}), but got none: build "
                 "the layers with megatron_dsa.specs.dsa_block_spec, which hands selections on"
             )
-        trains = index_inputs is not None and self._trains_indexer_now()
+        trains = index_inputs is not None and self.trains_indexer_now()
         training = None
-        if trains and self._loss_is_sparse():
-            training = self._sparse_training(index_inputs, layout)
-        judges = index_inputs is not None and self._judges_indexer_now()
+        if trains and self.loss_is_sparse():
+            training = self.sparse_training(index_inputs, layout, layout)
+        judges = index_inputs is not None and self.judges_indexer_now()
         result = sparse_attention(
             q,
             kv,
@@ -217,15 +198,15 @@ class DSACoreAttention(MegatronModule):
             v_dim=config.kv_lora_rank,
             topk_length=selection.length,
             kv_grad=kv_grad,
-            want_p_sum=judges and self._loss_is_sparse(),
+            want_p_sum=judges and self.loss_is_sparse(),
             indexer=training,
             policy=policy,
         )
         out = result.out
         if trains:
-            if not self._loss_is_sparse():
+            if not self.loss_is_sparse():
                 loss_sum = self._dense_loss(index_inputs, q, kv[:, None], layout)
-                out = self._attach(out, loss_sum, layout)
+                out = self.attach(out, loss_sum, layout)
             if self.options.health_rows:
                 health = selection_health(
                     index_inputs, layout, config.dsa_indexer_topk, q, kv, result.lse,
@@ -234,7 +215,7 @@ class DSACoreAttention(MegatronModule):
                 IndexerLog.record(self.layer_index, health)
         if judges:
             loss_sum = self._judge(index_inputs, q, kv, selection, layout, result.p_sum)
-            self._record_evaluation(loss_sum, layout)
+            self.record_evaluation(loss_sum, layout)
         return out, selection
 
     def forward_dense(
@@ -249,90 +230,39 @@ class DSACoreAttention(MegatronModule):
         out = dense_attention(
             q, k, v, layout, softmax_scale=self.softmax_scale, policy=self.options.policy
         )
-        if index_inputs is not None and self._trains_indexer_now():
-            out = self._attach(out, self._dense_loss(index_inputs, q, k, layout), layout)
-        elif index_inputs is not None and self._judges_indexer_now():
-            self._record_evaluation(self._dense_loss(index_inputs, q, k, layout), layout)
+        if index_inputs is not None and self.trains_indexer_now():
+            out = self.attach(out, self._dense_loss(index_inputs, q, k, layout), layout)
+        elif index_inputs is not None and self.judges_indexer_now():
+            self.record_evaluation(self._dense_loss(index_inputs, q, k, layout), layout)
         return out
-
-    def _heads_group(self):
-        """The group over which heads are spread, or ``None``."""
-        group = self.pg_collection.tp if self.pg_collection is not None else None
-        return group if group is not None and group.size() > 1 else None
-
-    def _sum_over_heads(self, p_sum: torch.Tensor) -> torch.Tensor:
-        """Complete the teacher's head sum over tensor-parallel ranks."""
-        group = self._heads_group()
-        if group is not None:
-            torch.distributed.all_reduce(p_sum, group=group)
-        return p_sum
 
     def _dense_loss(self, index_inputs, q, k, layout) -> torch.Tensor:
         return dense_indexer_loss(
             index_inputs, q, k, layout, softmax_scale=self.softmax_scale,
-            head_group=self._heads_group(), policy=self.options.policy,
+            head_group=self.heads_group(), policy=self.options.policy,
         )  # fmt: skip
-
-    def _sparse_training(self, index_inputs: IndexerInputs, layout: Layout) -> IndexerTraining:
-        """The sparse loss, whose value and gradients are formed in the attention's backward."""
-        coeff = self.config.dsa_indexer_loss_coeff
-
-        def weight():
-            # Read in the backward: Megatron sets the scale after the forward pass.
-            # Per-token loss: Megatron divides the gradients by the number of tokens itself.
-            rows = 1 if self.config.calculate_per_token_loss else _row_count(layout)
-            scale = self.loss_scale.value
-            # One number: fp64 costs nothing and keeps fp64 models exact.
-            return coeff * (scale.double() if isinstance(scale, torch.Tensor) else scale) / rows
-
-        def record(kl_sum: torch.Tensor) -> None:
-            mean = coeff * kl_sum / _row_count(layout)
-            IndexerLog.record(self.layer_index, {"indexer loss": mean})
-
-        return IndexerTraining(index_inputs, layout, weight, record, self._heads_group())
-
-    def _attach(self, out, loss_sum, layout: Layout):
-        """Scale a loss, hang it onto ``out`` and record it."""
-        coeff = self.config.dsa_indexer_loss_coeff
-        mean = loss_sum / _row_count(layout)
-        # Per-token loss: Megatron divides the gradients by the number of tokens itself.
-        loss = coeff * (loss_sum if self.config.calculate_per_token_loss else mean)
-        IndexerLog.record(self.layer_index, {"indexer loss": coeff * mean})
-        return attach_loss(out, loss, self.loss_scale)
 
     def _judge(self, index_inputs, q, kv, selection, layout, p_sum) -> torch.Tensor:
         """KL sum of an evaluation pass, for which there is no backward."""
-        if not self._loss_is_sparse():
+        if not self.loss_is_sparse():
             return self._dense_loss(index_inputs, q, kv[:, None], layout)
         return sparse_indexer_loss(
-            index_inputs, selection.indices, self._sum_over_heads(p_sum), layout,
+            index_inputs, selection.indices, self.sum_over_heads(p_sum), layout,
             topk_length=selection.length, policy=self.options.policy,
         )  # fmt: skip
-
-    def _record_evaluation(self, loss_sum: torch.Tensor, layout: Layout) -> None:
-        mean = self.config.dsa_indexer_loss_coeff * loss_sum / _row_count(layout)
-        IndexerLog.record(self.layer_index, {EVALUATION: mean})
 
     def needs_index_inputs(self) -> bool:
         """Whether this forward pass selects keys or trains the indexer."""
         return self.indexer is not None and (
-            self.options.stage == "sparse"
-            or self._trains_indexer_now()
-            or self._judges_indexer_now()
+            self.options.stage == "sparse" or self.trains_indexer_now() or self.judges_indexer_now()
         )
 
     def project_index(self, x: torch.Tensor, qr: torch.Tensor, rope: RowRope) -> IndexerInputs:
         """Return the indexer's projections of ``x [rows, hidden]`` and ``qr [rows, q_lora]``."""
-        with torch.set_grad_enabled(self._trains_indexer_now()):
+        with torch.set_grad_enabled(self.trains_indexer_now()):
             return self.indexer(x.detach(), qr.detach(), rope)
 
     def backward_dw(self) -> None:
         """Compute the indexer's delayed weight gradients, if it is trained."""
         if self.indexer is not None and self.training and indexer_is_trained(self.config):
             self.indexer.backward_dw()
-
-
-def _row_count(layout: Layout) -> torch.Tensor | int:
-    """Number of real rows, at least 1."""
-    rows = layout.real_rows()
-    return max(rows, 1) if isinstance(rows, int) else rows.clamp_min(1)

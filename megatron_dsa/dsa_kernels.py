@@ -14,6 +14,7 @@ import torch
 from megatron_dsa.dispatch import Policy, choose, device_problem, run
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.indexer_training import IndexerTraining, SelectedKeysLoss, index_problem
+from megatron_dsa.key_lists import KeyLists
 from megatron_dsa.layout import Layout
 from megatron_dsa.ops.arithmetic import accumulation_dtype
 from megatron_dsa.ops.dense_attention import DenseProblem
@@ -54,7 +55,7 @@ def _require(condition: bool, message: str) -> None:
 def sparse_attention(
     q: torch.Tensor,
     kv: torch.Tensor,
-    indices: torch.Tensor,
+    indices: torch.Tensor | KeyLists,
     *,
     softmax_scale: float,
     v_dim: int,
@@ -72,7 +73,8 @@ def sparse_attention(
         kv: ``[Skv, D]``, same dtype; the value is its first ``v_dim`` columns, by construction of
             absorbed MLA. There is no separate value argument.
         indices: int32 ``[Sq, K]``, rows of ``kv``. Entries ``< 0`` or ``>= Skv`` select nothing.
-            A row must not be listed twice for one query. Masking is by indices only.
+            A row must not be listed twice for one query. Masking is by indices only. Or
+            :class:`~megatron_dsa.key_lists.KeyLists`, whose lists are written block by block.
         softmax_scale: factor on ``q . kv`` before the softmax.
         v_dim: number of leading columns of ``kv`` that are the value.
         topk_length: int32 ``[Sq]``: entries of ``indices`` from there on are ignored.
@@ -97,17 +99,15 @@ def sparse_attention(
         f"kv must be [Skv, {q.shape[2]}] (D of q), got shape {tuple(kv.shape)}",
     )
     _require(kv.dtype == q.dtype, f"kv must have q's dtype {q.dtype}, got {kv.dtype}: cast it")
-    _require(
-        indices.dim() == 2 and indices.shape[0] == q.shape[0] and indices.dtype == torch.int32,
-        f"indices must be int32 [{q.shape[0]}, K], got {indices.dtype} {tuple(indices.shape)}",
-    )
+    lists = indices if isinstance(indices, KeyLists) else None
+    if lists is not None:
+        _check_lists(lists, q, topk_length, want_p_sum or indexer is not None)
+        indices = None
+    else:
+        _check_indices(indices, q, topk_length)
     _require(
         0 < v_dim <= kv.shape[1],
         f"v_dim must be in [1, {kv.shape[1]}] (the value is a slice of kv), got {v_dim}",
-    )
-    _require(
-        topk_length is None or topk_length.shape == indices.shape[:1],
-        f"topk_length must be [{q.shape[0]}], one entry per query row",
     )
     _require(
         attn_sink is None or attn_sink.shape == q.shape[1:2],
@@ -119,15 +119,36 @@ def sparse_attention(
         heads=q.shape[1],
         qk_dim=q.shape[2],
         v_dim=v_dim,
-        topk=indices.shape[1],
+        topk=indices.shape[1] if lists is None else lists.full_width,
         sink=attn_sink is not None,
     )
     if indexer is not None:
         _check_indexer(indexer.inputs)
-    settings = Settings(v_dim, softmax_scale, policy, problem, want_p_sum, indexer)
+    settings = Settings(v_dim, softmax_scale, policy, problem, want_p_sum, indexer, lists)
     trained = (None,) * 3 if indexer is None else indexer.tensors()
     return SparseAttentionOutput(
         *SparseAttention.apply(q, kv, kv_grad, attn_sink, *trained, indices, topk_length, settings)
+    )
+
+
+def _check_indices(indices: torch.Tensor, q: torch.Tensor, topk_length) -> None:
+    _require(
+        indices.dim() == 2 and indices.shape[0] == q.shape[0] and indices.dtype == torch.int32,
+        f"indices must be int32 [{q.shape[0]}, K], got {indices.dtype} {tuple(indices.shape)}",
+    )
+    _require(
+        topk_length is None or topk_length.shape == indices.shape[:1],
+        f"topk_length must be [{q.shape[0]}], one entry per query row",
+    )
+
+
+def _check_lists(lists: KeyLists, q: torch.Tensor, topk_length, wants_teacher: bool) -> None:
+    rows = lists.layout.num_queries
+    _require(rows == q.shape[0], f"q must have the {rows} rows of the lists, got {q.shape[0]}")
+    _require(topk_length is None, "topk_length must be None: lists have their own lengths")
+    _require(
+        not wants_teacher or lists.selected is not None,
+        "want_p_sum and indexer need lists with a selection: without one, use dense_indexer_loss",
     )
 
 
@@ -222,6 +243,7 @@ def dense_indexer_loss(
     layout: Layout,
     *,
     softmax_scale: float,
+    other_lse: torch.Tensor | None = None,
     head_group=None,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
@@ -233,6 +255,8 @@ def dense_indexer_loss(
             teacher; absorbed (one key head) and plain MLA (``H``) give the same result.
         layout: which keys each query row sees.
         softmax_scale: factor on ``q . k``.
+        other_lse: ``[Sq, H]``, log of the mass that the teacher's softmax has besides these keys
+            (window and sink of hybrid attention), ``-inf`` for none.
         head_group: process group that shares the heads; the teacher is summed over it.
         policy: which implementations may run.
 
@@ -245,8 +269,9 @@ def dense_indexer_loss(
         f"k must be [Skv, 1 or {q.shape[1]}, {q.shape[2]}], got shape {tuple(k.shape)}",
     )
     arguments = DenseLossProblem(
-        inputs, layout, q.detach(), k.detach(), softmax_scale, head_group, policy.workspace_bytes
-    )
+        inputs, layout, q.detach(), k.detach(), softmax_scale, head_group, policy.workspace_bytes,
+        other_lse,
+    )  # fmt: skip
     return run("dense_indexer_loss", index_problem(inputs, layout, None), policy, arguments)
 
 

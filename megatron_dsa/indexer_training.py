@@ -31,6 +31,8 @@ class IndexerTraining:
             scalar tensor on the device.
         record: called in the backward pass with the KL sum (detached scalar), for the log.
         head_group: process group over which heads are spread; the teacher is summed over it.
+        selected_only: the teacher is a softmax over the selected keys alone, not what they get
+            beside window and sink in hybrid attention.
     """
 
     inputs: IndexerInputs
@@ -38,6 +40,7 @@ class IndexerTraining:
     weight: Callable[[], torch.Tensor | float]
     record: Callable[[torch.Tensor], None] = lambda kl_sum: None
     head_group: object | None = None
+    selected_only: bool = False
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the tensors that get gradients."""

@@ -47,3 +47,10 @@ class ReplicatedLinear(torch.nn.Linear):
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here, so there is nothing left to do."""
+
+
+def new_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+    """Return a parameter of zeros in fp32 (fp64 if the model is), where Megatron puts its own."""
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    dtype = torch.promote_types(config.params_dtype, torch.float32)
+    return torch.nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device))

@@ -17,7 +17,7 @@ Everything on the device is computed without a host synchronisation.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -31,19 +31,25 @@ class Window:
 
     ``rows`` is a slice of query rows, ``first`` the slot of the first query's own key, ``lookback``
     an upper bound for the sequence length and ``floor`` the lowest slot of the window's keys.
+    If a slot stands for ``ratio`` positions (:mod:`megatron_dsa.compressed_keys`), ``lookback``
+    still counts positions, and the lower bound may be too high by up to ``slack`` slots.
     """
 
     rows: slice
     first: int
     lookback: int
     floor: int
+    ratio: int = 1
+    slack: int = 0
 
     def __len__(self) -> int:
         return len(range(self.rows.start, self.rows.stop, self.rows.step))
 
     def slots(self, begin: int, end: int) -> tuple[int, int]:
         """Return the slot range that covers everything queries ``[begin, end)`` may see."""
-        return max(self.floor, self.first + begin + 1 - self.lookback), self.first + end
+        lowest = self.first + (begin + 1 - self.lookback) // self.ratio - self.slack
+        highest = self.first + end // self.ratio
+        return min(max(self.floor, lowest), highest), highest
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,9 @@ class Layout:
         key_rows: int64 ``[num_keys]`` slot -> row of the key buffer, ``None`` for the identity.
         real: bool ``[num_queries]``, ``False`` for padding rows; ``None`` if there are none.
         windows: host-side bounds that cover every query row exactly once.
-        max_length: host-side upper bound of the length of a sequence.
+        max_length: host-side upper bound of the number of slots that a row sees.
+        sequences: host-side number of packed sequences, ``None`` if the rows are not packed.
+        padded: whether padding rows may stand between packed sequences.
     """
 
     num_queries: int
@@ -84,6 +92,10 @@ class Layout:
     real: torch.Tensor | None
     windows: tuple[Window, ...]
     max_length: int
+    sequences: int | None = None
+    padded: bool = False
+    #: What was derived from this layout, so that the layers of a microbatch share it.
+    derived: dict = field(default_factory=dict, repr=False)
 
     def real_rows(self) -> torch.Tensor | int:
         """Number of query rows that are not padding: an int if there is no padding."""
@@ -120,6 +132,18 @@ class Layout:
                 last = window.rows.start + (done + rows - 1) * step
                 yield Block(slice(first, last + 1, step), lo, hi)
                 done += rows
+
+    def widest(self, rows: slice) -> int:
+        """Return an upper bound of the slots that any query of ``rows`` (step 1) sees."""
+        bound = 0
+        for window in self.windows:
+            first, step = window.rows.start, window.rows.step
+            last = min(rows.stop, window.rows.stop) - 1
+            if last >= max(first, rows.start):
+                place = (last - first) // step
+                lo, hi = window.slots(place, place + 1)
+                bound = max(bound, hi - lo)
+        return bound
 
     def visible(self, block: Block) -> torch.Tensor:
         """Return bool ``[rows, width]``: which slots of the block each of its queries sees."""
@@ -196,6 +220,8 @@ def packed_layout(
         real=real,
         windows=(Window(slice(0, tokens, 1), 0, max_length, 0),),
         max_length=max_length,
+        sequences=offsets.numel() - 1,
+        padded=cu_seqlens_padded is not None,
     )
 
 

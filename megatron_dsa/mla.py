@@ -89,7 +89,7 @@ class DSASelfAttention(MLASelfAttention):
         Raises:
             ConfigError: for inference contexts, cross attention, biases and embeddings passed in.
         """
-        _refuse_unsupported(inference_context, key_value_states, megatron)
+        refuse_unsupported(inference_context, key_value_states, megatron)
         group = self._sequence_group()
         shards = group.size() if group is not None else 1
         rows_in_sequence, batch = hidden_states.shape[0] * shards, hidden_states.shape[1]
@@ -250,7 +250,7 @@ class DSASelfAttention(MLASelfAttention):
         self.core_attention.backward_dw()
 
 
-def _refuse_unsupported(inference_context, key_value_states, megatron: dict) -> None:
+def refuse_unsupported(inference_context, key_value_states, megatron: dict) -> None:
     for name, value in {
         "inference_context": inference_context,
         "inference_params": megatron.get("inference_params"),

@@ -150,3 +150,11 @@ TILELANG = Package(
     minimum="0.1.15",
     tested="0.1.15",
 )
+
+TRITON = Package(
+    module="triton",
+    install="it comes with torch's CUDA builds (>= 2.11)",
+    distribution="triton",
+    minimum="3.6",
+    tested="3.6",
+)

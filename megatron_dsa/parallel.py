@@ -54,3 +54,58 @@ class _GatherKeys(torch.autograd.Function):
             grad = dchannel.new_empty(dchannel.shape[0] // ctx.group.size(), dchannel.shape[1])
             torch.distributed.reduce_scatter_tensor(grad, dchannel.contiguous(), group=ctx.group)
         return grad.view(ctx.shape).to(ctx.dtype), None
+
+
+def join_keys(
+    kv: torch.Tensor, compressed: torch.Tensor | None, group
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all keys of hybrid attention and a channel for their gradient.
+
+    Args:
+        kv: ``[s / ranks, b, D]``, this rank's keys of positions.
+        compressed: ``[G, D]``, all compressed keys, the same on every rank; or ``None``.
+        group: the tensor-parallel group under sequence parallelism, else ``None``.
+
+    Returns:
+        ``keys [s * b + G, D]`` and ``channel`` as in :func:`gather_keys`. Every rank's heads add to
+        the gradient of every key: it is summed over the group in fp32, for this rank's slice of
+        ``kv`` and for all of ``compressed``, where all ranks go on with the same sum.
+    """
+    keys, channel = gather_keys(kv, group)
+    if compressed is None:
+        return keys, channel
+    compressed_keys, compressed_channel = _ShareKeys.apply(compressed, group)
+    return torch.cat([keys, compressed_keys]), _JoinChannels.apply(channel, compressed_channel)
+
+
+class _ShareKeys(torch.autograd.Function):
+    """Keys that every rank holds in full; their gradient is summed over the ranks in fp32."""
+
+    @staticmethod
+    def forward(ctx, keys, group):
+        ctx.group, ctx.dtype = group, keys.dtype
+        shared = keys.detach()
+        ctx.mark_non_differentiable(shared)
+        channel = keys.new_zeros((), dtype=accumulation_dtype(keys.dtype)).expand(keys.shape)
+        return shared, channel
+
+    @staticmethod
+    def backward(ctx, _dkeys, dchannel):
+        if ctx.group is not None and ctx.group.size() > 1:
+            dchannel = dchannel.contiguous()
+            torch.distributed.all_reduce(dchannel, group=ctx.group)
+        return dchannel.to(ctx.dtype), None
+
+
+class _JoinChannels(torch.autograd.Function):
+    """Concatenate two channels without giving them memory."""
+
+    @staticmethod
+    def forward(ctx, first, second):
+        ctx.rows = first.shape[0]
+        rows = first.shape[0] + second.shape[0]
+        return first.new_zeros(()).expand(rows, first.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad[: ctx.rows], grad[ctx.rows :]

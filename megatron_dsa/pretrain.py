@@ -65,8 +65,9 @@ def model_config_from_args(args):
         gpt_config_from_args,
     )
 
-    from megatron_dsa.arguments import options_from_args
+    from megatron_dsa.arguments import hybrid_fields, options_from_args
     from megatron_dsa.config import DSATransformerConfig
+    from megatron_dsa.csa_config import HybridTransformerConfig
     from megatron_dsa.errors import ConfigError
     from megatron_dsa.model import DSAModelConfig
     from megatron_dsa.stages import freeze_for_stage
@@ -86,7 +87,11 @@ def model_config_from_args(args):
             "masked by indices. Use --dataloader-inter-document-masking to keep documents apart"
         )
     mla = core_transformer_config_from_args(args)
-    config = DSATransformerConfig.from_mla(mla, options_from_args(args))
+    options = options_from_args(args)
+    if args.csa_compress_ratios is not None:
+        config = HybridTransformerConfig.from_mla(mla, options, **hybrid_fields(args))
+    else:
+        config = DSATransformerConfig.from_mla(mla, options)
     model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)
     model.pre_wrap_hooks.append(freeze_for_stage)
     return model

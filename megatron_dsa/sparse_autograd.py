@@ -2,16 +2,19 @@
 
 Forward and backward are dispatched independently; they share only ``out`` and ``lse``. What is
 saved is ``q, kv, out, lse, indices``: no scores, no gathered keys, nothing of the indexer's loss.
+Lists of hybrid attention (:mod:`megatron_dsa.key_lists`) are written again in the backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from megatron_dsa.dispatch import Policy, run
 from megatron_dsa.indexer_training import IndexerTraining, SelectedKeysLoss, scaled
+from megatron_dsa.key_lists import KeyLists
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.support import Problem
@@ -27,6 +30,7 @@ class Settings:
     problem: Problem
     want_p_sum: bool
     indexer: IndexerTraining | None
+    lists: KeyLists | None = None
 
     def arguments(self, q, kv, sink, indices, topk_length, want_p_sum: bool) -> SparseProblem:
         """Put the tensors of a call together."""
@@ -46,6 +50,31 @@ class Settings:
         """Run an operation of this call."""
         return run(operation, self.problem, self.policy, *args)
 
+    def parts(self, indices, length) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
+        """Yield ``rows, indices, length``: everything at once, or lists as they are written."""
+        if self.lists is None:
+            yield slice(None), indices, length
+        else:
+            yield from self.lists.blocks(self.policy)
+
+    def teacher_columns(self, p_sum: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Return the part of ``p_sum`` that the indexer is responsible for."""
+        if self.lists is None:
+            return p_sum
+        # Where fewer keys are selected than there is room for, the window follows at once.
+        valid = self.lists.selected[rows] >= 0
+        return p_sum[:, : valid.shape[1]].masked_fill(~valid, 0.0)
+
+
+def _put(whole: torch.Tensor | None, part: torch.Tensor | None, rows: slice, total: int):
+    """Return ``whole`` with ``part`` as its rows ``rows``, or a part that is everything."""
+    if part is None or part.shape[0] == total:
+        return part
+    if whole is None:
+        whole = part.new_empty(total, *part.shape[1:])
+    whole[rows] = part
+    return whole
+
 
 class SparseAttention(torch.autograd.Function):
     """``q, kv, kv_grad, sink, index q, k, weights, ... -> out, lse, p_sum``."""
@@ -53,10 +82,16 @@ class SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, kv, kv_grad, sink, index_q, index_k, index_weights, indices, length, s):
         """Return ``out``, ``lse`` and ``p_sum`` (``None`` unless asked for)."""
-        arguments = s.arguments(q, kv, sink, indices, length, s.want_p_sum)
-        out, lse, p_sum = s.run("sparse_attention_forward", arguments)
-        if s.want_p_sum and p_sum is None:
-            p_sum = s.run("sparse_attention_probabilities", arguments, lse)
+        out = lse = p_sum = None
+        for rows, part_indices, part_length in s.parts(indices, length):
+            arguments = s.arguments(q[rows], kv, sink, part_indices, part_length, s.want_p_sum)
+            part, part_lse, part_p_sum = s.run("sparse_attention_forward", arguments)
+            if s.want_p_sum:
+                if part_p_sum is None:
+                    part_p_sum = s.run("sparse_attention_probabilities", arguments, part_lse)
+                p_sum = _put(p_sum, s.teacher_columns(part_p_sum, rows), rows, q.shape[0])
+            out = _put(out, part, rows, q.shape[0])
+            lse = _put(lse, part_lse, rows, q.shape[0])
         ctx.save_for_backward(
             q, kv, sink, index_q, index_k, index_weights, indices, length, out, lse
         )
@@ -71,19 +106,43 @@ class SparseAttention(torch.autograd.Function):
         s: Settings = ctx.settings
         q, kv, sink, *index_tensors, indices, length, out, lse = ctx.saved_tensors
         trains = s.indexer is not None and any(ctx.needs_input_grad[4:7])
-        arguments = s.arguments(q, kv, sink, indices, length, trains)
-        dq, dkv, dsink, teacher = s.run(
-            "sparse_attention_backward", arguments, out, lse, dout.contiguous()
-        )
+        wants_p_sum = trains and not s.indexer.selected_only
+        dq = dkv = dsink = teacher = None
+        dout = dout.contiguous()
+        for rows, part_indices, part_length in s.parts(indices, length):
+            arguments = s.arguments(q[rows], kv, sink, part_indices, part_length, wants_p_sum)
+            part_dq, part_dkv, part_dsink, p_sum = s.run(
+                "sparse_attention_backward", arguments, out[rows], lse[rows], dout[rows]
+            )
+            dq = _put(dq, part_dq, rows, q.shape[0])
+            dkv = part_dkv if dkv is None else dkv.add_(part_dkv)
+            if part_dsink is not None:
+                dsink = part_dsink if dsink is None else dsink + part_dsink
+            if wants_p_sum:
+                if p_sum is None:
+                    p_sum = s.run("sparse_attention_probabilities", arguments, lse[rows])
+                teacher = _put(teacher, s.teacher_columns(p_sum, rows), rows, q.shape[0])
         index_grads = (None,) * 3
         if trains:
+            selection = (indices, length)
+            if s.lists is not None:
+                selection = (s.lists.selected, s.lists.selected_length)
             if teacher is None:
-                teacher = s.run("sparse_attention_probabilities", arguments, lse)
-            index_grads = _train(s, index_tensors, indices, length, teacher)
+                teacher = _probabilities_among(s, q, kv, *selection)
+            index_grads = _train(s, index_tensors, *selection, teacher)
         if dsink is not None:
             dsink = dsink.to(sink.dtype)
         to_kv, to_channel = (None, dkv) if ctx.separate_kv_grad else (dkv.to(kv.dtype), None)
         return dq, to_kv, to_channel, dsink, *index_grads, None, None, None
+
+
+def _probabilities_among(s: Settings, q, kv, indices, length) -> torch.Tensor:
+    """Return the head sum of a softmax over the selected keys alone: no window, no sink."""
+    if s.lists is not None:
+        indices = s.lists.selected_rows()
+    arguments = s.arguments(q, kv, None, indices, length, True)
+    _, lse, p_sum = s.run("sparse_attention_forward", arguments)
+    return s.run("sparse_attention_probabilities", arguments, lse) if p_sum is None else p_sum
 
 
 def _train(s: Settings, index_tensors, indices, length, teacher: torch.Tensor):

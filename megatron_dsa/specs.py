@@ -32,6 +32,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_dsa.config import computes_topk, shares_indices, validate
+from megatron_dsa.csa_config import is_hybrid
+from megatron_dsa.csa_specs import hybrid_attention_spec
 from megatron_dsa.dsa import DSACoreAttention, DSACoreAttentionSubmodules
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.indexer import DSAIndexer, DSAIndexerSubmodules
@@ -128,7 +130,14 @@ def _layer_spec(
     moe_grouped_gemm: bool = False,
     is_mtp: bool = False,
     share_indices: bool = False,
+    hybrid: bool = False,
 ) -> ModuleSpec:
+    if hybrid:
+        attention = hybrid_attention_spec(backend, is_mtp=is_mtp)
+    else:
+        attention = _attention_spec(
+            backend, rms_norm=rms_norm, qk_layernorm=qk_layernorm, is_mtp=is_mtp
+        )
     norm = backend.layer_norm(rms_norm=rms_norm, has_residual=True)
     # With transformer-engine the norm before a dense MLP is fused into its first linear.
     fused_mlp_norm = backend.fuse_layernorm_and_linear() and num_experts is None
@@ -136,9 +145,7 @@ def _layer_spec(
         module=IndexSharingLayer if share_indices and not is_mtp else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
-            self_attention=_attention_spec(
-                backend, rms_norm=rms_norm, qk_layernorm=qk_layernorm, is_mtp=is_mtp
-            ),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=IdentityOp if fused_mlp_norm else norm,
             mlp=gpt_layer_specs.get_mlp_module_spec_for_backend(
@@ -156,6 +163,8 @@ def _transformer_config(config):
 
 def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> ModuleSpec:
     """Return the spec of one decoder layer with sparse attention.
+
+    Hybrid attention (DeepSeek-V4) if the configuration has ``csa_compress_ratios``, else DSA.
 
     Args:
         config: a transformer configuration, or a model configuration with one inside.
@@ -176,6 +185,7 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
         moe_grouped_gemm=config.moe_grouped_gemm,
         is_mtp=is_mtp,
         share_indices=shares_indices(config),
+        hybrid=is_hybrid(config),
     )
 
 

@@ -13,7 +13,7 @@ import importlib
 import torch
 
 from megatron_dsa.dispatch import Candidate, register
-from megatron_dsa.packages import CUDNN, FLASH_MLA, TILELANG
+from megatron_dsa.packages import CUDNN, FLASH_MLA, TILELANG, TRITON
 from megatron_dsa.support import Support
 
 AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
@@ -172,6 +172,24 @@ _fused(
     **_ATOMIC_SUMS,
     probe=_probe("dense_attention.sdpa"),
 )
+
+_TRITON = {
+    "package": TRITON,
+    "capabilities": (AMPERE, ADA, HOPPER, BLACKWELL),
+    "not_run": (AMPERE, ADA, BLACKWELL),
+}
+for _operation, _module, _name, _covers in (
+    ("compressor", "compressor", "compress", "pooled keys; values, scores, ape"),
+    ("norm_rope", "rope", "norm_rope", "in place; q"),
+    ("rotate", "rope", "rotate", "any rotated dims"),
+    ("key_lists", "key_lists", "build", "one launch for any ratio"),
+):
+    _types = {} if _operation == "key_lists" else {"dtypes": (*_HALF, torch.float32)}
+    _fused(
+        _operation, "triton", _load(f"{_module}.triton_kernels", _name), covers=_covers, **_TRITON,
+        **_types,
+    )  # fmt: skip
+    _torch(_operation, _load(f"{_module}.unfused", _name), "any shape")
 
 _torch("indexer_scores", _load_instance("indexer_topk.unfused", "Scores"), "any shape")
 _torch("indexer_topk", _load("indexer_topk.unfused", "select"), "any shape")

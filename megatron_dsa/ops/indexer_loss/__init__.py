@@ -71,6 +71,8 @@ class DenseLossProblem:
         softmax_scale: factor on ``q . k``.
         head_group: process group over which the teacher's head sum is completed, or ``None``.
         workspace_bytes: budget for temporary memory.
+        other_lse: ``[Sq, H]``, log of what the teacher's softmax has in its denominator besides
+            these keys, or ``None``.
     """
 
     inputs: IndexerInputs
@@ -80,3 +82,4 @@ class DenseLossProblem:
     softmax_scale: float
     head_group: object | None
     workspace_bytes: int
+    other_lse: torch.Tensor | None = None

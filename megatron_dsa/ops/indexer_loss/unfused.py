@@ -224,7 +224,10 @@ def _dense_pass(problem: DenseLossProblem, grads: _Gradients | None) -> torch.Te
 
 
 def _teacher(problem: DenseLossProblem, rows: slice, keys: torch.Tensor, mask: torch.Tensor):
-    """Sum over local heads of ``softmax(scale * q . k)`` on a block, ``[r, w]``."""
+    """Sum over local heads of ``softmax(scale * q . k)`` on a block, ``[r, w]``.
+
+    The softmax has other keys in its denominator, too, if the problem says so.
+    """
     q = problem.q
     empty = ~mask.any(-1)[:, None]
     total = None
@@ -237,6 +240,11 @@ def _teacher(problem: DenseLossProblem, rows: slice, keys: torch.Tensor, mask: t
             scores = bmm(block_q, keys[:, heads].permute(1, 2, 0))
         scores.mul_(problem.softmax_scale)
         scores.masked_fill_(~mask, float("-inf")).masked_fill_(empty, 0.0)
-        part = torch.softmax(scores, dim=-1).sum(0)
+        if problem.other_lse is None:
+            part = torch.softmax(scores, dim=-1).sum(0)
+        else:
+            other = problem.other_lse[rows, heads].t().to(scores.dtype)
+            mass = torch.logaddexp(torch.logsumexp(scores, dim=-1), other)
+            part = scores.sub_(mass[..., None]).exp_().sum(0)
         total = part if total is None else total.add_(part)
     return total.masked_fill_(empty, 0.0)

@@ -1,0 +1,222 @@
+"""Self-attention of DeepSeek-V4: window, compressed keys, and a low-rank output in groups.
+
+One key/value head serves all query heads, and the key is the value. What a layer attends to besides
+its window depends on its compression ratio alone; :mod:`megatron_dsa.csa_core` does the attending,
+this file what is around it: projections, norms, rope and its inverse, output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+from megatron_dsa.config import options_of, validate
+from megatron_dsa.csa_kernels import norm_rope, rotate
+from megatron_dsa.layout import layout_from_megatron
+from megatron_dsa.mla import refuse_unsupported
+from megatron_dsa.position_rope import PositionRope, rows_of_rank
+
+
+@dataclass
+class HybridSelfAttentionSubmodules:
+    """Layers of hybrid attention."""
+
+    linear_q_down_proj: ModuleSpec | type = None
+    q_layernorm: ModuleSpec | type = None
+    linear_q_up_proj: ModuleSpec | type = None
+    linear_kv_proj: ModuleSpec | type = None
+    kv_layernorm: ModuleSpec | type = None
+    core_attention: ModuleSpec | type = None
+    linear_o_group_proj: ModuleSpec | type = None
+    linear_proj: ModuleSpec | type = None
+
+
+class HybridSelfAttention(MegatronModule):
+    """Self-attention of one layer; its compression ratio comes from the configuration.
+
+    Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
+    parallelism; packed batches have ``b == 1``). Heads and output groups are spread over
+    tensor-parallel ranks; the key/value head, the compressors and the indexer are replicated, but
+    every rank projects only its own rows for them.
+    """
+
+    def __init__(
+        self,
+        config,
+        submodules: HybridSelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type=AttnMaskType.causal,
+        is_mtp: bool = False,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_megatron,
+    ):
+        super().__init__(config=config)
+        validate(config)
+        self.layer_number = layer_number
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.pg_collection = pg_collection
+        ranks = pg_collection.tp.size()
+        self.heads = config.num_attention_heads // ranks
+        self.groups = config.o_groups // ranks
+        self.softmax_scale = config.head_dim**-0.5
+        self.rope = PositionRope.for_ratio(config, config.ratio(layer_number, is_mtp))
+        recomputed = config.recompute_modules or ()
+        selective = config.recompute_granularity == "selective"
+        self.recompute_core = selective and "core_attn" in recomputed
+        self.recompute_up_proj = selective and "mla_up_proj" in recomputed
+
+        def linear(spec, inputs: int, outputs: int, init_method=config.init_method, **kind):
+            return build_module(
+                spec, inputs, outputs, config=config, init_method=init_method, bias=False,
+                skip_bias_add=False, **kind,
+            )  # fmt: skip
+
+        def replicated(spec, inputs: int, outputs: int):
+            layer = linear(
+                spec, inputs, outputs, skip_weight_param_allocation=False,
+                parallel_mode="duplicated",
+            )  # fmt: skip
+            # It sees this rank's rows only: the gradient is summed over tensor-parallel ranks.
+            layer.weight.sequence_parallel = config.sequence_parallel
+            return layer
+
+        def columns(spec, inputs: int, outputs: int):
+            return linear(
+                spec, inputs, outputs, gather_output=False, is_expert=False,
+                tp_group=pg_collection.tp,
+            )  # fmt: skip
+
+        def norm(spec, size: int):
+            return build_module(spec, hidden_size=size, config=config, eps=config.layernorm_epsilon)
+
+        query = config.num_attention_heads * config.head_dim
+        self.linear_q_down_proj = replicated(
+            submodules.linear_q_down_proj, config.hidden_size, config.q_lora_rank
+        )
+        self.q_layernorm = norm(submodules.q_layernorm, config.q_lora_rank)
+        self.linear_q_up_proj = columns(submodules.linear_q_up_proj, config.q_lora_rank, query)
+        self.linear_kv_proj = replicated(
+            submodules.linear_kv_proj, config.hidden_size, config.head_dim
+        )
+        self.kv_layernorm = norm(submodules.kv_layernorm, config.head_dim)
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            softmax_scale=self.softmax_scale,
+            pg_collection=pg_collection,
+            is_mtp=is_mtp,
+        )
+        # One matrix per group, one under the other: sharded by rows, a rank holds its own groups.
+        self.linear_o_group_proj = columns(
+            submodules.linear_o_group_proj,
+            query // config.o_groups,
+            config.o_groups * config.o_lora_rank,
+        )
+        self.linear_proj = linear(
+            submodules.linear_proj, config.o_groups * config.o_lora_rank, config.hidden_size,
+            init_method=config.output_layer_init_method, input_is_parallel=True, is_expert=False,
+            tp_group=pg_collection.tp,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        key_value_states: torch.Tensor | None = None,
+        inference_context=None,
+        packed_seq_params=None,
+        **megatron,
+    ):
+        """Return ``(output, bias)`` for ``hidden_states [s, b, hidden]``.
+
+        ``attention_mask`` is not read: attention is causal within each sequence, and packed
+        sequences are described by ``packed_seq_params``.
+
+        Raises:
+            ConfigError: for inference contexts, cross attention, biases and embeddings passed in.
+        """
+        refuse_unsupported(inference_context, key_value_states, megatron)
+        group = self.pg_collection.tp if self.config.sequence_parallel else None
+        shards = group.size() if group is not None else 1
+        rows_in_sequence, batch = hidden_states.shape[0] * shards, hidden_states.shape[1]
+        layout = layout_from_megatron(
+            rows_in_sequence, batch, hidden_states.device, packed_seq_params
+        )
+        policy = options_of(self.config).policy
+        tables = self.rope.of_rows(layout, hidden_states.dtype)
+
+        q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
+        kv = self.kv_layernorm(self.linear_kv_proj(hidden_states)[0])
+        kv = rotate(kv.flatten(0, 1)[:, None], *rows_of_rank(tables, group), policy=policy).view_as(
+            kv
+        )
+
+        def queries(q_latent):
+            q, _ = self.linear_q_up_proj(q_latent)
+            q = q.view(-1, self.heads, self.config.head_dim)
+            # Nobody else reads the projection, so its memory may become the queries'.
+            return norm_rope(q, *tables, self.config.layernorm_epsilon, inplace=True, policy=policy)
+
+        up_checkpoint = None
+        if self.recompute_up_proj and self.training:
+            up_checkpoint = tensor_parallel.CheckpointWithoutOutput(
+                fp8=self.config.fp8 or self.config.fp4
+            )
+            q = up_checkpoint.checkpoint(queries, q_latent)
+        else:
+            q = queries(q_latent)
+
+        def core(hidden_states, q_latent, q, kv):
+            out = self.core_attention(hidden_states, q_latent, q, kv, layout, self.rope, group)
+            return rotate(out, *tables, inverse=True, policy=policy)
+
+        if self.recompute_core and self.training:
+            out = tensor_parallel.checkpoint(core, False, hidden_states, q_latent, q, kv)
+        else:
+            out = core(hidden_states, q_latent, q, kv)
+        out = self._project_groups(out).view(rows_in_sequence, batch, -1)
+        if up_checkpoint is not None:
+            up_checkpoint.discard_output_and_register_recompute(out)
+        return self.linear_proj(out)
+
+    def _project_groups(self, out: torch.Tensor) -> torch.Tensor:
+        """Return ``[rows, groups * o_lora_rank]`` of this rank's groups of heads."""
+        # The module is not called, so what waits for its call has to be told: with overlapped
+        # parameter gathering, the hook that waits until the weight has arrived.
+        for hook in self.linear_o_group_proj._forward_pre_hooks.values():
+            hook(self.linear_o_group_proj, ())
+        weight = self.linear_o_group_proj.weight.view(self.groups, self.config.o_lora_rank, -1)
+        out = out.reshape(out.shape[0], self.groups, -1)
+        projected = torch.bmm(out.transpose(0, 1), weight.transpose(1, 2))
+        return projected.transpose(0, 1).reshape(out.shape[0], -1)
+
+    def backward_dw(self) -> None:
+        """Compute delayed weight gradients of every layer that ran as a linear.
+
+        The output groups' weight enters as a plain tensor: autograd has its gradient already.
+        """
+        for linear in (
+            self.linear_q_down_proj,
+            self.linear_q_up_proj,
+            self.linear_kv_proj,
+            self.linear_proj,
+        ):
+            if linear.weight.requires_grad:
+                linear.backward_dw()
+        self.core_attention.backward_dw()
+
+    def set_for_recompute_input_layernorm(self) -> None:
+        """Keep the linears from saving a quantised copy of an input that is recomputed (FP8)."""
+        from megatron.core.extensions.transformer_engine import set_save_original_input
+
+        set_save_original_input(self.linear_q_down_proj)
+        set_save_original_input(self.linear_kv_proj)

@@ -1,0 +1,248 @@
+"""The core of hybrid attention: compress keys, select among them, attend, train the selector.
+
+One forward path for all layers: a layer's compression ratio says which keys exist besides the
+window, and the stage says whether a CSA layer (ratio 4) selects among them or attends to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
+
+from megatron_dsa.compressed_keys import compressed_keys
+from megatron_dsa.config import indexer_is_trained, uses_indexer, validate
+from megatron_dsa.csa_config import CSA_RATIO
+from megatron_dsa.dispatch import choose, device_problem
+from megatron_dsa.dsa_kernels import (
+    IndexerInputs,
+    dense_indexer_loss,
+    indexer_topk,
+    sparse_attention,
+    sparse_indexer_loss,
+)
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.fp32_parameters import Fp32Parameters
+from megatron_dsa.key_lists import KeyLists
+from megatron_dsa.layers import new_parameter
+from megatron_dsa.layout import Layout
+from megatron_dsa.parallel import join_keys
+from megatron_dsa.position_rope import PositionRope
+from megatron_dsa.support import Problem
+from megatron_dsa.trained_indexer import TrainsIndexer
+
+
+@dataclass
+class HybridCoreAttentionSubmodules:
+    """Specs of the compressor and of the indexer."""
+
+    compressor: ModuleSpec | type = None
+    indexer: ModuleSpec | type = None
+
+
+class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
+    """Attention to the window and to compressed keys, with a learned sink per head.
+
+    Takes the constructor arguments of Megatron's core attentions. ``is_mtp`` marks the attention of
+    a multi-token-prediction layer, whose ratio stands behind those of the decoder.
+    """
+
+    fp32_parameters = ("attn_sink",)
+
+    def __init__(
+        self,
+        config,
+        submodules: HybridCoreAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        softmax_scale: float | None = None,
+        pg_collection=None,
+        is_mtp: bool = False,
+        **_megatron,
+    ):
+        super().__init__(config=config)
+        validate(config)
+        if attn_mask_type != AttnMaskType.causal:
+            raise ConfigError(
+                f"attn_mask_type must be causal, got {attn_mask_type}: a query sees the past only"
+            )
+        self.ratio = config.ratio(layer_number, is_mtp)
+        self.softmax_scale = softmax_scale
+        self.heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.set_up_loss(layer_number, is_mtp, pg_collection)
+        self.attn_sink = new_parameter(config, self.heads)
+        self.attn_sink.tensor_model_parallel = True
+        self.attn_sink.partition_dim, self.attn_sink.partition_stride = 0, 1
+        self.compressor = self.indexer = None
+        if self.ratio:
+            self.compressor = build_module(
+                submodules.compressor, config=config, ratio=self.ratio, dim=config.head_dim
+            )
+        if self.ratio == CSA_RATIO and uses_indexer(config):
+            self.indexer = build_module(submodules.indexer, config=config)
+            if not indexer_is_trained(config):
+                # A parameter without a gradient would stall the overlapped gradient reduction.
+                self.indexer.requires_grad_(False)
+        for operation, problem in self._problems():
+            choose(operation, problem, self.options.policy)
+
+    def _selects(self) -> bool:
+        return self.indexer is not None and self.options.stage == "sparse"
+
+    def _problems(self) -> Iterator[tuple[str, Problem]]:
+        """Yield what a step will call, to be refused at start-up rather than in the first step."""
+        config = self.config
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        topk = config.csa_window_size + (config.dsa_indexer_topk if self._selects() else 0)
+
+        def problem(heads: int, dim: int, v_dim: int = 0, **more) -> Problem:
+            return device_problem(
+                device, dtype=config.params_dtype, heads=heads, qk_dim=dim, v_dim=v_dim, **more
+            )
+
+        attention = problem(self.heads, config.head_dim, config.head_dim, topk=topk, sink=True)
+        yield "norm_rope", problem(self.heads, config.head_dim)
+        yield "rotate", problem(self.heads, config.head_dim)
+        yield "key_lists", device_problem(device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0)
+        yield "sparse_attention_forward", attention
+        yield "sparse_attention_backward", attention
+        if self.compressor is not None:
+            yield "compressor", problem(1, config.head_dim)
+        if self.indexer is None:
+            return
+        topk = config.dsa_indexer_topk
+        heads, dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        index = problem(heads, dim, topk=topk, relu=config.dsa_indexer_scoring_relu)
+        if self._selects():
+            yield "indexer_scores", index
+            yield "indexer_topk", index
+        if indexer_is_trained(config) and self.loss_is_sparse():
+            yield "sparse_attention_probabilities", attention
+            yield "sparse_indexer_loss", index
+            yield "indexer_backward", index
+        elif indexer_is_trained(config):
+            yield "dense_indexer_loss", problem(heads, dim, relu=config.dsa_indexer_scoring_relu)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        q_latent: torch.Tensor,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        layout: Layout,
+        rope: PositionRope,
+        group,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            hidden_states: ``[s / ranks, b, hidden]``, q_latent: ``[s / ranks, b, q_lora_rank]`` and
+                kv: ``[s / ranks, b, D]``, rotated, of this rank's rows.
+            q: ``[rows, H, D]``, rotated queries of the local heads.
+            layout: which rows belong together.
+            rope: the layer's rope, for compressed keys.
+            group: the tensor-parallel group under sequence parallelism, else ``None``.
+
+        Returns:
+            ``[rows, H, D]``, not yet rotated back.
+        """
+        policy = self.options.policy
+        keys = compressed = inputs = None
+        if self.compressor is not None:
+            keys = compressed_keys(layout, self.ratio)
+            compressed = self.compressor(hidden_states, keys, rope, group)
+        kv, kv_grad = join_keys(kv, compressed, group)
+        trains, judges = self.trains_indexer_now(), self.judges_indexer_now()
+        if self._selects() or trains or judges:
+            with torch.set_grad_enabled(trains):
+                inputs = self.indexer(
+                    hidden_states.detach(), q_latent.detach(), keys, layout, rope, group
+                )
+        lists = KeyLists(layout, self.config.csa_window_size, keys)
+        if self._selects():
+            lists = self._select(inputs, lists)
+        training = None
+        if trains and self.loss_is_sparse():
+            training = self.sparse_training(inputs, keys.layout, layout, self._selected_only())
+        result = sparse_attention(
+            q,
+            kv,
+            lists,
+            softmax_scale=self.softmax_scale,
+            v_dim=q.shape[2],
+            attn_sink=self.attn_sink,
+            kv_grad=kv_grad,
+            want_p_sum=judges and self.loss_is_sparse() and not self._selected_only(),
+            indexer=training,
+            policy=policy,
+        )
+        out = result.out
+        if trains and not self.loss_is_sparse():
+            out = self.attach(out, self._dense_loss(inputs, q, kv, lists), layout)
+        if judges:
+            self.record_evaluation(self._judge(inputs, q, kv, lists, result.p_sum), layout)
+        return out
+
+    def _select(self, inputs: IndexerInputs, lists: KeyLists) -> KeyLists:
+        """Return lists of the compressed keys that the indexer selects."""
+        indices, length = indexer_topk(
+            inputs, lists.compressed.layout, self.config.dsa_indexer_topk,
+            policy=self.options.policy,
+        )  # fmt: skip
+        return KeyLists(lists.layout, lists.window, lists.compressed, indices, length)
+
+    def _selected_only(self) -> bool:
+        return self.options.csa_teacher == "compressed"
+
+    def _dense_loss(self, inputs, q, kv, lists: KeyLists) -> torch.Tensor:
+        """KL sum over all visible compressed keys; window and sink share the teacher's softmax."""
+        layout, keys = lists.layout, lists.compressed
+        other = None
+        if not self._selected_only():
+            with torch.no_grad():
+                window = sparse_attention(
+                    q, kv, KeyLists(layout, lists.window), softmax_scale=self.softmax_scale,
+                    v_dim=q.shape[2], policy=self.options.policy,
+                )  # fmt: skip
+                other = torch.logaddexp(window.lse, self.attn_sink.to(window.lse.dtype))
+        return dense_indexer_loss(
+            inputs, q, kv[layout.num_keys :, None], keys.layout,
+            softmax_scale=self.softmax_scale, other_lse=other, head_group=self.heads_group(),
+            policy=self.options.policy,
+        )  # fmt: skip
+
+    def _judge(self, inputs, q, kv, lists: KeyLists, p_sum) -> torch.Tensor:
+        """KL sum of an evaluation pass, for which there is no backward."""
+        if not self.loss_is_sparse():
+            return self._dense_loss(inputs, q, kv, lists)
+        policy = self.options.policy
+        if p_sum is None:
+            p_sum = sparse_attention(
+                q, kv, lists.selected_rows(), softmax_scale=self.softmax_scale, v_dim=q.shape[2],
+                topk_length=lists.selected_length, want_p_sum=True, policy=policy,
+            ).p_sum  # fmt: skip
+        return sparse_indexer_loss(
+            inputs, lists.selected, self.sum_over_heads(p_sum), lists.compressed.layout,
+            topk_length=lists.selected_length, policy=policy,
+        )  # fmt: skip
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """Add that ``attn_sink`` is spread over tensor-parallel ranks like the heads."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state |= make_sharded_tensors_for_checkpoint(
+            {"attn_sink": self.attn_sink}, prefix, {"attn_sink": 0}, sharded_offsets,
+            tp_group=self.pg_collection.tp, dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
+        return state
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed in compressor and indexer."""

@@ -1,0 +1,89 @@
+"""The indexer of CSA layers: scores compressed keys of its own, made by its own compressor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+from megatron_dsa.compressed_keys import CompressedKeys
+from megatron_dsa.compressor import gather_split
+from megatron_dsa.config import options_of
+from megatron_dsa.csa_config import CSA_RATIO
+from megatron_dsa.csa_kernels import rotate
+from megatron_dsa.dsa_kernels import IndexerInputs
+from megatron_dsa.layers import ReplicatedLinear
+from megatron_dsa.layout import Layout
+from megatron_dsa.parallel import gather_rows
+from megatron_dsa.position_rope import PositionRope
+from megatron_dsa.rotary import hadamard
+
+
+@dataclass
+class CSAIndexerSubmodules:
+    """The compressor's spec; the linears are never quantised."""
+
+    compressor: ModuleSpec | type = None
+
+
+class CSAIndexer(MegatronModule):
+    """Projections of the indexer over compressed keys (DeepSeek-V4).
+
+    ``q_I = rot(rope(W_qb qr))``, ``k_I = rot(compressor(x))``, ``w = W_w x * HI^-1/2 * DI^-1/2``
+    with rope on the *last* dims and ``rot`` a Hadamard transform. Parameter names are those of
+    Megatron's development branch: ``linear_wq_b``, ``linear_weights_proj``, ``compressor``.
+    """
+
+    def __init__(self, config, submodules: CSAIndexerSubmodules):
+        super().__init__(config=config)
+        self.heads, self.dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+
+        def linear(inputs: int, outputs: int) -> ReplicatedLinear:
+            return ReplicatedLinear(inputs, outputs, config=config, init_method=config.init_method)
+
+        self.linear_wq_b = linear(config.q_lora_rank, self.heads * self.dim)
+        # Of all rows on every rank: averaging keeps the equal gradients equal to the last bit.
+        self.linear_wq_b.weight.average_gradients_across_tp_domain = True
+        self.linear_weights_proj = linear(config.hidden_size, self.heads)
+        # Of its own rows only: the gradient is summed over ranks.
+        self.linear_weights_proj.weight.sequence_parallel = config.sequence_parallel
+        self.compressor = build_module(
+            submodules.compressor, config=config, ratio=CSA_RATIO, dim=self.dim
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        keys: CompressedKeys,
+        layout: Layout,
+        rope: PositionRope,
+        group,
+    ) -> IndexerInputs:
+        """Project a microbatch.
+
+        Args:
+            x: ``[s / ranks, b, hidden]``, qr: ``[s / ranks, b, q_lora_rank]``, detached hidden
+                states and normalised query latent of this rank's rows.
+            keys: the groups of the whole microbatch.
+            layout: gives the positions of all query rows.
+            rope: the layer's rope.
+            group: the tensor-parallel group under sequence parallelism, else ``None``.
+
+        Returns:
+            queries and weights of all rows, and one key per compressed slot.
+        """
+        config, policy = self.config, options_of(self.config).policy
+        q, _ = self.linear_wq_b(gather_rows(qr, group).flatten(0, 1))
+        q = rotate(q.view(-1, self.heads, self.dim), *rope.of_rows(layout, q.dtype), policy=policy)
+        k = self.compressor(x, keys, rope, group)
+        weights = gather_split(self.linear_weights_proj(x)[0], group).flatten(0, 1)
+        weights = weights * (self.heads**-0.5 * self.dim**-0.5)
+        if config.dsa_indexer_rotate_activation:
+            q, k = hadamard(q), hadamard(k)
+        return IndexerInputs(q, k, weights, config.dsa_indexer_scoring_relu)
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed here (:class:`ReplicatedLinear`)."""

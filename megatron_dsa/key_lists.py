@@ -1,0 +1,99 @@
+"""The keys of a query in hybrid attention, described by ranges and written out block by block.
+
+A query attends to the last positions of its sequence (the window) and to compressed keys: those
+that the indexer selected, or all that it sees. Only the selection is a tensor; the rest are two
+ranges per query row. The attention kernels want one list per query, so lists are written for as
+many rows at a time as fit the workspace, in the forward and again in the backward, never stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dsa.compressed_keys import CompressedKeys
+from megatron_dsa.dispatch import Policy, choose, device_problem, run
+from megatron_dsa.layout import Layout
+from megatron_dsa.ops.arithmetic import rows_in_budget
+from megatron_dsa.ops.key_lists import ListProblem
+
+#: Bytes per list entry of the torch builder (masks, sums, copies) and of a kernel (the entry).
+_BYTES_UNFUSED, _BYTES_FUSED = 48, 4
+
+
+@dataclass(frozen=True, eq=False)
+class KeyLists:
+    """Window and compressed keys of every query row of a microbatch.
+
+    The key buffer holds the ``layout.num_keys`` rows of the sequence, then the compressed keys.
+    In a list the compressed keys come first, so that the columns of a selection are the same in
+    all rows, then the window in the order of positions.
+
+    Attributes:
+        layout: sequences and visibility.
+        window: number of latest positions that a query sees, its own included.
+        compressed: compressed keys of the layer, ``None`` if it has only the window.
+        selected: int32 ``[Sq, topk]``, compressed slots that were selected, valid entries first;
+            ``None``: all visible ones.
+        selected_length: int32 ``[Sq]``, number of valid entries.
+    """
+
+    layout: Layout
+    window: int
+    compressed: CompressedKeys | None = None
+    selected: torch.Tensor | None = None
+    selected_length: torch.Tensor | None = None
+
+    def width(self, rows: slice) -> int:
+        """Return the list width for query rows ``rows``: no list is longer."""
+        window = min(self.window, self.layout.widest(rows))
+        if self.compressed is None:
+            return max(window, 1)
+        if self.selected is not None:
+            return self.selected.shape[1] + window
+        return max(window + self.compressed.layout.widest(rows), 1)
+
+    @property
+    def full_width(self) -> int:
+        """The width that fits every row, however long sequences of this layout may be."""
+        return self.width(slice(0, self.layout.num_queries))
+
+    def blocks(self, policy: Policy) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Yield ``rows, indices int32 [r, width], length int32 [r]`` for all query rows.
+
+        Rows of the key buffer, compact, ``-1`` padded.
+        """
+        problem = device_problem(
+            self.layout.start.device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0
+        )
+        fused = choose("key_lists", problem, policy).candidate.fused
+        bytes_per_row = self.full_width * (_BYTES_FUSED if fused else _BYTES_UNFUSED)
+        rows_at_once = rows_in_budget(policy.workspace_bytes, bytes_per_row)
+        total = self.layout.num_queries
+        for first in range(0, total, rows_at_once):
+            rows = slice(first, min(total, first + rows_at_once))
+            yield rows, *run("key_lists", problem, policy, self._problem(rows))
+
+    def selected_rows(self) -> torch.Tensor:
+        """Return the selection as rows of the key buffer, int32 ``[Sq, topk]``."""
+        return torch.where(self.selected < 0, -1, self.selected + self.layout.num_keys)
+
+    def _problem(self, rows: slice) -> ListProblem:
+        group_start = group_end = None
+        if self.compressed is not None and self.selected is None:
+            group_start = self.compressed.layout.start[rows]
+            group_end = self.compressed.layout.end[rows]
+        return ListProblem(
+            start=self.layout.start[rows],
+            end=self.layout.end[rows],
+            window=self.window,
+            key_rows=self.layout.key_rows,
+            offset=self.layout.num_keys,
+            selected=None if self.selected is None else self.selected[rows],
+            selected_length=None if self.selected is None else self.selected_length[rows],
+            group_start=group_start,
+            group_end=group_end,
+            width=self.width(rows),
+        )

@@ -1,0 +1,86 @@
+"""Index lists of hybrid attention in one Triton kernel: every entry is written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_dsa.ops.key_lists import ListProblem
+
+# All that follows the batch, and slices of rows with any alignment, must not compile it again.
+_ARGUMENTS = [
+    "start", "end", "key_rows", "selected", "selected_length", "group_start", "group_end",
+    "indices", "length", "rows", "window", "offset", "topk", "stride", "width",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_ARGUMENTS)
+def _build(
+    start, end, key_rows, selected, selected_length, group_start, group_end, indices, length,
+    rows, window, offset, topk, stride, width, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """One program per ``BLOCK_R`` rows; ``stride`` is that of ``selected``."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = row < rows
+    last = tl.load(end + row, mask=inside, other=0)
+    own = tl.maximum(last - tl.load(start + row, mask=inside, other=0), 0)
+    own = tl.minimum(tl.minimum(own, window), width)
+    count = tl.zeros([BLOCK_R], tl.int32)
+    first_group = tl.zeros([BLOCK_R], tl.int32)
+    at_selected = row.to(tl.int64)[:, None] * stride
+    if selected is not None:
+        if selected_length is not None:
+            count = tl.load(selected_length + row, mask=inside, other=0)
+        else:
+            for begin in range(0, topk, BLOCK_C):
+                column = (begin + tl.arange(0, BLOCK_C))[None, :]
+                mask = inside[:, None] & (column < topk)
+                slot = tl.load(selected + at_selected + column, mask=mask, other=-1)
+                count += tl.sum((slot >= 0).to(tl.int32), 1)
+        count = tl.minimum(tl.maximum(count, 0), topk)
+    elif group_start is not None:
+        first_group = tl.load(group_start + row, mask=inside, other=0)
+        count = tl.maximum(tl.load(group_end + row, mask=inside, other=0) - first_group, 0)
+    count = tl.minimum(count, width - own)
+    total = count + own
+    tl.store(length + row, total, mask=inside)
+    shift = last - total  # entry count + j is slot last - own + j
+    for begin in range(0, width, BLOCK_C):
+        column = (begin + tl.arange(0, BLOCK_C))[None, :]
+        compressed = column < count[:, None]
+        used = column < total[:, None]
+        slot = column + shift[:, None]
+        if key_rows is not None:
+            slot = tl.load(key_rows + slot, mask=used & (column >= count[:, None]), other=-1)
+            slot = slot.to(tl.int32)
+        if selected is not None:
+            group = tl.load(selected + at_selected + column, mask=compressed, other=-1)
+        else:
+            group = column + first_group[:, None]
+        entry = tl.where(compressed, group + offset, tl.where(used, slot, -1))
+        at = indices + row.to(tl.int64)[:, None] * width + column
+        tl.store(at, entry, mask=inside[:, None] & (column < width))
+
+
+def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
+    """The kernel takes rows with any distance, but neighbouring columns."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def build(problem: ListProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``indices`` int32 ``[rows, width]`` and ``length`` int32 ``[rows]``."""
+    rows, width = problem.start.shape[0], problem.width
+    indices = problem.start.new_empty(rows, width)
+    length = problem.start.new_empty(rows)
+    selected = _dense(problem.selected)
+    topk, stride = (0, 0) if selected is None else (selected.shape[1], selected.stride(0))
+    # 16 rows at a time: the shortest lists, those of a window alone, have 128 entries.
+    if rows > 0:
+        _build[(triton.cdiv(rows, 16),)](
+            _dense(problem.start), _dense(problem.end), _dense(problem.key_rows), selected,
+            _dense(problem.selected_length), _dense(problem.group_start),
+            _dense(problem.group_end), indices, length, rows, problem.window, problem.offset, topk,
+            stride, width, BLOCK_R=16, BLOCK_C=128,
+        )  # fmt: skip
+    return indices, length

@@ -1,0 +1,97 @@
+"""When and how an attention module trains its indexer: conditions, scale, and the log."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.config import indexer_is_trained, options_of
+from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining
+from megatron_dsa.layout import Layout
+from megatron_dsa.losses import EVALUATION, IndexerLog, attach_loss, install_loss_scale
+
+
+class TrainsIndexer:
+    """Mixin for core attentions that have ``config`` and an ``indexer``, which may be ``None``."""
+
+    def set_up_loss(self, layer_number: int, is_mtp: bool, pg_collection) -> None:
+        """Settle what the loss needs to know about the layer."""
+        self.options = options_of(self.config)
+        self.pg_collection = pg_collection
+        # Layers of multi-token prediction log behind the decoder's.
+        self.layer_index = layer_number - 1 + (self.config.num_layers if is_mtp else 0)
+        self.loss_scale = install_loss_scale(self.config)
+
+    def loss_is_sparse(self) -> bool:
+        """Whether the loss is taken over the selected keys only."""
+        return self.options.stage == "sparse" and self.config.dsa_indexer_use_sparse_loss
+
+    def trains_indexer_now(self) -> bool:
+        """Whether this forward pass trains the indexer.
+
+        Without gradients (evaluation, first pass of a recomputed layer) there is nothing to do.
+        """
+        return (
+            self.indexer is not None
+            and torch.is_grad_enabled()
+            and (self.training and indexer_is_trained(self.config))
+        )
+
+    def judges_indexer_now(self) -> bool:
+        """Whether this is an evaluation pass whose indexer loss is asked for."""
+        return self.options.evaluate_indexer and not self.training and self.indexer is not None
+
+    def heads_group(self):
+        """The group over which heads are spread, or ``None``."""
+        group = self.pg_collection.tp if self.pg_collection is not None else None
+        return group if group is not None and group.size() > 1 else None
+
+    def sum_over_heads(self, p_sum: torch.Tensor) -> torch.Tensor:
+        """Complete the teacher's head sum over tensor-parallel ranks."""
+        group = self.heads_group()
+        if group is not None:
+            torch.distributed.all_reduce(p_sum, group=group)
+        return p_sum
+
+    def sparse_training(
+        self, inputs: IndexerInputs, keys: Layout, rows: Layout, selected_only: bool = False
+    ) -> IndexerTraining:
+        """Return the sparse loss, whose value and gradients are formed in the attention's backward.
+
+        ``keys`` is the layout of the indexer's keys, ``rows`` the one that counts the query rows.
+        """
+        coeff = self.config.dsa_indexer_loss_coeff
+
+        def weight():
+            # Read in the backward: Megatron sets the scale after the forward pass.
+            # Per-token loss: Megatron divides the gradients by the number of tokens itself.
+            count = 1 if self.config.calculate_per_token_loss else _row_count(rows)
+            scale = self.loss_scale.value
+            # One number: fp64 costs nothing and keeps fp64 models exact.
+            return coeff * (scale.double() if isinstance(scale, torch.Tensor) else scale) / count
+
+        def record(kl_sum: torch.Tensor) -> None:
+            mean = coeff * kl_sum / _row_count(rows)
+            IndexerLog.record(self.layer_index, {"indexer loss": mean})
+
+        return IndexerTraining(inputs, keys, weight, record, self.heads_group(), selected_only)
+
+    def attach(self, out: torch.Tensor, loss_sum: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Scale a loss, hang it onto ``out`` and record it."""
+        coeff = self.config.dsa_indexer_loss_coeff
+        mean = loss_sum / _row_count(layout)
+        # Per-token loss: Megatron divides the gradients by the number of tokens itself.
+        loss = coeff * (loss_sum if self.config.calculate_per_token_loss else mean)
+        IndexerLog.record(self.layer_index, {"indexer loss": coeff * mean})
+        return attach_loss(out, loss, self.loss_scale)
+
+    def record_evaluation(self, loss_sum: torch.Tensor, layout: Layout) -> None:
+        """Record the loss of an evaluation pass."""
+        mean = self.config.dsa_indexer_loss_coeff * loss_sum / _row_count(layout)
+        IndexerLog.record(self.layer_index, {EVALUATION: mean})
+
+
+def _row_count(layout: Layout) -> torch.Tensor | int:
+    """Number of real rows, at least 1."""
+    rows = layout.real_rows()
+    # A count divides as fp32 would: one number in fp64 keeps fp64 models exact.
+    return max(rows, 1) if isinstance(rows, int) else rows.clamp_min(1).double()

@@ -1,0 +1,166 @@
+"""Hybrid attention against an independent float64 reference: outputs, loss, all gradients.
+
+The reference (``tests/reference/csa_float64.py``) is written from the formulas in plain loops and
+shares no code with the package.
+"""
+
+import pytest
+import torch
+
+from megatron_dsa.config import DSAOptions
+from tests.helpers import relative_error
+from tests.host import attention_module, packed, small_hybrid_config, start
+from tests.reference import csa_float64
+
+SEQUENCE = 96  # CSA: 24 compressed keys, more than 4 x topk; several windows
+
+YARN = {
+    "rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 128,
+    "beta_fast": 8.0, "beta_slow": 1.0,
+}  # fmt: skip
+
+
+def shape_of(config):
+    """The reference's description of the same layer."""
+    yarn = None
+    if config.rope_type == "yarn":
+        yarn = {
+            "scaling_factor": config.rotary_scaling_factor,
+            "original_max_position": config.original_max_position_embeddings,
+            "beta_fast": config.beta_fast,
+            "beta_slow": config.beta_slow,
+        }
+    return csa_float64.Shape(
+        heads=config.num_attention_heads,
+        hidden=config.hidden_size,
+        q_lora=config.q_lora_rank,
+        head_dim=config.v_head_dim,
+        rope=config.qk_pos_emb_head_dim,
+        window=config.csa_window_size,
+        ratio=config.csa_compress_ratios[0],
+        o_groups=config.o_groups,
+        o_lora=config.o_lora_rank,
+        index_heads=config.dsa_indexer_n_heads,
+        index_dim=config.dsa_indexer_head_dim,
+        topk=config.dsa_indexer_topk,
+        rotary_base=config.rotary_base,
+        compress_rotary_base=config.csa_compress_rotary_base,
+        yarn=yarn,
+        eps=config.layernorm_epsilon,
+        index_hadamard=config.dsa_indexer_rotate_activation,
+        index_relu=config.dsa_indexer_scoring_relu,
+        index_rope_interleaved=config.dsa_indexer_rope_interleaved,
+    )
+
+
+def hidden_states(config, rows=SEQUENCE, batch=1):
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(rows, batch, config.hidden_size, generator=generator, dtype=torch.float64)
+    return x.to(start(), config.params_dtype).requires_grad_()
+
+
+def compare(config, *, loss=None, batch=1, seq_lengths=None, rows=SEQUENCE, tolerance=1e-9):
+    """Run module and reference with the same weights; check outputs and every gradient."""
+    module = attention_module(config).train()
+    x = hidden_states(config, rows, batch)
+    params = packed(*seq_lengths) if seq_lengths is not None else None
+    out, bias = module(x, None, packed_seq_params=params)
+    assert bias is None
+    weights = {
+        name: parameter.detach().cpu().double().requires_grad_()
+        for name, parameter in module.named_parameters()
+    }
+    x64 = x.detach().cpu().double().requires_grad_()
+    result = csa_float64.attention_layer(
+        weights, x64, shape_of(config), loss=loss, seq_lengths=seq_lengths,
+        mode="sparse" if config.dsa.stage == "sparse" else "dense",
+        teacher="compressed" if config.dsa.csa_teacher == "compressed" else "all",
+    )  # fmt: skip
+    assert relative_error(out, result.out) < tolerance
+    generator = torch.Generator().manual_seed(12)
+    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    out.backward(grad.to(out))
+    objective = (result.out * grad).sum()
+    if loss is not None:
+        objective = objective + config.dsa_indexer_loss_coeff * result.loss
+    objective.backward()
+    assert relative_error(x.grad, x64.grad) < tolerance
+    for name, parameter in module.named_parameters():
+        expected = weights[name].grad
+        if expected is None or expected.norm() == 0:
+            assert parameter.grad is None or parameter.grad.norm() == 0, name
+            continue
+        assert relative_error(parameter.grad, expected) < tolerance, name
+    return module, result
+
+
+DENSE = DSAOptions(stage="dense")
+WARMUP = DSAOptions(stage="warmup", freeze_main=False)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("ratio", [0, 4, 128, 6])
+def test_layer(ratio, batch):
+    """Window, CSA with the sparse loss, HCA with one or (ratio 6) many compressed keys."""
+    rows = 160 if ratio == 128 else SEQUENCE
+    module, _ = compare(
+        small_hybrid_config(ratio), loss="sparse" if ratio == 4 else None, batch=batch, rows=rows
+    )
+    names = dict(module.named_parameters())
+    assert ("core_attention.compressor.ape" in names) == (ratio > 0)
+    assert ("core_attention.indexer.linear_wq_b.weight" in names) == (ratio == 4)
+
+
+CSA = {
+    "dense loss": ({"dsa_indexer_use_sparse_loss": False}, None, "dense"),
+    "no loss": ({"dsa_indexer_loss_coeff": 0.0}, None, None),
+    "dense": ({}, DENSE, None),
+    "warmup": ({"dsa_indexer_use_sparse_loss": False}, WARMUP, "dense"),
+    "teacher of compressed keys, sparse": ({}, DSAOptions(csa_teacher="compressed"), "sparse"),
+    "teacher of compressed keys, dense": (
+        {"dsa_indexer_use_sparse_loss": False}, DSAOptions(csa_teacher="compressed"), "dense",
+    ),
+    "no relu, no hadamard": (
+        {"dsa_indexer_scoring_relu": False, "dsa_indexer_rotate_activation": False}, None, "sparse",
+    ),
+    "yarn": (YARN, None, "sparse"),
+    "one group": ({"o_groups": 1}, None, "sparse"),
+    "as many groups as heads": ({"o_groups": 4}, None, "sparse"),
+    "eight heads": ({"num_attention_heads": 8}, None, "sparse"),
+    "window longer than the sequence": ({"csa_window_size": 500}, None, "sparse"),
+    "window of one": ({"csa_window_size": 1}, None, "sparse"),
+    "more selected than there is": ({"dsa_indexer_topk": 50}, None, "sparse"),
+    "small workspace": ({}, DSAOptions(workspace_bytes=2**20), "sparse"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CSA)
+def test_csa(case):
+    changes, options, loss = CSA[case]
+    compare(small_hybrid_config(4, options=options, **changes), loss=loss, batch=2)
+
+
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
+@pytest.mark.parametrize("ratio", [0, 4, 9])
+def test_packed_sequences_do_not_see_each_other(ratio, stage):
+    """Trap 10: segments that are empty, shorter than the ratio, and shorter than the window."""
+    options = WARMUP if stage == "warmup" else None
+    changes = {"dsa_indexer_use_sparse_loss": stage == "sparse"}
+    lengths = [3, 60, 0, 6, 1, 45]
+    loss = {"sparse": "sparse", "warmup": "dense"}[stage] if ratio == 4 else None
+    compare(
+        small_hybrid_config(ratio, options=options, **changes), loss=loss, seq_lengths=lengths,
+        rows=sum(lengths),
+    )  # fmt: skip
+
+
+def test_nothing_is_long_enough_to_be_compressed():
+    config = small_hybrid_config(4)
+    compare(config, loss="sparse", rows=3)
+    compare(config, loss="sparse", seq_lengths=[2, 3, 1], rows=6)
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 9])
+def test_fp32(ratio):
+    config = small_hybrid_config(ratio, dtype=torch.float32)
+    compare(config, loss="sparse" if ratio == 4 else None, tolerance=1e-5)
