@@ -32,32 +32,58 @@ def collect_info() -> dict:
             }
             for i in range(torch.cuda.device_count())
         ],
-        "operations": _operations(torch),
+        "operations": {
+            model: _operations(torch, shapes) for model, shapes in _model_shapes().items()
+        },
     }
     return info
 
 
-def _operations(torch) -> dict:
-    """What dispatch would pick for DeepSeek-V3.2's shapes in bf16, per operation."""
+def _model_shapes() -> dict[str, dict[str, dict]]:
+    """Model -> operation -> the properties of its call in a training step."""
+    latent = {"heads": 128, "qk_dim": 576, "v_dim": 512, "topk": 2048}
+    index = {"heads": 64, "qk_dim": 128, "v_dim": 0}
+    selects = index | {"topk": 2048}
+    v32 = {
+        "indexer_scores": selects,
+        "indexer_topk": selects,
+        "indexer_backward": selects,
+        "sparse_attention_forward": latent,
+        "sparse_attention_backward": latent,
+        "sparse_attention_probabilities": latent,
+        "dense_attention": {"heads": 128, "qk_dim": 192, "v_dim": 128},
+        "sparse_indexer_loss": selects,
+        "dense_indexer_loss": index,
+    }
+    hybrid = {"heads": 128, "qk_dim": 512, "v_dim": 512, "topk": 1152, "sink": True}
+    selects = index | {"topk": 1024}
+    head = {"heads": 128, "qk_dim": 512, "v_dim": 0}
+    v4 = {
+        "compressor": head | {"heads": 1},
+        "norm_rope": head,
+        "rotate": head,
+        "key_lists": {"heads": 1, "qk_dim": 0, "v_dim": 0},
+        "indexer_scores": selects,
+        "indexer_topk": selects,
+        "indexer_backward": selects,
+        "sparse_attention_forward": hybrid,
+        "sparse_attention_backward": hybrid,
+        "sparse_attention_probabilities": hybrid,
+        "sparse_indexer_loss": selects,
+        "dense_indexer_loss": index,
+    }
+    return {"DeepSeek-V3.2": v32, "DeepSeek-V4-Pro": v4}
+
+
+def _operations(torch, shapes: dict[str, dict]) -> dict:
+    """What dispatch would pick for these shapes in bf16, per operation."""
     from megatron_dsa.dispatch import OPERATIONS, Policy, choose, device_problem
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sparse = {"heads": 128, "qk_dim": 576, "v_dim": 512, "topk": 2048}
-    index = {"heads": 64, "qk_dim": 128, "v_dim": 0}
-    shapes = {
-        "indexer_scores": index | {"topk": 2048},
-        "indexer_topk": index | {"topk": 2048},
-        "indexer_backward": index | {"topk": 2048},
-        "sparse_attention_forward": sparse,
-        "sparse_attention_backward": sparse,
-        "sparse_attention_probabilities": sparse,
-        "dense_attention": {"heads": 128, "qk_dim": 192, "v_dim": 128},
-        "sparse_indexer_loss": index | {"topk": 2048},
-        "dense_indexer_loss": index,
-    }
     operations = {}
-    for name in OPERATIONS:
-        problem = device_problem(device, dtype=torch.bfloat16, **shapes[name])
+    for name in (name for name in OPERATIONS if name in shapes):
+        dtype = torch.int32 if name == "key_lists" else torch.bfloat16
+        problem = device_problem(device, dtype=dtype, **shapes[name])
         choice = choose(name, problem, Policy(fused=True))
         operations[name] = {
             "runs": choice.candidate.name,
@@ -101,8 +127,13 @@ def print_info(info: dict) -> None:
     print("optional packages")
     for name, version in info["packages"].items():
         print(f"  {name}: {version or 'not installed'} - {OPTIONAL_PACKAGES[name][1]}")
-    print("operations (DeepSeek-V3.2 shapes, bf16, --attention-backend dsa_fused)")
-    for name, entry in info["operations"].items():
+    for model, operations in info["operations"].items():
+        print(f"operations ({model} shapes, bf16, --attention-backend dsa_fused)")
+        _print_operations(operations)
+
+
+def _print_operations(operations: dict) -> None:
+    for name, entry in operations.items():
         kind = "fused" if entry["fused"] else "fallback"
         if entry["not_run_on_this_gpu"]:
             kind += "; compiled for this GPU, not run on one"

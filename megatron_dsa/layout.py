@@ -54,11 +54,15 @@ class Window:
 
 @dataclass(frozen=True)
 class Block:
-    """Some query rows of one window with the slots ``[lo, hi)`` that cover what they see."""
+    """Some query rows of one window with the slots ``[lo, hi)`` that cover what they see.
+
+    ``ratio`` positions are behind a slot.
+    """
 
     rows: slice
     lo: int
     hi: int
+    ratio: int = 1
 
     @property
     def width(self) -> int:
@@ -130,7 +134,7 @@ class Layout:
                 step = window.rows.step
                 first = window.rows.start + done * step
                 last = window.rows.start + (done + rows - 1) * step
-                yield Block(slice(first, last + 1, step), lo, hi)
+                yield Block(slice(first, last + 1, step), lo, hi, window.ratio)
                 done += rows
 
     def widest(self, rows: slice) -> int:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from megatron_dsa.dispatch import OPERATIONS, candidates
-from megatron_dsa.packages import CUDNN, FLASH_MLA, TILELANG, Package
+from megatron_dsa.packages import CUDNN, FLASH_MLA, TILELANG, TRITON, Package
 from megatron_dsa.support import Support, short_dtype
 
 _HEAD = """# What every implementation can run
@@ -80,7 +80,7 @@ def _package(support: Support) -> str:
 
 def _versions() -> str:
     lines = ["## Versions of the packages\n"]
-    for package in (FLASH_MLA, CUDNN, TILELANG):
+    for package in (FLASH_MLA, CUDNN, TILELANG, TRITON):
         lines.append(f"**{package.module}**: {_install(package)}.\n")
         lines += [f"* before {fix.version}: {fix.what}" for fix in package.history]
         lines += [f"* {bad.version} is refused: {bad.what}" for bad in package.known_bad]

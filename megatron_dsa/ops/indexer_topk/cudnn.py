@@ -29,7 +29,8 @@ class Scores:
         q, weights = inputs.q[block.rows], inputs.weights[block.rows]
         heads = padded_heads(q.shape[1], (16, 32, 64))
         # The i-th query of a block sees up to its own slot, which is the block's last but rows - i.
-        offset = block.width - q.shape[0]
+        # A compressed slot is seen from several queries on: no part of the block is left out then.
+        offset = block.width - (q.shape[0] if block.ratio == 1 else 0)
         scores = DSA.indexer_forward_wrapper(
             with_heads(q, heads, -2)[None],
             keys[block.lo : block.hi].contiguous()[None, :, None],

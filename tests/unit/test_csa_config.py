@@ -1,0 +1,117 @@
+"""Configuration of hybrid attention: rules, presets, rope tables, fp32 parameters."""
+
+import pytest
+import torch
+
+from megatron_dsa.config import DSAOptions
+from megatron_dsa.csa_config import CSA_PRESETS, csa_preset
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.position_rope import PositionRope
+from tests.helpers import relative_error
+from tests.host import attention_module, small_hybrid_config, start
+
+WRONG = {
+    "one ratio per layer": {"csa_compress_ratios": [4]},
+    "--csa-compress-ratios must be 0 or at least 2": {"csa_compress_ratios": [4, 1]},
+    "--csa-window-size must be at least 1": {"csa_window_size": 0},
+    "--csa-compress-rotary-base is required": {"csa_compress_rotary_base": None},
+    "the key is the value": {"v_head_dim": 24},
+    "must divide --num-attention-heads": {"o_groups": 3},
+    "must be RMSNorm": {"normalization": "LayerNorm"},
+    "--q-lora-rank and --qk-layernorm are required": {"qk_layernorm": False},
+    "V4's indexer pairs neighbouring dims": {"dsa_indexer_rope_interleaved": False},
+    "--dsa-indexer-topk must be a positive integer": {"dsa_indexer_topk": None},
+    "must be a power of two for the Hadamard rotation": {"dsa_indexer_head_dim": 24},
+    "V4's layers do not share selections": {"dsa_indexer_topk_freq": 2},
+    "--attention-dropout must be 0": {"attention_dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_refusals_name_the_flag(message):
+    with pytest.raises(ConfigError, match=message):
+        small_hybrid_config(4, **WRONG[message])
+
+
+def test_what_only_an_indexer_needs_is_not_asked_of_others():
+    small_hybrid_config(9, dsa_indexer_topk=None, dsa_indexer_rope_interleaved=False)
+    small_hybrid_config(4, csa_dense_mode=True, dsa_indexer_topk=None)
+
+
+def test_dense_mode_is_the_dense_stage():
+    config = small_hybrid_config(4, csa_dense_mode=True)
+    assert config.dsa.stage == "dense"
+    names = dict(attention_module(config).named_parameters())
+    assert not any(".indexer." in name for name in names)
+    assert any(".compressor." in name for name in names)
+
+
+def test_teacher_is_one_of_two():
+    with pytest.raises(ConfigError, match="--dsa-csa-teacher must be one of attention, compressed"):
+        DSAOptions(csa_teacher="window")
+
+
+ROPE = {"rotary_base": 1e4, "csa_compress_rotary_base": 160000.0, "rotary_scaling_factor": 16.0}
+
+
+@pytest.mark.parametrize("name", CSA_PRESETS)
+def test_presets(name):
+    start()
+    config = csa_preset(name, **ROPE)
+    assert len(config.csa_compress_ratios) == config.num_layers + 1
+    assert config.csa_compress_ratios[-1] == 0 and config.ratio(1, is_mtp=True) == 0
+    assert config.csa_compress_ratios[2:5] == [4, 128, 4]
+    counts = {ratio: config.csa_compress_ratios.count(ratio) for ratio in (0, 4, 128)}
+    expected = {"deepseek-v4-flash": (3, 21, 20), "deepseek-v4-pro": (1, 30, 31)}
+    assert tuple(counts.values()) == expected[name]
+    for field in ROPE:
+        with pytest.raises(ConfigError, match=f"needs {field}"):
+            csa_preset(name, **{key: value for key, value in ROPE.items() if key != field})
+
+
+def test_rope_tables_are_megatrons():
+    """Frequencies agree with Megatron's plain and YaRN embeddings, which are fp32."""
+    from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
+
+    start()
+    positions = torch.arange(50)
+    yarn = {
+        "scaling_factor": 16.0, "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0, "beta_slow": 1.0,
+    }  # fmt: skip
+    kinds = {
+        "plain": (PositionRope(64, 10000.0), RotaryEmbedding(64, 1.0, use_cpu_initialization=True)),
+        "yarn": (
+            PositionRope(64, 160000.0, tuple(yarn.values())),
+            YarnRotaryEmbedding(64, rotary_base=160000, use_cpu_initialization=True, **yarn),
+        ),
+    }
+    for ours, theirs in kinds.values():
+        angles = theirs(50)
+        angles = (angles[0] if isinstance(angles, tuple) else angles)[:, 0, 0, :32]
+        cos, sin = ours.tables(positions, torch.float64)
+        assert relative_error(angles.double().cos(), cos) < 1e-5
+        assert relative_error(angles.double().sin(), sin) < 1e-5
+    assert (
+        kinds["yarn"][0].frequencies("cpu") < PositionRope(64, 160000.0).frequencies("cpu")
+    ).any()
+
+
+def test_sink_and_ape_stay_fp32():
+    """Megatron casts whole models to bf16; these two keep every bit, their values included."""
+    module = attention_module(small_hybrid_config(4, dtype=torch.float32))
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    module.bfloat16()
+    kept = {name for name, p in module.named_parameters() if p.dtype == torch.float32}
+    core = "core_attention"
+    assert kept == {
+        f"{core}.attn_sink", f"{core}.compressor.ape", f"{core}.indexer.compressor.ape",
+    }  # fmt: skip
+    for name, parameter in module.named_parameters():
+        if name in kept:
+            assert parameter.equal(before[name])
+    x = torch.randn(40, 1, 32, device=start(), dtype=torch.bfloat16, requires_grad=True)
+    module.train()(x, None)[0].sum().backward()
+    for name in kept:
+        assert dict(module.named_parameters())[name].grad.dtype == torch.float32
+    assert module.double().core_attention.attn_sink.dtype == torch.float64
