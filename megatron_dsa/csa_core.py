@@ -31,9 +31,11 @@ from megatron_dsa.dsa_kernels import (
 )
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.fp32_parameters import Fp32Parameters
+from megatron_dsa.health import selection_health
 from megatron_dsa.key_lists import KeyLists
 from megatron_dsa.layers import new_parameter
 from megatron_dsa.layout import Layout
+from megatron_dsa.losses import IndexerLog
 from megatron_dsa.parallel import join_keys
 from megatron_dsa.position_rope import PositionRope
 from megatron_dsa.support import Problem
@@ -187,6 +189,8 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
         out = result.out
         if trains and not self.loss_is_sparse():
             out = self.attach(out, self._dense_loss(inputs, q, kv, lists), layout)
+        if trains and self._selects() and self.options.health_rows:
+            self._record_health(inputs, q, kv, lists, result.lse)
         if judges:
             self.record_evaluation(self._judge(inputs, q, kv, lists, result.p_sum), layout)
         return out
@@ -218,6 +222,17 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
             softmax_scale=self.softmax_scale, other_lse=other, head_group=self.heads_group(),
             policy=self.options.policy,
         )  # fmt: skip
+
+    def _record_health(self, inputs, q, kv, lists: KeyLists, lse: torch.Tensor) -> None:
+        """Log how well the selection does on a few rows."""
+        total = torch.logaddexp(lse, self.attn_sink.detach().to(lse.dtype))
+        compressed = kv[lists.layout.num_keys :]
+        health = selection_health(
+            inputs.detach(), lists.compressed.layout, self.config.dsa_indexer_topk, q, compressed,
+            lists.selected, total, self.softmax_scale, self.options.health_rows,
+            self.options.policy.workspace_bytes,
+        )  # fmt: skip
+        IndexerLog.record(self.layer_index, health)
 
     def _judge(self, inputs, q, kv, lists: KeyLists, p_sum) -> torch.Tensor:
         """KL sum of an evaluation pass, for which there is no backward."""

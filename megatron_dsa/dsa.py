@@ -209,8 +209,9 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
                 out = self.attach(out, loss_sum, layout)
             if self.options.health_rows:
                 health = selection_health(
-                    index_inputs, layout, config.dsa_indexer_topk, q, kv, result.lse,
-                    self.softmax_scale, self.options.health_rows, policy.workspace_bytes,
+                    index_inputs, layout, config.dsa_indexer_topk, q, kv, selection.indices,
+                    result.lse, self.softmax_scale, self.options.health_rows,
+                    policy.workspace_bytes,
                 )  # fmt: skip
                 IndexerLog.record(self.layer_index, health)
         if judges:

@@ -1,7 +1,8 @@
 """Cheap figures about the selection, measured on a few query rows of every microbatch.
 
-* attention mass captured: the share of the *dense* attention's probability that lies on the
-  selected keys (mean over sampled rows and local heads). Falls when the indexer loses track.
+* attention mass captured: the share of the *dense* attention's probability that lies on what is
+  attended to (mean over sampled rows and local heads). Falls when the indexer loses track. In
+  hybrid attention window and sink count as attended to.
 * zero scores: the share of visible index scores that are exactly 0 (all relus closed). A large
   share means that ties, not scores, decide the selection.
 * boundary ties: the share of rows whose last selected score equals a rejected one.
@@ -30,6 +31,7 @@ def selection_health(
     topk: int,
     q: torch.Tensor,
     kv: torch.Tensor,
+    indices: torch.Tensor,
     lse: torch.Tensor,
     softmax_scale: float,
     count: int,
@@ -40,7 +42,10 @@ def selection_health(
     Args:
         inputs: the indexer's tensors.
         layout, topk: as given to the selection.
-        q, kv, lse: ``[Sq, H, D]``, ``[Skv, D]`` and ``[Sq, H]`` of the sparse attention.
+        q, kv: ``[Sq, H, D]`` and ``[Skv, D]`` of the sparse attention, ``Skv`` the keys of the
+            indexer.
+        indices: int32 ``[Sq, K]``, the selection, rows of kv.
+        lse: ``[Sq, H]``, log of all mass that the attention had in its denominator.
         softmax_scale: factor on ``q . kv``.
         count: number of rows to sample.
         workspace_bytes: budget for temporary memory.
@@ -63,14 +68,15 @@ def selection_health(
     tied = rejects & (((ranked >= kth) & visible).sum(-1) > topk)
     ties = tied.sum() / rejects.sum().clamp_min(1)
 
+    missed = visible & ~_selected_slots(indices[rows], layout)
     latent = layout.keys_in_slot_order(kv)
     captured = q.new_zeros((), dtype=accumulation_dtype(q.dtype))
     for heads in head_blocks(q.shape[1], heads_at_once):
         block_q = q[rows][:, heads].transpose(0, 1)
         logits = mm(block_q.flatten(0, 1), latent.t()).unflatten(0, block_q.shape[:2])
         logits.mul_(softmax_scale)
-        dense_lse = torch.logsumexp(logits.masked_fill_(~visible, float("-inf")), dim=-1).t()
-        share = torch.exp(lse[rows][:, heads] - dense_lse)
+        missed_lse = torch.logsumexp(logits.masked_fill_(~missed, float("-inf")), dim=-1).t()
+        share = torch.sigmoid(lse[rows][:, heads] - missed_lse)
         captured += torch.where(seen[:, None] > 0, share, 0.0).sum()
     captured /= (seen > 0).sum().clamp_min(1) * q.shape[1]
     return {
@@ -78,3 +84,12 @@ def selection_health(
         "dsa zero scores": zero,
         "dsa boundary ties": ties,
     }
+
+
+def _selected_slots(indices: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return bool ``[r, slots]`` from key rows ``[r, K]``."""
+    spare = layout.num_keys  # takes what selects nothing
+    mask = torch.zeros(len(indices), spare + 1, dtype=torch.bool, device=indices.device)
+    mask.scatter_(1, torch.where(indices < 0, spare, indices).long(), True)
+    mask = mask[:, :spare]
+    return mask if layout.key_rows is None else mask[:, layout.key_rows]

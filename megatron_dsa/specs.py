@@ -36,6 +36,7 @@ from megatron_dsa.csa_config import is_hybrid
 from megatron_dsa.csa_specs import hybrid_attention_spec
 from megatron_dsa.dsa import DSACoreAttention, DSACoreAttentionSubmodules
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
 from megatron_dsa.indexer import DSAIndexer, DSAIndexerSubmodules
 from megatron_dsa.layers import LocalNorm, ReplicatedLinear
 from megatron_dsa.losses import install_logging, install_loss_scale
@@ -177,6 +178,8 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
     config = _transformer_config(config)
     validate(config)
     install_loss_scale(config)
+    if is_hybrid(config):
+        repair_checkpoints_of_fp32_parameters()
     return _layer_spec(
         get_backend(config.transformer_impl),
         rms_norm=config.normalization == "RMSNorm",

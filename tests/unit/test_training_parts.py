@@ -135,7 +135,7 @@ def test_health_figures_against_the_full_computation():
     kv = leaf(rows, 8, seed=5, device=device, dtype=torch.float64).detach()
     indices, _ = indexer_topk(inputs, layout, k)
     lse = sparse_attention(q, kv, indices, softmax_scale=0.4, v_dim=8).lse
-    got = selection_health(inputs, layout, k, q, kv, lse, 0.4, rows, 2**20)
+    got = selection_health(inputs, layout, k, q, kv, indices, lse, 0.4, rows, 2**20)
     scores = dsa_float64.indexer_scores(inputs.q, inputs.k, inputs.weights)
     visible = dsa_float64.causal_mask(rows).to(device)
     zeros = (scores == 0)[visible].double().mean()
@@ -146,6 +146,15 @@ def test_health_figures_against_the_full_computation():
     chosen.scatter_(1, torch.where(indices < 0, rows, indices).long(), True)
     chosen = chosen[:, :rows]
     captured = (p * chosen).sum(-1).mean()
+    # Mass that is attended to besides (window and sink of hybrid attention) counts as captured.
+    other = torch.linspace(-2, 2, rows, dtype=torch.float64, device=device)[:, None].expand(-1, 3)
+    logits = torch.einsum("qhd,kd->qhk", q, kv) * 0.4
+    mass = logits.exp() * visible[:, None]
+    kept = (mass * chosen[:, None]).sum(-1) + other.exp()
+    total = torch.logaddexp(lse, other)
+    beside = selection_health(inputs, layout, k, q, kv, indices, total, 0.4, rows, 2**20)
+    expected = (kept / (mass.sum(-1) + other.exp())).mean()
+    assert relative_error(beside["dsa attention mass captured"], expected) < 1e-6
     tied = []
     for t in range(k, rows):
         inside = scores[t][chosen[t]].min()

@@ -1,0 +1,80 @@
+"""Checkpoints of optimizers that hold 16-bit and fp32 parameters in one parameter group.
+
+megatron-core 0.19 trains such a mix, but mistakes one parameter for another when it saves: it
+crashes, or files states under wrong names. Later versions repair this (NVIDIA/Megatron-LM pull
+requests 5835 and 5929). Optimizers of one precision see no difference.
+"""
+
+from __future__ import annotations
+
+import functools
+from unittest import mock
+
+import torch
+
+
+@functools.cache
+def repair_checkpoints_of_fp32_parameters() -> None:
+    """Let Megatron's optimizers save and load a mix of precisions, for the rest of the process."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+    _repair_plain(Float16OptimizerWithFloat16Params)
+    _repair_distributed(DistributedOptimizer)
+
+
+def _repair_plain(optimizer_class: type) -> None:
+    """The states are numbered over all parameters, but only 16-bit ones are looked up.
+
+    While it saves and loads, its lists of 16-bit parameters and of their fp32 copies therefore name
+    all parameters, in the inner optimizer's order. An fp32 parameter is its own copy.
+    """
+
+    def wrap(name: str) -> None:
+        original = getattr(optimizer_class, name)
+
+        @functools.wraps(original)
+        def method(self, *args, **kwargs):
+            if not any(getattr(self, "fp32_from_fp32_groups", ())):
+                return original(self, *args, **kwargs)
+            with _all_parameters_named(self):
+                return original(self, *args, **kwargs)
+
+        setattr(optimizer_class, name, method)
+
+    wrap("sharded_state_dict")
+    wrap("load_state_dict")
+
+
+def _all_parameters_named(optimizer):
+    main_groups = [list(group["params"]) for group in optimizer.optimizer.param_groups]
+    model_of = {
+        main: model
+        for models, mains in zip(
+            optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True
+        )
+        for model, main in zip(models, mains, strict=True)
+    }
+    model_groups = [[model_of.get(main, main) for main in group] for group in main_groups]
+    return mock.patch.multiple(
+        optimizer, float16_groups=model_groups, fp32_from_float16_groups=main_groups
+    )
+
+
+def _repair_distributed(optimizer_class: type) -> None:
+    """It notes every parameter's place in its group, and then puts the fp32 ones in front."""
+    original = optimizer_class._build_optimizer_group_ranges.__func__
+
+    @functools.wraps(original)
+    def build_optimizer_group_ranges(cls, param_groups, gbuf_ranges):
+        places, ranges = original(cls, param_groups, gbuf_ranges)
+        for group, content in enumerate(ranges):
+            content["params"].sort(key=lambda parameter: parameter.dtype != torch.float32)
+            places |= {p: (group, place) for place, p in enumerate(content["params"])}
+        return places, ranges
+
+    optimizer_class._build_optimizer_group_ranges = classmethod(build_optimizer_group_ranges)
+    # The shard of an fp32 parameter is a view of it, which takes no values while autograd looks on.
+    optimizer_class._set_main_param_and_optimizer_states = torch.no_grad()(
+        optimizer_class._set_main_param_and_optimizer_states
+    )
