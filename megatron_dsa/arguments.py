@@ -9,6 +9,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_dsa.config import STAGES, TEACHERS, DSAOptions
 from megatron_dsa.csa_config import HybridTransformerConfig
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, OPERATIONS, candidates
+from megatron_dsa.errors import ConfigError
 
 BACKENDS = ("dsa_fused", "dsa_unfused")
 
@@ -166,6 +167,40 @@ def hybrid_fields(args: argparse.Namespace) -> dict:
         "o_lora_rank",
     )
     return {name: getattr(args, name) for name in names}
+
+
+def refuse_unused_hybrid_flags(args: argparse.Namespace) -> None:
+    """Raise for flags of hybrid attention without the one that asks for it."""
+    defaults = {name: getattr(HybridTransformerConfig, name) for name in hybrid_fields(args)}
+    defaults["dsa_csa_teacher"] = DSAOptions.csa_teacher
+    given = [name for name, default in defaults.items() if getattr(args, name) != default]
+    if given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ConfigError(f"{flags}: has a meaning only with --csa-compress-ratios, add that")
+
+
+def apply_yarn_flags(args: argparse.Namespace, config) -> None:
+    """Set on an MLA configuration what Megatron's YaRN flags say, which it ignores for MLA.
+
+    Raises:
+        ConfigError: hybrid attention under YaRN without the original length, which cannot be
+            guessed: it decides which frequencies are stretched.
+    """
+    original = args.yarn_original_max_position_embeddings
+    stretched = config.rope_type == "yarn" and config.rotary_scaling_factor != 1
+    if stretched and any(args.csa_compress_ratios or ()) and original is None:
+        raise ConfigError(
+            "--yarn-original-max-position-embeddings is required with --rope-type yarn and "
+            "compressed layers: take it from the model's own configuration"
+        )
+    given = {
+        "original_max_position_embeddings": original,
+        "beta_fast": args.yarn_beta_fast,
+        "beta_slow": args.yarn_beta_slow,
+    }
+    for name, value in given.items():
+        if value is not None:
+            setattr(config, name, value)
 
 
 def megatron_argv(argv: list[str]) -> list[str]:

@@ -5,9 +5,11 @@ of a sequence holds its positions ``g * ratio ... (g + 1) * ratio - 1``; the tai
 not compressed. A query at position ``t`` sees the groups that end at or before ``t``:
 ``g < floor((t + 1) / ratio)``.
 
-The compressed keys of all sequences lie one after the other in *compressed slots*, so that every
-query row sees a contiguous range of them: to the indexer and its losses they are a
-:class:`~megatron_dsa.layout.Layout` like any other.
+The compressed keys of all sequences lie in order in *compressed slots*, so that every query row
+sees a contiguous range of them: to the indexer and its losses they are a
+:class:`~megatron_dsa.layout.Layout` like any other. A packed sequence that starts at row ``o`` has
+the slots from ``o // ratio`` on: no two groups meet there, and nobody has to count the groups of
+the sequences before. Some slots in between hold no group.
 """
 
 from __future__ import annotations
@@ -45,8 +47,7 @@ class CompressedKeys:
 def compressed_keys(layout: Layout, ratio: int) -> CompressedKeys:
     """Return the compressed keys of ``layout`` (of all its rows) at ``ratio``.
 
-    Without a host synchronisation: the number of slots is the number of groups if rows are not
-    packed, else the bound ``rows // ratio``; slots without a group come last.
+    Without a host synchronisation.
     """
     cached = layout.derived.get(("compressed", ratio))
     if cached is None:
@@ -54,52 +55,46 @@ def compressed_keys(layout: Layout, ratio: int) -> CompressedKeys:
     return cached
 
 
+@torch.inference_mode(False)  # what is cached is used in training, too
 def _compress(layout: Layout, ratio: int) -> CompressedKeys:
-    rows, device = layout.num_keys, layout.start.device
-    if layout.sequences is None:
-        slots = sum(len(window) // ratio for window in layout.windows)
+    packed = layout.real is not None
+    lengths = [len(window) for window in layout.windows]
+    slots = layout.num_keys // ratio if packed else sum(n // ratio for n in lengths)
+    if packed:
+        begin = layout.start // ratio
     else:
-        slots = rows // ratio
-    row_of_slot = layout.key_rows
-    if row_of_slot is None:
-        row_of_slot = torch.arange(rows, device=device)
-    position = layout.position[row_of_slot]
-    completes = position % ratio == ratio - 1  # the last position of a group
-    if layout.real is not None:
-        completes &= layout.real[row_of_slot]
-    before = torch.nn.functional.pad(completes.cumsum(0), (1, 0))  # groups complete before a slot
-
-    step = layout.windows[0].rows.step if layout.windows else 1
-    # Slots that complete no group are written to a spare place, which is cut off.
-    place = torch.where(completes, before[:-1], slots)
-    first_row = torch.full((slots + 1,), -1, dtype=torch.int32, device=device)
-    first_row.scatter_(0, place, (row_of_slot - (ratio - 1) * step).int())
-    first_position = torch.zeros(slots + 1, dtype=torch.int64, device=device)
-    first_position.scatter_(0, place, position - (ratio - 1))
+        # Every batch element has the same length.
+        begin = layout.start // max(lengths[0], 1) * (lengths[0] // ratio)
+    begin = begin.long()
+    seen = (layout.end - layout.start) // ratio
+    completes = layout.position % ratio == ratio - 1  # the last position of a group
+    if packed:
+        completes &= layout.real
+    # Rows that complete no group are written to a spare place, which is cut off.
+    place = torch.where(completes, begin + layout.position // ratio, slots)
+    step = layout.windows[0].rows.step
+    rows = torch.arange(layout.num_keys, device=begin.device)
+    first_row = torch.full((slots + 1,), -1, dtype=torch.int32, device=begin.device)
+    first_row.scatter_(0, place, (rows - (ratio - 1) * step).int())
+    position = torch.zeros(slots + 1, dtype=torch.int64, device=begin.device)
+    position.scatter_(0, place, layout.position - (ratio - 1))
 
     visibility = dataclasses.replace(
         layout,
         num_keys=slots,
-        start=before[layout.start.long()].int(),
-        end=before[layout.end.long()].int(),
+        start=begin.int(),
+        end=(begin + seen).int(),
         key_rows=None,
         windows=tuple(_windows(layout, ratio)),
         max_length=min(layout.max_length // ratio, slots),
         derived={},
     )
-    groups = Groups(first_row[:-1], first_position[:-1], step)
-    return CompressedKeys(ratio, visibility, groups)
+    return CompressedKeys(ratio, visibility, Groups(first_row[:-1], position[:-1], step))
 
 
 def _windows(layout: Layout, ratio: int):
     """Yield the bounds on compressed slots."""
     first = 0
     for window in layout.windows:
-        lookback, slack = window.lookback, 0
-        if layout.sequences is not None:
-            # Every sequence before may have left a tail uncompressed; padding between sequences
-            # has no bound that the host knows.
-            lookback = len(window) if layout.padded else lookback
-            slack = layout.sequences
-        yield Window(window.rows, first, lookback, first, ratio, slack)
+        yield Window(window.rows, first, window.lookback, first, ratio)
         first += len(window) // ratio

@@ -73,7 +73,7 @@ class Compressor(Fp32Parameters, MegatronModule):
         )
         pooled = compress(values, scores, self.ape, keys, overlap=self.overlap, policy=policy)
         pooled = self.norm(pooled)
-        tables = rope.tables(keys.groups.position, pooled.dtype)
+        tables = rope.of_groups(keys, pooled.dtype)
         return rotate(pooled[:, None], *tables, policy=policy)[:, 0]
 
 

@@ -87,10 +87,10 @@ class HybridSelfAttention(MegatronModule):
             layer.weight.sequence_parallel = config.sequence_parallel
             return layer
 
-        def columns(spec, inputs: int, outputs: int):
+        def columns(spec, inputs: int, outputs: int, name: str):
             return linear(
                 spec, inputs, outputs, gather_output=False, is_expert=False,
-                tp_group=pg_collection.tp,
+                tp_comm_buffer_name=name, tp_group=pg_collection.tp,
             )  # fmt: skip
 
         def norm(spec, size: int):
@@ -101,7 +101,9 @@ class HybridSelfAttention(MegatronModule):
             submodules.linear_q_down_proj, config.hidden_size, config.q_lora_rank
         )
         self.q_layernorm = norm(submodules.q_layernorm, config.q_lora_rank)
-        self.linear_q_up_proj = columns(submodules.linear_q_up_proj, config.q_lora_rank, query)
+        self.linear_q_up_proj = columns(
+            submodules.linear_q_up_proj, config.q_lora_rank, query, "q_up_proj"
+        )
         self.linear_kv_proj = replicated(
             submodules.linear_kv_proj, config.hidden_size, config.head_dim
         )
@@ -120,11 +122,12 @@ class HybridSelfAttention(MegatronModule):
             submodules.linear_o_group_proj,
             query // config.o_groups,
             config.o_groups * config.o_lora_rank,
+            "o_group_proj",
         )
         self.linear_proj = linear(
             submodules.linear_proj, config.o_groups * config.o_lora_rank, config.hidden_size,
             init_method=config.output_layer_init_method, input_is_parallel=True, is_expert=False,
-            tp_group=pg_collection.tp,
+            tp_comm_buffer_name="proj", tp_group=pg_collection.tp,
         )  # fmt: skip
 
     def forward(

@@ -67,6 +67,10 @@ class HybridTransformerConfig(DSATransformerConfig):
         return ours
 
     def _join_stages(self) -> None:
+        if self.csa_dense_mode and self.dsa.stage == "warmup":
+            raise ConfigError(
+                "--csa-dense-mode has no indexer that --dsa-stage warmup could train: drop one"
+            )
         if self.csa_dense_mode:
             self.dsa = dataclasses.replace(self.dsa, stage="dense")
         if self.csa_compress_ratios is not None:
@@ -193,7 +197,7 @@ def _v4(layers: int, hidden: int, heads: int, q_lora: int, groups: int, topk: in
         "csa_compress_ratios": [first, first, 4] + [128, 4] * ((layers - 3) // 2) + [0],
         "csa_window_size": 128,
         "q_lora_rank": q_lora,
-        "kv_lora_rank": 448,
+        "kv_lora_rank": 448,  # not used; what Megatron's development branch writes there
         "qk_head_dim": 448,
         "qk_pos_emb_head_dim": 64,
         "v_head_dim": 512,
@@ -221,11 +225,12 @@ CSA_PRESETS: dict[str, dict[str, Any]] = {
 def csa_preset(name: str, **changes: Any) -> HybridTransformerConfig:
     """Return the configuration of a released model, with ``changes`` on top.
 
-    Rope bases and YaRN's factor are not part of a preset, because public sources disagree:
-    ``rotary_base``, ``csa_compress_rotary_base`` and ``rotary_scaling_factor`` have to be given.
+    Rope bases, YaRN's factor and its original length are not part of a preset, because public
+    sources disagree: ``rotary_base``, ``csa_compress_rotary_base``, ``rotary_scaling_factor`` and
+    ``original_max_position_embeddings`` have to be given.
 
     Raises:
-        ConfigError: for an unknown name or field, or without one of those three.
+        ConfigError: for an unknown name or field, or without one of those four.
     """
     if name not in CSA_PRESETS:
         raise ConfigError(f"unknown preset {name!r}; available: {', '.join(sorted(CSA_PRESETS))}")
@@ -233,11 +238,16 @@ def csa_preset(name: str, **changes: Any) -> HybridTransformerConfig:
     unknown = sorted(set(changes) - known)
     if unknown:
         raise ConfigError(f"preset {name!r}: no such configuration field: {', '.join(unknown)}")
-    needed = ("rotary_base", "csa_compress_rotary_base", "rotary_scaling_factor")
+    needed = (
+        "rotary_base",
+        "csa_compress_rotary_base",
+        "rotary_scaling_factor",
+        "original_max_position_embeddings",
+    )
     missing = [field for field in needed if field not in changes]
     if missing:
         raise ConfigError(
             f"preset {name!r} needs {', '.join(missing)}: take them from the model's own "
-            "configuration (rope_theta, compress_rope_theta, rope_scaling.factor)"
+            "configuration (rope_theta, compress_rope_theta, rope_scaling)"
         )
     return HybridTransformerConfig(**CSA_PRESETS[name] | changes)

@@ -7,6 +7,7 @@ that makes sense. They can be used without Megatron.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -102,9 +103,12 @@ def sparse_attention(
     lists = indices if isinstance(indices, KeyLists) else None
     if lists is not None:
         _check_lists(lists, q, topk_length, want_p_sum or indexer is not None)
-        indices = None
+        width = lists.full_width
+        indices, topk_length = lists.selected, lists.selected_length
+        lists = replace(lists, selected=None, selected_length=None)
     else:
         _check_indices(indices, q, topk_length)
+        width = indices.shape[1]
     _require(
         0 < v_dim <= kv.shape[1],
         f"v_dim must be in [1, {kv.shape[1]}] (the value is a slice of kv), got {v_dim}",
@@ -119,13 +123,16 @@ def sparse_attention(
         heads=q.shape[1],
         qk_dim=q.shape[2],
         v_dim=v_dim,
-        topk=indices.shape[1] if lists is None else lists.full_width,
+        topk=width,
         sink=attn_sink is not None,
     )
     if indexer is not None:
         _check_indexer(indexer.inputs)
+    trained = (None,) * 3
+    if indexer is not None:
+        trained = indexer.tensors()
+        indexer = indexer.without_tensors()
     settings = Settings(v_dim, softmax_scale, policy, problem, want_p_sum, indexer, lists)
-    trained = (None,) * 3 if indexer is None else indexer.tensors()
     return SparseAttentionOutput(
         *SparseAttention.apply(q, kv, kv_grad, attn_sink, *trained, indices, topk_length, settings)
     )

@@ -46,6 +46,10 @@ class IndexerTraining:
         """Return the tensors that get gradients."""
         return self.inputs.q, self.inputs.k, self.inputs.weights
 
+    def without_tensors(self) -> IndexerTraining:
+        """Return the same without the indexer's tensors, to be kept until the backward."""
+        return dataclasses.replace(self, inputs=IndexerInputs(None, None, None, self.inputs.relu))
+
 
 def index_problem(inputs: IndexerInputs, layout: Layout, topk: int | None):
     """Describe a call of an indexer operation to dispatch."""

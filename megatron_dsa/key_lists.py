@@ -47,18 +47,27 @@ class KeyLists:
     selected_length: torch.Tensor | None = None
 
     def width(self, rows: slice) -> int:
-        """Return the list width for query rows ``rows``: no list is longer."""
+        """Return the list width for query rows ``rows``: no list is longer.
+
+        Blocks of ever longer lists get powers of two, because cuDNN compiles for a width.
+        """
         window = min(self.window, self.layout.widest(rows))
         if self.compressed is None:
             return max(window, 1)
         if self.selected is not None:
             return self.selected.shape[1] + window
-        return max(window + self.compressed.layout.widest(rows), 1)
+        longest = window + self.compressed.layout.widest(rows)
+        return max(1, min(self.full_width, 1 << (longest - 1).bit_length()))
 
     @property
     def full_width(self) -> int:
-        """The width that fits every row, however long sequences of this layout may be."""
-        return self.width(slice(0, self.layout.num_queries))
+        """The width that fits every row."""
+        window = min(self.window, self.layout.max_length)
+        if self.compressed is None:
+            return max(window, 1)
+        if self.selected is not None:
+            return self.selected.shape[1] + window
+        return max(window + self.compressed.layout.max_length, 1)
 
     def blocks(self, policy: Policy) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield ``rows, indices int32 [r, width], length int32 [r]`` for all query rows.

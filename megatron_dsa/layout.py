@@ -32,7 +32,7 @@ class Window:
     ``rows`` is a slice of query rows, ``first`` the slot of the first query's own key, ``lookback``
     an upper bound for the sequence length and ``floor`` the lowest slot of the window's keys.
     If a slot stands for ``ratio`` positions (:mod:`megatron_dsa.compressed_keys`), ``lookback``
-    still counts positions, and the lower bound may be too high by up to ``slack`` slots.
+    still counts positions.
     """
 
     rows: slice
@@ -40,14 +40,13 @@ class Window:
     lookback: int
     floor: int
     ratio: int = 1
-    slack: int = 0
 
     def __len__(self) -> int:
         return len(range(self.rows.start, self.rows.stop, self.rows.step))
 
     def slots(self, begin: int, end: int) -> tuple[int, int]:
         """Return the slot range that covers everything queries ``[begin, end)`` may see."""
-        lowest = self.first + (begin + 1 - self.lookback) // self.ratio - self.slack
+        lowest = self.first + (begin + 1 - self.lookback) // self.ratio
         highest = self.first + end // self.ratio
         return min(max(self.floor, lowest), highest), highest
 
@@ -83,8 +82,6 @@ class Layout:
         real: bool ``[num_queries]``, ``False`` for padding rows; ``None`` if there are none.
         windows: host-side bounds that cover every query row exactly once.
         max_length: host-side upper bound of the number of slots that a row sees.
-        sequences: host-side number of packed sequences, ``None`` if the rows are not packed.
-        padded: whether padding rows may stand between packed sequences.
     """
 
     num_queries: int
@@ -96,8 +93,6 @@ class Layout:
     real: torch.Tensor | None
     windows: tuple[Window, ...]
     max_length: int
-    sequences: int | None = None
-    padded: bool = False
     #: What was derived from this layout, so that the layers of a microbatch share it.
     derived: dict = field(default_factory=dict, repr=False)
 
@@ -147,7 +142,7 @@ class Layout:
                 place = (last - first) // step
                 lo, hi = window.slots(place, place + 1)
                 bound = max(bound, hi - lo)
-        return bound
+        return min(bound, self.max_length)
 
     def visible(self, block: Block) -> torch.Tensor:
         """Return bool ``[rows, width]``: which slots of the block each of its queries sees."""
@@ -157,6 +152,7 @@ class Layout:
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)  # what is cached is used in training, too
 def bshd_layout(seq_length: int, batch: int, device: torch.device) -> Layout:
     """Layout of Megatron's ``[s, b, ...]`` batches: ``batch`` causal sequences of equal length.
 
@@ -224,8 +220,6 @@ def packed_layout(
         real=real,
         windows=(Window(slice(0, tokens, 1), 0, max_length, 0),),
         max_length=max_length,
-        sequences=offsets.numel() - 1,
-        padded=cu_seqlens_padded is not None,
     )
 
 

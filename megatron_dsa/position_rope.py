@@ -14,6 +14,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_find_correction_range,
 )
 
+from megatron_dsa.compressed_keys import CompressedKeys
 from megatron_dsa.layout import Layout
 from megatron_dsa.ops.arithmetic import accumulation_dtype
 
@@ -68,9 +69,17 @@ class PositionRope:
 
     def of_rows(self, layout: Layout, dtype: torch.dtype):
         """Return the tables of all query rows, formed once per layout."""
-        key = (self, dtype)
+        return self._cached(layout, "rows", layout.position, dtype)
+
+    def of_groups(self, keys: CompressedKeys, dtype: torch.dtype):
+        """Return the tables of all compressed keys, formed once per layout."""
+        return self._cached(keys.layout, "groups", keys.groups.position, dtype)
+
+    @torch.inference_mode(False)  # what is cached is used in training, too
+    def _cached(self, layout: Layout, what: str, positions: torch.Tensor, dtype: torch.dtype):
+        key = (self, what, dtype)
         if key not in layout.derived:
-            layout.derived[key] = self.tables(layout.position, dtype)
+            layout.derived[key] = self.tables(positions, dtype)
         return layout.derived[key]
 
 

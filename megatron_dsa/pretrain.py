@@ -65,7 +65,12 @@ def model_config_from_args(args):
         gpt_config_from_args,
     )
 
-    from megatron_dsa.arguments import hybrid_fields, options_from_args
+    from megatron_dsa.arguments import (
+        apply_yarn_flags,
+        hybrid_fields,
+        options_from_args,
+        refuse_unused_hybrid_flags,
+    )
     from megatron_dsa.config import DSATransformerConfig
     from megatron_dsa.csa_config import HybridTransformerConfig
     from megatron_dsa.errors import ConfigError
@@ -87,10 +92,12 @@ def model_config_from_args(args):
             "masked by indices. Use --dataloader-inter-document-masking to keep documents apart"
         )
     mla = core_transformer_config_from_args(args)
+    apply_yarn_flags(args, mla)
     options = options_from_args(args)
     if args.csa_compress_ratios is not None:
         config = HybridTransformerConfig.from_mla(mla, options, **hybrid_fields(args))
     else:
+        refuse_unused_hybrid_flags(args)
         config = DSATransformerConfig.from_mla(mla, options)
     model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)
     model.pre_wrap_hooks.append(freeze_for_stage)

@@ -47,6 +47,7 @@ class RowRope:
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)  # what is cached is used in training, too
 def _hadamard_signs(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     matrix = torch.ones(1, 1, dtype=dtype, device=device)
     while matrix.shape[0] < size:

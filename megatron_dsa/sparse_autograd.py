@@ -8,7 +8,7 @@ Lists of hybrid attention (:mod:`megatron_dsa.key_lists`) are written again in t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,14 +22,18 @@ from megatron_dsa.support import Problem
 
 @dataclass(frozen=True)
 class Settings:
-    """What takes no part in autograd; see :func:`megatron_dsa.dsa_kernels.sparse_attention`."""
+    """What takes no part in autograd; see :func:`megatron_dsa.dsa_kernels.sparse_attention`.
+
+    It lives as long as the graph, so it holds no tensor that autograd saves: neither the indexer's
+    nor the selection of ``lists``, which is passed as ``indices``.
+    """
 
     v_dim: int
     softmax_scale: float
     policy: Policy
     problem: Problem
     want_p_sum: bool
-    indexer: IndexerTraining | None
+    indexer: IndexerTraining | None  # without its tensors
     lists: KeyLists | None = None
 
     def arguments(self, q, kv, sink, indices, topk_length, want_p_sum: bool) -> SparseProblem:
@@ -55,14 +59,15 @@ class Settings:
         if self.lists is None:
             yield slice(None), indices, length
         else:
-            yield from self.lists.blocks(self.policy)
+            lists = replace(self.lists, selected=indices, selected_length=length)
+            yield from lists.blocks(self.policy)
 
-    def teacher_columns(self, p_sum: torch.Tensor, rows: slice) -> torch.Tensor:
+    def teacher_columns(self, p_sum: torch.Tensor, indices: torch.Tensor, rows: slice):
         """Return the part of ``p_sum`` that the indexer is responsible for."""
         if self.lists is None:
             return p_sum
         # Where fewer keys are selected than there is room for, the window follows at once.
-        valid = self.lists.selected[rows] >= 0
+        valid = indices[rows] >= 0
         return p_sum[:, : valid.shape[1]].masked_fill(~valid, 0.0)
 
 
@@ -89,7 +94,7 @@ class SparseAttention(torch.autograd.Function):
             if s.want_p_sum:
                 if part_p_sum is None:
                     part_p_sum = s.run("sparse_attention_probabilities", arguments, part_lse)
-                p_sum = _put(p_sum, s.teacher_columns(part_p_sum, rows), rows, q.shape[0])
+                p_sum = _put(p_sum, s.teacher_columns(part_p_sum, indices, rows), rows, q.shape[0])
             out = _put(out, part, rows, q.shape[0])
             lse = _put(lse, part_lse, rows, q.shape[0])
         ctx.save_for_backward(
@@ -121,15 +126,12 @@ class SparseAttention(torch.autograd.Function):
             if wants_p_sum:
                 if p_sum is None:
                     p_sum = s.run("sparse_attention_probabilities", arguments, lse[rows])
-                teacher = _put(teacher, s.teacher_columns(p_sum, rows), rows, q.shape[0])
+                teacher = _put(teacher, s.teacher_columns(p_sum, indices, rows), rows, q.shape[0])
         index_grads = (None,) * 3
         if trains:
-            selection = (indices, length)
-            if s.lists is not None:
-                selection = (s.lists.selected, s.lists.selected_length)
             if teacher is None:
-                teacher = _probabilities_among(s, q, kv, *selection)
-            index_grads = _train(s, index_tensors, *selection, teacher)
+                teacher = _probabilities_among(s, q, kv, indices, length)
+            index_grads = _train(s, index_tensors, indices, length, teacher)
         if dsink is not None:
             dsink = dsink.to(sink.dtype)
         to_kv, to_channel = (None, dkv) if ctx.separate_kv_grad else (dkv.to(kv.dtype), None)
@@ -139,7 +141,7 @@ class SparseAttention(torch.autograd.Function):
 def _probabilities_among(s: Settings, q, kv, indices, length) -> torch.Tensor:
     """Return the head sum of a softmax over the selected keys alone: no window, no sink."""
     if s.lists is not None:
-        indices = s.lists.selected_rows()
+        indices = replace(s.lists, selected=indices).selected_rows()
     arguments = s.arguments(q, kv, None, indices, length, True)
     _, lse, p_sum = s.run("sparse_attention_forward", arguments)
     return s.run("sparse_attention_probabilities", arguments, lse) if p_sum is None else p_sum

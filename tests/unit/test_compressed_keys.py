@@ -45,6 +45,13 @@ LAYOUTS = {
 }
 
 
+def first_slots(layout, sequences, ratio):
+    """Compressed slot of the first group of every sequence."""
+    if layout.real is None:
+        return [b * (len(rows) // ratio) for b, rows in enumerate(sequences)]
+    return [rows[0] // ratio if rows else 0 for rows in sequences]
+
+
 def groups_of(rows, ratio):
     """Rows of every group of a sequence, the tail left out."""
     return [rows[g * ratio : (g + 1) * ratio] for g in range(len(rows) // ratio)]
@@ -65,8 +72,6 @@ def test_groups(name, ratio):
         (group, g * ratio) for rows in sequences for g, group in enumerate(groups_of(rows, ratio))
     ]
     assert found == expected
-    # Slots without a group come last.
-    assert (keys.groups.first_row[len(expected) :] == -1).all()
     assert compressed_keys(layout, ratio) is keys
 
 
@@ -76,11 +81,10 @@ def test_groups(name, ratio):
 def test_visibility_and_its_host_side_bounds(name, ratio, rows_at_once):
     layout, sequences = LAYOUTS[name]()
     keys = compressed_keys(layout, ratio)
-    expected, before = {}, 0
-    for rows in sequences:
+    expected = {}
+    for rows, slot in zip(sequences, first_slots(layout, sequences, ratio), strict=True):
         for t, row in enumerate(rows):
-            expected[row] = set(range(before, before + (t + 1) // ratio))
-        before += len(rows) // ratio
+            expected[row] = set(range(slot, slot + (t + 1) // ratio))
     everything = [expected.get(row, set()) for row in range(layout.num_queries)]
     ranges = zip(keys.layout.start.tolist(), keys.layout.end.tolist(), strict=True)
     assert [set(range(a, b)) for a, b in ranges] == everything
@@ -100,15 +104,26 @@ def test_visibility_and_its_host_side_bounds(name, ratio, rows_at_once):
         assert layout.widest(rows) >= int(own.max())
 
 
+def test_padding_between_sequences_widens_no_list():
+    """64 padded sequences: a list is as wide as one sequence asks for, not as the pack would."""
+    layout, _ = packed([1000] * 64, [1024] * 64)
+    for ratio in (4, 128):
+        keys = compressed_keys(layout, ratio)
+        rows = slice(0, layout.num_queries)
+        assert KeyLists(layout, 128, keys).width(rows) == 128 + 1024 // ratio
+        widths = [block.width for block in keys.layout.blocks(lambda width: 1024)]
+        assert max(widths) <= 2 * 1024 // ratio + 1
+
+
 def brute_force_lists(layout, sequences, window, ratio, selected=None):
     """Sets of key-buffer rows per query."""
-    out, before = [set() for _ in range(layout.num_queries)], 0
-    for rows in sequences:
+    out = [set() for _ in range(layout.num_queries)]
+    slots = first_slots(layout, sequences, ratio) if ratio else [0] * len(sequences)
+    for rows, slot in zip(sequences, slots, strict=True):
         for t, row in enumerate(rows):
             out[row] = set(rows[max(0, t + 1 - window) : t + 1])
             if ratio and selected is None:
-                out[row] |= {layout.num_keys + before + g for g in range((t + 1) // ratio)}
-        before += len(rows) // ratio if ratio else 0
+                out[row] |= {layout.num_keys + slot + g for g in range((t + 1) // ratio)}
     if selected is not None:
         for row, slots in enumerate(selected.tolist()):
             out[row] |= {layout.num_keys + slot for slot in slots if slot >= 0}

@@ -21,17 +21,17 @@ KERNELS = "megatron_dsa.ops.compressor.triton_kernels"
 
 def packed_groups(lengths, ratio, padding=0, slots=None):
     """``(rows, Groups)`` of packed sequences and padding rows after them."""
-    first, position, row = [], [], 0
+    rows = sum(lengths) + padding
+    slots = rows // ratio if slots is None else slots
+    first = torch.full((slots,), -1, dtype=torch.int32)
+    position, row = torch.zeros(slots, dtype=torch.int64), 0
     for length in lengths:
         for g in range(length // ratio):
-            first.append(row + g * ratio)
-            position.append(g * ratio)
+            assert first[row // ratio + g] == -1
+            first[row // ratio + g] = row + g * ratio
+            position[row // ratio + g] = g * ratio
         row += length
-    missing = (row + padding) // ratio if slots is None else slots - len(first)
-    first += [-1] * missing
-    position += [0] * missing
-    ints = torch.tensor(first, dtype=torch.int32), torch.tensor(position, dtype=torch.int64)
-    return row + padding, Groups(*ints, 1)
+    return rows, Groups(first, position, 1)
 
 
 def batch_groups(seq_length, batch, ratio):

@@ -1,5 +1,7 @@
 """Configuration of hybrid attention: rules, presets, rope tables, fp32 parameters."""
 
+import argparse
+
 import pytest
 import torch
 
@@ -46,12 +48,49 @@ def test_dense_mode_is_the_dense_stage():
     assert any(".compressor." in name for name in names)
 
 
+def test_dense_mode_has_no_warmup():
+    with pytest.raises(ConfigError, match="--csa-dense-mode has no indexer"):
+        small_hybrid_config(4, csa_dense_mode=True, options=DSAOptions(stage="warmup"))
+
+
+def test_flags_without_the_one_that_asks_for_hybrid_attention():
+    from megatron_dsa.arguments import refuse_unused_hybrid_flags
+
+    args = argparse.Namespace(
+        csa_compress_ratios=None, csa_window_size=128, csa_dense_mode=False,
+        csa_compress_rotary_base=None, o_groups=8, o_lora_rank=1024, dsa_csa_teacher="attention",
+    )  # fmt: skip
+    refuse_unused_hybrid_flags(args)
+    args.o_groups = 4
+    with pytest.raises(ConfigError, match="--o-groups: has a meaning only with"):
+        refuse_unused_hybrid_flags(args)
+
+
+def test_yarn_flags_reach_the_configuration():
+    """Megatron's own flags, which it ignores with --multi-latent-attention."""
+    from megatron_dsa.arguments import apply_yarn_flags
+
+    config = small_hybrid_config(4, rope_type="yarn", rotary_scaling_factor=16.0)
+    args = argparse.Namespace(
+        csa_compress_ratios=[4, 4], yarn_original_max_position_embeddings=None,
+        yarn_beta_fast=None, yarn_beta_slow=2.0,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="--yarn-original-max-position-embeddings is required"):
+        apply_yarn_flags(args, config)
+    args.yarn_original_max_position_embeddings = 65536
+    apply_yarn_flags(args, config)
+    assert PositionRope.for_ratio(config, 4).yarn == (16.0, 65536, 32, 2.0)
+
+
 def test_teacher_is_one_of_two():
     with pytest.raises(ConfigError, match="--dsa-csa-teacher must be one of attention, compressed"):
         DSAOptions(csa_teacher="window")
 
 
-ROPE = {"rotary_base": 1e4, "csa_compress_rotary_base": 160000.0, "rotary_scaling_factor": 16.0}
+ROPE = {
+    "rotary_base": 1e4, "csa_compress_rotary_base": 160000.0, "rotary_scaling_factor": 16.0,
+    "original_max_position_embeddings": 65536,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CSA_PRESETS)

@@ -18,9 +18,11 @@ from megatron_dsa.errors import ConfigError
 class Groups:
     """Which rows each compressed slot pools.
 
-    Slots are in the order of sequences. With ``row_step == 1`` their rows ascend and all slots
-    without a group come last; with ``row_step > 1`` the slots of one batch element follow those of
-    the one before it, and each batch element has the same number of slots.
+    Where a group is found follows from its rows, so that nobody has to search. With
+    ``row_step == 1``, group ``g`` of the sequence that starts at row ``o`` has the slot
+    ``o // ratio + g``; a row ``r`` is then in the group of slot ``r // ratio``, of the slot before,
+    or in none. With ``row_step > 1`` the slots of one batch element follow those of the one before
+    it, and each batch element has the same number of slots.
 
     Attributes:
         first_row: int32 ``[G]``, row of the group's first token; -1: the slot holds no group.

@@ -200,25 +200,24 @@ def _backward(
         tl.store(at_partial, tl.sum(dape_previous, 0), mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_row", "rows", "groups", "row_step", "steps"])
+@triton.jit(do_not_specialize=["first_row", "rows", "groups", "row_step"])
 def _zero_gaps(
-    dvalues, dscores, first_row, rows, groups, row_step, steps,
+    dvalues, dscores, first_row, rows, groups, row_step,
     RATIO: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Zero the rows that are in no group; ``steps`` halvings find a row's group."""
+    """Zero the rows that are in no group."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     slots = groups // row_step
-    begin = row % row_step * slots
-    low, high = begin, begin + slots
-    for _ in range(steps):
-        middle = low + (high - low) // 2
-        first = tl.load(first_row + middle, mask=low < high, other=-1)
-        behind = (low < high) & (first >= 0) & (first <= row)
-        low = tl.where(behind, middle + 1, low)
-        high = tl.where(behind, high, middle)
-    first = tl.load(first_row + low - 1, mask=(low > begin) & (row < rows), other=-1)
+    # A row's group has this number, or the one before (see Groups).
+    number = row // row_step // RATIO
+    near = first_row + row % row_step * slots + number
+    here = tl.load(near, mask=(row < rows) & (number < slots), other=-1)
+    before = tl.load(near - 1, mask=(row < rows) & (number > 0) & (number <= slots), other=-1)
     # Rows of other batch elements lie between those of a group, so this counts rows, not positions.
-    gap = (row < rows) & ((first < 0) | (row - first >= RATIO * row_step))
+    span = RATIO * row_step
+    inside = (here >= 0) & (here <= row) & (row - here < span)
+    inside = inside | ((before >= 0) & (row - before < span))
+    gap = (row < rows) & ~inside
     if tl.max(gap.to(tl.int32), 0) > 0:
         zero = tl.zeros([BLOCK_R, BLOCK_C], dvalues.dtype.element_ty)
         for start in range(0, WIDTH, BLOCK_C):
@@ -326,9 +325,8 @@ class _Compress(torch.autograd.Function):
             dape = torch.zeros_like(ape)
         if rows > 0:
             _zero_gaps[(triton.cdiv(rows, 64),)](
-                dvalues, dscores, first_row, rows, slots, row_step,
-                (slots // row_step).bit_length(), RATIO=ratio, WIDTH=width, BLOCK_R=64,
-                BLOCK_C=128,
+                dvalues, dscores, first_row, rows, slots, row_step, RATIO=ratio, WIDTH=width,
+                BLOCK_R=64, BLOCK_C=128,
             )  # fmt: skip
         return dvalues, dscores, dape, None
 
