@@ -54,26 +54,26 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def open_csv(path: Path) -> None:
+def open_csv(path: Path, columns: tuple[str, ...] = COLUMNS) -> None:
     """Write the header of a new file, or refuse a file that has another one."""
     if path.exists() and path.stat().st_size > 0:
         with path.open(newline="") as file:
             found = tuple(next(csv.reader(file)))
-        if found != COLUMNS:
-            odd = sorted(set(found) ^ set(COLUMNS)) or ["their order"]
+        if found != columns:
+            odd = sorted(set(found) ^ set(columns)) or ["their order"]
             raise SystemExit(
                 f"--output {path} has other columns than this version writes (differing: "
                 f"{', '.join(odd)}): name a new file or move that one away."
             )
         return
     with path.open("w", newline="") as file:
-        csv.writer(file).writerow(COLUMNS)
+        csv.writer(file).writerow(columns)
 
 
-def append_csv(path: Path, row: dict) -> None:
+def append_csv(path: Path, row: dict, columns: tuple[str, ...] = COLUMNS) -> None:
     """Append one row; what it lacks stays empty, what the schema lacks is an error."""
     with path.open("a", newline="") as file:
-        csv.DictWriter(file, COLUMNS).writerow({key: _short(row.get(key)) for key in row})
+        csv.DictWriter(file, columns).writerow({key: _short(row.get(key)) for key in row})
 
 
 def _short(value):
@@ -105,13 +105,17 @@ class Run:
                 return
             todo = [m for place, m in enumerate(todo) if place not in done]
 
-    def _child(self, group: Group, todo: list[Measurement]):
-        """Run one process; return places done, the place under way when it ended, and the end."""
-        request = {
+    def _request(self, group: Group, todo: list[Measurement]) -> dict:
+        """Return what the child is asked for."""
+        return {
             "group": asdict(group),
             "measurements": [m.as_dict() for m in todo],
             "settings": self.settings,
         }
+
+    def _child(self, group: Group, todo: list[Measurement]):
+        """Run one process; return places done, the place under way when it ended, and the end."""
+        request = self._request(group, todo)
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         done, under_way, timed_out = set(), None, threading.Event()
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
@@ -135,6 +139,8 @@ class Run:
                         self.environment = event
                     elif kind == "start":
                         under_way = place
+                    elif kind == "row":  # one of several
+                        self._record(group, todo[place], event)
                     else:
                         self._record(group, todo[place], event)
                         done.add(place)

@@ -49,7 +49,7 @@ PACKAGES = {
 }
 
 
-def environment(device: torch.device) -> dict:
+def environment(device: torch.device, packages: dict = PACKAGES) -> dict:
     """Return the columns that say what the numbers were measured on and with."""
     on_gpu = device.type == "cuda"
     return {
@@ -58,7 +58,7 @@ def environment(device: torch.device) -> dict:
         "cuda": torch.version.cuda if on_gpu else None,
         "driver": _driver() if on_gpu else None,
         "package": __version__,
-        **{column: _version(*names) for column, names in PACKAGES.items()},
+        **{column: _version(*names) for column, names in packages.items()},
     }
 
 
