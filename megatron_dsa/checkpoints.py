@@ -54,6 +54,8 @@ def prepare_loading(args: argparse.Namespace):
 def _what_is_trained(args) -> str:
     """Name the set of parameters that the optimizer holds: its state fits no other set."""
     stage = getattr(args, "dsa_stage", "dense")
+    if getattr(args, "csa_dense_mode", False):  # the other name of stage dense
+        stage = "dense"
     if stage == "warmup":
         return "warmup (everything)" if args.dsa_warmup_train_all else "warmup (indexers)"
     if stage == "sparse" and not args.dsa_indexer_loss_coeff:

@@ -29,21 +29,27 @@ def _repair_plain(optimizer_class: type) -> None:
     While it saves and loads, its lists of 16-bit parameters and of their fp32 copies therefore name
     all parameters, in the inner optimizer's order. An fp32 parameter is its own copy.
     """
+    save, load = optimizer_class.sharded_state_dict, optimizer_class.load_state_dict
 
-    def wrap(name: str) -> None:
-        original = getattr(optimizer_class, name)
+    @functools.wraps(save)
+    def sharded_state_dict(self, *args, **kwargs):
+        if not any(getattr(self, "fp32_from_fp32_groups", ())):
+            return save(self, *args, **kwargs)
+        with _all_parameters_named(self):
+            return save(self, *args, **kwargs)
 
-        @functools.wraps(original)
-        def method(self, *args, **kwargs):
-            if not any(getattr(self, "fp32_from_fp32_groups", ())):
-                return original(self, *args, **kwargs)
-            with _all_parameters_named(self):
-                return original(self, *args, **kwargs)
+    @functools.wraps(load)
+    def load_state_dict(self, state_dict):
+        # What state_dict() saved (--ckpt-format torch) names the 16-bit parameters alone.
+        saved = state_dict.get("fp32_from_fp16_params", state_dict.get("fp32_from_fp16", ()))
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        if list(map(len, saved)) != list(map(len, groups)):
+            return load(self, state_dict)
+        with _all_parameters_named(self):
+            return load(self, state_dict)
 
-        setattr(optimizer_class, name, method)
-
-    wrap("sharded_state_dict")
-    wrap("load_state_dict")
+    optimizer_class.sharded_state_dict = sharded_state_dict
+    optimizer_class.load_state_dict = load_state_dict
 
 
 def _all_parameters_named(optimizer):

@@ -64,10 +64,11 @@ def small_config(*, dtype=torch.float64, options=None, **changes):
     return config
 
 
-def hidden_like(module, rows):
-    """Random hidden states ``[rows, 1, hidden]`` for a module, the same on every device."""
+def hidden_like(module, rows, batch=1):
+    """Random hidden states ``[rows, batch, hidden]`` for a module, the same on every device."""
     generator = torch.Generator().manual_seed(11)
-    x = torch.randn(rows, 1, module.config.hidden_size, generator=generator, dtype=torch.float64)
+    shape = (rows, batch, module.config.hidden_size)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
     return x.to(start()).requires_grad_()
 
 

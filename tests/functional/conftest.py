@@ -30,21 +30,31 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def start(data, tmp_path_factory):
-    """A checkpoint of random weights, after a few steps so that nothing is at its initial 0."""
-    directory = tmp_path_factory.mktemp("start")
-    train({"--data-path": data, "--save": directory, "--train-iters": 3, "--save-interval": 3})
-    return directory
+def steps_of(data, tmp_path_factory):
+    """Function that prepares a model (changes to :data:`TINY`) and returns its ``one_step``.
+
+    ``one_step(changes, ranks)`` takes one step from a checkpoint of random weights and returns the
+    log line, all gradients and the run.
+    """
+
+    def prepare(model=None):
+        model = {"--data-path": data} | (model or {})
+        start = tmp_path_factory.mktemp("start")
+        # A few steps, so that nothing is at its initial 0.
+        train(model | {"--save": start, "--train-iters": 3, "--save-interval": 3})
+
+        def one_step(changes=None, ranks=1):
+            directory = tmp_path_factory.mktemp("step")
+            flags = model | {"--load": start, "--save": directory} | ONE_STEP
+            result = train(flags | (changes or {}), ranks=ranks)
+            return result.steps[0], gradients_of_first_step(directory), result
+
+        return one_step
+
+    return prepare
 
 
 @pytest.fixture(scope="session")
-def one_step(data, start, tmp_path_factory):
-    """Function that takes one step from ``start`` and returns the log line and all gradients."""
-
-    def run(changes=None, ranks=1):
-        directory = tmp_path_factory.mktemp("step")
-        flags = {"--data-path": data, "--load": start, "--save": directory}
-        result = train(flags | ONE_STEP | (changes or {}), ranks=ranks)
-        return result.steps[0], gradients_of_first_step(directory), result
-
-    return run
+def one_step(steps_of):
+    """One step of the plain :data:`TINY` model."""
+    return steps_of()

@@ -54,12 +54,17 @@ LAYOUTS = {
     "name", [pytest.param(n, marks=pytest.mark.ranks(r)) for n, (_, r) in LAYOUTS.items()]
 )
 def test_layout(name, single, one_step):
-    changes, ranks = LAYOUTS[name]
+    check_layout(name, LAYOUTS[name], single, one_step)
+
+
+def check_layout(name, layout, expected, one_step):
+    """Take a step in another layout and compare it with one process."""
+    changes, ranks = layout
     got = one_step(changes, ranks)
-    compare(got, single, TOLERANCE)
+    compare(got, expected, TOLERANCE)
     if "microbatch" not in name:  # other microbatches have other sampled rows
         for figure in HEALTH:
-            assert got[0][figure] == pytest.approx(single[0][figure], rel=1e-4), figure
+            assert got[0][figure] == pytest.approx(expected[0][figure], rel=1e-4), figure
 
 
 def compare(got, expected, tolerance):
