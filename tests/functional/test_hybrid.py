@@ -121,7 +121,10 @@ def test_distributed_optimizer_in_bf16(data, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_dense_to_warmup_to_sparse(data, tmp_path):
-    """Trap 21: each stage resumes from the one before; the frozen model stays as it was."""
+    """Trap 21: each stage resumes from the one before; the frozen model stays as it was.
+
+    A checkpoint of ``--csa-dense-mode`` counts as one of stage dense.
+    """
     flags = HYBRID | {"--data-path": data, "--save": tmp_path, "--load": tmp_path}
     flags |= {"--save-interval": 2}
     dense = train(flags | {"--csa-dense-mode": True, "--train-iters": 2})
@@ -148,15 +151,6 @@ def test_dense_to_warmup_to_sparse(data, tmp_path):
     assert sparse.steps[0]["iteration"] == 13
     assert sparse.steps[0]["indexer loss"] > 0
     assert sparse.steps[-1]["lm loss"] < dense.steps[0]["lm loss"]
-
-
-def test_dense_to_sparse(data, tmp_path):
-    """Without a warm-up, and with the flag alone that says so."""
-    flags = HYBRID | {"--data-path": data, "--save": tmp_path, "--load": tmp_path}
-    flags |= {"--save-interval": 1}
-    train(flags | {"--csa-dense-mode": True, "--train-iters": 1})
-    sparse = train(flags | {"--train-iters": 2})
-    assert "has no indexers" in sparse.log and "the optimizer starts anew" in sparse.log
 
 
 def test_packed_documents(data):
