@@ -1,8 +1,65 @@
-"""Megatron's optimizer with a mix of bf16 and fp32 parameters in one group."""
+"""Optimizers of bf16 layers with fp32 parameters: every state is saved as its own parameter's."""
 
+import pytest
 import torch
 
-from tests.host import start
+from tests.host import attention_module, small_hybrid_config, start
+
+
+@pytest.fixture
+def model_and_optimizer(request):
+    """A CSA layer in bf16 and Megatron's optimizer for it, after a step."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    device, distributed = start(), request.param
+    config = small_hybrid_config(4, dtype=torch.float32, bf16=True)
+    module = attention_module(config).bfloat16()
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16, torch.float32}
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
+    model = DistributedDataParallel(config, settings, module)
+    settings = OptimizerConfig(
+        optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=distributed, clip_grad=0.0,
+        weight_decay=0.0, adam_beta1=0.9,
+    )  # fmt: skip
+    optimizer = get_megatron_optimizer(settings, [model])
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.main_grad.copy_(gradient.to(device))
+    optimizer.step()
+    return module, optimizer.chained_optimizers[0]
+
+
+@pytest.mark.parametrize("model_and_optimizer", [True], indirect=True, ids=["distributed"])
+def test_distributed_optimizer(model_and_optimizer):
+    module, optimizer = model_and_optimizer
+    for name, parameter in module.named_parameters():
+        states = optimizer._get_main_param_and_optimizer_states(parameter)
+        # One process has whole parameters; Adam's first moment is a tenth of the gradient.
+        gradient = parameter.main_grad.flatten().float()
+        assert torch.allclose(states["exp_avg"], 0.1 * gradient, rtol=1e-5), name
+        assert states["param"].to(parameter.dtype).equal(parameter.detach().flatten()), name
+        ones = {key: torch.ones_like(value) for key, value in states.items()}
+        optimizer._set_main_param_and_optimizer_states(parameter, ones)
+        states = optimizer._get_main_param_and_optimizer_states(parameter)
+        assert all(value.eq(1).all() for value in states.values()), name
+        if parameter.dtype == torch.float32:
+            assert parameter.eq(1).all(), name
+
+
+@pytest.mark.parametrize("model_and_optimizer", [False], indirect=True, ids=["plain"])
+def test_plain_optimizer(model_and_optimizer):
+    module, optimizer = model_and_optimizer
+    state = optimizer.sharded_state_dict(module.sharded_state_dict(prefix="layer."))
+    saved = {
+        entry.key: entry.data
+        for states in state["optimizer"]["state"].values() if isinstance(states, dict)
+        for entry in states.values()
+    }  # fmt: skip
+    for name, parameter in module.named_parameters():
+        moment = saved[f"optimizer.state.exp_avg.layer.{name}"]
+        assert torch.allclose(moment, 0.1 * parameter.main_grad.float(), rtol=1e-5), name
 
 
 def optimizer_of(*values):
