@@ -132,7 +132,7 @@ def _rules(config: Any):
     yield from _mla_rules(config)
     yield from host_rules(config)
     if uses_indexer(config):
-        yield from _indexer_rules(config)
+        yield from indexer_rules(config)
 
 
 def _mla_rules(config: Any):
@@ -252,7 +252,7 @@ def host_rules(config: Any):
     )
 
 
-def _indexer_rules(config: Any):
+def indexer_rules(config: Any):
     """What the indexer needs to be given."""
     for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
         value = getattr(config, name)
@@ -265,7 +265,7 @@ def _indexer_rules(config: Any):
     yield (
         head_dim >= config.qk_pos_emb_head_dim,
         f"--dsa-indexer-head-dim ({head_dim}) must be at least --qk-pos-emb-head-dim "
-        f"({config.qk_pos_emb_head_dim}): rope is applied to its first dims",
+        f"({config.qk_pos_emb_head_dim}): rope is applied to that many of its dims",
     )
     yield (
         not config.dsa_indexer_rotate_activation or head_dim & (head_dim - 1) == 0,

@@ -13,6 +13,7 @@ from megatron_dsa.config import (
     DSATransformerConfig,
     attention_rules,
     host_rules,
+    indexer_rules,
     options_of,
     validate,
 )
@@ -154,32 +155,10 @@ def _shape_rules(config: HybridTransformerConfig):
 def _indexer_rules(config: HybridTransformerConfig):
     if CSA_RATIO not in (config.csa_compress_ratios or ()):
         return
-    for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
-        value = getattr(config, name)
-        yield (
-            isinstance(value, int) and value >= 1,
-            f"--{name.replace('_', '-')} must be a positive integer with layers of ratio "
-            f"{CSA_RATIO}, got {value}",
-        )
-    dim = config.dsa_indexer_head_dim or 0
-    yield (
-        dim >= config.qk_pos_emb_head_dim,
-        f"--dsa-indexer-head-dim ({dim}) must be at least --qk-pos-emb-head-dim "
-        f"({config.qk_pos_emb_head_dim}): rope is applied to its last dims",
-    )
-    yield (
-        not config.dsa_indexer_rotate_activation or dim & (dim - 1) == 0,
-        f"--dsa-indexer-head-dim must be a power of two for the Hadamard rotation, got {dim}; "
-        "or pass --no-dsa-indexer-rotate-activation",
-    )
+    yield from indexer_rules(config)
     yield (
         config.dsa_indexer_rope_interleaved,
         "--dsa-indexer-rope-interleaved is required: V4's indexer pairs neighbouring dims",
-    )
-    yield (
-        options_of(config).stage != "warmup" or bool(config.dsa_indexer_loss_coeff),
-        "--dsa-indexer-loss-coeff must be positive in stage 'warmup': the loss is what trains "
-        "the indexer",
     )
 
 
