@@ -10,8 +10,8 @@ import torch
 
 from megatron_dsa.compressed_keys import CompressedKeys
 from megatron_dsa.dispatch import Policy, device_problem, run
-from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.compressor import CompressorProblem
+from megatron_dsa.ops.rope import check_inputs
 
 __all__ = ["compress", "norm_rope", "rotate"]
 
@@ -74,7 +74,7 @@ def norm_rope(
     Returns:
         ``[rows, H, D]`` in x's dtype, differentiable in x.
     """
-    _check(x, cos, sin)
+    check_inputs(x, cos, sin)
     problem = _problem(x, x.shape[1], x.shape[2])
     return run("norm_rope", problem, policy, x, cos, sin, eps, inplace, policy.workspace_bytes)
 
@@ -91,16 +91,6 @@ def rotate(
 
     Arguments and result as in :func:`norm_rope`, without the norm.
     """
-    _check(x, cos, sin)
+    check_inputs(x, cos, sin)
     problem = _problem(x, x.shape[1], x.shape[2])
     return run("rotate", problem, policy, x, cos, sin, inverse, policy.workspace_bytes)
-
-
-def _check(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    if x.dim() != 3:
-        raise ConfigError(f"x must be [rows, H, D], got shape {tuple(x.shape)}")
-    if cos.shape != sin.shape or cos.shape[0] != x.shape[0] or 2 * cos.shape[1] > x.shape[2]:
-        raise ConfigError(
-            f"cos and sin must be [{x.shape[0]}, R / 2] with R <= {x.shape[2]}, got "
-            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
-        )

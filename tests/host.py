@@ -27,21 +27,16 @@ def start() -> torch.device:
     return torch.device("cpu" if cpu_host.needed() else "cuda")
 
 
-def small_config(*, dtype=torch.float64, options=None, **changes):
-    """A DSA configuration of a few thousand parameters."""
-    start()
-    from megatron_dsa.config import DSAOptions, DSATransformerConfig
-
-    settings = {
+def _small_settings(dtype):
+    """What the small configurations have in common."""
+    return {
         "num_layers": 2,
         "hidden_size": 32,
         "ffn_hidden_size": 64,
         "num_attention_heads": 4,
         "q_lora_rank": 24,
-        "kv_lora_rank": 16,
         "qk_head_dim": 12,
         "qk_pos_emb_head_dim": 8,
-        "v_head_dim": 10,
         "qk_layernorm": True,
         "add_bias_linear": False,
         "attention_dropout": 0.0,
@@ -55,11 +50,45 @@ def small_config(*, dtype=torch.float64, options=None, **changes):
         "params_dtype": dtype,
         "dsa_indexer_n_heads": 3,
         "dsa_indexer_head_dim": 16,
-        "dsa_indexer_topk": 12,
         "dsa_indexer_loss_coeff": 0.7,
         "dsa_indexer_use_sparse_loss": True,
     }
+
+
+def small_config(*, dtype=torch.float64, options=None, **changes):
+    """A DSA configuration of a few thousand parameters."""
+    start()
+    from megatron_dsa.config import DSAOptions, DSATransformerConfig
+
+    settings = _small_settings(dtype) | {
+        "kv_lora_rank": 16,
+        "v_head_dim": 10,
+        "dsa_indexer_topk": 12,
+    }
     config = DSATransformerConfig(**settings | changes, dsa=options or DSAOptions())
+    config.finalize_model_grads_func = None
+    return config
+
+
+def small_hybrid_config(ratio, *, dtype=torch.float64, options=None, **changes):
+    """A configuration of hybrid attention whose layers all have the same compression ratio."""
+    start()
+    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.csa_config import HybridTransformerConfig
+
+    settings = _small_settings(dtype) | {
+        "kv_lora_rank": 12,
+        "v_head_dim": 20,
+        "o_groups": 2,
+        "o_lora_rank": 6,
+        "csa_compress_ratios": [ratio, ratio],
+        "csa_window_size": 7,
+        "csa_compress_rotary_base": 160000.0,
+        "normalization": "RMSNorm",
+        "dsa_indexer_topk": 5,
+        "dsa_indexer_rope_interleaved": True,
+    }
+    config = HybridTransformerConfig(**settings | changes, dsa=options or DSAOptions())
     config.finalize_model_grads_func = None
     return config
 
@@ -118,48 +147,3 @@ def packed(*lengths, padded_lengths=None):
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-
-
-def small_hybrid_config(ratio, *, dtype=torch.float64, options=None, **changes):
-    """A configuration of hybrid attention whose layers all have the same compression ratio."""
-    start()
-    from megatron_dsa.config import DSAOptions
-    from megatron_dsa.csa_config import HybridTransformerConfig
-
-    settings = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "ffn_hidden_size": 64,
-        "num_attention_heads": 4,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 12,
-        "qk_head_dim": 12,
-        "qk_pos_emb_head_dim": 8,
-        "v_head_dim": 20,
-        "o_groups": 2,
-        "o_lora_rank": 6,
-        "csa_compress_ratios": [ratio, ratio],
-        "csa_window_size": 7,
-        "csa_compress_rotary_base": 160000.0,
-        "qk_layernorm": True,
-        "normalization": "RMSNorm",
-        "add_bias_linear": False,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "rope_type": "rope",
-        "transformer_impl": "local",
-        "persist_layer_norm": False,
-        "bias_dropout_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "use_cpu_initialization": cpu_host.needed(),
-        "params_dtype": dtype,
-        "dsa_indexer_n_heads": 3,
-        "dsa_indexer_head_dim": 16,
-        "dsa_indexer_topk": 5,
-        "dsa_indexer_loss_coeff": 0.7,
-        "dsa_indexer_use_sparse_loss": True,
-        "dsa_indexer_rope_interleaved": True,
-    }
-    config = HybridTransformerConfig(**settings | changes, dsa=options or DSAOptions())
-    config.finalize_model_grads_func = None
-    return config
