@@ -92,18 +92,21 @@ def eager_norm_rope(x, cos, sin, eps: float):
 def eager_key_lists(position, window: int, offset: int, selected=None, ratio: int = 0, slots=0):
     """Compressed keys, selected or all visible ones, and the window of rows at ``position``.
 
+    Keys of positions start at row ``offset`` of the key buffer.
+
     Returns:
         ``lists`` int32 ``[rows, width]`` (valid entries first) and ``length`` int32 ``[rows]``.
     """
     position = position[:, None]
     keys = position + torch.arange(1 - window, 1, device=position.device)
+    keys = torch.where(keys < 0, -1, keys + offset)
     if selected is not None:
-        compressed = torch.where(selected < 0, -1, selected + offset)
+        compressed = selected
     else:
         slot = torch.arange(slots, device=position.device)
         visible = slot < ((position + 1) // ratio if ratio else 0 * position)
-        compressed = torch.where(visible, slot + offset, -1)
-    lists = torch.cat([compressed, keys.clamp_min(-1)], 1)
+        compressed = torch.where(visible, slot, -1)
+    lists = torch.cat([compressed, keys], 1)
     order = torch.argsort((lists < 0).to(torch.int8), dim=1, stable=True)
     return lists.gather(1, order).int(), (lists >= 0).sum(1, dtype=torch.int32)
 
@@ -249,10 +252,11 @@ def lists_piece(case: Case, device, settings: dict) -> Piece:
     if case.topk is not None:
         selected, length = random_selection(rows, case.topk, ratio, device)
     lists = KeyLists(layout, window, keys, selected, length)
-    slots = keys.count if keys is not None and selected is None else 0
+    offset = keys.count if keys is not None else 0
+    slots = offset if selected is None else 0
 
     def plain(position, selected):
-        return [eager_key_lists(position, window, rows, selected, ratio, slots)]
+        return [eager_key_lists(position, window, offset, selected, ratio, slots)]
 
     if case.implementation == "eager":
 

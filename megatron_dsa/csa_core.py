@@ -40,6 +40,7 @@ from megatron_dsa.parallel import join_keys
 from megatron_dsa.position_rope import PositionRope
 from megatron_dsa.support import Problem
 from megatron_dsa.trained_indexer import TrainsIndexer
+from megatron_dsa.warm_up import warm_up
 
 
 @dataclass
@@ -93,8 +94,11 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
             if not indexer_is_trained(config):
                 # A parameter without a gradient would stall the overlapped gradient reduction.
                 self.indexer.requires_grad_(False)
-        for operation, problem in self._problems():
+        calls = tuple(self._problems())
+        for operation, problem in calls:
             choose(operation, problem, self.options.policy)
+        if softmax_scale is not None:
+            warm_up(calls, self.options.policy, softmax_scale)
 
     def _selects(self) -> bool:
         return self.indexer is not None and self.options.stage == "sparse"
@@ -126,11 +130,15 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
         if self._selects():
             yield "indexer_scores", index
             yield "indexer_topk", index
-        if indexer_is_trained(config) and self.loss_is_sparse():
+        trains = indexer_is_trained(config)
+        if not trains and not self.options.evaluate_indexer:
+            return
+        if self.loss_is_sparse():
             yield "sparse_attention_probabilities", attention
             yield "sparse_indexer_loss", index
-            yield "indexer_backward", index
-        elif indexer_is_trained(config):
+            if trains:
+                yield "indexer_backward", index
+        else:
             yield "dense_indexer_loss", problem(heads, dim, relu=config.dsa_indexer_scoring_relu)
 
     def forward(
@@ -213,12 +221,12 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
         if not self._selected_only():
             with torch.no_grad():
                 window = sparse_attention(
-                    q, kv, KeyLists(layout, lists.window), softmax_scale=self.softmax_scale,
+                    q, kv[keys.count :], KeyLists(layout, lists.window), softmax_scale=self.softmax_scale,
                     v_dim=q.shape[2], policy=self.options.policy,
                 )  # fmt: skip
                 other = torch.logaddexp(window.lse, self.attn_sink.to(window.lse.dtype))
         return dense_indexer_loss(
-            inputs, q, kv[layout.num_keys :, None], keys.layout,
+            inputs, q, kv[: keys.count, None], keys.layout,
             softmax_scale=self.softmax_scale, other_lse=other, head_group=self.heads_group(),
             policy=self.options.policy,
         )  # fmt: skip
@@ -226,7 +234,7 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
     def _record_health(self, inputs, q, kv, lists: KeyLists, lse: torch.Tensor) -> None:
         """Log how well the selection does on a few rows."""
         total = torch.logaddexp(lse, self.attn_sink.detach().to(lse.dtype))
-        compressed = kv[lists.layout.num_keys :]
+        compressed = kv[: lists.compressed.count]
         health = selection_health(
             inputs.detach(), lists.compressed.layout, self.config.dsa_indexer_topk, q, compressed,
             lists.selected, total, self.softmax_scale, self.options.health_rows,
@@ -241,7 +249,7 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
         policy = self.options.policy
         if p_sum is None:
             p_sum = sparse_attention(
-                q, kv, lists.selected_rows(), softmax_scale=self.softmax_scale, v_dim=q.shape[2],
+                q, kv, lists.selected, softmax_scale=self.softmax_scale, v_dim=q.shape[2],
                 topk_length=lists.selected_length, want_p_sum=True, policy=policy,
             ).p_sum  # fmt: skip
         return sparse_indexer_loss(

@@ -133,6 +133,7 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
             )  # fmt: skip
 
         trains = indexer_is_trained(config) and self.indexer is not None
+        judges = trains or self.options.evaluate_indexer and self.indexer is not None
         if self.options.stage == "sparse":
             latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
             sparse = attention(latent, config.kv_lora_rank, topk)
@@ -141,14 +142,15 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
                 yield "indexer_topk", index(topk)
             yield "sparse_attention_forward", sparse
             yield "sparse_attention_backward", sparse
-            if trains and self.loss_is_sparse():
+            if judges and self.loss_is_sparse():
                 yield "sparse_attention_probabilities", sparse
                 yield "sparse_indexer_loss", index(topk)
-                yield "indexer_backward", index(topk)
+                if trains:
+                    yield "indexer_backward", index(topk)
         else:
             qk_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
             yield "dense_attention", attention(qk_dim, config.v_head_dim)
-        if trains and not self.loss_is_sparse():
+        if judges and not self.loss_is_sparse():
             yield "dense_indexer_loss", index(None)
 
     def forward_sparse(
@@ -199,6 +201,7 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
             topk_length=selection.length,
             kv_grad=kv_grad,
             want_p_sum=judges and self.loss_is_sparse(),
+            in_order=True,
             indexer=training,
             policy=policy,
         )

@@ -64,6 +64,7 @@ def sparse_attention(
     attn_sink: torch.Tensor | None = None,
     kv_grad: torch.Tensor | None = None,
     want_p_sum: bool = False,
+    in_order: bool = False,
     indexer: IndexerTraining | None = None,
     policy: Policy = Policy(),
 ) -> SparseAttentionOutput:
@@ -84,6 +85,8 @@ def sparse_attention(
         kv_grad: fp32 ``[Skv, D]``: if given, the gradient of ``kv`` is sent here, unrounded,
             instead of to ``kv`` (see :func:`megatron_dsa.parallel.gather_keys`).
         want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
+        in_order: the caller knows that all lists follow one order of the keys, as those of
+            :func:`indexer_topk` and of ``KeyLists`` do: spares a backward from sorting them.
         indexer: train the indexer on these probabilities in the backward pass, where they are
             recomputed anyway (see :class:`~megatron_dsa.indexer_training.IndexerTraining`).
         policy: which implementations may run.
@@ -105,7 +108,7 @@ def sparse_attention(
         _check_lists(lists, q, topk_length, want_p_sum or indexer is not None)
         width = lists.full_width
         indices, topk_length = lists.selected, lists.selected_length
-        lists = replace(lists, selected=None, selected_length=None)
+        lists, in_order = replace(lists, selected=None, selected_length=None), True
     else:
         _check_indices(indices, q, topk_length)
         width = indices.shape[1]
@@ -132,7 +135,9 @@ def sparse_attention(
     if indexer is not None:
         trained = indexer.tensors()
         indexer = indexer.without_tensors()
-    settings = Settings(v_dim, softmax_scale, policy, problem, want_p_sum, indexer, lists)
+    settings = Settings(
+        v_dim, softmax_scale, policy, problem, want_p_sum, indexer, lists, in_order
+    )
     return SparseAttentionOutput(
         *SparseAttention.apply(q, kv, kv_grad, attn_sink, *trained, indices, topk_length, settings)
     )

@@ -19,17 +19,18 @@ from megatron_dsa.layout import Layout
 from megatron_dsa.ops.arithmetic import rows_in_budget
 from megatron_dsa.ops.key_lists import ListProblem
 
-#: Bytes per list entry of the torch builder (masks, sums, copies) and of a kernel (the entry).
-_BYTES_UNFUSED, _BYTES_FUSED = 48, 4
+#: Bytes per list entry of the torch builder (masks, sums, copies) and of a kernel: the entry, and
+#: its copy in a list that an attention kernel wants wider.
+_BYTES_UNFUSED, _BYTES_FUSED = 48, 8
 
 
 @dataclass(frozen=True, eq=False)
 class KeyLists:
     """Window and compressed keys of every query row of a microbatch.
 
-    The key buffer holds the ``layout.num_keys`` rows of the sequence, then the compressed keys.
-    In a list the compressed keys come first, so that the columns of a selection are the same in
-    all rows, then the window in the order of positions.
+    The key buffer holds the compressed keys, then the ``layout.num_keys`` rows of the sequence.
+    So do lists: the columns of a selection are the same in all rows, and where nothing is selected
+    lists are ascending, as the backward likes them.
 
     Attributes:
         layout: sequences and visibility.
@@ -85,10 +86,6 @@ class KeyLists:
             rows = slice(first, min(total, first + rows_at_once))
             yield rows, *run("key_lists", problem, policy, self._problem(rows))
 
-    def selected_rows(self) -> torch.Tensor:
-        """Return the selection as rows of the key buffer, int32 ``[Sq, topk]``."""
-        return torch.where(self.selected < 0, -1, self.selected + self.layout.num_keys)
-
     def _problem(self, rows: slice) -> ListProblem:
         group_start = group_end = None
         if self.compressed is not None and self.selected is None:
@@ -99,7 +96,7 @@ class KeyLists:
             end=self.layout.end[rows],
             window=self.window,
             key_rows=self.layout.key_rows,
-            offset=self.layout.num_keys,
+            offset=0 if self.compressed is None else self.compressed.count,
             selected=None if self.selected is None else self.selected[rows],
             selected_length=None if self.selected is None else self.selected_length[rows],
             group_start=group_start,

@@ -67,15 +67,16 @@ def join_keys(
         group: the tensor-parallel group under sequence parallelism, else ``None``.
 
     Returns:
-        ``keys [s * b + G, D]`` and ``channel`` as in :func:`gather_keys`. Every rank's heads add to
-        the gradient of every key: it is summed over the group in fp32, for this rank's slice of
-        ``kv`` and for all of ``compressed``, where all ranks go on with the same sum.
+        ``keys [G + s * b, D]``, compressed keys first, and ``channel`` as in :func:`gather_keys`.
+        Every rank's heads add to the gradient of every key: it is summed over the group in fp32,
+        for this rank's slice of ``kv`` and for all of ``compressed``, where all ranks go on with
+        the same sum.
     """
     keys, channel = gather_keys(kv, group)
     if compressed is None:
         return keys, channel
     compressed_keys, compressed_channel = _ShareKeys.apply(compressed, group)
-    return torch.cat([keys, compressed_keys]), _JoinChannels.apply(channel, compressed_channel)
+    return torch.cat([compressed_keys, keys]), _JoinChannels.apply(compressed_channel, channel)
 
 
 class _ShareKeys(torch.autograd.Function):

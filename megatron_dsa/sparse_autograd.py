@@ -35,6 +35,7 @@ class Settings:
     want_p_sum: bool
     indexer: IndexerTraining | None  # without its tensors
     lists: KeyLists | None = None
+    in_order: bool = False
 
     def arguments(self, q, kv, sink, indices, topk_length, want_p_sum: bool) -> SparseProblem:
         """Put the tensors of a call together."""
@@ -48,6 +49,7 @@ class Settings:
             sink=sink,
             workspace_bytes=self.policy.workspace_bytes,
             want_p_sum=want_p_sum,
+            in_order=self.in_order,
         )
 
     def run(self, operation: str, *args):
@@ -140,8 +142,6 @@ class SparseAttention(torch.autograd.Function):
 
 def _probabilities_among(s: Settings, q, kv, indices, length) -> torch.Tensor:
     """Return the head sum of a softmax over the selected keys alone: no window, no sink."""
-    if s.lists is not None:
-        indices = replace(s.lists, selected=indices).selected_rows()
     arguments = s.arguments(q, kv, None, indices, length, True)
     _, lse, p_sum = s.run("sparse_attention_forward", arguments)
     return s.run("sparse_attention_probabilities", arguments, lse) if p_sum is None else p_sum

@@ -143,9 +143,10 @@ def test_eager_key_lists(ratio, topk):
         assert (selected < visible[:, None]).all() and ((selected >= 0).sum(1) == length).all()
     lists = KeyLists(layout, window, keys, selected, length)
     indices, count = lists_reference.build(lists._problem(slice(0, rows)))
-    slots = keys.count if ratio and not topk else 0
+    offset = keys.count if ratio else 0
+    slots = 0 if topk else offset
     found, found_count = hybrid_pieces.eager_key_lists(
-        layout.position, window, rows, selected, ratio, slots
+        layout.position, window, offset, selected, ratio, slots
     )
     assert torch.equal(found[:, : indices.shape[1]], indices) and torch.equal(found_count, count)
     assert (found[:, indices.shape[1] :] < 0).all()

@@ -115,18 +115,15 @@ def test_padding_between_sequences_widens_no_list():
         assert max(widths) <= 2 * 1024 // ratio + 1
 
 
-def brute_force_lists(layout, sequences, window, ratio, selected=None):
-    """Sets of key-buffer rows per query."""
+def brute_force_lists(layout, sequences, window, ratio, offset):
+    """Sets of key-buffer rows per query; rows of the sequence start at ``offset``."""
     out = [set() for _ in range(layout.num_queries)]
     slots = first_slots(layout, sequences, ratio) if ratio else [0] * len(sequences)
     for rows, slot in zip(sequences, slots, strict=True):
         for t, row in enumerate(rows):
-            out[row] = set(rows[max(0, t + 1 - window) : t + 1])
-            if ratio and selected is None:
-                out[row] |= {layout.num_keys + slot + g for g in range((t + 1) // ratio)}
-    if selected is not None:
-        for row, slots in enumerate(selected.tolist()):
-            out[row] |= {layout.num_keys + slot for slot in slots if slot >= 0}
+            out[row] = {offset + seen for seen in rows[max(0, t + 1 - window) : t + 1]}
+            if ratio:
+                out[row] |= {slot + g for g in range((t + 1) // ratio)}
     return out
 
 
@@ -138,13 +135,14 @@ def test_lists(name, ratio, window, workspace):
     layout, sequences = LAYOUTS[name]()
     keys = compressed_keys(layout, ratio) if ratio else None
     lists = KeyLists(layout, window, keys)
-    expected = brute_force_lists(layout, sequences, window, ratio)
+    offset = keys.count if ratio else 0
+    expected = brute_force_lists(layout, sequences, window, ratio, offset)
     rows = 0
     for part, indices, length in lists.blocks(Policy(workspace_bytes=workspace)):
         assert part.start == rows
         rows = part.stop
         for row, ids, count in zip(range(part.start, rows), indices, length.tolist(), strict=True):
-            assert (ids[count:] == -1).all()
+            assert (ids[count:] == -1).all() and (ids[:count].diff() > 0).all()
             assert set(ids[:count].tolist()) == expected[row] and count == len(expected[row])
     assert rows == layout.num_queries
 

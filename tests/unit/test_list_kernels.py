@@ -88,7 +88,7 @@ def test_an_example():
         end=torch.tensor([5, 4], dtype=torch.int32), key_rows=torch.tensor([9, 8, 7, 6, 5]),
         selected=torch.tensor([[4, 1, -1], [-1, -1, -1]], dtype=torch.int32),
     )  # fmt: skip
-    want = torch.tensor([[54, 51, 7, 6, 5, -1], [6, -1, -1, -1, -1, -1]], dtype=torch.int32)
+    want = torch.tensor([[4, 1, 57, 56, 55, -1], [56, -1, -1, -1, -1, -1]], dtype=torch.int32)
     for build in (reference.build, unfused.build):
         indices, length = build(problem)
         assert torch.equal(indices, want) and length.tolist() == [5, 1]

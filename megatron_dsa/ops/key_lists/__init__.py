@@ -13,8 +13,9 @@ from megatron_dsa.errors import ConfigError
 class ListProblem:
     """What the lists are made of, as every implementation receives it.
 
-    The list of row ``r`` has ``n`` compressed entries ``offset + slot``, then the last ``w =
-    min(window, end - start)`` window slots in ascending order as rows of the key buffer, then -1.
+    The key buffer holds the compressed keys in the order of their slots, then the keys of
+    positions. The list of row ``r`` has ``n`` compressed slots, then the last ``w = min(window, end
+    - start)`` window slots in ascending order as rows of the key buffer, then -1.
     A list that is longer than ``width`` loses compressed entries from behind. Tensors may be slices
     of rows (with step 1) of larger ones.
 
@@ -22,8 +23,8 @@ class ListProblem:
         start, end: int32 ``[rows]``; slots ``[start, end)`` are the row's own sequence up to and
             including the row itself. ``start == end`` for padding rows.
         window: how many of them, from behind, belong to the list.
-        key_rows: int64 ``[slots]`` slot -> row of the key buffer; ``None`` for the identity.
-        offset: row of the first compressed key in the key buffer.
+        key_rows: int64 ``[slots]`` slot -> row behind ``offset``; ``None`` for the identity.
+        offset: row of the key buffer where the keys of positions start.
         selected: int32 ``[rows, topk]`` or ``None``; compressed slots chosen by the indexer, valid
             ones first, -1 behind.
         selected_length: int32 ``[rows]`` or ``None``; how many of ``selected`` are valid. ``None``:

@@ -23,7 +23,7 @@ def build(problem: ListProblem):
         if problem.key_rows is not None:
             own = [int(problem.key_rows[slot]) for slot in own]
         slots = slots[: problem.width - len(own)]
-        entries = [problem.offset + slot for slot in slots] + own
+        entries = slots + [problem.offset + slot for slot in own]
         indices[row, : len(entries)] = torch.tensor(entries, dtype=torch.int32)
         length[row] = len(entries)
     return indices.to(problem.start.device), length.to(problem.start.device)

@@ -58,7 +58,7 @@ def _build(
             group = tl.load(selected + at_selected + column, mask=compressed, other=-1)
         else:
             group = column + first_group[:, None]
-        entry = tl.where(compressed, group + offset, tl.where(used, slot, -1))
+        entry = tl.where(compressed, group, tl.where(used, slot + offset, -1))
         at = indices + row.to(tl.int64)[:, None] * width + column
         tl.store(at, entry, mask=inside[:, None] & (column < width))
 

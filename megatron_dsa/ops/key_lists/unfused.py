@@ -27,12 +27,12 @@ def build(problem: ListProblem) -> tuple[torch.Tensor, torch.Tensor]:
     slot = place + (end - length)[:, None]  # entry count + j is slot end - own + j
     if problem.key_rows is not None and problem.key_rows.numel() > 0:
         slot = problem.key_rows[slot.clamp(0, problem.key_rows.shape[0] - 1)]
-    indices = torch.where(place < length[:, None], slot, -1).int()
+    indices = torch.where(place < length[:, None], slot + problem.offset, -1).int()
     if selected is not None:
         columns = min(width, selected.shape[1])
         part, chosen = indices[:, :columns], selected[:, :columns]
-        torch.where(place[:columns] < count[:, None], chosen + problem.offset, part, out=part)
+        torch.where(place[:columns] < count[:, None], chosen, part, out=part)
     elif problem.group_start is not None:
-        groups = place + (problem.group_start + problem.offset)[:, None]
+        groups = place + problem.group_start[:, None]
         torch.where(place < count[:, None], groups, indices, out=indices)
     return indices, length.int()

@@ -22,6 +22,7 @@ class SparseProblem:
         workspace_bytes: budget for temporary memory.
         want_p_sum: the caller wants the head sum of the probabilities, if it comes for free (in
             the forward or in the backward, whichever asks).
+        in_order: all lists are known to follow one order of the keys (see :mod:`.lists`).
     """
 
     q: torch.Tensor
@@ -33,3 +34,4 @@ class SparseProblem:
     sink: torch.Tensor | None
     workspace_bytes: int
     want_p_sum: bool = False
+    in_order: bool = False

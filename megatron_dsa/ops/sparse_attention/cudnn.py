@@ -17,11 +17,7 @@ from megatron_dsa.ops.arithmetic import lengths
 from megatron_dsa.ops.cudnn_common import masked_indices, padded_heads, widened, with_heads
 from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.ops.sparse_attention.fragments import in_column_order
-from megatron_dsa.ops.sparse_attention.lists import (
-    ascending_lists,
-    caller_lists,
-    gradient_exceeds_cache,
-)
+from megatron_dsa.ops.sparse_attention.lists import ascending_lists, caller_lists, sorting_pays
 from megatron_dsa.packages import CUDNN
 
 logger = logging.getLogger(__name__)
@@ -38,7 +34,7 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
     from cudnn import DSA
 
     q, kv = problem.q.contiguous(), problem.kv.contiguous()
-    lists = ascending_lists if gradient_exceeds_cache(kv) else caller_lists
+    lists = ascending_lists if sorting_pays(problem) else caller_lists
     indices, length = lists(problem)
     sink = problem.sink
     if sink is None:

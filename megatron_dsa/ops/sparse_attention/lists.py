@@ -1,8 +1,8 @@
 """Lists of keys in ascending order, for backwards that add to the key gradient at random.
 
-Thread blocks that start together walk their lists at the same pace. In ascending order they add to
-the same part of the key gradient at about the same time, and that part stays in the GPU's cache. It
-pays where the whole gradient does not.
+Thread blocks that start together walk their lists at the same pace. In ascending order (or any that
+all lists have in common) they add to the same part of the key gradient at about the same time, and
+that part stays in the GPU's cache. It pays where the whole gradient does not.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from megatron_dsa.ops.arithmetic import lengths, rows_in_budget, valid_entries
 from megatron_dsa.ops.sparse_attention import SparseProblem
 
 
-def gradient_exceeds_cache(kv: torch.Tensor) -> bool:
-    """Whether the fp32 gradient of the keys is too large to stay in the cache (half of it)."""
-    cache = torch.cuda.get_device_properties(kv.device).L2_cache_size
-    return kv.numel() * 4 > cache // 2
+def sorting_pays(problem: SparseProblem) -> bool:
+    """Whether lists in any order meet a key gradient (fp32) of more than half of the cache."""
+    if problem.in_order:
+        return False
+    cache = torch.cuda.get_device_properties(problem.kv.device).L2_cache_size
+    return problem.kv.numel() * 4 > cache // 2
 
 
 def caller_lists(problem: SparseProblem) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,11 +21,7 @@ from megatron_dsa.ops.sparse_attention.fragments import (
     in_column_order_transposed,
 )
 from megatron_dsa.ops.sparse_attention.kernels import Kernels, kernels_for, target_of
-from megatron_dsa.ops.sparse_attention.lists import (
-    ascending_lists,
-    caller_lists,
-    gradient_exceeds_cache,
-)
+from megatron_dsa.ops.sparse_attention.lists import ascending_lists, caller_lists, sorting_pays
 
 
 def forward(problem: SparseProblem, kernels: Kernels | None = None):
@@ -75,7 +71,7 @@ def backward(
     p_sum, sums = None, torch.empty(1, 1, 1, device=out.device)
     if plan.sums_heads:
         p_sum = torch.empty_like(problem.indices, dtype=torch.float32)
-    ascending = gradient_exceeds_cache(work.kv)
+    ascending = sorting_pays(problem)
     for part, lists, places in key_lists(problem, plan.group, ascending, plan.sums_heads):
         if plan.sums_heads:
             count, width = lists[0].shape
