@@ -221,8 +221,8 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
         if not self._selected_only():
             with torch.no_grad():
                 window = sparse_attention(
-                    q, kv[keys.count :], KeyLists(layout, lists.window), softmax_scale=self.softmax_scale,
-                    v_dim=q.shape[2], policy=self.options.policy,
+                    q, kv[keys.count :], KeyLists(layout, lists.window),
+                    softmax_scale=self.softmax_scale, v_dim=q.shape[2], policy=self.options.policy,
                 )  # fmt: skip
                 other = torch.logaddexp(window.lse, self.attn_sink.to(window.lse.dtype))
         return dense_indexer_loss(

@@ -133,7 +133,7 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
             )  # fmt: skip
 
         trains = indexer_is_trained(config) and self.indexer is not None
-        judges = trains or self.options.evaluate_indexer and self.indexer is not None
+        judges = self.indexer is not None and (trains or self.options.evaluate_indexer)
         if self.options.stage == "sparse":
             latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
             sparse = attention(latent, config.kv_lora_rank, topk)

@@ -135,9 +135,7 @@ def sparse_attention(
     if indexer is not None:
         trained = indexer.tensors()
         indexer = indexer.without_tensors()
-    settings = Settings(
-        v_dim, softmax_scale, policy, problem, want_p_sum, indexer, lists, in_order
-    )
+    settings = Settings(v_dim, softmax_scale, policy, problem, want_p_sum, indexer, lists, in_order)
     return SparseAttentionOutput(
         *SparseAttention.apply(q, kv, kv_grad, attn_sink, *trained, indices, topk_length, settings)
     )

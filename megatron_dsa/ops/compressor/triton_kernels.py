@@ -1,15 +1,17 @@
 """Compressor pooling in Triton: every row is read once, and every gradient written once.
 
-A tile is ``[groups, positions, channels]``. Channels are spread over the threads of a warp first,
-then groups over the rest, so that with few positions a thread holds all of them and the softmax
-needs no exchange between threads; with many positions (``BLOCK_G == 1``) warps share them.
+The kernels of few positions compute the softmax again in the backward; those of many positions
+leave its sums, which are small beside the rows (see the two files). Either backward writes partial
+sums of the gradient of ``ape``; :func:`_finish` adds them in a fixed order, and zeros rows that are
+in no group.
 
-Backward: the program of a group writes the last ``d`` channels of its own rows and the first ``d``
-of the previous group's rows. What nobody would write is zeroed: the first ``d`` channels of a group
-without a successor by the group's own program, rows in no group by ``_zero_gaps``.
+The operation moves bytes and little else. What decides its speed is how many bytes each
+multiprocessor has in flight (40 kB and more), and hence registers: see :class:`Launch`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,196 +19,36 @@ import triton.language as tl
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.compressor import CompressorProblem, Groups
+from megatron_dsa.ops.compressor import triton_few_positions as few
+from megatron_dsa.ops.compressor import triton_many_positions as many
 
-#: Scores start the running maximum here: unlike -inf it can be subtracted from -inf.
-_LOWEST = tl.constexpr(-3.4028234663852886e38)
-_LOG2_E = tl.constexpr(1.4426950408889634)
-
-# Sizes that follow the batch, and slices of index tensors, must not compile kernels again.
-_PER_BATCH = ["first_row", "position", "groups", "row_step", "parts"]
+#: More positions than this are shared by threads.
+FEW_POSITIONS = 16
 
 
 @triton.jit
-def _exp(x):
-    """Exponential in two instructions: ``tl.exp`` takes three more to keep denormal results."""
-    return tl.exp2(x * _LOG2_E)
-
-
-@triton.jit
-def _tile(values, scores, ape, v_stride, s_stride, row, place, column, use, WIDTH: tl.constexpr):
-    """Values and scores in fp32, 0 and -inf where ``use`` is false."""
-    u = tl.load(values + row * v_stride + column, mask=use, other=0.0)
-    s = tl.load(scores + row * s_stride + column, mask=use, other=float("-inf"))
-    # Spread over the groups before it is loaded, or it would change its layout in shared memory.
-    bias = tl.load(
-        ape + place * WIDTH + column + tl.zeros_like(row).to(tl.int32), mask=use, other=0.0
-    )
-    return u.to(tl.float32), s.to(tl.float32) + bias
-
-
-@triton.jit
-def _tiles(
-    values, scores, ape, v_stride, s_stride, first, position, row_step, place, column,
-    D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
+def _sum_partials(
+    partial, dape, program, programs, size,
+    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of a group's own positions and, with overlap, of those of the previous group."""
-    inside = (place < RATIO) & (column < D)
-    row = first + place * row_step.to(tl.int64)
-    use = inside & (first >= 0)
-    u, s = _tile(
-        values, scores, ape, v_stride, s_stride, row, place, column + (WIDTH - D), use, WIDTH
-    )
-    if OVERLAP:
-        row -= RATIO * row_step.to(tl.int64)
-        use = use & (position > 0)
-        v, t = _tile(values, scores, ape, v_stride, s_stride, row, place, column, use, WIDTH)
-        return u, s, v, t
-    else:
-        return u, s, u, s
+    """Add ``programs`` rows of ``size`` partial sums, in a fixed order."""
+    column = program * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.zeros([BLOCK_S, BLOCK_C], tl.float32)
+    for start in range(0, programs, BLOCK_S):
+        row = start + tl.arange(0, BLOCK_S)
+        at = row.to(tl.int64)[:, None] * size + column[None, :]
+        mask = (row < programs)[:, None] & (column < size)[None, :]
+        total += tl.load(partial + at, mask=mask, other=0.0)
+    tl.store(dape + column, tl.sum(total, 0).to(dape.dtype.element_ty), mask=column < size)
 
 
 @triton.jit
-def _fold(top, total, pooled, u, s, v, t, OVERLAP: tl.constexpr):
-    """Add tiles to a softmax sum over positions, all ``[groups, channels]``."""
-    new = tl.maximum(top, tl.max(s, 1))
-    if OVERLAP:
-        new = tl.maximum(new, tl.max(t, 1))
-    p = _exp(s - new[:, None])
-    shrink = _exp(top - new)
-    total = total * shrink + tl.sum(p, 1)
-    pooled = pooled * shrink + tl.sum(p * u, 1)
-    if OVERLAP:
-        p = _exp(t - new[:, None])
-        total += tl.sum(p, 1)
-        pooled += tl.sum(p * v, 1)
-    return new, total, pooled
-
-
-@triton.jit(do_not_specialize=_PER_BATCH)
-def _forward(
-    values, scores, ape, first_row, position, out, groups, row_step, v_stride, s_stride, parts,
-    D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    """One program per ``BLOCK_G`` slots and ``BLOCK_D`` channels."""
-    slot = tl.program_id(0) // parts * BLOCK_G + tl.arange(0, BLOCK_G)
-    channel = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
-    first = tl.load(first_row + slot, mask=slot < groups, other=-1).to(tl.int64)[:, None, None]
-    at = tl.load(position + slot, mask=slot < groups, other=0)[:, None, None]
-    column = tl.max_contiguous(channel, VEC)[None, None, :]
-    top = tl.full([BLOCK_G, BLOCK_D], _LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    pooled = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in range(0, RATIO, BLOCK_P):
-        place = (start + tl.arange(0, BLOCK_P))[None, :, None]
-        u, s, v, t = _tiles(
-            values, scores, ape, v_stride, s_stride, first, at, row_step, place, column,
-            D, RATIO, OVERLAP, WIDTH,
-        )  # fmt: skip
-        top, total, pooled = _fold(top, total, pooled, u, s, v, t, OVERLAP)
-    pooled = pooled / tl.where(total == 0.0, 1.0, total)
-    at = out + slot.to(tl.int64)[:, None] * D + channel[None, :]
-    mask = (slot < groups)[:, None] & (channel < D)[None, :]
-    tl.store(at, pooled.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _store_gradients(
-    dvalues, dscores, u, s, top, weight, pooled, row, column, use, WIDTH: tl.constexpr
-):
-    """Write the gradients of a tile; return that of its scores in fp32."""
-    dvalue = _exp(s - top) * weight
-    dscore = dvalue * (u - pooled)
-    at = row * WIDTH + column
-    tl.store(dvalues + at, dvalue.to(dvalues.dtype.element_ty), mask=use)
-    tl.store(dscores + at, dscore.to(dscores.dtype.element_ty), mask=use)
-    return dscore
-
-
-@triton.jit(do_not_specialize=[*_PER_BATCH, "programs"])
-def _backward(
-    values, scores, ape, first_row, position, dout, dvalues, dscores, partial,
-    groups, row_step, programs, v_stride, s_stride, parts,
-    D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    """``programs`` programs share the slots of ``BLOCK_D`` channels and ``BLOCK_P`` positions."""
-    chunks: tl.constexpr = (RATIO + BLOCK_P - 1) // BLOCK_P
-    # Neighbours in the grid read neighbouring channels of the same rows.
-    channel = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
-    chunk = tl.program_id(0) // parts % chunks
-    program = tl.program_id(0) // (parts * chunks)
-    column = tl.max_contiguous(channel, VEC)[None, None, :]
-    place = (chunk * BLOCK_P + tl.arange(0, BLOCK_P))[None, :, None]
-    inside = (place < RATIO) & (column < D)
-    step = row_step.to(tl.int64)
-    dape = tl.zeros([BLOCK_G, BLOCK_P, BLOCK_D], tl.float32)
-    dape_previous = tl.zeros([BLOCK_G, BLOCK_P, BLOCK_D], tl.float32)
-    for block in range(program, tl.cdiv(groups, BLOCK_G), programs):
-        slot = block * BLOCK_G + tl.arange(0, BLOCK_G)
-        first = tl.load(first_row + slot, mask=slot < groups, other=-1).to(tl.int64)
-        at = tl.load(position + slot, mask=slot < groups, other=0)
-        use_out = (first >= 0)[:, None] & (channel < D)[None, :]
-        gradient = tl.load(
-            dout + slot.to(tl.int64)[:, None] * D + channel[None, :], mask=use_out, other=0.0
-        ).to(tl.float32)
-        if OVERLAP:
-            after = slot + 1
-            follows = tl.load(first_row + after, mask=after < groups, other=-1) >= 0
-            follows = follows & (tl.load(position + after, mask=after < groups, other=0) > 0)
-            last = (~follows)[:, None, None]
-        first = first[:, None, None]
-        at = at[:, None, None]
-        top = tl.full([BLOCK_G, BLOCK_D], _LOWEST, tl.float32)
-        total = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-        pooled = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-        if chunks > 1:
-            for start in range(0, RATIO, BLOCK_P):
-                any_place = (start + tl.arange(0, BLOCK_P))[None, :, None]
-                u, s, v, t = _tiles(
-                    values, scores, ape, v_stride, s_stride, first, at, row_step, any_place,
-                    column, D, RATIO, OVERLAP, WIDTH,
-                )  # fmt: skip
-                top, total, pooled = _fold(top, total, pooled, u, s, v, t, OVERLAP)
-        u, s, v, t = _tiles(
-            values, scores, ape, v_stride, s_stride, first, at, row_step, place, column,
-            D, RATIO, OVERLAP, WIDTH,
-        )  # fmt: skip
-        if chunks == 1:
-            top, total, pooled = _fold(top, total, pooled, u, s, v, t, OVERLAP)
-        scale = 1.0 / tl.where(total == 0.0, 1.0, total)
-        pooled = (pooled * scale)[:, None]
-        top, weight = top[:, None], (scale * gradient)[:, None]
-        use = inside & (first >= 0)
-        row = first + place * step
-        dape += _store_gradients(
-            dvalues, dscores, u, s, top, weight, pooled, row, column + (WIDTH - D), use,
-            WIDTH,
-        )  # fmt: skip
-        if OVERLAP:
-            dape_previous += _store_gradients(
-                dvalues, dscores, v, t, top, weight, pooled, row - RATIO * step, column,
-                use & (at > 0), WIDTH,
-            )  # fmt: skip
-            at_last = row * WIDTH + column
-            zero = tl.zeros([BLOCK_G, BLOCK_P, BLOCK_D], dvalues.dtype.element_ty)
-            tl.store(dvalues + at_last, zero, mask=use & last)
-            tl.store(dscores + at_last, zero, mask=use & last)
-    place = chunk * BLOCK_P + tl.arange(0, BLOCK_P)
-    at_partial = partial + (program * RATIO + place)[:, None] * WIDTH + channel[None, :]
-    mask = (place < RATIO)[:, None] & (channel < D)[None, :]
-    tl.store(at_partial + (WIDTH - D), tl.sum(dape, 0), mask=mask)
-    if OVERLAP:
-        tl.store(at_partial, tl.sum(dape_previous, 0), mask=mask)
-
-
-@triton.jit(do_not_specialize=["first_row", "rows", "groups", "row_step"])
 def _zero_gaps(
-    dvalues, dscores, first_row, rows, groups, row_step,
-    RATIO: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    dvalues, dscores, first_row, program, rows, groups, row_step,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Zero the rows that are in no group."""
-    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    """Zero those of ``BLOCK_R`` rows that are in no group."""
+    row = program * BLOCK_R + tl.arange(0, BLOCK_R)
     slots = groups // row_step
     # A row's group has this number, or the one before (see Groups).
     number = row // row_step // RATIO
@@ -219,40 +61,100 @@ def _zero_gaps(
     inside = inside | ((before >= 0) & (row - before < span))
     gap = (row < rows) & ~inside
     if tl.max(gap.to(tl.int32), 0) > 0:
-        zero = tl.zeros([BLOCK_R, BLOCK_C], dvalues.dtype.element_ty)
-        for start in range(0, WIDTH, BLOCK_C):
-            column = start + tl.arange(0, BLOCK_C)
+        block: tl.constexpr = 128
+        zero = tl.zeros([BLOCK_R, block], dvalues.dtype.element_ty)
+        for start in range(0, WIDTH, block):
+            column = start + tl.arange(0, block)
             at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
             mask = gap[:, None] & (column < WIDTH)[None, :]
             tl.store(dvalues + at, zero, mask=mask)
             tl.store(dscores + at, zero, mask=mask)
 
 
-#: Programs of the backward that fit on a multiprocessor at once, by their registers.
-_RESIDENT_FEW, _RESIDENT_MANY = 3, 2
+@triton.jit(do_not_specialize=["first_row", "programs", "rows", "groups", "row_step"])
+def _finish(
+    partial, dape, dvalues, dscores, first_row, programs, rows, groups, row_step,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """What is left after the backward, in one launch: the first programs add, the others zero."""
+    size: tl.constexpr = RATIO * WIDTH
+    adding: tl.constexpr = (size + BLOCK_C - 1) // BLOCK_C
+    program = tl.program_id(0)
+    if program < adding:
+        _sum_partials(partial, dape, program, programs, size, BLOCK_S, BLOCK_C)
+    else:
+        _zero_gaps(
+            dvalues, dscores, first_row, program - adding, rows, groups, row_step,
+            RATIO, WIDTH, BLOCK_R,
+        )  # fmt: skip
 
 
-def _many(problem: CompressorProblem) -> bool:
-    """Whether several warps share the positions of a group."""
-    return problem.ratio > 16
+@dataclass(frozen=True)
+class Launch:
+    """Shape of one kernel's programs.
 
-
-def _blocks(problem: CompressorProblem) -> dict[str, int]:
-    """Tile sizes and warps, chosen by the registers of the backward.
-
-    Few positions: 16 elements per thread and part, 4 channels at a time, all positions of a group
-    in one thread; a row gives 256 bytes. Many: 32 elements, 128 bytes of a row.
+    Attributes:
+        tile: constants of the kernel: ``BLOCK_P`` positions (of a thread in the forward of many
+            positions, else of a tile), ``BLOCK_G`` groups or ``SLICES`` of one group, ``BLOCK_D``
+            channels, ``VEC`` neighbouring channels per thread, ``STAGES`` blocks in flight per
+            program (1: in registers, without a copy in shared memory), ``KEEP_APE`` in registers.
+        warps: warps per program.
+        resident: programs per multiprocessor; 0: one program per block.
+        registers: bound on the registers of a thread, or None.
     """
-    positions = min(triton.next_power_of_2(problem.ratio), 128)
-    channels = min(triton.next_power_of_2(problem.dim), 64 if _many(problem) else 128)
+
+    tile: dict[str, int]
+    warps: int
+    resident: int
+    registers: int | None = None
+
+    def options(self) -> dict[str, int]:
+        """Keyword arguments of a launch."""
+        options = {**self.tile, "num_warps": self.warps}
+        return options if self.registers is None else {**options, "maxnreg": self.registers}
+
+
+def is_few(problem: CompressorProblem) -> bool:
+    """Whether a thread holds all positions of a group."""
+    return problem.ratio <= FEW_POSITIONS
+
+
+def forward_launch(problem: CompressorProblem) -> Launch:
+    """How the forward runs."""
+    if is_few(problem):
+        return Launch(_few_tile(problem), 4, resident=0)
+    positions = triton.next_power_of_2(problem.ratio)
+    channels = min(triton.next_power_of_2(problem.dim), 64)
+    # 4 positions x 8 channels per thread.
+    tile = {
+        "SLICES": min(positions // 4, 32), "BLOCK_P": 4, "BLOCK_D": channels, "VEC": 8,
+        "STAGES": 1, "KEEP_APE": positions <= 128,
+    }  # fmt: skip
+    return Launch(tile, _warps(tile["SLICES"] * channels // 8), resident=2)
+
+
+def backward_launch(problem: CompressorProblem) -> Launch:
+    """How the backward runs."""
+    if is_few(problem):
+        return Launch({**_few_tile(problem), "STAGES": 1}, 4, resident=3, registers=168)
+    positions = min(triton.next_power_of_2(problem.ratio), 64)
+    channels = min(triton.next_power_of_2(problem.dim), 64)
+    tile = {"BLOCK_P": positions, "BLOCK_D": channels, "VEC": 8, "STAGES": 1}
+    # 2 positions x 8 channels per thread.
+    return Launch(tile, _warps(positions * channels // 16), resident=3)
+
+
+def _few_tile(problem: CompressorProblem) -> dict[str, int]:
+    """16 elements per thread and part in 4 warps, 4 channels at a time; a row gives 256 bytes."""
+    positions = triton.next_power_of_2(problem.ratio)
+    channels = min(triton.next_power_of_2(problem.dim), 128)
     groups = max(1, 2048 // (positions * channels))
-    return {
-        "BLOCK_P": positions,
-        "BLOCK_G": groups,
-        "BLOCK_D": channels,
-        "VEC": 8 if _many(problem) else 4,
-        "num_warps": max(1, min(8, positions * groups * channels // 512)),
-    }
+    return {"BLOCK_P": positions, "BLOCK_G": groups, "BLOCK_D": channels, "VEC": 4}
+
+
+def _warps(threads: int) -> int:
+    return max(1, min(8, threads // 32))
 
 
 def _sizes(problem: CompressorProblem) -> dict[str, int]:
@@ -262,18 +164,79 @@ def _sizes(problem: CompressorProblem) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _programs(problem: CompressorProblem, blocks: int, others: int) -> int:
-    """Programs that share the ``blocks`` of slots; each of them adds one term to ``dape``.
+def _programs(problem: CompressorProblem, launch: Launch, blocks: int, others: int) -> int:
+    """Programs that share the ``blocks`` of slots, where ``others`` share their channels.
 
-    As many as run at the same time: more would only make more partial sums (1.6 MB for the ratio
-    4 and 8.6 MB for the ratio 128 on 132 multiprocessors) and leave a ragged last wave.
+    As many as run at the same time: in the backward more would only make more partial sums (2 MB
+    for the ratio 4 and 4 MB for the ratio 128 on 132 multiprocessors).
     """
+    if launch.resident == 0:
+        return blocks
     processors = 2
     if problem.values.is_cuda:
         device = problem.values.device
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    resident = _RESIDENT_MANY if _many(problem) else _RESIDENT_FEW
-    return min(blocks, triton.cdiv(resident * processors, others))
+    return min(blocks, max(1, launch.resident * processors // others))
+
+
+def _run_forward(problem: CompressorProblem, out: torch.Tensor) -> list[torch.Tensor]:
+    """Write the pooled rows; return what the backward needs of the softmax."""
+    values, scores, groups = problem.values, problem.scores, problem.groups
+    slots, dim = out.shape
+    launch = forward_launch(problem)
+    parts = triton.cdiv(dim, launch.tile["BLOCK_D"])
+    blocks = triton.cdiv(slots, launch.tile.get("BLOCK_G", 1))
+    programs = _programs(problem, launch, blocks, parts)
+    softmax = []
+    if not is_few(problem):
+        softmax = [out.new_empty(slots, dim, dtype=torch.float32) for _ in range(2)]
+    kernel = few.forward if is_few(problem) else many.forward
+    if slots > 0:
+        kernel[(programs * parts,)](
+            values, scores, problem.ape, groups.first_row, groups.position, out, *softmax,
+            slots, groups.row_step, programs, values.stride(0), scores.stride(0), parts,
+            **_sizes(problem), **launch.options(),
+        )  # fmt: skip
+    return softmax
+
+
+def _run_backward(problem, dout, softmax, dvalues, dscores) -> torch.Tensor:
+    """Write the gradients of rows in groups; return ``partial [programs, ratio, width]``."""
+    values, scores, groups = problem.values, problem.scores, problem.groups
+    slots, width = groups.first_row.shape[0], values.shape[1]
+    if slots == 0 or values.shape[0] == 0:
+        return values.new_empty(0, problem.ratio, width, dtype=torch.float32)
+    launch = backward_launch(problem)
+    parts = triton.cdiv(problem.dim, launch.tile["BLOCK_D"])
+    others, blocks = parts, triton.cdiv(slots, launch.tile.get("BLOCK_G", 1))
+    if not is_few(problem):
+        others *= triton.cdiv(problem.ratio, launch.tile["BLOCK_P"]) * (width // problem.dim)
+    programs = _programs(problem, launch, blocks, others)
+    partial = values.new_empty(programs, problem.ratio, width, dtype=torch.float32)
+    kernel = few.backward if is_few(problem) else many.backward
+    kernel[(programs * others,)](
+        values, scores, problem.ape, groups.first_row, groups.position, dout, *softmax,
+        dvalues, dscores, partial,
+        slots, groups.row_step, programs, values.stride(0), scores.stride(0), parts,
+        **_sizes(problem), **launch.options(),
+    )  # fmt: skip
+    return partial
+
+
+def _run_finish(problem, partial, dvalues, dscores) -> torch.Tensor:
+    """Zero rows in no group; return the gradient of ``ape``."""
+    rows, width = dvalues.shape
+    dape = torch.empty_like(problem.ape)
+    # Few columns per program where there are few, so that many programs share the work.
+    columns = min(128, max(8, triton.next_power_of_2(dape.numel() // 128)))
+    blocks = triton.cdiv(dape.numel(), columns) + triton.cdiv(rows, 64)
+    _finish[(blocks,)](
+        partial, dape, dvalues, dscores, problem.groups.first_row, partial.shape[0], rows,
+        problem.groups.first_row.shape[0], problem.groups.row_step,
+        RATIO=problem.ratio, WIDTH=width,
+        BLOCK_S=4096 // columns, BLOCK_C=columns, BLOCK_R=64,
+    )  # fmt: skip
+    return dape
 
 
 class _Compress(torch.autograd.Function):
@@ -283,52 +246,27 @@ class _Compress(torch.autograd.Function):
         ape, first_row, position = (
             x.contiguous() for x in (ape, groups.first_row, groups.position)
         )
-        ctx.save_for_backward(values, scores, ape, first_row, position)
         ctx.rest = (groups.row_step, problem.ratio, problem.overlap, problem.workspace_bytes)
-        slots, dim = first_row.shape[0], problem.dim
-        out = values.new_empty(slots, dim)
-        block = _blocks(problem)
-        if slots > 0:
-            parts = triton.cdiv(dim, block["BLOCK_D"])
-            _forward[(triton.cdiv(slots, block["BLOCK_G"]) * parts,)](
-                values, scores, ape, first_row, position, out, slots, groups.row_step,
-                values.stride(0), scores.stride(0), parts, **_sizes(problem), **block,
-            )  # fmt: skip
+        problem = _problem(values, scores, ape, first_row, position, ctx.rest)
+        out = values.new_empty(first_row.shape[0], problem.dim)
+        softmax = _run_forward(problem, out)
+        ctx.save_for_backward(values, scores, ape, first_row, position, *softmax)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        values, scores, ape, first_row, position = ctx.saved_tensors
-        row_step, *rest = ctx.rest
-        problem = CompressorProblem(
-            values, scores, ape, Groups(first_row, position, row_step), *rest
-        )
+        values, scores, ape, first_row, position, *softmax = ctx.saved_tensors
+        problem = _problem(values, scores, ape, first_row, position, ctx.rest)
         dvalues = torch.empty(values.shape, dtype=values.dtype, device=values.device)
         dscores = torch.empty_like(dvalues)
-        (rows, width), slots, ratio = values.shape, first_row.shape[0], problem.ratio
-        if slots > 0 and rows > 0:
-            block = _blocks(problem)
-            slot_blocks = triton.cdiv(slots, block["BLOCK_G"])
-            parts = triton.cdiv(problem.dim, block["BLOCK_D"])
-            others = parts * triton.cdiv(ratio, block["BLOCK_P"])
-            programs = _programs(problem, slot_blocks, others)
-            partial = ape.new_empty(programs, ratio, width, dtype=torch.float32)
-            # Without the bound a multiprocessor would hold one program of many positions.
-            registers = 128 if _many(problem) else None
-            _backward[(programs * others,)](
-                values, scores, ape, first_row, position, dout.contiguous(), dvalues, dscores,
-                partial, slots, row_step, programs, values.stride(0), scores.stride(0), parts,
-                **_sizes(problem), **block, maxnreg=registers,
-            )  # fmt: skip
-            dape = partial.sum(0).to(ape.dtype)
-        else:
-            dape = torch.zeros_like(ape)
-        if rows > 0:
-            _zero_gaps[(triton.cdiv(rows, 64),)](
-                dvalues, dscores, first_row, rows, slots, row_step, RATIO=ratio, WIDTH=width,
-                BLOCK_R=64, BLOCK_C=128,
-            )  # fmt: skip
+        partial = _run_backward(problem, dout.contiguous(), softmax, dvalues, dscores)
+        dape = _run_finish(problem, partial, dvalues, dscores)
         return dvalues, dscores, dape, None
+
+
+def _problem(values, scores, ape, first_row, position, rest) -> CompressorProblem:
+    row_step, *rest = rest
+    return CompressorProblem(values, scores, ape, Groups(first_row, position, row_step), *rest)
 
 
 def compress(problem: CompressorProblem) -> torch.Tensor:
