@@ -2,8 +2,8 @@
 
 The kernels of few positions compute the softmax again in the backward; those of many positions
 leave its sums, which are small beside the rows (see the two files). Either backward writes partial
-sums of the gradient of ``ape``; :func:`_finish` adds them in a fixed order, and zeros rows that are
-in no group.
+sums of the gradient of ``ape``; :func:`_finish_gradients` adds them in a fixed order, and zeros
+rows that are in no group.
 
 The operation moves bytes and little else. What decides its speed is how many bytes each
 multiprocessor has in flight (40 kB and more), and hence registers: see :class:`Launch`.
@@ -72,7 +72,7 @@ def _zero_gaps(
 
 
 @triton.jit(do_not_specialize=["first_row", "programs", "rows", "groups", "row_step"])
-def _finish(
+def _finish_gradients(
     partial, dape, dvalues, dscores, first_row, programs, rows, groups, row_step,
     RATIO: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -123,34 +123,47 @@ def is_few(problem: CompressorProblem) -> bool:
 def forward_launch(problem: CompressorProblem) -> Launch:
     """How the forward runs."""
     if is_few(problem):
-        return Launch(_few_tile(problem), 4, resident=0)
-    positions = triton.next_power_of_2(problem.ratio)
-    channels = min(triton.next_power_of_2(problem.dim), 64)
-    # 4 positions x 8 channels per thread.
+        tile, elements = _few_tile(problem, 128)
+        return Launch(tile, _warps(elements // 16), resident=0)
+    # 4 positions x 8 channels per thread. Many small programs: one waits while others load.
+    slices = min(triton.next_power_of_2(problem.ratio) // 4, 16)
+    channels = min(triton.next_power_of_2(problem.dim), 32)
     tile = {
-        "SLICES": min(positions // 4, 32), "BLOCK_P": 4, "BLOCK_D": channels, "VEC": 8,
-        "STAGES": 1, "KEEP_APE": positions <= 128,
+        "SLICES": slices, "BLOCK_P": 4, "BLOCK_D": channels, "VEC": 8, "STAGES": 1,
+        "KEEP_APE": False,
     }  # fmt: skip
-    return Launch(tile, _warps(tile["SLICES"] * channels // 8), resident=2)
+    return Launch(tile, _warps(slices * channels // 8), resident=8, registers=128)
 
 
 def backward_launch(problem: CompressorProblem) -> Launch:
     """How the backward runs."""
     if is_few(problem):
-        return Launch({**_few_tile(problem), "STAGES": 1}, 4, resident=3, registers=168)
-    positions = min(triton.next_power_of_2(problem.ratio), 64)
-    channels = min(triton.next_power_of_2(problem.dim), 64)
-    tile = {"BLOCK_P": positions, "BLOCK_D": channels, "VEC": 8, "STAGES": 1}
-    # 2 positions x 8 channels per thread.
-    return Launch(tile, _warps(positions * channels // 16), resident=3)
-
-
-def _few_tile(problem: CompressorProblem) -> dict[str, int]:
-    """16 elements per thread and part in 4 warps, 4 channels at a time; a row gives 256 bytes."""
-    positions = triton.next_power_of_2(problem.ratio)
+        tile, elements = _few_tile(problem, 64)
+        return Launch({**tile, "STAGES": 1}, _warps(elements // 8), resident=8, registers=128)
+    positions = min(triton.next_power_of_2(problem.ratio), 32)
     channels = min(triton.next_power_of_2(problem.dim), 128)
-    groups = max(1, 2048 // (positions * channels))
-    return {"BLOCK_P": positions, "BLOCK_G": groups, "BLOCK_D": channels, "VEC": 4}
+    tile = {"BLOCK_P": positions, "BLOCK_D": channels, "VEC": 8, "STAGES": _stages(problem)}
+    # 2 positions x 8 channels per thread.
+    return Launch(tile, _warps(positions * channels // 16), resident=2)
+
+
+def _stages(problem: CompressorProblem) -> int:
+    """Two blocks ahead while one is at work; wider types fill shared memory with fewer."""
+    return 3 if problem.values.element_size() == 2 else 2
+
+
+def _few_tile(problem: CompressorProblem, channels: int) -> tuple[dict[str, int], int]:
+    """Tile of a program with up to ``channels`` channels in a warp, and how many elements it has.
+
+    512 elements where positions are few: many small programs keep more bytes in flight than few
+    large ones.
+    """
+    positions = triton.next_power_of_2(problem.ratio)
+    vector = channels // 32
+    channels = min(triton.next_power_of_2(problem.dim), channels)
+    groups = max(1, 512 // (positions * channels))
+    tile = {"BLOCK_P": positions, "BLOCK_G": groups, "BLOCK_D": channels, "VEC": vector}
+    return tile, positions * groups * channels
 
 
 def _warps(threads: int) -> int:
@@ -190,7 +203,7 @@ def _run_forward(problem: CompressorProblem, out: torch.Tensor) -> list[torch.Te
     softmax = []
     if not is_few(problem):
         softmax = [out.new_empty(slots, dim, dtype=torch.float32) for _ in range(2)]
-    kernel = few.forward if is_few(problem) else many.forward
+    kernel = few.pool_few if is_few(problem) else many.pool_many
     if slots > 0:
         kernel[(programs * parts,)](
             values, scores, problem.ape, groups.first_row, groups.position, out, *softmax,
@@ -213,7 +226,7 @@ def _run_backward(problem, dout, softmax, dvalues, dscores) -> torch.Tensor:
         others *= triton.cdiv(problem.ratio, launch.tile["BLOCK_P"]) * (width // problem.dim)
     programs = _programs(problem, launch, blocks, others)
     partial = values.new_empty(programs, problem.ratio, width, dtype=torch.float32)
-    kernel = few.backward if is_few(problem) else many.backward
+    kernel = few.pool_few_backward if is_few(problem) else many.pool_many_backward
     kernel[(programs * others,)](
         values, scores, problem.ape, groups.first_row, groups.position, dout, *softmax,
         dvalues, dscores, partial,
@@ -230,7 +243,7 @@ def _run_finish(problem, partial, dvalues, dscores) -> torch.Tensor:
     # Few columns per program where there are few, so that many programs share the work.
     columns = min(128, max(8, triton.next_power_of_2(dape.numel() // 128)))
     blocks = triton.cdiv(dape.numel(), columns) + triton.cdiv(rows, 64)
-    _finish[(blocks,)](
+    _finish_gradients[(blocks,)](
         partial, dape, dvalues, dscores, problem.groups.first_row, partial.shape[0], rows,
         problem.groups.first_row.shape[0], problem.groups.row_step,
         RATIO=problem.ratio, WIDTH=width,
