@@ -79,7 +79,7 @@ def _version(distribution: str, module: str) -> str | None:
 def last_queries_layout(queries: int, skv: int, device: torch.device) -> Layout:
     """Layout of the last ``queries`` tokens of one sequence of ``skv``, seeing all before them."""
     position = torch.arange(skv - queries, skv, device=device)
-    window = Window(slice(0, queries, 1), first=skv - queries, lookback=skv, floor=0)
+    window = Window(slice(0, queries, 1), 0, place=skv - queries, lookback=skv, ceiling=skv)
     return Layout(
         num_queries=queries,
         num_keys=skv,

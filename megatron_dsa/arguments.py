@@ -6,10 +6,11 @@ import argparse
 
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_dsa.config import STAGES, TEACHERS, DSAOptions
+from megatron_dsa.config import STAGES, TEACHERS, TP_MODES, DSAOptions
 from megatron_dsa.csa_config import HybridTransformerConfig
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, OPERATIONS, candidates
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.spread import CP_LAYOUTS
 
 BACKENDS = ("dsa_fused", "dsa_unfused")
 
@@ -96,6 +97,20 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "--dsa-evaluate-indexer",
         action="store_true",
         help="Compute and log the indexer loss in evaluation passes, too.",
+    )
+    group.add_argument(
+        "--dsa-cp-layout",
+        choices=CP_LAYOUTS,
+        default=DSAOptions.cp_layout,
+        help="How context parallelism spreads rows: two chunks per rank, of every document "
+        "(zigzag, default) or of packed rows (zigzag_rows), or one part per rank (contiguous).",
+    )
+    group.add_argument(
+        "--dsa-tp-mode",
+        choices=TP_MODES,
+        default=DSAOptions.tp_mode,
+        help="Under tensor parallelism a rank attends for all rows with its heads, or for its rows "
+        "with all heads; auto (default): rows where it would have less than 64 heads.",
     )
     _add_hybrid_arguments(parser.add_argument_group("megatron_dsa: hybrid attention (V4)"))
     for operation in OPERATIONS.values():
@@ -231,6 +246,8 @@ def options_from_args(args: argparse.Namespace) -> DSAOptions:
         health_rows=args.dsa_health_rows,
         evaluate_indexer=args.dsa_evaluate_indexer,
         csa_teacher=args.dsa_csa_teacher,
+        cp_layout=args.dsa_cp_layout,
+        tp_mode=args.dsa_tp_mode,
         named=tuple(
             (operation.name, name)
             for operation in OPERATIONS.values()

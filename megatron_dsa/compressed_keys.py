@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.layout import Layout, Window
+from megatron_dsa.halo import Halo, halo_of
+from megatron_dsa.layout import Layout
 from megatron_dsa.ops.compressor import Groups
 
 
@@ -31,12 +32,19 @@ class CompressedKeys:
         ratio: positions per key.
         layout: visibility of compressed slots for the query rows; slots are rows of the compressed
             keys.
-        groups: the rows that each slot pools.
+        groups: the rows that each group of this rank pools: of the microbatch, or of ``halo``'s
+            order if rows are spread over ranks.
+        halo: the rows of neighbours that belong to groups of this rank; ``None`` if one rank holds
+            all rows.
+        rows: int64 ``[count]``, where the key of a slot lies when those of all ranks are put
+            together; behind the last if there is none. ``None`` like ``halo``.
     """
 
     ratio: int
     layout: Layout
     groups: Groups
+    halo: Halo | None = None
+    rows: torch.Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -44,57 +52,110 @@ class CompressedKeys:
         return self.layout.num_keys
 
 
-def compressed_keys(layout: Layout, ratio: int) -> CompressedKeys:
+def compressed_keys(layout: Layout, ratio: int, overlap: bool = False) -> CompressedKeys:
     """Return the compressed keys of ``layout`` (of all its rows) at ``ratio``.
 
-    Without a host synchronisation.
+    ``overlap``: a group also pools the positions of the group before it. Without a host
+    synchronisation.
     """
-    cached = layout.derived.get(("compressed", ratio))
-    if cached is None:
-        cached = layout.derived["compressed", ratio] = _compress(layout, ratio)
-    return cached
+    key = ("compressed", ratio, overlap)
+    if key not in layout.derived:
+        layout.derived[key] = _compress(layout, ratio, overlap)
+    return layout.derived[key]
 
 
 @torch.inference_mode(False)  # what is cached is used in training, too
-def _compress(layout: Layout, ratio: int) -> CompressedKeys:
+def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
+    everywhere = layout if layout.everywhere is None else layout.everywhere
     packed = layout.real is not None
-    lengths = [len(window) for window in layout.windows]
-    slots = layout.num_keys // ratio if packed else sum(n // ratio for n in lengths)
-    if packed:
-        begin = layout.start // ratio
-    else:
-        # Every batch element has the same length.
-        begin = layout.start // max(lengths[0], 1) * (lengths[0] // ratio)
-    begin = begin.long()
-    seen = (layout.end - layout.start) // ratio
-    completes = layout.position % ratio == ratio - 1  # the last position of a group
-    if packed:
-        completes &= layout.real
-    # Rows that complete no group are written to a spare place, which is cut off.
-    place = torch.where(completes, begin + layout.position // ratio, slots)
-    step = layout.windows[0].rows.step
-    rows = torch.arange(layout.num_keys, device=begin.device)
-    first_row = torch.full((slots + 1,), -1, dtype=torch.int32, device=begin.device)
-    first_row.scatter_(0, place, (rows - (ratio - 1) * step).int())
-    position = torch.zeros(slots + 1, dtype=torch.int64, device=begin.device)
-    position.scatter_(0, place, layout.position - (ratio - 1))
+    length = everywhere.max_length  # of every batch element in unpacked batches
+    elements = 1 if packed else everywhere.num_keys // max(length, 1)
+    per_element = (everywhere.num_keys if packed else length) // ratio
 
+    def begin(rows: Layout) -> torch.Tensor:
+        """Return the first compressed slot of each row's sequence."""
+        start = rows.start.long()
+        return start // ratio if packed else start // max(length, 1) * per_element
+
+    first = begin(layout)
     visibility = dataclasses.replace(
         layout,
-        num_keys=slots,
-        start=begin.int(),
-        end=(begin + seen).int(),
+        num_keys=elements * per_element,
+        start=first.int(),
+        end=(first + (layout.end - layout.start) // ratio).int(),
         key_rows=None,
-        windows=tuple(_windows(layout, ratio)),
-        max_length=min(layout.max_length // ratio, slots),
+        windows=tuple(
+            dataclasses.replace(
+                window,
+                origin=window.origin // max(length, 1) * per_element,
+                ceiling=elements * per_element,
+                ratio=ratio,
+            )
+            for window in layout.windows
+        ),
+        max_length=min(layout.max_length // ratio, per_element),
+        everywhere=None,
+        key_places=None,
         derived={},
     )
-    return CompressedKeys(ratio, visibility, Groups(first_row[:-1], position[:-1], step))
+    completes = everywhere.position % ratio == ratio - 1  # the last position of a group
+    if packed:
+        completes &= everywhere.real
+    slots = begin(everywhere) + everywhere.position // ratio
+    if layout.key_places is None:
+        rows = torch.arange(everywhere.num_keys, device=slots.device)
+        groups = _groups(rows, completes, everywhere.position, ratio, elements, per_element)
+        return CompressedKeys(ratio, visibility, groups)
+    keys, reach = layout.key_places, ratio * (2 if overlap else 1) - 1
+    halo = halo_of(layout, keys.spread, reach)
+    step, mine = keys.batch, keys.spread.rank
+    element = torch.arange(step, device=slots.device)
+    rows_of = (keys.table[..., None] * step + element).flatten(1)  # [ranks, rows]
+    per_element = halo.length // ratio
+    own = rows_of[mine]
+    # A group whose predecessor is another rank's reads the rows of that.
+    before = torch.ones_like(halo.runs[mine], dtype=torch.bool)
+    before[ratio:] = halo.runs[mine, ratio:] != halo.runs[mine, :-ratio]
+    groups = _groups(
+        (halo.extended(mine)[:, None] * step + element).flatten(),
+        completes[own],
+        everywhere.position[own],
+        ratio,
+        step,
+        per_element,
+        before.repeat_interleave(step, output_size=own.numel()) if overlap else None,
+    )
+    # Where each rank's pooling puts its groups, one rank behind the other.
+    extended = torch.arange(keys.table.shape[1], device=slots.device) + reach * (halo.runs + 1)
+    place = (extended - (ratio - 1)).div(ratio, rounding_mode="floor")[..., None]
+    rank = torch.arange(keys.spread.ranks, device=slots.device)[:, None, None]
+    place = (place + per_element * (element + step * rank)).flatten()
+    spare = keys.spread.ranks * step * per_element
+    of_slot = torch.full((visibility.num_keys + 1,), spare, device=slots.device)
+    goal = torch.where(completes, slots, visibility.num_keys)[rows_of.flatten()]
+    of_slot.scatter_(0, goal, place)
+    return CompressedKeys(ratio, visibility, groups, halo, of_slot[:-1])
 
 
-def _windows(layout: Layout, ratio: int):
-    """Yield the bounds on compressed slots."""
-    first = 0
-    for window in layout.windows:
-        yield Window(window.rows, first, window.lookback, first, ratio)
-        first += len(window) // ratio
+def _groups(
+    rows, completes, position, ratio: int, step: int, per_element: int, alone=None
+) -> Groups:
+    """Return the groups that rows complete, in the slots that :class:`Groups` asks for.
+
+    ``alone``: bool, for which of them the previous group, if there is one, is another rank's. It is
+    pooled here, too, for nobody (and as if nothing were before it): a group that shares its rows
+    must have a slot for the pooling's backward to know who writes what.
+    """
+    first = rows - (ratio - 1) * step
+    slot = first % step * per_element + first.div(step * ratio, rounding_mode="floor")
+    # Rows that complete no group are written to a spare place, which is cut off.
+    spare = step * per_element
+    first_row = torch.full((spare + 1,), -1, dtype=torch.int32, device=rows.device)
+    begins = torch.zeros(spare + 1, dtype=torch.int64, device=rows.device)
+    if alone is not None:
+        place = torch.where(completes & alone & (position >= 2 * ratio - 1), slot - 1, spare)
+        first_row.scatter_(0, place, (first - ratio * step).int())
+    place = torch.where(completes, slot, spare)
+    first_row.scatter_(0, place, first.int())
+    begins.scatter_(0, place, position - (ratio - 1))
+    return Groups(first_row[:-1], begins[:-1], step)

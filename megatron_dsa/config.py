@@ -11,12 +11,16 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.spread import CP_LAYOUTS
 from megatron_dsa.versions import require_supported_megatron
 
 require_supported_megatron()
 
 STAGES = ("dense", "warmup", "sparse")
 TEACHERS = ("attention", "compressed")
+TP_MODES = ("auto", "heads", "rows")
+#: Heads that fill the tiles of the attention kernels.
+FULL_TILE = 64
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,10 @@ class DSAOptions:
         csa_teacher: what the indexer of hybrid attention learns: ``attention``, the probabilities
             of the compressed keys beside window and sink, or ``compressed``, a softmax over the
             compressed keys alone (an older reading of the model).
+        cp_layout: how context parallelism spreads rows, see :data:`spread.CP_LAYOUTS`.
+        tp_mode: under tensor parallelism each rank attends with its ``heads`` for all rows, or for
+            its ``rows`` with all heads, or ``auto``: rows where a rank would have less than 64
+            heads, which leave a GPU's tile empty.
         named: pairs ``(operation, implementation)`` that must run or raise.
     """
 
@@ -50,6 +58,8 @@ class DSAOptions:
     health_rows: int = 16
     evaluate_indexer: bool = False
     csa_teacher: Literal["attention", "compressed"] = "attention"
+    cp_layout: Literal["zigzag", "zigzag_rows", "contiguous"] = "zigzag"
+    tp_mode: Literal["auto", "heads", "rows"] = "auto"
     named: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
@@ -62,6 +72,14 @@ class DSAOptions:
         if self.csa_teacher not in TEACHERS:
             raise ConfigError(
                 f"--dsa-csa-teacher must be one of {', '.join(TEACHERS)}, got {self.csa_teacher!r}"
+            )
+        if self.cp_layout not in CP_LAYOUTS:
+            raise ConfigError(
+                f"--dsa-cp-layout must be one of {', '.join(CP_LAYOUTS)}, got {self.cp_layout!r}"
+            )
+        if self.tp_mode not in TP_MODES:
+            raise ConfigError(
+                f"--dsa-tp-mode must be one of {', '.join(TP_MODES)}, got {self.tp_mode!r}"
             )
         if self.health_rows < 0:
             raise ConfigError(f"--dsa-health-rows must be 0 or more, got {self.health_rows}")
@@ -111,6 +129,26 @@ def indexer_is_trained(config: Any) -> bool:
     return uses_indexer(config) and bool(config.dsa_indexer_loss_coeff)
 
 
+def by_rows(config: Any) -> bool:
+    """Whether tensor-parallel ranks attend for rows of their own with all heads.
+
+    Only selected keys make rows independent of each other's: stages with dense attention go by
+    heads.
+    """
+    ranks, mode = config.tensor_model_parallel_size, options_of(config).tp_mode
+    dense = options_of(config).stage != "sparse" and not hasattr(config, "csa_compress_ratios")
+    if ranks == 1 or not config.sequence_parallel or dense or mode == "heads":
+        return False
+    return mode == "rows" or config.num_attention_heads // ranks < FULL_TILE
+
+
+def query_heads(config: Any) -> int:
+    """Return how many heads attention has on a rank."""
+    return config.num_attention_heads // (
+        1 if by_rows(config) else config.tensor_model_parallel_size
+    )
+
+
 def computes_topk(config: Any, layer_number: int) -> bool:
     """Whether layer ``layer_number`` (from 1) selects keys itself or reuses an earlier selection.
 
@@ -137,6 +175,11 @@ def _rules(config: Any):
 
 def _mla_rules(config: Any):
     """What the absorbed MLA of DSA needs."""
+    yield (
+        config.context_parallel_size == 1 or options_of(config).stage == "sparse",
+        f"--context-parallel-size must be 1 in stage '{options_of(config).stage}', got "
+        f"{config.context_parallel_size}: dense attention is not spread over ranks yet",
+    )
     local, shards = config.transformer_impl == "local", config.tensor_model_parallel_size
     latents = {
         "--q-lora-rank": config.q_lora_rank or 0,
@@ -209,9 +252,15 @@ def host_rules(config: Any):
     """Yield what concerns every attention of this package: layouts, layer sets, features."""
     local = config.transformer_impl == "local"
     yield (
-        config.context_parallel_size == 1,
-        f"--context-parallel-size must be 1, got {config.context_parallel_size}: context "
-        "parallelism is not supported yet; use tensor or pipeline parallelism",
+        not getattr(config, "hybrid_context_parallel", False),
+        "--hybrid-context-parallel is not supported: drop it, every microbatch is spread alike",
+    )
+    exchange = config.cp_comm_type
+    exchange = exchange if isinstance(exchange, list) else [exchange]
+    yield (
+        config.context_parallel_size == 1 or not any("a2a" in (kind or "") for kind in exchange),
+        f"--cp-comm-type must be p2p or allgather, got {config.cp_comm_type}: this attention "
+        "gathers keys and leaves queries where they are",
     )
     yield (
         config.tensor_model_parallel_size == 1 or config.sequence_parallel,

@@ -18,9 +18,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config import options_of, validate
 from megatron_dsa.csa_kernels import norm_rope, rotate
-from megatron_dsa.layout import layout_from_megatron
+from megatron_dsa.microbatch import layout_from_megatron
 from megatron_dsa.mla import refuse_unsupported
-from megatron_dsa.position_rope import PositionRope, rows_of_rank
+from megatron_dsa.parallel import ranks_of, to_heads, to_rows
+from megatron_dsa.position_rope import PositionRope
 
 
 @dataclass
@@ -43,7 +44,8 @@ class HybridSelfAttention(MegatronModule):
     Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
     parallelism; packed batches have ``b == 1``). Heads and output groups are spread over
     tensor-parallel ranks; the key/value head, the compressors and the indexer are replicated, but
-    every rank projects only its own rows for them.
+    every rank projects only its own rows for them. Attention runs by heads or by rows
+    (``--dsa-tp-mode``).
     """
 
     def __init__(
@@ -62,9 +64,9 @@ class HybridSelfAttention(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.pg_collection = pg_collection
-        ranks = pg_collection.tp.size()
-        self.heads = config.num_attention_heads // ranks
-        self.groups = config.o_groups // ranks
+        self.ranks = ranks_of(config, pg_collection)
+        self.heads = config.num_attention_heads // pg_collection.tp.size()
+        self.groups = config.o_groups // pg_collection.tp.size()
         self.softmax_scale = config.head_dim**-0.5
         self.rope = PositionRope.for_ratio(config, config.ratio(layer_number, is_mtp))
         recomputed = config.recompute_modules or ()
@@ -148,24 +150,23 @@ class HybridSelfAttention(MegatronModule):
             ConfigError: for inference contexts, cross attention, biases and embeddings passed in.
         """
         refuse_unsupported(inference_context, key_value_states, megatron)
-        group = self.pg_collection.tp if self.config.sequence_parallel else None
-        shards = group.size() if group is not None else 1
-        rows_in_sequence, batch = hidden_states.shape[0] * shards, hidden_states.shape[1]
+        ranks = self.ranks
+        rows, batch = hidden_states.shape[:2]
         layout = layout_from_megatron(
-            rows_in_sequence, batch, hidden_states.device, packed_seq_params
+            rows, batch, hidden_states.device, packed_seq_params, ranks.spread, ranks.queries
         )
         policy = options_of(self.config).policy
         tables = self.rope.of_rows(layout, hidden_states.dtype)
 
         q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
         kv = self.kv_layernorm(self.linear_kv_proj(hidden_states)[0])
-        kv = rotate(kv.flatten(0, 1)[:, None], *rows_of_rank(tables, group), policy=policy).view_as(
-            kv
-        )
+        kv = rotate(kv.flatten(0, 1)[:, None], *ranks.own(tables), policy=policy).view_as(kv)
 
         def queries(q_latent):
             q, _ = self.linear_q_up_proj(q_latent)
             q = q.view(-1, self.heads, self.config.head_dim)
+            if ranks.by_rows:
+                q = to_rows(q, ranks.tp)
             # Nobody else reads the projection, so its memory may become the queries'.
             return norm_rope(q, *tables, self.config.layernorm_epsilon, inplace=True, policy=policy)
 
@@ -179,14 +180,16 @@ class HybridSelfAttention(MegatronModule):
             q = queries(q_latent)
 
         def core(hidden_states, q_latent, q, kv):
-            out = self.core_attention(hidden_states, q_latent, q, kv, layout, self.rope, group)
+            out = self.core_attention(hidden_states, q_latent, q, kv, layout, self.rope, ranks)
             return rotate(out, *tables, inverse=True, policy=policy)
 
         if self.recompute_core and self.training:
             out = tensor_parallel.checkpoint(core, False, hidden_states, q_latent, q, kv)
         else:
             out = core(hidden_states, q_latent, q, kv)
-        out = self._project_groups(out).view(rows_in_sequence, batch, -1)
+        if ranks.by_rows:
+            out = to_heads(out, ranks.tp)
+        out = self._project_groups(out).view(rows * ranks.spread.sp, batch, -1)
         if up_checkpoint is not None:
             up_checkpoint.discard_output_and_register_recompute(out)
         return self.linear_proj(out)

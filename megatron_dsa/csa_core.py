@@ -6,10 +6,12 @@ window, and the stage says whether a CSA layer (ratio 4) selects among them or a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -19,7 +21,7 @@ from megatron.core.transformer.utils import (
 )
 
 from megatron_dsa.compressed_keys import compressed_keys
-from megatron_dsa.config import indexer_is_trained, uses_indexer, validate
+from megatron_dsa.config import indexer_is_trained, query_heads, uses_indexer, validate
 from megatron_dsa.csa_config import CSA_RATIO
 from megatron_dsa.dispatch import choose, device_problem
 from megatron_dsa.dsa_kernels import (
@@ -31,12 +33,14 @@ from megatron_dsa.dsa_kernels import (
 )
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.fp32_parameters import Fp32Parameters
+from megatron_dsa.halo import halo_of
 from megatron_dsa.health import selection_health
+from megatron_dsa.hybrid_keys import join_keys
 from megatron_dsa.key_lists import KeyLists
 from megatron_dsa.layers import new_parameter
 from megatron_dsa.layout import Layout
 from megatron_dsa.losses import IndexerLog
-from megatron_dsa.parallel import join_keys
+from megatron_dsa.parallel import Ranks
 from megatron_dsa.position_rope import PositionRope
 from megatron_dsa.support import Problem
 from megatron_dsa.trained_indexer import TrainsIndexer
@@ -79,9 +83,9 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
             )
         self.ratio = config.ratio(layer_number, is_mtp)
         self.softmax_scale = softmax_scale
-        self.heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.set_up_loss(layer_number, is_mtp, pg_collection)
-        self.attn_sink = new_parameter(config, self.heads)
+        local_heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.attn_sink = new_parameter(config, local_heads)
         self.attn_sink.tensor_model_parallel = True
         self.attn_sink.partition_dim, self.attn_sink.partition_stride = 0, 1
         self.compressor = self.indexer = None
@@ -114,9 +118,10 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
                 device, dtype=config.params_dtype, heads=heads, qk_dim=dim, v_dim=v_dim, **more
             )
 
-        attention = problem(self.heads, config.head_dim, config.head_dim, topk=topk, sink=True)
-        yield "norm_rope", problem(self.heads, config.head_dim)
-        yield "rotate", problem(self.heads, config.head_dim)
+        heads = query_heads(config)
+        attention = problem(heads, config.head_dim, config.head_dim, topk=topk, sink=True)
+        yield "norm_rope", problem(heads, config.head_dim)
+        yield "rotate", problem(heads, config.head_dim)
         yield "key_lists", device_problem(device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0)
         yield "sparse_attention_forward", attention
         yield "sparse_attention_backward", attention
@@ -149,17 +154,18 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
         kv: torch.Tensor,
         layout: Layout,
         rope: PositionRope,
-        group,
+        ranks: Ranks,
     ) -> torch.Tensor:
         """Attend.
 
         Args:
-            hidden_states: ``[s / ranks, b, hidden]``, q_latent: ``[s / ranks, b, q_lora_rank]`` and
-                kv: ``[s / ranks, b, D]``, rotated, of this rank's rows.
-            q: ``[rows, H, D]``, rotated queries of the local heads.
+            hidden_states: ``[s, b, hidden]``, q_latent: ``[s, b, q_lora_rank]`` and kv: ``[s, b,
+                D]``, rotated, of the rows that this rank holds.
+            q: ``[rows, H, D]``, rotated queries: of all heads for these rows, or of the local heads
+                for the rows of all tensor-parallel ranks (``ranks.by_rows``).
             layout: which rows belong together.
             rope: the layer's rope, for compressed keys.
-            group: the tensor-parallel group under sequence parallelism, else ``None``.
+            ranks: who shares the microbatch.
 
         Returns:
             ``[rows, H, D]``, not yet rotated back.
@@ -167,16 +173,22 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
         policy = self.options.policy
         keys = compressed = inputs = None
         if self.compressor is not None:
-            keys = compressed_keys(layout, self.ratio)
-            compressed = self.compressor(hidden_states, keys, rope, group)
-        kv, kv_grad = join_keys(kv, compressed, group)
+            keys = compressed_keys(layout, self.ratio, self.compressor.overlap)
+            compressed = self.compressor(hidden_states, keys, rope, ranks)
+        halo = None
+        if ranks.queries.ranks > 1:
+            halo = halo_of(layout, ranks.queries, max(self.config.csa_window_size - 1, 1))
+        kv, kv_grad = join_keys(kv, compressed, keys, halo, ranks)
+        sink = self._sinks(ranks)
         trains, judges = self.trains_indexer_now(), self.judges_indexer_now()
         if self._selects() or trains or judges:
             with torch.set_grad_enabled(trains):
                 inputs = self.indexer(
-                    hidden_states.detach(), q_latent.detach(), keys, layout, rope, group
+                    hidden_states.detach(), q_latent.detach(), keys, layout, rope, ranks
                 )
-        lists = KeyLists(layout, self.config.csa_window_size, keys)
+        lists = KeyLists(
+            layout, self.config.csa_window_size, keys, held=None if halo is None else halo.held
+        )
         if self._selects():
             lists = self._select(inputs, lists)
         training = None
@@ -188,7 +200,7 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
             lists,
             softmax_scale=self.softmax_scale,
             v_dim=q.shape[2],
-            attn_sink=self.attn_sink,
+            attn_sink=sink,
             kv_grad=kv_grad,
             want_p_sum=judges and self.loss_is_sparse() and not self._selected_only(),
             indexer=training,
@@ -196,11 +208,11 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
         )
         out = result.out
         if trains and not self.loss_is_sparse():
-            out = self.attach(out, self._dense_loss(inputs, q, kv, lists), layout)
+            out = self.attach(out, self._dense_loss(inputs, q, kv, lists, sink), layout)
         if trains and self._selects() and self.options.health_rows:
-            self._record_health(inputs, q, kv, lists, result.lse)
+            self._record_health(inputs, q, kv, lists, torch.logaddexp(result.lse, sink.detach()))
         if judges:
-            self.record_evaluation(self._judge(inputs, q, kv, lists, result.p_sum), layout)
+            self.record_evaluation(self._judge(inputs, q, kv, lists, sink, result.p_sum), layout)
         return out
 
     def _select(self, inputs: IndexerInputs, lists: KeyLists) -> KeyLists:
@@ -209,31 +221,35 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
             inputs, lists.compressed.layout, self.config.dsa_indexer_topk,
             policy=self.options.policy,
         )  # fmt: skip
-        return KeyLists(lists.layout, lists.window, lists.compressed, indices, length)
+        return dataclasses.replace(lists, selected=indices, selected_length=length)
+
+    def _sinks(self, ranks: Ranks) -> torch.Tensor:
+        """Return the sinks of the query heads."""
+        if not ranks.by_rows:
+            return self.attn_sink
+        return gather_from_sequence_parallel_region(self.attn_sink, group=ranks.tp)
 
     def _selected_only(self) -> bool:
         return self.options.csa_teacher == "compressed"
 
-    def _dense_loss(self, inputs, q, kv, lists: KeyLists) -> torch.Tensor:
+    def _dense_loss(self, inputs, q, kv, lists: KeyLists, sink: torch.Tensor) -> torch.Tensor:
         """KL sum over all visible compressed keys; window and sink share the teacher's softmax."""
-        layout, keys = lists.layout, lists.compressed
-        other = None
+        keys, other = lists.compressed, None
         if not self._selected_only():
             with torch.no_grad():
                 window = sparse_attention(
-                    q, kv[keys.count :], KeyLists(layout, lists.window),
+                    q, kv[keys.count :], dataclasses.replace(lists, compressed=None, selected=None),
                     softmax_scale=self.softmax_scale, v_dim=q.shape[2], policy=self.options.policy,
                 )  # fmt: skip
-                other = torch.logaddexp(window.lse, self.attn_sink.to(window.lse.dtype))
+                other = torch.logaddexp(window.lse, sink.to(window.lse.dtype))
         return dense_indexer_loss(
             inputs, q, kv[: keys.count, None], keys.layout,
             softmax_scale=self.softmax_scale, other_lse=other, head_group=self.heads_group(),
             policy=self.options.policy,
         )  # fmt: skip
 
-    def _record_health(self, inputs, q, kv, lists: KeyLists, lse: torch.Tensor) -> None:
-        """Log how well the selection does on a few rows."""
-        total = torch.logaddexp(lse, self.attn_sink.detach().to(lse.dtype))
+    def _record_health(self, inputs, q, kv, lists: KeyLists, total: torch.Tensor) -> None:
+        """Log how well the selection does on a few rows; ``total`` is the lse with the sink."""
         compressed = kv[: lists.compressed.count]
         health = selection_health(
             inputs.detach(), lists.compressed.layout, self.config.dsa_indexer_topk, q, compressed,
@@ -242,10 +258,10 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
         )  # fmt: skip
         IndexerLog.record(self.layer_index, health)
 
-    def _judge(self, inputs, q, kv, lists: KeyLists, p_sum) -> torch.Tensor:
+    def _judge(self, inputs, q, kv, lists: KeyLists, sink, p_sum) -> torch.Tensor:
         """KL sum of an evaluation pass, for which there is no backward."""
         if not self.loss_is_sparse():
-            return self._dense_loss(inputs, q, kv, lists)
+            return self._dense_loss(inputs, q, kv, lists, sink)
         policy = self.options.policy
         if p_sum is None:
             p_sum = sparse_attention(

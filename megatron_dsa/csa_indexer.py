@@ -9,14 +9,14 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.compressed_keys import CompressedKeys
-from megatron_dsa.compressor import gather_split
-from megatron_dsa.config import options_of
+from megatron_dsa.config import by_rows, options_of
 from megatron_dsa.csa_config import CSA_RATIO
 from megatron_dsa.csa_kernels import rotate
 from megatron_dsa.dsa_kernels import IndexerInputs
+from megatron_dsa.hybrid_keys import index_keys
 from megatron_dsa.layers import ReplicatedLinear
 from megatron_dsa.layout import Layout
-from megatron_dsa.parallel import gather_rows
+from megatron_dsa.parallel import Ranks, gather_rows, gather_same
 from megatron_dsa.position_rope import PositionRope
 from megatron_dsa.rotary import hadamard
 
@@ -44,8 +44,9 @@ class CSAIndexer(MegatronModule):
             return ReplicatedLinear(inputs, outputs, config=config, init_method=config.init_method)
 
         self.linear_wq_b = linear(config.q_lora_rank, self.heads * self.dim)
-        # Of all rows on every rank: averaging keeps the equal gradients equal to the last bit.
-        self.linear_wq_b.weight.average_gradients_across_tp_domain = True
+        # Of its own rows, or of all: averaging keeps equal gradients equal to the last bit.
+        self.linear_wq_b.weight.sequence_parallel = by_rows(config)
+        self.linear_wq_b.weight.average_gradients_across_tp_domain = not by_rows(config)
         self.linear_weights_proj = linear(config.hidden_size, self.heads)
         # Of its own rows only: the gradient is summed over ranks.
         self.linear_weights_proj.weight.sequence_parallel = config.sequence_parallel
@@ -60,29 +61,30 @@ class CSAIndexer(MegatronModule):
         keys: CompressedKeys,
         layout: Layout,
         rope: PositionRope,
-        group,
+        ranks: Ranks,
     ) -> IndexerInputs:
         """Project a microbatch.
 
         Args:
-            x: ``[s / ranks, b, hidden]``, qr: ``[s / ranks, b, q_lora_rank]``, detached hidden
-                states and normalised query latent of this rank's rows.
-            keys: the groups of the whole microbatch.
-            layout: gives the positions of all query rows.
+            x: ``[s, b, hidden]``, qr: ``[s, b, q_lora_rank]``, detached hidden states and
+                normalised query latent of the rows that this rank holds.
+            keys: the groups.
+            layout: gives the positions of the query rows.
             rope: the layer's rope.
-            group: the tensor-parallel group under sequence parallelism, else ``None``.
+            ranks: who shares the microbatch.
 
         Returns:
-            queries and weights of all rows, and one key per compressed slot.
+            queries and weights of the query rows, and one key per compressed slot of all ranks.
         """
         config, policy = self.config, options_of(self.config).policy
-        q, _ = self.linear_wq_b(gather_rows(qr, group).flatten(0, 1))
+        q, _ = self.linear_wq_b(gather_rows(qr, ranks.row_group).flatten(0, 1))
         q = rotate(q.view(-1, self.heads, self.dim), *rope.of_rows(layout, q.dtype), policy=policy)
-        k = self.compressor(x, keys, rope, group)
-        weights = gather_split(self.linear_weights_proj(x)[0], group).flatten(0, 1)
+        k = self.compressor(x, keys, rope, ranks)
+        weights = gather_same(self.linear_weights_proj(x)[0], ranks.row_group).flatten(0, 1)
         weights = weights * (self.heads**-0.5 * self.dim**-0.5)
         if config.dsa_indexer_rotate_activation:
             q, k = hadamard(q), hadamard(k)
+        k = index_keys(k, keys, ranks)
         return IndexerInputs(q, k, weights, config.dsa_indexer_scoring_relu)
 
     def backward_dw(self) -> None:

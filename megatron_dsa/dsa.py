@@ -19,6 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron_dsa.config import (
     computes_topk,
     indexer_is_trained,
+    query_heads,
     shares_indices,
     uses_indexer,
     validate,
@@ -36,6 +37,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.health import selection_health
 from megatron_dsa.layout import Layout
 from megatron_dsa.losses import IndexerLog
+from megatron_dsa.parallel import Ranks
 from megatron_dsa.rotary import RowRope
 from megatron_dsa.support import Problem
 from megatron_dsa.trained_indexer import TrainsIndexer
@@ -115,7 +117,7 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
     def _problems(self) -> Iterator[tuple[str, Problem]]:
         """Yield every operation that a training step will call, with its problem."""
         config = self.config
-        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        heads = query_heads(config)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         topk = config.dsa_indexer_topk
 
@@ -165,7 +167,7 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
         """Attend to selected keys.
 
         Args:
-            q: ``[rows, H, 576]`` absorbed queries of the local heads.
+            q: ``[rows, H, 576]`` absorbed queries, of the local heads or (by rows) of all.
             kv: ``[keys, 576]`` latent keys; kv_grad: the channel for their gradient.
             layout: which keys each row sees.
             index_inputs: the indexer's projections, ``None`` if this layer reuses a selection.
@@ -261,10 +263,12 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
             self.options.stage == "sparse" or self.trains_indexer_now() or self.judges_indexer_now()
         )
 
-    def project_index(self, x: torch.Tensor, qr: torch.Tensor, rope: RowRope) -> IndexerInputs:
-        """Return the indexer's projections of ``x [rows, hidden]`` and ``qr [rows, q_lora]``."""
+    def project_index(
+        self, x: torch.Tensor, qr: torch.Tensor, rope: RowRope, ranks: Ranks
+    ) -> IndexerInputs:
+        """Return the indexer's projections of ``x [s, b, hidden]`` and ``qr [s, b, q_lora]``."""
         with torch.set_grad_enabled(self.trains_indexer_now()):
-            return self.indexer(x.detach(), qr.detach(), rope)
+            return self.indexer(x.detach(), qr.detach(), rope, ranks)
 
     def backward_dw(self) -> None:
         """Compute the indexer's delayed weight gradients, if it is trained."""

@@ -9,7 +9,9 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
+from megatron_dsa.config import by_rows
 from megatron_dsa.dsa_kernels import IndexerInputs
+from megatron_dsa.parallel import Ranks, gather_for_index, gather_rows, gather_same
 from megatron_dsa.rotary import RowRope, hadamard
 
 
@@ -43,9 +45,6 @@ class DSAIndexer(MegatronModule):
         )
         norm_config = copy.copy(config)
         norm_config.normalization = "LayerNorm"
-        # The norm sees every row on every rank: marked as sequence parallel, its gradient would be
-        # summed over ranks and come out that many times too large.
-        norm_config.sequence_parallel = False
         eps = config.dsa_indexer_k_norm_epsilon
         self.k_norm = build_module(
             submodules.k_norm,
@@ -53,10 +52,13 @@ class DSAIndexer(MegatronModule):
             hidden_size=self.dim,
             eps=config.layernorm_epsilon if eps is None else eps,
         )
-        for parameter in self.parameters():
-            parameter.sequence_parallel = False
-            # Ranks compute the same gradient; averaging keeps them equal to the last bit.
-            parameter.average_gradients_across_tp_domain = True
+        for name, parameter in self.named_parameters():
+            # Keys and weights are projected by who holds a row, and so are queries if attention
+            # runs by rows: gradients are summed over tensor-parallel ranks. Otherwise ranks
+            # compute the same gradient; averaging keeps them equal to the last bit.
+            own = by_rows(config) if name.startswith("linear_wq_b") else config.sequence_parallel
+            parameter.sequence_parallel = own
+            parameter.average_gradients_across_tp_domain = not own
 
     def _linear(self, spec, input_size: int, output_size: int):
         return build_module(
@@ -71,23 +73,30 @@ class DSAIndexer(MegatronModule):
             parallel_mode="duplicated",
         )
 
-    def forward(self, x: torch.Tensor, qr: torch.Tensor, rope: RowRope) -> IndexerInputs:
-        """Project all rows of a microbatch.
+    def forward(
+        self, x: torch.Tensor, qr: torch.Tensor, rope: RowRope, ranks: Ranks
+    ) -> IndexerInputs:
+        """Project a microbatch.
 
         Args:
-            x: ``[rows, hidden]``, detached hidden states.
-            qr: ``[rows, q_lora_rank]``, detached normalised query latent.
-            rope: rope angles of the rows.
+            x: ``[s, b, hidden]``, qr: ``[s, b, q_lora_rank]``, detached hidden states and
+                normalised query latent of the rows that this rank holds.
+            rope: rope angles of the query rows.
+            ranks: who shares the microbatch.
+
+        Returns:
+            queries and weights of the query rows, keys of the rows of all ranks.
         """
         config = self.config
-        q, _ = self.linear_wq_b(qr)
-        k, _ = self.linear_wk(x)
-        weights, _ = self.linear_weights_proj(x)
+        q, _ = self.linear_wq_b(gather_rows(qr, ranks.row_group).flatten(0, 1))
+        k, _ = self.linear_wk(x.flatten(0, 1))
+        weights = gather_same(self.linear_weights_proj(x)[0], ranks.row_group).flatten(0, 1)
         k = self._norm_keys(k)
         q = rope(q.view(-1, self.heads, self.dim), config.dsa_indexer_rope_interleaved)
-        k = rope(k, config.dsa_indexer_rope_interleaved)
+        k = rope.own(ranks)(k, config.dsa_indexer_rope_interleaved)
         if config.dsa_indexer_rotate_activation:
             q, k = hadamard(q), hadamard(k)
+        k = gather_for_index(k, ranks)
         weights = weights * (self.heads**-0.5 * self.dim**-0.5)
         return IndexerInputs(q, k, weights, config.dsa_indexer_scoring_relu)
 

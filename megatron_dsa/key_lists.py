@@ -39,6 +39,8 @@ class KeyLists:
         selected: int32 ``[Sq, topk]``, compressed slots that were selected, valid entries first;
             ``None``: all visible ones.
         selected_length: int32 ``[Sq]``, number of valid entries.
+        held: int64 ``[slots]``, where the key of a position lies behind the compressed keys;
+            ``None``: where the layout says (all ranks' keys).
     """
 
     layout: Layout
@@ -46,6 +48,7 @@ class KeyLists:
     compressed: CompressedKeys | None = None
     selected: torch.Tensor | None = None
     selected_length: torch.Tensor | None = None
+    held: torch.Tensor | None = None
 
     def width(self, rows: slice) -> int:
         """Return the list width for query rows ``rows``: no list is longer.
@@ -95,7 +98,7 @@ class KeyLists:
             start=self.layout.start[rows],
             end=self.layout.end[rows],
             window=self.window,
-            key_rows=self.layout.key_rows,
+            key_rows=self.layout.key_rows if self.held is None else self.held,
             offset=0 if self.compressed is None else self.compressed.count,
             selected=None if self.selected is None else self.selected[rows],
             selected_length=None if self.selected is None else self.selected_length[rows],

@@ -19,26 +19,41 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_dsa.errors import ConfigError
+if TYPE_CHECKING:
+    from megatron_dsa.spread import KeyPlaces
 
 
 @dataclass(frozen=True)
 class Window:
-    """Query rows ``rows``; the i-th sees no slot outside ``[first + i + 1 - lookback, first + i]``.
+    """Bounds, known on the host, of what some query rows see.
 
-    ``rows`` is a slice of query rows, ``first`` the slot of the first query's own key, ``lookback``
-    an upper bound for the sequence length and ``floor`` the lowest slot of the window's keys.
-    If a slot stands for ``ratio`` positions (:mod:`megatron_dsa.compressed_keys`), ``lookback``
-    still counts positions.
+    The i-th query of ``rows`` is at a position within ``slack`` of ``place + i * step``, counted
+    from the slot ``origin``. It sees no slot behind its own and none before ``origin`` or ``origin
+    + position + 1 - lookback``. If a slot stands for ``ratio`` positions
+    (:mod:`megatron_dsa.compressed_keys`), all but ``origin`` still count positions.
+
+    Attributes:
+        rows: slice of query rows.
+        origin: lowest slot that any of them sees.
+        place: position of the first query.
+        lookback: upper bound of the sequence length.
+        ceiling: the number of slots there are.
+        step: positions from one query to the next.
+        slack: by how much a position may differ from that.
+        ratio: positions that a slot stands for.
     """
 
     rows: slice
-    first: int
+    origin: int
+    place: int
     lookback: int
-    floor: int
+    ceiling: int
+    step: int = 1
+    slack: int = 0
     ratio: int = 1
 
     def __len__(self) -> int:
@@ -46,9 +61,11 @@ class Window:
 
     def slots(self, begin: int, end: int) -> tuple[int, int]:
         """Return the slot range that covers everything queries ``[begin, end)`` may see."""
-        lowest = self.first + (begin + 1 - self.lookback) // self.ratio
-        highest = self.first + end // self.ratio
-        return min(max(self.floor, lowest), highest), highest
+        first = self.place + begin * self.step - self.slack
+        last = self.place + (end - 1) * self.step + self.slack
+        lowest = self.origin + max(0, (first + 1 - self.lookback) // self.ratio)
+        highest = min(self.origin + (last + 1) // self.ratio, self.ceiling)
+        return min(lowest, highest), highest
 
 
 @dataclass(frozen=True)
@@ -82,6 +99,8 @@ class Layout:
         real: bool ``[num_queries]``, ``False`` for padding rows; ``None`` if there are none.
         windows: host-side bounds that cover every query row exactly once.
         max_length: host-side upper bound of the number of slots that a row sees.
+        everywhere: layout of all query rows, if they are spread over ranks and these are some.
+        key_places: who makes which keys, if they are spread over ranks.
     """
 
     num_queries: int
@@ -93,11 +112,20 @@ class Layout:
     real: torch.Tensor | None
     windows: tuple[Window, ...]
     max_length: int
+    everywhere: Layout | None = None
+    key_places: KeyPlaces | None = None
     #: What was derived from this layout, so that the layers of a microbatch share it.
     derived: dict = field(default_factory=dict, repr=False)
 
+    @property
+    def parts(self) -> int:
+        """Number of ranks that the query rows are spread over."""
+        return 1 if self.everywhere is None else self.everywhere.num_queries // self.num_queries
+
     def real_rows(self) -> torch.Tensor | int:
-        """Number of query rows that are not padding: an int if there is no padding."""
+        """Number of query rows on all ranks that are not padding: an int if there is no padding."""
+        if self.everywhere is not None:
+            return self.everywhere.real_rows()
         return self.num_queries if self.real is None else self.real.sum()
 
     def keys_in_slot_order(self, keys: torch.Tensor) -> torch.Tensor:
@@ -166,7 +194,9 @@ def bshd_layout(seq_length: int, batch: int, device: torch.device) -> Layout:
     else:
         key_rows = rows % seq_length * batch + rows // seq_length
     windows = tuple(
-        Window(slice(b, seq_length * batch, batch), b * seq_length, seq_length, b * seq_length)
+        Window(
+            slice(b, seq_length * batch, batch), b * seq_length, 0, seq_length, seq_length * batch
+        )
         for b in range(batch)
     )
     return Layout(
@@ -218,52 +248,6 @@ def packed_layout(
         position=torch.where(inside, position, 0).clamp_max(max(max_length - 1, 0)),
         key_rows=None,
         real=real,
-        windows=(Window(slice(0, tokens, 1), 0, max_length, 0),),
+        windows=(Window(slice(0, tokens, 1), 0, 0, max_length, tokens),),
         max_length=max_length,
     )
-
-
-def layout_from_megatron(seq_length: int, batch: int, device: torch.device, packed_seq_params=None):
-    """Build (or reuse) the layout of one Megatron microbatch.
-
-    Args:
-        seq_length: full sequence length (after undoing sequence parallelism); for packed batches
-            the number of packed rows.
-        batch: micro-batch size; 1 for packed batches.
-        packed_seq_params: Megatron's ``PackedSeqParams`` with ``qkv_format == "thd"``, or ``None``.
-
-    Raises:
-        ConfigError: for packed parameters that this package does not support.
-    """
-    if packed_seq_params is None:
-        return bshd_layout(seq_length, batch, device)
-    if packed_seq_params.qkv_format != "thd":
-        raise ConfigError(
-            f"packed_seq_params.qkv_format must be 'thd', got {packed_seq_params.qkv_format!r}; "
-            "pass packed_seq_params=None for unpacked batches."
-        )
-    cu_seqlens = packed_seq_params.cu_seqlens_q
-    if cu_seqlens is None or cu_seqlens.numel() < 2:
-        raise ConfigError(
-            "packed_seq_params.cu_seqlens_q must hold the cumulative sequence lengths as an int32 "
-            f"tensor [sequences + 1] with at least one sequence, got {cu_seqlens}."
-        )
-    if batch != 1:
-        raise ConfigError(
-            f"packed batches must have micro-batch size 1, got {batch}: pack the sequences into "
-            "one row of tokens."
-        )
-    # Every layer of a microbatch gets the same object, so it carries its own layout.
-    cached = getattr(packed_seq_params, "_megatron_dsa_layout", None)
-    if cached is not None and cached.num_queries == seq_length:
-        return cached
-    max_seqlen = packed_seq_params.max_seqlen_q
-    layout = packed_layout(
-        packed_seq_params.cu_seqlens_q,
-        seq_length,
-        # A device tensor would cost a synchronisation; without a bound only speed suffers.
-        max_seqlen if isinstance(max_seqlen, int) else None,
-        packed_seq_params.cu_seqlens_q_padded,
-    )
-    packed_seq_params._megatron_dsa_layout = layout
-    return layout

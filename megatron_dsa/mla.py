@@ -26,11 +26,11 @@ from megatron.core.transformer.multi_latent_attention import (
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_dsa.config import options_of, validate
+from megatron_dsa.config import options_of, query_heads, validate
 from megatron_dsa.dsa import Selection
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layout import layout_from_megatron
-from megatron_dsa.parallel import gather_keys, gather_rows
+from megatron_dsa.microbatch import layout_from_megatron
+from megatron_dsa.parallel import gather_keys, ranks_of, to_heads, to_rows
 from megatron_dsa.rotary import RowRope
 
 
@@ -66,6 +66,7 @@ class DSASelfAttention(MLASelfAttention):
             softmax_scale=self.softmax_scale,
             pg_collection=self.pg_collection,
         )
+        self.ranks = ranks_of(config, self.pg_collection)
         self.sparse = options_of(config).stage == "sparse"
         # Selection handed from layer to layer during one forward call, see IndexSharingLayer.
         self.hands_on_selection = False
@@ -90,35 +91,26 @@ class DSASelfAttention(MLASelfAttention):
             ConfigError: for inference contexts, cross attention, biases and embeddings passed in.
         """
         refuse_unsupported(inference_context, key_value_states, megatron)
-        group = self._sequence_group()
-        shards = group.size() if group is not None else 1
-        rows_in_sequence, batch = hidden_states.shape[0] * shards, hidden_states.shape[1]
+        ranks = self.ranks
+        rows, batch = hidden_states.shape[:2]
         layout = layout_from_megatron(
-            rows_in_sequence, batch, hidden_states.device, packed_seq_params
+            rows, batch, hidden_states.device, packed_seq_params, ranks.spread, ranks.queries
         )
         rope = RowRope(self.rotary_pos_emb, layout)
 
         q_latent, kv_latent, k_pe = self._latents(hidden_states)
         index_inputs = None
         if self.core_attention.needs_index_inputs():
-            index_inputs = self.core_attention.project_index(
-                gather_rows(hidden_states, group).flatten(0, 1),
-                gather_rows(q_latent, group).flatten(0, 1),
-                rope,
-            )
+            index_inputs = self.core_attention.project_index(hidden_states, q_latent, rope, ranks)
         if self.sparse:
             out = self._attend_sparse(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
         else:
             out = self._attend_dense(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
-        out = out.reshape(rows_in_sequence, batch, -1)
+        out = out.reshape(rows * ranks.spread.sp, batch, -1)
         if self.qkv_up_checkpoint is not None:
             self.qkv_up_checkpoint.discard_output_and_register_recompute(out)
             self.qkv_up_checkpoint = None
         return self.linear_proj(out)
-
-    def _sequence_group(self):
-        """The group over which rows are spread (sequence parallelism), or ``None``."""
-        return self.pg_collection.tp if self.config.sequence_parallel else None
 
     def _latents(self, hidden_states: torch.Tensor):
         """Return the normalised latents of this rank's rows: q, kv, and the raw rope key.
@@ -140,33 +132,36 @@ class DSASelfAttention(MLASelfAttention):
         return q_latent, self.kv_layernorm(kv_latent), k_pe
 
     def _queries(self, q_latent: torch.Tensor, rope: RowRope) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``q_nope [rows, H, 128]`` and roped ``q_pe [rows, H, 64]`` of the local heads."""
+        """Return ``q_nope [rows, H, 128]`` and roped ``q_pe [rows, H, 64]`` of the query rows."""
         up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
         q, _ = up(q_latent)
         q = q.view(-1, self.num_attention_heads_per_partition, self.q_head_dim)
+        if self.ranks.by_rows:
+            q = to_rows(q, self.ranks.tp)
         q_nope, q_pe = q.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
         return q_nope, rope(q_pe, interleaved=True)
 
     def _up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``W_uk [H, 128, latent]`` and ``W_uv [H, 128, latent]`` of the local heads."""
+        """Return ``W_uk [H, 128, latent]`` and ``W_uv [H, 128, latent]`` of the query heads."""
         # The module is not called, so what waits for its call has to be told: with overlapped
         # parameter gathering, the hook that waits until the weight has arrived.
         for hook in self.linear_kv_up_proj._forward_pre_hooks.values():
             hook(self.linear_kv_up_proj, ())
-        weight = self.linear_kv_up_proj.weight.view(
-            self.num_attention_heads_per_partition, -1, self.config.kv_lora_rank
-        )
+        weight = self.linear_kv_up_proj.weight
+        if self.ranks.by_rows:
+            weight = gather_from_sequence_parallel_region(weight, group=self.ranks.tp)
+        weight = weight.view(query_heads(self.config), -1, self.config.kv_lora_rank)
         return weight.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
 
     def _attend_sparse(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
         """Weight-absorbed attention over selected keys; returns ``[rows, H, v_head_dim]``."""
-        group = self._sequence_group()
-        kv_local = torch.cat([kv_latent, rope.shard(group)(k_pe.flatten(0, 1)).view_as(k_pe)], -1)
-        kv, kv_grad = gather_keys(kv_local, group)
+        ranks = self.ranks
+        k_pe = rope.own(ranks)(k_pe.flatten(0, 1)).view_as(k_pe)
+        kv, kv_grad = gather_keys(torch.cat([kv_latent, k_pe], -1), ranks.group)
+        w_uk, w_uv = self._up_weights()
 
-        def absorbed_queries(q_latent):
+        def absorbed_queries(q_latent, w_uk):
             q_nope, q_pe = self._queries(q_latent, rope)
-            w_uk, _ = self._up_weights()
             q_absorbed = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
             return torch.cat([q_absorbed, q_pe], dim=-1)
 
@@ -174,9 +169,9 @@ class DSASelfAttention(MLASelfAttention):
             self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(
                 fp8=self.config.fp8 or self.config.fp4
             )
-            q = self.qkv_up_checkpoint.checkpoint(absorbed_queries, q_latent)
+            q = self.qkv_up_checkpoint.checkpoint(absorbed_queries, q_latent, w_uk)
         else:
-            q = absorbed_queries(q_latent)
+            q = absorbed_queries(q_latent, w_uk)
 
         shared = self.shared_selection  # of this microbatch, also when recomputed later
 
@@ -195,14 +190,13 @@ class DSASelfAttention(MLASelfAttention):
             out, *selection = core(q, kv, kv_grad, *index_tensors)
         if self.hands_on_selection:
             self.used_selection = Selection(*selection)
-        _, w_uv = self._up_weights()
-        return torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
+        out = torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
+        return to_heads(out, ranks.tp) if ranks.by_rows else out
 
     def _attend_dense(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
         """Plain MLA over all visible keys; returns ``[rows, H, v_head_dim]``."""
-        group = self._sequence_group()
-        if group is not None and group.size() > 1:
-            k_pe = gather_from_sequence_parallel_region(k_pe, group=group)
+        if self.ranks.tp is not None:
+            k_pe = gather_from_sequence_parallel_region(k_pe, group=self.ranks.tp)
 
         def up(q_latent, kv_latent, k_pe):
             q = torch.cat(self._queries(q_latent, rope), dim=-1)

@@ -81,10 +81,3 @@ class PositionRope:
         if key not in layout.derived:
             layout.derived[key] = self.tables(positions, dtype)
         return layout.derived[key]
-
-
-def rows_of_rank(tables, group):
-    """Return the part of ``cos, sin`` that belongs to this rank's rows (sequence parallelism)."""
-    if group is None or group.size() == 1:
-        return tables
-    return tuple(table.chunk(group.size())[group.rank()] for table in tables)

@@ -14,6 +14,7 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
 from megatron_dsa.layout import Layout
+from megatron_dsa.parallel import Ranks
 
 
 class RowRope:
@@ -25,17 +26,16 @@ class RowRope:
     """
 
     def __init__(self, embedding, layout: Layout):
-        table = embedding(layout.max_length)
+        # Positions are looked up here: the whole table is wanted, also under context parallelism.
+        table = embedding(layout.max_length, packed_seq=True)
         # YaRN also returns its concentration factor (mscale), which scales cos and sin.
         table, self.mscale = table if isinstance(table, tuple) else (table, 1.0)
         self.angles = table.flatten(0, 2)[layout.position]  # [rows, dim]
 
-    def shard(self, group) -> RowRope:
-        """Return the angles of the rows that this rank holds under sequence parallelism."""
-        if group is None or group.size() == 1:
-            return self
+    def own(self, ranks: Ranks) -> RowRope:
+        """Return the angles of the rows that this rank holds."""
         part = copy.copy(self)
-        part.angles = self.angles.chunk(group.size())[group.rank()]
+        (part.angles,) = ranks.own((self.angles,))
         return part
 
     def __call__(self, x: torch.Tensor, interleaved: bool = True) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.config import indexer_is_trained, options_of
+from megatron_dsa.config import by_rows, indexer_is_trained, options_of
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining
 from megatron_dsa.layout import Layout
 from megatron_dsa.losses import EVALUATION, IndexerLog, attach_loss, install_loss_scale
@@ -41,7 +41,9 @@ class TrainsIndexer:
         return self.options.evaluate_indexer and not self.training and self.indexer is not None
 
     def heads_group(self):
-        """The group over which heads are spread, or ``None``."""
+        """The group over which the heads of a query are spread, or ``None``."""
+        if by_rows(self.config):
+            return None
         group = self.pg_collection.tp if self.pg_collection is not None else None
         return group if group is not None and group.size() > 1 else None
 
@@ -71,7 +73,7 @@ class TrainsIndexer:
 
         def record(kl_sum: torch.Tensor) -> None:
             mean = coeff * kl_sum / _row_count(rows)
-            IndexerLog.record(self.layer_index, {"indexer loss": mean})
+            IndexerLog.record(self.layer_index, {"indexer loss": rows.parts * mean})
 
         return IndexerTraining(inputs, keys, weight, record, self.heads_group(), selected_only)
 
@@ -81,17 +83,20 @@ class TrainsIndexer:
         mean = loss_sum / _row_count(layout)
         # Per-token loss: Megatron divides the gradients by the number of tokens itself.
         loss = coeff * (loss_sum if self.config.calculate_per_token_loss else mean)
-        IndexerLog.record(self.layer_index, {"indexer loss": coeff * mean})
+        IndexerLog.record(self.layer_index, {"indexer loss": layout.parts * coeff * mean})
         return attach_loss(out, loss, self.loss_scale)
 
     def record_evaluation(self, loss_sum: torch.Tensor, layout: Layout) -> None:
         """Record the loss of an evaluation pass."""
         mean = self.config.dsa_indexer_loss_coeff * loss_sum / _row_count(layout)
-        IndexerLog.record(self.layer_index, {EVALUATION: mean})
+        IndexerLog.record(self.layer_index, {EVALUATION: layout.parts * mean})
 
 
 def _row_count(layout: Layout) -> torch.Tensor | int:
-    """Number of real rows, at least 1."""
+    """Number of real rows on all ranks, at least 1.
+
+    The log averages over ranks, so it is given the mean over a rank's share of them.
+    """
     rows = layout.real_rows()
     # A count divides as fp32 would: one number in fp64 keeps fp64 models exact.
     return max(rows, 1) if isinstance(rows, int) else rows.clamp_min(1).double()

@@ -1,4 +1,4 @@
-"""A module on one and on several tensor-parallel ranks, processes over gloo on the CPU."""
+"""A module on one and on several ranks (tensor and context parallel), over gloo on the CPU."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ class Case:
     Attributes:
         config: name of a function of :mod:`tests.host`, with ``arguments`` and ``changes``.
         selector: the module of the package whose ``indexer_topk`` selects.
-        by_rows, by_columns: parts of parameter names: how a rank's part is cut out of a weight.
-            All others are replicated.
-        rows, batch: of the hidden states; ``lengths`` packs the rows.
+        by_rows, by_columns: parts of parameter names: how a tensor-parallel rank's part is cut out
+            of a weight. All others are replicated.
+        rows, batch: of the hidden states; ``lengths`` packs the rows, ``padded`` are the lengths
+            with padding.
+        cp_layout: how context-parallel ranks divide the rows.
     """
 
     config: str
@@ -33,30 +35,53 @@ class Case:
     rows: int = 64
     batch: int = 1
     lengths: tuple[int, ...] | None = None
+    padded: tuple[int, ...] | None = None
+    cp_layout: str = "zigzag"
 
-    def part(self, name: str, full: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-        """Return what a rank holds of a full weight or gradient."""
+    def part(self, name: str, full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+        """Return what a tensor-parallel rank holds of a full weight or gradient."""
         names = name.split(".")
         if set(names) & set(self.by_rows):
-            return full.chunk(world)[rank]
+            return full.chunk(ranks)[rank]
         if set(names) & set(self.by_columns):
-            return full.chunk(world, dim=1)[rank]
+            return full.chunk(ranks, dim=1)[rank]
         return full
 
+    def places(self, cp: int) -> list[list[int]]:
+        """Return the rows of dim 0 that every context-parallel rank holds, in its order."""
+        if self.cp_layout == "contiguous":
+            size = self.rows // cp
+            return [list(range(r * size, (r + 1) * size)) for r in range(cp)]
+        lengths = [self.rows]
+        if self.lengths is not None and self.cp_layout == "zigzag":
+            lengths = list(self.padded or self.lengths)
+            lengths.append(self.rows - sum(lengths))
+        ranks: list[list[int]] = [[] for _ in range(cp)]
+        first = 0
+        for length in lengths:
+            chunk, rest = divmod(length, 2 * cp)
+            assert rest == 0
+            for r in range(cp):
+                for c in (r, 2 * cp - 1 - r):
+                    ranks[r] += range(first + c * chunk, first + (c + 1) * chunk)
+            first += length
+        return ranks
 
-def run(cases: dict[str, Case], world: int, folder) -> list[dict[str, dict]]:
-    """Run forward and backward of every case on ``world`` ranks; return each rank's results.
 
-    Gradients that Megatron sums over tensor-parallel ranks are summed; others are as computed.
+def run(cases: dict[str, Case], tp: int, folder, cp: int = 1) -> list[dict[str, dict]]:
+    """Run forward and backward of every case on ``tp * cp`` ranks; return each rank's results.
+
+    Gradients that Megatron sums over ranks are summed; others are as computed.
     """
     handle, store = tempfile.mkstemp(dir=folder)
     os.close(handle)
     os.unlink(store)
-    torch.multiprocessing.spawn(_worker, (world, store, str(folder), cases), nprocs=world)
-    return [torch.load(f"{folder}/{world}-{rank}.pt") for rank in range(world)]
+    world = tp * cp
+    torch.multiprocessing.spawn(_worker, (tp, cp, store, str(folder), cases), nprocs=world)
+    return [torch.load(f"{folder}/{tp}-{cp}-{rank}.pt") for rank in range(world)]
 
 
-def _worker(rank, world, store, folder, cases):
+def _worker(rank, tp, cp, store, folder, cases):
     from megatron_dsa import cpu_host
 
     if cpu_host.needed():
@@ -65,48 +90,67 @@ def _worker(rank, world, store, folder, cases):
     from megatron.core import parallel_state, tensor_parallel
 
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=tp * cp
     )
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, context_parallel_size=cp
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     from tests import host
 
     host.start = lambda: torch.device("cpu")
-    results = {name: _run_case(host, case, rank, world) for name, case in cases.items()}
-    torch.save(results, f"{folder}/{world}-{rank}.pt")
+    results = {name: _run_case(host, case, tp, cp) for name, case in cases.items()}
+    torch.save(results, f"{folder}/{tp}-{cp}-{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def _run_case(host, case: Case, rank: int, world: int) -> dict:
+def _run_case(host, case: Case, tp: int, cp: int) -> dict:
+    from megatron.core import parallel_state
+
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    cp_rank = parallel_state.get_context_parallel_rank()
     config = getattr(host, case.config)(
         *case.arguments,
-        tensor_model_parallel_size=world,
-        sequence_parallel=world > 1,
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        sequence_parallel=tp > 1,
         use_cpu_initialization=True,
         **case.changes,
     )
     module = host.attention_module(
-        config, full=lambda name, weight: case.part(name, weight, rank, world)
+        config, full=lambda name, weight: case.part(name, weight, tp_rank, tp)
     ).train()
     selector = importlib.import_module(f"megatron_dsa.{case.selector}")
     original, seen = selector.indexer_topk, []
-    selector.indexer_topk = lambda *a, **k: seen.append(original(*a, **k)) or seen[-1]
+
+    def recorded(inputs, layout, *args, **kwargs):
+        indices, length = original(inputs, layout, *args, **kwargs)
+        seen.append(_slots(indices, layout))
+        return indices, length
+
+    selector.indexer_topk = recorded
     x = host.hidden_like(module, case.rows, case.batch).detach()
-    x = x.chunk(world)[rank].requires_grad_()
-    packing = host.packed(*case.lengths) if case.lengths is not None else None
+    x = x[case.places(cp)[cp_rank]].chunk(tp)[tp_rank].requires_grad_()
+    packing = None
+    if case.lengths is not None:
+        packing = host.packed(*case.lengths, padded_lengths=case.padded)
     out, _ = module(x, None, packed_seq_params=packing)
     out.square().sum().backward()
     selector.indexer_topk = original
     gradients, averaged = {}, []
     for name, parameter in module.named_parameters():
         gradients[name] = parameter.grad
-        if getattr(parameter, "sequence_parallel", False) and world > 1:
-            torch.distributed.all_reduce(parameter.grad)
+        if getattr(parameter, "sequence_parallel", False) and tp > 1:
+            group = parallel_state.get_tensor_model_parallel_group()
+            torch.distributed.all_reduce(parameter.grad, group=group)
+        if cp > 1:
+            group = parallel_state.get_context_parallel_group()
+            torch.distributed.all_reduce(parameter.grad, group=group)
         if getattr(parameter, "average_gradients_across_tp_domain", False):
             averaged.append(name)
     return {
-        "indices": [indices for indices, _ in seen],
+        "slots": seen,
         "out": out.detach(),
         "dx": x.grad,
         "gradients": gradients,
@@ -114,21 +158,36 @@ def _run_case(host, case: Case, rank: int, world: int) -> dict:
     }
 
 
-def compare(case: Case, one: dict, several: list[dict], tolerance: float = 1e-12) -> None:
+def _slots(indices: torch.Tensor, layout) -> torch.Tensor:
+    """Return what was selected as places in the sequence, the same on any number of ranks."""
+    if layout.key_rows is None:
+        return indices.clone()
+    slots = torch.argsort(layout.key_rows)[indices.clamp_min(0).long()]
+    return torch.where(indices < 0, -1, slots).int()
+
+
+def compare(case: Case, one: dict, several: list[dict], tolerance=1e-12, tp=None, cp=1) -> None:
     """Check that the ranks together computed what one process did."""
-    world = len(several)
-    for rank in several:
-        # Trap 17: the selection is the same on every rank, to the last index.
-        assert len(rank["indices"]) == len(one["indices"])
-        assert all(map(torch.equal, rank["indices"], one["indices"]))
-    for what in ("out", "dx"):
-        assert relative_error(torch.cat([r[what] for r in several]), one[what]) < tolerance, what
+    tp = len(several) // cp if tp is None else tp
+    places = case.places(cp)
+    for index, rank in enumerate(several):
+        place = torch.tensor(places[index // tp])
+        own = place.chunk(tp)[index % tp]
+        for what in ("out", "dx"):
+            error = relative_error(rank[what], one[what][own])
+            assert error < tolerance, (what, index, error)
+        # Trap 17: the selection is the same on any number of ranks, to the last index.
+        assert len(rank["slots"]) == len(one["slots"])
+        element = torch.arange(case.batch)
+        for got, want in zip(rank["slots"], one["slots"], strict=True):
+            rows = place if len(got) == len(place) * case.batch else own
+            assert got.equal(want[(rows[:, None] * case.batch + element).flatten()])
     for name, full in one["gradients"].items():
         assert full.norm() > 0, name
         parts = [rank["gradients"][name] for rank in several]
-        for rank, part in enumerate(parts):
-            expected = case.part(name, full, rank, world)
-            assert relative_error(part, expected) < tolerance, (name, rank)
+        for index, part in enumerate(parts):
+            expected = case.part(name, full, index % tp, tp)
+            assert relative_error(part, expected) < tolerance, (name, index)
         if name in several[0]["averaged"]:
             # Megatron averages these: what is the same already stays so to the last bit.
             assert all(part.equal(parts[0]) for part in parts), name

@@ -46,7 +46,9 @@ def layout_of_rows(layout: Layout, rows: torch.Tensor) -> Layout:
         end=layout.end[rows],
         position=layout.position[rows],
         real=None if layout.real is None else layout.real[rows],
-        windows=(Window(slice(0, len(rows), 1), first, layout.num_keys + len(rows), 0),),
+        windows=(
+            Window(slice(0, len(rows), 1), 0, first, layout.num_keys + len(rows), layout.num_keys),
+        ),
     )
 
 

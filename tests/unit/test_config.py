@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from megatron_dsa.config import DSAOptions
 from megatron_dsa.errors import ConfigError, VersionError
 from tests.host import attention_module, hidden_like, small_config, start
 
@@ -16,7 +17,11 @@ def test_supported_configuration_passes():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"context_parallel_size": 2}, "--context-parallel-size must be 1"),
+        ({"context_parallel_size": 2, "cp_comm_type": "a2a"}, "--cp-comm-type must be p2p"),
+        (
+            {"context_parallel_size": 2, "options": DSAOptions(stage="dense")},
+            "--context-parallel-size must be 1 in stage 'dense'",
+        ),
         ({"tensor_model_parallel_size": 2}, "--sequence-parallel is required"),
         ({"add_bias_linear": True}, "--disable-bias-linear"),
         ({"attention_dropout": 0.1}, "--attention-dropout must be 0"),
@@ -41,6 +46,12 @@ def test_supported_configuration_passes():
 def test_unsupported_values_are_named(changes, message):
     with pytest.raises(ConfigError, match=message):
         small_config(**changes)
+
+
+@pytest.mark.parametrize("name", ["cp_layout", "tp_mode", "csa_teacher", "stage"])
+def test_unknown_choices_are_named(name):
+    with pytest.raises(ConfigError, match=f"--dsa-{name.replace('_', '-')} must be one of"):
+        DSAOptions(**{name: "both"})
 
 
 def test_warmup_needs_a_loss():
@@ -69,8 +80,8 @@ def test_bad_options_are_named(changes, message):
 def test_a_layer_validates_a_foreign_configuration():
     """A plain MLA configuration, changed after it was built, is checked when the layer is."""
     config = small_config()
-    config.context_parallel_size = 4
-    with pytest.raises(ConfigError, match="--context-parallel-size"):
+    config.attention_dropout = 0.5
+    with pytest.raises(ConfigError, match="--attention-dropout"):
         attention_module(config)
 
 

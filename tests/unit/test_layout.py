@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layout import bshd_layout, layout_from_megatron, packed_layout
+from megatron_dsa.layout import bshd_layout, packed_layout
+from megatron_dsa.microbatch import layout_from_megatron
 
 
 def seen_rows(layout):

@@ -106,6 +106,7 @@ def test_hadamard_is_the_reference_transform():
 def test_index_projections_match_the_reference(interleaved):
     """The rotation cancels in the scores, so the projections are compared themselves (trap 14)."""
     from megatron_dsa.layout import bshd_layout
+    from megatron_dsa.parallel import Ranks
     from megatron_dsa.rotary import RowRope
     from tests.unit.test_dsa_layer import shape_of
 
@@ -115,7 +116,7 @@ def test_index_projections_match_the_reference(interleaved):
     x = hidden_like(module, 64)[:, 0]
     qr = leaf(64, config.q_lora_rank, seed=8, device=x.device, dtype=torch.float64).detach()
     rope = RowRope(module.rotary_pos_emb, bshd_layout(64, 1, x.device))
-    got = module.core_attention.indexer(x, qr, rope)
+    got = module.core_attention.indexer(x[:, None], qr[:, None], rope, Ranks())
     q, k, w = dsa_float64.indexer_inputs(params, x.cpu(), qr.cpu(), shape_of(config))
     for a, b in ((got.q, q), (got.k, k), (got.weights, w)):
         assert relative_error(a, b) < 3e-6

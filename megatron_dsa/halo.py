@@ -1,0 +1,115 @@
+"""Rows that a rank needs of its neighbours: the last ones before each of its runs of rows.
+
+A window looks back over a few positions, and a group of positions may begin on another rank. Ranks
+share the last ``reach`` rows of each of their runs (all-gathered: a few hundred rows), so that
+lengths on the device need no host synchronisation: how many runs there are at most is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dsa.layout import Layout
+from megatron_dsa.spread import Spread
+
+
+@dataclass(frozen=True, eq=False)
+class Halo:
+    """Tables of one rank for one reach; all but ``held`` count places (``batch`` rows each).
+
+    *Extended* rows are ``[reach rows before the first run, first run, reach rows before the second,
+    second run, ...]``.
+
+    Attributes:
+        reach: how far before its rows a rank needs others'.
+        shared: int64 ``[C]``, which of its rows a rank shares, in order; unused entries are 0.
+        held: int64 ``[slots]``, where a slot's row lies in ``[own rows, shared rows of rank 0, of
+            rank 1, ...]``; negative if it is not among them.
+        runs: int64 ``[ranks, rows]``, for every rank's row the number of its run.
+        before: int64 ``[most runs * reach]``, the extended rows that are not own rows.
+        source: int64 like ``before``: their places among the shared rows of all ranks, -1 where
+            nothing is before.
+    """
+
+    reach: int
+    shared: torch.Tensor
+    held: torch.Tensor
+    runs: torch.Tensor
+    before: torch.Tensor
+    source: torch.Tensor
+
+    @property
+    def length(self) -> int:
+        """Number of extended rows."""
+        return self.runs.shape[1] + self.before.shape[0]
+
+    def extended(self, rank: int) -> torch.Tensor:
+        """Return int64 ``[rows]``: which extended rows are rank ``rank``'s own."""
+        rows = torch.arange(self.runs.shape[1], device=self.runs.device)
+        return rows + self.reach * (self.runs[rank] + 1)
+
+
+def halo_of(layout: Layout, spread: Spread, reach: int) -> Halo:
+    """Return the halo of this rank of ``spread``, formed once per layout.
+
+    ``spread`` is that of the keys (``layout.key_places``) or without its sequence parallelism.
+    """
+    key = ("halo", spread, reach)
+    if key not in layout.derived:
+        layout.derived[key] = _halo(layout, spread, reach)
+    return layout.derived[key]
+
+
+@torch.inference_mode(False)  # what is cached is used in training, too
+def _halo(layout: Layout, spread: Spread, reach: int) -> Halo:
+    keys = layout.key_places
+    everywhere = layout if layout.everywhere is None else layout.everywhere
+    places = keys.table.view(spread.ranks, -1)
+    ranks, rows = places.shape
+    device = places.device
+    row = torch.arange(rows, device=device)
+    most = spread.runs(keys.documents)
+
+    begins = torch.ones_like(places, dtype=torch.bool)
+    begins[:, 1:] = places[:, 1:] != places[:, :-1] + 1
+    runs = begins.cumsum(1) - 1
+    # The last row of each row's run: the nearest one from here on that the next does not continue.
+    ends = torch.ones_like(begins)
+    ends[:, :-1] = begins[:, 1:]
+    last = torch.where(ends, row, rows - 1).flip(1).cummin(1).values.flip(1)
+
+    count = min(rows, most * reach)
+    needed = last - row < reach
+    place_in_shared = torch.where(needed, needed.cumsum(1) - 1, count)
+    shared = torch.zeros(ranks, count + 1, dtype=torch.int64, device=device)
+    shared.scatter_(1, place_in_shared, row.expand_as(places))
+
+    place_count = everywhere.num_queries // keys.batch
+    spare = place_count
+    in_shared = torch.full((place_count + 1,), -1, device=device)
+    of_rank = count * torch.arange(ranks, device=device)[:, None] + place_in_shared
+    in_shared.scatter_(0, torch.where(needed, places, spare).flatten(), of_rank.flatten())
+    in_shared = in_shared[:-1]
+    held = torch.where(in_shared < 0, -1, rows + in_shared)
+    held[places[spread.rank]] = row
+    element = torch.arange(keys.batch, device=device)[:, None]
+    held = (held * keys.batch + element).flatten()
+
+    # Runs that do not exist would begin behind the last row.
+    first = torch.full((most + 1,), rows, device=device)
+    own = spread.rank
+    first.scatter_(
+        0, torch.where(begins[own], runs[own], most), torch.where(begins[own], row, rows)
+    )
+    first = first[:most, None]
+    offset = torch.arange(reach, device=device)
+    before = first + reach * torch.arange(most, device=device)[:, None] + offset
+    begin = places[own, first.clamp_max(rows - 1)]
+    # Nothing is needed of before the sequence that a run begins in.
+    floor = everywhere.start[begin * keys.batch].long()
+    place = begin - reach + offset
+    exists = (first < rows) & (place >= floor)
+    source = torch.where(exists, in_shared[place.clamp_min(0)], -1)
+    return Halo(reach, shared[own, :-1], held, runs, before.flatten(), source.flatten())

@@ -1,0 +1,99 @@
+"""The layout of a Megatron microbatch on this rank: from shapes, ``PackedSeqParams`` and ranks."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.layout import Layout, bshd_layout, packed_layout
+from megatron_dsa.spread import KeyPlaces, Spread, places_of, spread_layout
+
+
+def layout_from_megatron(
+    rows: int,
+    batch: int,
+    device: torch.device,
+    packed_seq_params=None,
+    keys: Spread | None = None,
+    queries: Spread | None = None,
+) -> Layout:
+    """Build (or reuse) the layout of one Megatron microbatch.
+
+    Args:
+        rows: dim 0 of this rank's hidden states ``[s, b, hidden]``.
+        batch: micro-batch size; 1 for packed batches.
+        device: of the hidden states.
+        packed_seq_params: Megatron's ``PackedSeqParams`` with ``qkv_format == "thd"``, or ``None``.
+            Its lengths are those of whole sequences, over all ranks.
+        keys: how hidden states, and so keys, are spread over ranks; by default one holds all.
+        queries: how query rows are, by default like the keys.
+
+    Raises:
+        ConfigError: for packed parameters that this package does not support.
+    """
+    keys = Spread() if keys is None else keys
+    queries = keys if queries is None else queries
+    total = rows * keys.ranks
+    if packed_seq_params is None:
+        return _unpacked(total, batch, device, keys, queries)
+    _check_packed(packed_seq_params, batch, keys)
+    # Every layer of a microbatch gets the same object, so it carries its own layouts.
+    cached = packed_seq_params.__dict__.setdefault("_megatron_dsa_layouts", {})
+    key = (total, keys, queries)
+    if key not in cached:
+        cached[key] = _packed(total, packed_seq_params, keys, queries)
+    return cached[key]
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)  # what is cached is used in training, too
+def _unpacked(total: int, batch: int, device, keys: Spread, queries: Spread) -> Layout:
+    layout = bshd_layout(total, batch, device)
+    if keys.ranks == 1:
+        return layout
+    table = places_of(keys, total, device)
+    return spread_layout(layout, queries, KeyPlaces(keys, table, batch, None))
+
+
+def _packed(total: int, packed_seq_params, keys: Spread, queries: Spread) -> Layout:
+    max_seqlen = packed_seq_params.max_seqlen_q
+    padded = packed_seq_params.cu_seqlens_q_padded
+    layout = packed_layout(
+        packed_seq_params.cu_seqlens_q,
+        total,
+        # A device tensor would cost a synchronisation; without a bound only speed suffers.
+        max_seqlen if isinstance(max_seqlen, int) else None,
+        padded,
+    )
+    if keys.ranks == 1:
+        return layout
+    offsets = packed_seq_params.cu_seqlens_q if padded is None else padded
+    table = keys.places(total, offsets, layout.start.device)
+    return spread_layout(layout, queries, KeyPlaces(keys, table, 1, offsets.numel() - 1))
+
+
+def _check_packed(packed_seq_params, batch: int, keys: Spread) -> None:
+    if packed_seq_params.qkv_format != "thd":
+        raise ConfigError(
+            f"packed_seq_params.qkv_format must be 'thd', got {packed_seq_params.qkv_format!r}; "
+            "pass packed_seq_params=None for unpacked batches."
+        )
+    cu_seqlens = packed_seq_params.cu_seqlens_q
+    if cu_seqlens is None or cu_seqlens.numel() < 2:
+        raise ConfigError(
+            "packed_seq_params.cu_seqlens_q must hold the cumulative sequence lengths as an int32 "
+            f"tensor [sequences + 1] with at least one sequence, got {cu_seqlens}."
+        )
+    if batch != 1:
+        raise ConfigError(
+            f"packed batches must have micro-batch size 1, got {batch}: pack the sequences into "
+            "one row of tokens."
+        )
+    if getattr(packed_seq_params, "local_cp_size", None) not in (None, keys.cp):
+        raise ConfigError(
+            "packed_seq_params.local_cp_size must be the context-parallel size "
+            f"({keys.cp}), got {packed_seq_params.local_cp_size}: drop "
+            "--hybrid-context-parallel, which is not supported."
+        )

@@ -1,0 +1,203 @@
+"""How the rows of a microbatch are spread over ranks, and what follows for the rows of one rank.
+
+Context parallelism cuts sequences into pieces; sequence parallelism cuts the piece of a
+context-parallel rank again. A *place* is an index into dim 0 of Megatron's ``[s, b, ...]`` as it
+would be on one rank. Everything else (who holds which key, what a query sees, which rows a
+neighbour needs) follows from the table of places, on the device and without a host synchronisation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.layout import Layout, Window
+
+#: ``zigzag``: a rank holds chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp``, of every document in
+#: packed batches; ``zigzag_rows``: of the packed rows, whatever documents they belong to;
+#: ``contiguous``: the ``r``-th of ``cp`` equal parts of the rows.
+CP_LAYOUTS = ("zigzag", "zigzag_rows", "contiguous")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Which part of the rows a rank holds.
+
+    Attributes:
+        cp, cp_rank: size of the context-parallel group and the place in it.
+        cp_layout: one of :data:`CP_LAYOUTS`.
+        sp, sp_rank: into how many equal parts (of neighbouring rows) sequence parallelism cuts the
+            rows of a context-parallel rank, and which of them this is.
+    """
+
+    cp: int = 1
+    cp_rank: int = 0
+    cp_layout: str = "zigzag"
+    sp: int = 1
+    sp_rank: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that hold different rows."""
+        return self.cp * self.sp
+
+    @property
+    def rank(self) -> int:
+        """Place among them: the parts of a context-parallel rank are neighbours."""
+        return self.cp_rank * self.sp + self.sp_rank
+
+    def whole(self) -> Spread:
+        """Return the spread of the context-parallel rank's rows, all parts together."""
+        return dataclasses.replace(self, sp=1, sp_rank=0)
+
+    def chunks(self, total: int) -> list[tuple[int, int]]:
+        """Return ``(first place, length)`` of this rank's rows in unpacked batches.
+
+        Raises:
+            ConfigError: if ``total`` rows cannot be cut like this.
+        """
+        pieces = self.cp if self.cp_layout == "contiguous" else 2 * self.cp if self.cp > 1 else 1
+        if total % pieces or (total // self.cp) % self.sp:
+            raise ConfigError(
+                f"the sequence length must be a multiple of {pieces} chunks and of {self.ranks} "
+                f"ranks, got {total}: pad the sequences."
+            )
+        size = total // pieces
+        if pieces <= self.cp:
+            parts = [(self.cp_rank * size, size)]
+        else:
+            parts = [(self.cp_rank * size, size), ((pieces - 1 - self.cp_rank) * size, size)]
+        local = total // self.ranks
+        own, skip = [], self.sp_rank * local
+        for first, length in parts:
+            begin = min(skip, length)
+            take = min(length - begin, local - sum(n for _, n in own))
+            if take:
+                own.append((first + begin, take))
+            skip -= begin
+        return own
+
+    def places(self, total: int, offsets: torch.Tensor | None, device) -> torch.Tensor:
+        """Return int64 ``[ranks, total / ranks]``: the places of every rank's rows.
+
+        Args:
+            total: rows on all ranks.
+            offsets: int ``[n + 1]`` cumulative (padded) lengths of packed sequences, each a
+                multiple of ``2 * cp``; ``None`` for unpacked batches.
+            device: where the table is wanted.
+        """
+        self.chunks(total)
+        if self.cp_layout == "zigzag" and offsets is not None and self.cp > 1:
+            rows = self._places_by_document(total, offsets.long())
+        elif self.cp_layout == "contiguous" or self.cp == 1:
+            rows = torch.arange(total, device=device).view(self.cp, -1)
+        else:
+            chunks = torch.arange(total, device=device).view(2 * self.cp, -1)
+            rows = torch.cat([chunks[: self.cp], chunks[self.cp :].flip(0)], 1)
+        return rows.reshape(self.ranks, -1)
+
+    def _places_by_document(self, total: int, offsets: torch.Tensor) -> torch.Tensor:
+        # What is behind the last sequence is cut like one more.
+        offsets = torch.cat([offsets, offsets.new_full((1,), total)])
+        local = torch.arange(total // self.cp, device=offsets.device)
+        document = torch.bucketize(local * self.cp, offsets[1:], right=True)
+        first = offsets[document.clamp_max(offsets.numel() - 2)]
+        chunk = offsets.diff()[document.clamp_max(offsets.numel() - 2)] // (2 * self.cp)
+        inside = local - first // self.cp
+        rank = torch.arange(self.cp, device=offsets.device)[:, None]
+        second = first + (2 * self.cp - 1 - rank) * chunk + inside - chunk
+        return torch.where(inside < chunk, first + rank * chunk + inside, second)
+
+    def runs(self, documents: int | None) -> int:
+        """Return how many runs of neighbouring places a rank has at most.
+
+        ``documents`` is the number of packed sequences, ``None`` for unpacked batches.
+        """
+        if self.cp == 1 or self.cp_layout == "contiguous":
+            return 1
+        by_document = self.cp_layout == "zigzag" and documents is not None
+        return 2 * (documents + 1) if by_document else 2
+
+
+@dataclass(frozen=True, eq=False)
+class KeyPlaces:
+    """Which rank makes the keys of which places.
+
+    Attributes:
+        spread: how rows are spread over the ranks that make keys, and which of them this is.
+        table: int64 ``[ranks, rows]``, see :meth:`Spread.places`.
+        batch: micro-batch size: every place is that many rows.
+        documents: number of packed sequences, ``None`` for unpacked batches.
+    """
+
+    spread: Spread
+    table: torch.Tensor
+    batch: int
+    documents: int | None
+
+    def of(self, spread: Spread) -> torch.Tensor:
+        """Return the places of a rank of ``spread``, which differs from this one in ``sp``."""
+        return self.table.view(spread.ranks, -1)[spread.rank]
+
+
+def spread_layout(layout: Layout, spread: Spread, keys: KeyPlaces) -> Layout:
+    """Return the layout of one rank's query rows over all keys, which lie rank after rank.
+
+    Args:
+        layout: of all rows.
+        spread: which query rows are wanted; differs from ``keys.spread`` at most in ``sp``.
+        keys: who makes which keys.
+    """
+    if spread.ranks == 1:
+        return dataclasses.replace(layout, key_places=keys, derived={})
+    places, batch = keys.table, keys.batch
+    own = keys.of(spread)
+    element = torch.arange(batch, device=own.device)
+    rows = (own[:, None] * batch + element).flatten()
+    key_rows = torch.empty(layout.num_keys, dtype=torch.int64, device=own.device)
+    slots = element * (layout.num_keys // batch) + places.flatten()[:, None]
+    key_rows[slots.flatten()] = torch.arange(layout.num_keys, device=own.device)
+    return dataclasses.replace(
+        layout,
+        num_queries=rows.numel(),
+        start=layout.start[rows],
+        end=layout.end[rows],
+        position=layout.position[rows],
+        key_rows=key_rows,
+        real=None if layout.real is None else layout.real[rows],
+        windows=tuple(_windows(layout, spread, batch)),
+        everywhere=layout,
+        key_places=keys,
+        derived={},
+    )
+
+
+def _windows(layout: Layout, spread: Spread, batch: int):
+    """Yield the bounds of this rank's rows."""
+    packed = layout.real is not None
+    if packed and spread.cp_layout == "zigzag" and spread.cp > 1:
+        # Lengths are on the device. The rows of a rank are spread evenly, up to half a sequence.
+        rows = layout.num_queries // spread.ranks
+        yield Window(
+            slice(0, rows, 1), 0, spread.sp_rank * rows * spread.cp, layout.max_length,
+            layout.num_keys, step=spread.cp, slack=layout.max_length,
+        )  # fmt: skip
+        return
+    total = layout.num_queries // batch
+    for e in range(batch):
+        done = 0
+        for first, length in spread.chunks(total):
+            rows = slice(done * batch + e, (done + length - 1) * batch + e + 1, batch)
+            yield Window(rows, e * total, first, layout.max_length, layout.num_keys)
+            done += length
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)  # what is cached is used in training, too
+def places_of(spread: Spread, total: int, device: torch.device) -> torch.Tensor:
+    """Return :meth:`Spread.places` of unpacked batches."""
+    return spread.places(total, None, device)
