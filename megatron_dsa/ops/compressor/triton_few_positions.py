@@ -113,7 +113,6 @@ def pool_few_backward(
     groups, row_step, programs, v_stride, s_stride, parts,
     D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
     """``programs`` programs share the slots of ``BLOCK_D`` channels; each adds to ``dape`` once."""
     channel = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -128,15 +127,9 @@ def pool_few_backward(
     own: tl.constexpr = WIDTH - D
     slot = (program * BLOCK_G + tl.arange(0, BLOCK_G))[:, None, None]
     first, at = indices(first_row, position, slot, groups)
-    if STAGES > 1:
-        # A loop that keeps several blocks in flight would also copy these in every turn.
-        bias = _bias(ape, column + own, inside, first, WIDTH, BLOCK_P)
-        if OVERLAP:
-            bias_previous = _bias(ape, column, inside, first, WIDTH, BLOCK_P)
-    for block in tl.range(program, tl.cdiv(groups, BLOCK_G), programs, num_stages=STAGES):
+    # Several blocks in flight (num_stages) spill registers and are no faster.
+    for block in tl.range(program, tl.cdiv(groups, BLOCK_G), programs, num_stages=1):
         slot = (block * BLOCK_G + tl.arange(0, BLOCK_G))[:, None, None]
-        if STAGES > 1:
-            first, at = indices(first_row, position, slot, groups)
         row = first.to(tl.int64)
         use = inside & (first >= 0)
         gradient = tl.load(
@@ -144,24 +137,17 @@ def pool_few_backward(
         ).to(tl.float32)
         u = _tile(values, v_stride, row, shift, column + own, use, 0.0)
         s = _tile(scores, s_stride, row, shift, column + own, use, float("-inf"))
-        if STAGES > 1:
-            s += bias
-        else:
-            s += _bias(ape, column + own, inside, first, WIDTH, BLOCK_P)
+        s += _bias(ape, column + own, inside, first, WIDTH, BLOCK_P)
         v, t, use_previous = u, s, use
         if OVERLAP:
             use_previous = use & (at > 0)
             v = _tile(values, v_stride, row - group, shift, column, use_previous, 0.0)
             t = _tile(scores, s_stride, row - group, shift, column, use_previous, float("-inf"))
-            if STAGES > 1:
-                t += bias_previous
-            else:
-                t += _bias(ape, column, inside, first, WIDTH, BLOCK_P)
+            t += _bias(ape, column, inside, first, WIDTH, BLOCK_P)
             after, at_after = indices(first_row, position, slot + 1, groups)
             last = (after < 0) | (at_after == 0)
-        if STAGES == 1:
-            # All loads wait for these: read them a block ahead.
-            first, at = indices(first_row, position, slot + programs * BLOCK_G, groups)
+        # All loads wait for these: read them a block ahead.
+        first, at = indices(first_row, position, slot + programs * BLOCK_G, groups)
         top, total, pooled = _softmax(u, s, v, t, OVERLAP)
         scale = 1.0 / tl.where(total == 0.0, 1.0, total)
         pooled = (pooled * scale)[:, None]

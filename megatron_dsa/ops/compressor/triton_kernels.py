@@ -97,8 +97,7 @@ class Launch:
     Attributes:
         tile: constants of the kernel: ``BLOCK_P`` positions (of a thread in the forward of many
             positions, else of a tile), ``BLOCK_G`` groups or ``SLICES`` of one group, ``BLOCK_D``
-            channels, ``VEC`` neighbouring channels per thread, ``STAGES`` blocks in flight per
-            program (1: in registers, without a copy in shared memory), ``KEEP_APE`` in registers.
+            channels, ``VEC`` neighbouring channels per thread, ``STAGES`` blocks in flight.
         warps: warps per program.
         resident: programs per multiprocessor; 0: one program per block.
         registers: bound on the registers of a thread, or None.
@@ -128,18 +127,15 @@ def forward_launch(problem: CompressorProblem) -> Launch:
     # 4 positions x 8 channels per thread. Many small programs: one waits while others load.
     slices = min(triton.next_power_of_2(problem.ratio) // 4, 16)
     channels = min(triton.next_power_of_2(problem.dim), 32)
-    tile = {
-        "SLICES": slices, "BLOCK_P": 4, "BLOCK_D": channels, "VEC": 8, "STAGES": 1,
-        "KEEP_APE": False,
-    }  # fmt: skip
-    return Launch(tile, _warps(slices * channels // 8), resident=8, registers=128)
+    tile = {"SLICES": slices, "BLOCK_P": 4, "BLOCK_D": channels, "VEC": 8}
+    return Launch(tile, _warps(slices * channels // 8), resident=6, registers=168)
 
 
 def backward_launch(problem: CompressorProblem) -> Launch:
     """How the backward runs."""
     if is_few(problem):
         tile, elements = _few_tile(problem, 64)
-        return Launch({**tile, "STAGES": 1}, _warps(elements // 8), resident=8, registers=128)
+        return Launch(tile, _warps(elements // 8), resident=8, registers=128)
     positions = min(triton.next_power_of_2(problem.ratio), 32)
     channels = min(triton.next_power_of_2(problem.dim), 128)
     tile = {"BLOCK_P": positions, "BLOCK_D": channels, "VEC": 8, "STAGES": _stages(problem)}

@@ -53,7 +53,6 @@ def pool_many(
     groups, row_step, programs, v_stride, s_stride, parts,
     D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
     SLICES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr,
-    STAGES: tl.constexpr, KEEP_APE: tl.constexpr,
 ):  # fmt: skip
     """``programs`` programs share the slots of ``BLOCK_D`` channels."""
     # Neighbours in the grid read neighbouring channels of the same rows.
@@ -64,14 +63,10 @@ def pool_many(
     tile: tl.constexpr = SLICES * BLOCK_P
     step = row_step.to(tl.int64)
     place = tl.arange(0, SLICES)[:, None, None] + SLICES * tl.arange(0, BLOCK_P)[None, :, None]
-    if KEEP_APE:
-        bias = _bias(ape, place, column, own, D, RATIO, WIDTH)
-        if OVERLAP:
-            bias_previous = _bias(ape, place, column, 0, D, RATIO, WIDTH)
     first, at = indices(first_row, position, program, groups)
-    for slot in tl.range(program, groups, programs, num_stages=STAGES):
-        if STAGES > 1:
-            first, at = indices(first_row, position, slot, groups)
+    # Neither several slots in flight (num_stages) nor ape in registers is faster: both take the
+    # room of other programs.
+    for slot in tl.range(program, groups, programs, num_stages=1):
         top = tl.full([SLICES, BLOCK_D], LOWEST, tl.float32)
         total = tl.zeros([SLICES, BLOCK_D], tl.float32)
         pooled = tl.zeros([SLICES, BLOCK_D], tl.float32)
@@ -81,24 +76,17 @@ def pool_many(
             row = first.to(tl.int64) + here * step
             u = _rows(values, v_stride, row, column + own, use, 0.0)
             s = _rows(scores, s_stride, row, column + own, use, float("-inf"))
-            if KEEP_APE:
-                s = s.to(tl.float32) + bias
-            else:
-                s = s.to(tl.float32) + _bias(ape, here, column, own, D, RATIO, WIDTH)
+            s = s.to(tl.float32) + _bias(ape, here, column, own, D, RATIO, WIDTH)
             top, total, pooled = _fold(top, total, pooled, u.to(tl.float32), s)
             if OVERLAP:
                 use = use & (at > 0)
                 row = row - RATIO * step
                 u = _rows(values, v_stride, row, column, use, 0.0)
                 s = _rows(scores, s_stride, row, column, use, float("-inf"))
-                if KEEP_APE:
-                    s = s.to(tl.float32) + bias_previous
-                else:
-                    s = s.to(tl.float32) + _bias(ape, here, column, 0, D, RATIO, WIDTH)
+                s = s.to(tl.float32) + _bias(ape, here, column, 0, D, RATIO, WIDTH)
                 top, total, pooled = _fold(top, total, pooled, u.to(tl.float32), s)
-        if STAGES == 1:
-            # All loads wait for these: read them a slot ahead.
-            first, at = indices(first_row, position, slot + programs, groups)
+        # All loads wait for these: read them a slot ahead.
+        first, at = indices(first_row, position, slot + programs, groups)
         best = tl.max(top, 0)
         shrink = exp_of_difference(top, best[None, :])
         sums = tl.sum(total * shrink, 0)
