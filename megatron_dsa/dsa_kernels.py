@@ -83,7 +83,7 @@ def sparse_attention(
         attn_sink: fp32 ``[H]``: a logit per head in the denominator that has no value
             (DeepSeek-V4); ``out = out_keys * sigmoid(lse - sink)``.
         kv_grad: fp32 ``[Skv, D]``: if given, the gradient of ``kv`` is sent here, unrounded,
-            instead of to ``kv`` (see :func:`megatron_dsa.parallel.gather_keys`).
+            instead of to ``kv`` (see :func:`megatron_dsa.gathering.arrive`).
         want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
         in_order: the caller knows that all lists follow one order of the keys, as those of
             :func:`indexer_topk` and of ``KeyLists`` do: spares a backward from sorting them.

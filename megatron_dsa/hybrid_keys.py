@@ -2,7 +2,7 @@
 
 Compressed keys are gathered from all ranks; of the keys of positions a rank holds those of its own
 query rows, and the last ones before each run of them (:mod:`megatron_dsa.halo`). Gradients travel
-through channels in fp32 (:mod:`megatron_dsa.parallel`).
+through channels in fp32 (:mod:`megatron_dsa.gathering`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.compressed_keys import CompressedKeys
+from megatron_dsa.gathering import channel_for, launch
 from megatron_dsa.halo import Halo
 from megatron_dsa.parallel import (
     Ranks,
-    channel_for,
-    gather_for_index,
+    arrive_index_keys,
     gather_keys,
     gather_rows,
     scatter_sum,
@@ -39,7 +39,7 @@ def join_keys(
 
     Returns:
         ``buffer``: compressed keys in the order of their slots, query rows, shared rows of all
-        ranks; and ``channel`` as in :func:`megatron_dsa.parallel.gather_keys`. Without ``halo`` the
+        ranks; and ``channel`` as in :func:`megatron_dsa.gathering.arrive`. Without ``halo`` the
         query rows are all rows.
     """
     batch = kv.shape[1]
@@ -58,7 +58,7 @@ def index_keys(compressed: torch.Tensor, keys: CompressedKeys, ranks: Ranks) -> 
     """Return the indexer's compressed keys of all ranks in the order of slots, ``[count, D]``."""
     if keys.rows is None:
         return compressed
-    gathered = gather_for_index(compressed, ranks)
+    gathered = arrive_index_keys(launch(compressed, ranks.group), ranks)
     # Slots without a group have no row; they are never visible, so any row will do.
     return gathered.index_select(0, keys.rows.clamp_max(gathered.shape[0] - 1))
 

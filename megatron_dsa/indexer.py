@@ -11,7 +11,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config import by_rows
 from megatron_dsa.dsa_kernels import IndexerInputs
-from megatron_dsa.parallel import Ranks, gather_for_index, gather_rows, gather_same
+from megatron_dsa.gathering import launch
+from megatron_dsa.parallel import Ranks, arrive_index_keys, gather_rows, gather_same
 from megatron_dsa.rotary import RowRope, hadamard
 
 
@@ -88,15 +89,17 @@ class DSAIndexer(MegatronModule):
             queries and weights of the query rows, keys of the rows of all ranks.
         """
         config = self.config
-        q, _ = self.linear_wq_b(gather_rows(qr, ranks.row_group).flatten(0, 1))
         k, _ = self.linear_wk(x.flatten(0, 1))
-        weights = gather_same(self.linear_weights_proj(x)[0], ranks.row_group).flatten(0, 1)
-        k = self._norm_keys(k)
-        q = rope(q.view(-1, self.heads, self.dim), config.dsa_indexer_rope_interleaved)
-        k = rope.own(ranks)(k, config.dsa_indexer_rope_interleaved)
+        k = rope.own(ranks)(self._norm_keys(k), config.dsa_indexer_rope_interleaved)
         if config.dsa_indexer_rotate_activation:
-            q, k = hadamard(q), hadamard(k)
-        k = gather_for_index(k, ranks)
+            k = hadamard(k)
+        keys = launch(k, ranks.group)
+        q, _ = self.linear_wq_b(gather_rows(qr, ranks.row_group).flatten(0, 1))
+        q = rope(q.view(-1, self.heads, self.dim), config.dsa_indexer_rope_interleaved)
+        if config.dsa_indexer_rotate_activation:
+            q = hadamard(q)
+        weights = gather_same(self.linear_weights_proj(x)[0], ranks.row_group).flatten(0, 1)
+        k = arrive_index_keys(keys, ranks)
         weights = weights * (self.heads**-0.5 * self.dim**-0.5)
         return IndexerInputs(q, k, weights, config.dsa_indexer_scoring_relu)
 

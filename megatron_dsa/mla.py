@@ -29,8 +29,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_dsa.config import options_of, query_heads, validate
 from megatron_dsa.dsa import Selection
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.gathering import Gathering, arrive, launch
 from megatron_dsa.microbatch import layout_from_megatron
-from megatron_dsa.parallel import gather_keys, ranks_of, to_heads, to_rows
+from megatron_dsa.parallel import ranks_of, to_heads, to_rows
 from megatron_dsa.rotary import RowRope
 
 
@@ -99,11 +100,16 @@ class DSASelfAttention(MLASelfAttention):
         rope = RowRope(self.rotary_pos_emb, layout)
 
         q_latent, kv_latent, k_pe = self._latents(hidden_states)
+        keys = None
+        if self.sparse:
+            # They travel while the indexer and the queries are computed.
+            k_pe = rope.own(ranks)(k_pe.flatten(0, 1)).view_as(k_pe)
+            keys = launch(torch.cat([kv_latent, k_pe], -1), ranks.group)
         index_inputs = None
         if self.core_attention.needs_index_inputs():
             index_inputs = self.core_attention.project_index(hidden_states, q_latent, rope, ranks)
         if self.sparse:
-            out = self._attend_sparse(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
+            out = self._attend_sparse(q_latent, keys, layout, rope, index_inputs)
         else:
             out = self._attend_dense(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
         out = out.reshape(rows * ranks.spread.sp, batch, -1)
@@ -153,11 +159,8 @@ class DSASelfAttention(MLASelfAttention):
         weight = weight.view(query_heads(self.config), -1, self.config.kv_lora_rank)
         return weight.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
 
-    def _attend_sparse(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
+    def _attend_sparse(self, q_latent, keys: Gathering, layout, rope, index_inputs):
         """Weight-absorbed attention over selected keys; returns ``[rows, H, v_head_dim]``."""
-        ranks = self.ranks
-        k_pe = rope.own(ranks)(k_pe.flatten(0, 1)).view_as(k_pe)
-        kv, kv_grad = gather_keys(torch.cat([kv_latent, k_pe], -1), ranks.group)
         w_uk, w_uv = self._up_weights()
 
         def absorbed_queries(q_latent, w_uk):
@@ -172,6 +175,7 @@ class DSASelfAttention(MLASelfAttention):
             q = self.qkv_up_checkpoint.checkpoint(absorbed_queries, q_latent, w_uk)
         else:
             q = absorbed_queries(q_latent, w_uk)
+        kv, kv_grad = arrive(keys)
 
         shared = self.shared_selection  # of this microbatch, also when recomputed later
 
@@ -191,7 +195,7 @@ class DSASelfAttention(MLASelfAttention):
         if self.hands_on_selection:
             self.used_selection = Selection(*selection)
         out = torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
-        return to_heads(out, ranks.tp) if ranks.by_rows else out
+        return to_heads(out, self.ranks.tp) if self.ranks.by_rows else out
 
     def _attend_dense(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
         """Plain MLA over all visible keys; returns ``[rows, H, v_head_dim]``."""

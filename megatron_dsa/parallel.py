@@ -1,10 +1,6 @@
-"""Collectives of the attention core: gathering keys, with an fp32 way back, and exchanging heads.
+"""The ranks that share a microbatch, and the collectives of the attention core on them.
 
-Under sequence and context parallelism each rank makes the keys of some rows. All ranks need all
-keys, and the gradient of a key is the sum over all queries: over all ranks. Autograd would round
-each rank's part to bf16 before that sum. :func:`gather_keys` therefore returns the keys together
-with an fp32 tensor that stands for their gradient (a *channel*); the attention sends its fp32
-accumulator there and it is rounded once, after the reduction.
+Keys are gathered by :mod:`megatron_dsa.gathering`.
 """
 
 from __future__ import annotations
@@ -14,7 +10,14 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from megatron_dsa.ops.arithmetic import accumulation_dtype
+from megatron_dsa.gathering import (
+    Gathering,
+    arrive,
+    arrive_with_gradient,
+    launch,
+    start_gather,
+    start_sum,
+)
 from megatron_dsa.spread import Spread
 
 
@@ -97,11 +100,7 @@ def _both(pg_collection):
 
 def gather_rows(x: torch.Tensor, group) -> torch.Tensor:
     """All-gather ``x`` along dim 0 over ``group``, outside of autograd."""
-    if group is None or group.size() == 1:
-        return x.detach()
-    gathered = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    torch.distributed.all_gather_into_tensor(gathered, x.detach().contiguous(), group=group)
-    return gathered
+    return start_gather(x, group).wait()
 
 
 def gather_same(x: torch.Tensor, group) -> torch.Tensor:
@@ -113,73 +112,29 @@ def gather_same(x: torch.Tensor, group) -> torch.Tensor:
 
 def scatter_sum(x: torch.Tensor, group) -> torch.Tensor:
     """Return this rank's part (of equal parts along dim 0) of the sum of ``x`` over ``group``."""
-    if group is None or group.size() == 1:
-        return x
-    part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    torch.distributed.reduce_scatter_tensor(part, x.contiguous(), group=group)
-    return part
-
-
-def channel_for(keys: torch.Tensor, rows: int | None = None) -> torch.Tensor:
-    """Return a tensor without memory that stands for the fp32 gradient of ``rows`` keys."""
-    rows = keys.shape[0] if rows is None else rows
-    return keys.new_zeros((), dtype=accumulation_dtype(keys.dtype)).expand(rows, keys.shape[1])
+    return start_sum(x, group).wait()
 
 
 def gather_keys(kv: torch.Tensor, group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys of all ranks and a channel for their gradient.
-
-    Args:
-        kv: ``[rows / ranks, b, D]``, this rank's keys (all of them if ``group`` is ``None``).
-        group: the ranks that hold different rows, or ``None``.
-
-    Returns:
-        ``keys [rows * b, D]`` without gradient, one rank's after the other, and ``channel [rows *
-        b, D]`` in fp32 without content: what is sent to it as a gradient is summed over the group
-        in fp32 and becomes kv's gradient.
-    """
-    return _GatherKeys.apply(kv, group)
+    """Gather keys and wait for them: :func:`megatron_dsa.gathering.launch` and ``arrive``."""
+    return arrive(launch(kv, group))
 
 
-class _GatherKeys(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, kv, group):
-        ctx.group, ctx.shape, ctx.dtype = group, kv.shape, kv.dtype
-        keys = gather_rows(kv, group).flatten(0, -2)
-        ctx.mark_non_differentiable(keys)
-        return keys, channel_for(keys)
-
-    @staticmethod
-    def backward(ctx, _dkeys, dchannel):
-        return scatter_sum(dchannel, ctx.group).view(ctx.shape).to(ctx.dtype), None
-
-
-def gather_for_index(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """All-gather the indexer's keys along dim 0; each rank gets the gradient of its own.
+def arrive_index_keys(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
+    """Wait for the indexer's keys of all ranks; each rank gets the gradient of its own.
 
     Where attention runs by heads, the ranks of ``ranks.tp`` have the same query rows and form the
     same gradient: the sum is over ``ranks.cp`` alone.
     """
-    if ranks.group is None:
-        return x
-    return _GatherForIndex.apply(x, ranks)
+    if ranks.by_rows or ranks.tp is None:
+        return arrive_with_gradient(gathering)
+    spread = ranks.spread
 
+    def own(grad: torch.Tensor) -> torch.Tensor:
+        parts = grad.view(spread.cp, spread.sp, -1, grad.shape[1])
+        return parts[:, spread.sp_rank].flatten(0, 1)
 
-class _GatherForIndex(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, ranks):
-        ctx.ranks = ranks
-        return gather_rows(x, ranks.group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ranks: Ranks = ctx.ranks
-        wide = grad.to(accumulation_dtype(grad.dtype))
-        if ranks.by_rows:
-            return scatter_sum(wide, ranks.group).to(grad.dtype), None
-        spread = ranks.spread
-        own = wide.view(spread.cp, spread.sp, -1, *grad.shape[1:])[:, spread.sp_rank]
-        return scatter_sum(own.flatten(0, 1), ranks.cp).to(grad.dtype), None
+    return arrive_with_gradient(gathering, own, ranks.cp)
 
 
 def to_rows(x: torch.Tensor, group) -> torch.Tensor:

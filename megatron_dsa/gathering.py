@@ -1,0 +1,152 @@
+"""Gathering keys under other work, with an fp32 way back.
+
+Under sequence and context parallelism each rank makes the keys of some rows. All ranks need all
+keys, and the gradient of a key is the sum over all queries: over all ranks. Autograd would round
+each rank's part to bf16 before that sum. :func:`arrive` therefore returns the keys together with an
+fp32 tensor that stands for their gradient (a *channel*); the attention sends its fp32 accumulator
+there and it is rounded once, after the reduction.
+
+:func:`launch` starts a gather, :func:`arrive` waits for it; what is called in between runs while
+the keys travel. Autograd runs backwards from the last call to the first: the reduction of the
+gradient starts in the backward of ``arrive`` and is waited for in that of ``launch``, after the
+backward of what was called in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megatron_dsa.ops.arithmetic import accumulation_dtype
+
+
+@dataclass
+class _Travel:
+    """A collective under way, and its result."""
+
+    result: torch.Tensor | None = None
+    work: object = None
+
+    def wait(self) -> torch.Tensor:
+        """Return the result; the current stream waits for it."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        result, self.result = self.result, None
+        return result
+
+
+class Gathering(NamedTuple):
+    """A gather between :func:`launch` and :func:`arrive`."""
+
+    token: torch.Tensor  # connects both in autograd
+    out: _Travel
+    back: _Travel
+    group: object
+
+
+def launch(keys: torch.Tensor, group) -> Gathering:
+    """Start to gather ``keys [rows, ...]`` of every rank of ``group`` (``None``: one rank)."""
+    out, back = _Travel(), _Travel()
+    return Gathering(_Launch.apply(keys, group, out, back), out, back, group)
+
+
+def arrive(gathering: Gathering) -> tuple[torch.Tensor, torch.Tensor]:
+    """Wait for the keys.
+
+    Returns:
+        ``keys [rows * ranks, D]`` without gradient, one rank's after the other (leading dims
+        flattened), and ``channel``, alike, in fp32 without content: what is sent to it as a
+        gradient is summed over the group in fp32 and becomes that of this rank's keys.
+    """
+    return _Arrive.apply(*gathering)
+
+
+def arrive_with_gradient(gathering: Gathering, own=None, group=None) -> torch.Tensor:
+    """Wait for keys that carry their gradient themselves, in their dtype.
+
+    Args:
+        gathering: from :func:`launch`.
+        own: picks the rows whose gradient is summed over ``group``: of all rows ``[rows * ranks,
+            D]`` those of one rank of ``group`` after the other. ``None``: all rows, and the sum is
+            over the gathering's group.
+        group: see ``own``.
+    """
+    group = gathering.group if own is None else group
+    return _ArriveWithGradient.apply(gathering.token, gathering.out, gathering.back, own, group)
+
+
+def channel_for(keys: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without memory that stands for the fp32 gradient of ``keys [rows, D]``."""
+    return keys.new_zeros((), dtype=accumulation_dtype(keys.dtype)).expand(keys.shape)
+
+
+def _several(group) -> bool:
+    return group is not None and group.size() > 1
+
+
+def start_gather(x: torch.Tensor, group) -> _Travel:
+    """Start an all-gather along dim 0, outside of autograd."""
+    if not _several(group):
+        return _Travel(x.detach())
+    gathered = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    work = torch.distributed.all_gather_into_tensor(
+        gathered, x.detach().contiguous(), group=group, async_op=True
+    )
+    return _Travel(gathered, work)
+
+
+def start_sum(x: torch.Tensor, group) -> _Travel:
+    """Start to sum ``x`` over ``group``; the result is this rank's part along dim 0."""
+    if not _several(group):
+        return _Travel(x)
+    part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    work = torch.distributed.reduce_scatter_tensor(part, x.contiguous(), group=group, async_op=True)
+    return _Travel(part, work)
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, keys, group, out, back):
+        ctx.back, ctx.shape, ctx.dtype = back, keys.shape, keys.dtype
+        travel = start_gather(keys, group)
+        out.result, out.work = travel.result, travel.work
+        return channel_for(keys.detach().flatten(0, -2))
+
+    @staticmethod
+    def backward(ctx, _token):
+        return ctx.back.wait().view(ctx.shape).to(ctx.dtype), None, None, None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, token, out, back, group):
+        ctx.back, ctx.group = back, group
+        keys = out.wait().flatten(0, -2)
+        ctx.mark_non_differentiable(keys)
+        return keys, channel_for(keys)
+
+    @staticmethod
+    def backward(ctx, _keys, grad):
+        travel = start_sum(grad, ctx.group)
+        ctx.back.result, ctx.back.work = travel.result, travel.work
+        # The result is not there yet: _Launch takes it from where it travels.
+        token = grad.new_zeros(()).expand(travel.result.shape)
+        return token, None, None, None
+
+
+class _ArriveWithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, token, out, back, own, group):
+        ctx.back, ctx.own, ctx.group = back, own, group
+        return out.wait().flatten(0, -2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        wide = grad.to(accumulation_dtype(grad.dtype))
+        travel = start_sum(wide if ctx.own is None else ctx.own(wide), ctx.group)
+        ctx.back.result, ctx.back.work = travel.result, travel.work
+        token = wide.new_zeros(()).expand(travel.result.shape)
+        return token, None, None, None, None
