@@ -66,6 +66,7 @@ OPERATIONS: dict[str, Operation] = {
             "sparse_attention_probabilities", "teacher", "head sum of the probabilities (teacher)"
         ),
         Operation("dense_attention", "dense", "dense causal attention, forward and backward"),
+        Operation("ring_attention", "ring", "dense attention over ranks, forward and backward"),
         Operation("sparse_indexer_loss", "sparse-loss", "indexer loss over the selected keys"),
         Operation("dense_indexer_loss", "dense-loss", "indexer loss over all visible keys"),
         Operation("indexer_backward", "indexer-backward", "indexer gradients from the sparse loss"),

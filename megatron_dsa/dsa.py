@@ -30,6 +30,7 @@ from megatron_dsa.dsa_kernels import (
     dense_attention,
     dense_indexer_loss,
     indexer_topk,
+    ring_attention,
     sparse_attention,
     sparse_indexer_loss,
 )
@@ -151,7 +152,9 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
                     yield "indexer_backward", index(topk)
         else:
             qk_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
-            yield "dense_attention", attention(qk_dim, config.v_head_dim)
+            spread = config.context_parallel_size > 1
+            operation = "ring_attention" if spread else "dense_attention"
+            yield operation, attention(qk_dim, config.v_head_dim)
         if judges and not self.loss_is_sparse():
             yield "dense_indexer_loss", index(None)
 
@@ -233,9 +236,11 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
         index_inputs: IndexerInputs | None,
     ) -> torch.Tensor:
         """Attend to every visible key: ``q, k [rows, H, 192]``, ``v [rows, H, 128]`` -> like v."""
-        out = dense_attention(
-            q, k, v, layout, softmax_scale=self.softmax_scale, policy=self.options.policy
-        )
+        settings = {"softmax_scale": self.softmax_scale, "policy": self.options.policy}
+        if layout.parts > 1:
+            out = ring_attention(q, k, v, layout, self.pg_collection.cp, **settings)
+        else:
+            out = dense_attention(q, k, v, layout, **settings)
         if index_inputs is not None and self.trains_indexer_now():
             out = self.attach(out, self._dense_loss(index_inputs, q, k, layout), layout)
         elif index_inputs is not None and self.judges_indexer_now():

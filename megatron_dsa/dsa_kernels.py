@@ -23,12 +23,15 @@ from megatron_dsa.ops.indexer_loss import DenseLossProblem
 from megatron_dsa.ops.indexer_topk import IndexerInputs, TopKProblem
 from megatron_dsa.ops.indexer_topk.blocks import select_blocks
 from megatron_dsa.sparse_autograd import Settings, SparseAttention
+from megatron_dsa.spread import ring_rows
+from megatron_dsa.support import Problem
 
 __all__ = [
     "IndexerInputs",
     "IndexerTraining",
     "SparseAttentionOutput",
     "dense_attention",
+    "ring_attention",
     "dense_indexer_loss",
     "indexer_topk",
     "sparse_attention",
@@ -310,7 +313,37 @@ def dense_attention(
         f"q, k, v must be [Sq, H, D], [Skv, H, D], [Skv, H, Dv], got {tuple(q.shape)}, "
         f"{tuple(k.shape)}, {tuple(v.shape)}",
     )
-    problem = device_problem(
+    arguments = DenseProblem(q, k, v, layout, softmax_scale, policy.workspace_bytes)
+    return run("dense_attention", _dense_problem(q, v, layout), policy, arguments)
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    group,
+    *,
+    softmax_scale: float,
+    policy: Policy = Policy(),
+) -> torch.Tensor:
+    """:func:`dense_attention` over context-parallel ranks: keys and values go round a ring.
+
+    Args:
+        q, k, v: of this rank's rows, see there.
+        layout: of a zigzag spread over ``group``.
+        group: the context-parallel process group.
+        softmax_scale, policy: see there.
+
+    Returns:
+        ``[rows, H, Dv]`` in q's dtype; 0 for rows that see nothing.
+    """
+    arguments = (q, k, v, ring_rows(layout), group, softmax_scale)
+    return run("ring_attention", _dense_problem(q, v, layout), policy, *arguments)[0]
+
+
+def _dense_problem(q: torch.Tensor, v: torch.Tensor, layout: Layout) -> Problem:
+    return device_problem(
         q.device,
         dtype=q.dtype,
         heads=q.shape[1],
@@ -318,5 +351,3 @@ def dense_attention(
         v_dim=v.shape[2],
         packed=layout.real is not None,
     )
-    arguments = DenseProblem(q, k, v, layout, softmax_scale, policy.workspace_bytes)
-    return run("dense_attention", problem, policy, arguments)

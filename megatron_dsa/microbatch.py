@@ -54,7 +54,7 @@ def _unpacked(total: int, batch: int, device, keys: Spread, queries: Spread) -> 
     if keys.ranks == 1:
         return layout
     table = places_of(keys, total, device)
-    return spread_layout(layout, queries, KeyPlaces(keys, table, batch, None))
+    return spread_layout(layout, queries, KeyPlaces(keys, table, batch))
 
 
 def _packed(total: int, packed_seq_params, keys: Spread, queries: Spread) -> Layout:
@@ -71,7 +71,8 @@ def _packed(total: int, packed_seq_params, keys: Spread, queries: Spread) -> Lay
         return layout
     offsets = packed_seq_params.cu_seqlens_q if padded is None else padded
     table = keys.places(total, offsets, layout.start.device)
-    return spread_layout(layout, queries, KeyPlaces(keys, table, 1, offsets.numel() - 1))
+    places = KeyPlaces(keys, table, 1, packed_seq_params.cu_seqlens_q, padded)
+    return spread_layout(layout, queries, places)
 
 
 def _check_packed(packed_seq_params, batch: int, keys: Spread) -> None:

@@ -131,13 +131,21 @@ class KeyPlaces:
         spread: how rows are spread over the ranks that make keys, and which of them this is.
         table: int64 ``[ranks, rows]``, see :meth:`Spread.places`.
         batch: micro-batch size: every place is that many rows.
-        documents: number of packed sequences, ``None`` for unpacked batches.
+        cu_seqlens, cu_seqlens_padded: int32 ``[n + 1]``, cumulative lengths of packed sequences
+            without and with padding (``None`` if there is none); both ``None`` for unpacked
+            batches.
     """
 
     spread: Spread
     table: torch.Tensor
     batch: int
-    documents: int | None
+    cu_seqlens: torch.Tensor | None = None
+    cu_seqlens_padded: torch.Tensor | None = None
+
+    @property
+    def documents(self) -> int | None:
+        """Number of packed sequences, ``None`` for unpacked batches."""
+        return None if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
 
     def of(self, spread: Spread) -> torch.Tensor:
         """Return the places of a rank of ``spread``, which differs from this one in ``sp``."""
@@ -174,6 +182,22 @@ def spread_layout(layout: Layout, spread: Spread, keys: KeyPlaces) -> Layout:
         key_places=keys,
         derived={},
     )
+
+
+def ring_rows(layout: Layout):
+    """Return the rows of a zigzag spread as :mod:`megatron_dsa.ring` describes them."""
+    from megatron_dsa.ring import PackedZigzagRows, ZigzagRows
+
+    if "ring" not in layout.derived:
+        keys = layout.key_places
+        cp, rank, count = keys.spread.cp, keys.spread.cp_rank, layout.num_queries
+        if keys.cu_seqlens is None:
+            rows = ZigzagRows(cp, rank, keys.batch, count // keys.batch)
+        else:
+            lengths = (keys.cu_seqlens, layout.max_length, keys.cu_seqlens_padded)
+            rows = PackedZigzagRows(cp, rank, count, *lengths)
+        layout.derived["ring"] = rows
+    return layout.derived["ring"]
 
 
 def _windows(layout: Layout, spread: Spread, batch: int):

@@ -8,6 +8,7 @@ an operation in the order given here.
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 import torch
@@ -173,6 +174,38 @@ _fused(
     probe=_probe("dense_attention.sdpa"),
 )
 
+
+def _load_ring(leaf: str):
+    """Return a loader of ring attention with that implementation of one block."""
+
+    def load():
+        from megatron_dsa import ring
+
+        return functools.partial(ring.ring_attention, block=leaf)
+
+    return load
+
+
+def _probe_ring(leaf: str):
+    def probe(problem):
+        from megatron_dsa import ring
+
+        return next(x for x in ring.LEAVES if x.name == leaf).reason(problem)
+
+    return probe
+
+
+for _leaf, _covers in (
+    ("flash3", "FlashAttention 3; values as wide as they are"),
+    ("cudnn", "torch's cuDNN kernels; values as wide as they are"),
+    ("flash2", "FlashAttention 2; values padded inside"),
+    ("torch-flash", "torch's flash kernels; values padded inside"),
+):
+    _fused(
+        "ring_attention", _leaf, _load_ring(_leaf), covers=_covers, dtypes=_HALF,
+        probe=_probe_ring(_leaf), **_ATOMIC_SUMS,
+    )  # fmt: skip
+
 _TRITON = {
     "package": TRITON,
     "capabilities": (AMPERE, ADA, HOPPER, BLACKWELL),
@@ -219,3 +252,4 @@ _torch(
 )
 _torch("dense_indexer_loss", _load("indexer_loss.unfused", "dense"), "any shape")
 _torch("dense_attention", _load("dense_attention.unfused", "forward"), "any shape")
+_torch("ring_attention", _load_ring("torch"), "any shape")

@@ -19,8 +19,15 @@ def test_supported_configuration_passes():
     [
         ({"context_parallel_size": 2, "cp_comm_type": "a2a"}, "--cp-comm-type must be p2p"),
         (
-            {"context_parallel_size": 2, "options": DSAOptions(stage="dense")},
-            "--context-parallel-size must be 1 in stage 'dense'",
+            {"context_parallel_size": 2, "options": DSAOptions(stage="warmup")},
+            "--context-parallel-size must be 1 in stage 'warmup'",
+        ),
+        (
+            {
+                "context_parallel_size": 2,
+                "options": DSAOptions(stage="dense", cp_layout="contiguous"),
+            },
+            "--dsa-cp-layout must be zigzag in stage 'dense'",
         ),
         ({"tensor_model_parallel_size": 2}, "--sequence-parallel is required"),
         ({"add_bias_linear": True}, "--disable-bias-linear"),

@@ -1,0 +1,32 @@
+"""Dense causal attention over sequences that are spread over context-parallel ranks.
+
+Every rank keeps its queries. Blocks of keys and values come to it one rank's share after the other,
+over a ring or from an all-gather; it attends to each of them with an ordinary attention kernel and
+combines the parts by their log-sum-exp. The backward goes the same way round and brings every
+block's gradient home.
+
+* :mod:`.rows` says which rows a rank holds and what they see of another rank's;
+* ``leaf_*.py`` attend to one block, :mod:`.blocks` chooses among them;
+* :mod:`.exchange` moves blocks, :mod:`.contents` says what is in one (keys and values, or MLA's
+  latent), :mod:`.combine` joins the parts;
+* :mod:`.loop` is the loop over blocks, :mod:`.attention` the functions to call.
+"""
+
+from megatron_dsa.ring.attention import (
+    gathered_latent_attention,
+    ring_attention,
+    ring_latent_attention,
+)
+from megatron_dsa.ring.blocks import LEAVES, Leaf, choose
+from megatron_dsa.ring.rows import PackedZigzagRows, ZigzagRows
+
+__all__ = [
+    "LEAVES",
+    "Leaf",
+    "PackedZigzagRows",
+    "ZigzagRows",
+    "choose",
+    "gathered_latent_attention",
+    "ring_attention",
+    "ring_latent_attention",
+]

@@ -1,0 +1,200 @@
+"""Dense causal attention over context-parallel ranks, differentiable."""
+
+from __future__ import annotations
+
+import torch
+from torch import distributed
+
+from megatron_dsa.dispatch import device_problem
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.ring.blocks import Leaf, choose
+from megatron_dsa.ring.contents import KeysAndValues, Latent
+from megatron_dsa.ring.exchange import Gathered, Ring, RingExchange
+from megatron_dsa.ring.loop import attend, gradients
+from megatron_dsa.ring.rows import PackedZigzagRows, ZigzagRows
+
+Rows = ZigzagRows | PackedZigzagRows
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: Rows,
+    group,
+    softmax_scale: float,
+    block: Leaf | str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend causally to the keys of all ranks, whose keys and values go round a ring.
+
+    Args:
+        q, k: ``[rows, H, Dqk]``, local rows; v: ``[rows, H, Dv]``. All of one dtype.
+        rows: which rows these are.
+        group: the context-parallel process group; not used if ``rows.cp`` is 1.
+        softmax_scale: factor on ``q . k``.
+        block: attention to one block, or its name; ``None`` takes the best one that can run.
+
+    Returns:
+        ``out [rows, H, Dv]`` in the dtype of ``q``, 0 for rows without keys, and the natural-log
+        ``lse [rows, H]`` in fp32 (fp64 for fp64), ``-inf`` for such rows. ``lse`` has no gradient.
+
+    Raises:
+        ConfigError: shapes, dtypes, rows and group do not fit together.
+    """
+    _check(q, rows, group, {"k": k, "v": v})
+    if k.shape != q.shape or v.shape[:2] != q.shape[:2]:
+        raise ConfigError(
+            "k must have the shape of q, and v its rows and heads, got q "
+            f"{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; repeat the heads of grouped "
+            "queries' keys."
+        )
+    leaf = _leaf(block, q, v.shape[2], rows)
+    q = q.contiguous()
+    return _KeyValueAttention.apply(q, k, v, rows, _ring(group, rows), leaf, softmax_scale)
+
+
+def ring_latent_attention(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    rows: Rows,
+    group,
+    softmax_scale: float,
+    block: Leaf | str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend as :func:`ring_attention` does, where MLA's latent goes round the ring.
+
+    Head ``h`` has keys ``[latent[:, :R] @ w_uk[h].T, latent[:, R:]]`` and values
+    ``latent[:, :R] @ w_uv[h].T``. They are made block by block, in the backward again.
+
+    Args:
+        q: ``[rows, H, Dqk]``, rotated.
+        latent: ``[rows, R + P]``, normalised, and the ``P`` rope dims rotated.
+        w_uk: ``[H, Dqk - P, R]``; w_uv: ``[H, Dv, R]``, weights of the local heads. Their gradients
+            are summed over blocks in fp32; they are of this rank's queries, so that they want the
+            sum over context-parallel ranks that Megatron's gradient reduction does.
+        rows, group, softmax_scale, block: see :func:`ring_attention`.
+
+    Returns:
+        ``out`` and ``lse`` as of :func:`ring_attention`.
+
+    Raises:
+        ConfigError: shapes, dtypes, rows and group do not fit together.
+    """
+    return _latent_attention(q, latent, w_uk, w_uv, rows, group, softmax_scale, block, _ring)
+
+
+def gathered_latent_attention(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    rows: Rows,
+    group,
+    softmax_scale: float,
+    block: Leaf | str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend as :func:`ring_latent_attention` does, where one all-gather brings all latents.
+
+    The latents of all ranks exist at a time, expanded keys and values of one block only. The
+    gradient goes home with a reduce-scatter in fp32. Arguments, results and errors are the same.
+    """
+    return _latent_attention(q, latent, w_uk, w_uv, rows, group, softmax_scale, block, _gathered)
+
+
+def _latent_attention(q, latent, w_uk, w_uv, rows, group, softmax_scale, block, blocks):
+    _check(q, rows, group, {"latent": latent, "w_uk": w_uk, "w_uv": w_uv})
+    rank = w_uk.shape[-1]
+    rope = latent.shape[-1] - rank
+    fits = (
+        latent.dim() == 2 and latent.shape[0] == q.shape[0] and rope >= 0
+        and w_uk.shape == (q.shape[1], q.shape[2] - rope, rank)
+        and w_uv.dim() == 3 and w_uv.shape[::2] == (q.shape[1], rank)
+    )  # fmt: skip
+    if not fits:
+        raise ConfigError(
+            "latent must be [rows, R + P], w_uk [H, Dqk - P, R] and w_uv [H, Dv, R] for q "
+            f"[rows, H, Dqk], got q {list(q.shape)}, latent {list(latent.shape)}, w_uk "
+            f"{list(w_uk.shape)}, w_uv {list(w_uv.shape)}; split the weight of linear_kv_up_proj "
+            "by heads, and there into keys and values."
+        )
+    leaf = _leaf(block, q, w_uv.shape[1], rows)
+    return _LatentAttention.apply(
+        q.contiguous(), latent, w_uk, w_uv, rows, blocks(group, rows), leaf, softmax_scale
+    )
+
+
+class _KeyValueAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, rows, blocks, leaf, scale):
+        out, lse = attend(q, KeysAndValues(k, v), rows, blocks, leaf, scale)
+        # Tensors travel through save_for_backward alone, so that recompute and offloading see them.
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.settings = (rows, blocks, leaf, scale)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, _):
+        q, k, v, out, lse = ctx.saved_tensors
+        contents = KeysAndValues(k, v)
+        dq, d_own = gradients(dout.contiguous(), q, out, lse, contents, *ctx.settings)
+        return dq, *contents.split(d_own), None, None, None, None
+
+
+class _LatentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, latent, w_uk, w_uv, rows, blocks, leaf, scale):
+        out, lse = attend(q, Latent(latent, w_uk, w_uv), rows, blocks, leaf, scale)
+        ctx.save_for_backward(q, latent, w_uk, w_uv, out, lse)
+        ctx.settings = (rows, blocks, leaf, scale)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, _):
+        q, latent, w_uk, w_uv, out, lse = ctx.saved_tensors
+        contents = Latent(latent, w_uk, w_uv)
+        dq, d_latent = gradients(dout.contiguous(), q, out, lse, contents, *ctx.settings)
+        dw_uk = contents.dw_uk.view(w_uk.shape).to(w_uk.dtype)
+        dw_uv = contents.dw_uv.view(w_uv.shape).to(w_uv.dtype)
+        return dq, d_latent.to(latent.dtype), dw_uk, dw_uv, None, None, None, None
+
+
+def _ring(group, rows: Rows) -> Ring:
+    return Ring(lambda: RingExchange(group, rows.cp, rows.rank), rows.cp, rows.rank)
+
+
+def _gathered(group, rows: Rows) -> Gathered:
+    return Gathered(group, rows.cp, rows.rank)
+
+
+def _leaf(block, q: torch.Tensor, v_dim: int, rows: Rows) -> Leaf:
+    if isinstance(block, Leaf):
+        return block
+    shape = {"heads": q.shape[1], "qk_dim": q.shape[2], "v_dim": v_dim}
+    problem = device_problem(q.device, dtype=q.dtype, packed=rows.packed, **shape)
+    return choose(problem, block)
+
+
+def _check(q: torch.Tensor, rows: Rows, group, others: dict[str, torch.Tensor]) -> None:
+    if q.dim() != 3 or q.shape[0] != rows.rows:
+        raise ConfigError(
+            f"q must be [rows, H, Dqk] with the {rows.rows} rows that rows describes, got "
+            f"{list(q.shape)}; flatten [s, b, H, D] to [s * b, H, D]."
+        )
+    for name, x in others.items():
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ConfigError(
+                f"{name} must have the dtype and device of q, {q.dtype} on {q.device}, got "
+                f"{x.dtype} on {x.device}; convert it before."
+            )
+    if rows.cp == 1:
+        return
+    found = distributed.get_world_size(group), distributed.get_rank(group)
+    if found != (rows.cp, rows.rank):
+        raise ConfigError(
+            f"rows.cp and rows.rank must be those of group, {found}, got {(rows.cp, rows.rank)}; "
+            "build rows and group from the same context-parallel group."
+        )

@@ -1,0 +1,56 @@
+"""Joining a part to the sums in Triton: every element is read once and written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["first"])
+def _merge(
+    sums, lse, part, part_lse, result, first,
+    sums_row, sums_head, part_row, part_head, part_lse_row, part_lse_head,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A program takes some heads of one row; ``result`` may be ``sums``."""
+    blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    head = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+    dim = tl.arange(0, BLOCK_D)
+    inside = (head < H)[:, None] & (dim < D)[None, :]
+    at = row * sums_row + head[:, None] * sums_head + dim[None, :]
+    value = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32)
+    # Rows before the first are only copied: their part is treated as one that saw nothing.
+    row_in_part = row - first
+    heads = (head < H) & (row_in_part >= 0)
+    old = tl.load(lse + row * H + head, mask=head < H, other=float("-inf"))
+    new = tl.load(
+        part_lse + row_in_part * part_lse_row + head * part_lse_head,
+        mask=heads, other=float("-inf"),
+    )  # fmt: skip
+    seen = new > float("-inf")
+    share = tl.where(seen, 1.0 / (1.0 + tl.exp(old - new)), 0.0)
+    at = row_in_part * part_row + head[:, None] * part_head + dim[None, :]
+    other = tl.load(part + at, mask=inside & seen[:, None], other=0.0).to(tl.float32)
+    value += share[:, None] * (other - value)
+    at = row * H * D + head[:, None] * D + dim[None, :]
+    tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
+    larger = tl.maximum(old, new)
+    total = larger + tl.log(tl.exp(old - larger) + tl.exp(new - larger))
+    tl.store(lse + row * H + head, tl.where(seen, total, old), mask=heads)
+
+
+def merge(sums, lse, part, part_lse, first: int, dtype: torch.dtype) -> torch.Tensor:
+    """As :func:`megatron_dsa.ring.combine.merge_torch`, up to fp32; last dims have stride 1."""
+    rows, heads, dim = sums.shape
+    in_place = sums.dtype == dtype and sums.is_contiguous()
+    result = sums if in_place else torch.empty(sums.shape, dtype=dtype, device=sums.device)
+    block_d = triton.next_power_of_2(dim)
+    block_h = min(triton.next_power_of_2(heads), max(1, 4096 // block_d))
+    _merge[(rows * triton.cdiv(heads, block_h),)](
+        sums, lse, part, part_lse, result, first,
+        sums.stride(0), sums.stride(1), part.stride(0), part.stride(1), *part_lse.stride(),
+        H=heads, D=dim, BLOCK_H=block_h, BLOCK_D=block_d,
+    )  # fmt: skip
+    return result

@@ -1,0 +1,76 @@
+"""What the leaves over flash-attention kernels share: their shapes, and padding of values.
+
+Kernels take ``[batch, s, H, D]``, or packed rows ``[rows, H, D]`` with ``cu_seqlens``, and keep the
+log-sum-exp heads first.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.ring.sequences import Dense, Packed
+from megatron_dsa.support import Problem, short_dtype
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def common_reason(problem: Problem, largest: int = 256) -> str | None:
+    """Return why a flash-attention kernel with dims up to ``largest`` cannot run, or ``None``."""
+    if problem.device != "cuda":
+        return f"needs a CUDA GPU, this is {problem.on()}"
+    if problem.dtype not in HALF:
+        return f"needs {' or '.join(map(short_dtype, HALF))}, got {short_dtype(problem.dtype)}"
+    if problem.qk_dim % 8 or problem.v_dim % 8 or max(problem.qk_dim, problem.v_dim) > largest:
+        return (
+            f"needs head dims that are multiples of 8 up to {largest}, got "
+            f"{problem.qk_dim} and {problem.v_dim}"
+        )
+    return None
+
+
+def narrow_values(problem: Problem) -> str | None:
+    """Return why padding values to the key's width does not make the dims equal, or ``None``."""
+    if problem.v_dim <= problem.qk_dim:
+        return None
+    return f"needs values no wider than keys, got {problem.v_dim} and {problem.qk_dim}"
+
+
+def padded(x: torch.Tensor, width: int) -> torch.Tensor:
+    """``x`` with zeros appended to its last dim up to ``width``."""
+    missing = width - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
+def to_kernel(x: torch.Tensor, sequences: Dense | Packed) -> torch.Tensor:
+    """Rows to ``[batch, s, H, D]``, a view; packed rows stay."""
+    if isinstance(sequences, Packed):
+        return x
+    return x.unflatten(0, (-1, sequences.batch)).transpose(0, 1)
+
+
+def from_kernel(x: torch.Tensor, sequences: Dense | Packed) -> torch.Tensor:
+    """Undo :func:`to_kernel`."""
+    return x if isinstance(sequences, Packed) else x.transpose(0, 1).flatten(0, 1)
+
+
+def lse_from_kernel(lse: torch.Tensor, sequences: Dense | Packed) -> torch.Tensor:
+    """``[batch, H, s]``, or packed ``[H, rows]``, to ``[rows, H]``."""
+    if isinstance(sequences, Packed):
+        # Kernels disagree about rows without keys: some say +inf.
+        lse = lse.transpose(0, 1)
+        return lse.masked_fill(sequences.blind(lse.shape[0]), float("-inf"))
+    return lse.permute(2, 0, 1).flatten(0, 1)
+
+
+def lse_to_kernel(lse: torch.Tensor, sequences: Dense | Packed) -> torch.Tensor:
+    """Undo :func:`lse_from_kernel`; contiguous."""
+    if isinstance(sequences, Packed):
+        return lse.transpose(0, 1).contiguous()
+    return lse.unflatten(0, (-1, sequences.batch)).permute(1, 2, 0).contiguous()
+
+
+def lengths(q: torch.Tensor, k: torch.Tensor, sequences: Dense | Packed) -> tuple:
+    """Return ``(cu_q, cu_k, max_q, max_k)`` of kernel-shaped tensors; no ``cu`` if dense."""
+    if isinstance(sequences, Packed):
+        return sequences.cu_q, sequences.cu_k, sequences.longest, sequences.longest
+    return None, None, q.shape[1], k.shape[1]

@@ -1,0 +1,82 @@
+"""Attention to one block with cuDNN, through torch: keys wider than values are native to it.
+
+Unpacked batches only: torch's backward for packed rows takes the head dim for the longest length.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from megatron_dsa.ring.flash_shapes import common_reason, lse_from_kernel, lse_to_kernel
+from megatron_dsa.ring.sequences import Dense
+from megatron_dsa.support import Problem
+
+#: cuDNN with head dims above 128: on Hopper any, on Blackwell those of DeepSeek's MLA.
+_WIDE_HOPPER, _WIDE_BLACKWELL = 91000, 91100
+
+
+def reason(problem: Problem) -> str | None:
+    """Return why torch's cuDNN attention cannot run this, or ``None``."""
+    why = common_reason(problem)
+    if why is not None:
+        return why
+    if problem.packed:
+        return "torch's cuDNN attention has no packed (THD) backward that is right"
+    if problem.deterministic:
+        return "is not deterministic, and torch.use_deterministic_algorithms(True) asks for it"
+    if problem.capability < (8, 0):
+        return f"needs compute capability 8.0 or later, this is {problem.on()}"
+    version = torch.backends.cudnn.version() or 0
+    wide = max(problem.qk_dim, problem.v_dim) > 128
+    hopper = problem.capability == (9, 0) and version >= _WIDE_HOPPER
+    dims = (problem.qk_dim, problem.v_dim)
+    blackwell = problem.capability[0] == 10 and version >= _WIDE_BLACKWELL and dims == (192, 128)
+    if wide and not (hopper or blackwell):
+        return (
+            f"cuDNN {version} takes head dims up to 128 on {problem.on()} (wider ones on Hopper "
+            f"from {_WIDE_HOPPER}, 192/128 on Blackwell from {_WIDE_BLACKWELL}), got {dims}"
+        )
+    return None
+
+
+def forward(q, k, v, causal, scale, sequences: Dense):
+    """Return ``out [Sq, H, Dv]`` in the dtype of ``q`` and ``lse`` fp32 ``[Sq, H]``."""
+    q, k, v = (_heads_first(x, sequences) for x in (q, k, v))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
+    return _rows(out), lse_from_kernel(lse.reshape(lse.shape[:3]), sequences)
+
+
+def backward(dout, q, k, v, out, lse, causal, scale, sequences: Dense):
+    """Return ``dq``, ``dk`` and ``dv`` in the dtype of ``q``."""
+    dout, q, k, v, out = (_heads_first(x, sequences) for x in (dout, q, k, v, out))
+    lse = lse_to_kernel(lse, sequences)
+    if _lse_dims(q.device) == 4:
+        lse = lse.unsqueeze(-1)
+    # State of the dropout's random numbers: there is none, but the kernel wants the tensors.
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0,
+        causal, scale=scale,
+    )  # fmt: skip
+    return tuple(map(_rows, gradients))
+
+
+@cache
+def _lse_dims(device: torch.device) -> int:
+    """Dims of the forward's lse, which the backward expects: torch's releases differ."""
+    x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim()
+
+
+def _heads_first(x: torch.Tensor, sequences: Dense) -> torch.Tensor:
+    """Rows to ``[batch, H, s, D]``, a view."""
+    return x.unflatten(0, (-1, sequences.batch)).permute(1, 2, 0, 3)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Undo :func:`_heads_first`."""
+    return x.permute(2, 0, 1, 3).flatten(0, 1)

@@ -1,0 +1,84 @@
+"""Attention to one block with the flash-attn 2 package.
+
+Its kernels know one head dim. Narrower values are padded, here and nowhere else: whoever pads them
+earlier takes the kernels that need no padding out of the choice.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from megatron_dsa.dispatch import deterministic_mode
+from megatron_dsa.ring.flash_shapes import (
+    common_reason,
+    from_kernel,
+    lengths,
+    lse_from_kernel,
+    lse_to_kernel,
+    narrow_values,
+    padded,
+    to_kernel,
+)
+from megatron_dsa.ring.sequences import Dense, Packed
+from megatron_dsa.support import Problem
+from megatron_dsa.versions import installed_version, parse_version
+
+#: From here on windows are two arguments.
+_MINIMUM = "2.7"
+
+
+def reason(problem: Problem) -> str | None:
+    """Return why flash-attn 2 cannot run this, or ``None``."""
+    why = common_reason(problem) or narrow_values(problem)
+    if why is not None:
+        return why
+    if problem.capability[0] not in (8, 9):
+        return f"flash-attn 2 has kernels for compute capability 8 and 9, this is {problem.on()}"
+    if importlib.util.find_spec("flash_attn_2_cuda") is None:
+        return f"missing: flash_attn is not installed; pip install 'flash-attn>={_MINIMUM}'"
+    found = installed_version("flash-attn")
+    if found is None or parse_version(found) < parse_version(_MINIMUM):
+        return f"too old: flash-attn {found} found, >= {_MINIMUM} needed"
+    return None
+
+
+def forward(q, k, v, causal, scale, sequences: Dense | Packed):
+    """Return ``out [Sq, H, Dv]`` in the dtype of ``q`` and ``lse`` fp32 ``[Sq, H]``."""
+    from flash_attn import flash_attn_interface as flash
+
+    width = v.shape[-1]
+    q, k, v = (to_kernel(x, sequences) for x in (q, k, padded(v, q.shape[-1])))
+    options = {
+        "dropout_p": 0.0, "softmax_scale": scale, "causal": causal, "window_size_left": -1,
+        "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None, "return_softmax": False,
+    }  # fmt: skip
+    if isinstance(sequences, Packed):
+        out, lse, *_ = flash._flash_attn_varlen_forward(
+            q, k, v, *lengths(q, k, sequences), **options
+        )
+    else:
+        out, lse, *_ = flash._flash_attn_forward(q, k, v, **options)
+    return from_kernel(out[..., :width], sequences), lse_from_kernel(lse, sequences)
+
+
+def backward(dout, q, k, v, out, lse, causal, scale, sequences: Dense | Packed):
+    """Return ``dq``, ``dk`` and ``dv`` in the dtype of ``q``; ``dv`` may be a strided view."""
+    from flash_attn import flash_attn_interface as flash
+
+    width, full = v.shape[-1], q.shape[-1]
+    dout, v, out = (padded(x, full) for x in (dout, v, out))
+    dout, q, k, v, out = (to_kernel(x, sequences) for x in (dout, q, k, v, out))
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    tensors = (dout, q, k, v, out, lse_to_kernel(lse, sequences), dq, dk, dv)
+    options = {
+        "dropout_p": 0.0, "softmax_scale": scale, "causal": causal, "window_size_left": -1,
+        "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None,
+        "deterministic": deterministic_mode(),
+    }  # fmt: skip
+    if isinstance(sequences, Packed):
+        flash._flash_attn_varlen_backward(*tensors, *lengths(q, k, sequences), **options)
+    else:
+        flash._flash_attn_backward(*tensors, **options)
+    return tuple(from_kernel(x, sequences) for x in (dq, dk, dv[..., :width]))

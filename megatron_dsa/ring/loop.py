@@ -1,0 +1,65 @@
+"""Attention over all blocks, one after the other, forward and backward.
+
+The loop is the same for every way in which blocks come (:mod:`.exchange`) and for everything that
+may be in them (:mod:`.contents`).
+"""
+
+from __future__ import annotations
+
+from megatron_dsa.ops.arithmetic import accumulation_dtype
+from megatron_dsa.ring.combine import Combined
+
+
+def attend(q, contents, rows, blocks, leaf, scale):
+    """Attend to the blocks of all ranks.
+
+    Args:
+        q: ``[rows, H, Dqk]``.
+        contents: :class:`~megatron_dsa.ring.contents.KeysAndValues` or ``Latent``.
+        rows: the rows of this rank, :mod:`megatron_dsa.ring.rows`.
+        blocks: :class:`~megatron_dsa.ring.exchange.Ring` or ``Gathered``.
+        leaf: attention to one block, :class:`~megatron_dsa.ring.blocks.Leaf`.
+        scale: factor on ``q . k``.
+
+    Returns:
+        ``out [rows, H, Dv]`` in the dtype of ``q`` and ``lse [rows, H]`` in its accumulation dtype.
+    """
+    combined = Combined(q.dtype)
+    for step, (source, block) in enumerate(blocks.blocks(contents.own, contents.disposable)):
+        part = rows.part(source)
+        k, v = contents.expand(block, part.keys)
+        out, lse = leaf.forward(q[part.queries], k, v, part.causal, scale, part.sequences)
+        combined.add(out, lse, part.queries, last=step + 1 == rows.cp)
+        # Freed before the next block's are made.
+        del k, v, out, lse
+    return combined.out, combined.lse
+
+
+def gradients(dout, q, out, lse, contents, rows, blocks, leaf, scale):
+    """Differentiate :func:`attend`.
+
+    Args:
+        dout: gradient of ``out``; out, lse: what :func:`attend` returned. Others as there.
+
+    Returns:
+        ``dq`` in the dtype of ``q`` and the gradient of ``contents.own`` in the accumulation dtype.
+    """
+    acc = accumulation_dtype(q.dtype)
+    collected = blocks.gradients(contents.own.shape, acc, q.device)
+    dq = None
+    for source, block in blocks.blocks(contents.own, contents.disposable):
+        collected.start()
+        part = rows.part(source)
+        k, v = contents.expand(block, part.keys)
+        mine = part.queries
+        dq_part, dk, dv = leaf.backward(
+            dout[mine], q[mine], k, v, out[mine], lse[mine], part.causal, scale, part.sequences
+        )
+        del k, v
+        if dq is None:
+            dq = dq_part if rows.cp == 1 else dq_part.to(acc)
+        else:
+            dq[mine] += dq_part
+        contents.add_gradients(block, part.keys, lambda s=source: collected.target(s), dk, dv)
+        del dq_part, dk, dv
+    return dq.to(q.dtype), collected.home()

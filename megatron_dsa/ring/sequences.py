@@ -1,0 +1,55 @@
+"""Which query rows of a block see which of its key rows, in the terms that attention kernels take.
+
+Unpacked batches are dense. For packed ones the rows are cut into segments, as many of queries as of
+keys: the queries of segment ``i`` see the keys of segment ``i``. Rows that see nothing, and keys
+that nobody sees, stand in segments of their own whose other side is empty. So every row is in a
+segment and no row has to be moved for the kernel's ``cu_seqlens``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Rows ``position * batch + element``; queries see all keys of their batch element."""
+
+    batch: int
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Segments of packed rows.
+
+    Attributes:
+        cu_q, cu_k: int32 ``[segments + 1]`` on the device; they start at 0 and end at the number
+            of query and key rows.
+        longest: host-side upper bound of the rows of a segment.
+    """
+
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    longest: int
+    derived: dict = field(default_factory=dict, repr=False)
+
+    def ranges(self, queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return int64 ``[queries]`` thrice: first key, end of the keys, place in the segment."""
+        if "ranges" not in self.derived:
+            rows = torch.arange(queries, device=self.cu_q.device)
+            segment = torch.bucketize(rows, self.cu_q[1:], right=True)
+            self.derived["ranges"] = (
+                self.cu_k[segment].long(),
+                self.cu_k[segment + 1].long(),
+                rows - self.cu_q[segment],
+            )
+        return self.derived["ranges"]
+
+    def blind(self, queries: int) -> torch.Tensor:
+        """Return bool ``[queries, 1]``: which of them see no key."""
+        if "blind" not in self.derived:
+            start, end, _ = self.ranges(queries)
+            self.derived["blind"] = (start == end)[:, None]
+        return self.derived["blind"]

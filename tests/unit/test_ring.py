@@ -1,0 +1,373 @@
+"""Ring attention on several ranks equals attention in one process, and sends what it should."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import distributed
+
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.ring import (
+    PackedZigzagRows,
+    ZigzagRows,
+    gathered_latent_attention,
+    ring_attention,
+    ring_latent_attention,
+)
+from megatron_dsa.ring.blocks import torch_leaf
+from tests.helpers import relative_error
+
+#: Heads; dims of keys, values, rope and latent.
+SMALL = (3, 12, 8, 4, 10)
+WEIGHTS = ("w_uk", "w_uv")
+#: A padded sequence of its own chunk or less, empty ones with and without padding, and rows after
+#: the last. Multiples of 8, the most chunks that are tested.
+REAL, PADDED, TAIL = (13, 0, 3, 0, 40, 22), (16, 0, 32, 8, 40, 24), 8
+WHOLE = (16, 0, 8, 40, 24)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A batch; ``real`` and ``padded`` are lengths of packed sequences, ``tail`` rows follow."""
+
+    mode: str = "ring"
+    dtype: torch.dtype = torch.float64
+    batch: int = 1
+    length: int = 48
+    real: tuple[int, ...] | None = None
+    padded: tuple[int, ...] | None = None
+    tail: int = 0
+    workspace: int | None = None
+    dims: tuple[int, ...] = SMALL
+
+    @property
+    def scale(self):
+        return self.dims[1] ** -0.5
+
+    @property
+    def total(self):
+        """Rows of all ranks together."""
+        if self.real is None:
+            return self.batch * self.length
+        return sum(self.padded or self.real) + self.tail
+
+    def sequences(self):
+        """Per sequence its rows: ``(all of them, how many are real)``."""
+        if self.real is None:
+            rows = torch.arange(self.total)
+            return [(rows[b :: self.batch], self.length) for b in range(self.batch)]
+        padded, first, result = self.padded or self.real, 0, []
+        for real, width in zip(self.real, padded, strict=True):
+            result.append((torch.arange(first, first + width), real))
+            first += width
+        return result
+
+    def local_rows(self, cp, rank):
+        """Global rows that a rank holds, in its order."""
+        chunks = []
+        for rows, _ in self.sequences():
+            parts = rows.chunk(2 * cp) if len(rows) else [rows] * 2 * cp
+            chunks.append(torch.cat([parts[rank], parts[2 * cp - 1 - rank]]))
+        if self.real is None:
+            return torch.stack(chunks, dim=1).flatten()
+        end = self.total - self.tail
+        share = self.tail // cp
+        return torch.cat([*chunks, torch.arange(end + rank * share, end + (rank + 1) * share)])
+
+    def describe(self, cp, rank, device="cpu"):
+        """The argument ``rows`` of the functions under test."""
+        if self.real is None:
+            return ZigzagRows(cp, rank, self.batch, self.length // cp)
+
+        def cumulated(lengths):
+            total = torch.tensor((0, *lengths)).cumsum(0)
+            return total.to(device=device, dtype=torch.int32)
+
+        return PackedZigzagRows(
+            cp,
+            rank,
+            self.total // cp,
+            cumulated(self.real),
+            max(self.real),
+            None if self.padded is None else cumulated(self.padded),
+        )
+
+    def inputs(self):
+        """Global inputs in float64: rounded to the case's dtype first."""
+        heads, qk, v, rope, rank = self.dims
+        shapes = {"q": (self.total, heads, qk), "dout": (self.total, heads, v)}
+        if self.mode == "ring":
+            shapes |= {"k": (self.total, heads, qk), "v": (self.total, heads, v)}
+        else:
+            shapes |= {"latent": (self.total, rank + rope)}
+            shapes |= {"w_uk": (heads, qk - rope, rank), "w_uv": (heads, v, rank)}
+        generator = torch.Generator().manual_seed(5)
+        return {
+            name: self._random(name, shape, generator).to(self.dtype)
+            for name, shape in shapes.items()
+        }
+
+    def _random(self, name, shape, generator):
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        # Expanded keys and values of size 1.
+        return values * self.dims[-1] ** -0.5 if name in WEIGHTS else values
+
+
+PACKED = {"real": REAL, "padded": PADDED, "tail": TAIL}
+CASES = {
+    "sbhd": Case(),
+    "sbhd, two sequences": Case(batch=2, workspace=3000),
+    "packed": Case(real=WHOLE),
+    "packed, with padding": Case(**PACKED),
+    "packed, small tiles": Case(**PACKED, workspace=3000),
+    "sbhd, fp32": Case(batch=2, dtype=torch.float32),
+    "packed, fp32": Case(**PACKED, dtype=torch.float32),
+    "sbhd, bf16": Case(batch=2, dtype=torch.bfloat16),
+    **{
+        f"{mode}, {name}": Case(mode=mode, **changes)
+        for mode in ("latent", "gathered")
+        for name, changes in {
+            "sbhd": {"batch": 2},
+            "packed": {"real": WHOLE},
+            "packed, with padding": PACKED,
+            "fp32": {"dtype": torch.float32, **PACKED},
+        }.items()
+    },
+}
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def run_local(case, rows, group, local):
+    """Call the function under test on leaf tensors; return results, then gradients and bytes."""
+    counted = {"sent": 0}
+    original = distributed.batch_isend_irecv
+
+    def counting(operations):
+        sends = [o.tensor for o in operations if o.op is distributed.isend]
+        counted["sent"] += sum(x.numel() * x.itemsize for x in sends)
+        return original(operations)
+
+    distributed.batch_isend_irecv = counting
+    dout = local.pop("dout")
+    leaves = {name: x.clone().requires_grad_() for name, x in local.items()}
+    block = None if case.workspace is None else torch_leaf(case.workspace)
+    function = {
+        "ring": ring_attention,
+        "latent": ring_latent_attention,
+        "gathered": gathered_latent_attention,
+    }[case.mode]
+    out, lse = function(*leaves.values(), rows, group, case.scale, block)
+    forward, counted["sent"] = counted["sent"], 0
+    out.backward(dout)
+    distributed.batch_isend_irecv = original
+    # What travels must not be written over, were it the caller's.
+    assert all(torch.equal(leaves[name].detach(), x) for name, x in local.items())
+    return {
+        "out": out.detach(),
+        "lse": lse,
+        "sent": (forward, counted["sent"]),
+        **{f"d{name}": x.grad for name, x in leaves.items()},
+    }
+
+
+def _worker(rank, world, backend, folder, cases):
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    distributed.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
+    results = {}
+    for name, case in cases.items():
+        mine = case.local_rows(world, rank)
+        local = {n: x if n in WEIGHTS else x[mine] for n, x in case.inputs().items()}
+        local = {n: x.to(device) for n, x in local.items()}
+        rows = case.describe(world, rank, device)
+        results[name] = run_local(case, rows, distributed.group.WORLD, local)
+    torch.save(results, f"{folder}/{rank}.pt")
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def run_ranks(world, backend, folder, cases):
+    """Return what each of ``world`` processes computed for all cases."""
+    arguments = (world, backend, str(folder), cases)
+    torch.multiprocessing.spawn(_worker, arguments, nprocs=world)
+    return [torch.load(f"{folder}/{rank}.pt", map_location="cpu") for rank in range(world)]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def results(request, tmp_path_factory):
+    """Context-parallel size, and what every rank computed for all cases."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        folder = tmp_path_factory.mktemp("ring")
+        return request.param, run_ranks(request.param, "gloo", folder, CASES)
+
+
+def expected(case):
+    """Attention over whole sequences in one process, written down plainly, in float64."""
+    leaves = {name: x.double().requires_grad_() for name, x in case.inputs().items()}
+    dout = leaves.pop("dout").detach()
+    q, heads, rank = leaves["q"], case.dims[0], case.dims[-1]
+    if case.mode == "ring":
+        k, v = leaves["k"], leaves["v"]
+    else:
+        latent = leaves["latent"]
+        rope = latent[:, None, rank:].expand(-1, heads, -1)
+        k = torch.cat([torch.einsum("sr,hdr->shd", latent[:, :rank], leaves["w_uk"]), rope], -1)
+        v = torch.einsum("sr,hdr->shd", latent[:, :rank], leaves["w_uv"])
+    out = torch.zeros(dout.shape, dtype=torch.float64)
+    lse = torch.full(dout.shape[:2], float("-inf"), dtype=torch.float64)
+    for rows, real in case.sequences():
+        rows = rows[:real]
+        logits = torch.einsum("ihd,jhd->hij", q[rows], k[rows]) * case.scale
+        future = torch.ones(real, real, dtype=torch.bool).triu(1)
+        logits = logits.masked_fill(future, float("-inf"))
+        attended = torch.einsum("hij,jhd->ihd", logits.softmax(-1), v[rows])
+        out = out.index_copy(0, rows, attended)
+        lse[rows] = logits.detach().logsumexp(-1).t()
+    out.backward(dout)
+    return {"out": out, "lse": lse, **{f"d{name}": x.grad for name, x in leaves.items()}}
+
+
+def together(case, several, what):
+    """Put the ranks' rows in global order; sum the gradients of weights, as Megatron does."""
+    world = len(several)
+    parts = [rank[what] for rank in several]
+    if what[1:] in WEIGHTS:
+        return sum(part.double() for part in parts)
+    whole = parts[0].new_full((case.total, *parts[0].shape[1:]), float("nan"))
+    for rank, part in enumerate(parts):
+        whole[case.local_rows(world, rank)] = part
+    return whole
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_equal_one_process(name, results):
+    check(CASES[name], [rank[name] for rank in results[1]])
+
+
+def check(case, several):
+    """Compare what the ranks computed with one process."""
+    assert all(rank["out"].dtype == case.dtype for rank in several)
+    for what, right in expected(case).items():
+        found = together(case, several, what)
+        if what == "lse":
+            accumulation = torch.promote_types(case.dtype, torch.float32)
+            assert found.dtype == accumulation
+            none = right == float("-inf")
+            assert torch.equal(found == float("-inf"), none)
+            found, right = found[~none], right[~none]
+        assert relative_error(found, right) < TOLERANCE[case.dtype], what
+        assert right.norm() > 0, what
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_ranks_with_nccl(world, tmp_path):
+    """A GPU per rank: the ring runs on NCCL's stream, beside the attention kernels."""
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs, found {torch.cuda.device_count()}")
+    large = {"dtype": torch.bfloat16, "dims": (8, 192, 128, 64, 512)}
+    batches = {"sbhd": {"length": 2048, "batch": 2}}
+    batches["packed"] = {"real": (2000, 0, 300, 1001), "padded": (2000, 16, 512, 1008), "tail": 16}
+    cases = {
+        f"{mode}, {name}": Case(mode=mode, **large, **batch)
+        for mode in ("ring", "latent", "gathered")
+        for name, batch in batches.items()
+    }
+    several = run_ranks(world, "nccl", tmp_path, cases)
+    for name, case in cases.items():
+        check(case, [rank[name] for rank in several])
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.padded])
+def test_padding_gets_and_gives_nothing(name, results):
+    case, several = CASES[name], [rank[name] for rank in results[1]]
+    real = torch.zeros(case.total, dtype=torch.bool)
+    for rows, length in case.sequences():
+        real[rows[:length]] = True
+    assert not real.all()
+    row_wise = ("out", "dq", "dk", "dv") if case.mode == "ring" else ("out", "dq", "dlatent")
+    for what in row_wise:
+        assert together(case, several, what)[~real].eq(0).all(), what
+    assert together(case, several, "lse")[~real].eq(float("-inf")).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_on_the_ring(name, results):
+    """A block per hop and no more; gradients travel in fp32 or wider, and one hop further: home."""
+    world, several = results[0], [rank[name] for rank in results[1]]
+    case = CASES[name]
+    size, accumulated = case.dtype.itemsize, max(4, case.dtype.itemsize)
+    heads, qk, v, rope, rank = case.dims
+    width = heads * (qk + v) if case.mode == "ring" else rank + rope
+    numbers = case.total // world * width
+    keys = (world - 1) * numbers * size
+    gradients = world * numbers * accumulated if world > 1 else 0
+    right = (0, 0) if case.mode == "gathered" else (keys, keys + gradients)
+    assert all(rank["sent"] == right for rank in several)
+
+
+def test_every_step_is_the_same_work():
+    """Zigzag: pairs of query and key are as many for every rank at every step."""
+    cp, length = 4, 64
+    pairs = {}
+    for rank in range(cp):
+        rows = ZigzagRows(cp, rank, 1, length // cp)
+        for step in range(1, cp):
+            part = rows.part((rank - step) % cp)
+            n = range(rows.rows)
+            pairs[rank, step] = len(n[part.queries]) * len(n[part.keys])
+            assert not part.causal
+    assert len(set(pairs.values())) == 1
+
+
+@pytest.mark.parametrize("name", ["packed", "packed, with padding", "latent, packed"])
+def test_nothing_is_read_from_the_device(name, monkeypatch):
+    """On the CPU nothing waits, but what would wait on a GPU goes through these."""
+    case = CASES[name]
+    local = case.inputs()
+    rows, several = case.describe(1, 0), case.describe(4, 2)
+
+    def refuse(*_):
+        raise AssertionError("reads a tensor on the host")
+
+    for method in ("item", "tolist", "__bool__", "__int__", "__index__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, method, refuse)
+    for source in range(4):
+        several.part(source)
+    dout = local.pop("dout")
+    leaves = [x.clone().requires_grad_() for x in local.values()]
+    function = ring_attention if case.mode == "ring" else ring_latent_attention
+    out, _ = function(*leaves, rows, None, case.scale)
+    out.backward(dout)
+
+
+def test_wrong_arguments_are_explained():
+    q, v = torch.zeros(8, 2, 4), torch.zeros(8, 2, 3)
+    rows = ZigzagRows(1, 0, 1, 8)
+    with pytest.raises(ConfigError, match="length must be even"):
+        ZigzagRows(2, 0, 1, 7)
+    with pytest.raises(ConfigError, match="rank must be"):
+        ZigzagRows(2, 2, 1, 8)
+    cu = torch.tensor([0, 8], dtype=torch.int32)
+    with pytest.raises(ConfigError, match="max_seqlen must be"):
+        PackedZigzagRows(1, 0, 8, cu, torch.tensor(8))
+    with pytest.raises(ConfigError, match="cu_seqlens must be"):
+        PackedZigzagRows(1, 0, 8, cu.long(), 8)
+    with pytest.raises(ConfigError, match="q must be"):
+        ring_attention(q[:4], q[:4], v[:4], rows, None, 0.5)
+    with pytest.raises(ConfigError, match="k must have"):
+        ring_attention(q, q[:, :1], v, rows, None, 0.5)
+    with pytest.raises(ConfigError, match="v must have the dtype"):
+        ring_attention(q, q, v.double(), rows, None, 0.5)
+    with pytest.raises(ConfigError, match="block must be"):
+        ring_attention(q, q, v, rows, None, 0.5, "flash9")
+    with pytest.raises(ConfigError, match="block names cudnn"):
+        ring_attention(q, q, v, rows, None, 0.5, "cudnn")
+    with pytest.raises(ConfigError, match="latent must be"):
+        weight = torch.zeros(2, 3, 5)
+        ring_latent_attention(q, torch.zeros(8, 9), weight, weight, rows, None, 0.5)

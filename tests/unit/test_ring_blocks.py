@@ -1,0 +1,379 @@
+"""Attention to one block: what each implementation hands its kernel, and which one is chosen.
+
+Ranks are threads of one process here. Without a GPU, kernels are stood in for by torch ones with
+the signatures, shapes and habits of the real ones.
+"""
+
+import queue
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from megatron_dsa.dispatch import device_problem
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.ring import LEAVES, choose, leaf_cudnn, leaf_flash3, leaf_torch
+from megatron_dsa.ring.combine import Combined, merge_torch
+from megatron_dsa.ring.contents import KeysAndValues, Latent
+from megatron_dsa.ring.exchange import Ring
+from megatron_dsa.ring.loop import attend, gradients
+from megatron_dsa.ring.sequences import Dense, Packed
+from megatron_dsa.support import Problem
+from tests.helpers import relative_error
+from tests.unit.test_ring import PACKED, WEIGHTS, WHOLE, Case, expected, together
+
+BY_NAME = {leaf.name: leaf for leaf in LEAVES}
+FUSED = [leaf.name for leaf in LEAVES if leaf.fused]
+BATCHES = {
+    "sbhd": {},
+    "sbhd, two sequences": {"batch": 2},
+    "packed": {"real": WHOLE},
+    "packed, with padding": PACKED,
+}
+LARGE = {
+    "sbhd": {"length": 1024},
+    "sbhd, two sequences": {"length": 512, "batch": 2},
+    "packed": {"real": (304, 0, 8, 136, 576)},
+    "packed, with padding": {
+        "real": (300, 0, 17, 0, 129, 500),
+        "padded": (304, 0, 64, 8, 136, 512),
+        "tail": 16,
+    },
+}
+
+
+class Mail:
+    """An exchange between threads; fails if what is sent is written before it is waited for."""
+
+    def __init__(self, boxes, rank, kind, checked):
+        self._checked = checked
+        cp = len(boxes)
+        self._mine, self._next = (
+            boxes[r].setdefault(kind, queue.Queue()) for r in (rank, (rank + 1) % cp)
+        )
+
+    def start(self, send, receive):
+        self._send, self._copy, self._receive = send, send.clone(), receive
+        receive.fill_(float("nan"))
+        self._next.put(self._copy)
+
+    def wait(self):
+        assert not self._checked or torch.equal(self._send, self._copy)
+        self._receive.copy_(self._mine.get(timeout=100))
+
+
+def emulate(case, cp, leaf, device="cpu", checked=True):
+    """Return a function that runs all ranks forward and backward, and returns their results.
+
+    It can be called twice, each time with rows that nothing was derived from yet.
+    """
+    inputs = {name: x.to(device) for name, x in case.inputs().items()}
+    mine = [case.local_rows(cp, rank).to(device) for rank in range(cp)]
+    local = [{n: x if n in WEIGHTS else x[m] for n, x in inputs.items()} for m in mine]
+    unused = [[case.describe(cp, rank, device) for rank in range(cp)] for _ in range(2)]
+
+    def run():
+        boxes, rows = [{} for _ in range(cp)], unused.pop()
+
+        def work(rank):
+            x, settings = local[rank], (leaf, case.scale)
+            kinds = iter(range(9))
+            ring = Ring(lambda: Mail(boxes, rank, next(kinds), checked), cp, rank)
+            names = ("k", "v") if case.mode == "ring" else ("latent", *WEIGHTS)
+            contents = (KeysAndValues if case.mode == "ring" else Latent)(*(x[n] for n in names))
+            out, lse = attend(x["q"], contents, rows[rank], ring, *settings)
+            contents = type(contents)(*(x[n] for n in names))
+            dq, own = gradients(x["dout"], x["q"], out, lse, contents, rows[rank], ring, *settings)
+            if case.mode == "ring":
+                found = contents.split(own)
+            else:
+                weights = (contents.dw_uk, contents.dw_uv)
+                found = (own, *(d.view(x[n].shape) for d, n in zip(weights, WEIGHTS, strict=True)))
+            found = {f"d{name}": d for name, d in zip(names, found, strict=True)}
+            return {"out": out, "lse": lse, "dq": dq, **found}
+
+        with ThreadPoolExecutor(cp) as pool:
+            return list(pool.map(work, range(cp)))
+
+    return run
+
+
+def check(case, several, tolerance):
+    several = [{name: x.cpu() for name, x in rank.items()} for rank in several]
+    for what, right in expected(case).items():
+        found, finite = together(case, several, what), right.isfinite()
+        assert torch.equal(found.isfinite(), finite), what
+        assert relative_error(found[finite], right[finite]) < tolerance, what
+
+
+def _sequences(q, cu_q, cu_k, max_q, max_k):
+    if cu_q is None:
+        return Dense(q.shape[0])
+    for cu, longest in ((cu_q, max_q), (cu_k, max_k)):
+        # Real kernels leave rows past the longest length, and rows in no sequence, alone.
+        lengths = cu.diff()
+        assert cu.dtype == torch.int32 and cu[0] == 0
+        assert lengths.min() >= 0 and lengths.max() <= longest
+    return Packed(cu_q, cu_k, max_q)
+
+
+def _flat(x, cu):
+    return x if cu is not None else x.transpose(0, 1).flatten(0, 1)
+
+
+def _batched(x, cu, like):
+    return x if cu is not None else x.unflatten(0, (-1, len(like))).transpose(0, 1)
+
+
+def kernel_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, nothing=float("inf")):
+    """``[b, s, H, D]`` or packed rows; lse heads first; ``nothing`` is the lse without keys."""
+    sequences = _sequences(q, cu_q, cu_k, max_q, max_k)
+    out, lse = leaf_torch.forward(*(_flat(x, cu_q) for x in (q, k, v)), causal, scale, sequences)
+    if cu_q is not None:
+        assert cu_q[-1] == len(q) and cu_k[-1] == len(k)
+        lse = lse.masked_fill(lse == float("-inf"), nothing).t()
+    else:
+        lse = lse.unflatten(0, (-1, len(q))).permute(1, 2, 0)
+    return _batched(out, cu_q, q), lse.contiguous(), None, None
+
+
+def kernel_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, scale):
+    assert lse.is_contiguous()
+    sequences = _sequences(q, cu_q, cu_k, max_q, max_k)
+    lse = lse.t() if cu_q is not None else lse.permute(2, 0, 1).flatten(0, 1)
+    rows = [_flat(x, cu_q) for x in (dout, q, k, v, out)]
+    found = leaf_torch.backward(*rows, lse, causal, scale, sequences)
+    return [_batched(x, cu_q, q) for x in found]
+
+
+def stand_in(name, patch, seen):
+    """Replace the kernels of a leaf; ``seen`` collects the dims that they are given."""
+
+    def torch_flash(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, causal, debug, *, scale):
+        seen.add((q.shape[-1], v.shape[-1]))
+        return kernel_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale)
+
+    def torch_flash_backward(
+        dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, causal, rng, unused, *, scale
+    ):
+        seen.add((q.shape[-1], v.shape[-1], out.shape[-1], dout.shape[-1]))
+        return kernel_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, scale)
+
+    def cudnn(q, k, v, bias, with_lse, dropout_p, causal, debug, *, scale):
+        seen.add((q.shape[-1], v.shape[-1]))
+        x = [t.transpose(1, 2) for t in (q, k, v)]
+        out, lse, *rest = kernel_forward(*x, None, None, 0, 0, causal, scale)
+        return out.transpose(1, 2), lse.unsqueeze(-1), *rest
+
+    def cudnn_backward(
+        dout, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout_p, causal,
+        *, scale,
+    ):  # fmt: skip
+        assert lse.dim() == 4 and (max_q, max_k) == (q.shape[2], k.shape[2])
+        x = [t.transpose(1, 2) for t in (dout, q, k, v, out)]
+        found = kernel_backward(*x, lse[..., 0], None, None, 0, 0, causal, scale)
+        return [t.transpose(1, 2) for t in found]
+
+    def flash3(
+        q, k, v, k_new, v_new, qv, out, cu_q, cu_k, cu_k_new, seqused_q, seqused_k, max_q, max_k,
+        page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary, q_descale,
+        k_descale, v_descale, scale, causal, left, right, attention_chunk, softcap,
+        rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin,
+    ):  # fmt: skip
+        assert (left, right, attention_chunk, softcap, num_splits) == (-1, -1, 0, 0.0, 1)
+        seen.add((q.shape[-1], v.shape[-1]))
+        nothing = float("-inf")
+        return kernel_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, nothing)
+
+    def flash3_backward(
+        dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, seqused_q, seqused_k, max_q, max_k,
+        scale, causal, left, right, softcap, deterministic, sm_margin,
+    ):  # fmt: skip
+        found = kernel_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, scale)
+        for x, given in zip((dq, dk, dv), found, strict=True):
+            x.copy_(given)
+
+    def flash2(
+        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+        alibi_slopes, return_softmax,
+    ):  # fmt: skip
+        seen.add((q.shape[-1], v.shape[-1]))
+        return kernel_forward(q, k, v, None, None, 0, 0, causal, softmax_scale)
+
+    def flash2_packed(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+        causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+        return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None,
+    ):  # fmt: skip
+        seen.add((q.shape[-1], v.shape[-1]))
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return kernel_forward(q, k, v, *lengths, causal, softmax_scale)
+
+    def flash2_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
+        window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        none = (None, None, 0, 0)
+        found = kernel_backward(dout, q, k, v, out, softmax_lse, *none, causal, softmax_scale)
+        for x, given in zip((dq, dk, dv), found, strict=True):
+            x.copy_(given)
+
+    def flash2_packed_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+        softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        found = kernel_backward(dout, q, k, v, out, softmax_lse, *lengths, causal, softmax_scale)
+        for x, given in zip((dq, dk, dv), found, strict=True):
+            x.copy_(given)
+
+    if name == "torch-flash":
+        patch.setattr(torch.ops.aten, "_flash_attention_forward", torch_flash)
+        patch.setattr(torch.ops.aten, "_flash_attention_backward", torch_flash_backward)
+    elif name == "cudnn":
+        patch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", cudnn)
+        backward = "_scaled_dot_product_cudnn_attention_backward"
+        patch.setattr(torch.ops.aten, backward, cudnn_backward)
+        patch.setattr(leaf_cudnn, "_lse_dims", lambda device: 4)
+    elif name == "flash3":
+        kernels = types.SimpleNamespace(fwd=flash3, bwd=flash3_backward)
+        patch.setattr(leaf_flash3, "_kernels", lambda: kernels)
+    else:
+        interface = types.SimpleNamespace(
+            _flash_attn_forward=flash2, _flash_attn_varlen_forward=flash2_packed,
+            _flash_attn_backward=flash2_backward,
+            _flash_attn_varlen_backward=flash2_packed_backward,
+        )  # fmt: skip
+        package = types.SimpleNamespace(flash_attn_interface=interface)
+        patch.setitem(sys.modules, "flash_attn", package)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", FUSED)
+def test_kernels_are_called_right(name, batch, cp, monkeypatch):
+    """Also pins who pads values: that is for a leaf to do, and only for one that must."""
+    case, seen, leaf = Case(**BATCHES[batch]), set(), BY_NAME[name]
+    if name == "cudnn" and case.real is not None:
+        pytest.skip("unpacked batches only")
+    stand_in(name, monkeypatch, seen)
+    check(case, emulate(case, cp, leaf)(), 1e-11)
+    dims = (12, 12) if leaf.pads_values else (12, 8)
+    assert {pair[:2] for pair in seen} == {dims}
+    assert all(len(set(pair)) == 1 for pair in seen if len(pair) > 2)
+
+
+@pytest.mark.parametrize("name", ["cudnn", "torch-flash"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_arguments_fit_torch(name, batch):
+    """Torch checks the arguments of its operators also where nothing is computed."""
+    leaf = BY_NAME[name]
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    q, v = torch.empty(64, 4, 192, **meta), torch.empty(64, 4, 128, **meta)
+    cu = torch.empty(5, dtype=torch.int32, device="meta")
+    for sequences in (Dense(batch), Packed(cu, cu, 64)):
+        if name == "cudnn" and isinstance(sequences, Packed):
+            continue
+        out, lse = leaf.forward(q, q, v, True, 0.1, sequences)
+        assert out.shape == v.shape and lse.shape == (64, 4) and lse.dtype == torch.float32
+        found = leaf.backward(v, q, q, v, out, lse, True, 0.1, sequences)
+        assert [x.shape for x in found] == [q.shape, q.shape, v.shape]
+
+
+def _hopper(**changes):
+    shape = {"heads": 16, "qk_dim": 192, "v_dim": 128, "dtype": torch.bfloat16, **changes}
+    return Problem(device="cuda", capability=(9, 0), **shape)
+
+
+def test_dims_are_compared_before_anything_is_padded():
+    """Trap: padding values first makes 192/192 of 192/128, which native kernels do not take."""
+    assert {leaf.name for leaf in LEAVES if leaf.pads_values} == {"flash2", "torch-flash"}
+    order = list(BY_NAME)
+    assert order.index("cudnn") < order.index("flash2") < order.index("torch-flash")
+    assert order.index("flash3") == 0 and order[-1] == "torch"
+    available = [x for x in LEAVES if x.name in ("cudnn", "torch-flash", "torch")]
+    assert next(x.name for x in available if x.reason(_hopper()) is None) == "cudnn"
+    packed = [x.name for x in available if x.reason(_hopper(packed=True)) is None]
+    assert packed == ["torch-flash", "torch"]
+    wide = _hopper(packed=True, qk_dim=128, v_dim=192)
+    assert choose(wide).name in ("flash3", "torch")
+    assert "no wider" in BY_NAME["torch-flash"].reason(wide)
+
+
+def test_reasons_say_what_is_missing():
+    cpu = device_problem("cpu", dtype=torch.bfloat16, heads=4, qk_dim=192, v_dim=128)
+    assert choose(cpu).name == "torch"
+    assert all("needs a CUDA GPU" in BY_NAME[name].reason(cpu) for name in FUSED)
+    for name in FUSED:
+        assert "needs bf16 or fp16" in BY_NAME[name].reason(_hopper(dtype=torch.float32))
+        assert "multiples of 8" in BY_NAME[name].reason(_hopper(qk_dim=100, v_dim=100))
+    assert "deterministic" in BY_NAME["cudnn"].reason(_hopper(deterministic=True))
+    with pytest.raises(ConfigError, match="cannot run here: needs a CUDA GPU"):
+        choose(cpu, "flash2")
+
+
+def test_rows_without_keys_combine():
+    """No key in the first part, in the second, in neither: 0 and -inf where there is none."""
+    none = float("-inf")
+    lse = torch.tensor([[none, 1.0, none, 2.0]]).t()
+    other = torch.tensor([[0.5, none, none, 2.0]]).t()
+    out = torch.tensor([[0.0, 3.0, 0.0, 4.0]]).t()[..., None]
+    part = torch.tensor([[5.0, 0.0, 0.0, 6.0]]).t()[..., None]
+    merged = merge_torch(out.bfloat16(), lse, part.bfloat16(), other, 0, torch.float32)
+    assert torch.equal(merged.flatten(), torch.tensor([5.0, 3.0, 0.0, 5.0]))
+    assert relative_error(lse[[0, 1, 3], 0], torch.tensor([0.5, 1.0, 2.0 + 0.6931472])) < 1e-6
+    assert lse[2] == none
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", [0, 40])
+@pytest.mark.parametrize("shape", [(96, 3, 24), (64, 128, 128)])
+def test_fused_combination(shape, first):
+    generator = torch.Generator().manual_seed(1)
+    parts = []
+    for index in range(3):
+        start = first if index else 0
+        out = torch.randn(shape[0] - start, *shape[1:], generator=generator).bfloat16()
+        lse = torch.randn(out.shape[:2], generator=generator) * 3
+        hidden = torch.rand(lse.shape, generator=generator) < 0.3
+        parts.append((out.masked_fill(hidden[..., None], 0), lse.masked_fill(hidden, -torch.inf)))
+    found, right = Combined(torch.bfloat16), Combined(torch.float64)
+    for index, (out, lse) in enumerate(parts):
+        rows, last = slice(first if index else 0, None), index == 2
+        found.add(out.cuda(), lse.cuda(), rows, last)
+        right.add(out.double(), lse.double(), rows, last)
+    assert found.out.dtype == torch.bfloat16 and found.out.is_contiguous()
+    assert relative_error(found.out, right.out) < 3e-3
+    finite = right.lse.isfinite()
+    assert torch.equal(found.lse.cpu().isfinite(), finite)
+    assert relative_error(found.lse.cpu()[finite], right.lse[finite]) < 1e-6
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("mode", ["ring", "latent"])
+@pytest.mark.parametrize("batch", LARGE)
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("dims", [(4, 192, 128, 64, 512), (4, 128, 128, 64, 512)], ids=str)
+@pytest.mark.gpu
+def test_ranks_on_one_gpu(name, batch, mode, cp, dims):
+    """bf16 on the real kernels against float64; the second run must not wait for the device."""
+    case = Case(mode=mode, dtype=torch.bfloat16, dims=dims, **LARGE[batch])
+    shape = {"heads": dims[0], "qk_dim": dims[1], "v_dim": dims[2]}
+    packed = case.real is not None
+    reason = BY_NAME[name].reason(
+        device_problem("cuda", dtype=case.dtype, packed=packed, **shape)
+    )  # fmt: skip
+    if reason is not None:
+        pytest.skip(reason)
+    run = emulate(case, cp, BY_NAME[name], "cuda", checked=False)
+    check(case, run(), 1.2e-2)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        several = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    check(case, several, 1.2e-2)
