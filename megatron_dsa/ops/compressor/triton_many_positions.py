@@ -17,6 +17,7 @@ import triton.language as tl
 from megatron_dsa.ops.compressor.triton_softmax import (
     LOWEST,
     PER_BATCH,
+    exp_of,
     exp_of_difference,
     indices,
 )
@@ -43,7 +44,7 @@ def _fold(top, total, pooled, u, s):
     """Add positions to a softmax, all ``[slices, channels]``."""
     new = tl.maximum(top, tl.max(s, 1))
     p = exp_of_difference(s, new[:, None])
-    shrink = exp_of_difference(top, new)
+    shrink = exp_of(top - new)
     return new, total * shrink + tl.sum(p, 1), pooled * shrink + tl.sum(p * u, 1)
 
 
@@ -88,7 +89,7 @@ def pool_many(
         # All loads wait for these: read them a slot ahead.
         first, at = indices(first_row, position, slot + programs, groups)
         best = tl.max(top, 0)
-        shrink = exp_of_difference(top, best[None, :])
+        shrink = exp_of(top - best[None, :])
         sums = tl.sum(total * shrink, 0)
         sums = tl.where(sums == 0.0, 1.0, sums)
         average = tl.sum(pooled * shrink, 0) / sums

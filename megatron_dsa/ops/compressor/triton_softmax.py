@@ -18,9 +18,16 @@ PER_BATCH = ["first_row", "position", "groups", "row_step", "programs", "parts"]
 def exp_of_difference(x, y):
     """``exp(x - y)`` for a ``y`` that many ``x`` share: a multiplication and addition, and exp2.
 
-    ``tl.exp`` takes three more instructions to keep denormal results.
+    ``tl.exp`` takes three more instructions to keep denormal results. Rounding grows with ``y``: if
+    ``x`` may be :data:`LOWEST`, take :func:`exp_of`.
     """
     return tl.exp2(x * _LOG2_E - y * _LOG2_E)
+
+
+@triton.jit
+def exp_of(x):
+    """``exp(x)``, exactly 1 for 0."""
+    return tl.exp2(x * _LOG2_E)
 
 
 @triton.jit
