@@ -151,6 +151,7 @@ class HybridSelfAttention(MegatronModule):
         """
         refuse_unsupported(inference_context, key_value_states, megatron)
         ranks = self.ranks
+        ranks.count()
         rows, batch = hidden_states.shape[:2]
         layout = layout_from_megatron(
             rows, batch, hidden_states.device, packed_seq_params, ranks.spread, ranks.queries

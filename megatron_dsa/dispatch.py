@@ -264,10 +264,15 @@ def _log(level: int, line: str) -> None:
 def run(operation: str, problem: Problem, policy: Policy, *args, **kwargs):
     """Run ``operation`` with the implementation that :func:`choose` picks, and count the call."""
     candidate = choose(operation, problem, policy).candidate
-    if _counting:
-        _calls[operation, candidate.name] += 1
+    count(operation, candidate.name)
     with _range(f"megatron_dsa.{operation}.{candidate.name}", problem.device == "cuda"):
         return candidate.load()(*args, **kwargs)
+
+
+def count(what: str, name: str) -> None:
+    """Let :func:`report` tell that ``what`` was done by way of ``name``."""
+    if _counting:
+        _calls[what, name] += 1
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+from megatron_dsa.dispatch import count
 from megatron_dsa.gathering import (
     Gathering,
     arrive,
@@ -55,6 +56,13 @@ class Ranks:
     def row_group(self):
         """The ranks whose rows are put together for queries, or ``None``."""
         return None if self.by_rows else self.tp
+
+    def count(self) -> None:
+        """Let the dispatch report tell how heads and rows are divided."""
+        if self.tp is not None:
+            count("tensor_parallel_attention", "rows" if self.by_rows else "heads")
+        if self.cp is not None:
+            count("context_parallel_attention", self.spread.cp_layout)
 
     def own(self, tables):
         """Return the part of per-query-row tables that belongs to the rows this rank holds."""

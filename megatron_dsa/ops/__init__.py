@@ -197,7 +197,7 @@ def _probe_ring(leaf: str):
 
 for _leaf, _covers in (
     ("flash3", "FlashAttention 3; values as wide as they are"),
-    ("cudnn", "torch's cuDNN kernels; values as wide as they are"),
+    ("torch-cudnn", "torch's cuDNN kernels; values as wide as they are"),
     ("flash2", "FlashAttention 2; values padded inside"),
     ("torch-flash", "torch's flash kernels; values padded inside"),
 ):

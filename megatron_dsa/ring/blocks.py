@@ -44,7 +44,7 @@ def _leaf(name: str, module, fused: bool = True, pads_values: bool = False) -> L
 #: In the order in which they are tried: those that take keys wider than values as they are first.
 LEAVES = (
     _leaf("flash3", leaf_flash3),
-    _leaf("cudnn", leaf_cudnn),
+    _leaf("torch-cudnn", leaf_cudnn),
     _leaf("flash2", leaf_flash2, pads_values=True),
     _leaf("torch-flash", leaf_torch_flash, pads_values=True),
     _leaf("torch", leaf_torch, fused=False),

@@ -366,8 +366,8 @@ def test_wrong_arguments_are_explained():
         ring_attention(q, q, v.double(), rows, None, 0.5)
     with pytest.raises(ConfigError, match="block must be"):
         ring_attention(q, q, v, rows, None, 0.5, "flash9")
-    with pytest.raises(ConfigError, match="block names cudnn"):
-        ring_attention(q, q, v, rows, None, 0.5, "cudnn")
+    with pytest.raises(ConfigError, match="block names torch-cudnn"):
+        ring_attention(q, q, v, rows, None, 0.5, "torch-cudnn")
     with pytest.raises(ConfigError, match="latent must be"):
         weight = torch.zeros(2, 3, 5)
         ring_latent_attention(q, torch.zeros(8, 9), weight, weight, rows, None, 0.5)

@@ -233,7 +233,7 @@ def stand_in(name, patch, seen):
     if name == "torch-flash":
         patch.setattr(torch.ops.aten, "_flash_attention_forward", torch_flash)
         patch.setattr(torch.ops.aten, "_flash_attention_backward", torch_flash_backward)
-    elif name == "cudnn":
+    elif name == "torch-cudnn":
         patch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", cudnn)
         backward = "_scaled_dot_product_cudnn_attention_backward"
         patch.setattr(torch.ops.aten, backward, cudnn_backward)
@@ -257,7 +257,7 @@ def stand_in(name, patch, seen):
 def test_kernels_are_called_right(name, batch, cp, monkeypatch):
     """Also pins who pads values: that is for a leaf to do, and only for one that must."""
     case, seen, leaf = Case(**BATCHES[batch]), set(), BY_NAME[name]
-    if name == "cudnn" and case.real is not None:
+    if name == "torch-cudnn" and case.real is not None:
         pytest.skip("unpacked batches only")
     stand_in(name, monkeypatch, seen)
     check(case, emulate(case, cp, leaf)(), 1e-11)
@@ -266,7 +266,7 @@ def test_kernels_are_called_right(name, batch, cp, monkeypatch):
     assert all(len(set(pair)) == 1 for pair in seen if len(pair) > 2)
 
 
-@pytest.mark.parametrize("name", ["cudnn", "torch-flash"])
+@pytest.mark.parametrize("name", ["torch-cudnn", "torch-flash"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_arguments_fit_torch(name, batch):
     """Torch checks the arguments of its operators also where nothing is computed."""
@@ -275,7 +275,7 @@ def test_arguments_fit_torch(name, batch):
     q, v = torch.empty(64, 4, 192, **meta), torch.empty(64, 4, 128, **meta)
     cu = torch.empty(5, dtype=torch.int32, device="meta")
     for sequences in (Dense(batch), Packed(cu, cu, 64)):
-        if name == "cudnn" and isinstance(sequences, Packed):
+        if name == "torch-cudnn" and isinstance(sequences, Packed):
             continue
         out, lse = leaf.forward(q, q, v, True, 0.1, sequences)
         assert out.shape == v.shape and lse.shape == (64, 4) and lse.dtype == torch.float32
@@ -292,10 +292,10 @@ def test_dims_are_compared_before_anything_is_padded():
     """Trap: padding values first makes 192/192 of 192/128, which native kernels do not take."""
     assert {leaf.name for leaf in LEAVES if leaf.pads_values} == {"flash2", "torch-flash"}
     order = list(BY_NAME)
-    assert order.index("cudnn") < order.index("flash2") < order.index("torch-flash")
+    assert order.index("torch-cudnn") < order.index("flash2") < order.index("torch-flash")
     assert order.index("flash3") == 0 and order[-1] == "torch"
-    available = [x for x in LEAVES if x.name in ("cudnn", "torch-flash", "torch")]
-    assert next(x.name for x in available if x.reason(_hopper()) is None) == "cudnn"
+    available = [x for x in LEAVES if x.name in ("torch-cudnn", "torch-flash", "torch")]
+    assert next(x.name for x in available if x.reason(_hopper()) is None) == "torch-cudnn"
     packed = [x.name for x in available if x.reason(_hopper(packed=True)) is None]
     assert packed == ["torch-flash", "torch"]
     wide = _hopper(packed=True, qk_dim=128, v_dim=192)
@@ -310,7 +310,7 @@ def test_reasons_say_what_is_missing():
     for name in FUSED:
         assert "needs bf16 or fp16" in BY_NAME[name].reason(_hopper(dtype=torch.float32))
         assert "multiples of 8" in BY_NAME[name].reason(_hopper(qk_dim=100, v_dim=100))
-    assert "deterministic" in BY_NAME["cudnn"].reason(_hopper(deterministic=True))
+    assert "deterministic" in BY_NAME["torch-cudnn"].reason(_hopper(deterministic=True))
     with pytest.raises(ConfigError, match="cannot run here: needs a CUDA GPU"):
         choose(cpu, "flash2")
 

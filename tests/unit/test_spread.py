@@ -1,0 +1,127 @@
+"""Rows spread over ranks: who holds which place, bounds that the host knows, rows of neighbours."""
+
+import itertools
+
+import pytest
+import torch
+
+from megatron_dsa.compressed_keys import compressed_keys
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.halo import halo_of
+from megatron_dsa.microbatch import layout_from_megatron
+from megatron_dsa.spread import CP_LAYOUTS, Spread
+from tests.host import packed
+from tests.ranks import Case
+
+CPU = torch.device("cpu")
+TOTAL = 96
+LENGTHS = (30, 3, 0, 40, 10)
+PADDED = (32, 8, 0, 40, 16)
+KINDS = {"one": (1, None), "two": (2, None), "packed": (1, (LENGTHS, PADDED))}
+GRIDS = [(2, 1), (4, 1), (2, 2), (1, 3), (2, 3)]
+
+
+def spreads(cp, sp, cp_layout):
+    for cp_rank, sp_rank in itertools.product(range(cp), range(sp)):
+        yield Spread(cp, cp_rank, cp_layout, sp, sp_rank)
+
+
+def layout_of(kind, spread, by_rows):
+    batch, lengths = KINDS[kind]
+    params = packed(*lengths[0], padded_lengths=lengths[1]) if lengths else None
+    queries = spread if by_rows else spread.whole()
+    return layout_from_megatron(TOTAL // spread.ranks, batch, CPU, params, spread, queries)
+
+
+def expected_places(kind, cp, cp_layout):
+    lengths = KINDS[kind][1]
+    case = Case("", "", (), (), rows=TOTAL, cp_layout=cp_layout)
+    if lengths is not None:
+        case = Case("", "", (), (), rows=TOTAL, cp_layout=cp_layout, padded=lengths[1], lengths=())
+    return case.places(cp)
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("cp_layout", CP_LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("cp", "sp"), GRIDS)
+def test_layout_of_a_rank(cp, sp, kind, cp_layout, by_rows):
+    """Every rank's rows see what they see on one rank; bounds cover it; keys are found."""
+    batch = KINDS[kind][0]
+    whole = layout_of(kind, Spread(), True)
+    places = expected_places(kind, cp, cp_layout)
+    stored = [place for held in places for place in held]  # keys, one rank after the other
+    for spread in spreads(cp, sp, cp_layout):
+        layout = layout_of(kind, spread, by_rows)
+        own = places[spread.cp_rank]
+        if by_rows:
+            own = own[spread.sp_rank * len(own) // sp :][: len(own) // sp]
+        rows = [place * batch + e for place in own for e in range(batch)]
+        assert layout.start.equal(whole.start[rows]) and layout.end.equal(whole.end[rows])
+        assert layout.position.equal(whole.position[rows])
+        for place, e in itertools.product(range(TOTAL), range(batch)):
+            row = e * TOTAL + place if layout.key_rows is None else None
+            row = int(layout.key_rows[e * TOTAL + place]) if row is None else row
+            assert layout.key_rows is None or row == stored.index(place) * batch + e
+        assert layout.real_rows() == whole.real_rows()
+        for ratio in (0, 4, 7):
+            seen = compressed_keys(layout, ratio, ratio == 4).layout if ratio else layout
+            check_bounds(seen)
+
+
+def check_bounds(layout):
+    """Blocks of any size hold every query once and all that it sees."""
+    for rows_at_once in (1, 5, 1000):
+        found = torch.zeros(layout.num_queries, dtype=torch.int64)
+        for block in layout.blocks(lambda _width, rows=rows_at_once: rows):
+            assert 0 <= block.lo <= block.hi <= layout.num_keys
+            found[block.rows] += 1
+            start, end = layout.start[block.rows], layout.end[block.rows]
+            some = end > start
+            assert (start[some] >= block.lo).all() and (end[some] <= block.hi).all()
+        assert (found == 1).all()
+    for first in range(0, layout.num_queries, 9):
+        rows = slice(first, min(first + 9, layout.num_queries))
+        assert layout.widest(rows) >= int((layout.end - layout.start)[rows].max())
+
+
+@pytest.mark.parametrize("reach", [1, 6, 40])
+@pytest.mark.parametrize("cp_layout", CP_LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("cp", "sp"), GRIDS)
+def test_halo(cp, sp, kind, cp_layout, reach):
+    """The rows before each run are among those that ranks share, and lie where the tables say."""
+    batch = KINDS[kind][0]
+    all_spreads = list(spreads(cp, sp, cp_layout))
+    halos = [halo_of(layout_of(kind, s, True), s, reach) for s in all_spreads]
+    keys = layout_of(kind, all_spreads[0], True).key_places
+    start = layout_of(kind, Spread(), True).start[::batch].tolist()
+    shared = torch.cat(
+        [keys.table[s.rank][h.shared] for s, h in zip(all_spreads, halos, strict=True)]
+    )
+    for spread, halo in zip(all_spreads, halos, strict=True):
+        own = keys.table[spread.rank]
+        buffer = torch.cat([own, shared]).tolist()
+        held = halo.held.view(batch, -1)
+        extended = [-1] * halo.length
+        for at, source in zip(halo.before.tolist(), halo.source.tolist(), strict=True):
+            extended[at] = int(shared[source]) if source >= 0 else -1
+        for i, at in enumerate(halo.extended(spread.rank).tolist()):
+            extended[at] = int(own[i])
+        for i, at in enumerate(halo.extended(spread.rank).tolist()):
+            place = int(own[i])
+            for back in range(min(reach, place - start[place]) + 1):
+                row = int(held[0, place - back])
+                assert row >= 0 and buffer[row // batch] == place - back
+                assert extended[at - back] == place - back
+        used = held[0][held[0] >= 0]
+        assert used.unique().numel() == used.numel()
+        for e in range(batch):
+            assert held[e][held[0] >= 0].equal(used + e)
+
+
+def test_what_cannot_be_spread_is_refused():
+    with pytest.raises(ConfigError, match="multiple of 4 chunks and of 2 ranks"):
+        Spread(2, 0).chunks(6)
+    with pytest.raises(ConfigError, match="multiple of 1 chunks and of 2 ranks"):
+        Spread(sp=2).chunks(7)
