@@ -1,0 +1,231 @@
+"""An attention layer as one of several ranks holds it: weights, rows, and one case's measurements.
+
+Weights and inputs are drawn whole from one seed and cut, so that any number of ranks computes the
+same layer; the norms of output and input gradient show that they do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.hybrid_layer import _TINY, MODELS, SETTINGS
+from benchmarks.ranks_cases import Case, Grid
+from benchmarks.ranks_traffic import STEP, Design, communication_shares, counted, formula_bytes
+from benchmarks.timing import Clock
+from megatron_dsa.dispatch import report, reset_report
+
+SEED = 0
+#: Timed calls, at least: with one, a straggler could not be told from the rest.
+FEWEST = 2
+#: Steps that only prepare compile what depends on shapes other than the length.
+PREPARE_ROWS = 8192
+
+_TINY_DSA = {
+    "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "q_lora_rank": 24,
+    "kv_lora_rank": 16, "qk_head_dim": 12, "qk_pos_emb_head_dim": 8, "v_head_dim": 10,
+    "qk_layernorm": True, "add_bias_linear": False, "attention_dropout": 0.0,
+    "dsa_indexer_n_heads": 3, "dsa_indexer_head_dim": 16, "dsa_indexer_topk": 12,
+}  # fmt: skip
+
+
+def layer_config(case: Case, grid: Grid, workspace_mib: int):
+    """Return the configuration of a case's layer; Megatron has to be running."""
+    from megatron_dsa import cpu_host
+    from megatron_dsa.config import DSAOptions, DSATransformerConfig, preset
+    from megatron_dsa.csa_config import HybridTransformerConfig, csa_preset
+
+    options = DSAOptions(
+        workspace_bytes=workspace_mib * 2**20, cp_layout=case.cp_layout, tp_mode=case.tp_mode
+    )
+    changes = SETTINGS | {
+        "use_cpu_initialization": cpu_host.needed(),
+        "dsa": options,
+        "tensor_model_parallel_size": grid.tp,
+        "context_parallel_size": grid.cp,
+        "sequence_parallel": grid.tp > 1,
+    }
+    tiny = case.preset.startswith("tiny")
+    if case.ratio is not None:
+        if tiny:
+            config = HybridTransformerConfig(**_TINY | changes)
+        else:
+            config = csa_preset(MODELS[case.preset], **changes)
+    else:
+        changes = {key: value for key, value in changes.items() if not key.startswith("csa_")}
+        changes |= {"num_layers": 1, "normalization": "RMSNorm"}
+        if tiny:
+            config = DSATransformerConfig(**_TINY_DSA | changes)
+        else:
+            heads = {"num_attention_heads": case.heads}
+            config = preset("deepseek-v3.2", **changes | heads)
+    config.finalize_model_grads_func = None
+    return config
+
+
+class Layer:
+    """One rank's part of an attention layer in training mode, of its input and its gradient."""
+
+    def __init__(self, case: Case, grid: Grid, device: torch.device, workspace_mib: int):
+        from megatron.core.transformer.spec_utils import build_module
+
+        from megatron_dsa.specs import dsa_layer_spec
+
+        self.config = config = layer_config(case, grid, workspace_mib)
+        number = 1 if case.ratio is None else config.csa_compress_ratios.index(case.ratio) + 1
+        spec = dsa_layer_spec(config).submodules.self_attention
+        module = build_module(spec, config=config, layer_number=number)
+        # Some parameters stay in fp32, as in a model that Megatron casts.
+        self.module = module.to(device).bfloat16().train()
+        generator = torch.Generator(device).manual_seed(SEED)
+        fill(self.module, config.tensor_model_parallel_size, generator)
+        self.spread = self.module.ranks.spread
+        own = self.spread.places(case.rows, None, device)[self.spread.rank]
+
+        def rows() -> torch.Tensor:
+            shape = (case.rows, 1, config.hidden_size)
+            whole = torch.randn(*shape, dtype=torch.bfloat16, device=device, generator=generator)
+            return whole.index_select(0, own)
+
+        self.x, self.gradient = rows().requires_grad_(), rows()
+        self.design = Design(config, case.ratio, len(own), grid.tp, grid.cp, self.spread.runs(None))
+
+    def forward(self) -> torch.Tensor:
+        """Run the forward of a training step; the result holds all that the backward needs."""
+        return self.module(self.x, None)[0]
+
+    def step(self) -> None:
+        """Forward and backward; gradients are added to those that there are."""
+        self.forward().backward(self.gradient)
+
+    def first_step(self) -> dict:
+        """Run a step; return the squared norms of this rank's output and input gradient."""
+        out = self.forward()
+        squares = {"out": squared_norm(out.detach())}
+        out.backward(self.gradient)
+        return squares | {"dx": squared_norm(self.x.grad)}
+
+
+def fill(module, ranks: int, generator: torch.Generator) -> None:
+    """Fill all matrices from one seed: a tensor-parallel rank gets its part of the whole one."""
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    with torch.no_grad():
+        for _, parameter in sorted(module.named_parameters()):
+            if parameter.dim() < 2:
+                continue  # norms and sinks start alike everywhere
+            shape, cut = list(parameter.shape), None
+            if getattr(parameter, "tensor_model_parallel", False):
+                cut = parameter.partition_dim
+                shape[cut] *= ranks
+            whole = torch.randn(
+                shape, dtype=parameter.dtype, device=parameter.device, generator=generator
+            )
+            whole *= shape[1] ** -0.5
+            parameter.copy_(whole if cut is None else whole.chunk(ranks, cut)[rank])
+
+
+def squared_norm(x: torch.Tensor) -> float:
+    """Sum of squares, in parts: an fp32 copy of everything might not fit."""
+    return sum(part.float().square().sum().item() for part in x.split(4096))
+
+
+def agree(wish: bool, device: torch.device) -> bool:
+    """Return whether all ranks wish so; nobody goes on before all have asked."""
+    flag = torch.tensor(float(wish), device=device)
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
+    return bool(flag.item())
+
+
+def timed(call, clock: Clock, device: torch.device, repeats: int, budget: float) -> list[float]:
+    """Milliseconds of calls that all ranks begin together; equally many on all."""
+    times: list[float] = []
+    begin = time.perf_counter()
+    while agree(
+        len(times) < min(FEWEST, repeats)
+        or (len(times) < repeats and time.perf_counter() - begin < budget),
+        device,
+    ):
+        times += clock.milliseconds(call, 1)
+    return times
+
+
+def measure_layer(case: Case, grid: Grid, device: torch.device, settings: dict) -> dict:
+    """Measure a layer on this rank: times, memory, bytes sent, shares of communication."""
+    clock = Clock(device)
+    begin = time.perf_counter()
+    layer = Layer(case, grid, device, settings["workspace_mib"])  # compiles, as the step does
+    result: dict = {"heads": layer.config.num_attention_heads}
+    # Also makes the gradients' memory, which so is not part of a step's.
+    with counted() as traffic:
+        result["squares"] = layer.first_step()
+    clock.wait()
+    result["warm_up_s"] = time.perf_counter() - begin
+    gc.collect()
+    limits = clock, device, settings["repeats"], settings["budget"]
+    forward = timed(layer.forward, *limits)
+    reset_report()
+    with _Peak(clock) as peak:
+        step = timed(layer.step, *limits)
+    ran = "; ".join(f"{operation}={'+'.join(counts)}" for operation, counts in report().items())
+    rows = layer.design.rows
+    result |= {
+        "times": {"forward": forward, "step": step},
+        "ran": ran,
+        "peak_mib": peak.mib,
+    }
+    if grid.ranks == 1:
+        return result
+    result["bytes_per_token"] = traffic.bytes / rows
+    result["formula_bytes_per_token"] = formula_bytes(layer.design) / rows
+    if clock.on_gpu:
+        result |= traced_shares(layer.step, clock, device)
+    return result
+
+
+class _Peak:
+    """Peak memory of torch's allocator, above what was there at the beginning."""
+
+    def __init__(self, clock: Clock):
+        self.clock, self.mib = clock, None
+
+    def __enter__(self):
+        if self.clock.on_gpu:
+            self.clock.wait()
+            self.before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        return self
+
+    def __exit__(self, *_):
+        if self.clock.on_gpu:
+            self.mib = (torch.cuda.max_memory_allocated() - self.before) / 2**20
+
+
+def traced_shares(call, clock: Clock, device: torch.device) -> dict:
+    """Trace one call that all ranks begin together; see :func:`communication_shares`."""
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
+        agree(True, device)  # starting the profiler takes each rank its own time
+        clock.wait()
+        with torch.profiler.record_function(STEP):
+            call()
+        clock.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(errors="replace"))["traceEvents"]
+    return communication_shares(events)
+
+
+def prepare_layer(case: Case, grid: Grid, device: torch.device, settings: dict) -> None:
+    """Run a short step of a case's kind, so that its kernels are compiled."""
+    if not case.ratio or case.ratio <= 4:  # of longer groups, lists are as wide as the length says
+        case = dataclasses.replace(case, rows=min(case.rows, PREPARE_ROWS))
+    Layer(case, grid, device, settings["workspace_mib"]).step()

@@ -1,0 +1,158 @@
+"""One rank of more tensor-parallel ranks than there are GPUs: the attention core without its layer.
+
+By heads a rank has ``H / TP`` heads of all rows, and scores, selects and trains the indexer for all
+rows. By rows it has all heads of ``S / TP`` rows, and of the indexer those rows. The rank that is
+simulated is the last one: its rows see most keys, and all others wait for it. The bulk of
+what the ranks of only one mode send is exchanged for real, in the same number of bytes per rank, by
+the GPUs that there are: by rows queries and outputs, all-to-all; by heads the indexer's teacher,
+all-reduced. (Left out: by rows the absorbed weights, by heads the indexer's query latents.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+
+import torch
+
+from benchmarks.cases import PRESETS
+from benchmarks.cases import Preset as Shape
+from benchmarks.ranks_cases import Case
+from benchmarks.ranks_layer import PREPARE_ROWS, SEED, _Peak, timed
+from benchmarks.ranks_traffic import WIDE, exchange, sum_everywhere
+from benchmarks.timing import Clock
+from megatron_dsa.dispatch import Policy, report, reset_report
+from megatron_dsa.dsa_kernels import (
+    IndexerInputs,
+    IndexerTraining,
+    indexer_topk,
+    sparse_attention,
+)
+from megatron_dsa.layout import Layout, bshd_layout
+from megatron_dsa.parallel import gather_keys
+from megatron_dsa.spread import KeyPlaces, Spread, places_of, spread_layout
+
+#: Dims of a head's query (128 and rope's 64) and of its output, which travel before absorption.
+TRAVELLING = {"v3.2": (192, 128), "tiny": (20, 10)}
+
+
+def rank_layout(case: Case, device: torch.device) -> Layout:
+    """Return the layout of the query rows of the simulated rank."""
+    everything = bshd_layout(case.rows, 1, device)
+    if case.tp_mode == "heads" or case.simulated == 1:
+        return everything
+    spread = Spread(sp=case.simulated, sp_rank=case.simulated - 1)
+    places = places_of(spread, case.rows, device)
+    return spread_layout(everything, spread, KeyPlaces(spread, places, 1, None))
+
+
+class Core:
+    """Inputs of the core of one rank."""
+
+    def __init__(self, case: Case, device: torch.device, workspace_mib: int):
+        self.shape: Shape = PRESETS[case.preset]
+        p, self.layout = self.shape, rank_layout(case, device)
+        self.heads = p.heads // case.simulated if case.tp_mode == "heads" else p.heads
+        self.policy = Policy(workspace_bytes=workspace_mib * 2**20)
+        generator = torch.Generator(device).manual_seed(SEED)
+        rows = self.layout.num_queries
+
+        def normal(*shape) -> torch.Tensor:
+            return torch.randn(*shape, dtype=torch.bfloat16, device=device, generator=generator)
+
+        # Rows that see the same keys of one buffer select alike, by rows and by heads.
+        self.kv = normal(case.rows, 1, p.qk_dim).requires_grad_()
+        weights = normal(rows, p.index_heads) * (p.index_heads * p.index_dim) ** -0.5
+        self.indexer = IndexerInputs(
+            normal(rows, p.index_heads, p.index_dim).requires_grad_(),
+            normal(case.rows, p.index_dim).requires_grad_(),
+            weights.requires_grad_(),
+        )
+        self.q = normal(rows, self.heads, p.qk_dim).requires_grad_()
+        self.gradient = normal(rows, self.heads, p.v_dim)
+        self.kl = None
+
+    def forward(self) -> torch.Tensor:
+        """Select and attend; the indexer is trained in the backward."""
+        p = self.shape
+        keys, channel = gather_keys(self.kv, None)
+        indices, length = indexer_topk(self.indexer, self.layout, p.topk, policy=self.policy)
+        training = IndexerTraining(
+            self.indexer, self.layout, lambda: 1.0, lambda kl_sum: setattr(self, "kl", kl_sum)
+        )
+        return sparse_attention(
+            self.q, keys, indices, softmax_scale=p.softmax_scale, v_dim=p.v_dim,
+            topk_length=length, kv_grad=channel, in_order=True, indexer=training,
+            policy=self.policy,
+        ).out  # fmt: skip
+
+    def step(self) -> None:
+        self.forward().backward(self.gradient)
+
+
+def measure_core(case: Case, device: torch.device, settings: dict) -> dict:
+    """Measure the core of a simulated rank."""
+    clock = Clock(device)
+    begin = time.perf_counter()
+    core = Core(case, device, settings["workspace_mib"])
+    core.step()
+    clock.wait()
+    warm_up = time.perf_counter() - begin
+    if core.kl is None or not core.kl.isfinite():
+        raise RuntimeError(f"the backward formed no indexer loss, but {core.kl}")
+    gc.collect()
+    limits = clock, device, settings["repeats"], settings["budget"]
+    forward = timed(core.forward, *limits)
+    reset_report()
+    with _Peak(clock) as peak:
+        step = timed(core.step, *limits)
+    return {
+        "heads": core.heads,
+        "times": {"forward": forward, "step": step},
+        "ran": "; ".join(f"{name}={'+'.join(counts)}" for name, counts in report().items()),
+        "peak_mib": peak.mib,
+        "warm_up_s": warm_up,
+    }
+
+
+def prepare_core(case: Case, device: torch.device, settings: dict) -> None:
+    """Run a short step, so that the kernels are compiled."""
+    case = dataclasses.replace(case, rows=min(case.rows, PREPARE_ROWS))
+    Core(case, device, settings["workspace_mib"]).step()
+
+
+def exchanges(case: Case) -> list[tuple[str, float]]:
+    """Return the collectives of a step of the simulated rank: name and bytes that it sends."""
+    p, ranks = PRESETS[case.preset], case.simulated
+    if case.tp_mode == "heads":
+        return [("all_reduce", sum_everywhere(case.rows * p.topk * WIDE, ranks))]
+    part = case.rows // ranks * p.heads * 2
+    query, out = TRAVELLING[case.preset]
+    both = [("all_to_all", exchange(part * dim, ranks)) for dim in (query, out)]
+    return both + both  # forward, and gradients backward
+
+
+def measure_exchange(case: Case, device: torch.device, settings: dict) -> dict:
+    """Time these collectives over all ranks of this process' group, as many bytes sent by each."""
+    clock, ranks = Clock(device), torch.distributed.get_world_size()
+    calls, total = [], sum(sent for _, sent in exchanges(case))
+    if ranks == 1:  # nobody to send to
+        return {"times": {"exchange": [0.0]}, "bytes": total}
+    for name, sent in exchanges(case):
+        if name == "all_reduce":
+            x = torch.zeros(round(sent / sum_everywhere(WIDE, ranks)), device=device)
+            calls.append(lambda x=x: torch.distributed.all_reduce(x))
+            continue
+        count = round(sent / exchange(2, ranks)) // ranks * ranks
+        x = torch.zeros(count, dtype=torch.bfloat16, device=device)
+        y = torch.empty_like(x)
+        calls.append(lambda x=x, y=y: torch.distributed.all_to_all_single(y, x))
+
+    def everything() -> None:
+        for call in calls:
+            call()
+
+    everything()
+    times = timed(everything, clock, device, settings["repeats"], settings["budget"])
+    return {"times": {"exchange": times}, "bytes": total}
