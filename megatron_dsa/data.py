@@ -18,7 +18,9 @@ from megatron.core.utils import flatten_batch_for_packed_sequences, get_batch_on
 from megatron.training import get_args, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_dsa.config import options_of
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.spread import Spread, places_of
 
 #: Bytes are their own token ids; this one ends a document.
 BYTE_EOD = 256
@@ -111,13 +113,16 @@ _BATCH_KEYS = (
     "tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens",
     "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group",
 )  # fmt: skip
+#: What has one entry per token, in dim 1.
+_TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def get_batch(data_iterator, config, vp_stage: int | None = None):
-    """Return this stage's ``(batch, packed_seq_params)``; middle stages get an empty batch.
+    """Return this rank's ``(batch, packed_seq_params)``; middle stages get an empty batch.
 
     With ``--dataloader-inter-document-masking`` the documents of a batch are packed (THD) and do
-    not see each other.
+    not see each other. Under context parallelism the batch holds the rank's tokens, while the
+    packed parameters describe whole documents.
     """
     args = get_args()
     packed = args.dataloader_inter_document_masking
@@ -150,7 +155,70 @@ def get_batch(data_iterator, config, vp_stage: int | None = None):
         is_pipeline_first_stage=first,
         is_pipeline_last_stage=last,
     )
-    return batch, _pack(batch) if packed else None
+    params = _pack(batch) if packed else None
+    if config.context_parallel_size > 1:
+        spread = Spread(
+            cp=config.context_parallel_size,
+            cp_rank=mpu.get_context_parallel_rank(),
+            cp_layout=options_of(config).cp_layout,
+        )
+        take_tokens(batch, spread, None if params is None else params.cu_seqlens_q)
+    return batch, params
+
+
+def take_tokens(batch: dict, spread: Spread, offsets: torch.Tensor | None = None) -> None:
+    """Leave a context-parallel rank's tokens in ``batch`` (in place), in the rank's order.
+
+    The table is the one that attention uses: Megatron's own split knows neither other layouts nor,
+    without transformer-engine, packed documents.
+
+    Args:
+        batch: tensors ``[b, s]`` by name, or ``None``; others than one-per-token are left alone.
+        spread: which rank of how many, and the layout.
+        offsets: int ``[n + 1]`` cumulative lengths (padded, if there is padding) of packed
+            documents, or ``None``.
+    """
+    for key in _TOKEN_KEYS:
+        whole = batch.get(key)
+        if whole is None:
+            continue
+        total, device = whole.shape[1], whole.device
+        if offsets is None:
+            places = places_of(spread, total, device)
+        else:
+            places = spread.places(total, offsets, device)
+        batch[key] = whole.index_select(1, places[spread.rank])
+
+
+def check_spread(args) -> None:
+    """Refuse data that the layout of context parallelism does not fit.
+
+    Raises:
+        ConfigError: for packed documents or multi-token prediction in the wrong layout.
+    """
+    if args.context_parallel_size == 1:
+        return
+    layout, packed = args.dsa_cp_layout, args.dataloader_inter_document_masking
+    if packed and layout == "zigzag":
+        raise ConfigError(
+            "--dsa-cp-layout must be zigzag_rows (or contiguous) with "
+            "--dataloader-inter-document-masking and --context-parallel-size "
+            f"{args.context_parallel_size}, got zigzag: it cuts every document into "
+            f"{2 * args.context_parallel_size} equal chunks, and the documents of Megatron's data "
+            "sets have any length. Add --dsa-cp-layout zigzag_rows"
+        )
+    if args.mtp_num_layers and (packed or layout == "contiguous"):
+        raise ConfigError(
+            f"--mtp-num-layers must be unset with --context-parallel-size "
+            f"{args.context_parallel_size} and "
+            f"{'packed documents' if packed else '--dsa-cp-layout contiguous'}: Megatron shifts "
+            "tokens from rank to rank as if every sequence lay in zigzag order. "
+            + (
+                "Drop --dataloader-inter-document-masking or --mtp-num-layers"
+                if packed
+                else "Use --dsa-cp-layout zigzag"
+            )
+        )
 
 
 def _pack(batch: dict) -> PackedSeqParams:

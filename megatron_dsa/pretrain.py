@@ -73,6 +73,7 @@ def model_config_from_args(args):
     )
     from megatron_dsa.config import DSATransformerConfig
     from megatron_dsa.csa_config import HybridTransformerConfig
+    from megatron_dsa.data import check_spread
     from megatron_dsa.errors import ConfigError
     from megatron_dsa.model import DSAModelConfig
     from megatron_dsa.stages import freeze_for_stage
@@ -91,6 +92,7 @@ def model_config_from_args(args):
             "--reset-attention-mask and --reset-position-ids have no effect here: attention is "
             "masked by indices. Use --dataloader-inter-document-masking to keep documents apart"
         )
+    check_spread(args)
     mla = core_transformer_config_from_args(args)
     apply_yarn_flags(args, mla)
     options = options_from_args(args)

@@ -5,7 +5,7 @@ import torch
 
 from tests.functional.cases.run import prepare_data
 from tests.functional.checkpoint_reader import gradients_of_first_step
-from tests.functional.launch import train
+from tests.functional.launch import ENTRY_POINT, REPOSITORY, train
 
 ONE_STEP = {"--train-iters": 1, "--save-interval": 1, "--finetune": True}
 
@@ -30,11 +30,22 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def short_documents(tmp_path_factory):
+    """``--data-path`` of documents of any length, many of them shorter than a sample."""
+    from megatron_dsa.data import write_byte_dataset
+
+    prefix = tmp_path_factory.mktemp("documents") / "lines"
+    lines = (REPOSITORY / "LICENSE").read_text(encoding="utf-8").splitlines()
+    write_byte_dataset([line.strip() for line in lines], prefix)
+    return str(prefix)
+
+
+@pytest.fixture(scope="session")
 def steps_of(data, tmp_path_factory):
     """Function that prepares a model (changes to :data:`TINY`) and returns its ``one_step``.
 
-    ``one_step(changes, ranks)`` takes one step from a checkpoint of random weights and returns the
-    log line, all gradients and the run.
+    ``one_step(changes, ranks, module)`` takes one step from a checkpoint of random weights and
+    returns the log line, all gradients and the run; ``module`` is what is run.
     """
 
     def prepare(model=None):
@@ -43,10 +54,10 @@ def steps_of(data, tmp_path_factory):
         # A few steps, so that nothing is at its initial 0.
         train(model | {"--save": start, "--train-iters": 3, "--save-interval": 3})
 
-        def one_step(changes=None, ranks=1):
+        def one_step(changes=None, ranks=1, module=ENTRY_POINT):
             directory = tmp_path_factory.mktemp("step")
             flags = model | {"--load": start, "--save": directory} | ONE_STEP
-            result = train(flags | (changes or {}), ranks=ranks)
+            result = train(flags | (changes or {}), ranks=ranks, module=module)
             return result.steps[0], gradients_of_first_step(directory), result
 
         return one_step

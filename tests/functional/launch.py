@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+ENTRY_POINT = "megatron_dsa.pretrain"
 
 #: A DeepSeek-V3.2 in miniature; every case starts from these flags. ``True`` is a bare flag.
 TINY = {
@@ -113,15 +114,24 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def train(changes: dict | None = None, *, ranks: int = 1, check: bool = True) -> Run:
+def train(
+    changes: dict | None = None, *, ranks: int = 1, check: bool = True, module: str = ENTRY_POINT
+) -> Run:
     """Train with :data:`TINY` plus ``changes``; see :func:`launch`."""
-    return launch(TINY | (changes or {}), ranks=ranks, check=check)
+    return launch(TINY | (changes or {}), ranks=ranks, check=check, module=module)
 
 
-def launch(flags: dict, *, ranks: int = 1, check: bool = True, env: dict | None = None) -> Run:
+def launch(
+    flags: dict,
+    *,
+    ranks: int = 1,
+    check: bool = True,
+    env: dict | None = None,
+    module: str = ENTRY_POINT,
+) -> Run:
     """Train with ``flags`` in ``ranks`` processes on this machine; return the parsed log.
 
-    With ``check``, a run that fails raises with the end of its log.
+    With ``check``, a run that fails raises with the end of its log. ``module`` is what is run.
     """
     flags = command_line(flags)
     port = _free_port()
@@ -142,7 +152,7 @@ def launch(flags: dict, *, ranks: int = 1, check: bool = True, env: dict | None 
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         launcher += ["--master-port", str(port)]
     result = subprocess.run(
-        [*launcher, "-m", "megatron_dsa.pretrain", *flags],
+        [*launcher, "-m", module, *flags],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -9,8 +9,17 @@ import torch
 
 from tests.functional.checkpoint_reader import read
 from tests.functional.launch import train
-from tests.functional.test_parity import LAYOUTS, check_layout
-from tests.functional.test_stages import FULL_RECOMPUTE, check_resume
+from tests.functional.test_parity import (
+    CP2,
+    FULL_RECOMPUTE,
+    LAYOUTS,
+    PACKED,
+    TP2_HEADS,
+    TP2_ROWS,
+    check_layout,
+    compare_curves,
+)
+from tests.functional.test_stages import check_resume
 from tests.helpers import relative_error
 
 HYBRID = {
@@ -35,21 +44,26 @@ def stages(layout):
     return {"--pipeline-model-parallel-size": 2, "--pipeline-model-parallel-layout": layout}
 
 
+EVEN_MTP = "tests.functional.even_mtp"
 #: Trap 19: the first stage has a window layer only, and no indexer.
 NO_INDEXER_IN_FIRST_STAGE = stages("Et|ttmL")
 SHARED_LAYOUTS = (
-    "TP2 with sequence parallelism",
     "DP2 with distributed optimizer",
     "one microbatch of 8 instead of four of 2",
     "selective recompute",
     "small workspace",
 )
 HYBRID_LAYOUTS = {name: LAYOUTS[name] for name in SHARED_LAYOUTS} | {
+    "TP2 by rows": (TP2_ROWS, 2),
     "PP2, first stage without an indexer": (NO_INDEXER_IN_FIRST_STAGE, 2),
     # Trap 20: two microbatches are in flight.
     "PP2 with full recompute": (stages("Ett|tmL") | FULL_RECOMPUTE, 2),
     "per-token loss": ({"--calculate-per-token-loss": True}, 1),
-}
+    "TP2 by heads and CP2, per-token loss": (
+        TP2_HEADS | CP2 | {"--calculate-per-token-loss": True}, 4, EVEN_MTP,
+    ),
+}  # fmt: skip
+NO_MTP = {"--mtp-num-layers": None, "--csa-compress-ratios": HYBRID["--csa-compress-ratios"][:3]}
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +84,17 @@ def single(hybrid_step):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.ranks(r)) for n, (_, r) in HYBRID_LAYOUTS.items()]
+    "name", [pytest.param(n, marks=pytest.mark.ranks(x[1])) for n, x in HYBRID_LAYOUTS.items()]
 )
 def test_layout(name, single, hybrid_step):
     check_layout(name, HYBRID_LAYOUTS[name], single, hybrid_step)
+
+
+@pytest.mark.ranks(2)
+def test_packed_documents_over_context_parallel_ranks(short_documents):
+    """Documents shorter than the window and than a group, cut anywhere."""
+    flags = HYBRID | NO_MTP | PACKED | {"--data-path": short_documents}
+    compare_curves(train(flags | CP2, ranks=2), train(flags))
 
 
 def test_report_names_what_ran(single):
@@ -153,12 +174,12 @@ def test_dense_to_warmup_to_sparse(data, tmp_path):
     assert sparse.steps[-1]["lm loss"] < dense.steps[0]["lm loss"]
 
 
-def test_packed_documents(data):
+def test_packed_documents(short_documents):
     """Documents of a sample packed (THD) through Megatron's own data set; loss falls."""
     run = train(
         HYBRID
         | {
-            "--data-path": data,
+            "--data-path": short_documents,
             "--dataloader-inter-document-masking": True,
             "--train-iters": 6,
             "--micro-batch-size": 4,
@@ -169,17 +190,11 @@ def test_packed_documents(data):
     assert run.column("indexer loss")[-1] > 0
 
 
-@pytest.mark.ranks(2)
 def test_refusals_name_the_flags(data):
     """All of them at once, before anything is built."""
-    wrong = {
-        "--csa-compress-rotary-base": None,
-        "--csa-compress-ratios": [0, 4, 16],
-        "--context-parallel-size": 2,
-    }
-    run = train(HYBRID | wrong | {"--data-path": data}, ranks=2, check=False)
+    wrong = {"--csa-compress-rotary-base": None, "--csa-compress-ratios": [0, 4, 16]}
+    run = train(HYBRID | wrong | {"--data-path": data}, check=False)
     assert run.returncode != 0 and not run.steps
     assert "--csa-compress-rotary-base is required" in run.log
     assert "--csa-compress-ratios must hold one ratio per layer" in run.log
     assert "multi-token prediction included (4), got 3" in run.log
-    assert "--context-parallel-size must be 1, got 2" in run.log

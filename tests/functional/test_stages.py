@@ -4,17 +4,12 @@ import pytest
 
 from tests.functional.checkpoint_reader import read
 from tests.functional.launch import train
-from tests.functional.test_parity import compare
+from tests.functional.test_parity import CP2, FULL_RECOMPUTE, PACKED, compare, compare_curves
 
 SHARED = {
     "--num-layers": 4,
     "--dsa-indexer-topk-freq": 2,
     "--dsa-indexer-skip-topk-offset": 1,
-}
-FULL_RECOMPUTE = {
-    "--recompute-granularity": "full",
-    "--recompute-method": "uniform",
-    "--recompute-num-layers": 1,
 }
 CORE_RECOMPUTE = {
     "--recompute-granularity": "selective",
@@ -129,18 +124,17 @@ def test_shared_indices_do_not_cross_pipeline_stages(data):
     assert not run.steps
 
 
-def test_packed_documents(data):
-    """Documents of a sample packed (THD) through Megatron's own data set; loss falls."""
-    run = train(
-        {
-            "--data-path": data,
-            "--dataloader-inter-document-masking": True,
-            "--train-iters": 6,
-            "--micro-batch-size": 4,
-        }
-    )
+@pytest.mark.ranks(2)
+def test_packed_documents(short_documents):
+    """Documents packed (THD) through Megatron's own data set: loss falls, over ranks likewise.
+
+    A micro-batch is one row of tokens, which ranks cut anywhere in a document.
+    """
+    flags = PACKED | {"--data-path": short_documents, "--train-iters": 6, "--micro-batch-size": 4}
+    run = train(flags)
     losses = run.column("lm loss")
     assert losses[-1] < 0.9 * losses[0]
+    compare_curves(train(flags | CP2, ranks=2), run)
 
 
 def test_experts_and_multi_token_prediction(data, tmp_path):
