@@ -177,13 +177,8 @@ def _mla_rules(config: Any):
     """What the absorbed MLA of DSA needs."""
     stage, spread = options_of(config).stage, config.context_parallel_size > 1
     yield (
-        not spread or stage != "warmup",
-        f"--context-parallel-size must be 1 in stage 'warmup', got {config.context_parallel_size}: "
-        "the dense indexer loss is not spread over ranks yet",
-    )
-    yield (
-        not spread or stage != "dense" or options_of(config).cp_layout == "zigzag",
-        f"--dsa-cp-layout must be zigzag in stage 'dense', got {options_of(config).cp_layout}: "
+        not spread or stage == "sparse" or options_of(config).cp_layout == "zigzag",
+        f"--dsa-cp-layout must be zigzag in stage '{stage}', got {options_of(config).cp_layout}: "
         "ring attention divides its work by it",
     )
     local, shards = config.transformer_impl == "local", config.tensor_model_parallel_size

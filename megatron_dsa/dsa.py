@@ -38,7 +38,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.health import selection_health
 from megatron_dsa.layout import Layout
 from megatron_dsa.losses import IndexerLog
-from megatron_dsa.parallel import Ranks
+from megatron_dsa.parallel import Ranks, gather_rows
 from megatron_dsa.rotary import RowRope
 from megatron_dsa.support import Problem
 from megatron_dsa.trained_indexer import TrainsIndexer
@@ -241,10 +241,15 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
             out = ring_attention(q, k, v, layout, self.pg_collection.cp, **settings)
         else:
             out = dense_attention(q, k, v, layout, **settings)
-        if index_inputs is not None and self.trains_indexer_now():
-            out = self.attach(out, self._dense_loss(index_inputs, q, k, layout), layout)
-        elif index_inputs is not None and self.judges_indexer_now():
-            self.record_evaluation(self._dense_loss(index_inputs, q, k, layout), layout)
+        trains, judges = self.trains_indexer_now(), self.judges_indexer_now()
+        if index_inputs is not None and (trains or judges):
+            if layout.parts > 1:
+                k = gather_rows(k, self.pg_collection.cp)
+            loss_sum = self._dense_loss(index_inputs, q, k, layout)
+            if trains:
+                out = self.attach(out, loss_sum, layout)
+            else:
+                self.record_evaluation(loss_sum, layout)
         return out
 
     def _dense_loss(self, index_inputs, q, k, layout) -> torch.Tensor:

@@ -19,10 +19,6 @@ def test_supported_configuration_passes():
     [
         ({"context_parallel_size": 2, "cp_comm_type": "a2a"}, "--cp-comm-type must be p2p"),
         (
-            {"context_parallel_size": 2, "options": DSAOptions(stage="warmup")},
-            "--context-parallel-size must be 1 in stage 'warmup'",
-        ),
-        (
             {
                 "context_parallel_size": 2,
                 "options": DSAOptions(stage="dense", cp_layout="contiguous"),

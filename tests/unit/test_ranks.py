@@ -27,6 +27,7 @@ LAYERS = {
     "DSA": (DSA, (), {}),
     "DSA dense loss": (DSA, (), {"dsa_indexer_use_sparse_loss": False}),
     "dense MLA": (DSA, (), {"stage": "dense"}),
+    "dense MLA, warm-up": (DSA, (), {"stage": "warmup", "dsa_indexer_use_sparse_loss": False}),
     "window": (HYBRID, (0,), {}),
     "CSA": (HYBRID, (4,), {}),
     "CSA dense loss": (HYBRID, (4,), {"dsa_indexer_use_sparse_loss": False}),
@@ -73,7 +74,7 @@ def exists(layer, rows, mode, ranks):
     Dense attention knows zigzag and heads alone.
     """
     other = bool({"contiguous", "zigzag_rows"} & set(mode.split()))
-    if layer == "dense MLA" and other:
+    if layer.startswith("dense MLA") and other:
         return False
     variant = rows == "two" or layer in ("CSA old teacher", "CSA warm-up", "HCA of long groups")
     return not variant or (ranks == 2 and not other)
