@@ -264,6 +264,13 @@ def host_rules(config: Any):
         "gathers keys and leaves queries where they are",
     )
     yield (
+        config.context_parallel_size == 1
+        or not config.mtp_num_layers
+        or options_of(config).cp_layout != "contiguous",
+        "--dsa-cp-layout must not be contiguous with --mtp-num-layers: Megatron shifts labels of "
+        "multi-token prediction as if every sequence lay in zigzag order; use zigzag",
+    )
+    yield (
         config.tensor_model_parallel_size == 1 or config.sequence_parallel,
         "--sequence-parallel is required with --tensor-model-parallel-size > 1: without it the "
         "gradients of the latent norms are counted once per rank",

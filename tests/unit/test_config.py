@@ -25,6 +25,14 @@ def test_supported_configuration_passes():
             },
             "--dsa-cp-layout must be zigzag in stage 'dense'",
         ),
+        (
+            {
+                "context_parallel_size": 2,
+                "mtp_num_layers": 1,
+                "options": DSAOptions(cp_layout="contiguous"),
+            },
+            "--dsa-cp-layout must not be contiguous with --mtp-num-layers",
+        ),
         ({"tensor_model_parallel_size": 2}, "--sequence-parallel is required"),
         ({"add_bias_linear": True}, "--disable-bias-linear"),
         ({"attention_dropout": 0.1}, "--attention-dropout must be 0"),
