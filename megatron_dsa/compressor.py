@@ -51,10 +51,8 @@ class Compressor(Fp32Parameters, MegatronModule):
             submodules.norm, config=config, hidden_size=dim, eps=config.layernorm_epsilon
         )
         for parameter in self.parameters():
-            # Of its own groups only: the gradient is summed over tensor-parallel ranks. Without
-            # sequence parallelism it is the same on all, and averaging keeps it so.
+            # Of its own groups only: the gradient is summed over tensor-parallel ranks.
             parameter.sequence_parallel = config.sequence_parallel
-            parameter.average_gradients_across_tp_domain = not config.sequence_parallel
 
     def forward(
         self, x: torch.Tensor, keys: CompressedKeys, rope: PositionRope, ranks: Ranks

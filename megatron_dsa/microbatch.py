@@ -70,6 +70,14 @@ def _packed(total: int, packed_seq_params, keys: Spread, queries: Spread) -> Lay
     if keys.ranks == 1:
         return layout
     offsets = packed_seq_params.cu_seqlens_q if padded is None else padded
+    if keys.cp > 1 and keys.cp_layout == "zigzag":
+        # Without a host synchronisation: on a GPU the process ends at its next one.
+        torch._assert_async(
+            (offsets % (2 * keys.cp) == 0).all(),
+            "packed_seq_params: with the zigzag layout the (padded) length of every sequence must "
+            f"be a multiple of 2 * context-parallel size = {2 * keys.cp}: pad the sequences, or "
+            "use --dsa-cp-layout zigzag_rows",
+        )
     table = keys.places(total, offsets, layout.start.device)
     places = KeyPlaces(keys, table, 1, packed_seq_params.cu_seqlens_q, padded)
     return spread_layout(layout, queries, places)

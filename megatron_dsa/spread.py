@@ -166,7 +166,7 @@ def spread_layout(layout: Layout, spread: Spread, keys: KeyPlaces) -> Layout:
     own = keys.of(spread)
     element = torch.arange(batch, device=own.device)
     rows = (own[:, None] * batch + element).flatten()
-    key_rows = torch.empty(layout.num_keys, dtype=torch.int64, device=own.device)
+    key_rows = torch.zeros(layout.num_keys, dtype=torch.int64, device=own.device)
     slots = element * (layout.num_keys // batch) + places.flatten()[:, None]
     key_rows[slots.flatten()] = torch.arange(layout.num_keys, device=own.device)
     return dataclasses.replace(
@@ -177,7 +177,7 @@ def spread_layout(layout: Layout, spread: Spread, keys: KeyPlaces) -> Layout:
         position=layout.position[rows],
         key_rows=key_rows,
         real=None if layout.real is None else layout.real[rows],
-        windows=tuple(_windows(layout, spread, batch)),
+        windows=tuple(_windows(layout, spread, keys)),
         everywhere=layout,
         key_places=keys,
         derived={},
@@ -194,21 +194,32 @@ def ring_rows(layout: Layout):
         if keys.cu_seqlens is None:
             rows = ZigzagRows(cp, rank, keys.batch, count // keys.batch)
         else:
-            lengths = (keys.cu_seqlens, layout.max_length, keys.cu_seqlens_padded)
-            rows = PackedZigzagRows(cp, rank, count, *lengths)
+            longest = padded_bound(layout, keys)
+            rows = PackedZigzagRows(
+                cp, rank, count, keys.cu_seqlens, longest, keys.cu_seqlens_padded
+            )
         layout.derived["ring"] = rows
     return layout.derived["ring"]
 
 
-def _windows(layout: Layout, spread: Spread, batch: int):
+def padded_bound(layout: Layout, keys: KeyPlaces) -> int:
+    """Return an upper bound of the padded length of a packed sequence.
+
+    Megatron's ``max_seqlen`` bounds real lengths; how much padding follows is on the device.
+    """
+    everywhere = layout if layout.everywhere is None else layout.everywhere
+    return layout.max_length if keys.cu_seqlens_padded is None else everywhere.num_queries
+
+
+def _windows(layout: Layout, spread: Spread, keys: KeyPlaces):
     """Yield the bounds of this rank's rows."""
-    packed = layout.real is not None
+    batch, packed = keys.batch, layout.real is not None
     if packed and spread.cp_layout == "zigzag" and spread.cp > 1:
         # Lengths are on the device. The rows of a rank are spread evenly, up to half a sequence.
-        rows = layout.num_queries // spread.ranks
+        rows, slack = layout.num_queries // spread.ranks, -(-padded_bound(layout, keys) // 2)
         yield Window(
             slice(0, rows, 1), 0, spread.sp_rank * rows * spread.cp, layout.max_length,
-            layout.num_keys, step=spread.cp, slack=layout.max_length,
+            layout.num_keys, step=spread.cp, slack=slack,
         )  # fmt: skip
         return
     total = layout.num_queries // batch

@@ -62,6 +62,11 @@ def test_every_token_is_on_one_rank(layout, offsets):
             "or --mtp-num-layers",
         ),
         (
+            {"dataloader_inter_document_masking": True, "dsa_stage": "warmup"},
+            "is not supported with --dsa-stage warmup",
+            "Drop one of the three",
+        ),
+        (
             {"dsa_cp_layout": "contiguous", "mtp_num_layers": 1},
             "--mtp-num-layers must be unset",
             "Use --dsa-cp-layout zigzag",
@@ -74,6 +79,8 @@ def test_refusals(changes, rule, fix):
         "dsa_cp_layout": "zigzag",
         "dataloader_inter_document_masking": False,
         "mtp_num_layers": None,
+        "dsa_stage": "sparse",
+        "csa_compress_ratios": None,
     }
     with pytest.raises(ConfigError, match=rule) as refusal:
         check_spread(argparse.Namespace(**flags | changes))

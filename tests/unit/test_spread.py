@@ -120,6 +120,21 @@ def test_halo(cp, sp, kind, cp_layout, reach):
             assert held[e][held[0] >= 0].equal(used + e)
 
 
+def test_lengths_that_cannot_be_cut_are_refused():
+    params = packed(6, 10)
+    with pytest.raises(RuntimeError, match=r"multiple of 2 \* context-parallel size = 4"):
+        layout_from_megatron(8, 1, CPU, params, Spread(cp=2))
+    layout_from_megatron(8, 1, CPU, packed(6, 10), Spread(cp=2, cp_layout="zigzag_rows"))
+
+
+def test_padding_far_beyond_the_longest_sequence():
+    """Real lengths bound what is seen, not where padding has pushed a row."""
+    for rank in range(4):
+        params = packed(7, 9, padded_lengths=(64, 32))
+        spread = Spread(cp=4, cp_rank=rank)
+        check_bounds(layout_from_megatron(24, 1, CPU, params, spread))
+
+
 def test_what_cannot_be_spread_is_refused():
     with pytest.raises(ConfigError, match="multiple of 4 chunks and of 2 ranks"):
         Spread(2, 0).chunks(6)
