@@ -59,26 +59,15 @@ def compressed_keys(layout: Layout, ratio: int, overlap: bool = False) -> Compre
     synchronisation.
     """
     key = ("compressed", ratio, overlap)
-    if key not in layout.derived:
-        layout.derived[key] = _compress(layout, ratio, overlap)
-    return layout.derived[key]
+    return layout.derive(key, lambda: _compress(layout, ratio, overlap))
 
 
-@torch.inference_mode(False)  # what is cached is used in training, too
-def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
-    everywhere = layout if layout.everywhere is None else layout.everywhere
-    packed = layout.real is not None
-    length = everywhere.max_length  # of every batch element in unpacked batches
-    elements = 1 if packed else everywhere.num_keys // max(length, 1)
-    per_element = (everywhere.num_keys if packed else length) // ratio
-
-    def begin(rows: Layout) -> torch.Tensor:
-        """Return the first compressed slot of each row's sequence."""
-        start = rows.start.long()
-        return start // ratio if packed else start // max(length, 1) * per_element
-
-    first = begin(layout)
-    visibility = dataclasses.replace(
+def visible_groups(layout: Layout, ratio: int) -> Layout:
+    """Return which compressed slots the query rows of ``layout`` see, as a layout of these."""
+    length = max(layout.all_rows.max_length, 1)
+    elements, per_element = _slot_counts(layout, ratio)
+    first = _first_slots(layout, ratio)
+    return dataclasses.replace(
         layout,
         num_keys=elements * per_element,
         start=first.int(),
@@ -87,7 +76,7 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
         windows=tuple(
             dataclasses.replace(
                 window,
-                origin=window.origin // max(length, 1) * per_element,
+                origin=window.origin // length * per_element,
                 ceiling=elements * per_element,
                 ratio=ratio,
             )
@@ -98,10 +87,33 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
         key_places=None,
         derived={},
     )
+
+
+def _slot_counts(layout: Layout, ratio: int) -> tuple[int, int]:
+    """Return the number of batch elements (one, if packed) and of the compressed slots of each."""
+    everywhere = layout.all_rows
+    if layout.real is not None:  # packed
+        return 1, everywhere.num_keys // ratio
+    length = everywhere.max_length  # of every batch element
+    return everywhere.num_keys // max(length, 1), length // ratio
+
+
+def _first_slots(layout: Layout, ratio: int) -> torch.Tensor:
+    """Return int64 ``[num_queries]``: the first compressed slot of each row's sequence."""
+    start = layout.start.long()
+    if layout.real is not None:  # packed
+        return start // ratio
+    return start // max(layout.all_rows.max_length, 1) * _slot_counts(layout, ratio)[1]
+
+
+def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
+    everywhere = layout.all_rows
+    elements, per_element = _slot_counts(layout, ratio)
+    visibility = visible_groups(layout, ratio)
     completes = everywhere.position % ratio == ratio - 1  # the last position of a group
-    if packed:
+    if layout.real is not None:  # packed
         completes &= everywhere.real
-    slots = begin(everywhere) + everywhere.position // ratio
+    slots = _first_slots(everywhere, ratio) + everywhere.position // ratio
     if layout.key_places is None:
         rows = torch.arange(everywhere.num_keys, device=slots.device)
         groups = _groups(rows, completes, everywhere.position, ratio, elements, per_element)
@@ -117,7 +129,7 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
     before = torch.ones_like(halo.runs[mine], dtype=torch.bool)
     before[ratio:] = halo.runs[mine, ratio:] != halo.runs[mine, :-ratio]
     groups = _groups(
-        (halo.extended(mine)[:, None] * step + element).flatten(),
+        (halo.own[:, None] * step + element).flatten(),
         completes[own],
         everywhere.position[own],
         ratio,

@@ -178,16 +178,16 @@ def take_tokens(batch: dict, spread: Spread, offsets: torch.Tensor | None = None
         offsets: int ``[n + 1]`` cumulative lengths (padded, if there is padding) of packed
             documents, or ``None``.
     """
-    for key in _TOKEN_KEYS:
-        whole = batch.get(key)
-        if whole is None:
-            continue
-        total, device = whole.shape[1], whole.device
-        if offsets is None:
-            places = places_of(spread, total, device)
-        else:
-            places = spread.places(total, offsets, device)
-        batch[key] = whole.index_select(1, places[spread.rank])
+    whole = {key: batch[key] for key in _TOKEN_KEYS if batch.get(key) is not None}
+    if not whole:
+        return
+    some = next(iter(whole.values()))
+    if offsets is None:
+        places = places_of(spread, some.shape[1], some.device)
+    else:
+        places = spread.places(some.shape[1], offsets, some.device)
+    for key, tokens in whole.items():
+        batch[key] = tokens.index_select(1, places[spread.rank])
 
 
 def check_spread(args) -> None:

@@ -29,6 +29,11 @@ class _Travel:
     result: torch.Tensor | None = None
     work: object = None
 
+    def begin(self, other: _Travel) -> torch.Size:
+        """Take over a collective that was started; return the shape of its result."""
+        self.result, self.work = other.result, other.work
+        return other.result.shape
+
     def wait(self) -> torch.Tensor:
         """Return the result; the current stream waits for it."""
         if self.work is not None:
@@ -49,8 +54,8 @@ class Gathering(NamedTuple):
 
 def launch(keys: torch.Tensor, group) -> Gathering:
     """Start to gather ``keys [rows, ...]`` of every rank of ``group`` (``None``: one rank)."""
-    out, back = _Travel(), _Travel()
-    return Gathering(_Launch.apply(keys, group, out, back), out, back, group)
+    out, back = start_gather(keys, group), _Travel()
+    return Gathering(_Launch.apply(keys, back), out, back, group)
 
 
 def arrive(gathering: Gathering) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,15 +114,13 @@ def start_sum(x: torch.Tensor, group) -> _Travel:
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, keys, group, out, back):
+    def forward(ctx, keys, back):
         ctx.back, ctx.shape, ctx.dtype = back, keys.shape, keys.dtype
-        travel = start_gather(keys, group)
-        out.result, out.work = travel.result, travel.work
         return channel_for(keys.detach().flatten(0, -2))
 
     @staticmethod
     def backward(ctx, _token):
-        return ctx.back.wait().view(ctx.shape).to(ctx.dtype), None, None, None
+        return ctx.back.wait().view(ctx.shape).to(ctx.dtype), None
 
 
 class _Arrive(torch.autograd.Function):
@@ -130,10 +133,9 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _keys, grad):
-        travel = start_sum(grad, ctx.group)
-        ctx.back.result, ctx.back.work = travel.result, travel.work
+        shape = ctx.back.begin(start_sum(grad, ctx.group))
         # The result is not there yet: _Launch takes it from where it travels.
-        token = grad.new_zeros(()).expand(travel.result.shape)
+        token = grad.new_zeros(()).expand(shape)
         return token, None, None, None
 
 
@@ -146,7 +148,6 @@ class _ArriveWithGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         wide = grad.to(accumulation_dtype(grad.dtype))
-        travel = start_sum(wide if ctx.own is None else ctx.own(wide), ctx.group)
-        ctx.back.result, ctx.back.work = travel.result, travel.work
-        token = wide.new_zeros(()).expand(travel.result.shape)
+        part = wide if ctx.own is None else ctx.own(wide)
+        token = wide.new_zeros(()).expand(ctx.back.begin(start_sum(part, ctx.group)))
         return token, None, None, None, None

@@ -28,6 +28,7 @@ class Halo:
         held: int64 ``[slots]``, where a slot's row lies in ``[own rows, shared rows of rank 0, of
             rank 1, ...]``; negative if it is not among them.
         runs: int64 ``[ranks, rows]``, for every rank's row the number of its run.
+        own: int64 ``[rows]``, which extended rows are this rank's own.
         before: int64 ``[most runs * reach]``, the extended rows that are not own rows.
         source: int64 like ``before``: their places among the shared rows of all ranks, -1 where
             nothing is before.
@@ -37,18 +38,14 @@ class Halo:
     shared: torch.Tensor
     held: torch.Tensor
     runs: torch.Tensor
+    own: torch.Tensor
     before: torch.Tensor
     source: torch.Tensor
 
     @property
     def length(self) -> int:
         """Number of extended rows."""
-        return self.runs.shape[1] + self.before.shape[0]
-
-    def extended(self, rank: int) -> torch.Tensor:
-        """Return int64 ``[rows]``: which extended rows are rank ``rank``'s own."""
-        rows = torch.arange(self.runs.shape[1], device=self.runs.device)
-        return rows + self.reach * (self.runs[rank] + 1)
+        return self.own.shape[0] + self.before.shape[0]
 
 
 def halo_of(layout: Layout, spread: Spread, reach: int) -> Halo:
@@ -56,16 +53,12 @@ def halo_of(layout: Layout, spread: Spread, reach: int) -> Halo:
 
     ``spread`` is that of the keys (``layout.key_places``) or without its sequence parallelism.
     """
-    key = ("halo", spread, reach)
-    if key not in layout.derived:
-        layout.derived[key] = _halo(layout, spread, reach)
-    return layout.derived[key]
+    return layout.derive(("halo", spread, reach), lambda: _halo(layout, spread, reach))
 
 
-@torch.inference_mode(False)  # what is cached is used in training, too
 def _halo(layout: Layout, spread: Spread, reach: int) -> Halo:
     keys = layout.key_places
-    everywhere = layout if layout.everywhere is None else layout.everywhere
+    everywhere = layout.all_rows
     places = keys.table.view(spread.ranks, -1)
     ranks, rows = places.shape
     device = places.device
@@ -112,4 +105,5 @@ def _halo(layout: Layout, spread: Spread, reach: int) -> Halo:
     place = begin - reach + offset
     exists = (first < rows) & (place >= floor)
     source = torch.where(exists, in_shared[place.clamp_min(0)], -1)
-    return Halo(reach, shared[own, :-1], held, runs, before.flatten(), source.flatten())
+    extended = row + reach * (runs[own] + 1)
+    return Halo(reach, shared[own, :-1], held, runs, extended, before.flatten(), source.flatten())

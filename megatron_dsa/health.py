@@ -51,15 +51,15 @@ def selection_health(
         workspace_bytes: budget for temporary memory.
     """
     rows = sample_rows(layout.num_queries, count, q.device)
-    slots = torch.arange(layout.num_keys, device=q.device)
+    # Columns are rows of the key buffer, which may be large: only their slots are looked up.
+    slots = layout.slots_of_key_rows()
     visible = (slots >= layout.start[rows, None]) & (slots < layout.end[rows, None])
     seen = visible.sum(-1)
 
     bytes_per_head = 3 * visible.numel() * accumulation_dtype(q.dtype).itemsize
     heads_at_once = rows_in_budget(workspace_bytes, bytes_per_head)
-    keys = layout.keys_in_slot_order(inputs.k)
     sampled = IndexerInputs(inputs.q[rows], inputs.k, inputs.weights[rows], inputs.relu)
-    scores = block_scores(sampled, slice(None), keys, heads_at_once)
+    scores = block_scores(sampled, slice(None), inputs.k, heads_at_once)
     zero = ((scores == 0) & visible).sum() / seen.sum().clamp_min(1)
 
     ranked = scores.masked_fill_(~visible, float("-inf"))
@@ -68,12 +68,11 @@ def selection_health(
     tied = rejects & (((ranked >= kth) & visible).sum(-1) > topk)
     ties = tied.sum() / rejects.sum().clamp_min(1)
 
-    missed = visible & ~_selected_slots(indices[rows], layout)
-    latent = layout.keys_in_slot_order(kv)
+    missed = visible & ~_selected(indices[rows], layout.num_keys)
     captured = q.new_zeros((), dtype=accumulation_dtype(q.dtype))
     for heads in head_blocks(q.shape[1], heads_at_once):
         block_q = q[rows][:, heads].transpose(0, 1)
-        logits = mm(block_q.flatten(0, 1), latent.t()).unflatten(0, block_q.shape[:2])
+        logits = mm(block_q.flatten(0, 1), kv.t()).unflatten(0, block_q.shape[:2])
         logits.mul_(softmax_scale)
         missed_lse = torch.logsumexp(logits.masked_fill_(~missed, float("-inf")), dim=-1).t()
         share = torch.sigmoid(lse[rows][:, heads] - missed_lse)
@@ -86,10 +85,7 @@ def selection_health(
     }
 
 
-def _selected_slots(indices: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Return bool ``[r, slots]`` from key rows ``[r, K]``."""
-    spare = layout.num_keys  # takes what selects nothing
-    mask = torch.zeros(len(indices), spare + 1, dtype=torch.bool, device=indices.device)
-    mask.scatter_(1, torch.where(indices < 0, spare, indices).long(), True)
-    mask = mask[:, :spare]
-    return mask if layout.key_rows is None else mask[:, layout.key_rows]
+def _selected(indices: torch.Tensor, keys: int) -> torch.Tensor:
+    """Return bool ``[r, keys]`` from key rows ``[r, K]``; negative ones select nothing."""
+    mask = torch.zeros(len(indices), keys + 1, dtype=torch.bool, device=indices.device)
+    return mask.scatter_(1, torch.where(indices < 0, keys, indices).long(), True)[:, :keys]

@@ -76,7 +76,7 @@ def extend(
     Returns:
         ``[halo.length * batch, width]`` each; differentiable.
     """
-    return _Extend.apply(halo, batch, ranks.spread.rank, ranks.group, *tensors)
+    return _Extend.apply(halo, batch, ranks.group, *tensors)
 
 
 def _rows(places: torch.Tensor, batch: int) -> torch.Tensor:
@@ -150,9 +150,9 @@ class _Extend(torch.autograd.Function):
     """Each channel of a row is pooled by one group: gradients have one term, exact in any dtype."""
 
     @staticmethod
-    def forward(ctx, halo, batch, rank, group, *tensors):
-        ctx.halo, ctx.batch, ctx.rank, ctx.group = halo, batch, rank, group
-        shared, own = _rows(halo.shared, batch), _rows(halo.extended(rank), batch)
+    def forward(ctx, halo, batch, group, *tensors):
+        ctx.halo, ctx.batch, ctx.group = halo, batch, group
+        shared, own = _rows(halo.shared, batch), _rows(halo.own, batch)
         before, source = _rows(halo.before, batch), _rows(halo.source, batch)
         widths = [x.shape[1] for x in tensors]
         sent = torch.cat([x.index_select(0, shared) for x in tensors], 1)
@@ -167,7 +167,7 @@ class _Extend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         halo, batch, group = ctx.halo, ctx.batch, ctx.group
-        own = _rows(halo.extended(ctx.rank), batch)
+        own = _rows(halo.own, batch)
         before, source = _rows(halo.before, batch), _rows(halo.source, batch)
         count = halo.shared.numel() * batch * group.size()
         part = torch.cat([grad.index_select(0, before) for grad in grads], 1)
@@ -178,4 +178,4 @@ class _Extend(torch.autograd.Function):
             grad.index_select(0, own).index_add_(0, _rows(halo.shared, batch), x)
             for grad, x in zip(grads, shared, strict=True)
         ]
-        return None, None, None, None, *results
+        return None, None, None, *results

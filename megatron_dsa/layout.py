@@ -16,7 +16,7 @@ Everything on the device is computed without a host synchronisation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -114,23 +114,45 @@ class Layout:
     max_length: int
     everywhere: Layout | None = None
     key_places: KeyPlaces | None = None
-    #: What was derived from this layout, so that the layers of a microbatch share it.
+    #: Kept by :meth:`derive`.
     derived: dict = field(default_factory=dict, repr=False)
+
+    @property
+    def all_rows(self) -> Layout:
+        """The layout of the query rows of all ranks."""
+        return self if self.everywhere is None else self.everywhere
 
     @property
     def parts(self) -> int:
         """Number of ranks that the query rows are spread over."""
-        return 1 if self.everywhere is None else self.everywhere.num_queries // self.num_queries
+        return self.all_rows.num_queries // max(self.num_queries, 1)
+
+    @torch.inference_mode(False)  # what is formed in evaluation is used in training, too
+    def derive(self, key, make: Callable):
+        """Return what ``make()`` makes, once per ``key``: the layers of a microbatch share it."""
+        if key not in self.derived:
+            self.derived[key] = make()
+        return self.derived[key]
 
     def real_rows(self) -> torch.Tensor | int:
         """Number of query rows on all ranks that are not padding: an int if there is no padding."""
-        if self.everywhere is not None:
-            return self.everywhere.real_rows()
-        return self.num_queries if self.real is None else self.real.sum()
+        rows = self.all_rows
+        return rows.num_queries if rows.real is None else rows.real.sum()
 
     def keys_in_slot_order(self, keys: torch.Tensor) -> torch.Tensor:
         """Return ``keys [num_keys, ...]`` in slot order (without a copy if that is its order)."""
         return keys if self.key_rows is None else keys.index_select(0, self.key_rows)
+
+    def slots_of_key_rows(self) -> torch.Tensor:
+        """Return int64 ``[num_keys]``: the slot of each row of the key buffer."""
+
+        def slots() -> torch.Tensor:
+            slots = torch.arange(self.num_keys, device=self.start.device)
+            if self.key_rows is None:
+                return slots
+            return torch.empty_like(slots).index_copy_(0, self.key_rows, slots)
+
+        return self.derive("slots", slots)
 
     def to_key_rows(self, slots: torch.Tensor) -> torch.Tensor:
         """Map int32 slots to rows of the key buffer; negative entries (no key) are kept."""

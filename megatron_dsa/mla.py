@@ -26,10 +26,11 @@ from megatron.core.transformer.multi_latent_attention import (
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_dsa.config import options_of, query_heads, validate
+from megatron_dsa.config import options_of, validate
 from megatron_dsa.dsa import Selection
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.gathering import Gathering, arrive, launch
+from megatron_dsa.head_products import head_product
 from megatron_dsa.microbatch import layout_from_megatron
 from megatron_dsa.parallel import ranks_of, to_heads, to_rows
 from megatron_dsa.rotary import RowRope
@@ -149,25 +150,25 @@ class DSASelfAttention(MLASelfAttention):
         return q_nope, rope(q_pe, interleaved=True)
 
     def _up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``W_uk [H, 128, latent]`` and ``W_uv [H, 128, latent]`` of the query heads."""
+        """Return ``W_uk [H, 128, latent]`` and ``W_uv [H, latent, 128]`` of this rank's heads."""
         # The module is not called, so what waits for its call has to be told: with overlapped
         # parameter gathering, the hook that waits until the weight has arrived.
         for hook in self.linear_kv_up_proj._forward_pre_hooks.values():
             hook(self.linear_kv_up_proj, ())
-        weight = self.linear_kv_up_proj.weight
-        if self.ranks.by_rows:
-            weight = gather_from_sequence_parallel_region(weight, group=self.ranks.tp)
-        weight = weight.view(query_heads(self.config), -1, self.config.kv_lora_rank)
-        return weight.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
+        heads = self.num_attention_heads_per_partition
+        weight = self.linear_kv_up_proj.weight.view(heads, -1, self.config.kv_lora_rank)
+        w_uk, w_uv = weight.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
+        return w_uk, w_uv.transpose(1, 2)
 
     def _attend_sparse(self, q_latent, keys: Gathering, layout, rope, index_inputs):
         """Weight-absorbed attention over selected keys; returns ``[rows, H, v_head_dim]``."""
         w_uk, w_uv = self._up_weights()
+        # By rows, a rank attends with the heads of all tensor-parallel ranks.
+        sharing = self.ranks.tp if self.ranks.by_rows else None
 
         def absorbed_queries(q_latent, w_uk):
             q_nope, q_pe = self._queries(q_latent, rope)
-            q_absorbed = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
-            return torch.cat([q_absorbed, q_pe], dim=-1)
+            return torch.cat([head_product(q_nope, w_uk, sharing), q_pe], dim=-1)
 
         if self.recompute_up_proj and self.training:
             self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(
@@ -195,8 +196,8 @@ class DSASelfAttention(MLASelfAttention):
             out, *selection = core(q, kv, kv_grad, *index_tensors)
         if self.hands_on_selection:
             self.used_selection = Selection(*selection)
-        out = torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
-        return to_heads(out, self.ranks.tp) if self.ranks.by_rows else out
+        out = head_product(out, w_uv, sharing)
+        return to_heads(out, sharing) if self.ranks.by_rows else out
 
     def _attend_dense(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
         """Plain MLA over all visible keys; returns ``[rows, H, v_head_dim]``."""

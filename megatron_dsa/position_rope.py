@@ -75,9 +75,5 @@ class PositionRope:
         """Return the tables of all compressed keys, formed once per layout."""
         return self._cached(keys.layout, "groups", keys.groups.position, dtype)
 
-    @torch.inference_mode(False)  # what is cached is used in training, too
     def _cached(self, layout: Layout, what: str, positions: torch.Tensor, dtype: torch.dtype):
-        key = (self, what, dtype)
-        if key not in layout.derived:
-            layout.derived[key] = self.tables(positions, dtype)
-        return layout.derived[key]
+        return layout.derive((self, what, dtype), lambda: self.tables(positions, dtype))

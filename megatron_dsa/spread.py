@@ -9,6 +9,7 @@ neighbour needs) follows from the table of places, on the device and without a h
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -169,15 +170,34 @@ def spread_layout(layout: Layout, spread: Spread, keys: KeyPlaces) -> Layout:
     key_rows = torch.zeros(layout.num_keys, dtype=torch.int64, device=own.device)
     slots = element * (layout.num_keys // batch) + places.flatten()[:, None]
     key_rows[slots.flatten()] = torch.arange(layout.num_keys, device=own.device)
+    return _some_rows(layout, rows, _windows(layout, spread, keys), key_rows, keys)
+
+
+def run_layout(layout: Layout, first: int, length: int) -> Layout:
+    """Return the layout of the query rows at neighbouring places, over the keys of ``layout``.
+
+    Args:
+        layout: of the rows of a rank, in an unpacked batch.
+        first, length: of the places; rows of any rank.
+    """
+    keys, everywhere = layout.key_places, layout.all_rows
+    rows = slice(first * keys.batch, (first + length) * keys.batch)
+    windows = _chunk_windows(everywhere, [(first, length)], keys.batch)
+    return _some_rows(everywhere, rows, windows, layout.key_rows, keys)
+
+
+def _some_rows(layout: Layout, rows: torch.Tensor | slice, windows, key_rows, keys) -> Layout:
+    """Return the layout of some rows of ``layout``, which is that of all."""
+    start = layout.start[rows]
     return dataclasses.replace(
         layout,
-        num_queries=rows.numel(),
-        start=layout.start[rows],
+        num_queries=start.numel(),
+        start=start,
         end=layout.end[rows],
         position=layout.position[rows],
         key_rows=key_rows,
         real=None if layout.real is None else layout.real[rows],
-        windows=tuple(_windows(layout, spread, keys)),
+        windows=tuple(windows),
         everywhere=layout,
         key_places=keys,
         derived={},
@@ -207,13 +227,12 @@ def padded_bound(layout: Layout, keys: KeyPlaces) -> int:
 
     Megatron's ``max_seqlen`` bounds real lengths; how much padding follows is on the device.
     """
-    everywhere = layout if layout.everywhere is None else layout.everywhere
-    return layout.max_length if keys.cu_seqlens_padded is None else everywhere.num_queries
+    return layout.max_length if keys.cu_seqlens_padded is None else layout.all_rows.num_queries
 
 
-def _windows(layout: Layout, spread: Spread, keys: KeyPlaces):
+def _windows(layout: Layout, spread: Spread, keys: KeyPlaces) -> Iterator[Window]:
     """Yield the bounds of this rank's rows."""
-    batch, packed = keys.batch, layout.real is not None
+    packed = layout.real is not None
     if packed and spread.cp_layout == "zigzag" and spread.cp > 1:
         # Lengths are on the device. The rows of a rank are spread evenly, up to half a sequence.
         rows, slack = layout.num_queries // spread.ranks, -(-padded_bound(layout, keys) // 2)
@@ -221,11 +240,17 @@ def _windows(layout: Layout, spread: Spread, keys: KeyPlaces):
             slice(0, rows, 1), 0, spread.sp_rank * rows * spread.cp, layout.max_length,
             layout.num_keys, step=spread.cp, slack=slack,
         )  # fmt: skip
-        return
+    else:
+        chunks = spread.chunks(layout.num_queries // keys.batch)
+        yield from _chunk_windows(layout, chunks, keys.batch)
+
+
+def _chunk_windows(layout: Layout, chunks, batch: int) -> Iterator[Window]:
+    """Yield the bounds of the rows of ``chunks``, see :meth:`Spread.chunks`."""
     total = layout.num_queries // batch
     for e in range(batch):
         done = 0
-        for first, length in spread.chunks(total):
+        for first, length in chunks:
             rows = slice(done * batch + e, (done + length - 1) * batch + e + 1, batch)
             yield Window(rows, e * total, first, layout.max_length, layout.num_keys)
             done += length

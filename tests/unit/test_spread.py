@@ -106,9 +106,9 @@ def test_halo(cp, sp, kind, cp_layout, reach):
         extended = [-1] * halo.length
         for at, source in zip(halo.before.tolist(), halo.source.tolist(), strict=True):
             extended[at] = int(shared[source]) if source >= 0 else -1
-        for i, at in enumerate(halo.extended(spread.rank).tolist()):
+        for i, at in enumerate(halo.own.tolist()):
             extended[at] = int(own[i])
-        for i, at in enumerate(halo.extended(spread.rank).tolist()):
+        for i, at in enumerate(halo.own.tolist()):
             place = int(own[i])
             for back in range(min(reach, place - start[place]) + 1):
                 row = int(held[0, place - back])
