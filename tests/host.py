@@ -98,7 +98,7 @@ def hidden_like(module, rows, batch=1):
     generator = torch.Generator().manual_seed(11)
     shape = (rows, batch, module.config.hidden_size)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return x.to(start()).requires_grad_()
+    return x.to(start(), module.config.params_dtype).requires_grad_()
 
 
 def attention_module(config, layer_number=1, seed=3, full=None):

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from megatron_dsa.config import DSAOptions
 from tests.ranks import Case, compare, run
@@ -23,6 +24,10 @@ HYBRID = Case(
 )
 #: Sequences shorter than the window, than a group, empty, and with padding behind.
 PACKED = {"lengths": (30, 3, 0, 40, 10), "padded": (32, 8, 0, 40, 16)}
+RECOMPUTED = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ["core_attn", "mla_up_proj"],
+}
 LAYERS = {
     "DSA": (DSA, (), {}),
     "DSA dense loss": (DSA, (), {"dsa_indexer_use_sparse_loss": False}),
@@ -35,6 +40,11 @@ LAYERS = {
     "CSA warm-up": (HYBRID, (4,), {"stage": "warmup", "dsa_indexer_use_sparse_loss": False}),
     "HCA": (HYBRID, (6,), {}),
     "HCA of long groups": (HYBRID, (20,), {}),
+    "DSA recomputed": (DSA, (), RECOMPUTED),
+    "CSA recomputed": (HYBRID, (4,), RECOMPUTED),
+    "DSA fp32": (DSA, (), {"dtype": torch.float32}),
+    "CSA fp32": (HYBRID, (4,), {"dtype": torch.float32}),
+    "HCA fp32": (HYBRID, (6,), {"dtype": torch.float32}),
 }
 ROWS = {
     "one": {},
@@ -76,6 +86,8 @@ def exists(layer, rows, mode, ranks):
     other = bool({"contiguous", "zigzag_rows"} & set(mode.split()))
     if layer.startswith("dense MLA") and other:
         return False
+    if layer.endswith(("fp32", "recomputed")):
+        return rows != "two" and ranks == 4
     variant = rows == "two" or layer in ("CSA old teacher", "CSA warm-up", "HCA of long groups")
     return not variant or (ranks == 2 and not other)
 
@@ -123,6 +135,7 @@ PARAMETERS = [
 @pytest.mark.parametrize(("tp", "cp", "mode", "layer", "rows"), PARAMETERS)
 def test_ranks_equal_one(tp, cp, mode, layer, rows, single, grid):
     several = [rank[layer, rows, mode] for rank in grid(tp, cp)]
-    compare(case(layer, rows, mode), single[layer, rows], several, tp=tp, cp=cp)
+    tolerance = 1e-5 if layer.endswith("fp32") else 1e-12
+    compare(case(layer, rows, mode), single[layer, rows], several, tolerance, tp=tp, cp=cp)
     selects = layer.startswith(("DSA", "CSA")) and "warm-up" not in layer
-    assert len(several[0]["slots"]) == selects
+    assert len(several[0]["slots"]) == selects * (2 if layer.endswith("recomputed") else 1)
