@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import importlib
 import importlib.util
 import json
 import os
@@ -280,14 +281,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def draw(path: Path) -> None:
-    """Draw the charts of a CSV, if there is something to draw with."""
+def draw(path: Path, function: str = "charts.draw_charts") -> None:
+    """Draw the charts of a CSV, if there is something to draw with.
+
+    ``function`` names what draws them: ``module.function`` of this package, which returns paths.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         print("no charts: pip install matplotlib")
         return
-    from benchmarks.charts import draw_charts
-
-    for chart in draw_charts(path):
+    module, name = function.split(".")
+    for chart in getattr(importlib.import_module(f"benchmarks.{module}"), name)(path):
         print(f"wrote {chart}")
 
 

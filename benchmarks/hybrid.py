@@ -15,7 +15,6 @@ child, costs one case.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import sys
 import time
@@ -26,6 +25,7 @@ from pathlib import Path
 from benchmarks import attention
 
 CHILD = (sys.executable, "-P", "-m", "benchmarks.hybrid_measure")
+CHARTS = "charts.draw_hybrid"
 PARTS = ("pieces", "layers")
 COLUMNS = (
     "date", "gpu", "torch", "cuda", "driver", "triton", "flash_mla", "cudnn_frontend",
@@ -216,23 +216,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def draw(path: Path) -> None:
-    """Draw the charts of a CSV, if there is something to draw with."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no charts: pip install matplotlib")
-        return
-    from benchmarks.charts import draw_hybrid
-
-    for chart in draw_hybrid(path):
-        print(f"wrote {chart}")
-
-
 def main(argv: list[str] | None = None) -> None:
     """Measure everything that was asked for, then draw the charts."""
     begin = time.time()
     options = parse(argv)
     if options.charts:
-        draw(options.charts)
+        attention.draw(options.charts, CHARTS)
         return
     attention.open_csv(options.output, COLUMNS)
     settings = {
@@ -248,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
              for status in ("ok", "skipped", "failed")}  # fmt: skip
     what = ", ".join(f"{number} {status}" for status, number in count.items())
     print(f"\n{what} in {time.time() - begin:.0f} s; rows are in {options.output}")
-    draw(options.output)
+    attention.draw(options.output, CHARTS)
 
 
 if __name__ == "__main__":

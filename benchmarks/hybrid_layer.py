@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.hybrid import SHAPES, UNFUSED_BUDGET, UNFUSED_ROWS, Case
 from benchmarks.measure import outcome
-from benchmarks.timing import Clock, quantile
-from megatron_dsa.dispatch import report, reset_report
+from benchmarks.timing import Clock, summary, what_ran
+from megatron_dsa.dispatch import reset_report
 from megatron_dsa.errors import ImplementationError
 
 REPEATS = 5
@@ -171,15 +171,12 @@ def measure_calls(call, clock: Clock, budget: float) -> dict:
     else:
         call()
     once = time.perf_counter() - begin
-    ran = "; ".join(f"{operation}={'+'.join(counts)}" for operation, counts in report().items())
+    ran = what_ran()
     count = min(REPEATS, int((budget - once) / once))
     times = clock.milliseconds(call, count) if count > 0 else [once * 1e3]
     return {
         "status": "ok",
-        "median_ms": quantile(times, 0.5),
-        "p10_ms": quantile(times, 0.1),
-        "p90_ms": quantile(times, 0.9),
-        "repeats": len(times),
+        **summary(times),
         "peak_mib": peak,
         "warm_up_s": warm_up,
         "ran": ran,

@@ -46,6 +46,8 @@ class Case:
         ratio: compression ratio, ``None`` for DSA.
         rows: of all ranks.
         cp_layout, tp_mode: see :class:`megatron_dsa.config.DSAOptions`.
+        layers: in a chain; times and bytes are those of one.
+        collectives: ``overlapped``, or ``plain``: see :mod:`benchmarks.ranks_plain`.
     """
 
     part: str
@@ -56,6 +58,8 @@ class Case:
     cp_layout: str = "zigzag"
     tp_mode: str = "auto"
     simulated: int | None = None
+    layers: int = 1
+    collectives: str = "overlapped"
 
     @property
     def name(self) -> str:
@@ -64,11 +68,19 @@ class Case:
 
     def alone(self) -> Case:
         """Return the same on one rank, where nothing is spread."""
-        return dataclasses.replace(self, cp_layout="zigzag", tp_mode="auto")
+        return dataclasses.replace(
+            self, cp_layout="zigzag", tp_mode="auto", collectives="overlapped"
+        )
 
-    def kind(self) -> Case:
-        """Return what does not depend on the length."""
-        return dataclasses.replace(self, rows=0)
+    def compiled(self) -> Case:
+        """Return what kernels are compiled for: whatever changes none of them is as by default."""
+        return dataclasses.replace(
+            self, rows=0, cp_layout="zigzag", layers=1, collectives="overlapped"
+        )
+
+    def spread(self, grid: Grid) -> Grid:
+        """Return the ranks over which the case is spread: of simulated ones there is one GPU."""
+        return Grid(self.simulated, 1) if self.simulated else grid
 
 
 _DSA, _HYBRID = (32768, 65536, 131072), (65536,)
@@ -88,24 +100,48 @@ CP_ROWS = {"v3.2": _DSA, "v4-flash-r4": _HYBRID, "v4-flash-r128": _HYBRID}
 TP_ROWS = {"v3.2": (8192, 32768), "v3.2-h32": (8192, 32768)}
 QUICK_ROWS = {name: (256,) for name in LAYERS if name.startswith("tiny")}
 SIMULATED_ROWS = (8192, 32768)
-#: Length at which the other way to divide rows is measured as well.
-CONTIGUOUS_ROWS = {"v3.2": 65536, "tiny": 256}
+#: Ways to run a layer, and what they change: over context-parallel, over tensor-parallel ranks.
+CP_VARIANTS = {
+    "zigzag": {},
+    "contiguous": {"cp_layout": "contiguous"},
+    "plain": {"collectives": "plain"},
+}
+TP_VARIANTS = {"heads": {"tp_mode": "heads"}, "rows": {"tp_mode": "rows"}}
+#: Layer -> length at which not only the first of its context-parallel variants is measured.
+VARIANTS_ROWS = {"v3.2": 65536, "tiny": 256}
 
 
-def layer_cases(grid: Grid, names: Iterable[str], rows=None, quick: bool = False) -> list[Case]:
-    """Return the cases of a grid of several ranks, short ones first: time may run out."""
+def variants_of(grid: Grid, wanted: Iterable[str] | None = None) -> list[str]:
+    """Return the variants of a grid of several ranks that are ``wanted`` (``None``: all)."""
+    known = CP_VARIANTS if grid.cp > 1 else TP_VARIANTS
+    return [name for name in known if wanted is None or name in wanted]
+
+
+def layer_cases(
+    grid: Grid, names: Iterable[str], rows=None, quick: bool = False, wanted=None, layers: int = 1
+) -> list[Case]:
+    """Return the cases of a grid of several ranks, short ones first: time may run out.
+
+    Args:
+        grid: the ranks.
+        names: keys of :data:`LAYERS`.
+        rows: lengths, ``None`` for those of the grid and the layer.
+        quick: take tiny lengths by default.
+        wanted: variants, ``None`` for the first everywhere and the others where they tell most.
+        layers: in a chain.
+    """
     lengths = QUICK_ROWS if quick else CP_ROWS if grid.cp > 1 else TP_ROWS
     cases = []
     for name in names:
         for length in rows or lengths.get(name, ()):
-            case = Case("layers", rows=length, **LAYERS[name])
-            if grid.cp == 1:
-                cases += [dataclasses.replace(case, tp_mode=mode) for mode in ("heads", "rows")]
-                continue
-            cases.append(case)
+            case = Case("layers", rows=length, layers=layers, **LAYERS[name])
+            chosen = variants_of(grid, wanted)
             # With lengths of the user's choice, for want of a better one at all of them.
-            if name in CONTIGUOUS_ROWS and (rows or length == CONTIGUOUS_ROWS[name]):
-                cases.append(dataclasses.replace(case, cp_layout="contiguous"))
+            everything = name in VARIANTS_ROWS and (rows or length == VARIANTS_ROWS[name])
+            if grid.cp > 1 and wanted is None and not everything:
+                chosen = chosen[:1]
+            changes = CP_VARIANTS | TP_VARIANTS
+            cases += [dataclasses.replace(case, **changes[variant]) for variant in chosen]
     return sorted(cases, key=lambda case: case.rows)
 
 

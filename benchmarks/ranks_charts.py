@@ -2,7 +2,8 @@
 
 ``<csv>_layers.png``: parallel efficiency and exposed communication of training steps.
 ``<csv>_simulated.png``: steps of one of several tensor-parallel ranks, by heads and by rows.
-Where a file holds several runs of one measurement, the last one counts.
+Where a file holds several runs of one measurement, the last one counts. Files from before a column
+was added are read as well.
 """
 
 from __future__ import annotations
@@ -12,13 +13,20 @@ from pathlib import Path
 
 from benchmarks.charts import _machine, _save, _thousands, pyplot
 
+#: Columns that older files lack, as they were measured.
+ADDED = {"layers": "1", "collectives": "overlapped"}
+
 
 def draw_ranks(path: Path) -> list[Path]:
     """Draw what the rows of a CSV allow; return the files that were written."""
     last: dict[tuple, dict] = {}
-    names = ("gpu", "part", "tp", "cp", "preset", "ratio", "rows", "cp_layout", "tp_mode")
+    names = (
+        "gpu", "part", "tp", "cp", "preset", "ratio", "rows", "cp_layout", "tp_mode", "layers",
+        "collectives",
+    )  # fmt: skip
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
+            row = ADDED | row
             if row["status"] == "ok" and row["operation"] != "forward":
                 last[tuple(row[name] for name in names)] = row
     rows = list(last.values())
@@ -81,5 +89,7 @@ def _core(row: dict) -> tuple:
 def _label(row: dict) -> str:
     ratio = f" ratio {row['ratio']}" if row["ratio"] else ""
     ranks = " ".join(f"{name}{row[name]}" for name in ("tp", "cp") if row[name] != "1")
-    how = " ".join(filter(None, (ranks, row["cp_layout"], row["tp_mode"])))
-    return f"{row['preset']}{ratio}, {_thousands(int(row['rows']))}, {how or 'one rank'}"
+    plain = "plain" if row["collectives"] == "plain" else None
+    how = " ".join(filter(None, (ranks, row["cp_layout"], row["tp_mode"], plain)))
+    chain = f" x {row['layers']}" if row["layers"] not in ("", "1") else ""
+    return f"{row['preset']}{ratio}{chain}, {_thousands(int(row['rows']))}, {how or 'one rank'}"

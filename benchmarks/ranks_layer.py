@@ -2,28 +2,30 @@
 
 Weights and inputs are drawn whole from one seed and cut, so that any number of ranks computes the
 same layer; the norms of output and input gradient show that they do.
+
+Of one layer after a synchronisation, the time is also that of the host, which launches kernels
+while the GPU waits for them. In a model the host is ahead after the first layer. A chain of layers
+(``Case.layers``) shows that: the same module again and again, each time on the sum of its last
+input and output, as residual connections have it. Weights and their gradients are so those of one
+layer, activations those of all.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import json
-import tempfile
 import time
-from pathlib import Path
 
 import torch
 
 from benchmarks.hybrid_layer import _TINY, MODELS, SETTINGS
 from benchmarks.ranks_cases import Case, Grid
-from benchmarks.ranks_traffic import STEP, Design, communication_shares, counted, formula_bytes
+from benchmarks.ranks_plain import collectives
+from benchmarks.ranks_timing import measured, traced_shares
+from benchmarks.ranks_traffic import Design, counted, formula_bytes, hidden_bytes
 from benchmarks.timing import Clock
-from megatron_dsa.dispatch import report, reset_report
 
 SEED = 0
-#: Timed calls, at least: with one, a straggler could not be told from the rest.
-FEWEST = 2
 #: Steps that only prepare compile what depends on shapes other than the length.
 PREPARE_ROWS = 8192
 
@@ -38,8 +40,9 @@ _TINY_DSA = {
 def layer_config(case: Case, grid: Grid, workspace_mib: int):
     """Return the configuration of a case's layer; Megatron has to be running."""
     from megatron_dsa import cpu_host
-    from megatron_dsa.config import DSAOptions, DSATransformerConfig, preset
+    from megatron_dsa.config import DSAOptions, DSATransformerConfig
     from megatron_dsa.csa_config import HybridTransformerConfig, csa_preset
+    from megatron_dsa.presets import preset
 
     options = DSAOptions(
         workspace_bytes=workspace_mib * 2**20, cp_layout=case.cp_layout, tp_mode=case.tp_mode
@@ -83,6 +86,7 @@ class Layer:
         module = build_module(spec, config=config, layer_number=number)
         # Some parameters stay in fp32, as in a model that Megatron casts.
         self.module = module.to(device).bfloat16().train()
+        self.layers = case.layers
         generator = torch.Generator(device).manual_seed(SEED)
         fill(self.module, config.tensor_model_parallel_size, generator)
         self.spread = self.module.ranks.spread
@@ -98,7 +102,11 @@ class Layer:
 
     def forward(self) -> torch.Tensor:
         """Run the forward of a training step; the result holds all that the backward needs."""
-        return self.module(self.x, None)[0]
+        x, out = self.x, self.module(self.x, None)[0]
+        for _ in range(self.layers - 1):
+            x = x + out
+            out = self.module(x, None)[0]
+        return out
 
     def step(self) -> None:
         """Forward and backward; gradients are added to those that there are."""
@@ -137,95 +145,36 @@ def squared_norm(x: torch.Tensor) -> float:
     return sum(part.float().square().sum().item() for part in x.split(4096))
 
 
-def agree(wish: bool, device: torch.device) -> bool:
-    """Return whether all ranks wish so; nobody goes on before all have asked."""
-    flag = torch.tensor(float(wish), device=device)
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
-    return bool(flag.item())
-
-
-def timed(call, clock: Clock, device: torch.device, repeats: int, budget: float) -> list[float]:
-    """Milliseconds of calls that all ranks begin together; equally many on all."""
-    times: list[float] = []
-    begin = time.perf_counter()
-    while agree(
-        len(times) < min(FEWEST, repeats)
-        or (len(times) < repeats and time.perf_counter() - begin < budget),
-        device,
-    ):
-        times += clock.milliseconds(call, 1)
-    return times
-
-
 def measure_layer(case: Case, grid: Grid, device: torch.device, settings: dict) -> dict:
     """Measure a layer on this rank: times, memory, bytes sent, shares of communication."""
     clock = Clock(device)
     begin = time.perf_counter()
     layer = Layer(case, grid, device, settings["workspace_mib"])  # compiles, as the step does
     result: dict = {"heads": layer.config.num_attention_heads}
-    # Also makes the gradients' memory, which so is not part of a step's.
-    with counted() as traffic:
-        result["squares"] = layer.first_step()
-    clock.wait()
-    result["warm_up_s"] = time.perf_counter() - begin
-    gc.collect()
-    limits = clock, device, settings["repeats"], settings["budget"]
-    forward = timed(layer.forward, *limits)
-    reset_report()
-    with _Peak(clock) as peak:
-        step = timed(layer.step, *limits)
-    ran = "; ".join(f"{operation}={'+'.join(counts)}" for operation, counts in report().items())
-    rows = layer.design.rows
-    result |= {
-        "times": {"forward": forward, "step": step},
-        "ran": ran,
-        "peak_mib": peak.mib,
-    }
-    if grid.ranks == 1:
-        return result
-    result["bytes_per_token"] = traffic.bytes / rows
-    result["formula_bytes_per_token"] = formula_bytes(layer.design) / rows
-    if clock.on_gpu:
-        result |= traced_shares(layer.step, clock, device)
+    with collectives(case.collectives):
+        # Also makes the gradients' memory, which so is not part of a step's.
+        with counted() as traffic:
+            result["squares"] = layer.first_step()
+        clock.wait()
+        result["warm_up_s"] = time.perf_counter() - begin
+        gc.collect()
+        result |= measured(layer.forward, layer.step, clock, device, settings)
+        if grid.ranks > 1 and clock.on_gpu:
+            result |= traced_shares(layer.step, clock, device)
+    for times in result["times"].values():
+        times[:] = [ms / case.layers for ms in times]
+    if grid.ranks > 1:
+        rows = layer.design.rows
+        result["bytes_per_token"] = traffic.bytes / rows / case.layers
+        result["formula_bytes_per_token"] = formula_bytes(layer.design) / rows
+    if grid.cp > 1 and grid.tp == 1:  # tensor-parallel linears gather hidden states anyway
+        result["hidden_bytes_per_token"] = hidden_bytes(layer.design) / rows
     return result
-
-
-class _Peak:
-    """Peak memory of torch's allocator, above what was there at the beginning."""
-
-    def __init__(self, clock: Clock):
-        self.clock, self.mib = clock, None
-
-    def __enter__(self):
-        if self.clock.on_gpu:
-            self.clock.wait()
-            self.before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-        return self
-
-    def __exit__(self, *_):
-        if self.clock.on_gpu:
-            self.mib = (torch.cuda.max_memory_allocated() - self.before) / 2**20
-
-
-def traced_shares(call, clock: Clock, device: torch.device) -> dict:
-    """Trace one call that all ranks begin together; see :func:`communication_shares`."""
-    kinds = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
-        agree(True, device)  # starting the profiler takes each rank its own time
-        clock.wait()
-        with torch.profiler.record_function(STEP):
-            call()
-        clock.wait()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(errors="replace"))["traceEvents"]
-    return communication_shares(events)
 
 
 def prepare_layer(case: Case, grid: Grid, device: torch.device, settings: dict) -> None:
     """Run a short step of a case's kind, so that its kernels are compiled."""
+    case = dataclasses.replace(case, layers=1)
     if not case.ratio or case.ratio <= 4:  # of longer groups, lists are as wide as the length says
         case = dataclasses.replace(case, rows=min(case.rows, PREPARE_ROWS))
     Layer(case, grid, device, settings["workspace_mib"]).step()

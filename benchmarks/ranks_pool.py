@@ -9,7 +9,7 @@ import tempfile
 import time
 from multiprocessing import connection
 
-from benchmarks.ranks_cases import Case, Grid
+from benchmarks.ranks_cases import Grid
 
 #: Seconds that the others get once a rank has failed: they may wait for it in a collective.
 GRACE = 15.0
@@ -47,7 +47,7 @@ class Pool:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def ask(self, what: str, cases: list[Case]) -> None:
+    def ask(self, what: str, cases: list) -> None:
         """Send all ranks the same request."""
         for pipe in self._pipes:
             # If it has ended, :meth:`answers` will say how.

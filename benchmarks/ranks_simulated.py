@@ -19,10 +19,11 @@ import torch
 from benchmarks.cases import PRESETS
 from benchmarks.cases import Preset as Shape
 from benchmarks.ranks_cases import Case
-from benchmarks.ranks_layer import PREPARE_ROWS, SEED, _Peak, timed
+from benchmarks.ranks_layer import PREPARE_ROWS, SEED
+from benchmarks.ranks_timing import measured, timed
 from benchmarks.ranks_traffic import WIDE, exchange, sum_everywhere
 from benchmarks.timing import Clock
-from megatron_dsa.dispatch import Policy, report, reset_report
+from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     IndexerTraining,
@@ -102,18 +103,8 @@ def measure_core(case: Case, device: torch.device, settings: dict) -> dict:
     if core.kl is None or not core.kl.isfinite():
         raise RuntimeError(f"the backward formed no indexer loss, but {core.kl}")
     gc.collect()
-    limits = clock, device, settings["repeats"], settings["budget"]
-    forward = timed(core.forward, *limits)
-    reset_report()
-    with _Peak(clock) as peak:
-        step = timed(core.step, *limits)
-    return {
-        "heads": core.heads,
-        "times": {"forward": forward, "step": step},
-        "ran": "; ".join(f"{name}={'+'.join(counts)}" for name, counts in report().items()),
-        "peak_mib": peak.mib,
-        "warm_up_s": warm_up,
-    }
+    result = {"heads": core.heads, "warm_up_s": warm_up}
+    return result | measured(core.forward, core.step, clock, device, settings)
 
 
 def prepare_core(case: Case, device: torch.device, settings: dict) -> None:

@@ -34,6 +34,12 @@ def exchange(whole: float, ranks: int) -> float:
     return (ranks - 1) * whole / ranks
 
 
+def leaving(whole: float, splits: list[int], given: dict) -> float:
+    """Bytes that a rank sends in an all-to-all of parts of different sizes."""
+    own = splits[torch.distributed.get_rank(given.get("group"))]
+    return whole * (1 - own / sum(splits)) if own else whole
+
+
 def sum_everywhere(whole: float, ranks: int) -> float:
     """Bytes that a rank sends in an all-reduce of ``whole`` bytes."""
     return 2 * (ranks - 1) * whole / ranks
@@ -54,7 +60,7 @@ class Traffic:
 
 
 #: Collective -> the argument whose size counts, and the rule.
-_COLLECTIVES = {
+COLLECTIVES = {
     "all_gather_into_tensor": ("input_tensor", gather),
     "reduce_scatter_tensor": ("output", reduce),
     "all_to_all_single": ("input", exchange),
@@ -65,25 +71,35 @@ _COLLECTIVES = {
 @contextlib.contextmanager
 def counted() -> Iterator[Traffic]:
     """Count what is sent by torch's collectives, from any thread, while this is active."""
-    traffic, replaced = Traffic(), []
-    for name, rule in _COLLECTIVES.items():
-        original = getattr(torch.distributed, name)
-        counting = _counting(original, name, *rule, traffic)
-        # Megatron binds some of them to names of its own when it is imported.
-        for module in [m for n, m in sys.modules.items() if _may_have_it(n)]:
-            for alias, value in list(vars(module).items()):
-                if value is original:
-                    replaced.append((module, alias, original))
-                    setattr(module, alias, counting)
-    try:
+    traffic = Traffic()
+    with contextlib.ExitStack() as stack:
+        for name, rule in COLLECTIVES.items():
+            original = getattr(torch.distributed, name)
+            counting = _counting(original, name, *rule, traffic)
+            stack.enter_context(replaced(original, counting))
         yield traffic
+
+
+@contextlib.contextmanager
+def replaced(original, other) -> Iterator[None]:
+    """Let every name of a collective in torch.distributed, Megatron and this package be ``other``.
+
+    Megatron binds some of them to names of its own when it is imported.
+    """
+    bound = [
+        (module, alias)
+        for name, module in list(sys.modules.items())
+        if name.startswith(("torch.distributed", "megatron"))
+        for alias, value in list(vars(module).items())
+        if value is original
+    ]
+    for module, alias in bound:
+        setattr(module, alias, other)
+    try:
+        yield
     finally:
-        for module, alias, original in replaced:
+        for module, alias in bound:
             setattr(module, alias, original)
-
-
-def _may_have_it(module: str) -> bool:
-    return module.startswith(("torch.distributed", "megatron"))
 
 
 def _counting(original, name: str, counts: str, rule, traffic: Traffic):
@@ -97,7 +113,10 @@ def _counting(original, name: str, counts: str, rule, traffic: Traffic):
         tensor, ranks = given[counts], torch.distributed.get_world_size(given.get("group"))
         if ranks > 1:
             size = tensor.numel() * tensor.element_size()
-            traffic.calls.append((name, rule(size, ranks)))
+            splits = given.get("input_split_sizes")
+            traffic.calls.append(
+                (name, rule(size, ranks) if splits is None else leaving(size, splits, given))
+            )
         inside.yes = True
         try:
             return original(*args, **kwargs)
@@ -153,6 +172,17 @@ def formula_bytes(d: Design) -> float:
     return own + _tensor_parallel_bytes(d)
 
 
+def hidden_bytes(d: Design) -> float:
+    """Bytes that a rank would send if hidden states were gathered instead of keys.
+
+    All ranks then project the keys of all rows: an all-gather in the forward, and in the backward
+    the reduce-scatter that autograd makes of it, in the activations' dtype. A second gather for the
+    weights' gradient, where gathered states are not kept, would come on top.
+    """
+    part = d.rows * d.config.hidden_size * d.narrow
+    return gather(part, d.ranks) + reduce(part, d.ranks)
+
+
 def _summed_keys(d: Design, rows: float, dim: int, ranks: int) -> float:
     """Keys gathered in the forward, their fp32 gradients reduced in the backward."""
     return gather(rows * dim * d.narrow, ranks) + reduce(rows * dim * WIDE, ranks)
@@ -175,17 +205,36 @@ def _index_queries(d: Design) -> float:
     )
 
 
+def _balanced_selection(d: Design) -> float:
+    """Where ranks see unequally many keys, but many: another one scores half of a rank's rows.
+
+    Index queries and weights leave, selected keys come back. (Of an odd number of parts, the rank
+    in the middle keeps its rows.)
+    """
+    from megatron_dsa.balance import VISIBLE_TO_TOPK
+    from megatron_dsa.config import options_of
+
+    c, rows = d.config, d.rows if d.by_rows else d.rows * d.tp
+    contiguous = d.cp > 1 and options_of(c).cp_layout == "contiguous"
+    visible = d.rows * d.ranks / 2 / (d.ratio or 1)
+    if not (contiguous or d.by_rows) or visible < VISIBLE_TO_TOPK * c.dsa_indexer_topk:
+        return 0.0
+    query = c.dsa_indexer_n_heads * (c.dsa_indexer_head_dim + 1) * d.narrow
+    return rows / 2 * (query + c.dsa_indexer_topk * WIDE)
+
+
 def _dsa_bytes(d: Design) -> float:
     c = d.config
     latent = c.kv_lora_rank + c.qk_pos_emb_head_dim
     total = _summed_keys(d, d.rows, latent, d.ranks) + _index_keys(d, d.rows) + _index_queries(d)
+    total += _balanced_selection(d)
     # megatron-core's own layers split the down projections by columns, so hidden states are
     # gathered (again for the weight's gradient) and so are the latents, which then are cut again.
     total += 2 * 3 * gather(d.rows * c.hidden_size * d.narrow, d.tp)
     total += 2 * gather(d.rows * (c.q_lora_rank + latent) * d.narrow, d.tp)
-    if d.by_rows:  # the up projection of keys and values, which is absorbed into the queries
-        weight = c.num_attention_heads * (c.qk_head_dim + c.v_head_dim) * c.kv_lora_rank
-        total += 2 * gather(weight / d.tp * d.narrow, d.tp)
+    if d.by_rows:  # the absorbed up projection of keys and values, gathered again in the backward
+        weight = c.num_attention_heads * (c.qk_head_dim + c.v_head_dim) * c.kv_lora_rank / d.tp
+        total += 2 * gather(weight * d.narrow, d.tp) + reduce(weight * WIDE, d.tp)
     return total
 
 
@@ -212,6 +261,7 @@ def _hybrid_bytes(d: Design) -> float:
     total += compressor(c.head_dim) + _summed_keys(d, slots, c.head_dim, d.ranks)
     if d.ratio == 4:
         total += compressor(c.dsa_indexer_head_dim) + _index_keys(d, slots) + _index_queries(d)
+        total += _balanced_selection(d)
     return total
 
 

@@ -15,8 +15,12 @@ import traceback
 from benchmarks.ranks_cases import Case, Grid
 
 
-def serve(rank: int, grid: Grid, store: str, settings: dict, pipe) -> None:
-    """Join the grid, say so, then answer until the parent hangs up."""
+def serve(rank: int, grid: Grid, store: str, settings: dict, pipe, run=None) -> None:
+    """Join the grid, say so, then answer until the parent hangs up.
+
+    ``run(what, case, grid, device, settings) -> answer`` does what is asked for; by default it
+    measures attention layers.
+    """
     _end_with_parent()
     # What Megatron asks for under sequence parallelism; alike on all grids, to be compared.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -37,7 +41,7 @@ def serve(rank: int, grid: Grid, store: str, settings: dict, pipe) -> None:
             what, cases = pipe.recv()
         except EOFError:
             return
-        pipe.send(answer(what, cases, grid, device, settings))
+        pipe.send(answer(run or run_case, what, cases, grid, device, settings))
 
 
 def _end_with_parent() -> None:
@@ -80,12 +84,12 @@ def join(rank: int, grid: Grid, store: str):
     return device
 
 
-def answer(what: str, cases: list[Case], grid: Grid, device, settings: dict) -> dict:
+def answer(run, what: str, cases: list, grid: Grid, device, settings: dict) -> dict:
     """Return what came of a request, whatever happened."""
     try:
         result = {}
         for case in cases:
-            result = _run(what, case, grid, device, settings)
+            result = run(what, case, grid, device, settings)
         return {"status": "ok", **result}
     except Exception as error:
         return failure(error)
@@ -93,7 +97,8 @@ def answer(what: str, cases: list[Case], grid: Grid, device, settings: dict) -> 
         _tidy()
 
 
-def _run(what: str, case: Case, grid: Grid, device, settings: dict) -> dict:
+def run_case(what: str, case: Case, grid: Grid, device, settings: dict) -> dict:
+    """Measure or prepare a case of :mod:`benchmarks.ranks`."""
     from benchmarks import ranks_layer as layers
     from benchmarks import ranks_simulated as cores
 

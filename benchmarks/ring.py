@@ -2,25 +2,30 @@
 
     python -m benchmarks.ring                       # all GPUs, writes ring.csv
     python -m benchmarks.ring --rows 32768 --heads 16
+    python -m benchmarks.ring --quick               # tiny shapes, two processes on the CPU
 
-Compared are the zigzag ring of keys and values, the ring of MLA's latent and its all-gather, and a
-ring over contiguous parts, in which the last rank sees every key: all ranks do what that one has
-to, which is how long the others would wait for it. One GPU, in the same run, is what efficiency
-refers to.
+Compared are the zigzag ring of keys and values, the ring of MLA's latent and its all-gather (with
+nothing to run under it), and a ring over contiguous parts, in which the last rank sees every key:
+all ranks do what that one has to, which is how long the others would wait for it. One GPU, in the
+same run, is what efficiency refers to. Processes and their failures are those of
+:mod:`benchmarks.ranks`.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import multiprocessing
-import statistics
-import tempfile
+import functools
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.ranks_cases import Grid
+from benchmarks import attention as output
+from benchmarks.ranks import gpu_count
+from benchmarks.ranks_cases import ONE, Grid
+from benchmarks.ranks_pool import Ended, Pool
+from benchmarks.ranks_run import slowest
+from benchmarks.ranks_worker import serve
+from benchmarks.timing import summary
 
 #: MLA of DeepSeek-V3.2: widths of a key without rope, of rope, of a value and of the latent.
 NOPE, ROPE, VALUE, RANK = 128, 64, 128, 512
@@ -30,46 +35,31 @@ FIELDS = (
     "operation", "median_ms", "p10_ms", "p90_ms", "tflops_per_gpu", "efficiency", "difference",
     "repeats",
 )  # fmt: skip
+#: Seconds of timed calls of one operation, after which no more are made.
+BUDGET = 10.0
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What one process measures: ``rows`` on all ranks together, ``heads`` on each."""
+    """One measurement: ``rows`` on all ranks together, ``heads`` on each."""
 
     grid: Grid
     rows: int
     heads: int
-    repeats: int
+    variant: str
 
 
-def serve(rank: int, setups: list[Setup], store: str, answers) -> None:
-    """Measure every setup on this rank and put the rows of the table into ``answers``."""
+def measure(_what: str, setup: Setup, grid: Grid, device, settings: dict) -> dict:
+    """Time forward and forward with backward of one variant on this rank."""
     import torch
 
-    from benchmarks.measure import environment
-    from benchmarks.ranks_worker import join
-
-    device = join(rank, setups[0].grid, store)
-    found = {"environment": environment(device), "rows": []}
-    for setup in setups:
-        for variant in VARIANTS if setup.grid.cp > 1 else VARIANTS[:1]:
-            torch.cuda.empty_cache()
-            found["rows"] += measure(setup, variant, rank, device)
-    answers.put((rank, found))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-def measure(setup: Setup, variant: str, rank: int, device) -> list[dict]:
-    """Time forward and forward with backward of one variant."""
-    import torch
-
-    from benchmarks.ranks_layer import timed
+    from benchmarks.ranks_timing import timed
     from benchmarks.timing import Clock
 
+    rank = torch.distributed.get_rank()
     inputs = tensors(setup, rank, device)
     clock = Clock(device)
-    call, block = attention(setup, variant, rank, inputs)
+    call, block = attention(setup, setup.variant, rank, inputs)
     gradient = torch.ones(inputs["q"].shape[0], setup.heads, VALUE, device=device).bfloat16()
 
     def step():
@@ -78,22 +68,13 @@ def measure(setup: Setup, variant: str, rank: int, device) -> list[dict]:
     out = call().detach().float()
     plain, _ = attention(setup, VARIANTS[0], rank, inputs)
     difference = 0.0
-    if variant in ("ring of latents", "gathered latents"):
+    if setup.variant in ("ring of latents", "gathered latents"):
         difference = float((plain().detach().float() - out).norm() / out.norm())
-    results = []
-    # A query and a key: a product of scores and one of values; twice and a half that backwards.
-    flops = setup.rows**2 / 2 * setup.heads * (NOPE + ROPE + VALUE) * 2 / setup.grid.cp
-    for operation, run, factor in (("forward", call, 1), ("step", step, 3.5)):
+    times = {}
+    for operation, run in (("forward", call), ("step", step)):
         run()
-        times = timed(run, clock, device, setup.repeats, 10.0)
-        results.append(
-            {
-                "gpus": setup.grid.cp, "rows": setup.rows, "heads": setup.heads,
-                "variant": variant, "block": block, "operation": operation, "times": times,
-                "flops": flops * factor, "difference": difference,
-            }
-        )  # fmt: skip
-    return results
+        times[operation] = timed(run, clock, device, settings["repeats"], BUDGET)
+    return {"block": block, "difference": difference, "times": times}
 
 
 def tensors(setup: Setup, rank: int, device) -> dict:
@@ -126,6 +107,7 @@ def attention(setup: Setup, variant: str, rank: int, inputs: dict):
 
     from megatron_dsa import ring
     from megatron_dsa.dispatch import device_problem
+    from megatron_dsa.gathering import arrive, launch
     from megatron_dsa.ring.rows import Part
 
     group, cp = parallel_state.get_context_parallel_group(), setup.grid.cp
@@ -135,87 +117,133 @@ def attention(setup: Setup, variant: str, rank: int, inputs: dict):
         class LastOfContiguous(ring.ZigzagRows):
             """Sees its own block causally and all of the others."""
 
-            def part(self, source: int) -> Part:
+            def parts(self, source: int) -> tuple[Part, ...]:
                 whole = slice(None)
-                own = super().part(rank)
-                return Part(whole, whole, source == rank, own.sequences)
+                (own,) = super().parts(rank)
+                return (Part(whole, whole, source == rank, own.sequences),)
 
         rows = LastOfContiguous(cp, rank, 1, setup.rows // cp)
     q, scale = inputs["q"], (NOPE + ROPE) ** -0.5
     shape = {"heads": setup.heads, "qk_dim": NOPE + ROPE, "v_dim": VALUE}
     leaf = ring.choose(device_problem(q.device, dtype=q.dtype, **shape))
-    if variant in ("ring", "contiguous ring"):
-        function, others = ring.ring_attention, ("k", "v")
-    else:
-        function, others = ring.ring_latent_attention, ("latent", "w_uk", "w_uv")
-    if variant == "gathered latents":
-        function = ring.gathered_latent_attention
-    others = [inputs[name] for name in others]
-    return lambda: function(q, *others, rows, group, scale)[0], leaf.name
+    weights = [inputs[name] for name in ("w_uk", "w_uv")]
+
+    def gathered():
+        latents, channel = arrive(launch(inputs["latent"], group))
+        return ring.gathered_latent_attention(
+            q, latents, *weights, rows, scale, latent_grad=channel
+        )[0]
+
+    def over_the_ring():
+        if variant == "ring of latents":
+            return ring.ring_latent_attention(q, inputs["latent"], *weights, rows, group, scale)[0]
+        return ring.ring_attention(q, inputs["k"], inputs["v"], rows, group, scale)[0]
+
+    return gathered if variant == "gathered latents" else over_the_ring, leaf.name
 
 
-def run(grid: Grid, setups: list[Setup]) -> tuple[dict, list[dict]]:
-    """Run a grid of processes; return the environment and, per row, the slowest rank's times."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (setups, f"{folder}/store", answers)
-        processes = [context.Process(target=serve, args=(r, *arguments)) for r in range(grid.cp)]
-        for process in processes:
-            process.start()
-        found = dict(answers.get(timeout=300) for _ in processes)
-        for process in processes:
-            process.join()
+def flops(setup: Setup, operation: str) -> float:
+    """Operations of one rank: a product of scores and one of values; twice and a half backwards."""
+    forward = setup.rows**2 / 2 * setup.heads * (NOPE + ROPE + VALUE) * 2 / setup.grid.cp
+    return forward * (3.5 if operation == "step" else 1)
+
+
+def rows_of(setup: Setup, environment: dict, answers: list[dict], alone: dict) -> list[dict]:
+    """Return the rows of a setup; ``alone`` keeps the milliseconds of one GPU from call to call."""
     rows = []
-    for same in zip(*(found[r]["rows"] for r in range(grid.cp)), strict=True):
-        slowest = max(same, key=lambda row: statistics.median(row["times"]))
-        rows.append(slowest | {"difference": max(row["difference"] for row in same)})
-    return found[0]["environment"], rows
+    for operation in answers[0]["times"]:
+        figures = summary(slowest(answers, operation))
+        median, key = figures["median_ms"], (setup.rows, operation)
+        if setup.grid == ONE:
+            alone[key] = median
+        rows.append(
+            {name: environment[name] for name in FIELDS if name in environment}
+            | figures
+            | {
+                "date": datetime.now(UTC).isoformat(timespec="seconds"), "gpus": setup.grid.cp,
+                "rows": setup.rows, "heads": setup.heads, "variant": setup.variant,
+                "block": answers[0]["block"], "operation": operation,
+                "tflops_per_gpu": flops(setup, operation) / median / 1e9,
+                "efficiency": alone[key] / setup.grid.cp / median,
+                "difference": max(answer["difference"] for answer in answers),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def run(grid: Grid, setups: list[Setup], options: argparse.Namespace, alone: dict) -> None:
+    """Measure setups on one grid; every row is appended to the table at once.
+
+    Raises:
+        Ended: if a rank fails or does not answer.
+    """
+    settings = {"repeats": options.repeats}
+    pool = Pool(grid, settings, options.timeout, functools.partial(serve, run=measure))
+    try:
+        environment = pool.answers()[0]["environment"]
+        for setup in setups:
+            pool.ask("measure", [setup])
+            for row in rows_of(setup, environment, pool.answers(), alone):
+                output.append_csv(options.output, row, FIELDS)
+                shown = ("gpus", "rows", "variant", "block", "operation")
+                numbers = ("median_ms", "efficiency", "difference")
+                text = [*(str(row[name]) for name in shown), *(f"{row[n]:.4g}" for n in numbers)]
+                print(*(f"{part:>17}" for part in text), flush=True)
+    finally:
+        pool.stop()
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ring", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--gpus", type=int, help="default: all there are, with --quick 2 processes")
+    add("--rows", type=int, nargs="+", help="of all GPUs (32768 65536, with --quick 64)")
+    add("--heads", type=int, help="on each GPU (128, with --quick 2)")
+    add("--repeats", type=int, help="timed calls (5, with --quick 2)")
+    add("--timeout", type=float, default=300, help="seconds until GPUs must have answered (300)")
+    add("--output", type=Path, default=Path(__file__).with_suffix(".csv"), metavar="CSV")
+    add("--quick", action="store_true", help="tiny shapes on the CPU, for trying the benchmark")
+    options = parser.parse_args(argv)
+    options.rows = options.rows or ([64] if options.quick else [32768, 65536])
+    options.heads = options.heads or (2 if options.quick else 128)
+    options.repeats = options.repeats or (2 if options.quick else 5)
+    return options
+
+
+def plan(options: argparse.Namespace, there: int | None) -> dict[Grid, list[Setup]]:
+    """Return what one GPU measures, then all; ``there`` are so many, ``None`` on the CPU.
+
+    Raises:
+        SystemExit: if the command line asks for what cannot be.
+    """
+    gpus = options.gpus or (2 if there is None else there)
+    if gpus < 2 or (there is not None and gpus > there):
+        raise SystemExit(f"--gpus must be 2 at least and not more than there are, got {gpus}")
+    if bad := [n for n in options.rows if n < 1 or n % (2 * gpus)]:
+        # Each has two chunks of equal length.
+        raise SystemExit(f"--rows must be positive multiples of {2 * gpus}, got {bad[0]}")
+    return {
+        grid: [Setup(grid, n, options.heads, name) for n in options.rows for name in names]
+        for grid, names in ((ONE, VARIANTS[:1]), (Grid(1, gpus), VARIANTS))
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure and write the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gpus", type=int, help="default: all there are")
-    parser.add_argument("--rows", type=int, nargs="+", default=[32768, 65536])
-    parser.add_argument("--heads", type=int, default=128, help="on each GPU (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/ring.csv"))
-    options = parser.parse_args(argv)
-    import torch
-
-    gpus = options.gpus or torch.cuda.device_count()
-    if gpus < 2 or gpus > torch.cuda.device_count():
-        parser.error(f"--gpus must be 2 to {torch.cuda.device_count()}, got {gpus}")
-    table, alone = [], {}
-    for cp in (1, gpus):
-        grid = Grid(1, cp)
-        setups = [Setup(grid, rows, options.heads, options.repeats) for rows in options.rows]
-        environment, rows = run(grid, setups)
-        for row in rows:
-            times = row.pop("times")
-            median, flops = statistics.median(times), row.pop("flops")
-            key = row["rows"], row["operation"]
-            alone.setdefault(key, median)
-            low, *_, high = statistics.quantiles(times, n=10) if len(times) > 1 else times * 2
-            table.append(
-                environment
-                | row
-                | {
-                    "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                    "median_ms": f"{median:.5g}", "p10_ms": f"{low:.5g}", "p90_ms": f"{high:.5g}",
-                    "tflops_per_gpu": f"{flops / median / 1e9:.4g}",
-                    "efficiency": f"{alone[key] / cp / median:.4g}", "repeats": len(times),
-                }
-            )  # fmt: skip
-            shown = ("gpus", "rows", "variant", "block", "operation", "median_ms", "efficiency")
-            print(*(f"{table[-1][name]!s:>17}" for name in (*shown, "difference")), flush=True)
-    with options.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(table)
+    """Measure everything that was asked for and append it to the table."""
+    options = parse(argv)
+    todo = plan(options, gpu_count(options.quick))
+    output.open_csv(options.output, FIELDS)
+    alone: dict = {}
+    for grid, setups in todo.items():
+        try:
+            run(grid, setups, options, alone)
+        except Ended as error:
+            raise SystemExit(f"{grid.name}: {error.status}: {error.reason}") from None
+    print(f"rows are in {options.output}")
 
 
 if __name__ == "__main__":

@@ -64,12 +64,32 @@ class Clock:
         """Peak memory of torch's allocator during a call, results included, above the inputs."""
         if not self.on_gpu:
             return None
-        self.wait()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        self.wait()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        with Peak(self) as peak:
+            call()
+        return peak.mib
+
+
+class Peak:
+    """Peak memory of torch's allocator inside a ``with``, above what was there at its beginning.
+
+    ``mib`` is it afterwards, and ``None`` where there is no GPU.
+    """
+
+    def __init__(self, clock: Clock):
+        self.mib: float | None = None
+        self._clock = clock
+
+    def __enter__(self) -> Peak:
+        if self._clock.on_gpu:
+            self._clock.wait()
+            self._before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._clock.on_gpu:
+            self._clock.wait()
+            self.mib = (torch.cuda.max_memory_allocated() - self._before) / 2**20
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -79,6 +99,23 @@ def quantile(values: list[float], share: float) -> float:
     low = int(place)
     high = min(low + 1, len(values) - 1)
     return values[low] + (place - low) * (values[high] - values[low])
+
+
+def summary(times: list[float]) -> dict:
+    """Return the columns that describe the times of repeated calls, in milliseconds."""
+    return {
+        "median_ms": quantile(times, 0.5),
+        "p10_ms": quantile(times, 0.1),
+        "p90_ms": quantile(times, 0.9),
+        "repeats": len(times),
+    }
+
+
+def what_ran() -> str:
+    """Name the implementations that ran since the dispatch report was last set back."""
+    from megatron_dsa.dispatch import report
+
+    return "; ".join(f"{operation}={'+'.join(counts)}" for operation, counts in report().items())
 
 
 def measure(call, check, clock: Clock, repeats: int, budget: float) -> dict:
@@ -107,13 +144,7 @@ def measure(call, check, clock: Clock, repeats: int, budget: float) -> dict:
         spent.append(clock.seconds(call))
     count = max(1, min(repeats, int(budget / min(spent))))
     times = clock.milliseconds(call, count)
-    return row | {
-        "status": "ok",
-        "median_ms": quantile(times, 0.5),
-        "p10_ms": quantile(times, 0.1),
-        "p90_ms": quantile(times, 0.9),
-        "repeats": count,
-    }
+    return row | {"status": "ok"} | summary(times)
 
 
 def measure_ceiling(name: str, device: torch.device, clock: Clock, repeats: int) -> dict:

@@ -1,23 +1,18 @@
-"""The benchmark over several GPUs: cases, traffic, traces, failures, a tiny run over gloo."""
+"""The benchmark over several GPUs: cases, traffic, traces, what a run does with answers."""
 
 import csv
-import importlib
 import math
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import ranks, ranks_pool, ranks_traffic
-from benchmarks.ranks_cases import LAYERS, ONE, Case, Grid
-from benchmarks.ranks_pool import Ended, Pool
+from benchmarks import attention, ranks, ranks_run, ranks_traffic
+from benchmarks.ranks_cases import ONE, Case, Grid
+from benchmarks.ranks_costs import Costs
+from benchmarks.ranks_pool import Ended
 from benchmarks.ranks_traffic import STEP, communication_shares, length, outside, union
 
-ROOT = Path(__file__).resolve().parents[2]
 CP2, TP2 = Grid(1, 2), Grid(2, 1)
 
 # Cases
@@ -26,7 +21,8 @@ CP2, TP2 = Grid(1, 2), Grid(2, 1)
 def test_cases_of_a_full_run():
     plan = ranks.parse([]).plan
     assert list(plan) == [ONE, CP2, TP2]
-    found = {grid: [(c.name, c.rows, c.cp_layout, c.tp_mode) for c in plan[grid]] for grid in plan}
+    found = {grid: [(c.name, c.rows, c.cp_layout, c.tp_mode) for c in plan[grid]
+                    if c.collectives == "overlapped"] for grid in plan}  # fmt: skip
     assert found[CP2] == [
         ("v3.2", 32768, "zigzag", "auto"),
         ("v3.2", 65536, "zigzag", "auto"),
@@ -41,10 +37,31 @@ def test_cases_of_a_full_run():
         for name in ("v3.2", "v3.2-h32")
         for mode in ("heads", "rows")
     ]
+    plain = [c for cases in plan.values() for c in cases if c.collectives == "plain"]
+    assert plain == [Case("layers", "v3.2", 65536, heads=128, collectives="plain")]
     # Whatever is compared with one rank is measured on one, once.
     assert len(plan[ONE]) == len(set(plan[ONE])) == 8
     alone = {(c.name, c.rows) for c in plan[ONE]}
     assert alone == {(name, rows) for grid in (CP2, TP2) for name, rows, _, _ in found[grid]}
+
+
+def test_cases_of_a_lean_run():
+    """One layer, its lengths, its variants: nothing else but the one rank to compare with."""
+    arguments = ["--grids", "tp1cp1", "tp1cp4", "--cases", "v3.2", "--rows", "65536", "131072"]
+    plan = ranks.parse(arguments).plan
+    assert list(plan) == [ONE, Grid(1, 4)]
+    assert [(c.rows, c.layers) for c in plan[ONE]] == [(65536, 1), (131072, 1)]
+    variants = [("zigzag", "overlapped"), ("contiguous", "overlapped"), ("zigzag", "plain")]
+    found = [(c.rows, c.cp_layout, c.collectives) for c in plan[Grid(1, 4)]]
+    assert found == [(rows, *variant) for rows in (65536, 131072) for variant in variants]
+    # All of them need the same kernels.
+    assert {c.compiled() for c in plan[Grid(1, 4)]} == {c.compiled() for c in plan[ONE]}
+    arguments += ["--variants", "plain", "zigzag", "--layers", "3"]
+    plan = ranks.parse([*arguments, "--cases", "v4-flash-r4"]).plan
+    found = [(c.rows, c.cp_layout, c.collectives, c.layers) for c in plan[Grid(1, 4)]]
+    assert found == [(rows, "zigzag", kind, 3) for rows in (65536, 131072)
+                     for kind in ("overlapped", "plain")]  # fmt: skip
+    assert [c.layers for c in plan[ONE]] == [3, 3]
 
 
 def test_simulated_ranks():
@@ -66,6 +83,8 @@ def test_simulated_ranks():
         (["--rows", "8192", "300"], "multiples of 256 for these grids, got 300"),
         (["--simulate", "3"], "must divide the heads and be 2 at least, got 3"),
         (["--cases", "v5"], "invalid choice: 'v5'"),
+        (["--variants", "plain"], "must have one of heads, rows for the grid tp2cp1"),
+        (["--layers", "0"], "must be positive, got 0"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message, capsys):
@@ -138,6 +157,24 @@ def test_rules_of_counting(monkeypatch):
     assert ranks_traffic.sum_everywhere(80, 4) == 120
 
 
+def test_parts_of_different_sizes(monkeypatch):
+    """Of an all-to-all with sizes of its own, a rank's part for itself does not leave it."""
+    distributed, half = torch.distributed, torch.zeros(6, 5, dtype=torch.bfloat16)
+
+    def collective(output, input, output_split_sizes=None, input_split_sizes=None, group=None):
+        pass
+
+    monkeypatch.setattr(distributed, "all_to_all_single", collective)
+    monkeypatch.setattr(distributed, "get_world_size", lambda group: 3)
+    monkeypatch.setattr(distributed, "get_rank", lambda group: 1)
+    with ranks_traffic.counted() as traffic:
+        for splits in ([6, 0, 0], [4, 2, 0], [0, 6, 0]):
+            distributed.all_to_all_single(half, half, [2, 2, 2], splits)
+        distributed.all_to_all_single(half[:0], half[:0], [0, 0, 0], [0, 0, 0])
+        distributed.all_to_all_single(half, half)
+    assert [sent for _, sent in traffic.calls] == pytest.approx([60, 40, 0, 0, 40])
+
+
 def test_exchanged_bytes_of_simulated_ranks():
     simulated = pytest.importorskip("benchmarks.ranks_simulated")
     case = Case("exchange", "v3.2", 8192, tp_mode="rows", simulated=4)
@@ -162,7 +199,7 @@ def answers(forward, step, out=1.0, **more):
 
 
 def test_the_slowest_rank_counts():
-    forward, step = ranks.merge(
+    forward, step = ranks_run.merge(
         answers([[1, 5, 3], [2, 4, 1]], [[10, 10, 10], [30, 20, 10]], peak_mib=[7, 9],
                 exposed_share=[0.2, 0.1])
     )  # fmt: skip
@@ -204,15 +241,16 @@ def scripted(tmp_path, monkeypatch):
     def run(arguments, script, gpus=None, total=1e6):
         monkeypatch.setattr(FakePool, "script", list(script))
         monkeypatch.setattr(FakePool, "log", [])
-        output = tmp_path / "rows.csv"
-        ranks.attention.open_csv(output, ranks.COLUMNS)
+        output = tmp_path / f"{len(list(tmp_path.iterdir()))}.csv"
+        attention.open_csv(output, ranks_run.COLUMNS)
         settings = {"repeats": 2, "budget": 1.0, "workspace_mib": 1}
-        ranks.Run(settings, output, 60, time.time() + total, FakePool).measure(
+        ends, costs = time.time() + total, Costs(settings["repeats"], settings["budget"])
+        ranks_run.Run(settings, output, 60, ends, costs, FakePool).measure(
             ranks.parse(arguments).plan, gpus
         )
         with output.open(newline="") as file:
             rows = list(csv.DictReader(file))
-        assert all(tuple(row) == ranks.COLUMNS for row in rows)
+        assert all(tuple(row) == ranks_run.COLUMNS for row in rows)
         assert FakePool.script == []  # all of it was asked for
         return rows, FakePool.log
 
@@ -271,18 +309,24 @@ def test_a_grid_that_ended_is_started_anew(scripted):
     assert rows[2]["reason"] == "signal 6" and log.count(("tp1cp2", "start")) == 2
 
 
-def test_what_there_is_no_time_for_is_skipped(scripted, monkeypatch):
+def test_what_there_is_no_time_for_is_skipped(scripted):
     rows, log = scripted(TWO_LENGTHS, [], total=-1)
     assert [row["status"] for row in rows] == ["skipped"] * 4
     assert all("--total" in row["reason"] for row in rows)
     assert ("tp1cp2", "measure", 512) not in log
-    # Ten seconds of the short ones are forty of the long ones, which do not fit any more.
-    clock = iter(range(0, 10**6, 10))
-    monkeypatch.setattr(ranks.time, "time", lambda: float(next(clock)))
-    alone, both = answers([[6.0]], [[30.0]]), answers([[4.0]] * 2, [[20.0]] * 2)
-    rows, _ = scripted(TWO_LENGTHS, [alone, both], total=75)
-    assert [row["status"] for row in rows[4:]] == ["ok"] * 4 + ["skipped"] * 2
-    assert "may take 40 s" in rows[-1]["reason"]
+    # One rank's 6 and 30 seconds are 24 and 120 of twice the length, two calls of each and one step
+    # to begin with; two ranks' 1 and 2 are 4 and 8, and one step more is traced.
+    alone, both = answers([[6e3]], [[30e3]]), answers([[1e3]] * 2, [[2e3]] * 2)
+    rows, _ = scripted(TWO_LENGTHS, [alone, both, both], total=300)
+    assert [(row["grid"], row["rows"], row["status"]) for row in rows] == [
+        *[("tp1cp1", "512", "ok")] * 2, *[("tp1cp2", "512", "ok")] * 2,
+        ("tp1cp1", "1024", "skipped"), ("tp1cp2", "1024", "ok"), ("tp1cp2", "1024", "ok")
+    ]  # fmt: skip
+    assert "may take 410 s, " in rows[4]["reason"]
+    # Until two ranks have been measured, one of them may have as much to do as one alone.
+    rows, _ = scripted(TWO_LENGTHS, [alone], total=41)
+    assert [row["status"] for row in rows] == ["ok", "ok", "skipped", "skipped", "skipped"]
+    assert "may take 134 s" in rows[2]["reason"]
 
 
 def test_grids_that_need_more_gpus_are_skipped(scripted):
@@ -290,165 +334,3 @@ def test_grids_that_need_more_gpus_are_skipped(scripted):
     assert [row["status"] for row in rows] == ["skipped", "ok", "ok"]
     assert rows[0]["reason"] == "tp1cp2 needs 2 GPUs, there are 1"
     assert {entry[0] for entry in log} == {"tp1cp1"}
-
-
-# Processes
-
-#: Ranks that do what they are told to: of a module of its own, which imports nothing.
-ACTORS = """
-import os, time
-def act(rank, grid, store, settings, pipe):
-    pipe.send({"status": "ok", "rank": rank})
-    while True:
-        try:
-            what, _ = pipe.recv()
-        except EOFError:
-            return
-        if what == "lack" or what == "lack on one" and rank == 1:
-            pipe.send({"status": "out of memory", "reason": f"rank {rank}"})
-        elif what == "lack on one" or what == "hang" and rank == 0:
-            time.sleep(600)
-        elif what == "die" and rank == 1:
-            os.abort()
-        else:
-            pipe.send({"status": "ok", "rank": rank})
-"""
-
-
-@pytest.fixture
-def pool(tmp_path, monkeypatch):
-    (tmp_path / "rank_actors.py").write_text(ACTORS)
-    monkeypatch.syspath_prepend(tmp_path)
-    act = importlib.import_module("rank_actors").act
-    monkeypatch.setattr(ranks_pool, "GRACE", 0.5)
-    started = []
-
-    def start(grid, timeout=60.0):
-        started.append(Pool(grid, {}, timeout, act))
-        assert [a["rank"] for a in started[-1].answers()] == list(range(grid.ranks))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.stop()
-    sys.modules.pop("rank_actors")
-
-
-def test_a_rank_that_waits_for_one_without_memory_is_ended(pool):
-    grid = pool(CP2)
-    grid.ask("measure", [])
-    assert [answer["rank"] for answer in grid.answers()] == [0, 1]
-    grid.ask("lack on one", [])
-    with pytest.raises(Ended, match="rank 1") as found:
-        grid.answers()
-    assert found.value.status == "out of memory" and found.value.gone
-    assert not any(process.is_alive() for process in grid._processes)
-
-
-def test_a_rank_that_dies_or_hangs_is_named(pool):
-    grid = pool(CP2)
-    grid.ask("die", [])
-    with pytest.raises(Ended, match="process of rank 1 ended by signal 6") as found:
-        grid.answers()
-    assert found.value.status == "failed" and found.value.gone
-    grid = pool(CP2)
-    grid.timeout = 0.5
-    grid.ask("hang", [])
-    with pytest.raises(Ended, match=r"no answer of rank 0 in 0.5 s \(--timeout\)"):
-        grid.answers()
-
-
-def test_one_rank_goes_on_after_a_lack_of_memory(pool):
-    grid = pool(ONE)
-    grid.ask("lack", [])
-    with pytest.raises(Ended) as found:
-        grid.answers()
-    assert found.value.status == "out of memory" and not found.value.gone
-    grid.ask("measure", [])
-    assert grid.answers() == [{"status": "ok", "rank": 0}]
-
-
-def test_what_libraries_say_about_memory():
-    from benchmarks.ranks_worker import failure
-
-    assert failure(torch.OutOfMemoryError("x"))["status"] == "out of memory"
-    nccl = failure(RuntimeError("NCCL error: CUDA failure 2 'out of memory'\nmore"))
-    assert nccl["status"] == "out of memory" and "more" not in nccl["reason"]
-    assert failure(ValueError("shape")) == {"status": "failed", "reason": "ValueError: shape"}
-
-
-# The whole
-
-
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory):
-    """The rows of a quick run from the command line, and its CSV."""
-    output = tmp_path_factory.mktemp("ranks") / "rows.csv"
-    command = [sys.executable, "-m", "benchmarks.ranks", "--quick", "--simulate", "2",
-               "--total", "900", "--timeout", "400", "--output", str(output)]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    with output.open(newline="") as file:
-        return list(csv.DictReader(file)), output
-
-
-def test_a_quick_run_measures_everything(quick):
-    rows, _ = quick
-    assert [row["reason"] for row in rows if row["status"] != "ok"] == []
-    names = ("part", "grid", "tp", "cp", "preset", "ratio", "cp_layout", "tp_mode", "operation")
-    found = [tuple(row[name] for name in names) for row in rows]
-    assert len(found) == len(set(found))
-    layers = [("tiny", ""), ("tiny", "4"), ("tiny", "128")]
-    assert len(layers) == sum(name.startswith("tiny") for name in LAYERS)
-    expected = set()
-    for operation in ("forward", "step"):
-        for layer in layers:
-            expected |= {("layers", "tp1cp1", "1", "1", *layer, "", "", operation)}
-            expected |= {("layers", "tp1cp2", "1", "2", *layer, "zigzag", "", operation)}
-            expected |= {("layers", "tp2cp1", "2", "1", *layer, "", mode, operation)
-                         for mode in ("heads", "rows")}  # fmt: skip
-        expected |= {("layers", "tp1cp2", "1", "2", "tiny", "", "contiguous", "", operation)}
-        expected |= {("simulated", "tp1cp1", "1", "1", "tiny", "", "", "", operation)}
-        expected |= {("simulated", "tp1cp1", "2", "1", "tiny", "", "", mode, operation)
-                     for mode in ("heads", "rows")}  # fmt: skip
-    expected |= {("exchange", "tp1cp2", "2", "1", "tiny", "", "", mode, "exchange")
-                 for mode in ("heads", "rows")}  # fmt: skip
-    assert set(found) == expected
-
-
-def test_quick_rows_are_whole(quick):
-    rows, _ = quick
-    steps = 0
-    for row in rows:
-        assert 0 < float(row["p10_ms"]) <= float(row["median_ms"]) <= float(row["p90_ms"])
-        assert row["repeats"] == "2" and row["rows"] == "256" and row["gpu"].startswith("CPU")
-        if row["part"] == "exchange":
-            assert float(row["bytes"]) > 0
-            continue
-        ran = "sparse_attention_backward=torch" in row["ran"]
-        assert ran == (row["operation"] == "step") and float(row["efficiency"]) > 0
-        if row["part"] == "layers":
-            # As far as bf16 goes, any number of ranks computed the same.
-            assert float(row["norm_error"]) < 1e-3
-        if row["grid"] != "tp1cp1" and row["operation"] == "step":
-            assert float(row["bytes_per_token"]) == float(row["formula_bytes_per_token"]) > 0
-            assert row["exposed_share"] == ""  # no NCCL on the CPU
-            steps += 1
-    assert steps == 4 + 6
-
-
-def test_bytes_of_context_parallel_dsa(quick):
-    """A token's latent (16 + 8) and index key (16): bf16 to the other rank, fp32 back."""
-    rows, _ = quick
-    found = [row for row in rows if (row["grid"], row["ratio"], row["operation"]) ==
-             ("tp1cp2", "", "step")]  # fmt: skip
-    assert [row["cp_layout"] for row in found] == ["zigzag", "contiguous"]
-    for row in found:
-        assert float(row["bytes_per_token"]) == (16 + 8 + 16) * (2 + 4)
-
-
-def test_charts(quick):
-    charts = pytest.importorskip("benchmarks.ranks_charts").draw_ranks(quick[1])
-    assert [chart.name for chart in charts] == ["rows_layers.png", "rows_simulated.png"]
-    assert all(chart.read_bytes().startswith(b"\x89PNG") for chart in charts)
