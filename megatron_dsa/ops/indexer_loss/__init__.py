@@ -60,26 +60,58 @@ class SparseLossProblem:
 
 
 @dataclass(frozen=True)
+class LatentKeys:
+    """Keys of all heads, to be made from shared latents a few at a time (multi-head latent
+    attention, not absorbed).
+
+    Head ``h`` has the keys ``[latents[:, :R] @ w_uk[h].T, latents[:, R:]]``, ``D`` wide.
+
+    Attributes:
+        latents: ``[Skv, R + P]``: the latent, then the ``P`` dims that all heads share, rotated.
+        w_uk: ``[H, D - P, R]``, in the dtype of the latents.
+    """
+
+    latents: torch.Tensor
+    w_uk: torch.Tensor
+
+    def detach(self) -> LatentKeys:
+        """Return the same keys outside of the autograd graph."""
+        return LatentKeys(self.latents.detach(), self.w_uk.detach())
+
+    def expanded(self, heads: slice = slice(None)) -> torch.Tensor:
+        """Return the keys ``[Skv, h, D]`` of some heads, rounded to the dtype of the latents."""
+        w_uk = self.w_uk[heads]
+        rank = w_uk.shape[2]
+        own = (self.latents[:, :rank] @ w_uk.flatten(0, 1).t()).unflatten(1, w_uk.shape[:2])
+        shared = self.latents[:, None, rank:].expand(-1, w_uk.shape[0], -1)
+        return torch.cat([own, shared], dim=-1)
+
+
+@dataclass(frozen=True)
 class DenseLossProblem:
     """Loss over all visible keys.
 
     Attributes:
         inputs: the indexer's tensors; gradients flow to q, k and weights.
         layout: which slots each query row sees.
-        q: ``[Sq, H, D]`` and k: ``[Skv, Hk, D]`` with ``Hk`` 1 or ``H``: what the attention scores
-            are made of (the teacher). No gradient flows to them.
+        q: ``[Sq, H, D]`` and k: ``[Skv, Hk, D]`` with ``Hk`` 1 or ``H``, or :class:`LatentKeys`:
+            what the attention scores are made of (the teacher). No gradient flows to them.
         softmax_scale: factor on ``q . k``.
         head_group: process group over which the teacher's head sum is completed, or ``None``.
         workspace_bytes: budget for temporary memory.
         other_lse: ``[Sq, H]``, log of what the teacher's softmax has in its denominator besides
             these keys, or ``None``.
+        lse: ``[Sq, H]``, natural log-sum-exp of the scaled attention scores over the visible keys
+            (without ``other_lse``), as dense attention returns it; anything in rows that see
+            nothing. ``None``: it is computed.
     """
 
     inputs: IndexerInputs
     layout: Layout
     q: torch.Tensor
-    k: torch.Tensor
+    k: torch.Tensor | LatentKeys
     softmax_scale: float
     head_group: object | None
     workspace_bytes: int
     other_lse: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
