@@ -6,7 +6,7 @@ import argparse
 
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_dsa.config import STAGES, TEACHERS, TP_MODES, DSAOptions
+from megatron_dsa.config import CP_EXCHANGES, STAGES, TEACHERS, TP_MODES, DSAOptions
 from megatron_dsa.csa_config import HybridTransformerConfig
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, OPERATIONS, candidates
 from megatron_dsa.errors import ConfigError
@@ -111,6 +111,13 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         default=DSAOptions.tp_mode,
         help="Under tensor parallelism a rank attends for all rows with its heads, or for its rows "
         "with all heads; auto (default): rows where it would have less than 64 heads.",
+    )
+    group.add_argument(
+        "--dsa-cp-exchange",
+        choices=CP_EXCHANGES,
+        default=DSAOptions.cp_exchange,
+        help="What context-parallel ranks exchange in the dense stages: MLA's latents, gathered, "
+        "or keys and values of the local heads, round a ring; auto (default): the narrower.",
     )
     _add_hybrid_arguments(parser.add_argument_group("megatron_dsa: hybrid attention (V4)"))
     for operation in OPERATIONS.values():
@@ -248,6 +255,7 @@ def options_from_args(args: argparse.Namespace) -> DSAOptions:
         csa_teacher=args.dsa_csa_teacher,
         cp_layout=args.dsa_cp_layout,
         tp_mode=args.dsa_tp_mode,
+        cp_exchange=args.dsa_cp_exchange,
         named=tuple(
             (operation.name, name)
             for operation in OPERATIONS.values()

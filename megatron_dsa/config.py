@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ require_supported_megatron()
 STAGES = ("dense", "warmup", "sparse")
 TEACHERS = ("attention", "compressed")
 TP_MODES = ("auto", "heads", "rows")
+CP_EXCHANGES = ("auto", "latents", "keys")
 #: Heads that fill the tiles of the attention kernels.
 FULL_TILE = 64
 
@@ -47,6 +47,8 @@ class DSAOptions:
         tp_mode: under tensor parallelism each rank attends with its ``heads`` for all rows, or for
             its ``rows`` with all heads, or ``auto``: rows where a rank would have less than 64
             heads, which leave a GPU's tile empty.
+        cp_exchange: what context-parallel ranks exchange in the dense stages: MLA's ``latents``,
+            gathered, or the ``keys`` and values of the heads, round a ring; ``auto``: the narrower.
         named: pairs ``(operation, implementation)`` that must run or raise.
     """
 
@@ -60,6 +62,7 @@ class DSAOptions:
     csa_teacher: Literal["attention", "compressed"] = "attention"
     cp_layout: Literal["zigzag", "zigzag_rows", "contiguous"] = "zigzag"
     tp_mode: Literal["auto", "heads", "rows"] = "auto"
+    cp_exchange: Literal["auto", "latents", "keys"] = "auto"
     named: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
@@ -80,6 +83,11 @@ class DSAOptions:
         if self.tp_mode not in TP_MODES:
             raise ConfigError(
                 f"--dsa-tp-mode must be one of {', '.join(TP_MODES)}, got {self.tp_mode!r}"
+            )
+        if self.cp_exchange not in CP_EXCHANGES:
+            raise ConfigError(
+                f"--dsa-cp-exchange must be one of {', '.join(CP_EXCHANGES)}, got "
+                f"{self.cp_exchange!r}"
             )
         if self.health_rows < 0:
             raise ConfigError(f"--dsa-health-rows must be 0 or more, got {self.health_rows}")
@@ -149,6 +157,24 @@ def query_heads(config: Any) -> int:
     )
 
 
+def exchanges_latents(config: Any) -> bool:
+    """Whether context-parallel ranks exchange MLA's latents in a dense stage.
+
+    Otherwise the keys and values of the local heads go round a ring. A latent is gathered once and
+    expanded on every rank, which costs less than sending what it expands to wherever it is
+    narrower: from two local heads on in DeepSeek's shapes.
+    """
+    options = options_of(config)
+    if config.context_parallel_size == 1 or options.stage == "sparse":
+        return False
+    if options.cp_exchange != "auto":
+        return options.cp_exchange == "latents"
+    rope = config.qk_pos_emb_head_dim
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    expanded = heads * (config.qk_head_dim + rope + config.v_head_dim)
+    return config.kv_lora_rank + rope < expanded
+
+
 def computes_topk(config: Any, layer_number: int) -> bool:
     """Whether layer ``layer_number`` (from 1) selects keys itself or reuses an earlier selection.
 
@@ -175,12 +201,6 @@ def _rules(config: Any):
 
 def _mla_rules(config: Any):
     """What the absorbed MLA of DSA needs."""
-    stage, spread = options_of(config).stage, config.context_parallel_size > 1
-    yield (
-        not spread or stage == "sparse" or options_of(config).cp_layout == "zigzag",
-        f"--dsa-cp-layout must be zigzag in stage '{stage}', got {options_of(config).cp_layout}: "
-        "ring attention divides its work by it",
-    )
     local, shards = config.transformer_impl == "local", config.tensor_model_parallel_size
     latents = {
         "--q-lora-rank": config.q_lora_rank or 0,
@@ -351,58 +371,3 @@ def validate(config: Any) -> None:
     problems = [message for ok, message in rules if not ok]
     if problems:
         raise ConfigError("unsupported configuration:\n" + "\n".join(f"  - {p}" for p in problems))
-
-
-#: Attention shapes of released models as keyword arguments of :class:`DSATransformerConfig`.
-#: GLM-5 gives what is public and verified; the rest has to come from the model's own config.
-PRESETS: dict[str, dict[str, Any]] = {
-    "deepseek-v3.2": {
-        "num_layers": 61,
-        "hidden_size": 7168,
-        "num_attention_heads": 128,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_head_dim": 128,
-        "qk_pos_emb_head_dim": 64,
-        "v_head_dim": 128,
-        "qk_layernorm": True,
-        "add_bias_linear": False,
-        "attention_dropout": 0.0,
-        "dsa_indexer_n_heads": 64,
-        "dsa_indexer_head_dim": 128,
-        "dsa_indexer_topk": 2048,
-        "dsa_indexer_rope_interleaved": False,
-    },
-    "glm-5": {
-        "num_layers": 78,
-        "hidden_size": 6144,
-        "num_attention_heads": 64,
-        "q_lora_rank": 2048,
-        "kv_lora_rank": 512,
-        "qk_head_dim": 192,
-        "qk_pos_emb_head_dim": 64,
-        "v_head_dim": 256,
-        "qk_layernorm": True,
-        "add_bias_linear": False,
-        "attention_dropout": 0.0,
-        "dsa_indexer_n_heads": 32,
-        "dsa_indexer_head_dim": 128,
-        "dsa_indexer_topk": 2048,
-        "dsa_indexer_rope_interleaved": True,
-    },
-}
-
-
-def preset(name: str, **changes: Any) -> DSATransformerConfig:
-    """Return the configuration of a released model, with ``changes`` on top.
-
-    Raises:
-        ConfigError: for an unknown name.
-    """
-    if name not in PRESETS:
-        raise ConfigError(f"unknown preset {name!r}; available: {', '.join(sorted(PRESETS))}")
-    known = {f.name for f in dataclasses.fields(DSATransformerConfig)}
-    unknown = sorted(set(changes) - known)
-    if unknown:
-        raise ConfigError(f"preset {name!r}: no such configuration field: {', '.join(unknown)}")
-    return DSATransformerConfig(**PRESETS[name] | changes)

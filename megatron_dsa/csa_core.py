@@ -20,6 +20,7 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 
+from megatron_dsa.balance import balanced_topk
 from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.config import indexer_is_trained, query_heads, uses_indexer, validate
 from megatron_dsa.csa_config import CSA_RATIO
@@ -27,7 +28,6 @@ from megatron_dsa.dispatch import choose, device_problem
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     dense_indexer_loss,
-    indexer_topk,
     sparse_attention,
     sparse_indexer_loss,
 )
@@ -190,7 +190,7 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
             layout, self.config.csa_window_size, keys, held=None if halo is None else halo.held
         )
         if self._selects():
-            lists = self._select(inputs, lists)
+            lists = self._select(inputs, lists, ranks)
         training = None
         if trains and self.loss_is_sparse():
             training = self.sparse_training(inputs, keys.layout, layout, self._selected_only())
@@ -215,11 +215,11 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
             self.record_evaluation(self._judge(inputs, q, kv, lists, sink, result.p_sum), layout)
         return out
 
-    def _select(self, inputs: IndexerInputs, lists: KeyLists) -> KeyLists:
+    def _select(self, inputs: IndexerInputs, lists: KeyLists, ranks: Ranks) -> KeyLists:
         """Return lists of the compressed keys that the indexer selects."""
-        indices, length = indexer_topk(
-            inputs, lists.compressed.layout, self.config.dsa_indexer_topk,
-            policy=self.options.policy,
+        indices, length = balanced_topk(
+            inputs, lists.layout, self.config.dsa_indexer_topk, ranks,
+            compressed=lists.compressed, policy=self.options.policy,
         )  # fmt: skip
         return dataclasses.replace(lists, selected=indices, selected_length=length)
 

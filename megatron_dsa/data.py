@@ -199,13 +199,6 @@ def check_spread(args) -> None:
     if args.context_parallel_size == 1:
         return
     layout, packed = args.dsa_cp_layout, args.dataloader_inter_document_masking
-    if packed and args.dsa_stage != "sparse" and args.csa_compress_ratios is None:
-        raise ConfigError(
-            f"--dataloader-inter-document-masking is not supported with --dsa-stage "
-            f"{args.dsa_stage} and --context-parallel-size {args.context_parallel_size}: dense "
-            "attention wants every document in zigzag order, and the documents of Megatron's data "
-            "sets have any length. Drop one of the three"
-        )
     if packed and layout == "zigzag":
         raise ConfigError(
             "--dsa-cp-layout must be zigzag_rows (or contiguous) with "

@@ -16,6 +16,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
+from megatron_dsa.balance import balanced_topk
 from megatron_dsa.config import (
     computes_topk,
     indexer_is_trained,
@@ -27,9 +28,10 @@ from megatron_dsa.config import (
 from megatron_dsa.dispatch import choose, device_problem
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
+    LatentKeys,
     dense_attention,
     dense_indexer_loss,
-    indexer_topk,
+    gathered_latent_attention,
     ring_attention,
     sparse_attention,
     sparse_indexer_loss,
@@ -166,6 +168,7 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
         layout: Layout,
         index_inputs: IndexerInputs | None,
         shared: Selection | None,
+        ranks: Ranks,
     ) -> tuple[torch.Tensor, Selection]:
         """Attend to selected keys.
 
@@ -175,6 +178,7 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
             layout: which keys each row sees.
             index_inputs: the indexer's projections, ``None`` if this layer reuses a selection.
             shared: selection of an earlier layer, for layers that reuse one.
+            ranks: who shares the microbatch.
 
         Returns:
             latent output ``[rows, H, kv_lora_rank]`` and the selection that was used.
@@ -182,7 +186,7 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
         config, policy = self.config, self.options.policy
         if index_inputs is not None:
             selection = Selection(
-                *indexer_topk(index_inputs, layout, config.dsa_indexer_topk, policy=policy)
+                *balanced_topk(index_inputs, layout, config.dsa_indexer_topk, ranks, policy=policy)
             )
         elif shared is not None:
             selection = shared
@@ -237,24 +241,60 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
     ) -> torch.Tensor:
         """Attend to every visible key: ``q, k [rows, H, 192]``, ``v [rows, H, 128]`` -> like v."""
         settings = {"softmax_scale": self.softmax_scale, "policy": self.options.policy}
-        if layout.parts > 1:
-            out = ring_attention(q, k, v, layout, self.pg_collection.cp, **settings)
-        else:
-            out = dense_attention(q, k, v, layout, **settings)
-        trains, judges = self.trains_indexer_now(), self.judges_indexer_now()
-        if index_inputs is not None and (trains or judges):
-            if layout.parts > 1:
-                k = gather_rows(k, self.pg_collection.cp)
-            loss_sum = self._dense_loss(index_inputs, q, k, layout)
-            if trains:
-                out = self.attach(out, loss_sum, layout)
-            else:
-                self.record_evaluation(loss_sum, layout)
+        if layout.parts == 1:
+            return self._with_loss(
+                dense_attention(q, k, v, layout, **settings), None, index_inputs, q, k, layout
+            )
+        group = self.pg_collection.cp
+        out, lse = ring_attention(q, k, v, layout, group, **settings)
+        if self._wants_dense_loss(index_inputs):
+            k = gather_rows(k, group)
+        return self._with_loss(out, lse, index_inputs, q, k, layout)
+
+    def forward_latents(
+        self,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        latent_grad: torch.Tensor,
+        w_uk: torch.Tensor,
+        w_uv: torch.Tensor,
+        layout: Layout,
+        index_inputs: IndexerInputs | None,
+    ) -> torch.Tensor:
+        """Attend to every visible key of all context-parallel ranks.
+
+        Args:
+            q: ``[rows, H, 192]``.
+            latents: ``[keys, 576]``; latent_grad: the channel for their gradient.
+            w_uk, w_uv: ``[H, 128, 512]``, which expand latents to keys and values.
+            layout: which keys each row sees.
+            index_inputs: the indexer's projections or ``None``.
+
+        Returns:
+            ``[rows, H, 128]``.
+        """
+        out, lse = gathered_latent_attention(
+            q, latents, w_uk, w_uv, layout, softmax_scale=self.softmax_scale,
+            latent_grad=latent_grad, policy=self.options.policy,
+        )  # fmt: skip
+        return self._with_loss(out, lse, index_inputs, q, LatentKeys(latents, w_uk), layout)
+
+    def _wants_dense_loss(self, index_inputs) -> bool:
+        return index_inputs is not None and (self.trains_indexer_now() or self.judges_indexer_now())
+
+    def _with_loss(self, out, lse, index_inputs, q, k, layout) -> torch.Tensor:
+        """Return the output of dense attention with the indexer's loss, if it has one."""
+        if not self._wants_dense_loss(index_inputs):
+            return out
+        loss_sum = self._dense_loss(index_inputs, q, k, layout, lse)
+        if self.trains_indexer_now():
+            return self.attach(out, loss_sum, layout)
+        self.record_evaluation(loss_sum, layout)
         return out
 
-    def _dense_loss(self, index_inputs, q, k, layout) -> torch.Tensor:
+    def _dense_loss(self, index_inputs, q, k, layout, lse=None) -> torch.Tensor:
         return dense_indexer_loss(
-            index_inputs, q, k, layout, softmax_scale=self.softmax_scale,
+            index_inputs, q, k, layout, softmax_scale=self.softmax_scale, lse=lse,
             head_group=self.heads_group(), policy=self.options.policy,
         )  # fmt: skip
 

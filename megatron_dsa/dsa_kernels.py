@@ -12,26 +12,26 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_dsa.dense_kernels import dense_attention, gathered_latent_attention, ring_attention
 from megatron_dsa.dispatch import Policy, choose, device_problem, run
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.errors import require
 from megatron_dsa.indexer_training import IndexerTraining, SelectedKeysLoss, index_problem
 from megatron_dsa.key_lists import KeyLists
 from megatron_dsa.layout import Layout
 from megatron_dsa.ops.arithmetic import accumulation_dtype
-from megatron_dsa.ops.dense_attention import DenseProblem
-from megatron_dsa.ops.indexer_loss import DenseLossProblem
+from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_topk import IndexerInputs, TopKProblem
 from megatron_dsa.ops.indexer_topk.blocks import select_blocks
 from megatron_dsa.sparse_autograd import Settings, SparseAttention
-from megatron_dsa.spread import ring_rows
-from megatron_dsa.support import Problem
 
 __all__ = [
     "IndexerInputs",
     "IndexerTraining",
+    "LatentKeys",
     "SparseAttentionOutput",
     "dense_attention",
     "ring_attention",
+    "gathered_latent_attention",
     "dense_indexer_loss",
     "indexer_topk",
     "sparse_attention",
@@ -49,11 +49,6 @@ class SparseAttentionOutput(NamedTuple):
     #: ``[Sq, K]`` fp32, sum over the local heads of the probabilities, 0 at invalid entries;
     #: ``None`` unless it was asked for.
     p_sum: torch.Tensor | None
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
 
 
 def sparse_attention(
@@ -100,12 +95,12 @@ def sparse_attention(
     Raises:
         ConfigError: for shapes or dtypes outside of the above.
     """
-    _require(q.dim() == 3, f"q must be [Sq, H, D], got shape {tuple(q.shape)}")
-    _require(
+    require(q.dim() == 3, f"q must be [Sq, H, D], got shape {tuple(q.shape)}")
+    require(
         kv.dim() == 2 and kv.shape[1] == q.shape[2],
         f"kv must be [Skv, {q.shape[2]}] (D of q), got shape {tuple(kv.shape)}",
     )
-    _require(kv.dtype == q.dtype, f"kv must have q's dtype {q.dtype}, got {kv.dtype}: cast it")
+    require(kv.dtype == q.dtype, f"kv must have q's dtype {q.dtype}, got {kv.dtype}: cast it")
     lists = indices if isinstance(indices, KeyLists) else None
     if lists is not None:
         _check_lists(lists, q, topk_length, want_p_sum or indexer is not None)
@@ -115,11 +110,11 @@ def sparse_attention(
     else:
         _check_indices(indices, q, topk_length)
         width = indices.shape[1]
-    _require(
+    require(
         0 < v_dim <= kv.shape[1],
         f"v_dim must be in [1, {kv.shape[1]}] (the value is a slice of kv), got {v_dim}",
     )
-    _require(
+    require(
         attn_sink is None or attn_sink.shape == q.shape[1:2],
         f"attn_sink must be [{q.shape[1]}], one logit per head",
     )
@@ -145,11 +140,11 @@ def sparse_attention(
 
 
 def _check_indices(indices: torch.Tensor, q: torch.Tensor, topk_length) -> None:
-    _require(
+    require(
         indices.dim() == 2 and indices.shape[0] == q.shape[0] and indices.dtype == torch.int32,
         f"indices must be int32 [{q.shape[0]}, K], got {indices.dtype} {tuple(indices.shape)}",
     )
-    _require(
+    require(
         topk_length is None or topk_length.shape == indices.shape[:1],
         f"topk_length must be [{q.shape[0]}], one entry per query row",
     )
@@ -157,9 +152,9 @@ def _check_indices(indices: torch.Tensor, q: torch.Tensor, topk_length) -> None:
 
 def _check_lists(lists: KeyLists, q: torch.Tensor, topk_length, wants_teacher: bool) -> None:
     rows = lists.layout.num_queries
-    _require(rows == q.shape[0], f"q must have the {rows} rows of the lists, got {q.shape[0]}")
-    _require(topk_length is None, "topk_length must be None: lists have their own lengths")
-    _require(
+    require(rows == q.shape[0], f"q must have the {rows} rows of the lists, got {q.shape[0]}")
+    require(topk_length is None, "topk_length must be None: lists have their own lengths")
+    require(
         not wants_teacher or lists.selected is not None,
         "want_p_sum and indexer need lists with a selection: without one, use dense_indexer_loss",
     )
@@ -167,12 +162,12 @@ def _check_lists(lists: KeyLists, q: torch.Tensor, topk_length, wants_teacher: b
 
 def _check_indexer(inputs: IndexerInputs) -> None:
     q, k, weights = inputs.q, inputs.k, inputs.weights
-    _require(q.dim() == 3, f"inputs.q must be [Sq, HI, DI], got shape {tuple(q.shape)}")
-    _require(
+    require(q.dim() == 3, f"inputs.q must be [Sq, HI, DI], got shape {tuple(q.shape)}")
+    require(
         k.dim() == 2 and k.shape[1] == q.shape[2],
         f"inputs.k must be [Skv, {q.shape[2]}] (DI of q), got shape {tuple(k.shape)}",
     )
-    _require(
+    require(
         weights.shape == q.shape[:2],
         f"inputs.weights must be {list(q.shape[:2])} (Sq, HI), got shape {tuple(weights.shape)}",
     )
@@ -197,7 +192,7 @@ def indexer_topk(
         ``length`` int32 ``[Sq]``: number of valid entries. Not differentiable.
     """
     _check_indexer(inputs)
-    _require(topk >= 1, f"topk must be at least 1, got {topk}")
+    require(topk >= 1, f"topk must be at least 1, got {topk}")
     problem = index_problem(inputs, layout, topk)
 
     def scores(*args):
@@ -240,7 +235,7 @@ def sparse_indexer_loss(
         fp32 scalar. Divide by the number of real rows for the mean.
     """
     _check_indexer(inputs)
-    _require(
+    require(
         teacher.shape == indices.shape,
         f"teacher must be {list(indices.shape)} like indices, got shape {tuple(teacher.shape)}",
     )
@@ -252,11 +247,12 @@ def sparse_indexer_loss(
 def dense_indexer_loss(
     inputs: IndexerInputs,
     q: torch.Tensor,
-    k: torch.Tensor,
+    k: torch.Tensor | LatentKeys,
     layout: Layout,
     *,
     softmax_scale: float,
     other_lse: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     head_group=None,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
@@ -265,89 +261,55 @@ def dense_indexer_loss(
     Args:
         inputs: the indexer's tensors; the result is differentiable in q, k and weights.
         q: ``[Sq, H, D]`` and k ``[Skv, 1 or H, D]`` of the attention whose distribution is the
-            teacher; absorbed (one key head) and plain MLA (``H``) give the same result.
+            teacher; absorbed (one key head) and plain MLA (``H``) give the same result. With
+            :class:`LatentKeys` the keys of all heads never exist at once.
         layout: which keys each query row sees.
-        softmax_scale: factor on ``q . k``.
+        softmax_scale: factor on ``q . k``, positive.
         other_lse: ``[Sq, H]``, log of the mass that the teacher's softmax has besides these keys
             (window and sink of hybrid attention), ``-inf`` for none.
+        lse: ``[Sq, H]``, log-sum-exp (natural) of the scaled scores over the visible keys, as dense
+            attention returns it: spares a pass over the teacher. ``None``: it is computed.
         head_group: process group that shares the heads; the teacher is summed over it.
         policy: which implementations may run.
 
     Returns:
         fp32 scalar. Divide by the number of real rows for the mean.
+
+    Raises:
+        ConfigError: for shapes or dtypes outside of the above.
     """
     _check_indexer(inputs)
-    _require(
-        k.dim() == 3 and k.shape[1] in (1, q.shape[1]) and k.shape[2] == q.shape[2],
-        f"k must be [Skv, 1 or {q.shape[1]}, {q.shape[2]}], got shape {tuple(k.shape)}",
-    )
+    _check_teacher_keys(q, k)
+    require(softmax_scale > 0, f"softmax_scale must be positive, got {softmax_scale}")
+    for name, value in (("other_lse", other_lse), ("lse", lse)):
+        require(
+            value is None or value.shape == q.shape[:2],
+            f"{name} must be {list(q.shape[:2])}, one value per query row and head",
+        )
     arguments = DenseLossProblem(
         inputs, layout, q.detach(), k.detach(), softmax_scale, head_group, policy.workspace_bytes,
-        other_lse,
+        None if other_lse is None else other_lse.detach(), None if lse is None else lse.detach(),
     )  # fmt: skip
     return run("dense_indexer_loss", index_problem(inputs, layout, None), policy, arguments)
 
 
-def dense_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: Layout,
-    *,
-    softmax_scale: float,
-    policy: Policy = Policy(),
-) -> torch.Tensor:
-    """Causal attention over all visible keys, for the ``dense`` and ``warmup`` stages.
-
-    Args:
-        q: ``[Sq, H, D]``, k: ``[Skv, H, D]``, v: ``[Skv, H, Dv]``; ``Dv`` may differ from ``D``.
-        layout: which keys each query row sees.
-        softmax_scale: factor on ``q . k``.
-        policy: which implementations may run.
-
-    Returns:
-        ``[Sq, H, Dv]`` in q's dtype; 0 for rows that see nothing.
-    """
-    _require(
-        k.shape[1:] == q.shape[1:] and v.shape[:2] == k.shape[:2],
-        f"q, k, v must be [Sq, H, D], [Skv, H, D], [Skv, H, Dv], got {tuple(q.shape)}, "
-        f"{tuple(k.shape)}, {tuple(v.shape)}",
-    )
-    arguments = DenseProblem(q, k, v, layout, softmax_scale, policy.workspace_bytes)
-    return run("dense_attention", _dense_problem(q, v, layout), policy, arguments)
-
-
-def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: Layout,
-    group,
-    *,
-    softmax_scale: float,
-    policy: Policy = Policy(),
-) -> torch.Tensor:
-    """:func:`dense_attention` over context-parallel ranks: keys and values go round a ring.
-
-    Args:
-        q, k, v: of this rank's rows, see there.
-        layout: of a zigzag spread over ``group``.
-        group: the context-parallel process group.
-        softmax_scale, policy: see there.
-
-    Returns:
-        ``[rows, H, Dv]`` in q's dtype; 0 for rows that see nothing.
-    """
-    arguments = (q, k, v, ring_rows(layout), group, softmax_scale)
-    return run("ring_attention", _dense_problem(q, v, layout), policy, *arguments)[0]
-
-
-def _dense_problem(q: torch.Tensor, v: torch.Tensor, layout: Layout) -> Problem:
-    return device_problem(
-        q.device,
-        dtype=q.dtype,
-        heads=q.shape[1],
-        qk_dim=q.shape[2],
-        v_dim=v.shape[2],
-        packed=layout.real is not None,
+def _check_teacher_keys(q: torch.Tensor, k: torch.Tensor | LatentKeys) -> None:
+    heads, dim = q.shape[1:]
+    if not isinstance(k, LatentKeys):
+        require(
+            k.dim() == 3 and k.shape[1] in (1, heads) and k.shape[2] == dim,
+            f"k must be [Skv, 1 or {heads}, {dim}], got shape {tuple(k.shape)}",
+        )
+        return
+    latents, w_uk = k.latents, k.w_uk
+    require(
+        latents.dim() == 2 and w_uk.dim() == 3 and w_uk.shape[0] == heads
+        and latents.shape[1] - w_uk.shape[2] == dim - w_uk.shape[1] >= 0,
+        f"k must have latents [Skv, R + P] and w_uk [{heads}, {dim} - P, R], got shapes "
+        f"{tuple(latents.shape)} and {tuple(w_uk.shape)}",
+    )  # fmt: skip
+    require(
+        latents.dtype == w_uk.dtype == q.dtype,
+        f"k must have latents and w_uk in q's dtype {q.dtype}, got {latents.dtype} and "
+        f"{w_uk.dtype}: cast them",
     )

@@ -19,3 +19,9 @@ class FallbackError(DSAError, RuntimeError):
 
 class ImplementationError(DSAError, RuntimeError):
     """An implementation was named for an operation and cannot run it here."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise a :class:`ConfigError` unless ``condition`` holds."""
+    if not condition:
+        raise ConfigError(message)

@@ -26,7 +26,8 @@ from megatron.core.transformer.multi_latent_attention import (
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_dsa.config import options_of, validate
+from megatron_dsa.config import exchanges_latents, options_of, validate
+from megatron_dsa.dispatch import count
 from megatron_dsa.dsa import Selection
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.gathering import Gathering, arrive, launch
@@ -70,6 +71,8 @@ class DSASelfAttention(MLASelfAttention):
         )
         self.ranks = ranks_of(config, self.pg_collection)
         self.sparse = options_of(config).stage == "sparse"
+        # Whether latents travel, and keys are made of them where they are used.
+        self.exchanges_latents = exchanges_latents(config)
         # Selection handed from layer to layer during one forward call, see IndexSharingLayer.
         self.hands_on_selection = False
         self.shared_selection: Selection | None = None
@@ -102,8 +105,10 @@ class DSASelfAttention(MLASelfAttention):
         rope = RowRope(self.rotary_pos_emb, layout)
 
         q_latent, kv_latent, k_pe = self._latents(hidden_states)
+        if not self.sparse and ranks.cp is not None:
+            count("context_parallel_exchange", "latents" if self.exchanges_latents else "keys")
         keys = None
-        if self.sparse:
+        if self.sparse or self.exchanges_latents:
             # They travel while the indexer and the queries are computed.
             k_pe = rope.own(ranks)(k_pe.flatten(0, 1)).view_as(k_pe)
             keys = launch(torch.cat([kv_latent, k_pe], -1), ranks.group)
@@ -112,6 +117,8 @@ class DSASelfAttention(MLASelfAttention):
             index_inputs = self.core_attention.project_index(hidden_states, q_latent, rope, ranks)
         if self.sparse:
             out = self._attend_sparse(q_latent, keys, layout, rope, index_inputs)
+        elif self.exchanges_latents:
+            out = self._attend_latents(q_latent, keys, layout, rope, index_inputs)
         else:
             out = self._attend_dense(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
         out = out.reshape(rows * ranks.spread.sp, batch, -1)
@@ -150,15 +157,14 @@ class DSASelfAttention(MLASelfAttention):
         return q_nope, rope(q_pe, interleaved=True)
 
     def _up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``W_uk [H, 128, latent]`` and ``W_uv [H, latent, 128]`` of this rank's heads."""
+        """Return ``W_uk`` and ``W_uv [H, 128, latent]`` of this rank's heads."""
         # The module is not called, so what waits for its call has to be told: with overlapped
         # parameter gathering, the hook that waits until the weight has arrived.
         for hook in self.linear_kv_up_proj._forward_pre_hooks.values():
             hook(self.linear_kv_up_proj, ())
         heads = self.num_attention_heads_per_partition
         weight = self.linear_kv_up_proj.weight.view(heads, -1, self.config.kv_lora_rank)
-        w_uk, w_uv = weight.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
-        return w_uk, w_uv.transpose(1, 2)
+        return weight.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
 
     def _attend_sparse(self, q_latent, keys: Gathering, layout, rope, index_inputs):
         """Weight-absorbed attention over selected keys; returns ``[rows, H, v_head_dim]``."""
@@ -170,33 +176,21 @@ class DSASelfAttention(MLASelfAttention):
             q_nope, q_pe = self._queries(q_latent, rope)
             return torch.cat([head_product(q_nope, w_uk, sharing), q_pe], dim=-1)
 
-        if self.recompute_up_proj and self.training:
-            self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(
-                fp8=self.config.fp8 or self.config.fp4
-            )
-            q = self.qkv_up_checkpoint.checkpoint(absorbed_queries, q_latent, w_uk)
-        else:
-            q = absorbed_queries(q_latent, w_uk)
+        q = self._maybe_recomputed(absorbed_queries, q_latent, w_uk)
         kv, kv_grad = arrive(keys)
 
         shared = self.shared_selection  # of this microbatch, also when recomputed later
 
         def core(q, kv, kv_grad, *index_tensors):
             out, selection = self.core_attention.forward_sparse(
-                q, kv, kv_grad, layout, _rebuild(index_inputs, index_tensors), shared
+                q, kv, kv_grad, layout, _rebuild(index_inputs, index_tensors), shared, self.ranks
             )
             return out, *selection
 
-        index_tensors = _tensors(index_inputs)
-        if self.checkpoint_core_attention and self.training:
-            out, *selection = tensor_parallel.checkpoint(
-                core, False, q, kv, kv_grad, *index_tensors
-            )
-        else:
-            out, *selection = core(q, kv, kv_grad, *index_tensors)
+        out, *selection = self._run_core(core, q, kv, kv_grad, *_tensors(index_inputs))
         if self.hands_on_selection:
             self.used_selection = Selection(*selection)
-        out = head_product(out, w_uv, sharing)
+        out = head_product(out, w_uv.transpose(1, 2), sharing)
         return to_heads(out, sharing) if self.ranks.by_rows else out
 
     def _attend_dense(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
@@ -212,29 +206,53 @@ class DSASelfAttention(MLASelfAttention):
             k_pe = rope(k_pe.flatten(0, 1)[:, None], interleaved=True)
             return q, torch.cat([k_nope, k_pe.expand(-1, q.shape[1], -1)], dim=-1), v.contiguous()
 
-        if self.recompute_up_proj and self.training:
-            self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(
-                fp8=self.config.fp8 or self.config.fp4
-            )
-            q, k, v = self.qkv_up_checkpoint.checkpoint(up, q_latent, kv_latent, k_pe)
-        else:
-            q, k, v = up(q_latent, kv_latent, k_pe)
+        q, k, v = self._maybe_recomputed(up, q_latent, kv_latent, k_pe)
 
         def core(q, k, v, *index_tensors):
             return self.core_attention.forward_dense(
                 q, k, v, layout, _rebuild(index_inputs, index_tensors)
             )
 
-        index_tensors = _tensors(index_inputs)
+        return self._run_core(core, q, k, v, *_tensors(index_inputs))
+
+    def _attend_latents(self, q_latent, keys: Gathering, layout, rope, index_inputs):
+        """Like :meth:`_attend_dense`, with the latents of all ranks instead of keys and values."""
+        w_uk, w_uv = self._up_weights()
+
+        def queries(q_latent):
+            return torch.cat(self._queries(q_latent, rope), dim=-1)
+
+        q = self._maybe_recomputed(queries, q_latent)
+        latents, latent_grad = arrive(keys)
+
+        def core(q, latents, latent_grad, w_uk, w_uv, *index_tensors):
+            return self.core_attention.forward_latents(
+                q, latents, latent_grad, w_uk, w_uv, layout, _rebuild(index_inputs, index_tensors)
+            )
+
+        tensors = (q, latents, latent_grad, w_uk, w_uv)
+        return self._run_core(core, *tensors, *_tensors(index_inputs))
+
+    def _maybe_recomputed(self, up, *tensors):
+        """Return ``up(*tensors)``, to be computed again in the backward if that is asked for."""
+        if not (self.recompute_up_proj and self.training):
+            return up(*tensors)
+        self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(
+            fp8=self.config.fp8 or self.config.fp4
+        )
+        return self.qkv_up_checkpoint.checkpoint(up, *tensors)
+
+    def _run_core(self, core, *tensors):
+        """Return ``core(*tensors)``, to be computed again in the backward if that is asked for."""
         if self.checkpoint_core_attention and self.training:
-            return tensor_parallel.checkpoint(core, False, q, k, v, *index_tensors)
-        return core(q, k, v, *index_tensors)
+            return tensor_parallel.checkpoint(core, False, *tensors)
+        return core(*tensors)
 
     def backward_dw(self) -> None:
         """Compute delayed weight gradients of every layer that ran as a linear, indexer included.
 
-        The absorbed up projection of the sparse stage is not among them: its weight enters as a
-        plain tensor, and autograd has computed its gradient already.
+        The up projection of keys is not among them where its weight enters as a plain tensor
+        (absorbed in the sparse stage, or with latents): autograd has its gradient already.
         """
         config = self.config
         linears = [self.linear_kv_down_proj, self.linear_proj]
@@ -242,7 +260,7 @@ class DSASelfAttention(MLASelfAttention):
             linears.append(self.linear_q_proj)
         else:
             linears += [self.linear_q_down_proj, self.linear_q_up_proj]
-        if not self.sparse:
+        if not (self.sparse or self.exchanges_latents):
             linears.append(self.linear_kv_up_proj)
         for linear in linears:
             if linear.weight.requires_grad:

@@ -204,24 +204,6 @@ def _some_rows(layout: Layout, rows: torch.Tensor | slice, windows, key_rows, ke
     )
 
 
-def ring_rows(layout: Layout):
-    """Return the rows of a zigzag spread as :mod:`megatron_dsa.ring` describes them."""
-    from megatron_dsa.ring import PackedZigzagRows, ZigzagRows
-
-    if "ring" not in layout.derived:
-        keys = layout.key_places
-        cp, rank, count = keys.spread.cp, keys.spread.cp_rank, layout.num_queries
-        if keys.cu_seqlens is None:
-            rows = ZigzagRows(cp, rank, keys.batch, count // keys.batch)
-        else:
-            longest = padded_bound(layout, keys)
-            rows = PackedZigzagRows(
-                cp, rank, count, keys.cu_seqlens, longest, keys.cu_seqlens_padded
-            )
-        layout.derived["ring"] = rows
-    return layout.derived["ring"]
-
-
 def padded_bound(layout: Layout, keys: KeyPlaces) -> int:
     """Return an upper bound of the padded length of a packed sequence.
 

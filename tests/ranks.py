@@ -18,7 +18,7 @@ class Case:
 
     Attributes:
         config: name of a function of :mod:`tests.host`, with ``arguments`` and ``changes``.
-        selector: the module of the package whose ``indexer_topk`` selects.
+        selector: the module of the package whose ``balanced_topk`` selects.
         by_rows, by_columns: parts of parameter names: how a tensor-parallel rank's part is cut out
             of a weight. All others are replicated.
         rows, batch: of the hidden states; ``lengths`` packs the rows, ``padded`` are the lengths
@@ -108,6 +108,8 @@ def _worker(rank, tp, cp, store, folder, cases):
 def _run_case(host, case: Case, tp: int, cp: int) -> dict:
     from megatron.core import parallel_state
 
+    from megatron_dsa.dispatch import report, reset_report
+
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     cp_rank = parallel_state.get_context_parallel_rank()
     config = getattr(host, case.config)(
@@ -122,14 +124,15 @@ def _run_case(host, case: Case, tp: int, cp: int) -> dict:
         config, full=lambda name, weight: case.part(name, weight, tp_rank, tp)
     ).train()
     selector = importlib.import_module(f"megatron_dsa.{case.selector}")
-    original, seen = selector.indexer_topk, []
+    original, seen = selector.balanced_topk, []
 
-    def recorded(inputs, layout, *args, **kwargs):
-        indices, length = original(inputs, layout, *args, **kwargs)
-        seen.append(_slots(indices, layout))
+    def recorded(inputs, layout, *args, compressed=None, **kwargs):
+        indices, length = original(inputs, layout, *args, compressed=compressed, **kwargs)
+        seen.append(_slots(indices, layout if compressed is None else compressed.layout))
         return indices, length
 
-    selector.indexer_topk = recorded
+    selector.balanced_topk = recorded
+    reset_report()
     x = host.hidden_like(module, case.rows, case.batch).detach()
     x = x[case.places(cp)[cp_rank]].chunk(tp)[tp_rank].requires_grad_()
     packing = None
@@ -137,7 +140,7 @@ def _run_case(host, case: Case, tp: int, cp: int) -> dict:
         packing = host.packed(*case.lengths, padded_lengths=case.padded)
     out, _ = module(x, None, packed_seq_params=packing)
     out.square().sum().backward()
-    selector.indexer_topk = original
+    selector.balanced_topk = original
     gradients, averaged = {}, []
     for name, parameter in module.named_parameters():
         gradients[name] = parameter.grad
@@ -155,6 +158,7 @@ def _run_case(host, case: Case, tp: int, cp: int) -> dict:
         "dx": x.grad,
         "gradients": gradients,
         "averaged": averaged,
+        "report": report(),
     }
 
 

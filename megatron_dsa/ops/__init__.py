@@ -1,14 +1,13 @@
 """The operations and their implementations.
 
 One folder per operation. ``reference.py`` is the plain, slow statement of what it computes;
-``unfused.py`` is the memory-bounded torch implementation that runs everywhere; every other file
-holds fused implementations. This file declares all of them, once: dispatch tries the fused ones of
-an operation in the order given here.
+``unfused.py`` is the memory-bounded torch implementation that runs everywhere (that of the dense
+indexer loss is ``dense.py``); files named after a package hold fused implementations. This file
+declares all of them, once: dispatch tries the fused ones of an operation in the order given here.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 
 import torch
@@ -160,8 +159,7 @@ _fused(
     lambda: None,
     covers="value and gradients",
     package=CUDNN,
-    declined="cuDNN's needs the lse of attention over all keys, which nothing computes in the "
-    "latent space, and S x S fp32 scores",
+    declined="cuDNN's needs S x S fp32 scores",
 )
 _fused(
     "dense_attention",
@@ -176,12 +174,15 @@ _fused(
 
 
 def _load_ring(leaf: str):
-    """Return a loader of ring attention with that implementation of one block."""
+    """Return a loader of what calls an attention of :mod:`megatron_dsa.ring` with that leaf."""
 
     def load():
-        from megatron_dsa import ring
+        from megatron_dsa.ring.blocks import leaf_with
 
-        return functools.partial(ring.ring_attention, block=leaf)
+        def attend(attention, workspace_bytes: int, *args, **options):
+            return attention(*args, block=leaf_with(leaf, workspace_bytes), **options)
+
+        return attend
 
     return load
 
@@ -250,6 +251,6 @@ _torch(
     "any shape",
     **_ATOMIC_SUMS,
 )
-_torch("dense_indexer_loss", _load("indexer_loss.unfused", "dense"), "any shape")
+_torch("dense_indexer_loss", _load("indexer_loss.dense", "dense"), "any shape")
 _torch("dense_attention", _load("dense_attention.unfused", "forward"), "any shape")
 _torch("ring_attention", _load_ring("torch"), "any shape")

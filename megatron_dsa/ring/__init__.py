@@ -1,11 +1,12 @@
 """Dense causal attention over sequences that are spread over context-parallel ranks.
 
 Every rank keeps its queries. Blocks of keys and values come to it one rank's share after the other,
-over a ring or from an all-gather; it attends to each of them with an ordinary attention kernel and
-combines the parts by their log-sum-exp. The backward goes the same way round and brings every
-block's gradient home.
+over a ring or out of what was gathered; it attends to each of them with an ordinary attention
+kernel and combines the parts by their log-sum-exp. The backward goes the same way round and brings
+every block's gradient home.
 
-* :mod:`.rows` says which rows a rank holds and what they see of another rank's;
+* :mod:`.rows` and :mod:`.runs` say which rows a rank holds and what they see of another rank's,
+  :mod:`.layouts` which of them a microbatch's layout wants;
 * ``leaf_*.py`` attend to one block, :mod:`.blocks` chooses among them;
 * :mod:`.exchange` moves blocks, :mod:`.contents` says what is in one (keys and values, or MLA's
   latent), :mod:`.combine` joins the parts;
@@ -18,15 +19,20 @@ from megatron_dsa.ring.attention import (
     ring_latent_attention,
 )
 from megatron_dsa.ring.blocks import LEAVES, Leaf, choose
-from megatron_dsa.ring.rows import PackedZigzagRows, ZigzagRows
+from megatron_dsa.ring.layouts import ring_rows
+from megatron_dsa.ring.rows import ContiguousRows, PackedZigzagRows, ZigzagRows
+from megatron_dsa.ring.runs import PackedRuns
 
 __all__ = [
+    "ContiguousRows",
     "LEAVES",
     "Leaf",
+    "PackedRuns",
     "PackedZigzagRows",
     "ZigzagRows",
     "choose",
     "gathered_latent_attention",
     "ring_attention",
     "ring_latent_attention",
+    "ring_rows",
 ]

@@ -7,13 +7,12 @@ from torch import distributed
 
 from megatron_dsa.dispatch import device_problem
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.arithmetic import accumulation_dtype
 from megatron_dsa.ring.blocks import Leaf, choose
 from megatron_dsa.ring.contents import KeysAndValues, Latent
 from megatron_dsa.ring.exchange import Gathered, Ring, RingExchange
 from megatron_dsa.ring.loop import attend, gradients
-from megatron_dsa.ring.rows import PackedZigzagRows, ZigzagRows
-
-Rows = ZigzagRows | PackedZigzagRows
+from megatron_dsa.ring.rows import Rows
 
 
 def ring_attention(
@@ -29,7 +28,7 @@ def ring_attention(
 
     Args:
         q, k: ``[rows, H, Dqk]``, local rows; v: ``[rows, H, Dv]``. All of one dtype.
-        rows: which rows these are.
+        rows: which rows these are; :func:`megatron_dsa.ring.layouts.ring_rows` makes them.
         group: the context-parallel process group; not used if ``rows.cp`` is 1.
         softmax_scale: factor on ``q . k``.
         block: attention to one block, or its name; ``None`` takes the best one that can run.
@@ -39,9 +38,11 @@ def ring_attention(
         ``lse [rows, H]`` in fp32 (fp64 for fp64), ``-inf`` for such rows. ``lse`` has no gradient.
 
     Raises:
-        ConfigError: shapes, dtypes, rows and group do not fit together.
+        ConfigError: shapes, dtypes, rows and group do not fit together, or no block has that name.
+        ImplementationError: the block of that name cannot run here.
     """
-    _check(q, rows, group, {"k": k, "v": v})
+    _check(q, rows, {"k": k, "v": v})
+    _check_group(rows, group)
     if k.shape != q.shape or v.shape[:2] != q.shape[:2]:
         raise ConfigError(
             "k must have the shape of q, and v its rows and heads, got q "
@@ -80,48 +81,76 @@ def ring_latent_attention(
         ``out`` and ``lse`` as of :func:`ring_attention`.
 
     Raises:
-        ConfigError: shapes, dtypes, rows and group do not fit together.
+        ConfigError, ImplementationError: see :func:`ring_attention`.
     """
-    return _latent_attention(q, latent, w_uk, w_uv, rows, group, softmax_scale, block, _ring)
+    _check_group(rows, group)
+    blocks = _ring(group, rows)
+    return _latent_attention(q, latent, None, w_uk, w_uv, rows, blocks, softmax_scale, block)
 
 
 def gathered_latent_attention(
     q: torch.Tensor,
-    latent: torch.Tensor,
+    latents: torch.Tensor,
     w_uk: torch.Tensor,
     w_uv: torch.Tensor,
     rows: Rows,
-    group,
     softmax_scale: float,
     block: Leaf | str | None = None,
+    latent_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend as :func:`ring_latent_attention` does, where one all-gather brings all latents.
+    """Attend as :func:`ring_latent_attention` does, where the latents of all ranks are there.
 
-    The latents of all ranks exist at a time, expanded keys and values of one block only. The
-    gradient goes home with a reduce-scatter in fp32. Arguments, results and errors are the same.
+    Nothing is sent. Expanded keys and values exist of one rank's block at a time.
+
+    Args:
+        q, w_uk, w_uv, rows, softmax_scale, block: see :func:`ring_latent_attention`.
+        latents: ``[cp * rows, R + P]``, one rank's after the other.
+        latent_grad: like ``latents`` in fp32 (fp64 for fp64), without content: if given, the
+            gradient of ``latents`` is sent here, unrounded, instead of to ``latents`` (see
+            :func:`megatron_dsa.gathering.arrive`). It is of this rank's queries: to be summed over
+            ranks.
+
+    Returns:
+        ``out`` and ``lse`` as of :func:`ring_attention`.
+
+    Raises:
+        ConfigError, ImplementationError: see :func:`ring_attention`.
     """
-    return _latent_attention(q, latent, w_uk, w_uv, rows, group, softmax_scale, block, _gathered)
+    wanted = accumulation_dtype(latents.dtype), latents.shape
+    given = wanted if latent_grad is None else (latent_grad.dtype, latent_grad.shape)
+    if given != wanted:
+        raise ConfigError(
+            f"latent_grad must be {wanted[0]} {list(wanted[1])} for these latents, got {given[0]} "
+            f"{list(given[1])}; pass the channel that megatron_dsa.gathering.arrive returned."
+        )
+    blocks = Gathered(rows.cp, rows.rank)
+    return _latent_attention(
+        q, latents, latent_grad, w_uk, w_uv, rows, blocks, softmax_scale, block, rows.cp
+    )
 
 
-def _latent_attention(q, latent, w_uk, w_uv, rows, group, softmax_scale, block, blocks):
-    _check(q, rows, group, {"latent": latent, "w_uk": w_uk, "w_uv": w_uv})
-    rank = w_uk.shape[-1]
+def _latent_attention(
+    q, latent, latent_grad, w_uk, w_uv, rows, blocks, softmax_scale, block, ranks=1
+):
+    """``latent`` holds the rows of ``ranks`` ranks."""
+    _check(q, rows, {"latent": latent, "w_uk": w_uk, "w_uv": w_uv})
+    rows_of_keys, rank = ranks * q.shape[0], w_uk.shape[-1]
     rope = latent.shape[-1] - rank
     fits = (
-        latent.dim() == 2 and latent.shape[0] == q.shape[0] and rope >= 0
+        latent.dim() == 2 and latent.shape[0] == rows_of_keys and rope >= 0
         and w_uk.shape == (q.shape[1], q.shape[2] - rope, rank)
         and w_uv.dim() == 3 and w_uv.shape[::2] == (q.shape[1], rank)
     )  # fmt: skip
     if not fits:
         raise ConfigError(
-            "latent must be [rows, R + P], w_uk [H, Dqk - P, R] and w_uv [H, Dv, R] for q "
-            f"[rows, H, Dqk], got q {list(q.shape)}, latent {list(latent.shape)}, w_uk "
+            f"latent must be [{rows_of_keys}, R + P], w_uk [H, Dqk - P, R] and w_uv [H, Dv, R] for "
+            f"q [rows, H, Dqk], got q {list(q.shape)}, latent {list(latent.shape)}, w_uk "
             f"{list(w_uk.shape)}, w_uv {list(w_uv.shape)}; split the weight of linear_kv_up_proj "
             "by heads, and there into keys and values."
         )
     leaf = _leaf(block, q, w_uv.shape[1], rows)
     return _LatentAttention.apply(
-        q.contiguous(), latent, w_uk, w_uv, rows, blocks(group, rows), leaf, softmax_scale
+        q.contiguous(), latent, latent_grad, w_uk, w_uv, rows, blocks, leaf, softmax_scale
     )
 
 
@@ -145,10 +174,11 @@ class _KeyValueAttention(torch.autograd.Function):
 
 class _LatentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, latent, w_uk, w_uv, rows, blocks, leaf, scale):
+    def forward(ctx, q, latent, latent_grad, w_uk, w_uv, rows, blocks, leaf, scale):
         out, lse = attend(q, Latent(latent, w_uk, w_uv), rows, blocks, leaf, scale)
         ctx.save_for_backward(q, latent, w_uk, w_uv, out, lse)
         ctx.settings = (rows, blocks, leaf, scale)
+        ctx.has_channel = latent_grad is not None
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -159,15 +189,14 @@ class _LatentAttention(torch.autograd.Function):
         dq, d_latent = gradients(dout.contiguous(), q, out, lse, contents, *ctx.settings)
         dw_uk = contents.dw_uk.view(w_uk.shape).to(w_uk.dtype)
         dw_uv = contents.dw_uv.view(w_uv.shape).to(w_uv.dtype)
-        return dq, d_latent.to(latent.dtype), dw_uk, dw_uv, None, None, None, None
+        to_latent, to_channel = None, d_latent
+        if not ctx.has_channel:
+            to_latent, to_channel = d_latent.to(latent.dtype), None
+        return dq, to_latent, to_channel, dw_uk, dw_uv, None, None, None, None
 
 
 def _ring(group, rows: Rows) -> Ring:
     return Ring(lambda: RingExchange(group, rows.cp, rows.rank), rows.cp, rows.rank)
-
-
-def _gathered(group, rows: Rows) -> Gathered:
-    return Gathered(group, rows.cp, rows.rank)
 
 
 def _leaf(block, q: torch.Tensor, v_dim: int, rows: Rows) -> Leaf:
@@ -178,7 +207,7 @@ def _leaf(block, q: torch.Tensor, v_dim: int, rows: Rows) -> Leaf:
     return choose(problem, block)
 
 
-def _check(q: torch.Tensor, rows: Rows, group, others: dict[str, torch.Tensor]) -> None:
+def _check(q: torch.Tensor, rows: Rows, others: dict[str, torch.Tensor]) -> None:
     if q.dim() != 3 or q.shape[0] != rows.rows:
         raise ConfigError(
             f"q must be [rows, H, Dqk] with the {rows.rows} rows that rows describes, got "
@@ -190,6 +219,9 @@ def _check(q: torch.Tensor, rows: Rows, group, others: dict[str, torch.Tensor]) 
                 f"{name} must have the dtype and device of q, {q.dtype} on {q.device}, got "
                 f"{x.dtype} on {x.device}; convert it before."
             )
+
+
+def _check_group(rows: Rows, group) -> None:
     if rows.cp == 1:
         return
     found = distributed.get_world_size(group), distributed.get_rank(group)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
-from megatron_dsa.errors import ConfigError
+from megatron_dsa import dispatch
 from megatron_dsa.ring import leaf_cudnn, leaf_flash2, leaf_flash3, leaf_torch, leaf_torch_flash
 from megatron_dsa.support import Problem
 
@@ -51,25 +51,23 @@ LEAVES = (
 )
 
 
-@lru_cache(maxsize=64)
+_BY_NAME = {leaf.name: leaf for leaf in LEAVES}
+
+
 def choose(problem: Problem, name: str | None = None) -> Leaf:
-    """Return the first leaf that can run ``problem``, or the one of that name.
+    """Return the leaf that dispatch chooses for ``problem``, or the one of that name.
 
     Raises:
-        ConfigError: there is no leaf of that name, or it cannot run the problem.
+        ConfigError: there is no leaf of that name.
+        ImplementationError: it cannot run the problem.
     """
-    if name is None:
-        return next(leaf for leaf in LEAVES if leaf.reason(problem) is None)
-    named = {leaf.name: leaf for leaf in LEAVES}
-    if name not in named:
-        raise ConfigError(f"block must be None or one of {', '.join(named)}, got {name!r}")
-    why = named[name].reason(problem)
-    if why is not None:
-        raise ConfigError(
-            f"block names {name}, which cannot run here: {why}. Fix that, or leave it at None to "
-            "take what can run."
-        )
-    return named[name]
+    policy = dispatch.Policy(named=(("ring_attention", name),))
+    return _BY_NAME[dispatch.choose("ring_attention", problem, policy).candidate.name]
+
+
+def leaf_with(name: str, workspace_bytes: int) -> Leaf:
+    """Return the leaf of that name, with a budget for temporary memory if it needs much."""
+    return torch_leaf(workspace_bytes) if name == "torch" else _BY_NAME[name]
 
 
 def torch_leaf(workspace_bytes: int) -> Leaf:

@@ -44,24 +44,20 @@ def merge_torch(sums, lse, part, part_lse, first: int, dtype: torch.dtype) -> to
 
     Args:
         sums: ``[rows, H, Dv]``; lse: ``[rows, H]``, updated in place.
-        part: ``[rows - first, H, Dv]``; part_lse: ``[rows - first, H]``.
+        part: ``[n, H, Dv]``; part_lse: ``[n, H]``; ``n`` may be less than the rows from there on.
         dtype: of the result; ``sums`` itself is overwritten if it has it.
 
     Returns:
         the merged sums ``[rows, H, Dv]`` in ``dtype``, contiguous.
     """
-    acc = accumulation_dtype(dtype)
-    old = lse[first:]
+    acc, rows = accumulation_dtype(dtype), slice(first, first + part.shape[0])
+    old = lse[rows]
     # Rows that neither has seen: -inf minus -inf.
     share = torch.sigmoid(part_lse - old).nan_to_num_(0.0)[..., None]
     torch.logaddexp(old, part_lse, out=old)
-    merged = torch.lerp(sums[first:].to(acc), part.to(acc), share.to(acc))
-    if sums.dtype == dtype and sums.is_contiguous():
-        sums[first:] = merged
-        return sums
-    result = torch.empty(sums.shape, dtype=dtype, device=sums.device)
-    result[:first] = sums[:first]
-    result[first:] = merged
+    merged = torch.lerp(sums[rows].to(acc), part.to(acc), share.to(acc))
+    result = sums.to(dtype).contiguous()
+    result[rows] = merged
     return result
 
 

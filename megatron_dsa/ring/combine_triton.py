@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first", "count"])
 def _merge(
-    sums, lse, part, part_lse, result, first,
+    sums, lse, part, part_lse, result, first, count,
     sums_row, sums_head, part_row, part_head, part_lse_row, part_lse_head,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -21,9 +21,9 @@ def _merge(
     inside = (head < H)[:, None] & (dim < D)[None, :]
     at = row * sums_row + head[:, None] * sums_head + dim[None, :]
     value = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32)
-    # Rows before the first are only copied: their part is treated as one that saw nothing.
+    # Rows outside of the part are only copied: it is treated as one that saw nothing there.
     row_in_part = row - first
-    heads = (head < H) & (row_in_part >= 0)
+    heads = (head < H) & (row_in_part >= 0) & (row_in_part < count)
     old = tl.load(lse + row * H + head, mask=head < H, other=float("-inf"))
     new = tl.load(
         part_lse + row_in_part * part_lse_row + head * part_lse_head,
@@ -43,13 +43,18 @@ def _merge(
 
 def merge(sums, lse, part, part_lse, first: int, dtype: torch.dtype) -> torch.Tensor:
     """As :func:`megatron_dsa.ring.combine.merge_torch`, up to fp32; last dims have stride 1."""
-    rows, heads, dim = sums.shape
+    count = part.shape[0]
     in_place = sums.dtype == dtype and sums.is_contiguous()
     result = sums if in_place else torch.empty(sums.shape, dtype=dtype, device=sums.device)
+    written = result
+    if in_place:
+        mine = slice(first, first + count)
+        sums, lse, written, first = sums[mine], lse[mine], result[mine], 0
+    rows, heads, dim = sums.shape
     block_d = triton.next_power_of_2(dim)
     block_h = min(triton.next_power_of_2(heads), max(1, 4096 // block_d))
     _merge[(rows * triton.cdiv(heads, block_h),)](
-        sums, lse, part, part_lse, result, first,
+        sums, lse, part, part_lse, written, first, count,
         sums.stride(0), sums.stride(1), part.stride(0), part.stride(1), *part_lse.stride(),
         H=heads, D=dim, BLOCK_H=block_h, BLOCK_D=block_d,
     )  # fmt: skip

@@ -52,7 +52,7 @@ class Latent:
     """The latent ``[rows, R + P]``: ``R`` numbers to expand, then the heads' common rope key.
 
     Args:
-        latent: normalised and rotated.
+        latent: normalised and rotated; of all ranks, one after the other, if they are gathered.
         w_uk: ``[H, Dqk - P, R]``; w_uv: ``[H, Dv, R]``, the weights that expand.
 
     Attributes:

@@ -1,7 +1,8 @@
 """How blocks of keys come to a rank and their gradients go home: over a ring, or all at once.
 
 On the ring, the next block is on its way while the current one is computed with, and the gradient
-of the last block while that of the current one is. A gathering runs under the own block's work.
+of the last block while that of the current one is. Gathered blocks are there before, and whoever
+gathered them sends their gradients home (:mod:`megatron_dsa.gathering`).
 """
 
 from __future__ import annotations
@@ -93,90 +94,87 @@ class Ring:
 
 
 class RingGradients:
-    """Gradients that travel with their blocks; every rank adds its part."""
+    """Gradients that travel with their blocks; every rank adds its part, or nothing."""
 
     def __init__(self, exchange: Exchange | None, buffer: torch.Tensor):
-        self._exchange, self._fresh = exchange, True
+        self._exchange, self._fresh, self._coming = exchange, True, False
         self._current, self._spare = buffer, None
 
     def start(self) -> None:
         """Send the last block's gradient on; call it before computing with the next block."""
         if self._fresh:
             return
+        self._arrive()
         if self._spare is None:
             self._spare = torch.empty_like(self._current)
         self._exchange.start(self._current, self._spare)
+        self._coming = True
 
     def target(self, source: int) -> tuple[torch.Tensor, Callable]:
         """Return the current block's gradient so far, and how to put a part there.
 
-        The second is ``torch.Tensor.copy_`` where nothing is there yet, else ``Tensor.add_``.
+        The second is ``torch.Tensor.copy_`` where nothing is there yet, else ``Tensor.add_``. What
+        is put there first must be of all rows.
         """
         if self._fresh:
             self._fresh = False
             return self._current, torch.Tensor.copy_
-        self._exchange.wait()
-        self._current, self._spare = self._spare, self._current
+        self._arrive()
         return self._current, torch.Tensor.add_
 
     def home(self) -> torch.Tensor:
         """Return the gradient of the own block; call it after all blocks."""
-        if self._exchange is None:
-            return self._current
-        self.start()
-        self._exchange.wait()
-        return self._spare
+        if self._exchange is not None:
+            self.start()
+            self._arrive()
+        return self._current
+
+    def _arrive(self) -> None:
+        """Wait for the current block's gradient, once: nobody else does where nothing is added."""
+        if self._coming:
+            self._exchange.wait()
+            self._current, self._spare = self._spare, self._current
+            self._coming = False
 
 
 class Gathered:
-    """All blocks come with one all-gather, their gradients go home with one reduce-scatter.
+    """Blocks that are all there already, one rank's after the other; nothing is sent.
 
     Args:
-        group: process group; cp, rank: its size, and which of its ranks this is.
+        cp, rank: number of blocks, and which of them is this rank's.
     """
 
-    def __init__(self, group, cp: int, rank: int):
-        self._group, self._cp, self._rank = group, cp, rank
+    def __init__(self, cp: int, rank: int):
+        self._cp, self._rank = cp, rank
 
     def blocks(self, own: torch.Tensor, disposable: bool) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield every rank's block with its rank, the own one first; ``own`` is never written."""
-        if self._cp == 1:
-            yield self._rank, own
-            return
-        everything = own.new_empty(self._cp, *own.shape)
-        work = distributed.all_gather_into_tensor(
-            everything.flatten(0, 1), own, group=self._group, async_op=True
-        )
-        yield self._rank, own
-        work.wait()
-        for step in range(1, self._cp):
+        """Yield every rank's block with its rank, the own one first.
+
+        ``own`` is all of them and is never written.
+        """
+        blocks = own.chunk(self._cp)
+        for step in range(self._cp):
             source = (self._rank - step) % self._cp
-            yield source, everything[source]
+            yield source, blocks[source]
 
     def gradients(self, shape, dtype: torch.dtype, device) -> GatheredGradients:
-        """Return what collects the gradients of the blocks."""
-        return GatheredGradients(
-            self._group, self._rank, torch.zeros((self._cp, *shape), dtype=dtype, device=device)
-        )
+        """Return what collects the gradients of all blocks; ``shape`` is that of them together."""
+        return GatheredGradients(torch.zeros(shape, dtype=dtype, device=device), self._cp)
 
 
 class GatheredGradients:
-    """This rank's part of the gradients of all blocks, summed over ranks at the end."""
+    """This rank's part of the gradients of all blocks."""
 
-    def __init__(self, group, rank: int, parts: torch.Tensor):
-        self._group, self._rank, self._parts = group, rank, parts
+    def __init__(self, gradients: torch.Tensor, cp: int):
+        self._gradients, self._blocks = gradients, gradients.chunk(cp)
 
     def start(self) -> None:
-        """Nothing is sent before the end."""
+        """Nothing is sent."""
 
     def target(self, source: int) -> tuple[torch.Tensor, Callable]:
         """See :meth:`RingGradients.target`."""
-        return self._parts[source], torch.Tensor.add_
+        return self._blocks[source], torch.Tensor.add_
 
     def home(self) -> torch.Tensor:
-        """Return the gradient of the own block."""
-        if self._parts.shape[0] == 1:
-            return self._parts[0]
-        own = torch.empty_like(self._parts[self._rank])
-        distributed.reduce_scatter_tensor(own, self._parts.flatten(0, 1), group=self._group)
-        return own
+        """Return the gradients of all blocks."""
+        return self._gradients

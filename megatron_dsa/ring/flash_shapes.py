@@ -12,27 +12,27 @@ from megatron_dsa.ring.sequences import Dense, Packed
 from megatron_dsa.support import Problem, short_dtype
 
 HALF = (torch.bfloat16, torch.float16)
+#: The widest head that they take.
+LARGEST = 256
 
 
-def common_reason(problem: Problem, largest: int = 256) -> str | None:
-    """Return why a flash-attention kernel with dims up to ``largest`` cannot run, or ``None``."""
+def common_reason(problem: Problem, pads_values: bool = False) -> str | None:
+    """Return why no flash-attention kernel can run this, or ``None``.
+
+    ``pads_values``: the kernels take one head dim, to which narrower values are padded.
+    """
     if problem.device != "cuda":
         return f"needs a CUDA GPU, this is {problem.on()}"
+    if problem.capability < (8, 0):
+        return f"needs compute capability 8.0 or later, this is {problem.on()}"
     if problem.dtype not in HALF:
         return f"needs {' or '.join(map(short_dtype, HALF))}, got {short_dtype(problem.dtype)}"
-    if problem.qk_dim % 8 or problem.v_dim % 8 or max(problem.qk_dim, problem.v_dim) > largest:
-        return (
-            f"needs head dims that are multiples of 8 up to {largest}, got "
-            f"{problem.qk_dim} and {problem.v_dim}"
-        )
+    dims = problem.qk_dim, problem.v_dim
+    if any(dim % 8 for dim in dims) or max(dims) > LARGEST:
+        return f"needs head dims that are multiples of 8 up to {LARGEST}, got {dims}"
+    if pads_values and problem.v_dim > problem.qk_dim:
+        return f"needs values no wider than keys, got {problem.v_dim} and {problem.qk_dim}"
     return None
-
-
-def narrow_values(problem: Problem) -> str | None:
-    """Return why padding values to the key's width does not make the dims equal, or ``None``."""
-    if problem.v_dim <= problem.qk_dim:
-        return None
-    return f"needs values no wider than keys, got {problem.v_dim} and {problem.qk_dim}"
 
 
 def padded(x: torch.Tensor, width: int) -> torch.Tensor:

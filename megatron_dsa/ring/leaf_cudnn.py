@@ -26,8 +26,6 @@ def reason(problem: Problem) -> str | None:
         return "torch's cuDNN attention has no packed (THD) backward that is right"
     if problem.deterministic:
         return "is not deterministic, and torch.use_deterministic_algorithms(True) asks for it"
-    if problem.capability < (8, 0):
-        return f"needs compute capability 8.0 or later, this is {problem.on()}"
     version = torch.backends.cudnn.version() or 0
     wide = max(problem.qk_dim, problem.v_dim) > 128
     hopper = problem.capability == (9, 0) and version >= _WIDE_HOPPER

@@ -17,7 +17,6 @@ from megatron_dsa.ring.flash_shapes import (
     lengths,
     lse_from_kernel,
     lse_to_kernel,
-    narrow_values,
     padded,
     to_kernel,
 )
@@ -31,7 +30,7 @@ _MINIMUM = "2.7"
 
 def reason(problem: Problem) -> str | None:
     """Return why flash-attn 2 cannot run this, or ``None``."""
-    why = common_reason(problem) or narrow_values(problem)
+    why = common_reason(problem, pads_values=True)
     if why is not None:
         return why
     if problem.capability[0] not in (8, 9):

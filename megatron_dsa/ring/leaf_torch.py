@@ -106,8 +106,8 @@ def _dense_tiles(q, k, causal, batch, fitting):
 
 
 def _packed_tiles(q, k, causal, sequences, fitting):
-    # Queries and keys of a sequence start at the same row of their tensors, which bounds how far
-    # apart they can be, with numbers that the host knows.
+    # Queries and keys of a sequence start at the same row of their tensors, or the longest segment
+    # bounds all rows. That bounds how far apart they can be, with numbers that the host knows.
     queries, keys, reach = q.shape[0], k.shape[0], sequences.longest
     start, end, place = sequences.ranges(queries)
     if causal:

@@ -13,7 +13,6 @@ from megatron_dsa.ring.flash_shapes import (
     lengths,
     lse_from_kernel,
     lse_to_kernel,
-    narrow_values,
     padded,
     to_kernel,
 )
@@ -23,11 +22,9 @@ from megatron_dsa.support import Problem
 
 def reason(problem: Problem) -> str | None:
     """Return why torch's flash kernels cannot run this, or ``None``."""
-    why = common_reason(problem) or narrow_values(problem)
+    why = common_reason(problem, pads_values=True)
     if why is not None:
         return why
-    if problem.capability < (8, 0):
-        return f"needs compute capability 8.0 or later, this is {problem.on()}"
     if torch.version.cuda is None or not torch.backends.cuda.is_flash_attention_available():
         return "this build of torch has no flash-attention kernels for CUDA"
     return None

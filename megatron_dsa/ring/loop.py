@@ -17,7 +17,7 @@ def attend(q, contents, rows, blocks, leaf, scale):
         q: ``[rows, H, Dqk]``.
         contents: :class:`~megatron_dsa.ring.contents.KeysAndValues` or ``Latent``.
         rows: the rows of this rank, :mod:`megatron_dsa.ring.rows`.
-        blocks: :class:`~megatron_dsa.ring.exchange.Ring` or ``Gathered``.
+        blocks: :class:`~megatron_dsa.ring.exchange.Ring` or ``Gathered``; the own block is first.
         leaf: attention to one block, :class:`~megatron_dsa.ring.blocks.Leaf`.
         scale: factor on ``q . k``.
 
@@ -25,13 +25,15 @@ def attend(q, contents, rows, blocks, leaf, scale):
         ``out [rows, H, Dv]`` in the dtype of ``q`` and ``lse [rows, H]`` in its accumulation dtype.
     """
     combined = Combined(q.dtype)
-    for step, (source, block) in enumerate(blocks.blocks(contents.own, contents.disposable)):
-        part = rows.part(source)
-        k, v = contents.expand(block, part.keys)
-        out, lse = leaf.forward(q[part.queries], k, v, part.causal, scale, part.sequences)
-        combined.add(out, lse, part.queries, last=step + 1 == rows.cp)
-        # Freed before the next block's are made.
-        del k, v, out, lse
+    left = sum(len(rows.parts(source)) for source in range(rows.cp))
+    for source, block in blocks.blocks(contents.own, contents.disposable):
+        for part in rows.parts(source):
+            left -= 1
+            k, v = contents.expand(block, part.keys)
+            out, lse = leaf.forward(q[part.queries], k, v, part.causal, scale, part.sequences)
+            combined.add(out, lse, part.queries, last=left == 0)
+            # Freed before the next block's are made.
+            del k, v, out, lse
     return combined.out, combined.lse
 
 
@@ -49,17 +51,17 @@ def gradients(dout, q, out, lse, contents, rows, blocks, leaf, scale):
     dq = None
     for source, block in blocks.blocks(contents.own, contents.disposable):
         collected.start()
-        part = rows.part(source)
-        k, v = contents.expand(block, part.keys)
-        mine = part.queries
-        dq_part, dk, dv = leaf.backward(
-            dout[mine], q[mine], k, v, out[mine], lse[mine], part.causal, scale, part.sequences
-        )
-        del k, v
-        if dq is None:
-            dq = dq_part if rows.cp == 1 else dq_part.to(acc)
-        else:
-            dq[mine] += dq_part
-        contents.add_gradients(block, part.keys, lambda s=source: collected.target(s), dk, dv)
-        del dq_part, dk, dv
+        for part in rows.parts(source):
+            k, v = contents.expand(block, part.keys)
+            mine = part.queries
+            dq_part, dk, dv = leaf.backward(
+                dout[mine], q[mine], k, v, out[mine], lse[mine], part.causal, scale, part.sequences
+            )
+            del k, v
+            if dq is None:
+                dq = dq_part if rows.cp == 1 else dq_part.to(acc)
+            else:
+                dq[mine] += dq_part
+            contents.add_gradients(block, part.keys, lambda s=source: collected.target(s), dk, dv)
+            del dq_part, dk, dv
     return dq.to(q.dtype), collected.home()

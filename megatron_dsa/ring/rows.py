@@ -1,26 +1,33 @@
 """The rows of a context-parallel rank, and what they see of another rank's rows.
 
-A sequence is cut into ``2 * cp`` chunks and rank ``r`` holds chunks ``r`` and ``2 * cp - 1 - r`` in
-this order (zigzag). So a rank's own rows are causal in their local order; of a rank before it all
-its rows see the first chunk and nothing else; and of a rank after it the rows of its second chunk
-see everything. All three are the same amount of work.
+Zigzag: a sequence is cut into ``2 * cp`` chunks and rank ``r`` holds chunks ``r`` and
+``2 * cp - 1 - r`` in this order. So of a rank before it all its rows see the first chunk and
+nothing else, and of a rank after it the rows of its second chunk see everything: the same amount of
+work for all. Contiguous: rank ``r`` holds the ``r``-th of ``cp`` parts; it sees everything of a
+rank before it and nothing of a rank after it.
+
+Local rows are always in the order of the sequence. So a rank's own rows are causal in their local
+order: its own block is one part, of all its rows. Packed rows that are cut without regard to
+sequences are in :mod:`megatron_dsa.ring.runs`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ring.sequences import Dense, Packed
+from megatron_dsa.ring.sequences import Dense, Packed, covering
 
 _ALL = slice(None)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's work on the block of another.
+    """Work of one rank on the block of another.
 
     Attributes:
         queries: the local query rows that take part; keys: the rows of the block that do.
@@ -34,6 +41,32 @@ class Part:
     sequences: Dense | Packed
 
 
+class Rows(Protocol):
+    """What attention over ranks asks of a rank's rows.
+
+    Attributes:
+        cp, rank: context-parallel ranks, and which of them this is.
+        rows: how many there are on this rank.
+        packed: whether they are of packed sequences.
+    """
+
+    cp: int
+    rank: int
+    rows: int
+    packed: bool
+
+    def parts(self, source: int) -> tuple[Part, ...]:
+        """Return what this rank does with the block of rank ``source``; empty for nothing.
+
+        Of the own block the first part is of all rows, of queries and of keys.
+        """
+
+
+def own_part(sequences: Dense | Packed) -> tuple[Part, ...]:
+    """Return what any rank does with its own block."""
+    return (Part(_ALL, _ALL, True, sequences),)
+
+
 def _check_rank(cp: int, rank: int) -> None:
     if not 0 <= rank < cp:
         raise ConfigError(
@@ -43,7 +76,7 @@ def _check_rank(cp: int, rank: int) -> None:
 
 
 @dataclass(frozen=True)
-class ZigzagRows:
+class UnpackedRows:
     """Rows ``s * batch + b`` of Megatron's ``[s_local, b, ...]``: ``batch`` causal sequences.
 
     Attributes:
@@ -52,7 +85,7 @@ class ZigzagRows:
         length: positions of a sequence on this rank (``s_local``, the full length over ``cp``).
 
     Raises:
-        ConfigError: the length cannot be two chunks, or there is no such rank.
+        ConfigError: there is no such rank.
     """
 
     cp: int
@@ -60,47 +93,66 @@ class ZigzagRows:
     batch: int
     length: int
 
+    packed = False
+
     def __post_init__(self):
         _check_rank(self.cp, self.rank)
+
+    @property
+    def rows(self) -> int:
+        return self.length * self.batch
+
+
+class ZigzagRows(UnpackedRows):
+    """Two chunks of every sequence.
+
+    Raises:
+        ConfigError: the length cannot be two chunks.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
         if self.cp > 1 and self.length % 2:
             raise ConfigError(
                 f"length must be even, a rank holds two chunks of a sequence, got {self.length}; "
                 f"pad sequences to a multiple of 2 * cp = {2 * self.cp}."
             )
 
-    packed = False
-
-    @property
-    def rows(self) -> int:
-        return self.length * self.batch
-
-    def part(self, source: int) -> Part:
-        """Return what this rank does with the block of rank ``source``."""
+    def parts(self, source: int) -> tuple[Part, ...]:
+        """See :meth:`Rows.parts`."""
         dense, half = Dense(self.batch), self.rows // 2
         if source == self.rank:
-            return Part(_ALL, _ALL, True, dense)
+            return own_part(dense)
         if source < self.rank:
-            return Part(_ALL, slice(0, half), False, dense)
-        return Part(slice(half, None), _ALL, False, dense)
+            return (Part(_ALL, slice(0, half), False, dense),)
+        return (Part(slice(half, None), _ALL, False, dense),)
+
+
+class ContiguousRows(UnpackedRows):
+    """One part of every sequence."""
+
+    def parts(self, source: int) -> tuple[Part, ...]:
+        """See :meth:`Rows.parts`."""
+        if source == self.rank:
+            return own_part(Dense(self.batch))
+        return (Part(_ALL, _ALL, False, Dense(self.batch)),) if source < self.rank else ()
 
 
 @dataclass(frozen=True, eq=False)
-class PackedZigzagRows:
-    """Rows of packed sequences, every sequence cut into its own ``2 * cp`` chunks.
+class PackedRows:
+    """Rows of packed sequences.
 
-    Sequence ``k`` has the local rows ``[padded[k] / cp, padded[k + 1] / cp)``. Rows past its real
-    length, and rows after the last sequence, see nothing and are seen by nobody. Nothing here asks
-    the device for a number. Parts are built once, so the layers of a microbatch should share it.
+    Rows past a sequence's real length, and rows after the last sequence, see nothing and are seen
+    by nobody. Nothing here asks the device for a number. Parts are built once, so the layers of a
+    microbatch should share it.
 
     Attributes:
         cp, rank: context-parallel ranks, and which of them this is.
         rows: local rows of the packed tensors.
         cu_seqlens: int32 ``[sequences + 1]`` on the device, cumulative real lengths of the whole
             sequences.
-        max_seqlen: host-side upper bound of a whole sequence's length; of its padded length, where
-            that is not just the next multiple of ``2 * cp``. Rows beyond it are not computed.
-        cu_seqlens_padded: the same with padding, multiples of ``2 * cp``; ``None`` if sequences
-            have none.
+        max_seqlen: host-side upper bound of a whole sequence's length, see the classes.
+        cu_seqlens_padded: the same with padding; ``None`` if sequences have none.
 
     Raises:
         ConfigError: there is no such rank, or a bound or tensor is not as above.
@@ -133,35 +185,38 @@ class PackedZigzagRows:
                 f"for), got {self.max_seqlen!r}; pass the longest length or the row count."
             )
 
-    def part(self, source: int) -> Part:
-        """Return what this rank does with the block of rank ``source``."""
-        # Without padding all earlier ranks look the same, and so do all later ones.
-        key = source if self.cu_seqlens_padded is not None else _order(source, self.rank)
+    @property
+    def offsets(self) -> torch.Tensor:
+        """Where sequences begin, and where the last one ends with its padding."""
+        return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
+
+    @torch.inference_mode(False)  # what is formed in evaluation is used in training, too
+    def _once(self, key, make: Callable[[], tuple[Part, ...]]) -> tuple[Part, ...]:
         if key not in self.derived:
-            self.derived[key] = Part(_ALL, _ALL, source == self.rank, self._segments(source))
+            self.derived[key] = make()
         return self.derived[key]
 
-    def _segments(self, source: int) -> Packed:
-        padded = self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
-        bounds = padded // self.cp
-        start, end = bounds[:-1], bounds[1:]
-        # Pairs of ends, of queries and of keys, in ascending order within a sequence.
-        ends = self._ends(source, start, end)
+
+class PackedZigzagRows(PackedRows):
+    """Two chunks of every sequence, whose padded length is a multiple of ``2 * cp``.
+
+    Sequence ``k`` has the local rows ``[padded[k] / cp, padded[k + 1] / cp)``. ``max_seqlen``
+    bounds its padded length where that is not just the next multiple of ``2 * cp``: rows beyond it
+    are not computed.
+    """
+
+    def parts(self, source: int) -> tuple[Part, ...]:
+        """See :meth:`Rows.parts`."""
+        # Without padding all earlier ranks look the same, and so do all later ones.
+        key = source if self.cu_seqlens_padded is not None else _order(source, self.rank)
+        return self._once(key, lambda: self._parts(source))
+
+    def _parts(self, source: int) -> tuple[Part, ...]:
+        bounds = self.offsets // self.cp
         # A bound for real lengths is one for padded lengths after rounding up.
         longest = -(-self.max_seqlen // (2 * self.cp)) * 2
-        longest = max(1, min(longest, self.rows))
-        tail = torch.arange(1, -(-self.rows // longest) + 1, device=bounds.device) * longest
-        tail = (end[-1] + tail).clamp_max(self.rows)
-        queries_then_keys = (
-            (tail, end[-1].expand_as(tail)),
-            (torch.full_like(tail, self.rows), tail),
-        )
-        cu = []
-        for side in (0, 1):
-            inside = torch.stack([pair[side] for pair in ends], dim=1).flatten()
-            after = [pair[side] for pair in queries_then_keys]
-            cu.append(torch.cat([bounds[:1], inside, *after]).int())
-        return Packed(*cu, longest)
+        sequences = covering(self._ends(source, bounds[:-1], bounds[1:]), self.rows, longest)
+        return (Part(_ALL, _ALL, source == self.rank, sequences),)
 
     def _ends(self, source: int, start, end) -> list[tuple[torch.Tensor, torch.Tensor]]:
         middle = start + (end - start) // 2

@@ -35,6 +35,7 @@ class Packed:
     longest: int
     derived: dict = field(default_factory=dict, repr=False)
 
+    @torch.inference_mode(False)  # what is formed in evaluation is used in training, too
     def ranges(self, queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return int64 ``[queries]`` thrice: first key, end of the keys, place in the segment."""
         if "ranges" not in self.derived:
@@ -47,9 +48,34 @@ class Packed:
             )
         return self.derived["ranges"]
 
+    @torch.inference_mode(False)
     def blind(self, queries: int) -> torch.Tensor:
         """Return bool ``[queries, 1]``: which of them see no key."""
         if "blind" not in self.derived:
             start, end, _ = self.ranges(queries)
             self.derived["blind"] = (start == end)[:, None]
         return self.derived["blind"]
+
+
+def covering(ends: list[tuple[torch.Tensor, torch.Tensor]], rows: int, longest: int) -> Packed:
+    """Return the segments that end where sequences say; rows behind them see nothing.
+
+    Args:
+        ends: int ``[sequences]`` twice per segment: where it ends among the query rows and among
+            the key rows, in ascending order. The last ones end at the sequence's last row.
+        rows: of queries, and of keys.
+        longest: host-side upper bound of the rows of such a segment.
+    """
+    longest = max(1, min(longest, rows))
+    last = ends[-1][0][-1]
+    pieces = torch.arange(1, -(-rows // longest) + 1, device=last.device) * longest
+    pieces = (last + pieces).clamp_max(rows)
+    behind = (
+        (pieces, last.expand_as(pieces)),
+        (torch.full_like(pieces, rows), pieces),
+    )
+    cu = []
+    for side in (0, 1):
+        inside = torch.stack([pair[side] for pair in ends], dim=1).flatten()
+        cu.append(torch.cat([last.new_zeros(1), inside, *(pair[side] for pair in behind)]).int())
+    return Packed(*cu, longest)

@@ -11,6 +11,12 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.spread import CP_LAYOUTS, Spread
 
 CP = 4
+FLAGS = {
+    "context_parallel_size": 2,
+    "dsa_cp_layout": "zigzag",
+    "dataloader_inter_document_masking": False,
+    "mtp_num_layers": None,
+}
 
 
 def batch_of(rows, elements=2):
@@ -62,11 +68,6 @@ def test_every_token_is_on_one_rank(layout, offsets):
             "or --mtp-num-layers",
         ),
         (
-            {"dataloader_inter_document_masking": True, "dsa_stage": "warmup"},
-            "is not supported with --dsa-stage warmup",
-            "Drop one of the three",
-        ),
-        (
             {"dsa_cp_layout": "contiguous", "mtp_num_layers": 1},
             "--mtp-num-layers must be unset",
             "Use --dsa-cp-layout zigzag",
@@ -74,15 +75,14 @@ def test_every_token_is_on_one_rank(layout, offsets):
     ],
 )
 def test_refusals(changes, rule, fix):
-    flags = {
-        "context_parallel_size": 2,
-        "dsa_cp_layout": "zigzag",
-        "dataloader_inter_document_masking": False,
-        "mtp_num_layers": None,
-        "dsa_stage": "sparse",
-        "csa_compress_ratios": None,
-    }
     with pytest.raises(ConfigError, match=rule) as refusal:
-        check_spread(argparse.Namespace(**flags | changes))
+        check_spread(argparse.Namespace(**FLAGS | changes))
     assert fix in str(refusal.value)
-    check_spread(argparse.Namespace(**flags | changes | {"context_parallel_size": 1}))
+    check_spread(argparse.Namespace(**FLAGS | changes | {"context_parallel_size": 1}))
+
+
+@pytest.mark.parametrize("layout", ["zigzag_rows", "contiguous"])
+def test_documents_of_any_length_fit_in_every_stage(layout):
+    changes = {"dataloader_inter_document_masking": True, "dsa_cp_layout": layout}
+    for stage in ("dense", "warmup", "sparse"):
+        check_spread(argparse.Namespace(**FLAGS | changes, dsa_stage=stage))

@@ -7,6 +7,7 @@ import torch
 
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.errors import ConfigError, VersionError
+from megatron_dsa.spread import CP_LAYOUTS
 from tests.host import attention_module, hidden_like, small_config, start
 
 
@@ -14,17 +15,18 @@ def test_supported_configuration_passes():
     assert small_config().dsa.stage == "sparse"
 
 
+@pytest.mark.parametrize("cp_layout", CP_LAYOUTS)
+@pytest.mark.parametrize("stage", ["dense", "warmup", "sparse"])
+def test_every_stage_takes_every_layout(stage, cp_layout):
+    options = DSAOptions(stage=stage, cp_layout=cp_layout)
+    changes = {"dsa_indexer_use_sparse_loss": False} if stage == "warmup" else {}
+    assert small_config(context_parallel_size=2, options=options, **changes).dsa == options
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"context_parallel_size": 2, "cp_comm_type": "a2a"}, "--cp-comm-type must be p2p"),
-        (
-            {
-                "context_parallel_size": 2,
-                "options": DSAOptions(stage="dense", cp_layout="contiguous"),
-            },
-            "--dsa-cp-layout must be zigzag in stage 'dense'",
-        ),
         (
             {
                 "context_parallel_size": 2,
@@ -150,7 +152,7 @@ def test_from_mla_takes_the_fields_over():
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5"])
 def test_presets(name):
     start()
-    from megatron_dsa.config import preset
+    from megatron_dsa.presets import preset
 
     config = preset(name, num_layers=2, transformer_impl="local")
     assert config.num_layers == 2

@@ -33,6 +33,11 @@ LAYERS = {
     "DSA dense loss": (DSA, (), {"dsa_indexer_use_sparse_loss": False}),
     "dense MLA": (DSA, (), {"stage": "dense"}),
     "dense MLA, warm-up": (DSA, (), {"stage": "warmup", "dsa_indexer_use_sparse_loss": False}),
+    "dense MLA, keys in a ring": (
+        DSA,
+        (),
+        {"stage": "warmup", "cp_exchange": "keys", "dsa_indexer_use_sparse_loss": False},
+    ),
     "window": (HYBRID, (0,), {}),
     "CSA": (HYBRID, (4,), {}),
     "CSA dense loss": (HYBRID, (4,), {"dsa_indexer_use_sparse_loss": False}),
@@ -46,6 +51,7 @@ LAYERS = {
     "CSA fp32": (HYBRID, (4,), {"dtype": torch.float32}),
     "HCA fp32": (HYBRID, (6,), {"dtype": torch.float32}),
 }
+VARIANTS = ("CSA old teacher", "CSA warm-up", "HCA of long groups", "dense MLA, keys in a ring")
 ROWS = {
     "one": {},
     "two": {"batch": 2},
@@ -62,7 +68,9 @@ GRIDS = {
 
 def case(layer, rows, mode=""):
     base, arguments, changes = LAYERS[layer]
-    options = {key: changes[key] for key in ("csa_teacher", "stage") if key in changes}
+    options = {
+        key: changes[key] for key in ("csa_teacher", "stage", "cp_exchange") if key in changes
+    }
     changes = {key: value for key, value in changes.items() if key not in options}
     words = mode.split()
     cp_layout = next((w for w in words if w in ("zigzag", "contiguous", "zigzag_rows")), "zigzag")
@@ -79,16 +87,13 @@ def names():
 
 
 def exists(layer, rows, mode, ranks):
-    """Whether it is worth a run: variants that say little about ranks run on two ranks only.
-
-    Dense attention knows zigzag and heads alone.
-    """
+    """Whether it is worth a run: variants that say little about ranks run on two ranks only."""
     other = bool({"contiguous", "zigzag_rows"} & set(mode.split()))
     if layer.startswith("dense MLA") and other:
-        return False
+        return ranks == 2
     if layer.endswith(("fp32", "recomputed")):
         return rows != "two" and ranks == 4
-    variant = rows == "two" or layer in ("CSA old teacher", "CSA warm-up", "HCA of long groups")
+    variant = rows == "two" or layer in VARIANTS
     return not variant or (ranks == 2 and not other)
 
 

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import distributed
 
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.errors import ConfigError, ImplementationError
+from megatron_dsa.gathering import arrive, launch
 from megatron_dsa.ring import (
+    ContiguousRows,
+    PackedRuns,
     PackedZigzagRows,
     ZigzagRows,
     gathered_latent_attention,
@@ -24,13 +27,20 @@ WEIGHTS = ("w_uk", "w_uv")
 #: the last. Multiples of 8, the most chunks that are tested.
 REAL, PADDED, TAIL = (13, 0, 3, 0, 40, 22), (16, 0, 32, 8, 40, 24), 8
 WHOLE = (16, 0, 8, 40, 24)
+#: For layouts that cut between any two rows: uneven ones, empty ones, one shorter than a chunk, one
+#: on all ranks, padding inside and behind.
+ANY_REAL, ANY_PADDED, ANY_TAIL = (5, 0, 61, 0, 1, 9), (7, 3, 64, 0, 1, 13), 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A batch; ``real`` and ``padded`` are lengths of packed sequences, ``tail`` rows follow."""
+    """A batch; ``real`` and ``padded`` are lengths of packed sequences, ``tail`` rows follow.
+
+    ``cut`` is how ranks divide it: ``zigzag`` cuts every sequence, the others cut all rows.
+    """
 
     mode: str = "ring"
+    cut: str = "zigzag"
     dtype: torch.dtype = torch.float64
     batch: int = 1
     length: int = 48
@@ -64,6 +74,9 @@ class Case:
 
     def local_rows(self, cp, rank):
         """Global rows that a rank holds, in its order."""
+        if self.cut != "zigzag":
+            places = [p for first, n in self.runs(cp)[rank] for p in range(first, first + n)]
+            return (torch.tensor(places)[:, None] * self.batch + torch.arange(self.batch)).flatten()
         chunks = []
         for rows, _ in self.sequences():
             parts = rows.chunk(2 * cp) if len(rows) else [rows] * 2 * cp
@@ -74,23 +87,32 @@ class Case:
         share = self.tail // cp
         return torch.cat([*chunks, torch.arange(end + rank * share, end + (rank + 1) * share)])
 
+    def runs(self, cp):
+        """First places and lengths of what every rank holds, where all rows are cut."""
+        places = self.total // self.batch
+        if self.cut == "contiguous":
+            return tuple(((rank * places // cp, places // cp),) for rank in range(cp))
+        size = places // (2 * cp)
+        return tuple(
+            ((rank * size, size), ((2 * cp - 1 - rank) * size, size)) for rank in range(cp)
+        )
+
     def describe(self, cp, rank, device="cpu"):
         """The argument ``rows`` of the functions under test."""
         if self.real is None:
-            return ZigzagRows(cp, rank, self.batch, self.length // cp)
+            kind = ContiguousRows if self.cut == "contiguous" else ZigzagRows
+            return kind(cp, rank, self.batch, self.length // cp)
 
         def cumulated(lengths):
             total = torch.tensor((0, *lengths)).cumsum(0)
             return total.to(device=device, dtype=torch.int32)
 
-        return PackedZigzagRows(
-            cp,
-            rank,
-            self.total // cp,
-            cumulated(self.real),
-            max(self.real),
-            None if self.padded is None else cumulated(self.padded),
-        )
+        kind, more = PackedZigzagRows, {}
+        if self.cut != "zigzag":
+            kind, more = PackedRuns, {"runs": self.runs(cp)}
+        padded = None if self.padded is None else cumulated(self.padded)
+        longest = max(self.real)
+        return kind(cp, rank, self.total // cp, cumulated(self.real), longest, padded, **more)
 
     def inputs(self):
         """Global inputs in float64: rounded to the case's dtype first."""
@@ -114,6 +136,17 @@ class Case:
 
 
 PACKED = {"real": REAL, "padded": PADDED, "tail": TAIL}
+ANY = {"real": ANY_REAL, "padded": ANY_PADDED, "tail": ANY_TAIL}
+#: Batches that are cut without regard to sequences.
+CUTS = {
+    "contiguous": {"cut": "contiguous"},
+    "contiguous, two sequences": {"cut": "contiguous", "batch": 2},
+    "contiguous, packed": {"cut": "contiguous", "real": ANY_REAL, "tail": 20},
+    "contiguous, short ones": {"cut": "contiguous", "real": (11, 5) * 6},
+    "contiguous, with padding": {"cut": "contiguous", **ANY},
+    "rows, packed": {"cut": "zigzag_rows", "real": ANY_REAL, "tail": 20},
+    "rows, with padding": {"cut": "zigzag_rows", **ANY},
+}
 CASES = {
     "sbhd": Case(),
     "sbhd, two sequences": Case(batch=2, workspace=3000),
@@ -123,6 +156,8 @@ CASES = {
     "sbhd, fp32": Case(batch=2, dtype=torch.float32),
     "packed, fp32": Case(**PACKED, dtype=torch.float32),
     "sbhd, bf16": Case(batch=2, dtype=torch.bfloat16),
+    "rows, small tiles": Case(**CUTS["rows, with padding"], workspace=3000),
+    **{name: Case(**changes) for name, changes in CUTS.items()},
     **{
         f"{mode}, {name}": Case(mode=mode, **changes)
         for mode in ("latent", "gathered")
@@ -131,6 +166,7 @@ CASES = {
             "packed": {"real": WHOLE},
             "packed, with padding": PACKED,
             "fp32": {"dtype": torch.float32, **PACKED},
+            **{name: cut for name, cut in CUTS.items() if "real" in cut or "batch" in cut},
         }.items()
     },
 }
@@ -151,12 +187,15 @@ def run_local(case, rows, group, local):
     dout = local.pop("dout")
     leaves = {name: x.clone().requires_grad_() for name, x in local.items()}
     block = None if case.workspace is None else torch_leaf(case.workspace)
-    function = {
-        "ring": ring_attention,
-        "latent": ring_latent_attention,
-        "gathered": gathered_latent_attention,
-    }[case.mode]
-    out, lse = function(*leaves.values(), rows, group, case.scale, block)
+    if case.mode == "gathered":
+        q, latent, *weights = leaves.values()
+        latents, channel = arrive(launch(latent, group))
+        out, lse = gathered_latent_attention(
+            q, latents, *weights, rows, case.scale, block, latent_grad=channel
+        )
+    else:
+        function = ring_attention if case.mode == "ring" else ring_latent_attention
+        out, lse = function(*leaves.values(), rows, group, case.scale, block)
     forward, counted["sent"] = counted["sent"], 0
     out.backward(dout)
     distributed.batch_isend_irecv = original
@@ -273,6 +312,8 @@ def test_ranks_with_nccl(world, tmp_path):
     large = {"dtype": torch.bfloat16, "dims": (8, 192, 128, 64, 512)}
     batches = {"sbhd": {"length": 2048, "batch": 2}}
     batches["packed"] = {"real": (2000, 0, 300, 1001), "padded": (2000, 16, 512, 1008), "tail": 16}
+    batches["contiguous"] = {"length": 2048, "batch": 2, "cut": "contiguous"}
+    batches["rows"] = {"real": (1500, 0, 37, 2300, 4), "tail": 255, "cut": "zigzag_rows"}
     cases = {
         f"{mode}, {name}": Case(mode=mode, **large, **batch)
         for mode in ("ring", "latent", "gathered")
@@ -318,14 +359,20 @@ def test_every_step_is_the_same_work():
     for rank in range(cp):
         rows = ZigzagRows(cp, rank, 1, length // cp)
         for step in range(1, cp):
-            part = rows.part((rank - step) % cp)
+            (part,) = rows.parts((rank - step) % cp)
             n = range(rows.rows)
             pairs[rank, step] = len(n[part.queries]) * len(n[part.keys])
             assert not part.causal
     assert len(set(pairs.values())) == 1
 
 
-@pytest.mark.parametrize("name", ["packed", "packed, with padding", "latent, packed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("packed", "packed, with padding", "latent, packed"),
+        *("rows, packed", "contiguous, with padding"),
+    ],
+)
 def test_nothing_is_read_from_the_device(name, monkeypatch):
     """On the CPU nothing waits, but what would wait on a GPU goes through these."""
     case = CASES[name]
@@ -338,7 +385,7 @@ def test_nothing_is_read_from_the_device(name, monkeypatch):
     for method in ("item", "tolist", "__bool__", "__int__", "__index__", "__float__"):
         monkeypatch.setattr(torch.Tensor, method, refuse)
     for source in range(4):
-        several.part(source)
+        several.parts(source)
     dout = local.pop("dout")
     leaves = [x.clone().requires_grad_() for x in local.values()]
     function = ring_attention if case.mode == "ring" else ring_latent_attention
@@ -364,9 +411,9 @@ def test_wrong_arguments_are_explained():
         ring_attention(q, q[:, :1], v, rows, None, 0.5)
     with pytest.raises(ConfigError, match="v must have the dtype"):
         ring_attention(q, q, v.double(), rows, None, 0.5)
-    with pytest.raises(ConfigError, match="block must be"):
+    with pytest.raises(ConfigError, match=r"must be auto or one of flash3, .* got 'flash9'"):
         ring_attention(q, q, v, rows, None, 0.5, "flash9")
-    with pytest.raises(ConfigError, match="block names torch-cudnn"):
+    with pytest.raises(ImplementationError, match=r"names torch-cudnn, .* cannot run"):
         ring_attention(q, q, v, rows, None, 0.5, "torch-cudnn")
     with pytest.raises(ConfigError, match="latent must be"):
         weight = torch.zeros(2, 3, 5)

@@ -13,16 +13,15 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import device_problem
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ring import LEAVES, choose, leaf_cudnn, leaf_flash3, leaf_torch
-from megatron_dsa.ring.combine import Combined, merge_torch
 from megatron_dsa.ring.contents import KeysAndValues, Latent
 from megatron_dsa.ring.exchange import Ring
 from megatron_dsa.ring.loop import attend, gradients
 from megatron_dsa.ring.sequences import Dense, Packed
 from megatron_dsa.support import Problem
 from tests.helpers import relative_error
-from tests.unit.test_ring import PACKED, WEIGHTS, WHOLE, Case, expected, together
+from tests.unit.test_ring import CUTS, PACKED, WEIGHTS, WHOLE, Case, expected, together
 
 BY_NAME = {leaf.name: leaf for leaf in LEAVES}
 FUSED = [leaf.name for leaf in LEAVES if leaf.fused]
@@ -31,6 +30,7 @@ BATCHES = {
     "sbhd, two sequences": {"batch": 2},
     "packed": {"real": WHOLE},
     "packed, with padding": PACKED,
+    **CUTS,
 }
 LARGE = {
     "sbhd": {"length": 1024},
@@ -40,6 +40,14 @@ LARGE = {
         "real": (300, 0, 17, 0, 129, 500),
         "padded": (304, 0, 64, 8, 136, 512),
         "tail": 16,
+    },
+    "contiguous": {"length": 512, "batch": 2, "cut": "contiguous"},
+    "contiguous, packed": {"real": (301, 0, 9, 130, 557), "tail": 27, "cut": "contiguous"},
+    "rows, with padding": {
+        "real": (300, 0, 17, 0, 129, 500),
+        "padded": (305, 0, 63, 8, 136, 502),
+        "tail": 10,
+        "cut": "zigzag_rows",
     },
 }
 
@@ -311,45 +319,8 @@ def test_reasons_say_what_is_missing():
         assert "needs bf16 or fp16" in BY_NAME[name].reason(_hopper(dtype=torch.float32))
         assert "multiples of 8" in BY_NAME[name].reason(_hopper(qk_dim=100, v_dim=100))
     assert "deterministic" in BY_NAME["torch-cudnn"].reason(_hopper(deterministic=True))
-    with pytest.raises(ConfigError, match="cannot run here: needs a CUDA GPU"):
+    with pytest.raises(ImplementationError, match=r"cannot run .*: needs a CUDA GPU"):
         choose(cpu, "flash2")
-
-
-def test_rows_without_keys_combine():
-    """No key in the first part, in the second, in neither: 0 and -inf where there is none."""
-    none = float("-inf")
-    lse = torch.tensor([[none, 1.0, none, 2.0]]).t()
-    other = torch.tensor([[0.5, none, none, 2.0]]).t()
-    out = torch.tensor([[0.0, 3.0, 0.0, 4.0]]).t()[..., None]
-    part = torch.tensor([[5.0, 0.0, 0.0, 6.0]]).t()[..., None]
-    merged = merge_torch(out.bfloat16(), lse, part.bfloat16(), other, 0, torch.float32)
-    assert torch.equal(merged.flatten(), torch.tensor([5.0, 3.0, 0.0, 5.0]))
-    assert relative_error(lse[[0, 1, 3], 0], torch.tensor([0.5, 1.0, 2.0 + 0.6931472])) < 1e-6
-    assert lse[2] == none
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("first", [0, 40])
-@pytest.mark.parametrize("shape", [(96, 3, 24), (64, 128, 128)])
-def test_fused_combination(shape, first):
-    generator = torch.Generator().manual_seed(1)
-    parts = []
-    for index in range(3):
-        start = first if index else 0
-        out = torch.randn(shape[0] - start, *shape[1:], generator=generator).bfloat16()
-        lse = torch.randn(out.shape[:2], generator=generator) * 3
-        hidden = torch.rand(lse.shape, generator=generator) < 0.3
-        parts.append((out.masked_fill(hidden[..., None], 0), lse.masked_fill(hidden, -torch.inf)))
-    found, right = Combined(torch.bfloat16), Combined(torch.float64)
-    for index, (out, lse) in enumerate(parts):
-        rows, last = slice(first if index else 0, None), index == 2
-        found.add(out.cuda(), lse.cuda(), rows, last)
-        right.add(out.double(), lse.double(), rows, last)
-    assert found.out.dtype == torch.bfloat16 and found.out.is_contiguous()
-    assert relative_error(found.out, right.out) < 3e-3
-    finite = right.lse.isfinite()
-    assert torch.equal(found.lse.cpu().isfinite(), finite)
-    assert relative_error(found.lse.cpu()[finite], right.lse[finite]) < 1e-6
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

@@ -1,0 +1,122 @@
+"""Dense attention, on one rank and over context-parallel ranks, as operations on plain tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megatron_dsa import ring
+from megatron_dsa.dispatch import Policy, device_problem, run
+from megatron_dsa.errors import require
+from megatron_dsa.layout import Layout
+from megatron_dsa.ops.dense_attention import DenseProblem
+from megatron_dsa.support import Problem
+
+
+def dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    *,
+    softmax_scale: float,
+    policy: Policy = Policy(),
+) -> torch.Tensor:
+    """Causal attention over all visible keys, for the ``dense`` and ``warmup`` stages.
+
+    Args:
+        q: ``[Sq, H, D]``, k: ``[Skv, H, D]``, v: ``[Skv, H, Dv]``; ``Dv`` may differ from ``D``.
+        layout: which keys each query row sees.
+        softmax_scale: factor on ``q . k``.
+        policy: which implementations may run.
+
+    Returns:
+        ``[Sq, H, Dv]`` in q's dtype; 0 for rows that see nothing.
+    """
+    require(
+        k.shape[1:] == q.shape[1:] and v.shape[:2] == k.shape[:2],
+        f"q, k, v must be [Sq, H, D], [Skv, H, D], [Skv, H, Dv], got {tuple(q.shape)}, "
+        f"{tuple(k.shape)}, {tuple(v.shape)}",
+    )
+    arguments = DenseProblem(q, k, v, layout, softmax_scale, policy.workspace_bytes)
+    return run("dense_attention", _dense_problem(q, v, layout), policy, arguments)
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    group,
+    *,
+    softmax_scale: float,
+    policy: Policy = Policy(),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`dense_attention` over context-parallel ranks: keys and values go round a ring.
+
+    Args:
+        q, k, v: of this rank's rows, see there.
+        layout: of this rank's rows, spread over ``group``.
+        group: the context-parallel process group.
+        softmax_scale, policy: see there.
+
+    Returns:
+        ``out [rows, H, Dv]`` in q's dtype, 0 for rows that see nothing, and ``lse [rows, H]`` fp32
+        (fp64 for fp64), natural log, ``-inf`` for such rows, without gradient.
+    """
+    arguments = (q, k, v, ring.ring_rows(layout), group, softmax_scale)
+    problem, budget = _dense_problem(q, v, layout), policy.workspace_bytes
+    return run("ring_attention", problem, policy, ring.ring_attention, budget, *arguments)
+
+
+def gathered_latent_attention(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    layout: Layout,
+    *,
+    softmax_scale: float,
+    latent_grad: torch.Tensor | None = None,
+    policy: Policy = Policy(),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`dense_attention` over context-parallel ranks whose MLA latents were gathered.
+
+    Head ``h`` has keys ``[latents[:, :R] @ w_uk[h].T, latents[:, R:]]`` and values
+    ``latents[:, :R] @ w_uv[h].T``. They exist of one rank's rows at a time; nothing is sent.
+
+    Args:
+        q: ``[rows, H, D]`` of this rank's rows, rotated.
+        latents: ``[cp * rows, R + P]``, of all context-parallel ranks, one after the other:
+            normalised, and the ``P`` rope dims rotated.
+        w_uk: ``[H, D - P, R]``; w_uv: ``[H, Dv, R]``, of the local heads. Their gradients are of
+            this rank's queries.
+        layout: of this rank's rows, spread over context-parallel ranks.
+        softmax_scale: factor on ``q . k``.
+        latent_grad: fp32 ``[cp * rows, R + P]``: if given, the gradient of ``latents`` is sent
+            here, unrounded, instead of to ``latents`` (see :func:`megatron_dsa.gathering.arrive`).
+        policy: which implementations may run, as of the operation ``ring_attention``.
+
+    Returns:
+        ``out`` and ``lse`` as of :func:`ring_attention`.
+
+    Raises:
+        ConfigError: for shapes or dtypes outside of the above.
+    """
+    problem = replace(_dense_problem(q, q, layout), v_dim=w_uv.shape[1])
+    return run(
+        "ring_attention", problem, policy, ring.gathered_latent_attention, policy.workspace_bytes,
+        q, latents, w_uk, w_uv, ring.ring_rows(layout), softmax_scale, latent_grad=latent_grad,
+    )  # fmt: skip
+
+
+def _dense_problem(q: torch.Tensor, v: torch.Tensor, layout: Layout) -> Problem:
+    return device_problem(
+        q.device,
+        dtype=q.dtype,
+        heads=q.shape[1],
+        qk_dim=q.shape[2],
+        v_dim=v.shape[2],
+        packed=layout.real is not None,
+    )

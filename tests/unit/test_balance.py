@@ -1,0 +1,331 @@
+"""Ranks that score rows for each other: equal work, nothing needless sent, the same selection."""
+
+import dataclasses
+import itertools
+import os
+import tempfile
+
+import pytest
+import torch
+
+from megatron_dsa import balance
+from megatron_dsa.balance import balanced_topk, swap_of
+from megatron_dsa.compressed_keys import compressed_keys
+from megatron_dsa.config import DSAOptions
+from megatron_dsa.dispatch import report, reset_report
+from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
+from megatron_dsa.microbatch import layout_from_megatron
+from megatron_dsa.parallel import Ranks
+from megatron_dsa.spread import Spread
+from tests.host import packed
+from tests.ranks import compare, run
+from tests.unit.test_ranks import DSA, HYBRID
+
+CPU = torch.device("cpu")
+TOTAL = 96
+#: ``(cp, layout, sp)`` whose rows cost more on some ranks than on others.
+UNEVEN = [
+    (2, "contiguous", 1),
+    (3, "contiguous", 1),
+    (4, "contiguous", 1),
+    (8, "contiguous", 1),
+    (1, "zigzag", 2),
+    (1, "zigzag", 4),
+    (1, "zigzag", 8),
+    (2, "contiguous", 2),
+    (2, "contiguous", 3),
+    (2, "zigzag", 2),
+    (2, "zigzag", 3),
+    (4, "zigzag", 2),
+    (2, "zigzag", 4),
+]
+
+
+def spreads(cp, cp_layout, sp):
+    """The spread of every rank, in order."""
+    for cp_rank, sp_rank in itertools.product(range(cp), range(sp)):
+        yield Spread(cp, cp_rank, cp_layout, sp, sp_rank)
+
+
+# What is exchanged
+
+
+@pytest.mark.parametrize(("cp", "cp_layout", "sp"), UNEVEN)
+def test_every_rank_scores_the_mean(cp, cp_layout, sp):
+    total = 16 * cp * sp
+    all_spreads = list(spreads(cp, cp_layout, sp))
+    swaps = [swap_of(spread, total) for spread in all_spreads]
+    places = all_spreads[0].places(total, None, CPU)
+    size = swaps[0].size
+    assert size == total // (2 * cp * sp)
+    work, before = [], []
+    for rank, swap in enumerate(swaps):
+        # Its rows are the halves that it is said to hold, in this order.
+        own = (swap.given, swap.kept) if swap.kept_second else (swap.kept, swap.given)
+        halves = [range(half * size, (half + 1) * size) for half in own]
+        assert places[rank].tolist() == [place for half in halves for place in half]
+        assert swaps[swap.to].taken == swap.given and swaps[swap.to].source == rank
+        assert swaps[swap.source].given == swap.taken and swaps[swap.source].to == rank
+        scored = [half * size + i for half in (swap.kept, swap.taken) for i in range(size)]
+        work.append(sum(place + 1 for place in scored))
+        before.append(int((places[rank] + 1).sum()))
+    assert sorted(half for swap in swaps for half in (swap.kept, swap.taken)) == list(
+        range(2 * cp * sp)
+    )
+    assert set(work) == {sum(before) // len(swaps)}
+    longest = max(before) / (sum(before) / len(before))
+    assert len({swap.longest_to_mean for swap in swaps}) == 1
+    assert swaps[0].longest_to_mean == pytest.approx(longest, rel=0.02) and longest > 1.1
+
+
+@pytest.mark.parametrize(("cp", "cp_layout", "sp"), [u for u in UNEVEN if u[0] * u[2] <= 6])
+def test_as_many_halves_as_possible_stay(cp, cp_layout, sp):
+    """Of all ways to give pairs of equal work to ranks, none leaves more halves where they are."""
+    swaps = [swap_of(spread, TOTAL) for spread in spreads(cp, cp_layout, sp)]
+    ranks = cp * sp
+    held = [{swap.kept, swap.given} for swap in swaps]
+    pairs = [{k, 2 * ranks - 1 - k} for k in range(ranks)]
+    most = max(
+        sum(len(own & pair) for own, pair in zip(held, order, strict=True))
+        for order in itertools.permutations(pairs)
+    )
+    assert sum(len(own & {s.kept, s.taken}) for own, s in zip(held, swaps, strict=True)) == most
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4, 8])
+def test_zigzag_alone_is_even(cp):
+    for rank, spread in enumerate(spreads(cp, "zigzag", 1)):
+        swap = swap_of(spread, TOTAL)
+        assert swap.longest_to_mean == 1 and swap.to == swap.source == rank
+
+
+def test_rows_that_have_no_equal_halves():
+    assert swap_of(Spread(cp=2, cp_layout="contiguous"), 6) is None
+    assert swap_of(Spread(sp=2), 10) is None
+
+
+# When nothing is
+
+
+NOTHING = {
+    "even": (Spread(cp=2), TOTAL, None, 3),
+    "one rank": (Spread(), TOTAL, None, 3),
+    "packed": (Spread(cp=2, cp_layout="contiguous"), TOTAL, (80, 16), 3),
+    "few keys": (Spread(cp=2, cp_layout="contiguous"), TOTAL, None, 13),
+    "odd": (Spread(cp=2, cp_layout="contiguous"), 98, None, 3),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_nothing_is_exchanged(name, monkeypatch):
+    """Then it is a call of the plain selection with the layout as it is."""
+    spread, total, lengths, topk = NOTHING[name]
+    params = None if lengths is None else packed(*lengths)
+    layout = layout_from_megatron(total // spread.ranks, 1, CPU, params, spread)
+    called = []
+
+    def plain(inputs, layout, topk, **settings):
+        called.append((inputs, layout, topk))
+        return called
+
+    monkeypatch.setattr(balance, "indexer_topk", plain)
+    inputs = object()
+    reset_report()
+    # Without a group, there is nobody to exchange with.
+    assert balanced_topk(inputs, layout, topk, Ranks(spread)) is called
+    assert called == [(inputs, layout, topk)] and called[0][1] is layout
+    assert "indexer_balance" not in report()
+
+
+# The selection
+
+
+#: Grids ``(cp, layout, sp, by rows)``.
+GRIDS = [
+    (2, "contiguous", 1, False),
+    (1, "zigzag", 2, True),
+    (3, "contiguous", 1, False),  # the middle rank has a pair already
+    (4, "contiguous", 1, False),
+    (1, "zigzag", 4, True),
+    (2, "contiguous", 2, True),
+    (2, "zigzag", 2, True),
+    (2, "contiguous", 2, False),
+]
+KINDS = list(itertools.product((1, 2), (1, 4)))  # batch, ratio
+WORLD = 4
+
+
+def _worker(rank, store, folder):
+    from megatron_dsa import cpu_host
+
+    if cpu_host.needed():
+        cpu_host.activate()
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD
+    )
+    results = {}
+    for grid in GRIDS:
+        ranks = _ranks(rank, *grid)
+        for batch, ratio in KINDS if ranks is not None else ():
+            results[grid, batch, ratio] = _selections(ranks, batch, ratio)
+    torch.save(results, f"{folder}/{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def _ranks(rank, cp, cp_layout, sp, by_rows):
+    """The first processes form the grid; the others, which are none of it, help to make groups."""
+    group = torch.distributed.new_group(range(cp * sp))
+    across = [torch.distributed.new_group(range(part, cp * sp, sp)) for part in range(sp)]
+    if rank >= cp * sp:
+        return None
+    spread = Spread(cp, rank // sp, cp_layout, sp, rank % sp)
+    tp = object() if sp > 1 else None  # not used by the selection
+    return Ranks(spread, group, tp, across[rank % sp] if cp > 1 else None, by_rows)
+
+
+def _selections(ranks, batch, ratio):
+    """Select alone and together; return both, and the visible pairs that were scored."""
+    layout = layout_from_megatron(
+        TOTAL // ranks.spread.ranks, batch, CPU, None, ranks.spread, ranks.queries
+    )
+    compressed = compressed_keys(layout, ratio) if ratio > 1 else None
+    visible = layout if compressed is None else compressed.layout
+    inputs, topk = random_inputs(layout, visible.num_keys), 12 // ratio
+    scored, original = [], balance.indexer_topk
+
+    def recorded(inputs, layout, *args, **settings):
+        scored.append(int((layout.end - layout.start).sum()))
+        return original(inputs, layout, *args, **settings)
+
+    balance.indexer_topk = recorded
+    reset_report()
+    with torch.inference_mode():
+        evaluated = balanced_topk(inputs, layout, topk, ranks, compressed=compressed)
+    # What the evaluation has formed serves the training step, too.
+    trained = balanced_topk(inputs, layout, topk, ranks, compressed=compressed)
+    balance.indexer_topk = original
+    return {
+        "alone": indexer_topk(inputs, visible, topk),
+        "together": [tuple(x.clone() for x in pair) for pair in (evaluated, trained)],
+        "scored": sum(scored) / 2,
+        "seen": int((visible.end - visible.start).sum()),
+        "count": report().get("indexer_balance"),
+    }
+
+
+def random_inputs(layout, num_keys):
+    """Inputs of a rank's rows, with many equal scores; keys are the same on all ranks."""
+    generator = torch.Generator().manual_seed(5)
+
+    def whole(*shape):
+        return torch.randint(-2, 3, shape, generator=generator).double()
+
+    rows = layout.all_rows.num_queries
+    q, weights, k = whole(rows, 2, 3), whole(rows, 2), whole(num_keys, 3)
+    # By slot, so that a row has the same values on any number of ranks.
+    own = layout.start + layout.position
+    return IndexerInputs(q[own].requires_grad_(), k, weights[own])
+
+
+@pytest.fixture(scope="module")
+def selections(tmp_path_factory):
+    """What every rank selected, by ``(grid, batch, ratio)``."""
+    folder = tmp_path_factory.mktemp("balance")
+    handle, store = tempfile.mkstemp(dir=folder)
+    os.close(handle)
+    os.unlink(store)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        torch.multiprocessing.spawn(_worker, (store, str(folder)), nprocs=WORLD)
+    return [torch.load(f"{folder}/{rank}.pt") for rank in range(WORLD)]
+
+
+SELECTIONS = [
+    pytest.param(grid, *kind, id=f"cp{grid[0]}-{grid[1]}-tp{grid[2]}-rows{grid[3]}-{kind}")
+    for grid in GRIDS
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("grid", "batch", "ratio"), SELECTIONS)
+def test_the_selection_is_that_of_the_rank_alone(grid, batch, ratio, selections):
+    found = [rank[grid, batch, ratio] for rank in selections[: grid[0] * grid[2]]]
+    mean = sum(one["seen"] for one in found) / len(found)
+    for one in found:
+        indices, length = one["alone"]
+        assert (length > 0).any() and (indices[length > 0, 0] >= 0).all()
+        for got in one["together"]:
+            assert got[0].dtype == torch.int32 and got[0].equal(indices)
+            assert got[1].dtype == torch.int32 and got[1].equal(length)
+        # Compressed keys come into sight one group at a time.
+        assert one["scored"] == pytest.approx(mean, rel=0 if ratio == 1 else 0.05)
+        assert one["count"] == {"exchanged": 2}
+    assert max(one["seen"] for one in found) > 1.1 * mean
+
+
+# Layers
+
+
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+
+
+def layer(kind, cp_layout, tp_mode="auto", batch=1, **changes):
+    """A layer that sees enough keys for rows to be exchanged."""
+    options = DSAOptions(cp_layout=cp_layout, tp_mode=tp_mode)
+    base, arguments, topk = (DSA, (), 12) if kind == "DSA" else (HYBRID, (4,), 3)
+    changes |= {"options": options, "dsa_indexer_topk": topk}
+    return dataclasses.replace(
+        base, arguments=arguments, rows=TOTAL, batch=batch, changes=changes, cp_layout=cp_layout
+    )
+
+
+#: Ranks -> cases, and how often a step exchanges rows.
+STEPS = {
+    (1, 2): {
+        "DSA, two": (layer("DSA", "contiguous", batch=2), 1),
+        "CSA, two": (layer("CSA", "contiguous", batch=2), 1),
+        "DSA recomputed": (layer("DSA", "contiguous", **RECOMPUTED), 2),
+        "CSA recomputed": (layer("CSA", "contiguous", **RECOMPUTED), 2),
+        "DSA zigzag": (layer("DSA", "zigzag"), 0),
+    },
+    (2, 2): {
+        "DSA contiguous rows": (layer("DSA", "contiguous", "rows"), 1),
+        "CSA contiguous rows": (layer("CSA", "contiguous", "rows"), 1),
+        "DSA contiguous heads": (layer("DSA", "contiguous", "heads"), 1),
+        "DSA zigzag rows": (layer("DSA", "zigzag", "rows"), 1),
+        "CSA zigzag rows": (layer("CSA", "zigzag", "rows"), 1),
+        "CSA zigzag heads": (layer("CSA", "zigzag", "heads"), 0),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """Results of the cases of some ranks, and of one."""
+
+    def results(cases, tp, cp):
+        with pytest.MonkeyPatch.context() as patch:
+            # On the CPU also where there is a GPU: NCCL wants one GPU per rank.
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
+            return run(cases, tp, tmp_path_factory.mktemp("ranks"), cp)
+
+    several = {
+        (tp, cp): results({name: case for name, (case, _) in cases.items()}, tp, cp)
+        for (tp, cp), cases in STEPS.items()
+    }
+    every = {name: case for cases in STEPS.values() for name, (case, _) in cases.items()}
+    return results(every, 1, 1)[0], several
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "name"), [(*grid, name) for grid, cases in STEPS.items() for name in cases]
+)
+def test_layers_equal_one_rank(tp, cp, name, steps):
+    case, exchanges = STEPS[tp, cp][name]
+    alone, several = steps[0], steps[1][tp, cp]
+    compare(case, alone[name], [rank[name] for rank in several], tp=tp, cp=cp)
+    expected = {"exchanged": exchanges} if exchanges else None
+    assert all(rank[name]["report"].get("indexer_balance") == expected for rank in several)
+    assert "indexer_balance" not in alone[name]["report"]
