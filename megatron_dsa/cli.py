@@ -79,6 +79,7 @@ def _model_shapes() -> dict[str, dict[str, dict]]:
 def _operations(torch, shapes: dict[str, dict]) -> dict:
     """What dispatch would pick for these shapes in bf16, per operation."""
     from megatron_dsa.dispatch import OPERATIONS, Policy, choose, device_problem
+    from megatron_dsa.indexer_training import needs_indexer_backward
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     operations = {}
@@ -92,6 +93,7 @@ def _operations(torch, shapes: dict[str, dict]) -> dict:
             "not_run_on_this_gpu": choice.untried,
             "rejected": dict(choice.rejected),
             "by_heads": _by_heads(name, problem),
+            "called": name != "indexer_backward" or needs_indexer_backward(problem, Policy()),
         }
     return operations
 
@@ -135,6 +137,9 @@ def print_info(info: dict) -> None:
 
 def _print_operations(operations: dict) -> None:
     for name, entry in operations.items():
+        if not entry["called"]:
+            print(f"  {name}: not called, the loss forms the gradients itself")
+            continue
         kind = "fused" if entry["fused"] else "fallback"
         if entry["not_run_on_this_gpu"]:
             kind += "; compiled for this GPU, not run on one"

@@ -36,6 +36,7 @@ from megatron_dsa.fp32_parameters import Fp32Parameters
 from megatron_dsa.halo import halo_of
 from megatron_dsa.health import selection_health
 from megatron_dsa.hybrid_keys import join_keys
+from megatron_dsa.indexer_training import needs_indexer_backward
 from megatron_dsa.key_lists import KeyLists
 from megatron_dsa.layers import new_parameter
 from megatron_dsa.layout import Layout
@@ -141,7 +142,7 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
         if self.loss_is_sparse():
             yield "sparse_attention_probabilities", attention
             yield "sparse_indexer_loss", index
-            if trains:
+            if trains and needs_indexer_backward(index, self.options.policy):
                 yield "indexer_backward", index
         else:
             yield "dense_indexer_loss", problem(heads, dim, relu=config.dsa_indexer_scoring_relu)

@@ -38,6 +38,7 @@ from megatron_dsa.dsa_kernels import (
 )
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.health import selection_health
+from megatron_dsa.indexer_training import needs_indexer_backward
 from megatron_dsa.layout import Layout
 from megatron_dsa.losses import IndexerLog
 from megatron_dsa.parallel import Ranks, gather_rows
@@ -150,7 +151,7 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
             if judges and self.loss_is_sparse():
                 yield "sparse_attention_probabilities", sparse
                 yield "sparse_indexer_loss", index(topk)
-                if trains:
+                if trains and needs_indexer_backward(index(topk), self.options.policy):
                     yield "indexer_backward", index(topk)
         else:
             qk_dim = config.qk_head_dim + config.qk_pos_emb_head_dim

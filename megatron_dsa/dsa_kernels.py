@@ -201,12 +201,16 @@ def indexer_topk(
     def select(*args):
         return run("indexer_topk", problem, policy, *args)
 
-    bytes_per_score = choose("indexer_scores", problem, policy).candidate.load().bytes_per_score
+    scoring, selecting = (
+        choose(operation, problem, policy).candidate.load()
+        for operation in ("indexer_scores", "indexer_topk")
+    )
+    itemsize = accumulation_dtype(inputs.q.dtype).itemsize
     return select_blocks(
         TopKProblem(inputs.detach(), layout, topk),
         scores,
         select,
-        bytes_per_score(inputs.q.shape[1], accumulation_dtype(inputs.q.dtype).itemsize),
+        scoring.bytes_per_score(inputs.q.shape[1], itemsize) + selecting.bytes_per_score(),
         policy.workspace_bytes,
     )
 

@@ -10,9 +10,10 @@ import torch
 
 from megatron_dsa.dispatch import Policy, choose, device_problem, run
 from megatron_dsa.layout import Layout
-from megatron_dsa.ops.arithmetic import accumulation_dtype
+from megatron_dsa.ops.arithmetic import scaled
 from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLossProblem
 from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.support import Problem
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,21 @@ def index_problem(inputs: IndexerInputs, layout: Layout, topk: int | None):
     )
 
 
+def needs_indexer_backward(problem: Problem, policy: Policy) -> bool:
+    """Whether ``indexer_backward`` forms the gradients of the sparse loss; else it is not called.
+
+    A loss that forms them itself does so, but for two cases: the user names another implementation
+    for them, or torch's loss would take the place of a fused one.
+    """
+    loss = choose("sparse_indexer_loss", problem, policy).candidate
+    if not loss.support.gradients:
+        return True
+    named = policy.named_for("indexer_backward")
+    if named is not None:
+        return named != loss.name
+    return not loss.fused and choose("indexer_backward", problem, policy).candidate.fused
+
+
 @dataclass(frozen=True)
 class SelectedKeysLoss:
     """One evaluation of the sparse loss, its operations left to dispatch.
@@ -90,12 +106,11 @@ class SelectedKeysLoss:
     def with_gradients(self, inputs: IndexerInputs) -> tuple[torch.Tensor, IndexerGradients]:
         """Return the KL sum and its gradients (fp32 where they accumulate)."""
         problem, arguments = self._call(inputs)
-        # The torch loss forms its gradients along the way, unless a kernel does that better.
-        fused = choose("indexer_backward", problem, self.policy).candidate.fused
-        arguments = dataclasses.replace(arguments, want_gradients=not fused)
+        separate = needs_indexer_backward(problem, self.policy)
+        arguments = dataclasses.replace(arguments, want_gradients=not separate)
         loss = run("sparse_indexer_loss", problem, self.policy, arguments)
         gradients = loss.gradients
-        if gradients is None:
+        if separate:
             gradients = run("indexer_backward", problem, self.policy, arguments, loss.student)
         return loss.value, gradients
 
@@ -137,9 +152,3 @@ class _SparseLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dvalue):
         return *(scaled(grad, dvalue) for grad in ctx.saved_tensors), None, None
-
-
-def scaled(gradient: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
-    """Return ``factor * gradient``, multiplied in fp32, in the gradient's dtype."""
-    wide = gradient.to(accumulation_dtype(gradient.dtype))
-    return (wide * factor).to(gradient.dtype)

@@ -86,6 +86,30 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
+class Seen:
+    """What the queries of a block see: the i-th one the columns ``[start[i], end[i])``.
+
+    Attributes:
+        start, end: int32 ``[rows]``, contiguous, ``start <= end``, both within ``[0, width]`` of
+            the block. A column is a slot, counted from the block's first.
+    """
+
+    start: torch.Tensor
+    end: torch.Tensor
+
+    def columns(self, width: int) -> torch.Tensor:
+        """Return bool ``[rows, width]``: which columns each query sees."""
+        columns = torch.arange(width, device=self.start.device)
+        return (columns >= self.start[:, None]) & (columns < self.end[:, None])
+
+    def first(self, count: int) -> torch.Tensor:
+        """Return int32 ``[rows, count]``: the first columns that each query sees, then -1."""
+        place = torch.arange(count, dtype=torch.int32, device=self.start.device)
+        columns = self.start[:, None] + place
+        return torch.where(columns < self.end[:, None], columns, -1)
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Visibility of keys for flattened query rows.
 
@@ -194,11 +218,14 @@ class Layout:
                 bound = max(bound, hi - lo)
         return min(bound, self.max_length)
 
+    def seen(self, block: Block) -> Seen:
+        """Return what each query of the block sees, in columns of the block."""
+        start, end = self.start[block.rows] - block.lo, self.end[block.rows] - block.lo
+        return Seen(start.clamp_(0, block.width), end.clamp_(0, block.width))
+
     def visible(self, block: Block) -> torch.Tensor:
         """Return bool ``[rows, width]``: which slots of the block each of its queries sees."""
-        slots = torch.arange(block.lo, block.hi, device=self.start.device)
-        start, end = self.start[block.rows], self.end[block.rows]
-        return (slots >= start[:, None]) & (slots < end[:, None])
+        return self.seen(block).columns(block.width)
 
 
 @lru_cache(maxsize=16)

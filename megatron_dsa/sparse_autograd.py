@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_dsa.dispatch import Policy, run
-from megatron_dsa.indexer_training import IndexerTraining, SelectedKeysLoss, scaled
+from megatron_dsa.indexer_training import IndexerTraining, SelectedKeysLoss
 from megatron_dsa.key_lists import KeyLists
+from megatron_dsa.ops.arithmetic import scaled
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.support import Problem
@@ -158,6 +159,6 @@ def _train(s: Settings, index_tensors, indices, length, teacher: torch.Tensor):
     training.record(value)
     weight = training.weight()
     return tuple(
-        scaled(gradient, weight).to(x.dtype)
+        scaled(gradient, weight, x.dtype)
         for gradient, x in zip(gradients, index_tensors, strict=True)
     )

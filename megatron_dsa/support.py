@@ -67,6 +67,7 @@ class Support:
         without_relu: whether it takes index scores without the relu.
         deterministic: whether equal inputs give bitwise equal results.
         deterministic_mode: whether ``torch.use_deterministic_algorithms(True)`` makes it so.
+        gradients: whether it returns the gradients along with its value, when they are wanted.
         fastest: inclusive range of heads for which it goes before the others, because the committed
             benchmark (``benchmarks/attention.csv``) shows it to be the fastest; of no meaning where
             it was not run.
@@ -89,6 +90,7 @@ class Support:
     without_relu: bool = True
     deterministic: bool = True
     deterministic_mode: bool = False
+    gradients: bool = False
     fastest: tuple[int, int] | None = None
     bridged: str = ""
     declined: str | None = None

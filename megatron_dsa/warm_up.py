@@ -39,7 +39,8 @@ def warm_up(calls: tuple[tuple[str, Problem], ...], policy: Policy, softmax_scal
         attention = [name for name in fused if name.startswith("sparse_attention")]
         if attention:
             _attend(fused, fused[attention[0]], policy, softmax_scale)
-    index = [p for name, p in fused.items() if name in ("indexer_scores", "indexer_backward")]
+    trained = ("indexer_scores", "sparse_indexer_loss", "indexer_backward")
+    index = [problem for name, problem in fused.items() if name in trained]
     if index:
         with uncounted():
             _index(fused, index[0], policy)
@@ -73,6 +74,7 @@ def _index(fused: dict, problem: Problem, policy: Policy) -> None:
         _values(rows, problem.heads, problem.qk_dim, dtype=problem.dtype),
         _values(rows, problem.qk_dim, dtype=problem.dtype),
         _values(rows, problem.heads, dtype=problem.dtype),
+        problem.relu,
     )
     layout = bshd_layout(rows, 1, torch.device("cuda", torch.cuda.current_device()))
     with torch.no_grad():

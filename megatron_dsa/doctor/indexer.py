@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_dsa.dispatch import Policy
 from megatron_dsa.doctor.cases import (
     difficult_lists,
     full_lists,
@@ -18,8 +19,9 @@ from megatron_dsa.doctor.results import Part
 from megatron_dsa.doctor.session import Session, named
 from megatron_dsa.doctor.shapes import Shape
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
-from megatron_dsa.indexer_training import index_problem
+from megatron_dsa.indexer_training import index_problem, needs_indexer_backward
 from megatron_dsa.layout import Layout
+from megatron_dsa.support import Problem
 
 SCORES, TOPK, LOSS, BACKWARD = (
     "indexer_scores",
@@ -130,7 +132,10 @@ def _select(session: Session, pairs, ordinary, equal, whole) -> Part:
 
 
 def check_loss(session: Session, shape: Shape) -> None:
-    """File a verdict on every pair of sparse loss and indexer backward."""
+    """File a verdict on every pair of sparse loss and indexer backward.
+
+    Fused losses that form their gradients themselves are checked without such a partner, too.
+    """
     device, label = session.device, shape.indexer_label()
     layout = layout_of_rows(layout_of(shape, device), sampled_rows(shape, device))
     lists = difficult_lists(shape, layout)
@@ -139,8 +144,10 @@ def check_loss(session: Session, shape: Shape) -> None:
     teacher = _teacher(lists.indices)
     teacher[len(teacher) // 2] = 0  # a row without a teacher contributes nothing
     problem = index_problem(inputs, layout, shape.topk)
-    picked = [session.choice(op, problem, label) for op in (LOSS, BACKWARD)]
-    usable = [session.available(op, problem, label) for op in (LOSS, BACKWARD)]
+    picked = _picked_for_loss(session, problem, label)
+    losses, backwards = (session.available(op, problem, label) for op in (LOSS, BACKWARD))
+    combinations = [(loss, backward) for loss in losses for backward in backwards]
+    combinations += [(x,) for x in losses if x[1].fused and x[1].support.gradients]
     expected = expected_loss(inputs, lists, teacher)
 
     def judge(part: Part, loss, dq, dk, dweights):
@@ -151,7 +158,7 @@ def check_loss(session: Session, shape: Shape) -> None:
         part.require((dk[lists.unselected] == 0).all(), "dk of an unselected key is not 0")
         part.require((dq[lists.empty] == 0).all(), "dq of an empty row is not 0")
 
-    for pairs in [(loss, backward) for loss in usable[0] for backward in usable[1]]:
+    for pairs in combinations:
         part = session.part(*pairs)
 
         def call(pairs=pairs):
@@ -160,8 +167,17 @@ def check_loss(session: Session, shape: Shape) -> None:
         done = session.examine(part, call, lambda *result, p=part: judge(p, *result))
         if done is not None and session.timed and session.lost is None:
             _time_loss(session, shape, part, pairs)
-        chosen = [candidate.name for _, candidate in pairs] == picked
+        names = tuple(candidate.name for _, candidate in pairs)
+        chosen = picked in (names, 2 * names)
         session.file("indexer loss", label, shape, (part,), chosen)
+
+
+def _picked_for_loss(session: Session, problem: Problem, label: str) -> tuple:
+    """File what dispatch picks; return who gives the loss and who the gradients."""
+    loss = session.choice(LOSS, problem, label)
+    if loss is not None and not needs_indexer_backward(problem, Policy()):
+        return loss, loss
+    return loss, session.choice(BACKWARD, problem, label)
 
 
 def _teacher(indices: torch.Tensor, seed: int = 7) -> torch.Tensor:

@@ -117,6 +117,18 @@ _fused(
 )
 _fused(
     "indexer_scores",
+    "tilelang",
+    _load_instance("indexer_topk.tilelang_kernels", "Scores"),
+    covers="scores of a block of queries, where they are seen; with and without relu",
+    package=TILELANG,
+    capabilities=(HOPPER,),
+    dtypes=_BF16,
+    dims=((128, 0),),
+    heads=(1, 64),
+    bridged="heads padded to 16, 32 or 64",
+)
+_fused(
+    "indexer_scores",
     "cudnn",
     _load_instance("indexer_topk.cudnn", "Scores"),
     covers="scores of a block of queries",
@@ -126,7 +138,7 @@ _fused(
 _fused(
     "indexer_topk",
     "cudnn",
-    _load("indexer_topk.cudnn", "select"),
+    _load_instance("indexer_topk.cudnn", "Selection"),
     covers="selection from a block of scores",
     package=CUDNN,
     minimum="1.32",
@@ -135,6 +147,21 @@ _fused(
     dtypes=_BF16,
     packed=False,
     bridged="-0 and +0 made equal; ties to the smallest slot",
+)
+_fused(
+    "sparse_indexer_loss",
+    "tilelang",
+    _load("indexer_loss.tilelang_kernels", "sparse"),
+    covers="value and gradients in one kernel, or value and student",
+    package=TILELANG,
+    capabilities=(HOPPER,),
+    dtypes=_BF16,
+    dims=((128, 0),),
+    heads=(1, 64),
+    topk=(1, 2048),
+    without_relu=False,
+    gradients=True,
+    **_ATOMIC_SUMS,
 )
 _fused(
     "sparse_indexer_loss",
@@ -226,7 +253,7 @@ for _operation, _module, _name, _covers in (
     _torch(_operation, _load(f"{_module}.unfused", _name), "any shape")
 
 _torch("indexer_scores", _load_instance("indexer_topk.unfused", "Scores"), "any shape")
-_torch("indexer_topk", _load("indexer_topk.unfused", "select"), "any shape")
+_torch("indexer_topk", _load_instance("indexer_topk.unfused", "Selection"), "any shape")
 _torch("sparse_attention_forward", _load("sparse_attention.unfused", "forward"), "any shape; p_sum")
 _torch(
     "sparse_attention_backward",
@@ -243,6 +270,7 @@ _torch(
     "sparse_indexer_loss",
     _load("indexer_loss.unfused", "sparse"),
     "any shape; gradients along with the value",
+    gradients=True,
     **_ATOMIC_SUMS,
 )
 _torch(

@@ -34,6 +34,16 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
 
 
+def scaled(gradient: torch.Tensor, factor: torch.Tensor | float, dtype: torch.dtype | None = None):
+    """Return ``factor * gradient``, multiplied in fp32, in ``dtype`` (default: the gradient's)."""
+    dtype = gradient.dtype if dtype is None else dtype
+    if not isinstance(factor, torch.Tensor):
+        factor = torch.full((), factor, dtype=torch.float64, device=gradient.device)
+    # With one dim the factor keeps its dtype, and the product is rounded where it is written.
+    factor = factor.to(accumulation_dtype(gradient.dtype)).view(1)
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+
+
 def rows_in_budget(budget_bytes: int, bytes_per_row: int) -> int:
     """How many rows fit the workspace; at least one, or nothing could run."""
     return max(1, budget_bytes // max(1, bytes_per_row))

@@ -18,12 +18,20 @@ def add(monkeypatch):
     def add(operation, wrap, **support):
         (original,) = (c for c in dispatch.candidates(operation) if not c.fused)
         declared = {"deterministic": True} | support
+
+        def load():
+            before = original.load()
+            new = wrap(before)
+            if hasattr(before, "bytes_per_score"):
+                new.bytes_per_score = before.bytes_per_score
+            return new
+
         candidate = dataclasses.replace(
             original,
             name="made_up",
             fused=True,
             support=dataclasses.replace(original.support, **declared),
-            load=lambda: wrap(original.load()),
+            load=load,
         )
         others = dispatch.candidates(operation)
         monkeypatch.setitem(dispatch._candidates, operation, [candidate, *others])

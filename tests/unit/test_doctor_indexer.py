@@ -18,8 +18,9 @@ def select(pick):
     """A top-k that picks columns with ``pick(scores, visible, topk) -> bool mask``."""
 
     def wrap(original):
-        def implementation(scores, visible, topk):
-            mask = pick(scores, visible, topk)
+        def implementation(scores, seen, topk):
+            visible = seen.columns(scores.shape[1])
+            mask = pick(scores.masked_fill(~visible, float("-inf")), visible, topk)
             place = torch.where(mask, mask.cumsum(-1) - 1, topk)
             columns = torch.arange(mask.shape[1], dtype=torch.int32).expand_as(mask)
             out = torch.full((len(mask), topk + 1), -1, dtype=torch.int32)
@@ -100,16 +101,14 @@ def test_right_selection_by_other_means_passes(capsys, add):
 def test_wrong_scores_are_found(capsys, add):
     """Head weights without their sign: many selections are plausible, few are right."""
 
-    class Scores:
-        def __init__(self, original):
-            self.original = original
-            self.bytes_per_score = original.bytes_per_score
-
-        def __call__(self, inputs, block, keys):
+    def unsigned(original):
+        def implementation(inputs, *args):
             positive = dataclasses.replace(inputs, weights=inputs.weights.abs())
-            return self.original(positive, block, keys)
+            return original(positive, *args)
 
-    add("indexer_scores", Scores)
+        return implementation
+
+    add("indexer_scores", unsigned)
     code, data = run(capsys)
     assert code == 1 and others_are_ok(data)
     (result,) = verdicts(data).values()
@@ -150,11 +149,33 @@ def padding_pulls_at_row_0(original):
     ],
 )
 def test_wrong_losses_are_found(capsys, add, operation, wrap, said):
-    add(operation, wrap)
+    add(operation, wrap, gradients=False)
     code, data = run(capsys)
     assert code == 1 and others_are_ok(data)
     (result,) = verdicts(data).values()
     assert said in result["verdict"], result["verdict"]
+
+
+def test_wrong_gradients_of_a_loss_are_found(capsys, add):
+    """It runs as in training: what it forms itself is judged, not a partner's."""
+
+    def wrap(original):
+        def implementation(problem):
+            result = original(problem)
+            if result.gradients is None:
+                return result
+            doubled = result.gradients._replace(k=result.gradients.k * 2)
+            return result._replace(gradients=doubled)
+
+        return implementation
+
+    add("sparse_indexer_loss", wrap)
+    code, data = run(capsys)
+    assert code == 1 and others_are_ok(data)
+    found = verdicts(data)
+    assert found.keys() == {("made_up",), ("made_up", "torch")}
+    assert "dk 1.0e+00" in found["made_up",]["verdict"] and found["made_up",]["chosen"]
+    assert found["made_up", "torch"]["ok"] and not found["made_up", "torch"]["chosen"]
 
 
 def test_a_wrong_teacher_is_found(capsys, add):

@@ -6,9 +6,9 @@ import torch
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layout import bshd_layout, packed_layout
+from megatron_dsa.layout import Seen, bshd_layout, packed_layout
 from megatron_dsa.ops.indexer_topk import reference
-from megatron_dsa.ops.indexer_topk.unfused import select
+from megatron_dsa.ops.indexer_topk.unfused import Selection
 from tests.helpers import leaf
 
 SMALL = Policy(workspace_bytes=20_000)
@@ -71,16 +71,47 @@ def test_all_scores_equal(device, value):
         assert row == list(range(count)) + [-1] * (8 - count)
 
 
+def select(rows, ranges, topk, device):
+    """Columns that torch's selection takes from ``rows`` of which ``ranges`` are seen."""
+    start, end = torch.tensor(ranges, dtype=torch.int32, device=device).t().contiguous()
+    return Selection()(torch.tensor(rows, device=device), Seen(start, end), topk).tolist()
+
+
 def test_two_distinct_values_and_signed_zeros(device):
-    scores = torch.tensor([[0.0, -0.0, 1.0, 0.0, -0.0, 1.0, 0.0]], device=device)
-    visible = torch.ones_like(scores, dtype=torch.bool)
-    assert select(scores, visible, 4)[0].tolist() == [0, 1, 2, 5]
+    rows = [[0.0, -0.0, 1.0, 0.0, -0.0, 1.0, 0.0]]
+    assert select(rows, [(0, 7)], 4, device) == [[0, 1, 2, 5]]
 
 
-def test_invisible_is_never_selected(device):
-    scores = torch.tensor([[float("-inf"), 2.0, float("-inf"), 1.0]], device=device)
-    visible = scores > float("-inf")
-    assert select(scores, visible, 3)[0].tolist() == [1, 3, -1]
+@pytest.mark.parametrize("unseen", [float("nan"), float("inf"), float("-inf"), 9.0])
+def test_what_is_not_seen_may_hold_anything(device, unseen):
+    x = unseen
+    rows = [[x, 2.0, 1.0, 3.0, x], [x, x, -7.0, x, x], [x, x, x, x, x], [1.0, 3.0, 2.0, x, x]]
+    ranges = [(1, 4), (2, 3), (3, 3), (0, 3)]
+    assert select(rows, ranges, 2, device) == [[1, 3], [2, -1], [-1, -1], [1, 2]]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("workspace", [1, 20_000, 2**26])
+def test_scores_may_leave_out_what_is_not_seen(add, name, workspace):
+    """2, 6: an implementation of the scores need not write it; blocks keep to the budget."""
+    blocks = []
+
+    def sparing(original):
+        def implementation(inputs, block, keys, seen):
+            blocks.append((len(seen.start), block.width))
+            scores = original(inputs, block, keys, seen)
+            return scores.masked_fill(~seen.columns(block.width), float("nan"))
+
+        return implementation
+
+    add("indexer_scores", sparing)
+    layout = LAYOUTS[name](torch.device("cpu"))
+    inputs = integer_inputs(60, device="cpu")
+    indices, _ = indexer_topk(inputs, layout, 5, policy=Policy(workspace_bytes=workspace))
+    assert torch.equal(indices, expected(inputs, layout, 5))
+    # Scores of 3 heads and their sum, and what torch's selection takes.
+    assert blocks and all(n == 1 or n * width * (16 + 32) <= workspace for n, width in blocks)
+    assert (workspace > 1) == any(n > 1 for n, _ in blocks)
 
 
 def test_bitwise_repeatable(device):

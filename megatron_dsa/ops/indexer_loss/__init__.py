@@ -32,7 +32,8 @@ class SparseLoss(NamedTuple):
     #: ``[Sq, K]`` fp32, softmax of the index scores over the selected keys; 0 at entries that
     #: select nothing and in rows whose teacher has no mass. ``None`` if ``gradients`` are there.
     student: torch.Tensor | None
-    #: The gradients, from an implementation that has them at hand; else ``indexer_backward`` runs.
+    #: The gradients if they were wanted, from an implementation that declares
+    #: :attr:`~megatron_dsa.support.Support.gradients`; else ``indexer_backward`` forms them.
     gradients: IndexerGradients | None
 
 
@@ -45,10 +46,12 @@ class SparseLossProblem:
         indices: int32 ``[Sq, K]``, rows of ``inputs.k``; -1 (or out of range) selects nothing.
         topk_length: int32 ``[Sq]`` or ``None``.
         teacher: ``[Sq, K]``, attention probabilities summed over all heads (of all tensor-parallel
-            ranks), not yet normalised. Rows that sum to 0 contribute nothing. **Overwritten**: the
-            loss leaves it normalised and 0 at invalid entries, ``indexer_backward`` with anything.
+            ranks), not yet normalised. Rows that sum to 0 contribute nothing. **Overwritten**: a
+            loss that returns the student leaves it normalised and 0 at invalid entries, as
+            ``indexer_backward`` takes it; one that returns gradients, and ``indexer_backward``,
+            leave anything.
         workspace_bytes: budget for temporary memory.
-        want_gradients: gradients will be asked for; an implementation may return them at once.
+        want_gradients: whether implementations that can return gradients do so.
     """
 
     inputs: IndexerInputs

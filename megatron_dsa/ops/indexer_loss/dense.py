@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_dsa.layout import Layout
-from megatron_dsa.ops.arithmetic import accumulation_dtype, mm
+from megatron_dsa.ops.arithmetic import accumulation_dtype, mm, scaled
 from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_loss.gradients import Gradients
 from megatron_dsa.ops.indexer_loss.teacher import (
@@ -60,9 +60,7 @@ class _DenseLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):
-        acc = accumulation_dtype(dloss.dtype)
-        scaled = ((grad.to(acc) * dloss).to(grad.dtype) for grad in ctx.saved_tensors)
-        return *scaled, None
+        return *(scaled(grad, dloss) for grad in ctx.saved_tensors), None
 
 
 def _kl_sum(problem: DenseLossProblem, grads: Gradients | None) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The lightning indexer: score every visible key, keep the best (DeepSeek-V3.2, eq. 1 and 2).
 
 Two operations work together on one block of queries at a time, so that scores never exist for all
-pairs: ``indexer_scores`` (:class:`BlockScores`) and ``indexer_topk``
-(``select(scores, visible, topk) -> slots``). :mod:`.blocks` walks over the blocks.
+pairs: ``indexer_scores`` (:class:`BlockScores`) and ``indexer_topk`` (:class:`BlockSelection`).
+:mod:`.blocks` walks over the blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_dsa.layout import Block, Layout
+from megatron_dsa.layout import Block, Layout, Seen
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,25 @@ class BlockScores(Protocol):
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
         """Temporary bytes per score, the score included (``itemsize`` bytes), for the budget."""
 
-    def __call__(self, inputs: IndexerInputs, block: Block, keys: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
+    ) -> torch.Tensor:
         """Return the scores ``[rows, width]`` of the block's queries, fp32 (fp64 for fp64 inputs).
 
-        ``keys [slots, DI]`` are all keys in slot order. Scores of slots that a query does not see
-        may hold anything but NaN.
+        ``keys [slots, DI]`` are all keys in slot order. What a query does not see (``seen``) may
+        hold anything, NaN and memory that nobody wrote included. The caller may overwrite them.
+        """
+
+
+class BlockSelection(Protocol):
+    """An implementation of ``indexer_topk``."""
+
+    def bytes_per_score(self) -> int:
+        """Temporary bytes per score besides the score itself, for the budget."""
+
+    def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
+        """Return int32 ``[rows, topk]``: ascending columns of the best seen scores, then -1.
+
+        ``scores [rows, width]``, ``width > topk``, may be overwritten. Ties go to the smallest
+        column, ``-0`` and ``+0`` are equal. What is not ``seen`` may hold anything.
         """

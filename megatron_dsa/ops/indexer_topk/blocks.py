@@ -8,10 +8,6 @@ import torch
 
 from megatron_dsa.ops.arithmetic import rows_in_budget
 from megatron_dsa.ops.indexer_topk import TopKProblem
-from megatron_dsa.ops.indexer_topk.unfused import ascending
-
-#: Bytes per score that a selection may take besides the scores: sorted copies, counters, masks.
-_SELECTION_BYTES = 32
 
 
 @torch.no_grad()
@@ -28,9 +24,8 @@ def select_blocks(
     Args:
         problem: what to select from.
         scores: called as :class:`~megatron_dsa.ops.indexer_topk.BlockScores`.
-        select: ``(scores [r, w], visible [r, w], topk) -> slots`` int32 ``[r, topk]``, ascending
-            columns of the block, then -1.
-        bytes_per_score: what ``scores`` takes for one score.
+        select: called as :class:`~megatron_dsa.ops.indexer_topk.BlockSelection`.
+        bytes_per_score: what both take for one score, the score included.
         workspace_bytes: budget for the temporaries of one block.
     """
     inputs, layout, topk = problem.inputs, problem.layout, problem.topk
@@ -38,18 +33,17 @@ def select_blocks(
     indices = torch.full((inputs.q.shape[0], topk), -1, dtype=torch.int32, device=device)
     length = torch.clamp(layout.end - layout.start, max=topk)
     keys = layout.keys_in_slot_order(inputs.k)
-    per_score = bytes_per_score + _SELECTION_BYTES
 
     def rows_for_width(width: int) -> int:
-        return rows_in_budget(workspace_bytes, width * per_score)
+        return rows_in_budget(workspace_bytes, width * bytes_per_score)
 
     for block in layout.blocks(rows_for_width):
-        visible = layout.visible(block)
+        seen = layout.seen(block)
         if block.width <= topk:
-            slots = ascending(visible, topk)  # everything that is visible is selected
+            slots = seen.first(topk)  # everything that is visible is selected
         else:
-            block_scores = scores(inputs, block, keys).masked_fill_(~visible, float("-inf"))
-            slots = select(block_scores, visible, topk)
-        slots = torch.where(slots < 0, slots, slots + block.lo)
+            slots = select(scores(inputs, block, keys, seen), seen, topk)
+        if block.lo:
+            slots = torch.where(slots < 0, slots, slots + block.lo)
         indices[block.rows] = layout.to_key_rows(slots)
     return indices, length

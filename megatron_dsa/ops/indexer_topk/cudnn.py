@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.layout import Block
+from megatron_dsa.layout import Block, Seen
 from megatron_dsa.ops.cudnn_common import padded_heads, with_heads
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 
@@ -22,7 +22,9 @@ class Scores:
         """Only the scores: products stay on the chip."""
         return itemsize
 
-    def __call__(self, inputs: IndexerInputs, block: Block, keys: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
+    ) -> torch.Tensor:
         """Return the scores ``[rows, width]``, ``-inf`` above the diagonal."""
         from cudnn import DSA
 
@@ -43,15 +45,21 @@ class Scores:
         return scores[0]
 
 
-def select(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return int32 ``[r, topk]``: ascending columns of the best visible scores, then -1.
+class Selection:
+    """``indexer_topk`` of a block."""
 
-    What a row sees must be the first columns of the block (true for unpacked batches).
-    """
-    from cudnn import DSA
+    def bytes_per_score(self) -> int:
+        """Room for what its kernels allocate, as measured: its documentation does not say."""
+        return 10
 
-    scores = scores.add_(0.0)  # -0 + 0 = +0
-    seen = visible.sum(-1, dtype=torch.int32)
-    return DSA.indexer_top_k_wrapper(
-        scores, seen, topk, return_val=False, tie_break=1, deterministic=True
-    )["indices"]
+    def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
+        """Return int32 ``[r, topk]``: ascending columns of the best seen scores, then -1.
+
+        What a row sees must be the first columns of the block (true for unpacked batches).
+        """
+        from cudnn import DSA
+
+        scores = scores.add_(0.0)  # -0 + 0 = +0
+        return DSA.indexer_top_k_wrapper(
+            scores, seen.end, topk, return_val=False, tie_break=1, deterministic=True
+        )["indices"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.layout import Block
+from megatron_dsa.layout import Block, Seen
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.ops.indexer_topk.scores import block_scores
 
@@ -23,15 +23,26 @@ class Scores:
         """Products of some heads and the sum over heads."""
         return itemsize * (min(HEADS_AT_ONCE, heads) + 1)
 
-    def __call__(self, inputs: IndexerInputs, block: Block, keys: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
+    ) -> torch.Tensor:
         """Return the scores ``[rows, width]`` of a block."""
         heads_at_once = min(HEADS_AT_ONCE, inputs.q.shape[1])
         return block_scores(inputs, block.rows, keys[block.lo : block.hi], heads_at_once)
 
 
-def select(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return int32 ``[r, topk]``: ascending columns of the best visible scores, then -1."""
-    return ascending(best(scores, visible, topk), topk)
+class Selection:
+    """``indexer_topk`` of a block, in torch."""
+
+    def bytes_per_score(self) -> int:
+        """Sorted copies, counters, masks."""
+        return 32
+
+    def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
+        """Return int32 ``[r, topk]``: ascending columns of the best seen scores, then -1."""
+        visible = seen.columns(scores.shape[1])
+        scores = scores.masked_fill_(~visible, float("-inf"))
+        return ascending(best(scores, visible, topk), topk)
 
 
 def best(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:

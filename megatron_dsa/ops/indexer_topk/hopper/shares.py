@@ -1,0 +1,73 @@
+"""CUDA that divides the work of the index scores among thread blocks.
+
+A block of keys is what is fetched at a time, counted from the first column; a tile is the adjacent
+queries whose heads are in shared memory at a time. A row sees the columns ``[start, end)``.
+"""
+
+SOURCE = r"""
+// Blocks of keys {first, past the last} that rows of a tile see; {0, 0} if they see none.
+template <int ROWS, int KEYS>
+__device__ __forceinline__ int2 dsa_seen(const int* start, const int* end, int tile, int rows) {
+  int low = 0x7fffffff, high = 0;
+#pragma unroll 8
+  for (int row = tile * ROWS; row < min(tile * ROWS + ROWS, rows); row++) {
+    const int first = start[row], last = end[row];
+    if (first < last) {
+      low = min(low, first);
+      high = max(high, last);
+    }
+  }
+  return low < high ? make_int2(low / KEYS, (high + KEYS - 1) / KEYS) : make_int2(0, 0);
+}
+// This thread block's share of all blocks of keys: {tile, blocks of it that are others', blocks}.
+// `sums` [THREADS / 32] and `share` [3] are in shared memory.
+template <int ROWS, int KEYS, int THREADS>
+__device__ __forceinline__ void dsa_share(const int* start, const int* end, int rows, int* sums,
+                                          int* share) {
+  const int tiles = (rows + ROWS - 1) / ROWS, each = (tiles + THREADS - 1) / THREADS;
+  const int from = min((int)threadIdx.x * each, tiles), to = min(from + each, tiles);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int count = 0;
+  for (int tile = from; tile < to; tile++) {
+    const int2 seen = dsa_seen<ROWS, KEYS>(start, end, tile, rows);
+    count += seen.y - seen.x;
+  }
+  int sum = count;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) sums[warp] = sum;
+  if (threadIdx.x < 3) share[threadIdx.x] = 0;
+  __syncthreads();
+  int before = sum - count, all = 0;
+  for (int i = 0; i < THREADS / 32; i++) {
+    if (i < warp) before += sums[i];
+    all += sums[i];
+  }
+  const int first = (int)((long long)all * blockIdx.x / gridDim.x);
+  const int last = (int)((long long)all * (blockIdx.x + 1) / gridDim.x);
+  if (first < last && before <= first && first < before + count) {
+    int tile = from;
+    for (;; tile++) {
+      const int2 seen = dsa_seen<ROWS, KEYS>(start, end, tile, rows);
+      if (first < before + seen.y - seen.x) break;
+      before += seen.y - seen.x;
+    }
+    share[0] = tile;
+    share[1] = first - before;
+    share[2] = last - first;
+  }
+  __syncthreads();
+}
+// Blocks {first, how many} of the next tile of a share of which `left` blocks are left: all that
+// its rows see but `skip`.
+template <int ROWS, int KEYS>
+__device__ __forceinline__ void dsa_span(int* span, const int* start, const int* end, int tile,
+                                         int rows, int skip, int left) {
+  const int2 seen = dsa_seen<ROWS, KEYS>(start, end, tile, rows);
+  span[0] = seen.x + skip;
+  span[1] = min(seen.y - span[0], left);
+}
+"""

@@ -1,0 +1,137 @@
+"""CUDA for the index scores: weighted sums over heads of accumulators ``[keys, rows of q]``.
+
+A thread of a warpgroup's accumulator holds two keys, 8 apart, and a quarter of the columns: for
+each query a quarter of its heads. It sums these in registers; then four threads add up.
+"""
+
+#: Ways to take the relu (``RELU`` below): none; by the unit that compares, half as fast as the
+#: others; in turn by that one and as ``x + |x|``, with half of the weight.
+RELU_NONE, RELU_MAX, RELU_MIXED = 0, 1, 2
+
+SOURCE = r"""
+template <int RELU>
+__device__ __forceinline__ constexpr bool dsa_added(int column) {
+  return RELU == 2 && column % 2;
+}
+template <int RELU>
+__device__ __forceinline__ float dsa_relu(float x, int column) {
+  return RELU == 0 ? x : dsa_added<RELU>(column) ? x + fabsf(x) : fmaxf(x, 0.f);
+}
+// Weights of this thread's columns 8 j + 2 (lane % 4) + {0, 1} of an accumulator of COLUMNS rows of
+// q, the first of which is `row` of `rows`.
+template <int COLUMNS, int RELU>
+__device__ __forceinline__ void dsa_weights(float* weights, const float* source, int row,
+                                            int rows) {
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; j++) {
+    const int mine = row + 8 * j + 2 * (threadIdx.x % 4);
+    float2 pair = make_float2(0.f, 0.f);
+    if (mine < rows) pair = *reinterpret_cast<const float2*>(source + mine);
+    weights[2 * j] = pair.x;
+    weights[2 * j + 1] = dsa_added<RELU>(1) ? 0.5f * pair.y : pair.y;
+  }
+}
+// Adds over four threads and halves: `sums` [QUERIES, 2 keys] becomes that of the half that `BIT`
+// of the thread chooses, of the queries, or of the keys if there is one query.
+template <int QUERIES, int BIT>
+__device__ __forceinline__ void dsa_halve(float* sums) {
+  const bool upper = threadIdx.x & BIT;
+#pragma unroll
+  for (int i = 0; i < QUERIES; i++) {
+    const float mine = upper ? sums[i + QUERIES] : sums[i];
+    const float other = upper ? sums[i] : sums[i + QUERIES];
+    sums[i] = mine + __shfl_xor_sync(~0u, other, BIT);
+  }
+}
+// What a thread writes: of each accumulator, OWN queries and 2 / PARTS keys, 8 apart.
+template <int HEADS, int COLUMNS>
+struct dsa_part {
+  static constexpr int QUERIES = COLUMNS / HEADS, OWN = QUERIES < 4 ? 1 : QUERIES / 4;
+  static constexpr int PARTS = QUERIES < 4 ? 2 : 1;
+  // The first of these queries, and of these keys of a block.
+  static __device__ __forceinline__ int query() {
+    const int quad = threadIdx.x % 4;
+    return QUERIES < 4 ? quad / 2 : quad * OWN;
+  }
+  static __device__ __forceinline__ int key() {
+    const int key = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    return PARTS == 2 ? key + threadIdx.x % 2 * 8 : key;
+  }
+};
+// Kept in a register over a loop, not computed again in it.
+__device__ __forceinline__ void dsa_keep_value(int& value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void dsa_keep_value(int64_t& value) { asm volatile("" : "+l"(value)); }
+// Where this thread writes the first block's scores, and which blocks its rows see: those that
+// begin in [first, past the last), which is not above 0 for a row that does not exist.
+template <int HEADS, int COLUMNS>
+__device__ __forceinline__ void dsa_rows(int64_t* target, int* seen, float* scores, int64_t stride,
+                                         const int* start, const int* end, int query, int rows) {
+  using part = dsa_part<HEADS, COLUMNS>;
+#pragma unroll
+  for (int i = 0; i < part::OWN; i++) {
+    const int row = query + part::query() + i, key = part::key();
+    const bool real = row < rows;
+    target[i] = reinterpret_cast<int64_t>(scores + row * stride + key);
+    seen[2 * i] = (real ? start[row] : 0) - key;
+    seen[2 * i + 1] = (real ? end[row] : 0) - key;
+    dsa_keep_value(target[i]);
+    dsa_keep_value(seen[2 * i]);
+    dsa_keep_value(seen[2 * i + 1]);
+  }
+}
+// Scales of the keys that this thread writes.
+template <int HEADS, int COLUMNS>
+__device__ __forceinline__ void dsa_scales(float* scales, const float* source, int first,
+                                           int keys) {
+  using part = dsa_part<HEADS, COLUMNS>;
+#pragma unroll
+  for (int i = 0; i < 2 / part::PARTS; i++)
+    scales[i] = __ldg(source + min(first + part::key() + 8 * i, keys - 1));
+}
+// A branch here would make ptxas wait for the products that are under way.
+__device__ __forceinline__ void dsa_store(int64_t target, float score, bool wanted) {
+  asm volatile(
+    "{\n"
+    ".reg .pred wanted;\n"
+    "setp.ne.s32 wanted, %2, 0;\n"
+    "@wanted st.global.f32 [%0], %1;\n"
+    "}" :: "l"(target), "f"(score), "r"((int)wanted) : "memory");
+}
+// Weighted sums of an accumulator [64 keys, COLUMNS rows of q], written to columns from `first` on
+// where they are seen.
+template <int HEADS, int COLUMNS, int RELU, bool SCALED>
+__device__ __forceinline__ void dsa_write(float* acc, const float* weights, const float* scales,
+                                          const int64_t* target, const int* seen, int first) {
+  using part = dsa_part<HEADS, COLUMNS>;
+  // Nothing of what follows may move up to where the product is still under way.
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
+  float sums[2 * part::QUERIES];
+#pragma unroll
+  for (int q = 0; q < part::QUERIES; q++) {
+    float low = 0.f, high = 0.f;
+#pragma unroll
+    for (int j = 0; j < HEADS / 8; j++) {
+      const int i = q * (HEADS / 8) + j;
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        low += weights[2 * i + c] * dsa_relu<RELU>(acc[4 * i + c], c);
+        high += weights[2 * i + c] * dsa_relu<RELU>(acc[4 * i + 2 + c], c);
+      }
+    }
+    sums[2 * q] = low;
+    sums[2 * q + 1] = high;
+  }
+  dsa_halve<part::QUERIES, 2>(sums);
+  dsa_halve<part::QUERIES / 2, 1>(sums);
+#pragma unroll
+  for (int i = 0; i < part::OWN; i++)
+#pragma unroll
+    for (int k = 0; k < 2 / part::PARTS; k++) {
+      const int column = first + 8 * k;
+      float score = sums[2 / part::PARTS * i + k];
+      if (SCALED) score *= scales[k];
+      dsa_store(target[i] + 4ll * column, score, column >= seen[2 * i] && column < seen[2 * i + 1]);
+    }
+}
+"""

@@ -1,0 +1,55 @@
+"""The benchmark of the indexer: its checks find wrong results, and its rows are whole."""
+
+import csv
+
+import pytest
+import torch
+
+from benchmarks import indexer
+from benchmarks.timing import ERROR_LIMIT
+from megatron_dsa.dispatch import Policy
+from megatron_dsa.dsa_kernels import indexer_topk, sparse_indexer_loss
+from megatron_dsa.layout import bshd_layout
+
+
+def test_quick_run(tmp_path):
+    table = tmp_path / "indexer.csv"
+    indexer.run(indexer.parse(["--quick", "--ways", "torch", "--output", str(table)]))
+    rows = list(csv.DictReader(table.open()))
+    assert [(r["operation"], r["lists"]) for r in rows] == [
+        ("select", ""), ("loss", "sorted"), ("loss", "clustered"),
+    ]  # fmt: skip
+    assert all(r["status"] == "ok" and float(r["median_ms"]) > 0 for r in rows)
+    assert all(f"{name}=torch" in rows[0]["ran"] for name in indexer.OPERATIONS["select"])
+
+
+def test_a_way_that_cannot_run_is_a_row(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("cuDNN may run here")
+    table = tmp_path / "indexer.csv"
+    options = ["--quick", "--ways", "cudnn", "--operations", "select", "--output", str(table)]
+    indexer.run(indexer.parse(options))
+    (row,) = csv.DictReader(table.open())
+    assert row["status"] == "failed" and "cudnn" in row["reason"]
+
+
+def test_checks_find_wrong_results():
+    rows, topk = 80, 8
+    inputs = indexer.draw(rows, 4, 128, torch.device("cpu"))
+    layout = bshd_layout(rows, 1, torch.device("cpu"))
+    indices, _ = indexer_topk(inputs, layout, topk, policy=Policy(fused=False))
+    assert indexer.selection_error(inputs, topk, indices) < 1e-5
+    worst = indexer.scores64(inputs, rows - 1).argsort()
+    wrong = indices.clone()
+    wrong[-1] = worst[:topk].sort().values
+    assert indexer.selection_error(inputs, topk, wrong) > 0.1
+    wrong[-1, 1] = wrong[-1, 0]
+    assert indexer.selection_error(inputs, topk, wrong) == float("inf")
+
+    teacher = torch.rand(indices.shape).masked_fill_(indices < 0, 0.0)
+    tensors = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.weights)]
+    value = sparse_indexer_loss(inputs, indices, teacher, layout, policy=Policy(fused=False))
+    gradients = torch.autograd.grad(value, tensors)
+    assert indexer.loss_error(inputs, indices, teacher, gradients) < ERROR_LIMIT
+    halved = [g / 2 for g in gradients]
+    assert indexer.loss_error(inputs, indices, teacher, halved) > ERROR_LIMIT
