@@ -1,11 +1,13 @@
 """One rank of more tensor-parallel ranks than there are GPUs: the attention core without its layer.
 
 By heads a rank has ``H / TP`` heads of all rows, and scores, selects and trains the indexer for all
-rows. By rows it has all heads of ``S / TP`` rows, and of the indexer those rows. The rank that is
-simulated is the last one: its rows see most keys, and all others wait for it. The bulk of
-what the ranks of only one mode send is exchanged for real, in the same number of bytes per rank, by
-the GPUs that there are: by rows queries and outputs, all-to-all; by heads the indexer's teacher,
-all-reduced. (Left out: by rows the absorbed weights, by heads the indexer's query latents.)
+rows. By rows it has all heads of ``S / TP`` rows, and of the indexer those rows; where the package
+balances selection, it scores as many, half of them another rank's. The rank that is simulated is
+the last one: its rows see most keys. The bulk of what the ranks of only one mode send is exchanged
+for real, in the same number of bytes per rank, by the GPUs that there are: by rows queries and
+outputs, and index queries and selections where they are balanced, all-to-all; by heads the
+indexer's teacher, all-reduced. (Left out: by rows the absorbed weights, by heads the indexer's
+query latents.)
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from benchmarks.ranks_layer import PREPARE_ROWS, SEED
 from benchmarks.ranks_timing import measured, timed
 from benchmarks.ranks_traffic import WIDE, exchange, sum_everywhere
 from benchmarks.timing import Clock
+from megatron_dsa.balance import halves, worthwhile_swap
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
@@ -38,14 +41,16 @@ from megatron_dsa.spread import KeyPlaces, Spread, places_of, spread_layout
 TRAVELLING = {"v3.2": (192, 128), "tiny": (20, 10)}
 
 
-def rank_layout(case: Case, device: torch.device) -> Layout:
-    """Return the layout of the query rows of the simulated rank."""
+def rank_layouts(case: Case, device: torch.device) -> tuple[Layout, tuple[Layout, ...]]:
+    """Return the layouts of the query rows of the simulated rank, and of those that it scores."""
     everything = bshd_layout(case.rows, 1, device)
     if case.tp_mode == "heads" or case.simulated == 1:
-        return everything
+        return everything, (everything,)
     spread = Spread(sp=case.simulated, sp_rank=case.simulated - 1)
     places = places_of(spread, case.rows, device)
-    return spread_layout(everything, spread, KeyPlaces(spread, places, 1, None))
+    own = spread_layout(everything, spread, KeyPlaces(spread, places, 1, None))
+    swap = worthwhile_swap(own, PRESETS[case.preset].topk, 1, spread)
+    return own, (own,) if swap is None else halves(own, swap, 1)
 
 
 class Core:
@@ -53,7 +58,8 @@ class Core:
 
     def __init__(self, case: Case, device: torch.device, workspace_mib: int):
         self.shape: Shape = PRESETS[case.preset]
-        p, self.layout = self.shape, rank_layout(case, device)
+        p = self.shape
+        self.layout, self.scored = rank_layouts(case, device)
         self.heads = p.heads // case.simulated if case.tp_mode == "heads" else p.heads
         self.policy = Policy(workspace_bytes=workspace_mib * 2**20)
         generator = torch.Generator(device).manual_seed(SEED)
@@ -78,7 +84,7 @@ class Core:
         """Select and attend; the indexer is trained in the backward."""
         p = self.shape
         keys, channel = gather_keys(self.kv, None)
-        indices, length = indexer_topk(self.indexer, self.layout, p.topk, policy=self.policy)
+        indices, length = self.select()
         training = IndexerTraining(
             self.indexer, self.layout, lambda: 1.0, lambda kl_sum: setattr(self, "kl", kl_sum)
         )
@@ -87,6 +93,21 @@ class Core:
             topk_length=length, kv_grad=channel, in_order=True, indexer=training,
             policy=self.policy,
         ).out  # fmt: skip
+
+    def select(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Select for as many rows as the rank holds; which ones is the same to the attention."""
+        p, found, first = self.shape, [], 0
+        for layout in self.scored:
+            rows = slice(first, first + layout.num_queries)
+            inputs = dataclasses.replace(
+                self.indexer, q=self.indexer.q[rows], weights=self.indexer.weights[rows]
+            )
+            found.append(indexer_topk(inputs, layout, p.topk, policy=self.policy))
+            first = rows.stop
+        indices, lengths = zip(*found, strict=True)
+        if len(found) == 1:
+            return indices[0], lengths[0]
+        return torch.cat(indices), torch.cat(lengths)
 
     def step(self) -> None:
         self.forward().backward(self.gradient)
@@ -121,7 +142,11 @@ def exchanges(case: Case) -> list[tuple[str, float]]:
     part = case.rows // ranks * p.heads * 2
     query, out = TRAVELLING[case.preset]
     both = [("all_to_all", exchange(part * dim, ranks)) for dim in (query, out)]
-    return both + both  # forward, and gradients backward
+    both += both  # forward, and gradients backward
+    if len(rank_layouts(case, torch.device("cpu"))[1]) > 1:
+        row = p.index_heads * (p.index_dim + 1) * 2 + p.topk * 4
+        both.append(("all_to_all", case.rows // ranks // 2 * row))
+    return both
 
 
 def measure_exchange(case: Case, device: torch.device, settings: dict) -> dict:

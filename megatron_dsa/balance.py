@@ -144,11 +144,11 @@ def balanced_topk(
     ratio, visible = 1, layout
     if compressed is not None:
         ratio, visible = compressed.ratio, compressed.layout
-    swap = _worthwhile(layout, topk, ratio, ranks.queries)
+    swap = worthwhile_swap(layout, topk, ratio, ranks.queries)
     if swap is None:
         return indexer_topk(inputs, visible, topk, policy=policy)
     count("indexer_balance", "exchanged")
-    kept, taken = layout.derive(("balanced selection", ratio), lambda: _halves(layout, swap, ratio))
+    kept, taken = layout.derive(("balanced selection", ratio), lambda: halves(layout, swap, ratio))
     inputs = inputs.detach()
 
     def select(q: torch.Tensor, weights: torch.Tensor, rows: Layout) -> torch.Tensor:
@@ -173,8 +173,13 @@ def balanced_topk(
     return indices, (visible.end - visible.start).clamp_max(topk)
 
 
-def _worthwhile(layout: Layout, topk: int, ratio: int, spread: Spread) -> Swap | None:
-    """Return what to exchange, by a rule that comes out the same on all ranks."""
+def worthwhile_swap(layout: Layout, topk: int, ratio: int, spread: Spread) -> Swap | None:
+    """Return what to exchange, if anything, by a rule that comes out the same on all ranks.
+
+    Args:
+        layout: of this rank's query rows; topk: keys per query; ratio: positions per key.
+        spread: of the query rows.
+    """
     if spread.ranks == 1 or layout.real is not None:
         return None
     total = layout.all_rows.num_queries // layout.key_places.batch
@@ -185,7 +190,7 @@ def _worthwhile(layout: Layout, topk: int, ratio: int, spread: Spread) -> Swap |
     return swap if swap is not None and swap.longest_to_mean > LONGEST_TO_MEAN else None
 
 
-def _halves(layout: Layout, swap: Swap, ratio: int) -> tuple[Layout, Layout]:
+def halves(layout: Layout, swap: Swap, ratio: int) -> tuple[Layout, Layout]:
     """Return the layouts of the rows that the rank scores: kept ones, taken ones."""
     kept, taken = (run_layout(layout, k * swap.size, swap.size) for k in (swap.kept, swap.taken))
     if ratio == 1:

@@ -185,6 +185,18 @@ def test_exchanged_bytes_of_simulated_ranks():
     assert simulated.exchanges(case) == [("all_reduce", 2 * 3 / 4 * 8192 * 2048 * 4)]
 
 
+def test_simulated_rank_scores_what_balanced_ranks_do():
+    simulated = pytest.importorskip("benchmarks.ranks_simulated")
+    case = Case("exchange", "v3.2", 32768, tp_mode="rows", simulated=8)
+    own, scored = simulated.rank_layouts(case, torch.device("cpu"))
+    pairs = [int((layout.end - layout.start).sum()) for layout in (own, *scored)]
+    assert sum(layout.num_queries for layout in scored) == own.num_queries == 4096
+    mean = 32768 * 32769 // 2 // 8
+    assert pairs[0] > 1.8 * mean and sum(pairs[1:]) == pytest.approx(mean, rel=1e-3)
+    # Half of the rows travel: 64 queries of 128, 64 weights, and 2048 indices back.
+    assert simulated.exchanges(case)[-1] == ("all_to_all", 2048 * (64 * 129 * 2 + 2048 * 4))
+
+
 # Putting answers together
 
 
