@@ -5,11 +5,12 @@
     python -m benchmarks.indexer --quick               # tiny shapes, on the CPU
 
 ``select`` scores every visible pair and keeps the best keys, ``loss`` is the KL sum with all
-gradients, both through dispatch as a layer calls them. A *way* names the implementations; what one
-lacks is left to dispatch, and the column ``ran`` says what that took. Keys see up to their own
-place (one causal sequence). FLOP count what is visible: 2 * heads * dim per pair for ``select``,
-three products per selected pair for ``loss``. Peak memory is that of the call above its inputs and
-includes its results.
+gradients, ``dense`` that of the warm-up stage (:mod:`benchmarks.indexer_dense`), all through
+dispatch as a layer calls them. A *way* names the implementations; what one lacks is left to
+dispatch, and the column ``ran`` says what that took. Queries see up to their own place (one causal
+sequence). FLOP count what is visible: 2 * heads * dim per pair for ``select``, three products per
+selected pair for ``loss``; for ``dense`` the same per visible pair, and the teacher's scores. Peak
+memory is that of the call above its inputs and includes its results.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import indexer_dense
 from benchmarks.attention import append_csv, open_csv
 from benchmarks.cases import make_indices
 from benchmarks.measure import environment, one_line
@@ -38,8 +40,13 @@ COLUMNS = (
 OPERATIONS = {
     "select": ("indexer_scores", "indexer_topk"),
     "loss": ("sparse_indexer_loss", "indexer_backward"),
+    "dense": ("dense_indexer_loss",),
 }
-WAYS = ("tilelang", "cudnn", "torch")
+WAYS = {
+    "select": ("tilelang", "cudnn", "torch"),
+    "loss": ("tilelang", "cudnn", "torch"),
+    "dense": (indexer_dense.OURS, indexer_dense.BUNDLED),
+}
 #: Query rows whose result is compared with float64.
 CHECKED_ROWS = 4
 #: The torch way of the loss gathers keys for every row: longer sequences take minutes.
@@ -108,6 +115,20 @@ def case(operation: str, way: str, lists: str | None, inputs: IndexerInputs, opt
     rows, heads, dim = inputs.q.shape
     policy = Policy(workspace_bytes=options.workspace_mib * 2**20, named=named(operation, way))
     layout = bshd_layout(rows, 1, inputs.q.device)
+    if operation == "dense":
+        teacher = indexer_dense.Teacher.draw(rows, options.teacher_heads, inputs.q.device)
+        for x in (inputs.q, inputs.k, inputs.weights):
+            x.requires_grad_()
+
+        def dense():
+            if way == indexer_dense.BUNDLED:
+                return indexer_dense.bundled(inputs, teacher)
+            return indexer_dense.ours(inputs, teacher, layout, policy)
+
+        return (
+            dense, lambda gradients: indexer_dense.error(inputs, teacher, gradients),
+            indexer_dense.flops(inputs, teacher),
+        )  # fmt: skip
     if operation == "select":
 
         def select():
@@ -148,7 +169,7 @@ def run(options: argparse.Namespace) -> None:
         inputs = draw(rows, options.heads, options.dim, device)
         for operation in options.operations:
             for lists in options.lists if operation == "loss" else (None,):
-                for way in options.ways:
+                for way in options.ways or WAYS[operation]:
                     row = facts | {
                         "date": datetime.now(UTC).isoformat(timespec="seconds"),
                         "operation": operation, "way": way, "rows": rows, "heads": options.heads,
@@ -181,6 +202,9 @@ def _outcome(operation, way, lists, inputs, clock, options, peak) -> dict:
         return row
     except Exception as error:  # a way that cannot run is a row, not the end
         return {"status": "failed", "reason": one_line(error)}
+    finally:
+        for x in (inputs.q, inputs.k, inputs.weights):
+            x.requires_grad_(False)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -192,9 +216,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--rows", type=int, nargs="+", help="8192 32768 131072, with --quick 96")
     add("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
-    add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    ways = sorted({way for ways in WAYS.values() for way in ways})
+    add("--ways", nargs="+", choices=ways, help="default: all of an operation")
     add("--lists", nargs="+", default=["sorted", "clustered"], help="of the loss")
     add("--heads", type=int, default=64)
+    add("--teacher-heads", type=int, default=128, help="of the dense loss")
     add("--topk", type=int, help="2048, with --quick 16")
     add("--repeats", type=int, default=5)
     add("--budget", type=float, default=3, help="seconds of repeats per row, but one at least")

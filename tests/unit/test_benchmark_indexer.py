@@ -1,11 +1,12 @@
 """The benchmark of the indexer: its checks find wrong results, and its rows are whole."""
 
 import csv
+import dataclasses
 
 import pytest
 import torch
 
-from benchmarks import indexer
+from benchmarks import indexer, indexer_dense
 from benchmarks.timing import ERROR_LIMIT
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import indexer_topk, sparse_indexer_loss
@@ -14,13 +15,31 @@ from megatron_dsa.layout import bshd_layout
 
 def test_quick_run(tmp_path):
     table = tmp_path / "indexer.csv"
-    indexer.run(indexer.parse(["--quick", "--ways", "torch", "--output", str(table)]))
+    options = ["--quick", "--ways", "torch", "--teacher-heads", "3", "--output", str(table)]
+    indexer.run(indexer.parse(options))
     rows = list(csv.DictReader(table.open()))
     assert [(r["operation"], r["lists"]) for r in rows] == [
         ("select", ""), ("loss", "sorted"), ("loss", "clustered"),
+        ("dense", ""),
     ]  # fmt: skip
     assert all(r["status"] == "ok" and float(r["median_ms"]) > 0 for r in rows)
     assert all(f"{name}=torch" in rows[0]["ran"] for name in indexer.OPERATIONS["select"])
+
+
+def test_bundled_dense_loss_is_ours(tmp_path):
+    inputs = indexer.draw(40, 4, 128, torch.device("cpu"))
+    inputs = dataclasses.replace(
+        inputs, q=inputs.q.requires_grad_(), k=inputs.k.requires_grad_(),
+        weights=inputs.weights.requires_grad_(),
+    )  # fmt: skip
+    teacher = indexer_dense.Teacher.draw(40, 3, torch.device("cpu"))
+    layout = bshd_layout(40, 1, torch.device("cpu"))
+    ours = indexer_dense.ours(inputs, teacher, layout, Policy())
+    theirs = indexer_dense.bundled(inputs, teacher)
+    for got, want in zip(ours, theirs, strict=True):
+        assert (got - want).norm() < ERROR_LIMIT * want.norm()
+    assert indexer_dense.error(inputs, teacher, ours) < ERROR_LIMIT
+    assert indexer_dense.error(inputs, teacher, [2 * g for g in ours]) > ERROR_LIMIT
 
 
 def test_a_way_that_cannot_run_is_a_row(tmp_path):
