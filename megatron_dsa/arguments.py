@@ -99,6 +99,12 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="Compute and log the indexer loss in evaluation passes, too.",
     )
     group.add_argument(
+        "--dsa-fp8-selection",
+        action="store_true",
+        help="Select keys by index scores in fp8 and score the best of them again: faster, and a "
+        "key that fp8 misjudges by much is missed.",
+    )
+    group.add_argument(
         "--dsa-cp-layout",
         choices=CP_LAYOUTS,
         default=DSAOptions.cp_layout,
@@ -256,6 +262,7 @@ def options_from_args(args: argparse.Namespace) -> DSAOptions:
         cp_layout=args.dsa_cp_layout,
         tp_mode=args.dsa_tp_mode,
         cp_exchange=args.dsa_cp_exchange,
+        fp8_selection=args.dsa_fp8_selection,
         named=tuple(
             (operation.name, name)
             for operation in OPERATIONS.values()

@@ -46,6 +46,7 @@ def _model_shapes() -> dict[str, dict[str, dict]]:
     selects = index | {"topk": 2048}
     v32 = {
         "indexer_scores": selects,
+        "indexer_listed_scores": selects,
         "indexer_topk": selects,
         "indexer_backward": selects,
         "sparse_attention_forward": latent,
@@ -65,6 +66,7 @@ def _model_shapes() -> dict[str, dict[str, dict]]:
         "rotate": head,
         "key_lists": {"heads": 1, "qk_dim": 0, "v_dim": 0},
         "indexer_scores": selects,
+        "indexer_listed_scores": selects,
         "indexer_topk": selects,
         "indexer_backward": selects,
         "sparse_attention_forward": hybrid,
@@ -79,7 +81,6 @@ def _model_shapes() -> dict[str, dict[str, dict]]:
 def _operations(torch, shapes: dict[str, dict]) -> dict:
     """What dispatch would pick for these shapes in bf16, per operation."""
     from megatron_dsa.dispatch import OPERATIONS, Policy, choose, device_problem
-    from megatron_dsa.indexer_training import needs_indexer_backward
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     operations = {}
@@ -93,9 +94,19 @@ def _operations(torch, shapes: dict[str, dict]) -> dict:
             "not_run_on_this_gpu": choice.untried,
             "rejected": dict(choice.rejected),
             "by_heads": _by_heads(name, problem),
-            "called": name != "indexer_backward" or needs_indexer_backward(problem, Policy()),
+            "remark": _remark(name, problem),
         }
     return operations
+
+
+def _remark(operation: str, problem) -> str:
+    """When an operation is not called, or only if asked for."""
+    from megatron_dsa.dispatch import Policy
+    from megatron_dsa.indexer_training import needs_indexer_backward
+
+    if operation == "indexer_backward" and not needs_indexer_backward(problem, Policy()):
+        return "not called, the loss forms the gradients itself"
+    return "with --dsa-fp8-selection" if operation == "indexer_listed_scores" else ""
 
 
 def _by_heads(operation: str, problem) -> dict[str, str]:
@@ -137,13 +148,14 @@ def print_info(info: dict) -> None:
 
 def _print_operations(operations: dict) -> None:
     for name, entry in operations.items():
-        if not entry["called"]:
-            print(f"  {name}: not called, the loss forms the gradients itself")
+        if entry["remark"].startswith("not called"):
+            print(f"  {name}: {entry['remark']}")
             continue
         kind = "fused" if entry["fused"] else "fallback"
         if entry["not_run_on_this_gpu"]:
             kind += "; compiled for this GPU, not run on one"
-        print(f"  {name}: {entry['runs']} ({kind})")
+        remark = entry["remark"] and f", {entry['remark']}"
+        print(f"  {name}: {entry['runs']} ({kind}){remark}")
         for heads, candidate in entry["by_heads"].items():
             print(f"    {heads} heads: {candidate}")
         for candidate, reason in entry["rejected"].items():

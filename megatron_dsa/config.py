@@ -49,6 +49,7 @@ class DSAOptions:
             heads, which leave a GPU's tile empty.
         cp_exchange: what context-parallel ranks exchange in the dense stages: MLA's ``latents``,
             gathered, or the ``keys`` and values of the heads, round a ring; ``auto``: the narrower.
+        fp8_selection: select keys by fp8 scores and score the best of them again.
         named: pairs ``(operation, implementation)`` that must run or raise.
     """
 
@@ -63,6 +64,7 @@ class DSAOptions:
     cp_layout: Literal["zigzag", "zigzag_rows", "contiguous"] = "zigzag"
     tp_mode: Literal["auto", "heads", "rows"] = "auto"
     cp_exchange: Literal["auto", "latents", "keys"] = "auto"
+    fp8_selection: bool = False
     named: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
@@ -95,7 +97,7 @@ class DSAOptions:
     @property
     def policy(self) -> Policy:
         """What dispatch needs to know."""
-        return Policy(self.fused, self.strict, self.workspace_bytes, self.named)
+        return Policy(self.fused, self.strict, self.workspace_bytes, self.named, self.fp8_selection)
 
 
 @dataclass

@@ -43,6 +43,7 @@ from megatron_dsa.layout import Layout
 from megatron_dsa.losses import IndexerLog
 from megatron_dsa.parallel import Ranks
 from megatron_dsa.position_rope import PositionRope
+from megatron_dsa.selection import selection_calls
 from megatron_dsa.support import Problem
 from megatron_dsa.trained_indexer import TrainsIndexer
 from megatron_dsa.warm_up import warm_up
@@ -134,8 +135,7 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
         heads, dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         index = problem(heads, dim, topk=topk, relu=config.dsa_indexer_scoring_relu)
         if self._selects():
-            yield "indexer_scores", index
-            yield "indexer_topk", index
+            yield from selection_calls(index, self.options.policy)
         trains = indexer_is_trained(config)
         if not trains and not self.options.evaluate_indexer:
             return

@@ -59,6 +59,7 @@ OPERATIONS: dict[str, Operation] = {
         Operation("rotate", "rotate", "rope, or inverse rope, forward and backward"),
         Operation("key_lists", "lists", "lists of window and compressed keys"),
         Operation("indexer_scores", "scores", "index scores of a block of queries"),
+        Operation("indexer_listed_scores", "listed-scores", "index scores of listed keys"),
         Operation("indexer_topk", "topk", "the best visible keys of a block of scores"),
         Operation("sparse_attention_forward", "forward", "sparse attention forward"),
         Operation("sparse_attention_backward", "backward", "sparse attention backward"),
@@ -86,12 +87,15 @@ class Policy:
         workspace_bytes: budget for temporary memory of the implementations that need much.
         named: pairs ``(operation, implementation)`` that must run or raise
             (``--dsa-forward-impl flashmla``); they go before ``fused``.
+        fp8_selection: keys are selected by fp8 scores, the best of them scored again
+            (``--dsa-fp8-selection``).
     """
 
     fused: bool = True
     strict: bool = False
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
     named: tuple[tuple[str, str], ...] = ()
+    fp8_selection: bool = False
 
     def named_for(self, operation: str) -> str | None:
         """Implementation named for ``operation``: by the policy, else by the environment."""

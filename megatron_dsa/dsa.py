@@ -43,6 +43,7 @@ from megatron_dsa.layout import Layout
 from megatron_dsa.losses import IndexerLog
 from megatron_dsa.parallel import Ranks, gather_rows
 from megatron_dsa.rotary import RowRope
+from megatron_dsa.selection import selection_calls
 from megatron_dsa.support import Problem
 from megatron_dsa.trained_indexer import TrainsIndexer
 from megatron_dsa.warm_up import warm_up
@@ -144,8 +145,7 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
             latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
             sparse = attention(latent, config.kv_lora_rank, topk)
             if self.computes_topk:
-                yield "indexer_scores", index(topk)
-                yield "indexer_topk", index(topk)
+                yield from selection_calls(index(topk), self.options.policy)
             yield "sparse_attention_forward", sparse
             yield "sparse_attention_backward", sparse
             if judges and self.loss_is_sparse():

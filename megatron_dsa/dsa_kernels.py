@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_dsa.dense_kernels import dense_attention, gathered_latent_attention, ring_attention
-from megatron_dsa.dispatch import Policy, choose, device_problem, run
+from megatron_dsa.dispatch import Policy, device_problem, run
 from megatron_dsa.errors import require
 from megatron_dsa.indexer_training import IndexerTraining, SelectedKeysLoss, index_problem
 from megatron_dsa.key_lists import KeyLists
@@ -22,6 +22,7 @@ from megatron_dsa.ops.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_topk import IndexerInputs, TopKProblem
 from megatron_dsa.ops.indexer_topk.blocks import select_blocks
+from megatron_dsa.selection import selector
 from megatron_dsa.sparse_autograd import Settings, SparseAttention
 
 __all__ = [
@@ -179,7 +180,9 @@ def indexer_topk(
     """Select the ``min(topk, visible)`` best visible keys of every query row.
 
     Scores are ``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` in fp32. The selection is exact
-    and deterministic; equal scores go to the key that comes first in its sequence.
+    and deterministic; equal scores go to the key that comes first in its sequence. With
+    ``policy.fp8_selection`` a key that fp8 scores put far behind may be missed
+    (:class:`megatron_dsa.selection.Candidates`).
 
     Args:
         inputs: see :class:`IndexerInputs`.
@@ -193,26 +196,8 @@ def indexer_topk(
     """
     _check_indexer(inputs)
     require(topk >= 1, f"topk must be at least 1, got {topk}")
-    problem = index_problem(inputs, layout, topk)
-
-    def scores(*args):
-        return run("indexer_scores", problem, policy, *args)
-
-    def select(*args):
-        return run("indexer_topk", problem, policy, *args)
-
-    scoring, selecting = (
-        choose(operation, problem, policy).candidate.load()
-        for operation in ("indexer_scores", "indexer_topk")
-    )
-    itemsize = accumulation_dtype(inputs.q.dtype).itemsize
-    return select_blocks(
-        TopKProblem(inputs.detach(), layout, topk),
-        scores,
-        select,
-        scoring.bytes_per_score(inputs.q.shape[1], itemsize) + selecting.bytes_per_score(),
-        policy.workspace_bytes,
-    )
+    problem = TopKProblem(inputs.detach(), layout, topk)
+    return select_blocks(problem, selector(problem, policy), policy.workspace_bytes)
 
 
 def sparse_indexer_loss(

@@ -54,9 +54,12 @@ class IndexerTraining:
 
 def index_problem(inputs: IndexerInputs, layout: Layout, topk: int | None):
     """Describe a call of an indexer operation to dispatch."""
+    dtype = inputs.q.dtype
+    if inputs.key_scales is None:  # else it is fp8, and weights are fp32
+        dtype = torch.promote_types(dtype, inputs.weights.dtype)
     return device_problem(
         inputs.q.device,
-        dtype=torch.promote_types(inputs.q.dtype, inputs.weights.dtype),
+        dtype=dtype,
         heads=inputs.q.shape[1],
         qk_dim=inputs.q.shape[2],
         v_dim=0,

@@ -182,4 +182,5 @@ class Support:
 def short_dtype(dtype: torch.dtype) -> str:
     """``torch.bfloat16 -> "bf16"``."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    names[torch.float8_e4m3fn] = "fp8"
     return names.get(dtype, str(dtype))

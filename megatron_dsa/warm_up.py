@@ -15,6 +15,7 @@ from megatron_dsa.dispatch import Policy, choose, run, uncounted
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.layout import bshd_layout
 from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.selection import candidates_for
 from megatron_dsa.support import Problem
 
 _ROWS, _KEYS = 64, 256
@@ -39,11 +40,12 @@ def warm_up(calls: tuple[tuple[str, Problem], ...], policy: Policy, softmax_scal
         attention = [name for name in fused if name.startswith("sparse_attention")]
         if attention:
             _attend(fused, fused[attention[0]], policy, softmax_scale)
-    trained = ("indexer_scores", "sparse_indexer_loss", "indexer_backward")
-    index = [problem for name, problem in fused.items() if name in trained]
-    if index:
+    selects = {"indexer_topk", "indexer_scores", "indexer_listed_scores"}
+    trains = {"sparse_indexer_loss", "indexer_backward"}
+    if fused.keys() & (selects | trains):
+        problem = next(x for name, x in calls if name in trains | {"indexer_topk"})
         with uncounted():
-            _index(fused, index[0], policy)
+            _index(fused, problem, policy)
 
 
 def _values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -69,7 +71,8 @@ def _attend(fused: dict, problem: Problem, policy: Policy, softmax_scale: float)
 
 
 def _index(fused: dict, problem: Problem, policy: Policy) -> None:
-    rows = problem.topk + _ROWS  # scores are only needed where more is visible than selected
+    # Scores are only needed where more is visible than selected.
+    rows = _ROWS + (candidates_for(problem.topk) if policy.fp8_selection else problem.topk)
     inputs = IndexerInputs(
         _values(rows, problem.heads, problem.qk_dim, dtype=problem.dtype),
         _values(rows, problem.qk_dim, dtype=problem.dtype),

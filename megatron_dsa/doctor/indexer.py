@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from megatron_dsa.dispatch import Policy
@@ -21,10 +23,13 @@ from megatron_dsa.doctor.shapes import Shape
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.indexer_training import index_problem, needs_indexer_backward
 from megatron_dsa.layout import Layout
+from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
+from megatron_dsa.selection import candidates_for
 from megatron_dsa.support import Problem
 
-SCORES, TOPK, LOSS, BACKWARD = (
+SCORES, LISTED, TOPK, LOSS, BACKWARD = (
     "indexer_scores",
+    "indexer_listed_scores",
     "indexer_topk",
     "sparse_indexer_loss",
     "indexer_backward",
@@ -43,8 +48,11 @@ class _Selection:
         self.visible = visible_keys(layout, rows)
         self.best = best_keys(self.scores, self.visible, topk)
 
-    def call(self, pairs) -> tuple[torch.Tensor, torch.Tensor]:
-        return indexer_topk(self.inputs, self.layout, self.topk, policy=named(*pairs))
+    def call(self, pairs, fp8: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        policy = named(*pairs)
+        if fp8:  # what is judged are its scores; top-k has verdicts of its own
+            policy = replace(policy, named=(*policy.named, (TOPK, "torch")), fp8_selection=True)
+        return indexer_topk(self.inputs, self.layout, self.topk, policy=policy)
 
     def selected(self, part: Part, indices, length) -> torch.Tensor:
         """Check the form of a selection; returns it as bool ``[len(rows), Skv]``."""
@@ -110,6 +118,31 @@ def check_selection(session: Session, shape: Shape) -> None:
         part = _select(session, pairs, *cases)
         chosen = [candidate.name for _, candidate in pairs] == picked
         session.file("index selection", label, shape, (part,), chosen)
+    _check_fp8(session, shape, problem, *cases[:2])
+
+
+def _check_fp8(session: Session, shape: Shape, problem: Problem, ordinary, equal) -> None:
+    """File a verdict on every pair of rough (fp8) scores and those that are formed again."""
+    label = f"{shape.indexer_label()}, fp8"
+    more = replace(problem, topk=candidates_for(problem.topk))
+    parts = ((SCORES, replace(more, dtype=FP8)), (LISTED, more))
+    picked = [session.choice(op, x, label) for op, x in parts]
+    usable = [session.available(op, x, label) for op, x in parts]
+    for pairs in [(scores, again) for scores in usable[0] for again in usable[1]]:
+        part = session.part(*pairs)
+
+        def call(case=ordinary, pairs=pairs):
+            return case.call(pairs, fp8=True)
+
+        def judge_equal(*result, part=part):
+            equal.judge_exactly("all scores equal", part, *result)
+
+        done = session.examine(part, call, lambda *result, p=part: ordinary.judge(p, *result))
+        if done is not None:
+            session.once(part, lambda call=call: call(equal), judge_equal, warm=True)
+            session.time(part, "selection", call)
+        chosen = [candidate.name for _, candidate in pairs] == picked
+        session.file("fp8 selection", label, shape, (part,), chosen)
 
 
 def _select(session: Session, pairs, ordinary, equal, whole) -> Part:

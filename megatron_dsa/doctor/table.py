@@ -14,6 +14,7 @@ _ERRORS = {
     "sparse attention": ("out", "lse", "dq", "dkv", "dsink", "p_sum"),
     "teacher": ("p_sum",),
     "index selection": ("score shortfall",),
+    "fp8 selection": ("score shortfall",),
     "indexer loss": ("loss", "dq", "dk", "dweights"),
 }
 
@@ -90,6 +91,7 @@ def _column(operation: str) -> str:
         "sparse_attention_backward": "backward",
         "sparse_attention_probabilities": "teacher",
         "indexer_scores": "scores",
+        "indexer_listed_scores": "again",
         "indexer_topk": "top-k",
         "sparse_indexer_loss": "loss of",
         "indexer_backward": "gradients of",

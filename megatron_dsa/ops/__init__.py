@@ -122,7 +122,7 @@ _fused(
     covers="scores of a block of queries, where they are seen; with and without relu",
     package=TILELANG,
     capabilities=(HOPPER,),
-    dtypes=_BF16,
+    dtypes=(torch.bfloat16, torch.float8_e4m3fn),
     dims=((128, 0),),
     heads=(1, 64),
     bridged="heads padded to 16, 32 or 64",
@@ -252,6 +252,17 @@ for _operation, _module, _name, _covers in (
     )  # fmt: skip
     _torch(_operation, _load(f"{_module}.unfused", _name), "any shape")
 
+_fused(
+    "indexer_listed_scores",
+    "triton",
+    _load("indexer_topk.triton_kernels", "scores"),
+    covers="scores of listed keys",
+    **_TRITON,
+    dtypes=_HALF,
+    dims=tuple((dim, 0) for dim in (16, 32, 64, 128, 256)),
+    heads=(1, 128),
+)
+_torch("indexer_listed_scores", _load("indexer_topk.listed", "scores"), "any shape")
 _torch("indexer_scores", _load_instance("indexer_topk.unfused", "Scores"), "any shape")
 _torch("indexer_topk", _load_instance("indexer_topk.unfused", "Selection"), "any shape")
 _torch("sparse_attention_forward", _load("sparse_attention.unfused", "forward"), "any shape; p_sum")

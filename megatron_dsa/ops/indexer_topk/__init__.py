@@ -7,7 +7,7 @@ pairs: ``indexer_scores`` (:class:`BlockScores`) and ``indexer_topk`` (:class:`B
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -24,16 +24,20 @@ class IndexerInputs:
         k: ``[Skv, DI]``, one key shared by all index heads.
         weights: ``[Sq, HI]``, head weights with ``HI^-1/2 * DI^-1/2`` already in them.
         relu: clamp each head's product at 0 (DeepSeek) or leave it.
+        key_scales: fp32 ``[Skv]``, factor on the scores of each key; q and k are then fp8 (e4m3),
+            the scales of q in ``weights`` (:mod:`.fp8`). ``None`` otherwise.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     weights: torch.Tensor
     relu: bool = True
+    key_scales: torch.Tensor | None = None
 
     def detach(self) -> IndexerInputs:
         """Return the same inputs outside of the autograd graph."""
-        return IndexerInputs(self.q.detach(), self.k.detach(), self.weights.detach(), self.relu)
+        q, k, weights = (x.detach() for x in (self.q, self.k, self.weights))
+        return replace(self, q=q, k=k, weights=weights)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megatron_dsa.ops.indexer_topk import IndexerInputs
 
 
 class Scores:
-    """``indexer_scores`` of a block (bf16)."""
+    """``indexer_scores`` of a block (bf16 or fp8)."""
 
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
         """Only the scores: products stay on the chip."""
@@ -24,7 +24,13 @@ class Scores:
     ) -> torch.Tensor:
         """Return the scores ``[rows, width]``; where none is seen nothing is written."""
         q, weights = inputs.q[block.rows], inputs.weights[block.rows]
-        return scores(q, keys[block.lo : block.hi], weights, seen, relu=inputs.relu)
+        scales = inputs.key_scales
+        if scales is not None:
+            # A copy: the kernel's arguments begin at multiples of 16 bytes.
+            scales = scales[block.lo : block.hi].clone()
+        return scores(
+            q, keys[block.lo : block.hi], weights, seen, key_scales=scales, relu=inputs.relu
+        )
 
 
 def scores(

@@ -6,6 +6,8 @@ of several equal scores it picks is not defined. Ties go to the smallest slot.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from megatron_dsa.layout import Block, Seen
@@ -28,7 +30,15 @@ class Scores:
     ) -> torch.Tensor:
         """Return the scores ``[rows, width]`` of a block."""
         heads_at_once = min(HEADS_AT_ONCE, inputs.q.shape[1])
-        return block_scores(inputs, block.rows, keys[block.lo : block.hi], heads_at_once)
+        keys = keys[block.lo : block.hi]
+        if inputs.key_scales is None:
+            return block_scores(inputs, block.rows, keys, heads_at_once)
+        # bf16 holds every fp8 number exactly.
+        wide = replace(
+            inputs, q=inputs.q[block.rows].bfloat16(), weights=inputs.weights[block.rows]
+        )
+        scores = block_scores(wide, slice(None), keys.bfloat16(), heads_at_once)
+        return scores.mul_(inputs.key_scales[block.lo : block.hi])
 
 
 class Selection:

@@ -1,0 +1,29 @@
+"""Index queries and keys in fp8 (e4m3), with a scale per query and head and per key."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPE = torch.float8_e4m3fn
+LARGEST = torch.finfo(DTYPE).max
+
+
+def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``x [..., D]`` as e4m3 and fp32 scales ``[...]``, so that ``x ~ e4m3 * scale``.
+
+    The largest element of a vector becomes 448; a vector of zeros has the scale 1. What is not
+    finite makes its vector NaN.
+    """
+    largest = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1, dtype=torch.float32)
+    scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+    # Divided in fp32: scales of the smallest bf16 have no finite inverse.
+    return (x.float() / scales[..., None]).clamp(-LARGEST, LARGEST).to(DTYPE), scales
+
+
+def quantized_queries(q: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return q ``[r, HI, DI]`` in fp8 and fp32 weights ``[r, HI]`` with its scales in them.
+
+    A scale is positive, so it commutes with the relu.
+    """
+    q, scales = quantized(q)
+    return q, weights.float() * scales

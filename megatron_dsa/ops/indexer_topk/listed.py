@@ -1,0 +1,32 @@
+"""Index scores of listed keys in torch: what a first, rougher selection found is scored again."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.ops.arithmetic import accumulation_dtype, bmm, rows_in_budget
+from megatron_dsa.ops.indexer_topk import IndexerInputs
+
+
+def scores(inputs: IndexerInputs, columns: torch.Tensor, workspace_bytes: int) -> torch.Tensor:
+    """Return the scores ``[r, C]`` of each query against its own list of keys.
+
+    Args:
+        inputs: queries and weights of ``r`` rows, and the keys that the lists refer to.
+        columns: int32 ``[r, C]``, rows of ``inputs.k``. Where it is negative the result may be
+            anything.
+        workspace_bytes: budget for gathered keys and products.
+    """
+    acc = accumulation_dtype(inputs.q.dtype)
+    (rows, heads, dim), width = inputs.q.shape, columns.shape[1]
+    out = inputs.q.new_empty(rows, width, dtype=acc)
+    per_row = width * ((2 * dim + 2 * heads) * acc.itemsize + 8)
+    rows_at_once = rows_in_budget(workspace_bytes, per_row)
+    for first in range(0, rows, rows_at_once):
+        part = slice(first, first + rows_at_once)
+        keys = inputs.k[columns[part].clamp_min(0).long()]
+        products = bmm(inputs.q[part], keys.transpose(1, 2))
+        if inputs.relu:
+            products.relu_()
+        out[part] = torch.bmm(inputs.weights[part, None].to(acc), products).squeeze(1)
+    return out

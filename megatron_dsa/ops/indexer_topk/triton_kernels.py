@@ -1,0 +1,57 @@
+"""Index scores of listed keys in one Triton kernel: neither keys nor products are written."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_dsa.ops.indexer_topk import IndexerInputs
+
+#: Keys of a step, and the least heads that a product on the tensor cores has.
+BLOCK, LEAST_HEADS = 128, 16
+
+
+@triton.jit(do_not_specialize=["width"])
+def _listed_scores(
+    q, k, weights, columns, out, width,
+    HEADS: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    RELU: tl.constexpr,
+):  # fmt: skip
+    """One program per query and ``BLOCK`` columns."""
+    row = tl.program_id(0).to(tl.int64)
+    head, dim = tl.arange(0, PADDED), tl.arange(0, DIM)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(columns + row * width + place, mask=place < width, other=-1)
+    real = head < HEADS
+    weight = tl.load(weights + row * HEADS + head, mask=real, other=0.0).to(tl.float32)
+    # A key is a column of q^T: heads are rows, so that a thread's products are of few keys.
+    query = tl.load(
+        q + row * HEADS * DIM + head[:, None] * DIM + dim[None, :], mask=real[:, None], other=0.0
+    )
+    at = column.to(tl.int64)[:, None] * DIM + dim[None, :]
+    key = tl.load(k + at, mask=(column >= 0)[:, None], other=0.0)
+    products = tl.dot(key, tl.trans(query))
+    if RELU:
+        products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    score = tl.sum(products * weight[None, :], 1)
+    tl.store(out + row * width + place, score, mask=place < width)
+
+
+def scores(inputs: IndexerInputs, columns: torch.Tensor, workspace_bytes: int) -> torch.Tensor:
+    """Return the fp32 scores ``[r, C]`` of each query against its own list of keys.
+
+    As :func:`megatron_dsa.ops.indexer_topk.listed.scores`, which names the arguments; index dims
+    must be a power of two of at least 16, ``inputs`` bf16 or fp16. Nothing but the result is
+    allocated.
+    """
+    (rows, heads, dim), width = inputs.q.shape, columns.shape[1]
+    out = torch.empty(rows, width, dtype=torch.float32, device=inputs.q.device)
+    if out.numel():
+        _listed_scores[(rows, triton.cdiv(width, BLOCK))](
+            inputs.q.contiguous(), inputs.k.contiguous(), inputs.weights.contiguous(),
+            columns.contiguous(), out, width,
+            HEADS=heads, PADDED=max(LEAST_HEADS, triton.next_power_of_2(heads)), DIM=dim,
+            BLOCK=BLOCK, RELU=inputs.relu, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,135 @@
+"""How the best keys of a block of queries are found: exactly, or through candidates in fp8.
+
+Both ways run their parts through dispatch; :func:`megatron_dsa.dsa_kernels.indexer_topk` walks over
+the blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from megatron_dsa.dispatch import Policy, choose, run
+from megatron_dsa.indexer_training import index_problem
+from megatron_dsa.layout import Block, Seen
+from megatron_dsa.ops.arithmetic import accumulation_dtype
+from megatron_dsa.ops.indexer_topk import TopKProblem
+from megatron_dsa.ops.indexer_topk.blocks import Selector
+from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
+from megatron_dsa.ops.indexer_topk.fp8 import quantized, quantized_queries
+from megatron_dsa.support import Problem
+
+
+def candidates_for(topk: int) -> int:
+    """Return how many keys are selected by fp8 scores, of which the best ``topk`` are kept."""
+    return topk + (topk + 3) // 4
+
+
+def selection_calls(problem: Problem, policy: Policy) -> Iterator[tuple[str, Problem]]:
+    """Yield what a selection described by ``problem`` calls, each with its own problem."""
+    yield "indexer_topk", problem
+    if not policy.fp8_selection:
+        yield "indexer_scores", problem
+        return
+    more = dataclasses.replace(problem, topk=candidates_for(problem.topk))
+    yield "indexer_scores", dataclasses.replace(more, dtype=FP8)
+    yield "indexer_topk", more
+    yield "indexer_listed_scores", more
+
+
+def selector(problem: TopKProblem, policy: Policy) -> Selector:
+    """Return what finds the best keys of a block, as ``policy`` asks for it."""
+    return (Candidates if policy.fp8_selection else Exact)(problem, policy)
+
+
+class _Selector:
+    """What both ways share."""
+
+    def __init__(self, problem: TopKProblem, policy: Policy):
+        self.problem, self.policy = problem, policy
+        self.keys = problem.layout.keys_in_slot_order(problem.inputs.k)
+
+    def _describe(self, inputs, topk: int):
+        return index_problem(inputs, self.problem.layout, topk)
+
+    def _score(self, inputs, topk: int, block: Block, seen: Seen) -> torch.Tensor:
+        call = self._describe(inputs, topk)
+        return run("indexer_scores", call, self.policy, inputs, block, inputs.k, seen)
+
+    def _select(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
+        call = self._describe(self.problem.inputs, topk)
+        return run("indexer_topk", call, self.policy, scores, seen, topk)
+
+    def _bytes_per_score(self, inputs, topk: int) -> int:
+        """Temporary bytes per score of the implementations that score and select."""
+        scores = choose("indexer_scores", self._describe(inputs, topk), self.policy)
+        select = choose("indexer_topk", self._describe(self.problem.inputs, topk), self.policy)
+        itemsize = accumulation_dtype(self.problem.inputs.q.dtype).itemsize
+        heads = inputs.q.shape[1]
+        return (
+            scores.candidate.load().bytes_per_score(heads, itemsize)
+            + select.candidate.load().bytes_per_score()
+        )
+
+
+class Exact(_Selector):
+    """Scores of the inputs as they are, and the best of them."""
+
+    def __init__(self, problem: TopKProblem, policy: Policy):
+        super().__init__(problem, policy)
+        self.inputs = dataclasses.replace(problem.inputs, k=self.keys)
+        self.bytes_per_score = self._bytes_per_score(self.inputs, problem.topk)
+        self.bytes_per_row = 0
+
+    def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
+        topk = self.problem.topk
+        return self._select(self._score(self.inputs, topk, block, seen), seen, topk)
+
+
+class Candidates(_Selector):
+    """Scores in fp8 for all keys; those of the best few are formed again from the inputs.
+
+    Scores in fp8 (e4m3, 3 bits of mantissa) are off by some percent, which matters near the worst
+    selected score only. A quarter more keys than wanted are therefore candidates, whose scores are
+    formed as in :class:`Exact`. A key is lost if fp8 puts it behind all candidates.
+    """
+
+    def __init__(self, problem: TopKProblem, policy: Policy):
+        super().__init__(problem, policy)
+        self.count = candidates_for(problem.topk)
+        q, weights = problem.inputs.q, problem.inputs.weights
+        keys, scales = quantized(self.keys)
+        # Queries are quantized a block at a time; these say what will be scored.
+        sample = quantized_queries(q[:1], weights[:1])
+        self.fp8 = dataclasses.replace(
+            problem.inputs, q=sample[0], weights=sample[1], k=keys, key_scales=scales
+        )
+        self.bytes_per_score = self._bytes_per_score(self.fp8, self.count)
+        # fp32 and fp8 queries; candidates and their scores, as long as both lists exist.
+        self.bytes_per_row = 6 * q[0].numel() + 32 * self.count
+
+    def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
+        inputs, topk = self.problem.inputs, self.problem.topk
+        q, weights = inputs.q[block.rows], inputs.weights[block.rows]
+        if block.width <= self.count:
+            columns = seen.first(self.count)
+        else:
+            columns = self._candidates(q, weights, block, seen)
+        own = dataclasses.replace(inputs, q=q, weights=weights, k=self.keys[block.lo : block.hi])
+        scores = run(
+            "indexer_listed_scores", self._describe(own, self.count), self.policy,
+            own, columns, self.policy.workspace_bytes,
+        )  # fmt: skip
+        length = (seen.end - seen.start).clamp_max(self.count)
+        best = self._select(scores, Seen(torch.zeros_like(length), length), topk)
+        chosen = columns.gather(1, best.clamp_min(0).long())
+        return torch.where(best < 0, best, chosen)
+
+    def _candidates(self, q, weights, block: Block, seen: Seen) -> torch.Tensor:
+        q, weights = quantized_queries(q, weights)
+        rows = dataclasses.replace(self.fp8, q=q, weights=weights)
+        # The queries are the block's own, from the first on.
+        here = dataclasses.replace(block, rows=slice(0, q.shape[0], 1))
+        return self._select(self._score(rows, self.count, here, seen), seen, self.count)
