@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from megatron_dsa.packages import TRITON
 from megatron_dsa.versions import parse_version
 
 # bmm with a wider output dtype than its operands: tensor cores with an fp32 result.
@@ -41,7 +44,18 @@ def scaled(gradient: torch.Tensor, factor: torch.Tensor | float, dtype: torch.dt
         factor = torch.full((), factor, dtype=torch.float64, device=gradient.device)
     # With one dim the factor keeps its dtype, and the product is rounded where it is written.
     factor = factor.to(accumulation_dtype(gradient.dtype)).view(1)
-    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+    out = torch.empty_like(gradient, dtype=dtype)
+    fits = gradient.is_cuda and gradient.is_contiguous() and factor.dtype == torch.float32
+    if fits and _has_triton():
+        from megatron_dsa.ops.scaling import scale
+
+        return scale(gradient, factor, out)
+    return torch.mul(gradient, factor, out=out)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return TRITON.problem() is None
 
 
 def rows_in_budget(budget_bytes: int, bytes_per_row: int) -> int:
