@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import functools
 import logging
+import math
 
 import torch
 from torch.nn import functional
@@ -32,6 +33,8 @@ from megatron_dsa.errors import ImplementationError
 WAYS = {"ours": None, "dense": None, "bundled": "tilelang", "bundled-cudnn": "cudnn"}
 #: Tokens with which dense attentions are compared.
 TRIAL_ROWS = 8192
+#: Of a tensor that torch's attention gets.
+MOST_ELEMENTS = 2**31 - 1
 
 
 def build(way: str, case: Case, device: torch.device, workspace_mib: int) -> tuple[Layer, str]:
@@ -84,15 +87,20 @@ def dense_module(config, _kernels, device: torch.device):
 def attend(backend: SDPBackend, q, k, v, scale: float) -> torch.Tensor:
     """Causal attention by one of torch's kernels: ``q, k [S, H, D]``, ``v [S, H, Dv]`` -> as v.
 
-    FlashAttention takes only values as wide as the keys: they get columns of zeros.
+    FlashAttention takes only values as wide as the keys: they get columns of zeros. Tensors of more
+    elements than 32 bits count are cut by heads, which kernels may not be able to address.
     """
-    width = v.shape[-1]
+    heads, width = v.shape[1:]
     if backend == SDPBackend.FLASH_ATTENTION:
         v = functional.pad(v, (0, q.shape[-1] - width))
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    at_once = math.ceil(heads / math.ceil(q.numel() / MOST_ELEMENTS))
+    parts = []
     with sdpa_kernel(backend):
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    return out[0, ..., :width].transpose(0, 1)
+        for own in zip(*(x.split(at_once, 1) for x in (q, k, v)), strict=True):
+            own = (x.transpose(0, 1)[None] for x in own)
+            out = functional.scaled_dot_product_attention(*own, is_causal=True, scale=scale)
+            parts.append(out[0, ..., :width].transpose(0, 1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 ATTENTIONS = {

@@ -32,8 +32,9 @@ def test_a_quick_run(tmp_path, capsys):
     rows, table = measured(tmp_path)
     steps = [row for row in rows if row["operation"] == "step"]
     assert [(row["rows"], row["way"]) for row in steps] == [
-        (length, way) for length in ("64", "128") for way in ("ours", "dense", "bundled")
-    ]
+        ("64", "ours"), ("64", "dense"), ("128", "ours"), ("128", "dense"),
+        ("64", "bundled"), ("128", "bundled"),
+    ]  # fmt: skip
     for row in steps:
         assert row["status"] == "ok" and row["heads"] == "4" and row["repeats"] == "2"
         assert 0 < float(row["p10_ms"]) <= float(row["median_ms"]) <= float(row["p90_ms"])
@@ -41,6 +42,7 @@ def test_a_quick_run(tmp_path, capsys):
         assert float(row["tokens_per_s"]) == pytest.approx(speed, rel=1e-3)
         assert row["torch"] == torch.__version__ and row["megatron_core"]
         assert (row["way"] == "ours") == (row["out_error"] == "")
+        assert (row["way"] == "bundled") == (row["end_error"] != "")
     assert "sparse_attention_forward=torch" in steps[0]["ran"]
     assert "dense_attention=torch" in steps[1]["ran"]
     shares = [row for row in rows if row["operation"] != "step"]
@@ -101,8 +103,31 @@ def test_another_output_is_a_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(layer_ways, "with_weights", twice)
     rows, _ = measured(tmp_path, "--ways", "ours", "dense", "--rows", "64")
     (dense,) = (row for row in rows if row["way"] == "dense")
-    assert dense["status"] == "failed" and "not that of ours" in dense["reason"]
+    assert dense["status"] == "failed" and "not the results of ours" in dense["reason"]
     assert float(dense["out_error"]) == pytest.approx(1, rel=0.05)
+
+
+def test_wrong_ends_are_found(tmp_path):
+    """As addresses that overflow would make them."""
+    run = layer.Run(layer.parse(["--quick"]), start())
+    case, rows = Case("layers", "tiny", 64, heads=4), torch.arange(6.0).view(2, 3) + 1
+    own = {"out": rows, "end": rows, "end_gradient": rows}
+    assert run._agreement("ours", case, own) == {"status": "ok"}
+    nearly = own | {"end": 1.2 * rows}
+    row = run._agreement("bundled", case, nearly)
+    assert row["status"] == "ok" and row["end_error"] == pytest.approx(0.2)
+    assert "end_error" not in run._agreement("dense", case, own | {"end": -rows})
+    row = run._agreement("bundled", case, own | {"end_gradient": -rows})
+    assert row["status"] == "failed" and row["reason"].startswith("not the results of ours: end")
+    row = run._agreement("bundled", case, own | {"end": rows / 0})
+    assert row["reason"] == "output or gradient is not finite"
+
+
+def test_what_may_fault_comes_last():
+    run = layer.Run(layer.parse(["--heads", "128", "16", "--rows", "8", "4"]), start())
+    found = [(way, case.heads, case.rows) for way, case in run._cases()]
+    assert found[:4] == [("ours", 128, 4), ("dense", 128, 4), ("ours", 128, 8), ("dense", 128, 8)]
+    assert found[8:] == [("bundled", heads, rows) for heads in (16, 128) for rows in (4, 8)]
 
 
 def test_what_may_take_too_long_is_not_begun(tmp_path):
@@ -154,7 +179,10 @@ def test_the_fastest_dense_attention(monkeypatch):
     layer_ways.fastest_attention.cache_clear()
 
 
-def test_padded_attention():
+@pytest.mark.parametrize("most", [2**31 - 1, 300])
+def test_padded_attention(most, monkeypatch):
+    """Also by groups of heads: of 432 elements, 300 are one head."""
+    monkeypatch.setattr(layer_ways, "MOST_ELEMENTS", most)
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(9, 2, 24, generator=generator).bfloat16() for _ in range(2))
     v = torch.randn(9, 2, 16, generator=generator).bfloat16()
