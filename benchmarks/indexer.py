@@ -7,10 +7,12 @@
 ``select`` scores every visible pair and keeps the best keys, ``loss`` is the KL sum with all
 gradients, ``dense`` that of the warm-up stage (:mod:`benchmarks.indexer_dense`), all through
 dispatch as a layer calls them. A *way* names the implementations; what one lacks is left to
-dispatch, and the column ``ran`` says what that took. Queries see up to their own place (one causal
-sequence). FLOP count what is visible: 2 * heads * dim per pair for ``select``, three products per
-selected pair for ``loss``; for ``dense`` the same per visible pair, and the teacher's scores. Peak
-memory is that of the call above its inputs and includes its results.
+dispatch, and the column ``ran`` says what that took. The way ``megatron`` is megatron-core's own
+(:mod:`benchmarks.indexer_bundled`): its TileLang indexer, and its unfused dense loss. Queries see
+up to their own place (one causal sequence). FLOP count what is visible: 2 * heads * dim per pair
+for ``select``, three products per selected pair for ``loss``; for ``dense`` the same per visible
+pair, and the teacher's scores. Peak memory is that of the call above its inputs and includes its
+results.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import indexer_dense
+from benchmarks import indexer_bundled, indexer_dense
 from benchmarks.attention import append_csv, open_csv
 from benchmarks.cases import make_indices
 from benchmarks.measure import environment, one_line
@@ -43,8 +45,8 @@ OPERATIONS = {
     "dense": ("dense_indexer_loss",),
 }
 WAYS = {
-    "select": ("tilelang", "cudnn", "torch"),
-    "loss": ("tilelang", "cudnn", "torch"),
+    "select": ("tilelang", "cudnn", "torch", indexer_dense.BUNDLED),
+    "loss": ("tilelang", "cudnn", "torch", indexer_dense.BUNDLED),
     "dense": (indexer_dense.OURS, indexer_dense.BUNDLED),
 }
 #: Query rows whose result is compared with float64.
@@ -76,16 +78,21 @@ def scores64(inputs: IndexerInputs, row: int) -> torch.Tensor:
     return products.relu() @ inputs.weights[row].double()
 
 
-def selection_error(inputs: IndexerInputs, topk: int, indices: torch.Tensor) -> float:
+def selection_error(
+    inputs: IndexerInputs, topk: int, indices: torch.Tensor, ascending: bool = True
+) -> float:
     """Return by how much a rejected key beats a selected one, relative to the largest score.
 
-    fp32 sums may order nearly equal scores otherwise; any more is a wrong selection.
+    fp32 sums may order nearly equal scores otherwise; any more is a wrong selection, and so is
+    another order where lists have to be ``ascending``.
     """
     worst = 0.0
     rows = len(indices)
     for row in {rows * (i + 1) // CHECKED_ROWS - 1 for i in range(CHECKED_ROWS)}:
         scores, chosen = scores64(inputs, row), indices[row].long()
         chosen = chosen[chosen >= 0]
+        if not ascending:
+            chosen = chosen.sort().values
         if len(chosen) != min(topk, row + 1) or not bool((chosen.diff() > 0).all()):
             return float("inf")
         rest = scores.clone().index_fill_(0, chosen, float("-inf")).max()
@@ -129,14 +136,17 @@ def case(operation: str, way: str, lists: str | None, inputs: IndexerInputs, opt
             dense, lambda gradients: indexer_dense.error(inputs, teacher, gradients),
             indexer_dense.flops(inputs, teacher),
         )  # fmt: skip
+    bundled = way == indexer_dense.BUNDLED
     if operation == "select":
 
         def select():
+            if bundled:
+                return indexer_bundled.select(inputs, options.topk)
             return indexer_topk(inputs, layout, options.topk, policy=policy)[0]
 
         pairs = rows * (rows + 1) // 2
         return (
-            select, lambda indices: selection_error(inputs, options.topk, indices),
+            select, lambda indices: selection_error(inputs, options.topk, indices, not bundled),
             2 * heads * dim * pairs,
         )  # fmt: skip
     indices = make_indices(lists, rows, rows, options.topk, inputs.q.device)
@@ -145,8 +155,11 @@ def case(operation: str, way: str, lists: str | None, inputs: IndexerInputs, opt
     teacher.masked_fill_(indices < 0, 0.0)
     tensors = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.weights)]
     given = IndexerInputs(*tensors)
+    scores = indexer_bundled.selected_scores(inputs, indices) if bundled else None
 
     def loss():
+        if bundled:
+            return indexer_bundled.loss_gradients(inputs, indices, teacher, scores)
         value = sparse_indexer_loss(given, indices, teacher, layout, policy=policy)
         return torch.autograd.grad(value, tensors)
 

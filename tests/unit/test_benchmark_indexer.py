@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks import indexer, indexer_dense
+from benchmarks import indexer, indexer_bundled, indexer_dense
 from benchmarks.timing import ERROR_LIMIT
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import indexer_topk, sparse_indexer_loss
@@ -50,6 +50,46 @@ def test_a_way_that_cannot_run_is_a_row(tmp_path):
     indexer.run(indexer.parse(options))
     (row,) = csv.DictReader(table.open())
     assert row["status"] == "failed" and "cudnn" in row["reason"]
+
+
+@pytest.mark.parametrize("operation", ["select", "loss"])
+def test_bundled_indexer_without_a_gpu_is_a_row(operation, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("it runs here")
+    table = tmp_path / "indexer.csv"
+    options = ["--quick", "--ways", "megatron", "--operations", operation, "--lists", "sorted"]
+    indexer.run(indexer.parse([*options, "--output", str(table)]))
+    (row,) = csv.DictReader(table.open())
+    assert row["status"] == "failed" and row["way"] == "megatron"
+    assert "needs a CUDA GPU" in row["reason"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [700, 9000])
+def test_bundled_indexer_is_ours(rows):
+    """Selection and gradients, with blocks of rows that are cut off, and short lists."""
+    device, topk = torch.device("cuda"), 512
+    inputs = indexer.draw(rows, 64, 128, device)
+    layout = bshd_layout(rows, 1, device)
+    found = indexer_bundled.select(inputs, topk)
+    assert indexer.selection_error(inputs, topk, found, ascending=False) < 1e-5
+    indices, _ = indexer_topk(inputs, layout, topk, policy=Policy())
+    teacher = torch.rand(indices.shape, device=device).masked_fill_(indices < 0, 0.0)
+    scores = indexer_bundled.selected_scores(inputs, indices)
+    theirs = indexer_bundled.loss_gradients(inputs, indices, teacher, scores)
+    assert indexer.loss_error(inputs, indices, teacher, theirs) < ERROR_LIMIT
+    tensors = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.weights)]
+    value = sparse_indexer_loss(inputs, indices, teacher, layout, policy=Policy())
+    for ours, other in zip(torch.autograd.grad(value, tensors), theirs, strict=True):
+        assert (ours.double() - other.double()).norm() < ERROR_LIMIT * ours.double().norm()
+
+
+def test_order_of_a_selection():
+    inputs = indexer.draw(40, 4, 128, torch.device("cpu"))
+    layout = bshd_layout(40, 1, torch.device("cpu"))
+    indices = indexer_topk(inputs, layout, 8, policy=Policy(fused=False))[0].flip(1)
+    assert indexer.selection_error(inputs, 8, indices) == float("inf")
+    assert indexer.selection_error(inputs, 8, indices, ascending=False) < 1e-5
 
 
 def test_checks_find_wrong_results():
