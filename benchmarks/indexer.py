@@ -7,7 +7,8 @@
 ``select`` scores every visible pair and keeps the best keys, ``loss`` is the KL sum with all
 gradients, ``dense`` that of the warm-up stage (:mod:`benchmarks.indexer_dense`), all through
 dispatch as a layer calls them. A *way* names the implementations; what one lacks is left to
-dispatch, and the column ``ran`` says what that took. The way ``megatron`` is megatron-core's own
+dispatch, and the column ``ran`` says what that took. ``fp8`` selects through fp8 scores
+(:class:`megatron_dsa.selection.Candidates`). The way ``megatron`` is megatron-core's own
 (:mod:`benchmarks.indexer_bundled`): its TileLang indexer, and its unfused dense loss. Queries see
 up to their own place (one causal sequence). FLOP count what is visible: 2 * heads * dim per pair
 for ``select``, three products per selected pair for ``loss``; for ``dense`` the same per visible
@@ -44,8 +45,10 @@ OPERATIONS = {
     "loss": ("sparse_indexer_loss", "indexer_backward"),
     "dense": ("dense_indexer_loss",),
 }
+#: Selection through fp8 candidates, with our kernels.
+FP8 = "fp8"
 WAYS = {
-    "select": ("tilelang", "cudnn", "torch", indexer_dense.BUNDLED),
+    "select": ("tilelang", FP8, "cudnn", "torch", indexer_dense.BUNDLED),
     "loss": ("tilelang", "cudnn", "torch", indexer_dense.BUNDLED),
     "dense": (indexer_dense.OURS, indexer_dense.BUNDLED),
 }
@@ -120,7 +123,11 @@ def loss_error(inputs: IndexerInputs, indices, teacher, gradients) -> float:
 def case(operation: str, way: str, lists: str | None, inputs: IndexerInputs, options):
     """Return ``(call, check, flop)`` of a measurement."""
     rows, heads, dim = inputs.q.shape
-    policy = Policy(workspace_bytes=options.workspace_mib * 2**20, named=named(operation, way))
+    fp8 = way == FP8
+    policy = Policy(
+        workspace_bytes=options.workspace_mib * 2**20, fp8_selection=fp8,
+        named=named(operation, "tilelang" if fp8 else way),
+    )  # fmt: skip
     layout = bshd_layout(rows, 1, inputs.q.device)
     if operation == "dense":
         teacher = indexer_dense.Teacher.draw(rows, options.teacher_heads, inputs.q.device)

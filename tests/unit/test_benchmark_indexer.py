@@ -26,6 +26,16 @@ def test_quick_run(tmp_path):
     assert all(f"{name}=torch" in rows[0]["ran"] for name in indexer.OPERATIONS["select"])
 
 
+def test_fp8_selects_through_candidates(tmp_path, monkeypatch):
+    """Where our kernels are left out, torch's scores stand in."""
+    monkeypatch.setattr(indexer, "named", lambda operation, way: ())
+    table = tmp_path / "indexer.csv"
+    options = ["--quick", "--ways", "fp8", "--operations", "select", "--output", str(table)]
+    indexer.run(indexer.parse(options))
+    (row,) = csv.DictReader(table.open())
+    assert row["status"] == "ok" and "indexer_listed_scores=" in row["ran"]
+
+
 def test_bundled_dense_loss_is_ours(tmp_path):
     inputs = indexer.draw(40, 4, 128, torch.device("cpu"))
     inputs = dataclasses.replace(
