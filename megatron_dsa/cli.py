@@ -50,7 +50,7 @@ def _model_shapes() -> dict[str, dict[str, dict]]:
         "indexer_topk": selects,
         "indexer_backward": selects,
         "sparse_attention_forward": latent,
-        "sparse_attention_backward": latent,
+        "sparse_attention_backward": latent | {"teacher": True},
         "sparse_attention_probabilities": latent,
         "dense_attention": {"heads": 128, "qk_dim": 192, "v_dim": 128},
         "ring_attention": {"heads": 128, "qk_dim": 192, "v_dim": 128},
@@ -70,7 +70,7 @@ def _model_shapes() -> dict[str, dict[str, dict]]:
         "indexer_topk": selects,
         "indexer_backward": selects,
         "sparse_attention_forward": hybrid,
-        "sparse_attention_backward": hybrid,
+        "sparse_attention_backward": hybrid | {"teacher": True},
         "sparse_attention_probabilities": hybrid,
         "sparse_indexer_loss": selects,
         "dense_indexer_loss": index,
@@ -106,7 +106,11 @@ def _remark(operation: str, problem) -> str:
 
     if operation == "indexer_backward" and not needs_indexer_backward(problem, Policy()):
         return "not called, the loss forms the gradients itself"
-    return "with --dsa-fp8-selection" if operation == "indexer_listed_scores" else ""
+    return {
+        "indexer_listed_scores": "with --dsa-fp8-selection",
+        "sparse_attention_backward": "where it trains the indexer",
+        "sparse_attention_probabilities": "where the backward does not give them",
+    }.get(operation, "")
 
 
 def _by_heads(operation: str, problem) -> dict[str, str]:

@@ -126,7 +126,9 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
         yield "rotate", problem(heads, config.head_dim)
         yield "key_lists", device_problem(device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0)
         yield "sparse_attention_forward", attention
-        yield "sparse_attention_backward", attention
+        teaches = self._selects() and indexer_is_trained(config) and self.loss_is_sparse()
+        teaches = teaches and not self._selected_only()
+        yield "sparse_attention_backward", dataclasses.replace(attention, teacher=teaches)
         if self.compressor is not None:
             yield "compressor", problem(1, config.head_dim)
         if self.indexer is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -147,7 +147,8 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
             if self.computes_topk:
                 yield from selection_calls(index(topk), self.options.policy)
             yield "sparse_attention_forward", sparse
-            yield "sparse_attention_backward", sparse
+            teaches = trains and self.loss_is_sparse()
+            yield "sparse_attention_backward", replace(sparse, teacher=teaches)
             if judges and self.loss_is_sparse():
                 yield "sparse_attention_probabilities", sparse
                 yield "sparse_indexer_loss", index(topk)

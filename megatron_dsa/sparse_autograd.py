@@ -53,9 +53,9 @@ class Settings:
             in_order=self.in_order,
         )
 
-    def run(self, operation: str, *args):
-        """Run an operation of this call."""
-        return run(operation, self.problem, self.policy, *args)
+    def run(self, operation: str, *args, teacher: bool = False):
+        """Run an operation of this call; ``teacher``: the head sum is wanted along with it."""
+        return run(operation, replace(self.problem, teacher=teacher), self.policy, *args)
 
     def parts(self, indices, length) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
         """Yield ``rows, indices, length``: everything at once, or lists as they are written."""
@@ -120,8 +120,9 @@ class SparseAttention(torch.autograd.Function):
         for rows, part_indices, part_length in s.parts(indices, length):
             arguments = s.arguments(q[rows], kv, sink, part_indices, part_length, wants_p_sum)
             part_dq, part_dkv, part_dsink, p_sum = s.run(
-                "sparse_attention_backward", arguments, out[rows], lse[rows], dout[rows]
-            )
+                "sparse_attention_backward", arguments, out[rows], lse[rows], dout[rows],
+                teacher=wants_p_sum,
+            )  # fmt: skip
             dq = _put(dq, part_dq, rows, q.shape[0])
             dkv = part_dkv if dkv is None else dkv.add_(part_dkv)
             if part_dsink is not None:

@@ -29,6 +29,7 @@ class Problem:
         sink: a learned sink takes part in the softmax.
         relu: index scores clamp each head's product at 0.
         deterministic: ``torch.use_deterministic_algorithms(True)`` is in force.
+        teacher: the head sum of the probabilities is wanted along with the result.
     """
 
     device: str
@@ -42,6 +43,7 @@ class Problem:
     sink: bool = False
     relu: bool = True
     deterministic: bool = False
+    teacher: bool = False
 
     def on(self) -> str:
         """Return the device in words, for messages."""
@@ -71,6 +73,8 @@ class Support:
         fastest: inclusive range of heads for which it goes before the others, because the committed
             benchmark (``benchmarks/attention.csv``) shows it to be the fastest; of no meaning where
             it was not run.
+        fastest_with_teacher: the same where the head sum of the probabilities is wanted, too, which
+            costs others an operation of its own; ``None``: as without.
         bridged: what the adapter does to fit the contract (padding, conversions).
         declined: why it is never used, for a kernel that exists and does not fit.
         probe: a last question ``Problem -> reason or None``, asked only when the rest fits.
@@ -92,6 +96,7 @@ class Support:
     deterministic_mode: bool = False
     gradients: bool = False
     fastest: tuple[int, int] | None = None
+    fastest_with_teacher: tuple[int, int] | None = None
     bridged: str = ""
     declined: str | None = None
     probe: Callable[[Problem], str | None] | None = None
@@ -117,7 +122,8 @@ class Support:
         """Whether it goes before the others."""
         if self.untried(problem):
             return False
-        return self.fastest is not None and self.fastest[0] <= problem.heads <= self.fastest[1]
+        fastest = (problem.teacher and self.fastest_with_teacher) or self.fastest
+        return fastest is not None and fastest[0] <= problem.heads <= fastest[1]
 
     def untried(self, problem: Problem) -> bool:
         """Whether its kernels were compiled for this GPU, but never run on one."""

@@ -15,7 +15,9 @@ Generated from the declarations in `megatron_dsa/ops/__init__.py` by
 `python -m megatron_dsa info --support-table`; do not edit.
 
 Dispatch tries the implementations of an operation in the order of this table, the torch one last;
-one that is the fastest for some numbers of heads, by the committed benchmark, goes first there.
+one that is the fastest for some numbers of heads, by the committed benchmark, goes first there
+("with the teacher": where the backward also gives the indexer's teacher, the head sum of the
+probabilities, which costs others an operation of its own).
 `--dsa-<name>-impl IMPLEMENTATION`, or the environment variable, names one: it runs, or start-up
 stops with the reason. "-" means any.
 """
@@ -46,6 +48,9 @@ def _cells(support: Support) -> tuple[str, ...]:
     determinism = "yes" if support.deterministic else "no"
     if support.deterministic_mode:
         determinism = "on request"
+    fastest = span(support.fastest)
+    if support.fastest_with_teacher:
+        fastest += f"; with the teacher {span(support.fastest_with_teacher)}"
     return (
         _package(support),
         _gpus(support),
@@ -56,7 +61,7 @@ def _cells(support: Support) -> tuple[str, ...]:
         "yes" if support.packed else "no",
         "yes" if support.sink else "no",
         determinism,
-        span(support.fastest),
+        fastest,
         f"declined: {support.declined}" if support.declined else support.covers,
         support.bridged or "-",
     )

@@ -7,6 +7,7 @@ so that the first step is a step like the others and refusals of the compiler co
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -65,7 +66,9 @@ def _attend(fused: dict, problem: Problem, policy: Policy, softmax_scale: float)
     )
     out, lse, _ = run("sparse_attention_forward", problem, policy, sp)
     if "sparse_attention_backward" in fused:
-        run("sparse_attention_backward", problem, policy, sp, out, lse, out)
+        backward = fused["sparse_attention_backward"]
+        sp = replace(sp, want_p_sum=backward.teacher)
+        run("sparse_attention_backward", backward, policy, sp, out, lse, out)
     if "sparse_attention_probabilities" in fused:
         run("sparse_attention_probabilities", problem, policy, sp, lse)
 

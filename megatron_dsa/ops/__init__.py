@@ -102,6 +102,7 @@ _fused(
     _load("sparse_attention.tilelang_kernels", "backward"),
     covers="dq, dkv, dsink, p_sum",
     **_TILELANG,
+    fastest_with_teacher=(1, 128),
     **_ATOMIC_SUMS,
 )
 _fused(
