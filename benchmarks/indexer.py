@@ -50,7 +50,7 @@ FP8 = "fp8"
 WAYS = {
     "select": ("tilelang", FP8, "cudnn", "torch", indexer_dense.BUNDLED),
     "loss": ("tilelang", "cudnn", "torch", indexer_dense.BUNDLED),
-    "dense": (indexer_dense.OURS, indexer_dense.BUNDLED),
+    "dense": ("triton", "torch", indexer_dense.BUNDLED),
 }
 #: Query rows whose result is compared with float64.
 CHECKED_ROWS = 4

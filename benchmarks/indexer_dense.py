@@ -16,8 +16,8 @@ from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
 from megatron_dsa.layout import Layout
 
-#: Ways of the operation ``dense``: dispatch's choice, and megatron-core's unfused function.
-OURS, BUNDLED = "torch", "megatron"
+#: A way of the operation ``dense``: megatron-core's unfused function. The others are dispatch's.
+BUNDLED = "megatron"
 
 
 @dataclasses.dataclass(frozen=True)

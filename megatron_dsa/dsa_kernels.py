@@ -279,7 +279,10 @@ def dense_indexer_loss(
         inputs, layout, q.detach(), k.detach(), softmax_scale, head_group, policy.workspace_bytes,
         None if other_lse is None else other_lse.detach(), None if lse is None else lse.detach(),
     )  # fmt: skip
-    return run("dense_indexer_loss", index_problem(inputs, layout, None), policy, arguments)
+    asked = index_problem(inputs, layout, None)
+    # The teacher's queries may be wider than the indexer's.
+    asked = replace(asked, dtype=torch.promote_types(asked.dtype, q.dtype))
+    return run("dense_indexer_loss", asked, policy, arguments)
 
 
 def _check_teacher_keys(q: torch.Tensor, k: torch.Tensor | LatentKeys) -> None:

@@ -2,8 +2,9 @@
 
 One folder per operation. ``reference.py`` is the plain, slow statement of what it computes;
 ``unfused.py`` is the memory-bounded torch implementation that runs everywhere (that of the dense
-indexer loss is ``dense.py``); files named after a package hold fused implementations. This file
-declares all of them, once: dispatch tries the fused ones of an operation in the order given here.
+indexer loss is ``dense_torch.py``); files named after a package hold fused implementations. This
+file declares all of them, once: dispatch tries the fused ones of an operation in the order given
+here.
 """
 
 from __future__ import annotations
@@ -291,6 +292,16 @@ _torch(
     "any shape",
     **_ATOMIC_SUMS,
 )
-_torch("dense_indexer_loss", _load("indexer_loss.dense", "dense"), "any shape")
+_fused(
+    "dense_indexer_loss",
+    "triton",
+    _load("indexer_loss.triton_dense", "dense"),
+    covers="value and gradients; teachers of any head dim",
+    **_TRITON,
+    dtypes=_BF16,
+    dims=((128, 0),),
+    heads=(1, 64),
+)
+_torch("dense_indexer_loss", _load("indexer_loss.dense_torch", "dense"), "any shape")
 _torch("dense_attention", _load("dense_attention.unfused", "forward"), "any shape")
 _torch("ring_attention", _load_ring("torch"), "any shape")

@@ -10,7 +10,7 @@ from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layout import bshd_layout, packed_layout
-from megatron_dsa.ops.indexer_loss import DenseLossProblem, dense, reference, tiles
+from megatron_dsa.ops.indexer_loss import DenseLossProblem, dense_torch, reference, tiles
 from megatron_dsa.ops.indexer_topk.scores import head_blocks
 from megatron_dsa.spread import KeyPlaces, Spread, spread_layout
 from tests.helpers import leaf, relative_error
@@ -130,7 +130,7 @@ def test_given_lse_is_not_computed_again(device, monkeypatch):
     layout = LAYOUTS["one sequence"](device)
     inputs, q, k = make(device, layout)
     lse = attention_lse(q, k, visible_rows(layout))
-    monkeypatch.setattr(dense, "teacher_lse", None)
+    monkeypatch.setattr(dense_torch, "teacher_lse", None)
     value_and_gradients(inputs, q, k, layout, lse=lse)
     with pytest.raises(TypeError):
         value_and_gradients(inputs, q, k, layout)
@@ -237,12 +237,12 @@ def test_pairs_that_cannot_see_each_other_are_skipped(device, monkeypatch, make_
     inputs, q, k = make(device, layout)
     sizes = []
 
-    def counting(q, keys, lse, scale, tile=dense.teacher_tile):
+    def counting(q, keys, lse, scale, tile=dense_torch.teacher_tile):
         sizes.append(q.shape[0] * keys.latents.shape[0])
         return tile(q, keys, lse, scale)
 
-    monkeypatch.setattr(dense, "teacher_tile", counting)
-    monkeypatch.setattr(dense, "tile_shape", lambda problem: (32, 16))
+    monkeypatch.setattr(dense_torch, "teacher_tile", counting)
+    monkeypatch.setattr(dense_torch, "tile_shape", lambda problem: (32, 16))
     value_and_gradients(inputs, q, k, layout)
     assert len(sizes) > 20
     assert int(visible_rows(layout).sum()) <= sum(sizes) < most * 256**2
@@ -285,7 +285,7 @@ def test_temporaries_fit_the_workspace(device, keys, batch, dtype):
         rows, width = tiles.tile_shape(problem)
         assert rows < length // batch  # several blocks
         losses = []  # kept alive, with what they save
-        peak = peak_bytes(device, lambda p=problem, kept=losses: kept.append(dense.dense(p)))
+        peak = peak_bytes(device, lambda p=problem, kept=losses: kept.append(dense_torch.dense(p)))
         wide = torch.promote_types(dtype, torch.float32).itemsize
         products = tiles.HEADS_AT_ONCE * wide  # per pair
         tensors = (inputs.q, inputs.k, inputs.weights)

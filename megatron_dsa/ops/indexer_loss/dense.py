@@ -1,58 +1,104 @@
-"""The dense indexer loss in torch: two streaming passes over tiles of (query rows x keys).
+"""The dense indexer loss as two streaming passes over tiles of (query rows x keys).
 
 The first pass forms the log-sum-exp of the student's scores, and of the teacher's where nobody has
 it. The second forms teacher, student, loss and gradients tile by tile. Memory is linear in the
 number of tokens; keys of all heads are made from latents for one tile and a few heads at a time.
+
+What is computed on a tile is left to :class:`TileFunctions`: in torch (:mod:`.dense_torch`) or in
+kernels (:mod:`.triton_dense`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 
-from megatron_dsa.layout import Layout
-from megatron_dsa.ops.arithmetic import accumulation_dtype, mm, scaled
+from megatron_dsa.layout import Layout, Seen
+from megatron_dsa.ops.arithmetic import accumulation_dtype, scaled
 from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_loss.gradients import Gradients
-from megatron_dsa.ops.indexer_loss.teacher import (
-    log_sum_exp,
-    normalised_lse,
-    teacher_lse,
-    teacher_tile,
-)
-from megatron_dsa.ops.indexer_loss.tiles import (
-    HEADS_AT_ONCE,
-    QueryBlock,
-    Tile,
-    query_blocks,
-    tile_shape,
-)
+from megatron_dsa.ops.indexer_loss.teacher import normalised_lse
+from megatron_dsa.ops.indexer_loss.tiles import QueryBlock, Tile, query_blocks
 from megatron_dsa.ops.indexer_topk import IndexerInputs
-from megatron_dsa.ops.indexer_topk.scores import block_scores, head_blocks, head_products
 
 
-def dense(problem: DenseLossProblem) -> torch.Tensor:
+class TileFunctions(Protocol):
+    """What an implementation computes on a tile of ``r`` rows and ``w`` slots.
+
+    ``x`` holds the index queries and weights of the rows and the index keys of the slots, ``seen``
+    says in columns of the tile what each row sees. Scores, log-sum-exps and gradients are fp32
+    (fp64 for fp64 inputs). What teachers and score gradients are kept in is theirs to choose; a
+    sum over ranks adds the teachers up as they are.
+    """
+
+    #: Query rows and slots that a tile may have.
+    shape: tuple[int, int]
+
+    def index_keys(self, layout: Layout, slots: slice) -> torch.Tensor:
+        """Return the index keys ``[w, DI]`` of some slots."""
+
+    def student_lse(self, x: IndexerInputs, seen: Seen) -> torch.Tensor:
+        """Return the log-sum-exp ``[r]`` of the index scores, ``-inf`` where nothing is seen."""
+
+    def teacher_lse(self, q: torch.Tensor, keys, seen: Seen) -> torch.Tensor:
+        """Return that of the scaled attention scores of every head, ``[H, r]``."""
+
+    def teacher(self, q: torch.Tensor, keys, lse: torch.Tensor, seen: Seen) -> torch.Tensor:
+        """Return ``sum_h exp(scale * q_h . k_h - lse_h)``, 0 where it is not seen.
+
+        ``lse [H, r]`` may be anything in rows that see nothing.
+        """
+
+    def loss(
+        self, x: IndexerInputs, seen: Seen, teacher: torch.Tensor, lse: torch.Tensor, gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the KL sum of a tile (scalar) and, if asked for, the gradient on its scores.
+
+        ``lse [r]`` is the student's. The teacher may be overwritten.
+        """
+
+    def backward(
+        self, x: IndexerInputs, seen: Seen, dscores: torch.Tensor, dq: torch.Tensor,
+        dweights: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the gradient of the keys ``[w, DI]``; add those of the rows.
+
+        ``dq [r, HI, DI]`` is left without its factor, the head weights, which is the same for all
+        keys. ``dweights [r, HI]`` may be left to :meth:`finish`.
+        """
+
+    def finish(
+        self, x: IndexerInputs, seen: Seen, dq: torch.Tensor, out: torch.Tensor,
+        dweights: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write the gradient of the queries of a block into ``out``, which ``dq`` lacks a factor
+        of, and that of their weights if :meth:`backward` has not.
+
+        ``x`` has all keys; ``seen`` counts slots. ``dq`` may be overwritten.
+        """
+
+
+def dense_loss(
+    problem: DenseLossProblem, functions: Callable[[DenseLossProblem], TileFunctions]
+) -> torch.Tensor:
     """Return the KL sum over all visible keys (scalar), differentiable in the indexer's inputs.
 
     Its gradients are complete when its value is: they are formed in the forward pass.
     """
     x = problem.inputs
-    if x.q.dtype == torch.float16:
-        # Gradients exist before the loss scale is applied; in fp16 they would underflow.
-        x = IndexerInputs(x.q.float(), x.k.float(), x.weights.float(), x.relu)
-        problem = dataclasses.replace(problem, inputs=x)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x.q, x.k, x.weights))):
-        return _kl_sum(problem, None)
-    return _DenseLoss.apply(x.q, x.k, x.weights, problem)
+        return _kl_sum(problem, functions(problem), None)
+    return _DenseLoss.apply(x.q, x.k, x.weights, problem, functions)
 
 
 class _DenseLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, weights, problem):
+    def forward(ctx, q, k, weights, problem, functions):
         grads = Gradients(problem.inputs)
-        loss = _kl_sum(problem, grads)
+        loss = _kl_sum(problem, functions(problem), grads)
         ctx.save_for_backward(
             grads.q.to(q.dtype), grads.k.to(k.dtype), grads.weights.to(weights.dtype)
         )
@@ -60,168 +106,129 @@ class _DenseLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):
-        return *(scaled(grad, dloss) for grad in ctx.saved_tensors), None
+        return *(scaled(grad, dloss) for grad in ctx.saved_tensors), None, None
 
 
-def _kl_sum(problem: DenseLossProblem, grads: Gradients | None) -> torch.Tensor:
+def _kl_sum(
+    problem: DenseLossProblem, functions: TileFunctions, grads: Gradients | None
+) -> torch.Tensor:
+    # Functions see plain tensors: on their own they would be taken for part of an autograd graph.
+    problem = dataclasses.replace(problem, inputs=problem.inputs.detach())
     q = problem.inputs.q
     loss = q.new_zeros((), dtype=accumulation_dtype(q.dtype))
-    rows, width = tile_shape(problem)
+    rows, width = functions.shape
     for block in query_blocks(problem.layout, rows):
         tiles = list(block.tiles(width))
         if tiles:
-            _block(problem, block, tiles, loss, grads)
+            _Block(problem, functions, block, tiles).add(loss, grads)
     return loss
 
 
-def _block(
-    problem: DenseLossProblem,
-    block: QueryBlock,
-    tiles: list[Tile],
-    loss: torch.Tensor,
-    grads: Gradients | None,
-) -> None:
-    """Add the KL sum of some query rows to ``loss``, and their gradients to ``grads``."""
-    x, layout = problem.inputs, problem.layout
-    seen = _Seen(layout.start[block.rows], layout.end[block.rows])
-    student_lse, lse = _log_sum_exps(problem, block, tiles, seen)
-    other = None if problem.other_lse is None else problem.other_lse[block.rows].t().to(lse.dtype)
-    lse, has_mass = normalised_lse(lse, other, problem.head_group)
-    # A row without a teacher has neither loss nor gradient, as if it saw nothing.
-    seen = _Seen(seen.start, torch.where(has_mass, seen.end, seen.start))
-    dq = None
-    if grads is not None:
-        dq = x.q.new_zeros(student_lse.shape + x.q.shape[1:], dtype=student_lse.dtype)
-    for tile, hidden, teacher in _teachers(problem, tiles, seen, lse):
-        keys = _take(x.k, layout, tile.slots)
-        log_student = block_scores(x, tile.rows, keys, HEADS_AT_ONCE)
-        log_student.sub_(student_lse[tile.inside, None]).masked_fill_(hidden, 0.0)
-        loss += torch.xlogy(teacher, teacher).addcmul_(teacher, log_student, value=-1).sum()
-        if grads is not None:
-            dscores = log_student.exp_().masked_fill_(hidden, 0.0).sub_(teacher)
-            _backward(problem, tile, keys, dscores, dq[tile.inside], grads)
-    if grads is not None:
-        grads.q[block.rows] = dq.mul_(x.weights[block.rows, :, None])
-
-
 @dataclasses.dataclass(frozen=True)
-class _Seen:
-    """The slots ``[start, end)`` that each row of a query block sees."""
+class _Block:
+    """Some query rows of a window, with the tiles of what they see."""
 
-    start: torch.Tensor
-    end: torch.Tensor
+    problem: DenseLossProblem
+    functions: TileFunctions
+    block: QueryBlock
+    tiles: list[Tile]
 
-    def hidden(self, tile: Tile) -> torch.Tensor:
-        """Return bool ``[r, w]``: pairs of a tile that do not see each other."""
-        slots = torch.arange(tile.slots.start, tile.slots.stop, device=self.start.device)
-        hidden = slots < self.start[tile.inside, None]
-        return hidden.logical_or_(slots >= self.end[tile.inside, None])
+    def add(self, loss: torch.Tensor, grads: Gradients | None) -> None:
+        """Add the KL sum of these rows to ``loss``, and their gradients to ``grads``."""
+        problem, functions, rows = self.problem, self.functions, self.block.rows
+        x, layout = problem.inputs, problem.layout
+        # In slots: of a tile they are counted from its first.
+        seen = Seen(layout.start[rows], layout.end[rows])
+        student_lse, lse = self._log_sum_exps(seen)
+        other = None if problem.other_lse is None else problem.other_lse[rows].t().to(lse.dtype)
+        lse, has_mass = normalised_lse(lse, other, problem.head_group)
+        # A row without a teacher has neither loss nor gradient, as if it saw nothing.
+        seen = Seen(seen.start, torch.where(has_mass, seen.end, seen.start))
+        dq = None
+        if grads is not None:
+            dq = x.q.new_zeros(student_lse.shape + x.q.shape[1:], dtype=student_lse.dtype)
+        for tile, here, teacher in self._teachers(seen, lse):
+            inputs, inside = self._inputs(tile), tile.inside
+            value, dscores = functions.loss(
+                inputs, here, teacher, student_lse[inside], grads is not None
+            )
+            loss += value
+            if grads is not None:
+                dk = functions.backward(inputs, here, dscores, dq[inside], grads.weights[tile.rows])
+                grads.add_to_slots(layout, tile.slots, dk)
+        if grads is not None:
+            inputs = IndexerInputs(x.q[rows], x.k, x.weights[rows], x.relu)
+            functions.finish(inputs, seen, dq, grads.q[rows], grads.weights[rows])
+
+    def _inputs(self, tile: Tile) -> IndexerInputs:
+        x = self.problem.inputs
+        keys = self.functions.index_keys(self.problem.layout, tile.slots)
+        return IndexerInputs(x.q[tile.rows], keys, x.weights[tile.rows], x.relu)
+
+    def _log_sum_exps(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-sum-exps over visible keys: the student's ``[r]``, the teacher's
+        ``[H, r]``.
+
+        The teacher's are the given ones, if there are.
+        """
+        problem, q = self.problem, self.problem.q
+        rows, index_q = seen.start.shape[0], problem.inputs.q
+        dtype = accumulation_dtype(q.dtype)
+        student = index_q.new_full((rows,), float("-inf"), dtype=accumulation_dtype(index_q.dtype))
+        if problem.lse is None:
+            teacher = q.new_full((q.shape[1], rows), float("-inf"), dtype=dtype)
+        else:
+            teacher = problem.lse[self.block.rows].t().to(dtype)
+        for tile in self.tiles:
+            here = _seen_columns(seen, tile)
+            _join(student[tile.inside], self.functions.student_lse(self._inputs(tile), here))
+            if problem.lse is None:
+                keys = take(problem.k, problem.layout, tile.slots)
+                _join(teacher[:, tile.inside], self.functions.teacher_lse(q[tile.rows], keys, here))
+        return student, teacher
+
+    def _teachers(self, seen: Seen, lse: torch.Tensor) -> Iterator[tuple[Tile, Seen, torch.Tensor]]:
+        """Yield every tile with what is seen of it and its teacher, normalised.
+
+        The sum over ranks of one tile runs under the computation of the next.
+        """
+        problem, group, last = self.problem, self.problem.head_group, None
+        for tile in self.tiles:
+            here = _seen_columns(seen, tile)
+            keys = take(problem.k, problem.layout, tile.slots)
+            teacher = self.functions.teacher(problem.q[tile.rows], keys, lse[:, tile.inside], here)
+            del keys
+            if group is None:
+                yield tile, here, teacher
+                continue
+            work = torch.distributed.all_reduce(teacher, group=group, async_op=True)
+            if last is not None:
+                yield _reduced(*last)
+            last = tile, here, teacher, work
+        if last is not None:
+            yield _reduced(*last)
 
 
-def _take(keys, layout: Layout, slots: slice):
+def _reduced(tile: Tile, here: Seen, teacher: torch.Tensor, work):
+    work.wait()
+    return tile, here, teacher
+
+
+def _seen_columns(seen: Seen, tile: Tile) -> Seen:
+    """Return what the rows of a tile see, in columns of the tile."""
+    low, width = tile.slots.start, tile.slots.stop - tile.slots.start
+    start, end = (x[tile.inside] - low for x in (seen.start, seen.end))
+    return Seen(start.clamp_(0, width), end.clamp_(0, width))
+
+
+def take(keys, layout: Layout, slots: slice):
     """Return the keys of some slots: a view, or a copy of no more than these rows."""
     if isinstance(keys, LatentKeys):
-        return dataclasses.replace(keys, latents=_take(keys.latents, layout, slots))
+        return dataclasses.replace(keys, latents=take(keys.latents, layout, slots))
     if layout.key_rows is None:
         return keys[slots]
     return keys.index_select(0, layout.key_rows[slots])
 
 
-def _log_sum_exps(
-    problem: DenseLossProblem, block: QueryBlock, tiles: list[Tile], seen: _Seen
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-sum-exps over visible keys: the student's ``[r]``, the teacher's ``[H, r]``.
-
-    The teacher's are the given ones, if there are.
-    """
-    x, layout, q = problem.inputs, problem.layout, problem.q
-    rows = seen.start.shape[0]
-    acc, teacher_acc = accumulation_dtype(x.q.dtype), accumulation_dtype(q.dtype)
-    student = x.q.new_full((rows,), float("-inf"), dtype=acc)
-    if problem.lse is None:
-        teacher = q.new_full((q.shape[1], rows), float("-inf"), dtype=teacher_acc)
-    else:
-        teacher = problem.lse[block.rows].t().to(teacher_acc)
-    for tile in tiles:
-        hidden = seen.hidden(tile)
-        keys = _take(x.k, layout, tile.slots)
-        scores = block_scores(x, tile.rows, keys, HEADS_AT_ONCE)
-        _join(student[tile.inside], log_sum_exp(scores, hidden))
-        if problem.lse is None:
-            keys = _take(problem.k, layout, tile.slots)
-            part = teacher_lse(q[tile.rows], keys, hidden, problem.softmax_scale)
-            _join(teacher[:, tile.inside], part)
-    return student, teacher
-
-
 def _join(lse: torch.Tensor, part: torch.Tensor) -> None:
     lse.copy_(torch.logaddexp(lse, part))
-
-
-def _teachers(
-    problem: DenseLossProblem, tiles: list[Tile], seen: _Seen, lse: torch.Tensor
-) -> Iterator[tuple[Tile, torch.Tensor, torch.Tensor]]:
-    """Yield every tile with its mask and its teacher ``[r, w]``, normalised and 0 where hidden.
-
-    The sum over ranks of one tile runs under the computation of the next.
-    """
-    acc, group, last = accumulation_dtype(problem.inputs.q.dtype), problem.head_group, None
-    for tile in tiles:
-        hidden = seen.hidden(tile)
-        keys = _take(problem.k, problem.layout, tile.slots)
-        teacher = teacher_tile(
-            problem.q[tile.rows], keys, lse[:, tile.inside], problem.softmax_scale
-        )
-        del keys
-        teacher = teacher.masked_fill_(hidden, 0.0).to(acc)
-        if group is None:
-            yield tile, hidden, teacher
-            continue
-        work = torch.distributed.all_reduce(teacher, group=group, async_op=True)
-        if last is not None:
-            yield _reduced(*last)
-        last = tile, hidden, teacher, work
-    if last is not None:
-        yield _reduced(*last)
-
-
-def _reduced(tile: Tile, hidden: torch.Tensor, teacher: torch.Tensor, work):
-    work.wait()
-    return tile, hidden, teacher
-
-
-def _backward(
-    problem: DenseLossProblem,
-    tile: Tile,
-    keys: torch.Tensor,
-    dscores: torch.Tensor,
-    dq: torch.Tensor,
-    grads: Gradients,
-) -> None:
-    """Add a tile's gradients, given the gradient ``[r, w]`` on its scores.
-
-    ``dq [r, HI, DI]`` is left without its factor, the head weights, which is the same for all keys.
-    """
-    x = problem.inputs
-    narrow = dscores.to(x.q.dtype)
-    for heads in head_blocks(x.q.shape[1], HEADS_AT_ONCE):
-        dweights, flat = _through_heads(x, tile.rows, keys, heads, dscores, narrow)
-        grads.weights[tile.rows, heads].add_(dweights)
-        dq[:, heads].add_(mm(flat, keys).view_as(dq[:, heads]))
-        weighted = x.q[tile.rows, heads] * x.weights[tile.rows, heads, None]
-        dk = mm(flat.t(), weighted.to(x.q.dtype).flatten(0, 1))
-        grads.add_to_slots(problem.layout, tile.slots, dk)
-        del flat  # before the products of the next heads exist
-
-
-def _through_heads(x: IndexerInputs, rows: slice, keys, heads: slice, dscores, narrow):
-    """Return the gradient on the weights of some heads ``[r, h]`` and, for products with 16-bit
-    operands, that on the products of these heads ``[r * h, w]``, but for the weights.
-    """
-    products = head_products(x, rows, keys, heads)
-    dweights = torch.bmm(products, dscores[..., None]).squeeze(-1)
-    dproducts = narrow[:, None].expand_as(products)
-    if x.relu:
-        # Written once in the narrow type: no mask, product and cast in the wide one.
-        dproducts = torch.where(products > 0, dproducts, 0.0)
-    return dweights, dproducts.flatten(0, 1)

@@ -79,19 +79,26 @@ def query_blocks(layout: Layout, rows: int) -> Iterator[QueryBlock]:
 
 
 def tile_shape(problem: DenseLossProblem) -> tuple[int, int]:
+    """Return how many query rows and how many slots a tile of the torch implementation may have."""
+    return fitting_shape(TileBytes.of(problem), problem.workspace_bytes, LONGEST_EDGE)
+
+
+def fitting_shape(
+    costs: TileBytes, budget: int, longest: int, shortest: int = 1
+) -> tuple[int, int]:
     """Return how many query rows and how many slots a tile may have to fit the workspace.
 
-    Rows are given up last, up to four per slot: the keys of a tile are expanded once for all its
-    rows, which is cheap from several hundred rows on.
+    Edges are ``longest`` at most and never below ``shortest``. Rows are given up last, up to four
+    per slot: the keys of a tile are expanded once for all its rows, which is cheap from several
+    hundred rows on.
     """
-    costs, budget = TileBytes.of(problem), problem.workspace_bytes
-    rows = width = LONGEST_EDGE
-    while costs(rows, width) > budget and (rows, width) != (1, 1):
-        if 4 * width > rows and width > 1:
+    rows = width = longest
+    while costs(rows, width) > budget and (rows, width) != (shortest, shortest):
+        if 4 * width > rows and width > shortest:
             width //= 2
         else:
             rows //= 2
-    while width < LONGEST_EDGE and costs(rows, 2 * width) <= budget:
+    while width < longest and costs(rows, 2 * width) <= budget:
         width *= 2
     return rows, width
 
@@ -110,7 +117,7 @@ class TileBytes:
 
     @classmethod
     def of(cls, problem: DenseLossProblem) -> TileBytes:
-        """Count what is alive at the same time in :mod:`megatron_dsa.ops.indexer_loss.dense`."""
+        """Count what is alive at the same time in :mod:`~.indexer_loss.dense_torch`."""
         x, q, k = problem.inputs, problem.q, problem.k
         gathers = problem.layout.key_rows is not None
         (index_heads, index_dim), (all_heads, dim) = x.q.shape[1:], q.shape[1:]

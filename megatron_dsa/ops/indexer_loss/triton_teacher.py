@@ -1,0 +1,156 @@
+"""Triton kernels of the dense loss's teacher: head sums of probabilities, and log-sum-exps.
+
+Scores of one head and a tile of 128 x 128 pairs exist in registers only. Both kernels run one loop
+over (heads or blocks of keys) x (chunks of :data:`CHUNK` dims), so that the next operands are under
+way to shared memory all the time, whatever the head dim. A key may be in two parts: dims of its own
+head, and dims that all heads share.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: Dims of a head that are multiplied at a time.
+CHUNK = 64
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+#: What follows the batch must not compile a kernel again.
+PER_TILE = ["lse", "start", "end", "rows", "width", "heads", "lse_stride"]
+
+
+@triton.jit
+def tile_rows(start, end, first, rows, BLOCK: tl.constexpr):
+    """Row numbers, the same kept inside for loads, and what each row sees."""
+    row = first + tl.arange(0, BLOCK)
+    inside = row < rows
+    begin = tl.load(start + row, mask=inside, other=0)
+    stop = tl.load(end + row, mask=inside, other=0)
+    return row, tl.minimum(row, rows - 1), begin, stop
+
+
+@triton.jit
+def seen_range(begin, stop, width):
+    """Bounds of what any of these rows sees: an empty range (0, 0) if that is nothing."""
+    low = tl.min(tl.where(begin < stop, begin, width), 0)
+    high = tl.max(tl.where(begin < stop, stop, 0), 0)
+    return tl.minimum(low, high), high
+
+
+@triton.jit
+def _chunk_product(
+    scores, q_row, own_row, shared_row, chunk,
+    DIM: tl.constexpr, OWN_DIM: tl.constexpr, CHUNK_D: tl.constexpr,
+):  # fmt: skip
+    """Add the product of a chunk of dims to ``scores``; the pointers are those of the first dim."""
+    dim = chunk * CHUNK_D + tl.arange(0, CHUNK_D)
+    if DIM == OWN_DIM:
+        k_at = own_row[:, None] + dim[None, :]
+    else:
+        own: tl.constexpr = OWN_DIM // CHUNK_D
+        k_at = tl.where(chunk < own, own_row, shared_row - OWN_DIM)[:, None] + dim[None, :]
+    if DIM % CHUNK_D == 0:
+        q_tile = tl.load(q_row[:, None] + dim[None, :])
+        k_tile = tl.load(k_at)
+    else:
+        q_tile = tl.load(q_row[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
+        k_tile = tl.load(k_at, mask=(dim < DIM)[None, :], other=0.0)
+    return tl.dot(q_tile, tl.trans(k_tile), scores)
+
+
+@triton.jit(do_not_specialize=PER_TILE)
+def head_sums(
+    q, own, shared, lse, out, start, end, rows, width, heads, lse_stride, out_stride,
+    q_row_stride, q_head_stride, own_row_stride, own_head_stride, shared_row_stride, scale,
+    FIRST: tl.constexpr, DIM: tl.constexpr, OWN_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK_D: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``out[t, s] (+)= sum_h exp(scale * q[t, h] . k[s, h] - lse[h, t])``, 0 where not seen.
+
+    A program has one block of ``out``, which has whole blocks of rows and columns, contiguous.
+    """
+    blocks = out_stride // BLOCK_N
+    first_row = tl.program_id(0) // blocks * BLOCK_M
+    first_column = tl.program_id(0) % blocks * BLOCK_N
+    row, safe_row, begin, stop = tile_rows(start, end, first_row, rows, BLOCK_M)
+    column = first_column + tl.arange(0, BLOCK_N)
+    out_at = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+    low, high = seen_range(begin, stop, width)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if (low < first_column + BLOCK_N) & (high > first_column):
+        safe_column = tl.minimum(column, width - 1).to(tl.int64)
+        q_row = q + safe_row.to(tl.int64) * q_row_stride
+        own_row = own + safe_column * own_row_stride
+        shared_row = own_row
+        if DIM != OWN_DIM:
+            shared_row = shared + safe_column * shared_row_stride
+        chunks: tl.constexpr = (DIM + CHUNK_D - 1) // CHUNK_D
+        lse_at = lse + safe_row
+        shift = tl.load(lse_at) * LOG2_E
+        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for step in tl.range(0, heads * chunks, num_stages=STAGES):
+            head, chunk = step // chunks, step % chunks
+            scores = _chunk_product(
+                scores, q_row + head * q_head_stride, own_row + head * own_head_stride,
+                shared_row, chunk, DIM, OWN_DIM, CHUNK_D,
+            )  # fmt: skip
+            if chunk == chunks - 1:
+                total += tl.exp2(scores * (scale * LOG2_E) - shift[:, None])
+                scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                # The next head's, long before it is needed.
+                following = tl.minimum(head + 1, heads - 1)
+                shift = tl.load(lse_at + following.to(tl.int64) * lse_stride) * LOG2_E
+        seen = (column[None, :] >= begin[:, None]) & (column[None, :] < stop[:, None])
+        total = tl.where(seen, total, 0.0)
+        if not FIRST:
+            total += tl.load(out_at)
+        tl.store(out_at, total)
+    elif FIRST:
+        tl.store(out_at, total)
+
+
+@triton.jit(do_not_specialize=PER_TILE)
+def head_lse(
+    q, own, shared, lse, start, end, rows, width, heads, lse_stride,
+    q_row_stride, q_head_stride, own_row_stride, own_head_stride, shared_row_stride, scale,
+    DIM: tl.constexpr, OWN_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK_D: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``lse[h, t] = log sum_s exp(scale * q[t, h] . k[s, h])`` over what row ``t`` sees.
+
+    A program has one head and a block of rows; neighbours share the keys of a head.
+    """
+    blocks = tl.cdiv(rows, BLOCK_M)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    first_row = tl.program_id(0) % blocks * BLOCK_M
+    row, safe_row, begin, stop = tile_rows(start, end, first_row, rows, BLOCK_M)
+    low, high = seen_range(begin, stop, width)
+    q_row = q + head * q_head_stride + safe_row.to(tl.int64) * q_row_stride
+    chunks: tl.constexpr = (DIM + CHUNK_D - 1) // CHUNK_D
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    first_block = low // BLOCK_N
+    steps = (tl.cdiv(high, BLOCK_N) - first_block) * chunks
+    for step in tl.range(0, steps, num_stages=STAGES):
+        block, chunk = first_block + step // chunks, step % chunks
+        column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        safe_column = tl.minimum(column, width - 1).to(tl.int64)
+        own_row = own + head * own_head_stride + safe_column * own_row_stride
+        shared_row = own_row
+        if DIM != OWN_DIM:
+            shared_row = shared + safe_column * shared_row_stride
+        scores = _chunk_product(scores, q_row, own_row, shared_row, chunk, DIM, OWN_DIM, CHUNK_D)
+        if chunk == chunks - 1:
+            seen = (column[None, :] >= begin[:, None]) & (column[None, :] < stop[:, None])
+            scores = tl.where(seen, scores * (scale * LOG2_E), float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, 1))
+            # -inf - -inf would be NaN.
+            shift = tl.where(higher == float("-inf"), 0.0, higher)
+            mass = mass * tl.exp2(peak - shift) + tl.sum(tl.exp2(scores - shift[:, None]), 1)
+            peak = higher
+            scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    tl.store(lse + head * lse_stride + row, (shift + tl.log2(mass)) * _LN_2, mask=row < rows)
