@@ -35,7 +35,7 @@ def _scores(
         following = tl.load(w_at + tl.minimum(head + 1, HEADS - 1))
         products = tl.dot(tl.load(q_at + head * DIM), k_tile)
         if RELU:
-            products = tl.maximum(products, 0.0)
+            products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
         scores += weight.to(tl.float32)[:, None] * products
         weight = following
     return scores
