@@ -144,7 +144,7 @@ _fused(
     covers="selection from a block of scores, read once",
     package=TILELANG,
     capabilities=(HOPPER,),
-    topk=(1, 2048),
+    topk=(1, 4096),
     dtypes=(*_HALF, torch.float32),
 )
 _fused(

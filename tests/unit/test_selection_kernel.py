@@ -15,7 +15,7 @@ from megatron_dsa.ops.indexer_topk import reference, tilelang_kernels
 from megatron_dsa.support import Problem
 from tests.helpers import needs_compiler, ptxas
 
-TILINGS = ("narrow", "wide")
+TILINGS = ("narrow", "wide", "large")
 #: Of an SM: bytes of shared memory, of which each thread block takes 1024 more, and registers.
 SHARED, REGISTERS = 228 * 1024, 65536
 CUDA = torch.device("cuda")
@@ -40,13 +40,17 @@ def test_as_many_thread_blocks_fit_as_declared(name):
     assert (4 * tiling.words + 1024) * tiling.blocks <= SHARED
 
 
-def test_candidates_always_have_room():
-    """18: those that are kept and a whole chunk of scores."""
-    for tiling in program().TILINGS.values():
-        assert tiling.spare >= program().TOPK
-    for name in TILINGS:
-        for topk in (1, 64, 2048):
-            assert topk < program().aim(name, topk) < program().TILINGS[name].candidates
+def test_every_number_of_keys_has_a_tiling():
+    """18: what is kept and a whole chunk of scores always have room."""
+    for width in (1, 8192, 131_072):
+        for topk in (1, 64, 2048, 2049, 2560, 4096):
+            name = program().tiling_for(width, topk)
+            tiling = program().TILINGS[name]
+            assert topk <= tiling.topk <= tiling.candidates - 16 * tiling.threads
+            assert topk < program().aim(name, topk) < tiling.candidates
+    assert program().tiling_for(8192, 2048) == "narrow"
+    assert program().tiling_for(131_072, 2048) == "wide"
+    assert program().TOPK == 4096
 
 
 def problem(**changes):
@@ -58,11 +62,11 @@ def test_it_is_the_first_choice_on_hopper():
     pytest.importorskip("tilelang")
     ours = candidates("indexer_topk")[0]
     assert ours.name == "tilelang"
-    for changes in ({}, {"heads": 3}, {"packed": True}, {"deterministic": True}, {"topk": 1}):
+    for changes in ({}, {"heads": 3}, {"packed": True}, {"deterministic": True}, {"topk": 4096}):
         assert ours.reason(problem(**changes)) is None, changes
     for changes, reason in (
         ({"capability": (8, 0)}, "wrong GPU"),
-        ({"topk": 2049}, "takes 1 to 2048 selected keys"),
+        ({"topk": 4097}, "takes 1 to 4096 selected keys"),
         ({"dtype": torch.float64}, "needs bf16 or fp16 or fp32"),
     ):
         assert reason in ours.reason(problem(**changes)), changes
@@ -111,7 +115,7 @@ def select():
 @pytest.fixture(params=TILINGS)
 def tiling(select, monkeypatch, request):
     """Rows of every width in this tiling."""
-    monkeypatch.setattr(program(), "tiling_for", lambda _width: request.param)
+    monkeypatch.setattr(program(), "tiling_for", lambda _width, _topk: request.param)
     return request.param
 
 
@@ -182,7 +186,7 @@ def test_selections(select, tiling, kind, width):
     """3, 4, 14, 18: every K, starts that are not aligned, K above what is seen, empty rows."""
     rows = max(8, min(64, 2**20 // width))
     scores = SCORES[kind](rows, width)
-    for topk in (1, 64, 512, 1024, 2048):
+    for topk in (1, 64, 512, 1024, 2048, *((2560, 4096) if tiling == "large" else ())):
         seen = ranges(rows, width, topk)
         got = select(poisoned(scores, seen), seen, topk)
         assert got.dtype == torch.int32
@@ -263,6 +267,17 @@ def test_bitwise_repeatable(select, tiling, kind):
 
 
 @pytest.mark.gpu
+def test_the_first_call_compiles_for_every_width(select):
+    """No step waits for a compiler because its rows have become longer."""
+    compiled = program().compiled
+    for topk, kernels in ((64, 2), (2560, 1)):
+        compiled.cache_clear()
+        for width in (3000, 30_000):
+            select(normal(2, width), ranges(2, width, topk), topk)
+            assert compiled.cache_info().misses == kernels
+
+
+@pytest.mark.gpu
 def test_no_host_synchronisation(select, tiling):
     """24."""
     scores, seen = normal(40, 9000), ranges(40, 9000, 512)
@@ -276,5 +291,5 @@ def test_no_host_synchronisation(select, tiling):
 
 def test_more_keys_than_there_is_room_for_are_refused():
     pytest.importorskip("tilelang")
-    with pytest.raises(ValueError, match="topk must be from 1 to 2048, got 2049"):
-        tilelang_kernels.Selection()(torch.zeros(1, 3000), Seen(None, None), 2049)
+    with pytest.raises(ValueError, match="topk must be from 1 to 4096, got 4097"):
+        tilelang_kernels.Selection()(torch.zeros(1, 5000), Seen(None, None), 4097)

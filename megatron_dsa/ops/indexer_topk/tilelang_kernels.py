@@ -1,7 +1,7 @@
 """Index scores (index dim 128) and selection through this package's own kernels (Hopper).
 
-One kernel of scores is compiled per head count and relu, one of selection for short and one for
-long rows, each when it is first called.
+One kernel of scores is compiled per head count and relu, three of selection for short rows,
+long rows and many keys, each when it is first called.
 """
 
 from __future__ import annotations
@@ -48,17 +48,18 @@ class Selection:
         NaN any may be selected, each at most once.
 
         Raises:
-            ValueError: ``topk`` is above what the kernel has room for (2048).
+            ValueError: ``topk`` is above what the kernel has room for (4096).
         """
-        from megatron_dsa.ops.indexer_topk.hopper.selection import TOPK, aim, compiled, tiling_for
+        from megatron_dsa.ops.indexer_topk.hopper.selection import TOPK, aim, kernel_for, tiling_for
 
         if not 1 <= topk <= TOPK:
             raise ValueError(f"topk must be from 1 to {TOPK}, got {topk}")
         if scores.stride(1) != 1:
             scores = scores.contiguous()
         out = torch.empty(scores.shape[0], topk, dtype=torch.int32, device=scores.device)
-        tiling = tiling_for(scores.shape[1])
-        compiled(tiling)(scores, seen.start, seen.end, out, aim(tiling, topk))
+        width = scores.shape[1]
+        wanted = aim(tiling_for(width, topk), topk)
+        kernel_for(width, topk)(scores, seen.start, seen.end, out, wanted)
         return out
 
 

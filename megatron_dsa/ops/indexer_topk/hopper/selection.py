@@ -19,8 +19,6 @@ from megatron_dsa.ops.indexer_topk.hopper.selection_refine import BINS
 from megatron_dsa.ops.indexer_topk.hopper.selection_stream import VECTORS
 
 SOURCE = prefix_sums.SOURCE + selection_refine.SOURCE + selection_stream.SOURCE
-#: Keys that can be selected. Their places are kept where the bins were, in 2 bytes each.
-TOPK = 2 * BINS
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,7 @@ class Tiling:
 
     Attributes:
         threads: of a block.
-        candidates: that shared memory has room for, 8 bytes each. :data:`TOPK` and a chunk of
-            scores must fit.
+        candidates: that shared memory has room for.
         sectors: of 8 scores that a thread reads for the sample.
         blocks: on an SM; limits a thread's registers.
     """
@@ -42,21 +39,24 @@ class Tiling:
 
     @property
     def words(self) -> int:
-        """Size of the shared memory, with at most 128 words for counts."""
-        return 2 * self.candidates + BINS + self.threads + 128
+        """Size of the shared memory: keys and columns, then bins or places, at most 64 counts."""
+        return 2 * self.candidates + max(BINS + self.threads, self.topk // 2) + 64
 
     @property
-    def spare(self) -> int:
-        """Candidates that fit beside a chunk of scores."""
+    def topk(self) -> int:
+        """Keys that can be selected: as many candidates as fit beside a chunk of scores."""
         return self.candidates - 4 * VECTORS * self.threads
 
 
 TILINGS = {
     "narrow": Tiling(threads=128, candidates=4096, sectors=1, blocks=6),
     "wide": Tiling(threads=256, candidates=6144, sectors=2, blocks=4),
+    "large": Tiling(threads=256, candidates=8192, sectors=2, blocks=3),
 }
 #: Rows up to this long are narrow.
 NARROW = 16384
+#: Keys that can be selected.
+TOPK = TILINGS["large"].topk
 
 
 def build(name: str):
@@ -102,9 +102,10 @@ def build(name: str):
     return best_columns
 
 
-def tiling_for(width: int) -> str:
+def tiling_for(width: int, topk: int) -> str:
     """Return the name of the tiling for rows of ``width`` scores."""
-    return "narrow" if width <= NARROW else "wide"
+    name = "narrow" if width <= NARROW else "wide"
+    return name if topk <= TILINGS[name].topk else "large"
 
 
 def aim(name: str, topk: int) -> int:
@@ -120,3 +121,13 @@ def aim(name: str, topk: int) -> int:
 def compiled(name: str, target: str = "sm_90a"):
     """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
     return tilelang.compile(build(name), target={"kind": "cuda", "arch": target})
+
+
+def kernel_for(width: int, topk: int):
+    """Return what :func:`compiled` does for the tiling of :func:`tiling_for`.
+
+    The first call compiles the tiling for rows of other widths, too: no later step waits for it.
+    """
+    for other in (NARROW, NARROW + 1):
+        compiled(tiling_for(other, topk))
+    return compiled(tiling_for(width, topk))

@@ -10,23 +10,23 @@ on: at most four times, as a rule twice.
 BINS = 1024
 
 SOURCE = r"""
-// What a thread block holds in shared memory.
-template <int THREADS, int CAPACITY>
+// What a thread block holds in shared memory to select up to TOPK.
+template <int THREADS_, int CAPACITY_, int TOPK>
 struct dsa_candidates {
-  static constexpr int BINS = DSA_BINS, WARPS = THREADS / 32;
+  static constexpr int THREADS = THREADS_, CAPACITY = CAPACITY_, WARPS = THREADS / 32;
+  static constexpr int EACH = DSA_BINS / THREADS;
   unsigned keys[CAPACITY];
   int columns[CAPACITY];
   union {
-    int bins[BINS + THREADS];         // see bin()
-    unsigned short places[2 * BINS];  // of the best candidates
+    int bins[DSA_BINS + THREADS];  // see bin()
+    unsigned short places[TOPK];   // of the best candidates
   };
   unsigned extremes[2][WARPS];
   int sums[WARPS];
   int found[3];
   unsigned char fresh[2][32];  // candidates among what a warp reads at once
-  // A thread sums BINS / THREADS adjacent bins; one word after them keeps threads off each other's
-  // banks.
-  static __device__ __forceinline__ int bin(int i) { return i + i / (BINS / THREADS); }
+  // A thread sums EACH adjacent bins; a word after them keeps threads off each other's banks.
+  static __device__ __forceinline__ int bin(int i) { return i + i / EACH; }
 };
 // The best are the keys above `bound` and the first `equal` of those that are equal to it.
 struct dsa_best {
@@ -34,10 +34,9 @@ struct dsa_best {
   int equal;
 };
 // The `k` best of the first `count` keys, 1 <= k <= count. Keys are above 0.
-template <int THREADS, int CAPACITY>
-__device__ __forceinline__ dsa_best dsa_find(dsa_candidates<THREADS, CAPACITY>& s, int count,
-                                             int k) {
-  constexpr int EACH = DSA_BINS / THREADS;
+template <class S>
+__device__ __forceinline__ dsa_best dsa_find(S& s, int count, int k) {
+  constexpr int THREADS = S::THREADS, EACH = S::EACH;
   const int thread = threadIdx.x;
   __syncthreads();  // keys are written, and nobody reads the places any more
   unsigned low = ~0u, high = 0;
@@ -54,7 +53,7 @@ __device__ __forceinline__ dsa_best dsa_find(dsa_candidates<THREADS, CAPACITY>& 
   for (int i = thread; i < DSA_BINS + THREADS; i += THREADS) s.bins[i] = 0;
   __syncthreads();
 #pragma unroll
-  for (int w = 0; w < THREADS / 32; w++) {
+  for (int w = 0; w < S::WARPS; w++) {
     low = min(low, s.extremes[0][w]);
     high = max(high, s.extremes[1][w]);
   }
@@ -96,11 +95,10 @@ __device__ __forceinline__ dsa_best dsa_find(dsa_candidates<THREADS, CAPACITY>& 
   }
 }
 // Writes the places of the best of the first `count` candidates, in order.
-template <int THREADS, int CAPACITY>
-__device__ __forceinline__ void dsa_place(dsa_candidates<THREADS, CAPACITY>& s, int count,
-                                          dsa_best best) {
+template <class S>
+__device__ __forceinline__ void dsa_place(S& s, int count, dsa_best best) {
   // An odd number of adjacent candidates each: no bank conflicts.
-  const int each = (count + THREADS - 1) / THREADS | 1;
+  const int each = (count + S::THREADS - 1) / S::THREADS | 1;
   const int from = min((int)threadIdx.x * each, count), to = min(from + each, count);
   int mine = 0;  // above the bound, and in the upper half equal to it
   for (int i = from; i < to; i++) {
@@ -120,9 +118,9 @@ __device__ __forceinline__ void dsa_place(dsa_candidates<THREADS, CAPACITY>& s, 
   __syncthreads();
 }
 // Moves the `k` candidates that were placed to the front.
-template <int THREADS, int CAPACITY>
-__device__ __forceinline__ void dsa_compact(dsa_candidates<THREADS, CAPACITY>& s, int k) {
-  constexpr int EACH = 4;
+template <class S>
+__device__ __forceinline__ void dsa_compact(S& s, int k) {
+  constexpr int THREADS = S::THREADS, EACH = 4;
 #pragma unroll 1
   for (int first = threadIdx.x; first - (int)threadIdx.x < k; first += EACH * THREADS) {
     unsigned keys[EACH];

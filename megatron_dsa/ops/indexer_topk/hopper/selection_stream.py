@@ -29,11 +29,10 @@ __device__ __forceinline__ void dsa_read(unsigned* to, const uint4* from) {
   to[3] = four.w;
 }
 // A floor that about `wanted` scores reach, from sectors in equal distances.
-template <int THREADS, int CAPACITY, int SECTORS>
-__device__ __forceinline__ unsigned dsa_guess(dsa_candidates<THREADS, CAPACITY>& s, dsa_row row,
-                                              int wanted) {
-  constexpr int SAMPLE = 8 * SECTORS * THREADS;
-  static_assert(SAMPLE <= CAPACITY, "the sample is held where the candidates are");
+template <int SECTORS, class S>
+__device__ __forceinline__ unsigned dsa_guess(S& s, dsa_row row, int wanted) {
+  constexpr int THREADS = S::THREADS, SAMPLE = 8 * SECTORS * THREADS;
+  static_assert(SAMPLE <= S::CAPACITY, "the sample is held where the candidates are");
   const int sectors = row.last / 8;
 #pragma unroll
   for (int i = 0; i < SECTORS; i++) {
@@ -53,11 +52,10 @@ __device__ __forceinline__ unsigned dsa_guess(dsa_candidates<THREADS, CAPACITY>&
 }
 // Adds the scores of chunks from `chunk` on that reach the floor to the `count` candidates, up to
 // the end of the row or to a chunk for which there is no room.
-template <int THREADS, int CAPACITY, int VECTORS>
-__device__ __forceinline__ void dsa_stream(dsa_candidates<THREADS, CAPACITY>& s, dsa_row row,
-                                           int to_column, unsigned floor, int& count, int& chunk,
-                                           int chunks) {
-  constexpr int WARPS = THREADS / 32, N = 4 * VECTORS;
+template <int VECTORS, class S>
+__device__ __forceinline__ void dsa_stream(S& s, dsa_row row, int to_column, unsigned floor,
+                                           int& count, int& chunk, int chunks) {
+  constexpr int THREADS = S::THREADS, WARPS = S::WARPS, N = 4 * VECTORS;
   static_assert(VECTORS <= 4 && VECTORS * WARPS <= 32, "counts are bytes, added up by one warp");
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int vectors = (row.last + 3) / 4;
@@ -109,7 +107,7 @@ __device__ __forceinline__ void dsa_stream(dsa_candidates<THREADS, CAPACITY>& s,
       if (lane >= step) up_to += other;
     }
     const int all = __shfl_sync(~0u, up_to, 31);
-    if (count + all > CAPACITY) return;
+    if (count + all > S::CAPACITY) return;
     up_to += count - of_warp;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
@@ -127,12 +125,12 @@ __device__ __forceinline__ void dsa_stream(dsa_candidates<THREADS, CAPACITY>& s,
   }
 }
 // Writes columns of the `topk` best of the scores [start, end) of a row to `out`, in order, then
-// -1. `wanted`, between topk and CAPACITY: candidates to aim at.
+// -1. A chunk must fit beside `topk` candidates. `wanted`, topk to CAPACITY: how many to aim at.
 template <int THREADS, int CAPACITY, int SECTORS, int VECTORS, int BYTES>
 __device__ __forceinline__ void dsa_select(const float* scores, const int* start, const int* end,
                                            int* out, int topk, int wanted, void* shared) {
-  using candidates = dsa_candidates<THREADS, CAPACITY>;
   constexpr int CHUNK = 4 * VECTORS * THREADS;
+  using candidates = dsa_candidates<THREADS, CAPACITY, CAPACITY - CHUNK>;
   static_assert(sizeof(candidates) <= BYTES, "shared memory");
   candidates& s = *static_cast<candidates*>(shared);
   const int begin = *start, seen = *end - begin, thread = threadIdx.x;
@@ -147,10 +145,10 @@ __device__ __forceinline__ void dsa_select(const float* scores, const int* start
   const dsa_row row = {reinterpret_cast<const uint4*>(address - 4 * first), first, first + seen};
   const int chunks = (row.last + CHUNK - 1) / CHUNK;
   unsigned floor = 1;
-  if (seen > CAPACITY) floor = dsa_guess<THREADS, CAPACITY, SECTORS>(s, row, wanted);
+  if (seen > CAPACITY) floor = dsa_guess<SECTORS>(s, row, wanted);
   int count = 0, chunk = 0;
   for (;;) {
-    dsa_stream<THREADS, CAPACITY, VECTORS>(s, row, begin - first, floor, count, chunk, chunks);
+    dsa_stream<VECTORS>(s, row, begin - first, floor, count, chunk, chunks);
     const bool ended = chunk == chunks;
     if (count < topk) {  // the guess was too high
       floor = 1;
