@@ -139,6 +139,16 @@ _fused(
 )
 _fused(
     "indexer_topk",
+    "tilelang",
+    _load_instance("indexer_topk.tilelang_kernels", "Selection"),
+    covers="selection from a block of scores, read once",
+    package=TILELANG,
+    capabilities=(HOPPER,),
+    topk=(1, 4096),
+    dtypes=(*_HALF, torch.float32),
+)
+_fused(
+    "indexer_topk",
     "cudnn",
     _load_instance("indexer_topk.cudnn", "Selection"),
     covers="selection from a block of scores",

@@ -290,7 +290,7 @@ def ours_with(topk, **rest):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("topk", ["torch", "cudnn"])
+@pytest.mark.parametrize("topk", ["torch", "cudnn", "tilelang"])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("heads", [5, 64])
 @pytest.mark.parametrize("workspace", [1, 2**18, 2**26])
@@ -305,15 +305,17 @@ def test_selection(name, heads, workspace, topk):
         reset_report()
         got = indexer_topk(inputs, layout, 48, policy=policy)
         assert set(report()["indexer_scores"]) == {"tilelang"}
+        assert set(report().get("indexer_topk", {})) <= {topk}
         want = indexer_topk(inputs, layout, 48, policy=Policy(fused=False))
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("topk", ["torch", "tilelang"])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.0])
-def test_selection_of_equal_scores(value):
+def test_selection_of_equal_scores(value, topk):
     """18: ties to the smallest key, exactly K."""
-    rows, policy = 3000, ours_with("torch")
+    rows, policy = 3000, ours_with(topk)
     inputs = IndexerInputs(
         torch.full((rows, 64, 128), abs(value), device=CUDA, dtype=torch.bfloat16),
         torch.ones(rows, 128, device=CUDA, dtype=torch.bfloat16),
@@ -326,9 +328,10 @@ def test_selection_of_equal_scores(value):
 
 
 @pytest.mark.gpu
-def test_no_host_synchronisation():
+@pytest.mark.parametrize("topk", ["torch", "tilelang"])
+def test_no_host_synchronisation(topk):
     """24: packed batches included."""
-    policy = ours_with("torch", workspace_bytes=2**18)
+    policy = ours_with(topk, workspace_bytes=2**18)
     layout, inputs = packed(), random_inputs(900, 900, 64)
     for attempt in range(2):
         torch.cuda.set_sync_debug_mode("error" if attempt else "default")

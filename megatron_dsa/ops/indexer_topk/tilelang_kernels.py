@@ -1,6 +1,7 @@
-"""Index scores through this package's own kernel (Hopper, index dim 128).
+"""Index scores (index dim 128) and selection through this package's own kernels (Hopper).
 
-One kernel is compiled per head count and relu, when it is first called.
+One kernel of scores is compiled per head count and relu, three of selection for short rows,
+long rows and many keys, each when it is first called.
 """
 
 from __future__ import annotations
@@ -31,6 +32,35 @@ class Scores:
         return scores(
             q, keys[block.lo : block.hi], weights, seen, key_scales=scales, relu=inputs.relu
         )
+
+
+class Selection:
+    """``indexer_topk`` of a block, for every layout."""
+
+    def bytes_per_score(self) -> int:
+        """Nothing: candidates stay on the chip."""
+        return 0
+
+    def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
+        """Return int32 ``[rows, topk]``: ascending columns of the best seen scores, then -1.
+
+        ``scores`` (fp32) are left as they are; their rows may have any stride. Of scores that are
+        NaN any may be selected, each at most once.
+
+        Raises:
+            ValueError: ``topk`` is above what the kernel has room for (4096).
+        """
+        from megatron_dsa.ops.indexer_topk.hopper.selection import TOPK, aim, kernel_for, tiling_for
+
+        if not 1 <= topk <= TOPK:
+            raise ValueError(f"topk must be from 1 to {TOPK}, got {topk}")
+        if scores.stride(1) != 1:
+            scores = scores.contiguous()
+        out = torch.empty(scores.shape[0], topk, dtype=torch.int32, device=scores.device)
+        width = scores.shape[1]
+        wanted = aim(tiling_for(width, topk), topk)
+        kernel_for(width, topk)(scores, seen.start, seen.end, out, wanted)
+        return out
 
 
 def scores(

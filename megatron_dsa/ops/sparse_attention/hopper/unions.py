@@ -17,31 +17,13 @@ import functools
 import tilelang
 from tilelang import language as T
 
+from megatron_dsa.ops import prefix_sums
+
 #: Keys whose bitmaps fit in shared memory at once: 8 KiB per query of a group.
 RANGE = 65536
 THREADS = 256
 
 SOURCE = r"""
-// The sum of `value` over the threads before this one, and over all of them.
-__device__ __forceinline__ int dsa_sum_before(int value, int* warp_sums, int& total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  int sum = value;
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, sum, step);
-    if (lane >= step) sum += other;
-  }
-  __syncthreads();  // the previous call's sums were read
-  if (lane == 31) warp_sums[warp] = sum;
-  __syncthreads();
-  int before = 0;
-  total = 0;
-  for (int w = 0; w < warps; ++w) {
-    if (w < warp) before += warp_sums[w];
-    total += warp_sums[w];
-  }
-  return before + sum - value;
-}
-
 // indices, length, places: of the group's `queries` queries; ids, members: the group's list,
 // `capacity` long. In shared memory, words: marks, GROUP * RANGE / 32; before, RANGE / 32; small,
 // for sums and the counter of repeated keys. places and before are used with PLACES only.
@@ -159,7 +141,7 @@ def build(group: int, with_places: bool = False):
     ):
         """One thread block per group; arguments as :func:`build` describes."""
         with T.Kernel(groups, threads=THREADS) as block:
-            T.import_source(SOURCE)
+            T.import_source(prefix_sums.SOURCE + SOURCE)
             marks = T.alloc_shared([group * RANGE // 32], "uint32")
             before = T.alloc_shared([RANGE // 32 if with_places else 1], "int32")
             small = T.alloc_shared([1 + THREADS // 32], "int32")
