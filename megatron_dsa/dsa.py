@@ -100,7 +100,8 @@ class DSACoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
             )
         self.softmax_scale = softmax_scale
         shares = shares_indices(config)
-        numbers = range(1, config.num_layers + 1)
+        # A layer that is built alone may have any number.
+        numbers = range(1, max(config.num_layers, layer_number) + 1)
         selecting = [n for n in numbers if not shares or computes_topk(config, n)]
         self.set_up_selecting(layer_number, is_mtp, selecting)
         self.set_up_loss(layer_number, is_mtp, pg_collection)

@@ -375,6 +375,14 @@ def test_dense_stages_have_nothing_to_replay(stage):
             pass
 
 
+def test_a_layer_alone_may_have_any_number():
+    module = attention_module(small_config(dsa_indexer_topk_freq=2), layer_number=7).train()
+    assert module.core_attention.selects
+    with IndexCapture().on(module) as capture:
+        gradients(module, hidden_like(module, 64))
+    assert list(capture.microbatches[0]) == [7]
+
+
 def test_layers_of_multi_token_prediction_select_for_themselves():
     from megatron.core.transformer.spec_utils import build_module
 
