@@ -94,6 +94,12 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "0 turns this off (%(default)s).",
     )
     group.add_argument(
+        "--dsa-health-fp8",
+        action="store_true",
+        help="On these rows, also log the share of the selected keys that index scores in fp8 "
+        "would find, alone and with --dsa-fp8-selection.",
+    )
+    group.add_argument(
         "--dsa-evaluate-indexer",
         action="store_true",
         help="Compute and log the indexer loss in evaluation passes, too.",
@@ -257,6 +263,7 @@ def options_from_args(args: argparse.Namespace) -> DSAOptions:
         strict=args.dsa_strict,
         workspace_bytes=args.dsa_workspace_mib * 2**20,
         health_rows=args.dsa_health_rows,
+        health_fp8=args.dsa_health_fp8,
         evaluate_indexer=args.dsa_evaluate_indexer,
         csa_teacher=args.dsa_csa_teacher,
         cp_layout=args.dsa_cp_layout,

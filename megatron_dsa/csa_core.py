@@ -34,15 +34,15 @@ from megatron_dsa.dsa_kernels import (
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.fp32_parameters import Fp32Parameters
 from megatron_dsa.halo import halo_of
-from megatron_dsa.health import selection_health
+from megatron_dsa.health import Attended
 from megatron_dsa.hybrid_keys import join_keys
 from megatron_dsa.indexer_training import needs_indexer_backward
 from megatron_dsa.key_lists import KeyLists
 from megatron_dsa.layers import new_parameter
 from megatron_dsa.layout import Layout
-from megatron_dsa.losses import IndexerLog
 from megatron_dsa.parallel import Ranks
 from megatron_dsa.position_rope import PositionRope
+from megatron_dsa.replay import TakesSelections
 from megatron_dsa.selection import selection_calls
 from megatron_dsa.support import Problem
 from megatron_dsa.trained_indexer import TrainsIndexer
@@ -57,7 +57,7 @@ class HybridCoreAttentionSubmodules:
     indexer: ModuleSpec | type = None
 
 
-class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
+class HybridCoreAttention(Fp32Parameters, TrainsIndexer, TakesSelections, MegatronModule):
     """Attention to the window and to compressed keys, with a learned sink per head.
 
     Takes the constructor arguments of Megatron's core attentions. ``is_mtp`` marks the attention of
@@ -85,6 +85,9 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
             )
         self.ratio = config.ratio(layer_number, is_mtp)
         self.softmax_scale = softmax_scale
+        numbers = range(1, config.num_layers + 1)
+        selecting = [n for n in numbers if config.ratio(n) == CSA_RATIO]
+        self.set_up_selecting(layer_number, is_mtp, selecting)
         self.set_up_loss(layer_number, is_mtp, pg_collection)
         local_heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.attn_sink = new_parameter(config, local_heads)
@@ -184,7 +187,10 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
         kv, kv_grad = join_keys(kv, compressed, keys, halo, ranks)
         sink = self._sinks(ranks)
         trains, judges = self.trains_indexer_now(), self.judges_indexer_now()
-        if self._selects() or trains or judges:
+        given = None
+        if self._selects():
+            given = self.given_selection(layout, keys.layout, ranks)
+        if (self._selects() and given is None) or trains or judges:
             with torch.set_grad_enabled(trains):
                 inputs = self.indexer(
                     hidden_states.detach(), q_latent.detach(), keys, layout, rope, ranks
@@ -193,7 +199,7 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
             layout, self.config.csa_window_size, keys, held=None if halo is None else halo.held
         )
         if self._selects():
-            lists = self._select(inputs, lists, ranks)
+            lists = self._select(inputs, lists, ranks, given)
         training = None
         if trains and self.loss_is_sparse():
             training = self.sparse_training(inputs, keys.layout, layout, self._selected_only())
@@ -213,17 +219,26 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
         if trains and not self.loss_is_sparse():
             out = self.attach(out, self._dense_loss(inputs, q, kv, lists, sink), layout)
         if trains and self._selects() and self.options.health_rows:
-            self._record_health(inputs, q, kv, lists, torch.logaddexp(result.lse, sink.detach()))
+            total = torch.logaddexp(result.lse, sink.detach())
+            attended = Attended(
+                inputs.detach(), keys.layout, self.config.dsa_indexer_topk, layout, q,
+                kv[: keys.count], lists.selected, total, self.softmax_scale,
+            )  # fmt: skip
+            self.record_health(attended)
         if judges:
             self.record_evaluation(self._judge(inputs, q, kv, lists, sink, result.p_sum), layout)
         return out
 
-    def _select(self, inputs: IndexerInputs, lists: KeyLists, ranks: Ranks) -> KeyLists:
-        """Return lists of the compressed keys that the indexer selects."""
-        indices, length = balanced_topk(
+    def _select(
+        self, inputs: IndexerInputs | None, lists: KeyLists, ranks: Ranks, given
+    ) -> KeyLists:
+        """Return lists of the compressed keys that are ``given``, or that the indexer selects."""
+        indices, length = given or balanced_topk(
             inputs, lists.layout, self.config.dsa_indexer_topk, ranks,
             compressed=lists.compressed, policy=self.options.policy,
         )  # fmt: skip
+        self.capture_selection(indices, lists.compressed.layout)
+        self.record_overlap(indices, lists.compressed.layout)
         return dataclasses.replace(lists, selected=indices, selected_length=length)
 
     def _sinks(self, ranks: Ranks) -> torch.Tensor:
@@ -250,16 +265,6 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, MegatronModule):
             softmax_scale=self.softmax_scale, other_lse=other, head_group=self.heads_group(),
             policy=self.options.policy,
         )  # fmt: skip
-
-    def _record_health(self, inputs, q, kv, lists: KeyLists, total: torch.Tensor) -> None:
-        """Log how well the selection does on a few rows; ``total`` is the lse with the sink."""
-        compressed = kv[: lists.compressed.count]
-        health = selection_health(
-            inputs.detach(), lists.compressed.layout, self.config.dsa_indexer_topk, q, compressed,
-            lists.selected, total, self.softmax_scale, self.options.health_rows,
-            self.options.policy.workspace_bytes,
-        )  # fmt: skip
-        IndexerLog.record(self.layer_index, health)
 
     def _judge(self, inputs, q, kv, lists: KeyLists, sink, p_sum) -> torch.Tensor:
         """KL sum of an evaluation pass, for which there is no backward."""

@@ -37,11 +37,11 @@ from megatron_dsa.dsa_kernels import (
     sparse_indexer_loss,
 )
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.health import selection_health
+from megatron_dsa.health import Attended
 from megatron_dsa.indexer_training import needs_indexer_backward
 from megatron_dsa.layout import Layout
-from megatron_dsa.losses import IndexerLog
 from megatron_dsa.parallel import Ranks, gather_rows
+from megatron_dsa.replay import TakesSelections
 from megatron_dsa.rotary import RowRope
 from megatron_dsa.selection import selection_calls
 from megatron_dsa.support import Problem
@@ -59,7 +59,7 @@ class DSACoreAttentionSubmodules:
 
 
 class Selection(NamedTuple):
-    """Keys selected for every query row; may be handed on to later layers."""
+    """Keys of every query row: selected, handed on by an earlier layer, or replayed."""
 
     indices: torch.Tensor  # int32 [rows, K], rows of the key buffer, -1 padded
     length: torch.Tensor  # int32 [rows]
@@ -74,7 +74,7 @@ class Selection(NamedTuple):
         return cls(packed[:, :-1], packed[:, -1])
 
 
-class DSACoreAttention(TrainsIndexer, MegatronModule):
+class DSACoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
     """Core attention with the indexer inside, as ``self_attention.core_attention``.
 
     Takes the constructor arguments of Megatron's core attentions. ``is_mtp`` marks the attention of
@@ -99,10 +99,13 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
                 f"attn_mask_type must be causal, got {attn_mask_type}: DSA selects among the past"
             )
         self.softmax_scale = softmax_scale
+        shares = shares_indices(config)
+        # A layer that is built alone may have any number.
+        numbers = range(1, max(config.num_layers, layer_number) + 1)
+        selecting = [n for n in numbers if not shares or computes_topk(config, n)]
+        self.set_up_selecting(layer_number, is_mtp, selecting)
         self.set_up_loss(layer_number, is_mtp, pg_collection)
-        self.computes_topk = (
-            is_mtp or not shares_indices(config) or computes_topk(config, layer_number)
-        )
+        self.computes_topk = is_mtp or self.selects
         self.indexer = None
         if uses_indexer(config) and self.computes_topk:
             self.indexer = build_module(submodules.indexer, config=config)
@@ -169,7 +172,7 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
         kv_grad: torch.Tensor,
         layout: Layout,
         index_inputs: IndexerInputs | None,
-        shared: Selection | None,
+        given: Selection | None,
         ranks: Ranks,
     ) -> tuple[torch.Tensor, Selection]:
         """Attend to selected keys.
@@ -178,26 +181,30 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
             q: ``[rows, H, 576]`` absorbed queries, of the local heads or (by rows) of all.
             kv: ``[keys, 576]`` latent keys; kv_grad: the channel for their gradient.
             layout: which keys each row sees.
-            index_inputs: the indexer's projections, ``None`` if this layer reuses a selection.
-            shared: selection of an earlier layer, for layers that reuse one.
+            index_inputs: the indexer's projections, ``None`` if nothing is scored.
+            given: the selection to use in place of the indexer's: of an earlier layer, for layers
+                that reuse one, or replayed.
             ranks: who shares the microbatch.
 
         Returns:
             latent output ``[rows, H, kv_lora_rank]`` and the selection that was used.
         """
         config, policy = self.config, self.options.policy
-        if index_inputs is not None:
+        if given is not None:
+            selection = given
+        elif index_inputs is not None:
             selection = Selection(
                 *balanced_topk(index_inputs, layout, config.dsa_indexer_topk, ranks, policy=policy)
             )
-        elif shared is not None:
-            selection = shared
         else:
             raise ConfigError(
                 f"layer {self.layer_index + 1} reuses the selection of an earlier layer "
                 f"(--dsa-indexer-topk-freq {config.dsa_indexer_topk_freq}), but got none: build "
                 "the layers with megatron_dsa.specs.dsa_block_spec, which hands selections on"
             )
+        if self.computes_topk:
+            self.capture_selection(selection.indices, layout)
+            self.record_overlap(selection.indices, layout)
         trains = index_inputs is not None and self.trains_indexer_now()
         training = None
         if trains and self.loss_is_sparse():
@@ -221,13 +228,11 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
             if not self.loss_is_sparse():
                 loss_sum = self._dense_loss(index_inputs, q, kv[:, None], layout)
                 out = self.attach(out, loss_sum, layout)
-            if self.options.health_rows:
-                health = selection_health(
-                    index_inputs, layout, config.dsa_indexer_topk, q, kv, selection.indices,
-                    result.lse, self.softmax_scale, self.options.health_rows,
-                    policy.workspace_bytes,
-                )  # fmt: skip
-                IndexerLog.record(self.layer_index, health)
+            attended = Attended(
+                index_inputs, layout, config.dsa_indexer_topk, layout, q, kv, selection.indices,
+                result.lse, self.softmax_scale,
+            )  # fmt: skip
+            self.record_health(attended)
         if judges:
             loss_sum = self._judge(index_inputs, q, kv, selection, layout, result.p_sum)
             self.record_evaluation(loss_sum, layout)
@@ -311,8 +316,9 @@ class DSACoreAttention(TrainsIndexer, MegatronModule):
 
     def needs_index_inputs(self) -> bool:
         """Whether this forward pass selects keys or trains the indexer."""
+        selects = self.options.stage == "sparse" and self.replay is None
         return self.indexer is not None and (
-            self.options.stage == "sparse" or self.trains_indexer_now() or self.judges_indexer_now()
+            selects or self.trains_indexer_now() or self.judges_indexer_now()
         )
 
     def project_index(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.config import indexer_is_trained
+from megatron_dsa.layer_overlap import FIGURE as LAYER_OVERLAP
+from megatron_dsa.quality import Mean
 
 
 class LossScale:
@@ -71,6 +73,10 @@ FIGURES = (
     "dsa attention mass captured",
     "dsa zero scores",
     "dsa boundary ties",
+    "dsa query overlap",
+    LAYER_OVERLAP,
+    "dsa fp8 recall",
+    "dsa fp8 selection recall",
     EVALUATION,
 )
 
@@ -78,7 +84,7 @@ FIGURES = (
 @dataclass
 class _State:
     sums: torch.Tensor | None = None  # [layers, figures], on the device
-    counts: torch.Tensor | None = None  # [layers, figures], microbatches recorded
+    counts: torch.Tensor | None = None  # [layers, figures], what the sums are over
 
 
 class IndexerLog:
@@ -100,21 +106,26 @@ class IndexerLog:
             cls._state.counts = torch.zeros_like(cls._state.sums)
 
     @classmethod
-    def record(cls, layer_index: int, figures: dict[str, torch.Tensor]) -> None:
-        """Add one microbatch's figures of a layer (index from 0)."""
+    def record(cls, layer_index: int, figures: dict[str, torch.Tensor | Mean]) -> None:
+        """Add one microbatch's figures of a layer (index from 0).
+
+        A scalar counts once. A :class:`Mean` counts as much as it is over: a rank that has less of
+        it (padding, short sequences) weighs less, one that has nothing does not count.
+        """
         if cls._state.sums is None:
             return  # used as a library, without Megatron's training loop
         for name, value in figures.items():
-            cls._state.sums[layer_index, FIGURES.index(name)] += value.detach().float()
-            cls._state.counts[layer_index, FIGURES.index(name)] += 1
+            total, count = value if isinstance(value, Mean) else (value, 1)
+            cls._state.sums[layer_index, FIGURES.index(name)] += total.detach().float()
+            cls._state.counts[layer_index, FIGURES.index(name)] += count
 
     @classmethod
     def reduce(cls) -> dict[str, torch.Tensor]:
         """Sum over all ranks, return each figure's mean per layer, ``[layers]``, and clear.
 
         Layers that did not record a figure are NaN. A layer lives on some ranks only, and each of
-        them counts its own microbatches: dividing the sums by the counts after the reduction
-        averages over exactly those that took part.
+        them counts what it recorded: dividing the sums by the counts after the reduction averages
+        over exactly what took part.
         """
         state = cls._state
         both = torch.cat([state.sums, state.counts], dim=1)

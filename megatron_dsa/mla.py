@@ -179,11 +179,11 @@ class DSASelfAttention(MLASelfAttention):
         q = self._maybe_recomputed(absorbed_queries, q_latent, w_uk)
         kv, kv_grad = arrive(keys)
 
-        shared = self.shared_selection  # of this microbatch, also when recomputed later
+        given = self._given_selection(layout)  # of this microbatch, also when recomputed later
 
         def core(q, kv, kv_grad, *index_tensors):
             out, selection = self.core_attention.forward_sparse(
-                q, kv, kv_grad, layout, _rebuild(index_inputs, index_tensors), shared, self.ranks
+                q, kv, kv_grad, layout, _rebuild(index_inputs, index_tensors), given, self.ranks
             )
             return out, *selection
 
@@ -192,6 +192,13 @@ class DSASelfAttention(MLASelfAttention):
             self.used_selection = Selection(*selection)
         out = head_product(out, w_uv.transpose(1, 2), sharing)
         return to_heads(out, sharing) if self.ranks.by_rows else out
+
+    def _given_selection(self, layout) -> Selection | None:
+        """Return what is to be attended to in place of the indexer's selection, if anything."""
+        if not self.core_attention.computes_topk:
+            return self.shared_selection
+        replayed = self.core_attention.given_selection(layout, layout, self.ranks)
+        return None if replayed is None else Selection(*replayed)
 
     def _attend_dense(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
         """Plain MLA over all visible keys; returns ``[rows, H, v_head_dim]``."""

@@ -6,20 +6,27 @@ import torch
 
 from megatron_dsa.config import by_rows, indexer_is_trained, options_of
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining
+from megatron_dsa.health import Attended, selection_health
+from megatron_dsa.layer_overlap import LayerOverlap
 from megatron_dsa.layout import Layout
 from megatron_dsa.losses import EVALUATION, IndexerLog, attach_loss, install_loss_scale
 
 
 class TrainsIndexer:
-    """Mixin for core attentions that have ``config`` and an ``indexer``, which may be ``None``."""
+    """Mixin for core attentions that have ``config`` and an ``indexer``, which may be ``None``.
+
+    They are :class:`~megatron_dsa.replay.TakesSelections`, too.
+    """
 
     def set_up_loss(self, layer_number: int, is_mtp: bool, pg_collection) -> None:
-        """Settle what the loss needs to know about the layer."""
+        """Settle what the loss and the figures need to know about the layer."""
         self.options = options_of(self.config)
         self.pg_collection = pg_collection
         # Layers of multi-token prediction log behind the decoder's.
         self.layer_index = layer_number - 1 + (self.config.num_layers if is_mtp else 0)
         self.loss_scale = install_loss_scale(self.config)
+        before = [number for number in self.selecting_layers if number < layer_number]
+        self.layer_overlap = LayerOverlap(self.config, layer_number, max(before, default=None))
 
     def loss_is_sparse(self) -> bool:
         """Whether the loss is taken over the selected keys only."""
@@ -85,6 +92,29 @@ class TrainsIndexer:
         loss = coeff * (loss_sum if self.config.calculate_per_token_loss else mean)
         IndexerLog.record(self.layer_index, {"indexer loss": layout.parts * coeff * mean})
         return attach_loss(out, loss, self.loss_scale)
+
+    def record_overlap(self, indices: torch.Tensor, keys: Layout) -> None:
+        """Compare the selection with the layer before. To be called in every forward pass.
+
+        Not only where the indexer is trained: the first pass of a recomputed layer is the one that
+        follows the layer before.
+        """
+        if not (self.training and indexer_is_trained(self.config) and self.options.health_rows):
+            return
+        if self.selects:
+            topk, count = self.config.dsa_indexer_topk, self.options.health_rows
+            figure = self.layer_overlap.compare(indices, keys, topk, count)
+            IndexerLog.record(self.layer_index, figure)
+
+    def record_health(self, attended: Attended) -> None:
+        """Record how well the selection does on a few rows, if that is asked for."""
+        options = self.options
+        if options.health_rows:
+            workspace = options.policy.workspace_bytes
+            health = selection_health(
+                attended, options.health_rows, workspace, fp8=options.health_fp8
+            )
+            IndexerLog.record(self.layer_index, health)
 
     def record_evaluation(self, loss_sum: torch.Tensor, layout: Layout) -> None:
         """Record the loss of an evaluation pass."""

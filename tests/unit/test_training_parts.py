@@ -124,7 +124,7 @@ def test_index_projections_match_the_reference(interleaved):
 
 def test_health_figures_against_the_full_computation():
     from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_attention
-    from megatron_dsa.health import selection_health
+    from megatron_dsa.health import Attended, selection_health
     from megatron_dsa.layout import bshd_layout
 
     rows, k, device = 40, 6, start()
@@ -136,7 +136,12 @@ def test_health_figures_against_the_full_computation():
     kv = leaf(rows, 8, seed=5, device=device, dtype=torch.float64).detach()
     indices, _ = indexer_topk(inputs, layout, k)
     lse = sparse_attention(q, kv, indices, softmax_scale=0.4, v_dim=8).lse
-    got = selection_health(inputs, layout, k, q, kv, indices, lse, 0.4, rows, 2**20)
+
+    def health(lse):
+        attended = Attended(inputs, layout, k, layout, q, kv, indices, lse, 0.4)
+        return {name: mean.value for name, mean in selection_health(attended, rows, 2**20).items()}
+
+    got = health(lse)
     scores = dsa_float64.indexer_scores(inputs.q, inputs.k, inputs.weights)
     visible = dsa_float64.causal_mask(rows).to(device)
     zeros = (scores == 0)[visible].double().mean()
@@ -152,8 +157,7 @@ def test_health_figures_against_the_full_computation():
     logits = torch.einsum("qhd,kd->qhk", q, kv) * 0.4
     mass = logits.exp() * visible[:, None]
     kept = (mass * chosen[:, None]).sum(-1) + other.exp()
-    total = torch.logaddexp(lse, other)
-    beside = selection_health(inputs, layout, k, q, kv, indices, total, 0.4, rows, 2**20)
+    beside = health(torch.logaddexp(lse, other))
     expected = (kept / (mass.sum(-1) + other.exp())).mean()
     assert relative_error(beside["dsa attention mass captured"], expected) < 1e-6
     tied = []
@@ -236,7 +240,7 @@ def test_no_host_synchronisation_in_a_layer(stage, is_packed):
     """Trap 24: forward and backward of the attention, indexer, loss and figures included."""
     from megatron_dsa.config import DSAOptions
 
-    options = DSAOptions(stage=stage, freeze_main=False, workspace_bytes=2**20)
+    options = DSAOptions(stage=stage, freeze_main=False, workspace_bytes=2**20, health_fp8=True)
     module = attention_module(small_config(dtype=torch.bfloat16, options=options)).train()
     x = hidden_like(module, 96).bfloat16()
     params = packed(5, 60, 31) if is_packed else None

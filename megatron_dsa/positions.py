@@ -1,0 +1,226 @@
+"""Selections as positions: the form that does not depend on ranks, packing or key buffers.
+
+Inside this package a selection lists rows of the key buffer. Outside (a rollout engine, a file, a
+run on other ranks) it lists *positions*: int32 ``[rows, K]``, for every query row positions of keys
+within its own sequence, from 0, in any order, ``-1`` for no key. Compressed keys (ratio 4) are
+counted the same way: group ``g`` of a sequence is ``g``.
+
+``rows`` are the query rows of a layout: Megatron's ``[s, b]`` flattened to ``s * b``, or the
+packed tokens, padding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.layout import Layout
+from megatron_dsa.ops.arithmetic import rows_in_budget
+from megatron_dsa.ops.indexer_topk.scores import head_blocks as slices
+from megatron_dsa.spread import Spread
+
+#: Stands behind every position in sorted lists.
+_NONE = torch.iinfo(torch.int32).max
+#: Temporary bytes per list entry: sorted values with their places, masks, slots.
+_BYTES_PER_ENTRY = 64
+RULES = {
+    "range": "entries must be -1 (no key) or positions from 0",
+    "visible": "a query sees the keys of its own sequence up to itself only (ratio 4: the groups "
+    "that end there)",
+    "once": "a query must not list a key twice",
+    "some": "a query that sees keys must list at least one",
+    "ascending": "lists must be ascending with -1 last",
+}
+
+
+def check_form(indices: torch.Tensor, name: str = "indices") -> None:
+    """Raise :class:`ConfigError` unless ``indices`` is int32 ``[rows, K]`` with ``K > 0``."""
+    require(
+        isinstance(indices, torch.Tensor)
+        and indices.dtype == torch.int32
+        and indices.dim() == 2
+        and indices.shape[1] > 0,
+        f"{name} must be an int32 tensor [rows, K] with K > 0, got "
+        + (
+            f"{indices.dtype} {tuple(indices.shape)}"
+            if isinstance(indices, torch.Tensor)
+            else type(indices).__name__
+        ),
+    )
+
+
+def validate_indices(
+    indices: torch.Tensor,
+    layout: Layout,
+    *,
+    topk: int | None = None,
+    ascending: bool = False,
+    name: str = "indices",
+    workspace_bytes: int = 2**28,
+) -> None:
+    """Check positions against a layout; waits for the device.
+
+    Args:
+        indices: positions, int32 ``[rows, K]`` (see the module). Rows of padding are not read.
+        layout: of the query rows: :func:`~megatron_dsa.microbatch.layout_from_megatron`,
+            :func:`~megatron_dsa.layout.bshd_layout` or ``packed_layout``; for compressed keys
+            ``compressed_keys(layout, 4).layout``.
+        topk: the largest ``K``.
+        ascending: also ask for ascending lists with ``-1`` last. Replay does not need it.
+        name: of the argument, for the message.
+        workspace_bytes: budget for temporary memory.
+
+    Raises:
+        ConfigError: names the argument, the rule that is broken, the first place where, and the
+            fix.
+    """
+    check_form(indices, name)
+    require(
+        len(indices) == layout.num_queries,
+        f"{name} must have one row for each of the {layout.num_queries} query rows of the layout, "
+        f"got {len(indices)}: padding counts, its rows are -1",
+    )
+    require(
+        topk is None or indices.shape[1] <= topk,
+        f"{name} must list at most {topk} keys per query (--dsa-indexer-topk), got "
+        f"{indices.shape[1]}: select as many in both places",
+    )
+    for rows in _blocks(indices, workspace_bytes):
+        given, seen = _real(indices[rows], layout, rows)
+        for rule, broken, lists in _broken(given, _ordered(given), seen, ascending):
+            if not broken.any():
+                continue
+            row, column = (int(x) for x in broken.nonzero()[0])
+            raise ConfigError(
+                f"{name}: {RULES[rule]}. Row {rows.start + row}, whose query sees {int(seen[row])} "
+                f"keys, breaks this with {_around(lists[row], column)}: fix what wrote the "
+                "indices, or check that they belong to these tokens"
+            )
+
+
+def positions_to_rows(
+    positions: torch.Tensor,
+    keys: Layout,
+    topk: int,
+    *,
+    name: str = "indices",
+    workspace_bytes: int = 2**28,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return positions as :func:`~megatron_dsa.dsa_kernels.indexer_topk` would have selected them.
+
+    The rules of :func:`validate_indices` are checked on the device: on a GPU a broken one ends the
+    process at its next synchronisation, on the CPU it raises.
+
+    Args:
+        positions: int32 ``[num_queries, K]``, ``K <= topk``, on the layout's device.
+        keys: layout of the keys.
+        topk: width of the result.
+        name: what the message calls the positions.
+        workspace_bytes: budget for temporary memory.
+
+    Returns:
+        ``indices`` int32 ``[num_queries, topk]``: rows of the key buffer in sequence order, then
+        ``-1``; ``length`` int32 ``[num_queries]``.
+    """
+    count, width = positions.shape
+    indices = positions.new_full((count, topk), -1)
+    length = positions.new_empty(count)
+    fine = torch.ones((), dtype=torch.bool, device=positions.device)
+    for rows in _blocks(positions, workspace_bytes):
+        given, seen = _real(positions[rows], keys, rows)
+        ordered = _ordered(given)
+        for _, broken, _ in _broken(given, ordered, seen):
+            fine &= ~broken.any()
+        # Nothing out of bounds is read before the check below takes effect.
+        valid = ordered < seen[:, None]
+        slots = torch.where(valid, ordered + keys.start[rows, None], -1)
+        indices[rows, :width] = keys.to_key_rows(slots)
+        length[rows] = valid.sum(-1, dtype=torch.int32)
+    message = (
+        f"{name}: one of these rules is broken: {'; '.join(RULES[r] for r in list(RULES)[:4])}. "
+        "megatron_dsa.positions.validate_indices says which and where"
+    )
+    if positions.device.type == "cpu":
+        require(bool(fine), message)
+    else:  # without a host synchronisation
+        torch._assert_async(fine, message)
+    return indices, length
+
+
+def rows_to_positions(
+    indices: torch.Tensor, keys: Layout, *, workspace_bytes: int = 2**28
+) -> torch.Tensor:
+    """Return rows of the key buffer, int32 ``[num_queries, K]``, as positions; negatives as -1."""
+    out = torch.empty_like(indices)
+    slots_of = keys.slots_of_key_rows()
+    for rows in _blocks(indices, workspace_bytes):
+        given = indices[rows]
+        slots = slots_of[given.clamp_min(0).long()].int()
+        out[rows] = torch.where(given < 0, -1, slots - keys.start[rows, None])
+    return out
+
+
+def own_rows(indices: torch.Tensor, layout: Layout, queries: Spread, name: str) -> torch.Tensor:
+    """Return the rows of this rank's queries, of indices for these or for those of all ranks.
+
+    Args:
+        indices: ``[rows, K]``, moved to the layout's device.
+        layout: of this rank's query rows; queries: how they are spread.
+        name: what the message calls the indices.
+    """
+    total = layout.all_rows.num_queries
+    device = layout.start.device
+    if len(indices) == layout.num_queries:
+        return indices.to(device, non_blocking=True)
+    require(
+        len(indices) == total,
+        f"{name} must have one row per query row of this rank ({layout.num_queries}) or of all "
+        f"ranks ({total}), padding included, got {len(indices)}",
+    )
+
+    def rows() -> torch.Tensor:
+        step = layout.key_places.batch
+        element = torch.arange(step, device=device)
+        return (layout.key_places.of(queries)[:, None] * step + element).flatten()
+
+    return indices.to(device, non_blocking=True)[layout.derive(("own rows", queries), rows)]
+
+
+def _blocks(indices: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
+    at_once = rows_in_budget(workspace_bytes, _BYTES_PER_ENTRY * indices.shape[1])
+    yield from slices(len(indices), at_once)
+
+
+def _real(given: torch.Tensor, layout: Layout, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions, -1 in rows of padding, and how many keys each row sees."""
+    if layout.real is not None:
+        given = torch.where(layout.real[rows, None].to(given.device), given, -1)
+    return given, (layout.end[rows] - layout.start[rows]).to(given.device)
+
+
+def _ordered(given: torch.Tensor) -> torch.Tensor:
+    """Return every list in ascending order, what is negative behind."""
+    return torch.where(given < 0, _NONE, given).sort(dim=-1).values
+
+
+def _broken(
+    given: torch.Tensor, ordered: torch.Tensor, seen: torch.Tensor, ascending: bool = False
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield every rule, where it is broken (bool, a few columns of ``[r, K]``), and the lists."""
+    yield "range", given < -1, given
+    yield "visible", given >= seen[:, None], given
+    yield "once", (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != _NONE), ordered
+    yield "some", (seen > 0)[:, None] & (ordered[:, :1] == _NONE), given
+    if ascending:
+        places = torch.where(given < 0, _NONE, given)
+        yield "ascending", places[:, 1:] < places[:, :-1], given
+
+
+def _around(row: torch.Tensor, column: int) -> str:
+    """Return the entries of a list next to a column, for a message."""
+    first = max(0, column - 2)
+    shown = row[first : column + 3].tolist()
+    entries = ", ".join("-1" if x == _NONE else str(x) for x in shown)
+    return f"[{'... ' * (first > 0)}{entries}{' ...' * (column + 3 < len(row))}]"

@@ -1,0 +1,235 @@
+"""How good a selection is: recall, overlap, captured mass, what rougher scores would find.
+
+Plain functions on tensors, usable without Megatron. They return one value per query row, NaN where
+a row has none, and never synchronise with the host. *Lists* are int32 ``[r, K]``: names of keys
+(rows of the key buffer, or slots: all lists of a call the same) in any order, none twice, negative
+entries select nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
+from megatron_dsa.errors import require
+from megatron_dsa.layout import Layout
+from megatron_dsa.ops.arithmetic import accumulation_dtype, mm, rows_in_budget
+from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_topk.fp8 import quantized
+from megatron_dsa.ops.indexer_topk.scores import block_scores, head_blocks
+from megatron_dsa.ops.indexer_topk.unfused import best
+
+
+class Mean(NamedTuple):
+    """A mean that can be continued: over ranks and microbatches, sums and counts are added."""
+
+    total: torch.Tensor
+    count: torch.Tensor
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The mean, NaN over nothing."""
+        return self.total / self.count
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Mean:
+        """Return the mean of the entries that are not NaN."""
+        counted = ~values.isnan()
+        return cls(torch.where(counted, values, 0.0).sum(), counted.sum())
+
+
+def recall(selected: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return fp32 ``[r]``: the share of the keys in ``reference`` that ``selected`` has as well.
+
+    Args:
+        selected, reference: lists ``[r, K]`` and ``[r, K']`` of the same rows.
+
+    Raises:
+        ConfigError: lists that are not int32 or of different rows.
+    """
+    for name, lists in (("selected", selected), ("reference", reference)):
+        require(
+            lists.dim() == 2 and lists.dtype == torch.int32 and lists.shape[1] > 0,
+            f"{name} must be int32 [rows, K] with K > 0, got {lists.dtype} {tuple(lists.shape)}",
+        )
+    require(
+        len(selected) == len(reference),
+        f"selected and reference must have the same rows, got {len(selected)} and "
+        f"{len(reference)}: take the rows that both have",
+    )
+    ordered = selected.sort(dim=-1).values
+    wanted = reference.contiguous()
+    place = torch.searchsorted(ordered, wanted).clamp_max_(ordered.shape[1] - 1)
+    valid = wanted >= 0
+    found = (ordered.gather(1, place) == wanted) & valid
+    return found.sum(-1).float() / valid.sum(-1)
+
+
+def adjacent_overlap(
+    indices: torch.Tensor, layout: Layout, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return fp32 ``[r]``: the share of a row's keys that the row before selected as well.
+
+    NaN for the first row of a sequence, where the row before is not among ``layout``'s (another
+    rank holds it), and for rows that select nothing.
+
+    Args:
+        indices: lists ``[num_queries, K]``.
+        layout: of the query rows. For compressed keys, too, that of the positions.
+        rows: int64 ``[r]``, query rows to look at; all by default.
+    """
+    require(
+        len(indices) == layout.num_queries,
+        f"indices must have the {layout.num_queries} query rows of the layout, got {len(indices)}",
+    )
+    if rows is None:
+        rows = torch.arange(layout.num_queries, device=indices.device)
+    # Neighbours in a sequence are as far apart as the elements of a batch are many.
+    before = rows - layout.windows[0].rows.step
+    exists = before >= 0
+    before = before.clamp_min(0)
+    exists &= layout.start[before] == layout.start[rows]
+    exists &= layout.position[before] == layout.position[rows] - 1
+    exists &= layout.end[rows] > layout.start[rows]
+    return torch.where(exists, recall(indices[before], indices[rows]), float("nan"))
+
+
+def visible_keys(layout: Layout, rows: torch.Tensor) -> torch.Tensor:
+    """Return bool ``[r, num_keys]``: which rows of the key buffer the query rows ``rows`` see."""
+    # Columns are rows of the key buffer, which may be large: only their slots are looked up.
+    slots = layout.slots_of_key_rows()
+    return (slots >= layout.start[rows, None]) & (slots < layout.end[rows, None])
+
+
+@torch.no_grad()
+def captured_mass(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    lse: torch.Tensor,
+    layout: Layout,
+    *,
+    softmax_scale: float,
+    rows: torch.Tensor | None = None,
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+) -> torch.Tensor:
+    """Return ``[r, H]``: the share of dense attention's probability on what is attended to.
+
+    NaN for rows that see no key.
+
+    Args:
+        q, kv: ``[Sq, H, D]`` and ``[Skv, D]`` of the sparse attention.
+        indices: int32 ``[Sq, K]``, rows of kv that are attended to; negative entries are none.
+        lse: ``[Sq, H]``, natural log of all mass that the attention had in its denominator.
+        layout: which keys each query row sees.
+        softmax_scale: factor on ``q . kv``.
+        rows: int64 ``[r]``, query rows to look at; all by default.
+        workspace_bytes: budget for temporary memory.
+    """
+    if rows is None:
+        rows = torch.arange(layout.num_queries, device=q.device)
+    shares = torch.full((len(rows), q.shape[1]), float("nan"), dtype=lse.dtype, device=q.device)
+    bytes_per_row = 3 * layout.num_keys * accumulation_dtype(q.dtype).itemsize
+    for block in head_blocks(len(rows), rows_in_budget(workspace_bytes, bytes_per_row)):
+        some = rows[block]
+        visible = visible_keys(layout, some)
+        missed = visible & ~_selected(indices[some], layout.num_keys)
+        heads_at_once = rows_in_budget(workspace_bytes, bytes_per_row * len(some))
+        for heads in head_blocks(q.shape[1], heads_at_once):
+            block_q = q[some][:, heads].transpose(0, 1)
+            logits = mm(block_q.flatten(0, 1), kv.t()).unflatten(0, block_q.shape[:2])
+            logits.mul_(softmax_scale)
+            missed_lse = torch.logsumexp(logits.masked_fill_(~missed, float("-inf")), dim=-1).t()
+            share = torch.sigmoid(lse[some][:, heads] - missed_lse)
+            seen = visible.any(-1, keepdim=True)
+            shares[block, heads] = torch.where(seen, share, float("nan"))
+    return shares
+
+
+def _selected(indices: torch.Tensor, keys: int) -> torch.Tensor:
+    """Return bool ``[r, keys]`` from key rows ``[r, K]``; negative ones select nothing."""
+    mask = torch.zeros(len(indices), keys + 1, dtype=torch.bool, device=indices.device)
+    return mask.scatter_(1, torch.where(indices < 0, keys, indices).long(), True)[:, :keys]
+
+
+def through_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x [..., D]`` as fp8 (e4m3, a scale per ``D`` entries) holds it, in fp32 or fp64."""
+    held, scales = quantized(x.float() if x.dtype == torch.float64 else x)
+    dtype = accumulation_dtype(x.dtype)
+    return held.to(dtype) * scales[..., None].to(dtype)
+
+
+@torch.no_grad()
+def row_scores(
+    inputs: IndexerInputs,
+    rows: torch.Tensor,
+    *,
+    fp8: bool = False,
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+) -> torch.Tensor:
+    """Return the index scores ``[r, Skv]`` of some query rows, fp32 (fp64 for fp64 inputs).
+
+    Columns are rows of the key buffer; what a row does not see is scored, too.
+
+    Args:
+        inputs: the indexer's tensors.
+        rows: int64 ``[r]``, query rows.
+        fp8: of q and k as fp8 holds them (:func:`through_fp8`: a scale per query row and index
+            head, and per key), multiplied and summed as before.
+        workspace_bytes: budget for temporary memory besides the result.
+    """
+    through = through_fp8 if fp8 else torch.Tensor.detach
+    sampled = IndexerInputs(through(inputs.q[rows]), inputs.k, inputs.weights[rows], inputs.relu)
+    number, heads, dim = sampled.q.shape
+    itemsize = accumulation_dtype(inputs.q.dtype).itemsize
+    keys_at_once = rows_in_budget(workspace_bytes, itemsize * (2 * number * heads + 4 * dim))
+    scores = [
+        block_scores(sampled, slice(None), through(keys), heads)
+        for keys in inputs.k.split(keys_at_once)
+    ]
+    return torch.cat(scores, 1)
+
+
+@torch.no_grad()
+def score_recall(
+    rough: torch.Tensor,
+    scores: torch.Tensor,
+    layout: Layout,
+    topk: int,
+    rows: torch.Tensor,
+    *,
+    candidates: int | None = None,
+) -> torch.Tensor:
+    """Return fp32 ``[r]``: the share of the keys selected by ``scores`` that ``rough`` ones find.
+
+    NaN for rows that see no more than ``topk`` keys: they have no choice.
+
+    Args:
+        rough, scores: ``[r, Skv]`` of these rows, from :func:`row_scores` with and without fp8.
+        layout, topk: as for :func:`~megatron_dsa.dsa_kernels.indexer_topk`.
+        rows: int64 ``[r]``, their query rows.
+        candidates: rough scores choose that many, of which exact ones keep the best ``topk``
+            (``--dsa-fp8-selection``: :func:`megatron_dsa.selection.candidates_for`); by default
+            ``topk``, the rough scores decide.
+    """
+    slot = torch.arange(layout.num_keys, device=rows.device)
+    visible = (slot >= layout.start[rows, None]) & (slot < layout.end[rows, None])
+
+    def chosen(scores: torch.Tensor, count: int) -> torch.Tensor:
+        # In slot order: ties go to the key that comes first. A few rows of scores are less to
+        # reorder than the keys.
+        if layout.key_rows is not None:
+            scores = scores.index_select(1, layout.key_rows)
+        return best(scores.masked_fill(~visible, float("-inf")), visible, count)
+
+    wanted = chosen(scores, topk)
+    found = chosen(rough, topk if candidates is None else candidates)
+    share = (wanted & found).sum(-1).float() / wanted.sum(-1)
+    return torch.where(chooses(layout, rows, topk), share, float("nan"))
+
+
+def chooses(layout: Layout, rows: torch.Tensor, topk: int) -> torch.Tensor:
+    """Return bool ``[r]``: which of the query rows see more keys than they select."""
+    return layout.end[rows] - layout.start[rows] > topk

@@ -1,0 +1,395 @@
+"""Figures of the selection against plain Python, on any layout; what a log line averages."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_dsa.compressed_keys import compressed_keys
+from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_attention
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.health import sample_rows
+from megatron_dsa.microbatch import layout_from_megatron
+from megatron_dsa.quality import (
+    Mean,
+    adjacent_overlap,
+    captured_mass,
+    recall,
+    row_scores,
+    score_recall,
+    through_fp8,
+)
+from megatron_dsa.spread import Spread
+from tests.helpers import leaf, relative_error
+from tests.host import packed, small_config, small_hybrid_config, start
+
+TOTAL = 48
+LAYOUTS = {
+    "one": (1, None),
+    "two": (2, None),
+    "packed": (1, ((14, 3, 0, 20), (16, 4, 0, 20))),
+}
+SPREADS = {
+    "alone": (Spread(),),
+    "zigzag": tuple(Spread(2, rank, "zigzag") for rank in range(2)),
+    "zigzag_rows": tuple(Spread(2, rank, "zigzag_rows") for rank in range(2)),
+    "contiguous": tuple(Spread(2, rank, "contiguous") for rank in range(2)),
+    "by rows": tuple(Spread(2, rank // 2, "zigzag", 2, rank % 2) for rank in range(4)),
+}
+
+
+@pytest.fixture(autouse=True)
+def log():
+    """Models make room in the log for their own layers."""
+    from megatron_dsa.losses import IndexerLog
+
+    IndexerLog._state.sums = None
+    yield IndexerLog
+    IndexerLog._state.sums = None
+
+
+def layouts(name, spread):
+    """The layout of every rank."""
+    batch, lengths = LAYOUTS[name]
+    params = None if lengths is None else packed(*lengths[0], padded_lengths=lengths[1])
+    rows = TOTAL // batch
+    return [
+        layout_from_megatron(rows // one.ranks, batch, start(), params, one)
+        for one in SPREADS[spread]
+    ]
+
+
+def sequence_places(layout):
+    """``(sequence, position, padding)`` of every query row."""
+    real = [True] * layout.num_queries if layout.real is None else layout.real.tolist()
+    return list(zip(layout.start.tolist(), layout.position.tolist(), real, strict=True))
+
+
+def random_lists(rows, keys, width, seed):
+    """Lists in no order, none twice, some entries negative."""
+    generator = torch.Generator().manual_seed(seed)
+    lists = torch.stack([torch.randperm(keys, generator=generator)[:width] for _ in range(rows)])
+    none = torch.rand(lists.shape, generator=generator) < 0.2
+    return torch.where(none, -1, lists).int().to(start())
+
+
+def as_sets(lists):
+    return [{x for x in row if x >= 0} for row in lists.tolist()]
+
+
+def share(part, of):
+    return len(part & of) / len(of) if of else math.nan
+
+
+def same(got, expected):
+    expected = torch.tensor(expected, dtype=torch.float64)
+    assert torch.allclose(got.double().cpu(), expected, atol=1e-6, equal_nan=True)
+
+
+def test_recall_of_lists_in_any_order():
+    selected, reference = random_lists(9, 12, 5, 1), random_lists(9, 12, 7, 2)
+    reference[3] = -1
+    selected[4] = -1
+    selected[5, :5] = reference[5, :5]
+    expected = [share(a, b) for a, b in zip(as_sets(selected), as_sets(reference), strict=True)]
+    assert math.isnan(expected[3]) and expected[4] == 0 and 0 < expected[5] < 1.01
+    same(recall(selected, reference), expected)
+    same(recall(reference, reference), [1.0] * 3 + [math.nan] + [1.0] * 5)
+
+
+@pytest.mark.parametrize(
+    ("selected", "reference", "match"),
+    [
+        (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int32), "selected must be int32"),
+        (torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), "reference must"),
+        (torch.zeros(2, 3, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32), "same rows"),
+    ],
+)
+def test_recall_refuses_what_is_no_list(selected, reference, match):
+    with pytest.raises(ConfigError, match=match):
+        recall(selected, reference)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_are_compared_with_the_row_before_of_their_sequence(name, spread):
+    """First rows, padding, and rows whose neighbour another rank holds, have no figure."""
+    compared = 0
+    for layout in layouts(name, spread):
+        lists = random_lists(layout.num_queries, layout.num_keys, 9, 3)
+        sets, places = as_sets(lists), sequence_places(layout)
+        rows = {place[:2]: row for row, place in enumerate(places) if place[2]}
+        expected = []
+        for row, (sequence, position, real) in enumerate(places):
+            before = rows.get((sequence, position - 1)) if real else None
+            expected.append(math.nan if before is None else share(sets[before], sets[row]))
+        same(adjacent_overlap(lists, layout), expected)
+        some = sample_rows(layout.num_queries, 5, lists.device)
+        same(adjacent_overlap(lists, layout, some), [expected[i] for i in some.tolist()])
+        compared += sum(not math.isnan(x) for x in expected)
+    assert compared > TOTAL // 2
+
+
+def e4m3_grid():
+    """Every finite number of e4m3 (4 exponent bits of bias 7, 3 of mantissa, no infinity)."""
+    values = [m * 2.0**-9 for m in range(8)]
+    values += [(8 + m) / 8 * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_e4m3_rounds_to_the_nearest_number():
+    x = leaf(40, 16, seed=6, dtype=torch.float64).detach()
+    x[0] = 0
+    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 448
+    grid = e4m3_grid()
+    assert grid.max() == 448
+    nearest = (((x / scale).abs()[..., None] - grid).abs()).min(-1)
+    expected = grid[nearest.indices] * x.sign() * scale
+    assert relative_error(through_fp8(x), expected) < 1e-6
+    assert through_fp8(x)[0].abs().max() == 0
+
+
+def indexer_inputs(layout, num_keys, dtype=torch.float64, heads=3):
+    """Random inputs by place in the sequence: the same for a row on any number of ranks."""
+    everywhere = layout.all_rows
+    rows = everywhere.num_queries
+    q = leaf(rows, heads, 8, seed=1, dtype=torch.float64).detach()
+    k = leaf(num_keys, 8, seed=2, dtype=torch.float64).detach()
+    weights = leaf(rows, heads, seed=3, dtype=torch.float64).detach()
+    own = (layout.start + layout.position).cpu()
+    if layout.key_rows is not None and num_keys == layout.num_keys:  # of positions
+        k = k[torch.argsort(layout.key_rows.cpu())]
+    to = {"device": start(), "dtype": dtype}
+    return IndexerInputs(q[own].to(**to), k.to(**to), weights[own].to(**to))
+
+
+def best_keys(scores, topk):
+    """Slots of the best scores, ties to the first."""
+    return set(sorted(range(len(scores)), key=lambda s: (-scores[s], s))[:topk])
+
+
+@pytest.mark.parametrize("candidates", [None, 6])
+@pytest.mark.parametrize("spread", ["alone", "zigzag"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fp8_recall_against_plain_python(name, spread, candidates):
+    topk, shares = 4, []
+    for layout in layouts(name, spread):
+        inputs = indexer_inputs(layout, layout.num_keys)
+        rounded = IndexerInputs(through_fp8(inputs.q), through_fp8(inputs.k), inputs.weights)
+        slots = []
+        for one in (inputs, rounded):
+            products = torch.einsum("qhd,kd->qhk", one.q, one.k).relu()
+            products = torch.einsum("qhk,qh->qk", products, one.weights)
+            slots.append(layout.keys_in_slot_order(products.t()).t().tolist())
+        expected = []
+        seen = zip(layout.start.tolist(), layout.end.tolist(), strict=True)
+        for row, (first, last) in enumerate(seen):
+            exact = best_keys(slots[0][row][first:last], topk)
+            found = best_keys(slots[1][row][first:last], candidates or topk)
+            expected.append(share(found, exact) if last - first > topk else math.nan)
+        for count in (6, layout.num_queries):
+            rows = sample_rows(layout.num_queries, count, start())
+            scores, rough = (
+                row_scores(inputs, rows, fp8=fp8, workspace_bytes=2000) for fp8 in (False, True)
+            )
+            got = score_recall(rough, scores, layout, topk, rows, candidates=candidates)
+            same(got, [expected[i] for i in rows.tolist()])
+        shares += [x for x in expected if not math.isnan(x)]
+    mean = sum(shares) / len(shares)
+    # The few keys of packed sequences are far apart.
+    assert mean > 0.5 and (mean < 1 or candidates or name == "packed")
+
+
+def test_of_equal_scores_both_select_the_first():
+    (layout,) = layouts("two", "alone")
+    rows = sample_rows(layout.num_queries, 30, start())
+    equal = torch.ones(len(rows), layout.num_keys, device=start())
+    got = score_recall(equal, 2 * equal, layout, 4, rows)
+    assert got[~got.isnan()].eq(1).all() and (~got.isnan()).any()
+    better = equal.clone()
+    better[-1, layout.key_rows[layout.end[rows[-1]].item() - 1]] = 2  # its last key
+    assert float(score_recall(better, equal, layout, 4, rows)[-1]) == 0.75
+
+
+def test_row_scores_of_bf16_stay_exact_products():
+    (layout,) = layouts("one", "alone")
+    inputs = indexer_inputs(layout, layout.num_keys, torch.bfloat16)
+    rows = sample_rows(layout.num_queries, 7, start())
+    got = row_scores(inputs, rows, workspace_bytes=3000)
+    q, k, w = (x.double() for x in (inputs.q[rows], inputs.k, inputs.weights[rows]))
+    expected = torch.einsum("qhk,qh->qk", torch.einsum("qhd,kd->qhk", q, k).relu(), w)
+    assert got.dtype == torch.float32
+    assert relative_error(got, expected) < 1e-6
+
+
+@pytest.mark.parametrize("workspace_bytes", [1, 5000, 2**28])
+def test_captured_mass_in_any_budget(workspace_bytes):
+    (layout,) = layouts("packed", "alone")
+    q = leaf(TOTAL, 3, 8, seed=4, device=start(), dtype=torch.float64).detach()
+    kv = leaf(TOTAL, 8, seed=5, device=start(), dtype=torch.float64).detach()
+    inputs = indexer_inputs(layout, TOTAL)
+    indices, _ = indexer_topk(inputs, layout, 4)
+    lse = sparse_attention(q, kv, indices, softmax_scale=0.4, v_dim=8).lse
+    got = captured_mass(
+        q, kv, indices, lse, layout, softmax_scale=0.4, workspace_bytes=workspace_bytes
+    )
+    p = (torch.einsum("qhd,kd->qhk", q, kv) * 0.4).exp().cpu()
+    for row, (first, last) in enumerate(
+        zip(layout.start.tolist(), layout.end.tolist(), strict=True)
+    ):
+        chosen = [i for i in indices[row].tolist() if i >= 0]
+        if first == last:
+            assert got[row].isnan().all()
+        else:
+            expected = p[row][:, chosen].sum(-1) / p[row][:, first:last].sum(-1)
+            assert relative_error(got[row], expected) < 1e-12
+
+
+def test_the_log_weighs_by_what_a_mean_is_over(log):
+    """A rank or microbatch with more rows weighs more; one without any does not count."""
+    log.create(1, start())
+    values = torch.tensor([0.5, math.nan, 1.0], device=start())
+    log.record(0, {"dsa query overlap": Mean.of(values)})
+    log.record(0, {"dsa query overlap": Mean.of(values[1:2])})
+    log.record(0, {"dsa query overlap": Mean.of(values[:1])})
+    log.record(0, {"dsa fp8 recall": Mean.of(values[1:2])})
+    figures = log.reduce()
+    assert float(figures["dsa query overlap"][0]) == pytest.approx(2 / 3)
+    assert figures["dsa fp8 recall"].isnan().all()
+
+
+# Layers
+
+
+def gpt(config):
+    """A small GPT model of ``config`` with weights large enough to matter."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron_dsa.specs import dsa_block_spec
+
+    model = GPTModel(config, dsa_block_spec(config), 96, 64, position_embedding_type="rope")
+    model = model.to(start(), config.params_dtype).train()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            if parameter.dim() > 1:
+                values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(values * parameter.shape[1] ** -0.5)
+    return model
+
+
+def tokens(seed, batch=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 96, (batch, 64), generator=generator).to(start())
+
+
+def forward(model, seed):
+    ids = tokens(seed)
+    position = torch.arange(64, device=ids.device)[None]
+    return model(ids, position, None, labels=ids).mean()
+
+
+def full(layers):
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": layers,
+    }
+
+
+CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+MODELS = {
+    "DSA": (small_config, (), {"num_layers": 3}),
+    "shared": (small_config, (), {"num_layers": 4, "dsa_indexer_topk_freq": 2}),
+    "hybrid": (
+        small_hybrid_config,
+        (4,),
+        {"num_layers": 5, "csa_compress_ratios": [4, 0, 4, 6, 4]},
+    ),
+}
+SELECTING = {"DSA": [1, 2, 3], "shared": [1, 3], "hybrid": [1, 3, 5]}
+
+
+@pytest.mark.parametrize("recompute", [{}, full(1), full(2), CORE], ids=["", "1", "2", "core"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_layers_are_compared_with_the_selecting_layer_before(kind, recompute, log):
+    """Two microbatches in flight, recomputed or not: once per microbatch, never across them."""
+    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.replay import IndexCapture
+
+    config, arguments, changes = MODELS[kind]
+    options = DSAOptions(health_rows=9, health_fp8=True)
+    config = config(*arguments, **changes, **recompute, options=options)
+    model = gpt(config)
+    with IndexCapture().on(model) as capture:
+        for step in range(2):
+            losses = [forward(model, seed) for seed in (2 * step, 2 * step + 1)]
+            for loss in losses:
+                loss.backward()
+    figures = {name: values.tolist() for name, values in log.reduce().items()}
+    ratio, topk = (4 if kind == "hybrid" else 1), config.dsa_indexer_topk
+    rows = [r for r in sample_rows(64, 9, "cpu").tolist() if (r + 1) // ratio > topk]
+    assert len(rows) > 4 and len(capture.microbatches) == 4
+    layers = SELECTING[kind]
+    for layer in range(1, config.num_layers + 1):
+        got = figures["dsa layer overlap"][layer - 1]
+        if layer not in layers[1:]:
+            assert math.isnan(got)
+            continue
+        before = layers[layers.index(layer) - 1]
+        shares = []
+        for one in capture.microbatches:
+            own, other = as_sets(one[layer]), as_sets(one[before])
+            shares += [share(other[r], own[r]) for r in rows]
+        assert got == pytest.approx(sum(shares) / len(shares), abs=1e-5)
+        assert 0 < got < 1
+    for layer in layers:
+        shares = []
+        for one in capture.microbatches:
+            own = as_sets(one[layer])
+            shares += [share(own[r - 1], own[r]) for r in rows]
+        assert figures["dsa query overlap"][layer - 1] == pytest.approx(
+            sum(shares) / len(shares), abs=1e-5
+        )
+        alone = figures["dsa fp8 recall"][layer - 1]
+        assert 0.5 < alone <= figures["dsa fp8 selection recall"][layer - 1] <= 1
+        assert 0 < figures["dsa attention mass captured"][layer - 1] < 1
+
+
+def test_layers_of_two_microbatches_are_not_compared():
+    """An interleaved schedule: another microbatch's forward between two layers of one rank."""
+    from megatron_dsa.layer_overlap import FIGURE, LayerOverlap
+
+    (layout,) = layouts("one", "alone")
+    config = object()
+    first, second = LayerOverlap(config, 2, 1), LayerOverlap(config, 3, 2)
+    stranger = LayerOverlap(object(), 3, 2)
+    lists = [random_lists(TOTAL, TOTAL, 6, seed) for seed in range(3)]
+
+    def run(layer, indices):
+        return layer.compare(indices, layout, 5, TOTAL)
+
+    assert run(first, lists[0]) == {} and run(first, lists[1]) == {}
+    assert run(second, lists[2]) == {}  # of the first microbatch; what lies there is the second's
+    assert run(second, lists[2]) == {}
+    assert run(first, lists[0]) == {}
+    figure = run(second, lists[2])[FIGURE]
+    sets = [as_sets(x) for x in lists]
+    expected = [share(sets[0][row], sets[2][row]) for row in range(5, TOTAL)]
+    assert float(figure.value) == pytest.approx(sum(expected) / len(expected), abs=1e-6)
+    run(first, lists[0])
+    assert run(stranger, lists[2]) == {}
+
+
+def test_compressed_lists_take_the_layout_of_positions():
+    (layout,) = layouts("packed", "alone")
+    keys = compressed_keys(layout, 4)
+    inputs = indexer_inputs(layout, keys.count)
+    indices, length = indexer_topk(inputs, keys.layout, 2)
+    got = adjacent_overlap(indices, layout)
+    sets = as_sets(indices)
+    for row, (_, position, real) in enumerate(sequence_places(layout)):
+        if real and position > 0 and length[row] > 0:
+            assert float(got[row]) == pytest.approx(share(sets[row - 1], sets[row]))
+        else:
+            assert got[row].isnan()

@@ -1,0 +1,415 @@
+"""Given selections: positions on any layout, capture and replay to the last bit, refusals."""
+
+import pytest
+import torch
+
+from megatron_dsa.compressed_keys import compressed_keys
+from megatron_dsa.config import DSAOptions
+from megatron_dsa.dispatch import report, reset_report
+from megatron_dsa.dsa_kernels import indexer_topk
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.layout import packed_layout
+from megatron_dsa.positions import own_rows, positions_to_rows, rows_to_positions, validate_indices
+from megatron_dsa.recompute import in_backward
+from megatron_dsa.replay import IndexCapture, IndexReplay
+from tests.host import attention_module, hidden_like, packed, small_config, start
+from tests.unit.test_quality import (
+    CORE,
+    LAYOUTS,
+    MODELS,
+    SELECTING,
+    SPREADS,
+    forward,
+    full,
+    gpt,
+    indexer_inputs,
+    layouts,
+    sequence_places,
+)
+
+
+@pytest.fixture(autouse=True)
+def log():
+    """Models make room in the log for their own layers."""
+    from megatron_dsa.losses import IndexerLog
+
+    IndexerLog._state.sums = None
+    yield IndexerLog
+    IndexerLog._state.sums = None
+
+
+def shuffled(positions, seed=7):
+    """The same lists in another order, -1 anywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(positions.shape, generator=generator).argsort(-1).to(positions.device)
+    return positions.gather(1, order)
+
+
+# Positions
+
+
+@pytest.mark.parametrize("ratio", [1, 4])
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_positions_lead_back_to_the_selection(name, spread, ratio):
+    """In any order, on any rank: the rows and the lengths that the indexer would have returned."""
+    ranks = layouts(name, spread)
+    (alone,) = layouts(name, "alone")
+    whole = torch.full((alone.num_queries, 3), -7, dtype=torch.int32, device=start())
+    for layout, queries in zip(ranks, SPREADS[spread], strict=True):
+        keys = layout if ratio == 1 else compressed_keys(layout, ratio).layout
+        inputs = indexer_inputs(layout, keys.num_keys)
+        indices, length = indexer_topk(inputs, keys, 3)
+        positions = rows_to_positions(indices, keys, workspace_bytes=2000)
+        validate_indices(positions, keys, topk=3, ascending=True, workspace_bytes=3000)
+        for row, (_, position, real) in enumerate(sequence_places(layout)):
+            listed = [x for x in positions[row].tolist() if x >= 0]
+            assert len(listed) == (min(3, (position + 1) // ratio) if real else 0)
+            assert all(x < (position + 1) // ratio for x in listed)
+        given = positions_to_rows(shuffled(positions), keys, 5, workspace_bytes=2000)
+        assert given[0][:, :3].equal(indices) and given[0][:, 3:].eq(-1).all()
+        assert given[1].equal(length) and given[1].dtype == torch.int32
+        # Of the rows of all ranks, a rank takes its own.
+        rows = torch.arange(alone.num_queries, device=start())
+        own = own_rows(rows[:, None], layout, queries, "rows")[:, 0]
+        assert alone.position[own].equal(layout.position) and alone.start[own].equal(layout.start)
+        whole[own] = positions
+    one = alone if ratio == 1 else compressed_keys(alone, ratio).layout
+    indices, _ = indexer_topk(indexer_inputs(alone, one.num_keys), one, 3)
+    assert whole.equal(rows_to_positions(indices, one))
+
+
+def good():
+    """Lists of the last keys of two sequences of 6, and their layout."""
+    layout = packed_layout(torch.tensor([0, 6, 11]), 14, 6, torch.tensor([0, 6, 12]))
+    lists = layout.position[:, None].int() - torch.arange(3, dtype=torch.int32)
+    lists = torch.where((lists < 0) | ~layout.real[:, None], -1, lists)
+    return lists, layout
+
+
+def changed(row, *entries):
+    def change(lists):
+        lists[row] = torch.tensor(entries, dtype=torch.int32)
+
+    return change
+
+
+BROKEN = {
+    "range": (changed(4, 1, -2, 3), "-1 .no key. or positions from 0. Row 4"),
+    "causal": (changed(4, 1, 5, 3), r"up to itself only .* Row 4, whose query sees 5 keys"),
+    "other sequence": (changed(7, 0, 7, -1), r"own sequence .* Row 7, whose query sees 2 keys"),
+    "twice": (changed(5, 4, -1, 4), r"twice. Row 5, .*\[4, 4, -1\]"),
+    "nothing": (changed(3, -1, -1, -1), "must list at least one. Row 3"),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_broken_rules_are_named(rule):
+    change, message = BROKEN[rule]
+    lists, layout = good()
+    validate_indices(lists, layout, topk=3)
+    positions_to_rows(lists, layout, 3)
+    change(lists)
+    with pytest.raises(ConfigError, match="given: .*" + message):
+        validate_indices(lists, layout, name="given", workspace_bytes=500)
+    with pytest.raises(ConfigError, match=r"given: one of these rules .*validate_indices"):
+        positions_to_rows(lists, layout, 3, name="given", workspace_bytes=500)
+
+
+def test_rows_of_padding_are_not_read():
+    lists, layout = good()
+    expected = positions_to_rows(lists, layout, 3)
+    lists[11:] = 77
+    validate_indices(lists, layout)
+    for got, want in zip(positions_to_rows(lists, layout, 3), expected, strict=True):
+        assert got.equal(want)
+
+
+def test_order_is_checked_on_request():
+    lists, layout = good()
+    validate_indices(lists, layout)  # the last key first
+    with pytest.raises(ConfigError, match=r"ascending with -1 last\. Row 1"):
+        validate_indices(lists, layout, ascending=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lists: lists.long(), "must be an int32 tensor"),
+        (lambda lists: lists[0], "must be an int32 tensor"),
+        (lambda lists: None, "must be an int32 tensor .* got NoneType"),
+        (lambda lists: lists[:5], "one row for each of the 14 query rows"),
+        (lambda lists: lists.repeat(1, 2), "at most 3 keys per query"),
+    ],
+)
+def test_forms_that_are_no_lists(change, message):
+    lists, layout = good()
+    with pytest.raises(ConfigError, match=message):
+        validate_indices(change(lists), layout, topk=3)
+
+
+# Capture and replay
+
+
+def step(model, seeds):
+    """Two microbatches in flight: both forwards, then the backwards in their order."""
+    model.zero_grad()
+    losses = [forward(model, seed) for seed in seeds]
+    for loss in losses:
+        loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return [loss.detach() for loss in losses], {n: g.clone() for n, g in gradients.items()}
+
+
+def equal(one, other):
+    assert all(a.equal(b) for a, b in zip(one[0], other[0], strict=True))
+    assert one[1].keys() == other[1].keys()
+    assert all(one[1][name].equal(other[1][name]) for name in one[1])
+
+
+@pytest.mark.parametrize("recompute", [{}, full(1), full(2), CORE], ids=["", "1", "2", "core"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_was_captured_replays_to_the_last_bit(kind, recompute):
+    """Trap 20: also when layers run again in the backward, with two microbatches in flight."""
+    config, arguments, changes = MODELS[kind]
+    model = gpt(config(*arguments, **changes, **recompute))
+    capture = IndexCapture()
+    with capture.on(model):
+        expected = step(model, (1, 2))
+    assert len(capture.microbatches) == 2
+    assert sorted(capture.microbatches[0]) == SELECTING[kind]
+    plain = step(model, (1, 2))
+    equal(plain, expected)
+    given = [{n: shuffled(x) for n, x in one.items()} for one in capture.microbatches]
+    reset_report()
+    again = IndexCapture()
+    with IndexReplay(given).on(model), again.on(model):
+        replayed = step(model, (1, 2))
+    assert "indexer_topk" not in report() and "indexer_scores" not in report()
+    equal(replayed, expected)
+    for one, other in zip(again.microbatches, capture.microbatches, strict=True):
+        assert all(one[layer].equal(other[layer]) for layer in other)
+    equal(step(model, (1, 2)), expected)  # and nothing is left behind
+
+
+@pytest.mark.parametrize("recompute", [{}, full(1), CORE], ids=["", "1", "core"])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("coefficient", [0.7, 0.0])
+def test_given_keys_are_attended_to_and_taught(kind, recompute, coefficient, monkeypatch):
+    """Other keys than the indexer's: as if the indexer had selected them, microbatch by microbatch.
+
+    Without a loss the indexer does not even run.
+    """
+    from megatron_dsa import csa_core, dsa
+
+    config, arguments, changes = MODELS[kind]
+    model = gpt(
+        config(*arguments, **changes, **recompute, dsa_indexer_loss_coeff=coefficient or None)
+    )
+    with IndexCapture().on(model) as own:
+        selected = step(model, (1, 2))
+    ratio, topk = (4 if kind == "hybrid" else 1), model.config.dsa_indexer_topk
+    last = (torch.arange(64)[:, None] + 1) // ratio - 1 - torch.arange(topk - 1)
+    first = torch.arange(topk - 1)
+    first = torch.where(first < (torch.arange(64)[:, None] + 1) // ratio, first, -1)
+    lists = [x.clamp_min(-1).int().to(start()) for x in (last, first)]
+    given = [dict.fromkeys(SELECTING[kind], one) for one in lists]
+    indexers = [m.indexer for m in model.modules() if getattr(m, "indexer", None) is not None]
+    runs = []
+    for indexer in indexers:
+        indexer.register_forward_hook(lambda *_: runs.append(1))
+    with IndexReplay(given).on(model):
+        replayed = step(model, (1, 2))
+    assert bool(runs) == bool(coefficient)
+    assert not replayed[0][0].equal(selected[0][0]) and len(own.microbatches) == 2
+
+    # Every layer's calls come in the order of microbatches, in forward and recomputed passes.
+    calls, current = {}, []
+
+    def instead(inputs, layout, width, ranks, *, compressed=None, policy=None):
+        keys = layout if compressed is None else compressed.layout
+        place = calls.setdefault((in_backward(), id(current[-1])), iter(lists))
+        return positions_to_rows(next(place), keys, width)
+
+    for module in (dsa, csa_core):
+        monkeypatch.setattr(module, "balanced_topk", instead)
+    for core in (m for m in model.modules() if getattr(m, "selects", False)):
+        name = "forward_sparse" if hasattr(core, "forward_sparse") else "forward"
+
+        def tracked(*args, core=core, original=getattr(core, name), **settings):
+            current.append(core)
+            return original(*args, **settings)
+
+        monkeypatch.setattr(core, name, tracked)
+    equal(step(model, (1, 2)), replayed)
+    assert calls
+
+
+def test_packed_batches_with_padding():
+    module = attention_module(small_config()).train()
+    packing = packed(5, 50, 17, padded_lengths=(8, 56, 24))
+    x = hidden_like(module, 91)
+    results = []
+    capture = IndexCapture()
+    with capture.on(module):
+        results.append(gradients(module, x, packing))
+    (selected,) = capture.microbatches
+    selected[1][5:8] = 40  # padding
+    with IndexReplay([selected]).on(module):
+        results.append(gradients(module, x, packing))
+    assert all(a.equal(b) for a, b in zip(*results, strict=True))
+
+
+def gradients(module, x, packing=None):
+    module.zero_grad()
+    x.grad = None
+    out, _ = module(x, None, packed_seq_params=packing)
+    out.square().sum().backward()
+    return [out.detach(), x.grad.clone()] + [p.grad.clone() for p in module.parameters()]
+
+
+def test_chunks_of_an_interleaved_schedule():
+    """All microbatches run through one chunk before the next; every layer has its own queue."""
+    config = small_config(**CORE)
+    chunks = [attention_module(config, layer_number=n, seed=n).train() for n in (1, 2)]
+    inputs = [hidden_like(chunks[0], 64), hidden_like(chunks[0], 64).detach().flip(0)]
+
+    def interleaved():
+        for chunk in chunks:
+            chunk.zero_grad()
+        between = [chunks[0](x, None)[0] for x in inputs]
+        outputs = [chunks[1](x, None)[0] for x in between]
+        for out in outputs:
+            out.square().sum().backward()
+        return outputs + [p.grad.clone() for chunk in chunks for p in chunk.parameters()]
+
+    with IndexCapture().on(chunks) as capture:
+        expected = interleaved()
+    first, second = capture.microbatches
+    assert sorted(first) == [1, 2] and not first[2].equal(second[2])
+    with IndexReplay([first, second]).on(chunks):
+        assert all(a.equal(b) for a, b in zip(interleaved(), expected, strict=True))
+    with IndexReplay([second, first]).on(chunks):
+        assert not interleaved()[0].equal(expected[0])
+
+
+def test_evaluation_needs_no_backward():
+    model = gpt(small_config(options=DSAOptions(evaluate_indexer=True))).eval()
+    with torch.no_grad():
+        with IndexCapture().on(model) as capture:
+            expected = forward(model, 1)
+        with IndexReplay(capture.microbatches).on(model):
+            assert forward(model, 1).equal(expected)
+
+
+def captured(model):
+    with IndexCapture().on(model) as capture:
+        step(model, (1, 2))
+    return capture.microbatches
+
+
+def test_counts_that_do_not_fit_are_refused():
+    model = gpt(small_config(**full(1)))
+    given = captured(model)
+    too_many = pytest.raises(ConfigError, match=r"layer\(s\) 1, 2 those of 1 microbatch.*add as")
+    with too_many, IndexReplay([*given, given[0]]).on(model):
+        step(model, (1, 2))
+    too_few = pytest.raises(ConfigError, match="layer 1 runs a microbatch that has none")
+    with too_few, IndexReplay(given[:1]).on(model):
+        step(model, (1, 2))
+    waiting = pytest.raises(ConfigError, match=r"layer\(s\) 1, 2 ran in training mode without")
+    with waiting, IndexReplay(given[:1]).on(model), torch.no_grad():
+        forward(model, 1)
+    first = IndexReplay(given[:1])
+    with first.on(model):
+        loss = forward(model, 1)
+        twice = pytest.raises(ConfigError, match="layer 1 has a replay already")
+        with twice, IndexReplay(given).on(model):
+            pass
+        first.add(given[1])
+        other = forward(model, 2)
+        loss.backward()
+        other.backward()
+    assert all(getattr(m, "replay", None) is None for m in model.modules())
+
+
+def test_recomputed_layers_outside_of_the_step_are_refused():
+    model = gpt(small_config(**full(1)))
+    given = captured(model)
+    loss = forward(model, 1)
+    late = pytest.raises(ConfigError, match="layer 2 is computed again in a backward pass")
+    with late, IndexReplay(given[:1]).on(model):
+        loss.backward()
+
+
+WRONG = {
+    "missing": (lambda given: {1: given[1]}, r"layer\(s\) 2 missing"),
+    "unknown": (lambda given: given | {3: given[1]}, r"which layer\(s\) 3 of this model do not"),
+    "wide": (lambda given: {n: x.repeat(1, 2) for n, x in given.items()}, "at most .* = 12 keys"),
+    "dtype": (
+        lambda given: {n: x.long() for n, x in given.items()},
+        r"indices\[1\] must be an",
+    ),
+    "rows": (lambda given: {n: x[:9] for n, x in given.items()}, r"this rank \(64\) or of all"),
+    "rule": (lambda given: {n: x.flip(0) for n, x in given.items()}, r"indices\[1\]: one of these"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_indices_are_refused(wrong):
+    change, message = WRONG[wrong]
+    model = gpt(small_config())
+    (given, _) = captured(model)
+    with pytest.raises(ConfigError, match=message), IndexReplay([change(given)]).on(model):
+        forward(model, 1)
+    assert all(getattr(m, "replay", None) is None for m in model.modules())
+
+
+@pytest.mark.parametrize("stage", ["dense", "warmup"])
+def test_dense_stages_have_nothing_to_replay(stage):
+    changes = {"dsa_indexer_use_sparse_loss": False} if stage == "warmup" else {}
+    module = attention_module(small_config(options=DSAOptions(stage=stage), **changes))
+    for what in (IndexReplay, IndexCapture):
+        refused = pytest.raises(ConfigError, match=f"stage 'sparse' .* got --dsa-stage {stage}")
+        with refused, what().on(module):
+            pass
+
+
+def test_a_layer_alone_may_have_any_number():
+    module = attention_module(small_config(dsa_indexer_topk_freq=2), layer_number=7).train()
+    assert module.core_attention.selects
+    with IndexCapture().on(module) as capture:
+        gradients(module, hidden_like(module, 64))
+    assert list(capture.microbatches[0]) == [7]
+
+
+def test_layers_of_multi_token_prediction_select_for_themselves():
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_dsa.specs import dsa_layer_spec
+
+    config = small_config(mtp_num_layers=1)
+    spec = dsa_layer_spec(config, is_mtp=True).submodules.self_attention
+    module = build_module(spec, config=config, layer_number=1).to(start())
+    with IndexCapture().on(module) as capture, IndexReplay().on(module):
+        assert gradients(module, hidden_like(module, 64))[0].norm() > 0
+    assert capture.microbatches == []
+
+
+@pytest.mark.gpu
+def test_no_host_synchronisation():
+    """Trap 24: captured, then replayed from the host."""
+    module = attention_module(small_config(dtype=torch.bfloat16)).train()
+    x = hidden_like(module, 96, 2)
+    with IndexCapture().on(module) as first:
+        expected = gradients(module, x)
+    host = {1: shuffled(first.microbatches[0][1]).cpu().pin_memory()}
+    for attempt in range(2):  # the first call loads kernels
+        torch.cuda.set_sync_debug_mode("error" if attempt else "default")
+        try:
+            with IndexReplay([host]).on(module), IndexCapture().on(module) as second:
+                replayed = gradients(module, x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert second.microbatches[0][1].equal(first.microbatches[0][1])
+    assert replayed[0].equal(expected[0])

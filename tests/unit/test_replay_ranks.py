@@ -1,0 +1,170 @@
+"""Capture and replay on tensor- and context-parallel ranks: to the last bit, and the same keys."""
+
+import os
+import tempfile
+
+import pytest
+import torch
+
+from tests.ranks import Case
+from tests.unit.test_ranks import case
+
+#: Ranks -> (layer, rows, mode).
+CASES = {
+    (1, 2): [
+        ("DSA", "packed", "zigzag"),
+        ("DSA", "two", "contiguous"),
+        ("CSA", "packed", "zigzag_rows"),
+        ("CSA recomputed", "two", "zigzag"),
+    ],
+    (2, 2): [
+        ("DSA", "packed", "zigzag heads"),
+        ("DSA recomputed", "two", "zigzag rows"),
+        ("CSA", "packed", "contiguous rows"),
+        ("CSA", "two", "zigzag heads"),
+    ],
+}
+
+
+def build(case: Case, tp=1, cp=1, tp_rank=0):
+    """The module of a case on one of some ranks, and its packing."""
+    from tests import host
+
+    config = getattr(host, case.config)(
+        *case.arguments,
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        sequence_parallel=tp > 1,
+        use_cpu_initialization=True,
+        **case.changes,
+    )
+    module = host.attention_module(
+        config, full=lambda name, weight: case.part(name, weight, tp_rank, tp)
+    ).train()
+    packing = None
+    if case.lengths is not None:
+        packing = host.packed(*case.lengths, padded_lengths=case.padded)
+    return module, packing
+
+
+def step(module, x, packing):
+    """Output and every gradient; x is a leaf."""
+    module.zero_grad()
+    x.grad = None
+    out, _ = module(x, None, packed_seq_params=packing)
+    out.square().sum().backward()
+    return [out.detach(), x.grad.clone()] + [p.grad.clone() for p in module.parameters()]
+
+
+def equal(one, other):
+    return [a.equal(b) for a, b in zip(one, other, strict=True)]
+
+
+def _worker(rank, tp, cp, store, folder, cases):
+    from megatron_dsa import cpu_host
+
+    if cpu_host.needed():
+        cpu_host.activate()
+    torch.set_num_threads(1)
+    from megatron.core import parallel_state, tensor_parallel
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=tp * cp
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, context_parallel_size=cp
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    from tests import host
+
+    host.start = lambda: torch.device("cpu")
+    cp_rank, tp_rank = rank // tp, rank % tp
+    results = {name: _run(*one, tp, cp, tp_rank, cp_rank) for name, one in cases.items()}
+    torch.save(results, f"{folder}/{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def _run(case: Case, whole, tp, cp, tp_rank, cp_rank):
+    from megatron_dsa.dispatch import report, reset_report
+    from megatron_dsa.replay import IndexCapture, IndexReplay
+    from tests import host
+
+    module, packing = build(case, tp, cp, tp_rank)
+    x = host.hidden_like(module, case.rows, case.batch).detach()
+    x = x[case.places(cp)[cp_rank]].chunk(tp)[tp_rank].requires_grad_()
+    with IndexCapture().on(module) as capture:
+        expected = step(module, x, packing)
+    (own,) = capture.microbatches
+    backwards = {1: own[1].flip(1)}  # in another order, -1 first
+    reset_report()
+    with IndexReplay([backwards]).on(module):
+        of_rank = step(module, x, packing)
+    with IndexReplay([{1: whole}]).on(module):
+        of_all = step(module, x, packing)
+    selected = "indexer_topk" in report()
+    again = step(module, x, packing)
+    return {
+        "positions": own[1],
+        "replayed": equal(of_rank, expected),
+        "replayed of all": equal(of_all, expected),
+        "repeated": equal(again, expected),
+        "selected": (selected, "indexer_topk" in report()),
+    }
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What one rank selects, by case."""
+    from megatron_dsa.replay import IndexCapture
+    from tests import host
+
+    def positions(layer, rows, mode):
+        one = case(layer, rows, mode)
+        module, packing = build(one)
+        x = host.hidden_like(module, one.rows, one.batch)
+        with IndexCapture().on(module) as capture:
+            step(module, x, packing)
+        return capture.microbatches[0][1].cpu()
+
+    return {name: positions(*name) for names in CASES.values() for name in names}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, alone):
+    """Results of every rank, by grid and case."""
+    found = {}
+    for (tp, cp), names in CASES.items():
+        folder = tmp_path_factory.mktemp("replay")
+        handle, store = tempfile.mkstemp(dir=folder)
+        os.close(handle)
+        os.unlink(store)
+        with pytest.MonkeyPatch.context() as patch:
+            # On the CPU also where there is a GPU: NCCL wants one GPU per rank.
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
+            cases = {name: (case(*name), alone[name]) for name in names}
+            arguments = (tp, cp, store, str(folder), cases)
+            torch.multiprocessing.spawn(_worker, arguments, nprocs=tp * cp)
+        found[tp, cp] = [torch.load(f"{folder}/{rank}.pt") for rank in range(tp * cp)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "name"),
+    [
+        pytest.param(*grid, name, id=f"tp{grid[0]}-cp{grid[1]}-{'-'.join(name)}")
+        for grid, names in CASES.items()
+        for name in names
+    ],
+)
+def test_replay_on_ranks(tp, cp, name, ranks, alone):
+    one = case(*name)
+    for index, rank in enumerate(found[name] for found in ranks[tp, cp]):
+        assert all(rank["repeated"])  # otherwise the following would prove nothing
+        assert all(rank["replayed"]) and all(rank["replayed of all"])
+        assert rank["selected"] == (False, True)  # in the replays, in the step after them
+        place = torch.tensor(one.places(cp)[index // tp])
+        own = place.chunk(tp)[index % tp]
+        rows = place if len(rank["positions"]) == len(place) * one.batch else own
+        rows = (rows[:, None] * one.batch + torch.arange(one.batch)).flatten()
+        assert rank["positions"].equal(alone[name][rows])
