@@ -46,6 +46,36 @@ def test_quantized():
     assert (error <= x.double().abs() * 0.0626 + scales.double()[:, None] * 2.0**-10).all()
 
 
+@pytest.mark.parametrize("capability", [89, 90, 100])
+def test_quantization_compiles_once_without_a_gpu(monkeypatch, capability):
+    kernels = pytest.importorskip(KERNELS)
+    recorder = Recorder(kernels._quantize)
+    monkeypatch.setattr(kernels, "_quantize", recorder)
+    for shape in ((1, 128), (48, 64, 128)):
+        kernels.quantize(torch.zeros(shape, dtype=torch.bfloat16))
+    made = [assembly(recorder.kernel, *launch, capability) for launch in recorder.launches]
+    assert len({x.hash for x in made}) == 1 and ".local" not in made[0].asm["ptx"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 128), (1001, 64, 128), (333, 5, 16), (0, 128)])
+def test_quantized_by_triton(shape):
+    """As torch does it, but for roundings of quotients that lie between two numbers."""
+    kernels = pytest.importorskip(KERNELS)
+    x = leaf(*shape, seed=2).detach().bfloat16().cuda()
+    if len(x) > 300:
+        x[7], x[8, ..., 3], x[9, ..., 1], x[10] = 0.0, float("nan"), float("inf"), 3e38
+    (got, scales), (want, wanted) = kernels.quantize(x), fp8.quantized(x.cpu())
+    assert torch.equal(scales.nan_to_num(0).cpu(), wanted.nan_to_num(0)) or len(x) > 300
+    finite = x.isfinite().all(-1).cpu()
+    assert relative_error(scales.cpu()[finite], wanted[finite]) < 1e-6
+    near = (got.cpu().float() - want.float())[finite].abs()
+    assert bool((near <= want.float()[finite].abs() / 8).all())
+    assert float((near > 0).float().mean() if near.numel() else 0) < 1e-3
+    if len(x) > 300:
+        assert got[8].isnan().any(-1).all() and got[9].isnan().any(-1).all()
+
+
 def emulated(inputs, layout, topk):
     """The same selection in float64, of all pairs at once."""
     keys = layout.keys_in_slot_order(inputs.k)

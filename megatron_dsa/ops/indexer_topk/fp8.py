@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
+
+from megatron_dsa.packages import TRITON
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
@@ -14,10 +18,22 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     The largest element of a vector becomes 448; a vector of zeros has the scale 1. What is not
     finite makes its vector NaN.
     """
+    dim = x.shape[-1]
+    if x.is_contiguous() and dim & (dim - 1) == 0 and _has_triton(x.device):
+        from megatron_dsa.ops.indexer_topk.triton_kernels import quantize
+
+        return quantize(x)
     largest = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1, dtype=torch.float32)
     scales = torch.where(largest > 0, largest / LARGEST, 1.0)
     # Divided in fp32: scales of the smallest bf16 have no finite inverse.
     return (x.float() / scales[..., None]).clamp(-LARGEST, LARGEST).to(DTYPE), scales
+
+
+@functools.cache
+def _has_triton(device: torch.device) -> bool:
+    """Whether Triton converts to e4m3 there."""
+    fits = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return fits and TRITON.problem() is None
 
 
 def quantized_queries(q: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,7 @@
-"""Index scores of listed keys in one Triton kernel: neither keys nor products are written."""
+"""Triton kernels of the selection through fp8: vectors in fp8, and scores of listed keys.
+
+Neither gathered keys nor products of heads are written.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from megatron_dsa.ops.indexer_topk import IndexerInputs
 
 #: Keys of a step, and the least heads that a product on the tensor cores has.
 BLOCK, LEAST_HEADS = 128, 16
+#: Elements that a program quantizes, and the largest e4m3.
+ELEMENTS = 8192
+_LARGEST = tl.constexpr(448.0)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -55,3 +61,34 @@ def scores(inputs: IndexerInputs, columns: torch.Tensor, workspace_bytes: int) -
             BLOCK=BLOCK, RELU=inputs.relu, num_warps=4,
         )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def _quantize(x, out, scales, count, DIM: tl.constexpr, VECTORS: tl.constexpr):
+    """One program per ``VECTORS`` vectors."""
+    vector = tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
+    inside = vector < count
+    at = vector[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    values = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(values), 1)
+    scale = tl.where(largest > 0, tl.div_rn(largest, _LARGEST), 1.0)
+    values = tl.div_rn(values, scale[:, None])
+    # What rounding puts above 448 saturates; NaN stays NaN.
+    tl.store(out + at, values.to(out.dtype.element_ty), mask=inside[:, None])
+    tl.store(scales + vector, scale, mask=inside)
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``x [..., D]`` as e4m3 and fp32 scales ``[...]``.
+
+    As :func:`megatron_dsa.ops.indexer_topk.fp8.quantized`; ``D`` is a power of two, x contiguous.
+    """
+    dim = x.shape[-1]
+    out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    vectors = max(ELEMENTS // dim, 1)
+    if x.numel():
+        _quantize[(triton.cdiv(scales.numel(), vectors),)](
+            x, out, scales, scales.numel(), DIM=dim, VECTORS=vectors, num_warps=8
+        )
+    return out, scales
