@@ -67,7 +67,7 @@ def test_bundled_indexer_without_a_gpu_is_a_row(operation, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("it runs here")
     table = tmp_path / "indexer.csv"
-    options = ["--quick", "--ways", "megatron", "--operations", operation, "--lists", "sorted"]
+    options = ["--quick", "--ways", "megatron", "--operations", operation, "--lists", "clustered"]
     indexer.run(indexer.parse([*options, "--output", str(table)]))
     (row,) = csv.DictReader(table.open())
     assert row["status"] == "failed" and row["way"] == "megatron"
