@@ -89,6 +89,8 @@ class Policy:
             (``--dsa-forward-impl flashmla``); they go before ``fused``.
         fp8_selection: keys are selected by fp8 scores, the best of them scored again
             (``--dsa-fp8-selection``).
+        fp8_least_ratio: but only where there are at least as many times more keys than candidates.
+            By measurement (``docs/kernels.md``): what these cost again is won from there on.
     """
 
     fused: bool = True
@@ -96,6 +98,7 @@ class Policy:
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
     named: tuple[tuple[str, str], ...] = ()
     fp8_selection: bool = False
+    fp8_least_ratio: int = 12
 
     def named_for(self, operation: str) -> str | None:
         """Implementation named for ``operation``: by the policy, else by the environment."""

@@ -19,6 +19,7 @@ from megatron_dsa.ops.indexer_topk import TopKProblem
 from megatron_dsa.ops.indexer_topk.blocks import Selector
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
 from megatron_dsa.ops.indexer_topk.fp8 import quantized, quantized_queries
+from megatron_dsa.ops.indexer_topk.listed import chosen
 from megatron_dsa.support import Problem
 
 
@@ -88,12 +89,15 @@ class Exact(_Selector):
         return self._select(self._score(self.inputs, topk, block, seen), seen, topk)
 
 
-class Candidates(_Selector):
+class Candidates(Exact):
     """Scores in fp8 for all keys; those of the best few are formed again from the inputs.
 
     Scores in fp8 (e4m3, 3 bits of mantissa) are off by some percent, which matters near the worst
     selected score only. A quarter more keys than wanted are therefore candidates, whose scores are
     formed as in :class:`Exact`. A key is lost if fp8 puts it behind all candidates.
+
+    Blocks with fewer keys than ``policy.fp8_least_ratio`` times the candidates are scored exactly,
+    which takes less time there.
     """
 
     def __init__(self, problem: TopKProblem, policy: Policy):
@@ -106,17 +110,17 @@ class Candidates(_Selector):
         self.fp8 = dataclasses.replace(
             problem.inputs, q=sample[0], weights=sample[1], k=keys, key_scales=scales
         )
-        self.bytes_per_score = self._bytes_per_score(self.fp8, self.count)
+        per_score = self._bytes_per_score(self.fp8, self.count)
+        self.bytes_per_score = max(self.bytes_per_score, per_score)
         # fp32 and fp8 queries; candidates and their scores, as long as both lists exist.
         self.bytes_per_row = 6 * q[0].numel() + 32 * self.count
 
     def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
+        if block.width < self.policy.fp8_least_ratio * self.count:
+            return super().__call__(block, seen)
         inputs, topk = self.problem.inputs, self.problem.topk
         q, weights = inputs.q[block.rows], inputs.weights[block.rows]
-        if block.width <= self.count:
-            columns = seen.first(self.count)
-        else:
-            columns = self._candidates(q, weights, block, seen)
+        columns = self._candidates(q, weights, block, seen)
         own = dataclasses.replace(inputs, q=q, weights=weights, k=self.keys[block.lo : block.hi])
         scores = run(
             "indexer_listed_scores", self._describe(own, self.count), self.policy,
@@ -124,10 +128,11 @@ class Candidates(_Selector):
         )  # fmt: skip
         length = (seen.end - seen.start).clamp_max(self.count)
         best = self._select(scores, Seen(torch.zeros_like(length), length), topk)
-        chosen = columns.gather(1, best.clamp_min(0).long())
-        return torch.where(best < 0, best, chosen)
+        return chosen(columns, best)
 
     def _candidates(self, q, weights, block: Block, seen: Seen) -> torch.Tensor:
+        if block.width <= self.count:
+            return seen.first(self.count)
         q, weights = quantized_queries(q, weights)
         rows = dataclasses.replace(self.fp8, q=q, weights=weights)
         # The queries are the block's own, from the first on.

@@ -46,7 +46,7 @@ def warm_up(calls: tuple[tuple[str, Problem], ...], policy: Policy, softmax_scal
     if fused.keys() & (selects | trains):
         problem = next(x for name, x in calls if name in trains | {"indexer_topk"})
         with uncounted():
-            _index(fused, problem, policy)
+            _index(fused, problem, replace(policy, fp8_least_ratio=0))
 
 
 def _values(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -51,7 +51,8 @@ class _Selection:
     def call(self, pairs, fp8: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         policy = named(*pairs)
         if fp8:  # what is judged are its scores; top-k has verdicts of its own
-            policy = replace(policy, named=(*policy.named, (TOPK, "torch")), fp8_selection=True)
+            pairs = (*policy.named, (TOPK, "torch"))
+            policy = replace(policy, named=pairs, fp8_selection=True, fp8_least_ratio=0)
         return indexer_topk(self.inputs, self.layout, self.topk, policy=policy)
 
     def selected(self, part: Part, indices, length) -> torch.Tensor:

@@ -46,7 +46,7 @@ def scaled(gradient: torch.Tensor, factor: torch.Tensor | float, dtype: torch.dt
     factor = factor.to(accumulation_dtype(gradient.dtype)).view(1)
     out = torch.empty_like(gradient, dtype=dtype)
     fits = gradient.is_cuda and gradient.is_contiguous() and factor.dtype == torch.float32
-    if fits and _has_triton():
+    if fits and has_triton():
         from megatron_dsa.ops.scaling import scale
 
         return scale(gradient, factor, out)
@@ -54,7 +54,8 @@ def scaled(gradient: torch.Tensor, factor: torch.Tensor | float, dtype: torch.dt
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether small helpers may be Triton kernels; operations ask through dispatch."""
     return TRITON.problem() is None
 
 

@@ -20,7 +20,8 @@ from tests.unit.test_compressor import Recorder, assembly, interpret, repair_int
 from tests.unit.test_indexer_topk import LAYOUTS, expected, integer_inputs
 
 KERNELS = "megatron_dsa.ops.indexer_topk.triton_kernels"
-FP8 = Policy(fp8_selection=True)
+#: Blocks of any width are worth their candidates here.
+FP8 = Policy(fp8_selection=True, fp8_least_ratio=0)
 
 
 def draw(rows, keys, heads=4, dim=16, *, device="cpu", dtype=torch.float32, relu=True):
@@ -157,6 +158,20 @@ def test_recall(device):
     assert recall(indices, exact) > 0.999
 
 
+def test_narrow_blocks_are_scored_exactly():
+    """Where candidates cost more than they save."""
+    layout, inputs = bshd_layout(60, 1, torch.device("cpu")), integer_inputs(60, device="cpu")
+    want = expected(inputs, layout, 4)
+    for ratio, rows in ((6, 60 - 29), (100, 0)):
+        # A row at a time.
+        policy = dataclasses.replace(FP8, workspace_bytes=1, fp8_least_ratio=ratio)
+        reset_report()
+        indices, _ = indexer_topk(inputs, layout, 4, policy=policy)
+        assert report().get("indexer_listed_scores", {}).get("torch", 0) == rows
+        if not rows:
+            assert torch.equal(indices, want)
+
+
 def test_unseen_scores_may_hold_anything(add):
     """2: neither the rough nor the fine scores of what is not seen reach the selection."""
 
@@ -244,6 +259,10 @@ def main():
         for relu in (True, False):
             inputs = draw(rows, keys, heads, dim, dtype=torch.float16, relu=relu)
             check_listed(triton_kernels.scores, inputs, lists(rows, width, keys), 1e-3)
+    for rows, width, topk in ((5, 9, 7), (2, 2600, 2048), (0, 3, 2)):
+        columns, places = lists(rows, width, 10_000), lists(rows, topk, width)
+        want = listed.chosen(columns, places)
+        assert torch.equal(triton_kernels.chosen(columns, places), want)
 
 
 @pytest.mark.parametrize("heads", [5, 32, 64])

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from megatron_dsa.packages import TRITON
+from megatron_dsa.ops.arithmetic import has_triton
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
@@ -19,7 +19,7 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     finite makes its vector NaN.
     """
     dim = x.shape[-1]
-    if x.is_contiguous() and dim & (dim - 1) == 0 and _has_triton(x.device):
+    if x.is_contiguous() and dim & (dim - 1) == 0 and _converts(x.device):
         from megatron_dsa.ops.indexer_topk.triton_kernels import quantize
 
         return quantize(x)
@@ -30,10 +30,10 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @functools.cache
-def _has_triton(device: torch.device) -> bool:
-    """Whether Triton converts to e4m3 there."""
+def _converts(device: torch.device) -> bool:
+    """Whether a Triton kernel can do it there."""
     fits = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    return fits and TRITON.problem() is None
+    return fits and has_triton()
 
 
 def quantized_queries(q: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.ops.arithmetic import accumulation_dtype, bmm, rows_in_budget
+from megatron_dsa.ops.arithmetic import accumulation_dtype, bmm, has_triton, rows_in_budget
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 
 
@@ -30,3 +30,15 @@ def scores(inputs: IndexerInputs, columns: torch.Tensor, workspace_bytes: int) -
             products.relu_()
         out[part] = torch.bmm(inputs.weights[part, None].to(acc), products).squeeze(1)
     return out
+
+
+def chosen(columns: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return int32 ``[r, K]``: the entries of ``columns [r, C]`` at ``places [r, K]``, -1 where
+    those are negative. All are int32.
+    """
+    if columns.is_cuda and places.shape[1] and has_triton():
+        from megatron_dsa.ops.indexer_topk.triton_kernels import chosen as fused
+
+        return fused(columns, places)
+    entries = columns.gather(1, places.clamp_min(0).long())
+    return torch.where(places < 0, places, entries)

@@ -1,4 +1,5 @@
-"""Triton kernels of the selection through fp8: vectors in fp8, and scores of listed keys.
+"""Triton kernels of the selection through fp8: vectors in fp8, scores of listed keys, and which of
+those keys are kept.
 
 Neither gathered keys nor products of heads are written.
 """
@@ -92,3 +93,24 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             x, out, scales, scales.numel(), DIM=dim, VECTORS=vectors, num_warps=8
         )
     return out, scales
+
+
+@triton.jit(do_not_specialize=["width", "topk"])
+def _chosen(columns, places, out, width, topk, BLOCK: tl.constexpr):
+    """One program per row and ``BLOCK`` entries."""
+    row = tl.program_id(0).to(tl.int64)
+    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places + row * topk + entry, mask=entry < topk, other=-1)
+    column = tl.load(columns + row * width + place, mask=place >= 0, other=-1)
+    tl.store(out + row * topk + entry, column, mask=entry < topk)
+
+
+def chosen(columns: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """As :func:`megatron_dsa.ops.indexer_topk.listed.chosen`."""
+    (rows, topk), block = places.shape, 1024
+    out = torch.empty_like(places, memory_format=torch.contiguous_format)
+    if out.numel():
+        _chosen[(rows, triton.cdiv(topk, block))](
+            columns.contiguous(), places.contiguous(), out, columns.shape[1], topk, BLOCK=block
+        )
+    return out
