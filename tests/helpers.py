@@ -78,3 +78,13 @@ def dynamic_shared_memory(kernel) -> int:
     offsets = re.findall(r"buf_dyn_shmem \+ (\d+)", kernel.get_kernel_source())
     assert dynamic > max(int(x) for x in offsets)
     return dynamic
+
+
+def peak_memory_above(call):
+    """Return ``call()`` and the bytes that torch's allocator held at most above what it had."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    torch.cuda.synchronize()
+    return result, torch.cuda.max_memory_allocated() - before

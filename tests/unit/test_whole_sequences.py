@@ -1,0 +1,94 @@
+"""Selection from sequences as long as they get, through dispatch, as a layer calls it.
+
+Numbers in docstrings are rows of the list of bugs that other systems shipped.
+"""
+
+import pytest
+import torch
+
+from megatron_dsa.compressed_keys import compressed_keys
+from megatron_dsa.dispatch import Policy, report, reset_report
+from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
+from megatron_dsa.layout import bshd_layout
+from tests.helpers import peak_memory_above
+from tests.unit.test_score_kernels import skip_unless_they_run
+
+CUDA = torch.device("cuda")
+HEADS, DIM, TOPK, ROWS_CHECKED = 64, 128, 2048, 64
+MIB = 2**20
+
+pytestmark = pytest.mark.gpu
+
+
+def draw(layout, integers):
+    """bf16; small integers make every order of summation exact, and ties abound."""
+    generator = torch.Generator(CUDA).manual_seed(11)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, device=CUDA).bfloat16()
+
+    q, k = normal(layout.num_queries, HEADS, DIM), normal(layout.num_keys, DIM)
+    weights = normal(layout.num_queries, HEADS)
+    if integers:
+        return IndexerInputs(q.round_(), k.round_(), weights.round_())
+    return IndexerInputs(q, k, weights * (HEADS * DIM) ** -0.5)
+
+
+def layouts(tokens, ratio):
+    layout = bshd_layout(tokens, 1, CUDA)
+    return layout if ratio == 1 else compressed_keys(layout, ratio).layout
+
+
+def float64_scores(inputs, layout, row):
+    """Scores of what a row sees."""
+    keys = inputs.k[: int(layout.end[row])].double()
+    return (keys @ inputs.q[row].double().t()).relu_() @ inputs.weights[row].double()
+
+
+@pytest.mark.parametrize("integers", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "ratio"), [(4096, 1), (32_768, 1), (131_072, 1), (32_768, 4), (131_072, 4)]
+)
+def test_against_float64(tokens, ratio, integers):
+    """7, 8, 17, 18, 25: samples of all rows; 20 repeats are equal to the last bit."""
+    skip_unless_they_run(("indexer_scores", "tilelang"), ("indexer_topk", "tilelang"))
+    layout = layouts(tokens, ratio)
+    inputs = draw(layout, integers)
+    reset_report()
+    indices, length = indexer_topk(inputs, layout, TOPK)
+    assert report()["indexer_scores"].keys() == report()["indexer_topk"].keys() == {"tilelang"}
+    for i in range(ROWS_CHECKED):
+        row = tokens * (i + 1) // ROWS_CHECKED - 1 - i
+        scores, chosen = float64_scores(inputs, layout, row), indices[row].long()
+        count = min(TOPK, len(scores))
+        assert int(length[row]) == count and bool((chosen[count:] == -1).all())
+        chosen = chosen[:count]
+        assert bool((chosen.diff() > 0).all())
+        if integers:
+            best = scores.sort(descending=True, stable=True).indices[:count].sort().values
+            assert torch.equal(chosen, best)
+        elif len(scores) > count:
+            least = scores[chosen].min()
+            rejected = scores.index_fill(0, chosen, float("-inf")).max()
+            # Scores that fp32 cannot tell apart.
+            assert rejected - least <= 1e-6 * scores.abs().max()
+    for _ in range(20):
+        again = indexer_topk(inputs, layout, TOPK)
+        assert torch.equal(again[0], indices) and torch.equal(again[1], length)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_memory_stays_within_the_workspace(fp8):
+    """Beside the result, and keys in fp8 with their scales."""
+    skip_unless_they_run(("indexer_scores", "tilelang"), ("indexer_topk", "tilelang"))
+    layout = layouts(131_072, 1)
+    inputs = draw(layout, False)
+    for mib in (64, 256):
+        policy = Policy(workspace_bytes=mib * MIB, fp8_selection=fp8)
+        indexer_topk(inputs, layout, TOPK, policy=policy)  # compiles
+        result, peak = peak_memory_above(
+            lambda p=policy: indexer_topk(inputs, layout, TOPK, policy=p)
+        )
+        results = sum(x.numel() * x.element_size() for x in result)
+        keys = inputs.k.numel() + 4 * layout.num_keys if fp8 else 0
+        assert peak - results - keys <= (mib + 24) * MIB
