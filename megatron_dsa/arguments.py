@@ -90,8 +90,8 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "--dsa-health-rows",
         type=int,
         default=DSAOptions.health_rows,
-        help="Query rows per layer and microbatch on which the selection is judged for the log; "
-        "0 turns this off (%(default)s).",
+        help="Query rows per layer on which the selection is judged for the log, once per "
+        "iteration; 0 turns this off (%(default)s).",
     )
     group.add_argument(
         "--dsa-health-fp8",

@@ -37,8 +37,8 @@ class DSAOptions:
         fused: prefer fused implementations (``--attention-backend dsa_fused``).
         strict: refuse to run an operation unfused (``--dsa-strict``).
         workspace_bytes: budget for temporary memory of the implementations that need much.
-        health_rows: query rows per layer and microbatch on which the health figures are measured;
-            0 switches them off.
+        health_rows: query rows per layer on which the health figures are measured, once per
+            iteration; 0 switches them off.
         health_fp8: also measure there how much of the selection fp8 index scores would find.
         evaluate_indexer: compute the indexer loss in evaluation passes, too.
         csa_teacher: what the indexer of hybrid attention learns: ``attention``, the probabilities

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -85,6 +85,7 @@ FIGURES = (
 class _State:
     sums: torch.Tensor | None = None  # [layers, figures], on the device
     counts: torch.Tensor | None = None  # [layers, figures], what the sums are over
+    judged: set[int] = field(default_factory=set)  # layers whose selection was judged since
 
 
 class IndexerLog:
@@ -101,9 +102,27 @@ class IndexerLog:
     @classmethod
     def create(cls, num_layers: int, device) -> None:
         """Make room for ``num_layers`` layers (decoder plus MTP)."""
+        cls._state.judged.clear()
         if cls._state.sums is None or cls._state.sums.shape[0] != num_layers:
             cls._state.sums = torch.zeros(num_layers, len(FIGURES), device=device)
             cls._state.counts = torch.zeros_like(cls._state.sums)
+
+    @classmethod
+    def is_on(cls) -> bool:
+        """Whether figures are wanted at all: not outside of Megatron's training loop."""
+        return cls._state.sums is not None
+
+    @classmethod
+    def judges_selection(cls, layer_index: int) -> bool:
+        """Whether a layer's selection is to be judged now: in one microbatch per iteration.
+
+        Some hundred small kernels on a few rows: for every microbatch they would take the host
+        longer than a short sequence takes the GPU.
+        """
+        if not cls.is_on() or layer_index in cls._state.judged:
+            return False
+        cls._state.judged.add(layer_index)
+        return True
 
     @classmethod
     def record(cls, layer_index: int, figures: dict[str, torch.Tensor | Mean]) -> None:
@@ -112,8 +131,8 @@ class IndexerLog:
         A scalar counts once. A :class:`Mean` counts as much as it is over: a rank that has less of
         it (padding, short sequences) weighs less, one that has nothing does not count.
         """
-        if cls._state.sums is None:
-            return  # used as a library, without Megatron's training loop
+        if not cls.is_on():
+            return
         for name, value in figures.items():
             total, count = value if isinstance(value, Mean) else (value, 1)
             cls._state.sums[layer_index, FIGURES.index(name)] += total.detach().float()
@@ -128,6 +147,7 @@ class IndexerLog:
         over exactly what took part.
         """
         state = cls._state
+        state.judged.clear()
         both = torch.cat([state.sums, state.counts], dim=1)
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(both)
@@ -146,7 +166,7 @@ class IndexerLog:
         The log line holds means over layers and microbatches, the writers also every layer.
         ``loss_scale`` (one over the microbatches) is not needed: the counts are.
         """
-        if cls._state.sums is None:
+        if not cls.is_on():
             return
         for name, per_layer in cls.reduce().items():
             recorded = per_layer.isnan().logical_not().nonzero().flatten().tolist()

@@ -99,7 +99,8 @@ class TrainsIndexer:
         Not only where the indexer is trained: the first pass of a recomputed layer is the one that
         follows the layer before.
         """
-        if not (self.training and indexer_is_trained(self.config) and self.options.health_rows):
+        trains = self.training and indexer_is_trained(self.config)
+        if not (trains and self.options.health_rows and IndexerLog.is_on()):
             return
         if self.selects:
             topk, count = self.config.dsa_indexer_topk, self.options.health_rows
@@ -107,9 +108,12 @@ class TrainsIndexer:
             IndexerLog.record(self.layer_index, figure)
 
     def record_health(self, attended: Attended) -> None:
-        """Record how well the selection does on a few rows, if that is asked for."""
+        """Record how well the selection does on a few rows, if that is asked for.
+
+        In the first microbatch of an iteration only.
+        """
         options = self.options
-        if options.health_rows:
+        if options.health_rows and IndexerLog.judges_selection(self.layer_index):
             workspace = options.policy.workspace_bytes
             health = selection_health(
                 attended, options.health_rows, workspace, fp8=options.health_fp8

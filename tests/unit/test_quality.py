@@ -344,16 +344,28 @@ def test_layers_are_compared_with_the_selecting_layer_before(kind, recompute, lo
         assert got == pytest.approx(sum(shares) / len(shares), abs=1e-5)
         assert 0 < got < 1
     for layer in layers:
-        shares = []
-        for one in capture.microbatches:
-            own = as_sets(one[layer])
-            shares += [share(own[r - 1], own[r]) for r in rows]
+        own = as_sets(capture.microbatches[0][layer])  # judged once per iteration
+        shares = [share(own[r - 1], own[r]) for r in rows]
         assert figures["dsa query overlap"][layer - 1] == pytest.approx(
             sum(shares) / len(shares), abs=1e-5
         )
         alone = figures["dsa fp8 recall"][layer - 1]
         assert 0.5 < alone <= figures["dsa fp8 selection recall"][layer - 1] <= 1
         assert 0 < figures["dsa attention mass captured"][layer - 1] < 1
+
+
+def test_a_selection_is_judged_once_per_iteration(log):
+    log.create(2, "cpu")
+    assert [log.judges_selection(i) for i in (0, 1, 0)] == [True, True, False]
+    log.reduce()
+    assert log.judges_selection(0)
+
+
+def test_nothing_is_judged_outside_of_the_training_loop(log):
+    """Without a log that takes the figures, a layer does not compute them."""
+    assert not log.is_on() and not log.judges_selection(0)
+    log.create(2, "cpu")
+    assert log.is_on() and log.judges_selection(0)
 
 
 def test_layers_of_two_microbatches_are_not_compared():
