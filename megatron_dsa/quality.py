@@ -156,7 +156,7 @@ def _selected(indices: torch.Tensor, keys: int) -> torch.Tensor:
 
 def through_fp8(x: torch.Tensor) -> torch.Tensor:
     """Return ``x [..., D]`` as fp8 (e4m3, a scale per ``D`` entries) holds it, in fp32 or fp64."""
-    held, scales = quantized(x.float() if x.dtype == torch.float64 else x)
+    held, scales = quantized(x)
     dtype = accumulation_dtype(x.dtype)
     return held.to(dtype) * scales[..., None].to(dtype)
 

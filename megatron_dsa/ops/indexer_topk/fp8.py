@@ -15,18 +15,19 @@ LARGEST = torch.finfo(DTYPE).max
 def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x [..., D]`` as e4m3 and fp32 scales ``[...]``, so that ``x ~ e4m3 * scale``.
 
-    The largest element of a vector becomes 448; a vector of zeros has the scale 1. What is not
-    finite makes its vector NaN.
+    The largest element of a vector becomes 448; a vector of zeros, or too small for a scale in
+    fp32, has the scale 1. What is not finite makes products with its vector NaN.
     """
     dim = x.shape[-1]
-    if x.is_contiguous() and dim & (dim - 1) == 0 and _converts(x.device):
+    if dim & (dim - 1) == 0 and _converts(x.device):
         from megatron_dsa.ops.indexer_topk.triton_kernels import quantize
 
-        return quantize(x)
-    largest = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1, dtype=torch.float32)
-    scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+        return quantize(x.contiguous())
+    x = x.float()
+    scales = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1) / LARGEST
+    scales = torch.where(scales > 0, scales, 1.0)
     # Divided in fp32: scales of the smallest bf16 have no finite inverse.
-    return (x.float() / scales[..., None]).clamp(-LARGEST, LARGEST).to(DTYPE), scales
+    return (x / scales[..., None]).clamp_(-LARGEST, LARGEST).to(DTYPE), scales
 
 
 @functools.cache

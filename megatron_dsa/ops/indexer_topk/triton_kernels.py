@@ -71,8 +71,8 @@ def _quantize(x, out, scales, count, DIM: tl.constexpr, VECTORS: tl.constexpr):
     inside = vector < count
     at = vector[:, None] * DIM + tl.arange(0, DIM)[None, :]
     values = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), 1)
-    scale = tl.where(largest > 0, tl.div_rn(largest, _LARGEST), 1.0)
+    scale = tl.div_rn(tl.max(tl.abs(values), 1), _LARGEST)
+    scale = tl.where(scale > 0, scale, 1.0)
     values = tl.div_rn(values, scale[:, None])
     # What rounding puts above 448 saturates; NaN stays NaN.
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside[:, None])
