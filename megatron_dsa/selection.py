@@ -31,8 +31,8 @@ def candidates_for(topk: int) -> int:
 def selection_calls(problem: Problem, policy: Policy) -> Iterator[tuple[str, Problem]]:
     """Yield what a selection described by ``problem`` calls, each with its own problem."""
     yield "indexer_topk", problem
+    yield "indexer_scores", problem
     if not policy.fp8_selection:
-        yield "indexer_scores", problem
         return
     more = dataclasses.replace(problem, topk=candidates_for(problem.topk))
     yield "indexer_scores", dataclasses.replace(more, dtype=FP8)
@@ -97,7 +97,8 @@ class Candidates(Exact):
     formed as in :class:`Exact`. A key is lost if fp8 puts it behind all candidates.
 
     Blocks with fewer keys than ``policy.fp8_least_ratio`` times the candidates are scored exactly,
-    which takes less time there.
+    which takes less time there. Where blocks end depends on the workspace and on how rows are
+    spread over ranks, and so does it which rows near that bound are scored exactly.
     """
 
     def __init__(self, problem: TopKProblem, policy: Policy):
@@ -113,7 +114,7 @@ class Candidates(Exact):
         per_score = self._bytes_per_score(self.fp8, self.count)
         self.bytes_per_score = max(self.bytes_per_score, per_score)
         # fp32 and fp8 queries; candidates and their scores, as long as both lists exist.
-        self.bytes_per_row = 6 * q[0].numel() + 32 * self.count
+        self.bytes_per_row = 6 * q.shape[1] * q.shape[2] + 32 * self.count
 
     def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
         if block.width < self.policy.fp8_least_ratio * self.count:

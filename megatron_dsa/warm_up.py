@@ -46,7 +46,7 @@ def warm_up(calls: tuple[tuple[str, Problem], ...], policy: Policy, softmax_scal
     if fused.keys() & (selects | trains):
         problem = next(x for name, x in calls if name in trains | {"indexer_topk"})
         with uncounted():
-            _index(fused, problem, replace(policy, fp8_least_ratio=0))
+            _index(fused, problem, policy)
 
 
 def _values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -84,7 +84,10 @@ def _index(fused: dict, problem: Problem, policy: Policy) -> None:
     )
     layout = bshd_layout(rows, 1, torch.device("cuda", torch.cuda.current_device()))
     with torch.no_grad():
-        indices, length = indexer_topk(inputs, layout, problem.topk, policy=policy)
+        exact = replace(policy, fp8_selection=False)
+        indices, length = indexer_topk(inputs, layout, problem.topk, policy=exact)
+        if policy.fp8_selection:  # which wide blocks alone would take
+            indexer_topk(inputs, layout, problem.topk, policy=replace(policy, fp8_least_ratio=0))
     if "sparse_indexer_loss" in fused or "indexer_backward" in fused:
         inputs.q.requires_grad_()
         teacher = torch.ones(indices.shape, device="cuda")

@@ -13,7 +13,7 @@ from megatron_dsa.dispatch import Policy, candidates, report, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.indexer_topk import fp8, listed, reference
-from megatron_dsa.selection import candidates_for
+from megatron_dsa.selection import candidates_for, selection_calls
 from megatron_dsa.support import Problem
 from tests.helpers import leaf, relative_error
 from tests.unit.test_compressor import Recorder, assembly, interpret, repair_interpreter
@@ -47,6 +47,17 @@ def test_quantized():
     assert (error <= x.double().abs() * 0.0626 + scales.double()[:, None] * 2.0**-10).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_smallest_numbers_are_finite(dtype):
+    """A vector whose scale fp32 cannot hold is as good as 0, not NaN."""
+    x = torch.zeros(2, 16, dtype=dtype)
+    x[0, 0], x[1, 0] = 1e-43, 1e-30
+    values, scales = fp8.quantized(x)
+    back = values.double() * scales.double()[:, None]
+    assert back.isfinite().all() and (scales > 0).all()
+    assert abs(float(back[1, 0]) / 1e-30 - 1) < 1e-6
+
+
 @pytest.mark.parametrize("capability", [89, 90, 100])
 def test_quantization_compiles_once_without_a_gpu(monkeypatch, capability):
     kernels = pytest.importorskip(KERNELS)
@@ -64,6 +75,7 @@ def test_quantized_by_triton(shape):
     """As torch does it, but for roundings of quotients that lie between two numbers."""
     kernels = pytest.importorskip(KERNELS)
     x = leaf(*shape, seed=2).detach().bfloat16().cuda()
+    assert torch.equal(*(fp8.quantized(y)[0].float() for y in (x[::2], x[::2].contiguous())))
     if len(x) > 300:
         x[7], x[8, ..., 3], x[9, ..., 1], x[10] = 0.0, float("nan"), float("inf"), 3e38
     (got, scales), (want, wanted) = kernels.quantize(x), fp8.quantized(x.cpu())
@@ -110,6 +122,23 @@ def test_best_of_the_candidates(device, name, k, relu, workspace):
     assert {"indexer_scores", "indexer_listed_scores", "indexer_topk"} <= set(report())
     assert torch.equal(indices, emulated(inputs, layout, k))
     assert torch.equal(length, (indices >= 0).sum(-1).int())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_best_of_the_candidates_in_other_dtypes(device, dtype):
+    layout, inputs = bshd_layout(300, 1, device), draw(300, 300, device=device, dtype=dtype)
+    indices, _ = indexer_topk(inputs, layout, 8, policy=FP8)
+    assert recall(indices, emulated(inputs, layout, 8)) > 0.99
+
+
+def test_start_up_asks_for_all_that_a_step_calls():
+    """Narrow blocks are scored as the inputs are, wide ones in fp8."""
+    shape = {"device": "cpu", "capability": None, "heads": 4, "qk_dim": 16, "v_dim": 0, "topk": 8}
+    problem = Problem(dtype=torch.float32, **shape)
+    for policy, dtypes in ((Policy(), {torch.float32}), (FP8, {torch.float32, fp8.DTYPE})):
+        calls = list(selection_calls(problem, policy))
+        assert {x.dtype for name, x in calls if name == "indexer_scores"} == dtypes
+        assert len(set(calls)) == len(calls)
 
 
 def test_it_is_another_selection():
