@@ -1,4 +1,4 @@
-"""Cheap figures about the selection, measured on a few query rows of every microbatch.
+"""Cheap figures about the selection, measured on a few query rows, once per iteration.
 
 * attention mass captured: the share of the *dense* attention's probability that lies on what is
   attended to (mean over sampled rows and local heads). Falls when the indexer loses track. In
