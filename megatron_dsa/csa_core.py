@@ -36,7 +36,7 @@ from megatron_dsa.fp32_parameters import Fp32Parameters
 from megatron_dsa.halo import halo_of
 from megatron_dsa.health import Attended
 from megatron_dsa.hybrid_keys import join_keys
-from megatron_dsa.indexer_training import needs_indexer_backward
+from megatron_dsa.indexer_training import needs_indexer_backward, needs_probabilities
 from megatron_dsa.key_lists import KeyLists
 from megatron_dsa.layers import new_parameter
 from megatron_dsa.layout import Layout
@@ -145,7 +145,10 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, TakesSelections, Megatr
         if not trains and not self.options.evaluate_indexer:
             return
         if self.loss_is_sparse():
-            yield "sparse_attention_probabilities", attention
+            backward = dataclasses.replace(attention, teacher=True)
+            alone = self.options.evaluate_indexer or self._selected_only()
+            if alone or needs_probabilities(backward, self.options.policy):
+                yield "sparse_attention_probabilities", attention
             yield "sparse_indexer_loss", index
             if trains and needs_indexer_backward(index, self.options.policy):
                 yield "indexer_backward", index

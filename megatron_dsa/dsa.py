@@ -38,7 +38,7 @@ from megatron_dsa.dsa_kernels import (
 )
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.health import Attended
-from megatron_dsa.indexer_training import needs_indexer_backward
+from megatron_dsa.indexer_training import needs_indexer_backward, needs_probabilities
 from megatron_dsa.layout import Layout
 from megatron_dsa.parallel import Ranks, gather_rows
 from megatron_dsa.replay import TakesSelections
@@ -153,7 +153,11 @@ class DSACoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
             teaches = trains and self.loss_is_sparse()
             yield "sparse_attention_backward", replace(sparse, teacher=teaches)
             if judges and self.loss_is_sparse():
-                yield "sparse_attention_probabilities", sparse
+                backward = replace(sparse, teacher=True)
+                if self.options.evaluate_indexer or needs_probabilities(
+                    backward, self.options.policy
+                ):
+                    yield "sparse_attention_probabilities", sparse
                 yield "sparse_indexer_loss", index(topk)
                 if trains and needs_indexer_backward(index(topk), self.options.policy):
                     yield "indexer_backward", index(topk)

@@ -84,6 +84,22 @@ def needs_indexer_backward(problem: Problem, policy: Policy) -> bool:
     return not loss.fused and choose("indexer_backward", problem, policy).candidate.fused
 
 
+def needs_probabilities(problem: Problem, policy: Policy) -> bool:
+    """Whether the teacher is left to ``sparse_attention_probabilities``.
+
+    A backward that gives it along makes that operation superfluous (tilings that were never run
+    leave it out in deterministic mode).
+
+    Args:
+        problem: that of the backward, with the teacher.
+        policy: which implementations may run.
+    """
+    choice = choose("sparse_attention_backward", problem, policy)
+    if problem.deterministic and choice.untried:
+        return True
+    return not choice.candidate.support.gives_teacher
+
+
 @dataclass(frozen=True)
 class SelectedKeysLoss:
     """One evaluation of the sparse loss, its operations left to dispatch.

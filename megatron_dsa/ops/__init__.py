@@ -103,6 +103,7 @@ _fused(
     _load("sparse_attention.tilelang_kernels", "backward"),
     covers="dq, dkv, dsink, p_sum",
     **_TILELANG,
+    gives_teacher=True,
     fastest_with_teacher=(1, 128),
     **_ATOMIC_SUMS,
 )
@@ -282,6 +283,7 @@ _torch(
     "sparse_attention_backward",
     _load("sparse_attention.unfused", "backward"),
     "any shape; p_sum",
+    gives_teacher=True,
     **_ATOMIC_SUMS,
 )
 _torch(

@@ -237,6 +237,31 @@ def test_evaluation_computes_no_loss():
     assert report()["sparse_attention_forward"] == {"torch": 1}
 
 
+@pytest.mark.parametrize("gives", [True, False])
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_backward_that_gives_the_teacher_needs_no_probabilities(add, gives, evaluates):
+    """16: start-up probes what a step calls."""
+    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.dispatch import report, reset_report
+
+    def without_teacher(original):
+        return lambda *args: (*original(*args)[:3], None)
+
+    wrap = (lambda original: original) if gives else without_teacher
+    add("sparse_attention_backward", wrap, gives_teacher=gives)
+    options = DSAOptions(evaluate_indexer=evaluates)
+    module = attention_module(small_config(options=options))
+    problems = dict(module.core_attention._problems())
+    assert problems["sparse_attention_backward"].teacher
+    assert ("sparse_attention_probabilities" in problems) == (evaluates or not gives)
+    reset_report()
+    out, _ = module(hidden_states(module.config), None)
+    out.square().sum().backward()
+    ran = report()
+    assert ran["sparse_attention_backward"] == {"made_up": 1}
+    assert ran.get("sparse_attention_probabilities") == (None if gives else {"torch": 1})
+
+
 @pytest.mark.parametrize("gradients", [True, False])
 def test_a_loss_with_gradients_needs_no_indexer_backward(add, gradients):
     """16: start-up probes what a step calls, and a strict run does not miss what it does not."""
