@@ -138,15 +138,23 @@ def positions_to_rows(
         slots = torch.where(valid, ordered + keys.start[rows, None], -1)
         indices[rows, :width] = keys.to_key_rows(slots)
         length[rows] = valid.sum(-1, dtype=torch.int32)
-    message = (
-        f"{name}: one of these rules is broken: {'; '.join(RULES[r] for r in list(RULES)[:4])}. "
-        "megatron_dsa.positions.validate_indices says which and where"
-    )
-    if positions.device.type == "cpu":
-        require(bool(fine), message)
-    else:  # without a host synchronisation
-        torch._assert_async(fine, message)
+    _require_on_device(fine, name)
     return indices, length
+
+
+#: What the device takes of a message; a longer one raises.
+_LONGEST_MESSAGE = 254
+
+
+def _require_on_device(fine: torch.Tensor, name: str) -> None:
+    """Raise if a rule is broken: on the CPU at once, on a GPU without a host synchronisation."""
+    advice = "megatron_dsa.positions.validate_indices says which and where"
+    if fine.device.type == "cpu":
+        rules = "; ".join(RULES[r] for r in list(RULES)[:4])
+        require(bool(fine), f"{name}: one of these rules is broken: {rules}. {advice}")
+    else:
+        message = f"a rule for given indices is broken, {advice}: {name}"
+        torch._assert_async(fine, message[:_LONGEST_MESSAGE])
 
 
 def rows_to_positions(

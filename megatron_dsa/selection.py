@@ -7,6 +7,7 @@ the blocks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -15,7 +16,7 @@ from megatron_dsa.dispatch import Policy, choose, run
 from megatron_dsa.indexer_training import index_problem
 from megatron_dsa.layout import Block, Seen
 from megatron_dsa.ops.arithmetic import accumulation_dtype
-from megatron_dsa.ops.indexer_topk import TopKProblem
+from megatron_dsa.ops.indexer_topk import IndexerInputs, TopKProblem
 from megatron_dsa.ops.indexer_topk.blocks import Selector
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
 from megatron_dsa.ops.indexer_topk.fp8 import quantized, quantized_queries
@@ -81,8 +82,11 @@ class Exact(_Selector):
     def __init__(self, problem: TopKProblem, policy: Policy):
         super().__init__(problem, policy)
         self.inputs = dataclasses.replace(problem.inputs, k=self.keys)
-        self.bytes_per_score = self._bytes_per_score(self.inputs, problem.topk)
-        self.bytes_per_row = 0
+        self._exact_bytes = self._bytes_per_score(self.inputs, problem.topk)
+
+    def bytes_per_row(self, width: int) -> int:
+        """Scores, what selecting from them takes, and the result."""
+        return width * self._exact_bytes + 4 * self.problem.topk
 
     def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
         topk = self.problem.topk
@@ -104,20 +108,31 @@ class Candidates(Exact):
     def __init__(self, problem: TopKProblem, policy: Policy):
         super().__init__(problem, policy)
         self.count = candidates_for(problem.topk)
-        q, weights = problem.inputs.q, problem.inputs.weights
+        self._fp8_bytes: int | None = None
+
+    @functools.cached_property
+    def fp8(self) -> IndexerInputs:
+        """The keys in fp8; of the queries the first only: they are quantized a block at a time."""
+        inputs = self.problem.inputs
         keys, scales = quantized(self.keys)
-        # Queries are quantized a block at a time; these say what will be scored.
-        sample = quantized_queries(q[:1], weights[:1])
-        self.fp8 = dataclasses.replace(
-            problem.inputs, q=sample[0], weights=sample[1], k=keys, key_scales=scales
-        )
-        per_score = self._bytes_per_score(self.fp8, self.count)
-        self.bytes_per_score = max(self.bytes_per_score, per_score)
-        # fp32 and fp8 queries; candidates and their scores, as long as both lists exist.
-        self.bytes_per_row = 6 * q.shape[1] * q.shape[2] + 32 * self.count
+        q, weights = quantized_queries(inputs.q[:1], inputs.weights[:1])
+        return dataclasses.replace(inputs, q=q, weights=weights, k=keys, key_scales=scales)
+
+    def _pays(self, width: int) -> bool:
+        return width >= self.policy.fp8_least_ratio * self.count
+
+    def bytes_per_row(self, width: int) -> int:
+        """The same; queries in fp32 and fp8, and candidates with their scores and places."""
+        if not self._pays(width):
+            return super().bytes_per_row(width)
+        if self._fp8_bytes is None:
+            self._fp8_bytes = self._bytes_per_score(self.fp8, self.count)
+        heads, dim = self.problem.inputs.q.shape[1:]
+        lists = 32 * self.count + 4 * self.problem.topk
+        return width * self._fp8_bytes + 6 * heads * dim + lists
 
     def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
-        if block.width < self.policy.fp8_least_ratio * self.count:
+        if not self._pays(block.width):
             return super().__call__(block, seen)
         inputs, topk = self.problem.inputs, self.problem.topk
         q, weights = inputs.q[block.rows], inputs.weights[block.rows]

@@ -14,9 +14,8 @@ from megatron_dsa.ops.indexer_topk import TopKProblem
 class Selector(Protocol):
     """How the best keys of a block are found (:mod:`megatron_dsa.selection`)."""
 
-    #: Temporary bytes per pair of query and slot, and per query.
-    bytes_per_score: int
-    bytes_per_row: int
+    def bytes_per_row(self, width: int) -> int:
+        """Temporary bytes per query of a block ``width`` slots wide, the result included."""
 
     def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
         """Return int32 ``[rows, topk]``: ascending columns of the block, then -1.
@@ -43,9 +42,7 @@ def select_blocks(
     length = torch.clamp(layout.end - layout.start, max=topk)
 
     def rows_for_width(width: int) -> int:
-        return rows_in_budget(
-            workspace_bytes, width * select.bytes_per_score + select.bytes_per_row
-        )
+        return rows_in_budget(workspace_bytes, select.bytes_per_row(width))
 
     for block in layout.blocks(rows_for_width):
         seen = layout.seen(block)
