@@ -128,9 +128,6 @@ def balanced_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select as :func:`~megatron_dsa.dsa_kernels.indexer_topk` does, to the last index.
 
-    With ``policy.fp8_selection`` other rows may be scored exactly than without the exchange
-    (:class:`megatron_dsa.selection.Candidates`).
-
     All ranks of ``ranks.query_group`` call it together.
 
     Args:

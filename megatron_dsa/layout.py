@@ -16,8 +16,9 @@ Everything on the device is computed without a host synchronisation.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,28 @@ class Window:
     def __len__(self) -> int:
         return len(range(self.rows.start, self.rows.stop, self.rows.step))
 
+    def bound(self, query: int) -> int:
+        """Return how many slots query ``query`` sees at most; it never falls from one to the next.
+
+        Where ``slack`` is 0 it follows from the query's place alone, whatever rows are beside it.
+        """
+        place = self.place + query * self.step + self.slack
+        return min(place + 1, self.lookback) // self.ratio
+
+    def cut(self, bound: int) -> tuple[Window, ...]:
+        """Return this window in two: queries with a smaller :meth:`bound`, and the others."""
+        count = len(self)
+        first = bisect_left(range(count), bound, key=self.bound)
+        if first in (0, count):
+            return (self,)
+        step = self.rows.step
+        middle = self.rows.start + first * step
+        return (
+            replace(self, rows=slice(self.rows.start, middle, step)),
+            replace(self, rows=slice(middle, self.rows.stop, step),
+                    place=self.place + first * self.step),
+        )  # fmt: skip
+
     def slots(self, begin: int, end: int) -> tuple[int, int]:
         """Return the slot range that covers everything queries ``[begin, end)`` may see."""
         first = self.place + begin * self.step - self.slack
@@ -72,13 +95,16 @@ class Window:
 class Block:
     """Some query rows of one window with the slots ``[lo, hi)`` that cover what they see.
 
-    ``ratio`` positions are behind a slot.
+    Attributes:
+        ratio: positions behind a slot.
+        bound: how many slots the first query sees at most (:meth:`Window.bound`).
     """
 
     rows: slice
     lo: int
     hi: int
     ratio: int = 1
+    bound: int = 0
 
     @property
     def width(self) -> int:
@@ -185,13 +211,16 @@ class Layout:
         rows = self.key_rows[slots.clamp_min(0).long()].to(slots.dtype)
         return torch.where(slots < 0, slots, rows)
 
-    def blocks(self, rows_for_width) -> Iterator[Block]:
+    def blocks(self, rows_for_width, cut: int | None = None) -> Iterator[Block]:
         """Cut the windows into blocks of queries, skipping what lies above the diagonal.
 
-        ``rows_for_width(width)`` returns how many query rows may be handled at a time when their
-        visible slots span ``width``; it is asked for the width at the end of the block.
+        Args:
+            rows_for_width: ``rows_for_width(width)`` returns how many query rows may be handled at
+                a time when their visible slots span ``width``; it is asked for the width at the end
+                of the block.
+            cut: blocks also end where :meth:`Window.bound` reaches this.
         """
-        for window in self.windows:
+        for window in self.windows if cut is None else self._windows_cut(cut):
             total, done = len(window), 0
             while done < total:
                 lo, hi = window.slots(done, done + 1)
@@ -203,8 +232,13 @@ class Layout:
                 step = window.rows.step
                 first = window.rows.start + done * step
                 last = window.rows.start + (done + rows - 1) * step
-                yield Block(slice(first, last + 1, step), lo, hi, window.ratio)
+                rows_of_block = slice(first, last + 1, step)
+                yield Block(rows_of_block, lo, hi, window.ratio, window.bound(done))
                 done += rows
+
+    def _windows_cut(self, bound: int) -> Iterator[Window]:
+        for window in self.windows:
+            yield from window.cut(bound)
 
     def widest(self, rows: slice) -> int:
         """Return an upper bound of the slots that any query of ``rows`` (step 1) sees."""

@@ -79,6 +79,8 @@ class _Selector:
 class Exact(_Selector):
     """Scores of the inputs as they are, and the best of them."""
 
+    cut: int | None = None
+
     def __init__(self, problem: TopKProblem, policy: Policy):
         super().__init__(problem, policy)
         self.inputs = dataclasses.replace(problem.inputs, k=self.keys)
@@ -100,14 +102,14 @@ class Candidates(Exact):
     selected score only. A quarter more keys than wanted are therefore candidates, whose scores are
     formed as in :class:`Exact`. A key is lost if fp8 puts it behind all candidates.
 
-    Blocks with fewer keys than ``policy.fp8_least_ratio`` times the candidates are scored exactly,
-    which takes less time there. Where blocks end depends on the workspace and on how rows are
-    spread over ranks, and so does it which rows near that bound are scored exactly.
+    Queries that see fewer keys than ``policy.fp8_least_ratio`` times the candidates are scored
+    exactly, which takes less time there. Which these are depends on their places alone.
     """
 
     def __init__(self, problem: TopKProblem, policy: Policy):
         super().__init__(problem, policy)
         self.count = candidates_for(problem.topk)
+        self.cut = policy.fp8_least_ratio * self.count
         self._fp8_bytes: int | None = None
 
     @functools.cached_property
@@ -118,12 +120,9 @@ class Candidates(Exact):
         q, weights = quantized_queries(inputs.q[:1], inputs.weights[:1])
         return dataclasses.replace(inputs, q=q, weights=weights, k=keys, key_scales=scales)
 
-    def _pays(self, width: int) -> bool:
-        return width >= self.policy.fp8_least_ratio * self.count
-
     def bytes_per_row(self, width: int) -> int:
         """The same; queries in fp32 and fp8, and candidates with their scores and places."""
-        if not self._pays(width):
+        if width < self.cut:
             return super().bytes_per_row(width)
         if self._fp8_bytes is None:
             self._fp8_bytes = self._bytes_per_score(self.fp8, self.count)
@@ -132,7 +131,7 @@ class Candidates(Exact):
         return width * self._fp8_bytes + 6 * heads * dim + lists
 
     def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
-        if not self._pays(block.width):
+        if block.bound < self.cut:
             return super().__call__(block, seen)
         inputs, topk = self.problem.inputs, self.problem.topk
         q, weights = inputs.q[block.rows], inputs.weights[block.rows]

@@ -201,6 +201,20 @@ def test_narrow_blocks_are_scored_exactly():
             assert torch.equal(indices, want)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_workspace_does_not_change_the_selection(name):
+    """Which rows are scored exactly is settled by their places, not by where blocks end."""
+    layout, inputs = LAYOUTS[name](torch.device("cpu")), draw(60, 60)
+    inputs.k[:] = leaf(60, 16, seed=9).detach() * 0.02 + leaf(1, 16, seed=8).detach()
+    exact, _ = indexer_topk(inputs, layout, 4)
+    results = []
+    for workspace in (1, 3_000, 20_000, 2**26):
+        policy = dataclasses.replace(FP8, workspace_bytes=workspace, fp8_least_ratio=3)
+        results.append(indexer_topk(inputs, layout, 4, policy=policy)[0])
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert not torch.equal(results[0], exact)
+
+
 def test_unseen_scores_may_hold_anything(add):
     """2: neither the rough nor the fine scores of what is not seen reach the selection."""
 

@@ -67,6 +67,21 @@ def test_layout_of_a_rank(cp, sp, kind, cp_layout, by_rows):
         for ratio in (0, 4, 7):
             seen = compressed_keys(layout, ratio, ratio == 4).layout if ratio else layout
             check_bounds(seen)
+            check_cut(seen, exact=kind != "packed")
+
+
+def check_cut(layout, exact):
+    """Blocks end where queries begin to see as much; if bounds are exact, just there."""
+    seen = layout.end - layout.start
+    for cut, rows_at_once in itertools.product((1, 7, 40, 1000), (5, 1000)):
+        found = torch.zeros(layout.num_queries, dtype=torch.int64)
+        for block in layout.blocks(lambda _width, rows=rows_at_once: rows, cut):
+            found[block.rows] += 1
+            if block.bound < cut:
+                assert (seen[block.rows] < cut).all()
+            elif exact:
+                assert (seen[block.rows] >= cut).all()
+        assert (found == 1).all()
 
 
 def check_bounds(layout):

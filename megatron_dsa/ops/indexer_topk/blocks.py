@@ -14,6 +14,9 @@ from megatron_dsa.ops.indexer_topk import TopKProblem
 class Selector(Protocol):
     """How the best keys of a block are found (:mod:`megatron_dsa.selection`)."""
 
+    #: Blocks end where queries begin to see as many slots (:meth:`Window.bound`), or ``None``.
+    cut: int | None
+
     def bytes_per_row(self, width: int) -> int:
         """Temporary bytes per query of a block ``width`` slots wide, the result included."""
 
@@ -44,7 +47,7 @@ def select_blocks(
     def rows_for_width(width: int) -> int:
         return rows_in_budget(workspace_bytes, select.bytes_per_row(width))
 
-    for block in layout.blocks(rows_for_width):
+    for block in layout.blocks(rows_for_width, select.cut):
         seen = layout.seen(block)
         if block.width <= topk:
             slots = seen.first(topk)  # everything that is visible is selected
