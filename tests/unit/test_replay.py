@@ -116,6 +116,18 @@ def test_broken_rules_are_named(rule):
         positions_to_rows(lists, layout, 3, name="given", workspace_bytes=500)
 
 
+@pytest.mark.parametrize("name", ["given", "x" * 400])
+def test_the_device_takes_the_message(monkeypatch, name):
+    """On a GPU a longer one would raise by itself."""
+    from megatron_dsa import positions
+
+    said = []
+    monkeypatch.setattr(torch, "_assert_async", lambda fine, message: said.append(message))
+    positions._require_on_device(torch.ones((), dtype=torch.bool, device="meta"), name)
+    (message,) = said
+    assert len(message) < 255 and "validate_indices says which and where" in message
+
+
 def test_rows_of_padding_are_not_read():
     lists, layout = good()
     expected = positions_to_rows(lists, layout, 3)
