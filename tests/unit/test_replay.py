@@ -1,30 +1,23 @@
-"""Given selections: positions on any layout, capture and replay to the last bit, refusals."""
+"""Given selections: capture and replay to the last bit, refusals."""
 
 import pytest
 import torch
 
-from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.dispatch import report, reset_report
-from megatron_dsa.dsa_kernels import indexer_topk
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layout import packed_layout
-from megatron_dsa.positions import own_rows, positions_to_rows, rows_to_positions, validate_indices
+from megatron_dsa.positions import positions_to_rows
 from megatron_dsa.recompute import in_backward
 from megatron_dsa.replay import IndexCapture, IndexReplay
 from tests.host import attention_module, hidden_like, packed, small_config, start
+from tests.unit.test_positions import shuffled
 from tests.unit.test_quality import (
     CORE,
-    LAYOUTS,
     MODELS,
     SELECTING,
-    SPREADS,
     forward,
     full,
     gpt,
-    indexer_inputs,
-    layouts,
-    sequence_places,
 )
 
 
@@ -36,128 +29,6 @@ def log():
     IndexerLog._state.sums = None
     yield IndexerLog
     IndexerLog._state.sums = None
-
-
-def shuffled(positions, seed=7):
-    """The same lists in another order, -1 anywhere."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(positions.shape, generator=generator).argsort(-1).to(positions.device)
-    return positions.gather(1, order)
-
-
-# Positions
-
-
-@pytest.mark.parametrize("ratio", [1, 4])
-@pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_positions_lead_back_to_the_selection(name, spread, ratio):
-    """In any order, on any rank: the rows and the lengths that the indexer would have returned."""
-    ranks = layouts(name, spread)
-    (alone,) = layouts(name, "alone")
-    whole = torch.full((alone.num_queries, 3), -7, dtype=torch.int32, device=start())
-    for layout, queries in zip(ranks, SPREADS[spread], strict=True):
-        keys = layout if ratio == 1 else compressed_keys(layout, ratio).layout
-        inputs = indexer_inputs(layout, keys.num_keys)
-        indices, length = indexer_topk(inputs, keys, 3)
-        positions = rows_to_positions(indices, keys, workspace_bytes=2000)
-        validate_indices(positions, keys, topk=3, ascending=True, workspace_bytes=3000)
-        for row, (_, position, real) in enumerate(sequence_places(layout)):
-            listed = [x for x in positions[row].tolist() if x >= 0]
-            assert len(listed) == (min(3, (position + 1) // ratio) if real else 0)
-            assert all(x < (position + 1) // ratio for x in listed)
-        given = positions_to_rows(shuffled(positions), keys, 5, workspace_bytes=2000)
-        assert given[0][:, :3].equal(indices) and given[0][:, 3:].eq(-1).all()
-        assert given[1].equal(length) and given[1].dtype == torch.int32
-        # Of the rows of all ranks, a rank takes its own.
-        rows = torch.arange(alone.num_queries, device=start())
-        own = own_rows(rows[:, None], layout, queries, "rows")[:, 0]
-        assert alone.position[own].equal(layout.position) and alone.start[own].equal(layout.start)
-        whole[own] = positions
-    one = alone if ratio == 1 else compressed_keys(alone, ratio).layout
-    indices, _ = indexer_topk(indexer_inputs(alone, one.num_keys), one, 3)
-    assert whole.equal(rows_to_positions(indices, one))
-
-
-def good():
-    """Lists of the last keys of two sequences of 6, and their layout."""
-    layout = packed_layout(torch.tensor([0, 6, 11]), 14, 6, torch.tensor([0, 6, 12]))
-    lists = layout.position[:, None].int() - torch.arange(3, dtype=torch.int32)
-    lists = torch.where((lists < 0) | ~layout.real[:, None], -1, lists)
-    return lists, layout
-
-
-def changed(row, *entries):
-    def change(lists):
-        lists[row] = torch.tensor(entries, dtype=torch.int32)
-
-    return change
-
-
-BROKEN = {
-    "range": (changed(4, 1, -2, 3), "-1 .no key. or positions from 0. Row 4"),
-    "causal": (changed(4, 1, 5, 3), r"up to itself only .* Row 4, whose query sees 5 keys"),
-    "other sequence": (changed(7, 0, 7, -1), r"own sequence .* Row 7, whose query sees 2 keys"),
-    "twice": (changed(5, 4, -1, 4), r"twice. Row 5, .*\[4, 4, -1\]"),
-    "nothing": (changed(3, -1, -1, -1), "must list at least one. Row 3"),
-}
-
-
-@pytest.mark.parametrize("rule", BROKEN)
-def test_broken_rules_are_named(rule):
-    change, message = BROKEN[rule]
-    lists, layout = good()
-    validate_indices(lists, layout, topk=3)
-    positions_to_rows(lists, layout, 3)
-    change(lists)
-    with pytest.raises(ConfigError, match="given: .*" + message):
-        validate_indices(lists, layout, name="given", workspace_bytes=500)
-    with pytest.raises(ConfigError, match=r"given: one of these rules .*validate_indices"):
-        positions_to_rows(lists, layout, 3, name="given", workspace_bytes=500)
-
-
-@pytest.mark.parametrize("name", ["given", "x" * 400])
-def test_the_device_takes_the_message(monkeypatch, name):
-    """On a GPU a longer one would raise by itself."""
-    from megatron_dsa import positions
-
-    said = []
-    monkeypatch.setattr(torch, "_assert_async", lambda fine, message: said.append(message))
-    positions._require_on_device(torch.ones((), dtype=torch.bool, device="meta"), name)
-    (message,) = said
-    assert len(message) < 255 and "validate_indices says which and where" in message
-
-
-def test_rows_of_padding_are_not_read():
-    lists, layout = good()
-    expected = positions_to_rows(lists, layout, 3)
-    lists[11:] = 77
-    validate_indices(lists, layout)
-    for got, want in zip(positions_to_rows(lists, layout, 3), expected, strict=True):
-        assert got.equal(want)
-
-
-def test_order_is_checked_on_request():
-    lists, layout = good()
-    validate_indices(lists, layout)  # the last key first
-    with pytest.raises(ConfigError, match=r"ascending with -1 last\. Row 1"):
-        validate_indices(lists, layout, ascending=True)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda lists: lists.long(), "must be an int32 tensor"),
-        (lambda lists: lists[0], "must be an int32 tensor"),
-        (lambda lists: None, "must be an int32 tensor .* got NoneType"),
-        (lambda lists: lists[:5], "one row for each of the 14 query rows"),
-        (lambda lists: lists.repeat(1, 2), "at most 3 keys per query"),
-    ],
-)
-def test_forms_that_are_no_lists(change, message):
-    lists, layout = good()
-    with pytest.raises(ConfigError, match=message):
-        validate_indices(change(lists), layout, topk=3)
 
 
 # Capture and replay
