@@ -76,8 +76,9 @@ def check_layout(name, layout, expected, one_step):
     """Take a step in another layout and compare it with one process."""
     got = one_step(*layout)
     compare(got, expected, TOLERANCE)
-    # Ranks with other rows and other microbatches sample other rows.
-    if not any(word in name for word in ("microbatch", "rows", "CP2")):
+    # Ranks with other rows sample other ones, and the selection is judged in a rank's first
+    # microbatch.
+    if not any(word in name for word in ("microbatch", "rows", "CP2", "DP2")):
         for figure in HEALTH:
             assert got[0][figure] == pytest.approx(expected[0][figure], rel=1e-4), figure
 
