@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dsa.flops import TOKEN, Keys, flops, flops_by_part, model_work
+from megatron_dsa.flops import flops, flops_by_part, model_work
+from megatron_dsa.pairs import TOKEN, Keys
 from megatron_dsa.stages import trains_main
 
 #: Dense products in bf16, TFLOP/s, by torch's name of the GPU; source: NVIDIA's data sheets of H100
