@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dsa import throughput
+from megatron_dsa import pretrain, throughput
 from megatron_dsa.flops import flops, model_work
 from tests.host import packed, small_config, small_hybrid_config, start
 
@@ -70,6 +70,45 @@ def test_full_sequences_and_packed_documents(kind, training):
     # The next iteration starts anew.
     assert training.consume_seqlen_stats_in_iteration() == (None, None)
     assert count(ARGS, 1) == of_sequences(config, [40])
+
+
+class Model:
+    """Runs nothing; evaluation and the chunks of an interleaved pipeline see every batch, too."""
+
+    def __init__(self, training, vp_stage):
+        self.training, self.vp_stage = training, vp_stage
+
+    def __call__(self, *_arguments, **_settings):
+        return torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("model", "counts"),
+    [
+        (Model(True, None), True),
+        (Model(True, 0), True),
+        (Model(True, 1), False),
+        (Model(False, None), False),
+    ],
+)
+def test_the_entry_point_counts_a_microbatch_once(model, counts, training, monkeypatch):
+    start()
+    config, documents = KINDS["dsa"](), packed(5, 20, 15)
+    throughput.install_throughput(config, training)
+    counter = throughput.installed(training)
+    batch = dict.fromkeys(("tokens", "position_ids", "attention_mask", "labels", "loss_mask"))
+    timer = SimpleNamespace(start=lambda: None, stop=lambda: None)
+    for name, value in {
+        "megatron.core.utils.get_attr_wrapped_model": lambda model, name: getattr(model, name),
+        "megatron.core.utils.get_model_config": lambda model: config,
+        "megatron.training.get_timers": lambda: lambda *_, **__: timer,
+        "megatron_dsa.data.get_batch": lambda *_: (batch, documents),
+        "megatron_dsa.throughput.installed": lambda: counter,
+    }.items():
+        monkeypatch.setattr(name, value)
+    pretrain.forward_step(None, model)
+    tokens, _ = training.consume_seqlen_stats_in_iteration()
+    assert tokens == (40 if counts else None)
 
 
 def test_documents_that_another_script_hands_to_megatron(training):
