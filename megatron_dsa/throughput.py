@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dsa.flops import flops, flops_by_part, model_work
+from megatron_dsa.flops import Work, flops, flops_by_part, model_work
 from megatron_dsa.pairs import TOKEN, Keys
 from megatron_dsa.stages import trains_main
 
@@ -37,6 +37,29 @@ def peak_tflops(config: Any, device: str) -> float | None:
         device: torch's name of the GPU.
     """
     return PEAKS.get(device) if config.params_dtype in (torch.bfloat16, torch.float16) else None
+
+
+def describe(config: Any, work: list[Work], length: int, device: str = "") -> str:
+    """Say what is counted, where it goes, and what the MFU refers to.
+
+    Args:
+        config: the model's transformer configuration.
+        work: what it does, see :func:`megatron_dsa.flops.model_work`.
+        length: tokens of a sequence.
+        device: torch's name of the GPU.
+    """
+    parts = flops_by_part(work, lambda keys: keys.pairs(length))
+    total = sum(parts.values())
+    shares = ", ".join(f"{part} {100 * count / total:.1f} %" for part, count in parts.items())
+    peak = peak_tflops(config, device)
+    reference = "no MFU, the peak of this GPU and precision is not known"
+    if peak is not None:
+        reference = f"MFU of {peak:g} TFLOP/s ({device}, dense bf16)"
+    main = "" if trains_main(config) else ", of the main model the forward pass only"
+    return (
+        f"megatron_dsa counts {total / length / 1e9:.4g} GFLOP per token in sequences of "
+        f"{length} tokens{main} (docs/throughput.md): {shares}; {reference}"
+    )
 
 
 class MegatronFunctions(NamedTuple):
@@ -144,22 +167,7 @@ class Throughput:
         if self._announced:
             return
         self._announced = True
-        self.megatron.print_first("> " + self.describe(work, length))
-
-    def describe(self, work, length: int) -> str:
-        """Say what is counted, and where it goes, for sequences of ``length`` tokens."""
-        parts = flops_by_part(work, lambda keys: keys.pairs(length))
-        total = sum(parts.values())
-        shares = ", ".join(f"{part} {100 * count / total:.1f} %" for part, count in parts.items())
-        peak = peak_tflops(self.config, self.device)
-        reference = "no MFU, the peak of this GPU and precision is not known"
-        if peak is not None:
-            reference = f"MFU of {peak:g} TFLOP/s ({self.device}, dense bf16)"
-        main = "" if trains_main(self.config) else ", of the main model the forward pass only"
-        return (
-            f"megatron_dsa counts {total / length / 1e9:.4g} GFLOP per token in sequences of "
-            f"{length} tokens{main} (docs/throughput.md): {shares}; {reference}"
-        )
+        self.megatron.print_first("> " + describe(self.config, work, length, self.device))
 
 
 def installed(training_module: ModuleType | None = None) -> Throughput | None:

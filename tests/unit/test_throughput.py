@@ -161,7 +161,7 @@ def test_mfu_only_where_the_peak_is_known(device, dtype, peak, training, monkeyp
     counter.track(True, 500.0)
     counter.track(False, 500.0)
     assert training.tracked == [(True, 500.0), (False, 500.0)]
-    text = counter.describe(model_work(counter.config, 64), 40)
+    text = throughput.describe(counter.config, model_work(counter.config, 64), 40, device)
     if peak is None:
         assert (training.lines, writer.scalars) == ([], []) and "no MFU" in text
     else:
