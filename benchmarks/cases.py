@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
+from megatron_dsa.pairs import Keys
+
 #: Every query selects this many keys right before it in a clustered list (fewer for a small K).
 RECENT = 64
 #: Share of the other keys of a clustered list that the next query keeps, unless said otherwise.
@@ -143,7 +145,7 @@ def flops(operation: str, preset: Preset, queries: int, skv: int) -> int:
         "backward": selected * p.heads * (3 * p.qk_dim + 2 * p.v_dim),
         "teacher": selected * p.heads * p.qk_dim,
         # Query t stands at skv - queries + t and sees itself and everything before it.
-        "topk": 2 * index * sum(range(skv - queries + 1, skv + 1)),
+        "topk": 2 * index * (Keys().pairs(skv) - Keys().pairs(skv - queries)),
         "loss": 3 * selected * index,
     }
     return counts[operation]

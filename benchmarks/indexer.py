@@ -32,6 +32,7 @@ from benchmarks.timing import Clock, measure, measure_ceiling, what_ran
 from megatron_dsa.dispatch import Policy, candidates, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.layout import bshd_layout
+from megatron_dsa.pairs import Keys
 
 COLUMNS = (
     "date", "gpu", "torch", "cuda", "driver", "flash_mla", "cudnn_frontend", "cutlass_dsl",
@@ -151,10 +152,9 @@ def case(operation: str, way: str, lists: str | None, inputs: IndexerInputs, opt
                 return indexer_bundled.select(inputs, options.topk)
             return indexer_topk(inputs, layout, options.topk, policy=policy)[0]
 
-        pairs = rows * (rows + 1) // 2
         return (
             select, lambda indices: selection_error(inputs, options.topk, indices, not bundled),
-            2 * heads * dim * pairs,
+            2 * heads * dim * Keys().pairs(rows),
         )  # fmt: skip
     indices = make_indices(lists, rows, rows, options.topk, inputs.q.device)
     generator = torch.Generator(inputs.q.device).manual_seed(1)

@@ -15,6 +15,7 @@ import torch
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
 from megatron_dsa.layout import Layout
+from megatron_dsa.pairs import Keys
 
 #: A way of the operation ``dense``: megatron-core's unfused function. The others are dispatch's.
 BUNDLED = "megatron"
@@ -49,8 +50,7 @@ class Teacher:
 def flops(inputs: IndexerInputs, teacher: Teacher) -> int:
     """Return the FLOP of visible pairs: scores, their two gradients, and the teacher's scores."""
     rows, heads, dim = inputs.q.shape
-    pairs = rows * (rows + 1) // 2
-    return 2 * pairs * (3 * heads * dim + teacher.q.shape[1] * teacher.q.shape[2])
+    return 2 * Keys().pairs(rows) * (3 * heads * dim + teacher.q.shape[1] * teacher.q.shape[2])
 
 
 def ours(inputs: IndexerInputs, teacher: Teacher, layout: Layout, policy: Policy):

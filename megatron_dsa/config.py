@@ -194,6 +194,14 @@ def shares_indices(config: Any) -> bool:
     return options_of(config).stage == "sparse" and config.dsa_indexer_topk_freq > 1
 
 
+def is_moe_layer(config: Any, index: int) -> bool:
+    """Whether decoder layer ``index`` (from 0) has experts instead of a dense MLP."""
+    if config.num_moe_experts is None:
+        return False
+    pattern = config.moe_layer_freq
+    return index % pattern == 0 if isinstance(pattern, int) else bool(pattern[index])
+
+
 def _rules(config: Any):
     """Yield ``(ok, message)``: each message names the argument, the rule and the fix."""
     yield from attention_rules(config)

@@ -41,12 +41,17 @@ def forward_step(data_iterator, model):
     from megatron.training import get_timers
 
     from megatron_dsa.data import get_batch
+    from megatron_dsa.throughput import installed
 
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     batch, packed = get_batch(data_iterator, get_model_config(model), vp_stage)
     timers("batch-generator").stop()
+    counter = installed()
+    # Every chunk of an interleaved pipeline gets the batch, and evaluation is not counted.
+    if counter is not None and packed is not None and model.training and not vp_stage:
+        counter.count_documents(packed.cu_seqlens_q)
     losses = model(
         batch["tokens"],
         batch["position_ids"],

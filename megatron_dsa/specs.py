@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megatron_dsa.config import computes_topk, shares_indices, validate
+from megatron_dsa.config import computes_topk, is_moe_layer, shares_indices, validate
 from megatron_dsa.csa_config import is_hybrid
 from megatron_dsa.csa_specs import hybrid_attention_spec
 from megatron_dsa.dsa import DSACoreAttention, DSACoreAttentionSubmodules
@@ -41,6 +41,7 @@ from megatron_dsa.indexer import DSAIndexer, DSAIndexerSubmodules
 from megatron_dsa.layers import LocalNorm, ReplicatedLinear
 from megatron_dsa.losses import install_logging, install_loss_scale
 from megatron_dsa.mla import DSASelfAttention, IndexSharingLayer
+from megatron_dsa.throughput import install_throughput
 from megatron_dsa.versions import installed_version
 
 
@@ -192,13 +193,6 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
     )
 
 
-def _is_moe_layer(config, index: int) -> bool:
-    if config.num_moe_experts is None:
-        return False
-    pattern = config.moe_layer_freq
-    return index % pattern == 0 if isinstance(pattern, int) else bool(pattern[index])
-
-
 def dsa_block_spec(config, vp_stage: int | None = None, pp_rank: int | None = None):
     """Return ``TransformerBlockSubmodules`` for the layers of this pipeline stage.
 
@@ -213,6 +207,7 @@ def dsa_block_spec(config, vp_stage: int | None = None, pp_rank: int | None = No
         config.hetereogenous_dist_checkpoint = True
     # On every pipeline rank, also on those without an indexer: see IndexerLog.
     install_logging(config, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
+    install_throughput(config)
     kinds = (False,) if config.num_moe_experts is None else (False, True)
     specs = {moe: dsa_layer_spec(config, moe=moe) for moe in kinds}
     layout = config.pipeline_model_parallel_layout
@@ -233,7 +228,7 @@ def dsa_block_spec(config, vp_stage: int | None = None, pp_rank: int | None = No
             f"{config.dsa_indexer_skip_topk_offset})."
         )
     return TransformerBlockSubmodules(
-        layer_specs=[specs[_is_moe_layer(config, i)] for i in layer_ids],
+        layer_specs=[specs[is_moe_layer(config, i)] for i in layer_ids],
         layer_norm=get_backend(config.transformer_impl).layer_norm(
             rms_norm=config.normalization == "RMSNorm"
         ),
@@ -245,7 +240,7 @@ def dsa_mtp_block_spec(config, vp_stage: int | None = None):
     config = _transformer_config(config)
     if config.mtp_num_layers is None:
         return None
-    moe = _is_moe_layer(config, config.num_layers - 1)
+    moe = is_moe_layer(config, config.num_layers - 1)
     layer = TransformerBlockSubmodules(layer_specs=[dsa_layer_spec(config, moe=moe, is_mtp=True)])
     return gpt_layer_specs.get_gpt_mtp_block_spec_for_backend(
         config=config, spec=layer, backend=get_backend(config.transformer_impl), vp_stage=vp_stage

@@ -12,6 +12,12 @@ def is_indexer_parameter(name: str) -> bool:
     return ".indexer." in name
 
 
+def trains_main(config) -> bool:
+    """Whether anything but the indexers is trained."""
+    options = options_of(config)
+    return options.stage != "warmup" or not options.freeze_main
+
+
 def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """Freeze everything but the indexers in a ``warmup`` that asks for it; return the model.
 
@@ -19,8 +25,7 @@ def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
     built (``pre_wrap_hooks`` of Megatron's model configuration), so that neither sees the rest.
     """
     for chunk in model:
-        options = options_of(chunk.config)
-        if options.stage != "warmup" or not options.freeze_main:
+        if trains_main(chunk.config):
             continue
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(is_indexer_parameter(name))

@@ -102,6 +102,7 @@ def test_report_names_what_ran(single):
     log = single[2].log
     for operation in ("compressor", "key_lists", "norm_rope", "rotate", "sparse_indexer_loss"):
         assert f">   {operation}: torch" in log, operation
+    assert log.count("> megatron_dsa counts") == 1  # of operations, in Megatron's throughput
 
 
 def test_resume_equals_uninterrupted_in_bf16(data, tmp_path):

@@ -1,0 +1,204 @@
+"""Floating-point operations of a training step with DSA or hybrid attention.
+
+Counted are the matrix products that the mathematics asks for, each of them once, two operations per
+multiply-add: what is computed again (scores in a backward pass, recomputed layers), tiles that are
+partly masked, and everything elementwise (norms, rope, softmax, pooling, Hadamard transforms, sums
+over index heads) is not. Divided by time and by a GPU's peak this is the model FLOPs utilization of
+PaLM (appendix B).
+
+* A product with a trained weight counts three times, forward and both gradients; one of the
+  indexer, whose inputs are detached, twice; one of a frozen main model once.
+* The indexer scores all visible keys, forward only. Its loss adds the two gradients of the scores:
+  for selected keys (sparse loss) or for all visible ones (dense loss).
+* Attention, forward and backward, counts the keys that are attended to. A dense loss on top of
+  sparse attention needs the attention's own scores of all visible keys, too: once, forward.
+* In the sparse stage products with ``W_uk`` and ``W_uv`` act on queries and outputs.
+* Of the experts, those that a token is sent to.
+
+In a frozen ``warmup`` no gradient of the main model is needed, so none is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from megatron_dsa.config import (
+    computes_topk,
+    indexer_is_trained,
+    is_moe_layer,
+    options_of,
+    shares_indices,
+    uses_indexer,
+)
+from megatron_dsa.csa_config import CSA_RATIO, is_hybrid
+from megatron_dsa.pairs import TOKEN, Keys
+from megatron_dsa.stages import trains_main
+
+
+class Work(NamedTuple):
+    """Products of one kind.
+
+    Attributes:
+        part: what they belong to, for reports.
+        keys: they happen once for each of these keys of every query.
+        forward, backward: multiply-adds per key in the forward and in the backward pass.
+    """
+
+    part: str
+    keys: Keys
+    forward: int
+    backward: int = 0
+
+
+def flops(work: Iterable[Work], pairs: Callable[[Keys], int]) -> int:
+    """Return the operations of ``work``, given how many pairs there are of each kind."""
+    return 2 * sum((w.forward + w.backward) * pairs(w.keys) for w in work)
+
+
+def flops_by_part(work: Iterable[Work], pairs: Callable[[Keys], int]) -> dict[str, int]:
+    """Return the operations of every part of ``work``, the largest first."""
+    parts: dict[str, list[Work]] = {}
+    for each in work:
+        parts.setdefault(each.part, []).append(each)
+    counts = {part: flops(items, pairs) for part, items in parts.items()}
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def model_work(config: Any, vocabulary: int) -> list[Work]:
+    """Return what a model does per sequence.
+
+    Args:
+        config: a validated transformer configuration of this package.
+        vocabulary: rows of the output layer, padding included.
+    """
+    main = _main_gradients(config)
+    logits = config.hidden_size * vocabulary
+    work = [_linear("logits", logits, main)]
+    for number in range(1, config.num_layers + 1):
+        work += layer_work(config, number)
+    for number in range(1, (config.mtp_num_layers or 0) + 1):
+        work += layer_work(config, number, is_mtp=True)
+        work.append(_linear("multi-token prediction", 2 * config.hidden_size**2, main))
+        # Detached heads train the hidden states, not the output layer.
+        work.append(_linear("logits", logits, min(main, 1) if config.mtp_detach_heads else main))
+    return _merged(work)
+
+
+def layer_work(config: Any, number: int, is_mtp: bool = False) -> list[Work]:
+    """Return what transformer layer ``number`` (from 1) of the decoder, or MTP layer, does."""
+    attention = _hybrid_work if is_hybrid(config) else _dsa_work
+    index = config.num_layers - 1 if is_mtp else number - 1
+    return attention(config, number, is_mtp) + _mlp_work(config, is_moe_layer(config, index))
+
+
+def _dsa_work(config, number: int, is_mtp: bool) -> list[Work]:
+    main, heads, hidden = _main_gradients(config), config.num_attention_heads, config.hidden_size
+    latent, rope = config.kv_lora_rank, config.qk_pos_emb_head_dim
+    query = heads * (config.qk_head_dim + rope)
+    if config.q_lora_rank is None:
+        queries = hidden * query
+    else:
+        queries = config.q_lora_rank * (hidden + query)
+    down_and_output = hidden * (latent + rope) + heads * config.v_head_dim * hidden
+    # Absorbed into queries and outputs or expanding the latents: as many products.
+    up = latent * heads * (config.qk_head_dim + config.v_head_dim)
+    work = [
+        _linear("projections", queries + down_and_output, main),
+        _linear("W_uk, W_uv", up, main),
+    ]
+    visible = attended = Keys()
+    qk_dim, v_dim = config.qk_head_dim + rope, config.v_head_dim
+    if options_of(config).stage == "sparse":
+        attended = Keys(limit=config.dsa_indexer_topk)
+        qk_dim, v_dim = latent + rope, latent
+    selects = is_mtp or not shares_indices(config) or computes_topk(config, number)
+    indexer = uses_indexer(config) and selects
+    if indexer:
+        work += _indexer_work(config, visible, attended, hidden * config.dsa_indexer_head_dim)
+    scored = visible if indexer and _loss_is_dense(config) else attended
+    return work + _pair_work("attention", heads, qk_dim, v_dim, attended, scored, main)
+
+
+def _hybrid_work(config, number: int, is_mtp: bool) -> list[Work]:
+    main, heads, hidden = _main_gradients(config), config.num_attention_heads, config.hidden_size
+    dim, ratio = config.head_dim, config.ratio(number, is_mtp)
+    queries = config.q_lora_rank * (hidden + heads * dim)
+    output = heads * dim * config.o_lora_rank + config.o_groups * config.o_lora_rank * hidden
+    work = [_linear("projections", queries + hidden * dim + output, main)]
+    window = Keys(limit=config.csa_window_size)
+    work += _pair_work("window attention", heads, dim, dim, window, window, main)
+    if not ratio:
+        return work
+    # Values and scores, with two halves of channels where groups overlap.
+    compressor = 2 * hidden * (2 if ratio == CSA_RATIO else 1)
+    work.append(_linear("compressor", compressor * dim, main))
+    visible = attended = scored = Keys(ratio)
+    if ratio == CSA_RATIO and uses_indexer(config):
+        if options_of(config).stage == "sparse":
+            attended = Keys(ratio, config.dsa_indexer_topk)
+        scored = visible if _loss_is_dense(config) else attended
+        work += _indexer_work(config, visible, attended, compressor * config.dsa_indexer_head_dim)
+    return work + _pair_work("attention", heads, dim, dim, attended, scored, main)
+
+
+def _indexer_work(config, visible: Keys, selected: Keys, keys: int) -> list[Work]:
+    """What an indexer does; ``keys``: products per token that its keys take."""
+    index = config.dsa_indexer_n_heads * config.dsa_indexer_head_dim
+    trained = int(indexer_is_trained(config))
+    queries = (config.q_lora_rank or config.hidden_size) * index
+    weights = config.hidden_size * config.dsa_indexer_n_heads
+    learns_from = visible if _loss_is_dense(config) else selected
+    return [
+        _linear("indexer's projections", queries + keys + weights, trained),
+        Work("index scores", visible, index),
+        Work("indexer loss", learns_from, 0, 2 * index * trained),
+    ]
+
+
+def _pair_work(part, heads, qk_dim, v_dim, attended: Keys, scored: Keys, main: int) -> list[Work]:
+    """Products of attention: scores of ``scored`` keys, all others of ``attended`` keys."""
+    return [
+        Work(part, scored, heads * qk_dim),
+        Work(part, attended, heads * v_dim, main * heads * (qk_dim + v_dim)),
+    ]
+
+
+def _mlp_work(config, moe: bool) -> list[Work]:
+    main, hidden = _main_gradients(config), config.hidden_size
+    matrices = 3 if config.gated_linear_unit else 2
+    if not moe:
+        return [_linear("dense MLP", matrices * hidden * config.ffn_hidden_size, main)]
+    latent = config.moe_latent_size
+    width = matrices * (latent or hidden)
+    experts = config.moe_router_topk * width * config.moe_ffn_hidden_size
+    experts += 2 * hidden * (latent or 0)
+    experts += matrices * hidden * (config.moe_shared_expert_intermediate_size or 0)
+    experts += hidden if config.moe_shared_expert_gate else 0
+    router = hidden * config.num_moe_experts
+    return [_linear("experts", experts, main), _linear("router", router, main)]
+
+
+def _linear(part: str, products: int, gradients: int) -> Work:
+    """A product with weights, of which ``gradients`` gradients (0 to 2) are needed."""
+    return Work(part, TOKEN, products, gradients * products)
+
+
+def _main_gradients(config) -> int:
+    return 2 if trains_main(config) else 0
+
+
+def _loss_is_dense(config) -> bool:
+    """Whether an indexer learns from all visible keys."""
+    if not indexer_is_trained(config):
+        return False
+    return options_of(config).stage != "sparse" or not config.dsa_indexer_use_sparse_loss
+
+
+def _merged(work: Iterable[Work]) -> list[Work]:
+    sums: dict[tuple[str, Keys], list[int]] = {}
+    for part, keys, forward, backward in work:
+        total = sums.setdefault((part, keys), [0, 0])
+        total[0] += forward
+        total[1] += backward
+    return [Work(*kind, *total) for kind, total in sums.items()]

@@ -1,0 +1,200 @@
+"""Megatron's throughput log, with the operations of this package's layers; and the MFU.
+
+Megatron counts an MLA model as if every layer attended to all visible keys. Where a model has
+layers of this package, its training loop calls what is here instead; the first iteration says what
+is counted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_dsa.flops import Work, flops, flops_by_part, model_work
+from megatron_dsa.pairs import TOKEN, Keys
+from megatron_dsa.stages import trains_main
+
+#: Dense products in bf16, TFLOP/s, by torch's name of the GPU; source: NVIDIA's data sheets of H100
+#: (SXM), H200 (SXM), HGX B200 and GB200 NVL72, which print twice as much, with structured sparsity.
+PEAKS = {
+    "NVIDIA H100 80GB HBM3": 989.0,
+    "NVIDIA H200": 989.0,
+    "NVIDIA B200": 2250.0,
+    "NVIDIA GB200": 2500.0,
+}
+
+
+def peak_tflops(config: Any, device: str) -> float | None:
+    """Return the peak in TFLOP/s that the MFU refers to, ``None`` if there is none.
+
+    Args:
+        config: a transformer configuration; only parameters of 16 bits have a peak. Products in
+            fp8 are measured against bf16, too.
+        device: torch's name of the GPU.
+    """
+    return PEAKS.get(device) if config.params_dtype in (torch.bfloat16, torch.float16) else None
+
+
+def describe(config: Any, work: list[Work], length: int, device: str = "") -> str:
+    """Say what is counted, where it goes, and what the MFU refers to.
+
+    Args:
+        config: the model's transformer configuration.
+        work: what it does, see :func:`megatron_dsa.flops.model_work`.
+        length: tokens of a sequence.
+        device: torch's name of the GPU.
+    """
+    parts = flops_by_part(work, lambda keys: keys.pairs(length))
+    total = sum(parts.values())
+    shares = ", ".join(f"{part} {100 * count / total:.1f} %" for part, count in parts.items())
+    peak = peak_tflops(config, device)
+    reference = "no MFU, the peak of this GPU and precision is not known"
+    if peak is not None:
+        reference = f"MFU of {peak:g} TFLOP/s ({device}, dense bf16)"
+    main = "" if trains_main(config) else ", of the main model the forward pass only"
+    return (
+        f"megatron_dsa counts {total / length / 1e9:.4g} GFLOP per token in sequences of "
+        f"{length} tokens{main} (docs/throughput.md): {shares}; {reference}"
+    )
+
+
+class MegatronFunctions(NamedTuple):
+    """Functions of Megatron's training loop that are still called."""
+
+    consume: Callable[[], tuple]
+    track: Callable[..., None]
+    print_first: Callable[[str], None]
+    print_last: Callable[[str], None]
+
+
+class Throughput:
+    """Counts operations for Megatron's training loop; its methods replace Megatron's functions.
+
+    Args:
+        config: the model's transformer configuration.
+        megatron: what the training loop called before.
+        device: torch's name of the GPU, empty on a CPU.
+    """
+
+    def __init__(self, config: Any, megatron: MegatronFunctions, device: str = ""):
+        self.config, self.megatron, self.device = config, megatron, device
+        self._kinds = sorted({TOKEN} | {work.keys for work in model_work(config, vocabulary=1)})
+        self._lengths: list[torch.Tensor] = []  # of documents since the last consume
+        self._pairs: dict[Keys, int] | None = None  # of the documents that were consumed last
+        self._announced = False
+
+    def count_documents(self, offsets: torch.Tensor) -> None:
+        """Add a microbatch of packed documents, ``offsets`` int ``[n + 1]`` their bounds.
+
+        Kept on the device until the iteration ends.
+        """
+        self._lengths.append(offsets.diff().long())
+
+    def consume_documents(self) -> tuple[float | None, float | None]:
+        """Sum up an iteration's documents over all ranks.
+
+        Returns:
+            their tokens and squared lengths; both ``None`` if there were none. As Megatron's
+            ``consume_seqlen_stats_in_iteration``.
+        """
+        self._pairs = None
+        if not self._lengths:
+            return self.megatron.consume()
+        lengths = torch.cat(self._lengths)
+        self._lengths.clear()
+        sums = torch.stack(
+            [keys.pairs(lengths).sum() for keys in self._kinds] + [lengths.square().sum()]
+        )
+        copies = 1
+        if torch.distributed.is_initialized():
+            from megatron.core import mpu
+
+            torch.distributed.all_reduce(sums)
+            copies = (
+                mpu.get_tensor_model_parallel_world_size()
+                * mpu.get_context_parallel_world_size()
+                * mpu.get_pipeline_model_parallel_world_size()
+            )
+        *pairs, squares = (count // copies for count in sums.tolist())
+        self._pairs = dict(zip(self._kinds, pairs, strict=True))
+        return self._pairs[TOKEN], squares
+
+    def operations(
+        self,
+        args: Any,
+        batch_size: int,
+        seqlen_squared_sum_in_batch: float | None = None,
+        total_real_tokens_in_batch: float | None = None,
+    ) -> int:
+        """Return the operations of a global batch, as Megatron's ``num_floating_point_operations``.
+
+        Exact for sequences that fill ``args.seq_length`` and for documents that
+        :meth:`count_documents` saw. Of those that another script hands to Megatron, only two sums
+        are known; they count as documents of one length.
+        """
+        work = model_work(self.config, args.padded_vocab_size)
+        self._announce(work, args.seq_length)
+        tokens, squares = total_real_tokens_in_batch, seqlen_squared_sum_in_batch
+        if tokens is None:
+            return batch_size * flops(work, lambda keys: keys.pairs(args.seq_length))
+        if self._pairs is not None:
+            return flops(work, self._pairs.__getitem__)
+        length = max(round(squares / tokens), 1) if tokens else 1
+        return round(tokens / length * flops(work, lambda keys: keys.pairs(length)))
+
+    def track(self, log_throughput: bool = False, throughput: float | None = None) -> None:
+        """Log the MFU beside a throughput in TFLOP/s per GPU, as ``track_e2e_metrics``."""
+        self.megatron.track(log_throughput, throughput)
+        peak = peak_tflops(self.config, self.device)
+        if not log_throughput or throughput is None or peak is None:
+            return
+        from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
+
+        args, share = get_args(), throughput / peak
+        iteration = args.curr_iteration + 1
+        self.megatron.print_last(f"> iteration {iteration}: MFU {100 * share:.1f} %")
+        if args.log_timers_to_tensorboard:
+            if writer := get_tensorboard_writer():
+                writer.add_scalar("mfu", share, iteration)
+            if writer := get_wandb_writer():
+                writer.log({"mfu": share}, iteration)
+
+    def _announce(self, work, length: int) -> None:
+        if self._announced:
+            return
+        self._announced = True
+        self.megatron.print_first("> " + describe(self.config, work, length, self.device))
+
+
+def installed(training_module: ModuleType | None = None) -> Throughput | None:
+    """Return what counts for Megatron's training loop; ``None`` if that is Megatron itself."""
+    training = training_module or sys.modules.get("megatron.training.training")
+    counts = getattr(training, "num_floating_point_operations", None)
+    owner = getattr(counts, "__self__", None)
+    return owner if isinstance(owner, Throughput) else None
+
+
+def install_throughput(config: Any, training_module: ModuleType | None = None) -> None:
+    """Let Megatron's training loop count the operations of the model that ``config`` describes."""
+    training = training_module or sys.modules.get("megatron.training.training")
+    before = installed(training_module)
+    if training is None or (before is not None and before.config is config):
+        return  # no training loop, or another stage of the same model
+    if before is None:
+        megatron = MegatronFunctions(
+            training.consume_seqlen_stats_in_iteration,
+            training.one_logger_utils.track_e2e_metrics,
+            training.print_rank_0,
+            training.print_rank_last,
+        )
+    else:
+        megatron = before.megatron
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    ours = Throughput(config, megatron, device)
+    training.num_floating_point_operations = ours.operations
+    training.consume_seqlen_stats_in_iteration = ours.consume_documents
+    training.one_logger_utils.track_e2e_metrics = ours.track

@@ -1,0 +1,208 @@
+"""Counts of operations, against products that are carried out one by one on tiny shapes."""
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_dsa.config import DSAOptions
+from megatron_dsa.flops import flops, flops_by_part, layer_work, model_work
+from megatron_dsa.pairs import TOKEN, Keys
+from tests.host import small_config, small_hybrid_config, start
+
+SEQUENCE, VOCABULARY = 21, 64
+#: Options and fields of a configuration; one indexer is not trained, one loss is dense.
+STAGES = {
+    "dense": (DSAOptions("dense", health_rows=0), {}),
+    "warmup, frozen": (DSAOptions("warmup", health_rows=0), {}),
+    "warmup, all trained": (DSAOptions("warmup", freeze_main=False, health_rows=0), {}),
+    "sparse": (DSAOptions("sparse", health_rows=0), {}),
+    "sparse, dense loss": (
+        DSAOptions("sparse", health_rows=0), {"dsa_indexer_use_sparse_loss": False},
+    ),
+    "sparse, no loss": (DSAOptions("sparse", health_rows=0), {"dsa_indexer_loss_coeff": 0.0}),
+}  # fmt: skip
+RATIOS = [0, 4, 7]
+# Rotations of index queries and keys are products with a constant matrix, which do not count.
+MODEL = {"num_layers": 3, "dsa_indexer_rotate_activation": False}
+EXPERTS = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20,
+    "moe_layer_freq": [0, 1, 1], "moe_shared_expert_intermediate_size": 12,
+    "gated_linear_unit": True, "moe_router_load_balancing_type": "none",
+}  # fmt: skip
+
+
+def configuration(stage, hybrid, **changes):
+    options, fields = STAGES[stage]
+    if hybrid:
+        fields = fields | {"csa_compress_ratios": RATIOS, "dsa_indexer_topk": 3}
+        changes = MODEL | fields | changes
+        return small_hybrid_config(4, dtype=torch.float32, options=options, **changes)
+    return small_config(dtype=torch.float32, options=options, **MODEL | fields | changes)
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 4, 7])
+@pytest.mark.parametrize("limit", [0, 1, 3, 5, 100])
+def test_pairs_are_those_of_a_loop(ratio, limit):
+    lengths = range(60)
+    expected = [
+        sum(min((t + 1) // ratio, limit or length) for t in range(length)) for length in lengths
+    ]
+    keys = Keys(ratio, limit)
+    assert [keys.pairs(length) for length in lengths] == expected
+    assert keys.pairs(torch.tensor(lengths)).tolist() == expected
+
+
+class Products:
+    """Carries out the products of one head count and counts them, one query after the other."""
+
+    def __init__(self, heads, dim):
+        self.heads, self.dim = heads, dim
+        self.count = 0
+
+    def run(self, keys: int, v_dim: int, *, forward: bool, backward: bool):
+        """Scores of ``keys`` keys, and values of ``v_dim`` dims if there are any."""
+        q = torch.ones(self.heads, self.dim, requires_grad=True)
+        k = torch.ones(keys, self.dim, requires_grad=True)
+        v = torch.ones(keys, v_dim, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            out = q @ k.T
+            out = out @ v if v_dim else out
+        self.count += counter.get_total_flops() * forward
+        with FlopCounterMode(display=False) as counter:
+            out.sum().backward()
+        self.count += counter.get_total_flops() * backward
+
+
+def pairs_one_by_one(config, number, stage):
+    """Operations on pairs of queries and keys in one layer, from the definitions of its kind."""
+    hybrid = hasattr(config, "csa_compress_ratios")
+    ratio = config.csa_compress_ratios[number - 1] if hybrid else 1
+    latent = stage.startswith("sparse") and not hybrid
+    qk = v = config.v_head_dim
+    if not hybrid:
+        rope, v = config.qk_pos_emb_head_dim, config.kv_lora_rank if latent else v
+        qk = (config.kv_lora_rank if latent else config.qk_head_dim) + rope
+    indexer = stage != "dense" and ratio == (4 if hybrid else 1)
+    if config.dsa_indexer_topk_freq > 1 and stage.startswith("sparse") and number == 2:
+        indexer = False  # it reuses the selection of the layer before
+    selects = stage.startswith("sparse") and ratio == (4 if hybrid else 1)
+    trains_main, dense_loss = stage != "warmup, frozen", stage == "sparse, dense loss"
+    attention = Products(config.num_attention_heads, qk)
+    index = Products(config.dsa_indexer_n_heads, config.dsa_indexer_head_dim)
+    for t in range(SEQUENCE):
+        visible = [g for g in range(SEQUENCE) if ratio and ratio * (g + 1) - 1 <= t]
+        selected = visible[-config.dsa_indexer_topk :] if selects else visible
+        window = [s for s in range(t + 1) if t - s < config.csa_window_size] if hybrid else []
+        both = len(window) + len(selected)
+        attention.run(both, v, forward=True, backward=trains_main)
+        if not indexer:
+            continue
+        index.run(len(visible), 0, forward=True, backward=False)
+        if dense_loss:  # its teacher
+            attention.run(len(visible) - len(selected), 0, forward=True, backward=False)
+        if stage != "sparse, no loss":
+            learnt = visible if dense_loss else selected
+            index.run(len(learnt), 0, forward=False, backward=True)
+    return attention.count + index.count
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("hybrid", [False, True], ids=["dsa", "hybrid"])
+def test_pairs_of_every_layer_kind_and_stage(stage, hybrid):
+    config = configuration(stage, hybrid)
+    for number in range(1, 4):
+        work = [w for w in layer_work(config, number) if w.keys != TOKEN]
+        counted = flops(work, lambda keys: keys.pairs(SEQUENCE))
+        assert counted == pairs_one_by_one(config, number, stage) > 0
+
+
+@pytest.mark.parametrize("stage", ["warmup, frozen", "sparse", "sparse, dense loss"])
+def test_pairs_with_index_sharing(stage):
+    """Layer 2 reuses the selection of layer 1, but only if there is a selection."""
+    config = configuration(stage, False, dsa_indexer_topk_freq=2, dsa_indexer_skip_topk_offset=1)
+    for number in range(1, 4):
+        work = [w for w in layer_work(config, number) if w.keys != TOKEN]
+        counted = flops(work, lambda keys: keys.pairs(SEQUENCE))
+        assert counted == pairs_one_by_one(config, number, stage)
+
+
+@pytest.fixture
+def no_pairs(monkeypatch):
+    """Attention, selection and losses without a product: what is left are those with weights."""
+
+    def touch(out, *tensors):
+        return out + sum(0 * x.sum() for x in tensors)
+
+    def sparse(q, kv, _keys, *, v_dim, kv_grad=None, indexer=None, **_settings):
+        learns = () if indexer is None else indexer.tensors()
+        out = touch(q[..., :v_dim], kv, *(() if kv_grad is None else (kv_grad,)), *learns)
+        return SimpleNamespace(out=out, lse=torch.zeros(q.shape[:2]), p_sum=None)
+
+    def select(inputs, _layout, topk, *_ranks, **_settings):
+        rows = inputs.q.shape[0]
+        chosen = torch.zeros(rows, topk, dtype=torch.int32)
+        return chosen, torch.ones(rows, dtype=torch.int32)
+
+    def loss(inputs, *_arguments, **_settings):
+        return touch(torch.zeros(()), inputs.q, inputs.k, inputs.weights)
+
+    def dense(q, k, v, *_arguments, **_settings):
+        return touch(v, q, k)
+
+    start()
+    for name in ("dsa", "csa_core"):
+        module = importlib.import_module(f"megatron_dsa.{name}")
+        monkeypatch.setattr(module, "sparse_attention", sparse)
+        monkeypatch.setattr(module, "balanced_topk", select)
+        monkeypatch.setattr(module, "dense_indexer_loss", loss)
+    monkeypatch.setattr(importlib.import_module("megatron_dsa.dsa"), "dense_attention", dense)
+
+
+def step(config):
+    """FLOP of a step of a GPT model, and of its forward pass by module."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
+
+    model = GPTModel(
+        config, dsa_block_spec(config), VOCABULARY, SEQUENCE, position_embedding_type="rope",
+        mtp_block_spec=dsa_mtp_block_spec(config),
+    ).to(start())  # fmt: skip
+    tokens = torch.arange(SEQUENCE, device=start())[None]
+    with FlopCounterMode(display=False) as forward:
+        loss = model(tokens, tokens, None, labels=tokens)
+    with FlopCounterMode(display=False) as backward:
+        loss.mean().backward()
+    modules = {name: sum(counts.values()) for name, counts in forward.get_flop_counts().items()}
+    return forward.get_total_flops(), backward.get_total_flops(), modules
+
+
+@pytest.mark.parametrize("mtp", [0, 1])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("hybrid", [False, True], ids=["dsa", "hybrid"])
+def test_products_with_weights(stage, hybrid, mtp, no_pairs):
+    """Forward and backward of a whole model, its attention left out."""
+    changes = EXPERTS | ({"mtp_num_layers": 1} if mtp else {})
+    if mtp and hybrid:
+        changes["csa_compress_ratios"] = [*RATIOS, 4]
+    config = configuration(stage, hybrid, **changes)
+    forward, backward, modules = step(config)
+    work = [w for w in model_work(config, VOCABULARY) if w.keys == TOKEN]
+    once = [w._replace(backward=0) for w in work]
+    assert flops(once, lambda _: SEQUENCE) == forward
+    if stage == "warmup, frozen":
+        # Autograd still carries the losses through the model; what they need are two products.
+        backward = sum(count for name, count in modules.items() if name.endswith(".indexer"))
+        assert backward > 0
+    assert flops(work, lambda _: SEQUENCE) == forward + backward
+
+
+def test_parts_sum_up_to_the_whole():
+    work = model_work(configuration("sparse", True, **EXPERTS), VOCABULARY)
+    parts = flops_by_part(work, lambda keys: keys.pairs(SEQUENCE))
+    assert sum(parts.values()) == flops(work, lambda keys: keys.pairs(SEQUENCE))
+    assert list(parts.values()) == sorted(parts.values(), reverse=True)
+    assert {"attention", "window attention", "index scores", "indexer loss", "experts"} < set(parts)
