@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 
+from megatron_dsa.cli import main
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.conventions import check_model, parse_config, read_config
 from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
@@ -287,3 +288,21 @@ def test_another_model_is_refused():
     assert "v_head_dim is 10 in the model, 11 by config.json" in str(error.value)
     assert "rotary_base is 10000.0 in the model, 500000.0 by config.json" in str(error.value)
     check_model(parse_config(tiny_config()), model.config)
+
+
+def test_commands_there_and_back(tmp_path):
+    """Through a distributed checkpoint of Megatron, experts and multi-token prediction included."""
+    config = tiny_config(**MTP)
+    there, back = tmp_path / "hf", tmp_path / "back"
+    export_model(tiny_model(config, mtp_num_layers=1), there, config)
+    megatron = ["--output", str(tmp_path / "megatron"), "--input", str(there)]
+    assert main(["import-hf", *megatron]) == 0
+    with pytest.raises(ConfigError, match="holds a checkpoint already"):
+        main(["import-hf", *megatron])
+    out = ["export-hf", "--input", str(tmp_path / "megatron"), "--output", str(back)]
+    assert main([*out, "--config", str(there)]) == 0
+    before, after = CheckpointReader(there), CheckpointReader(back)
+    assert set(before.names()) == set(after.names())
+    assert all(torch.equal(before.read(name), after.read(name)) for name in before.names())
+    with pytest.raises(ConfigError, match="holds no distributed checkpoint"):
+        main(["export-hf", "--input", str(there), "--output", str(back), "--config", str(there)])
