@@ -62,6 +62,7 @@ _INDEXER_KEYS = {
     "index_topk_freq",
     "index_skip_topk_offset",
     "index_topk_pattern",
+    "index_share_for_mtp_iteration",
 }
 #: Keys that may be absent and otherwise have only one value that Megatron's layers implement.
 _ONLY = {
@@ -148,16 +149,12 @@ def parse_config(config: dict[str, Any]) -> HFModel:
             config["num_key_value_heads"],
             f"must be num_attention_heads ({heads}): multi-latent attention shares no heads",
         )
-    optional = {"q_lora_rank"}
-    fields = {
-        field: config.get(key) if key in optional else _get(config, key)
-        for key, field in _SAME.items()
-    }
-    fields |= {"qk_layernorm": config.get("q_lora_rank") is not None}
+    fields = {field: _get(config, key) for key, field in _SAME.items()}
     fields |= _rope(config) | _experts(config)
     if MODEL_TYPES[kind] is not None:
         fields |= _indexer(config, MODEL_TYPES[kind])
     fields |= {
+        "qk_layernorm": True,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
@@ -178,14 +175,18 @@ def parse_config(config: dict[str, Any]) -> HFModel:
 
 
 def _remarks(config: dict) -> tuple[str, ...]:
-    """The models' latent norms have an epsilon of their own, Megatron one for all norms."""
-    epsilon = config["rms_norm_eps"]
-    if epsilon == LATENT_NORM_EPSILON:
-        return ()
-    return (
-        f"the norms of the latents have epsilon {LATENT_NORM_EPSILON} in the model and "
-        f"rms_norm_eps = {epsilon} in Megatron, which has one for all norms",
-    )
+    remarks, epsilon = [], config["rms_norm_eps"]
+    if epsilon != LATENT_NORM_EPSILON:
+        remarks.append(
+            f"the norms of the latents have epsilon {LATENT_NORM_EPSILON} in the model and "
+            f"rms_norm_eps = {epsilon} in Megatron, which has one for all norms"
+        )
+    if config.get("index_share_for_mtp_iteration"):
+        remarks.append(
+            "index_share_for_mtp_iteration has no counterpart: layers of multi-token prediction "
+            "select by themselves"
+        )
+    return tuple(remarks)
 
 
 def _rope(config: dict) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.config import uses_indexer
+from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.huggingface.conventions import HFModel, check_model, parse_config, read_config
 from megatron_dsa.huggingface.files import CheckpointReader, CheckpointWriter
 from megatron_dsa.huggingface.names import (
@@ -154,7 +155,7 @@ def _log(report: Report, hf: HFModel, model, directory) -> None:
     prediction = sum((layer_of(name) or 0) >= hf.num_layers for name in report.unused)
     if indexers:
         logger.warning("%d tensors of indexers were not read: the model has none", indexers)
-    if prediction and not getattr(model.config, "mtp_num_layers", None):  # else: copies
+    if prediction and not _mtp_layers(model):  # else: copies
         logger.warning("%d tensors of multi-token prediction were not read", prediction)
     for remark in hf.remarks:
         logger.warning("%s", remark)
@@ -184,6 +185,7 @@ def export_model(
     """
     hf = parse_config(config)
     check_model(hf, model.config)
+    _check_exportable(model.config, config["model_type"], hf)
     with CheckpointWriter(directory, shard_bytes) as writer:
         dtypes = set()
         for name, tensor in model_tensors(model):
@@ -200,6 +202,8 @@ def export_model(
             if not is_bias:
                 dtypes.add(values.dtype)
         written = {k: v for k, v in config.items() if k != "quantization_config"}
+        if hf.mtp_layers:
+            written["num_nextn_predict_layers"] = _mtp_layers(model)
         # The indexer may be wider than the rest; the narrowest is what the weights are loaded in.
         narrowest = min(dtypes, key=lambda x: x.itemsize)
         written["dtype" if "dtype" in config else "torch_dtype"] = str(narrowest).split(".")[1]
@@ -207,13 +211,31 @@ def export_model(
         (Path(directory) / "config.json").write_text(text)
 
 
+def _check_exportable(config, model_type: str, hf: HFModel) -> None:
+    for name in ("tensor", "pipeline", "expert"):
+        size = getattr(config, f"{name}_model_parallel_size")
+        require(
+            size == 1,
+            f"{name}_model_parallel_size is {size}: a model that is split over ranks cannot be "
+            "exported; save a Megatron checkpoint and use python -m megatron_dsa export-hf",
+        )
+    found = "indexers" if uses_indexer(config) else "no indexers"
+    require(
+        hf.has_indexer == uses_indexer(config),
+        f"config.json: model_type = {model_type!r} does not fit a model with {found}: give the "
+        "config.json of deepseek_v3 for a dense model, of deepseek_v32 or glm_moe_dsa else",
+    )
+
+
+def _mtp_layers(model) -> int:
+    return getattr(model.config, "mtp_num_layers", None) or 0
+
+
 def _copies(hf_name: str, hf: HFModel, model) -> list[str]:
     """Return under which other names a released checkpoint holds the same tensor."""
-    if not getattr(model.config, "mtp_num_layers", None):
-        return []
     return [
         f"model.layers.{hf.num_layers + layer}.{copy}"
-        for layer in range(model.config.mtp_num_layers)
+        for layer in range(_mtp_layers(model))
         for copy, original in MTP_COPIES.items()
         if original == hf_name
     ]

@@ -66,7 +66,6 @@ MODEL = (
 #: Megatron name is that of layers with the norm fused in, or of experts in one grouped linear.
 LAYER = (
     _entry("input_layernorm.weight", "input_layernorm.weight"),
-    _entry("self_attn.q_proj.weight", "self_attention.linear_q_proj.weight", Split.ROWS),
     _entry("self_attn.q_a_proj.weight", "self_attention.linear_q_down_proj.weight", Split.LATENT),
     _entry(
         "self_attn.q_a_layernorm.weight",

@@ -104,6 +104,21 @@ def test_dense_checkpoint_gets_fresh_indexers(tmp_path, caplog):
     assert "10 tensors keep their initial values" in caplog.text
 
 
+def test_export_wants_the_configuration_of_the_model(tmp_path):
+    model = tiny_model(tiny_config())
+    with pytest.raises(ConfigError, match="'deepseek_v3' does not fit a model with indexers"):
+        export_model(model, tmp_path, tiny_config("deepseek_v3"))
+    with pytest.raises(ConfigError, match="does not fit a model with no indexers"):
+        export_model(tiny_model(tiny_config(), "dense"), tmp_path, tiny_config())
+    model.config.pipeline_model_parallel_size = 2
+    with pytest.raises(ConfigError, match="pipeline_model_parallel_size is 2"):
+        export_model(model, tmp_path, tiny_config())
+    model.config.pipeline_model_parallel_size = 1
+    # The model lacks what the configuration has: it is written without.
+    export_model(model, tmp_path, tiny_config(**MTP))
+    assert read_config(tmp_path).mtp_layers == 0
+
+
 def edit_json(path, change):
     content = json.loads(path.read_text())
     change(content)
@@ -235,6 +250,7 @@ def test_writer_bounds_shards_and_keeps_what_is_there(tmp_path):
         ("llama", {}, "model_type = 'llama'"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
         ("deepseek_v32", {"kv_lora_rank": None}, "kv_lora_rank = None: it must be given"),
+        ("deepseek_v3", {"q_lora_rank": None}, "q_lora_rank = None: it must be given"),
         ("deepseek_v32", {"attention_bias": True}, "attention_bias = True"),
         ("deepseek_v32", {"index_window": 3}, "index_window = 3"),
         ("deepseek_v32", {"num_key_value_heads": 2}, r"must be num_attention_heads \(4\)"),

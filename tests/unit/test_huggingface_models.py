@@ -29,6 +29,9 @@ YARN = {
     "mscale_all_dim": 1.0,
 }
 
+#: The third layer reuses the selection of the second.
+SHARED = {"num_hidden_layers": 4, "index_topk_freq": 2, "index_skip_topk_offset": 2}
+
 
 def published(config, folder, seed=2):
     """A random model of transformers, saved as it would be released; return it."""
@@ -67,8 +70,9 @@ def megatron_logits(model):
         ("deepseek_v32", {}),
         ("deepseek_v32", {"rope_scaling": YARN}),
         ("glm_moe_dsa", {"n_group": 1, "topk_group": 1}),
+        ("glm_moe_dsa", SHARED),
     ],
-    ids=["v3", "v3-yarn", "v3.2", "v3.2-yarn", "glm-5"],
+    ids=["v3", "v3-yarn", "v3.2", "v3.2-yarn", "glm-5", "glm-5.2"],
 )
 def test_logits_equal_those_of_transformers(kind, changes, tmp_path):
     """Six of up to 24 keys are selected: a wrong rope of the indexer shows."""
