@@ -10,7 +10,7 @@ VERSION = re.search(
     r'__version__ = "([^"]+)"', (HERE / "megatron_dsa" / "__init__.py").read_text()
 ).group(1)
 
-TEST = ["pytest>=8", "pytest-xdist>=3", "pyyaml>=6", "ruff>=0.6"]
+TEST = ["pytest>=8", "pytest-xdist>=3", "pyyaml>=6", "ruff>=0.6", "safetensors>=0.4"]
 
 setup(
     name="megatron-dsa",
@@ -31,6 +31,8 @@ setup(
         "cudnn": ["nvidia-cudnn-frontend[cutedsl]>=1.30"],
         # This package's own Hopper kernels.
         "tilelang": ["tilelang>=0.1.15"],
+        # Checkpoints of Hugging Face.
+        "hf": ["safetensors>=0.4"],
         "test": TEST,
     },
     classifiers=[

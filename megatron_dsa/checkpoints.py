@@ -37,8 +37,9 @@ def prepare_loading(args: argparse.Namespace):
 
     Inside it, Megatron's loader accepts that a checkpoint has no indexers.
     """
-    directory = _checkpoint_directory(args)
-    if directory is not None:
+    directory = checkpoint_directory(args)
+    # A release (imported weights) has no optimizer.
+    if directory is not None and directory.name != "release":
         saved = dist_checkpointing.load_common_state_dict(str(directory)).get("args")
         was, now = _what_is_trained(saved), _what_is_trained(args)
         if was != now and not args.finetune and not args.no_load_optim:
@@ -48,7 +49,7 @@ def prepare_loading(args: argparse.Namespace):
                     f"> checkpoint {directory} is of stage {was}, this run of stage {now}: the "
                     "optimizer starts anew"
                 )
-    return mock.patch.object(checkpointing.dist_checkpointing, "load", _load)
+    return mock.patch.object(checkpointing.dist_checkpointing, "load", load)
 
 
 def _what_is_trained(args) -> str:
@@ -67,7 +68,7 @@ def _rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
-def _checkpoint_directory(args) -> Path | None:
+def checkpoint_directory(args) -> Path | None:
     """The distributed checkpoint that Megatron is going to load, or ``None``."""
     for root in filter(None, (args.load, args.pretrained_checkpoint)):
         tracker = Path(root) / "latest_checkpointed_iteration.txt"
@@ -84,8 +85,9 @@ def _checkpoint_directory(args) -> Path | None:
 _original_load = dist_checkpointing.load
 
 
-def _load(sharded_state_dict, checkpoint_dir, *args, **kwargs):
-    """Megatron's ``dist_checkpointing.load`` for checkpoints that may lack indexers."""
+def load(sharded_state_dict, checkpoint_dir, *args, **kwargs):
+    """Megatron's ``dist_checkpointing.load``, same arguments, for checkpoints that may lack
+    indexers or go by the names of other layer sets."""
     metadata = load_sharded_metadata(checkpoint_dir)
     available = {entry.key: entry for entry in metadata.values()}
     has_indexers = any(is_indexer_parameter(key) for key in available)

@@ -1,5 +1,5 @@
 """Command line tools: ``info`` tells what would run here, ``doctor`` proves it, ``prepare-data``
-makes a data set."""
+makes a data set, ``import-hf`` and ``export-hf`` convert checkpoints."""
 
 from __future__ import annotations
 
@@ -219,5 +219,8 @@ def main(argv: list[str] | None = None) -> int:
     data.add_argument("--output", required=True, help="path prefix of the .bin and .idx files")
     data.add_argument("--input", nargs="*", help="text files (default: Python's documentation)")
     data.set_defaults(run=_prepare_data)
+    from megatron_dsa.huggingface.commands import add_commands
+
+    add_commands(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)

@@ -1,0 +1,113 @@
+"""Ranks: which slices of the full tensors a rank of a parallel model holds.
+
+Everything here is a function of a table entry and a rank's place; no process is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.huggingface.names import Entry, Split
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in the grid; the default is the only rank of an unsplit model.
+
+    Attributes:
+        tensor, expert_tensor: ``(rank, size)`` of tensor parallelism, for experts and the rest.
+        expert: ``(rank, size)`` of expert parallelism.
+        first_layer: decoder layers on earlier pipeline stages.
+        num_experts: routed experts of the whole model.
+        splits_latents: down projections are split over tensor-parallel ranks (layers without
+            transformer-engine).
+    """
+
+    tensor: tuple[int, int] = (0, 1)
+    expert_tensor: tuple[int, int] = (0, 1)
+    expert: tuple[int, int] = (0, 1)
+    first_layer: int = 0
+    num_experts: int | None = None
+    splits_latents: bool = True
+
+    def __post_init__(self):
+        for name in ("tensor", "expert_tensor", "expert"):
+            rank, size = getattr(self, name)
+            require(
+                0 <= rank < size, f"{name} must be (rank, size) with 0 <= rank < size: {rank, size}"
+            )
+        experts, ranks = self.num_experts, self.expert[1]
+        require(
+            not experts or experts % ranks == 0,
+            f"num_experts ({experts}) must be a multiple of the expert-parallel size ({ranks})",
+        )
+
+    def shard(self, entry: Entry) -> tuple[int, int]:
+        """Return ``(rank, size)`` of the ranks that share this parameter by slices."""
+        if entry.split is Split.WHOLE or (entry.split is Split.LATENT and not self.splits_latents):
+            return 0, 1
+        return self.expert_tensor if entry.is_expert else self.tensor
+
+
+_EXPERT = re.compile(r"(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+
+
+def global_name(name: str, place: Place) -> str:
+    """Return a parameter's name with layer and expert numbered as in the whole model."""
+    if layer := _LAYER.fullmatch(name):
+        name = f"{layer[1]}{int(layer[2]) + place.first_layer}{layer[3]}"
+    if (expert := _EXPERT.fullmatch(name)) and place.expert[1] > 1:
+        if place.num_experts is None:
+            raise ConfigError(f"{name} under expert parallelism: Place needs num_experts")
+        rank, size = place.expert
+        number = int(expert[2]) + rank * (place.num_experts // size)
+        name = f"{expert[1]}{number}{expert[3]}"
+    return name
+
+
+def part(entry: Entry, shape: tuple[int, ...], place: Place) -> tuple[slice, ...]:
+    """Return the slice that a rank holds of each full tensor in ``entry.hf``.
+
+    Args:
+        entry: the table's line of the parameter.
+        shape: of the full tensor (of a vocabulary: after padding).
+        place: the rank's place.
+
+    Raises:
+        ConfigError: the ranks cannot share the tensor evenly.
+    """
+    rank, size = place.shard(entry)
+    whole = tuple(slice(0, extent) for extent in shape)
+    if size == 1:
+        return whole
+    dim = 1 if entry.split is Split.COLUMNS else 0
+    if shape[dim] % size:
+        raise ConfigError(
+            f"{entry.hf[0]}: dim {dim} of {tuple(shape)} is no multiple of the {size} "
+            "tensor-parallel ranks that share it; choose a tensor-parallel size that divides it"
+        )
+    step = shape[dim] // size
+    return whole[:dim] + (slice(rank * step, (rank + 1) * step),) + whole[dim + 1 :]
+
+
+def assemble(entry: Entry, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Put the parameters of all ranks that share one together; the inverse of taking parts.
+
+    Args:
+        entry: the table's line of the parameter.
+        pieces: in order of rank: one, where it is not split.
+
+    Returns:
+        the full tensors of ``entry.hf``, contiguous.
+    """
+    dim = 1 if entry.split is Split.COLUMNS else 0
+    parts = [piece.chunk(len(entry.hf), dim=0) for piece in pieces]
+    return tuple(
+        (torch.cat(slices, dim) if len(slices) > 1 else slices[0]).contiguous()
+        for slices in zip(*parts, strict=True)
+    )

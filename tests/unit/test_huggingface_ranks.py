@@ -1,0 +1,163 @@
+"""Slices of a checkpoint for the ranks of a parallel model, without processes."""
+
+import pytest
+import torch
+
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
+from megatron_dsa.huggingface.names import LAYER, MODEL, MTP, Split, match
+from megatron_dsa.huggingface.ranks import Place, assemble, global_name, part
+from tests.tiny_models import tiny_config, tiny_model
+
+pytest.importorskip("safetensors")
+
+
+def full_tensors(entry, seed=0):
+    """Random tensors of a shape that 4 ranks can share, different per part."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (8,) if "norm" in entry.hf[0] or "bias" in entry.hf[0] else (16, 12)
+    return [torch.randn(shape, generator=generator) for _ in entry.hf]
+
+
+@pytest.mark.parametrize("splits_latents", [True, False], ids=["local", "transformer-engine"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_slices_of_all_ranks_make_the_full_tensors(size, splits_latents):
+    other = 2 if size == 4 else size
+    for entry in MODEL + LAYER + MTP:
+        full = full_tensors(entry)
+        places = [
+            Place(
+                tensor=(rank, size),
+                expert_tensor=(rank % other, other),
+                splits_latents=splits_latents,
+            )
+            for rank in range(size)
+        ]
+        ranks = places[0].shard(entry)[1]
+        pieces = [
+            torch.cat([x[part(entry, x.shape, place)] for x in full]) for place in places[:ranks]
+        ]
+        latent = entry.split is Split.LATENT
+        split = size > 1 and entry.split is not Split.WHOLE and (splits_latents or not latent)
+        assert ranks == (1 if not split else other if entry.is_expert else size)
+        assert all(x.numel() * ranks == sum(y.numel() for y in full) for x in pieces)
+        for ours, theirs in zip(assemble(entry, pieces), full, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_gate_and_up_are_split_one_by_one():
+    """Megatron halves a rank's rows into gate and up."""
+    entry = match("decoder.layers.0.mlp.linear_fc1.weight", 1).entry
+    gate, up = torch.arange(4.0)[:, None], torch.arange(10.0, 14.0)[:, None]
+    place = Place(tensor=(1, 2))
+    ours = torch.cat([x[part(entry, x.shape, place)] for x in (gate, up)])
+    assert ours.flatten().tolist() == [2.0, 3.0, 12.0, 13.0]
+
+
+def test_table_splits_as_megatron_does():
+    """The attributes that Megatron's layers put on their parameters say the same."""
+    model = tiny_model(tiny_config(num_nextn_predict_layers=1), mtp_num_layers=1)
+    dims = {Split.COLUMNS: 1, Split.WHOLE: None}
+    for name, tensor in model_tensors(model):
+        split = getattr(tensor, "tensor_model_parallel", False)
+        expected = dims.get(match(name, 2).entry.split, 0)
+        assert (tensor.partition_dim if split else None) == expected, name
+
+
+def test_layers_and_experts_are_numbered_as_in_the_whole_model():
+    place = Place(expert=(1, 4), first_layer=6, num_experts=16)
+    layer = "decoder.layers.2.mlp.experts."
+    for local, whole in (
+        (f"{layer}linear_fc1.weight3", "decoder.layers.8.mlp.experts.linear_fc1.weight7"),
+        (
+            f"{layer}local_experts.0.linear_fc2.weight",
+            "decoder.layers.8.mlp.experts.local_experts.4.linear_fc2.weight",
+        ),
+        ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight",) * 2,
+        ("mtp.layers.0.eh_proj.weight",) * 2,
+    ):
+        if local == whole and "decoder" in local:
+            whole = local.replace("layers.0", "layers.6")
+        assert global_name(local, place) == whole
+
+
+def test_uneven_shares_are_refused():
+    entry = match("decoder.layers.0.mlp.linear_fc2.weight", 1).entry
+    with pytest.raises(ConfigError, match=r"dim 1 of \(8, 9\) is no multiple of the 2"):
+        part(entry, (8, 9), Place(tensor=(0, 2)))
+    with pytest.raises(ConfigError, match=r"num_experts \(6\) must be a multiple"):
+        Place(expert=(0, 4), num_experts=6)
+    with pytest.raises(ConfigError, match="0 <= rank < size"):
+        Place(tensor=(2, 2))
+
+
+class Shell(torch.nn.Module):
+    """One rank's parameters of a parallel model, by Megatron's local names."""
+
+    pre_process = post_process = False
+
+    def __init__(self, config, shapes):
+        super().__init__()
+        self.config = config
+        self._tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+
+    def state_dict(self, keep_vars=False):
+        return self._tensors
+
+
+def test_every_rank_of_a_grid_is_filled_with_its_slices(tmp_path):
+    """TP 2 (experts 1) x EP 2, second of two pipeline stages: put together, it is the model."""
+    config = tiny_config()
+    model = tiny_model(config)
+    export_model(model, tmp_path, config, shard_bytes=40_000)
+    whole = dict(model_tensors(model))
+    pieces, entries = {}, {}
+    for tensor_rank in range(2):
+        for expert_rank in range(2):
+            place = Place((tensor_rank, 2), (0, 1), (expert_rank, 2), first_layer=1, num_experts=8)
+            shapes = {}
+            for name, tensor in whole.items():
+                local, entry = local_name(name, place), match(name, 2).entry
+                if local is not None:
+                    dim, size = int(entry.split is Split.COLUMNS), place.shard(entry)[1]
+                    shapes[local] = list(tensor.shape)
+                    shapes[local][dim] //= size
+            shell = Shell(model.config, shapes)
+            import_model(shell, tmp_path, place)
+            for local, tensor in shell.state_dict().items():
+                name = global_name(local, place)
+                entries[name] = match(name, 2).entry
+                pieces.setdefault(name, {})[place.shard(entries[name])[0]] = tensor
+    assert len(pieces) == sum("layers.0." not in name for name in whole)
+    for name, by_rank in pieces.items():
+        together = assemble(entries[name], [by_rank[rank] for rank in sorted(by_rank)])
+        assert torch.equal(torch.cat(together), whole[name]), name
+
+
+def local_name(name, place):
+    """What a rank of the second stage calls a parameter of the model; None if it has it not."""
+    if name.startswith("decoder.layers.0."):
+        return None
+    name = name.replace("decoder.layers.1.", "decoder.layers.0.")
+    if ".local_experts." in name:
+        before, after = name.split(".local_experts.")
+        number, rest = after.split(".", 1)
+        if int(number) // 4 != place.expert[0]:
+            return None
+        name = f"{before}.local_experts.{int(number) % 4}.{rest}"
+    return name
+
+
+def test_padding_of_the_vocabulary_is_shared_too(tmp_path):
+    """70 words over 4 ranks of 20 rows, or of 30: words end on the last rank, or on the third."""
+    config = tiny_config()
+    model = tiny_model(config)
+    export_model(model, tmp_path, config)
+    name = "output_layer.weight"
+    for rows, rank, words in ((20, 3, 10), (30, 2, 10), (30, 3, 0)):
+        shell = Shell(model.config, {name: (rows, 32)})
+        ours = shell.state_dict()[name].fill_(7)
+        import_model(shell, tmp_path, Place(tensor=(rank, 4)))
+        start = rank * rows
+        assert torch.equal(ours[:words], model.output_layer.weight[start : start + words])
+        assert not ours[words:].any()
