@@ -76,6 +76,11 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="In stage warmup, train the main model too (default: only the indexer).",
     )
     group.add_argument(
+        "--dsa-load-hf",
+        metavar="DIR",
+        help="Start from a Hugging Face checkpoint, unless --load holds one of Megatron.",
+    )
+    group.add_argument(
         "--dsa-strict",
         action="store_true",
         help="Stop at start-up if an operation has no fused implementation that can run.",

@@ -107,6 +107,10 @@ def model_config_from_args(args):
         refuse_unused_hybrid_flags(args)
         config = DSATransformerConfig.from_mla(mla, options)
     model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)
+    if args.dsa_load_hf is not None:
+        from megatron_dsa.huggingface.start import importing_hook
+
+        model.pre_wrap_hooks.append(importing_hook(args))
     model.pre_wrap_hooks.append(freeze_for_stage)
     return model
 

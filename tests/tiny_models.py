@@ -2,7 +2,6 @@
 
 import torch
 
-from megatron_dsa import cpu_host
 from tests.host import start
 
 
@@ -43,7 +42,7 @@ def tiny_config(kind="deepseek_v32", **changes):
 
 
 def tiny_model(config, stage="sparse", dtype=torch.float32, vocab=80, seed=5, **changes):
-    """A Megatron GPT model of the shape of a Hugging Face configuration, weights random."""
+    """A Megatron model of the shape of a Hugging Face configuration: random, on the CPU."""
     start()
     from megatron.core.models.gpt import GPTModel
 
@@ -58,7 +57,7 @@ def tiny_model(config, stage="sparse", dtype=torch.float32, vocab=80, seed=5, **
         "persist_layer_norm": False,
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": False,
-        "use_cpu_initialization": cpu_host.needed(),
+        "use_cpu_initialization": True,
         "params_dtype": dtype,
         "dsa": DSAOptions(stage=stage),
     }
@@ -70,7 +69,7 @@ def tiny_model(config, stage="sparse", dtype=torch.float32, vocab=80, seed=5, **
         64,
         position_embedding_type="rope",
         mtp_block_spec=dsa_mtp_block_spec(ours),
-    ).to(start())
+    ).cpu()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in sorted(model.state_dict(keep_vars=True).items()):

@@ -6,4 +6,5 @@
 * ``quantised.py`` - FP8 weights with block scales
 * ``files.py`` - safetensors shards and their index
 * ``convert.py`` - the conversion itself
+* ``commands.py``, ``start.py`` - the commands, and the flag of training runs
 """

@@ -71,6 +71,7 @@ _ONLY = {
     "mlp_bias": False,
     "tie_word_embeddings": False,
     "rope_interleave": True,
+    "partial_rotary_factor": 1.0,
     "norm_topk_prob": True,
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
@@ -329,6 +330,8 @@ def check_model(hf: HFModel, config: Any) -> None:
         actual = getattr(config, name)
         if name == "moe_layer_freq" and isinstance(actual, int):
             actual = [int(layer % actual == 0) for layer in range(config.num_layers)]
+        if name == "dsa_indexer_k_norm_epsilon" and actual is None:
+            actual = config.layernorm_epsilon
         if actual != expected:
             problems.append(f"{name} is {actual!r} in the model, {expected!r} by config.json")
     if problems:

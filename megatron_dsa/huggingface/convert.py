@@ -167,9 +167,8 @@ def export_model(
     config: dict,
     *,
     shard_bytes: int = 5 * 10**9,
-    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write an unsplit Megatron GPT model as a Hugging Face checkpoint.
+    """Write an unsplit Megatron GPT model as a Hugging Face checkpoint, in the model's dtypes.
 
     Args:
         model: ``GPTModel`` (unwrapped) with all layers and experts.
@@ -177,8 +176,6 @@ def export_model(
         config: config.json of the model, e.g. of the checkpoint that it came from. It is checked
             against the model and written without its quantisation.
         shard_bytes: largest size of a shard.
-        dtype: of the written weights; ``None`` keeps each as it is in the model. The router's
-            bias stays fp32.
 
     Raises:
         ConfigError: the model is not the one that ``config`` describes, or cannot be written.
@@ -190,21 +187,17 @@ def export_model(
         dtypes = set()
         for name, tensor in model_tensors(model):
             found = match(name, hf.num_layers)
-            values = tensor.detach()
-            is_bias = name.endswith("expert_bias")
-            if dtype is not None and not is_bias:
-                values = values.to(dtype)
-            for hf_name, full in zip(found.hf, assemble(found.entry, [values]), strict=True):
+            fulls = assemble(found.entry, [tensor.detach()])
+            for hf_name, full in zip(found.hf, fulls, strict=True):
                 if found.entry.split is Split.VOCABULARY:
                     full = full[: hf.vocab_size]
                 for target in (hf_name, *_copies(hf_name, hf, model)):
                     writer.add(target, full)
-            if not is_bias:
-                dtypes.add(values.dtype)
+            dtypes.add(tensor.dtype)
         written = {k: v for k, v in config.items() if k != "quantization_config"}
         if hf.mtp_layers:
             written["num_nextn_predict_layers"] = _mtp_layers(model)
-        # The indexer may be wider than the rest; the narrowest is what the weights are loaded in.
+        # The router's bias is fp32 in every model.
         narrowest = min(dtypes, key=lambda x: x.itemsize)
         written["dtype" if "dtype" in config else "torch_dtype"] = str(narrowest).split(".")[1]
         text = json.dumps(written, indent=2, sort_keys=True) + "\n"

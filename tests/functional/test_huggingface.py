@@ -80,18 +80,22 @@ def write_dense(folder):
 
 
 @pytest.mark.ranks(2)
-def test_dense_checkpoint_to_warmed_up_sparse_checkpoint(data, tmp_path):
+@pytest.mark.parametrize("way", ["command", "flag"])
+def test_dense_checkpoint_to_warmed_up_sparse_checkpoint(way, data, tmp_path):
     """Warm-up on two tensor-parallel ranks trains new indexers and leaves the rest as it was."""
     from megatron_dsa.huggingface.files import CheckpointReader
 
     before = write_dense(tmp_path / "dense")
-    printed = command("import-hf", "--input", tmp_path / "dense", "--output", tmp_path / "start")
-    assert f"--load {tmp_path / 'start'} --dsa-stage dense" in printed
-    tensor_parallel = {"--tensor-model-parallel-size": 2, "--sequence-parallel": True}
+    load = {"--dsa-load-hf": tmp_path / "dense"}
+    if way == "command":
+        printed = command("import-hf", "--input", tmp_path / "dense", "--output", tmp_path / "mg")
+        assert f"--load {tmp_path / 'mg'} --dsa-stage dense" in printed
+        load = {"--load": tmp_path / "mg"}
     run = train(
-        tensor_parallel
-        | {"--data-path": data, "--load": tmp_path / "start", "--save": tmp_path / "run"}
-        | {"--dsa-stage": "warmup", "--dsa-indexer-use-sparse-loss": None, "--train-iters": 2},
+        {"--tensor-model-parallel-size": 2, "--sequence-parallel": True, "--data-path": data}
+        | {"--save": tmp_path / "run", "--dsa-stage": "warmup", "--train-iters": 2}
+        | {"--dsa-indexer-use-sparse-loss": None}
+        | load,
         ranks=2,
     )
     assert "has no indexers: 10 tensors keep their initial values" in run.log

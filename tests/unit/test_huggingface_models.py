@@ -56,6 +56,7 @@ def tokens():
 
 
 def megatron_logits(model):
+    model.to(start())
     ids = tokens().to(start())
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     with torch.no_grad():

@@ -1,5 +1,8 @@
 """Slices of a checkpoint for the ranks of a parallel model, without processes."""
 
+import argparse
+import json
+
 import pytest
 import torch
 
@@ -161,3 +164,33 @@ def test_padding_of_the_vocabulary_is_shared_too(tmp_path):
         start = rank * rows
         assert torch.equal(ours[:words], model.output_layer.weight[start : start + words])
         assert not ours[words:].any()
+
+
+def test_training_run_starts_from_a_checkpoint(tmp_path, capsys):
+    """The hook fills the model, but not if the run has a Megatron checkpoint to resume from."""
+    from megatron_dsa.huggingface.start import importing_hook, place_of
+
+    config = tiny_config("deepseek_v3")
+    model = tiny_model(config, "dense")
+    export_model(model, tmp_path, config)
+    other = tiny_model(tiny_config(), seed=6)
+    assert place_of(other) == Place(num_experts=8)
+    args = argparse.Namespace(
+        load=str(tmp_path), pretrained_checkpoint=None, ckpt_step=None, dsa_load_hf=str(tmp_path)
+    )
+    assert importing_hook(args)([other]) == [other]
+    assert "has no indexers: 10 tensors keep their initial values" in capsys.readouterr().out
+    weight = model.decoder.layers[1].mlp.router.weight
+    assert torch.equal(other.decoder.layers[1].mlp.router.weight, weight)
+
+    with torch.no_grad():
+        weight_of_run = other.decoder.layers[1].mlp.router.weight.fill_(3)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    (tmp_path / "iter_0000004").mkdir()
+    metadata = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (tmp_path / "iter_0000004" / "metadata.json").write_text(json.dumps(metadata))
+    importing_hook(args)([other])
+    assert (weight_of_run == 3).all() and "--dsa-load-hf is not" in capsys.readouterr().out
+
+    model.decoder.layers[0].layer_number = 7  # of a later pipeline stage
+    assert place_of(model).first_layer == 6

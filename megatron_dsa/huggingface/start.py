@@ -1,0 +1,59 @@
+"""Starting a training run from a Hugging Face checkpoint: ``--dsa-load-hf``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+
+from megatron_dsa.huggingface.convert import import_model
+from megatron_dsa.huggingface.ranks import Place
+
+
+def place_of(model: torch.nn.Module) -> Place:
+    """Return the place of this rank in Megatron's grid, for one chunk of a GPT model."""
+    from megatron.core import parallel_state as grid
+
+    layers, config = model.decoder.layers, model.config
+    return Place(
+        tensor=(
+            grid.get_tensor_model_parallel_rank(),
+            grid.get_tensor_model_parallel_world_size(),
+        ),
+        expert_tensor=(
+            grid.get_expert_tensor_parallel_rank(),
+            grid.get_expert_tensor_parallel_world_size(),
+        ),
+        expert=(
+            grid.get_expert_model_parallel_rank(),
+            grid.get_expert_model_parallel_world_size(),
+        ),
+        first_layer=layers[0].layer_number - 1 if len(layers) else 0,
+        num_experts=config.num_moe_experts,
+        splits_latents=config.transformer_impl == "local",
+    )
+
+
+def importing_hook(args: argparse.Namespace) -> Callable[[list], list]:
+    """Return a ``pre_wrap_hook`` that fills a model on every rank, before optimizers copy it.
+
+    A run that finds a Megatron checkpoint of its own resumes from that.
+    """
+    from megatron_dsa.checkpoints import checkpoint_directory
+
+    def fill(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        from megatron.training import print_rank_0
+
+        if (found := checkpoint_directory(args)) is not None:
+            print_rank_0(f"> {found} is loaded, --dsa-load-hf is not")
+            return model
+        fresh = 0
+        for chunk in model:
+            fresh += len(import_model(chunk, args.dsa_load_hf, place_of(chunk)).fresh)
+        print_rank_0(f"> weights of {args.dsa_load_hf} are loaded")
+        if fresh:
+            print_rank_0(f"> it has no indexers: {fresh} tensors keep their initial values")
+        return model
+
+    return fill
