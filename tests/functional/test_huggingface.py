@@ -93,7 +93,12 @@ def test_dense_checkpoint_to_warmed_up_sparse_checkpoint(way, data, tmp_path):
         load = {"--load": tmp_path / "mg"}
     run = train(
         {"--tensor-model-parallel-size": 2, "--sequence-parallel": True, "--data-path": data}
-        | {"--save": tmp_path / "run", "--dsa-stage": "warmup", "--train-iters": 2}
+        | {
+            "--save": tmp_path / "run",
+            "--dsa-stage": "warmup",
+            "--train-iters": 2,
+            "--save-interval": 2,
+        }
         | {"--dsa-indexer-use-sparse-loss": None}
         | load,
         ranks=2,
