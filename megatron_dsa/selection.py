@@ -46,45 +46,15 @@ def selector(problem: TopKProblem, policy: Policy) -> Selector:
     return (Candidates if policy.fp8_selection else Exact)(problem, policy)
 
 
-class _Selector:
-    """What both ways share."""
-
-    def __init__(self, problem: TopKProblem, policy: Policy):
-        self.problem, self.policy = problem, policy
-        self.keys = problem.layout.keys_in_slot_order(problem.inputs.k)
-
-    def _describe(self, inputs, topk: int):
-        return index_problem(inputs, self.problem.layout, topk)
-
-    def _score(self, inputs, topk: int, block: Block, seen: Seen) -> torch.Tensor:
-        call = self._describe(inputs, topk)
-        return run("indexer_scores", call, self.policy, inputs, block, inputs.k, seen)
-
-    def _select(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
-        call = self._describe(self.problem.inputs, topk)
-        return run("indexer_topk", call, self.policy, scores, seen, topk)
-
-    def _bytes_per_score(self, inputs, topk: int) -> int:
-        """Temporary bytes per score of the implementations that score and select."""
-        scores = choose("indexer_scores", self._describe(inputs, topk), self.policy)
-        select = choose("indexer_topk", self._describe(self.problem.inputs, topk), self.policy)
-        itemsize = accumulation_dtype(self.problem.inputs.q.dtype).itemsize
-        heads = inputs.q.shape[1]
-        return (
-            scores.candidate.load().bytes_per_score(heads, itemsize)
-            + select.candidate.load().bytes_per_score()
-        )
-
-
-class Exact(_Selector):
+class Exact:
     """Scores of the inputs as they are, and the best of them."""
 
     cut: int | None = None
 
     def __init__(self, problem: TopKProblem, policy: Policy):
-        super().__init__(problem, policy)
+        self.problem, self.policy = problem, policy
+        self.keys = problem.layout.keys_in_slot_order(problem.inputs.k)
         self.inputs = dataclasses.replace(problem.inputs, k=self.keys)
-        self._exact_bytes = self._bytes_per_score(self.inputs, problem.topk)
 
     def bytes_per_row(self, width: int) -> int:
         """Scores, what selecting from them takes, and the result."""
@@ -93,6 +63,29 @@ class Exact(_Selector):
     def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
         topk = self.problem.topk
         return self._select(self._score(self.inputs, topk, block, seen), seen, topk)
+
+    @functools.cached_property
+    def _exact_bytes(self) -> int:
+        call = self._describe(self.inputs, self.problem.topk)
+        return self._bytes_per_score(call, call)
+
+    def _describe(self, inputs: IndexerInputs, topk: int) -> Problem:
+        return index_problem(inputs, self.problem.layout, topk)
+
+    def _score(self, inputs: IndexerInputs, topk: int, block: Block, seen: Seen) -> torch.Tensor:
+        call = self._describe(inputs, topk)
+        return run("indexer_scores", call, self.policy, inputs, block, inputs.k, seen)
+
+    def _select(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
+        call = self._describe(self.inputs, topk)
+        return run("indexer_topk", call, self.policy, scores, seen, topk)
+
+    def _bytes_per_score(self, scoring: Problem, selecting: Problem) -> int:
+        """Temporary bytes per score of the implementations that score and select."""
+        scores = choose("indexer_scores", scoring, self.policy).candidate.load()
+        select = choose("indexer_topk", selecting, self.policy).candidate.load()
+        itemsize = accumulation_dtype(self.inputs.q.dtype).itemsize
+        return scores.bytes_per_score(scoring.heads, itemsize) + select.bytes_per_score()
 
 
 class Candidates(Exact):
@@ -110,46 +103,46 @@ class Candidates(Exact):
         super().__init__(problem, policy)
         self.count = candidates_for(problem.topk)
         self.cut = policy.fp8_least_ratio * self.count
-        self._fp8_bytes: int | None = None
 
     @functools.cached_property
-    def fp8(self) -> IndexerInputs:
-        """The keys in fp8; of the queries the first only: they are quantized a block at a time."""
-        inputs = self.problem.inputs
-        keys, scales = quantized(self.keys)
-        q, weights = quantized_queries(inputs.q[:1], inputs.weights[:1])
-        return dataclasses.replace(inputs, q=q, weights=weights, k=keys, key_scales=scales)
+    def fp8_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and their scales, for all blocks; queries are quantized a block at a time."""
+        return quantized(self.keys)
+
+    @functools.cached_property
+    def _fp8_bytes(self) -> int:
+        selecting = self._describe(self.inputs, self.count)
+        return self._bytes_per_score(dataclasses.replace(selecting, dtype=FP8), selecting)
 
     def bytes_per_row(self, width: int) -> int:
         """The same; queries in fp32 and fp8, and candidates with their scores and places."""
         if width < self.cut:
             return super().bytes_per_row(width)
-        if self._fp8_bytes is None:
-            self._fp8_bytes = self._bytes_per_score(self.fp8, self.count)
-        heads, dim = self.problem.inputs.q.shape[1:]
+        heads, dim = self.inputs.q.shape[1:]
         lists = 32 * self.count + 4 * self.problem.topk
         return width * self._fp8_bytes + 6 * heads * dim + lists
 
     def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
         if block.bound < self.cut:
             return super().__call__(block, seen)
-        inputs, topk = self.problem.inputs, self.problem.topk
-        q, weights = inputs.q[block.rows], inputs.weights[block.rows]
+        q, weights = self.inputs.q[block.rows], self.inputs.weights[block.rows]
         columns = self._candidates(q, weights, block, seen)
-        own = dataclasses.replace(inputs, q=q, weights=weights, k=self.keys[block.lo : block.hi])
+        keys = self.keys[block.lo : block.hi]
+        own = dataclasses.replace(self.inputs, q=q, weights=weights, k=keys)
         scores = run(
             "indexer_listed_scores", self._describe(own, self.count), self.policy,
             own, columns, self.policy.workspace_bytes,
         )  # fmt: skip
         length = (seen.end - seen.start).clamp_max(self.count)
-        best = self._select(scores, Seen(torch.zeros_like(length), length), topk)
+        found = Seen(torch.zeros_like(length), length)
+        best = self._select(scores, found, self.problem.topk)
         return chosen(columns, best)
 
     def _candidates(self, q, weights, block: Block, seen: Seen) -> torch.Tensor:
         if block.width <= self.count:
             return seen.first(self.count)
-        q, weights = quantized_queries(q, weights)
-        rows = dataclasses.replace(self.fp8, q=q, weights=weights)
+        (q, weights), (k, scales) = quantized_queries(q, weights), self.fp8_keys
+        rows = dataclasses.replace(self.inputs, q=q, weights=weights, k=k, key_scales=scales)
         # The queries are the block's own, from the first on.
         here = dataclasses.replace(block, rows=slice(0, q.shape[0], 1))
         return self._select(self._score(rows, self.count, here, seen), seen, self.count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import tempfile
@@ -81,7 +82,9 @@ def run(cases: dict[str, Case], tp: int, folder, cp: int = 1) -> list[dict[str, 
     return [torch.load(f"{folder}/{tp}-{cp}-{rank}.pt") for rank in range(world)]
 
 
-def _worker(rank, tp, cp, store, folder, cases):
+@contextlib.contextmanager
+def one_of_ranks(rank: int, tp: int, cp: int, store: str):
+    """Make a spawned process rank ``rank`` of ``tp x cp`` on the CPU; gives :mod:`tests.host`."""
     from megatron_dsa import cpu_host
 
     if cpu_host.needed():
@@ -99,10 +102,15 @@ def _worker(rank, tp, cp, store, folder, cases):
     from tests import host
 
     host.start = lambda: torch.device("cpu")
-    results = {name: _run_case(host, case, tp, cp) for name, case in cases.items()}
-    torch.save(results, f"{folder}/{tp}-{cp}-{rank}.pt")
+    yield host
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def _worker(rank, tp, cp, store, folder, cases):
+    with one_of_ranks(rank, tp, cp, store) as host:
+        results = {name: _run_case(host, case, tp, cp) for name, case in cases.items()}
+        torch.save(results, f"{folder}/{tp}-{cp}-{rank}.pt")
 
 
 def _run_case(host, case: Case, tp: int, cp: int) -> dict:

@@ -33,6 +33,12 @@ _TILELANG = {
     # Where a tile holds several queries.
     "fastest": (1, 32),
 }
+_TILELANG_INDEXER = {
+    "package": TILELANG,
+    "capabilities": (HOPPER,),
+    "dims": ((128, 0),),
+    "heads": (1, 64),
+}
 _CUDNN_INDEXER = {
     "package": CUDNN,
     "capabilities": (HOPPER,),
@@ -123,11 +129,8 @@ _fused(
     "tilelang",
     _load_instance("indexer_topk.tilelang_kernels", "Scores"),
     covers="scores of a block of queries, where they are seen; with and without relu",
-    package=TILELANG,
-    capabilities=(HOPPER,),
+    **_TILELANG_INDEXER,
     dtypes=(torch.bfloat16, torch.float8_e4m3fn),
-    dims=((128, 0),),
-    heads=(1, 64),
     bridged="heads padded to 16, 32 or 64",
 )
 _fused(
@@ -166,11 +169,8 @@ _fused(
     "tilelang",
     _load("indexer_loss.tilelang_kernels", "sparse"),
     covers="value and gradients in one kernel, or value and student",
-    package=TILELANG,
-    capabilities=(HOPPER,),
+    **_TILELANG_INDEXER,
     dtypes=_BF16,
-    dims=((128, 0),),
-    heads=(1, 64),
     topk=(1, 2048),
     without_relu=False,
     gradients=True,

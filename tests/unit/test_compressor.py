@@ -193,9 +193,15 @@ def interpret(file):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def repair_interpreter():
-    """Let kernels have loops: numpy 2.5 refuses the ``int()`` of an array of one entry in them."""
+def prepare_interpreter():
+    """Let kernels have loops: numpy 2.5 refuses the ``int()`` of an array of one entry in them.
+
+    Memory that no kernel writes shows from then on.
+    """
     from triton.runtime import interpreter
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
 
     patch = interpreter._patch_lang_tensor
 
@@ -215,10 +221,7 @@ def main():
     """What runs in the interpreter: all layouts with one tile, several tiles and several chunks."""
     from megatron_dsa.ops.compressor import triton_kernels
 
-    repair_interpreter()
-    # Memory that no kernel writes shows.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    prepare_interpreter()
     cases = [(4, True, 16, layout) for layout in LAYOUTS]
     for ratio, overlap, dim in ((3, True, 48), (2, False, 16), (128, False, 80)):
         cases += [(ratio, overlap, dim, layout) for layout in ("packed", "batch of 3")]

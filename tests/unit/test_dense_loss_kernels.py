@@ -17,7 +17,7 @@ from megatron_dsa.ops.indexer_loss import DenseLossProblem, reference
 from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.support import Problem
 from tests.helpers import double_leaf, leaf, relative_error
-from tests.unit.test_compressor import Recorder, assembly, interpret, repair_interpreter
+from tests.unit.test_compressor import Recorder, assembly, interpret, prepare_interpreter
 from tests.unit.test_indexer_loss import visible_rows
 
 MODULE = "megatron_dsa.ops.indexer_loss.triton_dense"
@@ -141,10 +141,7 @@ def test_triton_interpreted():
 def main():
     """What runs in the interpreter: tiles of 64 x 64 pairs, programs of 32 x 32."""
     triton_dense = importlib.import_module(MODULE)
-    repair_interpreter()
-    # Memory that no kernel writes shows.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    prepare_interpreter()
     names = [name for names in KERNELS.values() for name in names]
     triton_dense.LAUNCHES = {0: dict.fromkeys(names, triton_dense.Launch(32, 32, 1))}
     triton_dense.BLOCK, triton_dense.LONGEST_EDGE, triton_dense.FEWEST_HEADS = 32, 64, 2

@@ -16,7 +16,7 @@ from megatron_dsa.ops.indexer_topk import fp8, listed, reference
 from megatron_dsa.selection import candidates_for, selection_calls
 from megatron_dsa.support import Problem
 from tests.helpers import leaf, relative_error
-from tests.unit.test_compressor import Recorder, assembly, interpret, repair_interpreter
+from tests.unit.test_compressor import Recorder, assembly, interpret, prepare_interpreter
 from tests.unit.test_indexer_topk import LAYOUTS, expected, integer_inputs
 
 KERNELS = "megatron_dsa.ops.indexer_topk.triton_kernels"
@@ -295,9 +295,7 @@ def main():
     """What runs in the interpreter."""
     from megatron_dsa.ops.indexer_topk import triton_kernels
 
-    repair_interpreter()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    prepare_interpreter()
     for rows, width, keys, heads, dim in SHAPES:
         for relu in (True, False):
             inputs = draw(rows, keys, heads, dim, dtype=torch.float16, relu=relu)

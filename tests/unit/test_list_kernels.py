@@ -7,7 +7,7 @@ import torch
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.key_lists import ListProblem, reference, unfused
-from tests.unit.test_compressor import Recorder, assembly, interpret, repair_interpreter
+from tests.unit.test_compressor import Recorder, assembly, interpret, prepare_interpreter
 
 KERNELS = "megatron_dsa.ops.key_lists.triton_kernels"
 
@@ -114,9 +114,7 @@ def main():
     """What runs in the interpreter."""
     from megatron_dsa.ops.key_lists import triton_kernels
 
-    repair_interpreter()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    prepare_interpreter()
     for kind in KINDS:
         for change in CHANGES:
             check(triton_kernels.build, make_problem(kind, **change))

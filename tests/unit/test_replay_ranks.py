@@ -6,7 +6,7 @@ import tempfile
 import pytest
 import torch
 
-from tests.ranks import Case
+from tests.ranks import Case, one_of_ranks
 from tests.unit.test_ranks import case
 
 #: Ranks -> (layer, rows, mode).
@@ -61,28 +61,10 @@ def equal(one, other):
 
 
 def _worker(rank, tp, cp, store, folder, cases):
-    from megatron_dsa import cpu_host
-
-    if cpu_host.needed():
-        cpu_host.activate()
-    torch.set_num_threads(1)
-    from megatron.core import parallel_state, tensor_parallel
-
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=tp * cp
-    )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, context_parallel_size=cp
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    from tests import host
-
-    host.start = lambda: torch.device("cpu")
     cp_rank, tp_rank = rank // tp, rank % tp
-    results = {name: _run(*one, tp, cp, tp_rank, cp_rank) for name, one in cases.items()}
-    torch.save(results, f"{folder}/{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    with one_of_ranks(rank, tp, cp, store):
+        results = {name: _run(*one, tp, cp, tp_rank, cp_rank) for name, one in cases.items()}
+        torch.save(results, f"{folder}/{rank}.pt")
 
 
 def _run(case: Case, whole, tp, cp, tp_rank, cp_rank):

@@ -5,7 +5,7 @@ import torch
 
 from megatron_dsa.ring.combine import Combined, merge_torch
 from tests.helpers import relative_error
-from tests.unit.test_compressor import Recorder, assembly, interpret, repair_interpreter
+from tests.unit.test_compressor import Recorder, assembly, interpret, prepare_interpreter
 
 KERNELS = "megatron_dsa.ring.combine_triton"
 SHAPES = [(52, 3, 24), (64, 128, 128)]
@@ -85,7 +85,7 @@ def main():
     """What runs in the interpreter: into sums in place, and into a result of another dtype."""
     from megatron_dsa.ring.combine_triton import merge
 
-    repair_interpreter()
+    prepare_interpreter()
     for ranges in RANGES:
         parts = make_parts(SHAPES[0], ranges, torch.float32)
         right = by_softmax(parts, SHAPES[0])

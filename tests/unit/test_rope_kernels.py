@@ -10,8 +10,8 @@ from tests.unit.test_compressor import (
     assembly,
     assert_repeatable,
     interpret,
+    prepare_interpreter,
     recorded,
-    repair_interpreter,
 )
 
 EPS = 1e-6
@@ -123,9 +123,7 @@ def main():
     """What runs in the interpreter."""
     from megatron_dsa.ops.rope import triton_kernels
 
-    repair_interpreter()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    prepare_interpreter()
     # The last one has more heads than a program takes.
     for shape in (*SHAPES, (3, 9, 1024, 64)):
         case = make_case(*shape, dtype=torch.float32)

@@ -12,8 +12,8 @@ import torch
 from megatron_dsa.dispatch import candidates, device_problem
 from megatron_dsa.layout import Seen
 from megatron_dsa.ops.indexer_topk import reference, tilelang_kernels
-from megatron_dsa.support import Problem
 from tests.helpers import needs_compiler, ptxas
+from tests.unit.test_score_kernels import problem
 
 TILINGS = ("narrow", "wide", "large")
 #: Of an SM: bytes of shared memory, of which each thread block takes 1024 more, and registers.
@@ -51,11 +51,6 @@ def test_every_number_of_keys_has_a_tiling():
     assert program().tiling_for(8192, 2048) == "narrow"
     assert program().tiling_for(131_072, 2048) == "wide"
     assert program().TOPK == 4096
-
-
-def problem(**changes):
-    shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 2048, "dtype": torch.bfloat16}
-    return Problem(**{"device": "cuda", "capability": (9, 0)} | shape | changes)
 
 
 def test_it_is_the_first_choice_on_hopper():
