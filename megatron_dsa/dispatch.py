@@ -22,6 +22,7 @@ from functools import lru_cache
 import torch
 
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
+from megatron_dsa.operation_times import TIMES
 from megatron_dsa.support import Problem, Support
 
 logger = logging.getLogger(__name__)
@@ -116,11 +117,50 @@ def deterministic_mode() -> bool:
     )
 
 
+@dataclass(frozen=True)
+class Rehearsal:
+    """A GPU that is not there, and what stands in for kernels on it.
+
+    Attributes:
+        capability: its compute capability; ``None`` stands for a CPU.
+        run: called as ``run(operation, candidate, *args, **kwargs)`` in place of the candidate.
+    """
+
+    capability: tuple[int, int] | None
+    run: Callable
+
+
+_rehearsal: Rehearsal | None = None
+
+
+@contextlib.contextmanager
+def rehearse(rehearsal: Rehearsal):
+    """Choose for that GPU and run the stand-ins, while it lasts (:mod:`megatron_dsa.planning`).
+
+    What was chosen is not logged, and chosen anew by who runs it: probes answer without a GPU here.
+    """
+    global _rehearsal
+    before, _rehearsal = _rehearsal, rehearsal
+    try:
+        yield
+    finally:
+        _rehearsal = before
+        _choose.cache_clear()
+
+
+def rehearsing() -> bool:
+    """Whether nothing is to be run on a GPU: kernels are chosen and not called."""
+    return _rehearsal is not None
+
+
 def device_problem(device: torch.device | str, **properties) -> Problem:
     """Build a :class:`Problem`, reading the compute capability off ``device``."""
+    properties.setdefault("deterministic", deterministic_mode())
+    if _rehearsal is not None:
+        name = "cpu" if _rehearsal.capability is None else "cuda"
+        return Problem(device=name, capability=_rehearsal.capability, **properties)
     device = torch.device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    properties.setdefault("deterministic", deterministic_mode())
     return Problem(device=device.type, capability=capability, **properties)
 
 
@@ -205,7 +245,8 @@ def _choose(operation: str, problem: Problem, policy: Policy, named: str | None)
         choice = _choose_named(operation, problem, named)
     else:
         choice = _choose_first(operation, problem, policy)
-    _log_once(choice, policy)
+    if _rehearsal is None:
+        _log_once(choice, policy)
     return choice
 
 
@@ -271,14 +312,20 @@ def _log(level: int, line: str) -> None:
 def run(operation: str, problem: Problem, policy: Policy, *args, **kwargs):
     """Run ``operation`` with the implementation that :func:`choose` picks, and count the call."""
     candidate = choose(operation, problem, policy).candidate
+    if _rehearsal is not None:
+        return _rehearsal.run(operation, candidate, *args, **kwargs)
     count(operation, candidate.name)
-    with _range(f"megatron_dsa.{operation}.{candidate.name}", problem.device == "cuda"):
+    on_gpu = problem.device == "cuda"
+    with (
+        _range(f"megatron_dsa.{operation}.{candidate.name}", on_gpu),
+        TIMES.measure(operation, on_gpu),
+    ):
         return candidate.load()(*args, **kwargs)
 
 
 def count(what: str, name: str) -> None:
     """Let :func:`report` tell that ``what`` was done by way of ``name``."""
-    if _counting:
+    if _counting and _rehearsal is None:
         _calls[what, name] += 1
 
 

@@ -40,6 +40,8 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def scaled(gradient: torch.Tensor, factor: torch.Tensor | float, dtype: torch.dtype | None = None):
     """Return ``factor * gradient``, multiplied in fp32, in ``dtype`` (default: the gradient's)."""
     dtype = gradient.dtype if dtype is None else dtype
+    if isinstance(factor, torch.Tensor) and factor.device.type == "cpu":
+        factor = factor.item()  # copying a tensor of the host would synchronise
     if not isinstance(factor, torch.Tensor):
         factor = torch.full((), factor, dtype=torch.float64, device=gradient.device)
     # With one dim the factor keeps its dtype, and the product is rounded where it is written.

@@ -83,6 +83,7 @@ class _Compress(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dpooled):
+        """Return the gradients of values, scores and ape; probabilities are formed again."""
         values, scores, ape, first_row, position = ctx.saved_tensors
         row_step, *rest = ctx.rest
         groups = Groups(first_row, position, row_step)

@@ -14,11 +14,13 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
+from megatron_dsa.dispatch import rehearsing
 from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.packages import FLASH_MLA
 from megatron_dsa.support import Problem
 
-_WIDTH = 128
+#: Widths of lists are multiples of it.
+WIDTH = 128
 _ARGUMENTS = ("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length")
 
 
@@ -29,7 +31,10 @@ def probe(problem: Problem) -> str | None:
     function = getattr(flash_mla, "flash_mla_sparse_fwd", None)
     if function is None:
         return f"too old: this flash_mla has no flash_mla_sparse_fwd; {FLASH_MLA.install}"
-    return _signature_problem(function) or _lse_problem(function)
+    reason = _signature_problem(function)
+    if reason is not None or rehearsing():
+        return reason
+    return _lse_problem(function)
 
 
 def _signature_problem(function) -> str | None:
@@ -56,15 +61,20 @@ def _lse_problem(function) -> str | None:
     A base-2 lse given to a backward that expects the natural log is silently wrong.
     """
     q = torch.zeros(1, 64, 576, dtype=torch.bfloat16, device="cuda")
-    kv = torch.zeros(_WIDTH, 1, 576, dtype=torch.bfloat16, device="cuda")
-    indices = torch.arange(_WIDTH, dtype=torch.int32, device="cuda").view(1, 1, -1)
+    kv = torch.zeros(WIDTH, 1, 576, dtype=torch.bfloat16, device="cuda")
+    indices = torch.arange(WIDTH, dtype=torch.int32, device="cuda").view(1, 1, -1)
     lse = float(function(q, kv, indices, 1.0)[2][0, 0])
-    if math.isclose(lse, math.log(_WIDTH), rel_tol=1e-3):
+    if math.isclose(lse, math.log(WIDTH), rel_tol=1e-3):
         return None
     return (
-        f"wrong lse: this flash_mla returns {lse:.3f} for {_WIDTH} equal logits, the natural log "
-        f"is {math.log(_WIDTH):.3f} (copies from before 2026 use base 2); {FLASH_MLA.install}"
+        f"wrong lse: this flash_mla returns {lse:.3f} for {WIDTH} equal logits, the natural log "
+        f"is {math.log(WIDTH):.3f} (copies from before 2026 use base 2); {FLASH_MLA.install}"
     )
+
+
+def padded_heads(heads: int) -> int:
+    """Return the heads, 64 or 128, with which FlashMLA runs ``heads`` (at most 128)."""
+    return 64 if heads <= 64 else 128
 
 
 def forward(problem: SparseProblem):
@@ -73,14 +83,14 @@ def forward(problem: SparseProblem):
 
     q, indices, length = problem.q, problem.indices, problem.topk_length
     heads, width = q.shape[1], indices.shape[1]
-    padded_heads = 64 if heads <= 64 else 128
-    if heads < padded_heads:
-        q = pad(q, (0, 0, 0, padded_heads - heads))
+    padded = padded_heads(heads)
+    if heads < padded:
+        q = pad(q, (0, 0, 0, padded - heads))
     sink = problem.sink
     if sink is not None:
-        sink = pad(sink.float(), (0, padded_heads - heads))
-    if width % _WIDTH:
-        indices = pad(indices, (0, -width % _WIDTH), value=-1)
+        sink = pad(sink.float(), (0, padded - heads))
+    if width % WIDTH:
+        indices = pad(indices, (0, -width % WIDTH), value=-1)
     if length is not None:
         length = length.clamp(0, width)
     out, _, lse = flash_mla_sparse_fwd(

@@ -235,9 +235,10 @@ def key_lists(
 
     The lists are: ids int32 ``[lists, W]``, members uint8 alike, length int32 ``[lists]``, as
     :mod:`.hopper.unions` describes; they come in parts, so that unions fit
-    ``problem.workspace_bytes``. Groups of one query have the caller's lists and no members. Unions
-    are always ``ascending``. The third result is int32 ``[queries, K]`` or ``None``: where in its
-    group's list each valid entry of the caller's is, if that is wanted and another place.
+    ``problem.workspace_bytes``, with those of the part before. Groups of one query have the
+    caller's lists and no members. Unions are always ``ascending``. The third result is int32
+    ``[queries, K]`` or ``None``: where in its group's list each valid entry of the caller's is, if
+    that is wanted and another place.
     """
     queries, width = problem.indices.shape
     unused = torch.empty(1, 1, dtype=torch.uint8, device=problem.indices.device)
@@ -254,7 +255,10 @@ def key_lists(
     capacity = group * width
     # Ids and members, the sums that go with places, and places with their int64 copy.
     bytes_per_group = capacity * (5 + (4 * group + 16 if with_places else 0))
-    step = max(1, problem.workspace_bytes // bytes_per_group) * group
+    groups = problem.workspace_bytes // bytes_per_group
+    if groups * group < queries:
+        groups //= 2  # the caller holds one part until it gets the next
+    step = max(1, groups) * group
     for first in range(0, queries, step):
         part = slice(first, min(first + step, queries))
         groups = -(-(part.stop - first) // group)
