@@ -1,10 +1,15 @@
-"""Hugging Face checkpoints of DeepSeek-V3, DeepSeek-V3.2 and GLM-5, in and out.
+"""Hugging Face checkpoints of DeepSeek-V3, V3.2, V4 and GLM-5, in and out.
 
-* ``names.py`` - which tensors make up which parameter
+* ``names.py``, ``names_v4.py`` - which tensors make up which parameter
 * ``ranks.py`` - which slices of them a rank holds
-* ``conventions.py`` - what config.json says, in Megatron's terms
-* ``quantised.py`` - FP8 weights with block scales
+* ``config_json.py``, ``conventions.py``, ``conventions_v4.py`` - what config.json says, in
+  Megatron's terms
+* ``flags.py`` - the same as flags
+* ``build.py`` - the same as a model, also as one without memory
+* ``quantised.py`` - fp8 and fp4 weights with block scales
 * ``files.py`` - safetensors shards and their index
 * ``convert.py`` - the conversion itself
-* ``commands.py``, ``start.py`` - the commands, and the flag of training runs
+* ``hyper_connections.py`` - V4's, where they leave plain residuals
+* ``streaming.py`` - Megatron's distributed checkpoints, one tensor at a time
+* ``commands.py``, ``start.py`` - the commands, and the flags of training runs
 """

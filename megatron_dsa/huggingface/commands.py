@@ -1,7 +1,7 @@
-"""The commands ``import-hf`` and ``export-hf``: between Hugging Face and Megatron checkpoints.
+"""The commands ``import-hf``, ``export-hf``, ``flags``: between Hugging Face and Megatron.
 
-Both build the whole model in one process, in the memory of the CPU. The Megatron checkpoint is a
-distributed one: runs of any parallel layout load it.
+Conversions take one process, no GPU, and no more memory than a file or two of the result. The
+Megatron checkpoint is a distributed one: runs of any parallel layout write and load it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,29 @@ import argparse
 import contextlib
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 
-from megatron_dsa.errors import ConfigError
+import torch
+
+from megatron_dsa.errors import ConfigError, require
 
 
 def add_commands(commands) -> None:
-    """Add both to the subparsers of ``python -m megatron_dsa``."""
+    """Add them to the subparsers of ``python -m megatron_dsa``."""
     into = commands.add_parser(
-        "import-hf", help="Megatron checkpoint from a Hugging Face checkpoint (V3, V3.2, GLM-5)"
+        "import-hf", help="Megatron checkpoint from a Hugging Face checkpoint (V3, V3.2, GLM-5, V4)"
     )
     into.add_argument("--input", required=True, help="directory of config.json and safetensors")
     into.add_argument("--output", required=True, help="directory for --load")
+    into.add_argument(
+        "--without",
+        nargs="+",
+        default=[],
+        metavar="FEATURE",
+        help="leave out what released Megatron lacks: hyper-connections, hash-routing (V4)",
+    )
     into.set_defaults(run=import_hf)
     out = commands.add_parser(
         "export-hf", help="Hugging Face checkpoint from a Megatron checkpoint"
@@ -31,7 +41,13 @@ def add_commands(commands) -> None:
     out.add_argument("--step", type=int, help="iteration (default: the latest)")
     out.add_argument("--config", required=True, help="config.json of the model, or its directory")
     out.add_argument("--output", required=True, help="directory for config.json and safetensors")
-    out.add_argument("--shard-gb", type=float, default=5.0, help="largest size of a shard (5)")
+    flags = commands.add_parser("flags", help="Megatron's flags for the model of a config.json")
+    flags.add_argument("config", help="config.json of the model, or its directory")
+    flags.set_defaults(run=print_flags)
+    for command in (into, out):
+        command.add_argument(
+            "--shard-gb", type=float, default=5.0, help="size of a file of the result, in GB (5)"
+        )
     out.set_defaults(run=export_hf)
 
 
@@ -42,7 +58,6 @@ def _one_process():
 
     if cpu_host.needed():
         cpu_host.activate()
-    import torch
     from megatron.core import parallel_state
 
     if torch.distributed.is_initialized():
@@ -61,72 +76,48 @@ def _one_process():
         torch.distributed.destroy_process_group()
 
 
-def _build(hf, stage: str, mtp: bool):
-    """Build the model that config.json describes, on the CPU and without initial values."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    from megatron_dsa.config import DSAOptions, DSATransformerConfig
-    from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
-
-    model_parallel_cuda_manual_seed(1)
-    config = DSATransformerConfig(
-        **hf.fields,
-        attention_dropout=0.0,
-        transformer_impl="local",
-        persist_layer_norm=False,
-        bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        params_dtype=hf.dtype,
-        mtp_num_layers=hf.mtp_layers if mtp else None,
-        dsa=DSAOptions(stage=stage),
-    )
-    return GPTModel(
-        config,
-        dsa_block_spec(config),
-        hf.vocab_size,
-        hf.raw.get("max_position_embeddings", 4096),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        mtp_block_spec=dsa_mtp_block_spec(config),
-    ).cpu()
-
-
 def import_hf(arguments: argparse.Namespace) -> int:
     """Write a Megatron checkpoint without optimizer state; Megatron calls that a release."""
-    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+    from megatron_dsa.huggingface.build import empty_model
     from megatron_dsa.huggingface.conventions import read_config
-    from megatron_dsa.huggingface.convert import import_model
-    from megatron_dsa.huggingface.files import CheckpointReader
-    from megatron_dsa.huggingface.names import layer_of
+    from megatron_dsa.huggingface.convert import Import, open_checkpoint
+    from megatron_dsa.huggingface.streaming import write_checkpoint
     from megatron_dsa.stages import is_indexer_parameter
 
     output = Path(arguments.output)
     tracker = output / "latest_checkpointed_iteration.txt"
     if tracker.exists():
         raise ConfigError(f"--output {output} holds a checkpoint already: choose another directory")
+    file_bytes = _bytes(arguments.shard_gb)
     hf = read_config(arguments.input)
-    names = CheckpointReader(arguments.input).names()
+    names = open_checkpoint(arguments.input, hf).names()
     stage = "sparse" if any(is_indexer_parameter(name) for name in names) else "dense"
-    mtp = any((layer_of(name) or 0) >= hf.num_layers for name in names)
+    mtp = any(hf.names.is_mtp(name, hf.num_layers) for name in names)
     with _one_process():
-        model = _build(hf, stage, mtp)
-        report = import_model(model, arguments.input)
-        state = {"model": model.sharded_state_dict(), "checkpoint_version": 3.0, "iteration": 0}
+        model = empty_model(hf, stage, mtp)
+        source = Import(model, arguments.input, without=arguments.without)
+        state = model.sharded_state_dict()
+        objects = {name: x for name, x in state.items() if isinstance(x, ShardedObject)}
+        tensors = {name: x for name, x in state.items() if name not in objects}
+
+        def values(name: str):
+            # Fresh is what the layers of a whole model would start from: a bias of zeros.
+            fresh = name in source.report.fresh
+            return torch.zeros(tensors[name].data.shape) if fresh else source.values(name)
+
         (output / "release").mkdir(parents=True, exist_ok=True)
-        dist_checkpointing.save(state, str(output / "release"))
+        others = {"model": objects, "checkpoint_version": 3.0, "iteration": 0}
+        write_checkpoint(output / "release", tensors, values, others, file_bytes)
     tracker.write_text("release")
-    print(f"{len(report.filled)} tensors of {arguments.input} in {output}; load them with")
+    source.log()
+    print(f"{len(tensors)} tensors of {arguments.input} in {output}; load them with")
     print(f"  --load {output} --dsa-stage {stage}")
     if stage == "dense":
         print(
             "  or --dsa-stage warmup: the checkpoint has no indexers, a run starts with fresh ones"
         )
-    for remark in hf.remarks:
-        print(f"note: {remark}")
     return 0
 
 
@@ -134,37 +125,83 @@ def export_hf(arguments: argparse.Namespace) -> int:
     """Write a Hugging Face checkpoint in the dtype that config.json says."""
     from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 
-    from megatron_dsa.checkpoints import checkpoint_directory, load
-    from megatron_dsa.huggingface.conventions import parse_config
+    from megatron_dsa.checkpoints import redirect
+    from megatron_dsa.huggingface.build import empty_model
     from megatron_dsa.huggingface.convert import export_model
+    from megatron_dsa.huggingface.streaming import StoredParameters
     from megatron_dsa.stages import is_indexer_parameter
 
-    directory = checkpoint_directory(
-        argparse.Namespace(
-            load=arguments.input, pretrained_checkpoint=None, ckpt_step=arguments.step
-        )
-    )
-    if directory is None:
-        raise ConfigError(
-            f"--input {arguments.input} holds no distributed checkpoint: name the directory that "
-            "--save of the run was, with --ckpt-format torch_dist"
-        )
-    path = Path(arguments.config)
-    config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-    hf = parse_config(config)
+    file_bytes = _bytes(arguments.shard_gb)
+    directory = _distributed_checkpoint(arguments.input, arguments.step)
+    hf = _read(arguments.config)
     keys = [entry.key for entry in load_sharded_metadata(str(directory)).values()]
-    if hf.has_indexer and not any(is_indexer_parameter(key) for key in keys):
-        raise ConfigError(
-            f"--config is of a {config['model_type']}, whose layers have indexers, and "
-            f"{directory} has none: give the config.json of the dense model"
-        )
+    has_indexer = any(is_indexer_parameter(key) for key in keys)
+    found = {True: "indexers", False: "no indexers"}
+    require(
+        hf.has_indexer == has_indexer,
+        f"--config is of a {hf.raw['model_type']} with {found[hf.has_indexer]}, and {directory} "
+        f"has {found[has_indexer]}: give the config.json of the model that was trained",
+    )
     mtp = any(key.startswith("mtp.") for key in keys)
+    if mtp and not hf.mtp_layers:
+        print(
+            "note: layers of multi-token prediction are left out: by config.json "
+            "(num_nextn_predict_layers) the model has none",
+            file=sys.stderr,
+        )
     with _one_process():
-        model = _build(hf, "sparse" if hf.has_indexer else "dense", mtp)
-        state = load({"model": model.sharded_state_dict()}, str(directory))
-        model.load_state_dict(state["model"], strict=False)
+        model = empty_model(hf, "sparse" if hf.has_indexer else "dense", mtp)
+        state = {"model": model.sharded_state_dict()}
+        redirect(state, str(directory))
+        stored = StoredParameters(directory)
         export_model(
-            model, arguments.output, config, shard_bytes=max(1, int(arguments.shard_gb * 1e9))
+            model,
+            arguments.output,
+            hf.raw,
+            shard_bytes=file_bytes,
+            values=lambda name, like: stored.read(state["model"][name]).to(like.dtype),
         )
     print(f"{directory} in {arguments.output}")
     return 0
+
+
+def print_flags(arguments: argparse.Namespace) -> int:
+    """Print one line of flags; what they do not say goes to the standard error."""
+    from megatron_dsa.huggingface.flags import flags_of, unsaid
+
+    hf = _read(arguments.config)
+    print(" ".join(flags_of(hf)))
+    for note in unsaid(hf):
+        print(f"note: {note}", file=sys.stderr)
+    return 0
+
+
+def _read(config: str):
+    """Return what a config.json says, named by its path or by its directory."""
+    from megatron_dsa.huggingface.conventions import parse_config, read_config
+
+    path = Path(config)
+    return parse_config(json.loads(path.read_text())) if path.is_file() else read_config(path)
+
+
+def _distributed_checkpoint(root: str, step: int | None) -> Path:
+    """Return the directory of the latest checkpoint of a run, or of one iteration."""
+    from megatron_dsa.checkpoints import checkpoint_directory
+
+    directory = checkpoint_directory(
+        argparse.Namespace(load=root, pretrained_checkpoint=None, ckpt_step=step)
+    )
+    # Megatron's rules know of no step in a directory of imported weights, and take 0 for none.
+    if directory is None or (step is not None and directory.name != f"iter_{step:07d}"):
+        which = "" if step is None else f" of --step {step}"
+        raise ConfigError(
+            f"--input {root} holds no distributed checkpoint{which}: name the directory that "
+            "--save of the run was, with --ckpt-format torch_dist, and an iteration that it saved"
+        )
+    return directory
+
+
+def _bytes(gigabytes: float) -> int:
+    size = int(gigabytes * 1e9)
+    require(size >= 1, f"--shard-gb must be positive, got {gigabytes}: name the size of a file")
+    return size

@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megatron_dsa.config import uses_indexer
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.huggingface.conventions import HFModel, check_model, parse_config, read_config
+from megatron_dsa.huggingface.config_json import HFModel
+from megatron_dsa.huggingface.conventions import check_model, parse_config, read_config
 from megatron_dsa.huggingface.files import CheckpointReader, CheckpointWriter
-from megatron_dsa.huggingface.names import (
-    MTP_COPIES,
-    Entry,
-    Split,
-    is_known,
-    layer_of,
-    match,
-)
+from megatron_dsa.huggingface.hyper_connections import identity, is_identity
+from megatron_dsa.huggingface.names import Match, Split
+from megatron_dsa.huggingface.names_v4 import HASH_ROUTING, HYPER_CONNECTIONS
 from megatron_dsa.huggingface.ranks import Place, assemble, global_name, part
 from megatron_dsa.stages import is_indexer_parameter
 
@@ -51,114 +46,191 @@ def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-def import_model(model: torch.nn.Module, directory: str | Path, place: Place = Place()) -> Report:
-    """Fill a Megatron GPT model with the weights of a Hugging Face checkpoint.
+class Import:
+    """A checkpoint as seen from a model: which tensors fill which parameter, read when asked for.
 
     A checkpoint without indexers leaves those of the model as they are; all else has to be there.
 
     Args:
-        model: ``GPTModel`` (unwrapped); filled in place, in its own dtype.
+        model: ``GPTModel`` (unwrapped); only names, shapes and dtypes are looked at.
         directory: config.json and safetensors files.
         place: of this rank.
+        without: features of the checkpoint that released Megatron lacks and that are left out.
 
     Raises:
-        ConfigError: config.json is not understood or describes another model, tensors are
-            missing or left over, or shapes differ. The model may be filled in part by then.
+        ConfigError: config.json is not understood or describes another model, the checkpoint needs
+            what Megatron lacks, or tensors are missing or left over.
     """
-    hf = read_config(directory)
-    check_model(hf, model.config)
-    reader = CheckpointReader(directory, hf.block, hf.dtype)
-    names = set(reader.names())
-    if unknown := sorted(name for name in names if not is_known(name)):
-        raise ConfigError(
-            f"checkpoint {directory}: {len(unknown)} tensors have no place in Megatron's model, "
-            f"the first is {unknown[0]}; give them lines in megatron_dsa/huggingface/names.py"
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        directory: str | Path,
+        place: Place = Place(),
+        without: Iterable[str] = (),
+    ):
+        self.hf, self.place = read_config(directory), place
+        check_model(self.hf, model.config)
+        self.reader = open_checkpoint(directory, self.hf)
+        self._model, self._directory = model, directory
+        names = set(self.reader.names())
+        lacking = self._lacking(names, set(without))
+        names -= {name for group in lacking.values() for name in group}
+        if unknown := sorted(name for name in names if not self.hf.names.is_known(name)):
+            raise ConfigError(
+                f"checkpoint {directory}: {len(unknown)} tensors have no place in Megatron's "
+                f"model, the first is {unknown[0]}; give them lines in "
+                "megatron_dsa/huggingface/names*.py"
+            )
+        has_indexers = any(is_indexer_parameter(name) for name in names)
+        self._matches: dict[str, Match] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        fresh, rounded, used = [], [], set()
+        for name, tensor in model_tensors(model):
+            found = self.hf.names.match(global_name(name, place), self.hf.num_layers)
+            new_indexer = is_indexer_parameter(name) and not has_indexers
+            # Layers that looked their experts up have no bias for choosing them.
+            no_bias = HASH_ROUTING in lacking and name.endswith("router.expert_bias")
+            if new_indexer or (no_bias and found.hf[0] not in self.reader):
+                fresh.append(name)
+                continue
+            self._matches[name], self._shapes[name] = found, tuple(tensor.shape)
+            dtype = self.reader.read_dtype(found.hf[0])
+            if torch.promote_types(dtype, tensor.dtype) != tensor.dtype:
+                rounded.append(name)
+            used |= set(found.hf)
+        self.report = Report(
+            tuple(self._matches), tuple(fresh), tuple(rounded), tuple(sorted(names - used))
         )
-    has_indexers = any(is_indexer_parameter(name) for name in names)
-    filled, fresh, rounded, used = [], [], [], set()
-    for name, tensor in model_tensors(model):
-        found = match(global_name(name, place), hf.num_layers)
-        if is_indexer_parameter(name) and not has_indexers:
-            fresh.append(name)
-            continue
-        values = _values(reader, found.entry, found.hf, tuple(tensor.shape), place)
-        if torch.promote_types(values.dtype, tensor.dtype) != tensor.dtype:
-            rounded.append(name)
-        with torch.no_grad():
-            tensor.copy_(values)
-        filled.append(name)
-        used |= set(found.hf)
-    report = Report(tuple(filled), tuple(fresh), tuple(rounded), tuple(sorted(names - used)))
-    _judge_unused(report.unused, hf, model, place)
-    _log(report, hf, model, directory)
-    return report
+        self._judge_unused()
+
+    def values(self, name: str) -> torch.Tensor:
+        """Read a parameter of ``report.filled`` as this rank holds it, in the file's dtype."""
+        found = self._matches[name]
+        return _values(self.reader, found, self._shapes[name], self.place)
+
+    def _lacking(self, names: set[str], without: set[str]) -> dict[str, list[str]]:
+        """Return the tensors of every feature that Megatron lacks, or raise."""
+        known = self.hf.names.lacking
+        require(
+            without <= set(known),
+            f"--without {' '.join(sorted(without - set(known)))}: {self.hf.names.models} has "
+            f"{', '.join(known) or 'nothing to leave out'}",
+        )
+        lacking: dict[str, list[str]] = {}
+        for name in sorted(names):
+            if feature := self.hf.names.lacked(name):
+                lacking.setdefault(feature, []).append(name)
+        lost = set(lacking) - without
+        connections, streams = lacking.get(HYPER_CONNECTIONS), self.hf.raw.get("hc_mult")
+        if connections and streams and is_identity(self.reader, connections, streams):
+            lost.discard(HYPER_CONNECTIONS)
+        if lost:
+            lines = [f"  - {len(lacking[x])} tensors of {x}, as {lacking[x][0]}" for x in lost]
+            raise ConfigError(
+                f"checkpoint {self._directory} needs what released Megatron does not have:\n"
+                + "\n".join(sorted(lines))
+                + "\nSuch a model cannot be held. To start another model from its other weights, "
+                "with plain residuals and learned routing, add: "
+                f"--without {' '.join(sorted(lost))} (of a training run: --dsa-hf-without)"
+            )
+        return lacking
+
+    def _judge_unused(self) -> None:
+        """Raise if a tensor is not read that an unsplit model should have."""
+        place, model = self.place, self._model
+        if place != Place(splits_latents=place.splits_latents, num_experts=place.num_experts):
+            return  # other ranks read the rest
+        if not (getattr(model, "pre_process", True) and getattr(model, "post_process", True)):
+            return
+        left = [
+            name
+            for name in self.report.unused
+            # Models may leave out indexers (stage dense) and multi-token prediction.
+            if not is_indexer_parameter(name) and not self._is_mtp(name)
+        ]
+        if left:
+            raise ConfigError(
+                f"{len(left)} tensors of the checkpoint are of no use to the model, the first is "
+                f"{left[0]}: it is not the model of the checkpoint"
+            )
+
+    def _is_mtp(self, hf_name: str) -> bool:
+        return self.hf.names.is_mtp(hf_name, self.hf.num_layers)
+
+    def log(self) -> None:
+        """Log what was imported, and what was not."""
+        report = self.report
+        logger.info("imported %d tensors of %s", len(report.filled), self._directory)
+        fresh = sum(is_indexer_parameter(name) for name in report.fresh)
+        if fresh:
+            logger.warning(
+                "the checkpoint has no indexers: %d tensors keep their initial values", fresh
+            )
+        if report.rounded:
+            logger.warning("%d tensors were rounded to the model's dtype", len(report.rounded))
+        indexers = sum(is_indexer_parameter(name) for name in report.unused)
+        prediction = sum(self._is_mtp(name) for name in report.unused)
+        if indexers:
+            logger.warning("%d tensors of indexers were not read: the model has none", indexers)
+        if prediction and not _mtp_layers(self._model):  # else: copies
+            logger.warning("%d tensors of multi-token prediction were not read", prediction)
+        for remark in self.hf.remarks:
+            logger.warning("%s", remark)
+
+
+def open_checkpoint(directory: str | Path, hf: HFModel) -> CheckpointReader:
+    """Return the tensors of a checkpoint by their released names."""
+    return CheckpointReader(directory, hf.block, hf.dtype, hf.names.rename)
+
+
+def import_model(
+    model: torch.nn.Module,
+    directory: str | Path,
+    place: Place = Place(),
+    without: Iterable[str] = (),
+) -> Report:
+    """Fill a Megatron GPT model, in its own dtype, with the weights of a Hugging Face checkpoint.
+
+    Arguments and errors are those of :class:`Import`; shapes that differ are an error, too, and the
+    model may be filled in part by then.
+    """
+    source = Import(model, directory, place, without)
+    tensors = dict(model_tensors(model))
+    with torch.no_grad():
+        for name in source.report.filled:
+            tensors[name].copy_(source.values(name))
+    source.log()
+    return source.report
 
 
 def _values(
-    reader: CheckpointReader, entry: Entry, hf: tuple[str, ...], shape: tuple, place: Place
+    reader: CheckpointReader, found: Match, shape: tuple[int, ...], place: Place
 ) -> torch.Tensor:
     """Return the values of a parameter of this ``shape`` on this rank."""
     pieces = []
-    for name in hf:
+    for name in found.hf:
         full = reader.shape(name)
-        if entry.split is not Split.VOCABULARY:
-            pieces.append(reader.read(name, part(entry, full, place)))
+        if found.entry.split is not Split.VOCABULARY:
+            pieces.append(reader.read(name, part(found.entry, full, place)))
             continue
-        rows = shape[0] * place.shard(entry)[1]
+        rows = shape[0] * place.shard(found.entry)[1]
         if rows < full[0]:
             raise ConfigError(
                 f"{name} has {full[0]} rows, the model's vocabulary {rows}: build the "
                 "model with the vocab_size of config.json (padded, if need be)"
             )
-        wanted, *rest = part(entry, (rows, *full[1:]), place)
+        wanted, *rest = part(found.entry, (rows, *full[1:]), place)
         start, stop = min(wanted.start, full[0]), min(wanted.stop, full[0])
         words = reader.read(name, (slice(start, stop), *rest))
         pieces.append(torch.cat([words, words.new_zeros(shape[0] - len(words), *full[1:])]))
-    values = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    values = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=found.entry.join)
     if tuple(values.shape) != shape:
         raise ConfigError(
-            f"{' + '.join(hf)} gives {tuple(values.shape)}, the model wants {shape}: the "
+            f"{' + '.join(found.hf)} gives {tuple(values.shape)}, the model wants {shape}: the "
             "checkpoint's tensors are not of the shape that its config.json says"
         )
     return values
-
-
-def _judge_unused(unused: tuple[str, ...], hf: HFModel, model, place: Place) -> None:
-    """Raise if a tensor was not read that an unsplit model should have."""
-    if place != Place(splits_latents=place.splits_latents, num_experts=place.num_experts):
-        return  # other ranks read the rest
-    if not (getattr(model, "pre_process", True) and getattr(model, "post_process", True)):
-        return
-    left = [
-        name
-        for name in unused
-        # Models may leave out indexers (stage dense) and multi-token prediction.
-        if not is_indexer_parameter(name) and (layer_of(name) or 0) < hf.num_layers
-    ]
-    if left:
-        raise ConfigError(
-            f"{len(left)} tensors of the checkpoint are of no use to the model, the first is "
-            f"{left[0]}: it is not the model of the checkpoint"
-        )
-
-
-def _log(report: Report, hf: HFModel, model, directory) -> None:
-    logger.info("imported %d tensors of %s", len(report.filled), directory)
-    if report.fresh:
-        logger.warning(
-            "the checkpoint has no indexers: %d tensors keep their initial values",
-            len(report.fresh),
-        )
-    if report.rounded:
-        logger.warning("%d tensors were rounded to the model's dtype", len(report.rounded))
-    indexers = sum(is_indexer_parameter(name) for name in report.unused)
-    prediction = sum((layer_of(name) or 0) >= hf.num_layers for name in report.unused)
-    if indexers:
-        logger.warning("%d tensors of indexers were not read: the model has none", indexers)
-    if prediction and not _mtp_layers(model):  # else: copies
-        logger.warning("%d tensors of multi-token prediction were not read", prediction)
-    for remark in hf.remarks:
-        logger.warning("%s", remark)
 
 
 def export_model(
@@ -167,6 +239,7 @@ def export_model(
     config: dict,
     *,
     shard_bytes: int = 5 * 10**9,
+    values: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, tensor: tensor.detach(),
 ) -> None:
     """Write an unsplit Megatron GPT model as a Hugging Face checkpoint, in the model's dtypes.
 
@@ -176,18 +249,19 @@ def export_model(
         config: config.json of the model, e.g. of the checkpoint that it came from. It is checked
             against the model and written without its quantisation.
         shard_bytes: largest size of a shard.
+        values: returns the values of a parameter, where the model itself does not hold them.
 
     Raises:
         ConfigError: the model is not the one that ``config`` describes, or cannot be written.
     """
     hf = parse_config(config)
     check_model(hf, model.config)
-    _check_exportable(model.config, config["model_type"], hf)
+    _check_exportable(model, hf)
     with CheckpointWriter(directory, shard_bytes) as writer:
         dtypes = set()
         for name, tensor in model_tensors(model):
-            found = match(name, hf.num_layers)
-            fulls = assemble(found.entry, [tensor.detach()])
+            found = hf.names.match(name, hf.num_layers)
+            fulls = assemble(found.entry, [values(name, tensor)])
             for hf_name, full in zip(found.hf, fulls, strict=True):
                 if found.entry.split is Split.VOCABULARY:
                     full = full[: hf.vocab_size]
@@ -195,8 +269,10 @@ def export_model(
                     writer.add(target, full)
             dtypes.add(tensor.dtype)
         written = {k: v for k, v in config.items() if k != "quantization_config"}
-        if hf.mtp_layers:
+        if hf.mtp_layers != _mtp_layers(model):
             written["num_nextn_predict_layers"] = _mtp_layers(model)
+        if HYPER_CONNECTIONS in hf.names.lacking:
+            written |= _write_plain_residuals(writer, hf, model)
         # The router's bias is fp32 in every model.
         narrowest = min(dtypes, key=lambda x: x.itemsize)
         written["dtype" if "dtype" in config else "torch_dtype"] = str(narrowest).split(".")[1]
@@ -204,19 +280,38 @@ def export_model(
         (Path(directory) / "config.json").write_text(text)
 
 
-def _check_exportable(config, model_type: str, hf: HFModel) -> None:
+def _write_plain_residuals(writer: CheckpointWriter, hf: HFModel, model) -> dict:
+    """Write hyper-connections that do nothing; return what config.json has to say besides."""
+    mtp = [hf.names.prefix(layer, True, hf.num_layers) for layer in range(_mtp_layers(model))]
+    layers = [hf.names.prefix(layer, False, hf.num_layers) for layer in range(hf.num_layers)]
+    streams = hf.raw.get("hc_mult") or 1
+    for name, tensor in identity(streams, model.config.hidden_size, layers + mtp, ["", *mtp]):
+        writer.add(name, tensor)
+    changes = {"hc_mult": streams}
+    if "mlp_layer_types" in hf.raw:
+        changes["mlp_layer_types"] = ["moe"] * hf.num_layers
+    else:
+        changes["num_hash_layers"] = 0
+    if "expert_dtype" in hf.raw:
+        changes["expert_dtype"] = None
+    return changes
+
+
+def _check_exportable(model: torch.nn.Module, hf: HFModel) -> None:
     for name in ("tensor", "pipeline", "expert"):
-        size = getattr(config, f"{name}_model_parallel_size")
+        size = getattr(model.config, f"{name}_model_parallel_size")
         require(
             size == 1,
             f"{name}_model_parallel_size is {size}: a model that is split over ranks cannot be "
             "exported; save a Megatron checkpoint and use python -m megatron_dsa export-hf",
         )
-    found = "indexers" if uses_indexer(config) else "no indexers"
+    has_indexer = any(is_indexer_parameter(name) for name, _ in model_tensors(model))
+    found = "indexers" if has_indexer else "no indexers"
     require(
-        hf.has_indexer == uses_indexer(config),
-        f"config.json: model_type = {model_type!r} does not fit a model with {found}: give the "
-        "config.json of deepseek_v3 for a dense model, of deepseek_v32 or glm_moe_dsa else",
+        hf.has_indexer == has_indexer,
+        f"config.json: model_type = {hf.raw['model_type']!r} does not fit a model with {found}: "
+        "give the config.json of deepseek_v3 for a dense model, of deepseek_v32 or glm_moe_dsa "
+        "else; deepseek_v4 needs its indexers trained (--dsa-stage warmup)",
     )
 
 
@@ -226,9 +321,11 @@ def _mtp_layers(model) -> int:
 
 def _copies(hf_name: str, hf: HFModel, model) -> list[str]:
     """Return under which other names a released checkpoint holds the same tensor."""
+    if not hf.names.writes_copies:
+        return []
     return [
-        f"model.layers.{hf.num_layers + layer}.{copy}"
+        hf.names.prefix(layer, True, hf.num_layers) + copy
         for layer in range(_mtp_layers(model))
-        for copy, original in MTP_COPIES.items()
+        for copy, original in hf.names.copies.items()
         if original == hf_name
     ]

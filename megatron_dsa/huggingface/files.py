@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.quantised import SCALE_SUFFIX, dequantise, is_fp8
+from megatron_dsa.huggingface.quantised import (
+    dequantise,
+    is_fp8,
+    is_packed,
+    scale_names,
+    unpack,
+)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -34,7 +41,8 @@ class CheckpointReader:
     Args:
         directory: with ``model.safetensors.index.json`` and its shards, or ``model.safetensors``.
         block: rows and columns that share a scale, if weights are fp8; else ``None``.
-        dtype: that fp8 weights are turned into.
+        dtype: that quantised weights are turned into.
+        rename: turns a name in the files into the name that the tensor goes by here.
 
     Raises:
         ConfigError: there is no checkpoint, or shards are missing.
@@ -45,12 +53,15 @@ class CheckpointReader:
         directory: str | Path,
         block: tuple[int, int] | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        rename: Callable[[str], str] = str,
     ):
         self.directory = Path(directory)
         self.block, self.dtype = block, dtype
         self._open = _safetensors().safe_open
         self._shards: dict[str, object] = {}
-        self._shard_of = self._read_index()
+        in_files = self._read_index()
+        self._in_file = {rename(name): name for name in in_files}
+        self._shard_of = {name: in_files[there] for name, there in self._in_file.items()}
 
     def _read_index(self) -> dict[str, str]:
         index = self.directory / INDEX
@@ -80,19 +91,11 @@ class CheckpointReader:
 
     def names(self) -> list[str]:
         """Return the names of all tensors but scales."""
-        return [
-            name
-            for name in self._shard_of
-            if name.removesuffix(SCALE_SUFFIX) == name
-            or name.removesuffix(SCALE_SUFFIX) not in self._shard_of
-        ]
+        scales = {scale for name in self._shard_of for scale in scale_names(name)}
+        return [name for name in self._shard_of if name not in scales]
 
     def __contains__(self, name: str) -> bool:
         return name in self._shard_of
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor without reading it."""
-        return tuple(self._slice(name).get_shape())
 
     def _slice(self, name: str):
         if name not in self._shard_of:
@@ -100,30 +103,63 @@ class CheckpointReader:
                 f"checkpoint {self.directory} has no tensor {name}: it is incomplete, or of "
                 "another shape than its config.json says"
             )
-        return self._shard(self._shard_of[name]).get_slice(name)
+        return self._shard(self._shard_of[name]).get_slice(self._in_file[name])
+
+    def _scale_name(self, name: str) -> str | None:
+        return next((scale for scale in scale_names(name) if scale in self), None)
+
+    def _is_packed(self, name: str, tensor) -> bool:
+        return is_packed(tensor[:0].dtype) and self._scale_name(name) is not None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, of a packed one after unpacking, without reading it."""
+        tensor = self._slice(name)
+        shape = tuple(tensor.get_shape())
+        return (shape[0], 2 * shape[1]) if self._is_packed(name, tensor) else shape
+
+    def read_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that :meth:`read` returns, without reading."""
+        tensor = self._slice(name)
+        dtype = tensor[:0].dtype
+        return self.dtype if is_fp8(dtype) or self._is_packed(name, tensor) else dtype
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Return a tensor or a part of it; fp8 weights are dequantised.
+        """Return a tensor or a part of it; quantised weights are dequantised.
 
         Args:
-            name: as in the checkpoint.
+            name: as :meth:`names` has it.
             part: one slice per dim with both ends given; ``None`` for all of it.
         """
         tensor = self._slice(name)
         if part is None:
-            part = tuple(slice(0, extent) for extent in tensor.get_shape())
+            part = tuple(slice(0, extent) for extent in self.shape(name))
+        if self._is_packed(name, tensor):
+            return self._read_packed(name, tensor, part)
         values = tensor[part]
         if not is_fp8(values.dtype):
             return values
-        if self.block is None or name + SCALE_SUFFIX not in self:
+        if self.block is None or self._scale_name(name) is None:
             raise ConfigError(
                 f"{name} is fp8 and its scales are not known: config.json must have "
                 "quantization_config.weight_block_size and the checkpoint "
-                f"{name + SCALE_SUFFIX}"
+                f"{' or '.join(scale_names(name))}"
             )
-        scale = self._shard(self._shard_of[name + SCALE_SUFFIX]).get_tensor(name + SCALE_SUFFIX)
         offset = (part[0].start, part[1].start)
-        return dequantise(values, scale, self.block, self.dtype, offset)
+        return dequantise(values, self._scales(name), self.block, self.dtype, offset)
+
+    def _scales(self, name: str) -> torch.Tensor:
+        scale = self._scale_name(name)
+        return self._shard(self._shard_of[scale]).get_tensor(self._in_file[scale])
+
+    def _read_packed(self, name: str, tensor, part: tuple[slice, slice]) -> torch.Tensor:
+        """Return a part of fp4 numbers, two to a byte, with a scale for every few of a row."""
+        rows, columns = part
+        values = unpack(tensor[rows, slice(columns.start // 2, (columns.stop + 1) // 2)])
+        odd = columns.start % 2
+        values = values[:, odd : odd + columns.stop - columns.start]
+        scale = self._scales(name)
+        block = (1, self.shape(name)[1] // max(1, scale.shape[1]))
+        return dequantise(values, scale, block, self.dtype, (rows.start, columns.start))
 
 
 class CheckpointWriter:

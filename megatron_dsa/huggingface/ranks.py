@@ -106,7 +106,7 @@ def assemble(entry: Entry, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, ..
         the full tensors of ``entry.hf``, contiguous.
     """
     dim = 1 if entry.split is Split.COLUMNS else 0
-    parts = [piece.chunk(len(entry.hf), dim=0) for piece in pieces]
+    parts = [piece.chunk(len(entry.hf), dim=entry.join) for piece in pieces]
     return tuple(
         (torch.cat(slices, dim) if len(slices) > 1 else slices[0]).contiguous()
         for slices in zip(*parts, strict=True)

@@ -9,6 +9,7 @@ import torch
 
 from megatron_dsa.huggingface.convert import import_model
 from megatron_dsa.huggingface.ranks import Place
+from megatron_dsa.stages import is_indexer_parameter
 
 
 def place_of(model: torch.nn.Module) -> Place:
@@ -42,15 +43,17 @@ def importing_hook(args: argparse.Namespace) -> Callable[[list], list]:
     """
     from megatron_dsa.checkpoints import checkpoint_directory
 
+    def new_indexer_tensors(chunk: torch.nn.Module) -> int:
+        report = import_model(chunk, args.dsa_load_hf, place_of(chunk), args.dsa_hf_without)
+        return sum(is_indexer_parameter(name) for name in report.fresh)
+
     def fill(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
         from megatron.training import print_rank_0
 
         if (found := checkpoint_directory(args)) is not None:
             print_rank_0(f"> {found} is loaded, --dsa-load-hf is not")
             return model
-        fresh = 0
-        for chunk in model:
-            fresh += len(import_model(chunk, args.dsa_load_hf, place_of(chunk)).fresh)
+        fresh = sum(map(new_indexer_tensors, model))
         print_rank_0(f"> weights of {args.dsa_load_hf} are loaded")
         if fresh:
             print_rank_0(f"> it has no indexers: {fresh} tensors keep their initial values")

@@ -1,13 +1,15 @@
 """A Hugging Face checkpoint goes in, is trained, and comes out again, with the commands."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from tests.functional.launch import REPOSITORY, train
+from tests.functional.launch import REPOSITORY, TINY, launch, train
 
 pytest.importorskip("safetensors")
 
@@ -25,7 +27,7 @@ DENSE = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
     "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "max_position_embeddings": 96,
     "torch_dtype": "float32",
@@ -46,8 +48,49 @@ def command(*arguments):
     return done.stdout
 
 
-def write_dense(folder):
-    """Write a random dense checkpoint; return its tensors."""
+#: Experts with 101 MB of weights.
+LARGE = DENSE | {
+    "n_routed_experts": 64,
+    "routed_scaling_factor": 1.0,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 1,
+}
+
+#: Runs commands and prints how many bytes more than before they held at most; the pages of files
+#: that are mapped do not count.
+WATCHED = """
+import json, re, sys, threading, time
+from pathlib import Path
+from megatron_dsa.cli import main
+from tests.host import start
+
+def held():
+    return int(re.search(r"RssAnon:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+def watch():
+    while not done.is_set():
+        peak.append(max(peak.pop(), held()))
+        time.sleep(1e-3)
+
+start()
+import megatron_dsa.huggingface.build, megatron_dsa.huggingface.streaming, megatron_dsa.specs
+before, done = held(), threading.Event()
+peak = [before]
+watcher = threading.Thread(target=watch)
+watcher.start()
+try:
+    for command in json.loads(sys.argv[1]):
+        assert main(command) == 0
+finally:
+    done.set()
+    watcher.join()
+print(peak[0] - before)
+"""
+
+
+def write_dense(folder, config=DENSE):
+    """Write a random checkpoint of dense attention; return its tensors."""
     from megatron_dsa.huggingface.files import CheckpointWriter
 
     layer = {
@@ -65,6 +108,15 @@ def write_dense(folder):
         "mlp.down_proj.weight": (64, 96),
     }
     shapes = {f"model.layers.{i}.{name}": shape for i in (0, 1) for name, shape in layer.items()}
+    experts, width = config.get("n_routed_experts", 0), config.get("moe_intermediate_size", 0)
+    if experts:
+        mlp = "model.layers.1.mlp."
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            del shapes[f"{mlp}{name}.weight"]
+            shape = (64, width) if name == "down_proj" else (width, 64)
+            shapes |= {f"{mlp}experts.{i}.{name}.weight": shape for i in range(experts)}
+        shapes |= {f"{mlp}gate.weight": (experts, 64)}
+        shapes |= {f"{mlp}gate.e_score_correction_bias": (experts,)}
     shapes |= {"model.embed_tokens.weight": (257, 64), "lm_head.weight": (257, 64)}
     shapes |= {"model.norm.weight": (64,)}
     generator = torch.Generator().manual_seed(4)
@@ -72,10 +124,10 @@ def write_dense(folder):
         name: torch.randn(shape, generator=generator) * 0.1 + ("norm" in name)
         for name, shape in shapes.items()
     }
-    with CheckpointWriter(folder, shard_bytes=30_000) as writer:
+    with CheckpointWriter(folder, shard_bytes=10**7 if experts else 30_000) as writer:
         for name, tensor in tensors.items():
             writer.add(name, tensor)
-    (folder / "config.json").write_text(json.dumps(DENSE))
+    (folder / "config.json").write_text(json.dumps(config))
     return tensors
 
 
@@ -99,7 +151,7 @@ def test_dense_checkpoint_to_warmed_up_sparse_checkpoint(way, data, tmp_path):
             "--train-iters": 2,
             "--save-interval": 2,
         }
-        | {"--dsa-indexer-use-sparse-loss": None}
+        | {"--dsa-indexer-use-sparse-loss": None, "--norm-epsilon": 1e-6}
         | load,
         ranks=2,
     )
@@ -115,3 +167,89 @@ def test_dense_checkpoint_to_warmed_up_sparse_checkpoint(way, data, tmp_path):
     for name, tensor in before.items():
         assert torch.equal(reader.read(name), tensor), name
     assert all(reader.read(name).any() for name in indexers if not name.endswith("bias"))
+
+
+def test_example_from_dense_to_sparse(tmp_path):
+    """Trained, exported, imported, warmed up, made sparse, exported, and imported again."""
+    done = subprocess.run(
+        [REPOSITORY / "examples" / "dense_to_sparse.sh"],
+        env=os.environ
+        | {"RUN_DIR": str(tmp_path / "run"), "STEPS": "4 2 2", "PYTHON": sys.executable},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    result = done.stdout.splitlines()[-1]
+    dense, sparse, again = (float(x) for x in re.findall(r"\d\.\d+E[+-]\d+", result))
+    assert result.startswith("validation loss: dense ") and sparse == again < dense < 5.6
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "has no indexers: 20 tensors keep their initial values" in log
+    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+
+
+def test_commands_hold_a_file_and_not_the_model(tmp_path):
+    """There and back with a fraction of what the weights take, to the bit."""
+    from megatron_dsa.huggingface.files import CheckpointReader
+
+    there, megatron, back = (str(tmp_path / name) for name in ("hf", "megatron", "back"))
+    before = write_dense(tmp_path / "hf", LARGE)
+    size = sum(tensor.nbytes for tensor in before.values())
+    assert size > 100e6
+    commands = [
+        ["import-hf", "--input", there, "--output", megatron, "--shard-gb", "0.01"],
+        ["export-hf", "--input", megatron, "--output", back, "--config", there]
+        + ["--shard-gb", "0.01"],
+    ]
+    call = [sys.executable, "-c", WATCHED, json.dumps(commands)]
+    done = subprocess.run(call, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert 0 < int(done.stdout.split()[-1]) < size / 2
+    reader = CheckpointReader(back)
+    assert set(reader.names()) == set(before)
+    assert all(torch.equal(reader.read(name), tensor) for name, tensor in before.items())
+
+
+def described(folder):
+    """The flags that the command prints for a checkpoint, as :func:`launch` takes them."""
+    flags, name = {}, None
+    for item in command("flags", folder).split():
+        if item.startswith("--"):
+            name = item
+            flags[name] = True
+        else:
+            flags[name] = [*flags[name], item] if isinstance(flags[name], list) else [item]
+    return flags
+
+
+@pytest.mark.ranks(2)
+def test_v4_checkpoint_through_two_tensor_parallel_ranks(data, tmp_path):
+    """Printed flags, slices by rank, a step that changes nothing, and back to the bit."""
+    from megatron_dsa.huggingface.convert import export_model
+    from megatron_dsa.huggingface.files import CheckpointReader
+    from tests.tiny_models import tiny_model, tiny_v4
+
+    config = tiny_v4(vocab_size=264, max_position_embeddings=96, num_nextn_predict_layers=1)
+    model = tiny_model(config, vocab=264, mtp_num_layers=1)
+    export_model(model, tmp_path / "there", config)
+    launch(
+        TINY
+        | described(tmp_path / "there")
+        | {
+            "--tensor-model-parallel-size": 2,
+            "--sequence-parallel": True,
+            "--data-path": data,
+            "--dsa-load-hf": tmp_path / "there",
+            "--save": tmp_path / "run",
+            "--save-interval": 1,
+            "--train-iters": 1,
+            "--lr": 0,
+            "--min-lr": 0,
+            "--moe-router-bias-update-rate": 0,
+        },
+        ranks=2,
+    )
+    paths = ["--config", tmp_path / "there", "--output", tmp_path / "back"]
+    command("export-hf", "--input", tmp_path / "run", *paths)
+    before, after = (CheckpointReader(tmp_path / name) for name in ("there", "back"))
+    assert set(before.names()) == set(after.names())
+    for name in before.names():
+        assert torch.equal(before.read(name), after.read(name)), name

@@ -11,18 +11,14 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.conventions import check_model, parse_config, read_config
 from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
 from megatron_dsa.huggingface.files import INDEX, CheckpointReader, CheckpointWriter
-from megatron_dsa.huggingface.names import is_known, match
+from megatron_dsa.huggingface.names import V3
 from megatron_dsa.huggingface.quantised import dequantise
 from megatron_dsa.stages import is_indexer_parameter
-from tests.tiny_models import tiny_config, tiny_model
+from tests.tiny_models import tensors_of, tiny_config, tiny_model
 
 pytest.importorskip("safetensors")
 
 MTP = {"num_nextn_predict_layers": 1}
-
-
-def tensors_of(model):
-    return {name: tensor.detach().clone() for name, tensor in model_tensors(model)}
 
 
 def test_names_are_those_of_released_checkpoints():
@@ -56,11 +52,11 @@ def test_names_are_those_of_released_checkpoints():
         "mtp.layers.0.mtp_model_layer.mlp.router.weight": ["model.layers.61.mlp.gate.weight"],
     }
     for name, names in expected.items():
-        assert list(match(name, 61).hf) == names
-        assert all(is_known(x) for x in names)
-    assert not is_known("model.layers.0.self_attn.q_a_proj.bias")
+        assert list(V3.match(name, 61).hf) == names
+        assert all(V3.is_known(x) for x in names)
+    assert not V3.is_known("model.layers.0.self_attn.q_a_proj.bias")
     with pytest.raises(ConfigError, match=r"linear_fc1\.bias has no counterpart"):
-        match("decoder.layers.0.mlp.linear_fc1.bias", 61)
+        V3.match("decoder.layers.0.mlp.linear_fc1.bias", 61)
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32"])
@@ -114,9 +110,15 @@ def test_export_wants_the_configuration_of_the_model(tmp_path):
     with pytest.raises(ConfigError, match="pipeline_model_parallel_size is 2"):
         export_model(model, tmp_path, tiny_config())
     model.config.pipeline_model_parallel_size = 1
-    # The model lacks what the configuration has: it is written without.
-    export_model(model, tmp_path, tiny_config(**MTP))
-    assert read_config(tmp_path).mtp_layers == 0
+
+
+@pytest.mark.parametrize(("layers", "said"), [(0, 1), (1, 0)])
+def test_written_configuration_has_the_prediction_layers_of_the_model(layers, said, tmp_path):
+    model = tiny_model(tiny_config(), mtp_num_layers=layers or None)
+    export_model(model, tmp_path, tiny_config(num_nextn_predict_layers=said))
+    assert read_config(tmp_path).mtp_layers == layers
+    names = CheckpointReader(tmp_path).names()
+    assert any(name.startswith("model.layers.2.") for name in names) == bool(layers)
 
 
 def edit_json(path, change):
@@ -200,7 +202,7 @@ def test_fp8_weights_are_dequantised_block_by_block(tmp_path):
     report = import_model(model, tmp_path / "fp8")
     assert not report.unused
     for name, tensor in model_tensors(model):
-        names = match(name, 2).hf
+        names = V3.match(name, 2).hf
         if names[0] in expected:
             assert torch.equal(tensor, torch.cat([expected[x] for x in names]).float())
     # Any part of a weight finds its scales.
@@ -297,16 +299,24 @@ def test_index_sharing_is_read_from_either_form():
 
 
 def test_another_model_is_refused():
+    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.huggingface.build import transformer_config
+
     model = tiny_model(tiny_config())
-    hf = parse_config(tiny_config(v_head_dim=11, rope_theta=5e5))
+    hf = parse_config(tiny_config(v_head_dim=11, rope_theta=5e5, rms_norm_eps=1e-5))
     with pytest.raises(ConfigError) as error:
         check_model(hf, model.config)
     assert "v_head_dim is 10 in the model, 11 by config.json" in str(error.value)
     assert "rotary_base is 10000.0 in the model, 500000.0 by config.json" in str(error.value)
-    check_model(parse_config(tiny_config()), model.config)
+    assert "--dsa-latent-norm-epsilon is None for the model, 1e-06" in str(error.value)
+    hf = parse_config(tiny_config())
+    check_model(hf, model.config)
+    other = transformer_config(hf, "sparse", dsa=DSAOptions(latent_norm_epsilon=1e-3))
+    with pytest.raises(ConfigError, match=r"-latent-norm-epsilon is 0\.001 .* 1e-06 by config"):
+        check_model(hf, other)
 
 
-def test_commands_there_and_back(tmp_path):
+def test_commands_there_and_back(tmp_path, capsys):
     """Through a distributed checkpoint of Megatron, experts and multi-token prediction included."""
     config = tiny_config(**MTP)
     there, back = tmp_path / "hf", tmp_path / "back"
@@ -316,9 +326,40 @@ def test_commands_there_and_back(tmp_path):
     with pytest.raises(ConfigError, match="holds a checkpoint already"):
         main(["import-hf", *megatron])
     out = ["export-hf", "--input", str(tmp_path / "megatron"), "--output", str(back)]
+    with pytest.raises(ConfigError, match="holds no distributed checkpoint of --step 3"):
+        main([*out, "--config", str(there), "--step", "3"])
+    with pytest.raises(ConfigError, match="--shard-gb must be positive, got -1"):
+        main([*out, "--config", str(there), "--shard-gb", "-1"])
     assert main([*out, "--config", str(there)]) == 0
     before, after = CheckpointReader(there), CheckpointReader(back)
     assert set(before.names()) == set(after.names())
     assert all(torch.equal(before.read(name), after.read(name)) for name in before.names())
+    assert "left out" not in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(
+        json.dumps(config | {"num_nextn_predict_layers": 0})
+    )
+    trunk = ["--config", str(tmp_path / "other"), "--output", str(tmp_path / "trunk")]
+    assert main([*out[:3], *trunk]) == 0
+    assert "multi-token prediction are left out" in capsys.readouterr().err
+    kept = set(CheckpointReader(tmp_path / "trunk").names())
+    assert kept == {name for name in before.names() if not name.startswith("model.layers.2.")}
+    for change, message in (
+        (
+            {"moe_intermediate_size": 24},
+            r"linear_fc1.weight is \(8, 40, 32\) in the checkpoint and \(8, 48",
+        ),
+        ({"model_type": "deepseek_v3"}, "deepseek_v3 with no indexers, and .* has indexers"),
+        ({"vocab_size": 71}, r"word_embeddings.weight is \(70, 32\) in the checkpoint and \(71"),
+    ):
+        (tmp_path / "other" / "config.json").write_text(json.dumps(config | change))
+        wrong = [
+            "--config",
+            str(tmp_path / "other"),
+            "--output",
+            str(tmp_path / next(iter(change))),
+        ]
+        with pytest.raises(ConfigError, match=message):
+            main([*out[:3], *wrong])
     with pytest.raises(ConfigError, match="holds no distributed checkpoint"):
         main(["export-hf", "--input", str(there), "--output", str(back), "--config", str(there)])

@@ -2,15 +2,18 @@
 
 import argparse
 import json
+import re
+from itertools import chain
 
 import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
-from megatron_dsa.huggingface.names import LAYER, MODEL, MTP, Split, match
+from megatron_dsa.huggingface.names import V3, Split
+from megatron_dsa.huggingface.names_v4 import V4
 from megatron_dsa.huggingface.ranks import Place, assemble, global_name, part
-from tests.tiny_models import tiny_config, tiny_model
+from tests.tiny_models import tiny_config, tiny_model, tiny_v4
 
 pytest.importorskip("safetensors")
 
@@ -26,7 +29,8 @@ def full_tensors(entry, seed=0):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_slices_of_all_ranks_make_the_full_tensors(size, splits_latents):
     other = 2 if size == 4 else size
-    for entry in MODEL + LAYER + MTP:
+    tables = [table for names in (V3, V4) for table in (names.model, names.layer, names.mtp)]
+    for entry in chain(*tables):
         full = full_tensors(entry)
         places = [
             Place(
@@ -38,7 +42,8 @@ def test_slices_of_all_ranks_make_the_full_tensors(size, splits_latents):
         ]
         ranks = places[0].shard(entry)[1]
         pieces = [
-            torch.cat([x[part(entry, x.shape, place)] for x in full]) for place in places[:ranks]
+            torch.cat([x[part(entry, x.shape, place)] for x in full], dim=entry.join)
+            for place in places[:ranks]
         ]
         latent = entry.split is Split.LATENT
         split = size > 1 and entry.split is not Split.WHOLE and (splits_latents or not latent)
@@ -50,20 +55,21 @@ def test_slices_of_all_ranks_make_the_full_tensors(size, splits_latents):
 
 def test_gate_and_up_are_split_one_by_one():
     """Megatron halves a rank's rows into gate and up."""
-    entry = match("decoder.layers.0.mlp.linear_fc1.weight", 1).entry
+    entry = V3.match("decoder.layers.0.mlp.linear_fc1.weight", 1).entry
     gate, up = torch.arange(4.0)[:, None], torch.arange(10.0, 14.0)[:, None]
     place = Place(tensor=(1, 2))
     ours = torch.cat([x[part(entry, x.shape, place)] for x in (gate, up)])
     assert ours.flatten().tolist() == [2.0, 3.0, 12.0, 13.0]
 
 
-def test_table_splits_as_megatron_does():
+@pytest.mark.parametrize(("names", "config"), [(V3, tiny_config), (V4, tiny_v4)], ids=["v3", "v4"])
+def test_table_splits_as_megatron_does(names, config):
     """The attributes that Megatron's layers put on their parameters say the same."""
-    model = tiny_model(tiny_config(num_nextn_predict_layers=1), mtp_num_layers=1)
+    model = tiny_model(config(num_nextn_predict_layers=1), mtp_num_layers=1)
     dims = {Split.COLUMNS: 1, Split.WHOLE: None}
     for name, tensor in model_tensors(model):
         split = getattr(tensor, "tensor_model_parallel", False)
-        expected = dims.get(match(name, 2).entry.split, 0)
+        expected = dims.get(names.match(name, 2).entry.split, 0)
         assert (tensor.partition_dim if split else None) == expected, name
 
 
@@ -85,7 +91,7 @@ def test_layers_and_experts_are_numbered_as_in_the_whole_model():
 
 
 def test_uneven_shares_are_refused():
-    entry = match("decoder.layers.0.mlp.linear_fc2.weight", 1).entry
+    entry = V3.match("decoder.layers.0.mlp.linear_fc2.weight", 1).entry
     with pytest.raises(ConfigError, match=r"dim 1 of \(8, 9\) is no multiple of the 2"):
         part(entry, (8, 9), Place(tensor=(0, 2)))
     with pytest.raises(ConfigError, match=r"num_experts \(6\) must be a multiple"):
@@ -108,9 +114,10 @@ class Shell(torch.nn.Module):
         return self._tensors
 
 
-def test_every_rank_of_a_grid_is_filled_with_its_slices(tmp_path):
+@pytest.mark.parametrize(("names", "config"), [(V3, tiny_config), (V4, tiny_v4)], ids=["v3", "v4"])
+def test_every_rank_of_a_grid_is_filled_with_its_slices(names, config, tmp_path):
     """TP 2 (experts 1) x EP 2, second of two pipeline stages: put together, it is the model."""
-    config = tiny_config()
+    config = config()
     model = tiny_model(config)
     export_model(model, tmp_path, config, shard_bytes=40_000)
     whole = dict(model_tensors(model))
@@ -120,7 +127,7 @@ def test_every_rank_of_a_grid_is_filled_with_its_slices(tmp_path):
             place = Place((tensor_rank, 2), (0, 1), (expert_rank, 2), first_layer=1, num_experts=8)
             shapes = {}
             for name, tensor in whole.items():
-                local, entry = local_name(name, place), match(name, 2).entry
+                local, entry = local_name(name, place), names.match(name, 2).entry
                 if local is not None:
                     dim, size = int(entry.split is Split.COLUMNS), place.shard(entry)[1]
                     shapes[local] = list(tensor.shape)
@@ -129,7 +136,7 @@ def test_every_rank_of_a_grid_is_filled_with_its_slices(tmp_path):
             import_model(shell, tmp_path, place)
             for local, tensor in shell.state_dict().items():
                 name = global_name(local, place)
-                entries[name] = match(name, 2).entry
+                entries[name] = names.match(name, 2).entry
                 pieces.setdefault(name, {})[place.shard(entries[name])[0]] = tensor
     assert len(pieces) == sum("layers.0." not in name for name in whole)
     for name, by_rank in pieces.items():
@@ -141,7 +148,7 @@ def local_name(name, place):
     """What a rank of the second stage calls a parameter of the model; None if it has it not."""
     if name.startswith("decoder.layers.0."):
         return None
-    name = name.replace("decoder.layers.1.", "decoder.layers.0.")
+    name = re.sub(r"(decoder\.layers\.)(\d+)", lambda x: f"{x[1]}{int(x[2]) - 1}", name)
     if ".local_experts." in name:
         before, after = name.split(".local_experts.")
         number, rest = after.split(".", 1)
@@ -176,7 +183,11 @@ def test_training_run_starts_from_a_checkpoint(tmp_path, capsys):
     other = tiny_model(tiny_config(), seed=6)
     assert place_of(other) == Place(num_experts=8)
     args = argparse.Namespace(
-        load=str(tmp_path), pretrained_checkpoint=None, ckpt_step=None, dsa_load_hf=str(tmp_path)
+        load=str(tmp_path),
+        pretrained_checkpoint=None,
+        ckpt_step=None,
+        dsa_load_hf=str(tmp_path),
+        dsa_hf_without=[],
     )
     assert importing_hook(args)([other]) == [other]
     assert "has no indexers: 10 tensors keep their initial values" in capsys.readouterr().out

@@ -1,0 +1,76 @@
+"""The Megatron model that a config.json describes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_dsa.huggingface.config_json import HFModel
+
+
+def transformer_config(hf: HFModel, stage: str, **settings: Any):
+    """Return the transformer configuration of a model, with ``settings`` on top.
+
+    Without ``mtp_num_layers`` among them, the model has no multi-token prediction.
+    """
+    from megatron_dsa.config import DSAOptions, DSATransformerConfig
+    from megatron_dsa.csa_config import HybridTransformerConfig
+
+    fields = dict(hf.fields)
+    kind = DSATransformerConfig
+    if "csa_compress_ratios" in fields:
+        kind = HybridTransformerConfig
+        layers = hf.num_layers + (settings.get("mtp_num_layers") or 0)
+        fields["csa_compress_ratios"] = fields["csa_compress_ratios"][:layers]
+    fixed = {
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "transformer_impl": "local",
+        "persist_layer_norm": False,
+        "bias_dropout_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "use_cpu_initialization": True,
+        "dsa": DSAOptions(stage=stage, latent_norm_epsilon=hf.latent_norm_epsilon),
+    }
+    return kind(**fields | fixed | settings)
+
+
+def gpt_model(config, vocab_size: int, length: int):
+    """Return a GPT model of this configuration on one rank.
+
+    Args:
+        config: of the transformer.
+        vocab_size: rows of the embedding.
+        length: of the longest sequence.
+    """
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
+
+    return GPTModel(
+        config,
+        dsa_block_spec(config),
+        vocab_size,
+        length,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        mtp_block_spec=dsa_mtp_block_spec(config),
+    )
+
+
+def empty_model(hf: HFModel, stage: str, mtp: bool):
+    """Return the model that config.json describes, without memory for its parameters."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1)
+    config = transformer_config(
+        hf,
+        stage,
+        perform_initialization=False,
+        init_model_with_meta_device=True,
+        params_dtype=hf.dtype,
+        mtp_num_layers=hf.mtp_layers if mtp else None,
+    )
+    with torch.device("meta"):
+        return gpt_model(config, hf.vocab_size, hf.raw.get("max_position_embeddings", 4096))

@@ -1,0 +1,91 @@
+"""Flags: the model of a config.json as Megatron's command line describes it."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from megatron_dsa.huggingface.config_json import HFModel
+
+#: Fields whose flag is not their name.
+_NAMES = {
+    "layernorm_epsilon": "--norm-epsilon",
+    "num_moe_experts": "--num-experts",
+    "original_max_position_embeddings": "--yarn-original-max-position-embeddings",
+    "beta_fast": "--yarn-beta-fast",
+    "beta_slow": "--yarn-beta-slow",
+    "gated_linear_unit": "--swiglu",
+}
+#: What other flags say already, and Megatron's defaults.
+_LEFT_OUT = {"activation_func", "dsa_indexer_scoring_relu"}
+#: Flags for ``False``.
+_NEGATIVE = {
+    "add_bias_linear": "--disable-bias-linear",
+    "bias_activation_fusion": "--no-bias-swiglu-fusion",
+}
+_ALWAYS = (
+    *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0"),
+)
+
+
+def flags_of(hf: HFModel) -> list[str]:
+    """Return the flags of ``python -m megatron_dsa.pretrain`` that describe a model.
+
+    What they do not say is how to train it: parallel layout, data, precision, schedule.
+    """
+    flags = []
+    for field, value in hf.fields.items():
+        flags += _flag(field, value)
+    flags += _flag("dsa_latent_norm_epsilon", hf.latent_norm_epsilon)
+    if not hf.has_indexer:
+        flags += ["--dsa-stage", "dense"]
+    if hf.mtp_layers:
+        flags += ["--mtp-num-layers", str(hf.mtp_layers)]
+    # Exactly the model's rows: a tokenizer may know fewer words.
+    flags += ["--padded-vocab-size", str(hf.vocab_size)]
+    if length := hf.raw.get("max_position_embeddings"):
+        flags += ["--max-position-embeddings", str(length)]
+    return flags + list(_ALWAYS)
+
+
+def _flag(field: str, value: Any) -> list[str]:
+    if value is None or field in _LEFT_OUT:
+        return []
+    name = _NAMES.get(field, "--" + field.replace("_", "-"))
+    if value is True:
+        return [name]
+    if value is False:
+        return [_NEGATIVE[field]] if field in _NEGATIVE else []
+    if field == "moe_layer_freq":
+        return [name, _runs(value)]
+    if isinstance(value, list):
+        return [name, *map(str, value)]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return [name, str(value)]
+
+
+def _runs(pattern: list[int]) -> str:
+    """Return a list as Megatron's flag takes it, without blanks: ``([0]*3+[1]*58)``."""
+    runs = [f"[{value}]*{len(list(group))}" for value, group in groupby(pattern)]
+    return f"({'+'.join(runs)})"
+
+
+def unsaid(hf: HFModel) -> list[str]:
+    """Return what these flags cannot say of the model, a sentence each."""
+    notes = list(hf.remarks)
+    base = hf.fields["rotary_base"]
+    if base != int(base):
+        notes.append(f"rope_theta = {base}: --rotary-base takes whole numbers")
+    if not hf.has_indexer:
+        notes.append(
+            "the model has no indexers; --dsa-stage warmup adds them, with "
+            "--dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk of your choice"
+        )
+    if hf.names.lacking:
+        notes.append(
+            f"{hf.names.models} has {' and '.join(hf.names.lacking)}, which released Megatron has "
+            "not: these flags give plain residuals and learned routing"
+        )
+    return notes

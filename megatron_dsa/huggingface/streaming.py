@@ -1,0 +1,193 @@
+"""Megatron's distributed checkpoints, one tensor at a time: no model has to be held.
+
+A model without memory (``build.empty_model``) says by its ``sharded_state_dict`` which slice of
+which stored tensor a parameter is. Reading and writing are torch's, as in Megatron itself
+(``torch.distributed.checkpoint``); what is here hands them one parameter after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_dsa.errors import require
+
+Entry = ShardedTensor | ShardedTensorFactory
+
+
+def _chunk(part: ShardedTensor) -> ChunkStorageMetadata:
+    """Return where a local tensor lies in the stored one."""
+    sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+    return ChunkStorageMetadata(torch.Size(part.global_offset), torch.Size(sizes))
+
+
+def _parts(entry: Entry) -> list[ShardedTensor]:
+    """Return what a parameter is stored as: itself, or the pieces of its factory."""
+    return list(nested_values(entry.build())) if _has_pieces(entry) else [entry]
+
+
+def _has_pieces(entry: Entry) -> bool:
+    return isinstance(entry, ShardedTensorFactory)
+
+
+class _IntoTensor(DefaultLoadPlanner):
+    """Puts what is read into one tensor."""
+
+    def __init__(self, tensor: torch.Tensor):
+        super().__init__()
+        self.tensor = tensor
+
+    def resolve_tensor(self, read_item) -> torch.Tensor:
+        tensor = self.tensor
+        for dim, (start, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    def commit_tensor(self, read_item, tensor) -> None:
+        pass
+
+
+class StoredParameters:
+    """Reads parameters of a distributed checkpoint.
+
+    Args:
+        directory: of the checkpoint.
+    """
+
+    def __init__(self, directory: str | Path):
+        self._reader = FileSystemReader(directory)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    def read(self, entry: Entry) -> torch.Tensor:
+        """Return a parameter, in the dtype that it is stored in.
+
+        Args:
+            entry: of the model's sharded state dict; only its place is looked at.
+
+        Raises:
+            ConfigError: it is stored in another shape.
+        """
+        if not _has_pieces(entry):
+            return self._read(entry)
+        pieces = dict_list_map_inplace(self._read, entry.build())
+        return entry.merge_fn(pieces)
+
+    def _read(self, part: ShardedTensor) -> torch.Tensor:
+        stored = self._metadata.state_dict_metadata[part.key]
+        chunk = _chunk(part)
+        tensor = torch.empty(chunk.sizes, dtype=stored.properties.dtype)
+        items = create_read_items_for_chunk_list(part.key, stored, [chunk])
+        covered = sum(item.lengths.numel() for item in items) == tensor.numel()
+        # Vocabularies may be stored with more padding.
+        same = stored.size == torch.Size(part.global_shape) or part.allow_shape_mismatch
+        require(
+            covered and same,
+            f"{part.key} is {tuple(stored.size)} in the checkpoint and {tuple(part.global_shape)} "
+            "by config.json: give the config.json of the model that was trained",
+        )
+        self._reader.read_data(LoadPlan(items), _IntoTensor(tensor)).wait()
+        return tensor.view(part.local_shape)
+
+
+class _Lazily(DefaultSavePlanner):
+    """Makes a tensor when it is written."""
+
+    def __init__(self, make: Callable[[WriteItem], torch.Tensor]):
+        super().__init__()
+        self.resolve_data = make
+
+
+def write_checkpoint(
+    directory: str | Path,
+    entries: dict[str, Entry],
+    values: Callable[[str], torch.Tensor],
+    others: dict[str, Any],
+    file_bytes: int,
+) -> None:
+    """Write a distributed checkpoint that Megatron loads like its own.
+
+    Args:
+        directory: must be empty.
+        entries: of the model's sharded state dict, by the names that ``values`` takes. Their
+            dtypes are those of the checkpoint.
+        values: returns a parameter.
+        others: the rest of the state dict, small.
+        file_bytes: size of a file, about; as much is held.
+    """
+    dist_checkpointing.save(others, str(directory))  # with the files that say what this is
+    saved = FileSystemReader(directory).read_metadata()
+    made: dict[str, list[ShardedTensor]] = {}
+    plans, where = _plans(entries, file_bytes)
+
+    def make(item: WriteItem) -> torch.Tensor:
+        name, number = where[item.index]
+        if name not in made:  # pieces of a parameter follow each other
+            made.clear()
+            entry = entries[name]
+            made[name] = _parts(dataclasses.replace(entry, data=values(name).to(entry.data.dtype)))
+        return made[name][number].data.reshape(item.tensor_data.chunk.sizes)
+
+    plans, metadata = create_default_global_save_plan(plans)
+    writer = FileSystemWriter(directory)
+    writer.set_up_storage_writer(is_coordinator=True)
+    # Torch keeps what it writes to a file until the file is complete. So every file gets a plan,
+    # as if ranks wrote them; the first has been written.
+    plans = writer.prepare_global_plan([SavePlan([]), *plans])[1:]
+    results = [writer.write_data(plan, _Lazily(make)).wait() for plan in plans]
+    metadata.state_dict_metadata |= saved.state_dict_metadata
+    results.append([WriteResult(index, 0, place) for index, place in saved.storage_data.items()])
+    writer.finish(metadata, results)
+
+
+def _plans(
+    entries: dict[str, Entry], file_bytes: int
+) -> tuple[list[SavePlan], dict[MetadataIndex, tuple[str, int]]]:
+    """Return a plan per file, and of every item the parameter and the number of its piece."""
+    plans, where, size = [SavePlan([])], {}, 0
+    for name, entry in entries.items():
+        for number, part in enumerate(_parts(entry)):
+            chunk = _chunk(part)
+            data = TensorWriteData(
+                chunk, TensorProperties(dtype=part.dtype), torch.Size(part.global_shape)
+            )
+            item = WriteItem(
+                MetadataIndex(part.key, chunk.offsets), WriteItemType.SHARD, tensor_data=data
+            )
+            where[item.index] = name, number
+            part_bytes = chunk.sizes.numel() * part.dtype.itemsize
+            if plans[-1].items and size + part_bytes > file_bytes:
+                plans.append(SavePlan([]))
+                size = 0
+            plans[-1].items.append(item)
+            size += part_bytes
+    return plans, where
