@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_dsa.flops import Work, flops, flops_by_part, model_work
+from megatron_dsa.operation_times import TIMES
 from megatron_dsa.pairs import TOKEN, Keys
 from megatron_dsa.stages import trains_main
+from megatron_dsa.writers import MFU, write, write_operations
 
 #: Dense products in bf16, TFLOP/s, by torch's name of the GPU; source: NVIDIA's data sheets of H100
 #: (SXM), H200 (SXM), HGX B200 and GB200 NVL72, which print twice as much, with structured sparsity.
@@ -49,17 +51,21 @@ def describe(config: Any, work: list[Work], length: int, device: str = "") -> st
         device: torch's name of the GPU.
     """
     parts = flops_by_part(work, lambda keys: keys.pairs(length))
-    total = sum(parts.values())
-    shares = ", ".join(f"{part} {100 * count / total:.1f} %" for part, count in parts.items())
     peak = peak_tflops(config, device)
     reference = "no MFU, the peak of this GPU and precision is not known"
     if peak is not None:
         reference = f"MFU of {peak:g} TFLOP/s ({device}, dense bf16)"
     main = "" if trains_main(config) else ", of the main model the forward pass only"
     return (
-        f"megatron_dsa counts {total / length / 1e9:.4g} GFLOP per token in sequences of "
-        f"{length} tokens{main} (docs/throughput.md): {shares}; {reference}"
+        f"megatron_dsa counts {sum(parts.values()) / length / 1e9:.4g} GFLOP per token in "
+        f"sequences of {length} tokens{main} (docs/throughput.md): {shares(parts)}; {reference}"
     )
+
+
+def shares(parts: dict[str, int]) -> str:
+    """Return the share of every part of the operations, in words: ``experts 44.2 %, ...``."""
+    total = sum(parts.values())
+    return ", ".join(f"{part} {100 * count / total:.1f} %" for part, count in parts.items())
 
 
 class MegatronFunctions(NamedTuple):
@@ -86,6 +92,7 @@ class Throughput:
         self._lengths: list[torch.Tensor] = []  # of documents since the last consume
         self._pairs: dict[Keys, int] | None = None  # of the documents that were consumed last
         self._announced = False
+        self._logged: int | None = None  # the iteration that was logged last
 
     def count_documents(self, offsets: torch.Tensor) -> None:
         """Add a microbatch of packed documents, ``offsets`` int ``[n + 1]`` their bounds.
@@ -147,21 +154,28 @@ class Throughput:
         return round(tokens / length * flops(work, lambda keys: keys.pairs(length)))
 
     def track(self, log_throughput: bool = False, throughput: float | None = None) -> None:
-        """Log the MFU beside a throughput in TFLOP/s per GPU, as ``track_e2e_metrics``."""
+        """Write what ran since the last log line, and the MFU, as ``track_e2e_metrics``.
+
+        Args:
+            log_throughput: whether Megatron logs it.
+            throughput: TFLOP/s per GPU.
+        """
         self.megatron.track(log_throughput, throughput)
+        from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
+
+        args = get_args()
+        iteration = args.curr_iteration + 1
+        steps = 1 if self._logged is None else max(iteration - self._logged, 1)
+        self._logged = iteration
+        seconds = {name: value / steps for name, value in TIMES.take().items()}
+        write_operations(seconds, iteration)
         peak = peak_tflops(self.config, self.device)
         if not log_throughput or throughput is None or peak is None:
             return
-        from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
-
-        args, share = get_args(), throughput / peak
-        iteration = args.curr_iteration + 1
+        share = throughput / peak
         self.megatron.print_last(f"> iteration {iteration}: MFU {100 * share:.1f} %")
         if args.log_timers_to_tensorboard:
-            if writer := get_tensorboard_writer():
-                writer.add_scalar("mfu", share, iteration)
-            if writer := get_wandb_writer():
-                writer.log({"mfu": share}, iteration)
+            write({MFU: share}, iteration, get_tensorboard_writer(), get_wandb_writer())
 
     def _announce(self, work, length: int) -> None:
         if self._announced:

@@ -3,14 +3,18 @@
 import ast
 import importlib
 import inspect
+import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_dsa import pretrain, throughput
+from megatron_dsa import dispatch, pretrain, throughput
 from megatron_dsa.flops import flops, model_work
+from megatron_dsa.operation_times import OperationTimes
 from tests.host import packed, small_config, small_hybrid_config, start
+from tests.writers import Board, Wandb
 
 ARGS = SimpleNamespace(
     padded_vocab_size=64, seq_length=40, curr_iteration=6, log_timers_to_tensorboard=True
@@ -21,6 +25,19 @@ KINDS = {
         4, dtype=torch.bfloat16, csa_compress_ratios=[4, 0], csa_window_size=7
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def writers(monkeypatch):
+    """Megatron's arguments and its writers, which only collect."""
+    start()
+    megatron, dispatched = importlib.import_module("megatron.training"), Counter()
+    monkeypatch.setattr(dispatch, "_calls", dispatched)
+    writers = SimpleNamespace(board=Board(), wandb=Wandb(), dispatched=dispatched)
+    monkeypatch.setattr(megatron, "get_args", lambda: ARGS)
+    monkeypatch.setattr(megatron, "get_tensorboard_writer", lambda: writers.board)
+    monkeypatch.setattr(megatron, "get_wandb_writer", lambda: writers.wandb)
+    return writers
 
 
 @pytest.fixture
@@ -131,14 +148,6 @@ def test_the_log_says_once_what_is_counted(training):
     assert f"counts {per_token:.4g} GFLOP per token" in training.lines[0]
 
 
-class Writer:
-    def __init__(self):
-        self.scalars = []
-
-    def add_scalar(self, *scalar):
-        self.scalars.append(scalar)
-
-
 @pytest.mark.parametrize(
     ("device", "dtype", "peak"),
     [
@@ -149,12 +158,7 @@ class Writer:
         ("", torch.bfloat16, None),
     ],
 )
-def test_mfu_only_where_the_peak_is_known(device, dtype, peak, training, monkeypatch):
-    start()
-    megatron, writer = importlib.import_module("megatron.training"), Writer()
-    monkeypatch.setattr(megatron, "get_args", lambda: ARGS)
-    monkeypatch.setattr(megatron, "get_tensorboard_writer", lambda: writer)
-    monkeypatch.setattr(megatron, "get_wandb_writer", lambda: None)
+def test_mfu_only_where_the_peak_is_known(device, dtype, peak, training, writers):
     throughput.install_throughput(small_config(dtype=dtype), training)
     counter = throughput.installed(training)
     counter.device = device
@@ -163,11 +167,34 @@ def test_mfu_only_where_the_peak_is_known(device, dtype, peak, training, monkeyp
     assert training.tracked == [(True, 500.0), (False, 500.0)]
     text = throughput.describe(counter.config, model_work(counter.config, 64), 40, device)
     if peak is None:
-        assert (training.lines, writer.scalars) == ([], []) and "no MFU" in text
+        assert (training.lines, writers.board.scalars) == ([], []) and "no MFU" in text
     else:
         assert training.lines == [f"> iteration 7: MFU {100 * 500 / peak:.1f} %"]
-        assert writer.scalars == [("mfu", 500 / peak, 7)]
+        assert writers.board.scalars == [("dsa/mfu", 500 / peak, 7)]
+        assert writers.wandb.logged == [({"dsa/mfu": 500 / peak}, 7)]
         assert f"MFU of {peak} TFLOP/s" in text
+
+
+def test_what_ran_is_written_with_its_time(training, writers, monkeypatch):
+    """Calls as counted so far, seconds per iteration since the last log line."""
+    times = OperationTimes()
+    times.on = True
+    monkeypatch.setattr(throughput, "TIMES", times)
+    throughput.install_throughput(KINDS["dsa"](), training)
+    counter = throughput.installed(training)
+    written = []
+    for iteration, calls in ((7, 2), (10, 6)):
+        monkeypatch.setattr(ARGS, "curr_iteration", iteration - 1)
+        writers.dispatched["dense_attention", "sdpa"] = calls
+        with times.measure("dense_attention", cuda=False):
+            time.sleep(0.03)
+        counter.track()
+        counted, (tag, seconds, at) = writers.board.scalars[-2:]
+        assert counted == ("dsa/calls/dense_attention/sdpa", calls, iteration)
+        assert (tag, at) == ("dsa/time/dense_attention", iteration)
+        written.append(seconds)
+    assert written[0] >= 0.03 and 0.01 <= written[1] < written[0]  # of one step, then of three
+    assert writers.wandb.logged[-1] == ({counted[0]: 6, tag: written[1]}, 10)
 
 
 def test_a_second_model_takes_the_first_ones_place(training):

@@ -1,0 +1,38 @@
+"""Kinds of GPUs that a job can be planned for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A kind of GPU to plan for.
+
+    Attributes:
+        name: torch's name of it.
+        capability: compute capability.
+        memory_gib: what an allocator can have at most, GiB; the CUDA context is outside of it.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    memory_gib: float
+
+
+#: Memory as torch reports it (``total_memory``), less a CUDA context of about half a GiB.
+GPUS = {
+    "a100": GPU("NVIDIA A100-SXM4-80GB", (8, 0), 78.7),
+    "h100": GPU("NVIDIA H100 80GB HBM3", (9, 0), 78.7),
+    "h200": GPU("NVIDIA H200", (9, 0), 139.3),
+    "b200": GPU("NVIDIA B200", (10, 0), 177.8),
+    "gb200": GPU("NVIDIA GB200", (10, 0), 183.8),
+}
+
+
+def gpu_here() -> str:
+    """Return the key of this machine's GPU, ``h200`` if it has none or another kind."""
+    found = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return next((key for key, gpu in GPUS.items() if gpu.name == found), "h200")
