@@ -1,0 +1,1 @@
+"""Reports of training runs: ``python -m megatron_dsa report LOG_DIR`` (``docs/reports.md``)."""

@@ -1,0 +1,131 @@
+"""Reading what runs wrote to TensorBoard."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dsa.errors import ConfigError, VersionError
+
+#: How event files are called, by every writer of TensorBoard.
+PATTERN = "*tfevents*"
+
+Series = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """One run: everything that its event files hold.
+
+    Attributes:
+        name: what tells it from the other runs of a report.
+        scalars: tag -> ``(step, value)``, steps in ascending order. Where a step was written twice
+            (resumed from an older checkpoint), the later value counts.
+        restarts: tag -> values as they were written, for counters, which a restart sets back.
+        texts: tag -> the text that was written last.
+    """
+
+    name: str
+    scalars: dict[str, Series]
+    restarts: dict[str, list[float]]
+    texts: dict[str, str]
+
+    def layers(self, tag: str) -> dict[int, Series]:
+        """Return ``<tag>/layer-N`` by ``N``."""
+        found = {}
+        for name, series in self.scalars.items():
+            if match := re.fullmatch(re.escape(tag) + r"/layer-(\d+)", name):
+                found[int(match[1])] = series
+        return dict(sorted(found.items()))
+
+    def under(self, prefix: str) -> dict[str, Series]:
+        """Return the tags that begin with ``prefix``, without it."""
+        return {
+            name[len(prefix) :]: series
+            for name, series in self.scalars.items()
+            if name.startswith(prefix)
+        }
+
+    def counted(self, tag: str) -> float:
+        """Return the total of a counter over all restarts."""
+        total, before = 0.0, 0.0
+        for value in self.restarts[tag]:
+            if value < before:
+                total += before
+            before = value
+        return total + before
+
+
+def missing_package(name: str) -> VersionError:
+    """Return the error that says how to get a package."""
+    return VersionError(f"report needs {name}: pip install 'megatron-dsa[report]'")
+
+
+def find_runs(folders: list[Path]) -> dict[str, Path]:
+    """Return the folders with event files, in and below ``folders``, by the names of the runs.
+
+    A run is a folder that holds event files. Its name is its path below what all have in common.
+
+    Raises:
+        ConfigError: a folder does not exist, or there are no event files.
+    """
+    found: dict[Path, None] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is no folder: give what --tensorboard-dir was")
+        files = sorted(folder.resolve().rglob(PATTERN))
+        found.update(dict.fromkeys(file.parent for file in files))
+        if not files:
+            raise ConfigError(
+                f"{folder} holds no event files of TensorBoard: train with --tensorboard-dir DIR, "
+                "and give that folder"
+            )
+    return dict(zip(_names(list(found)), found, strict=True))
+
+
+def _names(paths: list[Path]) -> list[str]:
+    """Shorten paths to what tells them apart: the same parts in front and behind are left out."""
+    if len(paths) == 1:
+        return ["/".join(paths[0].parts[-2:])]
+    parts = [path.parts for path in paths]
+    # One of them may lie in another: something is left of every one.
+    while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
+        parts = [part[1:] for part in parts]
+    while all(len(part) > 1 for part in parts) and len({part[-1] for part in parts}) == 1:
+        parts = [part[:-1] for part in parts]
+    return ["/".join(part) for part in parts]
+
+
+def read_run(name: str, folder: Path) -> RunLog:
+    """Read the event files of one folder.
+
+    Raises:
+        ConfigError: they hold no scalars.
+        VersionError: TensorBoard is not installed.
+    """
+    try:
+        from tensorboard.backend.event_processing import event_accumulator as accumulator
+    except ImportError as error:
+        raise missing_package("tensorboard") from error
+    # 0 keeps every value; by default long series are thinned out at random.
+    events = accumulator.EventAccumulator(
+        str(folder),
+        size_guidance={accumulator.SCALARS: 0, accumulator.TENSORS: 0},
+        purge_orphaned_data=False,
+    )
+    events.Reload()
+    tags = events.Tags()
+    if not tags["scalars"]:
+        raise ConfigError(f"{folder} holds no scalars yet: a run writes them with its first steps")
+    scalars, restarts = {}, {}
+    for tag in tags["scalars"]:
+        written = sorted(events.Scalars(tag), key=lambda event: event.wall_time)
+        restarts[tag] = [event.value for event in written]
+        scalars[tag] = sorted({event.step: event.value for event in written}.items())
+    texts = {}
+    for tag in tags["tensors"]:
+        if tag.endswith("/text_summary"):
+            text = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+            texts[tag.removesuffix("/text_summary")] = text
+    return RunLog(name, scalars, restarts, texts)

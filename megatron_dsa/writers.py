@@ -1,0 +1,82 @@
+"""What goes to TensorBoard and W&B beside Megatron's own scalars, and under which tags.
+
+The names of Megatron's log line are for reading; tags start with ``dsa/`` and hold no spaces. All
+of them are listed in ``docs/reports.md``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_dsa.layer_overlap import FIGURE as LAYER_OVERLAP
+
+#: Measured in evaluation passes, on request.
+EVALUATION = "indexer loss, evaluation"
+
+#: Figures of a layer: name in the log line -> tag. ``indexer loss`` is Megatron's own name for it.
+FIGURES = {
+    "indexer loss": "dsa/indexer-loss",
+    "dsa attention mass captured": "dsa/mass-captured",
+    "dsa zero scores": "dsa/zero-scores",
+    "dsa boundary ties": "dsa/boundary-ties",
+    "dsa query overlap": "dsa/query-overlap",
+    LAYER_OVERLAP: "dsa/layer-overlap",
+    "dsa fp8 recall": "dsa/fp8-recall",
+    "dsa fp8 selection recall": "dsa/fp8-selection-recall",
+    EVALUATION: "dsa/indexer-loss-evaluation",
+}
+
+#: Share of the GPU's peak, from 0 to 1.
+MFU = "dsa/mfu"
+
+#: What the tags of operations begin with: how often they ran, and their time.
+CALLS, TIME = "dsa/calls/", "dsa/time/"
+
+
+def layer_tag(tag: str, layer: int) -> str:
+    """Tag of a figure of one layer, numbered from 1."""
+    return f"{tag}/layer-{layer}"
+
+
+def calls_tag(operation: str, implementation: str) -> str:
+    """Tag of how often an implementation ran, counted since the start of the process."""
+    return f"{CALLS}{operation}/{implementation}"
+
+
+def time_tag(operation: str) -> str:
+    """Tag of the time of an operation, in seconds per iteration."""
+    return f"{TIME}{operation}"
+
+
+def write(figures: dict[str, float], iteration: int, writer: Any, wandb_writer: Any) -> None:
+    """Write scalars by tag.
+
+    Args:
+        writer: Megatron's TensorBoard writer, ``None`` on all ranks but the last.
+        wandb_writer: Megatron's W&B writer, likewise.
+    """
+    if writer is not None:
+        for tag, value in figures.items():
+            writer.add_scalar(tag, value, iteration)
+    if wandb_writer is not None and figures:
+        wandb_writer.log(figures, iteration)
+
+
+def write_operations(seconds: dict[str, float], iteration: int) -> None:
+    """Write what ran so far in this process, the one that has a writer.
+
+    Args:
+        seconds: measured time per iteration, by operation; empty if it is not measured.
+    """
+    from megatron.training import get_tensorboard_writer, get_wandb_writer
+
+    from megatron_dsa.dispatch import report
+
+    writer, wandb_writer = get_tensorboard_writer(), get_wandb_writer()
+    figures = {
+        calls_tag(operation, name): count
+        for operation, counts in report().items()
+        for name, count in counts.items()
+    }
+    figures |= {time_tag(operation): value for operation, value in seconds.items()}
+    write(figures, iteration, writer, wandb_writer)

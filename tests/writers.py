@@ -1,0 +1,21 @@
+"""Stand-ins for Megatron's TensorBoard and W&B writers that keep what they are given."""
+
+
+class Board:
+    """As ``SummaryWriter``: ``scalars`` are ``(tag, value, step)``."""
+
+    def __init__(self):
+        self.scalars = []
+
+    def add_scalar(self, tag, value, step):
+        self.scalars.append((tag, value, step))
+
+
+class Wandb:
+    """As W&B's module: ``logged`` are ``({tag: value}, step)``."""
+
+    def __init__(self):
+        self.logged = []
+
+    def log(self, figures, step):
+        self.logged.append((figures, step))
