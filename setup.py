@@ -10,7 +10,11 @@ VERSION = re.search(
     r'__version__ = "([^"]+)"', (HERE / "megatron_dsa" / "__init__.py").read_text()
 ).group(1)
 
-TEST = ["pytest>=8", "pytest-xdist>=3", "pyyaml>=6", "ruff>=0.6", "safetensors>=0.4"]
+REPORT = ["tensorboard>=2.18", "matplotlib>=3.9", "jinja2>=3"]
+TEST = [
+    *("build>=1", "pytest>=8", "pytest-xdist>=3", "pyyaml>=6", "ruff>=0.6", "safetensors>=0.6"),
+    *REPORT,
+]
 
 setup(
     name="megatron-dsa",
@@ -32,11 +36,12 @@ setup(
         # This package's own Hopper kernels.
         "tilelang": ["tilelang>=0.1.15"],
         # Checkpoints of Hugging Face.
-        "hf": ["safetensors>=0.4"],
+        "hf": ["safetensors>=0.6"],
+        # The command report.
+        "report": REPORT,
         "test": TEST,
     },
     classifiers=[
-        "License :: OSI Approved :: Apache Software License",
         "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],

@@ -1,9 +1,9 @@
 # Sourced by the train_small scripts, which set `run` (a folder) before and the arrays `model` and
-# `attention` (flags) after. Prepares the data, and gives them the function `stage`.
+# `attention` (flags) after. Prepares the data, and gives them the functions `stage` and `report`.
 python=${PYTHON:-$(scripts/environment.sh)}
 data=$run/data/topics
 mkdir -p "$run"
-rm -rf "$run/checkpoints" "$run/train.log"
+rm -rf "$run/checkpoints" "$run/events" "$run/train.log"
 export PYTHONWARNINGS=ignore
 "$python" -m megatron_dsa prepare-data --output "$data" 2>"$run/prepare.log"
 
@@ -13,9 +13,11 @@ training=(
   --data-path "$data" --tokenizer-type NullTokenizer --vocab-size 257 --split 95,5,0
   --load "$run/checkpoints" --save "$run/checkpoints" --save-interval 100000
   --override-opt_param-scheduler --log-interval 10 --eval-interval 100000 --eval-iters 4
+  --tensorboard-dir "$run/events" --log-timers-to-tensorboard --log-throughput
+  --dsa-time-operations
 )
 export RANK=${RANK:-0} LOCAL_RANK=${LOCAL_RANK:-0} WORLD_SIZE=${WORLD_SIZE:-1}
-export MASTER_ADDR=${MASTER_ADDR:-localhost} MASTER_PORT=${MASTER_PORT:-29500}
+export MASTER_ADDR=${MASTER_ADDR:-localhost} MASTER_PORT=${MASTER_PORT:-0} # 0: any that is free
 
 stage() { # name, last step, learning rate, more flags
   local name=$1 last=$2 rate=$3
@@ -33,4 +35,8 @@ stage() { # name, last step, learning rate, more flags
     tail -n 20 "$run/train.log" >&2
     return "$status"
   fi
+}
+
+report() { # a page on the run
+  "$python" -m megatron_dsa report "$run/events" --output "$run/report.html" 2>>"$run/train.log"
 }

@@ -5,7 +5,7 @@
 #   sparse  every token attends to the 48 keys (of up to 256) that the indexer selects
 # Every flag is Megatron's or this package's; on a GPU cluster the same entry point and flags are
 # launched with torchrun. Arguments are appended to each stage's flags and override them.
-#   RUN_DIR  where data, checkpoints and the log go       (runs/train_small)
+#   RUN_DIR  where data, checkpoints, log and report go   (runs/train_small)
 #   STEPS    optimizer steps of the three stages          ("150 100 150")
 #   PYTHON   interpreter with everything installed        (sets up .venv and takes that)
 set -euo pipefail
@@ -30,3 +30,4 @@ attention=(
 stage dense "$dense_steps" 3e-3 "$@"
 stage warmup $((dense_steps + warmup_steps)) 3e-3 "$@"
 stage sparse $((dense_steps + warmup_steps + sparse_steps)) 1e-3 "$@"
+report

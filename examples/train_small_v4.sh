@@ -6,7 +6,7 @@
 #   ratio 16  HCA: the window, and all compressed keys, up to 16
 # First dense (CSA layers see all compressed keys, there is no indexer), then sparse.
 # Arguments are appended to each stage's flags and override them.
-#   RUN_DIR  where data, checkpoints and the log go       (runs/train_small_v4)
+#   RUN_DIR  where data, checkpoints, log and report go   (runs/train_small_v4)
 #   STEPS    optimizer steps of the two stages            ("70 80")
 #   PYTHON   interpreter with everything installed        (sets up .venv and takes that)
 set -euo pipefail
@@ -33,3 +33,4 @@ attention=(
 )
 stage dense "$dense_steps" 3e-3 "$@"
 stage sparse $((dense_steps + sparse_steps)) 1e-3 "$@"
+report

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Launches training of a model with the attention shapes of DeepSeek-V4-Flash; see v4_launch.sh for
-# the variables to set and for what released Megatron lacks. Arguments override the flags.
+# Launches training of a model with the attention shapes of DeepSeek-V4-Flash; see v4_launch.sh and
+# launch.sh for the variables to set and for what released Megatron lacks. Arguments override flags.
 set -euo pipefail
 shape=(
   --num-layers 43 --hidden-size 4096 --num-attention-heads 64 --q-lora-rank 1024

@@ -1,13 +1,13 @@
 # Sourced by v4_flash.sh and v4_pro.sh, which set `shape`, `first` and `pairs`.
 #
-# A template for torchrun, run once per node; with its defaults for one node. It gives the model the
-# attention of DeepSeek-V4, not the whole model: hyper-connections (the residual streams between
-# layers) and hash-routed experts are not in released Megatron-Core; layers have plain residuals and
-# learned routing. Neither script has been run at full size.
+# A template; launch.sh explains the variables that are not here. It gives the model the attention of
+# DeepSeek-V4, not the whole model: hyper-connections (the residual streams between layers) and
+# hash-routed experts are not in released Megatron-Core; layers have plain residuals and learned
+# routing. Neither script has been run at full size.
 #
 # What the attention is made of is set here. Everything else is for you to set, from the model's own
-# configuration or to your liking; a variable without a default that is not set stops the script.
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# configuration or to your liking; a variable without a default that is not set stops the script. The
+# output groups limit tensor parallelism.
 
 # Rope. Public sources disagree on these: take them from the model's own configuration.
 : "${ROTARY_BASE:?base of layers with a window only (rope_theta)}"
@@ -24,58 +24,32 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Hidden size of layers without experts, where there are any: --ffn-hidden-size in MORE_FLAGS.
 # How experts are scored and balanced is Megatron's default unless MORE_FLAGS says otherwise.
 
-# Training.
-: "${DATA_PATH:?--data-path of a data set in the format of Megatron}"
-: "${TOKENIZER:?folder or name of the Hugging Face tokenizer}"
-: "${CHECKPOINTS:?folder to load from, if it holds a checkpoint, and to save to}"
-: "${TRAIN_STEPS:?optimizer steps}" "${GLOBAL_BATCH:?sequences per step}" "${LR:?learning rate}"
-read -ra more <<<"${MORE_FLAGS:-}"
-
-# Nodes, and how the model is spread over their GPUs. The output groups limit tensor parallelism.
-nodes=${NODES:-1} gpus=${GPUS_PER_NODE:-8}
-parallel=(
-  --tensor-model-parallel-size "${TP:-8}" --sequence-parallel
-  --pipeline-model-parallel-size "${PP:-1}"
-  --expert-model-parallel-size "${EP:-8}" --expert-tensor-parallel-size 1
-  --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-)
-if [[ -n ${PIPELINE_LAYOUT:-} ]]; then # needed where PP does not divide the number of layers
-  parallel+=(--pipeline-model-parallel-layout "$PIPELINE_LAYOUT")
-fi
-
 attention=(
-  --attention-backend dsa_fused --dsa-stage "${STAGE:-sparse}"
-  --multi-latent-attention --qk-layernorm --normalization RMSNorm --norm-epsilon 1e-6
   # The one key/value head: 448 + 64 (rotated) dims.
-  --qk-head-dim 448 --qk-pos-emb-head-dim 64 --v-head-dim 512 --kv-lora-rank 448
-  --o-lora-rank 1024 --csa-window-size 128 --mtp-num-layers 1
+  --multi-latent-attention --qk-head-dim 448 --qk-pos-emb-head-dim 64 --v-head-dim 512
+  --kv-lora-rank 448 --qk-layernorm
+  # The output projection of a group of heads goes through this many dims.
+  --o-lora-rank 1024
+  # Every layer sees the last 128 positions. Ratio 0: nothing else; 4 (CSA): selected keys, each
+  # compressed of 4; 128 (HCA): all keys, each compressed of 128.
+  --csa-window-size 128
   --csa-compress-ratios "${first[@]}" $(for ((i = 0; i < pairs; i++)); do echo 128 4; done) 0
+  # The indexer of CSA layers: 64 heads of 128 dims; its rope pairs neighbouring dims.
   --dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128 --dsa-indexer-rope-interleaved
-  --dsa-indexer-loss-coeff "${INDEXER_LOSS_COEFF:-1.0}" --dsa-indexer-use-sparse-loss
+  # Rope: one base for layers with a window only, another and YaRN for those with compression.
   --position-embedding-type rope --rope-type yarn --rotary-base "$ROTARY_BASE"
   --csa-compress-rotary-base "$COMPRESS_ROTARY_BASE" --rotary-scaling-factor "$YARN_FACTOR"
   --yarn-original-max-position-embeddings "$YARN_ORIGINAL_LENGTH"
 )
-rest=(
-  --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
+model=(
+  # Layers, sizes, and the number of selected keys: of the script that sources this.
+  "${shape[@]}"
+  # One more layer predicts one more token; its ratio is the last one.
+  --mtp-num-layers 1
+  --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear
   --untie-embeddings-and-output-weights
   --num-experts "$NUM_EXPERTS" --moe-layer-freq "$MOE_LAYER_FREQ"
   --moe-router-topk "$EXPERTS_PER_TOKEN" --moe-ffn-hidden-size "$EXPERT_SIZE"
   --moe-shared-expert-intermediate-size "$SHARED_EXPERT_SIZE"
-  --moe-grouped-gemm --moe-token-dispatcher-type alltoall
 )
-training=(
-  --bf16 --seq-length "${SEQ_LENGTH:-4096}" --max-position-embeddings "${SEQ_LENGTH:-4096}"
-  --micro-batch-size 1 --global-batch-size "$GLOBAL_BATCH" --train-iters "$TRAIN_STEPS"
-  --lr "$LR" --recompute-granularity selective --recompute-modules core_attn mla_up_proj
-  --data-path "$DATA_PATH" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER"
-  --load "$CHECKPOINTS" --save "$CHECKPOINTS" --save-interval "${SAVE_INTERVAL:-500}"
-  --log-interval 10 --eval-iters 0
-)
-export CUDA_DEVICE_MAX_CONNECTIONS=1
-python=${PYTHON:-$(scripts/environment.sh)}
-exec "$python" -m torch.distributed.run \
-  --nnodes "$nodes" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$gpus" \
-  --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}" \
-  -m megatron_dsa.pretrain "${shape[@]}" "${attention[@]}" "${rest[@]}" "${parallel[@]}" \
-  "${training[@]}" "${more[@]}" "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"

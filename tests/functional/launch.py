@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -108,12 +107,6 @@ def command_line(flags: dict) -> list[str]:
     return out
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
-
-
 def train(
     changes: dict | None = None, *, ranks: int = 1, check: bool = True, module: str = ENTRY_POINT
 ) -> Run:
@@ -134,23 +127,22 @@ def launch(
     With ``check``, a run that fails raises with the end of its log. ``module`` is what is run.
     """
     flags = command_line(flags)
-    port = _free_port()
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
         "PYTHONWARNINGS": "ignore",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
         **(env or {}),
     }
+    # Both take a port that is free when they open it: one that was looked up before may be gone.
     if ranks == 1:
         # The launcher would cost as much time as the training.
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
         launcher = [sys.executable]
     else:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        launcher += ["--master-port", str(port)]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launcher += ["--nproc-per-node", str(ranks)]
     result = subprocess.run(
         [*launcher, "-m", module, *flags],
         env=environment,

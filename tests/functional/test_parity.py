@@ -119,6 +119,17 @@ def test_pipeline_stage_without_layers(single, one_step):
     compare(one_step(layout, 2), single, TOLERANCE)
 
 
+@pytest.mark.ranks(4)
+def test_frozen_warmup_in_a_pipeline(one_step):
+    """Layers without a backward: gradients of the indexers alone, whose losses start from above."""
+    warmup = {"--dsa-stage": "warmup", "--dsa-indexer-use-sparse-loss": None}
+    expected = one_step(warmup)
+    assert expected[1] and all(".indexer." in name for name in expected[1])
+    compare(
+        one_step(warmup | {"--pipeline-model-parallel-size": 2} | TP2_HEADS, 4), expected, TOLERANCE
+    )
+
+
 def test_report_names_what_ran(single):
     """Trap 15: the implementation of every operation is printed at the end."""
     log = single[2].log

@@ -11,6 +11,12 @@ SHARED = {
     "--dsa-indexer-topk-freq": 2,
     "--dsa-indexer-skip-topk-offset": 1,
 }
+#: Everything that a report can show without a GPU.
+WRITTEN = {
+    "--log-timers-to-tensorboard": True,
+    "--log-throughput": True,
+    "--dsa-time-operations": True,
+}
 CORE_RECOMPUTE = {
     "--recompute-granularity": "selective",
     "--recompute-modules": ["core_attn"],
@@ -44,8 +50,12 @@ def test_resume_equals_uninterrupted(data, tmp_path):
 
 
 def test_dense_to_warmup_to_sparse(data, tmp_path):
-    """Trap 21: each stage resumes from the one before; the frozen model stays as it was."""
+    """Trap 21: each stage resumes from the one before; the frozen model stays as it was.
+
+    All of them write to one TensorBoard folder, of which the report is made.
+    """
     flags = {"--data-path": data, "--save": tmp_path, "--load": tmp_path, "--save-interval": 4}
+    flags |= WRITTEN | {"--tensorboard-dir": tmp_path / "events"}
     dense = train(flags | {"--dsa-stage": "dense", "--train-iters": 4})
     assert "indexer loss" not in dense.steps[-1] or dense.steps[-1]["indexer loss"] == 0
     after_dense = read(tmp_path)
@@ -81,6 +91,39 @@ def test_dense_to_warmup_to_sparse(data, tmp_path):
         | {"--dsa-stage": "sparse", "--train-iters": 17, "--override-opt_param-scheduler": True}
     )
     assert "the optimizer starts anew" not in again.log
+    check_report(tmp_path / "events", again)
+
+
+def check_report(folder, end):
+    """Check what the stages wrote, against the log of the last one, and that it makes a page."""
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("matplotlib")
+    from megatron_dsa.cli import main
+    from megatron_dsa.report import facts
+    from megatron_dsa.report.events import read_run
+
+    run = read_run("stages", folder)
+    assert [step for step, _ in run.scalars["lm loss"]] == list(range(1, 18))
+    assert [step for step, _ in run.scalars["dsa/indexer-loss"]] == list(range(5, 18))
+    assert [step for step, _ in run.scalars["dsa/mass-captured"]] == list(range(13, 18))
+    for tag, name in (
+        ("dsa/indexer-loss", "indexer loss"), ("dsa/zero-scores", "dsa zero scores")
+    ):  # fmt: skip
+        assert run.scalars[tag][-1][1] == pytest.approx(end.steps[-1][name], rel=1e-4)
+        layers = run.layers(tag)
+        assert list(layers) == [1, 2]
+        mean = sum(series[-1][1] for series in layers.values()) / 2
+        assert run.scalars[tag][-1][1] == pytest.approx(mean, rel=1e-5)
+    # Two layers and four microbatches.
+    ran = facts.calls(run)
+    assert sum(ran["dense_attention"].values()) >= 2 * 4 * 12
+    assert sum(ran["sparse_attention_backward"].values()) == 2 * 4 * 5
+    shares = {share.name: share.seconds for share in facts.step_shares(run)}
+    assert "sparse attention backward" in shares and "dense attention" not in shares
+    assert min(shares.values()) > 0
+    page = folder / "report.html"
+    assert main(["report", str(folder), "--output", str(page)]) == 0
+    assert "DSA, stage sparse, K = 16" in page.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +273,9 @@ def test_warmup_widened_to_everything(data, tmp_path):
     train(flags | {"--train-iters": 1})
     wider = train(flags | {"--train-iters": 2, "--dsa-warmup-train-all": True})
     assert "of stage warmup (indexers), this run of stage warmup (everything)" in wider.log
+    # From there on the sparse stage trains the same parameters.
+    sparse = {"--dsa-stage": "sparse", "--train-iters": 3, "--override-opt_param-scheduler": True}
+    assert "the optimizer starts anew" not in train(flags | sparse).log
 
 
 @pytest.mark.ranks(3)

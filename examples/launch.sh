@@ -1,0 +1,101 @@
+# Sourced by the scripts of the large models (v3_2.sh, glm_5.sh, v4_flash.sh, v4_pro.sh), which set the
+# arrays `model` and `attention` before. One call per node; slurm.sbatch makes these calls.
+#
+#   what is trained on what
+#     DATA_PATH      --data-path of a data set in the format of Megatron           (no default)
+#     TOKENIZER      folder or name of the Hugging Face tokenizer                  (no default)
+#     CHECKPOINTS    folder to load from, if it holds a checkpoint, and to save to (no default)
+#     TRAIN_STEPS, GLOBAL_BATCH, LR   steps, sequences per step, learning rate     (no default)
+#     STAGE          dense, warmup or sparse, see docs/flags.md                    (sparse)
+#     INDEXER_LOSS_COEFF  weight of the indexers' loss                             (1.0)
+#     SEQ_LENGTH     tokens of a sequence                                          (4096)
+#     SAVE_INTERVAL  steps from checkpoint to checkpoint                           (500)
+#   how it is spread
+#     NODES, GPUS_PER_NODE, NODE_RANK, MASTER_ADDR, MASTER_PORT   as torchrun's    (one node of 8)
+#     TP, PP, CP, EP ranks that share heads, layers, sequences, experts
+#     PIPELINE_LAYOUT  Megatron's notation; needed where PP does not divide the layers
+#     RECOMPUTE      selective (attention and its up projections), full or none    (selective)
+#                    In stage warmup it is none: a frozen model keeps nothing, and selective would
+#                    run its backward. Name another one with --dsa-warmup-train-all.
+#   MORE_FLAGS       any other flags; so are the script's arguments, and the last word wins
+#   PYTHON           interpreter with everything installed      (sets up .venv and takes that)
+#
+# With --dsa-dry-run among the arguments nothing is launched: one process, on any machine, builds and
+# checks the configuration of all ranks and prints the plan. It reads no data and no tokenizer.
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+nodes=${NODES:-1} gpus=${GPUS_PER_NODE:-8} stage=${STAGE:-sparse}
+read -rd '' -a more <<<"${MORE_FLAGS:-}" || true # of any number of lines
+dry_run=false
+for argument in "${more[@]}" "$@"; do
+  if [[ $argument == --dsa-dry-run ]]; then dry_run=true; fi
+done
+if $dry_run; then
+  : "${DATA_PATH:=none}" "${TOKENIZER:=none}" "${CHECKPOINTS:=none}"
+  : "${TRAIN_STEPS:=1000}" "${GLOBAL_BATCH:=$((nodes * gpus))}" "${LR:=1e-5}"
+fi
+: "${DATA_PATH:?--data-path of a data set in the format of Megatron}"
+: "${TOKENIZER:?folder or name of the Hugging Face tokenizer}"
+: "${CHECKPOINTS:?folder to load from, if it holds a checkpoint, and to save to}"
+: "${TRAIN_STEPS:?optimizer steps}" "${GLOBAL_BATCH:?sequences per step}" "${LR:?learning rate}"
+
+if [[ $stage == warmup ]]; then : "${RECOMPUTE:=none}"; fi
+case ${RECOMPUTE:=selective} in
+  # Attention and the projections from its latents run again in the backward.
+  selective) recompute=(--recompute-granularity selective --recompute-modules core_attn mla_up_proj) ;;
+  # Every layer runs again: the least memory, a third more time.
+  full) recompute=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1) ;;
+  none) recompute=() ;;
+  *) echo "RECOMPUTE must be selective, full or none, got $RECOMPUTE" >&2 && exit 2 ;;
+esac
+parallel=(
+  # Heads are shared by TP ranks, and what is not attention or experts by rows of the sequence.
+  --tensor-model-parallel-size "${TP:-8}" --sequence-parallel
+  # Layers.
+  --pipeline-model-parallel-size "${PP:-1}"
+  # Sequences, for long ones.
+  --context-parallel-size "${CP:-1}"
+  # Experts, whole ones.
+  --expert-model-parallel-size "${EP:-8}" --expert-tensor-parallel-size 1
+  # Optimizer state is shared by data-parallel ranks; their traffic runs beside the computation.
+  --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+)
+if [[ -n ${PIPELINE_LAYOUT:-} ]]; then
+  parallel+=(--pipeline-model-parallel-layout "$PIPELINE_LAYOUT")
+fi
+training=(
+  # Sparse attention, by fused kernels where they can run (--dsa-strict: nothing else).
+  --attention-backend dsa_fused --dsa-stage "$stage"
+  # Weight of the indexers' loss; in stage sparse over the chosen keys, in stage warmup over all.
+  --dsa-indexer-loss-coeff "${INDEXER_LOSS_COEFF:-1.0}" --dsa-indexer-use-sparse-loss
+  # All experts of a rank in one GEMM; tokens travel all to all.
+  --moe-grouped-gemm --moe-token-dispatcher-type alltoall
+  --attention-dropout 0 --hidden-dropout 0
+  # bf16 weights and arithmetic; gradients are summed and weights are kept in fp32.
+  --bf16
+  --seq-length "${SEQ_LENGTH:-4096}" --max-position-embeddings "${SEQ_LENGTH:-4096}"
+  # Sequences a rank works on at a time, and of a step.
+  --micro-batch-size 1 --global-batch-size "$GLOBAL_BATCH" --train-iters "$TRAIN_STEPS"
+  # Schedule: MORE_FLAGS (--lr-decay-style, --lr-warmup-iters, --min-lr), Megatron's default is linear.
+  # A later stage has other steps and rates than the checkpoint says.
+  --lr "$LR" --override-opt_param-scheduler
+  --data-path "$DATA_PATH" --split 100,0,0
+  --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER"
+  --load "$CHECKPOINTS" --save "$CHECKPOINTS" --save-interval "${SAVE_INTERVAL:-500}"
+  # A line with losses and TFLOP/s every tenth step; no validation (Megatron wants an interval, too).
+  --log-interval 10 --log-throughput --eval-iters 0 --eval-interval 1000
+)
+flags=(
+  "${model[@]}" "${attention[@]}" "${parallel[@]}" "${recompute[@]}" "${training[@]}"
+  "${more[@]}" "$@"
+)
+# Megatron's communication under computation needs one queue to the GPU.
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+python=${PYTHON:-$(scripts/environment.sh)}
+if $dry_run; then
+  export RANK=0 LOCAL_RANK=0 WORLD_SIZE=$((nodes * gpus))
+  exec "$python" -m megatron_dsa.pretrain "${flags[@]}"
+fi
+exec "$python" -m torch.distributed.run \
+  --nnodes "$nodes" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$gpus" \
+  --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}" \
+  -m megatron_dsa.pretrain "${flags[@]}"

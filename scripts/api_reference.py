@@ -1,0 +1,120 @@
+"""Writes docs/api.md from the docstrings: ``python scripts/api_reference.py > docs/api.md``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import is_dataclass
+from typing import ForwardRef
+
+#: What is public, in the order of the page.
+MODULES = (
+    "dsa_kernels",
+    "dense_kernels",
+    "csa_kernels",
+    "layout",
+    "specs",
+    "config",
+    "csa_config",
+    "presets",
+    "stages",
+    "freezing",
+    "checkpoints",
+    "huggingface.convert",
+    "replay",
+    "quality",
+    "flops",
+    "dispatch",
+    "support",
+    "errors",
+)
+#: Longer ones are Megatron's configurations with all their fields.
+LONGEST_SIGNATURE = 1500
+
+
+def public(module) -> list:
+    """Return the classes and functions that a module offers: by ``__all__``, or what it defines."""
+    if hasattr(module, "__all__"):
+        found = [getattr(module, name) for name in module.__all__]
+        return [value for value in found if inspect.isclass(value) or inspect.isfunction(value)]
+    own = [
+        value
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isclass(value) or inspect.isfunction(value))
+        and value.__module__ == module.__name__
+    ]
+    return sorted(own, key=lambda value: inspect.getsourcelines(value)[1])
+
+
+def type_name(annotation) -> str:
+    """Return an annotation as it was written."""
+    if isinstance(annotation, ForwardRef):
+        return annotation.__forward_arg__
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def default_name(value) -> str:
+    """Return a default in a few words; functions and factories say nothing in print."""
+    if is_dataclass(value):
+        return f"{type(value).__name__}()"
+    return "..." if callable(value) or repr(value).startswith("<") else repr(value)
+
+
+def parameter(value: inspect.Parameter) -> str:
+    """Return a parameter as it was written, or nearly so."""
+    stars = {value.VAR_POSITIONAL: "*", value.VAR_KEYWORD: "**"}.get(value.kind, "")
+    text = stars + value.name
+    if value.annotation is not value.empty:
+        text += f": {type_name(value.annotation)}"
+    if value.default is not value.empty:
+        text += f" = {default_name(value.default)}"
+    return text
+
+
+def signature(value) -> str:
+    """Return the call of a class or function, wrapped; its name alone where that says nothing."""
+    if inspect.isclass(value) and issubclass(value, Exception):
+        return value.__name__
+    found = inspect.signature(value)
+    parameters = [parameter(p) for p in found.parameters.values()]
+    arrow = ""
+    if not inspect.isclass(value) and found.return_annotation is not found.empty:
+        arrow = f" -> {type_name(found.return_annotation)}"
+    call = f"{value.__name__}({', '.join(parameters)}){arrow}"
+    if len(call) > LONGEST_SIGNATURE:
+        return value.__name__
+    if len(call) <= 100:
+        return call
+    lines = "".join(f"    {text},\n" for text in parameters)
+    return f"{value.__name__}(\n{lines}){arrow}"
+
+
+def entry(value) -> str:
+    """Return heading, signature and docstring of a class with its methods, or of a function."""
+    parts = [signature(value), inspect.cleandoc(value.__doc__ or "")]
+    if inspect.isclass(value):
+        for name, member in vars(value).items():
+            if name.startswith("_") or not getattr(member, "__doc__", None):
+                continue
+            if inspect.isfunction(member):
+                parts.append(f".{signature(member)}\n    " + member.__doc__.strip().split("\n")[0])
+    return f"### {value.__name__}\n\n```text\n" + "\n\n".join(filter(None, parts)) + "\n```\n"
+
+
+def page() -> str:
+    """Return the whole page as Markdown."""
+    parts = [
+        "# API\n\nWritten from the docstrings by `python scripts/api_reference.py > docs/api.md`; "
+        "do not edit.\n"
+    ]
+    for name in MODULES:
+        module = importlib.import_module(f"megatron_dsa.{name}")
+        summary = inspect.cleandoc(module.__doc__).split("\n\n")[0]
+        parts.append(f"## megatron_dsa.{name}\n\n{summary}\n")
+        parts += [entry(value) for value in public(module)]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

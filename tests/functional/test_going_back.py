@@ -1,0 +1,74 @@
+"""One checkpoint, three readers: ``dsa_fused``, megatron-core's own DSA, and ``dsa_unfused``."""
+
+import pytest
+
+from tests.functional.checkpoint_reader import read
+from tests.functional.launch import train
+
+BUNDLED = "tests.functional.bundled_pretrain"
+#: What turns one of our command lines into one of megatron-core's DSA.
+WITHOUT_US = {
+    "--attention-backend": None,
+    "--experimental-attention-variant": "dsa",
+    "--dsa-kernel-backend": "none",
+}
+MODEL = {
+    # megatron-core's rotates in bf16 only, and needs a package; it changes no score.
+    "--no-dsa-indexer-rotate-activation": True,
+    # With it many scores are 0, and which of equal ones is selected is everybody's own choice.
+    "--no-dsa-indexer-scoring-relu": True,
+}
+#: Like GLM-5.2: experts, and every other layer reuses the selection of the one before.
+EXPERTS = {
+    "--num-layers": 4,
+    "--dsa-indexer-topk-freq": 2,
+    "--dsa-indexer-skip-topk-offset": 1,
+    "--num-experts": 4,
+    "--moe-layer-freq": "[0,1,1,1]",
+    "--moe-router-topk": 2,
+    "--moe-ffn-hidden-size": 32,
+}
+#: Of the printed figures.
+TOLERANCES = {"lm loss": 1e-5, "indexer loss": 1e-3, "grad norm": 2e-3}
+
+
+def check_same(steps, expected, share=1.0):
+    """Compare two logged steps after a start; Megatron prints the mean of both as the second.
+
+    ``share`` of the layers have an indexer: megatron-core's log divides their loss by all layers.
+    """
+    for name, tolerance in TOLERANCES.items():
+        first, second = (step[name] for step in expected)
+        if name == "indexer loss":
+            first, second = share * first, share * second
+        if name != "grad norm":
+            second = (first + second) / 2
+        assert [step[name] for step in steps] == pytest.approx([first, second], tolerance), name
+
+
+@pytest.mark.parametrize(
+    "model, share", [({}, 1), (EXPERTS, 0.5)], ids=["dense layers", "experts, shared indices"]
+)
+def test_three_readers_of_one_checkpoint(model, share, data, tmp_path):
+    """Each resumes, with the optimizer, from what the one before has saved.
+
+    Its two steps are those of a run that never changed hands, and so is what is saved at the end.
+    """
+    flags = MODEL | model | {"--data-path": data, "--train-iters": 6, "--save-interval": 2}
+    whole, theirs, back = (tmp_path / name for name in ("whole", "theirs", "back"))
+    expected = train(flags | {"--save": whole}).steps
+    load = {"--load": whole, "--ckpt-step": 2, "--exit-interval": 4}
+    bundled = train(flags | WITHOUT_US | load | {"--save": theirs}, module=BUNDLED)
+    assert "megatron_dsa ran" not in bundled.log
+    check_same(bundled.steps, expected[2:4], share)
+    unfused = {"--attention-backend": "dsa_unfused", "--load": theirs, "--save": back}
+    check_same(train(flags | unfused).steps, expected[4:6])
+
+    names, theirs_names = set(read(whole)), set(read(theirs))
+    assert names == theirs_names and any(".indexer." in name for name in names)
+    end = read(back)
+    assert set(end) == names
+    for name, tensor in read(whole).items():
+        if not name.startswith(("optimizer", "rng")):
+            error = (end[name] - tensor).norm() / tensor.norm()
+            assert error < 1e-2, (name, error)

@@ -1,0 +1,136 @@
+"""What a release is made of: its version, its files, and first steps from the wheel alone.
+
+``scripts/release.sh`` says where the built files are (``DIST``) and which Python has the wheel and
+its dependencies installed (``WHEEL_PYTHON``). Otherwise both are made here, without a download: the
+dependencies are those of this Python.
+"""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+import megatron_dsa
+from tests.functional.launch import REPOSITORY, TINY, command_line, parse_steps
+
+#: Read by setup.py or shipped beside the package.
+BESIDE = ["CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "setup.py"]
+
+
+def run(*command, cwd: Path | None = None, variables: dict[str, str] | None = None) -> str:
+    """Run a command that does not see this repository, and must succeed; return what it printed.
+
+    An editable install leaves metadata beside the package: with this repository in PYTHONPATH, pip
+    would take the wheel for installed and do nothing.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=cwd,
+        env=environment | (variables or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def modules(root: Path) -> set[str]:
+    """All files of the package but compiled ones, relative to where the package lies."""
+    files = (root / "megatron_dsa").rglob("*")
+    return {
+        str(file.relative_to(root))
+        for file in files
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    """A folder with the sdist, and the wheel that was built from it."""
+    if "DIST" in os.environ:
+        return Path(os.environ["DIST"])
+    pytest.importorskip("build", reason="pip install 'megatron-dsa[test]'")
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in BESIDE:
+        shutil.copy(REPOSITORY / name, source)
+    without = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(REPOSITORY / "megatron_dsa", source / "megatron_dsa", ignore=without)
+    # What must not get in.
+    shutil.copytree(REPOSITORY / "benchmarks", source / "benchmarks", ignore=without)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)
+    return out
+
+
+@pytest.fixture(scope="module")
+def python(dist, tmp_path_factory):
+    """A Python that has the wheel installed and does not see this repository."""
+    if "WHEEL_PYTHON" in os.environ:
+        return os.environ["WHEEL_PYTHON"]
+    environment = tmp_path_factory.mktemp("environment")
+    venv.create(environment, with_pip=True)
+    python = environment / "bin/python"
+    run(python, "-m", "pip", "install", "--no-deps", "--no-index", *dist.glob("*.whl"))
+    (site,) = environment.glob("lib/*/site-packages")
+    # Behind the wheel, and without what .pth files there add: this repository, perhaps.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return str(python)
+
+
+def test_version_and_change_log_agree():
+    """A development version belongs to an unreleased section, a release to one of its name."""
+    version = Version(megatron_dsa.__version__)
+    headings = re.findall(r"^## (\S+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.M)
+    newest, *older = headings
+    released = [Version(heading) for heading in (headings if newest != "Unreleased" else older)]
+    assert released == sorted(released, reverse=True) and len(released) == len(set(released))
+    if newest == "Unreleased":
+        assert version.is_devrelease and Version(version.base_version) > released[0]
+    else:
+        assert version == released[0]
+
+
+def test_files(dist):
+    """The wheel has every file of the package and nothing else; the sdist, what a build reads."""
+    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    version = megatron_dsa.__version__
+    assert wheel.name == f"megatron_dsa-{version}-py3-none-any.whl"
+    names = set(zipfile.ZipFile(wheel).namelist())
+    info = f"megatron_dsa-{version}.dist-info/"
+    assert {name for name in names if not name.startswith(info)} == modules(REPOSITORY)
+    metadata = zipfile.ZipFile(wheel).read(f"{info}METADATA").decode()
+    assert f"\nVersion: {version}\n" in metadata and "# megatron-dsa" in metadata
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert modules(REPOSITORY) <= names and {"README.md", "LICENSE", "setup.py"} <= names
+    assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
+
+
+def test_first_steps_from_the_wheel(python, tmp_path):
+    """``info``, a data set, and training, in an empty folder."""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    # Port 0 is any that is free.
+    rank |= {"MASTER_PORT": "0", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    wheel = functools.partial(run, python, cwd=tmp_path, variables=rank)
+
+    where = wheel("-c", "import megatron_dsa; print(megatron_dsa.__file__)").strip()
+    assert not Path(where).is_relative_to(REPOSITORY / "megatron_dsa")
+    assert Path(where).is_relative_to(Path(python).parents[1])
+    assert f"megatron_dsa {megatron_dsa.__version__}" in wheel("-m", "megatron_dsa", "info")
+    wheel("-m", "megatron_dsa", "prepare-data", "--output", "topics")
+    flags = command_line(TINY | {"--data-path": "topics", "--save": "run", "--save-interval": 4})
+    log = wheel("-m", "megatron_dsa.pretrain", *flags)
+    losses = [step["lm loss"] for step in parse_steps(log)]
+    assert len(losses) == 4 and losses[-1] < losses[0]
