@@ -7,6 +7,6 @@ installed megatron-core when they are imported, see :mod:`megatron_dsa.versions`
 Where to start reading: ``docs/architecture.md``.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = ["__version__"]

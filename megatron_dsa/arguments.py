@@ -10,6 +10,7 @@ from megatron_dsa.config import CP_EXCHANGES, STAGES, TEACHERS, TP_MODES, DSAOpt
 from megatron_dsa.csa_config import HybridTransformerConfig
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, OPERATIONS, candidates
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.planning.flags import add_dry_run_arguments
 from megatron_dsa.spread import CP_LAYOUTS
 
 BACKENDS = ("dsa_fused", "dsa_unfused")
@@ -63,6 +64,17 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     _replace_attention_backend(parser)
     parser.set_defaults(dsa_attention_backend=None)
     group = parser.add_argument_group("megatron_dsa")
+    _add_training_arguments(group)
+    _add_log_arguments(group)
+    _add_parallel_arguments(group)
+    add_dry_run_arguments(group)
+    _add_implementation_arguments(group)
+    _add_hybrid_arguments(parser.add_argument_group("megatron_dsa: hybrid attention (V4)"))
+    return parser
+
+
+def _add_training_arguments(group) -> None:
+    """Add the flags of what is trained, and of what it starts from."""
     group.add_argument(
         "--dsa-stage",
         choices=STAGES,
@@ -81,16 +93,21 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="Start from a Hugging Face checkpoint, unless --load holds one of Megatron.",
     )
     group.add_argument(
-        "--dsa-strict",
-        action="store_true",
-        help="Stop at start-up if an operation has no fused implementation that can run.",
+        "--dsa-hf-without",
+        nargs="+",
+        default=[],
+        metavar="FEATURE",
+        help="Leave out what released Megatron lacks: hyper-connections, hash-routing (V4).",
     )
     group.add_argument(
-        "--dsa-workspace-mib",
-        type=int,
-        default=DEFAULT_WORKSPACE_BYTES // 2**20,
-        help="Memory that an implementation may use for temporaries, in MiB (%(default)s).",
+        "--dsa-latent-norm-epsilon",
+        type=float,
+        help="Epsilon of the norms of MLA's latents (default: --norm-epsilon). GLM-5 has another.",
     )
+
+
+def _add_log_arguments(group) -> None:
+    """Add the flags of what is measured for the log."""
     group.add_argument(
         "--dsa-health-rows",
         type=int,
@@ -110,11 +127,14 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="Compute and log the indexer loss in evaluation passes, too.",
     )
     group.add_argument(
-        "--dsa-fp8-selection",
+        "--dsa-time-operations",
         action="store_true",
-        help="Select keys by index scores in fp8 and score the best of them again: faster, and a "
-        "key that fp8 misjudges by much is missed.",
+        help="Measure the time of every operation and write it to TensorBoard and W&B.",
     )
+
+
+def _add_parallel_arguments(group) -> None:
+    """Add the flags of how context- and tensor-parallel ranks divide the work."""
     group.add_argument(
         "--dsa-cp-layout",
         choices=CP_LAYOUTS,
@@ -123,20 +143,40 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "(zigzag, default) or of packed rows (zigzag_rows), or one part per rank (contiguous).",
     )
     group.add_argument(
-        "--dsa-tp-mode",
-        choices=TP_MODES,
-        default=DSAOptions.tp_mode,
-        help="Under tensor parallelism a rank attends for all rows with its heads, or for its rows "
-        "with all heads; auto (default): rows where it would have less than 64 heads.",
-    )
-    group.add_argument(
         "--dsa-cp-exchange",
         choices=CP_EXCHANGES,
         default=DSAOptions.cp_exchange,
         help="What context-parallel ranks exchange in the dense stages: MLA's latents, gathered, "
         "or keys and values of the local heads, round a ring; auto (default): the narrower.",
     )
-    _add_hybrid_arguments(parser.add_argument_group("megatron_dsa: hybrid attention (V4)"))
+    group.add_argument(
+        "--dsa-tp-mode",
+        choices=TP_MODES,
+        default=DSAOptions.tp_mode,
+        help="Under tensor parallelism a rank attends for all rows with its heads, or for its rows "
+        "with all heads; auto (default): rows where it would have less than 64 heads.",
+    )
+
+
+def _add_implementation_arguments(group) -> None:
+    """Add the flags of what runs, one per operation among them."""
+    group.add_argument(
+        "--dsa-strict",
+        action="store_true",
+        help="Stop at start-up if an operation has no fused implementation that can run.",
+    )
+    group.add_argument(
+        "--dsa-workspace-mib",
+        type=int,
+        default=DEFAULT_WORKSPACE_BYTES // 2**20,
+        help="Memory that an implementation may use for temporaries, in MiB (%(default)s).",
+    )
+    group.add_argument(
+        "--dsa-fp8-selection",
+        action="store_true",
+        help="Select keys by index scores in fp8 and score the best of them again: faster, and a "
+        "key that fp8 misjudges by much is missed.",
+    )
     for operation in OPERATIONS.values():
         names = [candidate.name for candidate in candidates(operation.name)]
         group.add_argument(
@@ -146,7 +186,6 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
             help=f"Implementation of: {operation.title}. auto (default) takes the first that can "
             f"run; a named one runs or stops the start-up. Environment: {operation.variable}.",
         )
-    return parser
 
 
 def _add_hybrid_arguments(group) -> None:
@@ -275,6 +314,7 @@ def options_from_args(args: argparse.Namespace) -> DSAOptions:
         tp_mode=args.dsa_tp_mode,
         cp_exchange=args.dsa_cp_exchange,
         fp8_selection=args.dsa_fp8_selection,
+        latent_norm_epsilon=args.dsa_latent_norm_epsilon,
         named=tuple(
             (operation.name, name)
             for operation in OPERATIONS.values()

@@ -42,6 +42,8 @@ def prepare_loading(args: argparse.Namespace):
     if directory is not None and directory.name != "release":
         saved = dist_checkpointing.load_common_state_dict(str(directory)).get("args")
         was, now = _what_is_trained(saved), _what_is_trained(args)
+        if {was, now} == {"warmup (everything)", "sparse"}:  # the same parameters
+            was = now
         if was != now and not args.finetune and not args.no_load_optim:
             args.no_load_optim = True
             if _rank() == 0:
@@ -54,7 +56,10 @@ def prepare_loading(args: argparse.Namespace):
 
 def _what_is_trained(args) -> str:
     """Name the set of parameters that the optimizer holds: its state fits no other set."""
-    stage = getattr(args, "dsa_stage", "dense")
+    stage = getattr(args, "dsa_stage", None)
+    if stage is None:  # not of this package: megatron-core's own DSA, or dense attention
+        bundled = getattr(args, "experimental_attention_variant", None) == "dsa"
+        stage = "sparse" if bundled else "dense"
     if getattr(args, "csa_dense_mode", False):  # the other name of stage dense
         stage = "dense"
     if stage == "warmup":
@@ -88,6 +93,18 @@ _original_load = dist_checkpointing.load
 def load(sharded_state_dict, checkpoint_dir, *args, **kwargs):
     """Megatron's ``dist_checkpointing.load``, same arguments, for checkpoints that may lack
     indexers or go by the names of other layer sets."""
+    redirect(sharded_state_dict, checkpoint_dir)
+    return _original_load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+
+def redirect(sharded_state_dict, checkpoint_dir) -> None:
+    """Make entries of models point to where a checkpoint keeps them; say what was changed.
+
+    Entries of indexers are removed where the checkpoint has none.
+
+    Raises:
+        ConfigError: the checkpoint lacks anything else.
+    """
     metadata = load_sharded_metadata(checkpoint_dir)
     available = {entry.key: entry for entry in metadata.values()}
     has_indexers = any(is_indexer_parameter(key) for key in available)
@@ -120,7 +137,6 @@ def load(sharded_state_dict, checkpoint_dir, *args, **kwargs):
         )
     if renamed:
         print_rank_0(f"> {len(renamed)} tensors of the checkpoint go by another name there")
-    return _original_load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 
 def _model_entries(sharded_state_dict):

@@ -1,5 +1,5 @@
 """Command line tools: ``info`` tells what would run here, ``doctor`` proves it, ``prepare-data``
-makes a data set, ``import-hf`` and ``export-hf`` convert checkpoints."""
+makes a data set, ``import-hf`` and ``export-hf`` convert checkpoints, ``report`` shows runs."""
 
 from __future__ import annotations
 
@@ -200,8 +200,8 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; each sets ``run``, a function of the arguments."""
     parser = argparse.ArgumentParser(prog="python -m megatron_dsa", description=__doc__)
     commands = parser.add_subparsers(required=True)
     info = commands.add_parser("info", help="versions, GPU, and what every operation would run")
@@ -222,5 +222,13 @@ def main(argv: list[str] | None = None) -> int:
     from megatron_dsa.huggingface.commands import add_commands
 
     add_commands(commands)
-    arguments = parser.parse_args(argv)
+    from megatron_dsa.report import command
+
+    command.add_command(commands)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    arguments = build_parser().parse_args(argv)
     return arguments.run(arguments)

@@ -51,6 +51,7 @@ class DSAOptions:
         cp_exchange: what context-parallel ranks exchange in the dense stages: MLA's ``latents``,
             gathered, or the ``keys`` and values of the heads, round a ring; ``auto``: the narrower.
         fp8_selection: select keys by fp8 scores and score the best of them again.
+        latent_norm_epsilon: of the norms of MLA's latents; ``None``: that of all norms.
         named: pairs ``(operation, implementation)`` that must run or raise.
     """
 
@@ -67,6 +68,7 @@ class DSAOptions:
     tp_mode: Literal["auto", "heads", "rows"] = "auto"
     cp_exchange: Literal["auto", "latents", "keys"] = "auto"
     fp8_selection: bool = False
+    latent_norm_epsilon: float | None = None
     named: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
@@ -92,6 +94,10 @@ class DSAOptions:
             raise ConfigError(
                 f"--dsa-cp-exchange must be one of {', '.join(CP_EXCHANGES)}, got "
                 f"{self.cp_exchange!r}"
+            )
+        if self.latent_norm_epsilon is not None and self.latent_norm_epsilon <= 0:
+            raise ConfigError(
+                f"--dsa-latent-norm-epsilon must be positive, got {self.latent_norm_epsilon}"
             )
         if self.health_rows < 0:
             raise ConfigError(f"--dsa-health-rows must be 0 or more, got {self.health_rows}")
@@ -232,6 +238,11 @@ def _mla_rules(config: Any):
     yield (
         not config.qk_layernorm or config.q_lora_rank is not None,
         "--q-lora-rank is required with --qk-layernorm: there is no query latent to normalise",
+    )
+    yield (
+        config.qk_layernorm or options_of(config).latent_norm_epsilon is None,
+        "--dsa-latent-norm-epsilon needs --qk-layernorm: without it latents are not normalised; "
+        "drop one or add the other",
     )
 
 

@@ -9,12 +9,13 @@ CUDA is available. Each shim says what it is for.
 from __future__ import annotations
 
 import contextlib
+import functools
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from megatron_dsa.errors import VersionError
+from megatron_dsa.errors import DSAError, VersionError
 from megatron_dsa.versions import MEGATRON_CPU_TESTED, installed_version
 
 #: What the CPU cannot do or what would only cost time there.
@@ -38,10 +39,13 @@ def needed() -> bool:
 
 
 def activate() -> None:
-    """Install the shims, for the rest of the process.
+    """Install the shims, for the rest of the process; calling it again changes nothing.
+
+    torch's function modes are those of a thread: call it in the one that builds and trains.
 
     Raises:
         VersionError: on a megatron-core version on which the shims were not run.
+        DSAError: inside of :func:`megatron_dsa.planning.host.host`, whose end would undo a part.
     """
     found = installed_version("megatron-core")
     if found not in MEGATRON_CPU_TESTED:
@@ -50,29 +54,46 @@ def activate() -> None:
             f"{', '.join(MEGATRON_CPU_TESTED)} only, found {found}: install one of those, or run "
             "on a machine with a GPU."
         )
-    _CudaToCpu().__enter__()
+    _install()
+
+
+@functools.cache
+def _install() -> None:
+    # The other context would take our mode off the stack in place of its own.
+    if any(isinstance(mode, CudaTo) for mode in _get_current_function_mode_stack()):
+        raise DSAError(
+            "activate() must not be called first inside of planning.host.host(), which sends CUDA "
+            "elsewhere for a while only: call it before"
+        )
+    CudaTo(_CPU).__enter__()
     _patch_torch_cuda()
     _patch_rng()
     _patch_megatron()
 
 
-class _CudaToCpu(TorchFunctionMode):
-    """Sends tensors that ask for a CUDA device to the CPU."""
+class CudaTo(TorchFunctionMode):
+    """Sends tensors that ask for a CUDA device to another one."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
-            return args[0]
+            return args[0].to(self.device)
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # The optimizers compare this string with 'torch.cuda.FloatTensor' and friends.
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+            # The optimizers compare this string with 'torch.cuda.FloatTensor' and friends. Of
+            # two modes, the inner one has replaced it already.
+            name = func(*args)
+            return name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
         if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
+            kwargs["device"] = self.device
         kwargs.pop("pin_memory", None)
         if func is torch.Tensor.to:
-            args = tuple(_CPU if _is_cuda(a) else a for a in args)
+            args = tuple(self.device if _is_cuda(a) else a for a in args)
         return func(*args, **kwargs)
 
 
@@ -82,7 +103,7 @@ def _is_cuda(device) -> bool:
     return isinstance(device, str) and device.startswith("cuda")
 
 
-class _NoStream:
+class NoStream:
     """A stream on a device that has none: everything is already in order."""
 
     def __init__(self, *_args, **_kwargs):
@@ -97,13 +118,17 @@ class _NoStream:
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
+    def record_event(self) -> NoStream:
+        """Return what can be waited for alike."""
+        return self
+
 
 def _patch_torch_cuda() -> None:
     """Answers to questions about the current device and stream, which have one answer here."""
     torch.cuda.current_device = lambda: _CPU
     torch.cuda.synchronize = lambda *_args, **_kwargs: None
-    torch.cuda.current_stream = lambda *_args, **_kwargs: _NoStream()
-    torch.cuda.Stream = _NoStream
+    torch.cuda.current_stream = lambda *_args, **_kwargs: NoStream()
+    torch.cuda.Stream = NoStream
     torch.cuda.stream = lambda _stream: contextlib.nullcontext()
 
 

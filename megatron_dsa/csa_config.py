@@ -147,6 +147,10 @@ def _shape_rules(config: HybridTransformerConfig):
         f"({config.tensor_model_parallel_size}): a group's heads stay on one rank",
     )
     yield (
+        options_of(config).latent_norm_epsilon is None,
+        "--dsa-latent-norm-epsilon: V4's norms all have that of --norm-epsilon, drop it",
+    )
+    yield (
         config.dsa_indexer_topk_freq == 1,
         "--dsa-indexer-topk-freq must be 1: V4's layers do not share selections",
     )

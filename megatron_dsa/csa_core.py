@@ -103,7 +103,7 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, TakesSelections, Megatr
             if not indexer_is_trained(config):
                 # A parameter without a gradient would stall the overlapped gradient reduction.
                 self.indexer.requires_grad_(False)
-        calls = tuple(self._problems())
+        calls = tuple(self.problems())
         for operation, problem in calls:
             choose(operation, problem, self.options.policy)
         if softmax_scale is not None:
@@ -112,7 +112,7 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, TakesSelections, Megatr
     def _selects(self) -> bool:
         return self.indexer is not None and self.options.stage == "sparse"
 
-    def _problems(self) -> Iterator[tuple[str, Problem]]:
+    def problems(self) -> Iterator[tuple[str, Problem]]:
         """Yield what a step will call, to be refused at start-up rather than in the first step."""
         config = self.config
         device = "cuda" if torch.cuda.is_available() else "cpu"

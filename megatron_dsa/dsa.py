@@ -116,13 +116,13 @@ class DSACoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
 
     def _probe(self) -> None:
         """Settle now what the first step will call, so that a refusal comes before training."""
-        policy, calls = self.options.policy, tuple(self._problems())
+        policy, calls = self.options.policy, tuple(self.problems())
         for operation, problem in calls:
             choose(operation, problem, policy)
         if self.softmax_scale is not None:
             warm_up(calls, policy, self.softmax_scale)
 
-    def _problems(self) -> Iterator[tuple[str, Problem]]:
+    def problems(self) -> Iterator[tuple[str, Problem]]:
         """Yield every operation that a training step will call, with its problem."""
         config = self.config
         heads = query_heads(config)

@@ -9,6 +9,13 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
+def _device(config: TransformerConfig) -> str | int:
+    """Return where Megatron puts parameters."""
+    if config.init_model_with_meta_device:
+        return "meta"
+    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+
+
 class LocalNorm:
     """Builds torch's RMSNorm or LayerNorm, usable under sequence parallelism.
 
@@ -20,8 +27,7 @@ class LocalNorm:
         norm_class = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[
             config.normalization
         ]
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
@@ -34,9 +40,8 @@ class ReplicatedLinear(torch.nn.Linear):
     """
 
     def __init__(self, input_size: int, output_size: int, *, config, init_method, **_ignored):
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(
-            input_size, output_size, bias=False, device=device, dtype=config.params_dtype
+            input_size, output_size, bias=False, device=_device(config), dtype=config.params_dtype
         )
         if config.perform_initialization:
             init_method(self.weight)
@@ -51,6 +56,5 @@ class ReplicatedLinear(torch.nn.Linear):
 
 def new_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     """Return a parameter of zeros in fp32 (fp64 if the model is), where Megatron puts its own."""
-    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
     dtype = torch.promote_types(config.params_dtype, torch.float32)
-    return torch.nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device))
+    return torch.nn.Parameter(torch.zeros(*shape, dtype=dtype, device=_device(config)))

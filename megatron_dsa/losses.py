@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_dsa.config import indexer_is_trained
-from megatron_dsa.layer_overlap import FIGURE as LAYER_OVERLAP
 from megatron_dsa.quality import Mean
+from megatron_dsa.writers import EVALUATION, FIGURES, layer_tag, write
 
 
 class LossScale:
@@ -64,21 +65,8 @@ def attach_loss(output: torch.Tensor, loss: torch.Tensor, scale: LossScale) -> t
     return _Attach.apply(output, loss, scale)
 
 
-#: Measured in evaluation passes, on request; see :meth:`IndexerLog.track_indexer_metrics`.
-EVALUATION = "indexer loss, evaluation"
-
-#: Figures that are logged per layer. ``indexer loss`` keeps the name of Megatron's own log line.
-FIGURES = (
-    "indexer loss",
-    "dsa attention mass captured",
-    "dsa zero scores",
-    "dsa boundary ties",
-    "dsa query overlap",
-    LAYER_OVERLAP,
-    "dsa fp8 recall",
-    "dsa fp8 selection recall",
-    EVALUATION,
-)
+#: Names of the figures that are logged per layer.
+NAMES = tuple(FIGURES)
 
 
 @dataclass
@@ -104,7 +92,7 @@ class IndexerLog:
         """Make room for ``num_layers`` layers (decoder plus MTP)."""
         cls._state.judged.clear()
         if cls._state.sums is None or cls._state.sums.shape[0] != num_layers:
-            cls._state.sums = torch.zeros(num_layers, len(FIGURES), device=device)
+            cls._state.sums = torch.zeros(num_layers, len(NAMES), device=device)
             cls._state.counts = torch.zeros_like(cls._state.sums)
 
     @classmethod
@@ -135,8 +123,8 @@ class IndexerLog:
             return
         for name, value in figures.items():
             total, count = value if isinstance(value, Mean) else (value, 1)
-            cls._state.sums[layer_index, FIGURES.index(name)] += total.detach().float()
-            cls._state.counts[layer_index, FIGURES.index(name)] += count
+            cls._state.sums[layer_index, NAMES.index(name)] += total.detach().float()
+            cls._state.counts[layer_index, NAMES.index(name)] += count
 
     @classmethod
     def reduce(cls) -> dict[str, torch.Tensor]:
@@ -155,7 +143,7 @@ class IndexerLog:
         state.counts.zero_()
         sums, counts = both.chunk(2, dim=1)
         per_layer = torch.where(counts > 0, sums / counts, float("nan"))
-        return {name: per_layer[:, i] for i, name in enumerate(FIGURES)}
+        return {name: per_layer[:, i] for i, name in enumerate(NAMES)}
 
     @classmethod
     def track_indexer_metrics(
@@ -163,27 +151,29 @@ class IndexerLog:
     ) -> None:
         """Write the figures to Megatron's log line, TensorBoard and W&B.
 
-        The log line holds means over layers and microbatches, the writers also every layer.
+        The log line holds means over layers and microbatches, the writers also every layer, under
+        the tags of :mod:`megatron_dsa.writers`.
         ``loss_scale`` (one over the microbatches) is not needed: the counts are.
         """
         if not cls.is_on():
             return
-        for name, per_layer in cls.reduce().items():
-            recorded = per_layer.isnan().logical_not().nonzero().flatten().tolist()
+        means = cls.reduce()
+        written = {}
+        table = torch.stack(list(means.values())).tolist()  # one transfer for all of them
+        for name, layers in zip(means, table, strict=True):
+            recorded = {i: value for i, value in enumerate(layers, 1) if not math.isnan(value)}
             if not recorded:
                 continue
-            mean = per_layer.nanmean()
+            mean = sum(recorded.values()) / len(recorded)
             if name == EVALUATION:
                 # Megatron would divide it by the iterations since the last log line.
-                _print_once(f"> {name} (before iteration {iteration}): {float(mean):.6E}")
+                _print_once(f"> {name} (before iteration {iteration}): {mean:.6E}")
             elif total_loss_dict is not None:
-                total_loss_dict[name] = total_loss_dict.get(name, 0.0) + mean
-            if writer is not None:
-                writer.add_scalar(name, mean, iteration)
-                for index in recorded:
-                    writer.add_scalar(f"{name}/layer {index + 1}", per_layer[index], iteration)
-            if wandb_writer is not None:
-                wandb_writer.log({name: mean}, iteration)
+                total_loss_dict[name] = total_loss_dict.get(name, 0.0) + means[name].nanmean()
+            written[FIGURES[name]] = mean
+            for layer, value in recorded.items():
+                written[layer_tag(FIGURES[name], layer)] = value
+        write(written, iteration, writer, wandb_writer)
 
 
 def _print_once(line: str) -> None:

@@ -61,6 +61,8 @@ class DSASelfAttention(MLASelfAttention):
             attn_mask_type=attn_mask_type,
             **megatron,
         )
+        if (epsilon := options_of(config).latent_norm_epsilon) is not None:
+            self.q_layernorm.eps = self.kv_layernorm.eps = epsilon
         self.core_attention = build_module(
             submodules.core_attention,
             config=config,
@@ -276,6 +278,11 @@ class DSASelfAttention(MLASelfAttention):
 
 
 def refuse_unsupported(inference_context, key_value_states, megatron: dict) -> None:
+    """Raise :class:`ConfigError` for arguments of Megatron's attentions that ask for anything else.
+
+    Args:
+        megatron: the other keyword arguments of a forward call.
+    """
     for name, value in {
         "inference_context": inference_context,
         "inference_params": megatron.get("inference_params"),

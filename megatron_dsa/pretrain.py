@@ -41,8 +41,10 @@ def forward_step(data_iterator, model):
     from megatron.training import get_timers
 
     from megatron_dsa.data import get_batch
+    from megatron_dsa.operation_times import TIMES
     from megatron_dsa.throughput import installed
 
+    TIMES.paused = not model.training
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
@@ -80,8 +82,10 @@ def model_config_from_args(args):
     from megatron_dsa.csa_config import HybridTransformerConfig
     from megatron_dsa.data import check_spread
     from megatron_dsa.errors import ConfigError
+    from megatron_dsa.freezing import freeze_for_stage
     from megatron_dsa.model import DSAModelConfig
-    from megatron_dsa.stages import freeze_for_stage
+    from megatron_dsa.operation_times import TIMES
+    from megatron_dsa.planning.flags import refuse_dry_run_flags
 
     if not args.multi_latent_attention:
         raise ConfigError("--multi-latent-attention is required: DSA is built on MLA")
@@ -97,7 +101,9 @@ def model_config_from_args(args):
             "--reset-attention-mask and --reset-position-ids have no effect here: attention is "
             "masked by indices. Use --dataloader-inter-document-masking to keep documents apart"
         )
+    refuse_dry_run_flags(args)
     check_spread(args)
+    TIMES.on = args.dsa_time_operations
     mla = core_transformer_config_from_args(args)
     apply_yarn_flags(args, mla)
     options = options_from_args(args)
@@ -115,10 +121,11 @@ def model_config_from_args(args):
     return model
 
 
-def preset_flags(argv: list[str]) -> None:
+def preset_flags(argv: list[str], planning: bool = False) -> None:
     """Put the flags that this machine calls for in front of the user's, and say so.
 
-    The last occurrence of a flag wins, so the user stays in charge.
+    The last occurrence of a flag wins, so the user stays in charge. ``planning``: for a GPU, also
+    where there is none.
     """
     # Attention here is masked by indices; Megatron would build S x S masks for nobody.
     flags = ["--no-create-attention-mask-in-dataloader"]
@@ -126,7 +133,7 @@ def preset_flags(argv: list[str]) -> None:
     if installed_version("transformer-engine") is None:
         reasons.append("no transformer-engine")
         flags += WITHOUT_TRANSFORMER_ENGINE
-    if cpu_host.needed():
+    if cpu_host.needed() and not planning:
         reasons.append("no GPU (running on the CPU over gloo)")
         flags += cpu_host.FLAGS
     argv[1:1] = flags
@@ -134,11 +141,24 @@ def preset_flags(argv: list[str]) -> None:
         print(f"> {', '.join(reasons)}: preset flags {' '.join(flags)}")
 
 
-def main() -> None:
-    """Parse the command line and train."""
+def prepare_host(argv: list[str]) -> None:
+    """Prepare Megatron for this machine, before it is imported; ``argv`` gets :func:`preset_flags`.
+
+    Without a GPU, Megatron's CUDA calls go to the CPU.
+    """
     if cpu_host.needed():
         cpu_host.activate()
-    preset_flags(sys.argv)
+    preset_flags(argv)
+    _use_compiled_dataset_helper()
+
+
+def main() -> None:
+    """Parse the command line and train, or plan."""
+    if "--dsa-dry-run" in sys.argv[1:]:
+        from megatron_dsa.planning.command import dry_run
+
+        sys.exit(dry_run(sys.argv))
+    prepare_host(sys.argv)
     from megatron.core.enums import ModelType
     from megatron.training import arguments, training
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -147,7 +167,6 @@ def main() -> None:
     from megatron_dsa.checkpoints import prepare_loading
     from megatron_dsa.data import train_valid_test_datasets
 
-    _use_compiled_dataset_helper()
     args = arguments.parse_and_validate_args(extra_args_provider=add_dsa_arguments)
     sys.argv[:] = megatron_argv(sys.argv)
     model = model_config_from_args(args)

@@ -25,6 +25,8 @@ class TrainsIndexer:
         # Layers of multi-token prediction log behind the decoder's.
         self.layer_index = layer_number - 1 + (self.config.num_layers if is_mtp else 0)
         self.loss_scale = install_loss_scale(self.config)
+        # In layers without a backward of their own, see ``freezing.py``.
+        self.keeps_loss, self._kept_loss = False, None
         before = [number for number in self.selecting_layers if number < layer_number]
         self.layer_overlap = LayerOverlap(self.config, layer_number, max(before, default=None))
 
@@ -85,13 +87,21 @@ class TrainsIndexer:
         return IndexerTraining(inputs, keys, weight, record, self.heads_group(), selected_only)
 
     def attach(self, out: torch.Tensor, loss_sum: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Scale a loss, hang it onto ``out`` and record it."""
+        """Scale a loss, record it, and hang it onto ``out`` or keep it for the layer."""
         coeff = self.config.dsa_indexer_loss_coeff
         mean = loss_sum / _row_count(layout)
         # Per-token loss: Megatron divides the gradients by the number of tokens itself.
         loss = coeff * (loss_sum if self.config.calculate_per_token_loss else mean)
         IndexerLog.record(self.layer_index, {"indexer loss": layout.parts * coeff * mean})
+        if self.keeps_loss:
+            self._kept_loss = attach_loss(loss.new_zeros(()), loss, self.loss_scale)
+            return out
         return attach_loss(out, loss, self.loss_scale)
+
+    def take_loss(self) -> torch.Tensor | None:
+        """Return what the last forward pass kept, a 0 whose backward is that of the loss."""
+        loss, self._kept_loss = self._kept_loss, None
+        return loss
 
     def record_overlap(self, indices: torch.Tensor, keys: Layout) -> None:
         """Compare the selection with the layer before. To be called in every forward pass.

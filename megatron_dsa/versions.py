@@ -28,7 +28,7 @@ OPTIONAL_PACKAGES = {
         "cudnn",
         "sparse attention backward and the indexer on Hopper (extra: cudnn)",
     ),
-    "tilelang": ("tilelang", "our own sparse attention on Hopper (extra: tilelang)"),
+    "tilelang": ("tilelang", "our own kernels on Hopper (extra: tilelang)"),
 }
 
 

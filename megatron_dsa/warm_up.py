@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from megatron_dsa.dispatch import Policy, choose, run, uncounted
+from megatron_dsa.dispatch import Policy, choose, rehearsing, run, uncounted
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.layout import bshd_layout
 from megatron_dsa.ops.sparse_attention import SparseProblem
@@ -32,6 +32,8 @@ def warm_up(calls: tuple[tuple[str, Problem], ...], policy: Policy, softmax_scal
         policy: the policy of the step.
         softmax_scale: factor on ``q . kv``; some kernels are compiled for it.
     """
+    if rehearsing():
+        return
     fused = {
         operation: problem
         for operation, problem in calls

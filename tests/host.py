@@ -9,6 +9,16 @@ import torch
 from megatron_dsa import cpu_host
 
 
+def stop() -> None:
+    """Take down the process groups, for tests that set up others; :func:`start` makes new ones."""
+    from megatron.core import parallel_state
+
+    if torch.distributed.is_initialized():
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+    start.cache_clear()
+
+
 @functools.cache
 def start() -> torch.device:
     """Initialise Megatron's process groups and random state once per process; return the device."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -74,17 +74,20 @@ def run(cases: dict[str, Case], tp: int, folder, cp: int = 1) -> list[dict[str, 
 
     Gradients that Megatron sums over ranks are summed; others are as computed.
     """
+    return spawn(_run_case, cases, tp, folder, cp)
+
+
+def spawn(run_case: Callable, cases: dict, tp: int, folder, cp: int = 1) -> list[dict[str, dict]]:
+    """Return each rank's ``{name: run_case(case, tp, cp)}``, computed on the CPU over gloo."""
     handle, store = tempfile.mkstemp(dir=folder)
     os.close(handle)
     os.unlink(store)
-    world = tp * cp
-    torch.multiprocessing.spawn(_worker, (tp, cp, store, str(folder), cases), nprocs=world)
-    return [torch.load(f"{folder}/{tp}-{cp}-{rank}.pt") for rank in range(world)]
+    arguments = (tp, cp, store, str(folder), run_case, cases)
+    torch.multiprocessing.spawn(_worker, arguments, nprocs=tp * cp)
+    return [torch.load(f"{folder}/{tp}-{cp}-{rank}.pt") for rank in range(tp * cp)]
 
 
-@contextlib.contextmanager
-def one_of_ranks(rank: int, tp: int, cp: int, store: str):
-    """Make a spawned process rank ``rank`` of ``tp x cp`` on the CPU; gives :mod:`tests.host`."""
+def _worker(rank, tp, cp, store, folder, run_case, cases):
     from megatron_dsa import cpu_host
 
     if cpu_host.needed():
@@ -102,24 +105,18 @@ def one_of_ranks(rank: int, tp: int, cp: int, store: str):
     from tests import host
 
     host.start = lambda: torch.device("cpu")
-    yield host
+    results = {name: run_case(case, tp, cp) for name, case in cases.items()}
+    torch.save(results, f"{folder}/{tp}-{cp}-{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def _worker(rank, tp, cp, store, folder, cases):
-    with one_of_ranks(rank, tp, cp, store) as host:
-        results = {name: _run_case(host, case, tp, cp) for name, case in cases.items()}
-        torch.save(results, f"{folder}/{tp}-{cp}-{rank}.pt")
-
-
-def _run_case(host, case: Case, tp: int, cp: int) -> dict:
+def build(case: Case, tp: int = 1, cp: int = 1):
+    """Return the module of a case, its input on this rank, and its packing."""
     from megatron.core import parallel_state
 
-    from megatron_dsa.dispatch import report, reset_report
+    from tests import host
 
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    cp_rank = parallel_state.get_context_parallel_rank()
     config = getattr(host, case.config)(
         *case.arguments,
         tensor_model_parallel_size=tp,
@@ -128,9 +125,25 @@ def _run_case(host, case: Case, tp: int, cp: int) -> dict:
         use_cpu_initialization=True,
         **case.changes,
     )
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    cp_rank = parallel_state.get_context_parallel_rank()
     module = host.attention_module(
         config, full=lambda name, weight: case.part(name, weight, tp_rank, tp)
     ).train()
+    x = host.hidden_like(module, case.rows, case.batch).detach()
+    x = x[case.places(cp)[cp_rank]].chunk(tp)[tp_rank].requires_grad_()
+    packing = None
+    if case.lengths is not None:
+        packing = host.packed(*case.lengths, padded_lengths=case.padded)
+    return module, x, packing
+
+
+def _run_case(case: Case, tp: int, cp: int) -> dict:
+    from megatron.core import parallel_state
+
+    from megatron_dsa.dispatch import report, reset_report
+
+    module, x, packing = build(case, tp, cp)
     selector = importlib.import_module(f"megatron_dsa.{case.selector}")
     original, seen = selector.balanced_topk, []
 
@@ -141,11 +154,6 @@ def _run_case(host, case: Case, tp: int, cp: int) -> dict:
 
     selector.balanced_topk = recorded
     reset_report()
-    x = host.hidden_like(module, case.rows, case.batch).detach()
-    x = x[case.places(cp)[cp_rank]].chunk(tp)[tp_rank].requires_grad_()
-    packing = None
-    if case.lengths is not None:
-        packing = host.packed(*case.lengths, padded_lengths=case.padded)
     out, _ = module(x, None, packed_seq_params=packing)
     out.square().sum().backward()
     selector.balanced_topk = original

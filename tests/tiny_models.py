@@ -1,8 +1,58 @@
-"""Tiny Hugging Face configurations and the Megatron models of the same shape."""
+"""Tiny Hugging Face configurations, and models of that shape: Megatron's and of transformers."""
 
+import pytest
 import torch
 
 from tests.host import start
+
+_V4 = {
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 4,
+    "num_nextn_predict_layers": 0,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "q_lora_rank": 24,
+    "o_groups": 2,
+    "o_lora_rank": 6,
+    "sliding_window": 5,
+    "compress_ratios": [0, 4, 8, 4],
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+    "index_topk": 2,
+    "compress_rope_theta": 40000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "scoring_func": "sqrtsoftplus",
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 0.5,
+    "num_hash_layers": 0,
+    "hc_mult": 3,
+    "hc_eps": 1e-6,
+    "hc_sinkhorn_iters": 20,
+}
+#: Of a DeepSeek-V3 and not of a V4.
+_NOT_V4 = (
+    *("intermediate_size", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "n_group"),
+    *("topk_group", "first_k_dense_replace"),
+)
+#: How the classes of transformers begin.
+_CLASSES = {
+    "deepseek_v3": "DeepseekV3",
+    "deepseek_v32": "DeepseekV32",
+    "glm_moe_dsa": "GlmMoeDsa",
+    "deepseek_v4": "DeepseekV4",
+}
+
+
+def tiny_v4(**changes):
+    """config.json of a DeepSeek-V4 with window, CSA and HCA layers."""
+    common = {k: v for k, v in tiny_config("deepseek_v3").items() if k not in _NOT_V4}
+    return common | _V4 | changes
 
 
 def tiny_config(kind="deepseek_v32", **changes):
@@ -44,39 +94,60 @@ def tiny_config(kind="deepseek_v32", **changes):
 def tiny_model(config, stage="sparse", dtype=torch.float32, vocab=80, seed=5, **changes):
     """A Megatron model of the shape of a Hugging Face configuration: random, on the CPU."""
     start()
-    from megatron.core.models.gpt import GPTModel
-
-    from megatron_dsa.config import DSAOptions, DSATransformerConfig
+    from megatron_dsa.huggingface.build import gpt_model, transformer_config
     from megatron_dsa.huggingface.conventions import parse_config
-    from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
-    settings = {
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "transformer_impl": "local",
-        "persist_layer_norm": False,
-        "bias_dropout_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "use_cpu_initialization": True,
-        "params_dtype": dtype,
-        "dsa": DSAOptions(stage=stage),
-    }
-    ours = DSATransformerConfig(**parse_config(config).fields | settings | changes)
-    model = GPTModel(
-        ours,
-        dsa_block_spec(ours),
-        vocab,
-        64,
-        position_embedding_type="rope",
-        mtp_block_spec=dsa_mtp_block_spec(ours),
-    ).cpu()
+    hf = parse_config(config)
+    ours = transformer_config(hf, stage, params_dtype=dtype, **changes)
+    model = gpt_model(ours, vocab, 64).cpu()
+    _randomise(model, seed, 0.3)
+    with torch.no_grad():
+        for weight in (model.embedding.word_embeddings.weight, model.output_layer.weight):
+            weight[config["vocab_size"] :] = 0
+    return model.eval()
+
+
+def _randomise(model, seed, scale):
+    """Give a model random values: norms near 1, matrices of this scale."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
             if isinstance(tensor, torch.Tensor):
                 values = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-                scale, mean = (0.1, float("norm" in name)) if tensor.dim() == 1 else (0.3, 0.0)
-                tensor.copy_(values * scale + mean)
-        for weight in (model.embedding.word_embeddings.weight, model.output_layer.weight):
-            weight[config["vocab_size"] :] = 0
+                vector = tensor.dim() == 1
+                tensor.copy_(values * (0.1 if vector else scale) + (vector and "norm" in name))
+
+
+def tensors_of(model):
+    """Copies of the parameters and persistent buffers of a Megatron model, by name."""
+    from megatron_dsa.huggingface.convert import model_tensors
+
+    return {name: tensor.detach().clone() for name, tensor in model_tensors(model)}
+
+
+def logits_of(model, ids):
+    """Logits ``[batch, rows, 70]`` of a Megatron model, on the CPU; it moves where tests run."""
+    model.to(start())
+    ids = ids.to(start())
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    with torch.no_grad():
+        return model(ids, positions, None)[..., :70].cpu()
+
+
+def transformers_classes(kind):
+    """Class of the configuration and of the model; the test is skipped where there is none."""
+    transformers = pytest.importorskip("transformers")
+    name = _CLASSES[kind]
+    if not hasattr(transformers, f"{name}ForCausalLM"):
+        pytest.skip(f"this transformers has no {name}ForCausalLM")
+    return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+
+
+def published(config, folder):
+    """A random model of transformers, saved as it would be released; return it."""
+    settings = {name: value for name, value in config.items() if name != "model_type"}
+    config_class, model_class = transformers_classes(config["model_type"])
+    model = model_class._from_config(config_class(**settings), attn_implementation="eager").float()
+    _randomise(model, 2, 0.25)
+    model.save_pretrained(folder, max_shard_size="40KB")
     return model.eval()

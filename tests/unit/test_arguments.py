@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from megatron_dsa.errors import ConfigError
 from tests.host import start
 
 
@@ -82,6 +83,22 @@ def test_megatron_parses_the_command_line_again():
         "x", "--attention-backend", "auto", "--attention-backend=auto", "--seed",
     ]  # fmt: skip
     assert megatron_argv(["--attention-backend", "flash"]) == ["--attention-backend", "flash"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dsa-dry-run"], "python -m megatron_dsa.pretrain"),
+        (["--dsa-dry-run-world", "8"], "--dsa-dry-run-world: .* only with --dsa-dry-run"),
+        (["--dsa-dry-run-gpu", "h200"], "--dsa-dry-run-gpu: .* only with --dsa-dry-run"),
+    ],
+)
+def test_a_training_is_not_taken_for_a_plan(flags, message):
+    start()
+    from megatron_dsa.pretrain import model_config_from_args
+
+    with pytest.raises(ConfigError, match=message):
+        model_config_from_args(parse("--multi-latent-attention", *flags))
 
 
 def test_presets_go_in_front_and_are_announced(capsys, monkeypatch):

@@ -47,6 +47,14 @@ def test_every_stage_takes_every_layout(stage, cp_layout):
         ({"cache_mla_latents": True, "apply_rope_fusion": False}, "--cache-mla-latents"),
         ({"qk_clip": True}, "--qk-clip"),
         ({"q_lora_rank": None}, "--q-lora-rank is required with --qk-layernorm"),
+        (
+            {
+                "q_lora_rank": None,
+                "qk_layernorm": False,
+                "options": DSAOptions("dense", latent_norm_epsilon=1e-6),
+            },
+            "--dsa-latent-norm-epsilon needs --qk-layernorm",
+        ),
         ({"softmax_type": "learnable"}, "--softmax-type"),
         ({"log_max_attention_logit": True}, "--log-max-attention-logit"),
         ({"fp32_residual_connection": True, "params_dtype": torch.bfloat16}, "--fp32-residual"),
@@ -80,6 +88,7 @@ def test_warmup_needs_a_loss():
         ({"stage": "spares"}, "--dsa-stage must be one of"),
         ({"workspace_bytes": 10}, "--dsa-workspace-mib must be at least 1"),
         ({"health_rows": -1}, "--dsa-health-rows"),
+        ({"latent_norm_epsilon": 0.0}, "--dsa-latent-norm-epsilon must be positive"),
     ],
 )
 def test_bad_options_are_named(changes, message):

@@ -251,7 +251,7 @@ def test_a_backward_that_gives_the_teacher_needs_no_probabilities(add, gives, ev
     add("sparse_attention_backward", wrap, gives_teacher=gives)
     options = DSAOptions(evaluate_indexer=evaluates)
     module = attention_module(small_config(options=options))
-    problems = dict(module.core_attention._problems())
+    problems = dict(module.core_attention.problems())
     assert problems["sparse_attention_backward"].teacher
     assert ("sparse_attention_probabilities" in problems) == (evaluates or not gives)
     reset_report()
@@ -269,7 +269,7 @@ def test_a_loss_with_gradients_needs_no_indexer_backward(add, gradients):
 
     add("sparse_indexer_loss", lambda original: original, gradients=gradients)
     module = attention_module(small_config())
-    operations = [name for name, _ in module.core_attention._problems()]
+    operations = [name for name, _ in module.core_attention.problems()]
     assert "sparse_indexer_loss" in operations
     assert ("indexer_backward" in operations) == (not gradients)
     reset_report()
@@ -279,3 +279,14 @@ def test_a_loss_with_gradients_needs_no_indexer_backward(add, gradients):
     assert ran["sparse_indexer_loss"] == {"made_up": 1}
     assert ran.get("indexer_backward") == (None if gradients else {"torch": 1})
     assert module.core_attention.indexer.linear_wq_b.weight.grad.norm() > 0
+
+
+def test_latent_norms_have_an_epsilon_of_their_own():
+    from megatron_dsa.config import DSAOptions
+
+    config = small_config(options=DSAOptions(latent_norm_epsilon=0.5))
+    module = attention_module(config)
+    for norm, dims in ((module.q_layernorm, "q_lora_rank"), (module.kv_layernorm, "kv_lora_rank")):
+        x = torch.ones(1, getattr(config, dims), dtype=norm.weight.dtype, device=start())
+        assert relative_error(norm(x), norm.weight[None] * 1.5**-0.5) < 1e-6
+    assert module.core_attention.indexer.k_norm.eps < 0.5

@@ -1,4 +1,4 @@
-"""The launch scripts of V4: their flags are valid and give the model the shapes of its preset."""
+"""The launch scripts: their flags are valid and describe the released models."""
 
 import json
 import os
@@ -10,12 +10,22 @@ import pytest
 import torch
 
 from megatron_dsa.csa_config import CSA_PRESETS, HybridTransformerConfig
+from megatron_dsa.huggingface.conventions import check_model, parse_config
+from megatron_dsa.presets import PRESETS
 from tests.host import start
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-#: What the user has to fill in, with made-up values.
-VARIABLES = {
+#: What the user has to fill in, with made-up values; and for V4, besides.
+TRAINING = {
+    "DATA_PATH": "data",
+    "TOKENIZER": "tokenizer",
+    "CHECKPOINTS": "checkpoints",
+    "TRAIN_STEPS": "10",
+    "GLOBAL_BATCH": "8",
+    "LR": "1e-4",
+}
+MODEL = {
     "ROTARY_BASE": "10000",
     "COMPRESS_ROTARY_BASE": "12345",
     "YARN_FACTOR": "7",
@@ -25,24 +35,80 @@ VARIABLES = {
     "EXPERTS_PER_TOKEN": "2",
     "EXPERT_SIZE": "64",
     "SHARED_EXPERT_SIZE": "64",
-    "DATA_PATH": "data",
-    "TOKENIZER": "tokenizer",
-    "CHECKPOINTS": "checkpoints",
-    "TRAIN_STEPS": "10",
-    "GLOBAL_BATCH": "8",
-    "LR": "1e-4",
+}
+V4 = TRAINING | MODEL
+
+#: config.json of released models, as far as it says what weights mean.
+MOE = {
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
+DEEPSEEK_V32 = MOE | {
+    "model_type": "deepseek_v32",
+    "vocab_size": 129280,
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_attention_heads": 128,
+    "n_group": 8,
+    "topk_group": 4,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "index_n_heads": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+GLM_5 = MOE | {
+    "model_type": "glm_moe_dsa",
+    "vocab_size": 154880,
+    "num_hidden_layers": 78,
+    "hidden_size": 6144,
+    "intermediate_size": 12288,
+    "num_attention_heads": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "index_n_heads": 32,
+    "indexer_rope_interleave": True,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
 }
 
 
-def launch(script, folder, variables):
-    """Run a launch script with a Python that only writes its arguments down; return them."""
+def launch(script, folder, variables, *arguments, before=()):
+    """Run a script with a Python that only writes its arguments and ``WORLD_SIZE`` down."""
     python = folder / "python"
     python.write_text(
-        f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], sys.stdout)\n"
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        "json.dump([sys.argv[1:], os.environ.get('WORLD_SIZE')], sys.stdout)\n"
     )
     python.chmod(0o755)
     return subprocess.run(
-        [EXAMPLES / script],
+        [*before, EXAMPLES / script, *arguments],
         env={"PATH": os.environ["PATH"], "PYTHON": str(python)} | variables,
         capture_output=True,
         text=True,
@@ -50,15 +116,17 @@ def launch(script, folder, variables):
     )
 
 
-@pytest.mark.parametrize("name", ["flash", "pro"])
-def test_launch_script(name, tmp_path, monkeypatch):
-    done = launch(f"v4_{name}.sh", tmp_path, VARIABLES)
+def launched(*call, **more):
+    """Return what is launched, the flags of the training entry point, and ``WORLD_SIZE``."""
+    done = launch(*call, **more)
     assert done.returncode == 0, done.stderr
-    launcher = json.loads(done.stdout)
+    launcher, world = json.loads(done.stdout)
     module = launcher.index("megatron_dsa.pretrain")
-    launcher, flags = launcher[:module], launcher[module + 1 :]
-    assert launcher[:2] == ["-m", "torch.distributed.run"] and "--nproc-per-node" in launcher
+    return launcher[:module], launcher[module + 1 :], world
 
+
+def configured(flags, world, monkeypatch):
+    """Return the transformer configuration and the arguments that flags describe."""
     start()
     from megatron.training import arguments
 
@@ -66,15 +134,24 @@ def test_launch_script(name, tmp_path, monkeypatch):
     from megatron_dsa.arguments import add_dsa_arguments
 
     monkeypatch.setattr(sys, "argv", ["pretrain", *flags])
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("WORLD_SIZE", str(world))
     monkeypatch.setenv("RANK", "0")
     # Grouped expert GEMMs are refused without a GPU; a Hopper GPU is what the scripts are for.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     pretrain.preset_flags(sys.argv)
     args = arguments.parse_args(add_dsa_arguments)
     arguments.validate_args(args)
-    args.padded_vocab_size = 1024  # the tokenizer's
-    config = pretrain.model_config_from_args(args).transformer
+    if args.padded_vocab_size is None:
+        args.padded_vocab_size = 1024  # the tokenizer's
+    assert args.eval_interval  # Megatron divides by it, whether or not there is a validation
+    return pretrain.model_config_from_args(args).transformer, args
+
+
+@pytest.mark.parametrize("name", ["flash", "pro"])
+def test_v4_script(name, tmp_path, monkeypatch):
+    launcher, flags, _ = launched(f"v4_{name}.sh", tmp_path, V4)
+    assert launcher[:2] == ["-m", "torch.distributed.run"] and "--nproc-per-node" in launcher
+    config, _ = configured(flags, 8, monkeypatch)
     assert isinstance(config, HybridTransformerConfig)
     for field, value in CSA_PRESETS[f"deepseek-v4-{name}"].items():
         assert getattr(config, field) == value, field
@@ -83,9 +160,96 @@ def test_launch_script(name, tmp_path, monkeypatch):
     assert config.rope_type == "yarn" and config.num_moe_experts == 16
 
 
-@pytest.mark.parametrize("variable", VARIABLES)
+@pytest.mark.parametrize(
+    "script, preset, released, variables",
+    [
+        ("v3_2.sh", "deepseek-v3.2", DEEPSEEK_V32, {}),
+        ("v3_2.sh", "deepseek-v3.2", DEEPSEEK_V32, {"STAGE": "warmup"}),
+        ("v3_2.sh", "deepseek-v3.2", DEEPSEEK_V32, {"STAGE": "warmup", "RECOMPUTE": "full"}),
+        ("v3_2.sh", "deepseek-v3.2", DEEPSEEK_V32, {"SEQ_LENGTH": "131072", "CP": "4"}),
+        ("glm_5.sh", "glm-5", GLM_5, {}),
+    ],
+    ids=["v3.2", "v3.2 warm-up", "v3.2 warm-up recomputed", "v3.2 at 128k", "glm-5"],
+)
+def test_script_of_released_model(script, preset, released, variables, tmp_path, monkeypatch):
+    """The flags describe the weights: what ``--dsa-load-hf`` demands of its ``config.json``."""
+    launcher, flags, _ = launched(script, tmp_path, TRAINING | variables)
+    assert launcher[2:4] == ["--nnodes", "32"]
+    config, args = configured(flags, 256, monkeypatch)
+    check_model(parse_config(released), config)
+    for field, value in PRESETS[preset].items():
+        assert getattr(config, field) == value, field
+    assert args.padded_vocab_size == released["vocab_size"]
+    assert args.mtp_num_layers == released["num_nextn_predict_layers"]
+    assert args.seq_length == int(variables.get("SEQ_LENGTH", 4096))
+    assert args.context_parallel_size == int(variables.get("CP", 1))
+    assert config.dsa.stage == variables.get("STAGE", "sparse")
+    usual = None if config.dsa.stage == "warmup" else "selective"
+    assert args.recompute_granularity == variables.get("RECOMPUTE", usual)
+    stages = config.pipeline_model_parallel_layout.layout
+    assert len(stages) == args.pipeline_model_parallel_size == 8
+
+
+def test_index_sharing_of_later_glm(tmp_path, monkeypatch):
+    """The command in the head of glm_5.sh, with a layout as it asks for."""
+    sharing = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
+    released = GLM_5 | sharing | {"rope_parameters": {"rope_theta": 8000000}}
+    flags = ("--dsa-indexer-topk-freq", "4", "--dsa-indexer-skip-topk-offset", "3")
+    _, flags, _ = launched("glm_5.sh", tmp_path, TRAINING | {"ROTARY_BASE": "8000000"}, *flags)
+    config, _ = configured(flags, 256, monkeypatch)
+    check_model(parse_config(released), config)
+
+
+@pytest.mark.parametrize("script", ["v3_2.sh", "glm_5.sh", "v4_flash.sh", "v4_pro.sh"])
+def test_dry_run_needs_no_launcher(script, tmp_path):
+    """Neither data nor tokenizer nor GPUs: one process that is told how many there would be."""
+    variables = MODEL if script.startswith("v4") else {}
+    launcher, flags, world = launched(script, tmp_path, variables | {"NODES": "4"}, "--dsa-dry-run")
+    assert launcher == ["-m"] and flags[-1] == "--dsa-dry-run" and world == "32"
+
+
+def test_slurm(tmp_path):
+    """Every node gets its number, all the same address and port; variables are taken along."""
+    for name, text in {
+        "srun": 'shift\nSLURM_NODEID=3 exec "$@"',  # the one flag, then what a task runs
+        "scontrol": "echo first\necho second",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = TRAINING | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_NUM_NODES": "64",
+        "SLURM_JOB_NODELIST": "node[1-64]",
+        "SLURM_JOB_ID": "41234",
+    }
+    job = ["bash", EXAMPLES / "slurm.sbatch"]
+    launcher, flags, _ = launched("v3_2.sh", tmp_path, variables, "--seed", "3", before=job)
+    got = dict(zip(launcher[2:-1:2], launcher[3:-1:2], strict=True))
+    assert got == {
+        "--nnodes": "64",
+        "--node-rank": "3",
+        "--nproc-per-node": "8",
+        "--master-addr": "first",
+        "--master-port": "21234",
+    }
+    assert flags[-2:] == ["--seed", "3"] and "data" in flags
+
+
+@pytest.mark.parametrize("variable", V4)
 def test_variables_have_no_default(variable, tmp_path):
     """Nothing that public sources do not agree on, or do not give, is made up."""
-    others = {name: value for name, value in VARIABLES.items() if name != variable}
+    others = {name: value for name, value in V4.items() if name != variable}
     done = launch("v4_flash.sh", tmp_path, others)
     assert done.returncode != 0 and variable in done.stderr and not done.stdout
+
+
+def test_more_flags_of_several_lines(tmp_path):
+    variables = {"MORE_FLAGS": "--seed 3\n--dsa-dry-run\n--name *"}
+    launcher, flags, _ = launched("v3_2.sh", tmp_path, variables, "last")
+    assert launcher == ["-m"]
+    assert flags[-6:] == ["--seed", "3", "--dsa-dry-run", "--name", "*", "last"]
+
+
+def test_unknown_recompute_is_refused(tmp_path):
+    done = launch("v3_2.sh", tmp_path, TRAINING | {"RECOMPUTE": "most"})
+    assert done.returncode == 2 and "got most" in done.stderr

@@ -1,12 +1,9 @@
 """Capture and replay on tensor- and context-parallel ranks: to the last bit, and the same keys."""
 
-import os
-import tempfile
-
 import pytest
 import torch
 
-from tests.ranks import Case, one_of_ranks
+from tests.ranks import build, spawn
 from tests.unit.test_ranks import case
 
 #: Ranks -> (layer, rows, mode).
@@ -26,27 +23,6 @@ CASES = {
 }
 
 
-def build(case: Case, tp=1, cp=1, tp_rank=0):
-    """The module of a case on one of some ranks, and its packing."""
-    from tests import host
-
-    config = getattr(host, case.config)(
-        *case.arguments,
-        tensor_model_parallel_size=tp,
-        context_parallel_size=cp,
-        sequence_parallel=tp > 1,
-        use_cpu_initialization=True,
-        **case.changes,
-    )
-    module = host.attention_module(
-        config, full=lambda name, weight: case.part(name, weight, tp_rank, tp)
-    ).train()
-    packing = None
-    if case.lengths is not None:
-        packing = host.packed(*case.lengths, padded_lengths=case.padded)
-    return module, packing
-
-
 def step(module, x, packing):
     """Output and every gradient; x is a leaf."""
     module.zero_grad()
@@ -60,21 +36,12 @@ def equal(one, other):
     return [a.equal(b) for a, b in zip(one, other, strict=True)]
 
 
-def _worker(rank, tp, cp, store, folder, cases):
-    cp_rank, tp_rank = rank // tp, rank % tp
-    with one_of_ranks(rank, tp, cp, store):
-        results = {name: _run(*one, tp, cp, tp_rank, cp_rank) for name, one in cases.items()}
-        torch.save(results, f"{folder}/{rank}.pt")
-
-
-def _run(case: Case, whole, tp, cp, tp_rank, cp_rank):
+def _run_case(given, tp, cp):
     from megatron_dsa.dispatch import report, reset_report
     from megatron_dsa.replay import IndexCapture, IndexReplay
-    from tests import host
 
-    module, packing = build(case, tp, cp, tp_rank)
-    x = host.hidden_like(module, case.rows, case.batch).detach()
-    x = x[case.places(cp)[cp_rank]].chunk(tp)[tp_rank].requires_grad_()
+    case, whole = given
+    module, x, packing = build(case, tp, cp)
     with IndexCapture().on(module) as capture:
         expected = step(module, x, packing)
     (own,) = capture.microbatches
@@ -99,12 +66,9 @@ def _run(case: Case, whole, tp, cp, tp_rank, cp_rank):
 def alone():
     """What one rank selects, by case."""
     from megatron_dsa.replay import IndexCapture
-    from tests import host
 
     def positions(layer, rows, mode):
-        one = case(layer, rows, mode)
-        module, packing = build(one)
-        x = host.hidden_like(module, one.rows, one.batch)
+        module, x, packing = build(case(layer, rows, mode))
         with IndexCapture().on(module) as capture:
             step(module, x, packing)
         return capture.microbatches[0][1].cpu()
@@ -118,16 +82,11 @@ def ranks(tmp_path_factory, alone):
     found = {}
     for (tp, cp), names in CASES.items():
         folder = tmp_path_factory.mktemp("replay")
-        handle, store = tempfile.mkstemp(dir=folder)
-        os.close(handle)
-        os.unlink(store)
         with pytest.MonkeyPatch.context() as patch:
             # On the CPU also where there is a GPU: NCCL wants one GPU per rank.
             patch.setenv("CUDA_VISIBLE_DEVICES", "")
             cases = {name: (case(*name), alone[name]) for name in names}
-            arguments = (tp, cp, store, str(folder), cases)
-            torch.multiprocessing.spawn(_worker, arguments, nprocs=tp * cp)
-        found[tp, cp] = [torch.load(f"{folder}/{rank}.pt") for rank in range(tp * cp)]
+            found[tp, cp] = spawn(_run_case, cases, tp, folder, cp)
     return found
 
 

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from tests.helpers import leaf, relative_error
-from tests.host import attention_module, hidden_like, packed, small_config, start
+from tests.host import (
+    attention_module,
+    hidden_like,
+    packed,
+    small_config,
+    small_hybrid_config,
+    start,
+)
 from tests.reference import dsa_float64
 
 
@@ -68,8 +75,8 @@ def test_warmup_freezes_everything_but_the_indexers():
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_dsa.config import DSAOptions
+    from megatron_dsa.freezing import freeze_for_stage
     from megatron_dsa.specs import dsa_block_spec
-    from megatron_dsa.stages import freeze_for_stage
 
     for freeze in (True, False):
         options = DSAOptions(stage="warmup", freeze_main=freeze)
@@ -91,6 +98,47 @@ def test_warmup_freezes_everything_but_the_indexers():
         model.train()(tokens, tokens, None, labels=tokens).mean().backward()
         for name, parameter in model.named_parameters():
             assert (parameter.grad is not None) == (name in trained), name
+
+
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+@pytest.mark.parametrize("hybrid", [False, True], ids=["dsa", "hybrid"])
+def test_indexers_learn_the_same_in_a_frozen_model(hybrid, recompute):
+    """Trap 20: also where layers run again; MTP layers learn as well, evaluation leaves nothing."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.freezing import freeze_for_stage
+    from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
+
+    fields = {"num_layers": 3, "mtp_num_layers": 1, "recompute_granularity": recompute}
+    fields |= {
+        None: {}, "selective": {"recompute_modules": ["core_attn", "mla_up_proj"]},
+        "full": {"recompute_method": "uniform", "recompute_num_layers": 1},
+    }[recompute]  # fmt: skip
+    if hybrid:
+        fields["csa_compress_ratios"] = [4, 0, 4, 4]
+    gradients, weights = [], None
+    for freeze in (True, False):
+        options = DSAOptions(stage="warmup", freeze_main=freeze)
+        fields |= {"dtype": torch.float64, "options": options}
+        config = small_hybrid_config(4, **fields) if hybrid else small_config(**fields)
+        model = GPTModel(
+            config, dsa_block_spec(config), 64, 32, position_embedding_type="rope",
+            mtp_block_spec=dsa_mtp_block_spec(config),
+        ).to(start())  # fmt: skip
+        weights = weights or model.state_dict()
+        model.load_state_dict(weights)
+        freeze_for_stage([model])
+        tokens = torch.arange(32, device=start())[None]
+        with torch.no_grad():
+            model.eval()(tokens, tokens, None, labels=tokens)
+        out = model.train()(tokens, tokens, None, labels=tokens)
+        out.mean().backward()
+        parameters = dict(model.named_parameters())
+        gradients.append({n: p.grad for n, p in parameters.items() if ".indexer." in n})
+    assert len(gradients[0]) >= 3 * 5
+    for name, gradient in gradients[0].items():
+        assert relative_error(gradient, gradients[1][name]) < 1e-12, name
 
 
 def test_hadamard_is_the_reference_transform():
