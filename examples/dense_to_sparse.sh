@@ -57,7 +57,7 @@ sparse=$(validation)
 convert v3.2 sparse
 
 echo "== reload"
-stage sparse 1 1e-3 --dsa-load-hf "$run/sparse" --skip-train --tensorboard-dir "$run/events/reloaded" "$@"
+stage sparse 1 1e-3 --dsa-load-hf "$run/sparse" --skip-train "$@"
 reloaded=$(validation)
 report
 echo "validation loss: dense $dense, sparse $sparse, exported and reloaded $reloaded"

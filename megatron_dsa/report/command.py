@@ -50,7 +50,16 @@ def write_report(folders: list[Path], outputs: list[Path], title: str) -> int:
         from megatron_dsa.report.page import write_html, write_png
     except ImportError as error:
         raise missing_package("matplotlib and jinja2") from error
-    runs = [read_run(name, folder) for name, folder in find_runs(folders).items()]
+    found = [read_run(name, folder) for name, folder in find_runs(folders).items()]
+    runs = [run for run in found if run.scalars]
+    require(
+        runs,
+        f"{', '.join(map(str, folders))}: no run holds scalars yet, they come with a run's first "
+        "logged steps (--log-interval, --tensorboard-log-interval)",
+    )
+    for run in found:
+        if not run.scalars:
+            print(f"left out: {run.name} holds no scalars")
     for path in outputs:
         (write_html if path.suffix == ".html" else write_png)(runs, title, path)
         print(f"{path}: {len(runs)} run(s): {', '.join(run.name for run in runs)}")

@@ -98,10 +98,9 @@ def _names(paths: list[Path]) -> list[str]:
 
 
 def read_run(name: str, folder: Path) -> RunLog:
-    """Read the event files of one folder.
+    """Read the event files of one folder; they may hold no scalars yet.
 
     Raises:
-        ConfigError: they hold no scalars.
         VersionError: TensorBoard is not installed.
     """
     try:
@@ -116,8 +115,6 @@ def read_run(name: str, folder: Path) -> RunLog:
     )
     events.Reload()
     tags = events.Tags()
-    if not tags["scalars"]:
-        raise ConfigError(f"{folder} holds no scalars yet: a run writes them with its first steps")
     scalars, restarts = {}, {}
     for tag in tags["scalars"]:
         written = sorted(events.Scalars(tag), key=lambda event: event.wall_time)

@@ -280,12 +280,17 @@ def test_what_is_printed(capsys):
         assert part in out, part
 
 
-def test_nothing_is_left_behind():
+def test_nothing_is_left_behind(monkeypatch):
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+    # As a model that was trained in this process leaves them.
+    logged = {"loss_values": torch.ones(1)}
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", logged)
+    monkeypatch.setattr(get_moe_metrics_tracker(), "_metrics", {"load_balancing_loss": None})
+    stream = MoEAlltoAllTokenDispatcher.cuda_dtoh_stream
     before = torch.cuda.current_device, dict(os.environ), _get_current_function_mode_stack()
     changes = EXPERTS | {"--mtp-num-layers": 1, "--moe-aux-loss-coeff": 0.1}
     plan(BF16 | changes | {"--deterministic-mode": True})
@@ -293,8 +298,9 @@ def test_nothing_is_left_behind():
     assert not dispatch.rehearsing() and not dispatch.deterministic_mode()
     after = torch.cuda.current_device, dict(os.environ), _get_current_function_mode_stack()
     assert after == before
-    assert MoEAlltoAllTokenDispatcher.cuda_dtoh_stream is None
-    assert not get_moe_metrics_tracker().metrics and not MTPLossLoggingHelper.tracker
+    assert MoEAlltoAllTokenDispatcher.cuda_dtoh_stream is stream
+    assert get_moe_metrics_tracker().metrics == {"load_balancing_loss": None}
+    assert MTPLossLoggingHelper.tracker is logged and logged == {"loss_values": torch.ones(1)}
     assert torch.empty(1, device="cpu").device.type == "cpu"
 
 

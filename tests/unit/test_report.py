@@ -265,7 +265,12 @@ def test_missing_package_is_named(package, logs, tmp_path, monkeypatch, capsys):
     assert "megatron-dsa[report]" in capsys.readouterr().out
 
 
-def test_a_writer_that_wrote_no_scalars(tmp_path):
-    SummaryWriter(str(tmp_path)).close()
-    with pytest.raises(ConfigError, match="no scalars"):
-        read_run("empty", tmp_path)
+def test_a_run_without_scalars_is_left_out_by_name(logs, tmp_path, capsys):
+    SummaryWriter(str(tmp_path / "evaluated")).close()
+    page = str(tmp_path / "report.html")
+    assert main(["report", str(tmp_path), "--output", page]) == 1
+    assert "no run holds scalars yet" in capsys.readouterr().out
+    assert main(["report", str(tmp_path), str(logs), "--output", page]) == 0
+    left_out, written = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"left out: \S*evaluated holds no scalars", left_out)
+    assert "2 run(s)" in written and "evaluated" not in written
