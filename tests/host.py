@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 import tempfile
 
 import torch
@@ -135,6 +136,23 @@ def attention_module(config, layer_number=1, seed=3, full=None):
                 values = values * 1.5 * shape[1] ** -0.5
             parameter.copy_(values if full is None else full(name, values))
     return module
+
+
+def parsed(flags, world, monkeypatch):
+    """The validated arguments of the training entry point that was given ``flags``."""
+    start()
+    from megatron.training import arguments
+
+    from megatron_dsa import pretrain
+    from megatron_dsa.arguments import add_dsa_arguments
+
+    monkeypatch.setattr(sys, "argv", ["pretrain", *flags])
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("RANK", "0")
+    pretrain.preset_flags(sys.argv)
+    args = arguments.parse_args(add_dsa_arguments)
+    arguments.validate_args(args)
+    return args
 
 
 def packed(*lengths, padded_lengths=None):

@@ -12,7 +12,7 @@ import torch
 from megatron_dsa.csa_config import CSA_PRESETS, HybridTransformerConfig
 from megatron_dsa.huggingface.conventions import check_model, parse_config
 from megatron_dsa.presets import PRESETS
-from tests.host import start
+from tests.host import parsed
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -127,24 +127,15 @@ def launched(*call, **more):
 
 def configured(flags, world, monkeypatch):
     """Return the transformer configuration and the arguments that flags describe."""
-    start()
-    from megatron.training import arguments
+    from megatron_dsa.pretrain import model_config_from_args
 
-    from megatron_dsa import pretrain
-    from megatron_dsa.arguments import add_dsa_arguments
-
-    monkeypatch.setattr(sys, "argv", ["pretrain", *flags])
-    monkeypatch.setenv("WORLD_SIZE", str(world))
-    monkeypatch.setenv("RANK", "0")
     # Grouped expert GEMMs are refused without a GPU; a Hopper GPU is what the scripts are for.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    pretrain.preset_flags(sys.argv)
-    args = arguments.parse_args(add_dsa_arguments)
-    arguments.validate_args(args)
+    args = parsed(flags, world, monkeypatch)
     if args.padded_vocab_size is None:
         args.padded_vocab_size = 1024  # the tokenizer's
     assert args.eval_interval  # Megatron divides by it, whether or not there is a validation
-    return pretrain.model_config_from_args(args).transformer, args
+    return model_config_from_args(args).transformer, args
 
 
 @pytest.mark.parametrize("name", ["flash", "pro"])

@@ -1,7 +1,6 @@
 """The command ``flags``: what it prints makes the entry point build the model of config.json."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from megatron_dsa.cli import main
 from megatron_dsa.huggingface.convert import export_model, import_model
 from megatron_dsa.huggingface.flags import flags_of
 from tests.helpers import relative_error
-from tests.host import start
+from tests.host import parsed
 from tests.tiny_models import logits_of, tiny_config, tiny_model, tiny_v4
 
 pytest.importorskip("safetensors")
@@ -36,28 +35,10 @@ MODELS = {
 RUN = "--micro-batch-size 1 --seq-length 24 --train-iters 1 --lr 1e-4 --lr-decay-style constant"
 
 
-def parsed_config(flags, monkeypatch):
-    """The transformer configuration and vocabulary that the entry point builds from flags."""
-    start()
-    from megatron.training import arguments
-
-    from megatron_dsa import pretrain
-    from megatron_dsa.arguments import add_dsa_arguments
-
-    monkeypatch.setattr(sys, "argv", ["pretrain", *flags, *RUN.split()])
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("RANK", "0")
-    pretrain.preset_flags(sys.argv)
-    args = arguments.parse_args(add_dsa_arguments)
-    arguments.validate_args(args)
-    model = pretrain.model_config_from_args(args)
-    assert not model.share_embeddings_and_output_weights
-    return model.transformer, model.vocab_size
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_printed_flags_give_the_model_of_the_checkpoint(name, tmp_path, monkeypatch, capsys):
     from megatron_dsa.huggingface.build import gpt_model
+    from megatron_dsa.pretrain import model_config_from_args
 
     config = MODELS[name]
     stage = "dense" if name == "v3" else "sparse"
@@ -72,10 +53,11 @@ def test_printed_flags_give_the_model_of_the_checkpoint(name, tmp_path, monkeypa
     }
     assert notes.get(name, "") in printed.err
 
-    parsed, words = parsed_config(printed.out.split(), monkeypatch)
-    assert words == 70
-    parsed.perform_initialization = False
-    model = gpt_model(parsed, words, 64).eval()
+    args = parsed([*printed.out.split(), *RUN.split()], 1, monkeypatch)
+    described = model_config_from_args(args)
+    assert described.vocab_size == 70 and not described.share_embeddings_and_output_weights
+    described.transformer.perform_initialization = False
+    model = gpt_model(described.transformer, 70, 64).eval()
     report = import_model(model, tmp_path)
     assert not report.fresh and not report.rounded
     ids = torch.randint(0, 70, (1, 24), generator=torch.Generator().manual_seed(1))
