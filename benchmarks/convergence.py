@@ -300,8 +300,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="optimizer steps (300), evaluated 12 times")
     arguments = parser.parse_args()
     size = TINY if arguments.tiny else SMALL
-    if arguments.steps:
-        size = replace(size, steps=arguments.steps, every=max(arguments.steps // 12, 1))
+    if arguments.steps is not None:
+        if arguments.steps < 24:
+            parser.error("--steps must be at least 24: two for each of the 12 evaluations")
+        size = replace(size, steps=arguments.steps, every=arguments.steps // 12)
     train_all(arguments.output, size, arguments.ways, arguments.seeds, arguments.at_once)
 
 
