@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.helpers import relative_error
+from tests.processes import run_ranks
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def spawn(run_case: Callable, cases: dict, tp: int, folder, cp: int = 1) -> list
     os.close(handle)
     os.unlink(store)
     arguments = (tp, cp, store, str(folder), run_case, cases)
-    torch.multiprocessing.spawn(_worker, arguments, nprocs=tp * cp)
+    run_ranks(_worker, arguments, tp * cp)
     return [torch.load(f"{folder}/{tp}-{cp}-{rank}.pt") for rank in range(tp * cp)]
 
 

@@ -1,4 +1,4 @@
-"""Running the training entry point as users do, in its own processes, and reading its log."""
+"""Running the training entry point in its own processes, and reading its log."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch.distributed import TCPStore
+
+from tests.processes import run_modules
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENTRY_POINT = "megatron_dsa.pretrain"
+LIMIT = 600  # seconds
 
 #: A DeepSeek-V3.2 in miniature; every case starts from these flags. ``True`` is a bare flag.
 TINY = {
@@ -121,10 +127,12 @@ def launch(
     check: bool = True,
     env: dict | None = None,
     module: str = ENTRY_POINT,
+    as_users_do: bool = False,
 ) -> Run:
     """Train with ``flags`` in ``ranks`` processes on this machine; return the parsed log.
 
     With ``check``, a run that fails raises with the end of its log. ``module`` is what is run.
+    ``as_users_do`` starts interpreters, several ranks by torchrun, which takes some seconds more.
     """
     flags = command_line(flags)
     environment = os.environ | {
@@ -134,25 +142,43 @@ def launch(
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         **(env or {}),
     }
-    # Both take a port that is free when they open it: one that was looked up before may be gone.
+    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+        start = _start_interpreters if as_users_do else _fork
+        status = start(module, flags, environment, ranks, log.name)
+        text = log.read()
+    run = Run(status, text, parse_steps(text))
+    if check and run.returncode != 0:
+        raise AssertionError(f"training failed ({' '.join(flags)}):\n{run.log[-6000:]}")
+    return run
+
+
+# All of these take a port that is free when they open it: one that was looked up may be gone.
+
+
+def _start_interpreters(module, flags, environment, ranks, log) -> int:
     if ranks == 1:
         # The launcher would cost as much time as the training.
-        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+        environment |= _place(0, 1) | {"MASTER_PORT": "0"}
         launcher = [sys.executable]
     else:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         launcher += ["--nproc-per-node", str(ranks)]
-    result = subprocess.run(
-        [*launcher, "-m", module, *flags],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        cwd=REPOSITORY,
-    )
-    run = Run(result.returncode, result.stdout, parse_steps(result.stdout))
-    if check and run.returncode != 0:
-        raise AssertionError(f"training failed ({' '.join(flags)}):\n{run.log[-6000:]}")
-    return run
+    with open(log, "a") as file:
+        return subprocess.run(
+            [*launcher, "-m", module, *flags],
+            env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=LIMIT, cwd=REPOSITORY,
+        ).returncode  # fmt: skip
+
+
+def _fork(module, flags, environment, ranks, log) -> int:
+    # What a launcher has: a store that outlives ranks, and that they find by these variables.
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    environment |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment |= {"TORCHELASTIC_RESTART_COUNT": "0"}
+    places = [environment | _place(rank, ranks) for rank in range(ranks)]
+    return run_modules(module, flags, places, REPOSITORY, Path(log), LIMIT)
+
+
+def _place(rank: int, ranks: int) -> dict[str, str]:
+    local = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    return local | {"MASTER_ADDR": "localhost"}

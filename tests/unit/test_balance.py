@@ -18,6 +18,7 @@ from megatron_dsa.microbatch import layout_from_megatron
 from megatron_dsa.parallel import Ranks
 from megatron_dsa.spread import Spread
 from tests.host import packed
+from tests.processes import run_ranks
 from tests.ranks import compare, run
 from tests.unit.test_ranks import DSA, HYBRID
 
@@ -238,7 +239,7 @@ def selections(tmp_path_factory):
     os.unlink(store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        torch.multiprocessing.spawn(_worker, (store, str(folder)), nprocs=WORLD)
+        run_ranks(_worker, (store, str(folder)), WORLD)
     return [torch.load(f"{folder}/{rank}.pt") for rank in range(WORLD)]
 
 

@@ -14,6 +14,7 @@ from megatron_dsa.ops.indexer_loss import DenseLossProblem, dense_torch, referen
 from megatron_dsa.ops.indexer_topk.scores import head_blocks
 from megatron_dsa.spread import KeyPlaces, Spread, spread_layout
 from tests.helpers import leaf, relative_error
+from tests.processes import run_ranks
 from tests.unit.test_indexer_loss import check, reference_scores, visible_rows
 
 SCALE = 0.37  # not 1, so that a scale applied twice shows
@@ -361,7 +362,7 @@ def _of_group(name, group):
 
 def test_heads_of_a_group(tmp_path):
     """The teacher is summed over ranks, tile by tile, and normalised by the mass of all heads."""
-    torch.multiprocessing.spawn(_one_of_two_ranks, (str(tmp_path / "s"), str(tmp_path)), nprocs=2)
+    run_ranks(_one_of_two_ranks, (str(tmp_path / "s"), str(tmp_path)), 2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for name in GROUP_CASES:
         want = _of_group(name, None)

@@ -19,6 +19,7 @@ from megatron_dsa.ring import (
 )
 from megatron_dsa.ring.blocks import torch_leaf
 from tests.helpers import relative_error
+from tests.processes import run_ranks
 
 #: Heads; dims of keys, values, rope and latent.
 SMALL = (3, 12, 8, 4, 10)
@@ -229,10 +230,10 @@ def _worker(rank, world, backend, folder, cases):
     distributed.destroy_process_group()
 
 
-def run_ranks(world, backend, folder, cases):
+def results_of_ranks(world, backend, folder, cases):
     """Return what each of ``world`` processes computed for all cases."""
     arguments = (world, backend, str(folder), cases)
-    torch.multiprocessing.spawn(_worker, arguments, nprocs=world)
+    run_ranks(_worker, arguments, world)
     return [torch.load(f"{folder}/{rank}.pt", map_location="cpu") for rank in range(world)]
 
 
@@ -242,7 +243,7 @@ def results(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         folder = tmp_path_factory.mktemp("ring")
-        return request.param, run_ranks(request.param, "gloo", folder, CASES)
+        return request.param, results_of_ranks(request.param, "gloo", folder, CASES)
 
 
 def expected(case):
@@ -319,7 +320,7 @@ def test_ranks_with_nccl(world, tmp_path):
         for mode in ("ring", "latent", "gathered")
         for name, batch in batches.items()
     }
-    several = run_ranks(world, "nccl", tmp_path, cases)
+    several = results_of_ranks(world, "nccl", tmp_path, cases)
     for name, case in cases.items():
         check(case, [rank[name] for rank in several])
 

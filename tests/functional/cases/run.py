@@ -58,7 +58,7 @@ def run_case(name: str, data_path: str) -> Run:
         for flag, value in case["MODEL_ARGS"].items()
     }
     environment = {key: str(value) for key, value in case.get("ENV_VARS", {}).items()}
-    return launch(flags, ranks=case["RANKS"], env=environment)
+    return launch(flags, ranks=case["RANKS"], env=environment, as_users_do=True)
 
 
 def differences(name: str, run: Run) -> list[str]:

@@ -1,0 +1,116 @@
+"""Processes for tests, forked from one that has imported torch: it takes longer than most tests.
+
+The process they come from holds only what torch itself imports. Megatron and this package are
+imported by every process anew, after it was given its environment, as in a process of a user.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import multiprocessing
+import os
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+#: Nothing of it asks for GPUs, which would make them unusable in processes that are forked later.
+PARTS_OF_TORCH = ["torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx"]
+
+
+def run_ranks(function: Callable, arguments: Sequence, ranks: int) -> None:
+    """Run ``function(rank, *arguments)`` in ``ranks`` processes with the environment of this one.
+
+    Raises:
+        ProcessRaisedException, ProcessExitedException: one failed; the others are ended.
+    """
+    _start(_call, (dict(os.environ), function, *arguments), ranks).join()
+
+
+def run_modules(
+    module: str, flags: list[str], environments: list[dict], folder: Path, output: Path, limit: int
+) -> int:
+    """Do what ``python -m module flags`` does, in a process for each of ``environments``.
+
+    Args:
+        module: what is run, in ``folder``.
+        output: file that everything printed is appended to.
+        limit: seconds until all are ended.
+
+    Returns:
+        The exit status of the first one that failed, after which the others are ended; else 0.
+    """
+    arguments = (module, flags, environments, str(folder), str(output))
+    processes = _start(_run_module, arguments, len(environments))
+    end = time.monotonic() + limit
+    try:
+        while not processes.join(timeout=max(end - time.monotonic(), 0)):
+            if time.monotonic() >= end:
+                for process in processes.processes:
+                    process.kill()
+                raise TimeoutError(f"{module} {' '.join(flags)}: still running after {limit} s")
+    except (ProcessExitedException, ProcessRaisedException) as error:
+        return getattr(error, "exit_code", 1)
+    return 0
+
+
+def _start(function, arguments, ranks):
+    _prepare()
+    return torch.multiprocessing.start_processes(
+        function, arguments, nprocs=ranks, join=False, start_method="forkserver"
+    )
+
+
+@functools.cache
+def _prepare() -> None:
+    """Start the process that all others are forked from."""
+    # Read when torch is imported, and not again in a fork.
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}):
+        if not torch.cuda.is_available():
+            multiprocessing.set_forkserver_preload(PARTS_OF_TORCH)
+        forkserver.ensure_running()
+
+
+def _set_environment(environment: dict) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _call(rank, environment, function, *arguments):
+    _set_environment(environment)
+    function(rank, *arguments)
+
+
+def _run_module(rank, module, flags, environments, folder, output):
+    _set_environment(environments[rank])
+    os.chdir(folder)
+    with open(output, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = [module, *flags]
+    status = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as exit:
+        if isinstance(exit.code, str):
+            print(exit.code, file=sys.stderr)
+        status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    # A process that multiprocessing made leaves these two out.
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        raise SystemExit(status)
