@@ -1,0 +1,226 @@
+"""Megatron-Bridge's conversion, tensor by tensor beside ours, on models with our layers.
+
+Runs where Megatron-Bridge does, which transformer-engine decides; no GPU is needed.
+"""
+
+import re
+
+import pytest
+import torch
+
+from megatron_dsa.config import DSAOptions
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.huggingface.conventions import check_model, parse_config, read_config
+from megatron_dsa.huggingface.convert import export_model, import_model
+from megatron_dsa.huggingface.files import CheckpointReader
+from megatron_dsa.huggingface.names import INDEXER, V3
+from megatron_dsa.huggingface.names_v4 import V4
+from megatron_dsa.stages import is_indexer_parameter
+from tests.host import start
+from tests.tiny_models import tensors_of, tiny_config, tiny_model, tiny_v4
+
+AutoBridge = pytest.importorskip(
+    "megatron.bridge",
+    reason="Megatron-Bridge cannot be imported here: it is not installed, or transformer-engine",
+    exc_type=ImportError,
+).AutoBridge
+
+from megatron_dsa.huggingface.bridge import DeepSeekV32Bridge, sparse_provider  # noqa: E402
+
+ARCHITECTURES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+}
+#: Rope of the other kind than V3.2's, and norms of two epsilons.
+GLM = {"n_group": 1, "topk_group": 1, "rms_norm_eps": 0.3, "indexer_rope_interleave": True}
+SHARED = GLM | {"num_hidden_layers": 4, "index_topk_freq": 2, "index_skip_topk_offset": 2}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0}
+#: What Bridge asks for and only GPUs or transformer-engine's layers have.
+HERE = {
+    "transformer_impl": "local",
+    "persist_layer_norm": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_shared_expert_overlap": False,
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+
+def config_of(kind, **changes):
+    """config.json as Bridge wants it."""
+    return tiny_config(kind, architectures=[ARCHITECTURES[kind]], **changes)
+
+
+def checkpoint(config, folder, stage="sparse", **changes):
+    """Write a random model, without rows of padding, which Bridge adds on request only."""
+    export_model(tiny_model(config, stage, vocab=70, **changes), folder, config)
+
+
+def stage_of(kind):
+    return "dense" if kind == "deepseek_v3" else "sparse"
+
+
+def built(provider, **changes):
+    """Build the model of a provider; its weights are loaded, if the provider was told to."""
+    start()
+    for name, value in (HERE | changes).items():
+        setattr(provider, name, value)
+    provider.finalize()
+    return provider.provide_distributed_model(
+        wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("deepseek_v3", {"num_nextn_predict_layers": 1}),
+        ("deepseek_v3", {"rope_scaling": YARN | {"mscale_all_dim": 1.0}}),
+        ("deepseek_v32", {"num_nextn_predict_layers": 1}),
+        ("deepseek_v32", {"rope_scaling": YARN | {"mscale_all_dim": 1.0}}),
+        ("glm_moe_dsa", GLM | {"num_nextn_predict_layers": 1}),
+        ("glm_moe_dsa", SHARED),
+    ],
+    ids=["v3", "v3-yarn", "v3.2", "v3.2-yarn", "glm-5", "glm-5.2"],
+)
+def test_bridge_and_we_convert_alike(kind, changes, tmp_path):
+    config, stage = config_of(kind, **changes), stage_of(kind)
+    prediction = config.get("num_nextn_predict_layers")
+    checkpoint(config, tmp_path, stage, mtp_num_layers=prediction)
+    bridge = AutoBridge.from_hf_pretrained(tmp_path)
+    models = built(sparse_provider(bridge, DSAOptions(stage=stage)), mtp_num_layers=prediction)
+    ours = tiny_model(config, stage, vocab=70, seed=6, mtp_num_layers=prediction)
+    assert not import_model(ours, tmp_path).fresh
+    check_model(read_config(tmp_path), models[0].config)
+    blocks = [*models[0].decoder.layers, *(x.mtp_model_layer for x in mtp_layers(models[0]))]
+    assert {type(layer.self_attention).__name__ for layer in blocks} == {"DSASelfAttention"}
+
+    theirs, expected = tensors_of(models[0]), tensors_of(ours)
+    assert theirs.keys() == expected.keys()
+    assert all(torch.equal(theirs[name], expected[name]) for name in expected)
+
+    reader = CheckpointReader(tmp_path)
+    written = dict(bridge.export_hf_weights(models, show_progress=False))
+    copies = {V3.prefix(0, True, config["num_hidden_layers"]) + name for name in V3.copies}
+    assert set(written) == set(reader.names()) - copies
+    assert all(torch.equal(reader.read(name), written[name]) for name in written)
+    print(f"{kind} {sorted(changes)}: {len(expected)} parameters, {len(written)} tensors back")
+
+
+def mtp_layers(model):
+    """Layers of multi-token prediction, if any."""
+    return model.mtp.layers if getattr(model, "mtp", None) is not None else []
+
+
+def test_a_dense_checkpoint_leaves_indexers_fresh(tmp_path):
+    """DeepSeek-V3 in stage warmup: everything but the indexers is that of the checkpoint."""
+    config = config_of("deepseek_v3")
+    checkpoint(config, tmp_path, "dense")
+    bridge = AutoBridge.from_hf_pretrained(tmp_path)
+    provider = sparse_provider(bridge, DSAOptions(stage="warmup"))
+    indexer = {"n_heads": 8, "head_dim": 16, "topk": 6, "loss_coeff": 1.0}
+    (model,) = built(provider, **{f"dsa_indexer_{key}": value for key, value in indexer.items()})
+    dense = tiny_model(config, "dense", vocab=70, seed=6)
+    import_model(dense, tmp_path)
+    expected, found = tensors_of(dense), tensors_of(model)
+    fresh = found.keys() - expected.keys()
+    assert fresh and all(map(is_indexer_parameter, fresh))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def registry_of(bridge_class, **fields):
+    """Bridge's mappings for a model of two layers, one of them of multi-token prediction."""
+    bridge = bridge_class()
+    known = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1} | fields
+    bridge.hf_config = type("Config", (), known)
+    return bridge.mapping_registry()
+
+
+def names_of_table(names):
+    """Yield ``(parameter, tensors)`` of a table; all names of a parameter, all kinds of layers."""
+    for line in names.model:
+        for name in line.megatron:
+            yield name, line.hf
+    for prefix, table, mtp in (
+        ("decoder.layers.1.", names.layer, False),
+        ("mtp.layers.0.mtp_model_layer.", names.layer, True),
+        ("mtp.layers.0.", names.mtp, True),
+    ):
+        start_of_hf = names.prefix(0 if mtp else 1, mtp, 2)
+        for line in table:
+            tensors = tuple(start_of_hf + x.replace("{expert}", "3") for x in line.hf)
+            for name in line.megatron:
+                yield prefix + name.replace("{expert}", "3"), tensors
+
+
+def differences(registry, names):
+    """Return the parameters of our table that Bridge does not make of the same tensors."""
+    wrong = []
+    for name, tensors in names_of_table(names):
+        found = registry.megatron_to_hf_lookup(name)
+        hf = () if found is None else found.hf_param
+        hf = (hf,) if isinstance(hf, str) else tuple(hf.values()) if hf else ()
+        back = [registry.hf_to_megatron_lookup(tensor) for tensor in tensors]
+        if hf != tensors or None in back:
+            wrong.append(name)
+    return wrong
+
+
+def test_tables_agree():
+    """Those of the layers of transformer-engine, too, which cannot be built without a GPU."""
+    from megatron.bridge.models.glm_moe_dsa.glm5_bridge import GLM5Bridge
+
+    assert len(list(names_of_table(V3))) > 60
+    for bridge_class in (DeepSeekV32Bridge, GLM5Bridge):
+        assert differences(registry_of(bridge_class), V3) == []
+
+
+def test_tables_of_v4_differ_where_megatrons_branch_does():
+    """What docs/huggingface.md says of DeepSeek-V4."""
+    from megatron.bridge.models.deepseek.deepseek_v4_bridge import DeepSeekV4Bridge
+
+    found = set(differences(registry_of(DeepSeekV4Bridge), V4))
+    # Layers of multi-token prediction are windows: without compressors and indexers.
+    found -= {name for name in found if re.search(r"mtp.*(compressor|indexer)", name)}
+    attention, mtp = "self_attention.", "mtp.layers.0.mtp_model_layer."
+    assert found == {
+        f"decoder.layers.1.{attention}linear_o_group_proj.weight",
+        f"{mtp}{attention}linear_o_group_proj.weight",
+        # A tensor has one of two names, which Bridge finds when it reads.
+        f"decoder.layers.1.{INDEXER}linear_weights_proj.weight",
+        "mtp.layers.0.eh_proj.weight",
+        f"{mtp}mlp.experts.local_experts.3.linear_fc1.weight",
+        f"{mtp}mlp.experts.local_experts.3.linear_fc2.weight",
+    }
+
+
+def test_v4_is_refused():
+    from types import SimpleNamespace
+
+    from transformers import PretrainedConfig
+
+    config = PretrainedConfig()
+    config.to_dict = lambda: tiny_v4()
+    with pytest.raises(ConfigError, match="DeepSeek-V4 needs hyper-connections.*import-hf"):
+        sparse_provider(SimpleNamespace(hf_pretrained=config))
+
+
+def test_a_provider_without_weights_is_checked_when_finalized():
+    """From a configuration alone; fields may be changed until then."""
+    from transformers import AutoConfig
+
+    config = config_of("deepseek_v32")
+    kind = config.pop("model_type")
+    bridge = AutoBridge.from_hf_config(AutoConfig.for_model(kind, **config))
+    provider = sparse_provider(bridge, load_weights=False)
+    provider.attention_dropout = 0.1
+    with pytest.raises(ConfigError, match="--attention-dropout must be 0"):
+        built(provider)
+    (model,) = built(provider, attention_dropout=0.0)
+    check_model(parse_config(config | {"model_type": kind}), model.config)
