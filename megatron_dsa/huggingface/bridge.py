@@ -8,7 +8,7 @@ DeepSeek-V3 may gain indexers; and that our replicated linears are not split.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -16,12 +16,13 @@ from unittest import mock
 from megatron.bridge.models import gpt_provider
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.conversion.model_bridge import HFWeightTuple, MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import AutoMapping, ReplicatedMapping
 from megatron.bridge.models.deepseek import DeepSeekV3Bridge
 from megatron.bridge.models.mla_provider import MLAModelProvider
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import get_model_config
 from transformers import PretrainedConfig
 
 from megatron_dsa.config import DSAOptions, DSATransformerConfig, validate
@@ -63,6 +64,24 @@ class DeepSeekV32Bridge(DeepSeekV3Bridge):
         ]
         return MegatronMappingRegistry(*mappings)
 
+    def stream_weights_megatron_to_hf(
+        self, megatron_model, *args, **kwargs
+    ) -> Iterator[HFWeightTuple]:
+        """Yield also the copies of embedding and head in layers of multi-token prediction.
+
+        Without them Bridge's strict saving refuses every file that had one.
+        """
+        config = get_model_config(megatron_model[0])
+        prefixes = [
+            V3.prefix(layer, True, config.num_layers) for layer in range(config.mtp_num_layers or 0)
+        ]
+        for found in super().stream_weights_megatron_to_hf(megatron_model, *args, **kwargs):
+            yield found
+            for copy, original in V3.copies.items():
+                if found.param_name == original:
+                    for prefix in prefixes:
+                        yield HFWeightTuple(prefix + copy, found.weight.clone())
+
 
 @MegatronModelBridge.register_bridge(
     source="DeepseekV3ForCausalLM",
@@ -93,7 +112,7 @@ class SparseModelProvider(MLAModelProvider, DSATransformerConfig):
         validate(self)
 
     def provide(self, *args, **kwargs) -> GPTModel:
-        """Build one stage; like the parent, but layers of multi-token prediction are sparse, too."""
+        """Build one stage; like the parent, but multi-token prediction is sparse as well."""
         # The parent derives them through a module function, of transformer-engine's layers.
         with mock.patch.object(gpt_provider, "mtp_block_spec", dsa_mtp_block_spec):
             return super().provide(*args, **kwargs)

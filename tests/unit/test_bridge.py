@@ -101,14 +101,16 @@ def test_bridge_and_we_convert_alike(kind, changes, tmp_path):
     blocks = [*models[0].decoder.layers, *(x.mtp_model_layer for x in mtp_layers(models[0]))]
     assert {type(layer.self_attention).__name__ for layer in blocks} == {"DSASelfAttention"}
 
-    theirs, expected = tensors_of(models[0]), tensors_of(ours)
-    assert theirs.keys() == expected.keys()
-    assert all(torch.equal(theirs[name], expected[name]) for name in expected)
+    found, expected = tensors_of(models[0]), tensors_of(ours)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
     reader = CheckpointReader(tmp_path)
     written = dict(bridge.export_hf_weights(models, show_progress=False))
-    copies = {V3.prefix(0, True, config["num_hidden_layers"]) + name for name in V3.copies}
-    assert set(written) == set(reader.names()) - copies
+    names = set(reader.names())
+    if kind == "glm_moe_dsa":  # Bridge's own class, which leaves out what is there twice
+        names -= {V3.prefix(0, True, config["num_hidden_layers"]) + name for name in V3.copies}
+    assert set(written) == names
     assert all(torch.equal(reader.read(name), written[name]) for name in written)
     print(f"{kind} {sorted(changes)}: {len(expected)} parameters, {len(written)} tensors back")
 
@@ -207,7 +209,7 @@ def test_v4_is_refused():
 
     config = PretrainedConfig()
     config.to_dict = lambda: tiny_v4()
-    with pytest.raises(ConfigError, match="DeepSeek-V4 needs hyper-connections.*import-hf"):
+    with pytest.raises(ConfigError, match="conversion of DeepSeek-V4 needs"):
         sparse_provider(SimpleNamespace(hf_pretrained=config))
 
 
