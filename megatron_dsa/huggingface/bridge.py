@@ -27,6 +27,7 @@ from transformers import PretrainedConfig
 
 from megatron_dsa.config import DSAOptions, DSATransformerConfig, validate
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.freezing import freeze_for_stage
 from megatron_dsa.huggingface.config_json import HFModel
 from megatron_dsa.huggingface.conventions import parse_config
 from megatron_dsa.huggingface.names import INDEXER, V3
@@ -112,10 +113,14 @@ class SparseModelProvider(MLAModelProvider, DSATransformerConfig):
         validate(self)
 
     def provide(self, *args, **kwargs) -> GPTModel:
-        """Build one stage; like the parent, but multi-token prediction is sparse as well."""
-        # The parent derives them through a module function, of transformer-engine's layers.
+        """Build one stage; like the parent, but multi-token prediction is sparse as well.
+
+        In stage ``warmup``, all but the indexers is frozen.
+        """
+        # The parent derives its layers through a module function, and asks transformer-engine.
         with mock.patch.object(gpt_provider, "mtp_block_spec", dsa_mtp_block_spec):
-            return super().provide(*args, **kwargs)
+            model = super().provide(*args, **kwargs)
+        return freeze_for_stage([model])[0]
 
 
 def sparse_provider(

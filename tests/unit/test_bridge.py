@@ -120,7 +120,7 @@ def mtp_layers(model):
     return model.mtp.layers if getattr(model, "mtp", None) is not None else []
 
 
-def test_a_dense_checkpoint_leaves_indexers_fresh(tmp_path):
+def test_a_dense_checkpoint_leaves_indexers_fresh_and_alone(tmp_path):
     """DeepSeek-V3 in stage warmup: everything but the indexers is that of the checkpoint."""
     config = config_of("deepseek_v3")
     checkpoint(config, tmp_path, "dense")
@@ -134,6 +134,7 @@ def test_a_dense_checkpoint_leaves_indexers_fresh(tmp_path):
     fresh = found.keys() - expected.keys()
     assert fresh and all(map(is_indexer_parameter, fresh))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert {name for name, x in model.named_parameters() if x.requires_grad} == fresh
 
 
 def registry_of(bridge_class, **fields):
@@ -226,3 +227,26 @@ def test_a_provider_without_weights_is_checked_when_finalized():
         built(provider)
     (model,) = built(provider, attention_dropout=0.0)
     check_model(parse_config(config | {"model_type": kind}), model.config)
+
+
+def test_bridge_reads_back_the_provider_that_it_saved(tmp_path):
+    """Its checkpoints hold the provider, as YAML."""
+    training = pytest.importorskip(
+        "megatron.bridge.training.utils.config_utils",
+        reason="Megatron-Bridge's training loop has packages of its own, not all installed here",
+        exc_type=ImportError,
+    )
+    import yaml
+    from megatron.bridge.utils.instantiate_utils import instantiate
+    from megatron.bridge.utils.yaml_utils import safe_yaml_representers
+
+    config = config_of("glm_moe_dsa", **GLM)
+    checkpoint(config, tmp_path)
+    options = DSAOptions(health_rows=3, named=(("indexer_topk", "torch"),))
+    provider = sparse_provider(AutoBridge.from_hf_pretrained(tmp_path), options)
+    with safe_yaml_representers():
+        text = yaml.safe_dump(training._ConfigContainerBase._convert_value_to_dict(provider))
+    again = instantiate(yaml.safe_load(text))
+    assert type(again) is type(provider) and again.dsa == provider.dsa
+    assert again.dsa.latent_norm_epsilon == 1e-6 and again.dsa.health_rows == 3
+    import_model(built(again)[0], tmp_path)
