@@ -11,9 +11,9 @@ import torch
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.conventions import check_model, parse_config, read_config
-from megatron_dsa.huggingface.convert import export_model, import_model
+from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
 from megatron_dsa.huggingface.files import CheckpointReader
-from megatron_dsa.huggingface.names import INDEXER, V3
+from megatron_dsa.huggingface.names import INDEXER, V3, Split
 from megatron_dsa.huggingface.names_v4 import V4
 from megatron_dsa.stages import is_indexer_parameter
 from tests.host import start
@@ -24,6 +24,8 @@ AutoBridge = pytest.importorskip(
     reason="Megatron-Bridge cannot be imported here: it is not installed, or transformer-engine",
     exc_type=ImportError,
 ).AutoBridge
+
+from megatron.bridge.models.conversion.param_mapping import AutoMapping  # noqa: E402
 
 from megatron_dsa.huggingface.bridge import DeepSeekV32Bridge, sparse_provider  # noqa: E402
 
@@ -66,14 +68,18 @@ def stage_of(kind):
     return "dense" if kind == "deepseek_v3" else "sparse"
 
 
-def built(provider, **changes):
+CPU = {"use_cpu_initialization": True}
+META = {"init_model_with_meta_device": True}
+
+
+def built(provider, on=CPU, **changes):
     """Build the model of a provider; its weights are loaded, if the provider was told to."""
     start()
     for name, value in (HERE | changes).items():
         setattr(provider, name, value)
     provider.finalize()
     return provider.provide_distributed_model(
-        wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None
+        wrap_with_ddp=False, mixed_precision_wrapper=None, **on
     )
 
 
@@ -135,6 +141,39 @@ def test_a_dense_checkpoint_leaves_indexers_fresh_and_alone(tmp_path):
     assert fresh and all(map(is_indexer_parameter, fresh))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert {name for name, x in model.named_parameters() if x.requires_grad} == fresh
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_mappings_fit_the_layers_of_transformer_engine(kind, grouped, monkeypatch):
+    """Built without memory: every parameter is of our table's tensors, and split as it says."""
+    from transformers import AutoConfig
+
+    config = config_of(kind, **GLM, num_nextn_predict_layers=1)
+    settings = {name: value for name, value in config.items() if name != "model_type"}
+    bridge = AutoBridge.from_hf_config(AutoConfig.for_model(kind, **settings))
+    provider = sparse_provider(bridge, load_weights=False)
+    layers = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": grouped}
+    start()
+    # transformer-engine asks whether there is a GPU even where it allocates nothing.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, value in {"name": "none", "capability": (9, 0)}.items():
+        monkeypatch.setattr(torch.cuda, f"get_device_{name}", lambda *_device, _value=value: _value)
+    (model,) = built(provider, on=META, mtp_num_layers=1, perform_initialization=False, **layers)
+    registry = bridge._model_bridge.mapping_registry()
+    detected = {Split.WHOLE: "replicated", Split.LATENT: "replicated", Split.COLUMNS: "row"}
+    seen = set()
+    for name, _ in model_tensors(model):
+        expected, mapping = V3.match(name, 2), registry.megatron_to_hf_lookup(name)
+        hf = mapping.hf_param
+        assert expected.hf == ((hf,) if isinstance(hf, str) else tuple(hf.values())), name
+        module = model.get_submodule(name.rpartition(".")[0])
+        seen.add(type(module).__name__)
+        if isinstance(mapping, AutoMapping):
+            split = detected.get(expected.entry.split, "column")
+            assert mapping._detect_parallelism_type(module) == split, name
+    assert {"TELinear", "TELayerNormColumnParallelLinear"} < seen
+    assert ("TEColumnParallelGroupedLinear" in seen) == grouped
 
 
 def registry_of(bridge_class, **fields):
