@@ -15,8 +15,10 @@ from megatron_dsa.huggingface.convert import export_model, import_model, model_t
 from megatron_dsa.huggingface.files import CheckpointReader
 from megatron_dsa.huggingface.names import INDEXER, V3, Split
 from megatron_dsa.huggingface.names_v4 import V4
+from megatron_dsa.huggingface.start import place_of
 from megatron_dsa.stages import is_indexer_parameter
 from tests.host import start
+from tests.ranks import spawn
 from tests.tiny_models import tensors_of, tiny_config, tiny_model, tiny_v4
 
 AutoBridge = pytest.importorskip(
@@ -74,7 +76,8 @@ META = {"init_model_with_meta_device": True}
 
 def built(provider, on=CPU, **changes):
     """Build the model of a provider; its weights are loaded, if the provider was told to."""
-    start()
+    if not torch.distributed.is_initialized():
+        start()
     for name, value in (HERE | changes).items():
         setattr(provider, name, value)
     provider.finalize()
@@ -124,6 +127,53 @@ def test_bridge_and_we_convert_alike(kind, changes, tmp_path):
 def mtp_layers(model):
     """Layers of multi-token prediction, if any."""
     return model.mtp.layers if getattr(model, "mtp", None) is not None else []
+
+
+TENSOR, EXPERT = {"tensor_model_parallel_size": 2}, {"expert_model_parallel_size": 2}
+GRIDS = {
+    "tensor": TENSOR | {"sequence_parallel": True},
+    "expert": EXPERT,
+    "tensor, expert": TENSOR
+    | EXPERT
+    | {"expert_tensor_parallel_size": 1, "sequence_parallel": True},
+    "pipeline": {"pipeline_model_parallel_size": 2},
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are processes on the CPU")
+def test_bridge_and_we_convert_alike_on_two_ranks(tmp_path):
+    config = config_of("deepseek_v32", num_nextn_predict_layers=1)
+    checkpoint(config, tmp_path / "hf", mtp_num_layers=1)
+    cases = {name: (grid, tmp_path / "hf") for name, grid in GRIDS.items()}
+    first, second = spawn(convert_on_a_rank, cases, 2, tmp_path)
+    assert first["tensor"] == second["tensor"] == 91
+    assert first["expert"] == second["expert"] == first["tensor, expert"] < 91
+    assert first["pipeline"] + second["pipeline"] > 91  # both embed
+
+
+def convert_on_a_rank(case, _tp, _cp):
+    """Compare a rank's parameters, and Bridge's export from all ranks; return how many it has."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    grid, folder = case
+    sizes = {name: value for name, value in grid.items() if name != "sequence_parallel"}
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**sizes)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    models = built(sparse_provider(bridge), mtp_num_layers=1, **grid)
+    found = tensors_of(models[0])
+    with torch.no_grad():
+        for _, tensor in model_tensors(models[0]):
+            tensor.zero_()
+    assert not import_model(models[0], folder, place_of(models[0])).fresh
+    expected = tensors_of(models[0])
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    reader = CheckpointReader(folder)
+    written = dict(bridge.export_hf_weights(models, show_progress=False))
+    assert set(written) == set(reader.names())
+    assert all(torch.equal(reader.read(name), written[name]) for name in written)
+    return len(expected)
 
 
 def test_a_dense_checkpoint_leaves_indexers_fresh_and_alone(tmp_path):
