@@ -101,6 +101,8 @@ class DSAOptions:
             )
         if self.health_rows < 0:
             raise ConfigError(f"--dsa-health-rows must be 0 or more, got {self.health_rows}")
+        # Configuration files give lists back, and dispatch looks its choices up by these.
+        object.__setattr__(self, "named", tuple(tuple(pair) for pair in self.named))
 
     @property
     def policy(self) -> Policy:

@@ -2,7 +2,8 @@
 
 * :func:`dsa_block_spec` - callable for ``--spec megatron_dsa.specs dsa_block_spec``, for
   ``GPTModelConfig.transformer_layer_spec`` and for Megatron-Bridge's
-  ``provider.transformer_layer_spec``; knows MoE layers and pipeline stages.
+  ``provider.transformer_layer_spec`` (``huggingface/bridge.py``); knows MoE layers and pipeline
+  stages.
 * :func:`dsa_layer_spec` - one layer as a ``ModuleSpec`` for a given configuration.
 * ``dsa_local_layer_spec``, ``dsa_te_layer_spec`` - ready ``ModuleSpec`` objects of a dense layer,
   for builders that expect an object.

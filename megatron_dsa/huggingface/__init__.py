@@ -11,5 +11,6 @@
 * ``convert.py`` - the conversion itself
 * ``hyper_connections.py`` - V4's, where they leave plain residuals
 * ``streaming.py`` - Megatron's distributed checkpoints, one tensor at a time
+* ``bridge.py`` - Megatron-Bridge's conversion instead, where it is installed
 * ``commands.py``, ``start.py`` - the commands, and the flags of training runs
 """

@@ -69,6 +69,13 @@ def test_unsupported_values_are_named(changes, message):
         small_config(**changes)
 
 
+def test_options_may_come_from_a_file_without_tuples():
+    """Policies are looked up in caches: what they name must be hashable."""
+    options = DSAOptions(named=[["indexer_topk", "torch"]])
+    assert options == DSAOptions(named=(("indexer_topk", "torch"),))
+    assert hash(options.policy) == hash(DSAOptions(named=(("indexer_topk", "torch"),)).policy)
+
+
 @pytest.mark.parametrize("name", ["cp_layout", "tp_mode", "csa_teacher", "stage"])
 def test_unknown_choices_are_named(name):
     with pytest.raises(ConfigError, match=f"--dsa-{name.replace('_', '-')} must be one of"):
