@@ -7,7 +7,6 @@ imported by every process anew, after it was given its environment, as in a proc
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import multiprocessing
 import os
@@ -108,8 +107,7 @@ def _run_module(rank, module, flags, environments, folder, output):
         traceback.print_exc()
         status = 1
     # A process that multiprocessing made leaves these two out.
-    with contextlib.suppress(Exception):
-        atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # prints what they raise
     sys.stdout.flush()
     sys.stderr.flush()
     if status:
