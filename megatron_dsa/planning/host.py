@@ -40,8 +40,12 @@ def host(capability: tuple[int, int] | None, device: torch.device = META) -> Ite
     """
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_logging
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    from megatron.core.transformer.multi_token_prediction import (
+        MTPLossAutoScaler,
+        MTPLossLoggingHelper,
+    )
 
     def state(*_args, **_kwargs):
         return torch.get_rng_state()
@@ -84,6 +88,9 @@ def host(capability: tuple[int, int] | None, device: torch.device = META) -> Ite
         mock.patch.object(IndexerLog._state, "sums", None),
         mock.patch.object(moe_logging, "_MOE_METRICS_TRACKER", None),
         mock.patch.object(MTPLossLoggingHelper, "tracker", {}),
+        # A schedule leaves its factors there, tensors of the device that it ran on.
+        mock.patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
+        mock.patch.object(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0)),
     )
     with contextlib.ExitStack() as stack:
         for patch in patches:

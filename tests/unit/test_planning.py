@@ -283,13 +283,21 @@ def test_what_is_printed(capsys):
 def test_nothing_is_left_behind(monkeypatch):
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    from megatron.core.transformer.multi_token_prediction import (
+        MTPLossAutoScaler,
+        MTPLossLoggingHelper,
+    )
 
     # As a model that was trained in this process leaves them.
     logged = {"loss_values": torch.ones(1)}
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", logged)
     monkeypatch.setattr(get_moe_metrics_tracker(), "_metrics", {"load_balancing_loss": None})
+    scales = [torch.ones(1), torch.ones(1)]
+    scalers = MTPLossAutoScaler, MoEAuxLossAutoScaler
+    for scaler, scale in zip(scalers, scales, strict=True):
+        monkeypatch.setattr(scaler, "main_loss_backward_scale", scale)
     stream = MoEAlltoAllTokenDispatcher.cuda_dtoh_stream
     before = torch.cuda.current_device, dict(os.environ), _get_current_function_mode_stack()
     changes = EXPERTS | {"--mtp-num-layers": 1, "--moe-aux-loss-coeff": 0.1}
@@ -300,6 +308,7 @@ def test_nothing_is_left_behind(monkeypatch):
     assert after == before
     assert MoEAlltoAllTokenDispatcher.cuda_dtoh_stream is stream
     assert get_moe_metrics_tracker().metrics == {"load_balancing_loss": None}
+    assert all(s.main_loss_backward_scale is x for s, x in zip(scalers, scales, strict=True))
     assert MTPLossLoggingHelper.tracker is logged and logged == {"loss_values": torch.ones(1)}
     assert torch.empty(1, device="cpu").device.type == "cpu"
 
