@@ -17,7 +17,8 @@ JOB = {
 
 def test_flags_of_a_launch_script(tmp_path):
     _, flags, _ = launched("v4_flash.sh", tmp_path, V4 | JOB)
-    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": str(REPOSITORY)}
+    places = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": places}
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", ENTRY_POINT, *flags, "--vocab-size", "129280", "--dsa-dry-run",

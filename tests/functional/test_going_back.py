@@ -71,4 +71,7 @@ def test_three_readers_of_one_checkpoint(model, share, data, tmp_path):
     for name, tensor in read(whole).items():
         if not name.startswith(("optimizer", "rng")):
             error = (end[name] - tensor).norm() / tensor.norm()
-            assert error < 1e-2, (name, error)
+            # It moves all scores of a query alike, but for rope: its gradient is little more than
+            # rounding, which Adam makes as large as any other.
+            limit = 5e-2 if name.endswith("indexer.k_norm.bias") else 1e-2
+            assert error < limit, (name, error)

@@ -30,6 +30,7 @@ def check_resume(flags, folder):
     """
     # Dropout puts the random state to the test as well.
     flags = flags | {"--train-iters": 6, "--save-interval": 3, "--hidden-dropout": 0.1}
+    flags |= {"--deterministic-mode": True}
     whole = train(flags | {"--save": folder / "whole"})
     train(flags | {"--save": folder / "part", "--exit-interval": 3})
     rest = train(flags | {"--save": folder / "part", "--load": folder / "part"})

@@ -12,7 +12,7 @@ from tests.host import small_config, small_hybrid_config, start
 
 VOCABULARY = 64
 #: At most so many adjacent queries share the keys that a kernel reads.
-TOGETHER = 16
+TOGETHER = 4
 #: What our kernels, FlashMLA and cuDNN take, with several blocks of keys to select from.
 WIDE = {
     "hidden_size": 256, "num_attention_heads": 16, "q_lora_rank": 128, "qk_head_dim": 128,
@@ -53,12 +53,13 @@ def test_no_logit_depends_on_later_tokens(hybrid, stage, wide):
             return model(tokens, torch.arange(length, device=device)[None], None)[0]
 
     before = logits(tokens)
-    for place in range(1, length, length // 12):
+    # At every distance from the first of the queries that a kernel takes together.
+    for place in range(1, length, length // 12 // TOGETHER * TOGETHER + 1):
         changed = torch.cat([tokens[:, :place], others[:, place:]], dim=1)
         after = logits(changed)
         # Products of other rows do not enter a row's: nothing is rounded differently, but where a
         # kernel reads the keys of adjacent queries together, whose order depends on all of them.
         alone = place // TOGETHER * TOGETHER if wide else place
         assert torch.equal(after[:alone], before[:alone])
-        assert relative_error(after[alone:place], before[alone:place]) < 2e-2
+        assert relative_error(after[alone:place], before[alone:place]) < 5e-2
         assert not torch.equal(after[place:], before[place:])

@@ -224,11 +224,11 @@ def test_keys_listed_twice(hopper, group, keys):
 
 @pytest.mark.parametrize("group", [2, 4, 8])
 def test_unions_in_parts(hopper, group):
-    """Exactly the lists of one part."""
+    """Exactly the lists of a part, of which two fit at once."""
     indices, length = random_lists(71, 300, 2000, "cuda", repeats=True)
     problem = lists_problem(indices, 2000, length)
     assert check_lists(problem, group) == 1
-    for budget, parts in ((1, -(-71 // group)), (group * 300 * 5 * 4, -(-71 // (4 * group)))):
+    for budget, parts in ((1, -(-71 // group)), (group * 300 * 5 * 4, -(-71 // (2 * group)))):
         part = dataclasses.replace(problem, workspace_bytes=budget)
         assert check_lists(part, group) == parts
         check_lists(part, group, with_places=True)

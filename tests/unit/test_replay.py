@@ -1,7 +1,10 @@
 """Given selections: capture and replay to the last bit, refusals."""
 
+import os
+
 import pytest
 import torch
+from torch.multiprocessing import ProcessExitedException
 
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.dispatch import report, reset_report
@@ -10,6 +13,7 @@ from megatron_dsa.positions import positions_to_rows
 from megatron_dsa.recompute import in_backward
 from megatron_dsa.replay import IndexCapture, IndexReplay
 from tests.host import attention_module, hidden_like, packed, small_config, start
+from tests.processes import run_ranks
 from tests.unit.test_positions import shuffled
 from tests.unit.test_quality import (
     CORE,
@@ -234,7 +238,6 @@ WRONG = {
         r"indices\[1\] must be an",
     ),
     "rows": (lambda given: {n: x[:9] for n, x in given.items()}, r"this rank \(64\) or of all"),
-    "rule": (lambda given: {n: x.flip(0) for n, x in given.items()}, r"indices\[1\]: one of these"),
 }
 
 
@@ -246,6 +249,37 @@ def test_wrong_indices_are_refused(wrong):
     with pytest.raises(ConfigError, match=message), IndexReplay([change(given)]).on(model):
         forward(model, 1)
     assert all(getattr(m, "replay", None) is None for m in model.modules())
+
+
+def replay_keys_that_are_not_seen():
+    model = gpt(small_config())
+    (given, _) = captured(model)
+    with IndexReplay([{n: x.flip(0) for n, x in given.items()}]).on(model):
+        forward(model, 1)
+
+
+def test_indices_that_break_a_rule_are_refused():
+    """On a GPU by an assertion there, without waiting for it; no kernel runs after one."""
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"indices\[1\]: one of these"):
+            replay_keys_that_are_not_seen()
+        return
+    with pytest.raises(ProcessExitedException) as ended:
+        run_ranks(_until_the_assertion, (), 1)
+    assert ended.value.exit_code == ASSERTION_FAILED
+
+
+ASSERTION_FAILED = 17
+
+
+def _until_the_assertion(rank):
+    try:
+        replay_keys_that_are_not_seen()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if "device-side assert" in str(error):
+            os._exit(ASSERTION_FAILED)  # NCCL would wait for this GPU
+        raise
 
 
 @pytest.mark.parametrize("stage", ["dense", "warmup"])
