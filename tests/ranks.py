@@ -1,4 +1,4 @@
-"""A module on one and on several ranks (tensor and context parallel), over gloo on the CPU."""
+"""A module on one and on several ranks (tensor and context parallel)."""
 
 from __future__ import annotations
 
@@ -78,26 +78,35 @@ def run(cases: dict[str, Case], tp: int, folder, cp: int = 1) -> list[dict[str, 
     return spawn(_run_case, cases, tp, folder, cp)
 
 
-def spawn(run_case: Callable, cases: dict, tp: int, folder, cp: int = 1) -> list[dict[str, dict]]:
-    """Return each rank's ``{name: run_case(case, tp, cp)}``, computed on the CPU over gloo."""
+def spawn(
+    run_case: Callable, cases: dict, tp: int, folder, cp: int = 1, backend: str = "gloo"
+) -> list[dict[str, dict]]:
+    """Return each rank's ``{name: run_case(case, tp, cp)}``, with all tensors on the CPU.
+
+    Computed on the CPU (``gloo``), or on a GPU per rank (``nccl``).
+    """
     handle, store = tempfile.mkstemp(dir=folder)
     os.close(handle)
     os.unlink(store)
-    arguments = (tp, cp, store, str(folder), run_case, cases)
+    arguments = (tp, cp, store, str(folder), run_case, cases, backend)
     run_ranks(_worker, arguments, tp * cp)
-    return [torch.load(f"{folder}/{tp}-{cp}-{rank}.pt") for rank in range(tp * cp)]
+    files = [f"{folder}/{tp}-{cp}-{rank}.pt" for rank in range(tp * cp)]
+    return [torch.load(file, map_location="cpu") for file in files]
 
 
-def _worker(rank, tp, cp, store, folder, run_case, cases):
+def _worker(rank, tp, cp, store, folder, run_case, cases, backend):
     from megatron_dsa import cpu_host
 
-    if cpu_host.needed():
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif cpu_host.needed():
         cpu_host.activate()
     torch.set_num_threads(1)
     from megatron.core import parallel_state, tensor_parallel
 
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=tp * cp
+        backend, init_method=f"file://{store}", rank=rank, world_size=tp * cp
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp, context_parallel_size=cp
@@ -105,7 +114,7 @@ def _worker(rank, tp, cp, store, folder, run_case, cases):
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     from tests import host
 
-    host.start = lambda: torch.device("cpu")
+    host.start = lambda: device
     results = {name: run_case(case, tp, cp) for name, case in cases.items()}
     torch.save(results, f"{folder}/{tp}-{cp}-{rank}.pt")
     torch.distributed.barrier()

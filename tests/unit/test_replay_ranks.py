@@ -49,7 +49,7 @@ def _run_case(given, tp, cp):
     reset_report()
     with IndexReplay([backwards]).on(module):
         of_rank = step(module, x, packing)
-    with IndexReplay([{1: whole}]).on(module):
+    with IndexReplay([{1: whole.to(x.device)}]).on(module):
         of_all = step(module, x, packing)
     selected = "indexer_topk" in report()
     again = step(module, x, packing)
@@ -99,8 +99,26 @@ def ranks(tmp_path_factory, alone):
     ],
 )
 def test_replay_on_ranks(tp, cp, name, ranks, alone):
+    check(name, [found[name] for found in ranks[tp, cp]], tp, cp, alone[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 1)])
+def test_replay_with_nccl(tp, cp, alone, tmp_path):
+    """A GPU per rank."""
+    if torch.cuda.device_count() < tp * cp:
+        pytest.skip(f"needs {tp * cp} GPUs, found {torch.cuda.device_count()}")
+    names = CASES[tp, 2]
+    cases = {name: (case(*name), alone[name]) for name in names}
+    found = spawn(_run_case, cases, tp, tmp_path, cp, "nccl")
+    for name in names:
+        check(name, [rank[name] for rank in found], tp, cp, alone[name])
+
+
+def check(name, ranks, tp, cp, alone):
+    """Check what every rank found, beside what one rank selects."""
     one = case(*name)
-    for index, rank in enumerate(found[name] for found in ranks[tp, cp]):
+    for index, rank in enumerate(ranks):
         assert all(rank["repeated"])  # otherwise the following would prove nothing
         assert all(rank["replayed"]) and all(rank["replayed of all"])
         assert rank["selected"] == (False, True)  # in the replays, in the step after them
@@ -108,4 +126,4 @@ def test_replay_on_ranks(tp, cp, name, ranks, alone):
         own = place.chunk(tp)[index % tp]
         rows = place if len(rank["positions"]) == len(place) * one.batch else own
         rows = (rows[:, None] * one.batch + torch.arange(one.batch)).flatten()
-        assert rank["positions"].equal(alone[name][rows])
+        assert rank["positions"].equal(alone[rows])
