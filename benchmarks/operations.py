@@ -1,0 +1,266 @@
+"""Planned floating-point operations of training steps beside those that the GPU executed.
+
+    python -m benchmarks.operations
+
+The plan is that of ``--dsa-dry-run``: products that the mathematics asks for, each once. What was
+executed is read from the tensor cores' hardware counter with Nsight Compute, for one step of the
+same model (``benchmarks.training_step``) after two that settle it: once over the whole step, and
+once kernel by kernel, to tell groups apart. It holds what a plan leaves out: masked parts of tiles,
+padding, scores computed again in a backward pass, layers recomputed. A matrix product of known size
+checks the counter's unit in every step.
+
+Needs ``ncu`` on the PATH and the right to read hardware counters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import logging
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from benchmarks.training_step import CASES, command, one_rank, trainer
+
+OUTPUT = Path(__file__).with_suffix(".csv")
+COLUMNS = (
+    "date", "gpu", "torch", "megatron_core", "tilelang", "flash_mla", "cudnn_frontend", "case",
+    "tokens", "counted", "group", "planned_gflop", "executed_gflop", "executed_over_planned",
+)  # fmt: skip
+METRIC = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
+#: Rows and columns of the product that checks the counter. No product of a model has a factor 7.
+KNOWN = 3584
+#: All stages, both models, experts, prediction, recomputation; by number in CASES.
+DEFAULT_CASES = (0, 10, 7, 8, 9, 5, 6, 12)
+#: Seconds for one run of ncu.
+LIMIT = 300
+
+WEIGHTS = "products with weights"
+#: Groups of planned parts; all others are products with weights.
+PARTS = {
+    "attention": "attention",
+    "window attention": "attention",
+    "index scores": "index scores",
+    "indexer loss": "indexer loss",
+}
+#: Groups of kernels by what their names contain, the first that is found.
+KERNELS = {
+    "attention": r"_mla_|sparse_attn|sdpa|flash|fmha",
+    "index scores": r"index_scores|_listed_scores",
+    "indexer loss": r"indexer_loss|head_sums|head_lse|student_|query_gradient|key_gradient",
+    WEIGHTS: r"nvjet|gemm|cutlass",
+}
+
+
+def group_of(kernel: str) -> str:
+    """Return the group of a kernel that was counted."""
+    return next((name for name, pattern in KERNELS.items() if re.search(pattern, kernel)), WEIGHTS)
+
+
+def counted(lines: Iterable[str]) -> list[tuple[str, int]]:
+    """Return the names and counts in ncu's log (``--csv --page raw``), in order.
+
+    Raises:
+        ValueError: there is no table with the counter in it.
+    """
+    # What the program says about itself stands before and after the table.
+    rows = csv.DictReader(line for line in lines if line.startswith('"'))
+    if METRIC not in (rows.fieldnames or ()):
+        raise ValueError(f"ncu counted no {METRIC}: does this GPU have it?")
+    next(rows)  # units
+    return [(row["Kernel Name"], int(float(row[METRIC].replace(",", "")))) for row in rows]
+
+
+def operations_per_count(known: int) -> int:
+    """Return what one count stands for, given that of the known product.
+
+    Raises:
+        ValueError: neither an operation nor a multiply-add.
+    """
+    unit = 2 * KNOWN**3 / known if known else 0
+    if min(abs(unit - 1), abs(unit - 2)) > 0.02:
+        raise ValueError(f"ncu counted {known} for a product of 2 x {KNOWN}^3 operations")
+    return round(unit)
+
+
+def by_group(kernels: list[tuple[str, int]]) -> Counter[str]:
+    """Return the operations of a step's kernels by group; the first is the known product."""
+    (_, known), *others = kernels
+    operations: Counter[str] = Counter()
+    for name, count in others:
+        operations[group_of(name)] += operations_per_count(known) * count
+    return operations
+
+
+def planned(argv: list[str]) -> Counter[str]:
+    """Return the operations of a step by group, as ``--dsa-dry-run`` counts them."""
+    from megatron_dsa.planning.command import plan_of
+    from megatron_dsa.planning.gpus import GPU, GPUS, gpu_here
+
+    gpu = GPUS[gpu_here()] if torch.cuda.is_available() else GPU("CPU", None, 1e3)
+    plan = plan_of(argv, 1, gpu)
+    groups = Counter()
+    for part, operations in plan.operations.items():
+        groups[PARTS.get(part, WEIGHTS)] += operations * plan.args.global_batch_size
+    return groups
+
+
+def command_of(number: int, tiny: bool) -> list[str]:
+    """Return the command line of a case, with one microbatch per step."""
+    return [*command(*CASES[number][1:], tiny), "--global-batch-size", "1"]
+
+
+def run_steps(numbers: Iterable[int]) -> None:
+    """Do three steps of each case; the profiler sees the known product, then the last step."""
+    from megatron_dsa.planning.command import parsed
+
+    a = torch.randn(KNOWN, KNOWN, device="cuda", dtype=torch.bfloat16)
+    torch.mm(a, a)
+    for number in numbers:
+        with one_rank(), parsed(command_of(number, False), 1, planning=False) as args:
+            step = trainer(args)
+            step()
+            step()
+            for call in (lambda: torch.mm(a, a), step):
+                torch.cuda.synchronize()
+                torch.cuda.profiler.start()
+                call()
+                torch.cuda.synchronize()
+                torch.cuda.profiler.stop()
+            del step, call
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def profile(numbers: Iterable[int], *how: str) -> list[tuple[str, int]]:
+    """Run steps of cases under ncu with more flags; return what it counted.
+
+    Raises:
+        RuntimeError: it ended with an error, whose text this is, or did not end.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log, said = Path(folder, "ncu.csv"), Path(folder, "said.txt")
+        ncu = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--metrics", METRIC, *how]
+        # Clocks and caches stay as they are: nothing is timed.
+        ncu += ["--clock-control", "none", "--cache-control", "none"]
+        ncu += ["--log-file", str(log)]
+        steps = ["-m", "benchmarks.operations", "--steps", *map(str, numbers)]
+        with said.open("w") as file:
+            try:
+                status = subprocess.run(
+                    [*ncu, sys.executable, *steps], stdout=file, stderr=file, timeout=LIMIT
+                ).returncode
+            except subprocess.TimeoutExpired:
+                status = f"none after {LIMIT} s"
+        text = log.read_text() if log.exists() else ""
+        if status:
+            raise RuntimeError(f"status {status}: {(said.read_text() + text)[-1500:]}")
+    return counted(text.splitlines(keepends=True))
+
+
+def whole_steps(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return what was counted of each case: in the known product, and in the step."""
+    counts = [count for _, count in profile(numbers, "--replay-mode", "app-range")]
+    return list(zip(counts[::2], counts[1::2], strict=True))
+
+
+def single_kernels(number: int) -> list[tuple[str, int]]:
+    """Return the kernels of a case's step that may have products in them, with their counts."""
+    names = "|".join(KERNELS.values())
+    how = ["--profile-from-start", "off", "--kernel-name-base", "demangled"]
+    return profile([number], *how, "--kernel-name", f"regex:{names}")
+
+
+def rows_of(number: int, executed: Counter[str], how: str, tiny: bool = False) -> list[dict]:
+    """Return a row per group that was counted, and one of all.
+
+    Args:
+        executed: operations by group.
+        how: what was counted, ``kernels`` or the whole ``step``, which has no groups.
+    """
+    argv = command_of(number, tiny)
+    plan = planned(argv)
+    sums = {group: (plan[group], executed[group]) for group in plan | executed}
+    if how == "step":
+        sums = {}
+    sums["all"] = plan.total(), executed.total()
+    return [
+        {
+            "case": CASES[number][0],
+            "tokens": argv[argv.index("--seq-length") + 1],
+            "counted": how,
+            "group": group,
+            "planned_gflop": round(expected / 1e9, 3),
+            "executed_gflop": round(ran / 1e9, 3),
+            "executed_over_planned": round(ran / expected, 4) if expected else "",
+        }
+        for group, (expected, ran) in sums.items()
+    ]
+
+
+def count(numbers: list[int], kernels: bool) -> Iterator[list[dict]]:
+    """Yield the rows of every case: of whole steps, then, with ``kernels``, by group."""
+    try:
+        for number, (known, whole) in zip(numbers, whole_steps(numbers), strict=True):
+            operations = operations_per_count(known) * whole
+            yield rows_of(number, Counter({"all": operations}), "step")
+    except (RuntimeError, ValueError) as error:  # kernel by kernel may work all the same
+        print(f"whole steps: failed: {error}", flush=True)
+    for number in numbers if kernels else ():
+        try:
+            yield rows_of(number, by_group(single_kernels(number)), "kernels")
+        except (RuntimeError, ValueError) as error:  # the others are counted all the same
+            print(f"{CASES[number][0]}: failed: {error}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Plan and count all cases; print a table and append its rows to a CSV."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, nargs="+", default=list(DEFAULT_CASES))
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="CSV to append to")
+    parser.add_argument(
+        "--no-kernels", action="store_true", help="whole steps alone: a minute per case less"
+    )
+    parser.add_argument("--steps", type=int, nargs="+", help="run these cases alone, inside of ncu")
+    options = parser.parse_args(argv)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    if options.steps is not None:
+        run_steps(options.steps)
+        return
+    from benchmarks.measure import environment
+    from megatron_dsa.versions import installed_version
+
+    facts = environment(torch.device("cuda")) | {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "megatron_core": installed_version("megatron-core"),
+    }
+    new = not options.output.exists()
+    with options.output.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        if new:
+            writer.writeheader()
+        for rows in count(options.cases, not options.no_kernels):
+            for row in rows:
+                writer.writerow(facts | row)
+                print(
+                    f"{row['case']:44}{row['tokens']:>7} {row['counted']:8} {row['group']:22}"
+                    f"{row['planned_gflop']:>12.1f}{row['executed_gflop']:>12.1f} GFLOP"
+                    f"{row['executed_over_planned']:>9}",
+                    flush=True,
+                )
+            file.flush()
+
+
+if __name__ == "__main__":
+    main()
