@@ -4,10 +4,10 @@
 
 The plan is that of ``--dsa-dry-run``: products that the mathematics asks for, each once. What was
 executed is read from the tensor cores' hardware counter with Nsight Compute, for one step of the
-same model (``benchmarks.training_step``) after two that settle it: once over the whole step, and
-once kernel by kernel, to tell groups apart. It holds what a plan leaves out: masked parts of tiles,
-padding, scores computed again in a backward pass, layers recomputed. A matrix product of known size
-checks the counter's unit in every step.
+same model (``benchmarks.training_step``) after two that settle it, of kernels that by their names
+have products in them. It holds what a plan leaves out: masked parts of tiles, padding, scores
+computed again in a backward pass, layers recomputed. A matrix product of known size checks the
+counter's unit in every step. About a minute per case.
 
 Needs ``ncu`` on the PATH and the right to read hardware counters.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gc
 import logging
 import re
 import subprocess
@@ -24,7 +23,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,14 +34,14 @@ from benchmarks.training_step import CASES, command, one_rank, trainer
 OUTPUT = Path(__file__).with_suffix(".csv")
 COLUMNS = (
     "date", "gpu", "torch", "megatron_core", "tilelang", "flash_mla", "cudnn_frontend", "case",
-    "tokens", "counted", "group", "planned_gflop", "executed_gflop", "executed_over_planned",
+    "tokens", "group", "planned_gflop", "executed_gflop", "executed_over_planned",
 )  # fmt: skip
 METRIC = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
 #: Rows and columns of the product that checks the counter. No product of a model has a factor 7.
 KNOWN = 3584
 #: All stages, both models, experts, prediction, recomputation; by number in CASES.
 DEFAULT_CASES = (0, 10, 7, 8, 9, 5, 6, 12)
-#: Seconds for one run of ncu.
+#: Seconds for one case.
 LIMIT = 300
 
 WEIGHTS = "products with weights"
@@ -120,45 +119,43 @@ def command_of(number: int, tiny: bool) -> list[str]:
     return [*command(*CASES[number][1:], tiny), "--global-batch-size", "1"]
 
 
-def run_steps(numbers: Iterable[int]) -> None:
-    """Do three steps of each case; the profiler sees the known product, then the last step."""
+def run_step(number: int) -> None:
+    """Do three steps of a case; the profiler sees the known product and the last of them."""
     from megatron_dsa.planning.command import parsed
 
     a = torch.randn(KNOWN, KNOWN, device="cuda", dtype=torch.bfloat16)
     torch.mm(a, a)
-    for number in numbers:
-        with one_rank(), parsed(command_of(number, False), 1, planning=False) as args:
-            step = trainer(args)
-            step()
-            step()
-            for call in (lambda: torch.mm(a, a), step):
-                torch.cuda.synchronize()
-                torch.cuda.profiler.start()
-                call()
-                torch.cuda.synchronize()
-                torch.cuda.profiler.stop()
-            del step, call
-        gc.collect()
-        torch.cuda.empty_cache()
+    with one_rank(), parsed(command_of(number, False), 1, planning=False) as args:
+        step = trainer(args)
+        step()
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        torch.mm(a, a)
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
 
 
-def profile(numbers: Iterable[int], *how: str) -> list[tuple[str, int]]:
-    """Run steps of cases under ncu with more flags; return what it counted.
+def profile(number: int) -> list[tuple[str, int]]:
+    """Run a step of a case under ncu; return the kernels that it counted, in order.
 
     Raises:
         RuntimeError: it ended with an error, whose text this is, or did not end.
     """
     with tempfile.TemporaryDirectory() as folder:
         log, said = Path(folder, "ncu.csv"), Path(folder, "said.txt")
-        ncu = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--metrics", METRIC, *how]
+        ncu = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--metrics", METRIC]
+        ncu += ["--profile-from-start", "off", "--log-file", str(log)]
+        ncu += ["--kernel-name-base", "demangled"]
+        ncu += ["--kernel-name", "regex:" + "|".join(KERNELS.values())]
         # Clocks and caches stay as they are: nothing is timed.
         ncu += ["--clock-control", "none", "--cache-control", "none"]
-        ncu += ["--log-file", str(log)]
-        steps = ["-m", "benchmarks.operations", "--steps", *map(str, numbers)]
+        step = [sys.executable, "-m", "benchmarks.operations", "--step", str(number)]
         with said.open("w") as file:
             try:
                 status = subprocess.run(
-                    [*ncu, sys.executable, *steps], stdout=file, stderr=file, timeout=LIMIT
+                    [*ncu, *step], stdout=file, stderr=file, timeout=LIMIT
                 ).returncode
             except subprocess.TimeoutExpired:
                 status = f"none after {LIMIT} s"
@@ -168,37 +165,16 @@ def profile(numbers: Iterable[int], *how: str) -> list[tuple[str, int]]:
     return counted(text.splitlines(keepends=True))
 
 
-def whole_steps(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Return what was counted of each case: in the known product, and in the step."""
-    counts = [count for _, count in profile(numbers, "--replay-mode", "app-range")]
-    return list(zip(counts[::2], counts[1::2], strict=True))
-
-
-def single_kernels(number: int) -> list[tuple[str, int]]:
-    """Return the kernels of a case's step that may have products in them, with their counts."""
-    names = "|".join(KERNELS.values())
-    how = ["--profile-from-start", "off", "--kernel-name-base", "demangled"]
-    return profile([number], *how, "--kernel-name", f"regex:{names}")
-
-
-def rows_of(number: int, executed: Counter[str], how: str, tiny: bool = False) -> list[dict]:
-    """Return a row per group that was counted, and one of all.
-
-    Args:
-        executed: operations by group.
-        how: what was counted, ``kernels`` or the whole ``step``, which has no groups.
-    """
+def rows_of(number: int, executed: Counter[str], tiny: bool = False) -> list[dict]:
+    """Return a row per group, and one of all, given the operations by group."""
     argv = command_of(number, tiny)
     plan = planned(argv)
     sums = {group: (plan[group], executed[group]) for group in plan | executed}
-    if how == "step":
-        sums = {}
     sums["all"] = plan.total(), executed.total()
     return [
         {
             "case": CASES[number][0],
             "tokens": argv[argv.index("--seq-length") + 1],
-            "counted": how,
             "group": group,
             "planned_gflop": round(expected / 1e9, 3),
             "executed_gflop": round(ran / 1e9, 3),
@@ -208,35 +184,17 @@ def rows_of(number: int, executed: Counter[str], how: str, tiny: bool = False) -
     ]
 
 
-def count(numbers: list[int], kernels: bool) -> Iterator[list[dict]]:
-    """Yield the rows of every case: of whole steps, then, with ``kernels``, by group."""
-    try:
-        for number, (known, whole) in zip(numbers, whole_steps(numbers), strict=True):
-            operations = operations_per_count(known) * whole
-            yield rows_of(number, Counter({"all": operations}), "step")
-    except (RuntimeError, ValueError) as error:  # kernel by kernel may work all the same
-        print(f"whole steps: failed: {error}", flush=True)
-    for number in numbers if kernels else ():
-        try:
-            yield rows_of(number, by_group(single_kernels(number)), "kernels")
-        except (RuntimeError, ValueError) as error:  # the others are counted all the same
-            print(f"{CASES[number][0]}: failed: {error}", flush=True)
-
-
 def main(argv: list[str] | None = None) -> None:
     """Plan and count all cases; print a table and append its rows to a CSV."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, nargs="+", default=list(DEFAULT_CASES))
     parser.add_argument("--output", type=Path, default=OUTPUT, help="CSV to append to")
-    parser.add_argument(
-        "--no-kernels", action="store_true", help="whole steps alone: a minute per case less"
-    )
-    parser.add_argument("--steps", type=int, nargs="+", help="run these cases alone, inside of ncu")
+    parser.add_argument("--step", type=int, help="run this case alone, inside of ncu")
     options = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    if options.steps is not None:
-        run_steps(options.steps)
+    if options.step is not None:
+        run_step(options.step)
         return
     from benchmarks.measure import environment
     from megatron_dsa.versions import installed_version
@@ -250,11 +208,16 @@ def main(argv: list[str] | None = None) -> None:
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
         if new:
             writer.writeheader()
-        for rows in count(options.cases, not options.no_kernels):
+        for number in options.cases:
+            try:
+                rows = rows_of(number, by_group(profile(number)))
+            except (RuntimeError, ValueError) as error:  # the others are counted all the same
+                print(f"{CASES[number][0]}: failed: {error}", flush=True)
+                continue
             for row in rows:
                 writer.writerow(facts | row)
                 print(
-                    f"{row['case']:44}{row['tokens']:>7} {row['counted']:8} {row['group']:22}"
+                    f"{row['case']:44}{row['tokens']:>7} {row['group']:22}"
                     f"{row['planned_gflop']:>12.1f}{row['executed_gflop']:>12.1f} GFLOP"
                     f"{row['executed_over_planned']:>9}",
                     flush=True,
