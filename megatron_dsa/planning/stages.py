@@ -129,7 +129,7 @@ def _measure(args, chunk: torch.nn.Module, name_of: Callable) -> Chunk:
         output, gradient = _forward(args, chunk)
         forward_peak, kept = tally.peak, tally.restart()
         if output.requires_grad:
-            output.backward(gradient(output))
+            _backward(output, gradient(output))
     outside = []
     if chunk.pre_process:
         outside.append("embedding")
@@ -143,6 +143,17 @@ def _measure(args, chunk: torch.nn.Module, name_of: Callable) -> Chunk:
         forward_peak,
         tally.peak,
         dict(tally.received),
+    )
+
+
+def _backward(output: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Run the backward pass as Megatron's ``custom_backward`` does: by the engine itself.
+
+    torch's functions for it would be seen by host()'s mode, and what is computed again inside of
+    them would not be.
+    """
+    torch.autograd.Variable._execution_engine.run_backward(
+        (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 

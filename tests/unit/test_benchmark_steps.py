@@ -39,7 +39,10 @@ def planned_mib(argv):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}, {case[1]}k")
 def test_planned_memory_is_what_was_measured(case):
-    """Within 4 % (10 are promised), today as when it was measured."""
+    """Within a percent (10 are promised), today as when it was measured.
+
+    Half of it is the deterministic mode of tests, in which experts take more.
+    """
     name, thousands, *_ = case
     rows = [
         row for row in recorded("memory.csv")
@@ -48,7 +51,7 @@ def test_planned_memory_is_what_was_measured(case):
     planned = planned_mib(command(*case[1:], tiny=False))
     assert rows and all(row["gpu"] == "NVIDIA H200" for row in rows)
     for row in rows:
-        assert planned == pytest.approx(float(row["measured_mib"]), rel=0.04)
+        assert planned == pytest.approx(float(row["measured_mib"]), rel=0.01)
 
 
 @pytest.mark.parametrize("model", resume.MODELS)
@@ -61,7 +64,7 @@ def test_planned_memory_of_a_whole_run(model):
         float(row["peak_allocated_mib"]) for row in recorded("resume.csv")
         if (row["model"], row["mode"]) == (model, "fast")
     ]  # fmt: skip
-    assert planned == pytest.approx(max(peaks), rel=0.01)
+    assert planned == pytest.approx(max(peaks), rel=0.005)
 
 
 def test_planned_operations_are_those_of_the_record():
