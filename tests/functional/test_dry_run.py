@@ -1,11 +1,16 @@
 """A dry run of a launch script's own flags, as a user starts it."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 
+import pytest
+import torch
+
 from tests.functional.launch import ENTRY_POINT, REPOSITORY
-from tests.unit.test_examples import V4, launched
+from tests.unit.test_examples import V4, launch, launched
 
 JOB = {
     "TP": "8", "PP": "4", "EP": "8", "NODES": "4", "MOE_LAYER_FREQ": "1", "NUM_EXPERTS": "16",
@@ -22,23 +27,48 @@ sys.exit(status)
 """
 
 
-def test_flags_of_a_launch_script(tmp_path):
-    _, flags, _ = launched("v4_flash.sh", tmp_path, V4 | JOB)
+def dry_run(flags, folder):
+    """Start the entry point as a user does; return what it printed, and its memory in KiB."""
     places = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": places}
-    command = [sys.executable, "-m", ENTRY_POINT, *flags, "--vocab-size", "129280"]
-    command += ["--dsa-dry-run", "--dsa-dry-run-world", "32", "--dsa-dry-run-gpu", "h200"]
     done = subprocess.run(
-        [sys.executable, "-c", WITH_MEMORY, *command],
-        env=environment, cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, "-c", WITH_MEMORY, sys.executable, "-m", ENTRY_POINT, *flags],
+        env=environment, cwd=folder, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     *lines, most = done.stdout.splitlines()
+    # It reads and writes nothing: the tokenizer, data and checkpoints that are named do not exist.
+    assert os.listdir(folder) == ["python"]
+    return lines, int(most)
+
+
+def test_flags_of_a_launch_script(tmp_path):
+    _, flags, _ = launched("v4_flash.sh", tmp_path, V4 | JOB)
+    flags += ["--vocab-size", "129280", "--dsa-dry-run", "--dsa-dry-run-world", "32"]
+    lines, most = dry_run([*flags, "--dsa-dry-run-gpu", "h200"], tmp_path)
     assert lines[0].startswith("plan for 32 x NVIDIA H200: TP 8 (attention by rows), PP 4, EP 8")
     stages = [line for line in lines if line.startswith(("  0: ", "  1: ", "  2: ", "  3: "))]
     assert len(stages) == 4 and "embedding" in stages[0] and "MTP layer 1: window" in stages[3]
     for kind in ("window", "CSA (ratio 4) with indexer", "HCA (ratio 128)"):
         assert kind in stages[0]
-    assert int(most) < 2 * 2**20  # KiB
-    # It reads and writes nothing: the tokenizer, data and checkpoints that are named do not exist.
-    assert os.listdir(tmp_path) == ["python"]
+    assert most < 2 * 2**20
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the page is for the packages of a CPU")
+def test_the_plan_that_the_documentation_shows(tmp_path):
+    """docs/planning.md: its figures are those of today."""
+    done = launch("v3_2.sh", tmp_path, {}, "--dsa-dry-run")
+    assert done.returncode == 0, done.stderr
+    flags, world = json.loads(done.stdout)
+    flags = flags[flags.index("megatron_dsa.pretrain") + 1 :]
+    lines, _ = dry_run([*flags, "--dsa-dry-run-world", world], tmp_path)
+    page = (REPOSITORY / "docs/planning.md").read_text()
+    shown = re.search(r"```text\n(plan for .*?)```", page, re.DOTALL)[1].splitlines()
+    # What runs hangs on the packages that are installed.
+    first, last = shown.index("what runs (dsa_fused)"), len(shown) - 4
+    figures = [shown[0], *shown[2:first], *shown[last:]]
+    assert len(figures) > 15 and "GFLOP per token" in shown[last]
+    for line in figures:
+        if line.strip() != "...":
+            begin = line.removesuffix(" ...")
+            assert any(x == line or (x.startswith(begin) and x != begin) for x in lines), line
