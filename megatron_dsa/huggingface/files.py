@@ -205,7 +205,12 @@ class CheckpointWriter:
 
     def _flush(self) -> None:
         path = self.directory / f"incomplete-{len(self._shards) + 1:05d}.safetensors"
+        # safetensors writes a temporary file, which only its owner may read, and renames it: take
+        # what a file that is opened here gets, as config.json and the index do.
+        path.touch()
+        mode = path.stat().st_mode
         self._save(self._held, str(path), metadata={"format": "pt"})
+        path.chmod(mode)
         self._shards.append((path, list(self._held)))
         self._held, self._held_bytes = {}, 0
 

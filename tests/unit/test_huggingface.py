@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import stat
 
 import pytest
 import torch
@@ -244,6 +246,19 @@ def test_writer_bounds_shards_and_keeps_what_is_there(tmp_path):
         writer.add("x", torch.zeros(1))
         raise RuntimeError
     assert not (tmp_path / "b" / INDEX).exists()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_shards_are_as_readable_as_other_files(umask, mode, tmp_path):
+    before = os.umask(umask)
+    try:
+        with CheckpointWriter(tmp_path, shard_bytes=4) as writer:
+            for name in "xy":
+                writer.add(name, torch.zeros(1))
+    finally:
+        os.umask(before)
+    modes = {x.name: stat.S_IMODE(x.stat().st_mode) for x in tmp_path.iterdir()}
+    assert len(modes) == 3 and set(modes.values()) == {mode}, modes
 
 
 @pytest.mark.parametrize(
