@@ -1,6 +1,34 @@
 """``python -m megatron_dsa``: see :mod:`megatron_dsa.cli`."""
 
-from megatron_dsa.cli import main
+import sys
+
+#: What commands cannot do without: module -> distribution. Of ``megatron`` others may hold a part.
+_NEEDED = {"torch": "torch", "megatron": "megatron-core", "megatron.core": "megatron-core"}
+
+
+def main() -> int:
+    """Run the command line; say what to install where torch or megatron-core is missing.
+
+    Raises:
+        ModuleNotFoundError: of any other module, or of a part of one of these: not for the user to
+            mend.
+    """
+    try:
+        # Commands import torch where they are made known, before any of them is run.
+        from megatron_dsa import cli
+
+        return cli.main()
+    except ModuleNotFoundError as error:
+        if error.name not in _NEEDED:
+            raise
+        print(
+            f"python -m megatron_dsa needs {_NEEDED[error.name]}, which {sys.executable} does not "
+            "have: take the environment that the scripts set up (source .venv/bin/activate), or "
+            "install it (in a clone: pip install -e '.[train]')",
+            file=sys.stderr,
+        )
+        return 1
+
 
 if __name__ == "__main__":
     raise SystemExit(main())
