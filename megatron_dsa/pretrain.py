@@ -177,6 +177,16 @@ def main() -> None:
             ModelType.encoder_or_decoder,
             forward_step,
         )
+    finish()
+
+
+def finish() -> None:
+    """End a training script: print how often each implementation ran, and leave together.
+
+    To be called once, on every rank, as the last thing after Megatron's ``pretrain()``: the process
+    group is destroyed. A run that silently did something else cannot pass for a result; the counts
+    are those of rank 0 (:func:`megatron_dsa.dispatch.report` gives them as numbers, on any rank).
+    """
     _print_report()
     if torch.distributed.is_initialized():
         # Without the barrier a rank may leave while another still waits for it.
@@ -194,7 +204,7 @@ def _use_compiled_dataset_helper() -> None:
 
 
 def _print_report() -> None:
-    """Say what ran: a run that silently did something else cannot pass for a result."""
+    """Print the counts of rank 0, one line per operation."""
     from megatron.training import print_rank_0
 
     from megatron_dsa.dispatch import report

@@ -127,6 +127,28 @@ def test_page_runs(page, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
+    check_counts(todo, done.stdout)
+
+
+def check_counts(todo: list[Block], printed: str) -> None:
+    """Raise unless every training run of these blocks has ended with a count of what ran."""
+    runs = [
+        block.where
+        for block in todo
+        if block.language == "bash"
+        for words in logical_lines(block.text)
+        if words[:1] == ["torchrun"]
+    ]
+    parts = dict.fromkeys(runs, "")
+    where = None
+    for line in printed.splitlines():
+        if line.startswith("== "):
+            where = line.removeprefix("== ")
+        elif where in parts:
+            parts[where] += f"{line}\n"
+    count = re.compile(r"^> megatron_dsa ran, calls per implementation:\n>   \w+: \w+ \d+", re.M)
+    for where in parts:
+        assert len(count.findall(parts[where])) == runs.count(where), f"{where} prints no count"
 
 
 def logical_lines(text: str):
