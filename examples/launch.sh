@@ -1,5 +1,6 @@
 # Sourced by the scripts of the large models (v3_2.sh, glm_5.sh, v4_flash.sh, v4_pro.sh), which set the
-# arrays `model` and `attention` before. One call per node; slurm.sbatch makes these calls.
+# arrays `model` and `attention` before, and `needed_by_model` where the model's own shape needs variables
+# that have no default. One call per node; slurm.sbatch makes these calls.
 #
 #   what is trained on what
 #     DATA_PATH      --data-path of a data set in the format of Megatron           (no default)
@@ -33,10 +34,20 @@ if $dry_run; then
   : "${DATA_PATH:=none}" "${TOKENIZER:=none}" "${CHECKPOINTS:=none}"
   : "${TRAIN_STEPS:=1000}" "${GLOBAL_BATCH:=$((nodes * gpus))}" "${LR:=1e-5}"
 fi
-: "${DATA_PATH:?--data-path of a data set in the format of Megatron}"
-: "${TOKENIZER:?folder or name of the Hugging Face tokenizer}"
-: "${CHECKPOINTS:?folder to load from, if it holds a checkpoint, and to save to}"
-: "${TRAIN_STEPS:?optimizer steps}" "${GLOBAL_BATCH:?sequences per step}" "${LR:?learning rate}"
+unset=()
+for entry in "${needed_by_model[@]}" \
+  "DATA_PATH --data-path of a data set in the format of Megatron" \
+  "TOKENIZER folder or name of the Hugging Face tokenizer" \
+  "CHECKPOINTS folder to load from, if it holds a checkpoint, and to save to" \
+  "TRAIN_STEPS optimizer steps" "GLOBAL_BATCH sequences per step" "LR learning rate"; do
+  name=${entry%% *}
+  if [[ -z ${!name:-} ]]; then unset+=("  $name: ${entry#* }"); fi
+done
+if ((${#unset[@]})); then
+  echo "$(basename "$0"): set these variables, which have no default:" >&2
+  printf '%s\n' "${unset[@]}" >&2
+  exit 2
+fi
 
 if [[ $stage == warmup ]]; then : "${RECOMPUTE:=none}"; fi
 case ${RECOMPUTE:=selective} in

@@ -6,24 +6,26 @@
 # routing. Neither script has been run at full size.
 #
 # What the attention is made of is set here. Everything else is for you to set, from the model's own
-# configuration or to your liking; a variable without a default that is not set stops the script. The
-# output groups limit tensor parallelism.
+# configuration or to your liking; launch.sh names all variables without a default that are not set,
+# these among them, and stops. The output groups limit tensor parallelism.
 
-# Rope. Public sources disagree on these: take them from the model's own configuration.
-: "${ROTARY_BASE:?base of layers with a window only (rope_theta)}"
-: "${COMPRESS_ROTARY_BASE:?base of layers with compression (compress_rope_theta)}"
-: "${YARN_FACTOR:?YaRN factor of layers with compression (rope_scaling.factor)}"
-: "${YARN_ORIGINAL_LENGTH:?length that YaRN extends (rope_scaling.original_max_position_embeddings)}"
-
-# Experts.
-: "${MOE_LAYER_FREQ:?which layers have experts, in the notation of --moe-layer-freq, e.g. 1 for all}"
-: "${NUM_EXPERTS:?routed experts per layer}"
-: "${EXPERTS_PER_TOKEN:?routed experts per token}"
-: "${EXPERT_SIZE:?hidden size of an expert}"
-: "${SHARED_EXPERT_SIZE:?hidden size of all shared experts of a layer together}"
+needed_by_model=(
+  # Rope. Public sources disagree on these: take them from the model's own configuration.
+  "ROTARY_BASE base of layers with a window only (rope_theta)"
+  "COMPRESS_ROTARY_BASE base of layers with compression (compress_rope_theta)"
+  "YARN_FACTOR YaRN factor of layers with compression (rope_scaling.factor)"
+  "YARN_ORIGINAL_LENGTH length that YaRN extends (rope_scaling.original_max_position_embeddings)"
+  # Experts.
+  "MOE_LAYER_FREQ which layers have experts, in the notation of --moe-layer-freq, e.g. 1 for all"
+  "NUM_EXPERTS routed experts per layer"
+  "EXPERTS_PER_TOKEN routed experts per token"
+  "EXPERT_SIZE hidden size of an expert"
+  "SHARED_EXPERT_SIZE hidden size of all shared experts of a layer together"
+)
 # Hidden size of layers without experts, where there are any: --ffn-hidden-size in MORE_FLAGS.
 # How experts are scored and balanced is Megatron's default unless MORE_FLAGS says otherwise.
 
+# "${X-}": launch.sh refuses what is not set, all of it at once.
 attention=(
   # The one key/value head: 448 + 64 (rotated) dims.
   --multi-latent-attention --qk-head-dim 448 --qk-pos-emb-head-dim 64 --v-head-dim 512
@@ -37,9 +39,9 @@ attention=(
   # The indexer of CSA layers: 64 heads of 128 dims; its rope pairs neighbouring dims.
   --dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128 --dsa-indexer-rope-interleaved
   # Rope: one base for layers with a window only, another and YaRN for those with compression.
-  --position-embedding-type rope --rope-type yarn --rotary-base "$ROTARY_BASE"
-  --csa-compress-rotary-base "$COMPRESS_ROTARY_BASE" --rotary-scaling-factor "$YARN_FACTOR"
-  --yarn-original-max-position-embeddings "$YARN_ORIGINAL_LENGTH"
+  --position-embedding-type rope --rope-type yarn --rotary-base "${ROTARY_BASE-}"
+  --csa-compress-rotary-base "${COMPRESS_ROTARY_BASE-}" --rotary-scaling-factor "${YARN_FACTOR-}"
+  --yarn-original-max-position-embeddings "${YARN_ORIGINAL_LENGTH-}"
 )
 model=(
   # Layers, sizes, and the number of selected keys: of the script that sources this.
@@ -48,8 +50,8 @@ model=(
   --mtp-num-layers 1
   --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear
   --untie-embeddings-and-output-weights
-  --num-experts "$NUM_EXPERTS" --moe-layer-freq "$MOE_LAYER_FREQ"
-  --moe-router-topk "$EXPERTS_PER_TOKEN" --moe-ffn-hidden-size "$EXPERT_SIZE"
-  --moe-shared-expert-intermediate-size "$SHARED_EXPERT_SIZE"
+  --num-experts "${NUM_EXPERTS-}" --moe-layer-freq "${MOE_LAYER_FREQ-}"
+  --moe-router-topk "${EXPERTS_PER_TOKEN-}" --moe-ffn-hidden-size "${EXPERT_SIZE-}"
+  --moe-shared-expert-intermediate-size "${SHARED_EXPERT_SIZE-}"
 )
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"

@@ -226,12 +226,30 @@ def test_slurm(tmp_path):
     assert flags[-2:] == ["--seed", "3"] and "data" in flags
 
 
+def unset_variables(script, folder, variables, *arguments):
+    """Return the variables that a script asks for, which it must do before anything else."""
+    done = launch(script, folder, variables, *arguments)
+    first, *lines = done.stderr.splitlines()
+    assert first == f"{script}: set these variables, which have no default:"
+    assert done.returncode == 2 and not done.stdout
+    meanings = dict(line.strip().split(": ", 1) for line in lines)
+    assert all(meanings.values())
+    return list(meanings)
+
+
 @pytest.mark.parametrize("variable", V4)
 def test_variables_have_no_default(variable, tmp_path):
     """Nothing that public sources do not agree on, or do not give, is made up."""
     others = {name: value for name, value in V4.items() if name != variable}
-    done = launch("v4_flash.sh", tmp_path, others)
-    assert done.returncode != 0 and variable in done.stderr and not done.stdout
+    assert unset_variables("v4_flash.sh", tmp_path, others) == [variable]
+
+
+@pytest.mark.parametrize("script", ["v3_2.sh", "glm_5.sh", "v4_flash.sh", "v4_pro.sh"])
+def test_all_unset_variables_are_named_at_once(script, tmp_path):
+    of_model = MODEL if script.startswith("v4") else {}
+    assert unset_variables(script, tmp_path, {}) == [*of_model, *TRAINING]
+    if of_model:
+        assert unset_variables(script, tmp_path, {"LR": ""}, "--dsa-dry-run") == [*of_model]
 
 
 def test_more_flags_of_several_lines(tmp_path):
