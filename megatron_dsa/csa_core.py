@@ -24,7 +24,7 @@ from megatron_dsa.balance import balanced_topk
 from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.config import indexer_is_trained, query_heads, uses_indexer, validate
 from megatron_dsa.csa_config import CSA_RATIO
-from megatron_dsa.dispatch import choose, device_problem
+from megatron_dsa.dispatch import device_problem
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     dense_indexer_loss,
@@ -46,7 +46,7 @@ from megatron_dsa.replay import TakesSelections
 from megatron_dsa.selection import selection_calls
 from megatron_dsa.support import Problem
 from megatron_dsa.trained_indexer import TrainsIndexer
-from megatron_dsa.warm_up import warm_up
+from megatron_dsa.warm_up import settle
 
 
 @dataclass
@@ -103,11 +103,7 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, TakesSelections, Megatr
             if not indexer_is_trained(config):
                 # A parameter without a gradient would stall the overlapped gradient reduction.
                 self.indexer.requires_grad_(False)
-        calls = tuple(self.problems())
-        for operation, problem in calls:
-            choose(operation, problem, self.options.policy)
-        if softmax_scale is not None:
-            warm_up(calls, self.options.policy, softmax_scale)
+        settle(self.problems(), self.options.policy, softmax_scale)
 
     def _selects(self) -> bool:
         return self.indexer is not None and self.options.stage == "sparse"

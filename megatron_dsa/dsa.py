@@ -25,7 +25,7 @@ from megatron_dsa.config import (
     uses_indexer,
     validate,
 )
-from megatron_dsa.dispatch import choose, device_problem
+from megatron_dsa.dispatch import device_problem
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     LatentKeys,
@@ -46,7 +46,7 @@ from megatron_dsa.rotary import RowRope
 from megatron_dsa.selection import selection_calls
 from megatron_dsa.support import Problem
 from megatron_dsa.trained_indexer import TrainsIndexer
-from megatron_dsa.warm_up import warm_up
+from megatron_dsa.warm_up import settle
 
 logger = logging.getLogger(__name__)
 
@@ -112,15 +112,7 @@ class DSACoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
             if not indexer_is_trained(config):
                 # A parameter without a gradient would stall the overlapped gradient reduction.
                 self.indexer.requires_grad_(False)
-        self._probe()
-
-    def _probe(self) -> None:
-        """Settle now what the first step will call, so that a refusal comes before training."""
-        policy, calls = self.options.policy, tuple(self.problems())
-        for operation, problem in calls:
-            choose(operation, problem, policy)
-        if self.softmax_scale is not None:
-            warm_up(calls, policy, self.softmax_scale)
+        settle(self.problems(), self.options.policy, softmax_scale)
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Yield every operation that a training step will call, with its problem."""

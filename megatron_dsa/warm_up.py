@@ -1,12 +1,16 @@
-"""Compiling kernels before training starts.
+"""Choosing and compiling kernels before training starts.
 
 cuDNN's kernels are compiled when they are first called, for seconds each, per head count, dims,
-list width and softmax scale, in every process. The attention modules call this when they are built,
-so that the first step is a step like the others and refusals of the compiler come at start-up.
+list width and softmax scale, in every process. The attention modules call :func:`settle` when they
+are built, so that the first step is a step like the others and refusals, of strict policies and of
+compilers, come at start-up. Models that only say which weights there are are built
+:func:`unsettled`.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -20,6 +24,43 @@ from megatron_dsa.selection import candidates_for
 from megatron_dsa.support import Problem
 
 _ROWS, _KEYS = 64, 256
+_settling = True
+
+
+def settle(
+    calls: Iterable[tuple[str, Problem]], policy: Policy, softmax_scale: float | None
+) -> None:
+    """Settle what the first step will call, so that a refusal comes before training.
+
+    Args:
+        calls: pairs ``(operation, problem)`` that a step will run.
+        policy: the policy of the step.
+        softmax_scale: as :func:`warm_up` takes it; ``None`` compiles nothing.
+
+    Raises:
+        DSAError: as :func:`megatron_dsa.dispatch.choose` does.
+    """
+    if not _settling:
+        return
+    calls = tuple(calls)
+    for operation, problem in calls:
+        choose(operation, problem, policy)
+    if softmax_scale is not None:
+        warm_up(calls, policy, softmax_scale)
+
+
+@contextlib.contextmanager
+def unsettled():
+    """Models built inside run no attention: no kernel is chosen, logged, refused or compiled.
+
+    Should one be run after all, every operation is chosen, and logged, when it is called.
+    """
+    global _settling
+    before, _settling = _settling, False
+    try:
+        yield
+    finally:
+        _settling = before
 
 
 @lru_cache(maxsize=64)

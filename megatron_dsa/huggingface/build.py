@@ -60,8 +60,13 @@ def gpt_model(config, vocab_size: int, length: int):
 
 
 def empty_model(hf: HFModel, stage: str, mtp: bool):
-    """Return the model that config.json describes, without memory for its parameters."""
+    """Return the model that config.json describes, without memory for its parameters.
+
+    It is not for running: what kernels there are for it is neither asked nor logged.
+    """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from megatron_dsa.warm_up import unsettled
 
     model_parallel_cuda_manual_seed(1)
     config = transformer_config(
@@ -72,5 +77,5 @@ def empty_model(hf: HFModel, stage: str, mtp: bool):
         params_dtype=hf.dtype,
         mtp_num_layers=hf.mtp_layers if mtp else None,
     )
-    with torch.device("meta"):
+    with torch.device("meta"), unsettled():
         return gpt_model(config, hf.vocab_size, hf.raw.get("max_position_embeddings", 4096))

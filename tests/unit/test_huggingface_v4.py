@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from megatron_dsa import dispatch
 from megatron_dsa.cli import main
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.conventions import parse_config, read_config
@@ -17,6 +18,7 @@ from tests.tiny_models import (
     logits_of,
     published,
     tensors_of,
+    tiny_config,
     tiny_model,
     tiny_v4,
     transformers_classes,
@@ -88,6 +90,27 @@ def test_commands_there_and_back(tmp_path):
     before, after = CheckpointReader(there), CheckpointReader(back)
     assert set(before.names()) == set(after.names())
     assert all(torch.equal(before.read(name), after.read(name)) for name in before.names())
+
+
+@pytest.mark.parametrize("config", [tiny_config(), tiny_v4()], ids=["V3.2", "V4"])
+def test_conversions_choose_no_kernels(config, tmp_path, monkeypatch, caplog):
+    """They run none. What was not settled then is, and is logged, when a model is built to run."""
+    there, megatron, back = (str(tmp_path / name) for name in ("hf", "megatron", "back"))
+    export_model(tiny_model(config), there, config)
+    monkeypatch.setattr(dispatch, "_logged", set())
+    dispatch._choose.cache_clear()
+    caplog.set_level("INFO", dispatch.logger.name)
+    caplog.clear()
+
+    def said():
+        return [x.getMessage() for x in caplog.records if x.name == dispatch.logger.name]
+
+    assert main(["import-hf", "--input", there, "--output", megatron]) == 0
+    arguments = ["--input", megatron, "--output", back, "--config", there]
+    assert main(["export-hf", *arguments]) == 0
+    assert not said()
+    tiny_model(config)
+    assert any("sparse_attention_forward: " in line for line in said())
 
 
 def add_tensors(folder, tensors):
