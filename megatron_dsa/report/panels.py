@@ -228,7 +228,10 @@ def draw_overlap(axis, runs: list[RunLog]) -> bool:
 
 
 def draw_shares(axis, runs: list[RunLog]) -> bool:
-    """A bar of milliseconds per run, cut into operations; large parts carry their share."""
+    """A bar of milliseconds per run, cut into operations; large parts carry their share.
+
+    Operations that were measured to take longer than the step say so beside the bar.
+    """
     bars = {run.name: shares for run in runs if (shares := step_shares(run))}
     if not bars:
         return False
@@ -240,9 +243,13 @@ def draw_shares(axis, runs: list[RunLog]) -> bool:
     colors = {name: SEGMENTS[order.index(name) % len(SEGMENTS)] for name in names[:-1]}
     colors[REST] = GRAY
     longest = max(sum(share.seconds for share in shares) for shares in bars.values())
+    labels = []
     for place, shares in enumerate(bars.values()):
         left, total = 0.0, sum(share.seconds for share in shares)
-        for share in shares:
+        over = -shares[-1].seconds / total
+        said = f"\nmeasured {100 * (1 + over):.4g} % of the step" if over > 0.001 else ""
+        labels.append(list(bars)[place] + said)
+        for share in shares if over <= 0 else shares[:-1]:
             width = 1e3 * share.seconds
             axis.barh(place, width, left=1e3 * left, height=0.62, color=colors[share.name], lw=0)
             if share.seconds > 0.045 * longest:
@@ -254,7 +261,7 @@ def draw_shares(axis, runs: list[RunLog]) -> bool:
     axis.figure.legend(
         handles=handles, frameon=False, fontsize=8, ncols=4, loc="outside lower center"
     )
-    axis.set_yticks(range(len(bars)), list(bars))
+    axis.set_yticks(range(len(bars)), labels)
     axis.set_ylim(len(bars) - 0.5, -0.5)
     axis.set_xlabel("time of a step (ms)")
     axis.grid(axis="y", visible=False)
@@ -350,8 +357,8 @@ PANELS = (
     Panel("Memory", "Peak of what torch allocated, on the rank that writes the log.", draw_memory),
     Panel(
         "Where a step's time goes",
-        "Operations as timed where they are dispatched; what autograd runs on its own is in "
-        "the rest.",
+        "Operations as timed where they are dispatched, in the last stage; what autograd runs on "
+        "its own is in the rest.",
         draw_shares,
         wide=True,
     ),

@@ -19,7 +19,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.report import facts
 from megatron_dsa.report.events import RunLog, find_runs, read_run
 from megatron_dsa.report.page import draw_svg, write_png
-from megatron_dsa.report.panels import PANELS, draw_loss, thinned
+from megatron_dsa.report.panels import PANELS, draw_loss, draw_shares, thinned
 
 LAYERS = (2, 3, 10)
 
@@ -28,7 +28,7 @@ def write_session(folder, steps, *, arguments=(), loss=0.0, calls=1):
     """What one process of a sparse run writes."""
     with SummaryWriter(str(folder)) as writer:
         for name, value in dict(arguments).items():
-            writer.add_text(name, str(value))
+            writer.add_text(name, str(value), global_step=steps[0] - 1)
         for step in steps:
             scalars = {
                 "lm loss": loss + 5 / step,
@@ -165,6 +165,62 @@ def test_shares_of_a_step_add_up_to_it(runs, number, shares):
     found = {share.name: share.seconds for share in facts.step_shares(runs[number])}
     assert list(found) == list(shares)
     assert found == pytest.approx(shares)
+
+
+def write_stage(folder, stage, steps, times, operations=()):
+    """What one process of a staged run writes of its time."""
+    with SummaryWriter(str(folder)) as writer:
+        writer.add_text("dsa_stage", stage, global_step=steps[0] - 1)
+        for step, seconds in zip(steps, times, strict=True):
+            writer.add_scalar("iteration-time", seconds, step)
+            for name, share in dict(operations).items():
+                writer.add_scalar(f"dsa/time/{name}", share * seconds, step)
+
+
+@pytest.mark.parametrize("before", [0.1, 10.0], ids=["faster", "slower"])
+def test_shares_are_of_the_steps_of_the_last_stage(tmp_path, before):
+    operations = {"indexer_topk": 0.25, "sparse_attention_forward": 0.5}
+    write_stage(tmp_path, "dense", range(1, 101), [before] * 100)
+    write_stage(tmp_path, "sparse", range(101, 113), [9.0] + [1.0] * 10 + [5.0], operations)
+    found = {share.name: share.seconds for share in facts.step_shares(read_run("run", tmp_path))}
+    assert found == pytest.approx(
+        {"indexer topk": 0.25, "sparse attention forward": 0.5, "everything else": 0.25}
+    )
+
+
+def test_timers_are_those_of_the_last_stage(tmp_path):
+    """Unlike operations, timers are written in all stages."""
+    write_stage(tmp_path, "dense", range(1, 31), [1.0] * 30)
+    write_stage(tmp_path, "sparse", range(31, 35), [3.0] * 4)
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step in range(1, 35):
+            writer.add_scalar("forward-compute-time", 0.5 if step < 31 else 2.0, step)
+    shares = facts.step_shares(read_run("run", tmp_path))
+    assert [share.seconds for share in shares] == pytest.approx([2.0, 1.0])
+
+
+def test_operations_that_take_turns_do_not_exceed_the_step():
+    """Medians of each would: 0.5 + 0.5 + 0.5 of a step that they fill."""
+    turns = {"indexer_topk": (1, 1, 0), "indexer_scores": (0, 1, 1), "dense_attention": (1, 0, 1)}
+    scalars = {"iteration-time": [(step, 1.0) for step in range(1, 25)]}
+    for name, turn in turns.items():
+        scalars[f"dsa/time/{name}"] = [(step, 0.5 * turn[step % 3]) for step in range(1, 25)]
+    shares = facts.step_shares(RunLog("run", scalars, {}, {}))
+    assert [share.seconds for share in shares] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
+
+
+def test_operations_longer_than_the_step_are_told():
+    scalars = {"iteration-time": [(1, 1.0)], "dsa/time/indexer_topk": [(1, 1.25)]}
+    runs = [RunLog("long", scalars, {}, {})]
+    scalars = {"iteration-time": [(1, 1.0)], "dsa/time/indexer_topk": [(1, 0.5)]}
+    runs.append(RunLog("short", scalars, {}, {}))
+    assert facts.step_shares(runs[0])[-1].seconds == pytest.approx(-0.25)
+    figure, axis = pyplot.subplots()
+    assert draw_shares(axis, runs)
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert labels == ["long\nmeasured 125 % of the step", "short"]
+    assert max(bar.get_x() + bar.get_width() for bar in axis.patches) == pytest.approx(1250)
+    pyplot.close(figure)
 
 
 def test_thinned_lines_keep_means_and_ends():
