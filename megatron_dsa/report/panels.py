@@ -13,7 +13,7 @@ from matplotlib import ticker
 
 from megatron_dsa.dispatch import OPERATIONS
 from megatron_dsa.report.events import RunLog, Series
-from megatron_dsa.report.facts import REST, settled, step_shares, tokens_per_second
+from megatron_dsa.report.facts import REST, compiled, settled, step_shares, tokens_per_second
 from megatron_dsa.writers import FIGURES, MFU
 
 #: Readable on white and on dark ground, and by most colour-blind people.
@@ -269,7 +269,7 @@ def draw_shares(axis, runs: list[RunLog]) -> bool:
 
 
 def draw_speed(axis, runs: list[RunLog]) -> bool:
-    drawn = _lines(axis, runs, lambda run: _usual(tokens_per_second(run)))
+    drawn = _lines(axis, runs, lambda run: compiled(run, tokens_per_second(run)))
     axis.yaxis.set_major_formatter(ticker.EngFormatter(sep=" "))
     if any(drawn):
         axis.set_ylim(bottom=0)
@@ -278,7 +278,7 @@ def draw_speed(axis, runs: list[RunLog]) -> bool:
 
 def draw_throughput(axis, runs: list[RunLog]) -> bool:
     """TFLOP/s; the share of the peak on the right, where it is known."""
-    drawn = _lines(axis, runs, lambda run: _usual(run.scalars.get("throughput", [])))
+    drawn = _lines(axis, runs, lambda run: compiled(run, run.scalars.get("throughput", [])))
     peaks = {
         round(speed / share)
         for run in runs
@@ -293,13 +293,6 @@ def draw_throughput(axis, runs: list[RunLog]) -> bool:
         right.yaxis.set_major_formatter(PERCENT)
         right.set_ylabel("MFU")
     return _finish(axis, "TFLOP/s per GPU", drawn)
-
-
-def _usual(series: Series) -> Series:
-    """Without the values after a start, when kernels are compiled, if there are others."""
-    middle = settled(series)
-    kept = [(step, value) for step, value in series if value > 0.5 * middle] if series else []
-    return kept or series
 
 
 def draw_memory(axis, runs: list[RunLog]) -> bool:
@@ -348,10 +341,15 @@ PANELS = (
         "Keys that the query before (line) or the layer before (dashed) selected as well.",
         draw_overlap,
     ),
-    Panel("Speed", "Tokens per second of the whole job.", draw_speed),
+    Panel(
+        "Speed",
+        "Tokens per second of the whole job, but for what is logged first after a start, which "
+        "holds compilation.",
+        draw_speed,
+    ),
     Panel(
         "Throughput",
-        "Matrix products that the mathematics asks for, per GPU.",
+        "Matrix products that the mathematics asks for, per GPU, from the same steps.",
         draw_throughput,
     ),
     Panel("Memory", "Peak of what torch allocated, on the rank that writes the log.", draw_memory),
