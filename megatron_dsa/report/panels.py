@@ -130,7 +130,7 @@ def _later(series: Series) -> list[float]:
 
 
 def draw_difference(axis, runs: list[RunLog]) -> bool:
-    """Validation loss minus that of the first run, where both were evaluated."""
+    """Validation loss minus that of the first run, at the steps where both were evaluated."""
     base, drawn = validations(runs[0]), []
     for number, run in enumerate(runs[1:], 1):
         for name, series in validations(run).items():
@@ -314,7 +314,8 @@ PANELS = (
     ),
     Panel(
         "Difference in validation loss",
-        "To the first run, where both were evaluated; above 0 is worse.",
+        "To the first run at the same step number; above 0 is worse. The runs may have started "
+        "from different weights.",
         draw_difference,
     ),
     Panel(
