@@ -133,7 +133,8 @@ def read_run(name: str, folder: Path) -> RunLog:
         scalars[tag] = sorted({event.step: event.value for event in written}.items())
     written = {
         tag.removesuffix("/text_summary"): [
-            (event.step, event.tensor_proto.string_val[0].decode()) for event in events.Tensors(tag)
+            (event.step, event.tensor_proto.string_val[0].decode())
+            for event in sorted(events.Tensors(tag), key=lambda event: event.wall_time)
         ]
         for tag in tags["tensors"]
         if tag.endswith("/text_summary")

@@ -152,7 +152,10 @@ def model(log: RunLog) -> str:
 
 
 def attention(log: RunLog) -> str:
-    """Describe the attention by the arguments in the log; empty if they are not there."""
+    """Describe the attention by the arguments in the log; empty if they are not there.
+
+    Of a run of several stages, that of the last one, and where each began.
+    """
     stage, topk = _argument(log, "dsa_stage"), _argument(log, "dsa_indexer_topk")
     if ratios := _argument(log, "csa_compress_ratios"):
         ratios = ratios.strip("[]").replace(",", "")
@@ -160,7 +163,10 @@ def attention(log: RunLog) -> str:
     else:
         kind = "MLA" if stage == "dense" else "DSA"
     selects = f", K = {topk}" if stage == "sparse" and topk else ""
-    return f"{kind}, stage {stage}{selects}" if stage else ""
+    stages = log.stages()
+    began = ", ".join(f"{name} from step {step}" for step, name in stages)
+    began = f" ({began})" if len(stages) > 1 else ""
+    return f"{kind}, stage {stage}{selects}{began}" if stage else ""
 
 
 def calls(log: RunLog) -> dict[str, dict[str, int]]:
