@@ -24,12 +24,23 @@ class RunLog:
             (resumed from an older checkpoint), the later value counts.
         restarts: tag -> values as they were written, for counters, which a restart sets back.
         texts: tag -> the text that was written last.
+        starts: first step and ``--dsa-stage`` (or nothing) of every process whose steps count, in
+            ascending order; empty if the arguments were not written.
     """
 
     name: str
     scalars: dict[str, Series]
     restarts: dict[str, list[float]]
     texts: dict[str, str]
+    starts: tuple[tuple[int, str], ...] = ()
+
+    def stages(self) -> list[tuple[int, str]]:
+        """Return the stages of training with their first steps; empty if they are unknown."""
+        found: list[tuple[int, str]] = []
+        for step, stage in self.starts:
+            if stage and (not found or found[-1][1] != stage):
+                found.append((step, stage))
+        return found
 
     def layers(self, tag: str) -> dict[int, Series]:
         """Return ``<tag>/layer-N`` by ``N``."""
@@ -120,9 +131,26 @@ def read_run(name: str, folder: Path) -> RunLog:
         written = sorted(events.Scalars(tag), key=lambda event: event.wall_time)
         restarts[tag] = [event.value for event in written]
         scalars[tag] = sorted({event.step: event.value for event in written}.items())
-    texts = {}
-    for tag in tags["tensors"]:
-        if tag.endswith("/text_summary"):
-            text = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
-            texts[tag.removesuffix("/text_summary")] = text
-    return RunLog(name, scalars, restarts, texts)
+    written = {
+        tag.removesuffix("/text_summary"): [
+            (event.step, event.tensor_proto.string_val[0].decode())
+            for event in sorted(events.Tensors(tag), key=lambda event: event.wall_time)
+        ]
+        for tag in tags["tensors"]
+        if tag.endswith("/text_summary")
+    }
+    texts = {tag: entries[-1][1] for tag, entries in written.items()}
+    end = max((series[-1][0] for series in scalars.values()), default=0)
+    return RunLog(name, scalars, restarts, texts, _starts(written, end))
+
+
+def _starts(written: dict[str, list[tuple[int, str]]], end: int) -> tuple[tuple[int, str], ...]:
+    """First steps and stages of the processes: each wrote its arguments at the step it loaded."""
+    stages = written.get("dsa_stage") or [(step, "") for step, _ in written.get("seq_length", ())]
+    found: list[tuple[int, str]] = []
+    for loaded, stage in stages:
+        # One that resumed from an older checkpoint wrote the steps of those before it again.
+        while found and found[-1][0] > loaded:
+            found.pop()
+        found.append((loaded + 1, stage))
+    return tuple(start for start in found if start[0] <= end)

@@ -49,34 +49,62 @@ def last(log: RunLog, tag: str) -> float | None:
     return series[-1][1] if series else None
 
 
+def compiled(log: RunLog, series: Series) -> Series:
+    """Return a series without the points whose time holds compilation, if there are others.
+
+    Megatron logs the first iteration after a start by itself, but lets its clock run on: the
+    interval that ends with the next ``iteration-time`` holds it as well. Where the starts are
+    unknown, only the first of the series is taken for one.
+    """
+    times = [step for step, _ in log.scalars.get("iteration-time", ())]
+    kept = series
+    for first in [step for step, _ in log.starts] or [step for step, _ in series[:1]]:
+        end = next((step for step in times if step >= first), first)
+        kept = [point for point in kept if not first <= point[0] <= end]
+    return kept or series
+
+
 def step_shares(log: RunLog) -> list[Share]:
     """Return where the time of a step goes, by operation, else by Megatron's timers.
 
-    Medians of the second half of the run. Operations are what dispatch timed
-    (``--dsa-time-operations``); the rest of the step is the last entry. Empty if nothing was
-    measured.
+    Operations are what dispatch timed (``--dsa-time-operations``); the rest of the step is the
+    last entry. It is negative if they were measured to take longer than the step. Empty if
+    nothing was measured.
+
+    All are means over the same log points: of those of the last stage that hold a value of each,
+    the second half, without the quarter of the shortest and that of the longest steps. Medians,
+    each of its own, would not add up to a step.
     """
-    step = settled(log.scalars.get("iteration-time", []))
-    if step is None:
+    times = log.scalars.get("iteration-time", [])
+    if not times:
         return []
-    # An operation of an earlier stage is no longer written.
-    end = log.scalars["iteration-time"][-1][0]
-    parts = {
-        name.replace("_", " "): settled(series)
-        for name in OPERATIONS
-        if (series := log.scalars.get(time_tag(name))) and series[-1][0] >= end
-    }
-    if not parts:
-        parts = {
-            name: settled(log.scalars[f"{name}-time"])
-            for name in TIMERS
-            if f"{name}-time" in log.scalars
-        }
+    end = times[-1][0]
+
+    def written_last(tags: dict[str, str]) -> dict[str, dict[int, float]]:
+        # An operation of an earlier stage is no longer written.
+        found = {name: dict(log.scalars.get(tag, ())) for name, tag in tags.items()}
+        return {name: values for name, values in found.items() if end in values}
+
+    parts = written_last({name.replace("_", " "): time_tag(name) for name in OPERATIONS})
+    parts = parts or written_last({name: f"{name}-time" for name in TIMERS})
     if not parts:
         return []
-    shares = [Share(name, value) for name, value in parts.items()]
-    rest = step - sum(share.seconds for share in shares)
-    return [*shares, Share(REST, max(rest, 0.0))]
+    first = max((step for step, _ in log.stages() if step <= end), default=0)
+    common = [
+        (step, seconds)
+        for step, seconds in times
+        if step >= first and all(step in values for values in parts.values())
+    ]
+    common = compiled(log, common)
+    later = sorted(common[len(common) // 2 :], key=lambda point: point[1])
+    cut = len(later) // 4
+    middle = later[cut : len(later) - cut]
+    shares = [
+        Share(name, statistics.fmean(values[step] for step, _ in middle))
+        for name, values in parts.items()
+    ]
+    whole = statistics.fmean(seconds for _, seconds in middle)
+    return [*shares, Share(REST, whole - sum(share.seconds for share in shares))]
 
 
 def tokens_per_second(log: RunLog) -> Series:
@@ -124,7 +152,10 @@ def model(log: RunLog) -> str:
 
 
 def attention(log: RunLog) -> str:
-    """Describe the attention by the arguments in the log; empty if they are not there."""
+    """Describe the attention by the arguments in the log; empty if they are not there.
+
+    Of a run of several stages, that of the last one, and where each began.
+    """
     stage, topk = _argument(log, "dsa_stage"), _argument(log, "dsa_indexer_topk")
     if ratios := _argument(log, "csa_compress_ratios"):
         ratios = ratios.strip("[]").replace(",", "")
@@ -132,7 +163,10 @@ def attention(log: RunLog) -> str:
     else:
         kind = "MLA" if stage == "dense" else "DSA"
     selects = f", K = {topk}" if stage == "sparse" and topk else ""
-    return f"{kind}, stage {stage}{selects}" if stage else ""
+    stages = log.stages()
+    began = ", ".join(f"{name} from step {step}" for step, name in stages)
+    began = f" ({began})" if len(stages) > 1 else ""
+    return f"{kind}, stage {stage}{selects}{began}" if stage else ""
 
 
 def calls(log: RunLog) -> dict[str, dict[str, int]]:

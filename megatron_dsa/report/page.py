@@ -18,7 +18,8 @@ from megatron_dsa import __version__
 from megatron_dsa.errors import require
 from megatron_dsa.report import facts
 from megatron_dsa.report.events import RunLog
-from megatron_dsa.report.panels import PANELS, Panel, color_of
+from megatron_dsa.report.lines import color_of
+from megatron_dsa.report.panels import PANELS, Panel
 
 #: Stands for the colour of text and axes, which the page sets for light and dark ground.
 INK = "#010203"

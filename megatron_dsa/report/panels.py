@@ -1,6 +1,6 @@
 """The charts of a report, each drawn on an axis of matplotlib.
 
-A run has one colour in all of them. Lines of many points show means of equal stretches of steps.
+A run has one colour in all of them.
 """
 
 from __future__ import annotations
@@ -13,22 +13,11 @@ from matplotlib import ticker
 
 from megatron_dsa.dispatch import OPERATIONS
 from megatron_dsa.report.events import RunLog, Series
-from megatron_dsa.report.facts import REST, settled, step_shares, tokens_per_second
+from megatron_dsa.report.facts import REST, compiled, settled, step_shares, tokens_per_second
+from megatron_dsa.report.lines import GRAY, SEGMENTS, by_step, color_of, line, style_of, thinned
 from megatron_dsa.writers import FIGURES, MFU
 
-#: Readable on white and on dark ground, and by most colour-blind people.
-COLORS = (
-    "#2b7bba", "#e08214", "#1b9e77", "#c2539d", "#d6483b", "#7b6fd0", "#8f7a2f", "#3aa6b9",
-)  # fmt: skip
-#: Segments of a bar, in the order of the operations.
-SEGMENTS = (
-    "#2b7bba", "#7fb3dc", "#e08214", "#f3bd77", "#1b9e77", "#83cbb3", "#c2539d", "#e0a3cc",
-    "#7b6fd0", "#b9b2e6", "#8f7a2f", "#cdbd80", "#3aa6b9", "#99d3dd", "#d6483b",
-)  # fmt: skip
-#: The rest of a bar.
-GRAY = "#9aa0a6"
 MASS, LOSS = FIGURES["dsa attention mass captured"], FIGURES["indexer loss"]
-POINTS = 400
 PERCENT = ticker.FuncFormatter(lambda share, _: f"{100 * share:.4g} %")
 
 
@@ -49,29 +38,6 @@ class Panel:
     wide: bool = False
 
 
-def color_of(number: int) -> str:
-    """Colour of a report's run ``number``."""
-    return COLORS[number % len(COLORS)]
-
-
-def style_of(number: int) -> str:
-    """Line style of a run: where colours repeat, it changes."""
-    return ("-", "--", ":", "-.")[number // len(COLORS) % 4]
-
-
-def thinned(series: Series, points: int = POINTS) -> Series:
-    """Return at most ``points`` means of equal stretches of a series."""
-    stretch = -(-len(series) // points)
-    blocks = [series[i : i + stretch] for i in range(0, len(series), stretch)]
-    return [(block[-1][0], sum(value for _, value in block) / len(block)) for block in blocks]
-
-
-def _line(axis, series: Series, **style) -> bool:
-    if series:
-        axis.plot(*zip(*thinned(series), strict=True), **style)
-    return bool(series)
-
-
 def _finish(axis, ylabel: str, drawn: Iterable[bool], percent: bool = False) -> bool:
     drawn = any(list(drawn))
     axis.set(xlabel="step", ylabel=ylabel)
@@ -84,7 +50,7 @@ def _finish(axis, ylabel: str, drawn: Iterable[bool], percent: bool = False) -> 
 
 def _lines(axis, runs: list[RunLog], series_of: Callable[[RunLog], Series]) -> list[bool]:
     return [
-        _line(
+        line(
             axis, series_of(run), color=color_of(number), ls=style_of(number), lw=1.4,
             label=run.name,
         )
@@ -102,6 +68,7 @@ def validations(log: RunLog) -> dict[str, Series]:
     }
 
 
+@by_step
 def draw_loss(axis, runs: list[RunLog]) -> bool:
     """Training loss as a thin line, validation loss with points."""
     drawn = []
@@ -111,11 +78,11 @@ def draw_loss(axis, runs: list[RunLog]) -> bool:
         training = run.scalars.get("lm loss", [])
         faint = 0.35 if sets else 1.0
         label = None if sets else run.name
-        drawn.append(_line(axis, training, color=color, ls=style, lw=1, alpha=faint, label=label))
+        drawn.append(line(axis, training, color=color, ls=style, lw=1, alpha=faint, label=label))
         for name, series in sets.items():
             label = " ".join(filter(None, (run.name, "validation", name)))
             drawn.append(
-                _line(axis, series, color=color, ls=style, lw=1.6, marker="o", ms=3, label=label)
+                line(axis, series, color=color, ls=style, lw=1.6, marker="o", ms=3, label=label)
             )
     later = [value for run in runs for value in _later(run.scalars.get("lm loss", []))]
     if later:  # what a model has before it has learnt anything would flatten all the rest
@@ -129,8 +96,9 @@ def _later(series: Series) -> list[float]:
     return [value for _, value in series[len(series) // 10 + 1 :]]
 
 
+@by_step
 def draw_difference(axis, runs: list[RunLog]) -> bool:
-    """Validation loss minus that of the first run, where both were evaluated."""
+    """Validation loss minus that of the first run, at the steps where both were evaluated."""
     base, drawn = validations(runs[0]), []
     for number, run in enumerate(runs[1:], 1):
         for name, series in validations(run).items():
@@ -138,36 +106,42 @@ def draw_difference(axis, runs: list[RunLog]) -> bool:
             apart = [(s, value - reference[s]) for s, value in series if s in reference]
             label = " ".join(filter(None, (run.name, name)))
             style = {"color": color_of(number), "ls": style_of(number), "label": label}
-            drawn.append(_line(axis, apart, lw=1.4, marker="o", ms=3, **style))
+            drawn.append(line(axis, apart, lw=1.4, marker="o", ms=3, **style))
     if any(drawn):
         axis.axhline(0, color=color_of(0), lw=1.2, label=runs[0].name)
     return _finish(axis, "difference (nats per token)", drawn)
 
 
 def _draw_layers(axis, runs: list[RunLog], tag: str) -> bool:
-    """Of one run a line per layer; of several their means over layers, and the layers' range."""
+    """Of one run a line per layer; of several their means over layers, and the layers' range.
+
+    A line ends with its stage: another one measures over other keys.
+    """
     drawn = []
     for number, run in enumerate(runs):
         layers = run.layers(tag)
+        breaks = [step for step, _ in run.stages()]
         if len(runs) == 1:
             shades = matplotlib.colormaps["viridis"].resampled(max(len(layers), 2))
             for place, (layer, series) in enumerate(layers.items()):
                 shown = len(layers) <= 8 or layer in (min(layers), max(layers))
                 label = f"layer {layer}" if shown else None
-                drawn.append(_line(axis, series, color=shades(place), lw=1.1, label=label))
+                style = {"color": shades(place), "lw": 1.1, "label": label}
+                drawn.append(line(axis, series, breaks, **style))
             continue
         color = color_of(number)
         if len(layers) > 1:
-            curves = [dict(thinned(series)) for series in layers.values()]
+            curves = [dict(thinned(series, breaks=breaks)) for series in layers.values()]
             steps = sorted(set.intersection(*(set(curve) for curve in curves)))
             low, high = ([edge(c[s] for c in curves) for s in steps] for edge in (min, max))
             axis.fill_between(steps, low, high, color=color, alpha=0.15, lw=0)
         series = run.scalars.get(tag, [])
         style = {"color": color, "ls": style_of(number), "lw": 1.5, "label": run.name}
-        drawn.append(_line(axis, series, **style))
+        drawn.append(line(axis, series, breaks, **style))
     return any(drawn)
 
 
+@by_step
 def draw_indexer_loss(axis, runs: list[RunLog]) -> bool:
     drawn = _draw_layers(axis, runs, LOSS)
     if drawn:
@@ -175,6 +149,7 @@ def draw_indexer_loss(axis, runs: list[RunLog]) -> bool:
     return _finish(axis, "indexer loss (KL, nats)", [drawn])
 
 
+@by_step
 def draw_mass(axis, runs: list[RunLog]) -> bool:
     return _finish(axis, "attention mass captured", [_draw_layers(axis, runs, MASS)], True)
 
@@ -213,22 +188,27 @@ def _draw_pair(axis, runs: list[RunLog], names: tuple[str, str], ylabel: str) ->
             # Of several runs, the legend tells the colours.
             label = figure if len(runs) == 1 else (run.name if style == "-" else None)
             look = {"color": color_of(number), "ls": style, "lw": 1.3, "label": label}
-            drawn.append(_line(axis, run.scalars.get(FIGURES[name], []), **look))
+            drawn.append(line(axis, run.scalars.get(FIGURES[name], []), **look))
     return _finish(axis, ylabel, drawn, True)
 
 
+@by_step
 def draw_ties(axis, runs: list[RunLog]) -> bool:
     names = ("dsa boundary ties", "dsa zero scores")
     return _draw_pair(axis, runs, names, "share")
 
 
+@by_step
 def draw_overlap(axis, runs: list[RunLog]) -> bool:
     names = ("dsa query overlap", "dsa layer overlap")
     return _draw_pair(axis, runs, names, "keys in common")
 
 
 def draw_shares(axis, runs: list[RunLog]) -> bool:
-    """A bar of milliseconds per run, cut into operations; large parts carry their share."""
+    """A bar of milliseconds per run, cut into operations; large parts carry their share.
+
+    Operations that were measured to take longer than the step say so beside the bar.
+    """
     bars = {run.name: shares for run in runs if (shares := step_shares(run))}
     if not bars:
         return False
@@ -240,9 +220,13 @@ def draw_shares(axis, runs: list[RunLog]) -> bool:
     colors = {name: SEGMENTS[order.index(name) % len(SEGMENTS)] for name in names[:-1]}
     colors[REST] = GRAY
     longest = max(sum(share.seconds for share in shares) for shares in bars.values())
+    labels = []
     for place, shares in enumerate(bars.values()):
         left, total = 0.0, sum(share.seconds for share in shares)
-        for share in shares:
+        over = -shares[-1].seconds / total
+        said = f"\nmeasured {100 * (1 + over):.4g} % of the step" if over > 0.001 else ""
+        labels.append(list(bars)[place] + said)
+        for share in shares if over <= 0 else shares[:-1]:
             width = 1e3 * share.seconds
             axis.barh(place, width, left=1e3 * left, height=0.62, color=colors[share.name], lw=0)
             if share.seconds > 0.045 * longest:
@@ -254,24 +238,26 @@ def draw_shares(axis, runs: list[RunLog]) -> bool:
     axis.figure.legend(
         handles=handles, frameon=False, fontsize=8, ncols=4, loc="outside lower center"
     )
-    axis.set_yticks(range(len(bars)), list(bars))
+    axis.set_yticks(range(len(bars)), labels)
     axis.set_ylim(len(bars) - 0.5, -0.5)
     axis.set_xlabel("time of a step (ms)")
     axis.grid(axis="y", visible=False)
     return True
 
 
+@by_step
 def draw_speed(axis, runs: list[RunLog]) -> bool:
-    drawn = _lines(axis, runs, lambda run: _usual(tokens_per_second(run)))
+    drawn = _lines(axis, runs, lambda run: compiled(run, tokens_per_second(run)))
     axis.yaxis.set_major_formatter(ticker.EngFormatter(sep=" "))
     if any(drawn):
         axis.set_ylim(bottom=0)
     return _finish(axis, "tokens per second", drawn)
 
 
+@by_step
 def draw_throughput(axis, runs: list[RunLog]) -> bool:
     """TFLOP/s; the share of the peak on the right, where it is known."""
-    drawn = _lines(axis, runs, lambda run: _usual(run.scalars.get("throughput", [])))
+    drawn = _lines(axis, runs, lambda run: compiled(run, run.scalars.get("throughput", [])))
     peaks = {
         round(speed / share)
         for run in runs
@@ -288,13 +274,7 @@ def draw_throughput(axis, runs: list[RunLog]) -> bool:
     return _finish(axis, "TFLOP/s per GPU", drawn)
 
 
-def _usual(series: Series) -> Series:
-    """Without the values after a start, when kernels are compiled, if there are others."""
-    middle = settled(series)
-    kept = [(step, value) for step, value in series if value > 0.5 * middle] if series else []
-    return kept or series
-
-
+@by_step
 def draw_memory(axis, runs: list[RunLog]) -> bool:
     def gigabytes(run: RunLog) -> Series:
         series = run.scalars.get("mem-max-allocated-bytes", [])
@@ -314,7 +294,8 @@ PANELS = (
     ),
     Panel(
         "Difference in validation loss",
-        "To the first run, where both were evaluated; above 0 is worse.",
+        "To the first run at the same step number; above 0 is worse. The runs may have started "
+        "from different weights.",
         draw_difference,
     ),
     Panel(
@@ -341,17 +322,22 @@ PANELS = (
         "Keys that the query before (line) or the layer before (dashed) selected as well.",
         draw_overlap,
     ),
-    Panel("Speed", "Tokens per second of the whole job.", draw_speed),
+    Panel(
+        "Speed",
+        "Tokens per second of the whole job, but for what is logged first after a start, which "
+        "holds compilation.",
+        draw_speed,
+    ),
     Panel(
         "Throughput",
-        "Matrix products that the mathematics asks for, per GPU.",
+        "Matrix products that the mathematics asks for, per GPU, from the same steps.",
         draw_throughput,
     ),
     Panel("Memory", "Peak of what torch allocated, on the rank that writes the log.", draw_memory),
     Panel(
         "Where a step's time goes",
-        "Operations as timed where they are dispatched; what autograd runs on its own is in "
-        "the rest.",
+        "Operations as timed where they are dispatched, in the last stage; what autograd runs on "
+        "its own is in the rest.",
         draw_shares,
         wide=True,
     ),

@@ -18,8 +18,9 @@ from megatron_dsa.cli import main
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.report import facts
 from megatron_dsa.report.events import RunLog, find_runs, read_run
+from megatron_dsa.report.lines import thinned
 from megatron_dsa.report.page import draw_svg, write_png
-from megatron_dsa.report.panels import PANELS, draw_loss, thinned
+from megatron_dsa.report.panels import PANELS, draw_loss
 
 LAYERS = (2, 3, 10)
 
@@ -28,7 +29,7 @@ def write_session(folder, steps, *, arguments=(), loss=0.0, calls=1):
     """What one process of a sparse run writes."""
     with SummaryWriter(str(folder)) as writer:
         for name, value in dict(arguments).items():
-            writer.add_text(name, str(value))
+            writer.add_text(name, str(value), global_step=steps[0] - 1)
         for step in steps:
             scalars = {
                 "lm loss": loss + 5 / step,
