@@ -56,11 +56,22 @@ def _replace_attention_backend(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _repair_help(parser: argparse.ArgumentParser) -> None:
+    """Let ``--help`` print help texts of Megatron that hold a bare percent sign."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            action.help and formatter._expand_help(action)
+        except (KeyError, TypeError, ValueError):
+            action.help = action.help.replace("%", "%%")
+
+
 def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add this package's flags; pass it to Megatron as ``extra_args_provider``.
 
     ``--dsa-indexer-*`` are Megatron's own flags and keep their names and meaning.
     """
+    _repair_help(parser)
     _replace_attention_backend(parser)
     parser.set_defaults(dsa_attention_backend=None)
     group = parser.add_argument_group("megatron_dsa")

@@ -17,11 +17,12 @@ from unittest import mock
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.training import checkpointing, print_rank_0
 
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.stages import is_indexer_parameter
 
 # transformer-engine keeps some norms inside the linear that follows them; names for both forms.
@@ -37,6 +38,7 @@ def prepare_loading(args: argparse.Namespace):
 
     Inside it, Megatron's loader accepts that a checkpoint has no indexers.
     """
+    install_checkpoint_repairs()
     directory = checkpoint_directory(args)
     # A release (imported weights) has no optimizer.
     if directory is not None and directory.name != "release":
@@ -97,16 +99,26 @@ def load(sharded_state_dict, checkpoint_dir, *args, **kwargs):
     return _original_load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 
-def redirect(sharded_state_dict, checkpoint_dir) -> None:
-    """Make entries of models point to where a checkpoint keeps them; say what was changed.
+def entries_of(checkpoint_dir) -> dict[str, ShardedBase]:
+    """Return everything that a distributed checkpoint holds, by key, without its data."""
+    install_checkpoint_repairs()
+    return {entry.key: entry for entry in load_sharded_metadata(str(checkpoint_dir)).values()}
 
-    Entries of indexers are removed where the checkpoint has none.
+
+def redirect(sharded_state_dict, checkpoint_dir) -> None:
+    """Make entries of models and optimizers point to where a checkpoint keeps them.
+
+    Prints what was changed. Entries of indexers are removed where the checkpoint has none.
 
     Raises:
         ConfigError: the checkpoint lacks anything else.
     """
-    metadata = load_sharded_metadata(checkpoint_dir)
-    available = {entry.key: entry for entry in metadata.values()}
+    available = entries_of(checkpoint_dir)
+    _redirect_models(sharded_state_dict, checkpoint_dir, available)
+    _redirect_optimizers(sharded_state_dict, checkpoint_dir, available)
+
+
+def _redirect_models(sharded_state_dict, checkpoint_dir, available: dict) -> None:
     has_indexers = any(is_indexer_parameter(key) for key in available)
     fresh, missing, renamed = [], [], []
     for parent, name, entry in list(_model_entries(sharded_state_dict)):
@@ -137,6 +149,36 @@ def redirect(sharded_state_dict, checkpoint_dir) -> None:
         )
     if renamed:
         print_rank_0(f"> {len(renamed)} tensors of the checkpoint go by another name there")
+
+
+def _redirect_optimizers(sharded_state_dict, checkpoint_dir, available: dict) -> None:
+    """States of Adam carry the names of their parameters."""
+    missing = []
+    for parent, name, entry in list(_nested_entries(sharded_state_dict.get("optimizer"))):
+        if ".state." not in entry.key or entry.key in available:
+            continue
+        if (found := _same_under_another_name(entry, available)) is not None:
+            parent[name] = found
+        elif not isinstance(entry, ShardedObject):
+            missing.append(entry.key)
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ConfigError(
+            f"checkpoint {checkpoint_dir} does not hold the optimizer states "
+            f"{', '.join(sorted(missing)[:3])}{more}: it was written with another optimizer or by "
+            "other trained parameters. Pass --no-load-optim to start the optimizer anew."
+        )
+
+
+def _nested_entries(content):
+    """Yield ``(container, index, entry)`` of everything sharded in nested dicts and lists."""
+    if not isinstance(content, dict | list):
+        return
+    for name, entry in content.items() if isinstance(content, dict) else enumerate(content):
+        if isinstance(entry, ShardedBase):
+            yield content, name, entry
+        else:
+            yield from _nested_entries(entry)
 
 
 def _model_entries(sharded_state_dict):

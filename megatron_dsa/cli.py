@@ -10,7 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_dsa import __version__
-from megatron_dsa.versions import OPTIONAL_PACKAGES, check_host, optional_version
+from megatron_dsa.versions import (
+    OPTIONAL_PACKAGES,
+    check_host,
+    optional_version,
+    untested_versions,
+    why_not_transformer_engine,
+)
 
 
 def collect_info() -> dict:
@@ -24,6 +30,8 @@ def collect_info() -> dict:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "megatron-core": {"version": host.found, "problem": host.problem},
+        "untested": untested_versions(),
+        "transformer_engine_unused": why_not_transformer_engine(torch.cuda.is_available()),
         "packages": {name: optional_version(name) for name in OPTIONAL_PACKAGES},
         "gpus": [
             {
@@ -138,13 +146,17 @@ def print_info(info: dict) -> None:
     print(f"  Python {info['python']}, torch {info['torch']} (CUDA {info['cuda']})")
     megatron = info["megatron-core"]
     print(f"  megatron-core {megatron['version']}: {megatron['problem'] or 'supported'}")
+    for warning in info["untested"]:
+        print(f"  warning: {warning}")
     for gpu in info["gpus"]:
         print(f"  GPU: {gpu['name']}, compute capability {'.'.join(map(str, gpu['capability']))}")
     if not info["gpus"]:
         print("  GPU: none (training runs on the CPU, for tests and first steps)")
     print("optional packages")
     for name, version in info["packages"].items():
-        print(f"  {name}: {version or 'not installed'} - {OPTIONAL_PACKAGES[name][1]}")
+        unused = info["transformer_engine_unused"] if name == "transformer-engine" else None
+        state = f"{version}, not used: {unused}" if version and unused else version
+        print(f"  {name}: {state or 'not installed'} - {OPTIONAL_PACKAGES[name][1]}")
     for model, operations in info["operations"].items():
         print(f"operations ({model} shapes, bf16, --attention-backend dsa_fused)")
         _print_operations(operations)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from megatron_dsa.errors import DSAError, VersionError
-from megatron_dsa.versions import MEGATRON_CPU_TESTED, installed_version
+from megatron_dsa.versions import MEGATRON_RUN_WITH, installed_version
 
 #: What the CPU cannot do or what would only cost time there.
 FLAGS = [
@@ -48,10 +49,10 @@ def activate() -> None:
         DSAError: inside of :func:`megatron_dsa.planning.host.host`, whose end would undo a part.
     """
     found = installed_version("megatron-core")
-    if found not in MEGATRON_CPU_TESTED:
+    if found not in MEGATRON_RUN_WITH:
         raise VersionError(
             f"running without a GPU was tested with megatron-core "
-            f"{', '.join(MEGATRON_CPU_TESTED)} only, found {found}: install one of those, or run "
+            f"{', '.join(MEGATRON_RUN_WITH)} only, found {found}: install one of those, or run "
             "on a machine with a GPU."
         )
     _install()
@@ -65,10 +66,20 @@ def _install() -> None:
             "activate() must not be called first inside of planning.host.host(), which sends CUDA "
             "elsewhere for a while only: call it before"
         )
+    hide_transformer_engine()
     CudaTo(_CPU).__enter__()
     _patch_torch_cuda()
     _patch_rng()
     _patch_megatron()
+
+
+def hide_transformer_engine() -> None:
+    """Let Megatron take transformer-engine for not installed: it needs a GPU.
+
+    Megatron's norms, optimizers and clipping of gradients use it wherever it can be imported.
+    """
+    if "transformer_engine" not in sys.modules:
+        sys.modules["transformer_engine"] = None
 
 
 class CudaTo(TorchFunctionMode):

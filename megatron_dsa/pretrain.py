@@ -14,17 +14,8 @@ import sys
 import torch
 
 from megatron_dsa import cpu_host
-from megatron_dsa.versions import installed_version
-
-#: Megatron's defaults ask for transformer-engine or Apex; without them these are needed.
-WITHOUT_TRANSFORMER_ENGINE = [
-    "--transformer-impl",
-    "local",
-    "--no-persist-layer-norm",
-    "--no-gradient-accumulation-fusion",
-    "--no-rope-fusion",
-    "--no-masked-softmax-fusion",
-]
+from megatron_dsa.training.preset_flags import preset_flags
+from megatron_dsa.versions import untested_versions
 
 
 def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor):
@@ -121,26 +112,6 @@ def model_config_from_args(args):
     return model
 
 
-def preset_flags(argv: list[str], planning: bool = False) -> None:
-    """Put the flags that this machine calls for in front of the user's, and say so.
-
-    The last occurrence of a flag wins, so the user stays in charge. ``planning``: for a GPU, also
-    where there is none.
-    """
-    # Attention here is masked by indices; Megatron would build S x S masks for nobody.
-    flags = ["--no-create-attention-mask-in-dataloader"]
-    reasons = []
-    if installed_version("transformer-engine") is None:
-        reasons.append("no transformer-engine")
-        flags += WITHOUT_TRANSFORMER_ENGINE
-    if cpu_host.needed() and not planning:
-        reasons.append("no GPU (running on the CPU over gloo)")
-        flags += cpu_host.FLAGS
-    argv[1:1] = flags
-    if reasons and os.environ.get("RANK", "0") == "0":
-        print(f"> {', '.join(reasons)}: preset flags {' '.join(flags)}")
-
-
 def prepare_host(argv: list[str]) -> None:
     """Prepare Megatron for this machine, before it is imported; ``argv`` gets :func:`preset_flags`.
 
@@ -149,6 +120,9 @@ def prepare_host(argv: list[str]) -> None:
     if cpu_host.needed():
         cpu_host.activate()
     preset_flags(argv)
+    if os.environ.get("RANK", "0") == "0":
+        for warning in untested_versions():
+            print(f"> warning: {warning}")
     _use_compiled_dataset_helper()
 
 

@@ -42,8 +42,9 @@ from megatron_dsa.indexer import DSAIndexer, DSAIndexerSubmodules
 from megatron_dsa.layers import LocalNorm, ReplicatedLinear
 from megatron_dsa.losses import install_logging, install_loss_scale
 from megatron_dsa.mla import DSASelfAttention, IndexSharingLayer
+from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.throughput import install_throughput
-from megatron_dsa.versions import installed_version
+from megatron_dsa.versions import why_not_transformer_engine
 
 
 class LocalBackend(LocalSpecProvider):
@@ -63,10 +64,11 @@ class LocalBackend(LocalSpecProvider):
 
 
 def _te_backend():
-    if installed_version("transformer-engine") is None:
+    reason = why_not_transformer_engine(torch.cuda.is_available())
+    if reason is not None:
         raise ConfigError(
-            "--transformer-impl transformer_engine needs the package transformer-engine, which is "
-            "not installed: pip install 'megatron-dsa[te]', or pass --transformer-impl local"
+            f"--transformer-impl transformer_engine cannot be used: {reason}. Install it on a "
+            "machine with a GPU (pip install 'megatron-dsa[te]'), or pass --transformer-impl local"
         )
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
@@ -180,6 +182,7 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
     config = _transformer_config(config)
     validate(config)
     install_loss_scale(config)
+    install_checkpoint_repairs()
     if is_hybrid(config):
         repair_checkpoints_of_fp32_parameters()
     return _layer_spec(
@@ -257,5 +260,5 @@ def __getattr__(name: str):
 
 # Megatron resolves ``--spec`` through vars(module), which does not see __getattr__.
 dsa_local_layer_spec = _layer_spec(LocalBackend())
-if installed_version("transformer-engine") is not None:
+if why_not_transformer_engine(torch.cuda.is_available()) is None:
     dsa_te_layer_spec = _layer_spec(get_backend("transformer_engine"))

@@ -14,8 +14,11 @@ PYTHON_MIN = (3, 12)
 TORCH_MIN = "2.6"
 MEGATRON_MIN = "0.19"
 MEGATRON_BELOW = "0.20"
-#: Versions of megatron-core on which the shims for machines without a GPU were run.
-MEGATRON_CPU_TESTED = ("0.19.2",)
+#: Versions of megatron-core that this release was run with, on GPUs and on the CPU.
+MEGATRON_RUN_WITH = ("0.19.2",)
+#: First and last release (major, minor) of torch with which training, saving, resuming and
+#: exporting were run.
+TORCH_RUN_WITH = ((2, 11), (2, 15))
 
 #: Optional packages: distribution -> (module, what it is for).
 OPTIONAL_PACKAGES = {
@@ -56,6 +59,43 @@ def optional_version(distribution: str) -> str | None:
     if version is None and importlib.util.find_spec(module) is not None:
         return "unknown version"
     return version
+
+
+def why_not_transformer_engine(has_gpu: bool) -> str | None:
+    """Return why Megatron cannot use transformer-engine here, or ``None`` if it can.
+
+    Args:
+        has_gpu: whether this machine has a GPU.
+    """
+    if sys.modules.get("transformer_engine") is not None:
+        return None  # imported already, so it works for its importer
+    if installed_version("transformer-engine") is None:
+        return "no transformer-engine"
+    if importlib.util.find_spec("transformer_engine_torch") is None:
+        return "transformer-engine without its PyTorch extension (pip install the extra 'te')"
+    return None if has_gpu else "transformer-engine needs a GPU"
+
+
+def untested_versions() -> list[str]:
+    """Return a warning for each of torch and megatron-core whose version was never run with.
+
+    Versions outside the supported ranges are refused by :func:`check_host` instead.
+    """
+    warnings = []
+    torch_version, (first, last) = installed_version("torch"), TORCH_RUN_WITH
+    if torch_version and not first <= parse_version(torch_version)[:2] <= last:
+        was, to = (".".join(map(str, release)) for release in TORCH_RUN_WITH)
+        warnings.append(
+            f"torch {torch_version}: this release was run with {was} to {to} only; if something "
+            f"fails: pip install 'torch>={was},<{last[0]}.{last[1] + 1}'"
+        )
+    megatron = installed_version("megatron-core")
+    if megatron and megatron not in MEGATRON_RUN_WITH:
+        warnings.append(
+            f"megatron-core {megatron}: this release was run with {', '.join(MEGATRON_RUN_WITH)} "
+            f"only; if something fails: pip install 'megatron-core=={MEGATRON_RUN_WITH[-1]}'"
+        )
+    return warnings
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,13 @@ def run_ranks(function: Callable, arguments: Sequence, ranks: int) -> None:
 
 
 def run_modules(
-    module: str, flags: list[str], environments: list[dict], folder: Path, output: Path, limit: int
+    module: str,
+    flags: list[str],
+    environments: list[dict],
+    folder: Path,
+    output: Path,
+    limit: int,
+    kill_at: str | None = None,
 ) -> int:
     """Do what ``python -m module flags`` does, in a process for each of ``environments``.
 
@@ -44,6 +50,7 @@ def run_modules(
         module: what is run, in ``folder``.
         output: file that everything printed is appended to.
         limit: seconds until all are ended.
+        kill_at: kill all processes as soon as this text is printed.
 
     Returns:
         The exit status of the first one that failed, after which the others are ended; else 0.
@@ -52,10 +59,12 @@ def run_modules(
     processes = _start(_run_module, arguments, len(environments))
     end = time.monotonic() + limit
     try:
-        while not processes.join(timeout=max(end - time.monotonic(), 0)):
-            if time.monotonic() >= end:
+        while not processes.join(timeout=0.01 if kill_at else max(end - time.monotonic(), 0)):
+            late = time.monotonic() >= end
+            if late or (kill_at and kill_at in output.read_text(errors="replace")):
                 for process in processes.processes:
                     process.kill()
+            if late:
                 raise TimeoutError(f"{module} {' '.join(flags)}: still running after {limit} s")
     except (ProcessExitedException, ProcessRaisedException) as error:
         return getattr(error, "exit_code", 1)

@@ -123,9 +123,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
 
 def export_hf(arguments: argparse.Namespace) -> int:
     """Write a Hugging Face checkpoint in the dtype that config.json says."""
-    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-
-    from megatron_dsa.checkpoints import redirect
+    from megatron_dsa.checkpoints import entries_of, redirect
     from megatron_dsa.huggingface.build import empty_model
     from megatron_dsa.huggingface.convert import export_model
     from megatron_dsa.huggingface.streaming import StoredParameters
@@ -134,7 +132,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
     file_bytes = _bytes(arguments.shard_gb)
     directory = _distributed_checkpoint(arguments.input, arguments.step)
     hf = _read(arguments.config)
-    keys = [entry.key for entry in load_sharded_metadata(str(directory)).values()]
+    keys = entries_of(directory)
     has_indexer = any(is_indexer_parameter(key) for key in keys)
     found = {True: "indexers", False: "no indexers"}
     require(

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 
+from megatron_dsa import cpu_host
 from megatron_dsa.errors import ConfigError, DSAError
 from megatron_dsa.planning.flags import add_dry_run_arguments
 from megatron_dsa.planning.gpus import GPU, GPUS, gpu_here
@@ -100,11 +101,13 @@ def parsed(argv: list[str], world: int, planning: bool = True):
         world: GPUs of the job.
         planning: whether flags are preset for a GPU where there is none.
     """
+    if cpu_host.needed():
+        cpu_host.hide_transformer_engine()
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.training import arguments
 
     from megatron_dsa.arguments import add_dsa_arguments
-    from megatron_dsa.pretrain import preset_flags
+    from megatron_dsa.training.preset_flags import preset_flags
 
     argv, quiet = list(argv), io.StringIO()  # Megatron prints all arguments
     with contextlib.redirect_stdout(quiet), _environment(world), _arguments(argv):

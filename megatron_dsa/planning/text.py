@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
+import torch
+
 from megatron_dsa.config import by_rows, exchanges_latents, options_of
 from megatron_dsa.dispatch import Choice
 from megatron_dsa.planning.plan import Plan
@@ -68,6 +70,11 @@ def _packages(plan: Plan) -> Iterator[str]:
         f"with the packages installed here: {have or 'no optional ones'}"
         + (f" (not installed: {missing})" if missing else "")
     )
+    if found["transformer-engine"] and not torch.cuda.is_available():
+        yield (
+            "with Megatron's own layers (--transformer-impl local): transformer-engine's cannot be "
+            "built without a GPU"
+        )
 
 
 def _stages(plan: Plan) -> Iterator[str]:

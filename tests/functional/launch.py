@@ -113,11 +113,9 @@ def command_line(flags: dict) -> list[str]:
     return out
 
 
-def train(
-    changes: dict | None = None, *, ranks: int = 1, check: bool = True, module: str = ENTRY_POINT
-) -> Run:
-    """Train with :data:`TINY` plus ``changes``; see :func:`launch`."""
-    return launch(TINY | (changes or {}), ranks=ranks, check=check, module=module)
+def train(changes: dict | None = None, **settings) -> Run:
+    """Train with :data:`TINY` plus ``changes``; see :func:`launch` for ``settings``."""
+    return launch(TINY | (changes or {}), **settings)
 
 
 def launch(
@@ -128,11 +126,13 @@ def launch(
     env: dict | None = None,
     module: str = ENTRY_POINT,
     as_users_do: bool = False,
+    kill_at: str | None = None,
 ) -> Run:
     """Train with ``flags`` in ``ranks`` processes on this machine; return the parsed log.
 
     With ``check``, a run that fails raises with the end of its log. ``module`` is what is run.
     ``as_users_do`` starts interpreters, several ranks by torchrun, which takes some seconds more.
+    ``kill_at`` kills all processes, which are forked ones, as soon as this text is in the log.
     """
     flags = command_line(flags)
     environment = os.environ | {
@@ -143,8 +143,10 @@ def launch(
         **(env or {}),
     }
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
-        start = _start_interpreters if as_users_do else _fork
-        status = start(module, flags, environment, ranks, log.name)
+        if as_users_do:
+            status = _start_interpreters(module, flags, environment, ranks, log.name)
+        else:
+            status = _fork(module, flags, environment, ranks, log.name, kill_at)
         text = log.read()
     run = Run(status, text, parse_steps(text))
     if check and run.returncode != 0:
@@ -170,13 +172,13 @@ def _start_interpreters(module, flags, environment, ranks, log) -> int:
         ).returncode  # fmt: skip
 
 
-def _fork(module, flags, environment, ranks, log) -> int:
+def _fork(module, flags, environment, ranks, log, kill_at) -> int:
     # What a launcher has: a store that outlives ranks, and that they find by these variables.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     environment |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     environment |= {"TORCHELASTIC_RESTART_COUNT": "0"}
     places = [environment | _place(rank, ranks) for rank in range(ranks)]
-    return run_modules(module, flags, places, REPOSITORY, Path(log), LIMIT)
+    return run_modules(module, flags, places, REPOSITORY, Path(log), LIMIT, kill_at)
 
 
 def _place(rank: int, ranks: int) -> dict[str, str]:

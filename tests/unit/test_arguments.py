@@ -101,26 +101,6 @@ def test_a_training_is_not_taken_for_a_plan(flags, message):
         model_config_from_args(parse("--multi-latent-attention", *flags))
 
 
-def test_presets_go_in_front_and_are_announced(capsys, monkeypatch):
-    start()
-    from megatron_dsa import cpu_host, pretrain
-
-    monkeypatch.setattr(pretrain, "installed_version", lambda _name: None)
-    monkeypatch.setattr(cpu_host, "needed", lambda: True)
-    monkeypatch.setenv("RANK", "0")
-    argv = ["pretrain", "--num-workers", "3"]
-    pretrain.preset_flags(argv)
-    assert argv[0] == "pretrain" and argv[-2:] == ["--num-workers", "3"]
-    out = capsys.readouterr().out
-    assert "no transformer-engine" in out and "no GPU" in out and "--transformer-impl local" in out
-    assert parse(*argv[1:]).num_workers == 3
-    monkeypatch.setattr(pretrain, "installed_version", lambda _name: "2.9")
-    monkeypatch.setattr(cpu_host, "needed", lambda: False)
-    argv = ["pretrain"]
-    pretrain.preset_flags(argv)
-    assert argv == ["pretrain", "--no-create-attention-mask-in-dataloader"]
-
-
 def test_import_needs_nothing_optional():
     """The package imports without Megatron, kernels or a GPU; ``info`` says what is missing."""
     import subprocess

@@ -1,0 +1,17 @@
+"""Repairs of the released megatron-core, installed for the rest of the process.
+
+Each module repairs one defect, says which, and changes nothing where the defect does not show.
+"""
+
+from __future__ import annotations
+
+
+def install_checkpoint_repairs() -> None:
+    """Install what reading and writing Megatron checkpoints needs; calling it again is free."""
+    from megatron_dsa.patches.bucket_padding import repair_offsets_of_states
+    from megatron_dsa.patches.checkpoint_metadata import repair_reading_of_metadata
+    from megatron_dsa.patches.optimizer_steps import repair_optimizer_steps
+
+    repair_reading_of_metadata()
+    repair_offsets_of_states()
+    repair_optimizer_steps()

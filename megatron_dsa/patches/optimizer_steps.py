@@ -1,0 +1,102 @@
+"""Adam's count of steps, which megatron-core 0.19 loses between optimizers of different packages.
+
+torch counts the steps of every parameter, transformer-engine and Apex those of a parameter group.
+
+* The distributed optimizer with torch's Adam saves its state and cannot load it: it asks for the
+  count before there is one, loads one tensor as the count of all parameters, each of which then
+  advances it, and copies a count over it that belongs to no checkpoint.
+* The other optimizers find the count only where their own package would have put it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+#: Optimizers that count the steps of every parameter.
+_PER_PARAMETER = (torch.optim.Adam, torch.optim.AdamW)
+
+
+@functools.cache
+def repair_optimizer_steps() -> None:
+    """Let all of Megatron's optimizers resume at the step at which they were saved."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+    _repair_distributed(DistributedOptimizer)
+    _repair_plain(FP32Optimizer, lambda state: state)
+    _repair_plain(
+        Float16OptimizerWithFloat16Params,
+        lambda state: state.get("optimizer", state.get("optimizer_state_dict")),
+    )
+
+
+def _repair_distributed(optimizer_class: type) -> None:
+    save, load = optimizer_class.state_dict, optimizer_class.load_state_dict
+    set_states = optimizer_class._set_main_param_and_optimizer_states
+
+    @functools.wraps(save)
+    def state_dict(self):
+        if not isinstance(self.optimizer, _PER_PARAMETER):
+            return save(self)
+        if not self.optimizer.state:
+            _initialise_states(self)
+        state = save(self)
+        for group in state["optimizer"]["param_groups"]:
+            group["step"] = int(group["step"])  # transformer-engine takes no other
+        return state
+
+    @functools.wraps(load)
+    def load_state_dict(self, state_dict):
+        load(self, state_dict)
+        if isinstance(self.optimizer, _PER_PARAMETER):
+            for state in self.optimizer.state.values():
+                state["step"] = state["step"].clone()
+
+    @functools.wraps(set_states)
+    @torch.no_grad()  # the shard of an fp32 parameter is a view of it
+    def set_main_param_and_optimizer_states(self, model_param, tensors):
+        # Not a tensor, not copied: load_state_dict has set the count.
+        set_states(self, model_param, {**tensors, "step": None})
+
+    optimizer_class.state_dict = state_dict
+    optimizer_class.load_state_dict = load_state_dict
+    optimizer_class._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
+
+
+def _initialise_states(optimizer) -> None:
+    """Give the inner optimizer the state of before its first step."""
+    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    for state in optimizer.optimizer.state.values():
+        state["step"] = torch.tensor(0.0)
+
+
+def _repair_plain(optimizer_class: type, inner_state) -> None:
+    """``inner_state(state_dict)`` returns the part that belongs to the inner optimizer."""
+    load = optimizer_class.load_state_dict
+
+    @functools.wraps(load)
+    def load_state_dict(self, state_dict):
+        saved = inner_state(state_dict)
+        per_parameter = isinstance(self.optimizer, _PER_PARAMETER)
+        of_groups = {int(group["step"]) for group in saved["param_groups"] if "step" in group}
+        if per_parameter and of_groups and not _counts_parameters(saved["state"]):
+            saved["state"]["common_step"] = torch.tensor(float(max(of_groups)))
+        elif _counts_groups(self.optimizer) and "common_step" in saved["state"]:
+            step = int(saved["state"].pop("common_step"))
+            for group in saved["param_groups"]:
+                group["step"] = step
+        load(self, state_dict)
+
+    optimizer_class.load_state_dict = load_state_dict
+
+
+def _counts_groups(optimizer) -> bool:
+    return type(optimizer).__name__ == "FusedAdam"  # transformer-engine's and Apex's
+
+
+def _counts_parameters(states: dict) -> bool:
+    if "common_step" in states:
+        return True
+    return any("step" in state for state in states.values() if isinstance(state, dict))

@@ -1,0 +1,46 @@
+"""Megatron's flags that this machine and this package call for, put in front of the user's."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+from megatron_dsa import cpu_host
+from megatron_dsa.versions import why_not_transformer_engine
+
+#: Masks select keys by index, so S x S masks are never read; rope is this package's own.
+ALWAYS = ["--no-create-attention-mask-in-dataloader", "--no-rope-fusion"]
+#: Megatron's defaults ask for transformer-engine or Apex.
+WITHOUT_TRANSFORMER_ENGINE = [
+    "--transformer-impl",
+    "local",
+    "--no-persist-layer-norm",
+    "--no-masked-softmax-fusion",
+]
+#: Apex's kernel, which Megatron's output layer needs also beside transformer-engine.
+GRADIENT_ACCUMULATION_KERNEL = "fused_weight_gradient_mlp_cuda"
+
+
+def preset_flags(argv: list[str], planning: bool = False) -> None:
+    """Put the flags that this machine calls for in front of the user's, and print them.
+
+    The last occurrence of a flag wins, so the user stays in charge.
+
+    Args:
+        argv: program and flags; changed in place.
+        planning: preset the flags of a GPU, also where there is none.
+    """
+    flags, reasons = list(ALWAYS), []
+    no_gpu = cpu_host.needed()
+    if (reason := why_not_transformer_engine(has_gpu=not no_gpu)) is not None:
+        reasons.append(reason)
+        flags += WITHOUT_TRANSFORMER_ENGINE
+    if no_gpu or importlib.util.find_spec(GRADIENT_ACCUMULATION_KERNEL) is None:
+        reasons.append("no Apex")
+        flags.append("--no-gradient-accumulation-fusion")
+    if no_gpu and not planning:
+        reasons.append("no GPU (running on the CPU over gloo)")
+        flags += cpu_host.FLAGS
+    argv[1:1] = flags
+    if reasons and os.environ.get("RANK", "0") == "0":
+        print(f"> {', '.join(reasons)}: preset flags {' '.join(flags)}")

@@ -1,0 +1,175 @@
+"""Flags that are preset: README's and all scripts' commands start with every optional package."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dsa import cpu_host, versions
+from megatron_dsa.training import preset_flags as presets
+from tests.host import parsed, start
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+EXAMPLES = REPOSITORY / "examples"
+SCRIPTS = sorted({path.name for path in EXAMPLES.glob("[vgt]*_*.sh")} - {"v4_launch.sh"})
+#: What the scripts of large models ask for, with made-up values.
+VARIABLES = {
+    "DATA_PATH": "data",
+    "TOKENIZER": "tokenizer",
+    "CHECKPOINTS": "checkpoints",
+    "TRAIN_STEPS": "10",
+    "GLOBAL_BATCH": "256",
+    "LR": "1e-4",
+    "ROTARY_BASE": "10000",
+    "COMPRESS_ROTARY_BASE": "12345",
+    "YARN_FACTOR": "7",
+    "YARN_ORIGINAL_LENGTH": "1024",
+    "MOE_LAYER_FREQ": "1",
+    "NUM_EXPERTS": "32",
+    "EXPERTS_PER_TOKEN": "2",
+    "EXPERT_SIZE": "64",
+    "SHARED_EXPERT_SIZE": "64",
+}
+
+
+def readme_block(folder):
+    """Write the commands of README's section on the command line to a script."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```bash\n(python -m megatron_dsa prepare-data.*?)```", text, re.S)
+    script = folder / "readme.sh"
+    script.write_text(block)
+    return ["bash", script]
+
+
+def trainings(command, folder):
+    """Run a script in which no program runs; return the flags of each training that it starts."""
+    calls = folder / "calls"
+    program = folder / "python"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, sys\n"
+        f"open({str(calls)!r}, 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
+    )
+    program.chmod(0o755)
+    (folder / "torchrun").symlink_to(program)
+    paths = {"PATH": f"{folder}:{os.environ['PATH']}", "RUN_DIR": str(folder / "run")}
+    environment = VARIABLES | paths | {"PYTHON": str(program)}
+    subprocess.run(command, env=environment, cwd=folder, check=True, capture_output=True)
+    argvs = [json.loads(line) for line in calls.read_text().splitlines()]
+    entry = "megatron_dsa.pretrain"
+    return [argv[argv.index(entry) + 1 :] for argv in argvs if entry in argv]
+
+
+@pytest.fixture
+def with_transformer_engine(monkeypatch):
+    """A Hopper GPU and transformer-engine without Apex, as far as flags can tell."""
+    start()
+    monkeypatch.setattr(presets, "why_not_transformer_engine", lambda has_gpu: None)
+    monkeypatch.setattr(cpu_host, "needed", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+
+@pytest.mark.parametrize("script", ["README.md", *SCRIPTS])
+def test_commands_start_with_transformer_engine(
+    script, tmp_path, monkeypatch, with_transformer_engine
+):
+    """Trap 27. Megatron's defaults would refuse rope of kind 'rope', and need Apex's kernel."""
+    from megatron_dsa.pretrain import model_config_from_args
+
+    command = readme_block(tmp_path) if script == "README.md" else [EXAMPLES / script]
+    found = trainings(command, tmp_path)
+    assert found
+    for flags in found:
+        args = parsed(flags, 256 if "--use-distributed-optimizer" in flags else 1, monkeypatch)
+        args.padded_vocab_size = args.padded_vocab_size or 1024  # the tokenizer's
+        config = model_config_from_args(args).transformer
+        assert config.transformer_impl == "transformer_engine"
+        assert not config.apply_rope_fusion and not config.gradient_accumulation_fusion
+
+
+def test_presets_go_in_front_and_are_announced(capsys, monkeypatch):
+    start()
+    monkeypatch.setattr(presets, "why_not_transformer_engine", lambda has_gpu: "no engine")
+    monkeypatch.setattr(cpu_host, "needed", lambda: True)
+    monkeypatch.setenv("RANK", "0")
+    argv = ["pretrain", "--num-workers", "3"]
+    presets.preset_flags(argv)
+    assert argv[0] == "pretrain" and argv[-2:] == ["--num-workers", "3"]
+    out = capsys.readouterr().out
+    assert "no engine" in out and "no GPU" in out and "--transformer-impl local" in out
+    # With everything there, only what this package itself calls for.
+    monkeypatch.setattr(presets, "why_not_transformer_engine", lambda has_gpu: None)
+    monkeypatch.setattr(cpu_host, "needed", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: True)
+    argv = ["pretrain"]
+    presets.preset_flags(argv)
+    assert argv == ["pretrain", *presets.ALWAYS] and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "version, extension, has_gpu, reason",
+    [
+        (None, None, True, "no transformer-engine"),
+        ("2.20", None, True, "without its PyTorch extension"),
+        ("2.20", True, False, "needs a GPU"),
+        ("2.20", True, True, None),
+    ],
+)
+def test_transformer_engine_is_used_where_it_can_run(
+    version, extension, has_gpu, reason, monkeypatch
+):
+    monkeypatch.setattr(versions, "installed_version", lambda _name: version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: extension)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    found = versions.why_not_transformer_engine(has_gpu)
+    assert found == reason if reason is None else reason in found
+
+
+def test_megatron_does_not_see_transformer_engine_without_a_gpu():
+    """Its optimizers, norms and clipping of gradients would take it wherever it is installed."""
+    code = (
+        "import sys, types\n"
+        "from importlib.machinery import ModuleSpec\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        assert not name.startswith('transformer_engine'), name\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from megatron_dsa import cpu_host\n"
+        "cpu_host.activate()\n"
+        "import megatron.core.optimizer.clip_grads\n"
+        "import megatron.core.models.gpt.gpt_layer_specs\n"
+    )
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
+
+
+def test_untested_versions_are_told(monkeypatch):
+    found = {"torch": "2.99.1+cu999", "megatron-core": "0.19.7"}
+    monkeypatch.setattr(versions, "installed_version", found.get)
+    assert [line.split(":")[0] for line in versions.untested_versions()] == [
+        "torch 2.99.1+cu999",
+        "megatron-core 0.19.7",
+    ]
+    found.update({"torch": "2.13.0", "megatron-core": "0.19.2"})
+    assert versions.untested_versions() == []
+
+
+def test_help_prints(capsys, monkeypatch):
+    """megatron-core 0.19 has a bare percent sign in one of its help texts."""
+    start()
+    from megatron.training import arguments
+
+    from megatron_dsa.arguments import add_dsa_arguments
+
+    monkeypatch.setattr(sys, "argv", ["pretrain", "--help"])
+    with pytest.raises(SystemExit) as end:
+        arguments.parse_args(add_dsa_arguments)
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert "--dsa-indexer-topk" in out and "--moe-paged-stash-buffer-size-factor-cuda" in out
