@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from megatron_dsa.errors import ConfigError
 from tests.host import start
 
 LAYERS = 3
@@ -46,29 +47,41 @@ def step(model, optimizer, seed):
     optimizer.step()
 
 
-def sharded_model(model):
-    """Return what ``sharded_state_dict`` of a Megatron module would."""
+def sharded_model(model, norm="{}.bias"):
+    """Return what ``sharded_state_dict`` of a Megatron module would.
+
+    ``norm`` is what a layer calls its one-dimensional parameter.
+    """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+    def key(name):
+        layer, _, kind = name.partition(".")
+        return "decoder.layers." + (norm.format(layer) if kind == "bias" else name)
+
     return {
-        name: ShardedTensor.from_rank_offsets(f"layer.{name}", parameter)
+        name: ShardedTensor.from_rank_offsets(key(name), parameter)
         for name, parameter in model.module.named_parameters()
     }
 
 
-def save_and_load(model, optimizer, other, other_optimizer, folder, metadata):
-    """Save ``model`` and ``optimizer``, load them into the others."""
+def save_and_load(model, optimizer, other, other_optimizer, folder, metadata, norms=()):
+    """Save ``model`` and ``optimizer``, load them into the others, as the entry point does.
+
+    ``norms`` are the names of norms there and here, see :func:`sharded_model`.
+    """
     from megatron.core import dist_checkpointing
 
+    from megatron_dsa.checkpoints import load
+
     def state(model, optimizer, is_loading):
-        tensors = sharded_model(model)
+        tensors = sharded_model(model, *norms[is_loading : is_loading + 1])
         states = optimizer.sharded_state_dict(
             copy.copy(tensors), is_loading=is_loading, metadata=metadata
         )
         return {"model": tensors, "optimizer": states}
 
     dist_checkpointing.save(state(model, optimizer, False), str(folder))
-    loaded = dist_checkpointing.load(state(other, other_optimizer, True), str(folder))
+    loaded = load(state(other, other_optimizer, True), str(folder))
     with torch.no_grad():
         for name, parameter in other.module.named_parameters():
             parameter.copy_(loaded["model"][name])
@@ -80,6 +93,41 @@ FORMATS = {
     "distributed": (True, {"distrib_optim_sharding_type": "dp_reshardable"}),
     "fully_reshardable": (True, {"distrib_optim_sharding_type": "fully_reshardable"}),
 }
+
+
+FUSED = "{}.mlp.linear_fc1.layer_norm_weight"
+ALONE = "{}.pre_mlp_layernorm.weight"
+
+
+@pytest.mark.parametrize("norms", [(FUSED, ALONE), (ALONE, FUSED)], ids=["fused", "alone"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_states_of_norms_with_other_names(kind, norms, tmp_path):
+    """transformer-engine keeps a norm inside the linear that follows it, Megatron apart."""
+    distributed, metadata = FORMATS[kind]
+    model, optimizer = build(torch.bfloat16, distributed)
+    step(model, optimizer, 1)
+    other, other_optimizer = build(torch.bfloat16, distributed, seed=1)
+    metadata = {**metadata, "chained_optim_avoid_prefix": True}
+    save_and_load(model, optimizer, other, other_optimizer, tmp_path, metadata, norms)
+    step(model, optimizer, 2)
+    step(other, other_optimizer, 2)
+    others = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.equal(others[name]), name
+
+
+def test_states_that_a_checkpoint_lacks_are_named():
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from megatron_dsa.checkpoints import _redirect_optimizers
+
+    start()
+    key = "optimizer.state.exp_avg.decoder.layers.self_attention.linear_proj.weight"
+    entry = ShardedTensor.from_rank_offsets(key, torch.zeros(4))
+    state = {"optimizer": {"state": {0: {"exp_avg": entry}}}}
+    with pytest.raises(ConfigError, match=f"{key}.*--no-load-optim"):
+        _redirect_optimizers(state, "somewhere", {})
+    _redirect_optimizers(state, "somewhere", {key: entry})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -122,5 +170,5 @@ def test_states_are_saved_under_their_parameters(dtype):
         tensors["exp_avg"].key: tensors["exp_avg"].data for tensors in state["param_state"].values()
     }
     for name, parameter in model.module.named_parameters():
-        moment = moments[f"optimizer.state.exp_avg.layer.{name}"]
+        moment = moments[f"optimizer.state.exp_avg.decoder.layers.{name}"]
         assert torch.allclose(moment, 0.1 * parameter.main_grad.float().cpu(), rtol=1e-5), name
