@@ -7,6 +7,7 @@ imported by every process anew, after it was given its environment, as in a proc
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import torch
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
@@ -63,12 +65,21 @@ def run_modules(
             late = time.monotonic() >= end
             if late or (kill_at and kill_at in output.read_text(errors="replace")):
                 for process in processes.processes:
-                    process.kill()
+                    _kill_with_children(process.pid)
             if late:
                 raise TimeoutError(f"{module} {' '.join(flags)}: still running after {limit} s")
     except (ProcessExitedException, ProcessRaisedException) as error:
         return getattr(error, "exit_code", 1)
     return 0
+
+
+def _kill_with_children(pid: int) -> None:
+    """Also the processes that write a checkpoint, which would go on."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 def _start(function, arguments, ranks):

@@ -9,35 +9,9 @@ import sys
 import pytest
 import torch
 
-from tests.functional.launch import REPOSITORY, TINY, launch, train
+from tests.functional.launch import DENSE, REPOSITORY, SPARSE, TINY, launch, train
 
 pytest.importorskip("safetensors")
-
-#: A dense DeepSeek-V3 of the shape that ``launch.TINY`` trains.
-DENSE = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 257,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 96,
-    "torch_dtype": "float32",
-}
-SPARSE = DENSE | {
-    "model_type": "deepseek_v32",
-    "index_n_heads": 4,
-    "index_head_dim": 16,
-    "index_topk": 16,
-}
 
 
 def command(*arguments):

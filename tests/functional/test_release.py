@@ -2,10 +2,12 @@
 
 ``scripts/release.sh`` says where the built files are (``DIST``) and which Python has the wheel and
 its dependencies installed (``WHEEL_PYTHON``). Otherwise both are made here, without a download: the
-dependencies are those of this Python.
+dependencies are those of this Python. One test installs what pip takes today, as the README says;
+it runs in CI (``CI`` is set), and ``FRESH_INSTALL`` may hold more requirements, say torch==2.11.0.
 """
 
 import functools
+import json
 import os
 import re
 import shutil
@@ -21,7 +23,7 @@ import pytest
 from packaging.version import Version
 
 import megatron_dsa
-from tests.functional.launch import REPOSITORY, TINY, command_line, parse_steps
+from tests.functional.launch import REPOSITORY, SPARSE, TINY, command_line, parse_steps
 
 #: Read by setup.py or shipped beside the package.
 BESIDE = ["CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "setup.py"]
@@ -89,6 +91,22 @@ def python(dist, tmp_path_factory):
     return str(python)
 
 
+@pytest.fixture(scope="module")
+def fresh_python(dist, tmp_path_factory):
+    """A Python with the wheel and the dependencies that are the newest today."""
+    if "CI" not in os.environ:
+        pytest.skip("downloads torch: set CI=1 to run it")
+    environment = tmp_path_factory.mktemp("fresh")
+    venv.create(environment, with_pip=True)
+    python = environment / "bin/python"
+    uv = shutil.which("uv")
+    install = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
+    (wheel,) = dist.glob("*.whl")
+    run(*install, f"{wheel}[train,hf]", *os.environ.get("FRESH_INSTALL", "").split())
+    yield str(python)
+    shutil.rmtree(environment)  # several GB
+
+
 def test_version_and_change_log_agree():
     """A development version belongs to an unreleased section, a release to one of its name."""
     version = Version(megatron_dsa.__version__)
@@ -118,13 +136,17 @@ def test_files(dist):
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
 
 
-def test_first_steps_from_the_wheel(python, tmp_path):
-    """``info``, a data set, and training, in an empty folder."""
+def command_of(python, folder):
+    """Return a function that runs ``python`` in ``folder`` as the only rank."""
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     # Port 0 is any that is free.
     rank |= {"MASTER_PORT": "0", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    wheel = functools.partial(run, python, cwd=tmp_path, variables=rank)
+    return functools.partial(run, python, cwd=folder, variables=rank)
 
+
+def test_first_steps_from_the_wheel(python, tmp_path):
+    """``info``, a data set, and training, in an empty folder."""
+    wheel = command_of(python, tmp_path)
     where = wheel("-c", "import megatron_dsa; print(megatron_dsa.__file__)").strip()
     assert not Path(where).is_relative_to(REPOSITORY / "megatron_dsa")
     assert Path(where).is_relative_to(Path(python).parents[1])
@@ -134,3 +156,21 @@ def test_first_steps_from_the_wheel(python, tmp_path):
     log = wheel("-m", "megatron_dsa.pretrain", *flags)
     losses = [step["lm loss"] for step in parse_steps(log)]
     assert len(losses) == 4 and losses[-1] < losses[0]
+
+
+def test_resume_and_export_in_a_fresh_environment(fresh_python, tmp_path):
+    """Trap 26: what pip installs today trains, saves, resumes and exports."""
+    fresh = command_of(fresh_python, tmp_path)
+    torch_version = fresh("-c", "import torch; print(torch.__version__)").strip()
+    assert "warning: torch" not in fresh("-m", "megatron_dsa", "info"), torch_version
+    fresh("-m", "megatron_dsa", "prepare-data", "--output", "topics")
+    flags = TINY | {"--data-path": "topics", "--save": "run", "--load": "run", "--save-interval": 2}
+    for last, stage in ((2, "dense"), (4, "sparse"), (6, "sparse")):
+        more = {"--train-iters": last, "--dsa-stage": stage, "--use-distributed-optimizer": True}
+        log = fresh("-m", "megatron_dsa.pretrain", *command_line(flags | more))
+        assert [step["iteration"] for step in parse_steps(log)] == [last - 1, last], torch_version
+    (tmp_path / "config.json").write_text(json.dumps(SPARSE))
+    export = ("export-hf", "--input", "run", "--config", "config.json", "--output", "hf")
+    fresh("-m", "megatron_dsa", *export)
+    fresh("-m", "megatron_dsa", "import-hf", "--input", "hf", "--output", "again")
+    assert (tmp_path / "again" / "latest_checkpointed_iteration.txt").read_text() == "release"
