@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_dsa.config import indexer_is_trained
+from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.quality import Mean
 from megatron_dsa.writers import EVALUATION, FIGURES, layer_tag, write
 
@@ -49,6 +50,7 @@ class _Attach(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         # Read here, not in the forward: Megatron sets the scale after the forward pass.
         shape, dtype, device = ctx.loss_like
