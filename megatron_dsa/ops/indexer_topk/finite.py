@@ -48,7 +48,7 @@ def require_finite_scores(inputs: IndexerInputs, layout: Layout, where: str) -> 
     products = q * k
     # The products of a head are summed before they are weighted: both sums have to fit.
     bound = torch.addcmul(products, products, weights)
-    holds = bound < torch.finfo(bound.dtype).max / (2 * heads * dim)
+    holds = bound < torch.finfo(accumulation_dtype(inputs.q.dtype)).max / (2 * heads * dim)
     require_on_device(
         holds, f"{where}: index scores are NaN or infinite: {ADVICE}",
         lambda: _explain(inputs, unseen, where),
