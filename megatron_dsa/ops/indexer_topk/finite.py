@@ -101,8 +101,12 @@ def _explain(inputs: IndexerInputs, unseen: _Unseen, where: str) -> str:
     keys = wrong(inputs.k, unseen.keys)
     if not (q | weights).any() and not keys.any():
         largest = ", ".join(
-            f"{name} {x.abs().max():.1e}"
-            for name, x in (("q", inputs.q), ("k", inputs.k), ("weights", inputs.weights))
+            f"{name} {_largest(x, hidden):.1e}"
+            for name, x, hidden in (
+                ("q", inputs.q, unseen.queries),
+                ("k", inputs.k, unseen.keys),
+                ("weights", inputs.weights, unseen.queries),
+            )
         )
         return (
             f"{where}: index scores must be finite, but sums of products of these inputs can "
