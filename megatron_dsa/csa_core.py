@@ -194,6 +194,7 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, TakesSelections, Megatr
                 inputs = self.indexer(
                     hidden_states.detach(), q_latent.detach(), keys, layout, rope, ranks
                 )
+            inputs = self.checked(inputs, keys.layout)
         lists = KeyLists(
             layout, self.config.csa_window_size, keys, held=None if halo is None else halo.held
         )

@@ -318,11 +318,12 @@ class DSACoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
         )
 
     def project_index(
-        self, x: torch.Tensor, qr: torch.Tensor, rope: RowRope, ranks: Ranks
+        self, x: torch.Tensor, qr: torch.Tensor, layout: Layout, rope: RowRope, ranks: Ranks
     ) -> IndexerInputs:
         """Return the indexer's projections of ``x [s, b, hidden]`` and ``qr [s, b, q_lora]``."""
         with torch.set_grad_enabled(self.trains_indexer_now()):
-            return self.indexer(x.detach(), qr.detach(), rope, ranks)
+            inputs = self.indexer(x.detach(), qr.detach(), rope, ranks)
+        return self.checked(inputs, layout)
 
     def backward_dw(self) -> None:
         """Compute the indexer's delayed weight gradients, if it is trained."""

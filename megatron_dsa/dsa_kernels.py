@@ -22,6 +22,7 @@ from megatron_dsa.ops.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_topk import IndexerInputs, TopKProblem
 from megatron_dsa.ops.indexer_topk.blocks import select_blocks
+from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
 from megatron_dsa.selection import selector
 from megatron_dsa.sparse_autograd import Settings, SparseAttention
 
@@ -193,9 +194,14 @@ def indexer_topk(
     Returns:
         ``indices`` int32 ``[Sq, topk]``: rows of the key buffer in sequence order, then ``-1``;
         ``length`` int32 ``[Sq]``: number of valid entries. Not differentiable.
+
+    Raises:
+        ConfigError: for shapes outside of the above, or if scores are NaN or infinite; on a GPU
+            the latter is a device assert, which ends the process at its next synchronisation.
     """
     _check_indexer(inputs)
     require(topk >= 1, f"topk must be at least 1, got {topk}")
+    inputs = require_finite_scores(inputs, layout, "indexer_topk")
     problem = TopKProblem(inputs.detach(), layout, topk)
     return select_blocks(problem, selector(problem, policy), policy.workspace_bytes)
 
@@ -265,7 +271,8 @@ def dense_indexer_loss(
         fp32 scalar. Divide by the number of real rows for the mean.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: for shapes or dtypes outside of the above, or if scores are NaN or infinite (on
+            a GPU a device assert, as in :func:`indexer_topk`).
     """
     _check_indexer(inputs)
     _check_teacher_keys(q, k)
@@ -275,6 +282,7 @@ def dense_indexer_loss(
             value is None or value.shape == q.shape[:2],
             f"{name} must be {list(q.shape[:2])}, one value per query row and head",
         )
+    inputs = require_finite_scores(inputs, layout, "dense_indexer_loss")
     arguments = DenseLossProblem(
         inputs, layout, q.detach(), k.detach(), softmax_scale, head_group, policy.workspace_bytes,
         None if other_lse is None else other_lse.detach(), None if lse is None else lse.detach(),

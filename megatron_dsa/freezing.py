@@ -13,6 +13,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank, make_viewless_tensor
 
+from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.stages import is_indexer_parameter, trains_main
 from megatron_dsa.trained_indexer import TrainsIndexer
 
@@ -75,6 +76,7 @@ class _Follow(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return None, grad, grad.new_zeros(()) if ctx.has_loss else None
 

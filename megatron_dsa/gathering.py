@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_dsa.ops.arithmetic import accumulation_dtype
+from megatron_dsa.ops.autograd import once_differentiable
 
 
 @dataclass
@@ -119,6 +120,7 @@ class _Launch(torch.autograd.Function):
         return channel_for(keys.detach().flatten(0, -2))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, _token):
         return ctx.back.wait().view(ctx.shape).to(ctx.dtype), None
 
@@ -132,6 +134,7 @@ class _Arrive(torch.autograd.Function):
         return keys, channel_for(keys)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, _keys, grad):
         shape = ctx.back.begin(start_sum(grad, ctx.group))
         # The result is not there yet: _Launch takes it from where it travels.
@@ -146,6 +149,7 @@ class _ArriveWithGradient(torch.autograd.Function):
         return out.wait().flatten(0, -2)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         wide = grad.to(accumulation_dtype(grad.dtype))
         part = wide if ctx.own is None else ctx.own(wide)

@@ -11,6 +11,7 @@ import torch
 
 from megatron_dsa.gathering import start_gather, start_sum
 from megatron_dsa.ops.arithmetic import bmm
+from megatron_dsa.ops.autograd import once_differentiable
 
 
 def head_product(x: torch.Tensor, weight: torch.Tensor, group=None) -> torch.Tensor:
@@ -39,6 +40,7 @@ class _HeadProduct(torch.autograd.Function):
         return torch.bmm(x.transpose(0, 1), everything).transpose(0, 1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         dx = dweight = None

@@ -96,7 +96,8 @@ def selection_health(
 
     overlap = adjacent_overlap(attended.indices, attended.positions, rows)
     figures = {
-        "dsa attention mass captured": Mean.of(captured),
+        # An attention that is NaN is not left out.
+        "dsa attention mass captured": Mean.of(captured, visible.any(-1, keepdim=True)),
         "dsa zero scores": zero,
         "dsa boundary ties": Mean(tied.sum(), rejects.sum()),
         "dsa query overlap": Mean.of(torch.where(rejects, overlap, float("nan"))),

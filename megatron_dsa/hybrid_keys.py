@@ -12,6 +12,7 @@ import torch
 from megatron_dsa.compressed_keys import CompressedKeys
 from megatron_dsa.gathering import channel_for, launch
 from megatron_dsa.halo import Halo
+from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.parallel import (
     Ranks,
     arrive_index_keys,
@@ -109,6 +110,7 @@ class _HoldKeys(torch.autograd.Function):
         return buffer, channel_for(buffer)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, _dkeys, grad):
         return None, _unshare(grad, ctx.rows, ctx.halo, ctx.batch, ctx.group), None, None, None
 
@@ -125,6 +127,7 @@ class _InOrder(torch.autograd.Function):
         return ordered, channel_for(ordered)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, _dkeys, grad):
         (rows,) = ctx.saved_tensors
         # Nobody sees a slot without a key: what all of them write to the spare row is cut off.
@@ -142,6 +145,7 @@ class _JoinChannels(torch.autograd.Function):
         return first.new_zeros(()).expand(rows, first.shape[1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return grad[: ctx.rows], grad[ctx.rows :]
 
@@ -165,6 +169,7 @@ class _Extend(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         halo, batch, group = ctx.halo, ctx.batch, ctx.group
         own = _rows(halo.own, batch)

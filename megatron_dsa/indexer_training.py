@@ -11,6 +11,7 @@ import torch
 from megatron_dsa.dispatch import Policy, choose, device_problem, run
 from megatron_dsa.layout import Layout
 from megatron_dsa.ops.arithmetic import scaled
+from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLossProblem
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.support import Problem
@@ -169,5 +170,6 @@ class _SparseLoss(torch.autograd.Function):
         return value
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dvalue):
         return *(scaled(grad, dvalue) for grad in ctx.saved_tensors), None, None

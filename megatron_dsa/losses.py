@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_dsa.config import indexer_is_trained
+from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.quality import Mean
 from megatron_dsa.writers import EVALUATION, FIGURES, layer_tag, write
 
@@ -49,6 +50,7 @@ class _Attach(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         # Read here, not in the forward: Megatron sets the scale after the forward pass.
         shape, dtype, device = ctx.loss_like
@@ -127,12 +129,15 @@ class IndexerLog:
             cls._state.counts[layer_index, NAMES.index(name)] += count
 
     @classmethod
-    def reduce(cls) -> dict[str, torch.Tensor]:
-        """Sum over all ranks, return each figure's mean per layer, ``[layers]``, and clear.
+    def reduce(cls) -> dict[str, Mean]:
+        """Sum over all ranks, return each figure's mean per layer, and clear.
 
-        Layers that did not record a figure are NaN. A layer lives on some ranks only, and each of
-        them counts what it recorded: dividing the sums by the counts after the reduction averages
-        over exactly what took part.
+        A layer lives on some ranks only, and each of them counts what it recorded: dividing the
+        sums by the counts after the reduction averages over exactly what took part.
+
+        Returns:
+            Sums and counts, each ``[layers]``; a layer that did not record a figure has a count of
+            0, one that recorded NaN a sum of NaN.
         """
         state = cls._state
         state.judged.clear()
@@ -142,8 +147,7 @@ class IndexerLog:
         state.sums.zero_()
         state.counts.zero_()
         sums, counts = both.chunk(2, dim=1)
-        per_layer = torch.where(counts > 0, sums / counts, float("nan"))
-        return {name: per_layer[:, i] for i, name in enumerate(NAMES)}
+        return {name: Mean(sums[:, i], counts[:, i]) for i, name in enumerate(NAMES)}
 
     @classmethod
     def track_indexer_metrics(
@@ -157,11 +161,12 @@ class IndexerLog:
         """
         if not cls.is_on():
             return
-        means = cls.reduce()
-        written = {}
-        table = torch.stack(list(means.values())).tolist()  # one transfer for all of them
-        for name, layers in zip(means, table, strict=True):
-            recorded = {i: value for i, value in enumerate(layers, 1) if not math.isnan(value)}
+        figures, written = cls.reduce(), {}
+        # One transfer for all of them.
+        table = torch.stack([torch.stack(mean) for mean in figures.values()]).tolist()
+        for (name, means), (totals, counts) in zip(figures.items(), table, strict=True):
+            layers = enumerate(zip(totals, counts, strict=True), 1)
+            recorded = {layer: total / count for layer, (total, count) in layers if count}
             if not recorded:
                 continue
             mean = sum(recorded.values()) / len(recorded)
@@ -169,7 +174,12 @@ class IndexerLog:
                 # Megatron would divide it by the iterations since the last log line.
                 _print_once(f"> {name} (before iteration {iteration}): {mean:.6E}")
             elif total_loss_dict is not None:
-                total_loss_dict[name] = total_loss_dict.get(name, 0.0) + means[name].nanmean()
+                so_far = total_loss_dict.get(name, 0.0)
+                total_loss_dict[name] = so_far + means.total.new_tensor(mean)
+            if not math.isfinite(mean):
+                # Megatron leaves NaN out of its log line.
+                wrong = ", ".join(str(i) for i, x in recorded.items() if not math.isfinite(x))
+                _print_once(f"> {name} is not finite in layer(s) {wrong} (iteration {iteration})")
             written[FIGURES[name]] = mean
             for layer, value in recorded.items():
                 written[layer_tag(FIGURES[name], layer)] = value

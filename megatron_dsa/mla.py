@@ -116,7 +116,9 @@ class DSASelfAttention(MLASelfAttention):
             keys = launch(torch.cat([kv_latent, k_pe], -1), ranks.group)
         index_inputs = None
         if self.core_attention.needs_index_inputs():
-            index_inputs = self.core_attention.project_index(hidden_states, q_latent, rope, ranks)
+            index_inputs = self.core_attention.project_index(
+                hidden_states, q_latent, layout, rope, ranks
+            )
         if self.sparse:
             out = self._attend_sparse(q_latent, keys, layout, rope, index_inputs)
         elif self.exchanges_latents:

@@ -19,6 +19,7 @@ from megatron_dsa.gathering import (
     start_gather,
     start_sum,
 )
+from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.spread import Spread
 
 
@@ -170,6 +171,7 @@ class _Exchange(torch.autograd.Function):
         return _exchange(x, group, rows_out)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return _exchange(grad, ctx.group, not ctx.rows_out), None, None
 

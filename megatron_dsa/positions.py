@@ -18,6 +18,7 @@ import torch
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.layout import Layout
 from megatron_dsa.ops.arithmetic import rows_in_budget
+from megatron_dsa.ops.device_checks import require_on_device
 from megatron_dsa.ops.indexer_topk.scores import head_blocks as slices
 from megatron_dsa.spread import Spread
 
@@ -142,19 +143,14 @@ def positions_to_rows(
     return indices, length
 
 
-#: What the device takes of a message; a longer one raises.
-_LONGEST_MESSAGE = 254
-
-
 def _require_on_device(fine: torch.Tensor, name: str) -> None:
     """Raise if a rule is broken: on the CPU at once, on a GPU without a host synchronisation."""
     advice = "megatron_dsa.positions.validate_indices says which and where"
-    if fine.device.type == "cpu":
-        rules = "; ".join(RULES[r] for r in list(RULES)[:4])
-        require(bool(fine), f"{name}: one of these rules is broken: {rules}. {advice}")
-    else:
-        message = f"a rule for given indices is broken, {advice}: {name}"
-        torch._assert_async(fine, message[:_LONGEST_MESSAGE])
+    rules = "; ".join(RULES[rule] for rule in list(RULES)[:4])
+    require_on_device(
+        fine, f"a rule for given indices is broken, {advice}: {name}",
+        lambda: f"{name}: one of these rules is broken: {rules}. {advice}",
+    )  # fmt: skip
 
 
 def rows_to_positions(

@@ -34,9 +34,15 @@ class Mean(NamedTuple):
         return self.total / self.count
 
     @classmethod
-    def of(cls, values: torch.Tensor) -> Mean:
-        """Return the mean of the entries that are not NaN."""
-        counted = ~values.isnan()
+    def of(cls, values: torch.Tensor, counted: torch.Tensor | None = None) -> Mean:
+        """Return the mean of some entries.
+
+        Args:
+            values: one per token, or more.
+            counted: bool, broadcast to ``values``, which of them to take: the mean is NaN if one of
+                these is. ``None``: all that are not NaN, where NaN only says that there is none.
+        """
+        counted = ~values.isnan() if counted is None else counted.expand_as(values)
         return cls(torch.where(counted, values, 0.0).sum(), counted.sum())
 
 

@@ -16,6 +16,7 @@ from megatron_dsa.dispatch import Policy, run
 from megatron_dsa.indexer_training import IndexerTraining, SelectedKeysLoss
 from megatron_dsa.key_lists import KeyLists
 from megatron_dsa.ops.arithmetic import scaled
+from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.support import Problem
@@ -109,6 +110,7 @@ class SparseAttention(torch.autograd.Function):
         return out, lse, p_sum
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout, _dlse, _dp_sum):
         """Return all gradients; the sparse indexer loss exists in here only."""
         s: Settings = ctx.settings

@@ -10,6 +10,7 @@ from megatron_dsa.health import Attended, selection_health
 from megatron_dsa.layer_overlap import LayerOverlap
 from megatron_dsa.layout import Layout
 from megatron_dsa.losses import EVALUATION, IndexerLog, attach_loss, install_loss_scale
+from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
 
 
 class TrainsIndexer:
@@ -62,6 +63,14 @@ class TrainsIndexer:
         if group is not None:
             torch.distributed.all_reduce(p_sum, group=group)
         return p_sum
+
+    def checked(self, inputs: IndexerInputs, layout: Layout) -> IndexerInputs:
+        """Return the indexer's inputs if their scores are finite.
+
+        Raises:
+            ConfigError: they are not; names the layer. On a GPU a device assert.
+        """
+        return require_finite_scores(inputs, layout, f"layer {self.layer_index + 1}")
 
     def sparse_training(
         self, inputs: IndexerInputs, keys: Layout, rows: Layout, selected_only: bool = False

@@ -15,6 +15,7 @@ import torch
 
 from megatron_dsa.dispatch import Candidate
 from megatron_dsa.ops.arithmetic import accumulation_dtype
+from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLoss
 from megatron_dsa.ops.sparse_attention import flashmla, tilelang_kernels
 from megatron_dsa.ops.sparse_attention.kernels import Kernels, kernels_for
@@ -173,6 +174,7 @@ class _Kept(torch.autograd.Function):
         return results
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *_grads):
         (workspace, gradients), saved = ctx.rest, ctx.saved_tensors
         _temporary(saved[0], workspace)
@@ -323,6 +325,7 @@ class _RMSNorm(torch.autograd.Function):
         return torch.empty_like(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 from functools import partial
@@ -38,9 +39,11 @@ class Share:
 
 
 def settled(series: Series) -> float | None:
-    """Median of the second half of a series, where a run has found its pace."""
-    values = [value for _, value in series]
-    return statistics.median(values[len(values) // 2 :]) if values else None
+    """Median of the second half of a series, where a run has found its pace; NaN if one is."""
+    values = [value for _, value in series[len(series) // 2 :]]
+    if any(map(math.isnan, values)):  # it has no place in an order
+        return math.nan
+    return statistics.median(values) if values else None
 
 
 def last(log: RunLog, tag: str) -> float | None:

@@ -5,6 +5,7 @@ A run has one colour in all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -92,8 +93,8 @@ def draw_loss(axis, runs: list[RunLog]) -> bool:
 
 
 def _later(series: Series) -> list[float]:
-    """The values after the first tenth."""
-    return [value for _, value in series[len(series) // 10 + 1 :]]
+    """The finite values after the first tenth."""
+    return [value for _, value in series[len(series) // 10 + 1 :] if math.isfinite(value)]
 
 
 @by_step

@@ -8,6 +8,7 @@ from torch import distributed
 from megatron_dsa.dispatch import device_problem
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.arithmetic import accumulation_dtype
+from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.ring.blocks import Leaf, choose
 from megatron_dsa.ring.contents import KeysAndValues, Latent
 from megatron_dsa.ring.exchange import Gathered, Ring, RingExchange
@@ -165,6 +166,7 @@ class _KeyValueAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout, _):
         q, k, v, out, lse = ctx.saved_tensors
         contents = KeysAndValues(k, v)
@@ -183,6 +185,7 @@ class _LatentAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout, _):
         q, latent, w_uk, w_uv, out, lse = ctx.saved_tensors
         contents = Latent(latent, w_uk, w_uv)

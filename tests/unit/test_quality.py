@@ -8,7 +8,7 @@ import torch
 from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_attention
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.health import sample_rows
+from megatron_dsa.health import Attended, sample_rows, selection_health
 from megatron_dsa.microbatch import layout_from_megatron
 from megatron_dsa.quality import (
     Mean,
@@ -254,8 +254,33 @@ def test_the_log_weighs_by_what_a_mean_is_over(log):
     log.record(0, {"dsa query overlap": Mean.of(values[:1])})
     log.record(0, {"dsa fp8 recall": Mean.of(values[1:2])})
     figures = log.reduce()
-    assert float(figures["dsa query overlap"][0]) == pytest.approx(2 / 3)
-    assert figures["dsa fp8 recall"].isnan().all()
+    assert float(figures["dsa query overlap"].value[0]) == pytest.approx(2 / 3)
+    assert figures["dsa fp8 recall"].count.eq(0).all()
+
+
+def test_an_attention_that_is_nan_is_not_left_out():
+    """29: NaN says that a query has no figure only where it sees no key."""
+    (layout,) = layouts("packed", "alone")
+    tokens, count = layout.num_queries, 12
+
+    def draw(*shape, seed):
+        return leaf(*shape, seed=seed, device=start()).detach()
+
+    inputs = IndexerInputs(
+        draw(tokens, 2, 8, seed=1), draw(tokens, 8, seed=2), draw(tokens, 2, seed=3)
+    )
+    q, kv = draw(tokens, 3, 8, seed=4), draw(tokens, 8, seed=5)
+    indices, length = indexer_topk(inputs, layout, 4)
+    rows = sample_rows(tokens, count, start())
+    real = layout.real[rows]
+    assert 0 < real.sum() < count
+    for wrong in (False, True):
+        if wrong:
+            q[rows[real][0], 1] = math.nan
+        lse = sparse_attention(q, kv, indices, topk_length=length, softmax_scale=0.3, v_dim=8).lse
+        attended = Attended(inputs, layout, 4, layout, q, kv, indices, lse, 0.3)
+        mean = selection_health(attended, count, 2**20)["dsa attention mass captured"]
+        assert mean.value.isnan() == wrong and mean.count == real.sum() * 3
 
 
 # Layers
@@ -326,7 +351,7 @@ def test_layers_are_compared_with_the_selecting_layer_before(kind, recompute, lo
             losses = [forward(model, seed) for seed in (2 * step, 2 * step + 1)]
             for loss in losses:
                 loss.backward()
-    figures = {name: values.tolist() for name, values in log.reduce().items()}
+    figures = {name: mean.value.tolist() for name, mean in log.reduce().items()}
     ratio, topk = (4 if kind == "hybrid" else 1), config.dsa_indexer_topk
     rows = [r for r in sample_rows(64, 9, "cpu").tolist() if (r + 1) // ratio > topk]
     assert len(rows) > 4 and len(capture.microbatches) == 4

@@ -2,6 +2,7 @@
 
 import html
 import html.parser
+import math
 import re
 import sys
 import xml.etree.ElementTree
@@ -149,6 +150,19 @@ def test_the_first_tenth_of_the_losses_does_not_scale_the_chart(every):
     assert draw_loss(axis, [RunLog("run", {"lm loss": losses}, {}, {})])
     assert axis.get_ylim()[1] < 4
     pyplot.close(axis.figure)
+
+
+def test_a_run_that_becomes_nan_is_reported_as_nan():
+    """29: wherever it stands, and the chart shows what was before."""
+    for place in range(10, 20):
+        losses = [(step, math.nan if step == place else 2.0 + step) for step in range(20)]
+        run = RunLog("run", {"lm loss": losses}, {}, {})
+        assert facts.results(run)["lm loss"] == "nan"
+        assert math.isnan(facts.settled(losses))
+        axis = pyplot.figure().add_subplot()
+        assert draw_loss(axis, [run])
+        assert 20 < axis.get_ylim()[1] < 23
+        pyplot.close(axis.figure)
 
 
 @pytest.mark.parametrize(

@@ -245,9 +245,9 @@ def test_loss_is_recorded_in_the_backward_and_in_evaluation_on_request(stage, sp
 
     def recorded():
         return {
-            name: float(values[0])
-            for name, values in IndexerLog.reduce().items()
-            if not values[0].isnan() and name.startswith("indexer loss")
+            name: float(mean.value[0])
+            for name, mean in IndexerLog.reduce().items()
+            if mean.count[0] and name.startswith("indexer loss")
         }
 
     IndexerLog._state.sums = None

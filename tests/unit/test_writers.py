@@ -1,5 +1,6 @@
 """What is written to TensorBoard and W&B, under which tags, and the time of operations."""
 
+import math
 import threading
 import time
 
@@ -48,6 +49,28 @@ def test_both_writers_get_means_and_every_layer(log):
     }
     log.track_indexer_metrics(1.0, 6, board, wandb, total)
     assert len(wandb.logged) == 1  # nothing was recorded since
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_layer_that_is_not_finite_is_not_left_out(wrong, log, capsys):
+    """29: it makes the mean what it is itself; Megatron's log line hides NaN, a line names it."""
+    device = start()
+    for layer, value in enumerate((1.0, wrong)):
+        log.record(layer, {"indexer loss": torch.tensor(value, device=device)})
+    log.record(0, {"dsa zero scores": torch.tensor(0.5, device=device)})
+    board, total = Board(), {}
+    log.track_indexer_metrics(1.0, 5, board, None, total)
+    assert capsys.readouterr().out == "> indexer loss is not finite in layer(s) 2 (iteration 5)\n"
+    written = {tag: value for tag, value, _ in board.scalars}
+    assert written.pop("dsa/indexer-loss/layer-2") == pytest.approx(wrong, nan_ok=True)
+    assert written.pop("dsa/indexer-loss") == pytest.approx(wrong, nan_ok=True)
+    assert written == {
+        "dsa/indexer-loss/layer-1": 1.0,
+        "dsa/zero-scores": 0.5,
+        "dsa/zero-scores/layer-1": 0.5,
+    }
+    assert float(total["indexer loss"]) == pytest.approx(wrong, nan_ok=True)
+    assert float(total["dsa zero scores"]) == 0.5
 
 
 def test_every_tag_is_documented():

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.ops.compressor import CompressorProblem, Groups
 from megatron_dsa.ops.compressor import triton_few_positions as few
 from megatron_dsa.ops.compressor import triton_many_positions as many
@@ -263,6 +264,7 @@ class _Compress(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         values, scores, ape, first_row, position, *softmax = ctx.saved_tensors
         problem = _problem(values, scores, ape, first_row, position, ctx.rest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.ops.arithmetic import accumulation_dtype, rows_in_budget
+from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.ops.compressor import CompressorProblem, Groups
 
 
@@ -82,6 +83,7 @@ class _Compress(torch.autograd.Function):
         return pooled
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dpooled):
         """Return the gradients of values, scores and ape; probabilities are formed again."""
         values, scores, ape, first_row, position = ctx.saved_tensors

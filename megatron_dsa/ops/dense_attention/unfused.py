@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.ops.arithmetic import accumulation_dtype, bmm, rows_in_budget
+from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.ops.dense_attention import DenseProblem
 
 
@@ -59,6 +60,7 @@ class _DenseAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         """Return the gradients of q, k and v; probabilities are recomputed from the lse."""
         q, k, v, out, lse = ctx.saved_tensors

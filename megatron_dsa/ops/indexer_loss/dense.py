@@ -18,6 +18,7 @@ import torch
 
 from megatron_dsa.layout import Layout, Seen
 from megatron_dsa.ops.arithmetic import accumulation_dtype, scaled
+from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_loss.gradients import Gradients
 from megatron_dsa.ops.indexer_loss.teacher import normalised_lse
@@ -105,6 +106,7 @@ class _DenseLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dloss):
         return *(scaled(grad, dloss) for grad in ctx.saved_tensors), None, None
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.ops.rope import check_inputs
 
 # Tables may be slices of larger ones; their alignment must not compile kernels again.
@@ -131,7 +132,9 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return _rotated(dy.contiguous(), *ctx.saved_tensors, not ctx.inverse), None, None, None
+        # Through apply, so that the gradient can be differentiated again.
+        dx = _Rotate.apply(dy.contiguous(), *ctx.saved_tensors, not ctx.inverse)
+        return dx, None, None, None
 
 
 class _NormRope(torch.autograd.Function):
@@ -149,6 +152,7 @@ class _NormRope(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         y, rstd, cos, sin = ctx.saved_tensors
         dx = torch.empty_like(y)

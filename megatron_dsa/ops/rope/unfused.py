@@ -6,6 +6,7 @@ import torch
 
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.arithmetic import accumulation_dtype, rows_in_budget
+from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.ops.rope import check_inputs
 
 
@@ -78,7 +79,9 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return _rotated(dy, *ctx.saved_tensors, *ctx.rest), None, None, None, None
+        # Through apply, so that the gradient can be differentiated again.
+        dx = _Rotate.apply(dy, *ctx.saved_tensors, *ctx.rest)
+        return dx, None, None, None, None
 
 
 class _NormRope(torch.autograd.Function):
@@ -97,6 +100,7 @@ class _NormRope(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         y, rstd, cos, sin = ctx.saved_tensors
         dx = torch.empty_like(y)

@@ -1,0 +1,33 @@
+"""Autograd functions whose gradients cannot be differentiated again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """Decorate the ``backward`` of an autograd function that has no second derivative.
+
+    The backward pass raises with ``create_graph=True``. The decorator of the same name in
+    ``torch.autograd.function`` raises later, in the backward pass through the gradient, but only if
+    the incoming gradient required grad (not for a loss that is linear in the output) and if that
+    pass is not limited to some inputs, as ``torch.autograd.grad`` is. Otherwise the second
+    derivative is silently missing.
+
+    Raises:
+        RuntimeError: in a backward pass with ``create_graph=True``.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx, *grads):
+        if torch.is_grad_enabled():  # in a backward pass: create_graph=True
+            name = type(ctx).__name__.removesuffix("Backward").lstrip("_")
+            raise RuntimeError(
+                f"{name} has no second derivative: compute gradients without create_graph=True"
+            )
+        return backward(ctx, *grads)
+
+    return once
