@@ -64,7 +64,15 @@ class CheckpointReader:
         self._open, self._damaged = package.safe_open, (package.SafetensorError, OSError)
         self._shards: dict[str, object] = {}
         in_files = self._read_index()
-        self._in_file = {rename(name): name for name in in_files}
+        self._in_file = {}
+        for there in in_files:
+            name = rename(there)
+            require(
+                name not in self._in_file,
+                f"checkpoint {directory}: {self._in_file.get(name)} and {there} are two names of "
+                f"one tensor, {name}: remove the one that is out of date",
+            )
+            self._in_file[name] = there
         self._shard_of = {name: in_files[there] for name, there in self._in_file.items()}
 
     def _read_index(self) -> dict[str, str]:

@@ -13,6 +13,7 @@ from megatron_dsa import huggingface
 from megatron_dsa.cli import main
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.files import INDEX, SINGLE, CheckpointReader
+from megatron_dsa.huggingface.names_v4 import V4
 
 pytest.importorskip("safetensors")
 
@@ -109,6 +110,19 @@ def test_a_shard_without_the_tensor_is_named(checkpoint):
     index(folder, dict.fromkeys(checkpoint.tensors, SINGLE) | {WEIGHT: "other.safetensors"})
     with pytest.raises(ConfigError, match=rf"{WEIGHT} is in other\.safetensors, which does not"):
         CheckpointReader(folder).read(WEIGHT)
+
+
+def test_two_names_of_one_tensor_are_refused(tmp_path):
+    """DeepSeek-V4 has released names and those of transformers."""
+    from safetensors.torch import save_file
+
+    save_file({"embed.weight": torch.ones(1)}, tmp_path / SINGLE)
+    assert CheckpointReader(tmp_path, rename=V4.rename).names() == ["embed.weight"]
+    both = {"embed.weight": torch.ones(1), "model.embed_tokens.weight": torch.zeros(1)}
+    save_file(both, tmp_path / SINGLE)
+    message = r"embed\.weight and model\.embed_tokens\.weight are two names of one tensor"
+    with pytest.raises(ConfigError, match=message):
+        CheckpointReader(tmp_path, rename=V4.rename)
 
 
 class Bomb:
