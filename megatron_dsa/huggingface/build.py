@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,10 +61,19 @@ def gpt_model(config, vocab_size: int, length: int):
     )
 
 
-def empty_model(hf: HFModel, stage: str, mtp: bool):
+def empty_model(
+    hf: HFModel, stage: str, mtp: bool, dtype: torch.dtype | None = None
+) -> torch.nn.Module:
     """Return the model that config.json describes, without memory for its parameters.
 
     It is not for running: what kernels there are for it is neither asked nor logged.
+
+    Args:
+        hf: what config.json says.
+        stage: of training.
+        mtp: the model has the layers of multi-token prediction.
+        dtype: of its parameters, but for those that are fp32 in every model; ``None``: that of
+            config.json, or else bfloat16.
     """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -74,8 +85,28 @@ def empty_model(hf: HFModel, stage: str, mtp: bool):
         stage,
         perform_initialization=False,
         init_model_with_meta_device=True,
-        params_dtype=hf.dtype,
+        params_dtype=dtype or hf.dtype or torch.bfloat16,
         mtp_num_layers=hf.mtp_layers if mtp else None,
     )
     with torch.device("meta"), unsettled():
         return gpt_model(config, hf.vocab_size, hf.raw.get("max_position_embeddings", 4096))
+
+
+def widest_dtype(
+    model: torch.nn.Module, stored: Callable[[str], torch.dtype | None]
+) -> torch.dtype:
+    """Return the dtype of a model that rounds nothing of what is stored.
+
+    Parameters that are fp32 in every model do not count.
+
+    Args:
+        model: of :func:`empty_model`.
+        stored: returns the dtype in which a parameter is stored; ``None``: it is not.
+    """
+    free = [
+        name
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor) and tensor.dtype == model.config.params_dtype
+    ]
+    found = {dtype for dtype in map(stored, free) if dtype is not None}
+    return functools.reduce(torch.promote_types, found) if found else model.config.params_dtype

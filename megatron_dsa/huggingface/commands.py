@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import tempfile
@@ -80,7 +79,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
     """Write a Megatron checkpoint without optimizer state; Megatron calls that a release."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    from megatron_dsa.huggingface.build import empty_model
+    from megatron_dsa.huggingface.build import empty_model, widest_dtype
     from megatron_dsa.huggingface.conventions import read_config
     from megatron_dsa.huggingface.convert import Import, open_checkpoint
     from megatron_dsa.huggingface.streaming import write_checkpoint
@@ -98,6 +97,10 @@ def import_hf(arguments: argparse.Namespace) -> int:
     with _one_process():
         model = empty_model(hf, stage, mtp)
         source = Import(model, arguments.input, without=arguments.without)
+        if hf.dtype is None:
+            dtype = _noted(widest_dtype(model, source.stored_dtype))
+            model = empty_model(hf, stage, mtp, dtype)
+            source = Import(model, arguments.input, without=arguments.without)
         state = model.sharded_state_dict()
         objects = {name: x for name, x in state.items() if isinstance(x, ShardedObject)}
         tensors = {name: x for name, x in state.items() if name not in objects}
@@ -110,6 +113,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
         (output / "release").mkdir(parents=True, exist_ok=True)
         others = {"model": objects, "checkpoint_version": 3.0, "iteration": 0}
         write_checkpoint(output / "release", tensors, values, others, file_bytes)
+    source.nonfinite.check()  # without the tracker, no run loads what was written
     tracker.write_text("release")
     source.log()
     print(f"{len(tensors)} tensors of {arguments.input} in {output}; load them with")
@@ -122,16 +126,17 @@ def import_hf(arguments: argparse.Namespace) -> int:
 
 
 def export_hf(arguments: argparse.Namespace) -> int:
-    """Write a Hugging Face checkpoint in the dtype that config.json says."""
+    """Write a Hugging Face checkpoint in the dtype that config.json says, or else as stored."""
     from megatron_dsa.checkpoints import entries_of, redirect
-    from megatron_dsa.huggingface.build import empty_model
+    from megatron_dsa.huggingface.build import empty_model, widest_dtype
+    from megatron_dsa.huggingface.conventions import read_config
     from megatron_dsa.huggingface.convert import export_model
     from megatron_dsa.huggingface.streaming import StoredParameters
     from megatron_dsa.stages import is_indexer_parameter
 
     file_bytes = _bytes(arguments.shard_gb)
     directory = _distributed_checkpoint(arguments.input, arguments.step)
-    hf = _read(arguments.config)
+    hf = read_config(arguments.config)
     keys = entries_of(directory)
     has_indexer = any(is_indexer_parameter(key) for key in keys)
     found = {True: "indexers", False: "no indexers"}
@@ -148,16 +153,26 @@ def export_hf(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     with _one_process():
-        model = empty_model(hf, "sparse" if hf.has_indexer else "dense", mtp)
-        state = {"model": model.sharded_state_dict()}
-        redirect(state, str(directory))
         stored = StoredParameters(directory)
+
+        def empty(dtype: torch.dtype | None = None):
+            """Return a model and where its parameters are in the checkpoint."""
+            model = empty_model(hf, "sparse" if hf.has_indexer else "dense", mtp, dtype)
+            state = {"model": model.sharded_state_dict()}
+            redirect(state, str(directory))
+            return model, state["model"]
+
+        model, entries = empty()
+        if hf.dtype is None:
+            model, entries = empty(
+                _noted(widest_dtype(model, lambda name: stored.dtype(entries[name])))
+            )
         export_model(
             model,
             arguments.output,
             hf.raw,
             shard_bytes=file_bytes,
-            values=lambda name, like: stored.read(state["model"][name]).to(like.dtype),
+            values=lambda name, like: stored.read(entries[name]).to(like.dtype),
         )
     print(f"{directory} in {arguments.output}")
     return 0
@@ -165,21 +180,24 @@ def export_hf(arguments: argparse.Namespace) -> int:
 
 def print_flags(arguments: argparse.Namespace) -> int:
     """Print one line of flags; what they do not say goes to the standard error."""
+    from megatron_dsa.huggingface.conventions import read_config
     from megatron_dsa.huggingface.flags import flags_of, unsaid
 
-    hf = _read(arguments.config)
+    hf = read_config(arguments.config)
     print(" ".join(flags_of(hf)))
     for note in unsaid(hf):
         print(f"note: {note}", file=sys.stderr)
     return 0
 
 
-def _read(config: str):
-    """Return what a config.json says, named by its path or by its directory."""
-    from megatron_dsa.huggingface.conventions import parse_config, read_config
-
-    path = Path(config)
-    return parse_config(json.loads(path.read_text())) if path.is_file() else read_config(path)
+def _noted(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that weights keep for want of one in config.json, after a note."""
+    print(
+        f"note: config.json has no dtype (torch_dtype): weights are written as {dtype}, the widest "
+        "dtype in which they are stored",
+        file=sys.stderr,
+    )
+    return dtype
 
 
 def _distributed_checkpoint(root: str, step: int | None) -> Path:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.huggingface.config_values import SIZE, refuse
 from megatron_dsa.huggingface.names import Names
+from megatron_dsa.huggingface.quantised import Quantisation
 
 #: Key of config.json -> field of the transformer configuration, of the same meaning.
 _SAME_INDEXER = {
@@ -60,8 +61,8 @@ class HFModel:
         vocab_size: without padding.
         names: the table of the model's tensors.
         has_indexer: the model type has indexers.
-        block: rows and columns that share a scale where weights are fp8, else ``None``.
-        dtype: of weights that are not quantised.
+        dtype: of weights that are not quantised; ``None``: that in which they are stored.
+        quantisation: how quantised weights are stored, and what they become.
         latent_norm_epsilon: of the norms of MLA's latents; ``None``: that of all norms.
         remarks: where Megatron's layers differ a little from the model.
     """
@@ -73,15 +74,10 @@ class HFModel:
     vocab_size: int
     names: Names
     has_indexer: bool
-    block: tuple[int, int] | None
-    dtype: torch.dtype
+    dtype: torch.dtype | None
+    quantisation: Quantisation
     latent_norm_epsilon: float | None
     remarks: tuple[str, ...]
-
-
-def refuse(key: str, value: Any, rule: str) -> None:
-    """Raise :class:`ConfigError` for a key of config.json and its value."""
-    raise ConfigError(f"config.json: {key} = {value!r}: {rule}")
 
 
 def required(config: dict, key: str) -> Any:
@@ -120,7 +116,7 @@ def rope_type(rope: dict, keys: dict[str, set[str]], where: str) -> str:
         where: their name in config.json.
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in keys:
+    if kind not in tuple(keys):
         refuse(f"{where}.rope_type", kind, f"must be {' or '.join(keys)}")
     for key in sorted(set(rope) - keys[kind]):
         refuse(f"{where}.{key}", rope[key], f"not understood for rope type {kind}")
@@ -136,16 +132,19 @@ def yarn_fields(rope: dict, where: str, more: tuple[str, ...] = ()) -> dict[str,
         more: keys that are required, too, and that are called like their fields.
     """
     for key in ("factor", "original_max_position_embeddings", *more):
-        if not rope.get(key):
-            refuse(f"{where}.{key}", rope.get(key), "must be given and positive with yarn")
+        if rope.get(key) is None:
+            refuse(f"{where}.{key}", None, "must be given with yarn")
     if rope.get("truncate", True) is not True:
         refuse(f"{where}.truncate", rope["truncate"], "must be true: Megatron rounds YaRN's range")
+    fast, slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
+    if fast <= slow:
+        refuse(f"{where}.beta_fast", fast, f"must be larger than beta_slow ({slow})")
     return {
         "rope_type": "yarn",
         "rotary_scaling_factor": rope["factor"],
         "original_max_position_embeddings": rope["original_max_position_embeddings"],
-        "beta_fast": rope.get("beta_fast") or 32,
-        "beta_slow": rope.get("beta_slow") or 1,
+        "beta_fast": fast,
+        "beta_slow": slow,
         **{key: rope[key] for key in more},
     }
 
@@ -190,6 +189,7 @@ def model_of(
     remarks: tuple[str, ...] = (),
 ) -> HFModel:
     """Return a model; ``fields`` are those that not all models have in common."""
+    dtype = _unquantised_dtype(config)
     return HFModel(
         raw=config,
         fields=fields | _COMMON,
@@ -198,8 +198,10 @@ def model_of(
         vocab_size=required(config, "vocab_size"),
         names=names,
         has_indexer=not fields.keys().isdisjoint(_SAME_INDEXER.values()),
-        block=_fp8_block(config),
-        dtype=_unquantised_dtype(config),
+        dtype=dtype,
+        quantisation=Quantisation(
+            _fp8_block(config), _has_fp4_experts(config), dtype or torch.bfloat16
+        ),
         latent_norm_epsilon=latent_norm_epsilon,
         remarks=remarks,
     )
@@ -213,15 +215,25 @@ def _fp8_block(config: dict) -> tuple[int, int] | None:
     method, block = quantised.get("quant_method"), quantised.get("weight_block_size")
     if method != "fp8":
         refuse("quantization_config.quant_method", method, "must be fp8, or nothing quantised")
-    if not (isinstance(block, list) and len(block) == 2):
-        refuse("quantization_config.weight_block_size", block, "must be [rows, columns]")
+    if not (isinstance(block, list) and len(block) == 2 and all(map(SIZE.allows, block))):
+        refuse(
+            "quantization_config.weight_block_size", block, "must be [rows, columns], both positive"
+        )
     return tuple(block)
 
 
-def _unquantised_dtype(config: dict) -> torch.dtype:
-    """Return the dtype of weights that are not quantised."""
-    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    dtype = getattr(torch, str(name), None)
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        refuse("torch_dtype", name, "must be bfloat16, float16, float32 or float64")
-    return dtype
+def _has_fp4_experts(config: dict) -> bool:
+    """Whether the weights of experts are fp4; the key is at the top or with the quantisation."""
+    quantised = config.get("quantization_config") or {}
+    return "fp4" in (config.get("expert_dtype"), quantised.get("expert_dtype"))
+
+
+def _unquantised_dtype(config: dict) -> torch.dtype | None:
+    """Return the dtype of weights that are not quantised; ``None``: config.json does not say."""
+    said = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
+    for key, name in said.items():
+        if name not in ("bfloat16", "float16", "float32", "float64"):
+            refuse(key, name, "must be bfloat16, float16, float32 or float64")
+    if len(set(said.values())) > 1:
+        refuse("dtype", said["dtype"], f"contradicts torch_dtype = {said['torch_dtype']!r}")
+    return getattr(torch, next(iter(said.values()))) if said else None

@@ -6,7 +6,6 @@ that changes what a weight means is read here, and a value that is not understoo
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +20,13 @@ from megatron_dsa.huggingface.config_json import (
     expert_fields,
     indexer_fields,
     model_of,
-    refuse,
     required,
     rope_type,
     yarn_fields,
 )
+from megatron_dsa.huggingface.config_values import check_values, refuse
 from megatron_dsa.huggingface.conventions_v4 import V4_TYPE, parse_v4
+from megatron_dsa.huggingface.json_files import read_json
 from megatron_dsa.huggingface.names import V3
 
 #: Model types, and whether the indexer's rope pairs neighbouring dims (``None``: no indexer).
@@ -75,24 +75,45 @@ _ONLY = {
 _MSCALES = ("mscale", "mscale_all_dim")
 
 
-def read_config(directory: str | Path) -> HFModel:
-    """Read ``config.json`` of a checkpoint directory.
+def read_config(path: str | Path) -> HFModel:
+    """Read a ``config.json``.
+
+    Args:
+        path: of the file, or of the checkpoint directory that holds it.
 
     Raises:
-        ConfigError: it is missing, or says something that is not understood.
+        ConfigError: it is missing or broken, or says something that is not understood.
     """
-    path = Path(directory) / "config.json"
+    path = Path(path)
+    if not path.is_file():
+        path /= "config.json"
     if not path.is_file():
         raise ConfigError(f"{path} is missing: it says what the weights mean; put it there")
-    return parse_config(json.loads(path.read_text()))
+    return parse_config(read_json(path), str(path))
 
 
-def parse_config(config: dict[str, Any]) -> HFModel:
-    """Return what a config.json means. Errors name its key, the rule and the fix."""
+def parse_config(config: dict[str, Any], source: str = "config.json") -> HFModel:
+    """Return what a config.json means.
+
+    Args:
+        config: its content.
+        source: what errors call it.
+
+    Raises:
+        ConfigError: names the source, the key, the rule and the fix.
+    """
+    try:
+        return _parsed(config)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def _parsed(config: dict[str, Any]) -> HFModel:
     kind = config.get("model_type")
     if kind not in (*MODEL_TYPES, V4_TYPE):
         types = ", ".join((*MODEL_TYPES, V4_TYPE))
         refuse("model_type", kind, f"must be one of {types}; others are unknown")
+    check_values(config)
     if kind == V4_TYPE:
         return parse_v4(config)
     check_only(config, _ONLY)
@@ -123,12 +144,13 @@ def _remarks(config: dict) -> tuple[str, ...]:
 
 def _rope(config: dict) -> dict[str, Any]:
     """Rotary fields. Attention's rope pairs neighbouring dims on both sides."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    where = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(where) or {}
     keys = ROPE_KEYS | {"yarn": ROPE_KEYS["yarn"].union(_MSCALES)}
-    kind = rope_type(rope, keys, "rope_parameters")
+    kind = rope_type(rope, keys, where)
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         refuse(
-            "rope_parameters.partial_rotary_factor",
+            f"{where}.partial_rotary_factor",
             rope["partial_rotary_factor"],
             "must be 1: qk_rope_head_dim says which dims rotate",
         )
@@ -136,7 +158,7 @@ def _rope(config: dict) -> dict[str, Any]:
     if kind == "default":
         # The scaling factor enters Megatron's softmax scale whatever the type of rope is.
         return {"rope_type": "rope", "rotary_base": base, "rotary_scaling_factor": 1.0}
-    return {"rotary_base": base, **yarn_fields(rope, "rope_parameters", _MSCALES)}
+    return {"rotary_base": base, **yarn_fields(rope, where, _MSCALES)}
 
 
 def _experts(config: dict) -> dict[str, Any]:
@@ -146,7 +168,7 @@ def _experts(config: dict) -> dict[str, Any]:
         dense = min(config.get("first_k_dense_replace") or 0, layers)
         experts = config.get("n_routed_experts") is not None
         pattern = ["dense"] * dense + ["sparse" if experts else "dense"] * (layers - dense)
-    if len(pattern) != layers or set(pattern) - {"dense", "sparse"}:
+    if len(pattern) != layers or any(kind not in ("dense", "sparse") for kind in pattern):
         refuse("mlp_layer_types", pattern, "must say dense or sparse for every layer")
     if "sparse" not in pattern:
         return {"num_moe_experts": None}
@@ -191,13 +213,15 @@ def _index_sharing(config: dict) -> dict[str, Any]:
         if freq > 1 and not offset:
             refuse("index_skip_topk_offset", offset, "must be 1 or more with index_topk_freq > 1")
         return vars(_sharing(freq, offset or 0))
+    key = "indexer_types" if config.get("indexer_types") else "index_topk_pattern"
+    if unknown := [kind for kind in listed if kind not in ("full", "F", "shared", "S")]:
+        refuse(key, unknown[0], "must say full (F) or shared (S) for every layer")
     full = [kind in ("full", "F") for kind in listed]
     candidates = [_sharing(freq, offset or 0)] if freq > 1 else []
     candidates += [_sharing(f, o) for f in range(1, layers + 1) for o in range(layers + 1)]
     for rule in candidates:
         if full == [computes_topk(rule, layer + 1) for layer in range(layers)]:
             return vars(rule)
-    key = "indexer_types" if config.get("indexer_types") else "index_topk_pattern"
     refuse(key, listed, "must be leading full layers, then one full layer in every few")
 
 

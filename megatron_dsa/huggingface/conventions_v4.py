@@ -17,11 +17,11 @@ from megatron_dsa.huggingface.config_json import (
     expert_fields,
     indexer_fields,
     model_of,
-    refuse,
     required,
     rope_type,
     yarn_fields,
 )
+from megatron_dsa.huggingface.config_values import COUNT, refuse
 from megatron_dsa.huggingface.names_v4 import V4
 
 V4_TYPE = "deepseek_v4"
@@ -84,15 +84,15 @@ def _ratios(config: dict) -> list[int]:
     if rates["compressed_sparse_attention"] != CSA_RATIO:
         refuse("compress_rates", config["compress_rates"], f"CSA's rate must be {CSA_RATIO}")
     types = config.get("layer_types")
-    if types is not None and (unknown := set(types) - set(rates)):
-        refuse("layer_types", sorted(unknown)[0], f"must be among {', '.join(_LAYER_TYPES)}")
+    if unknown := [kind for kind in types or () if kind not in tuple(rates)]:
+        refuse("layer_types", unknown[0], f"must be among {', '.join(_LAYER_TYPES)}")
     if types is None:
         ratios = list(required(config, "compress_ratios"))
     else:
         ratios = [rates[kind] for kind in types]
     if len(ratios) == layers:
         ratios += [0] * (total - layers)
-    if len(ratios) < total or any(ratio < 0 or ratio == 1 for ratio in ratios):
+    if len(ratios) < total or not all(COUNT.allows(ratio) and ratio != 1 for ratio in ratios):
         refuse(
             "compress_ratios" if types is None else "layer_types",
             config.get("compress_ratios") if types is None else types,

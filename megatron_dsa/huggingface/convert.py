@@ -6,10 +6,12 @@ tensors, one after the other: a rank of a parallel model reads no more than what
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,7 +20,9 @@ from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.huggingface.config_json import HFModel
 from megatron_dsa.huggingface.conventions import check_model, parse_config, read_config
 from megatron_dsa.huggingface.files import CheckpointReader, CheckpointWriter
+from megatron_dsa.huggingface.finite import NonFinite
 from megatron_dsa.huggingface.hyper_connections import identity, is_identity
+from megatron_dsa.huggingface.inventory import check_inventory, left_by_rank
 from megatron_dsa.huggingface.names import Match, Split
 from megatron_dsa.huggingface.names_v4 import HASH_ROUTING, HYPER_CONNECTIONS
 from megatron_dsa.huggingface.ranks import Place, assemble, global_name, part
@@ -59,7 +63,7 @@ class Import:
 
     Raises:
         ConfigError: config.json is not understood or describes another model, the checkpoint needs
-            what Megatron lacks, or tensors are missing or left over.
+            what Megatron lacks, or tensors are missing, left over or no weights.
     """
 
     def __init__(
@@ -82,11 +86,18 @@ class Import:
                 f"model, the first is {unknown[0]}; give them lines in "
                 "megatron_dsa/huggingface/names*.py"
             )
+        check_inventory(directory, names, self.hf)
+        self.nonfinite = NonFinite(
+            f"checkpoint {directory}",
+            "download it again, or take an earlier one; if values are too large, choose a wider "
+            "dtype",
+        )
+        self._has_mtp = any(map(self._is_mtp, names))
         has_indexers = any(is_indexer_parameter(name) for name in names)
         self._matches: dict[str, Match] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._tensors = dict(model_tensors(model))
         fresh, rounded, used = [], [], set()
-        for name, tensor in model_tensors(model):
+        for name, tensor in self._tensors.items():
             found = self.hf.names.match(global_name(name, place), self.hf.num_layers)
             new_indexer = is_indexer_parameter(name) and not has_indexers
             # Layers that looked their experts up have no bias for choosing them.
@@ -94,20 +105,48 @@ class Import:
             if new_indexer or (no_bias and found.hf[0] not in self.reader):
                 fresh.append(name)
                 continue
-            self._matches[name], self._shapes[name] = found, tuple(tensor.shape)
-            dtype = self.reader.read_dtype(found.hf[0])
-            if torch.promote_types(dtype, tensor.dtype) != tensor.dtype:
+            self._matches[name] = found
+            if torch.promote_types(self.stored_dtype(name), tensor.dtype) != tensor.dtype:
                 rounded.append(name)
+            if found.entry.split is Split.VOCABULARY:
+                self._check_vocabulary(found.hf[0])
             used |= set(found.hf)
         self.report = Report(
             tuple(self._matches), tuple(fresh), tuple(rounded), tuple(sorted(names - used))
         )
         self._judge_unused()
 
+    def stored_dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype that holds a parameter as it is stored; ``None``: it is not filled."""
+        if name not in self._matches:
+            return None
+        return functools.reduce(
+            torch.promote_types, map(self.reader.read_dtype, self._matches[name].hf)
+        )
+
     def values(self, name: str) -> torch.Tensor:
-        """Read a parameter of ``report.filled`` as this rank holds it, in the file's dtype."""
-        found = self._matches[name]
-        return _values(self.reader, found, self._shapes[name], self.place)
+        """Read a parameter of ``report.filled`` as this rank holds it, in the file's dtype.
+
+        Values that are no numbers are counted in ``nonfinite``.
+        """
+        found, tensor = self._matches[name], self._tensors[name]
+        pieces = []
+        for hf_name in found.hf:
+            piece = _piece(self.reader, found, hf_name, tuple(tensor.shape), self.place)
+            self.nonfinite.count(hf_name, piece, tensor.dtype)
+            pieces.append(piece)
+        values = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=found.entry.join)
+        if values.shape != tensor.shape:
+            _refuse_shape(" + ".join(found.hf), values.shape, tensor.shape)
+        return values
+
+    def _check_vocabulary(self, hf_name: str) -> None:
+        shape, words = self.reader.shape(hf_name), self.hf.vocab_size
+        require(
+            shape[:1] == (words,),
+            f"{hf_name} is {shape}, and by config.json vocab_size = {words}: use the config.json "
+            "that came with the weights",
+        )
 
     def _lacking(self, names: set[str], without: set[str]) -> dict[str, list[str]]:
         """Return the tensors of every feature that Megatron lacks, or raise."""
@@ -137,15 +176,17 @@ class Import:
         return lacking
 
     def _judge_unused(self) -> None:
-        """Raise if a tensor is not read that an unsplit model should have."""
-        place, model = self.place, self._model
-        if place != Place(splits_latents=place.splits_latents, num_experts=place.num_experts):
-            return  # other ranks read the rest
-        if not (getattr(model, "pre_process", True) and getattr(model, "post_process", True)):
-            return
+        """Raise if a tensor is not read that the layers and experts of this rank should have."""
+        place, model, unused = self.place, self._model, self.report.unused
+        whole = place == Place(splits_latents=place.splits_latents, num_experts=place.num_experts)
+        ends = [getattr(model, f"{end}_process", True) for end in ("pre", "post")]
+        if not (whole and all(ends)):  # other ranks read the rest
+            locate, used = self.hf.names.locate, chain(*(x.hf for x in self._matches.values()))
+            places = [[x for x in map(locate, names) if x is not None] for names in (unused, used)]
+            unused = [x.name for x in left_by_rank(*places)]
         left = [
             name
-            for name in self.report.unused
+            for name in unused
             # Models may leave out indexers (stage dense) and multi-token prediction.
             if not is_indexer_parameter(name) and not self._is_mtp(name)
         ]
@@ -175,13 +216,19 @@ class Import:
             logger.warning("%d tensors of indexers were not read: the model has none", indexers)
         if prediction and not _mtp_layers(self._model):  # else: copies
             logger.warning("%d tensors of multi-token prediction were not read", prediction)
+        if self.hf.mtp_layers and not self._has_mtp:
+            logger.warning(
+                "config.json says num_nextn_predict_layers = %d, and the checkpoint has no such "
+                "layers",
+                self.hf.mtp_layers,
+            )
         for remark in self.hf.remarks:
             logger.warning("%s", remark)
 
 
 def open_checkpoint(directory: str | Path, hf: HFModel) -> CheckpointReader:
     """Return the tensors of a checkpoint by their released names."""
-    return CheckpointReader(directory, hf.block, hf.dtype, hf.names.rename)
+    return CheckpointReader(directory, hf.quantisation, hf.names.rename)
 
 
 def import_model(
@@ -192,45 +239,45 @@ def import_model(
 ) -> Report:
     """Fill a Megatron GPT model, in its own dtype, with the weights of a Hugging Face checkpoint.
 
-    Arguments and errors are those of :class:`Import`; shapes that differ are an error, too, and the
-    model may be filled in part by then.
+    Arguments and errors are those of :class:`Import`; shapes that differ and values that are no
+    numbers are an error, too, and the model may be filled by then.
     """
     source = Import(model, directory, place, without)
     tensors = dict(model_tensors(model))
     with torch.no_grad():
         for name in source.report.filled:
             tensors[name].copy_(source.values(name))
+    source.nonfinite.check()
     source.log()
     return source.report
 
 
-def _values(
-    reader: CheckpointReader, found: Match, shape: tuple[int, ...], place: Place
+def _piece(
+    reader: CheckpointReader, found: Match, hf_name: str, shape: tuple[int, ...], place: Place
 ) -> torch.Tensor:
-    """Return the values of a parameter of this ``shape`` on this rank."""
-    pieces = []
-    for name in found.hf:
-        full = reader.shape(name)
-        if found.entry.split is not Split.VOCABULARY:
-            pieces.append(reader.read(name, part(found.entry, full, place)))
-            continue
-        rows = shape[0] * place.shard(found.entry)[1]
-        if rows < full[0]:
-            raise ConfigError(
-                f"{name} has {full[0]} rows, the model's vocabulary {rows}: build the "
-                "model with the vocab_size of config.json (padded, if need be)"
-            )
-        wanted, *rest = part(found.entry, (rows, *full[1:]), place)
-        start, stop = min(wanted.start, full[0]), min(wanted.stop, full[0])
-        words = reader.read(name, (slice(start, stop), *rest))
-        pieces.append(torch.cat([words, words.new_zeros(shape[0] - len(words), *full[1:])]))
-    values = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=found.entry.join)
-    if tuple(values.shape) != shape:
+    """Return what a rank holds of one tensor of a parameter, which has this ``shape`` there."""
+    full = reader.shape(hf_name)
+    if len(full) != len(shape):
+        _refuse_shape(hf_name, full, shape)
+    if found.entry.split is not Split.VOCABULARY:
+        return reader.read(hf_name, part(found.entry, full, place))
+    rows = shape[0] * place.shard(found.entry)[1]
+    if rows < full[0]:
         raise ConfigError(
-            f"{' + '.join(found.hf)} gives {tuple(values.shape)}, the model wants {shape}: the "
-            "checkpoint's tensors are not of the shape that its config.json says"
+            f"{hf_name} has {full[0]} rows, the model's vocabulary {rows}: build the "
+            "model with the vocab_size of config.json (padded, if need be)"
         )
-    return values
+    wanted, *rest = part(found.entry, (rows, *full[1:]), place)
+    start, stop = min(wanted.start, full[0]), min(wanted.stop, full[0])
+    words = reader.read(hf_name, (slice(start, stop), *rest))
+    return torch.cat([words, words.new_zeros(shape[0] - len(words), *full[1:])])
+
+
+def _refuse_shape(names: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    raise ConfigError(
+        f"{names} gives {tuple(found)}, the model wants {tuple(wanted)}: the checkpoint's tensors "
+        "are not of the shape that its config.json says"
+    )
 
 
 def export_model(
@@ -252,11 +299,13 @@ def export_model(
         values: returns the values of a parameter, where the model itself does not hold them.
 
     Raises:
-        ConfigError: the model is not the one that ``config`` describes, or cannot be written.
+        ConfigError: the model is not the one that ``config`` describes, holds values that are no
+            numbers, or cannot be written.
     """
     hf = parse_config(config)
     check_model(hf, model.config)
     _check_exportable(model, hf)
+    nonfinite = NonFinite("the model", "export an earlier checkpoint")
     with CheckpointWriter(directory, shard_bytes) as writer:
         dtypes = set()
         for name, tensor in model_tensors(model):
@@ -265,9 +314,11 @@ def export_model(
             for hf_name, full in zip(found.hf, fulls, strict=True):
                 if found.entry.split is Split.VOCABULARY:
                     full = full[: hf.vocab_size]
+                nonfinite.count(name, full, full.dtype)
                 for target in (hf_name, *_copies(hf_name, hf, model)):
                     writer.add(target, full)
             dtypes.add(tensor.dtype)
+        nonfinite.check()  # without its index, what was written is no checkpoint
         written = {k: v for k, v in config.items() if k != "quantization_config"}
         if hf.mtp_layers != _mtp_layers(model):
             written["num_nextn_predict_layers"] = _mtp_layers(model)

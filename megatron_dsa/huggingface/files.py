@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.huggingface.json_files import read_json
 from megatron_dsa.huggingface.quantised import (
+    PLAIN,
+    Format,
+    Quantisation,
     dequantise,
-    is_fp8,
-    is_packed,
     scale_names,
     unpack,
 )
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def _safetensors():
@@ -40,33 +43,43 @@ class CheckpointReader:
 
     Args:
         directory: with ``model.safetensors.index.json`` and its shards, or ``model.safetensors``.
-        block: rows and columns that share a scale, if weights are fp8; else ``None``.
-        dtype: that quantised weights are turned into.
+        quantisation: what config.json says of quantised weights.
         rename: turns a name in the files into the name that the tensor goes by here.
 
     Raises:
-        ConfigError: there is no checkpoint, or shards are missing.
+        ConfigError: there is no checkpoint, it is not in safetensors format, its index is broken or
+            leads out of the directory, or shards are missing. Methods raise it for a shard that is
+            damaged, and for a tensor that is no weight or whose scales do not fit.
     """
 
     def __init__(
         self,
         directory: str | Path,
-        block: tuple[int, int] | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        quantisation: Quantisation = Quantisation(),
         rename: Callable[[str], str] = str,
     ):
         self.directory = Path(directory)
-        self.block, self.dtype = block, dtype
-        self._open = _safetensors().safe_open
+        self.quantisation = quantisation
+        package = _safetensors()
+        self._open, self._damaged = package.safe_open, (package.SafetensorError, OSError)
         self._shards: dict[str, object] = {}
         in_files = self._read_index()
-        self._in_file = {rename(name): name for name in in_files}
+        self._in_file = {}
+        for there in in_files:
+            name = rename(there)
+            require(
+                name not in self._in_file,
+                f"checkpoint {directory}: {self._in_file.get(name)} and {there} are two names of "
+                f"one tensor, {name}: remove the one that is out of date",
+            )
+            self._in_file[name] = there
         self._shard_of = {name: in_files[there] for name, there in self._in_file.items()}
 
     def _read_index(self) -> dict[str, str]:
         index = self.directory / INDEX
         if index.is_file():
-            shard_of = json.loads(index.read_text())["weight_map"]
+            shard_of = read_json(index).get("weight_map")
+            _check_weight_map(index, shard_of)
             missing = sorted(x for x in set(shard_of.values()) if not self._path(x).is_file())
             if missing:
                 raise ConfigError(
@@ -76,9 +89,12 @@ class CheckpointReader:
             return shard_of
         if self._path(SINGLE).is_file():
             return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)
+        # Pickle files are never opened: loading one runs the code that it holds.
+        pickles = sorted(x.name for x in self.directory.glob("*") if x.suffix in _PICKLES)
+        found = f" but {pickles[0]}, a pickle file, which is not read" if pickles else ""
         raise ConfigError(
-            f"{self.directory} holds neither {INDEX} nor {SINGLE}: name the directory of a Hugging "
-            "Face checkpoint in safetensors format"
+            f"{self.directory} holds neither {INDEX} nor {SINGLE}{found}: name the directory of a "
+            "Hugging Face checkpoint in safetensors format"
         )
 
     def _path(self, shard: str) -> Path:
@@ -86,7 +102,13 @@ class CheckpointReader:
 
     def _shard(self, shard: str):
         if shard not in self._shards:
-            self._shards[shard] = self._open(str(self._path(shard)), framework="pt", device="cpu")
+            path = self._path(shard)
+            try:
+                self._shards[shard] = self._open(str(path), framework="pt", device="cpu")
+            except self._damaged as error:
+                raise ConfigError(
+                    f"{path} is no whole safetensors file ({error}): download it again"
+                ) from error
         return self._shards[shard]
 
     def names(self) -> list[str]:
@@ -103,25 +125,44 @@ class CheckpointReader:
                 f"checkpoint {self.directory} has no tensor {name}: it is incomplete, or of "
                 "another shape than its config.json says"
             )
-        return self._shard(self._shard_of[name]).get_slice(self._in_file[name])
+        shard, there = self._shard_of[name], self._in_file[name]
+        try:
+            return self._shard(shard).get_slice(there)
+        except self._damaged as error:
+            raise ConfigError(
+                f"{self.directory / INDEX} says that {there} is in {shard}, which does not hold "
+                "it: download both again"
+            ) from error
 
     def _scale_name(self, name: str) -> str | None:
         return next((scale for scale in scale_names(name) if scale in self), None)
 
-    def _is_packed(self, name: str, tensor) -> bool:
-        return is_packed(tensor[:0].dtype) and self._scale_name(name) is not None
+    def _format(self, name: str) -> Format:
+        """Return how a weight is stored, after a look at its scales."""
+        tensor, scale = self._slice(name), self._scale_name(name)
+        form = self.quantisation.format(name, tensor.get_dtype(), scale)
+        if form is not Format.PLAIN:
+            self._block(name, form)
+        return form
+
+    def _shape(self, name: str, form: Format) -> tuple[int, ...]:
+        shape = tuple(self._slice(name).get_shape())
+        return (*shape[:-1], 2 * shape[-1]) if form is Format.FP4 and shape else shape
+
+    def _block(self, name: str, form: Format) -> tuple[int, int]:
+        scale = self._slice(self._scale_name(name))
+        return self.quantisation.scale_block(
+            name, form, self._shape(name, form), tuple(scale.get_shape()), scale.get_dtype()
+        )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, of a packed one after unpacking, without reading it."""
-        tensor = self._slice(name)
-        shape = tuple(tensor.get_shape())
-        return (shape[0], 2 * shape[1]) if self._is_packed(name, tensor) else shape
+        return self._shape(name, self._format(name))
 
     def read_dtype(self, name: str) -> torch.dtype:
         """Return the dtype that :meth:`read` returns, without reading."""
-        tensor = self._slice(name)
-        dtype = tensor[:0].dtype
-        return self.dtype if is_fp8(dtype) or self._is_packed(name, tensor) else dtype
+        plain = self._format(name) is Format.PLAIN
+        return PLAIN[self._slice(name).get_dtype()] if plain else self.quantisation.dtype
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
         """Return a tensor or a part of it; quantised weights are dequantised.
@@ -130,36 +171,46 @@ class CheckpointReader:
             name: as :meth:`names` has it.
             part: one slice per dim with both ends given; ``None`` for all of it.
         """
-        tensor = self._slice(name)
+        tensor, form = self._slice(name), self._format(name)
         if part is None:
-            part = tuple(slice(0, extent) for extent in self.shape(name))
-        if self._is_packed(name, tensor):
-            return self._read_packed(name, tensor, part)
-        values = tensor[part]
-        if not is_fp8(values.dtype):
-            return values
-        if self.block is None or self._scale_name(name) is None:
-            raise ConfigError(
-                f"{name} is fp8 and its scales are not known: config.json must have "
-                "quantization_config.weight_block_size and the checkpoint "
-                f"{' or '.join(scale_names(name))}"
-            )
-        offset = (part[0].start, part[1].start)
-        return dequantise(values, self._scales(name), self.block, self.dtype, offset)
-
-    def _scales(self, name: str) -> torch.Tensor:
-        scale = self._scale_name(name)
-        return self._shard(self._shard_of[scale]).get_tensor(self._in_file[scale])
-
-    def _read_packed(self, name: str, tensor, part: tuple[slice, slice]) -> torch.Tensor:
-        """Return a part of fp4 numbers, two to a byte, with a scale for every few of a row."""
+            part = tuple(slice(0, extent) for extent in self._shape(name, form))
+        if form is Format.PLAIN:
+            return tensor[part] if part else self._whole(name)
         rows, columns = part
-        values = unpack(tensor[rows, slice(columns.start // 2, (columns.stop + 1) // 2)])
-        odd = columns.start % 2
-        values = values[:, odd : odd + columns.stop - columns.start]
-        scale = self._scales(name)
-        block = (1, self.shape(name)[1] // max(1, scale.shape[1]))
-        return dequantise(values, scale, block, self.dtype, (rows.start, columns.start))
+        if form is Format.FP8:
+            values = tensor[part]
+        else:  # two columns to a byte
+            values = unpack(tensor[rows, slice(columns.start // 2, (columns.stop + 1) // 2)])
+            odd = columns.start % 2
+            values = values[:, odd : odd + columns.stop - columns.start]
+        scale, offset = self._whole(self._scale_name(name)), (rows.start, columns.start)
+        return dequantise(values, scale, self._block(name, form), self.quantisation.dtype, offset)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        return self._shard(self._shard_of[name]).get_tensor(self._in_file[name])
+
+
+def _check_weight_map(index: Path, shard_of: object) -> None:
+    """Raise unless an index maps tensors to safetensors files inside its directory."""
+    require(
+        isinstance(shard_of, dict)
+        and shard_of
+        and all(isinstance(x, str) for x in shard_of.values()),
+        f"{index} has no weight_map from tensors to files: download it again",
+    )
+    for shard in sorted(set(shard_of.values())):
+        path = PurePosixPath(shard)
+        # Links are followed: the cache of Hugging Face's hub consists of them.
+        require(
+            not path.is_absolute() and ".." not in path.parts and "\0" not in shard,
+            f"{index}: {shard!r} leads out of the directory of the checkpoint, which is not "
+            "followed: put the file there and name it by its name",
+        )
+        require(
+            path.suffix == ".safetensors",
+            f"{index}: {shard!r} is no safetensors file, and no other format is read: convert the "
+            "checkpoint",
+        )
 
 
 class CheckpointWriter:

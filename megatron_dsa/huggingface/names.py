@@ -152,6 +152,15 @@ class Match:
 
 
 @dataclass(frozen=True)
+class Location:
+    """Where a tensor of a Hugging Face checkpoint belongs: prefix of its layer, routed expert."""
+
+    name: str
+    prefix: str
+    expert: int | None
+
+
+@dataclass(frozen=True)
 class Names:
     """The table of a family of models.
 
@@ -238,6 +247,17 @@ class Names:
         """Whether a tensor of a checkpoint belongs to multi-token prediction."""
         parts = self._split(hf_name)
         return parts is not None and (parts[1] or parts[0] >= num_layers)
+
+    def locate(self, hf_name: str) -> Location | None:
+        """Return where a tensor of a checkpoint belongs; ``None``: outside the layers."""
+        parts = self._split(hf_name)
+        if parts is None:
+            return None
+        rest = parts[2]
+        found = _find(self.layer + self.mtp, "hf", rest)
+        expert = found[1] if found else None
+        prefix = hf_name.removesuffix(rest)
+        return Location(hf_name, prefix, None if expert is None else int(expert))
 
     def lacked(self, hf_name: str) -> str | None:
         """Return the feature that a tensor belongs to and released Megatron lacks, if any."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import enum
+from dataclasses import dataclass
+
 import torch
 
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.errors import ConfigError, require
 
 #: Of the values that a 4-bit code stands for (e2m1: sign, two exponent bits, one bit of mantissa).
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -18,14 +21,107 @@ def scale_names(name: str) -> tuple[str, ...]:
     return f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale"
 
 
-def is_fp8(dtype: torch.dtype) -> bool:
-    """Whether a tensor holds fp8 numbers, which mean nothing without scales."""
-    return dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+class Format(enum.Enum):
+    """How a weight is stored."""
+
+    PLAIN = "floating point numbers"
+    FP8 = "fp8 numbers with a scale for every block"
+    FP4 = "two fp4 numbers to a byte, with a scale for every few numbers of a row"
 
 
-def is_packed(dtype: torch.dtype) -> bool:
-    """Whether a weight of this dtype holds two fp4 numbers per byte."""
-    return dtype in (torch.int8, torch.uint8)
+#: Dtypes as safetensors files call them.
+PLAIN = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_FP8 = ("F8_E4M3", "F8_E5M2")
+_PACKED = ("I8", "U8")
+_SCALES = (*PLAIN, "F8_E8M0")
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """What config.json says of quantised weights.
+
+    Attributes:
+        block: rows and columns that share a scale where weights are fp8; ``None``: none is.
+        fp4_experts: weights of experts may be packed fp4.
+        dtype: that quantised weights are turned into.
+    """
+
+    block: tuple[int, int] | None = None
+    fp4_experts: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    def format(self, name: str, stored: str, scale: str | None) -> Format:
+        """Return how a weight is stored.
+
+        Args:
+            name: of the weight.
+            stored: its dtype, as safetensors files call it.
+            scale: name of the scales that lie beside it; ``None``: there are none.
+
+        Raises:
+            ConfigError: scales lie beside a weight that is not quantised or are missing, or the
+                dtype is not one of a weight.
+        """
+        if stored in PLAIN:
+            require(
+                scale is None,
+                f"{name} is {stored}, which needs no scales, and {scale} lies beside it: take the "
+                "weights as they were released, or remove the scales if they are multiplied in",
+            )
+            return Format.PLAIN
+        if stored in _FP8:
+            require(
+                self.block is not None and scale is not None,
+                f"{name} is fp8 and its scales are not known: config.json must have "
+                "quantization_config.weight_block_size and the checkpoint "
+                f"{' or '.join(scale_names(name))}",
+            )
+            return Format.FP8
+        if stored in _PACKED and scale is not None:
+            require(
+                self.fp4_experts and ".experts." in name,
+                f"{name} is {stored} with scales: only fp4 numbers of experts are stored so, where "
+                'config.json says "expert_dtype": "fp4"',
+            )
+            return Format.FP4
+        raise ConfigError(
+            f"{name} is {stored}, which is no dtype of a weight: it must be {', '.join(PLAIN)}, "
+            "fp8 with scales, or packed fp4 with scales; convert the checkpoint"
+        )
+
+    def scale_block(
+        self, name: str, form: Format, shape: tuple[int, ...], scales: tuple[int, ...], stored: str
+    ) -> tuple[int, int]:
+        """Return rows and columns that share a scale of a quantised weight.
+
+        Args:
+            name: of the weight.
+            form: how it is stored.
+            shape: of the weight; of a packed one after unpacking.
+            scales: shape of its scales.
+            stored: dtype of its scales, as safetensors files call it.
+
+        Raises:
+            ConfigError: the scales are not numbers, or are not as many as there are blocks.
+        """
+        require(
+            stored in _SCALES and len(shape) == len(scales) == 2 and min(scales) > 0,
+            f"{name}: its scales are {stored} of shape {scales}, and must be a matrix of "
+            f"{', '.join(_SCALES)}: download the checkpoint again",
+        )
+        block = self.block if form is Format.FP8 else (1, max(1, shape[1] // scales[1]))
+        needed = tuple(-(-extent // size) for extent, size in zip(shape, block, strict=True))
+        require(
+            scales == needed,
+            f"{name}: scales of shape {scales} lie beside a weight of {shape}, whose blocks of "
+            f"{block} need {needed}: check quantization_config.weight_block_size in config.json",
+        )
+        return block
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_dsa.errors import require
+from megatron_dsa.huggingface.conventions import read_config
 from megatron_dsa.huggingface.convert import import_model
 from megatron_dsa.huggingface.ranks import Place
 from megatron_dsa.stages import is_indexer_parameter
@@ -43,6 +45,17 @@ def importing_hook(args: argparse.Namespace) -> Callable[[list], list]:
     """
     from megatron_dsa.checkpoints import checkpoint_directory
 
+    def check_tokenizer() -> None:
+        from megatron.training import get_tokenizer
+
+        tokens, words = get_tokenizer().vocab_size, read_config(args.dsa_load_hf).vocab_size
+        require(
+            tokens <= words,
+            f"the tokenizer has {tokens} tokens, and --dsa-load-hf {args.dsa_load_hf} has weights "
+            f"for {words} (vocab_size of config.json): give the tokenizer of the checkpoint, or "
+            "add tokens to the checkpoint first",
+        )
+
     def new_indexer_tensors(chunk: torch.nn.Module) -> int:
         report = import_model(chunk, args.dsa_load_hf, place_of(chunk), args.dsa_hf_without)
         return sum(is_indexer_parameter(name) for name in report.fresh)
@@ -53,6 +66,7 @@ def importing_hook(args: argparse.Namespace) -> Callable[[list], list]:
         if (found := checkpoint_directory(args)) is not None:
             print_rank_0(f"> {found} is loaded, --dsa-load-hf is not")
             return model
+        check_tokenizer()
         fresh = sum(map(new_indexer_tensors, model))
         print_rank_0(f"> weights of {args.dsa_load_hf} are loaded")
         if fresh:

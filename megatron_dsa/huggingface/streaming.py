@@ -8,6 +8,7 @@ which stored tensor a parameter is. Reading and writing are torch's, as in Megat
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,13 @@ class StoredParameters:
             return self._read(entry)
         pieces = dict_list_map_inplace(self._read, entry.build())
         return entry.merge_fn(pieces)
+
+    def dtype(self, entry: Entry) -> torch.dtype:
+        """Return the dtype in which a parameter is stored."""
+        stored = self._metadata.state_dict_metadata
+        return functools.reduce(
+            torch.promote_types, (stored[x.key].properties.dtype for x in _parts(entry))
+        )
 
     def _read(self, part: ShardedTensor) -> torch.Tensor:
         stored = self._metadata.state_dict_metadata[part.key]

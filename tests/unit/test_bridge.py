@@ -37,7 +37,7 @@ ARCHITECTURES = {
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
 }
 #: Rope of the other kind than V3.2's, and norms of two epsilons.
-GLM = {"n_group": 1, "topk_group": 1, "rms_norm_eps": 0.3, "indexer_rope_interleave": True}
+GLM = {"n_group": 1, "topk_group": 1, "rms_norm_eps": 0.01, "indexer_rope_interleave": True}
 SHARED = GLM | {"num_hidden_layers": 4, "index_topk_freq": 2, "index_skip_topk_offset": 2}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0}
 #: What Bridge asks for and only GPUs or transformer-engine's layers have.

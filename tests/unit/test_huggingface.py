@@ -209,7 +209,7 @@ def test_fp8_weights_are_dequantised_block_by_block(tmp_path):
             assert torch.equal(tensor, torch.cat([expected[x] for x in names]).float())
     # Any part of a weight finds its scales.
     hf = read_config(tmp_path / "fp8")
-    reader = CheckpointReader(tmp_path / "fp8", hf.block, hf.dtype)
+    reader = CheckpointReader(tmp_path / "fp8", hf.quantisation)
     name = "model.layers.0.mlp.gate_proj.weight"
     part = reader.read(name, (slice(13, 47), slice(3, 30)))
     assert part.dtype == torch.bfloat16 and torch.equal(part, expected[name][13:47, 3:30])
@@ -276,7 +276,7 @@ def test_shards_are_as_readable_as_other_files(umask, mode, tmp_path):
         ("deepseek_v32", {"rope_scaling": {"type": "yarn", "factor": 4}}, "original_max_position"),
         (
             "deepseek_v32",
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0, "scale": 2}},
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "scale": 2}},
             "rope_parameters.scale = 2",
         ),
         ("glm_moe_dsa", {"indexer_rope_interleave": "half"}, "must be true or false"),

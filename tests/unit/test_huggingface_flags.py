@@ -66,11 +66,11 @@ def test_printed_flags_give_the_model_of_the_checkpoint(name, tmp_path, monkeypa
 
 def test_what_flags_cannot_say_is_noted(tmp_path, capsys):
     path = tmp_path / "config.json"
-    config = tiny_config("glm_moe_dsa", rope_theta=0.5, index_share_for_mtp_iteration=True)
+    config = tiny_config("glm_moe_dsa", rope_theta=10000.5, index_share_for_mtp_iteration=True)
     path.write_text(json.dumps(config))
     assert main(["flags", str(path)]) == 0
     notes = capsys.readouterr().err
-    assert "rope_theta = 0.5: --rotary-base takes whole numbers" in notes
+    assert "rope_theta = 10000.5: --rotary-base takes whole numbers" in notes
     assert "index_share_for_mtp_iteration has no counterpart" in notes
 
 

@@ -39,7 +39,7 @@ def tokens():
         ("deepseek_v3", {"rope_scaling": YARN}),
         ("deepseek_v32", {}),
         ("deepseek_v32", {"rope_scaling": YARN}),
-        ("glm_moe_dsa", {"n_group": 1, "topk_group": 1, "rms_norm_eps": 0.3}),
+        ("glm_moe_dsa", {"n_group": 1, "topk_group": 1, "rms_norm_eps": 0.01}),
         ("glm_moe_dsa", SHARED),
     ],
     ids=["v3", "v3-yarn", "v3.2", "v3.2-yarn", "glm-5", "glm-5.2"],

@@ -173,7 +173,7 @@ def test_padding_of_the_vocabulary_is_shared_too(tmp_path):
         assert not ours[words:].any()
 
 
-def test_training_run_starts_from_a_checkpoint(tmp_path, capsys):
+def test_training_run_starts_from_a_checkpoint(tmp_path, capsys, monkeypatch):
     """The hook fills the model, but not if the run has a Megatron checkpoint to resume from."""
     from megatron_dsa.huggingface.start import importing_hook, place_of
 
@@ -189,6 +189,11 @@ def test_training_run_starts_from_a_checkpoint(tmp_path, capsys):
         dsa_load_hf=str(tmp_path),
         dsa_hf_without=[],
     )
+    tokenizer = argparse.Namespace(vocab_size=71)
+    monkeypatch.setattr("megatron.training.get_tokenizer", lambda: tokenizer)
+    with pytest.raises(ConfigError, match=r"the tokenizer has 71 tokens, .* has weights for 70"):
+        importing_hook(args)([other])
+    tokenizer.vocab_size = 70
     assert importing_hook(args)([other]) == [other]
     assert "has no indexers: 10 tensors keep their initial values" in capsys.readouterr().out
     weight = model.decoder.layers[1].mlp.router.weight

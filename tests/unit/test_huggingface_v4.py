@@ -209,7 +209,7 @@ def test_released_formats_are_dequantised(tmp_path):
         if names[0] in expected:
             assert torch.equal(tensor, torch.cat([expected[x] for x in names]).float()), name
     hf = read_config(tmp_path / "small")
-    reader = CheckpointReader(tmp_path / "small", hf.block, hf.dtype)
+    reader = CheckpointReader(tmp_path / "small", hf.quantisation)
     for name in ("layers.1.ffn.experts.3.w2.weight", "layers.1.attn.wq_b.weight"):
         part = reader.read(name, (slice(3, 23), slice(5, 18)))  # begins in the middle of a byte
         assert torch.equal(part, expected[name][3:23, 5:18])

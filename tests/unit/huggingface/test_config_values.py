@@ -1,0 +1,123 @@
+"""Numbers in config.json that no model has are refused, with the file, the key and the rule."""
+
+import json
+import math
+
+import pytest
+
+from megatron_dsa.cli import main
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.huggingface.conventions import parse_config, read_config
+from tests.tiny_models import tiny_config, tiny_v4
+
+YARN = {
+    "type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "rule"),
+    [
+        ("rms_norm_eps", (0, -1e-6, 0.3, math.nan, math.inf, "1e-6", True), "> 0 and <= 0.01"),
+        ("rope_theta", (0, 1, -1e4, math.nan, math.inf, 10**400, "1e4", True), "finite number > 1"),
+        ("routed_scaling_factor", (0, -1, math.nan), "finite number > 0"),
+        ("vocab_size", (0, -70, 70.0, "70", True), "whole number >= 1"),
+        ("num_hidden_layers", (0, -1, 2.5, "2"), "whole number >= 1"),
+        ("num_nextn_predict_layers", (-1, 0.5, "1"), "whole number >= 0"),
+        ("index_topk", (0, -6, 6.5, "6"), "whole number >= 1"),
+        ("quantization_config", ("fp8", ["fp8"]), "must be a JSON object"),
+        ("rope_scaling", ("yarn", [40]), "must be a JSON object"),
+        ("mlp_layer_types", ("dense", 2), "must be a JSON list"),
+        ("index_topk_pattern", ("FX",), "full (F) or shared (S)"),
+        ("dtype", ("int8", "bfloat16", ["float32"]), ""),  # torch_dtype says float32
+    ],
+)
+def test_values_of_no_model_are_refused(key, values, rule):
+    parse_config(tiny_config("glm_moe_dsa"))
+    for value in values:
+        with pytest.raises(ConfigError) as error:
+            parse_config(tiny_config("glm_moe_dsa", **{key: value}))
+        said = str(error.value)
+        assert said.startswith(f"config.json: {key} = ") and rule in said, said
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "rule"),
+    [
+        ("factor", (0.5, 0, -40, math.nan, math.inf, "40", True), ">= 1"),
+        ("original_max_position_embeddings", (0, -1, 4096.5, "4096", math.nan), ">= 1"),
+        ("beta_fast", (0, -32, math.nan, "32"), "> 0"),
+        ("beta_fast", (0.5, 1), "must be larger than beta_slow (1)"),
+        ("beta_slow", (0, -1, math.inf), "> 0"),
+        ("mscale", (0, -1, math.nan, "1"), "> 0"),
+        ("mscale_all_dim", (0, -1, math.inf), "> 0"),
+        ("rope_theta", (0, 1, math.nan), "> 1"),
+    ],
+)
+@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+def test_yarn_of_no_model_is_refused(where, key, values, rule):
+    parse_config(tiny_config(**{where: YARN}))
+    for value in values:
+        with pytest.raises(ConfigError) as error:
+            parse_config(tiny_config(**{where: YARN | {key: value}}))
+        said = str(error.value)
+        assert said.startswith(f"config.json: {where}.{key} = ") and rule in said, said
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compress_rope_theta": -4e4}, "compress_rope_theta = -40000.0: .* > 1"),
+        ({"compress_ratios": [0, 4, 8.0, 4]}, "compress_ratios = .*: must give 4 layers"),
+        ({"swiglu_limit": -1}, "swiglu_limit = -1: .* >= 0"),
+        ({"sliding_window": 0}, "sliding_window = 0: .* >= 1"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5: .* <= 1"),
+        ({"layer_types": [["sliding_attention"]] * 4}, r"layer_types = \['sliding_attention'\]"),
+    ],
+)
+def test_values_of_no_v4_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config(tiny_v4(**changes))
+
+
+def test_blocks_of_scales_are_positive():
+    for block in ([0, 128], [128, -1], ["128", 128], [128.0, 128], [128]):
+        quantised = {"quant_method": "fp8", "weight_block_size": block}
+        with pytest.raises(ConfigError, match=r"weight_block_size = .* both positive"):
+            parse_config(tiny_config(quantization_config=quantised))
+
+
+def test_errors_name_the_file(tmp_path, capsys):
+    """Of the directory that import-hf reads, and of the path that export-hf and flags take."""
+    other = tmp_path / "other.json"
+    for path in (tmp_path / "config.json", other):
+        path.write_text(json.dumps(tiny_config(rms_norm_eps=-1e-6)))
+        with pytest.raises(ConfigError) as error:
+            read_config(path if path == other else tmp_path)
+        assert str(error.value).startswith(f"{path}: rms_norm_eps = -1e-06: ")
+    with pytest.raises(ConfigError, match=r"other\.json: rms_norm_eps"):
+        main(["flags", str(other)])
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not valid JSON"),
+        (b'{"model_type": ', "is not valid JSON .*line 1"),
+        (b"\xff\xfe{}", "is not valid JSON .*decode"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b'["deepseek_v3"]', "holds a list where a JSON object is expected"),
+        (b'{"rope_theta": 1e4, "rope_theta": 1e6}', ".*'rope_theta' is given twice"),
+    ],
+)
+def test_broken_json_is_named(content, message, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"config\.json {message}"):
+        read_config(tmp_path)

@@ -1,0 +1,59 @@
+"""Layers and experts of a checkpoint, counted by their names."""
+
+import pytest
+
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.huggingface.conventions import parse_config
+from megatron_dsa.huggingface.inventory import check_inventory, left_by_rank
+from megatron_dsa.huggingface.names import V3
+from tests.tiny_models import tiny_config, tiny_v4
+
+
+def test_kinds_of_layers_are_not_mixed_up(checkpoint):
+    """The same layers with other counts: the sum alone does not tell."""
+    names = checkpoint.tensors.keys()
+
+    def check(layers, prediction):
+        counts = {"num_hidden_layers": layers, "num_nextn_predict_layers": prediction}
+        check_inventory("here", names, parse_config(tiny_config(**counts)))
+
+    check(2, 1)
+    with pytest.raises(ConfigError, match=r"model\.layers\.2\.\S+ belongs to multi-token"):
+        check(3, 0)
+    with pytest.raises(ConfigError, match=r"layer model\.layers\.1 has no tensors of multi-token"):
+        check(1, 2)
+
+
+def test_layers_of_v4_are_counted_by_kind():
+    hf = parse_config(tiny_v4(num_nextn_predict_layers=1))
+    known = ["embed.weight", "layers.3.attn.wkv.weight", "mtp.0.enorm.weight"]
+    check_inventory("here", known, hf)
+    for name in ("layers.4.attn.wkv.weight", "mtp.1.enorm.weight"):
+        layer = name.rsplit(".", 3 if "attn" in name else 2)[0]
+        with pytest.raises(ConfigError, match=rf"1 tensors are of layers .* \({layer}\)"):
+            check_inventory("here", [*known, name], hf)
+
+
+def test_ranks_read_all_of_their_own_layers():
+    """What is of another stage or of other experts is left to them; the rest is an error."""
+    used = [
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.1.mlp.experts.4.up_proj.weight",
+        "model.layers.3.mlp.up_proj.weight",
+        "model.norm.weight",
+    ]
+    others = [
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.mlp.experts.3.up_proj.weight",
+        "lm_head.weight",
+    ]
+    own = [
+        "model.layers.1.mlp.shared_experts.up_proj.weight",
+        "model.layers.1.mlp.experts.4.down_proj.weight",
+        "model.layers.3.mlp.experts.0.up_proj.weight",  # a dense layer here
+    ]
+
+    def located(names):
+        return [place for place in map(V3.locate, names) if place is not None]
+
+    assert [x.name for x in left_by_rank(located(others + own), located(used))] == own
