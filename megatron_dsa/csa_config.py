@@ -8,15 +8,8 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron_dsa.config import (
-    DSAOptions,
-    DSATransformerConfig,
-    attention_rules,
-    host_rules,
-    indexer_rules,
-    options_of,
-    validate,
-)
+from megatron_dsa.config import DSAOptions, DSATransformerConfig, options_of, validate
+from megatron_dsa.config_rules import attention_rules, host_rules, indexer_rules
 from megatron_dsa.errors import ConfigError
 
 #: Compression ratio of the layers that select among their compressed keys (CSA). Groups overlap.
@@ -93,7 +86,7 @@ class HybridTransformerConfig(DSATransformerConfig):
         yield from _pattern_rules(self)
         yield from _shape_rules(self)
         yield from attention_rules(self)
-        yield from host_rules(self)
+        yield from host_rules(self, options_of(self))
         if options_of(self).stage != "dense":
             yield from _indexer_rules(self)
 
@@ -159,7 +152,7 @@ def _shape_rules(config: HybridTransformerConfig):
 def _indexer_rules(config: HybridTransformerConfig):
     if CSA_RATIO not in (config.csa_compress_ratios or ()):
         return
-    yield from indexer_rules(config)
+    yield from indexer_rules(config, options_of(config))
     yield (
         config.dsa_indexer_rope_interleaved,
         "--dsa-indexer-rope-interleaved is required: V4's indexer pairs neighbouring dims",
