@@ -6,6 +6,7 @@ They read a transformer configuration and its options, and know neither class, s
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -82,9 +83,13 @@ def attention_rules(config: Any):
         "--qk-clip is not supported: the sparse kernels do not report the largest logit; drop it",
     )
     yield (
-        config.softmax_type == "vanilla" and config.window_size is None,
-        "--softmax-type and --window-size must keep their defaults: the selection is the mask",
+        config.softmax_type == "vanilla"
+        and config.window_size is None
+        and config.window_attn_skip_freq is None,
+        "--softmax-type, --window-size and --window-attn-skip-freq must keep their defaults: the "
+        "selection is the mask",
     )
+    yield from _ignored_rules(config)
     yield (
         not config.log_max_attention_logit,
         "--log-max-attention-logit is not supported: the sparse kernels do not report it; drop it",
@@ -97,6 +102,99 @@ def attention_rules(config: Any):
     yield (
         config.rope_type in ("rope", "yarn"),
         f"--rope-type must be 'rope' or 'yarn', got {config.rope_type!r}",
+    )
+
+
+def _ignored_rules(config: Any):
+    """Settings of Megatron's attentions that this one would not read."""
+    yield (
+        not config.no_rope_freq,
+        "--no-rope-freq is not supported: every layer of this attention has rope; drop it",
+    )
+    yield (
+        config.rotary_percent == 1.0 or config.rope_type == "rope",
+        f"--rotary-percent must be 1 with --rope-type yarn, got {config.rotary_percent}: YaRN "
+        "rotates all of --qk-pos-emb-head-dim",
+    )
+    yield (
+        config.softmax_scale is None,
+        "--use-mup (and softmax_scale) are not supported: the softmax scale is that of MLA's head "
+        "dims; drop it",
+    )
+    yield (
+        not config.qk_l2_norm,
+        "--qk-l2-norm is not supported: MLA normalises its latents (--qk-layernorm); drop it",
+    )
+    yield (
+        config.num_query_groups in (None, config.num_attention_heads),
+        f"--num-query-groups must be unset, got {config.num_query_groups}: all query heads share "
+        "the latent key; drop it",
+    )
+    yield (
+        config.linear_attention_freq is None and not config.is_hybrid_model,
+        "--linear-attention-freq and --hybrid-layer-pattern are not supported: every layer has the "
+        "attention of this package; drop them",
+    )
+    yield (
+        config.dsa_kernel_backend == "none",
+        f"--dsa-kernel-backend must be unset, got {config.dsa_kernel_backend!r}: it chooses "
+        "kernels of Megatron's bundled DSA. Name kernels of this package by operation, such as "
+        "--dsa-forward-impl (docs/support.md)",
+    )
+    yield (
+        not (config.fp8_dot_product_attention or config.fp8_multi_head_attention),
+        "fp8_dot_product_attention and fp8_multi_head_attention are not supported: attention runs "
+        "in --bf16; set them to False",
+    )
+    yield (
+        not (config.use_kitchen or config.use_kitchen_attention),
+        "--kitchen-config-file, --kitchen-recipe-number and --use-kitchen-attention are not "
+        "supported: the layers are those of --transformer-impl; drop them",
+    )
+    yield (
+        not config.batch_invariant_mode,
+        "--batch-invariant-mode is not supported: kernels of sparse attention do not promise it; "
+        "drop it",
+    )
+    offloaded = {"qkv_linear", "core_attn", "attn_proj"} & set(config.offload_modules or ())
+    yield (
+        not (config.fine_grained_activation_offloading and offloaded),
+        f"--offload-modules must not name {', '.join(sorted(offloaded))}: activations of this "
+        "attention are not offloaded",
+    )
+
+
+def _precision_rules(config: Any):
+    """What quantisation and mixed precision need of the set of layers."""
+    local = config.transformer_impl == "local"
+    for flag, value in (("--fp8-format", config.fp8), ("--fp4-format", config.fp4)):
+        yield (
+            not (local and value),
+            f"{flag} needs --transformer-impl transformer_engine: torch's linears would train in "
+            "--bf16 and say nothing",
+        )
+    yield (
+        not (local and config.quant_recipe is not None),
+        "--te-precision-config-file needs --transformer-impl transformer_engine: torch's linears "
+        "do not read it",
+    )
+    for flag, value in (
+        ("--fp8-param-gather", config.fp8_param),
+        ("--fp4-param-gather", config.fp4_param),
+    ):
+        yield (
+            not value,
+            f"{flag} is not supported: absorption reads the up-projection weight in bf16",
+        )
+    yield (
+        not config.fp32_residual_connection or config.params_dtype == torch.float32,
+        "--fp32-residual-connection is not supported: neither torch's norms nor "
+        "transformer-engine's take fp32 beside weights of 16 bits; drop it",
+    )
+    yield (
+        not config.use_transformer_engine_op_fuser,
+        "--use-transformer-engine-op-fuser is not supported: it would have no effect on these "
+        "layers; drop it",
     )
 
 
@@ -145,19 +243,16 @@ def host_rules(config: Any, options: Any):
         "--apply-layernorm-1p needs --transformer-impl transformer_engine",
     )
     yield (
-        not (local and config.fp32_residual_connection and config.params_dtype != torch.float32),
-        "--fp32-residual-connection needs --transformer-impl transformer_engine: torch's norms do "
-        "not mix dtypes",
-    )
-    yield (
         not (local and "layernorm" in (config.recompute_modules or ())),
         "--recompute-modules layernorm needs transformer-engine: megatron-core 0.19's recompute of "
         "norms fails without it; drop it",
     )
     yield (
-        not config.fp8_param,
-        "--fp8-param-gather is not supported: absorption reads the up-projection weight in bf16",
+        config.gtp_weight_remat_size == 1,
+        "--tensor-parallel-num-weight-shards must be unset: absorption reads the whole "
+        "up-projection weight of a rank's heads; drop it",
     )
+    yield from _precision_rules(config)
 
 
 def indexer_rules(config: Any, options: Any):
@@ -185,8 +280,23 @@ def indexer_rules(config: Any, options: Any):
         "--dsa-indexer-topk-freq must be >= 1 and --dsa-indexer-skip-topk-offset >= 0, got "
         f"{config.dsa_indexer_topk_freq} and {config.dsa_indexer_skip_topk_offset}",
     )
+    yield from _loss_rules(config.dsa_indexer_loss_coeff, options.stage)
+
+
+def _loss_rules(coefficient: float | None, stage: str):
     yield (
-        options.stage != "warmup" or bool(config.dsa_indexer_loss_coeff),
+        stage != "warmup" or bool(coefficient),
         "--dsa-indexer-loss-coeff must be positive in stage 'warmup': the loss is what trains "
         "the indexer",
+    )
+    yield (
+        stage == "warmup" or coefficient is not None,
+        f"--dsa-indexer-loss-coeff is required in stage '{stage}': without a loss the indexer "
+        "stays as it is, random if no checkpoint has it; pass 1.0 to train it, or 0 to freeze it "
+        "on purpose",
+    )
+    yield (
+        coefficient is None or 0 <= coefficient < math.inf,
+        f"--dsa-indexer-loss-coeff must be 0 or more, got {coefficient}: a negative one trains "
+        "the indexer away from its teacher",
     )
