@@ -101,6 +101,39 @@ def test_a_training_is_not_taken_for_a_plan(flags, message):
         model_config_from_args(parse("--multi-latent-attention", *flags))
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dsa-hf-without", "hash-routing"], "--dsa-hf-without .* only with --dsa-load-hf"),
+        (["--dsa-warmup-train-all"], "--dsa-warmup-train-all .* only in --dsa-stage warmup"),
+        (
+            ["--dsa-warmup-train-all", "--dsa-stage", "dense"],
+            "--dsa-warmup-train-all .* only in --dsa-stage warmup, got dense",
+        ),
+        (
+            ["--dsa-evaluate-indexer", "--dsa-stage", "dense"],
+            "--dsa-evaluate-indexer has no meaning in --dsa-stage dense",
+        ),
+        (["--use-rope-scaling"], "--use-rope-scaling .* no effect on MLA"),
+        (
+            ["--rotary-seq-len-interpolation-factor", "2"],
+            "--rotary-seq-len-interpolation-factor have no effect on MLA",
+        ),
+    ],
+)
+def test_flags_without_an_effect_are_named(flags, message):
+    start()
+    from megatron_dsa.arguments import refuse_ignored_flags
+    from megatron_dsa.pretrain import model_config_from_args
+
+    with pytest.raises(ConfigError, match=message):
+        model_config_from_args(parse("--multi-latent-attention", *flags))
+    refuse_ignored_flags(
+        parse("--dsa-stage", "warmup", "--dsa-warmup-train-all", "--dsa-evaluate-indexer")
+    )
+    refuse_ignored_flags(parse("--dsa-load-hf", "somewhere", "--dsa-hf-without", "hash-routing"))
+
+
 def test_presets_go_in_front_and_are_announced(capsys, monkeypatch):
     start()
     from megatron_dsa import cpu_host, pretrain
