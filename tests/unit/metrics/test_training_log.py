@@ -34,7 +34,7 @@ def training_log(monkeypatch):
         stand_ins = {
             "get_args": lambda: args,
             "get_timers": lambda: timers,
-            "get_tensorboard_writer": lambda: None,
+            "get_tensorboard_writer": lambda: board,
             "get_wandb_writer": lambda: None,
             "get_one_logger": lambda: None,
             "get_energy_monitor": lambda: None,
