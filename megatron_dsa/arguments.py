@@ -9,7 +9,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_dsa.config import CP_EXCHANGES, STAGES, TEACHERS, TP_MODES, DSAOptions
 from megatron_dsa.csa_config import HybridTransformerConfig
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, OPERATIONS, candidates
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.planning.flags import add_dry_run_arguments
 from megatron_dsa.spread import CP_LAYOUTS
 
@@ -266,6 +266,33 @@ def refuse_unused_hybrid_flags(args: argparse.Namespace) -> None:
     if given:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ConfigError(f"{flags}: has a meaning only with --csa-compress-ratios, add that")
+
+
+def refuse_ignored_flags(args: argparse.Namespace) -> None:
+    """Raise for flags that would have no effect on the run that the others describe."""
+    rules = (
+        (
+            args.dsa_load_hf is not None or not args.dsa_hf_without,
+            "--dsa-hf-without has a meaning only with --dsa-load-hf: add that or drop it",
+        ),
+        (
+            args.dsa_stage == "warmup" or not args.dsa_warmup_train_all,
+            f"--dsa-warmup-train-all has a meaning only in --dsa-stage warmup, got "
+            f"{args.dsa_stage}, which trains everything: drop it",
+        ),
+        (
+            args.dsa_stage != "dense" or not args.dsa_evaluate_indexer,
+            "--dsa-evaluate-indexer has no meaning in --dsa-stage dense, which has no indexer: "
+            "drop it",
+        ),
+        (
+            not args.use_rope_scaling and args.rotary_seq_len_interpolation_factor is None,
+            "--use-rope-scaling and --rotary-seq-len-interpolation-factor have no effect on MLA: "
+            "use --rope-type yarn with --rotary-scaling-factor",
+        ),
+    )
+    for ok, message in rules:
+        require(ok, message)
 
 
 def apply_yarn_flags(args: argparse.Namespace, config) -> None:

@@ -53,7 +53,24 @@ def prepare_loading(args: argparse.Namespace):
                     f"> checkpoint {directory} is of stage {was}, this run of stage {now}: the "
                     "optimizer starts anew"
                 )
+    if directory is not None and _rank() == 0:
+        say_dropped_indexers(args, directory)
     return mock.patch.object(checkpointing.dist_checkpointing, "load", load)
+
+
+def say_dropped_indexers(args: argparse.Namespace, directory: Path) -> None:
+    """Print that a run of stage ``dense`` leaves the indexers of its checkpoint behind."""
+    if _what_is_trained(args) != "dense":
+        return
+    keys = {entry.key for entry in load_sharded_metadata(str(directory)).values()}
+    indexers = [
+        key for key in keys if is_indexer_parameter(key) and not key.startswith("optimizer")
+    ]
+    if indexers:
+        print(
+            f"> checkpoint {directory} has indexers, stage dense has none: {len(indexers)} tensors "
+            "are dropped, and what this run saves will not hold them"
+        )
 
 
 def _what_is_trained(args) -> str:

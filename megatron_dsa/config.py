@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from megatron_dsa.config_rules import dsa_rules
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.spread import CP_LAYOUTS
@@ -210,189 +210,13 @@ def is_moe_layer(config: Any, index: int) -> bool:
     return index % pattern == 0 if isinstance(pattern, int) else bool(pattern[index])
 
 
-def _rules(config: Any):
-    """Yield ``(ok, message)``: each message names the argument, the rule and the fix."""
-    yield from attention_rules(config)
-    yield from _mla_rules(config)
-    yield from host_rules(config)
-    if uses_indexer(config):
-        yield from indexer_rules(config)
-
-
-def _mla_rules(config: Any):
-    """What the absorbed MLA of DSA needs."""
-    local, shards = config.transformer_impl == "local", config.tensor_model_parallel_size
-    latents = {
-        "--q-lora-rank": config.q_lora_rank or 0,
-        "--kv-lora-rank plus --qk-pos-emb-head-dim": config.kv_lora_rank
-        + config.qk_pos_emb_head_dim,
-    }
-    for name, size in latents.items():
-        yield (
-            not local or size % shards == 0,
-            f"{name} ({size}) must be a multiple of --tensor-model-parallel-size ({shards}) "
-            "with --transformer-impl local, whose down projections are split by columns",
-        )
-    yield (
-        config.qk_layernorm or config.q_lora_rank is None or not uses_indexer(config),
-        "--qk-layernorm is required: the indexer reads the normalised query latent",
-    )
-    yield (
-        not config.qk_layernorm or config.q_lora_rank is not None,
-        "--q-lora-rank is required with --qk-layernorm: there is no query latent to normalise",
-    )
-    yield (
-        config.qk_layernorm or options_of(config).latent_norm_epsilon is None,
-        "--dsa-latent-norm-epsilon needs --qk-layernorm: without it latents are not normalised; "
-        "drop one or add the other",
-    )
-
-
-def attention_rules(config: Any):
-    """Yield what no attention of this package does."""
-    yield (
-        config.multi_latent_attention,
-        "--multi-latent-attention is required: its configuration has the fields for this attention",
-    )
-    yield (
-        config.experimental_attention_variant is None,
-        f"--experimental-attention-variant must be unset, got "
-        f"{config.experimental_attention_variant!r}: it would build Megatron's bundled attention",
-    )
-    yield (
-        not (config.add_bias_linear or config.add_qkv_bias),
-        "biases are not supported: pass --disable-bias-linear and drop --add-qkv-bias",
-    )
-    yield (
-        not config.cache_mla_latents,
-        "--cache-mla-latents is for inference, which this package does not do: drop it",
-    )
-    yield (
-        not getattr(config, "mla_down_proj_fusion", False),
-        "--mla-down-proj-fusion is not supported: the indexer reads the query latent; drop it",
-    )
-    yield (
-        not config.qk_clip,
-        "--qk-clip is not supported: the sparse kernels do not report the largest logit; drop it",
-    )
-    yield (
-        config.softmax_type == "vanilla" and config.window_size is None,
-        "--softmax-type and --window-size must keep their defaults: the selection is the mask",
-    )
-    yield (
-        not config.log_max_attention_logit,
-        "--log-max-attention-logit is not supported: the sparse kernels do not report it; drop it",
-    )
-    yield (
-        config.attention_dropout == 0.0,
-        f"--attention-dropout must be 0, got {config.attention_dropout}: sparse attention kernels "
-        "have no dropout",
-    )
-    yield (
-        config.rope_type in ("rope", "yarn"),
-        f"--rope-type must be 'rope' or 'yarn', got {config.rope_type!r}",
-    )
-
-
-def host_rules(config: Any):
-    """Yield what concerns every attention of this package: layouts, layer sets, features."""
-    local = config.transformer_impl == "local"
-    yield (
-        not getattr(config, "hybrid_context_parallel", False),
-        "--hybrid-context-parallel is not supported: drop it, every microbatch is spread alike",
-    )
-    exchange = config.cp_comm_type
-    exchange = exchange if isinstance(exchange, list) else [exchange]
-    yield (
-        config.context_parallel_size == 1 or not any("a2a" in (kind or "") for kind in exchange),
-        f"--cp-comm-type must be p2p or allgather, got {config.cp_comm_type}: this attention "
-        "gathers keys and leaves queries where they are",
-    )
-    yield (
-        config.context_parallel_size == 1
-        or not config.mtp_num_layers
-        or options_of(config).cp_layout != "contiguous",
-        "--dsa-cp-layout must not be contiguous with --mtp-num-layers: Megatron shifts labels of "
-        "multi-token prediction as if every sequence lay in zigzag order; use zigzag",
-    )
-    yield (
-        config.tensor_model_parallel_size == 1 or config.sequence_parallel,
-        "--sequence-parallel is required with --tensor-model-parallel-size > 1: without it the "
-        "gradients of the latent norms are counted once per rank",
-    )
-    yield (
-        config.num_attention_heads % config.tensor_model_parallel_size == 0,
-        f"--num-attention-heads ({config.num_attention_heads}) must be a multiple of "
-        f"--tensor-model-parallel-size ({config.tensor_model_parallel_size})",
-    )
-    yield (
-        not config.overlap_moe_expert_parallel_comm and not config.delay_wgrad_compute,
-        "--overlap-moe-expert-parallel-comm and --delay-wgrad-compute are not supported yet: "
-        "drop them",
-    )
-    yield (
-        config.cuda_graph_impl == "none",
-        f"--cuda-graph-impl must be none, got {config.cuda_graph_impl}: not supported yet",
-    )
-    yield (
-        not (local and config.layernorm_zero_centered_gamma),
-        "--apply-layernorm-1p needs --transformer-impl transformer_engine",
-    )
-    yield (
-        not (local and config.fp32_residual_connection and config.params_dtype != torch.float32),
-        "--fp32-residual-connection needs --transformer-impl transformer_engine: torch's norms do "
-        "not mix dtypes",
-    )
-    yield (
-        not (local and "layernorm" in (config.recompute_modules or ())),
-        "--recompute-modules layernorm needs transformer-engine: megatron-core 0.19's recompute of "
-        "norms fails without it; drop it",
-    )
-    yield (
-        not config.fp8_param,
-        "--fp8-param-gather is not supported: absorption reads the up-projection weight in bf16",
-    )
-
-
-def indexer_rules(config: Any):
-    """What the indexer needs to be given."""
-    for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
-        value = getattr(config, name)
-        yield (
-            isinstance(value, int) and value >= 1,
-            f"--{name.replace('_', '-')} must be a positive integer in stage "
-            f"'{options_of(config).stage}', got {value}",
-        )
-    head_dim = config.dsa_indexer_head_dim or 0
-    yield (
-        head_dim >= config.qk_pos_emb_head_dim,
-        f"--dsa-indexer-head-dim ({head_dim}) must be at least --qk-pos-emb-head-dim "
-        f"({config.qk_pos_emb_head_dim}): rope is applied to that many of its dims",
-    )
-    yield (
-        not config.dsa_indexer_rotate_activation or head_dim & (head_dim - 1) == 0,
-        f"--dsa-indexer-head-dim must be a power of two for the Hadamard rotation, got {head_dim}; "
-        "or pass --no-dsa-indexer-rotate-activation",
-    )
-    yield (
-        config.dsa_indexer_topk_freq >= 1 and config.dsa_indexer_skip_topk_offset >= 0,
-        "--dsa-indexer-topk-freq must be >= 1 and --dsa-indexer-skip-topk-offset >= 0, got "
-        f"{config.dsa_indexer_topk_freq} and {config.dsa_indexer_skip_topk_offset}",
-    )
-    yield (
-        options_of(config).stage != "warmup" or bool(config.dsa_indexer_loss_coeff),
-        "--dsa-indexer-loss-coeff must be positive in stage 'warmup': the loss is what trains "
-        "the indexer",
-    )
-
-
 def validate(config: Any) -> None:
     """Raise :class:`ConfigError` for everything that this package does not support.
 
     Called when the configuration or a layer is built: nothing of this is left to the first step.
     """
     # Hybrid attention brings its own rules (csa_config.py).
-    rules = config.rules() if hasattr(config, "rules") else _rules(config)
+    rules = config.rules() if hasattr(config, "rules") else dsa_rules(config, options_of(config))
     problems = [message for ok, message in rules if not ok]
     if problems:
         raise ConfigError("unsupported configuration:\n" + "\n".join(f"  - {p}" for p in problems))

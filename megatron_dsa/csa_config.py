@@ -11,12 +11,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_dsa.config import (
     DSAOptions,
     DSATransformerConfig,
-    attention_rules,
-    host_rules,
-    indexer_rules,
     options_of,
+    uses_indexer,
     validate,
 )
+from megatron_dsa.config_rules import attention_rules, host_rules, indexer_rules
 from megatron_dsa.errors import ConfigError
 
 #: Compression ratio of the layers that select among their compressed keys (CSA). Groups overlap.
@@ -93,7 +92,7 @@ class HybridTransformerConfig(DSATransformerConfig):
         yield from _pattern_rules(self)
         yield from _shape_rules(self)
         yield from attention_rules(self)
-        yield from host_rules(self)
+        yield from host_rules(self, options_of(self))
         if options_of(self).stage != "dense":
             yield from _indexer_rules(self)
 
@@ -151,6 +150,16 @@ def _shape_rules(config: HybridTransformerConfig):
         "--dsa-latent-norm-epsilon: V4's norms all have that of --norm-epsilon, drop it",
     )
     yield (
+        config.mscale == 1.0 and config.mscale_all_dim == 0.0 and config.rotary_percent == 1.0,
+        "--mscale, --mscale-all-dim and --rotary-percent must keep their defaults: V4's rope has "
+        "no concentration factor and rotates all of --qk-pos-emb-head-dim",
+    )
+    yield (
+        config.dsa_indexer_k_norm_epsilon is None and not config.dsa_indexer_k_norm_fp32,
+        "--dsa-indexer-k-norm-epsilon and --dsa-indexer-k-norm-fp32 have no meaning: the keys of "
+        "V4's indexer are normalised by its compressor; drop them",
+    )
+    yield (
         config.dsa_indexer_topk_freq == 1,
         "--dsa-indexer-topk-freq must be 1: V4's layers do not share selections",
     )
@@ -159,7 +168,7 @@ def _shape_rules(config: HybridTransformerConfig):
 def _indexer_rules(config: HybridTransformerConfig):
     if CSA_RATIO not in (config.csa_compress_ratios or ()):
         return
-    yield from indexer_rules(config)
+    yield from indexer_rules(config, options_of(config))
     yield (
         config.dsa_indexer_rope_interleaved,
         "--dsa-indexer-rope-interleaved is required: V4's indexer pairs neighbouring dims",
@@ -169,6 +178,13 @@ def _indexer_rules(config: HybridTransformerConfig):
 def is_hybrid(config: Any) -> bool:
     """Whether the layers are V4's hybrid attention."""
     return getattr(config, "csa_compress_ratios", None) is not None
+
+
+def has_indexers(config: Any) -> bool:
+    """Whether any layer of the model has an indexer."""
+    if not uses_indexer(config):
+        return False
+    return not is_hybrid(config) or CSA_RATIO in config.csa_compress_ratios
 
 
 def _v4(layers: int, hidden: int, heads: int, q_lora: int, groups: int, topk: int, first: int):

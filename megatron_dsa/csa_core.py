@@ -218,7 +218,7 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, TakesSelections, Megatr
         out = result.out
         if trains and not self.loss_is_sparse():
             out = self.attach(out, self._dense_loss(inputs, q, kv, lists, sink), layout)
-        if trains and self._selects() and self.options.health_rows:
+        if self._selects() and inputs is not None and self.measures_selection_now():
             total = torch.logaddexp(result.lse, sink.detach())
             attended = Attended(
                 inputs.detach(), keys.layout, self.config.dsa_indexer_topk, layout, q,

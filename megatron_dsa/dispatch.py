@@ -12,6 +12,7 @@ and :func:`report` tells what was called how often.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
 import os
 from collections import Counter
@@ -48,7 +49,7 @@ class Operation:
 
     @property
     def variable(self) -> str:
-        return f"MEGATRON_DSA_{self.short.upper().replace('-', '_')}_IMPL"
+        return f"{VARIABLES}{self.short.upper().replace('-', '_')}_IMPL"
 
 
 #: The operations, in the order in which a training step calls them.
@@ -74,6 +75,9 @@ OPERATIONS: dict[str, Operation] = {
         Operation("indexer_backward", "indexer-backward", "indexer gradients from the sparse loss"),
     )
 }
+
+#: What the names of all environment variables of this package begin with.
+VARIABLES = "MEGATRON_DSA_"
 
 DEFAULT_WORKSPACE_BYTES = 256 * 2**20
 
@@ -241,6 +245,7 @@ def choose(operation: str, problem: Problem, policy: Policy) -> Choice:
 
 @lru_cache(maxsize=512)
 def _choose(operation: str, problem: Problem, policy: Policy, named: str | None) -> Choice:
+    _check_variables()
     if named is not None:
         choice = _choose_named(operation, problem, named)
     else:
@@ -289,6 +294,27 @@ def _choose_first(operation: str, problem: Problem, policy: Policy) -> Choice:
             f"name it ({OPERATIONS[operation].flag} {choice.candidate.name}), or drop --dsa-strict."
         )
     return choice
+
+
+def _check_variables() -> None:
+    """Name environment variables that look like ours and are not read.
+
+    Raises:
+        ConfigError: one is meant to name an implementation. Others are a warning: a variable of
+            the user's own may begin like that.
+    """
+    known = [operation.variable for operation in OPERATIONS.values()]
+    for name in sorted(os.environ):
+        if not name.upper().startswith(VARIABLES) or name in known:
+            continue
+        close = difflib.get_close_matches(name.upper(), known, n=3, cutoff=0.5)
+        line = (
+            f"environment variable {name}: megatron_dsa does not read it; the closest that it "
+            f"reads: {', '.join(close)}"
+        )
+        if name.upper().endswith("_IMPL"):
+            raise ConfigError(f"{line}. Correct the name or unset it")
+        _log(logging.WARNING, line)
 
 
 def _log_once(choice: Choice, policy: Policy) -> None:

@@ -220,10 +220,10 @@ class DSACoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
             policy=policy,
         )
         out = result.out
-        if trains:
-            if not self.loss_is_sparse():
-                loss_sum = self._dense_loss(index_inputs, q, kv[:, None], layout)
-                out = self.attach(out, loss_sum, layout)
+        if trains and not self.loss_is_sparse():
+            loss_sum = self._dense_loss(index_inputs, q, kv[:, None], layout)
+            out = self.attach(out, loss_sum, layout)
+        if index_inputs is not None and self.measures_selection_now():
             attended = Attended(
                 index_inputs, layout, config.dsa_indexer_topk, layout, q, kv, selection.indices,
                 result.lse, self.softmax_scale,

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
+from megatron.core.utils import log_single_rank
 
 from megatron_dsa.config import indexer_is_trained
+from megatron_dsa.csa_config import has_indexers
 from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.quality import Mean
 from megatron_dsa.writers import EVALUATION, FIGURES, layer_tag, write
+
+logger = logging.getLogger(__name__)
 
 
 class LossScale:
@@ -76,15 +84,16 @@ class _State:
     sums: torch.Tensor | None = None  # [layers, figures], on the device
     counts: torch.Tensor | None = None  # [layers, figures], what the sums are over
     judged: set[int] = field(default_factory=set)  # layers whose selection was judged since
+    # Figure -> sum and number of its iterations since Megatron's last log line.
+    line: dict[str, tuple[float, int]] = field(default_factory=dict)
 
 
 class IndexerLog:
     """Per-layer figures of the current iteration, reduced over all ranks when Megatron logs.
 
-    Stands in for Megatron's ``DSAIndexerLossLoggingHelper`` in its training loop, which calls
-    :meth:`track_indexer_metrics` on every rank once per iteration. The buffers exist on every rank
-    from the moment the model is built: a pipeline stage without an indexer would otherwise stay
-    out of the reduction, and the others would wait for it for ever.
+    :class:`TrainingLog` calls :meth:`log` on every rank once per iteration. The buffers exist on
+    every rank from the moment the model is built: a pipeline stage without an indexer would
+    otherwise stay out of the reduction, and the others would wait for it for ever.
     """
 
     _state = _State()
@@ -150,32 +159,36 @@ class IndexerLog:
         return {name: Mean(sums[:, i], counts[:, i]) for i, name in enumerate(NAMES)}
 
     @classmethod
-    def track_indexer_metrics(
-        cls, loss_scale, iteration, writer, wandb_writer=None, total_loss_dict=None, **_ignored
+    def log(
+        cls, iteration: int, total_loss_dict: dict, skipped: bool, writer=None, wandb_writer=None
     ) -> None:
         """Write the figures to Megatron's log line, TensorBoard and W&B.
 
-        The log line holds means over layers and microbatches, the writers also every layer, under
-        the tags of :mod:`megatron_dsa.writers`.
-        ``loss_scale`` (one over the microbatches) is not needed: the counts are.
+        The log line holds means over layers, microbatches and iterations, the writers every
+        iteration and also every layer, under the tags of :mod:`megatron_dsa.writers`.
+
+        Args:
+            total_loss_dict: what Megatron collects for its log line, as it was before this
+                iteration.
+            skipped: whether the optimizer skipped this iteration (inf gradients in fp16). Its
+                figures stay out of the log line, as its loss does.
         """
         if not cls.is_on():
             return
-        figures, written = cls.reduce(), {}
+        figures, written, of_line = cls.reduce(), {}, {}
         # One transfer for all of them.
         table = torch.stack([torch.stack(mean) for mean in figures.values()]).tolist()
-        for (name, means), (totals, counts) in zip(figures.items(), table, strict=True):
+        for name, (totals, counts) in zip(figures, table, strict=True):
             layers = enumerate(zip(totals, counts, strict=True), 1)
             recorded = {layer: total / count for layer, (total, count) in layers if count}
             if not recorded:
                 continue
             mean = sum(recorded.values()) / len(recorded)
             if name == EVALUATION:
-                # Megatron would divide it by the iterations since the last log line.
+                # It belongs to no iteration of the log line.
                 _print_once(f"> {name} (before iteration {iteration}): {mean:.6E}")
-            elif total_loss_dict is not None:
-                so_far = total_loss_dict.get(name, 0.0)
-                total_loss_dict[name] = so_far + means.total.new_tensor(mean)
+            else:
+                of_line[name] = mean
             if not math.isfinite(mean):
                 # Megatron leaves NaN out of its log line.
                 wrong = ", ".join(str(i) for i, x in recorded.items() if not math.isfinite(x))
@@ -183,7 +196,32 @@ class IndexerLog:
             written[FIGURES[name]] = mean
             for layer, value in recorded.items():
                 written[layer_tag(FIGURES[name], layer)] = value
+        cls._add_to_line(of_line, total_loss_dict, skipped)
         write(written, iteration, writer, wandb_writer)
+
+    @classmethod
+    def _add_to_line(cls, figures: dict[str, float], total_loss_dict: dict, skipped: bool) -> None:
+        """Put what Megatron divides by its advanced iterations into ``total_loss_dict``.
+
+        That is the mean over the iterations that have the figure, times that divisor: a skipped
+        iteration has none, nor has one whose rows see no more keys than they select.
+        """
+        line = cls._state.line
+        advanced = total_loss_dict.get("advanced iterations", 0)
+        if advanced + total_loss_dict.get("skipped iterations", 0) == 0:
+            line.clear()  # Megatron resets both with every log line
+        if not skipped:
+            advanced += 1
+            for name, value in figures.items():
+                total, count = line.get(name, (0.0, 0))
+                line[name] = (total + value, count + 1)
+        for name in NAMES:
+            if name in line:
+                total, count = line[name]
+                total_loss_dict[name] = torch.tensor(total / count * max(1, advanced))
+            elif name in total_loss_dict:
+                # Megatron leaves NaN out, and would print the 0 that it resets figures to.
+                total_loss_dict[name] = torch.tensor(float("nan"))
 
 
 def _print_once(line: str) -> None:
@@ -191,11 +229,50 @@ def _print_once(line: str) -> None:
         print(line, flush=True)
 
 
-def install_logging(config, device, training_module: Callable | None = None) -> None:
-    """Let Megatron's training loop log our figures instead of its bundled DSA's."""
-    if not indexer_is_trained(config):
+class TrainingLog:
+    """Megatron's ``training_log`` with our figures, whatever the loss coefficient is.
+
+    Megatron's own hook for the figures of an indexer is called with a positive
+    ``--dsa-indexer-loss-coeff`` only, and is not told which iterations were skipped.
+
+    Args:
+        megatron: the function that it replaces.
+    """
+
+    def __init__(self, megatron: Callable):
+        self.megatron, self._signature = megatron, inspect.signature(megatron)
+
+    def __call__(self, *args, **kwargs):
+        """Add our figures to the log, then call Megatron's function."""
+        from megatron.training import get_tensorboard_writer, get_wandb_writer
+
+        call = self._signature.bind(*args, **kwargs).arguments
+        skipped, line = bool(call["skipped_iter"]), call["total_loss_dict"]
+        if not skipped:
+            for name in call["loss_dict"]:
+                line.setdefault(name, 0.0)  # the line begins with the losses of the main model
+        IndexerLog.log(
+            call["iteration"], line, skipped, get_tensorboard_writer(), get_wandb_writer()
+        )
+        return self.megatron(*args, **kwargs)
+
+
+def install_logging(config, device, training_module: ModuleType | None = None) -> None:
+    """Let Megatron's training loop log our figures."""
+    if not has_indexers(config):
         return
     IndexerLog.create(config.num_layers + (config.mtp_num_layers or 0), device)
     training = training_module or sys.modules.get("megatron.training.training")
-    if training is not None:
-        training.DSAIndexerLossLoggingHelper = IndexerLog
+    if training is not None and not isinstance(training.training_log, TrainingLog):
+        training.training_log = TrainingLog(training.training_log)
+
+
+def say_if_frozen(config) -> None:
+    """Log, once per process, that the indexers of a model are not trained."""
+    if has_indexers(config) and not indexer_is_trained(config):
+        _warn_once("megatron_dsa indexer frozen: --dsa-indexer-loss-coeff 0")
+
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    log_single_rank(logger, logging.WARNING, line)

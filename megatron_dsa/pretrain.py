@@ -67,6 +67,7 @@ def model_config_from_args(args):
         apply_yarn_flags,
         hybrid_fields,
         options_from_args,
+        refuse_ignored_flags,
         refuse_unused_hybrid_flags,
     )
     from megatron_dsa.config import DSATransformerConfig
@@ -93,6 +94,7 @@ def model_config_from_args(args):
             "masked by indices. Use --dataloader-inter-document-masking to keep documents apart"
         )
     refuse_dry_run_flags(args)
+    refuse_ignored_flags(args)
     check_spread(args)
     TIMES.on = args.dsa_time_operations
     mla = core_transformer_config_from_args(args)

@@ -9,8 +9,15 @@ from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining
 from megatron_dsa.health import Attended, selection_health
 from megatron_dsa.layer_overlap import LayerOverlap
 from megatron_dsa.layout import Layout
-from megatron_dsa.losses import EVALUATION, IndexerLog, attach_loss, install_loss_scale
+from megatron_dsa.losses import (
+    EVALUATION,
+    IndexerLog,
+    attach_loss,
+    install_loss_scale,
+    say_if_frozen,
+)
 from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
+from megatron_dsa.warm_up import settling
 
 
 class TrainsIndexer:
@@ -26,6 +33,8 @@ class TrainsIndexer:
         # Layers of multi-token prediction log behind the decoder's.
         self.layer_index = layer_number - 1 + (self.config.num_layers if is_mtp else 0)
         self.loss_scale = install_loss_scale(self.config)
+        if settling():
+            say_if_frozen(self.config)
         # In layers without a backward of their own, see ``freezing.py``.
         self.keeps_loss, self._kept_loss = False, None
         before = [number for number in self.selecting_layers if number < layer_number]
@@ -45,6 +54,13 @@ class TrainsIndexer:
             and torch.is_grad_enabled()
             and (self.training and indexer_is_trained(self.config))
         )
+
+    def measures_selection_now(self) -> bool:
+        """Whether this is a training pass whose selection may be measured for the log.
+
+        A frozen indexer's is, too. Of a recomputed layer's two passes, the one with gradients.
+        """
+        return self.training and torch.is_grad_enabled() and bool(self.options.health_rows)
 
     def judges_indexer_now(self) -> bool:
         """Whether this is an evaluation pass whose indexer loss is asked for."""
@@ -115,11 +131,10 @@ class TrainsIndexer:
     def record_overlap(self, indices: torch.Tensor, keys: Layout) -> None:
         """Compare the selection with the layer before. To be called in every forward pass.
 
-        Not only where the indexer is trained: the first pass of a recomputed layer is the one that
+        Not only in passes with gradients: the first pass of a recomputed layer is the one that
         follows the layer before.
         """
-        trains = self.training and indexer_is_trained(self.config)
-        if not (trains and self.options.health_rows and IndexerLog.is_on()):
+        if not (self.training and self.options.health_rows and IndexerLog.is_on()):
             return
         if self.selects:
             topk, count = self.config.dsa_indexer_topk, self.options.health_rows
@@ -127,12 +142,9 @@ class TrainsIndexer:
             IndexerLog.record(self.layer_index, figure)
 
     def record_health(self, attended: Attended) -> None:
-        """Record how well the selection does on a few rows, if that is asked for.
-
-        In the first microbatch of an iteration only.
-        """
+        """Record how well the selection does on a few rows, in an iteration's first microbatch."""
         options = self.options
-        if options.health_rows and IndexerLog.judges_selection(self.layer_index):
+        if IndexerLog.judges_selection(self.layer_index):
             workspace = options.policy.workspace_bytes
             health = selection_health(
                 attended, options.health_rows, workspace, fp8=options.health_fp8
@@ -140,8 +152,8 @@ class TrainsIndexer:
             IndexerLog.record(self.layer_index, health)
 
     def record_evaluation(self, loss_sum: torch.Tensor, layout: Layout) -> None:
-        """Record the loss of an evaluation pass."""
-        mean = self.config.dsa_indexer_loss_coeff * loss_sum / _row_count(layout)
+        """Record the loss of an evaluation pass; that of a frozen indexer has no factor."""
+        mean = (self.config.dsa_indexer_loss_coeff or 1.0) * loss_sum / _row_count(layout)
         IndexerLog.record(self.layer_index, {EVALUATION: layout.parts * mean})
 
 

@@ -49,6 +49,11 @@ def settle(
         warm_up(calls, policy, softmax_scale)
 
 
+def settling() -> bool:
+    """Whether models that are built now are to be run (not :func:`unsettled`)."""
+    return _settling
+
+
 @contextlib.contextmanager
 def unsettled():
     """Models built inside run no attention: no kernel is chosen, logged, refused or compiled.

@@ -33,6 +33,7 @@ def transformer_config(hf: HFModel, stage: str, **settings: Any):
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": False,
         "use_cpu_initialization": True,
+        "dsa_indexer_loss_coeff": 0.0,  # nothing is trained
         "dsa": DSAOptions(stage=stage, latent_norm_epsilon=hf.latent_norm_epsilon),
     }
     return kind(**fields | fixed | settings)

@@ -83,6 +83,10 @@ def unsaid(hf: HFModel) -> list[str]:
             "the model has no indexers; --dsa-stage warmup adds them, with "
             "--dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk of your choice"
         )
+    else:
+        notes.append(
+            "--dsa-indexer-loss-coeff is yours to add: 1.0 trains the indexers, 0 freezes them"
+        )
     if hf.names.lacking:
         notes.append(
             f"{hf.names.models} has {' and '.join(hf.names.lacking)}, which released Megatron has "

@@ -140,7 +140,7 @@ def _refuse_files(args) -> None:
                 f"--{name.replace('_', '-')} cannot be planned: --dsa-dry-run reads no files. Give "
                 "the flags that it stands for"
             )
-    args.dsa_load_hf = None
+    args.dsa_load_hf, args.dsa_hf_without = None, []
 
 
 @contextlib.contextmanager

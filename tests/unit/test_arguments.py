@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from megatron_dsa.errors import ConfigError
-from tests.host import start
+from tests.functional.launch import TINY, command_line
+from tests.host import parsed, start
 
 
 def parse(*flags):
@@ -99,6 +100,57 @@ def test_a_training_is_not_taken_for_a_plan(flags, message):
 
     with pytest.raises(ConfigError, match=message):
         model_config_from_args(parse("--multi-latent-attention", *flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dsa-hf-without", "hash-routing"], "--dsa-hf-without .* only with --dsa-load-hf"),
+        (["--dsa-warmup-train-all"], "--dsa-warmup-train-all .* only in --dsa-stage warmup"),
+        (
+            ["--dsa-warmup-train-all", "--dsa-stage", "dense"],
+            "--dsa-warmup-train-all .* only in --dsa-stage warmup, got dense",
+        ),
+        (
+            ["--dsa-evaluate-indexer", "--dsa-stage", "dense"],
+            "--dsa-evaluate-indexer has no meaning in --dsa-stage dense",
+        ),
+        (["--use-rope-scaling"], "--use-rope-scaling .* no effect on MLA"),
+        (
+            ["--rotary-seq-len-interpolation-factor", "2"],
+            "--rotary-seq-len-interpolation-factor have no effect on MLA",
+        ),
+    ],
+)
+def test_flags_without_an_effect_are_named(flags, message):
+    start()
+    from megatron_dsa.arguments import refuse_ignored_flags
+    from megatron_dsa.pretrain import model_config_from_args
+
+    with pytest.raises(ConfigError, match=message):
+        model_config_from_args(parse("--multi-latent-attention", *flags))
+    refuse_ignored_flags(
+        parse("--dsa-stage", "warmup", "--dsa-warmup-train-all", "--dsa-evaluate-indexer")
+    )
+    refuse_ignored_flags(parse("--dsa-load-hf", "somewhere", "--dsa-hf-without", "hash-routing"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--dsa-indexer-loss-coeff": None}, "--dsa-indexer-loss-coeff is required in stage"),
+        ({"--dsa-indexer-loss-coeff": -1}, "--dsa-indexer-loss-coeff must be 0 or more"),
+        ({"--dsa-kernel-backend": "tilelang"}, "--dsa-kernel-backend must be unset"),
+        ({"--no-rope-freq": 2}, "--no-rope-freq is not supported"),
+        ({"--use-transformer-engine-op-fuser": True}, "--use-transformer-engine-op-fuser"),
+    ],
+)
+def test_a_command_line_is_refused_before_a_model_is_built(changes, message, monkeypatch):
+    from megatron_dsa.pretrain import model_config_from_args
+
+    args = parsed(command_line(TINY | changes), 1, monkeypatch)
+    with pytest.raises(ConfigError, match=message):
+        model_config_from_args(args)
 
 
 def test_import_needs_nothing_optional():

@@ -42,6 +42,7 @@ SHARED = GLM | {"num_hidden_layers": 4, "index_topk_freq": 2, "index_skip_topk_o
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0}
 #: What Bridge asks for and only GPUs or transformer-engine's layers have.
 HERE = {
+    "dsa_indexer_loss_coeff": 1.0,
     "transformer_impl": "local",
     "persist_layer_norm": False,
     "bias_activation_fusion": False,

@@ -57,7 +57,49 @@ def test_every_stage_takes_every_layout(stage, cp_layout):
         ),
         ({"softmax_type": "learnable"}, "--softmax-type"),
         ({"log_max_attention_logit": True}, "--log-max-attention-logit"),
-        ({"fp32_residual_connection": True, "params_dtype": torch.bfloat16}, "--fp32-residual"),
+        (
+            {"fp32_residual_connection": True, "params_dtype": torch.bfloat16},
+            "--fp32-residual-connection is not supported",
+        ),
+        (
+            {
+                "fp32_residual_connection": True,
+                "params_dtype": torch.bfloat16,
+                "transformer_impl": "transformer_engine",
+            },
+            "--fp32-residual-connection is not supported",
+        ),
+        ({"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),
+        ({"fp8": "hybrid"}, "--fp8-format needs --transformer-impl transformer_engine"),
+        ({"fp4": "e2m1"}, "--fp4-format needs --transformer-impl transformer_engine"),
+        ({"fp4": "e2m1", "fp4_param": True}, "--fp4-param-gather is not supported"),
+        ({"quant_recipe": object()}, "--te-precision-config-file needs"),
+        ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention"),
+        ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention"),
+        ({"no_rope_freq": 2}, "--no-rope-freq is not supported"),
+        ({"no_rope_freq": [0, 1]}, "--no-rope-freq is not supported"),
+        ({"rope_type": "yarn", "rotary_percent": 0.5}, "--rotary-percent must be 1"),
+        ({"use_mup": True, "mup_base_hidden_size": 16}, "--use-mup"),
+        ({"softmax_scale": 0.1}, "softmax_scale"),
+        ({"qk_l2_norm": True}, "--qk-l2-norm"),
+        ({"num_query_groups": 2}, "--num-query-groups must be unset, got 2"),
+        ({"linear_attention_freq": 2}, "--linear-attention-freq"),
+        ({"is_hybrid_model": True}, "--hybrid-layer-pattern"),
+        ({"window_attn_skip_freq": 2}, "--window-attn-skip-freq"),
+        ({"dsa_kernel_backend": "tilelang"}, "--dsa-kernel-backend must be unset"),
+        ({"use_kitchen": True}, "--kitchen-config-file"),
+        ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards must be unset"),
+        (
+            {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]},
+            "--offload-modules must not name core_attn",
+        ),
+        ({"dsa_indexer_loss_coeff": None}, "--dsa-indexer-loss-coeff is required in stage 'spars"),
+        ({"dsa_indexer_loss_coeff": -0.5}, "--dsa-indexer-loss-coeff must be 0 or more, got -0.5"),
+        ({"dsa_indexer_loss_coeff": float("nan")}, "--dsa-indexer-loss-coeff must be 0 or more"),
+        (
+            {"dsa_indexer_loss_coeff": -0.5, "options": DSAOptions(stage="warmup")},
+            "--dsa-indexer-loss-coeff must be 0 or more, got -0.5",
+        ),
         (
             {"tensor_model_parallel_size": 2, "sequence_parallel": True, "q_lora_rank": 25},
             "--q-lora-rank .25. must be a multiple of --tensor-model-parallel-size .2.",
@@ -80,6 +122,30 @@ def test_options_may_come_from_a_file_without_tuples():
 def test_unknown_choices_are_named(name):
     with pytest.raises(ConfigError, match=f"--dsa-{name.replace('_', '-')} must be one of"):
         DSAOptions(**{name: "both"})
+
+
+def test_the_dense_stage_needs_no_loss_coefficient():
+    options = DSAOptions(stage="dense")
+    assert small_config(dsa_indexer_loss_coeff=None, options=options).dsa == options
+
+
+def test_flags_that_messages_name_exist():
+    """A fix that names a flag of another spelling would not help."""
+    import argparse
+    import inspect
+    import re
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_dsa import config_rules
+    from megatron_dsa.arguments import add_dsa_arguments
+
+    parser = add_dsa_arguments(add_megatron_arguments(argparse.ArgumentParser()))
+    named = set(re.findall(r"--[a-z][a-z0-9-]+[a-z0-9]", inspect.getsource(config_rules)))
+    # Kitchen's own flags exist where that package is installed.
+    unknown = {flag for flag in named - set(parser._option_string_actions) if "kitchen" not in flag}
+    assert unknown == set()
+    assert len(named) > 40
 
 
 def test_warmup_needs_a_loss():
@@ -146,7 +212,7 @@ def test_non_causal_masks_are_refused():
 
 def test_frozen_indexer_without_a_loss():
     """Without a loss the indexer gets no gradient, so it must not wait for one."""
-    module = attention_module(small_config(dsa_indexer_loss_coeff=None))
+    module = attention_module(small_config(dsa_indexer_loss_coeff=0.0))
     flags = {p.requires_grad for p in module.core_attention.indexer.parameters()}
     assert flags == {False}
     module(hidden_like(module, 32), None)[0].sum().backward()
@@ -170,7 +236,7 @@ def test_presets(name):
     start()
     from megatron_dsa.presets import preset
 
-    config = preset(name, num_layers=2, transformer_impl="local")
+    config = preset(name, num_layers=2, transformer_impl="local", dsa_indexer_loss_coeff=1.0)
     assert config.num_layers == 2
     assert config.kv_lora_rank + config.qk_pos_emb_head_dim == 576
     assert config.dsa_indexer_topk == 2048

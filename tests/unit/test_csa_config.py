@@ -26,6 +26,14 @@ WRONG = {
     "must be a power of two for the Hadamard rotation": {"dsa_indexer_head_dim": 24},
     "V4's layers do not share selections": {"dsa_indexer_topk_freq": 2},
     "--attention-dropout must be 0": {"attention_dropout": 0.1},
+    "--mscale, --mscale-all-dim and --rotary-percent": {"mscale": 0.7},
+    "--mscale-all-dim and --rotary-percent must keep": {"mscale_all_dim": 1.0},
+    "--rotary-percent must keep their defaults": {"rotary_percent": 0.5},
+    "--dsa-indexer-k-norm-epsilon and": {"dsa_indexer_k_norm_epsilon": 1e-6},
+    "--dsa-indexer-k-norm-fp32 have no meaning": {"dsa_indexer_k_norm_fp32": True},
+    "--dsa-kernel-backend must be unset": {"dsa_kernel_backend": "tilelang"},
+    "--dsa-indexer-loss-coeff is required in stage": {"dsa_indexer_loss_coeff": None},
+    "--dsa-indexer-loss-coeff must be 0 or more": {"dsa_indexer_loss_coeff": -1.0},
 }
 
 
@@ -36,7 +44,8 @@ def test_refusals_name_the_flag(message):
 
 
 def test_what_only_an_indexer_needs_is_not_asked_of_others():
-    small_hybrid_config(9, dsa_indexer_topk=None, dsa_indexer_rope_interleaved=False)
+    nothing = {"dsa_indexer_topk": None, "dsa_indexer_loss_coeff": None}
+    small_hybrid_config(9, dsa_indexer_rope_interleaved=False, **nothing)
     small_hybrid_config(4, csa_dense_mode=True, dsa_indexer_topk=None)
 
 
@@ -96,7 +105,7 @@ ROPE = {
 @pytest.mark.parametrize("name", CSA_PRESETS)
 def test_presets(name):
     start()
-    config = csa_preset(name, **ROPE)
+    config = csa_preset(name, **ROPE, dsa_indexer_loss_coeff=1.0)
     assert len(config.csa_compress_ratios) == config.num_layers + 1
     assert config.csa_compress_ratios[-1] == 0 and config.ratio(1, is_mtp=True) == 0
     assert config.csa_compress_ratios[2:5] == [4, 128, 4]

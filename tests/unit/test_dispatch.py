@@ -114,6 +114,29 @@ def test_the_environment_names_one_too(operation, monkeypatch):
     assert run(operation, HOPPER, Policy()) == "second"
 
 
+@pytest.mark.parametrize(
+    ("name", "close"),
+    [
+        ("MEGATRON_DSA_SPARSE_ATTN_IMPL", "MEGATRON_DSA_SPARSE_LOSS_IMPL"),
+        ("MEGATRON_DSA_FOWARD_IMPL", "MEGATRON_DSA_FORWARD_IMPL"),
+        ("megatron_dsa_forward_impl", "MEGATRON_DSA_FORWARD_IMPL"),
+    ],
+)
+def test_a_misspelled_variable_is_named(name, close, operation, monkeypatch):
+    monkeypatch.setenv(name, "torch")
+    with pytest.raises(ConfigError, match=f"variable {name}: .* does not read it; .*{close}"):
+        choose(operation, HOPPER, Policy())
+
+
+def test_a_variable_that_only_begins_like_ours_is_a_warning(operation, monkeypatch, caplog):
+    monkeypatch.setenv("MEGATRON_DSA_FORWARD", "torch")
+    with caplog.at_level(logging.WARNING):
+        assert run(operation, HOPPER, Policy()) == "second"
+        run(operation, CPU, Policy(fused=False))
+    (record,) = (r for r in caplog.records if "MEGATRON_DSA_FORWARD:" in r.getMessage())
+    assert "MEGATRON_DSA_FORWARD_IMPL" in record.getMessage()
+
+
 def test_nvtx_ranges_have_stable_names(operation, monkeypatch):
     """Opened on a GPU and closed also when the implementation raises."""
     seen = []

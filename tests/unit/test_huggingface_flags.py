@@ -52,8 +52,11 @@ def test_printed_flags_give_the_model_of_the_checkpoint(name, tmp_path, monkeypa
         "v4": "released Megatron has not: these flags give plain residuals",
     }
     assert notes.get(name, "") in printed.err
+    asks = "--dsa-indexer-loss-coeff is yours to add" in printed.err
+    assert asks == (stage == "sparse")
 
-    args = parsed([*printed.out.split(), *RUN.split()], 1, monkeypatch)
+    own = [*RUN.split(), *(["--dsa-indexer-loss-coeff", "0"] if asks else [])]
+    args = parsed([*printed.out.split(), *own], 1, monkeypatch)
     described = model_config_from_args(args)
     assert described.vocab_size == 70 and not described.share_embeddings_and_output_weights
     described.transformer.perform_initialization = False

@@ -313,6 +313,11 @@ def test_nothing_is_left_behind(monkeypatch):
     assert torch.empty(1, device="cpu").device.type == "cpu"
 
 
+def test_flags_of_weights_are_no_part_of_a_plan():
+    """It reads no files; the job that starts from them may leave features out."""
+    assert plan(BF16 | {"--dsa-load-hf": "nowhere", "--dsa-hf-without": "hash-routing"}).stages
+
+
 def test_a_model_of_this_process_keeps_its_log(monkeypatch):
     """Of fewer layers than the plan's; as after a training in the same process."""
     sums = torch.zeros(1, len(NAMES))

@@ -90,9 +90,7 @@ def test_given_keys_are_attended_to_and_taught(kind, recompute, coefficient, mon
     from megatron_dsa import csa_core, dsa
 
     config, arguments, changes = MODELS[kind]
-    model = gpt(
-        config(*arguments, **changes, **recompute, dsa_indexer_loss_coeff=coefficient or None)
-    )
+    model = gpt(config(*arguments, **changes, **recompute, dsa_indexer_loss_coeff=coefficient))
     with IndexCapture().on(model) as own:
         selected = step(model, (1, 2))
     ratio, topk = (4 if kind == "hybrid" else 1), model.config.dsa_indexer_topk

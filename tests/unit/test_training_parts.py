@@ -219,22 +219,6 @@ def test_health_figures_against_the_full_computation():
     assert 0 < sum(tied) < len(tied)
 
 
-def test_figures_are_averaged_over_layers_and_microbatches():
-    from megatron_dsa.losses import IndexerLog
-
-    IndexerLog._state.sums = None
-    IndexerLog.create(3, start())
-    for value in (1.0, 3.0):
-        IndexerLog.record(0, {"indexer loss": torch.tensor(value)})
-    IndexerLog.record(2, {"indexer loss": torch.tensor(6.0)})
-    total = {}
-    IndexerLog.track_indexer_metrics(1.0, 1, None, total_loss_dict=total)
-    assert float(total["indexer loss"]) == 4.0  # layers 1 (2.0) and 3 (6.0); layer 2 has none
-    IndexerLog.track_indexer_metrics(1.0, 2, None, total_loss_dict=total)
-    assert float(total["indexer loss"]) == 4.0  # cleared: nothing is counted twice
-    IndexerLog._state.sums = None
-
-
 @pytest.mark.parametrize(
     ("stage", "sparse_loss"), [("sparse", True), ("sparse", False), ("warmup", False)]
 )
@@ -275,7 +259,7 @@ def test_loss_is_recorded_in_the_backward_and_in_evaluation_on_request(stage, sp
             assert judged[EVALUATION] == pytest.approx(trained["indexer loss"], rel=1e-6)
     IndexerLog.record(0, {EVALUATION: torch.tensor(2.0)})
     total = {}
-    IndexerLog.track_indexer_metrics(1.0, 7, None, total_loss_dict=total)
+    IndexerLog.log(7, total, skipped=False)
     assert total == {}
     assert f"{EVALUATION} (before iteration 7): 2.000000E+00" in capsys.readouterr().out
     IndexerLog._state.sums = None

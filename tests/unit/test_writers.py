@@ -33,7 +33,7 @@ def test_both_writers_get_means_and_every_layer(log):
     overlap = Mean(torch.tensor(3.0, device=device), torch.tensor(4, device=device))
     log.record(1, {"dsa layer overlap": overlap})
     board, wandb, total = Board(), Wandb(), {}
-    log.track_indexer_metrics(1.0, 5, board, wandb, total)
+    log.log(5, total, False, board, wandb)
     expected = {
         "dsa/indexer-loss": 2.5,
         "dsa/indexer-loss/layer-1": 1.0,
@@ -47,7 +47,7 @@ def test_both_writers_get_means_and_every_layer(log):
         "indexer loss": 2.5,
         "dsa layer overlap": 0.75,
     }
-    log.track_indexer_metrics(1.0, 6, board, wandb, total)
+    log.log(6, total, False, board, wandb)
     assert len(wandb.logged) == 1  # nothing was recorded since
 
 

@@ -1,0 +1,302 @@
+"""What is refused: rules as ``(ok, message)``; a message names the argument, the rule and the fix.
+
+They read a transformer configuration and its options, and know neither class, so that
+``config.py`` and ``csa_config.py`` build on them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+def dsa_rules(config: Any, options: Any):
+    """Yield every rule for a model with DSA layers.
+
+    Args:
+        config: the transformer configuration.
+        options: its :class:`~megatron_dsa.config.DSAOptions`.
+    """
+    yield from attention_rules(config)
+    yield from _mla_rules(config, options)
+    yield from host_rules(config, options)
+    if options.stage != "dense":
+        yield from indexer_rules(config, options)
+
+
+def _mla_rules(config: Any, options: Any):
+    """What the absorbed MLA of DSA needs."""
+    local, shards = config.transformer_impl == "local", config.tensor_model_parallel_size
+    latents = {
+        "--q-lora-rank": config.q_lora_rank or 0,
+        "--kv-lora-rank plus --qk-pos-emb-head-dim": config.kv_lora_rank
+        + config.qk_pos_emb_head_dim,
+    }
+    for name, size in latents.items():
+        yield (
+            not local or size % shards == 0,
+            f"{name} ({size}) must be a multiple of --tensor-model-parallel-size ({shards}) "
+            "with --transformer-impl local, whose down projections are split by columns",
+        )
+    yield (
+        config.qk_layernorm or config.q_lora_rank is None or options.stage == "dense",
+        "--qk-layernorm is required: the indexer reads the normalised query latent",
+    )
+    yield (
+        not config.qk_layernorm or config.q_lora_rank is not None,
+        "--q-lora-rank is required with --qk-layernorm: there is no query latent to normalise",
+    )
+    yield (
+        config.qk_layernorm or options.latent_norm_epsilon is None,
+        "--dsa-latent-norm-epsilon needs --qk-layernorm: without it latents are not normalised; "
+        "drop one or add the other",
+    )
+
+
+def attention_rules(config: Any):
+    """Yield what no attention of this package does."""
+    yield (
+        config.multi_latent_attention,
+        "--multi-latent-attention is required: its configuration has the fields for this attention",
+    )
+    yield (
+        config.experimental_attention_variant is None,
+        f"--experimental-attention-variant must be unset, got "
+        f"{config.experimental_attention_variant!r}: it would build Megatron's bundled attention",
+    )
+    yield (
+        not (config.add_bias_linear or config.add_qkv_bias),
+        "biases are not supported: pass --disable-bias-linear and drop --add-qkv-bias",
+    )
+    yield (
+        not config.cache_mla_latents,
+        "--cache-mla-latents is for inference, which this package does not do: drop it",
+    )
+    yield (
+        not getattr(config, "mla_down_proj_fusion", False),
+        "--mla-down-proj-fusion is not supported: the indexer reads the query latent; drop it",
+    )
+    yield (
+        not config.qk_clip,
+        "--qk-clip is not supported: the sparse kernels do not report the largest logit; drop it",
+    )
+    yield (
+        config.softmax_type == "vanilla"
+        and config.window_size is None
+        and config.window_attn_skip_freq is None,
+        "--softmax-type, --window-size and --window-attn-skip-freq must keep their defaults: the "
+        "selection is the mask",
+    )
+    yield from _ignored_rules(config)
+    yield (
+        not config.log_max_attention_logit,
+        "--log-max-attention-logit is not supported: the sparse kernels do not report it; drop it",
+    )
+    yield (
+        config.attention_dropout == 0.0,
+        f"--attention-dropout must be 0, got {config.attention_dropout}: sparse attention kernels "
+        "have no dropout",
+    )
+    yield (
+        config.rope_type in ("rope", "yarn"),
+        f"--rope-type must be 'rope' or 'yarn', got {config.rope_type!r}",
+    )
+
+
+def _ignored_rules(config: Any):
+    """Settings of Megatron's attentions that this one would not read."""
+    yield (
+        not config.no_rope_freq,
+        "--no-rope-freq is not supported: every layer of this attention has rope; drop it",
+    )
+    yield (
+        config.rotary_percent == 1.0 or config.rope_type == "rope",
+        f"--rotary-percent must be 1 with --rope-type yarn, got {config.rotary_percent}: YaRN "
+        "rotates all of --qk-pos-emb-head-dim",
+    )
+    yield (
+        config.softmax_scale is None,
+        "--use-mup (and softmax_scale) are not supported: the softmax scale is that of MLA's head "
+        "dims; drop it",
+    )
+    yield (
+        not config.qk_l2_norm,
+        "--qk-l2-norm is not supported: MLA normalises its latents (--qk-layernorm); drop it",
+    )
+    yield (
+        config.num_query_groups in (None, config.num_attention_heads),
+        f"--num-query-groups must be unset, got {config.num_query_groups}: all query heads share "
+        "the latent key; drop it",
+    )
+    yield (
+        config.linear_attention_freq is None and not config.is_hybrid_model,
+        "--linear-attention-freq and --hybrid-layer-pattern are not supported: every layer has the "
+        "attention of this package; drop them",
+    )
+    yield (
+        config.dsa_kernel_backend == "none",
+        f"--dsa-kernel-backend must be unset, got {config.dsa_kernel_backend!r}: it chooses "
+        "kernels of Megatron's bundled DSA. Name kernels of this package by operation, such as "
+        "--dsa-forward-impl (docs/support.md)",
+    )
+    yield (
+        not (config.fp8_dot_product_attention or config.fp8_multi_head_attention),
+        "fp8_dot_product_attention and fp8_multi_head_attention are not supported: attention runs "
+        "in --bf16; set them to False",
+    )
+    yield (
+        not (config.use_kitchen or config.use_kitchen_attention),
+        "--kitchen-config-file, --kitchen-recipe-number and --use-kitchen-attention are not "
+        "supported: the layers are those of --transformer-impl; drop them",
+    )
+    yield (
+        not config.batch_invariant_mode,
+        "--batch-invariant-mode is not supported: kernels of sparse attention do not promise it; "
+        "drop it",
+    )
+    offloaded = {"qkv_linear", "core_attn", "attn_proj"} & set(config.offload_modules or ())
+    yield (
+        not (config.fine_grained_activation_offloading and offloaded),
+        f"--offload-modules must not name {', '.join(sorted(offloaded))}: activations of this "
+        "attention are not offloaded",
+    )
+
+
+def _precision_rules(config: Any):
+    """What quantisation and mixed precision need of the set of layers."""
+    local = config.transformer_impl == "local"
+    for flag, value in (("--fp8-format", config.fp8), ("--fp4-format", config.fp4)):
+        yield (
+            not (local and value),
+            f"{flag} needs --transformer-impl transformer_engine: torch's linears would train in "
+            "--bf16 and say nothing",
+        )
+    yield (
+        not (local and config.quant_recipe is not None),
+        "--te-precision-config-file needs --transformer-impl transformer_engine: torch's linears "
+        "do not read it",
+    )
+    for flag, value in (
+        ("--fp8-param-gather", config.fp8_param),
+        ("--fp4-param-gather", config.fp4_param),
+    ):
+        yield (
+            not value,
+            f"{flag} is not supported: absorption reads the up-projection weight in bf16",
+        )
+    yield (
+        not config.fp32_residual_connection or config.params_dtype == torch.float32,
+        "--fp32-residual-connection is not supported: neither torch's norms nor "
+        "transformer-engine's take fp32 beside weights of 16 bits; drop it",
+    )
+    yield (
+        not config.use_transformer_engine_op_fuser,
+        "--use-transformer-engine-op-fuser is not supported: it would have no effect on these "
+        "layers; drop it",
+    )
+
+
+def host_rules(config: Any, options: Any):
+    """Yield what concerns every attention of this package: layouts, layer sets, features."""
+    local = config.transformer_impl == "local"
+    yield (
+        not getattr(config, "hybrid_context_parallel", False),
+        "--hybrid-context-parallel is not supported: drop it, every microbatch is spread alike",
+    )
+    exchange = config.cp_comm_type
+    exchange = exchange if isinstance(exchange, list) else [exchange]
+    yield (
+        config.context_parallel_size == 1 or not any("a2a" in (kind or "") for kind in exchange),
+        f"--cp-comm-type must be p2p or allgather, got {config.cp_comm_type}: this attention "
+        "gathers keys and leaves queries where they are",
+    )
+    yield (
+        config.context_parallel_size == 1
+        or not config.mtp_num_layers
+        or options.cp_layout != "contiguous",
+        "--dsa-cp-layout must not be contiguous with --mtp-num-layers: Megatron shifts labels of "
+        "multi-token prediction as if every sequence lay in zigzag order; use zigzag",
+    )
+    yield (
+        config.tensor_model_parallel_size == 1 or config.sequence_parallel,
+        "--sequence-parallel is required with --tensor-model-parallel-size > 1: without it the "
+        "gradients of the latent norms are counted once per rank",
+    )
+    yield (
+        config.num_attention_heads % config.tensor_model_parallel_size == 0,
+        f"--num-attention-heads ({config.num_attention_heads}) must be a multiple of "
+        f"--tensor-model-parallel-size ({config.tensor_model_parallel_size})",
+    )
+    yield (
+        not config.overlap_moe_expert_parallel_comm and not config.delay_wgrad_compute,
+        "--overlap-moe-expert-parallel-comm and --delay-wgrad-compute are not supported yet: "
+        "drop them",
+    )
+    yield (
+        config.cuda_graph_impl == "none",
+        f"--cuda-graph-impl must be none, got {config.cuda_graph_impl}: not supported yet",
+    )
+    yield (
+        not (local and config.layernorm_zero_centered_gamma),
+        "--apply-layernorm-1p needs --transformer-impl transformer_engine",
+    )
+    yield (
+        not (local and "layernorm" in (config.recompute_modules or ())),
+        "--recompute-modules layernorm needs transformer-engine: megatron-core 0.19's recompute of "
+        "norms fails without it; drop it",
+    )
+    yield (
+        config.gtp_weight_remat_size == 1,
+        "--tensor-parallel-num-weight-shards must be unset: absorption reads the whole "
+        "up-projection weight of a rank's heads; drop it",
+    )
+    yield from _precision_rules(config)
+
+
+def indexer_rules(config: Any, options: Any):
+    """What the indexer needs to be given."""
+    for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
+        value = getattr(config, name)
+        yield (
+            isinstance(value, int) and value >= 1,
+            f"--{name.replace('_', '-')} must be a positive integer in stage "
+            f"'{options.stage}', got {value}",
+        )
+    head_dim = config.dsa_indexer_head_dim or 0
+    yield (
+        head_dim >= config.qk_pos_emb_head_dim,
+        f"--dsa-indexer-head-dim ({head_dim}) must be at least --qk-pos-emb-head-dim "
+        f"({config.qk_pos_emb_head_dim}): rope is applied to that many of its dims",
+    )
+    yield (
+        not config.dsa_indexer_rotate_activation or head_dim & (head_dim - 1) == 0,
+        f"--dsa-indexer-head-dim must be a power of two for the Hadamard rotation, got {head_dim}; "
+        "or pass --no-dsa-indexer-rotate-activation",
+    )
+    yield (
+        config.dsa_indexer_topk_freq >= 1 and config.dsa_indexer_skip_topk_offset >= 0,
+        "--dsa-indexer-topk-freq must be >= 1 and --dsa-indexer-skip-topk-offset >= 0, got "
+        f"{config.dsa_indexer_topk_freq} and {config.dsa_indexer_skip_topk_offset}",
+    )
+    yield from _loss_rules(config.dsa_indexer_loss_coeff, options.stage)
+
+
+def _loss_rules(coefficient: float | None, stage: str):
+    yield (
+        stage != "warmup" or bool(coefficient),
+        "--dsa-indexer-loss-coeff must be positive in stage 'warmup': the loss is what trains "
+        "the indexer",
+    )
+    yield (
+        stage == "warmup" or coefficient is not None,
+        f"--dsa-indexer-loss-coeff is required in stage '{stage}': without a loss the indexer "
+        "stays as it is, random if no checkpoint has it; pass 1.0 to train it, or 0 to freeze it "
+        "on purpose",
+    )
+    yield (
+        coefficient is None or 0 <= coefficient < math.inf,
+        f"--dsa-indexer-loss-coeff must be 0 or more, got {coefficient}: a negative one trains "
+        "the indexer away from its teacher",
+    )

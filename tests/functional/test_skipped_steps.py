@@ -1,0 +1,25 @@
+"""Training in fp16, whose first steps overflow: what the log averages."""
+
+from tests.functional.launch import train
+
+
+def test_shares_stay_shares_where_steps_are_skipped(data):
+    """Trap 34: the first line of several iterations, most of them skipped."""
+    run = train(
+        {
+            "--data-path": data,
+            "--num-layers": 1,
+            "--fp16": True,
+            "--initial-loss-scale": 2.0**21,
+            "--hysteresis": 1,
+            "--global-batch-size": 2,
+            "--train-iters": 8,
+            "--log-interval": 8,
+        }
+    )
+    line = run.steps[-1]
+    assert line["iteration"] == 8 and 4 <= line["number of skipped iterations"] < 8
+    shares = {name: value for name, value in line.items() if name.startswith("dsa ")}
+    assert len(shares) == 4
+    assert all(0 <= share <= 1 for share in shares.values()), shares
+    assert shares["dsa attention mass captured"] > 0.2
