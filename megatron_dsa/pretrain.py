@@ -8,12 +8,14 @@ configuration, the data sets and the forward step.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import sys
 
 import torch
 
 from megatron_dsa import cpu_host
+from megatron_dsa.host_warnings import silence_host_warnings
 from megatron_dsa.versions import installed_version
 
 #: Megatron's defaults ask for transformer-engine or Apex; without them these are needed.
@@ -129,6 +131,8 @@ def preset_flags(argv: list[str], planning: bool = False) -> None:
     """
     # Attention here is masked by indices; Megatron would build S x S masks for nobody.
     flags = ["--no-create-attention-mask-in-dataloader"]
+    if importlib.util.find_spec("one_logger") is None:
+        flags.append("--no-one-logger")  # else Megatron prints that the package is missing
     reasons = []
     if installed_version("transformer-engine") is None:
         reasons.append("no transformer-engine")
@@ -144,8 +148,10 @@ def preset_flags(argv: list[str], planning: bool = False) -> None:
 def prepare_host(argv: list[str]) -> None:
     """Prepare Megatron for this machine, before it is imported; ``argv`` gets :func:`preset_flags`.
 
-    Without a GPU, Megatron's CUDA calls go to the CPU.
+    Without a GPU, Megatron's CUDA calls go to the CPU. Warnings of Megatron and torch that call for
+    nothing are silenced (:mod:`megatron_dsa.host_warnings`).
     """
+    silence_host_warnings()
     if cpu_host.needed():
         cpu_host.activate()
     preset_flags(argv)
@@ -154,6 +160,7 @@ def prepare_host(argv: list[str]) -> None:
 
 def main() -> None:
     """Parse the command line and train, or plan."""
+    silence_host_warnings()
     if "--dsa-dry-run" in sys.argv[1:]:
         from megatron_dsa.planning.command import dry_run
 

@@ -18,9 +18,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.version import Version
 
 import megatron_dsa
+from megatron_dsa.host_warnings import RECORDS, WARNINGS
 from tests.functional.launch import REPOSITORY, TINY, command_line, parse_steps
 
 #: Read by setup.py or shipped beside the package.
@@ -122,7 +124,7 @@ def test_first_steps_from_the_wheel(python, tmp_path):
     """``info``, a data set, and training, in an empty folder."""
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     # Port 0 is any that is free.
-    rank |= {"MASTER_PORT": "0", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    rank |= {"MASTER_PORT": "0", "PYTHONWARNINGS": "", "OMP_NUM_THREADS": "1"}
     wheel = functools.partial(run, python, cwd=tmp_path, variables=rank)
 
     where = wheel("-c", "import megatron_dsa; print(megatron_dsa.__file__)").strip()
@@ -134,3 +136,7 @@ def test_first_steps_from_the_wheel(python, tmp_path):
     log = wheel("-m", "megatron_dsa.pretrain", *flags)
     losses = [step["lm loss"] for step in parse_steps(log)]
     assert len(losses) == 4 and losses[-1] < losses[0]
+    for beginning in [entry[0] for entry in WARNINGS] + [beginning for _, beginning in RECORDS]:
+        assert beginning not in log
+    if not torch.cuda.is_available():
+        assert log.count("no GPU: torch runs everything") == 1 and "(rejected:" not in log
