@@ -91,6 +91,7 @@ def test_megatron_parses_the_command_line_again():
         (["--dsa-dry-run"], "python -m megatron_dsa.pretrain"),
         (["--dsa-dry-run-world", "8"], "--dsa-dry-run-world: .* only with --dsa-dry-run"),
         (["--dsa-dry-run-gpu", "h200"], "--dsa-dry-run-gpu: .* only with --dsa-dry-run"),
+        (["--dsa-dry-run-attention-only"], "-attention-only: .* only with --dsa-dry-run"),
     ],
 )
 def test_a_training_is_not_taken_for_a_plan(flags, message):
@@ -116,9 +117,12 @@ def test_presets_go_in_front_and_are_announced(capsys, monkeypatch):
     assert parse(*argv[1:]).num_workers == 3
     monkeypatch.setattr(pretrain, "installed_version", lambda _name: "2.9")
     monkeypatch.setattr(cpu_host, "needed", lambda: False)
-    argv = ["pretrain"]
-    pretrain.preset_flags(argv)
-    assert argv == ["pretrain", "--no-create-attention-mask-in-dataloader"]
+    # Megatron prints a warning where this package is missing and the flag is not given.
+    for spec, flags in ((None, ["--no-one-logger"]), (object(), [])):
+        monkeypatch.setattr(pretrain.importlib.util, "find_spec", lambda _name, spec=spec: spec)
+        argv = ["pretrain"]
+        pretrain.preset_flags(argv)
+        assert argv == ["pretrain", "--no-create-attention-mask-in-dataloader", *flags]
 
 
 def test_import_needs_nothing_optional():
