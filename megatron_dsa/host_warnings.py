@@ -24,6 +24,8 @@ WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
     ),
     # Parts of Megatron that are imported along and not used.
     ("MimoModelConfig is experimental", UserWarning, r"megatron\."),
+    # A default of Megatron's own, for CUDA graphs, which are refused here.
+    ("full scope is deprecated. Use empty cuda_graph_modules", UserWarning, r"megatron\."),
     # The compiler knows the file only.
     ("invalid escape sequence", SyntaxWarning, r".*[/\\]megatron[/\\]core[/\\]"),
     # On a machine without a GPU: Megatron asks for pinned memory, torch does without.
@@ -42,6 +44,8 @@ WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
 RECORDS: tuple[tuple[str, str], ...] = (
     ("torch.utils.cpp_extension", "No CUDA runtime is found"),
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
+    # Saves that are not asynchronous say it, too.
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated"),
     # What every run does, at the level of warnings.
     ("megatron.core.rerun_state_machine", "RerunStateMachine initialized in mode"),
     ("megatron.core.rerun_state_machine", "Result validation enabled"),
