@@ -1,6 +1,7 @@
 # Sourced by the scripts of the large models (v3_2.sh, glm_5.sh, v4_flash.sh, v4_pro.sh), which set the
-# arrays `model` and `attention` before, and `needed_by_model` where the model's own shape needs variables
-# that have no default. One call per node; slurm.sbatch makes these calls.
+# arrays `model` and `attention` before, or define a function `describe_model` that sets them (it may read
+# `dry_run` and extend `more`), and `needed_by_model` where the model's own shape needs variables that have
+# no default. One call per node; slurm.sbatch makes these calls.
 #
 #   what is trained on what
 #     DATA_PATH      --data-path of a data set in the format of Megatron           (no default)
@@ -22,7 +23,8 @@
 #   PYTHON           interpreter with everything installed      (sets up .venv and takes that)
 #
 # With --dsa-dry-run among the arguments nothing is launched: one process, on any machine, builds and
-# checks the configuration of all ranks and prints the plan. It reads no data and no tokenizer.
+# checks the configuration of all ranks and prints the plan. It reads no data and no tokenizer, and needs
+# no variables.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 nodes=${NODES:-1} gpus=${GPUS_PER_NODE:-8} stage=${STAGE:-sparse}
 read -rd '' -a more <<<"${MORE_FLAGS:-}" || true # of any number of lines
@@ -34,6 +36,7 @@ if $dry_run; then
   : "${DATA_PATH:=none}" "${TOKENIZER:=none}" "${CHECKPOINTS:=none}"
   : "${TRAIN_STEPS:=1000}" "${GLOBAL_BATCH:=$((nodes * gpus))}" "${LR:=1e-5}"
 fi
+if declare -F describe_model >/dev/null; then describe_model; fi
 unset=()
 for entry in "${needed_by_model[@]}" \
   "DATA_PATH --data-path of a data set in the format of Megatron" \

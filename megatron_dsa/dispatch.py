@@ -251,7 +251,7 @@ def _choose(operation: str, problem: Problem, policy: Policy, named: str | None)
     else:
         choice = _choose_first(operation, problem, policy)
     if _rehearsal is None:
-        _log_once(choice, policy)
+        _log_once(choice, policy, problem)
     return choice
 
 
@@ -317,14 +317,23 @@ def _check_variables() -> None:
         _log(logging.WARNING, line)
 
 
-def _log_once(choice: Choice, policy: Policy) -> None:
+def _log_once(choice: Choice, policy: Policy, problem: Problem) -> None:
     package = choice.candidate.support.package
     remark = package.untested() if package is not None else None
     if remark is not None:
         _log(logging.WARNING, remark)
     # A fallback that nobody asked for is a warning: it must show at default log levels.
-    warn = policy.fused and choice.is_fallback
-    _log(logging.WARNING if warn else logging.INFO, choice.describe())
+    level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
+    if level == logging.WARNING and _without_gpu(problem):
+        # The same reason for every operation: one line says it.
+        _log(level, "no GPU: torch runs everything")
+        level = logging.DEBUG
+    _log(level, choice.describe())
+
+
+def _without_gpu(problem: Problem) -> bool:
+    """Whether the machine has no GPU; tensors on the CPU beside one are another matter."""
+    return problem.device == "cpu" and not torch.cuda.is_available()
 
 
 def _log(level: int, line: str) -> None:

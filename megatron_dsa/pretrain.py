@@ -14,6 +14,7 @@ import sys
 import torch
 
 from megatron_dsa import cpu_host
+from megatron_dsa.host_warnings import silence_host_warnings
 from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.versions import untested_versions
 
@@ -117,8 +118,10 @@ def model_config_from_args(args):
 def prepare_host(argv: list[str]) -> None:
     """Prepare Megatron for this machine, before it is imported; ``argv`` gets :func:`preset_flags`.
 
-    Without a GPU, Megatron's CUDA calls go to the CPU.
+    Without a GPU, Megatron's CUDA calls go to the CPU. Warnings of Megatron and torch that call for
+    nothing are silenced (:mod:`megatron_dsa.host_warnings`).
     """
+    silence_host_warnings()
     if cpu_host.needed():
         cpu_host.activate()
     preset_flags(argv)
@@ -130,6 +133,7 @@ def prepare_host(argv: list[str]) -> None:
 
 def main() -> None:
     """Parse the command line and train, or plan."""
+    silence_host_warnings()
     if "--dsa-dry-run" in sys.argv[1:]:
         from megatron_dsa.planning.command import dry_run
 

@@ -14,8 +14,9 @@ from unittest import mock
 import torch
 
 from megatron_dsa import cpu_host
-from megatron_dsa.errors import ConfigError, DSAError
-from megatron_dsa.planning.flags import add_dry_run_arguments
+from megatron_dsa.errors import ConfigError, DSAError, require
+from megatron_dsa.planning.attention_only import leave_out_flags
+from megatron_dsa.planning.flags import add_setting_arguments
 from megatron_dsa.planning.gpus import GPU, GPUS, gpu_here
 from megatron_dsa.planning.host import META, host
 
@@ -64,9 +65,9 @@ def _silence():
 
 
 def _own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags of the plan, and the command line of the job, which has none of them."""
+    """Return what the plan is made for, and the command line of the job without these flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_dry_run_arguments(parser)
+    add_setting_arguments(parser)
     own, job = parser.parse_known_args(argv[1:])
     if own.dsa_dry_run_world is not None and own.dsa_dry_run_world < 1:
         parser.error(f"--dsa-dry-run-world must be positive, got {own.dsa_dry_run_world}")
@@ -113,7 +114,10 @@ def parsed(argv: list[str], world: int, planning: bool = True):
     with contextlib.redirect_stdout(quiet), _environment(world), _arguments(argv):
         preset_flags(argv, planning)
         args = arguments.parse_args(add_dsa_arguments)
+        if args.dsa_dry_run_attention_only:
+            leave_out_flags(args)
         _refuse_files(args)
+        _check_batch(args)
         arguments.validate_args(args)
         init_num_microbatches_calculator(
             rank=args.rank,
@@ -141,6 +145,25 @@ def _refuse_files(args) -> None:
                 "the flags that it stands for"
             )
     args.dsa_load_hf, args.dsa_hf_without = None, []
+
+
+def _check_batch(args) -> None:
+    """Name the flags of a batch that the ranks cannot divide; Megatron names some of evaluation."""
+    model_ranks = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    total, micro = args.global_batch_size, args.micro_batch_size
+    if None in (total, micro) or args.world_size % model_ranks:
+        return  # Megatron has defaults for the first, and says the last
+    data_ranks = args.world_size // model_ranks
+    require(
+        total % (micro * data_ranks) == 0 or args.decrease_batch_size_if_needed,
+        f"--global-batch-size ({total}) must be a multiple of --micro-batch-size ({micro}) times "
+        f"{data_ranks} data-parallel ranks ({args.world_size} GPUs / {model_ranks} that share a "
+        f"model): give a multiple of {micro * data_ranks}, or another --micro-batch-size",
+    )
 
 
 @contextlib.contextmanager

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 from megatron_dsa import specs
 from megatron_dsa.flops import flops_by_part, model_work
+from megatron_dsa.planning import attention_only
 from megatron_dsa.planning.gpus import GPU
 from megatron_dsa.planning.host import ranks
 from megatron_dsa.planning.memory import RankMemory, gradient_bytes, rank_memory
@@ -71,14 +72,22 @@ def make_plan(args, model, gpu: GPU) -> Plan:
     vocabulary = _padded_vocabulary(model)
     work = model_work(model.transformer, vocabulary)
     operations = flops_by_part(work, lambda keys: keys.pairs(args.seq_length))
+    alone = args.dsa_dry_run_attention_only
+    if alone:
+        operations = {
+            part: n for part, n in operations.items() if part not in attention_only.LEFT_OUT
+        }
     stages = []
-    with _for_planning(model.transformer) as remarks:
+    layers = attention_only.layers_without_mlp() if alone else nullcontext()
+    with layers, _for_planning(model.transformer) as remarks:
         for pp_rank in range(args.pipeline_model_parallel_size):
             first = pp_rank * (args.world_size // args.pipeline_model_parallel_size)
             with ranks(args, first) as groups, _place(args, pp_rank):
                 chunks = measure_rank(args, model, groups)
                 memory = rank_memory(args, chunks)
                 stages.append(Stage(tuple(chunks), memory, _received(args, chunks, pp_rank)))
+    if alone:
+        remarks = [*attention_only.remarks(args), *remarks]
     return Plan(
         args, model.transformer, gpu, tuple(stages), get_num_microbatches(), operations,
         tuple(remarks),

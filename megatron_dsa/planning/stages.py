@@ -130,10 +130,10 @@ def _measure(args, chunk: torch.nn.Module, name_of: Callable) -> Chunk:
         forward_peak, kept = tally.peak, tally.restart()
         if output.requires_grad:
             _backward(output, gradient(output))
-    outside = []
-    if chunk.pre_process:
+    outside, whole = [], not args.dsa_dry_run_attention_only
+    if chunk.pre_process and whole:
         outside.append("embedding")
-    if chunk.post_process:
+    if chunk.post_process and whole:
         outside.append("output layer and loss")
     return Chunk(
         tuple(layers),
@@ -242,6 +242,7 @@ def _follow_layers(chunk, tally: Tally) -> list[Layer]:
 
 def kind_of(layer) -> str:
     """Say what a transformer layer is: its attention and its MLP."""
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     core, config = layer.self_attention.core_attention, layer.config
@@ -255,6 +256,8 @@ def kind_of(layer) -> str:
         attention += " with indexer"
     elif ratio is None and core.options.stage == "sparse":
         attention += ", selection of an earlier layer"
+    if isinstance(layer.mlp, IdentityOp):
+        return attention
     mlp = "dense MLP"
     if isinstance(layer.mlp, MoELayer):
         mlp = f"{config.num_moe_experts} experts"

@@ -56,7 +56,8 @@ def _job(plan: Plan) -> Iterator[str]:
         sizes.append(f"EP {args.expert_model_parallel_size}")
     sizes.append(f"DP {args.data_parallel_size}")
     yield (
-        f"plan for {args.world_size} x {plan.gpu.name}: {', '.join(sizes)}; stage "
+        f"plan {'of the attention alone ' if args.dsa_dry_run_attention_only else ''}"
+        f"for {args.world_size} x {plan.gpu.name}: {', '.join(sizes)}; stage "
         f"{options_of(config).stage}; {plan.microbatches} microbatches of "
         f"{args.micro_batch_size} x {args.seq_length} tokens per rank and iteration"
     )
@@ -134,6 +135,8 @@ def _work(plan: Plan) -> Iterator[str]:
     args, total = plan.args, sum(plan.operations.values())
     per_token = f"{total / args.seq_length / 1e9:.4g} GFLOP per token"
     yield f"{per_token} (docs/throughput.md): {shares(plan.operations)}"
+    if args.dsa_dry_run_attention_only:
+        return  # MFU is that of a whole model
     peak = peak_tflops(plan.config, plan.gpu.name)
     if peak is None:
         yield "  no MFU: the peak of this GPU and precision is not known"

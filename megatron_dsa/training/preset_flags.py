@@ -38,6 +38,8 @@ def preset_flags(argv: list[str], planning: bool = False) -> None:
     if no_gpu or importlib.util.find_spec(GRADIENT_ACCUMULATION_KERNEL) is None:
         reasons.append("no Apex")
         flags.append("--no-gradient-accumulation-fusion")
+    if importlib.util.find_spec("one_logger") is None:
+        flags.append("--no-one-logger")  # else Megatron prints that the package is missing
     if no_gpu and not planning:
         reasons.append("no GPU (running on the CPU over gloo)")
         flags += cpu_host.FLAGS

@@ -20,9 +20,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.version import Version
 
 import megatron_dsa
+from megatron_dsa.host_warnings import RECORDS, WARNINGS
 from tests.functional.launch import REPOSITORY, SPARSE, TINY, command_line, parse_steps
 
 #: Read by setup.py or shipped beside the package.
@@ -140,7 +142,7 @@ def command_of(python, folder):
     """Return a function that runs ``python`` in ``folder`` as the only rank."""
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     # Port 0 is any that is free.
-    rank |= {"MASTER_PORT": "0", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    rank |= {"MASTER_PORT": "0", "PYTHONWARNINGS": "", "OMP_NUM_THREADS": "1"}
     return functools.partial(run, python, cwd=folder, variables=rank)
 
 
@@ -156,6 +158,10 @@ def test_first_steps_from_the_wheel(python, tmp_path):
     log = wheel("-m", "megatron_dsa.pretrain", *flags)
     losses = [step["lm loss"] for step in parse_steps(log)]
     assert len(losses) == 4 and losses[-1] < losses[0]
+    for beginning in [entry[0] for entry in WARNINGS] + [beginning for _, beginning in RECORDS]:
+        assert beginning not in log
+    if not torch.cuda.is_available():
+        assert log.count("no GPU: torch runs everything") == 1 and "(rejected:" not in log
 
 
 def test_resume_and_export_in_a_fresh_environment(fresh_python, tmp_path):

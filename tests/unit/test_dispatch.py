@@ -47,7 +47,9 @@ def test_first_fused_candidate_that_can_run(operation):
     assert choice.rejected == (("first", "no first"),)
 
 
-def test_fallback_names_every_rejected_candidate_once(operation, caplog):
+def test_fallback_names_every_rejected_candidate_once(operation, caplog, monkeypatch):
+    """Also for tensors on the CPU, beside a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert run(operation, CPU, Policy()) == "torch"
@@ -57,6 +59,53 @@ def test_fallback_names_every_rejected_candidate_once(operation, caplog):
     assert record.levelno == logging.WARNING
     for part in (operation, "torch", "first: no first", "second: needs a GPU"):
         assert part in record.getMessage()
+
+
+def test_without_a_gpu_one_line_stands_for_all_fallbacks(operation, caplog, monkeypatch):
+    """Details are there for those who debug; the choice, strictness and counts stay as they are."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    other = "other_made_up"
+    monkeypatch.setitem(OPERATIONS, other, Operation(other, "other-made-up", ""))
+    monkeypatch.setitem(dispatch._candidates, other, dispatch._candidates[operation])
+    dispatch.reset_report()
+    with caplog.at_level(logging.DEBUG):
+        for name in (operation, other, operation):
+            assert run(name, CPU, Policy()) == "torch"
+    dispatched = [r for r in caplog.records if r.name == "megatron_dsa.dispatch"]
+    loud = [r.getMessage() for r in dispatched if r.levelno > logging.DEBUG]
+    assert loud == ["megatron_dsa no GPU: torch runs everything"]
+    assert dispatched[0].levelno == logging.WARNING
+    details = [r.getMessage() for r in dispatched if r.levelno == logging.DEBUG]
+    assert [line.split(":")[0] for line in details] == [
+        f"megatron_dsa {operation}",
+        f"megatron_dsa {other}",
+    ]
+    assert all("second: needs a GPU" in line for line in details)
+    assert dispatch.report() == {operation: {"torch": 2}, other: {"torch": 1}}
+    with pytest.raises(FallbackError, match="second: needs a GPU"):
+        choose(operation, CPU, Policy(strict=True))
+
+
+def test_a_fallback_on_a_gpu_is_loud(operation, caplog, monkeypatch):
+    rejecting = [candidate("first", True, lambda p: "no first"), candidate("torch", False)]
+    monkeypatch.setitem(dispatch._candidates, operation, rejecting)
+    for available in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        monkeypatch.setattr(dispatch, "_logged", set())
+        dispatch._choose.cache_clear()
+        caplog.clear()
+        choose(operation, HOPPER, Policy())
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING and "first: no first" in record.getMessage()
+
+
+def test_torch_alone_runs_without_a_gpu():
+    """What the one line says: no fused candidate takes a call on the CPU."""
+    index = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 2048}
+    for name in OPERATIONS:
+        for shape in ({}, index, {"dtype": torch.float32}):
+            for one in dispatch.candidates(name):
+                assert not one.fused or one.reason(replace(CPU, **shape)), (name, one.name)
 
 
 def test_unfused_is_no_fallback(operation, caplog):

@@ -248,8 +248,35 @@ def test_variables_have_no_default(variable, tmp_path):
 def test_all_unset_variables_are_named_at_once(script, tmp_path):
     of_model = MODEL if script.startswith("v4") else {}
     assert unset_variables(script, tmp_path, {}) == [*of_model, *TRAINING]
-    if of_model:
-        assert unset_variables(script, tmp_path, {"LR": ""}, "--dsa-dry-run") == [*of_model]
+
+
+@pytest.mark.parametrize("script", ["v4_flash.sh", "v4_pro.sh"])
+def test_v4_is_planned_without_variables(script, tmp_path):
+    """The attention; stand-ins for rope values and what is left out are said."""
+    done = launch(script, tmp_path, {"LR": ""}, "--dsa-dry-run")
+    assert done.returncode == 0, done.stderr
+    flags = json.loads(done.stdout)[0]
+    assert "--dsa-dry-run-attention-only" in flags and flags[-1] == "--dsa-dry-run"
+    assert "" not in flags and not {"--num-experts", "--moe-ffn-hidden-size"} & {*flags}
+    assumed, left_out = done.stderr.splitlines()
+    rope = ["ROTARY_BASE", "COMPRESS_ROTARY_BASE", "YARN_FACTOR", "YARN_ORIGINAL_LENGTH"]
+    assert [word.split("=")[0] for word in assumed.split(": ")[-1].split()] == rope
+    assert left_out.split(": ")[-1].split() == [name for name in MODEL if name not in rope]
+    # Values that are known are taken.
+    done = launch(script, tmp_path, {"YARN_FACTOR": "7"}, "--dsa-dry-run")
+    flags = json.loads(done.stdout)[0]
+    assert flags[flags.index("--rotary-scaling-factor") + 1] == "7"
+    assert "YARN_FACTOR" not in done.stderr
+    assert "--dsa-dry-run-attention-only" not in launched(script, tmp_path, V4)[1]
+
+
+def test_experts_that_are_half_known_are_not_planned(tmp_path):
+    """They would be left out although something was said about them."""
+    known = {"NUM_EXPERTS": "16", "EXPERT_SIZE": "64"}
+    asked = ["MOE_LAYER_FREQ", "EXPERTS_PER_TOKEN", "SHARED_EXPERT_SIZE"]
+    done = launch("v4_flash.sh", tmp_path, known, "--dsa-dry-run")
+    assert done.returncode == 2 and not done.stdout
+    assert [line.split(":")[0].strip() for line in done.stderr.splitlines()[2:]] == asked
 
 
 def test_more_flags_of_several_lines(tmp_path):

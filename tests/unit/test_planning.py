@@ -1,42 +1,24 @@
 """Plans of jobs: memory as real modules take it, schedules, checks, the command."""
 
 import os
+import re
+import shlex
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-from megatron_dsa import dispatch, layout, microbatch
+from megatron_dsa import dispatch
 from megatron_dsa.losses import NAMES, IndexerLog
 from megatron_dsa.planning import stages
-from megatron_dsa.planning.command import dry_run, plan_of
+from megatron_dsa.planning.command import dry_run
 from megatron_dsa.planning.gpus import GPU, GPUS
 from megatron_dsa.planning.memory import LIBRARIES
 from megatron_dsa.planning.tally import Tally
 from tests import host
-from tests.functional.launch import TINY
-
-CPU = GPU("CPU", None, 1e3)
-HYBRID = {
-    "--csa-compress-ratios": "0 4 16",
-    "--num-layers": 3,
-    "--csa-window-size": 16,
-    "--csa-compress-rotary-base": 10000,
-    "--o-groups": 2,
-    "--o-lora-rank": 16,
-    "--v-head-dim": 24,
-    "--dsa-indexer-topk": 6,
-    "--dsa-indexer-rope-interleaved": True,
-}
-EXPERTS = {
-    "--num-experts": 8,
-    "--moe-router-topk": 2,
-    "--moe-ffn-hidden-size": 48,
-    "--moe-layer-freq": "[0,1]",
-    "--moe-shared-expert-intermediate-size": 32,
-    "--moe-token-dispatcher-type": "alltoall",
-}
+from tests.plans import BF16, CPU, EXPERTS, HYBRID, command, forget_layouts, only_chunk, plan
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,29 +29,8 @@ def no_process_groups():
 
 @pytest.fixture(autouse=True)
 def no_layouts_yet():
-    """Tables of layouts are made once per process: another test's would count for nobody."""
-    layout.bshd_layout.cache_clear()
-    microbatch._unpacked.cache_clear()
-
-
-def command(changes=None):
-    """The command line of the tiny model with other flags; ``None`` drops one."""
-    argv = ["pretrain"]
-    for flag, value in (TINY | (changes or {})).items():
-        if value is not None:
-            argv += [flag] if value is True else [flag, *str(value).split(" ")]
-    return argv
-
-
-def plan(changes=None, world=1, gpu=GPUS["h200"], device=torch.device("meta")):
-    with mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}):
-        return plan_of(command(changes), world, gpu, device)
-
-
-def only_chunk(plan):
-    (stage,) = plan.stages
-    (chunk,) = stage.chunks
-    return chunk
+    """Tables of layouts are made once per process: another test's would not be counted."""
+    forget_layouts()
 
 
 CASES = {
@@ -160,7 +121,6 @@ def test_tally_counts_what_autograd_saves():
     assert tally.live <= expected
 
 
-BF16 = {"--bf16": True}
 TENSOR = {"--tensor-model-parallel-size": 2, "--sequence-parallel": True}
 
 
@@ -240,6 +200,11 @@ def test_microbatches_in_flight(virtual):
         ({"--dsa-strict": True}, 1, "--dsa-strict refuses the fallback"),
         ({"--dsa-backward-impl": "tilelang"}, 1, "needs dims"),
         ({"--vocab-size": None, "--padded-vocab-size": None}, 1, "--vocab-size"),
+        (
+            {"--micro-batch-size": 4, "--global-batch-size": 8},
+            8,
+            "--global-batch-size (8) must be a multiple of --micro-batch-size (4) times 8 data",
+        ),
     ],
 )
 def test_a_plan_that_does_not_hold_says_why(changes, world, message, capsys):
@@ -278,6 +243,15 @@ def test_what_is_printed(capsys):
         "tensor ",
     ):
         assert part in out, part
+
+
+def test_the_flags_of_the_readme_are_planned_for_eight_gpus(capsys):
+    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    flags = shlex.split(re.search(r"^flags=\((.*?)^\)$", page, re.M | re.S)[1])
+    status = dry_run(["pretrain", *flags, "--dsa-dry-run", "--dsa-dry-run-world", "8"])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    assert captured.out.startswith("plan for 8 x ") and "DP 8" in captured.out
 
 
 def test_nothing_is_left_behind(monkeypatch):

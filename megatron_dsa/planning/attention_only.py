@@ -1,0 +1,61 @@
+"""``--dsa-dry-run-attention-only``: the plan of a model of which the attention alone is known."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from unittest import mock
+
+#: Parts of :func:`megatron_dsa.flops.model_work` that are left out.
+LEFT_OUT = ("dense MLP", "experts", "router", "logits")
+
+
+def leave_out_flags(args: argparse.Namespace) -> None:
+    """Drop what parsed, unvalidated arguments say about experts and vocabulary."""
+    args.num_experts = args.moe_ffn_hidden_size = args.moe_shared_expert_intermediate_size = None
+    args.expert_model_parallel_size = 1
+    args.expert_tensor_parallel_size = None
+    # The embedding and the output layer of one token per rank weigh nothing.
+    args.vocab_size = None
+    args.padded_vocab_size = args.tensor_model_parallel_size
+
+
+@contextlib.contextmanager
+def layers_without_mlp() -> Iterator[None]:
+    """Build transformer layers that end after their attention."""
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+    from megatron_dsa import specs
+
+    layer_spec = specs._layer_spec
+
+    def attention_spec(*args, **kwargs):
+        spec = layer_spec(*args, **kwargs)
+        spec.submodules = dataclasses.replace(
+            spec.submodules, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp
+        )
+        return spec
+
+    with mock.patch.object(specs, "_layer_spec", attention_spec):
+        yield
+
+
+def remarks(args: argparse.Namespace) -> list[str]:
+    """Return what the plan says about itself.
+
+    Rope values are known for few models, and no figure of a plan hangs on them.
+    """
+    rope = {
+        "--rotary-base": args.rotary_base,
+        "--csa-compress-rotary-base": args.csa_compress_rotary_base,
+        "--rotary-scaling-factor": args.rotary_scaling_factor,
+        "--yarn-original-max-position-embeddings": args.yarn_original_max_position_embeddings,
+    }
+    values = " ".join(f"{flag} {value:g}" for flag, value in rope.items() if value is not None)
+    return [
+        "planned is the attention alone: MLPs, experts, embedding and output layer are left out of "
+        "all figures, the job takes more",
+        f"rope values change no figure of a plan; these were taken: {values}",
+    ]
