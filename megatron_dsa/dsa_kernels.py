@@ -172,6 +172,7 @@ def _check_indexer(inputs: IndexerInputs, layout: Layout, **queries: torch.Tenso
     require_tensor("inputs.k", k, ("Skv", q.shape[2]), (q.dtype,), q, "give it the DI of inputs.q")
     fix = "give one weight per query token and index head"
     require_tensor("inputs.weights", weights, tuple(q.shape[:2]), FLOATS, q, fix)
+    require(inputs.key_scales is None, "inputs.key_scales must be None: they belong to fp8 keys")
     require_layout(layout, {"inputs.q": q} | queries, {"inputs.k": k})
 
 

@@ -216,6 +216,7 @@ REFUSED = [
     ("dense_loss", cast("q", dtype=INT) | {"k": normal(TOKENS, 1, DIM, dtype=INT)}, "q must have"),
     ("dense_loss", {"lse": numbers(TOKENS, HEADS)}, "lse must have dtype"),
     ("dense_loss", {"other_lse": numbers(TOKENS, HEADS)}, "other_lse must have dtype"),
+    ("topk", {"key_scales": torch.ones(TOKENS)}, "inputs.key_scales must be None"),
     ("dense_loss", {"k": normal(TOKENS, 3, DIM)}, "k must have 1 or 2 heads, got 3"),
     ("sparse", {"topk_length": torch.full((TOKENS,), 2.5)}, "topk_length must have dtype"),
     ("sparse_loss", {"topk_length": torch.full((TOKENS,), 2.5)}, "topk_length must have dtype"),
