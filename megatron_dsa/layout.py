@@ -93,6 +93,19 @@ class Window:
         highest = min(self.origin + (last + 1) // self.ratio, self.ceiling)
         return min(lowest, highest), highest
 
+    def covers(self, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        """Return whether :meth:`slots` of each query covers what it sees: bool scalar.
+
+        ``start`` and ``end`` are those of the layout.
+        """
+        start, end = start[self.rows], end[self.rows]
+        place = self.place + self.step * torch.arange(len(self), device=start.device)
+        reach = (place - self.slack + 1 - self.lookback).div(self.ratio, rounding_mode="floor")
+        lowest = self.origin + reach.clamp_min(0)
+        highest = self.origin + (place + self.slack + 1).div(self.ratio, rounding_mode="floor")
+        inside = (start >= lowest) & (end <= highest.clamp_max(self.ceiling))
+        return (inside | (start == end)).all()
+
 
 @dataclass(frozen=True)
 class Block:
@@ -157,7 +170,8 @@ class Layout:
 
     Raises:
         ConfigError: tensors or windows do not have these sizes, or (on a GPU at its next
-            synchronisation) a range of slots is not within the keys.
+            synchronisation) a range of slots is not within the keys. On the CPU also if a window is
+            too narrow.
     """
 
     num_queries: int
@@ -192,6 +206,10 @@ class Layout:
         inside = (self.start >= 0) & (self.start <= self.end) & (self.end <= self.num_keys)
         rule = f"start and end must be ranges of slots within the {self.num_keys} keys"
         require_values({f"{rule}: make them of the same batch": inside.all()}, rule)
+        if self.start.device.type == "cpu":  # on a GPU some ten launches per window
+            rule = "windows must cover all that their queries see: widen place, lookback or slack"
+            for window in self.windows:
+                require_values({rule: window.covers(self.start, self.end)}, rule)
 
     @property
     def all_rows(self) -> Layout:

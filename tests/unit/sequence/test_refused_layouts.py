@@ -116,6 +116,9 @@ def test_values_are_not_asked_for_on_the_meta_device():
         ({"key_rows": torch.arange(7)}, r"key_rows must be \[8\], got shape \(7,\)"),
         ({"real": torch.ones(8)}, "real must have dtype bool, got float32"),
         ({"windows": (Window(slice(0, 7, 1), 0, 0, 8, 8),)}, "each of the 8 query tokens once"),
+        ({"windows": (Window(slice(0, 8, 1), 0, 0, 7, 8),)}, "windows must cover all that"),
+        ({"windows": (Window(slice(0, 8, 1), 0, -1, 8, 8),)}, "windows must cover all that"),
+        ({"windows": (Window(slice(0, 8, 1), 0, 0, 8, 7),)}, "windows must cover all that"),
     ],
 )
 def test_a_layout_s_own_parts_must_fit(changes, message):
