@@ -12,7 +12,8 @@ VERSION = re.search(
 
 REPORT = ["tensorboard>=2.18", "matplotlib>=3.9", "jinja2>=3"]
 TEST = [
-    *("build>=1", "pytest>=8", "pytest-xdist>=3", "pyyaml>=6", "ruff>=0.6", "safetensors>=0.6"),
+    *("build>=1", "hypothesis>=6", "pytest>=8", "pytest-xdist>=3", "pyyaml>=6", "ruff>=0.6"),
+    "safetensors>=0.6",
     *REPORT,
 ]
 

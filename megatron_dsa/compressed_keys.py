@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_dsa.errors import require
 from megatron_dsa.halo import Halo, halo_of
 from megatron_dsa.layout import Layout
 from megatron_dsa.ops.compressor import Groups
@@ -51,6 +52,13 @@ class CompressedKeys:
         """Number of compressed slots, an upper bound of the number of groups."""
         return self.layout.num_keys
 
+    @property
+    def pooled_rows(self) -> int:
+        """Number of rows that ``groups`` are counted in."""
+        if self.halo is None:
+            return self.layout.num_queries
+        return self.halo.length * self.groups.row_step
+
 
 def compressed_keys(layout: Layout, ratio: int, overlap: bool = False) -> CompressedKeys:
     """Return the compressed keys of ``layout`` (of all its rows) at ``ratio``.
@@ -58,6 +66,7 @@ def compressed_keys(layout: Layout, ratio: int, overlap: bool = False) -> Compre
     ``overlap``: a group also pools the positions of the group before it. Without a host
     synchronisation.
     """
+    require(ratio >= 2, f"ratio must be at least 2, got {ratio}: pass the layer's ratio")
     key = ("compressed", ratio, overlap)
     return layout.derive(key, lambda: _compress(layout, ratio, overlap))
 

@@ -10,6 +10,7 @@ import torch
 
 from megatron_dsa.compressed_keys import CompressedKeys
 from megatron_dsa.dispatch import Policy, device_problem, run
+from megatron_dsa.errors import require
 from megatron_dsa.ops.compressor import CompressorProblem
 from megatron_dsa.ops.rope import check_inputs
 
@@ -44,8 +45,13 @@ def compress(
         values, scores and ape; equal inputs give bitwise equal gradients.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: for shapes or dtypes outside of the above, or keys of another batch.
     """
+    require(
+        values.shape[:1] == (keys.pooled_rows,),
+        f"values must have the {keys.pooled_rows} tokens that keys describe, got shape "
+        f"{tuple(values.shape)}: make keys for the batch of these tensors",
+    )
     problem = CompressorProblem(
         values, scores, ape, keys.groups, keys.ratio, overlap, policy.workspace_bytes
     )

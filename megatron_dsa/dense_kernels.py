@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from megatron_dsa import ring
+from megatron_dsa.checks import FLOATS, require_layout, require_tensor
 from megatron_dsa.dispatch import Policy, device_problem, run
-from megatron_dsa.errors import require
 from megatron_dsa.layout import Layout
 from megatron_dsa.ops.dense_attention import DenseProblem
 from megatron_dsa.support import Problem
@@ -33,12 +33,12 @@ def dense_attention(
 
     Returns:
         ``[Sq, H, Dv]`` in q's dtype; 0 for rows that see nothing.
+
+    Raises:
+        ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
     """
-    require(
-        k.shape[1:] == q.shape[1:] and v.shape[:2] == k.shape[:2],
-        f"q, k, v must be [Sq, H, D], [Skv, H, D], [Skv, H, Dv], got {tuple(q.shape)}, "
-        f"{tuple(k.shape)}, {tuple(v.shape)}",
-    )
+    _check(q, k, v)
+    require_layout(layout, {"q": q}, {"k": k})
     arguments = DenseProblem(q, k, v, layout, softmax_scale, policy.workspace_bytes)
     return run("dense_attention", _dense_problem(q, v, layout), policy, arguments)
 
@@ -64,7 +64,12 @@ def ring_attention(
     Returns:
         ``out [rows, H, Dv]`` in q's dtype, 0 for rows that see nothing, and ``lse [rows, H]`` fp32
         (fp64 for fp64), natural log, ``-inf`` for such rows, without gradient.
+
+    Raises:
+        ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
     """
+    _check(q, k, v)
+    require_layout(layout, {"q": q, "k": k}, {})
     arguments = (q, k, v, ring.ring_rows(layout), group, softmax_scale)
     problem, budget = _dense_problem(q, v, layout), policy.workspace_bytes
     return run("ring_attention", problem, policy, ring.ring_attention, budget, *arguments)
@@ -102,13 +107,23 @@ def gathered_latent_attention(
         ``out`` and ``lse`` as of :func:`ring_attention`.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
     """
+    require_tensor("q", q, ("rows", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
+    require_tensor("w_uv", w_uv, (q.shape[1], "Dv", "R"), (q.dtype,), q, "split it by heads")
+    require_layout(layout, {"q": q}, {})
     problem = replace(_dense_problem(q, q, layout), v_dim=w_uv.shape[1])
     return run(
         "ring_attention", problem, policy, ring.gathered_latent_attention, policy.workspace_bytes,
         q, latents, w_uk, w_uv, ring.ring_rows(layout), softmax_scale, latent_grad=latent_grad,
     )  # fmt: skip
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    require_tensor("q", q, ("Sq", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
+    fix = "repeat the heads of grouped queries' keys"
+    require_tensor("k", k, ("Skv", *q.shape[1:]), (q.dtype,), q, fix)
+    require_tensor("v", v, (*k.shape[:2], "Dv"), (q.dtype,), q, fix)
 
 
 def _dense_problem(q: torch.Tensor, v: torch.Tensor, layout: Layout) -> Problem:

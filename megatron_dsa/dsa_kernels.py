@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_dsa.checks import FLOATS, require_layout, require_tensor, require_values
 from megatron_dsa.dense_kernels import dense_attention, gathered_latent_attention, ring_attention
 from megatron_dsa.dispatch import Policy, device_problem, run
 from megatron_dsa.errors import require
@@ -97,15 +98,11 @@ def sparse_attention(
     Raises:
         ConfigError: for shapes or dtypes outside of the above.
     """
-    require(q.dim() == 3, f"q must be [Sq, H, D], got shape {tuple(q.shape)}")
-    require(
-        kv.dim() == 2 and kv.shape[1] == q.shape[2],
-        f"kv must be [Skv, {q.shape[2]}] (D of q), got shape {tuple(kv.shape)}",
-    )
-    require(kv.dtype == q.dtype, f"kv must have q's dtype {q.dtype}, got {kv.dtype}: cast it")
+    require_tensor("q", q, ("Sq", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
+    require_tensor("kv", kv, ("Skv", q.shape[2]), (q.dtype,), q, "give it the D of q")
     lists = indices if isinstance(indices, KeyLists) else None
     if lists is not None:
-        _check_lists(lists, q, topk_length, want_p_sum or indexer is not None)
+        _check_lists(lists, q, kv, topk_length, want_p_sum or indexer is not None)
         width = lists.full_width
         indices, topk_length = lists.selected, lists.selected_length
         lists, in_order = replace(lists, selected=None, selected_length=None), True
@@ -116,10 +113,12 @@ def sparse_attention(
         0 < v_dim <= kv.shape[1],
         f"v_dim must be in [1, {kv.shape[1]}] (the value is a slice of kv), got {v_dim}",
     )
-    require(
-        attn_sink is None or attn_sink.shape == q.shape[1:2],
-        f"attn_sink must be [{q.shape[1]}], one logit per head",
-    )
+    if attn_sink is not None:
+        require_tensor("attn_sink", attn_sink, q.shape[1:2], FLOATS, q, "give one logit per head")
+    if kv_grad is not None:
+        wanted = accumulation_dtype(kv.dtype)
+        fix = "pass the channel that megatron_dsa.gathering.arrive returned"
+        require_tensor("kv_grad", kv_grad, tuple(kv.shape), (wanted,), q, fix)
     problem = device_problem(
         q.device,
         dtype=q.dtype,
@@ -130,7 +129,7 @@ def sparse_attention(
         sink=attn_sink is not None,
     )
     if indexer is not None:
-        _check_indexer(indexer.inputs)
+        _check_indexer(indexer.inputs, indexer.layout, q=q)
     trained = (None,) * 3
     if indexer is not None:
         trained = indexer.tensors()
@@ -142,37 +141,40 @@ def sparse_attention(
 
 
 def _check_indices(indices: torch.Tensor, q: torch.Tensor, topk_length) -> None:
-    require(
-        indices.dim() == 2 and indices.shape[0] == q.shape[0] and indices.dtype == torch.int32,
-        f"indices must be int32 [{q.shape[0]}, K], got {indices.dtype} {tuple(indices.shape)}",
-    )
-    require(
-        topk_length is None or topk_length.shape == indices.shape[:1],
-        f"topk_length must be [{q.shape[0]}], one entry per query row",
-    )
+    shape = (q.shape[0], "K")
+    require_tensor("indices", indices, shape, (torch.int32,), q, "give one list per query token")
+    if topk_length is not None:
+        fix = "give one length per query token"
+        require_tensor("topk_length", topk_length, q.shape[:1], (torch.int32,), q, fix)
 
 
-def _check_lists(lists: KeyLists, q: torch.Tensor, topk_length, wants_teacher: bool) -> None:
-    rows = lists.layout.num_queries
-    require(rows == q.shape[0], f"q must have the {rows} rows of the lists, got {q.shape[0]}")
+def _check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> None:
+    first = lists.offset
+    # Where held is given, kv holds a part of all ranks' keys.
+    keys = {} if lists.held is not None else {f"kv[{first}:]" if first else "kv": kv[first:]}
+    require_layout(lists.layout, {"q": q}, keys)
     require(topk_length is None, "topk_length must be None: lists have their own lengths")
     require(
         not wants_teacher or lists.selected is not None,
         "want_p_sum and indexer need lists with a selection: without one, use dense_indexer_loss",
     )
+    if lists.selected is not None and lists.selected.numel() > 0:
+        # A larger slot would be the row of another kind of key.
+        rule = f"lists.selected must be compressed slots below {lists.offset}, or -1"
+        fine = lists.selected.amax() < lists.offset
+        require_values({f"{rule}: select with lists.compressed.layout": fine}, rule)
 
 
-def _check_indexer(inputs: IndexerInputs) -> None:
+def _check_indexer(inputs: IndexerInputs, layout: Layout, **queries: torch.Tensor) -> None:
+    """Raise unless the indexer's tensors, the layout and what has its query tokens fit."""
     q, k, weights = inputs.q, inputs.k, inputs.weights
-    require(q.dim() == 3, f"inputs.q must be [Sq, HI, DI], got shape {tuple(q.shape)}")
-    require(
-        k.dim() == 2 and k.shape[1] == q.shape[2],
-        f"inputs.k must be [Skv, {q.shape[2]}] (DI of q), got shape {tuple(k.shape)}",
-    )
-    require(
-        weights.shape == q.shape[:2],
-        f"inputs.weights must be {list(q.shape[:2])} (Sq, HI), got shape {tuple(weights.shape)}",
-    )
+    fix = "flatten sequence and batch to tokens"
+    require_tensor("inputs.q", q, ("Sq", "HI", "DI"), FLOATS, fix=fix)
+    require_tensor("inputs.k", k, ("Skv", q.shape[2]), (q.dtype,), q, "give it the DI of inputs.q")
+    fix = "give one weight per query token and index head"
+    require_tensor("inputs.weights", weights, tuple(q.shape[:2]), FLOATS, q, fix)
+    require(inputs.key_scales is None, "inputs.key_scales must be None: they belong to fp8 keys")
+    require_layout(layout, {"inputs.q": q} | queries, {"inputs.k": k})
 
 
 def indexer_topk(
@@ -196,10 +198,11 @@ def indexer_topk(
         ``length`` int32 ``[Sq]``: number of valid entries. Not differentiable.
 
     Raises:
-        ConfigError: for shapes outside of the above, or if scores are NaN or infinite; on a GPU
-            the latter is a device assert, which ends the process at its next synchronisation.
+        ConfigError: for shapes or dtypes outside of the above, a layout of other tensors, or scores
+            that are NaN or infinite; on a GPU the latter is a device assert, which ends the
+            process at its next synchronisation.
     """
-    _check_indexer(inputs)
+    _check_indexer(inputs, layout)
     require(topk >= 1, f"topk must be at least 1, got {topk}")
     inputs = require_finite_scores(inputs, layout, "indexer_topk")
     problem = TopKProblem(inputs.detach(), layout, topk)
@@ -228,12 +231,14 @@ def sparse_indexer_loss(
 
     Returns:
         fp32 scalar. Divide by the number of real rows for the mean.
+
+    Raises:
+        ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
     """
-    _check_indexer(inputs)
-    require(
-        teacher.shape == indices.shape,
-        f"teacher must be {list(indices.shape)} like indices, got shape {tuple(teacher.shape)}",
-    )
+    _check_indexer(inputs, layout)
+    _check_indices(indices, inputs.q, topk_length)
+    fix = "give one entry per entry of indices"
+    require_tensor("teacher", teacher, tuple(indices.shape), FLOATS, inputs.q, fix)
     teacher = teacher.detach().to(accumulation_dtype(inputs.q.dtype), copy=True)
     loss = SelectedKeysLoss(layout, indices, topk_length, teacher, policy)
     return loss.differentiable(inputs)
@@ -271,17 +276,17 @@ def dense_indexer_loss(
         fp32 scalar. Divide by the number of real rows for the mean.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above, or if scores are NaN or infinite (on
-            a GPU a device assert, as in :func:`indexer_topk`).
+        ConfigError: for shapes or dtypes outside of the above, a layout of other tensors, or scores
+            that are NaN or infinite (on a GPU a device assert, as in :func:`indexer_topk`).
     """
-    _check_indexer(inputs)
-    _check_teacher_keys(q, k)
+    require_tensor("q", q, ("Sq", "H", "D"), FLOATS, inputs.q, "flatten sequence and batch")
+    _check_indexer(inputs, layout, q=q)
+    _check_teacher_keys(q, k, layout)
     require(softmax_scale > 0, f"softmax_scale must be positive, got {softmax_scale}")
     for name, value in (("other_lse", other_lse), ("lse", lse)):
-        require(
-            value is None or value.shape == q.shape[:2],
-            f"{name} must be {list(q.shape[:2])}, one value per query row and head",
-        )
+        if value is not None:
+            fix = "give one value per query token and head"
+            require_tensor(name, value, tuple(q.shape[:2]), FLOATS, q, fix)
     inputs = require_finite_scores(inputs, layout, "dense_indexer_loss")
     arguments = DenseLossProblem(
         inputs, layout, q.detach(), k.detach(), softmax_scale, head_group, policy.workspace_bytes,
@@ -293,13 +298,16 @@ def dense_indexer_loss(
     return run("dense_indexer_loss", asked, policy, arguments)
 
 
-def _check_teacher_keys(q: torch.Tensor, k: torch.Tensor | LatentKeys) -> None:
+def _check_teacher_keys(q: torch.Tensor, k: torch.Tensor | LatentKeys, layout: Layout) -> None:
     heads, dim = q.shape[1:]
     if not isinstance(k, LatentKeys):
+        shape = ("Skv", f"1 or {heads}", dim)
+        require_tensor("k", k, shape, (q.dtype,), q, "give it the D of q")
         require(
-            k.dim() == 3 and k.shape[1] in (1, heads) and k.shape[2] == dim,
-            f"k must be [Skv, 1 or {heads}, {dim}], got shape {tuple(k.shape)}",
+            k.shape[1] in (1, heads),
+            f"k must have 1 or {heads} heads, got {k.shape[1]}: repeat those that queries share",
         )
+        require_layout(layout, {}, {"k": k})
         return
     latents, w_uk = k.latents, k.w_uk
     require(
@@ -313,3 +321,4 @@ def _check_teacher_keys(q: torch.Tensor, k: torch.Tensor | LatentKeys) -> None:
         f"k must have latents and w_uk in q's dtype {q.dtype}, got {latents.dtype} and "
         f"{w_uk.dtype}: cast them",
     )
+    require_layout(layout, {}, {"k.latents": latents})

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_dsa.checks import require_tensor
 from megatron_dsa.compressed_keys import CompressedKeys
 from megatron_dsa.dispatch import Policy, choose, device_problem, run
+from megatron_dsa.errors import require
 from megatron_dsa.layout import Layout
 from megatron_dsa.ops.arithmetic import rows_in_budget
 from megatron_dsa.ops.key_lists import ListProblem
@@ -41,6 +43,9 @@ class KeyLists:
         selected_length: int32 ``[Sq]``, number of valid entries.
         held: int64 ``[slots]``, where the key of a position lies behind the compressed keys;
             ``None``: where the layout says (all ranks' keys).
+
+    Raises:
+        ConfigError: the tensors do not fit the layout, or each other.
     """
 
     layout: Layout
@@ -49,6 +54,30 @@ class KeyLists:
     selected: torch.Tensor | None = None
     selected_length: torch.Tensor | None = None
     held: torch.Tensor | None = None
+
+    def __post_init__(self):
+        queries, start = self.layout.num_queries, self.layout.start
+        require(self.window >= 0, f"window must not be negative, got {self.window}: count tokens")
+        if self.compressed is not None:
+            require(
+                self.compressed.layout.num_queries == queries,
+                f"compressed must have the {queries} query tokens of layout, got "
+                f"{self.compressed.layout.num_queries}: make it with compressed_keys(layout, ...)",
+            )
+        if self.selected is not None:
+            require(
+                self.compressed is not None and self.selected_length is not None,
+                "selected needs compressed and selected_length: pass all results of indexer_topk",
+            )
+            fix = "select for the same batch"
+            int32 = (torch.int32,)
+            require_tensor("selected", self.selected, (queries, "topk"), int32, start, fix)
+            require_tensor("selected_length", self.selected_length, (queries,), int32, start, fix)
+
+    @property
+    def offset(self) -> int:
+        """Row of the key buffer where the keys of positions start."""
+        return 0 if self.compressed is None else self.compressed.count
 
     def width(self, rows: slice) -> int:
         """Return the list width for query rows ``rows``: no list is longer.
@@ -99,7 +128,7 @@ class KeyLists:
             end=self.layout.end[rows],
             window=self.window,
             key_rows=self.layout.key_rows if self.held is None else self.held,
-            offset=0 if self.compressed is None else self.compressed.count,
+            offset=self.offset,
             selected=None if self.selected is None else self.selected[rows],
             selected_length=None if self.selected is None else self.selected_length[rows],
             group_start=group_start,

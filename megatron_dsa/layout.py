@@ -24,6 +24,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_dsa.checks import require_cu_seqlens, require_tensor, require_values
+from megatron_dsa.errors import require
+
 if TYPE_CHECKING:
     from megatron_dsa.spread import KeyPlaces
 
@@ -90,6 +93,19 @@ class Window:
         highest = min(self.origin + (last + 1) // self.ratio, self.ceiling)
         return min(lowest, highest), highest
 
+    def covers(self, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        """Return whether :meth:`slots` of each query covers what it sees: bool scalar.
+
+        ``start`` and ``end`` are those of the layout.
+        """
+        start, end = start[self.rows], end[self.rows]
+        place = self.place + self.step * torch.arange(len(self), device=start.device)
+        reach = (place - self.slack + 1 - self.lookback).div(self.ratio, rounding_mode="floor")
+        lowest = self.origin + reach.clamp_min(0)
+        highest = self.origin + (place + self.slack + 1).div(self.ratio, rounding_mode="floor")
+        inside = (start >= lowest) & (end <= highest.clamp_max(self.ceiling))
+        return (inside | (start == end)).all()
+
 
 @dataclass(frozen=True)
 class Block:
@@ -151,6 +167,11 @@ class Layout:
         max_length: host-side upper bound of the number of slots that a row sees.
         everywhere: layout of all query rows, if they are spread over ranks and these are some.
         key_places: who makes which keys, if they are spread over ranks.
+
+    Raises:
+        ConfigError: tensors or windows do not have these sizes, or (on a GPU at its next
+            synchronisation) a range of slots is not within the keys. On the CPU also if a window is
+            too narrow.
     """
 
     num_queries: int
@@ -166,6 +187,29 @@ class Layout:
     key_places: KeyPlaces | None = None
     #: Kept by :meth:`derive`.
     derived: dict = field(default_factory=dict, repr=False)
+
+    def __post_init__(self):
+        queries, keys = (self.num_queries,), (self.num_keys,)
+        fix = "count as many tokens as the layout has"
+        require_tensor("start", self.start, queries, (torch.int32,), fix=fix)
+        require_tensor("end", self.end, queries, (torch.int32,), self.start, fix)
+        require_tensor("position", self.position, queries, (torch.int64,), self.start, fix)
+        if self.key_rows is not None:
+            require_tensor("key_rows", self.key_rows, keys, (torch.int64,), self.start, fix)
+        if self.real is not None:
+            require_tensor("real", self.real, queries, (torch.bool,), self.start, fix)
+        covered = sum(len(window) for window in self.windows)
+        require(
+            covered == self.num_queries,
+            f"windows must cover each of the {self.num_queries} query tokens once, got {covered}",
+        )
+        inside = (self.start >= 0) & (self.start <= self.end) & (self.end <= self.num_keys)
+        rule = f"start and end must be ranges of slots within the {self.num_keys} keys"
+        require_values({f"{rule}: make them of the same batch": inside.all()}, rule)
+        if self.start.device.type == "cpu":  # on a GPU some ten launches per window
+            rule = "windows must cover all that their queries see: widen place, lookback or slack"
+            for window in self.windows:
+                require_values({rule: window.covers(self.start, self.end)}, rule)
 
     @property
     def all_rows(self) -> Layout:
@@ -304,12 +348,23 @@ def packed_layout(
     """Layout of packed sequences (THD): sequence ``i`` holds the rows from ``cu_seqlens[i]``.
 
     Args:
-        cu_seqlens: int ``[n + 1]``, cumulative *real* lengths.
+        cu_seqlens: int ``[n + 1]``, cumulative *real* lengths, from 0 on.
         tokens: rows of the packed tensor.
-        max_seqlen: host-side upper bound of a (padded) sequence length, for skipping blocks.
+        max_seqlen: host-side upper bound of a real sequence length, for skipping blocks; ``None``:
+            there is none.
         cu_seqlens_padded: int ``[n + 1]``, cumulative lengths with padding after each sequence,
             if the tensor has such padding. Rows past the last sequence are padding as well.
+
+    Raises:
+        ConfigError: the lengths do not describe sequences of ``tokens`` rows, or are longer than
+            ``max_seqlen``. On a GPU an assertion there fails, at its next synchronisation.
     """
+    require(
+        max_seqlen is None or (isinstance(max_seqlen, int) and max_seqlen >= 0),
+        f"max_seqlen must be an int on the host, at least 0, or None, got {max_seqlen!r}: pass the "
+        "longest length, or None",
+    )
+    require_cu_seqlens(cu_seqlens, cu_seqlens_padded, tokens, max_seqlen)
     offsets = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
     offsets = offsets.long()
     rows = torch.arange(tokens, device=offsets.device)
@@ -321,7 +376,7 @@ def packed_layout(
     position = rows - start
     real = inside & (position < cu_seqlens.long().diff()[sequence])
     end = torch.where(real, rows + 1, start)
-    max_length = tokens if max_seqlen is None else min(int(max_seqlen), tokens)
+    max_length = tokens if max_seqlen is None else min(max_seqlen, tokens)
     return Layout(
         num_queries=tokens,
         num_keys=tokens,

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import torch
 
+from megatron_dsa.checks import require_values
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layout import Layout, bshd_layout, packed_layout
 from megatron_dsa.spread import KeyPlaces, Spread, places_of, spread_layout
@@ -71,13 +72,12 @@ def _packed(total: int, packed_seq_params, keys: Spread, queries: Spread) -> Lay
         return layout
     offsets = packed_seq_params.cu_seqlens_q if padded is None else padded
     if keys.cp > 1 and keys.cp_layout == "zigzag":
-        # Without a host synchronisation: on a GPU the process ends at its next one.
-        torch._assert_async(
-            (offsets % (2 * keys.cp) == 0).all(),
+        rule = (
             "packed_seq_params: with the zigzag layout the (padded) length of every sequence must "
             f"be a multiple of 2 * context-parallel size = {2 * keys.cp}: pad the sequences, or "
-            "use --dsa-cp-layout zigzag_rows",
+            "use --dsa-cp-layout zigzag_rows"
         )
+        require_values({rule: (offsets % (2 * keys.cp) == 0).all()}, rule)
     table = keys.places(total, offsets, layout.start.device)
     places = KeyPlaces(keys, table, 1, packed_seq_params.cu_seqlens_q, padded)
     return spread_layout(layout, queries, places)

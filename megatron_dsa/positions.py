@@ -15,10 +15,10 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_dsa.checks import require_tensor, require_values
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.layout import Layout
 from megatron_dsa.ops.arithmetic import rows_in_budget
-from megatron_dsa.ops.device_checks import require_on_device
 from megatron_dsa.ops.indexer_topk.scores import head_blocks as slices
 from megatron_dsa.spread import Spread
 
@@ -124,7 +124,17 @@ def positions_to_rows(
     Returns:
         ``indices`` int32 ``[num_queries, topk]``: rows of the key buffer in sequence order, then
         ``-1``; ``length`` int32 ``[num_queries]``.
+
+    Raises:
+        ConfigError: the form is another; on the CPU also if a rule is broken.
     """
+    shape = (keys.num_queries, "K")
+    require_tensor(name, positions, shape, (torch.int32,), keys.start, "give one list per token")
+    require(
+        positions.shape[1] <= topk,
+        f"{name} must list at most {topk} keys per query, got {positions.shape[1]}: select as many "
+        "in both places",
+    )
     count, width = positions.shape
     indices = positions.new_full((count, topk), -1)
     length = positions.new_empty(count)
@@ -139,24 +149,25 @@ def positions_to_rows(
         slots = torch.where(valid, ordered + keys.start[rows, None], -1)
         indices[rows, :width] = keys.to_key_rows(slots)
         length[rows] = valid.sum(-1, dtype=torch.int32)
-    _require_on_device(fine, name)
-    return indices, length
-
-
-def _require_on_device(fine: torch.Tensor, name: str) -> None:
-    """Raise if a rule is broken: on the CPU at once, on a GPU without a host synchronisation."""
     advice = "megatron_dsa.positions.validate_indices says which and where"
-    rules = "; ".join(RULES[rule] for rule in list(RULES)[:4])
-    require_on_device(
-        fine, f"a rule for given indices is broken, {advice}: {name}",
-        lambda: f"{name}: one of these rules is broken: {rules}. {advice}",
-    )  # fmt: skip
+    rules = "; ".join(RULES[r] for r in list(RULES)[:4])
+    require_values(
+        {f"{name}: one of these rules is broken: {rules}. {advice}": fine},
+        f"a rule for given indices is broken, {advice}: {name}",
+    )
+    return indices, length
 
 
 def rows_to_positions(
     indices: torch.Tensor, keys: Layout, *, workspace_bytes: int = 2**28
 ) -> torch.Tensor:
-    """Return rows of the key buffer, int32 ``[num_queries, K]``, as positions; negatives as -1."""
+    """Return rows of the key buffer, int32 ``[num_queries, K]``, as positions; negatives as -1.
+
+    Raises:
+        ConfigError: the form is another.
+    """
+    shape, fix = (keys.num_queries, "K"), "give one list per query token"
+    require_tensor("indices", indices, shape, (torch.int32,), keys.start, fix)
     out = torch.empty_like(indices)
     slots_of = keys.slots_of_key_rows()
     for rows in _blocks(indices, workspace_bytes):

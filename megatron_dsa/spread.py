@@ -15,7 +15,8 @@ from functools import lru_cache
 
 import torch
 
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.checks import require_tensor
+from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.layout import Layout, Window
 
 #: ``zigzag``: a rank holds chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp``, of every document in
@@ -33,6 +34,9 @@ class Spread:
         cp_layout: one of :data:`CP_LAYOUTS`.
         sp, sp_rank: into how many equal parts (of neighbouring rows) sequence parallelism cuts the
             rows of a context-parallel rank, and which of them this is.
+
+    Raises:
+        ConfigError: there is no such rank or ``cp_layout``.
     """
 
     cp: int = 1
@@ -40,6 +44,21 @@ class Spread:
     cp_layout: str = "zigzag"
     sp: int = 1
     sp_rank: int = 0
+
+    def __post_init__(self):
+        for name, rank, size in (
+            ("cp_rank", self.cp_rank, self.cp),
+            ("sp_rank", self.sp_rank, self.sp),
+        ):
+            require(
+                0 <= rank < size,
+                f"{name} must be from 0 to {size - 1}, got {rank}: pass the rank within its group",
+            )
+        require(
+            self.cp_layout in CP_LAYOUTS,
+            f"cp_layout must be one of {', '.join(CP_LAYOUTS)}, got {self.cp_layout!r}: pass "
+            "--dsa-cp-layout",
+        )
 
     @property
     def ranks(self) -> int:
@@ -135,6 +154,9 @@ class KeyPlaces:
         cu_seqlens, cu_seqlens_padded: int32 ``[n + 1]``, cumulative lengths of packed sequences
             without and with padding (``None`` if there is none); both ``None`` for unpacked
             batches.
+
+    Raises:
+        ConfigError: the table is not one of the ranks of ``spread``.
     """
 
     spread: Spread
@@ -142,6 +164,10 @@ class KeyPlaces:
     batch: int
     cu_seqlens: torch.Tensor | None = None
     cu_seqlens_padded: torch.Tensor | None = None
+
+    def __post_init__(self):
+        shape, fix = (self.spread.ranks, "rows"), "pass Spread.places of the same spread"
+        require_tensor("table", self.table, shape, (torch.int64,), fix=fix)
 
     @property
     def documents(self) -> int | None:
@@ -160,7 +186,21 @@ def spread_layout(layout: Layout, spread: Spread, keys: KeyPlaces) -> Layout:
         layout: of all rows.
         spread: which query rows are wanted; differs from ``keys.spread`` at most in ``sp``.
         keys: who makes which keys.
+
+    Raises:
+        ConfigError: the spreads do not belong together, or ``keys`` are of another batch.
     """
+    require(
+        spread.whole() == keys.spread.whole(),
+        f"spread must differ from that of keys in its sequence parallelism at most, got {spread} "
+        f"and {keys.spread}: take both from the same ranks",
+    )
+    rows = keys.table.numel() * keys.batch
+    require(
+        rows == layout.num_queries == layout.num_keys,
+        f"keys must be of the {layout.num_queries} tokens of layout, got {rows} (places times "
+        "batch): make both for the same batch",
+    )
     if spread.ranks == 1:
         return dataclasses.replace(layout, key_places=keys, derived={})
     places, batch = keys.table, keys.batch

@@ -1,9 +1,39 @@
 """Fixtures for all tests. Memory that nobody wrote is poisoned, so that reading it shows."""
 
+import importlib.util
+
 import pytest
 import torch
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+EXAMPLES = 100
+
+
+def pytest_addoption(parser):
+    """Let random cases be more than CI's."""
+    parser.addoption(
+        "--examples", type=int, default=EXAMPLES,
+        help="random cases per property; other numbers than the default draw new ones each time",
+    )  # fmt: skip
+
+
+def pytest_configure(config):
+    """Draw the same random cases in every run of CI, so that no run fails by chance."""
+    if importlib.util.find_spec("hypothesis") is None:
+        return
+    from hypothesis import HealthCheck, settings
+
+    examples = config.getoption("--examples")
+    settings.register_profile(
+        "operations",
+        max_examples=examples,
+        derandomize=examples == EXAMPLES,
+        database=None,
+        deadline=None,
+        # Fixtures of this file hold for all examples of a test alike.
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+    settings.load_profile("operations")
 
 
 def pytest_collection_modifyitems(items):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import distributed
 
+from megatron_dsa.checks import FLOATS, require_tensor
 from megatron_dsa.dispatch import device_problem
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.arithmetic import accumulation_dtype
@@ -211,11 +212,8 @@ def _leaf(block, q: torch.Tensor, v_dim: int, rows: Rows) -> Leaf:
 
 
 def _check(q: torch.Tensor, rows: Rows, others: dict[str, torch.Tensor]) -> None:
-    if q.dim() != 3 or q.shape[0] != rows.rows:
-        raise ConfigError(
-            f"q must be [rows, H, Dqk] with the {rows.rows} rows that rows describes, got "
-            f"{list(q.shape)}; flatten [s, b, H, D] to [s * b, H, D]."
-        )
+    fix = "make rows for its batch, and flatten [s, b, H, D] to [s * b, H, D]"
+    require_tensor("q", q, (rows.rows, "H", "Dqk"), FLOATS, fix=fix)
     for name, x in others.items():
         if x.dtype != q.dtype or x.device != q.device:
             raise ConfigError(

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_dsa.checks import require_cu_seqlens, require_values
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ring.sequences import Dense, Packed, covering
 
@@ -155,7 +156,8 @@ class PackedRows:
         cu_seqlens_padded: the same with padding; ``None`` if sequences have none.
 
     Raises:
-        ConfigError: there is no such rank, or a bound or tensor is not as above.
+        ConfigError: there is no such rank, or a bound or tensor is not as above. For the values of
+            tensors on a GPU an assertion there fails, at its next synchronisation.
     """
 
     cp: int
@@ -184,6 +186,8 @@ class PackedRows:
                 "max_seqlen must be a positive int on the host (a tensor would have to be waited "
                 f"for), got {self.max_seqlen!r}; pass the longest length or the row count."
             )
+        total = self.cp * self.rows
+        require_cu_seqlens(self.cu_seqlens, self.cu_seqlens_padded, total, self.max_seqlen)
 
     @property
     def offsets(self) -> torch.Tensor:
@@ -204,6 +208,20 @@ class PackedZigzagRows(PackedRows):
     bounds its padded length where that is not just the next multiple of ``2 * cp``: rows beyond it
     are not computed.
     """
+
+    def __post_init__(self):
+        super().__post_init__()
+        chunks, lengths = 2 * self.cp, self.offsets.diff()
+        longest = -(-self.max_seqlen // chunks) * chunks
+        rule = (
+            f"max_seqlen must be at least the longest sequence with its padding, got "
+            f"{self.max_seqlen}: pass that length or the row count of all ranks"
+        )
+        rules = {rule: lengths.amax() <= longest}
+        if self.cp > 1:
+            multiple = f"lengths with padding must be multiples of 2 * cp = {chunks}"
+            rules[f"{multiple}: pad the sequences"] = (lengths % chunks == 0).all()
+        require_values(rules, " or ".join(rules))
 
     def parts(self, source: int) -> tuple[Part, ...]:
         """See :meth:`Rows.parts`."""

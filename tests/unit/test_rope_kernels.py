@@ -89,8 +89,8 @@ def test_bf16_is_rounded_once():
 
 @pytest.mark.parametrize(
     ("x", "tables", "message"),
-    [((4, 6), (4, 1), "x must have"), ((4, 2, 5), (4, 1), "even dim"),
-     ((4, 2, 6), (3, 1), "cos and sin must have the shape"), ((4, 2, 6), (4, 4), "at most")],
+    [((4, 6), (4, 1), "x must be"), ((4, 2, 5), (4, 1), "even dim"),
+     ((4, 2, 6), (3, 1), "cos must be"), ((4, 2, 6), (4, 4), "at most")],
 )  # fmt: skip
 def test_messages(x, tables, message):
     """Errors name the argument, the rule and the fix."""

@@ -137,7 +137,7 @@ def test_halo(cp, sp, kind, cp_layout, reach):
 
 def test_lengths_that_cannot_be_cut_are_refused():
     params = packed(6, 10)
-    with pytest.raises(RuntimeError, match=r"multiple of 2 \* context-parallel size = 4"):
+    with pytest.raises(ConfigError, match=r"multiple of 2 \* context-parallel size = 4"):
         layout_from_megatron(8, 1, CPU, params, Spread(cp=2))
     layout_from_megatron(8, 1, CPU, packed(6, 10), Spread(cp=2, cp_layout="zigzag_rows"))
 

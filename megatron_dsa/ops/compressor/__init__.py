@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_dsa.checks import FLOATS, require_tensor
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.arithmetic import accumulation_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,12 +78,9 @@ class CompressorProblem:
             raise ConfigError(
                 f"ratio must be at least 2, got {self.ratio}: pass the layer's ratio."
             )
-        if values.dim() != 2 or values.shape != scores.shape or values.dtype != scores.dtype:
-            raise ConfigError(
-                "values and scores must be 2-dimensional and have one shape and dtype, got "
-                f"{tuple(values.shape)} {values.dtype} and {tuple(scores.shape)} {scores.dtype}: "
-                "pass both halves of the compressor's projection."
-            )
+        fix = "pass both halves of the compressor's projection"
+        require_tensor("values", values, ("rows", "c * d"), FLOATS, fix=fix)
+        require_tensor("scores", scores, tuple(values.shape), (values.dtype,), values, fix)
         if values.stride(1) != 1 or scores.stride(1) != 1:
             raise ConfigError(
                 "the last dim of values and scores must be contiguous, got strides "
@@ -92,11 +91,8 @@ class CompressorProblem:
                 "with overlap the width of values must be even (two halves of d channels), got "
                 f"{values.shape[1]}: project to 2 * d channels."
             )
-        if ape.shape != (self.ratio, values.shape[1]):
-            raise ConfigError(
-                f"ape must have the shape [ratio, width of values] = [{self.ratio}, "
-                f"{values.shape[1]}], got {tuple(ape.shape)}: pass the ape of this layer's ratio."
-            )
+        shape, dtypes = (self.ratio, values.shape[1]), (accumulation_dtype(values.dtype),)
+        require_tensor("ape", ape, shape, dtypes, values, "pass the ape of this layer's ratio")
         if groups.first_row.shape != groups.position.shape or groups.first_row.dim() != 1:
             raise ConfigError(
                 "groups.first_row and groups.position must be 1-dimensional and of one length, got "

@@ -11,10 +11,10 @@ import dataclasses
 
 import torch
 
+from megatron_dsa.checks import require_on_device
 from megatron_dsa.dispatch import rehearsing
 from megatron_dsa.layout import Layout
 from megatron_dsa.ops.arithmetic import accumulation_dtype
-from megatron_dsa.ops.device_checks import require_on_device
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 
 ADVICE = (

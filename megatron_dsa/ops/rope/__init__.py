@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import torch
 
+from megatron_dsa.checks import FLOATS, require_tensor
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.arithmetic import accumulation_dtype
 
 
 def check_inputs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Raise :class:`ConfigError` unless ``x [rows, H, D]`` and ``cos, sin [rows, R / 2]`` fit."""
-    if x.dim() != 3 or x.shape[2] % 2:
-        raise ConfigError(
-            f"x must have the shape [rows, heads, dim] with an even dim, got {tuple(x.shape)}: "
-            "flatten sequence and batch into rows."
-        )
-    if cos.shape != sin.shape or cos.dim() != 2 or cos.shape[0] != x.shape[0]:
-        raise ConfigError(
-            f"cos and sin must have the shape [rows, R / 2] with {x.shape[0]} rows, got "
-            f"{tuple(cos.shape)} and {tuple(sin.shape)}: gather the rope tables by position."
-        )
+    require_tensor("x", x, ("rows", "H", "D"), FLOATS, fix="flatten sequence and batch into rows")
+    if x.shape[2] % 2:
+        raise ConfigError(f"x must have an even dim, got {x.shape[2]}: pad the heads.")
+    fix, dtypes = "gather the rope tables by position", (accumulation_dtype(x.dtype),)
+    require_tensor("cos", cos, (x.shape[0], "R / 2"), dtypes, x, fix)
+    require_tensor("sin", sin, tuple(cos.shape), dtypes, x, fix)
     if 2 * cos.shape[1] > x.shape[2]:
         raise ConfigError(
             f"cos and sin must have at most dim / 2 = {x.shape[2] // 2} columns, got "

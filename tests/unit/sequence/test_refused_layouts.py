@@ -1,0 +1,231 @@
+"""Layouts that describe no batch are refused: on the CPU at once, on a GPU by an assertion."""
+
+import dataclasses
+import functools
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.multiprocessing import ProcessExitedException
+
+from megatron_dsa import checks
+from megatron_dsa.compressed_keys import compressed_keys
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.layout import Layout, Window, bshd_layout, packed_layout
+from megatron_dsa.microbatch import layout_from_megatron
+from megatron_dsa.ring.rows import PackedZigzagRows
+from megatron_dsa.ring.runs import PackedRuns
+from megatron_dsa.spread import KeyPlaces, Spread, spread_layout
+from tests.processes import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def ends(*values, dtype=torch.int32, device="cpu"):
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+#: Cumulative lengths, the longest one, cumulative lengths with padding, message; 16 tokens.
+VALUES = {
+    "max_seqlen too small": ((0, 3, 11), 5, None, "max_seqlen must be at least the longest .* 5"),
+    "decreasing": ((0, 9, 4, 12), None, None, "cu_seqlens must never decrease"),
+    "negative": ((0, -3, 12), None, None, "cu_seqlens must never decrease"),
+    "late start": ((2, 9, 12), None, None, "cu_seqlens must start at 0"),
+    "beyond the tokens": ((0, 9, 17), None, None, "end at or before the 16 tokens"),
+    "padding beyond the tokens": ((0, 9, 12), None, (0, 12, 20), "before the 16 tokens"),
+    "less than no padding": ((0, 9, 12), None, (0, 8, 12), "cu_seqlens_padded must give every"),
+    "padding starts late": ((0, 9, 12), None, (1, 10, 13), "cu_seqlens must start at 0"),
+}
+
+
+def make(case, device="cpu"):
+    cu_seqlens, longest, padded, _ = VALUES[case]
+    padded = None if padded is None else ends(*padded, device=device)
+    return packed_layout(ends(*cu_seqlens, device=device), 16, longest, padded)
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_lengths_of_no_batch_are_refused(case):
+    with pytest.raises(ConfigError, match=VALUES[case][-1]):
+        make(case)
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_megatron_s_parameters_are_refused_alike(case):
+    cu_seqlens, longest, padded, message = VALUES[case]
+    params = SimpleNamespace(
+        qkv_format="thd",
+        cu_seqlens_q=ends(*cu_seqlens),
+        cu_seqlens_q_padded=None if padded is None else ends(*padded),
+        max_seqlen_q=longest,
+    )
+    with pytest.raises(ConfigError, match=message):
+        layout_from_megatron(16, 1, CPU, params)
+
+
+@pytest.mark.parametrize("max_seqlen", [None, 8, 16, 99])
+def test_what_fits_is_taken(max_seqlen):
+    """Empty and one-token documents, no padding, and padding behind the last one."""
+    for last in (15, 16):
+        layout = packed_layout(ends(0, 0, 1, 9, 9, last), 16, max_seqlen)
+        assert int(layout.real_rows()) == last
+    assert int(packed_layout(ends(0, 0), 16, 0).real_rows()) == 0
+    padded = packed_layout(ends(0, 3, 8), 16, 8, ends(0, 8, 16))
+    assert int(padded.real_rows()) == 8
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "padded", "max_seqlen", "message"),
+    [
+        (
+            ends(0.0, 16.0, dtype=torch.float32),
+            None,
+            None,
+            "cu_seqlens must have dtype int32 or int64",
+        ),
+        (ends(0), None, None, "cu_seqlens must not be empty"),
+        (ends(0, 16)[None], None, None, r"cu_seqlens must be \[sequences \+ 1\], got shape"),
+        ([0, 16], None, None, "cu_seqlens must be a tensor"),
+        (ends(0, 8, 16), ends(0, 16), None, r"cu_seqlens_padded must be \[3\], got shape \(2,\)"),
+        (ends(0, 16), ends(0, 16).to("meta"), None, "cu_seqlens_padded must be on the device"),
+        (ends(0, 16), None, torch.tensor(16), "max_seqlen must be an int on the host"),
+        (ends(0, 16), None, -1, "max_seqlen must be an int on the host, at least 0"),
+    ],
+)
+def test_lengths_of_another_form_are_refused(cu_seqlens, padded, max_seqlen, message):
+    with pytest.raises(ConfigError, match=message):
+        packed_layout(cu_seqlens, 16, max_seqlen, padded)
+
+
+def test_values_are_not_asked_for_on_the_meta_device():
+    layout = packed_layout(ends(0, 9, 12).to("meta"), 16, 9)
+    assert layout.start.device.type == "meta"
+    assert compressed_keys(layout, 4).layout.num_keys == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_queries": 7}, r"start must be \[7\], got shape \(8,\)"),
+        ({"end": torch.arange(8)}, "end must have dtype int32, got int64: cast it"),
+        ({"end": torch.arange(2, 10).int()}, "start and end must be ranges .* within the 8 keys"),
+        ({"start": torch.full((8,), -1).int()}, "start and end must be ranges of slots"),
+        ({"start": torch.full((8,), 5).int()}, "start and end must be ranges of slots"),
+        ({"position": torch.arange(9)}, r"position must be \[8\]"),
+        ({"key_rows": torch.arange(7)}, r"key_rows must be \[8\], got shape \(7,\)"),
+        ({"real": torch.ones(8)}, "real must have dtype bool, got float32"),
+        ({"windows": (Window(slice(0, 7, 1), 0, 0, 8, 8),)}, "each of the 8 query tokens once"),
+        ({"windows": (Window(slice(0, 8, 1), 0, 0, 7, 8),)}, "windows must cover all that"),
+        ({"windows": (Window(slice(0, 8, 1), 0, -1, 8, 8),)}, "windows must cover all that"),
+        ({"windows": (Window(slice(0, 8, 1), 0, 0, 8, 7),)}, "windows must cover all that"),
+    ],
+)
+def test_a_layout_s_own_parts_must_fit(changes, message):
+    layout = bshd_layout(8, 1, CPU)
+    parts = {f.name: getattr(layout, f.name) for f in dataclasses.fields(Layout)}
+    Layout(**parts)
+    with pytest.raises(ConfigError, match=message):
+        Layout(**parts | changes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cp": 2, "cp_rank": 2}, "cp_rank must be from 0 to 1, got 2"),
+        ({"sp": 2, "sp_rank": -1}, "sp_rank must be from 0 to 1, got -1"),
+        ({"cp": 0}, "cp_rank must be from 0 to -1"),
+        ({"cp": 2, "cp_layout": "zig"}, "cp_layout must be one of zigzag, .* got 'zig'"),
+    ],
+)
+def test_ranks_that_do_not_exist_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        Spread(**arguments)
+
+
+def test_tables_of_other_ranks_are_refused():
+    two, layout = Spread(cp=2), bshd_layout(16, 1, CPU)
+    table = two.places(16, None, CPU)
+    with pytest.raises(ConfigError, match=r"table must be \[4, rows\], got shape \(2, 8\)"):
+        KeyPlaces(Spread(cp=4), table, 1)
+    with pytest.raises(ConfigError, match="keys must be of the 16 tokens of layout, got 32"):
+        spread_layout(layout, two, KeyPlaces(two, table, 2))
+    with pytest.raises(ConfigError, match="differ from that of keys in its sequence parallelism"):
+        spread_layout(layout, Spread(cp=2, cp_rank=1), KeyPlaces(two, table, 1))
+    with pytest.raises(ConfigError, match="ratio must be at least 2, got 1"):
+        compressed_keys(layout, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cu_seqlens", "max_seqlen", "message"),
+    [
+        ("zigzag", (0, 8, 4, 16), 16, "cu_seqlens must never decrease"),
+        ("zigzag", (0, 8, 20), 16, "end at or before the 16 tokens"),
+        ("zigzag", (0, 4, 16), 7, "max_seqlen must be at least the longest"),
+        ("zigzag", (0, 6, 16), 16, r"lengths with padding must be multiples of 2 \* cp = 4"),
+        ("runs", (0, 4, 16), 7, "max_seqlen must be at least the longest"),
+        ("runs", (1, 4, 16), 16, "cu_seqlens must start at 0"),
+    ],
+)
+def test_rows_of_a_ring_are_refused_alike(kind, cu_seqlens, max_seqlen, message):
+    make = PackedZigzagRows
+    if kind == "runs":
+        make = functools.partial(PackedRuns, runs=(((0, 8),), ((8, 8),)))
+    make(2, 0, 8, ends(0, 4, 16), 12)
+    with pytest.raises(ConfigError, match=message):
+        make(2, 0, 8, ends(*cu_seqlens), max_seqlen)
+
+
+def test_padding_counts_in_the_longest_length_of_a_zigzag():
+    with pytest.raises(ConfigError, match="longest sequence with its padding, got 6"):
+        PackedZigzagRows(2, 0, 8, ends(0, 3, 9), 6, ends(0, 4, 16))
+
+
+# On a GPU
+
+
+@pytest.mark.parametrize("summary", ["a rule", "x" * 400])
+def test_the_device_takes_the_message(monkeypatch, summary):
+    """A longer one would raise by itself."""
+    said = []
+    monkeypatch.setattr(torch, "_assert_async", lambda fine, message: said.append(message))
+    on_a_gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    checks.require_values({"a rule": on_a_gpu}, summary)
+    assert said == [summary[:254]]
+
+
+@pytest.mark.gpu
+def test_no_check_waits_for_the_device():
+    cu_seqlens, padded = ends(0, 5, 11, device="cuda"), ends(0, 8, 16, device="cuda")
+    params = SimpleNamespace(
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_q_padded=padded, max_seqlen_q=6
+    )
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layout_from_megatron(8, 1, cu_seqlens.device, params, Spread(cp=2))
+        PackedZigzagRows(2, 0, 8, cu_seqlens, 16, padded)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", VALUES)
+def test_the_gpu_asserts(case):
+    """In a process of its own: nothing runs on this GPU in it any more."""
+    with pytest.raises(ProcessExitedException) as ended:
+        run_ranks(_until_the_assertion, (case,), 1)
+    assert ended.value.exit_code == ASSERTION_FAILED
+
+
+ASSERTION_FAILED = 17
+
+
+def _until_the_assertion(rank, case):
+    try:
+        make(case, "cuda")
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if "device-side assert" in str(error):
+            os._exit(ASSERTION_FAILED)
+        raise
