@@ -2,6 +2,8 @@
 
 import sys
 
+from megatron_dsa.quiet import silence_host
+
 #: What commands cannot do without: module -> distribution. Of ``megatron`` others may hold a part.
 _NEEDED = {"torch": "torch", "megatron": "megatron-core", "megatron.core": "megatron-core"}
 
@@ -13,6 +15,7 @@ def main() -> int:
         ModuleNotFoundError: of any other module, or of a part of one of these: not for the user to
             mend.
     """
+    silence_host()
     try:
         # Commands import torch where they are made known, before any of them is run.
         from megatron_dsa import cli

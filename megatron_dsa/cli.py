@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_dsa import __version__
+from megatron_dsa.entry_errors import TRACEBACK_FLAG, told_in_a_sentence
 from megatron_dsa.versions import OPTIONAL_PACKAGES, check_host, optional_version
 
 
@@ -200,6 +201,11 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run the parsed command; returns the exit code, 2 for what the user has to change."""
+    return arguments.run(arguments)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; each sets ``run``, a function of the arguments."""
     parser = argparse.ArgumentParser(prog="python -m megatron_dsa", description=__doc__)
@@ -225,10 +231,18 @@ def build_parser() -> argparse.ArgumentParser:
     from megatron_dsa.report import command
 
     command.add_command(commands)
+    for each in commands.choices.values():
+        each.add_argument(
+            TRACEBACK_FLAG, action="store_true", help="show where an error comes from"
+        )
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
-    arguments = build_parser().parse_args(argv)
-    return arguments.run(arguments)
+    """Run a command; returns the exit code.
+
+    Raises:
+        SystemExit: with 2 and a message, for invalid arguments and whatever else the user can mend.
+    """
+    with told_in_a_sentence(argv):
+        return run_command(build_parser().parse_args(argv))

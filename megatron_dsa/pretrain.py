@@ -14,6 +14,9 @@ import sys
 import torch
 
 from megatron_dsa import cpu_host
+from megatron_dsa.entry_errors import told_in_a_sentence
+from megatron_dsa.launching import check_launch
+from megatron_dsa.quiet import silence_host
 from megatron_dsa.versions import installed_version
 
 #: Megatron's defaults ask for transformer-engine or Apex; without them these are needed.
@@ -145,7 +148,14 @@ def prepare_host(argv: list[str]) -> None:
     """Prepare Megatron for this machine, before it is imported; ``argv`` gets :func:`preset_flags`.
 
     Without a GPU, Megatron's CUDA calls go to the CPU.
+
+    Raises:
+        ConfigError: what the launcher says of the processes cannot be.
     """
+    silence_host()
+    # A fake process group has no other processes.
+    if "--fake-process-group" not in argv:
+        check_launch()
     if cpu_host.needed():
         cpu_host.activate()
     preset_flags(argv)
@@ -153,7 +163,13 @@ def prepare_host(argv: list[str]) -> None:
 
 
 def main() -> None:
-    """Parse the command line and train, or plan."""
+    """Parse the command line and train, or plan; errors end the process with a sentence."""
+    silence_host()
+    with told_in_a_sentence():
+        _main()
+
+
+def _main() -> None:
     if "--dsa-dry-run" in sys.argv[1:]:
         from megatron_dsa.planning.command import dry_run
 
