@@ -28,7 +28,7 @@ stage() { # name, last step, learning rate, more flags
     --dsa-stage "$name" --train-iters "$last" --lr "$rate" --min-lr "$rate" "$@" 2>&1 |
     tee -a "$run/train.log" |
     sed -nuE -e 's/^ *\[[^]]*\] *(iteration +[0-9]+\/ *[0-9]+) .*elapsed time per iteration \(ms\): ([0-9.]+).*(lm loss: [^|]*)\|( mtp_1 loss: [^|]*\|)?( indexer loss: [^|]*)?.*/\1 | \3|\4\5 \2 ms/p' \
-      -e '/^ validation loss/p' -e '/^> (megatron_dsa|checkpoint|no )|^>   /p' -e '/megatron_dsa [a-z_]+: /p' ||
+      -e '/^ validation loss/p' -e '/^> (megatron_dsa|checkpoint|no )|^>   /p' -e '/megatron_dsa ([a-z_]+|no GPU): /p' ||
     status=$?
   if [[ $status != 0 ]]; then
     echo "stage $name failed; the whole log is in $run/train.log" >&2

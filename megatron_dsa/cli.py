@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_dsa import __version__
-from megatron_dsa.entry_errors import TRACEBACK_FLAG, told_in_a_sentence
+from megatron_dsa.entry_errors import TRACEBACK_FLAG
 from megatron_dsa.versions import OPTIONAL_PACKAGES, check_host, optional_version
 
 
@@ -202,7 +202,7 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Run the parsed command; returns the exit code, 2 for what the user has to change."""
+    """Run a parsed command; returns the exit code."""
     return arguments.run(arguments)
 
 
@@ -242,7 +242,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code.
 
     Raises:
-        SystemExit: with 2 and a message, for invalid arguments and whatever else the user can mend.
+        ConfigError: what the user can mend; ``python -m megatron_dsa`` says it in a sentence.
     """
-    with told_in_a_sentence(argv):
-        return run_command(build_parser().parse_args(argv))
+    return run_command(build_parser().parse_args(argv))

@@ -77,6 +77,9 @@ OPERATIONS: dict[str, Operation] = {
 
 DEFAULT_WORKSPACE_BYTES = 256 * 2**20
 
+#: Said once in place of every fused implementation's reason, which would be the same.
+NO_GPU = "no GPU: torch runs everything"
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -246,7 +249,7 @@ def _choose(operation: str, problem: Problem, policy: Policy, named: str | None)
     else:
         choice = _choose_first(operation, problem, policy)
     if _rehearsal is None:
-        _log_once(choice, policy)
+        _log_once(choice, problem, policy)
     return choice
 
 
@@ -291,13 +294,17 @@ def _choose_first(operation: str, problem: Problem, policy: Policy) -> Choice:
     return choice
 
 
-def _log_once(choice: Choice, policy: Policy) -> None:
+def _log_once(choice: Choice, problem: Problem, policy: Policy) -> None:
     package = choice.candidate.support.package
     remark = package.untested() if package is not None else None
     if remark is not None:
         _log(logging.WARNING, remark)
     # A fallback that nobody asked for is a warning: it must show at default log levels.
     warn = policy.fused and choice.is_fallback
+    if warn and problem.device == "cpu" and not torch.cuda.is_available():
+        _log(logging.WARNING, NO_GPU)
+        _log(logging.DEBUG, choice.describe())
+        return
     _log(logging.WARNING if warn else logging.INFO, choice.describe())
 
 

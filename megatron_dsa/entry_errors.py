@@ -13,6 +13,7 @@ import json
 import linecache
 import os
 import pickle
+import re
 import sys
 import time
 import traceback
@@ -55,9 +56,9 @@ def told_in_a_sentence(argv: Sequence[str] | None = None) -> Iterator[None]:
     except SystemExit as leaving:
         machine = _rerun_state_machine()
         if leaving.code in (_RERUN, _REJECTED) and machine is not None:
-            _say(f"error: {_after_a_rejected_result(machine, leaving.code)}")
+            _say(_after_a_rejected_result(machine, leaving.code))
         elif leaving.code is None and "read_metadata" in _functions(leaving):
-            _say(f"error: {TRACKER} in the folder to load from holds no iteration: docs/resume.md")
+            _say(f"{TRACKER} in the folder to load from holds no iteration: docs/resume.md")
             raise SystemExit(USAGE) from None
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
@@ -66,12 +67,14 @@ def told_in_a_sentence(argv: Sequence[str] | None = None) -> Iterator[None]:
         ending = explain(error)
         if ending is None:
             raise
-        _say(f"error: {ending.message}")
+        _say(ending.message)
         raise SystemExit(ending.code) from None
 
 
 def explain(error: BaseException) -> Ending | None:
     """Return how to end on an error, or ``None`` for one that needs its traceback."""
+    if isinstance(error, ImportError) and not isinstance(error, DSAError):
+        return None  # of what is asked below, perhaps
     if isinstance(error, DSAError):
         return Ending("\n".join([str(error) or "no message", *getattr(error, "__notes__", ())]))
     for known in (_rejected_result, _refused_flags, _processes, _unreadable_checkpoint, _file):
@@ -98,6 +101,16 @@ def refused_by_megatron(error: BaseException) -> str:
             )
         file = frame.filename.rpartition("site-packages/")[2]
         return f"Megatron refuses these flags: {check} ({file}, line {frame.lineno})"
+    sizes = re.match(
+        r"eval_global_batch_size \((\d+)\) must be divisible by eval_micro_batch_size \((\d+)\) \* "
+        r"data_parallel_size \((\d+)\)",
+        str(error),
+    )
+    if sizes is not None:  # checked first, and derived from the flags of the training
+        return (
+            f"--global-batch-size (or --eval-global-batch-size) {sizes[1]} must be divisible by "
+            f"--micro-batch-size {sizes[2]} times the number of data-parallel ranks, {sizes[3]}"
+        )
     return f"Megatron refuses these flags: {error}"
 
 
@@ -217,8 +230,8 @@ def _say(message: str) -> None:
         _leave_for_launcher(message)
         if not _is_first_to_say(message):
             return
-        message = f"[rank {this_rank()}] {message}"
-    print(message, file=sys.stderr, flush=True)
+        print(f"[rank {this_rank()}] ", end="", file=sys.stderr)
+    print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 def _leave_for_launcher(message: str) -> None:

@@ -47,7 +47,8 @@ def test_first_fused_candidate_that_can_run(operation):
     assert choice.rejected == (("first", "no first"),)
 
 
-def test_fallback_names_every_rejected_candidate_once(operation, caplog):
+def test_fallback_names_every_rejected_candidate_once(operation, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert run(operation, CPU, Policy()) == "torch"
@@ -57,6 +58,24 @@ def test_fallback_names_every_rejected_candidate_once(operation, caplog):
     assert record.levelno == logging.WARNING
     for part in (operation, "torch", "first: no first", "second: needs a GPU"):
         assert part in record.getMessage()
+
+
+def test_without_a_gpu_one_line_stands_for_all_operations(operation, monkeypatch, caplog):
+    """The count of what ran, and strictness, are as before."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(OPERATIONS, "other", Operation("other", "other", ""))
+    monkeypatch.setitem(dispatch._candidates, "other", dispatch._candidates[operation])
+    dispatch.reset_report()
+    with caplog.at_level(logging.INFO):
+        for name in (operation, "other", operation):
+            assert run(name, CPU, Policy()) == "torch"
+    assert [record.getMessage() for record in caplog.records] == [
+        "megatron_dsa no GPU: torch runs everything"
+    ]
+    assert caplog.records[0].levelno == logging.WARNING
+    assert dispatch.report() == {operation: {"torch": 2}, "other": {"torch": 1}}
+    with pytest.raises(FallbackError, match="first: no first; second: needs a GPU"):
+        choose(operation, CPU, Policy(strict=True))
 
 
 def test_unfused_is_no_fallback(operation, caplog):
