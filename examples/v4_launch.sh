@@ -9,21 +9,38 @@
 # configuration or to your liking; launch.sh names all variables without a default that are not set,
 # these among them, and stops. The output groups limit tensor parallelism.
 
-needed_by_model=(
-  # Rope. Public sources disagree on these: take them from the model's own configuration.
+#
+# With --dsa-dry-run the attention is planned without them: what is left out and what stands in is
+# printed before the plan.
+rope=(
+  # Public sources disagree on these: take them from the model's own configuration.
   "ROTARY_BASE base of layers with a window only (rope_theta)"
   "COMPRESS_ROTARY_BASE base of layers with compression (compress_rope_theta)"
   "YARN_FACTOR YaRN factor of layers with compression (rope_scaling.factor)"
   "YARN_ORIGINAL_LENGTH length that YaRN extends (rope_scaling.original_max_position_embeddings)"
-  # Experts.
+)
+experts=(
   "MOE_LAYER_FREQ which layers have experts, in the notation of --moe-layer-freq, e.g. 1 for all"
   "NUM_EXPERTS routed experts per layer"
   "EXPERTS_PER_TOKEN routed experts per token"
   "EXPERT_SIZE hidden size of an expert"
   "SHARED_EXPERT_SIZE hidden size of all shared experts of a layer together"
 )
+needed_by_model=("${rope[@]}" "${experts[@]}")
 # Hidden size of layers without experts, where there are any: --ffn-hidden-size in MORE_FLAGS.
 # How experts are scored and balanced is Megatron's default unless MORE_FLAGS says otherwise.
+
+read -rd '' -a more <<<"${MORE_FLAGS:-}" || true
+words=" ${more[*]} $* "
+mlp=(
+  --num-experts "${NUM_EXPERTS-}" --moe-layer-freq "${MOE_LAYER_FREQ-}"
+  --moe-router-topk "${EXPERTS_PER_TOKEN-}" --moe-ffn-hidden-size "${EXPERT_SIZE-}"
+  --moe-shared-expert-intermediate-size "${SHARED_EXPERT_SIZE-}"
+)
+vocabulary=()
+if [[ $words == *" --dsa-dry-run "* ]]; then
+  source "$(dirname "${BASH_SOURCE[0]}")/v4_stand_ins.sh"
+fi
 
 # "${X-}": launch.sh refuses what is not set, all of it at once.
 attention=(
@@ -50,8 +67,6 @@ model=(
   --mtp-num-layers 1
   --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear
   --untie-embeddings-and-output-weights
-  --num-experts "${NUM_EXPERTS-}" --moe-layer-freq "${MOE_LAYER_FREQ-}"
-  --moe-router-topk "${EXPERTS_PER_TOKEN-}" --moe-ffn-hidden-size "${EXPERT_SIZE-}"
-  --moe-shared-expert-intermediate-size "${SHARED_EXPERT_SIZE-}"
+  "${mlp[@]}" "${vocabulary[@]}"
 )
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"

@@ -5,13 +5,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from megatron_dsa import layout, microbatch, rotary
 from megatron_dsa.csa_config import CSA_PRESETS, HybridTransformerConfig
 from megatron_dsa.huggingface.conventions import check_model, parse_config
+from megatron_dsa.planning.command import plan_of
+from megatron_dsa.planning.gpus import GPUS
+from megatron_dsa.planning.text import describe
 from megatron_dsa.presets import PRESETS
+from tests import host
 from tests.host import parsed
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -120,7 +126,7 @@ def launched(*call, **more):
     """Return what is launched, the flags of the training entry point, and ``WORLD_SIZE``."""
     done = launch(*call, **more)
     assert done.returncode == 0, done.stderr
-    launcher, world = json.loads(done.stdout)
+    launcher, world = json.loads(done.stdout.splitlines()[-1])  # notes on a plan go before
     module = launcher.index("megatron_dsa.pretrain")
     return launcher[:module], launcher[module + 1 :], world
 
@@ -248,8 +254,49 @@ def test_variables_have_no_default(variable, tmp_path):
 def test_all_unset_variables_are_named_at_once(script, tmp_path):
     of_model = MODEL if script.startswith("v4") else {}
     assert unset_variables(script, tmp_path, {}) == [*of_model, *TRAINING]
-    if of_model:
-        assert unset_variables(script, tmp_path, {"LR": ""}, "--dsa-dry-run") == [*of_model]
+
+
+#: In place of 43 layers: a window, CSA and HCA layer, and that of multi-token prediction.
+FEW = ("--num-layers", "3", "--csa-compress-ratios", "0", "4", "128", "0")
+
+
+def planned(variables, folder, *arguments):
+    """Return what a script prints before a plan, and the plan of few of its layers."""
+    done = launch("v4_flash.sh", folder, variables, "--dsa-dry-run", *arguments, *FEW)
+    assert done.returncode == 0, done.stderr
+    *notes, last = done.stdout.splitlines()
+    flags, world = json.loads(last)
+    flags = [flag for flag in flags[2:] if flag != "--dsa-dry-run"]
+    host.stop()  # plans have process groups of their own
+    for table in (layout.bshd_layout, microbatch._unpacked, rotary._hadamard_signs):
+        table.cache_clear()  # made once per process, and counted where they are made
+    with mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}):
+        return notes, describe(plan_of(["pretrain", *flags], int(world), GPUS["h200"]))
+
+
+def test_v4_attention_is_planned_without_variables(tmp_path):
+    """What is left out is said, and what stands in changes nothing."""
+    notes, plan = planned({}, tmp_path)
+    rope, experts, vocabulary = notes
+    for name in list(MODEL)[:4]:
+        assert f"{name}=" in rope and "change no figure" in rope
+    for name in list(MODEL)[4:]:
+        assert name in experts and experts.startswith("left out: experts")
+    assert vocabulary.startswith("left out: embedding") and "--vocab-size" in vocabulary
+    for kind in ("window; dense MLP", "CSA (ratio 4) with indexer", "HCA (ratio 128)"):
+        assert kind in plan
+    given = {name: MODEL[name] for name in list(MODEL)[:4]}
+    notes, other = planned(given, tmp_path)
+    assert notes == [experts, vocabulary] and other == plan
+
+
+def test_what_is_set_is_planned(tmp_path):
+    notes, plan = planned(MODEL, tmp_path, "--vocab-size", "1000")
+    assert not notes and "16 experts" in plan
+    # All of the experts or none: some of them describe no model.
+    some = {name: value for name, value in MODEL.items() if name != "EXPERT_SIZE"}
+    (note,), plan = planned(some, tmp_path, "--padded-vocab-size=1024")
+    assert "(not set: EXPERT_SIZE)" in note and "experts" not in plan
 
 
 def test_more_flags_of_several_lines(tmp_path):
