@@ -77,7 +77,14 @@ def explain(error: BaseException) -> Ending | None:
         return None  # of what is asked below, perhaps
     if isinstance(error, DSAError):
         return Ending("\n".join([str(error) or "no message", *getattr(error, "__notes__", ())]))
-    for known in (_rejected_result, _refused_flags, _processes, _unreadable_checkpoint, _file):
+    for known in (
+        _rejected_result,
+        _refused_flags,
+        _processes,
+        _unreadable_checkpoint,
+        _optimizer_groups,
+        _file,
+    ):
         if (ending := known(error)) is not None:
             return ending
     return None
@@ -168,6 +175,17 @@ def _unreadable_checkpoint(error: BaseException) -> Ending | None:
     )
 
 
+def _optimizer_groups(error: BaseException) -> Ending | None:
+    """Megatron finds the groups of an optimizer by their learning rates."""
+    if "_filter_and_reorder_param_groups" not in _functions(error):
+        return None
+    return Ending(
+        "the optimizer's state in the checkpoint of --load is of other learning rates (--lr, "
+        "--min-lr and the like), by which Megatron finds it: give those of the checkpoint, or start "
+        f"the optimizer anew with --no-load-optim ({str(error).splitlines()[0]})"
+    )
+
+
 def _file(error: BaseException) -> Ending | None:
     """Files that a command was told to read or write."""
     where = _functions(error)
@@ -216,8 +234,8 @@ def _after_a_rejected_result(machine, code: int) -> str:
     else:
         do = "Go back to an earlier checkpoint with --ckpt-step"
     return (
-        f"step {args.curr_iteration + 1}: {what}. {do}, with a lower --lr or without the "
-        f"data that did it: docs/resume.md (exit code {code})"
+        f"step {args.curr_iteration + 1}: {what}. {do}, with other data or another --lr: "
+        f"docs/resume.md (exit code {code})"
     )
 
 

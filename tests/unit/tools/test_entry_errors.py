@@ -140,6 +140,17 @@ def test_a_checkpoint_that_is_damaged_inside():
     assert leaving.value.code == 2
 
 
+def test_an_optimizer_of_another_learning_rate():
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    group = {"max_lr": 1e-3, "params": []}
+    with pytest.raises(ValueError) as raised:
+        MegatronOptimizer._filter_and_reorder_param_groups([group], [group | {"max_lr": 1.0}])
+    message = explain(raised.value).message
+    assert "other learning rates" in message and "--no-load-optim" in message
+    assert "\n" not in message
+
+
 def test_a_tracker_that_megatron_reads_is_no_success(tmp_path, alone, capsys):
     """Megatron leaves with exit code 0."""
     from megatron.training.checkpointing import read_metadata

@@ -47,5 +47,5 @@ def test_missing_data_set(tmp_path):
     write_byte_dataset(["text"], prefix)
     check_prefixes([prefix, "s3://bucket/data"])
     (tmp_path / "data.bin").unlink()
-    with pytest.raises(ConfigError, match="no file .*data.bin"):
+    with pytest.raises(ConfigError, match=r"no file .*data\.bin"):
         check_prefixes([prefix])
