@@ -181,7 +181,7 @@ def _optimizer_groups(error: BaseException) -> Ending | None:
         return None
     return Ending(
         "the optimizer's state in the checkpoint of --load is of other learning rates (--lr, "
-        "--min-lr and the like), by which Megatron finds it: give those of the checkpoint, or start "
+        "--min-lr and the like), by which Megatron finds it: give the ones of then, or start "
         f"the optimizer anew with --no-load-optim ({str(error).splitlines()[0]})"
     )
 
