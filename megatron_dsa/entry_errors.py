@@ -132,10 +132,10 @@ def _refused_flags(error: BaseException) -> Ending | None:
 
 
 def _processes(error: BaseException) -> Ending | None:
-    """Errors of processes that look for each other."""
-    from torch.distributed import DistNetworkError, DistStoreError
+    """Errors of processes that look for each other at the start."""
+    from torch.distributed import DistNetworkError, DistStoreError, is_initialized
 
-    if not isinstance(error, DistStoreError | DistNetworkError):
+    if not isinstance(error, DistStoreError | DistNetworkError) or is_initialized():
         return None
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     told = ", ".join(f"{name}={os.environ.get(name, 'not set')}" for name in names)
