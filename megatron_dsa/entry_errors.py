@@ -14,6 +14,7 @@ import linecache
 import os
 import pickle
 import re
+import shutil
 import sys
 import time
 import traceback
@@ -82,6 +83,7 @@ def explain(error: BaseException) -> Ending | None:
         _refused_flags,
         _processes,
         _unreadable_checkpoint,
+        _failed_save,
         _optimizer_groups,
         _file,
     ):
@@ -172,6 +174,25 @@ def _unreadable_checkpoint(error: BaseException) -> Ending | None:
     return Ending(
         f"the checkpoint of --load cannot be read: {type(cause).__name__}: {reason}. Copy it "
         "again, or load an earlier one with --ckpt-step (docs/resume.md)"
+    )
+
+
+def _failed_save(error: BaseException) -> Ending | None:
+    """Errors of writing a checkpoint; what torch says of a full disk does not name it."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    if "save_checkpoint" not in _functions(error):
+        return None
+    if not isinstance(error, CheckpointException | OSError):
+        return None
+    folder = _training_arguments().save
+    free = shutil.disk_usage(folder).free / 2**20
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    cause = next((each[0] for each in failures.values()), error)
+    return Ending(
+        f"no checkpoint could be saved to {folder}, which has {free:.0f} MiB free: {cause}. "
+        f"{TRACKER} still names the last whole one: make room, and start the same command again "
+        "(docs/resume.md)"
     )
 
 

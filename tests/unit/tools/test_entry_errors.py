@@ -144,6 +144,22 @@ def test_a_checkpoint_that_is_damaged_inside():
     assert leaving.value.code == 2
 
 
+def test_a_full_disk(rejected, tmp_path):
+    """What torch's writer says of it does not name the disk."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    rejected(str(tmp_path))
+
+    def save_checkpoint():
+        raise CheckpointException("write", {0: (RuntimeError("Worker failure"), None)})
+
+    with pytest.raises(CheckpointException) as raised:
+        save_checkpoint()
+    message = explain(raised.value).message
+    assert message.startswith(f"no checkpoint could be saved to {tmp_path}, which has ")
+    assert "MiB free: Worker failure. " in message
+
+
 def test_an_optimizer_of_another_learning_rate():
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
