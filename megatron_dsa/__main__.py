@@ -2,6 +2,7 @@
 
 import sys
 
+from megatron_dsa.entry_errors import told_in_a_sentence
 from megatron_dsa.host_warnings import silence_host_warnings
 
 #: What commands cannot do without: module -> distribution. Of ``megatron`` others may hold a part.
@@ -10,6 +11,8 @@ _NEEDED = {"torch": "torch", "megatron": "megatron-core", "megatron.core": "mega
 
 def main() -> int:
     """Run the command line; say what to install where torch or megatron-core is missing.
+
+    What users can mend ends the process with a sentence and exit code 2.
 
     Raises:
         ModuleNotFoundError: of any other module, or of a part of one of these: not for the user to
@@ -20,7 +23,8 @@ def main() -> int:
         # Commands import torch where they are made known, before any of them is run.
         from megatron_dsa import cli
 
-        return cli.main()
+        with told_in_a_sentence():
+            return cli.main()
     except ModuleNotFoundError as error:
         if error.name not in _NEEDED:
             raise

@@ -9,6 +9,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_dsa.config import CP_EXCHANGES, STAGES, TEACHERS, TP_MODES, DSAOptions
 from megatron_dsa.csa_config import HybridTransformerConfig
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, OPERATIONS, candidates
+from megatron_dsa.entry_errors import TRACEBACK_FLAG
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.planning.flags import add_dry_run_arguments
 from megatron_dsa.spread import CP_LAYOUTS
@@ -171,6 +172,11 @@ def _add_parallel_arguments(group) -> None:
 
 def _add_implementation_arguments(group) -> None:
     """Add the flags of what runs, one per operation among them."""
+    group.add_argument(
+        TRACEBACK_FLAG,
+        action="store_true",
+        help="Show where an error comes from, which is said in a sentence else.",
+    )
     group.add_argument(
         "--dsa-strict",
         action="store_true",

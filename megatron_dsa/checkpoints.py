@@ -21,7 +21,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject,
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.training import checkpointing, print_rank_0
 
+from megatron_dsa.checkpoint_files import check_files, saved_name
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.launching import this_rank
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.stages import is_indexer_parameter
 
@@ -93,14 +95,18 @@ def _rank() -> int:
 
 
 def checkpoint_directory(args) -> Path | None:
-    """The distributed checkpoint that Megatron is going to load, or ``None``."""
+    """The distributed checkpoint that Megatron is going to load, or ``None``.
+
+    Raises:
+        ConfigError: it is not there, or damaged (:mod:`megatron_dsa.checkpoint_files`).
+    """
     for root in filter(None, (args.load, args.pretrained_checkpoint)):
-        tracker = Path(root) / "latest_checkpointed_iteration.txt"
-        if not tracker.is_file():
+        name = saved_name(Path(root), args.ckpt_step)
+        if name is None:
             continue
-        text = tracker.read_text().strip()
-        name = text if text == "release" else f"iter_{args.ckpt_step or int(text):07d}"
         directory = Path(root) / name
+        if this_rank() == 0:  # the files are the same for all
+            check_files(directory)
         if dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
             return directory
     return None

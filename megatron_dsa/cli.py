@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_dsa import __version__
+from megatron_dsa.entry_errors import TRACEBACK_FLAG
 from megatron_dsa.versions import (
     OPTIONAL_PACKAGES,
     check_host,
@@ -212,6 +213,11 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run a parsed command; returns the exit code."""
+    return arguments.run(arguments)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; each sets ``run``, a function of the arguments."""
     parser = argparse.ArgumentParser(prog="python -m megatron_dsa", description=__doc__)
@@ -237,10 +243,17 @@ def build_parser() -> argparse.ArgumentParser:
     from megatron_dsa.report import command
 
     command.add_command(commands)
+    for each in commands.choices.values():
+        each.add_argument(
+            TRACEBACK_FLAG, action="store_true", help="show where an error comes from"
+        )
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
-    arguments = build_parser().parse_args(argv)
-    return arguments.run(arguments)
+    """Run a command; returns the exit code.
+
+    Raises:
+        ConfigError: what the user can mend; ``python -m megatron_dsa`` says it in a sentence.
+    """
+    return run_command(build_parser().parse_args(argv))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy
@@ -19,7 +20,7 @@ from megatron.training import get_args, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_dsa.config import options_of
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.spread import Spread, places_of
 
 #: Bytes are their own token ids; this one ends a document.
@@ -63,6 +64,8 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None):
             "no data: give --data-path PREFIX of an indexed data set (make one from text with "
             "'python -m megatron_dsa prepare-data'), or --mock-data"
         )
+    for part in filter(None, [blend, *(blend_per_split or ())]):
+        check_prefixes(part[0])
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -97,6 +100,50 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None):
 
 
 train_valid_test_datasets.is_distributed = True
+
+
+def check_prefixes(prefixes: Iterable[str]) -> None:
+    """Check that the files of data sets are there.
+
+    Args:
+        prefixes: what ``--data-path`` names; those of object stores are left to Megatron.
+
+    Raises:
+        ConfigError: a ``.bin`` or ``.idx`` file is missing.
+    """
+    for prefix in prefixes:
+        if "://" in prefix:
+            continue
+        for file in (f"{prefix}.idx", f"{prefix}.bin"):
+            require(
+                Path(file).is_file(),
+                f"--data-path {prefix}: there is no file {file}. Name the prefix of an indexed "
+                "data set, without its ending (make one from text with 'python -m megatron_dsa "
+                "prepare-data')",
+            )
+
+
+def check_tokens(batch: dict, vocabulary: int) -> None:
+    """Check that the embedding has a row for every token; reads tensors of the host only.
+
+    Args:
+        batch: integer ``tokens`` and ``labels`` ``[b, s]``, as a data loader gives them.
+        vocabulary: rows of the embedding, ``--padded-vocab-size``.
+
+    Raises:
+        ConfigError: a token is negative or too large. On a GPU that would be a device-side assert.
+    """
+    for name in ("tokens", "labels"):
+        ids = batch.get(name)
+        if ids is None or ids.device.type != "cpu" or not ids.numel():
+            continue
+        least, most = (int(value) for value in torch.aminmax(ids))
+        require(
+            least >= 0 and most < vocabulary,
+            f"--data-path holds the token {least if least < 0 else most}, and the vocabulary has "
+            f"{vocabulary} (padded): give the tokenizer that the data was made with, or its "
+            "--vocab-size",
+        )
 
 
 def _has_mtp_layers(args) -> bool:
@@ -136,6 +183,7 @@ def get_batch(data_iterator, config, vp_stage: int | None = None):
     batch = {}
     if tp_rank == 0:
         data = next(data_iterator)
+        check_tokens(data, args.padded_vocab_size)
         for key in _BATCH_KEYS:
             value = data.get(key)
             batch[key] = None if value is None else value.cuda(non_blocking=True)

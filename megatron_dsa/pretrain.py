@@ -14,7 +14,9 @@ import sys
 import torch
 
 from megatron_dsa import cpu_host
+from megatron_dsa.entry_errors import told_in_a_sentence
 from megatron_dsa.host_warnings import silence_host_warnings
+from megatron_dsa.launching import check_launch
 from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.versions import untested_versions
 
@@ -120,8 +122,14 @@ def prepare_host(argv: list[str]) -> None:
 
     Without a GPU, Megatron's CUDA calls go to the CPU. Warnings of Megatron and torch that call for
     nothing are silenced (:mod:`megatron_dsa.host_warnings`).
+
+    Raises:
+        ConfigError: what the launcher says of the processes cannot be.
     """
     silence_host_warnings()
+    # A fake process group has no other processes.
+    if "--fake-process-group" not in argv:
+        check_launch()
     if cpu_host.needed():
         cpu_host.activate()
     preset_flags(argv)
@@ -132,8 +140,13 @@ def prepare_host(argv: list[str]) -> None:
 
 
 def main() -> None:
-    """Parse the command line and train, or plan."""
+    """Parse the command line and train, or plan; errors end the process with a sentence."""
     silence_host_warnings()
+    with told_in_a_sentence():
+        _main()
+
+
+def _main() -> None:
     if "--dsa-dry-run" in sys.argv[1:]:
         from megatron_dsa.planning.command import dry_run
 

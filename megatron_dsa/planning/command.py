@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 from megatron_dsa import cpu_host
+from megatron_dsa.entry_errors import TRACEBACK_FLAG, Ending, explain, refused_by_megatron
 from megatron_dsa.errors import ConfigError, DSAError, require
 from megatron_dsa.planning.attention_only import leave_out_flags
 from megatron_dsa.planning.flags import add_setting_arguments
@@ -25,8 +26,8 @@ def dry_run(argv: list[str]) -> int:
     """Plan the job that ``argv`` (with the program's name) describes, and print the plan.
 
     Returns:
-        0 if the job would start and fit in the memory of its GPUs, else 1, with the reason on
-        stderr. Invalid flags exit as in a real run.
+        0 if the job would start and fit in the memory of its GPUs; 1 if it would not fit, 2 if it
+        would not start, with the reason on stderr.
     """
     if int(os.environ.get("RANK", "0")):
         return 0  # one process is enough
@@ -39,11 +40,15 @@ def dry_run(argv: list[str]) -> int:
         with _silence():
             plan = plan_of(job, world, gpu)
     except (DSAError, ValueError, AssertionError) as error:
-        notes = getattr(error, "__notes__", [])
+        if TRACEBACK_FLAG in argv:
+            raise
+        # What Megatron asserts while it builds modules is for the user to mend, too.
+        known = explain(error) or Ending(refused_by_megatron(error))
+        notes = ()
         if own.dsa_dry_run_world is None and "WORLD_SIZE" not in os.environ:
-            notes = [*notes, "(planned for one GPU: --dsa-dry-run-world names another number)"]
-        print("error:", error or "no message", *notes, file=sys.stderr)
-        return 1
+            notes = ("(planned for one GPU: --dsa-dry-run-world names another number)",)
+        print("error:", known.message, *notes, file=sys.stderr)
+        return known.code
     print(describe(plan))
     reason = shortage(plan)
     if reason is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_dsa.errors import DSAError, require
+from megatron_dsa.errors import require
 from megatron_dsa.report.events import find_runs, missing_package, read_run
 
 
@@ -26,11 +26,7 @@ def add_command(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the runs and write the report."""
-    try:
-        return write_report(arguments.folders, arguments.output, arguments.title)
-    except DSAError as error:
-        print(f"report: {error}")
-        return 1
+    return write_report(arguments.folders, arguments.output, arguments.title)
 
 
 def write_report(folders: list[Path], outputs: list[Path], title: str) -> int:

@@ -210,13 +210,13 @@ def test_microbatches_in_flight(virtual):
 def test_a_plan_that_does_not_hold_says_why(changes, world, message, capsys):
     with mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}):
         argv = [*command(BF16 | changes), "--dsa-dry-run", "--dsa-dry-run-world", str(world)]
-        assert dry_run(argv) == 1
+        assert dry_run(argv) == 2
     assert message in capsys.readouterr().err
 
 
 def test_the_pipeline_rank_of_an_error_is_named(capsys):
     changes = {"--num-layers": 4, "--pipeline-model-parallel-size": 2, "--dsa-indexer-topk-freq": 3}
-    assert dry_run([*command(BF16 | changes), "--dsa-dry-run-world", "2"]) == 1
+    assert dry_run([*command(BF16 | changes), "--dsa-dry-run-world", "2"]) == 2
     assert "(pipeline rank 1)" in capsys.readouterr().err
 
 

@@ -1,0 +1,308 @@
+"""How a command or a training ends when it cannot go on: a sentence on stderr and an exit code.
+
+What users can mend (:class:`~megatron_dsa.errors.DSAError`) and what they meet of Megatron's own
+bare errors is said in a sentence; any other error keeps its traceback. ``--traceback`` on the
+command line shows all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import linecache
+import os
+import pickle
+import re
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_dsa.checkpoint_files import TRACKER
+from megatron_dsa.errors import DSAError
+
+TRACEBACK_FLAG = "--traceback"
+#: Exit code of what the user has to change before it can run.
+USAGE = 2
+#: Megatron's exit codes after a result that is not a number: save and rerun; give up.
+_RERUN, _REJECTED = 16, 17
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What is printed, and the exit code."""
+
+    message: str
+    code: int = USAGE
+
+
+@contextlib.contextmanager
+def told_in_a_sentence(argv: Sequence[str] | None = None) -> Iterator[None]:
+    """End the process with a message and an exit code where :func:`explain` knows the error.
+
+    Under a launcher, ranks that fail with the same message print it once, and it is what torchrun's
+    own summary shows.
+
+    Args:
+        argv: the command line (default: ``sys.argv``); with ``--traceback`` errors pass through.
+
+    Raises:
+        SystemExit: in place of an error that :func:`explain` knows.
+    """
+    try:
+        yield
+    except SystemExit as leaving:
+        machine = _rerun_state_machine()
+        if leaving.code in (_RERUN, _REJECTED) and machine is not None:
+            _say(_after_a_rejected_result(machine, leaving.code))
+        elif leaving.code is None and "read_metadata" in _functions(leaving):
+            _say(f"{TRACKER} in the folder to load from holds no iteration: docs/resume.md")
+            raise SystemExit(USAGE) from None
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if TRACEBACK_FLAG in (sys.argv if argv is None else argv):
+            raise
+        ending = explain(error)
+        if ending is None:
+            raise
+        _say(ending.message)
+        raise SystemExit(ending.code) from None
+
+
+def explain(error: BaseException) -> Ending | None:
+    """Return how to end on an error, or ``None`` for one that needs its traceback."""
+    if isinstance(error, ImportError) and not isinstance(error, DSAError):
+        return None  # of what is asked below, perhaps
+    if isinstance(error, DSAError):
+        return Ending("\n".join([str(error) or "no message", *getattr(error, "__notes__", ())]))
+    for known in (
+        _rejected_result,
+        _refused_flags,
+        _processes,
+        _unreadable_checkpoint,
+        _failed_save,
+        _optimizer_groups,
+        _file,
+    ):
+        if (ending := known(error)) is not None:
+            return ending
+    return None
+
+
+def _functions(error: BaseException) -> set[str]:
+    """Return the names of the functions that an error came through."""
+    return {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+
+
+def refused_by_megatron(error: BaseException) -> str:
+    """Return what Megatron's check of the flags says, else the check itself."""
+    if isinstance(error, ZeroDivisionError) or not str(error):
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        check = linecache.getline(frame.filename, frame.lineno).strip()
+        if check == "assert args.hidden_size % args.num_attention_heads == 0":
+            return (
+                "--hidden-size must be divisible by --num-attention-heads, or --kv-channels be "
+                "set: Megatron divides the two for it. DSA takes its head dims from --qk-head-dim "
+                "and --v-head-dim: any hidden size will do with --kv-channels set to one of them"
+            )
+        file = frame.filename.rpartition("site-packages/")[2]
+        return f"Megatron refuses these flags: {check} ({file}, line {frame.lineno})"
+    sizes = re.match(
+        r"eval_global_batch_size \((\d+)\) must be divisible by eval_micro_batch_size \((\d+)\) \* "
+        r"data_parallel_size \((\d+)\)",
+        str(error),
+    )
+    if sizes is not None:  # checked first, and derived from the flags of the training
+        return (
+            f"--global-batch-size (or --eval-global-batch-size) {sizes[1]} must be divisible by "
+            f"--micro-batch-size {sizes[2]} times the number of data-parallel ranks, {sizes[3]}"
+        )
+    return f"Megatron refuses these flags: {error}"
+
+
+def _refused_flags(error: BaseException) -> Ending | None:
+    """Errors of Megatron's validation of the command line, and of its configurations."""
+    if not isinstance(error, AssertionError | ValueError | ZeroDivisionError):
+        return None
+    where = _functions(error)
+    if where & {"validate_args", "core_transformer_config_from_args", "gpt_config_from_args"}:
+        return Ending(refused_by_megatron(error))
+    return None
+
+
+def _processes(error: BaseException) -> Ending | None:
+    """Errors of processes that look for each other at the start."""
+    from torch.distributed import DistNetworkError, DistStoreError, is_initialized
+
+    if not isinstance(error, DistStoreError | DistNetworkError) or is_initialized():
+        return None
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    told = ", ".join(f"{name}={os.environ.get(name, 'not set')}" for name in names)
+    first = (str(error).splitlines() or [""])[0]
+    if "EADDRINUSE" in str(error):
+        reason = (
+            "another process has MASTER_PORT: a second job on this machine, or a second process "
+            "that was told to be rank 0. Give every job a port, and every process its RANK"
+        )
+    else:
+        reason = (
+            "not all processes of WORLD_SIZE have met at MASTER_ADDR:MASTER_PORT. Start as many as "
+            "it says, each with its own RANK, where this address can be reached"
+        )
+    return Ending(f"{reason} ({told}): {first}")
+
+
+def _unreadable_checkpoint(error: BaseException) -> Ending | None:
+    """Errors of damaged files, which sizes do not show."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    where = _functions(error)
+    if not where & {"load_checkpoint", "prepare_loading", "export_hf"}:
+        return None
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    cause = next((each[0] for each in failures.values()), error)
+    damaged = isinstance(
+        cause, EOFError | OSError | pickle.UnpicklingError | CheckpointingException
+    ) or (isinstance(cause, RuntimeError) and "PytorchStreamReader" in str(cause))
+    if not damaged:
+        return None
+    reason = (str(cause).splitlines() or [""])[0] or "a file ends too early"
+    return Ending(
+        f"the checkpoint of --load cannot be read: {type(cause).__name__}: {reason}. Copy it "
+        "again, or load an earlier one with --ckpt-step (docs/resume.md)"
+    )
+
+
+def _failed_save(error: BaseException) -> Ending | None:
+    """Errors of writing a checkpoint; what torch says of a full disk does not name it."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    if "save_checkpoint" not in _functions(error):
+        return None
+    if not isinstance(error, CheckpointException | OSError):
+        return None
+    folder = _training_arguments().save
+    free = shutil.disk_usage(folder).free / 2**20
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    cause = next((each[0] for each in failures.values()), error)
+    return Ending(
+        f"no checkpoint could be saved to {folder}, which has {free:.0f} MiB free: {cause}. "
+        f"{TRACKER} still names the last whole one: make room, and start the same command again "
+        "(docs/resume.md)"
+    )
+
+
+def _optimizer_groups(error: BaseException) -> Ending | None:
+    """Megatron finds the groups of an optimizer by their learning rates."""
+    if "_filter_and_reorder_param_groups" not in _functions(error):
+        return None
+    return Ending(
+        "the optimizer's state in the checkpoint of --load is of other learning rates (--lr, "
+        "--min-lr and the like), by which Megatron finds it: give the ones of then, or start "
+        f"the optimizer anew with --no-load-optim ({str(error).splitlines()[0]})"
+    )
+
+
+def _file(error: BaseException) -> Ending | None:
+    """Files that a command was told to read or write."""
+    where = _functions(error)
+    if "run_command" not in where:
+        return None
+    if isinstance(error, OSError) and error.filename is not None:
+        return Ending(f"{error.filename}: {error.strerror}")
+    return None
+
+
+def _rejected_result(error: BaseException) -> Ending | None:
+    """Megatron saves a state to examine, which fails where there is no ``--save``."""
+    machine = _rerun_state_machine()
+    if machine is None or machine.state.name != "WILL_RERUN_FROM_CHECKPOINT":
+        return None
+    if _training_arguments().save is not None:
+        return None
+    return Ending(_after_a_rejected_result(machine, _REJECTED), _REJECTED)
+
+
+def _rerun_state_machine():
+    """Return what validates Megatron's results, or ``None`` where no training has begun."""
+    module = sys.modules.get("megatron.core.rerun_state_machine")
+    return module and module._GLOBAL_RERUN_STATE_MACHINE
+
+
+def _training_arguments():
+    from megatron.training.global_vars import get_args
+
+    return get_args()
+
+
+def _after_a_rejected_result(machine, code: int) -> str:
+    """Say what was no number, in which step, and what to do."""
+    call = machine.failed_validation_call
+    what = call.caller.message if call is not None else "a result of another rank was rejected"
+    args = _training_arguments()
+    if args.save is None:
+        do = "Nothing was saved (no --save): start again from the last checkpoint, if there is one"
+    elif code == _RERUN:
+        do = (
+            f"The state before this step was saved to {args.save} for a rerun on another GPU; if "
+            "the weights are at fault every restart from it ends like this. Go back to an earlier "
+            "checkpoint with --ckpt-step"
+        )
+    else:
+        do = "Go back to an earlier checkpoint with --ckpt-step"
+    return (
+        f"step {args.curr_iteration + 1}: {what}. {do}, with other data or another --lr: "
+        f"docs/resume.md (exit code {code})"
+    )
+
+
+def _say(message: str) -> None:
+    """Print on stderr what no other rank has printed; leave it for torchrun's summary."""
+    from megatron_dsa.launching import this_rank, world_size
+
+    sys.stdout.flush()
+    if world_size() > 1:
+        _leave_for_launcher(message)
+        if not _is_first_to_say(message):
+            return
+        print(f"[rank {this_rank()}] ", end="", file=sys.stderr)
+    print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def _leave_for_launcher(message: str) -> None:
+    """Write the file that torchrun reads for its summary, which has a hint to its manual else."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError), open(path, "w") as file:
+        json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+
+
+def _is_first_to_say(message: str) -> bool:
+    """Whether no other rank asked with this message, by the store that all ranks have."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    digest = hashlib.sha1(message.encode()).hexdigest()
+    try:
+        return _store().add(f"megatron_dsa/said/{restart}/{digest}", 1) == 1
+    except Exception:  # whatever is wrong with the store, the message must be seen
+        return True
+
+
+def _store():
+    """The store of the process group, or that of torchrun before there is one."""
+    from datetime import timedelta
+
+    import torch
+    from torch.distributed import TCPStore, distributed_c10d
+
+    if torch.distributed.is_initialized():
+        return distributed_c10d._get_default_store()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise LookupError("no launcher that keeps a store")
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))

@@ -1,0 +1,252 @@
+"""Commands and trainings end on errors that users can mend with a sentence and exit code 2."""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
+
+from megatron_dsa import pretrain
+from megatron_dsa.checkpoint_files import TRACKER
+from megatron_dsa.entry_errors import explain, told_in_a_sentence
+from megatron_dsa.errors import ConfigError, FallbackError
+from tests.functional.launch import TINY, command_line
+from tests.host import parsed
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY_FLAGS = command_line(TINY)
+
+
+def ended(error, argv=()):
+    """Return the exit code after ``error``."""
+    with pytest.raises(SystemExit) as leaving, told_in_a_sentence(argv):
+        raise error
+    return leaving.value.code
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+
+
+@pytest.mark.parametrize("error", [ConfigError("--flag must be 1"), FallbackError("no kernel")])
+def test_our_errors_are_a_sentence(error, alone, capsys):
+    assert ended(error) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"error: {error}\n" and not captured.out
+
+
+def test_a_traceback_for_developers(capsys):
+    with pytest.raises(ConfigError), told_in_a_sentence(["program", "--traceback"]):
+        raise ConfigError("wrong")
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [TypeError("bug"), KeyError("bug"), AssertionError("bug")])
+def test_other_errors_keep_their_traceback(error):
+    with pytest.raises(type(error), match="bug"), told_in_a_sentence([]):
+        raise error
+
+
+def test_exit_codes_of_others_pass(capsys):
+    for code in (None, 0, 1, 16):
+        assert ended(SystemExit(code)) == code
+    assert not capsys.readouterr().err
+
+
+def test_ranks_say_it_once(monkeypatch, tmp_path, capsys):
+    """The first of those that fail alike; torchrun reads the message of every rank in a file."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+    shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    said = []
+    for rank, message in enumerate(["all", "all", "only one"]):
+        file = tmp_path / f"{rank}.json"
+        here = {"RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(file)}
+        for name, value in (shared | here).items():
+            monkeypatch.setenv(name, value)
+        assert ended(ConfigError(message)) == 2
+        said.append(capsys.readouterr().err)
+        assert json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"] == message
+    assert said == ["[rank 0] error: all\n", "", "[rank 2] error: only one\n"]
+    # A launcher without a store: better often than never.
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert ended(ConfigError("all")) == 2
+    assert capsys.readouterr().err == "[rank 2] error: all\n"
+
+
+def refused(flags, monkeypatch):
+    with pytest.raises((AssertionError, ValueError)) as raised:
+        parsed(flags, 1, monkeypatch)
+    return explain(raised.value)
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (["--hidden-size", "30"], "--hidden-size must be divisible by --num-attention-heads, or"),
+        (["--save", "there"], "assert args.save_interval is not None (megatron/training/argum"),
+        (
+            ["--global-batch-size", "3"],
+            "--global-batch-size (or --eval-global-batch-size) 3 must be",
+        ),
+    ],
+)
+def test_checks_of_megatron(changes, says, monkeypatch):
+    """Also those that say nothing but AssertionError."""
+    ending = refused([*TINY_FLAGS, *changes], monkeypatch)
+    assert ending.code == 2 and says in ending.message
+
+
+def test_hidden_size_that_is_no_multiple_of_heads(monkeypatch):
+    """What the message recommends works."""
+    args = parsed([*TINY_FLAGS, "--hidden-size", "30", "--kv-channels", "8"], 1, monkeypatch)
+    assert pretrain.model_config_from_args(args).transformer.hidden_size == 30
+
+
+def test_processes_that_do_not_come(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DistStoreError) as raised:
+        TCPStore("localhost", 0, world_size=2, is_master=True, timeout=timedelta(seconds=1))
+    message = explain(raised.value).message
+    assert message.startswith("not all processes of WORLD_SIZE have met")
+    assert "(RANK=0, WORLD_SIZE=2, " in message
+
+
+def test_two_processes_of_rank_0(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    first = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(DistNetworkError) as raised:
+        TCPStore("localhost", first.port, is_master=True, wait_for_workers=False)
+    assert "a second process that was told to be rank 0" in explain(raised.value).message
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert explain(raised.value) is None  # in the middle of a training it has other causes
+
+
+def test_a_checkpoint_that_is_damaged_inside():
+    """Bytes that sizes do not show."""
+
+    def load_checkpoint():
+        raise EOFError
+
+    with pytest.raises(SystemExit) as leaving, told_in_a_sentence([]):
+        load_checkpoint()
+    assert leaving.value.code == 2
+
+
+def test_a_full_disk(rejected, tmp_path):
+    """What torch's writer says of it does not name the disk."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    rejected(str(tmp_path))
+
+    def save_checkpoint():
+        raise CheckpointException("write", {0: (RuntimeError("Worker failure"), None)})
+
+    with pytest.raises(CheckpointException) as raised:
+        save_checkpoint()
+    message = explain(raised.value).message
+    assert message.startswith(f"no checkpoint could be saved to {tmp_path}, which has ")
+    assert "MiB free: Worker failure. " in message
+
+
+def test_an_optimizer_of_another_learning_rate():
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    group = {"max_lr": 1e-3, "params": []}
+    with pytest.raises(ValueError) as raised:
+        MegatronOptimizer._filter_and_reorder_param_groups([group], [group | {"max_lr": 1.0}])
+    message = explain(raised.value).message
+    assert "other learning rates" in message and "--no-load-optim" in message
+    assert "\n" not in message
+
+
+def test_a_tracker_that_megatron_reads_is_no_success(tmp_path, alone, capsys):
+    """Megatron leaves with exit code 0."""
+    from megatron.training.checkpointing import read_metadata
+
+    (tmp_path / TRACKER).write_text("abc")
+    with pytest.raises(SystemExit) as leaving, told_in_a_sentence([]):
+        read_metadata(str(tmp_path / TRACKER))
+    assert leaving.value.code == 2 and "holds no iteration" in capsys.readouterr().err
+
+
+@pytest.fixture
+def rejected(monkeypatch):
+    """Megatron's machine after a step that was not a number; ``rejected(save)``."""
+    from megatron.core import rerun_state_machine
+    from megatron.training import global_vars
+
+    def reject(save):
+        caller = SimpleNamespace(message="found NaN in local forward loss calculation")
+        machine = SimpleNamespace(
+            state=rerun_state_machine.RerunState.WILL_RERUN_FROM_CHECKPOINT,
+            failed_validation_call=SimpleNamespace(caller=caller),
+        )
+        monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", machine)
+        args = SimpleNamespace(save=save, curr_iteration=41)
+        monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+
+    return reject
+
+
+def test_not_a_number_without_save(rejected, alone, capsys):
+    """Megatron's attempt to save is a TypeError."""
+    rejected(None)
+    assert ended(TypeError("expected str, bytes or os.PathLike object, not NoneType")) == 17
+    said = capsys.readouterr().err
+    assert said.startswith("error: step 42: found NaN in local forward loss calculation. Nothing")
+    assert "docs/resume.md" in said and said.count("\n") == 1
+
+
+def test_not_a_number_with_save(rejected, alone, capsys):
+    rejected("there")
+    assert ended(SystemExit(16)) == 16
+    said = capsys.readouterr().err
+    assert "step 42: found NaN" in said and "saved to there" in said and "--ckpt-step" in said
+    with pytest.raises(TypeError), told_in_a_sentence([]):
+        raise TypeError("another error while it saves")
+
+
+@pytest.mark.parametrize(
+    "command, says",
+    [
+        (["import-hf", "--input", "nowhere", "--output", "x"], "config.json is missing"),
+        (["prepare-data", "--output", "x", "--input", "nowhere"], "nowhere: No such file"),
+        (["report", "nowhere"], "nowhere is no folder"),
+    ],
+)
+def test_commands(command, says, monkeypatch, alone, capsys):
+    from megatron_dsa.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", ["megatron_dsa", *command])
+    with pytest.raises(SystemExit) as leaving:
+        main()
+    said = capsys.readouterr().err
+    assert leaving.value.code == 2 and said.startswith("error: ") and says in said
+    monkeypatch.setattr(sys, "argv", ["megatron_dsa", *command, "--traceback"])
+    with pytest.raises((ConfigError, OSError)):
+        main()
+
+
+def test_a_training_as_a_user_starts_it(tmp_path):
+    """In a process of its own: exit code 2, one line on the error stream, no traceback."""
+    command = [sys.executable, "-m", "megatron_dsa.pretrain", *TINY_FLAGS, "--csa-window-size", "3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    environment.pop("PYTHONWARNINGS", None)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("INFO:")]
+    message = "--csa-window-size: has a meaning only with --csa-compress-ratios, add that"
+    assert errors == [f"error: {message}"]

@@ -1,0 +1,108 @@
+"""Damaged checkpoints are named, with the file and the way out, before Megatron reads them."""
+
+import argparse
+import json
+
+import pytest
+import torch
+from torch.distributed import checkpoint
+
+from megatron_dsa.checkpoint_files import TRACKER, check_files
+from megatron_dsa.checkpoints import checkpoint_directory
+from megatron_dsa.errors import ConfigError
+
+
+@pytest.fixture
+def root(tmp_path):
+    """What ``--save`` was: two iterations in the format of torch's distributed checkpoints."""
+    for step in (1, 2):
+        directory = tmp_path / f"iter_{step:07d}"
+        checkpoint.save(
+            {"weight": torch.randn(64, 16), "bias": torch.randn(16)},
+            storage_writer=checkpoint.FileSystemWriter(directory),
+            no_dist=True,
+        )
+        config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        (directory / "metadata.json").write_text(json.dumps(config))
+    (tmp_path / TRACKER).write_text("2")
+    return tmp_path
+
+
+def found(root, step=None):
+    args = argparse.Namespace(load=str(root), pretrained_checkpoint=None, ckpt_step=step)
+    return checkpoint_directory(args)
+
+
+def test_whole_checkpoints_are_found(root):
+    assert found(root) == root / "iter_0000002"
+    assert found(root, step=1) == root / "iter_0000001"
+    (root / "iter_0000002").rename(root / "release")
+    (root / TRACKER).write_text("release\n")
+    assert found(root, step=1) == root / "release"
+    (root / TRACKER).unlink()
+    assert found(root) is None
+
+
+@pytest.mark.parametrize("content, says", [("", "is empty"), ("abc", "'abc'"), ("-3", "'-3'")])
+def test_tracker_without_an_iteration(content, says, root):
+    (root / TRACKER).write_text(content)
+    with pytest.raises(ConfigError, match=f"{TRACKER} .*{says}.*Saved there: 1, 2") as raised:
+        found(root)
+    assert "number of an iteration" in str(raised.value)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    "name, damage, says",
+    [
+        (".metadata", lambda path: path.unlink(), ".metadata is missing"),
+        (".metadata", cut, ".metadata is damaged"),
+        (".metadata", empty, ".metadata is damaged"),
+        ("metadata.json", empty, "metadata.json is not JSON"),
+        ("metadata.json", lambda path: path.unlink(), "metadata.json is missing"),
+        ("__0_0.distcp", cut, "__0_0.distcp is cut off: "),
+        ("__0_0.distcp", empty, "__0_0.distcp is cut off: 0 bytes of "),
+        ("__0_0.distcp", lambda path: path.unlink(), "__0_0.distcp is missing"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_damaged_files(name, damage, says, root):
+    damage(root / "iter_0000002" / name)
+    with pytest.raises(ConfigError) as raised:
+        found(root)
+    assert f"iter_0000002/{says}" in str(raised.value)
+    assert "load another one with --ckpt-step (1; docs/resume.md)" in str(raised.value)
+    assert found(root, step=1) == root / "iter_0000001"
+
+
+def test_iteration_that_is_not_there(root):
+    (root / TRACKER).write_text("77")
+    message = "iter_0000077, which .* does not hold. Saved there: 1, 2. Name one of them"
+    with pytest.raises(ConfigError, match=message):
+        found(root)
+
+
+def test_the_only_checkpoint_has_no_other_beside_it(root):
+    (root / "iter_0000001").rename(root.parent / "elsewhere")
+    empty(root / "iter_0000002" / "__0_0.distcp")
+    with pytest.raises(ConfigError, match="there is no other beside it"):
+        check_files(root / "iter_0000002")
+
+
+def test_other_formats_are_left_to_megatron(tmp_path):
+    (tmp_path / "iter_0000002" / "mp_rank_00").mkdir(parents=True)
+    check_files(tmp_path / "iter_0000002")
+
+
+def test_one_rank_looks_at_the_files(root, monkeypatch):
+    """They are the same for all; thousands of ranks would ask a file system for each of them."""
+    empty(root / "iter_0000002" / "__0_0.distcp")
+    monkeypatch.setenv("RANK", "3")
+    assert found(root) == root / "iter_0000002"

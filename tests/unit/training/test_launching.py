@@ -1,0 +1,65 @@
+"""What a launcher says of the processes is checked: wrong numbers leave the others waiting."""
+
+import pytest
+import torch
+
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.launching import check_launch
+
+TWO = {
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1234"
+}  # fmt: skip
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Set the variables of :data:`TWO` with changes; ``None`` unsets one."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def launch(**changes):
+        for name, value in (TWO | changes).items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+        check_launch()
+
+    return launch
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"RANK": "2"}, "RANK must be less than WORLD_SIZE 2, got 2"),
+        ({"RANK": "-1"}, "RANK must be a number of at least 0, got '-1'"),
+        ({"RANK": "one"}, "RANK must be a number"),
+        ({"RANK": None}, "RANK must be set with WORLD_SIZE 2"),
+        ({"LOCAL_RANK": None}, "LOCAL_RANK must be set with WORLD_SIZE 2"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK must be less than WORLD_SIZE 2, got 2"),
+        ({"WORLD_SIZE": "4", "LOCAL_RANK": "3"}, r"number of GPUs that this process sees \(2\)"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be a number of at least 1, got '0'"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE must be a number"),
+        ({"WORLD_SIZE": None, "RANK": "1"}, "RANK must be less than WORLD_SIZE 1, got 1"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR must be set: torchrun sets it"),
+        ({"MASTER_PORT": None}, "MASTER_PORT must be set"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT must be less than 65536"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_cannot_be_is_refused(changes, says, launched):
+    with pytest.raises(ConfigError, match=says):
+        launched(**changes)
+
+
+def test_rank_0_says_where_it_waits(launched, capsys):
+    launched()
+    assert capsys.readouterr().out.startswith("> waiting for 2 processes (WORLD_SIZE) at host:1234")
+    launched(RANK="1", LOCAL_RANK="1")
+    launched(RANK=None, LOCAL_RANK=None, WORLD_SIZE=None, MASTER_PORT="0")
+    assert not capsys.readouterr().out
+
+
+def test_a_launcher_that_shows_every_process_one_gpu(launched, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    launched(RANK="1", LOCAL_RANK=None)
