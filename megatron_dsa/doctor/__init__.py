@@ -13,6 +13,7 @@ ids out of range, stale ids, lists of different lengths, keys that are NaN and m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 
@@ -30,7 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_dsa.doctor.table import as_json, print_report
 
     try:
-        report = examine(arguments)
+        # Compilers of kernels log to the standard output, which belongs to the report.
+        with contextlib.redirect_stdout(sys.stderr):
+            report = examine(arguments)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return NOT_PROVEN

@@ -112,7 +112,7 @@ class Case:
         if self.cut != "zigzag":
             kind, more = PackedRuns, {"runs": self.runs(cp)}
         padded = None if self.padded is None else cumulated(self.padded)
-        longest = max(self.real)
+        longest = max(self.padded or self.real)
         return kind(cp, rank, self.total // cp, cumulated(self.real), longest, padded, **more)
 
     def inputs(self):

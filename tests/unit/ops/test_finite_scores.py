@@ -295,5 +295,6 @@ def test_the_gpu_asserts(name):
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode != 0 and done.stdout.split() == ["fine"], done.stderr
+    printed = done.stdout.splitlines()  # of compilers, too
+    assert done.returncode != 0 and "fine" in printed and "not seen" not in printed, done.stderr
     assert "indexer_topk: index scores are NaN or infinite: check the indexer's" in done.stderr
