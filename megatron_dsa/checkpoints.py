@@ -14,7 +14,6 @@ import re
 from pathlib import Path
 from unittest import mock
 
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
@@ -50,12 +49,12 @@ def prepare_loading(args: argparse.Namespace):
             was = now
         if was != now and not args.finetune and not args.no_load_optim:
             args.no_load_optim = True
-            if _rank() == 0:
+            if this_rank() == 0:
                 print(
                     f"> checkpoint {directory} is of stage {was}, this run of stage {now}: the "
                     "optimizer starts anew"
                 )
-    if directory is not None and _rank() == 0:
+    if directory is not None and this_rank() == 0:
         say_dropped_indexers(args, directory)
     return mock.patch.object(checkpointing.dist_checkpointing, "load", load)
 
@@ -64,9 +63,10 @@ def say_dropped_indexers(args: argparse.Namespace, directory: Path) -> None:
     """Print that a run of stage ``dense`` leaves the indexers of its checkpoint behind."""
     if _what_is_trained(args) != "dense":
         return
-    keys = {entry.key for entry in load_sharded_metadata(str(directory)).values()}
     indexers = [
-        key for key in keys if is_indexer_parameter(key) and not key.startswith("optimizer")
+        key
+        for key in entries_of(directory)
+        if is_indexer_parameter(key) and not key.startswith("optimizer")
     ]
     if indexers:
         print(
@@ -88,10 +88,6 @@ def _what_is_trained(args) -> str:
     if stage == "sparse" and not args.dsa_indexer_loss_coeff:
         return "sparse (without the indexers)"
     return stage
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def checkpoint_directory(args) -> Path | None:

@@ -59,7 +59,7 @@ def test_a_layer_that_is_not_finite_is_not_left_out(wrong, log, capsys):
         log.record(layer, {"indexer loss": torch.tensor(value, device=device)})
     log.record(0, {"dsa zero scores": torch.tensor(0.5, device=device)})
     board, total = Board(), {}
-    log.track_indexer_metrics(1.0, 5, board, None, total)
+    log.log(5, total, False, board)
     assert capsys.readouterr().out == "> indexer loss is not finite in layer(s) 2 (iteration 5)\n"
     written = {tag: value for tag, value, _ in board.scalars}
     assert written.pop("dsa/indexer-loss/layer-2") == pytest.approx(wrong, nan_ok=True)

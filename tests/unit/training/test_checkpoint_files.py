@@ -104,5 +104,5 @@ def test_other_formats_are_left_to_megatron(tmp_path):
 def test_one_rank_looks_at_the_files(root, monkeypatch):
     """They are the same for all; thousands of ranks would ask a file system for each of them."""
     empty(root / "iter_0000002" / "__0_0.distcp")
-    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("megatron_dsa.checkpoints.this_rank", lambda: 3)
     assert found(root) == root / "iter_0000002"
