@@ -229,8 +229,11 @@ def _rejected_result(error: BaseException) -> Ending | None:
 
 def _rerun_state_machine():
     """Return what validates Megatron's results, or ``None`` where no training has begun."""
-    module = sys.modules.get("megatron.core.rerun_state_machine")
-    return module and module._GLOBAL_RERUN_STATE_MACHINE
+    machines = sys.modules.get("megatron.core.rerun_state_machine")
+    variables = sys.modules.get("megatron.training.global_vars")
+    if machines is None or variables is None or variables._GLOBAL_ARGS is None:
+        return None
+    return machines._GLOBAL_RERUN_STATE_MACHINE
 
 
 def _training_arguments():

@@ -173,6 +173,7 @@ def test_resume_and_export_in_a_fresh_environment(fresh_python, tmp_path):
     flags = TINY | {"--data-path": "topics", "--save": "run", "--load": "run", "--save-interval": 2}
     for last, stage in ((2, "dense"), (4, "sparse"), (6, "sparse")):
         more = {"--train-iters": last, "--dsa-stage": stage, "--use-distributed-optimizer": True}
+        more["--override-opt_param-scheduler"] = True
         log = fresh("-m", "megatron_dsa.pretrain", *command_line(flags | more))
         assert [step["iteration"] for step in parse_steps(log)] == [last - 1, last], torch_version
     (tmp_path / "config.json").write_text(json.dumps(SPARSE))

@@ -393,7 +393,7 @@ def zeros(*shape):
         ({"lse": zeros(96, 2)}, "^lse must be"),
         ({"other_lse": zeros(96, 2)}, "^other_lse must be"),
         ({"softmax_scale": 0.0}, "softmax_scale must be positive"),
-        ({"k": zeros(96, 3, DIM)}, "k must be"),
+        ({"k": zeros(96, 3, DIM)}, "k must have 1 or"),
         ({"k": LatentKeys(zeros(96, 10), zeros(3, 8, 6))}, "k must have latents"),
         ({"k": LatentKeys(zeros(96, 9), zeros(HEADS, 8, 6))}, "k must have latents"),
         ({"k": LatentKeys(zeros(96, 10).half(), zeros(HEADS, 8, 6))}, "in q's dtype"),

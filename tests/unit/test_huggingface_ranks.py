@@ -7,6 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
+from torch.distributed.checkpoint import save
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
@@ -202,7 +203,7 @@ def test_training_run_starts_from_a_checkpoint(tmp_path, capsys, monkeypatch):
     with torch.no_grad():
         weight_of_run = other.decoder.layers[1].mlp.router.weight.fill_(3)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
-    (tmp_path / "iter_0000004").mkdir()
+    save({"x": torch.zeros(1)}, checkpoint_id=tmp_path / "iter_0000004", no_dist=True)
     metadata = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (tmp_path / "iter_0000004" / "metadata.json").write_text(json.dumps(metadata))
     importing_hook(args)([other])
