@@ -80,6 +80,7 @@ def hide_transformer_engine() -> None:
     """
     if "transformer_engine" not in sys.modules:
         sys.modules["transformer_engine"] = None
+        sys.modules["transformer_engine_torch"] = None  # its PyTorch extension, a module of its own
 
 
 class CudaTo(TorchFunctionMode):

@@ -143,6 +143,7 @@ def test_megatron_does_not_see_transformer_engine_without_a_gpu():
         "cpu_host.activate()\n"
         "import megatron.core.optimizer.clip_grads\n"
         "import megatron.core.models.gpt.gpt_layer_specs\n"
+        "import megatron.core.models.mimo\n"
     )
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
