@@ -215,6 +215,10 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run a parsed command; returns the exit code."""
+    from megatron_dsa import cpu_host
+
+    if cpu_host.needed():
+        cpu_host.hide_transformer_engine()
     return arguments.run(arguments)
 
 
