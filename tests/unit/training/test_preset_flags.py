@@ -117,6 +117,7 @@ def test_presets_go_in_front_and_are_announced(capsys, monkeypatch):
         (None, None, True, "no transformer-engine"),
         ("2.20", None, True, "without its PyTorch extension"),
         ("2.20", True, False, "needs a GPU"),
+        ("2.20", None, False, "needs a GPU"),  # hidden by then
         ("2.20", True, True, None),
     ],
 )
