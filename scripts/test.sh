@@ -7,4 +7,6 @@ python=${PYTHON:-$(scripts/environment.sh)}
 # Two files at a time where there is no GPU to share; every process gets one thread.
 workers=$("$python" -c 'import os, torch; print(0 if torch.cuda.is_available() or os.cpu_count() < 2 else 2)')
 export OMP_NUM_THREADS=1
+# Container images set it: every process of a test would compile torch and Megatron anew.
+unset PYTHONDONTWRITEBYTECODE
 exec "$python" -m pytest -W ignore -n "$workers" --dist loadfile "$@"

@@ -57,7 +57,7 @@ def run_modules(
     Returns:
         The exit status of the first one that failed, after which the others are ended; else 0.
     """
-    arguments = (module, flags, environments, str(folder), str(output))
+    arguments = (module, flags, environments, str(folder), str(output), kill_at is None)
     processes = _start(_run_module, arguments, len(environments))
     end = time.monotonic() + limit
     try:
@@ -109,8 +109,16 @@ def _call(rank, environment, function, *arguments):
     function(rank, *arguments)
 
 
-def _run_module(rank, module, flags, environments, folder, output):
+def _fork_managers() -> None:
+    """Fork the process that collects what a save wrote: Megatron's new one would import torch."""
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.context.SpawnContext.Manager = lambda self: fork.Manager()
+
+
+def _run_module(rank, module, flags, environments, folder, output, saves_fast):
     _set_environment(environments[rank])
+    if saves_fast:  # else there is time to kill it in a save
+        _fork_managers()
     os.chdir(folder)
     with open(output, "a") as file:
         os.dup2(file.fileno(), 1)
