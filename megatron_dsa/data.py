@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy
 import torch
 from megatron.core import mpu
+from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -55,6 +55,22 @@ def write_byte_dataset(documents: list[str], prefix: str | Path) -> int:
     return tokens
 
 
+class GPTDataset(gpt_dataset.GPTDataset):
+    """Megatron's data set, which looks for tokens for ever where it has no document.
+
+    It keeps the name, which is a part of the names of cached indices.
+    """
+
+    def _get_num_epochs(self, num_tokens_per_epoch: int) -> int:
+        require(
+            num_tokens_per_epoch > 0,
+            f"--split gives the {self.index_split.name} data no document of "
+            f"{self.dataset.path_prefix}, and it is cut between documents: give it a larger share "
+            "or data of more documents, or set --eval-iters 0",
+        )
+        return super()._get_num_epochs(num_tokens_per_epoch)
+
+
 def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None):
     """Build Megatron's GPT data sets from the global arguments (its data-set provider)."""
     args = get_args()
@@ -66,7 +82,7 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None):
         )
     for part in filter(None, [blend, *(blend_per_split or ())]):
         check_prefixes(part[0])
-    config = GPTDatasetConfig(
+    config = gpt_dataset.GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
@@ -84,7 +100,7 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None):
         inter_document_masking=args.dataloader_inter_document_masking,
     )
     if args.mock_data:
-        from megatron.core.datasets.gpt_dataset import MockGPTDataset as dataset_class
+        dataset_class = gpt_dataset.MockGPTDataset
     else:
         dataset_class = GPTDataset
 

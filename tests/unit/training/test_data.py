@@ -1,9 +1,12 @@
 """Data that a model cannot take is named before it reaches the embedding."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from megatron.core.datasets.utils import Split
 
-from megatron_dsa.data import check_prefixes, check_tokens, write_byte_dataset
+from megatron_dsa.data import GPTDataset, check_prefixes, check_tokens, write_byte_dataset
 from megatron_dsa.errors import ConfigError
 
 
@@ -49,3 +52,15 @@ def test_missing_data_set(tmp_path):
     (tmp_path / "data.bin").unlink()
     with pytest.raises(ConfigError, match=r"no file .*data\.bin"):
         check_prefixes([prefix])
+
+
+def test_a_split_without_documents():
+    """Megatron would add epochs of no tokens for ever."""
+    empty = SimpleNamespace(
+        num_samples=4,
+        config=SimpleNamespace(sequence_length=8, add_extra_token_to_sequence=1),
+        index_split=Split.valid,
+        dataset=SimpleNamespace(path_prefix="topics"),
+    )
+    with pytest.raises(ConfigError, match="--split gives the valid data no document of topics"):
+        GPTDataset._get_num_epochs(empty, 0)
