@@ -17,13 +17,13 @@ from torch.nn.functional import pad
 from benchmarks.hybrid import SHAPES, Case
 from benchmarks.timing import Clock, measure
 from benchmarks.verify import WrongResult, largest_error
-from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.csa_kernels import compress, norm_rope, rotate
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.key_lists import KeyLists
-from megatron_dsa.layout import bshd_layout
 from megatron_dsa.ops.arithmetic import accumulation_dtype
+from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.sequence.layout import bshd_layout
 
 DTYPE = torch.bfloat16
 #: Rows that are compared with float64: enough for many programs, few enough to cost nothing.

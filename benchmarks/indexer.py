@@ -31,8 +31,8 @@ from benchmarks.measure import environment, one_line
 from benchmarks.timing import Clock, measure, measure_ceiling, what_ran
 from megatron_dsa.dispatch import Policy, candidates, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
-from megatron_dsa.layout import bshd_layout
 from megatron_dsa.pairs import Keys
+from megatron_dsa.sequence.layout import bshd_layout
 
 COLUMNS = (
     "date", "gpu", "torch", "cuda", "driver", "flash_mla", "cudnn_frontend", "cutlass_dsl",

@@ -33,9 +33,9 @@ from megatron_dsa.dsa_kernels import (
     indexer_topk,
     sparse_attention,
 )
-from megatron_dsa.layout import Layout, bshd_layout
 from megatron_dsa.parallel import gather_keys
-from megatron_dsa.spread import KeyPlaces, Spread, places_of, spread_layout
+from megatron_dsa.sequence.layout import Layout, bshd_layout
+from megatron_dsa.sequence.sharding import KeyPlaces, Spread, places_of, spread_layout
 
 #: Dims of a head's query (128 and rope's 64) and of its output, which travel before absorption.
 TRAVELLING = {"v3.2": (192, 128), "tiny": (20, 10)}

@@ -45,7 +45,7 @@ def measure(length: int, workspace_mib: int) -> dict:
         sparse_attention,
         sparse_indexer_loss,
     )
-    from megatron_dsa.layout import bshd_layout
+    from megatron_dsa.sequence.layout import bshd_layout
 
     policy = Policy(fused=False, workspace_bytes=workspace_mib * 2**20)
     s = SHAPE

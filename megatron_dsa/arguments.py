@@ -12,7 +12,7 @@ from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, OPERATIONS, candidate
 from megatron_dsa.entry_errors import TRACEBACK_FLAG
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.planning.flags import add_dry_run_arguments
-from megatron_dsa.spread import CP_LAYOUTS
+from megatron_dsa.sequence.sharding import CP_LAYOUTS
 
 BACKENDS = ("dsa_fused", "dsa_unfused")
 

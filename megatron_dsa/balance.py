@@ -23,12 +23,12 @@ from functools import lru_cache
 
 import torch
 
-from megatron_dsa.compressed_keys import CompressedKeys, visible_groups
 from megatron_dsa.dispatch import Policy, count
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
-from megatron_dsa.layout import Layout
 from megatron_dsa.parallel import Ranks
-from megatron_dsa.spread import Spread, run_layout
+from megatron_dsa.sequence.compressed import CompressedKeys, visible_groups
+from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.sequence.sharding import Spread, run_layout
 
 #: Rows are exchanged where the rank with most work has more than this times the mean (zigzag: 1.0;
 #: two contiguous parts: 1.5). Below, there is less to gain than three messages cost.

@@ -8,7 +8,6 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from megatron_dsa.compressed_keys import CompressedKeys
 from megatron_dsa.config import options_of
 from megatron_dsa.csa_config import CSA_RATIO
 from megatron_dsa.csa_kernels import compress, rotate
@@ -17,6 +16,7 @@ from megatron_dsa.hybrid_keys import extend
 from megatron_dsa.layers import ReplicatedLinear, new_parameter
 from megatron_dsa.parallel import Ranks
 from megatron_dsa.position_rope import PositionRope
+from megatron_dsa.sequence.compressed import CompressedKeys
 
 
 @dataclass

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_dsa.config_rules import dsa_rules
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.spread import CP_LAYOUTS
+from megatron_dsa.sequence.sharding import CP_LAYOUTS
 from megatron_dsa.versions import require_supported_megatron
 
 require_supported_megatron()

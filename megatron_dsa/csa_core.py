@@ -21,7 +21,6 @@ from megatron.core.transformer.utils import (
 )
 
 from megatron_dsa.balance import balanced_topk
-from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.config import indexer_is_trained, query_heads, uses_indexer, validate
 from megatron_dsa.csa_config import CSA_RATIO
 from megatron_dsa.dispatch import device_problem
@@ -33,17 +32,18 @@ from megatron_dsa.dsa_kernels import (
 )
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.fp32_parameters import Fp32Parameters
-from megatron_dsa.halo import halo_of
 from megatron_dsa.health import Attended
 from megatron_dsa.hybrid_keys import join_keys
 from megatron_dsa.indexer_training import needs_indexer_backward, needs_probabilities
 from megatron_dsa.key_lists import KeyLists
 from megatron_dsa.layers import new_parameter
-from megatron_dsa.layout import Layout
 from megatron_dsa.parallel import Ranks
 from megatron_dsa.position_rope import PositionRope
 from megatron_dsa.replay import TakesSelections
 from megatron_dsa.selection import selection_calls
+from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.sequence.halo import halo_of
+from megatron_dsa.sequence.layout import Layout
 from megatron_dsa.support import Problem
 from megatron_dsa.trained_indexer import TrainsIndexer
 from megatron_dsa.warm_up import settle

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.compressed_keys import CompressedKeys
 from megatron_dsa.dispatch import Policy, device_problem, run
 from megatron_dsa.errors import require
 from megatron_dsa.ops.compressor import CompressorProblem
 from megatron_dsa.ops.rope import check_inputs
+from megatron_dsa.sequence.compressed import CompressedKeys
 
 __all__ = ["compress", "norm_rope", "rotate"]
 
@@ -35,7 +35,7 @@ def compress(
     Args:
         values, scores: ``[rows, c * d]`` of one dtype; ``c`` is 2 with overlap, else 1.
         ape: ``[ratio, c * d]`` fp32 (fp64 for fp64 values), added to the scores by position.
-        keys: the groups, from :func:`megatron_dsa.compressed_keys.compressed_keys`.
+        keys: the groups, from :func:`megatron_dsa.sequence.compressed.compressed_keys`.
         overlap: a group also pools the positions of the group before it, with the first ``d``
             channels; its own use the last ``d``.
         policy: which implementations may run.

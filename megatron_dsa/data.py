@@ -21,7 +21,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_dsa.config import options_of
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.spread import Spread, places_of
+from megatron_dsa.sequence.sharding import Spread, places_of
 
 #: Bytes are their own token ids; this one ends a document.
 BYTE_EOD = 256

@@ -1,8 +1,8 @@
 """The public operations: sparse attention, index selection, indexer losses, dense attention.
 
-Each function takes plain tensors on flattened rows (:mod:`megatron_dsa.layout` says which rows
-belong together), picks an implementation (:mod:`megatron_dsa.dispatch`) and is differentiable where
-that makes sense. They can be used without Megatron.
+Each function takes plain tensors on flattened rows (:mod:`megatron_dsa.sequence.layout` says which
+rows belong together), picks an implementation (:mod:`megatron_dsa.dispatch`) and is differentiable
+where that makes sense. They can be used without Megatron.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megatron_dsa.dispatch import Policy, device_problem, run
 from megatron_dsa.errors import require
 from megatron_dsa.indexer_training import IndexerTraining, SelectedKeysLoss, index_problem
 from megatron_dsa.key_lists import KeyLists
-from megatron_dsa.layout import Layout
 from megatron_dsa.ops.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_topk import IndexerInputs, TopKProblem
 from megatron_dsa.ops.indexer_topk.blocks import select_blocks
 from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
 from megatron_dsa.selection import selector
+from megatron_dsa.sequence.layout import Layout
 from megatron_dsa.sparse_autograd import Settings, SparseAttention
 
 __all__ = [

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.layout import Layout
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.quality import (
     Mean,
@@ -33,6 +32,7 @@ from megatron_dsa.quality import (
     visible_keys,
 )
 from megatron_dsa.selection import candidates_for
+from megatron_dsa.sequence.layout import Layout
 
 
 def sample_rows(num_queries: int, count: int, device) -> torch.Tensor:

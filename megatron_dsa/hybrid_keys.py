@@ -1,17 +1,15 @@
 """The key buffer of hybrid attention on several ranks: compressed keys of all, windows of a few.
 
 Compressed keys are gathered from all ranks; of the keys of positions a rank holds those of its own
-query rows, and the last ones before each run of them (:mod:`megatron_dsa.halo`). Gradients travel
-through channels in fp32 (:mod:`megatron_dsa.gathering`).
+query rows, and the last ones before each run of them (:mod:`megatron_dsa.sequence.halo`). Gradients
+travel through channels in fp32 (:mod:`megatron_dsa.gathering`).
 """
 
 from __future__ import annotations
 
 import torch
 
-from megatron_dsa.compressed_keys import CompressedKeys
 from megatron_dsa.gathering import channel_for, launch
-from megatron_dsa.halo import Halo
 from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.parallel import (
     Ranks,
@@ -20,6 +18,8 @@ from megatron_dsa.parallel import (
     gather_rows,
     scatter_sum,
 )
+from megatron_dsa.sequence.compressed import CompressedKeys
+from megatron_dsa.sequence.halo import Halo
 
 
 def join_keys(

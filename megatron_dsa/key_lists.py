@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.checks import require_tensor
-from megatron_dsa.compressed_keys import CompressedKeys
 from megatron_dsa.dispatch import Policy, choose, device_problem, run
 from megatron_dsa.errors import require
-from megatron_dsa.layout import Layout
 from megatron_dsa.ops.arithmetic import rows_in_budget
 from megatron_dsa.ops.key_lists import ListProblem
+from megatron_dsa.sequence.compressed import CompressedKeys
+from megatron_dsa.sequence.layout import Layout
 
 #: Bytes per list entry of the torch builder (masks, sums, copies) and of a kernel: the entry, and
 #: its copy in a list that an attention kernel wants wider.

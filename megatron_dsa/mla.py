@@ -32,9 +32,9 @@ from megatron_dsa.dsa import Selection
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.gathering import Gathering, arrive, launch
 from megatron_dsa.head_products import head_product
-from megatron_dsa.microbatch import layout_from_megatron
 from megatron_dsa.parallel import ranks_of, to_heads, to_rows
 from megatron_dsa.rotary import RowRope
+from megatron_dsa.sequence.from_megatron import layout_from_megatron
 
 
 class DSASelfAttention(MLASelfAttention):

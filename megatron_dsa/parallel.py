@@ -20,7 +20,7 @@ from megatron_dsa.gathering import (
     start_sum,
 )
 from megatron_dsa.ops.autograd import once_differentiable
-from megatron_dsa.spread import Spread
+from megatron_dsa.sequence.sharding import Spread
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_find_correction_range,
 )
 
-from megatron_dsa.compressed_keys import CompressedKeys
-from megatron_dsa.layout import Layout
 from megatron_dsa.ops.arithmetic import accumulation_dtype
+from megatron_dsa.sequence.compressed import CompressedKeys
+from megatron_dsa.sequence.layout import Layout
 
 
 @dataclass(frozen=True)

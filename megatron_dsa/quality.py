@@ -14,12 +14,12 @@ import torch
 
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.errors import require
-from megatron_dsa.layout import Layout
 from megatron_dsa.ops.arithmetic import accumulation_dtype, mm, rows_in_budget
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.ops.indexer_topk.fp8 import quantized
 from megatron_dsa.ops.indexer_topk.scores import block_scores, head_blocks
 from megatron_dsa.ops.indexer_topk.unfused import best
+from megatron_dsa.sequence.layout import Layout
 
 
 class Mean(NamedTuple):

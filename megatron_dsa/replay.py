@@ -10,7 +10,7 @@ keys::
         forward_backward_func(...)
 
 :class:`IndexCapture` is the other direction: it collects what the layers select, in the same form
-(:mod:`megatron_dsa.positions`), so that what was captured replays to the last bit.
+(:mod:`megatron_dsa.sequence.positions`), so that what was captured replays to the last bit.
 
 Layers are numbered from 1 over all pipeline stages; those that select are meant: with index sharing
 the first of each group, in hybrid attention those of ratio 4, whose positions count groups. Layers
@@ -30,10 +30,15 @@ from contextlib import contextmanager
 import torch
 
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.layout import Layout
 from megatron_dsa.parallel import Ranks
-from megatron_dsa.positions import check_form, own_rows, positions_to_rows, rows_to_positions
 from megatron_dsa.recompute import in_backward
+from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.sequence.positions import (
+    check_form,
+    own_rows,
+    positions_to_rows,
+    rows_to_positions,
+)
 
 
 class IndexReplay:

@@ -8,7 +8,6 @@ from megatron_dsa.config import by_rows, indexer_is_trained, options_of
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining
 from megatron_dsa.health import Attended, selection_health
 from megatron_dsa.layer_overlap import LayerOverlap
-from megatron_dsa.layout import Layout
 from megatron_dsa.losses import (
     EVALUATION,
     IndexerLog,
@@ -17,6 +16,7 @@ from megatron_dsa.losses import (
     say_if_frozen,
 )
 from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
+from megatron_dsa.sequence.layout import Layout
 from megatron_dsa.warm_up import settling
 
 

@@ -12,7 +12,7 @@ MODULES = (
     "dsa_kernels",
     "dense_kernels",
     "csa_kernels",
-    "layout",
+    "sequence.layout",
     "specs",
     "config",
     "csa_config",

@@ -7,9 +7,10 @@ from unittest import mock
 
 import torch
 
-from megatron_dsa import layout, microbatch
 from megatron_dsa.planning.command import plan_of
 from megatron_dsa.planning.gpus import GPU, GPUS
+from megatron_dsa.sequence import from_megatron as microbatch
+from megatron_dsa.sequence import layout
 from tests.functional.launch import TINY
 
 CPU = GPU("CPU", None, 1e3)

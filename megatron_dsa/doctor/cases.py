@@ -11,9 +11,9 @@ import torch
 
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.doctor.shapes import Shape
-from megatron_dsa.layout import Layout, Window, bshd_layout, packed_layout
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.sequence.layout import Layout, Window, bshd_layout, packed_layout
 
 #: Every so many keys one is selected by nobody, besides the first and the last.
 UNSELECTED_STEP = 11

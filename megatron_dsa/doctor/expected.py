@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.doctor.cases import AttentionCase, Lists
-from megatron_dsa.layout import Layout
 from megatron_dsa.ops.indexer_loss.reference import kl_sum
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.ops.sparse_attention.reference import sparse_attention
+from megatron_dsa.sequence.layout import Layout
 
 #: Temporary memory that the references may take.
 BUDGET_BYTES = 2**30

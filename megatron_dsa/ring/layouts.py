@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layout import Layout
 from megatron_dsa.ring.rows import ContiguousRows, PackedZigzagRows, Rows, ZigzagRows
 from megatron_dsa.ring.runs import PackedRuns
-from megatron_dsa.spread import padded_bound
+from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.sequence.sharding import padded_bound
 
 
 def ring_rows(layout: Layout) -> Rows:

@@ -8,7 +8,7 @@ import torch
 
 from megatron_dsa.data import check_spread, take_tokens
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.spread import CP_LAYOUTS, Spread
+from megatron_dsa.sequence.sharding import CP_LAYOUTS, Spread
 
 CP = 4
 FLAGS = {

@@ -162,7 +162,7 @@ def test_import_needs_nothing_optional():
         "import sys\n"
         "for name in ('megatron', 'flash_mla', 'tilelang', 'cudnn', 'transformer_engine'):\n"
         "    sys.modules[name] = None\n"
-        "import megatron_dsa.dsa_kernels, megatron_dsa.dispatch, megatron_dsa.layout\n"
+        "import megatron_dsa.dsa_kernels, megatron_dsa.dispatch, megatron_dsa.sequence.layout\n"
         "assert not any(n.startswith('megatron.') for n in sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

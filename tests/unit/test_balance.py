@@ -10,13 +10,13 @@ import torch
 
 from megatron_dsa import balance
 from megatron_dsa.balance import balanced_topk, swap_of
-from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.dispatch import report, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
-from megatron_dsa.microbatch import layout_from_megatron
 from megatron_dsa.parallel import Ranks
-from megatron_dsa.spread import Spread
+from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.sequence.from_megatron import layout_from_megatron
+from megatron_dsa.sequence.sharding import Spread
 from tests.host import packed
 from tests.processes import run_ranks
 from tests.ranks import compare, run

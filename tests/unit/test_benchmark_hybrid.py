@@ -11,15 +11,15 @@ import torch
 from benchmarks import attention, hybrid, hybrid_layer, hybrid_measure, hybrid_pieces, timing
 from benchmarks.cases import PRESETS
 from benchmarks.hybrid import SHAPES, Case
-from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.csa_config import CSA_PRESETS
 from megatron_dsa.dispatch import OPERATIONS, candidates
 from megatron_dsa.key_lists import KeyLists
-from megatron_dsa.layout import bshd_layout
 from megatron_dsa.ops.compressor import CompressorProblem
 from megatron_dsa.ops.compressor import reference as compressor_reference
 from megatron_dsa.ops.key_lists import reference as lists_reference
 from megatron_dsa.ops.rope import reference as rope_reference
+from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.sequence.layout import bshd_layout
 from tests.helpers import relative_error
 from tests.host import start
 

@@ -10,7 +10,7 @@ from benchmarks import indexer, indexer_bundled, indexer_dense
 from benchmarks.timing import ERROR_LIMIT
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import indexer_topk, sparse_indexer_loss
-from megatron_dsa.layout import bshd_layout
+from megatron_dsa.sequence.layout import bshd_layout
 
 
 def test_quick_run(tmp_path):

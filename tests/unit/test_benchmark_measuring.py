@@ -7,7 +7,7 @@ from benchmarks import cases, measure, timing
 from benchmarks.cases import Group, Measurement
 from benchmarks.verify import Verifier, WrongResult, largest_error
 from megatron_dsa.errors import ImplementationError
-from megatron_dsa.layout import bshd_layout
+from megatron_dsa.sequence.layout import bshd_layout
 
 
 def test_layout_of_the_last_queries():

@@ -10,9 +10,10 @@ import torch
 
 from benchmarks import memory, operations, resume
 from benchmarks.training_step import CASES, command, one_rank, trainer
-from megatron_dsa import layout, microbatch
 from megatron_dsa.planning.command import parsed, plan_of
 from megatron_dsa.planning.gpus import GPUS
+from megatron_dsa.sequence import from_megatron as microbatch
+from megatron_dsa.sequence import layout
 from tests import host
 
 BENCHMARKS = Path(memory.__file__).parent

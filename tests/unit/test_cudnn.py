@@ -16,12 +16,12 @@ from megatron_dsa.dsa_kernels import (
     sparse_attention,
     sparse_indexer_loss,
 )
-from megatron_dsa.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.arithmetic import lengths
 from megatron_dsa.ops.cudnn_common import bucket, masked_indices, padded_heads, with_heads
 from megatron_dsa.ops.indexer_loss import reference as loss_reference
 from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from megatron_dsa.warm_up import warm_up
 from tests.helpers import double_leaf, leaf, relative_error
 from tests.unit.test_fused_backward import ragged_case

@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.indexer_loss import DenseLossProblem, dense_torch, reference, tiles
 from megatron_dsa.ops.indexer_topk.scores import head_blocks
-from megatron_dsa.spread import KeyPlaces, Spread, spread_layout
+from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.sequence.layout import bshd_layout, packed_layout
+from megatron_dsa.sequence.sharding import KeyPlaces, Spread, spread_layout
 from tests.helpers import leaf, relative_error
 from tests.processes import run_ranks
 from tests.unit.test_indexer_loss import check, reference_scores, visible_rows

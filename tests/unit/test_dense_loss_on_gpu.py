@@ -9,11 +9,11 @@ import importlib
 import pytest
 import torch
 
-from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.dispatch import candidates, device_problem
 from megatron_dsa.dsa_kernels import IndexerInputs, dense_indexer_loss
-from megatron_dsa.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.indexer_loss import DenseLossProblem
+from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from tests.helpers import relative_error
 from tests.unit.test_dense_indexer_loss import peak_bytes
 from tests.unit.test_dense_loss_kernels import (

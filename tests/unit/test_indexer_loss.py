@@ -10,9 +10,9 @@ from megatron_dsa.dsa_kernels import (
     indexer_topk,
     sparse_indexer_loss,
 )
-from megatron_dsa.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.indexer_loss import reference
 from megatron_dsa.ops.indexer_topk.reference import index_scores
+from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from tests.helpers import double_leaf, leaf, relative_error
 
 SMALL = Policy(workspace_bytes=60_000)

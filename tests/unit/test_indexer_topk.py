@@ -6,9 +6,9 @@ import torch
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layout import Seen, bshd_layout, packed_layout
 from megatron_dsa.ops.indexer_topk import reference
 from megatron_dsa.ops.indexer_topk.unfused import Selection
+from megatron_dsa.sequence.layout import Seen, bshd_layout, packed_layout
 from tests.helpers import leaf
 
 SMALL = Policy(workspace_bytes=20_000)

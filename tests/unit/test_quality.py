@@ -5,11 +5,9 @@ import math
 import pytest
 import torch
 
-from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_attention
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.health import Attended, sample_rows, selection_health
-from megatron_dsa.microbatch import layout_from_megatron
 from megatron_dsa.quality import (
     Mean,
     adjacent_overlap,
@@ -19,7 +17,9 @@ from megatron_dsa.quality import (
     score_recall,
     through_fp8,
 )
-from megatron_dsa.spread import Spread
+from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.sequence.from_megatron import layout_from_megatron
+from megatron_dsa.sequence.sharding import Spread
 from tests.helpers import leaf, relative_error
 from tests.host import packed, small_config, small_hybrid_config, start
 

@@ -9,12 +9,12 @@ from torch.multiprocessing import ProcessExitedException
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.dispatch import report, reset_report
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.positions import positions_to_rows
 from megatron_dsa.recompute import in_backward
 from megatron_dsa.replay import IndexCapture, IndexReplay
+from megatron_dsa.sequence.positions import positions_to_rows
 from tests.host import attention_module, hidden_like, packed, small_config, start
 from tests.processes import run_ranks
-from tests.unit.test_positions import shuffled
+from tests.unit.sequence.test_positions import shuffled
 from tests.unit.test_quality import (
     CORE,
     MODELS,

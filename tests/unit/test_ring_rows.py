@@ -10,8 +10,6 @@ from megatron_dsa import dispatch
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import dense_attention, gathered_latent_attention, ring_attention
 from megatron_dsa.errors import ConfigError, ImplementationError
-from megatron_dsa.layout import bshd_layout, packed_layout
-from megatron_dsa.microbatch import layout_from_megatron
 from megatron_dsa.ring import (
     ContiguousRows,
     PackedRuns,
@@ -21,7 +19,9 @@ from megatron_dsa.ring import (
     ring_rows,
 )
 from megatron_dsa.ring.sequences import Dense
-from megatron_dsa.spread import CP_LAYOUTS, KeyPlaces, Spread, spread_layout
+from megatron_dsa.sequence.from_megatron import layout_from_megatron
+from megatron_dsa.sequence.layout import bshd_layout, packed_layout
+from megatron_dsa.sequence.sharding import CP_LAYOUTS, KeyPlaces, Spread, spread_layout
 from tests.helpers import relative_error
 
 CPU = torch.device("cpu")

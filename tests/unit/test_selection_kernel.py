@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import candidates, device_problem
-from megatron_dsa.layout import Seen
 from megatron_dsa.ops.indexer_topk import reference, tilelang_kernels
+from megatron_dsa.sequence.layout import Seen
 from tests.helpers import needs_compiler, ptxas
 from tests.unit.test_score_kernels import problem
 

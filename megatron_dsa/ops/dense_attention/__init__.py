@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.layout import Layout
+from megatron_dsa.sequence.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_dsa.layout import Layout
 from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.sequence.layout import Layout
 
 
 class IndexerGradients(NamedTuple):

@@ -16,7 +16,6 @@ from typing import Protocol
 
 import torch
 
-from megatron_dsa.layout import Layout, Seen
 from megatron_dsa.ops.arithmetic import accumulation_dtype, scaled
 from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
@@ -24,6 +23,7 @@ from megatron_dsa.ops.indexer_loss.gradients import Gradients
 from megatron_dsa.ops.indexer_loss.teacher import normalised_lse
 from megatron_dsa.ops.indexer_loss.tiles import QueryBlock, Tile, query_blocks
 from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.sequence.layout import Layout, Seen
 
 
 class TileFunctions(Protocol):

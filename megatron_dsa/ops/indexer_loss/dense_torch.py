@@ -6,7 +6,6 @@ import dataclasses
 
 import torch
 
-from megatron_dsa.layout import Layout, Seen
 from megatron_dsa.ops.arithmetic import accumulation_dtype, mm
 from megatron_dsa.ops.indexer_loss import DenseLossProblem
 from megatron_dsa.ops.indexer_loss.dense import dense_loss, take
@@ -14,6 +13,7 @@ from megatron_dsa.ops.indexer_loss.teacher import log_sum_exp, teacher_lse, teac
 from megatron_dsa.ops.indexer_loss.tiles import HEADS_AT_ONCE, tile_shape
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.ops.indexer_topk.scores import block_scores, head_blocks, head_products
+from megatron_dsa.sequence.layout import Layout, Seen
 
 _ALL = slice(None)
 

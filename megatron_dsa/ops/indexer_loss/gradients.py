@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.layout import Layout
 from megatron_dsa.ops.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_loss import IndexerGradients
 from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.sequence.layout import Layout
 
 
 class Gradients:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.layout import Layout, Window
 from megatron_dsa.ops.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
+from megatron_dsa.sequence.layout import Layout, Window
 
 #: Heads handled at a time; smaller blocks need less memory, larger ones are faster.
 HEADS_AT_ONCE = 8

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from megatron_dsa.layout import Layout, Seen
 from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_loss import triton_gradients as gradients
 from megatron_dsa.ops.indexer_loss import triton_student as student
@@ -21,6 +20,7 @@ from megatron_dsa.ops.indexer_loss.dense import dense_loss, take
 from megatron_dsa.ops.indexer_loss.tiles import TileBytes, fitting_shape
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.ops.indexer_topk.scores import head_blocks
+from megatron_dsa.sequence.layout import Layout, Seen
 
 #: Teachers and gradients on scores have multiples of so many rows and columns.
 BLOCK = 128

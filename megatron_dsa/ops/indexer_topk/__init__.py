@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_dsa.layout import Block, Layout, Seen
+from megatron_dsa.sequence.layout import Block, Layout, Seen
 
 
 @dataclass(frozen=True)

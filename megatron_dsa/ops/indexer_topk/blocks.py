@@ -6,9 +6,9 @@ from typing import Protocol
 
 import torch
 
-from megatron_dsa.layout import Block, Seen
 from megatron_dsa.ops.arithmetic import rows_in_budget
 from megatron_dsa.ops.indexer_topk import TopKProblem
+from megatron_dsa.sequence.layout import Block, Seen
 
 
 class Selector(Protocol):

@@ -13,9 +13,9 @@ import torch
 
 from megatron_dsa.checks import require_on_device
 from megatron_dsa.dispatch import rehearsing
-from megatron_dsa.layout import Layout
 from megatron_dsa.ops.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.sequence.layout import Layout
 
 ADVICE = (
     "check the indexer's parameters (checkpoint, learning rate) and the hidden states that enter "

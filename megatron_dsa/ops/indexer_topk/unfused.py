@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from megatron_dsa.layout import Block, Seen
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.ops.indexer_topk.scores import block_scores
+from megatron_dsa.sequence.layout import Block, Seen
 
 #: Index heads multiplied at a time: enough for a good matrix product, few enough for the budget.
 HEADS_AT_ONCE = 8

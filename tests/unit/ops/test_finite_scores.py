@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import (
@@ -19,9 +18,10 @@ from megatron_dsa.dsa_kernels import (
     sparse_indexer_loss,
 )
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
-from megatron_dsa.spread import KeyPlaces, Spread, spread_layout
+from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.sequence.layout import bshd_layout, packed_layout
+from megatron_dsa.sequence.sharding import KeyPlaces, Spread, spread_layout
 from tests.helpers import leaf
 from tests.host import attention_module, hidden_like, packed, small_config, small_hybrid_config
 

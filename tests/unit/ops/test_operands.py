@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from megatron_dsa import dsa_kernels as ops
-from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.csa_kernels import compress, norm_rope, rotate
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.key_lists import KeyLists
-from megatron_dsa.layout import bshd_layout, packed_layout
-from megatron_dsa.microbatch import layout_from_megatron
-from megatron_dsa.positions import positions_to_rows, rows_to_positions
-from megatron_dsa.spread import Spread
+from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.sequence.from_megatron import layout_from_megatron
+from megatron_dsa.sequence.layout import bshd_layout, packed_layout
+from megatron_dsa.sequence.positions import positions_to_rows, rows_to_positions
+from megatron_dsa.sequence.sharding import Spread
 
 TOKENS, HEADS, DIM, TOPK = 16, 2, 8, 5
 CPU = torch.device("cpu")

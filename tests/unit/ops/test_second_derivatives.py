@@ -8,7 +8,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import megatron_dsa
-from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.csa_kernels import compress, norm_rope, rotate
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
@@ -19,8 +18,9 @@ from megatron_dsa.dsa_kernels import (
     sparse_attention,
     sparse_indexer_loss,
 )
-from megatron_dsa.layout import bshd_layout
 from megatron_dsa.ring import ContiguousRows, gathered_latent_attention, ring_attention
+from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.sequence.layout import bshd_layout
 from tests.helpers import leaf, relative_error
 
 TOKENS, HEADS, DIM = 12, 2, 6

@@ -10,13 +10,13 @@ import torch
 from torch.multiprocessing import ProcessExitedException
 
 from megatron_dsa import checks
-from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layout import Layout, Window, bshd_layout, packed_layout
-from megatron_dsa.microbatch import layout_from_megatron
 from megatron_dsa.ring.rows import PackedZigzagRows
 from megatron_dsa.ring.runs import PackedRuns
-from megatron_dsa.spread import KeyPlaces, Spread, spread_layout
+from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.sequence.from_megatron import layout_from_megatron
+from megatron_dsa.sequence.layout import Layout, Window, bshd_layout, packed_layout
+from megatron_dsa.sequence.sharding import KeyPlaces, Spread, spread_layout
 from tests.processes import run_ranks
 
 CPU = torch.device("cpu")

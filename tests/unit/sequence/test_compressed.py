@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.key_lists import KeyLists
-from megatron_dsa.layout import bshd_layout, packed_layout
+from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from tests.helpers import leaf, relative_error
 
 CPU = torch.device("cpu")

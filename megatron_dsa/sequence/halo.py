@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.layout import Layout
-from megatron_dsa.spread import Spread
+from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.sequence.sharding import Spread
 
 
 @dataclass(frozen=True, eq=False)

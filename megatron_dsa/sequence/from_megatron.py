@@ -8,8 +8,8 @@ import torch
 
 from megatron_dsa.checks import require_values
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layout import Layout, bshd_layout, packed_layout
-from megatron_dsa.spread import KeyPlaces, Spread, places_of, spread_layout
+from megatron_dsa.sequence.layout import Layout, bshd_layout, packed_layout
+from megatron_dsa.sequence.sharding import KeyPlaces, Spread, places_of, spread_layout
 
 
 def layout_from_megatron(

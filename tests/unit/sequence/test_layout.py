@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layout import bshd_layout, packed_layout
-from megatron_dsa.microbatch import layout_from_megatron
+from megatron_dsa.sequence.from_megatron import layout_from_megatron
+from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 
 
 def seen_rows(layout):

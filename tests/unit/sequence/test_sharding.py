@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
-from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.halo import halo_of
-from megatron_dsa.microbatch import layout_from_megatron
-from megatron_dsa.spread import CP_LAYOUTS, Spread
+from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.sequence.from_megatron import layout_from_megatron
+from megatron_dsa.sequence.halo import halo_of
+from megatron_dsa.sequence.sharding import CP_LAYOUTS, Spread
 from tests.host import packed
 from tests.ranks import Case
 

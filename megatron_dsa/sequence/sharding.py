@@ -17,7 +17,7 @@ import torch
 
 from megatron_dsa.checks import require_tensor
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.layout import Layout, Window
+from megatron_dsa.sequence.layout import Layout, Window
 
 #: ``zigzag``: a rank holds chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp``, of every document in
 #: packed batches; ``zigzag_rows``: of the packed rows, whatever documents they belong to;

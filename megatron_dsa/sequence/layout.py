@@ -28,7 +28,7 @@ from megatron_dsa.checks import require_cu_seqlens, require_tensor, require_valu
 from megatron_dsa.errors import require
 
 if TYPE_CHECKING:
-    from megatron_dsa.spread import KeyPlaces
+    from megatron_dsa.sequence.sharding import KeyPlaces
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Window:
     The i-th query of ``rows`` is at a position within ``slack`` of ``place + i * step``, counted
     from the slot ``origin``. It sees no slot behind its own and none before ``origin`` or ``origin
     + position + 1 - lookback``. If a slot stands for ``ratio`` positions
-    (:mod:`megatron_dsa.compressed_keys`), all but ``origin`` still count positions.
+    (:mod:`megatron_dsa.sequence.compressed`), all but ``origin`` still count positions.
 
     Attributes:
         rows: slice of query rows.

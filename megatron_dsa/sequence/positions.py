@@ -17,10 +17,10 @@ import torch
 
 from megatron_dsa.checks import require_tensor, require_values
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.layout import Layout
 from megatron_dsa.ops.arithmetic import rows_in_budget
 from megatron_dsa.ops.indexer_topk.scores import head_blocks as slices
-from megatron_dsa.spread import Spread
+from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.sequence.sharding import Spread
 
 #: Stands behind every position in sorted lists.
 _NONE = torch.iinfo(torch.int32).max
@@ -65,9 +65,10 @@ def validate_indices(
 
     Args:
         indices: positions, int32 ``[rows, K]`` (see the module). Rows of padding are not read.
-        layout: of the query rows: :func:`~megatron_dsa.microbatch.layout_from_megatron`,
-            :func:`~megatron_dsa.layout.bshd_layout` or ``packed_layout``; for compressed keys
-            ``compressed_keys(layout, 4).layout``.
+        layout: of the query rows:
+            :func:`~megatron_dsa.sequence.from_megatron.layout_from_megatron`,
+            :func:`~megatron_dsa.sequence.layout.bshd_layout` or ``packed_layout``; for compressed
+            keys ``compressed_keys(layout, 4).layout``.
         topk: the largest ``K``.
         ascending: also ask for ascending lists with ``-1`` last. Replay does not need it.
         name: of the argument, for the message.
@@ -149,7 +150,7 @@ def positions_to_rows(
         slots = torch.where(valid, ordered + keys.start[rows, None], -1)
         indices[rows, :width] = keys.to_key_rows(slots)
         length[rows] = valid.sum(-1, dtype=torch.int32)
-    advice = "megatron_dsa.positions.validate_indices says which and where"
+    advice = "megatron_dsa.sequence.positions.validate_indices says which and where"
     rules = "; ".join(RULES[r] for r in list(RULES)[:4])
     require_values(
         {f"{name}: one of these rules is broken: {rules}. {advice}": fine},

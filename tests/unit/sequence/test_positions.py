@@ -3,11 +3,16 @@
 import pytest
 import torch
 
-from megatron_dsa.compressed_keys import compressed_keys
 from megatron_dsa.dsa_kernels import indexer_topk
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layout import packed_layout
-from megatron_dsa.positions import own_rows, positions_to_rows, rows_to_positions, validate_indices
+from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.sequence.layout import packed_layout
+from megatron_dsa.sequence.positions import (
+    own_rows,
+    positions_to_rows,
+    rows_to_positions,
+    validate_indices,
+)
 from tests.host import start
 from tests.unit.test_quality import LAYOUTS, SPREADS, indexer_inputs, layouts, sequence_places
 
@@ -92,7 +97,7 @@ def test_broken_rules_are_named(rule):
 
 def test_the_device_is_told_who_says_more(monkeypatch):
     """A GPU does not tell the rules apart; the start of its message must say who does."""
-    from megatron_dsa import positions
+    from megatron_dsa.sequence import positions
 
     said = []
     monkeypatch.setattr(positions, "require_values", lambda rules, summary: said.append(summary))
