@@ -24,6 +24,7 @@ from megatron_dsa.balance import balanced_topk
 from megatron_dsa.config import indexer_is_trained, query_heads, uses_indexer, validate
 from megatron_dsa.csa_config import CSA_RATIO
 from megatron_dsa.dispatch import device_problem
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     dense_indexer_loss,
@@ -44,7 +45,6 @@ from megatron_dsa.selection import selection_calls
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.halo import halo_of
 from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.support import Problem
 from megatron_dsa.trained_indexer import TrainsIndexer
 from megatron_dsa.warm_up import settle
 

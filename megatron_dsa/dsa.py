@@ -26,6 +26,7 @@ from megatron_dsa.config import (
     validate,
 )
 from megatron_dsa.dispatch import device_problem
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     LatentKeys,
@@ -44,7 +45,6 @@ from megatron_dsa.replay import TakesSelections
 from megatron_dsa.rotary import RowRope
 from megatron_dsa.selection import selection_calls
 from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.support import Problem
 from megatron_dsa.trained_indexer import TrainsIndexer
 from megatron_dsa.warm_up import settle
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.dispatch import Policy, choose, device_problem, run
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.ops.arithmetic import scaled
 from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLossProblem
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.support import Problem
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def forward_step(data_iterator, model):
     from megatron.training import get_timers
 
     from megatron_dsa.data import get_batch
-    from megatron_dsa.operation_times import TIMES
+    from megatron_dsa.dispatch.times import TIMES
     from megatron_dsa.throughput import installed
 
     TIMES.paused = not model.training
@@ -76,10 +76,10 @@ def model_config_from_args(args):
     from megatron_dsa.config import DSATransformerConfig
     from megatron_dsa.csa_config import HybridTransformerConfig
     from megatron_dsa.data import check_spread
+    from megatron_dsa.dispatch.times import TIMES
     from megatron_dsa.errors import ConfigError
     from megatron_dsa.freezing import freeze_for_stage
     from megatron_dsa.model import DSAModelConfig
-    from megatron_dsa.operation_times import TIMES
     from megatron_dsa.planning.flags import refuse_dry_run_flags
 
     if not args.multi_latent_attention:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_dsa.dispatch import Policy, choose, run
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.indexer_training import index_problem
 from megatron_dsa.ops.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_topk import IndexerInputs, TopKProblem
@@ -21,7 +22,6 @@ from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
 from megatron_dsa.ops.indexer_topk.fp8 import quantized, quantized_queries
 from megatron_dsa.ops.indexer_topk.listed import chosen
 from megatron_dsa.sequence.layout import Block, Seen
-from megatron_dsa.support import Problem
 
 
 def candidates_for(topk: int) -> int:

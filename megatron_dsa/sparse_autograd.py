@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_dsa.dispatch import Policy, run
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.indexer_training import IndexerTraining, SelectedKeysLoss
 from megatron_dsa.key_lists import KeyLists
 from megatron_dsa.ops.arithmetic import scaled
 from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.ops.sparse_attention import SparseProblem
-from megatron_dsa.support import Problem
 
 
 @dataclass(frozen=True)

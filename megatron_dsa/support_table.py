@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from megatron_dsa.dispatch import OPERATIONS, candidates
-from megatron_dsa.packages import CUDNN, FLASH_MLA, TILELANG, TRITON, Package
-from megatron_dsa.support import Support, short_dtype
+from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, TILELANG, TRITON, Package
+from megatron_dsa.dispatch.support import Support, short_dtype
 
 _HEAD = """# What every implementation can run
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_dsa.dispatch.times import TIMES
 from megatron_dsa.flops import Work, flops, flops_by_part, model_work
-from megatron_dsa.operation_times import TIMES
 from megatron_dsa.pairs import TOKEN, Keys
 from megatron_dsa.stages import trains_main
 from megatron_dsa.writers import MFU, write, write_operations

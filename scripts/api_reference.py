@@ -25,7 +25,7 @@ MODULES = (
     "quality",
     "flops",
     "dispatch",
-    "support",
+    "dispatch.support",
     "errors",
 )
 #: Longer ones are Megatron's configurations with all their fields.

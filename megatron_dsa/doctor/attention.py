@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.dispatch import device_problem, run
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.doctor.cases import (
     AttentionCase,
     Lists,
@@ -19,7 +20,6 @@ from megatron_dsa.doctor.expected import ExpectedAttention, expected_attention
 from megatron_dsa.doctor.results import Part
 from megatron_dsa.doctor.session import Session, named
 from megatron_dsa.doctor.shapes import Shape
-from megatron_dsa.support import Problem
 
 FORWARD, BACKWARD, TEACHER = (
     "sparse_attention_forward",

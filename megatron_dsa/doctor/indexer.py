@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from megatron_dsa.dispatch import Policy
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.doctor.cases import (
     difficult_lists,
     full_lists,
@@ -25,7 +26,6 @@ from megatron_dsa.indexer_training import index_problem, needs_indexer_backward
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
 from megatron_dsa.selection import candidates_for
 from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.support import Problem
 
 SCORES, LISTED, TOPK, LOSS, BACKWARD = (
     "indexer_scores",

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 
 from megatron_dsa.dispatch import Candidate, Policy, candidates, choose
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.doctor.measure import dirty_memory, median_ms, same_bits, seconds, synchronize
 from megatron_dsa.doctor.results import NotChecked, Part, Report, Result
 from megatron_dsa.doctor.shapes import Shape
 from megatron_dsa.errors import DSAError
-from megatron_dsa.support import Problem
 
 #: Equal calls whose results are compared bit for bit.
 REPEATS = 3

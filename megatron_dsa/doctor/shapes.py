@@ -9,8 +9,8 @@ from itertools import product
 
 import torch
 
+from megatron_dsa.dispatch.support import short_dtype
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.support import short_dtype
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from megatron_dsa.dispatch.support import short_dtype
 from megatron_dsa.doctor.results import NOT_PROVEN, WRONG, Part, Report, Result
 from megatron_dsa.doctor.shapes import Shape
-from megatron_dsa.support import short_dtype
 
 #: Headings and the figures under them: the errors of the small comparison, then the rest.
 _ERRORS = {

@@ -14,8 +14,8 @@ import importlib
 import torch
 
 from megatron_dsa.dispatch import Candidate, register
-from megatron_dsa.packages import CUDNN, FLASH_MLA, TILELANG, TRITON
-from megatron_dsa.support import Support
+from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, TILELANG, TRITON
+from megatron_dsa.dispatch.support import Support
 
 AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
 _BF16, _HALF = (torch.bfloat16,), (torch.bfloat16, torch.float16)

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from megatron_dsa.packages import TRITON
+from megatron_dsa.dispatch.packages import TRITON
 from megatron_dsa.versions import parse_version
 
 # bmm with a wider output dtype than its operands: tensor cores with an fp32 result.

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_dsa import dispatch
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.ring import leaf_cudnn, leaf_flash2, leaf_flash3, leaf_torch, leaf_torch_flash
-from megatron_dsa.support import Problem
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from functools import cache
 
 import torch
 
+from megatron_dsa.dispatch.packages import TRITON
 from megatron_dsa.ops.arithmetic import accumulation_dtype
-from megatron_dsa.packages import TRITON
 
 
 class Combined:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_dsa.dispatch.support import Problem, short_dtype
 from megatron_dsa.ring.sequences import Dense, Packed
-from megatron_dsa.support import Problem, short_dtype
 
 HALF = (torch.bfloat16, torch.float16)
 #: The widest head that they take.

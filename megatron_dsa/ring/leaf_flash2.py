@@ -11,6 +11,7 @@ import importlib.util
 import torch
 
 from megatron_dsa.dispatch import deterministic_mode
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.ring.flash_shapes import (
     common_reason,
     from_kernel,
@@ -21,7 +22,6 @@ from megatron_dsa.ring.flash_shapes import (
     to_kernel,
 )
 from megatron_dsa.ring.sequences import Dense, Packed
-from megatron_dsa.support import Problem
 from megatron_dsa.versions import installed_version, parse_version
 
 #: From here on windows are two arguments.

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.ops.arithmetic import accumulation_dtype, bmm, rows_in_budget
 from megatron_dsa.ring.sequences import Dense, Packed
-from megatron_dsa.support import Problem
 
 
 def reason(problem: Problem) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.ring.flash_shapes import (
     common_reason,
     from_kernel,
@@ -17,7 +18,6 @@ from megatron_dsa.ring.flash_shapes import (
     to_kernel,
 )
 from megatron_dsa.ring.sequences import Dense, Packed
-from megatron_dsa.support import Problem
 
 
 def reason(problem: Problem) -> str | None:

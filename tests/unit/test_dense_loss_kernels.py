@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import Policy, candidates, report, reset_report
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
 from megatron_dsa.ops.indexer_loss import DenseLossProblem, reference
 from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
-from megatron_dsa.support import Problem
 from tests.helpers import double_leaf, leaf, relative_error
 from tests.unit.test_compressor import Recorder, assembly, interpret, prepare_interpreter
 from tests.unit.test_indexer_loss import visible_rows

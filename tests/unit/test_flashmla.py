@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import Policy, candidates, choose, device_problem
+from megatron_dsa.dispatch.packages import Package
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops.sparse_attention import SparseProblem, flashmla, unfused
-from megatron_dsa.packages import Package
-from megatron_dsa.support import Problem
 from tests.helpers import leaf
 from tests.unit.test_sparse_attention import make_case
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import Policy, candidates, report, reset_report
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.ops.indexer_topk import fp8, listed, reference
 from megatron_dsa.selection import candidates_for, selection_calls
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
-from megatron_dsa.support import Problem
 from tests.helpers import leaf, relative_error
 from tests.unit.test_compressor import Recorder, assembly, interpret, prepare_interpreter
 from tests.unit.test_indexer_topk import LAYOUTS, expected, integer_inputs

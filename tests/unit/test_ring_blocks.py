@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import device_problem
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ring import LEAVES, choose, leaf_cudnn, leaf_flash3, leaf_torch
 from megatron_dsa.ring.contents import KeysAndValues, Latent
 from megatron_dsa.ring.exchange import Ring
 from megatron_dsa.ring.loop import attend, gradients
 from megatron_dsa.ring.sequences import Dense, Packed
-from megatron_dsa.support import Problem
 from tests.helpers import relative_error
 from tests.unit.test_ring import CUTS, PACKED, WEIGHTS, WHOLE, Case, expected, together
 

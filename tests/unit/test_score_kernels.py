@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import Policy, candidates, device_problem, report, reset_report
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.ops.indexer_topk import reference, tilelang_kernels
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import Seen, bshd_layout, packed_layout
-from megatron_dsa.support import Problem
 from megatron_dsa.warm_up import warm_up
 from tests.helpers import dynamic_shared_memory, needs_compiler, ptxas, relative_error
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_dsa import dispatch, pretrain, throughput
+from megatron_dsa.dispatch.times import OperationTimes
 from megatron_dsa.flops import flops, model_work
-from megatron_dsa.operation_times import OperationTimes
 from tests.host import packed, small_config, small_hybrid_config, start
 from tests.writers import Board, Wandb
 

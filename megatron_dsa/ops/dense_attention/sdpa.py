@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.ops.dense_attention import DenseProblem
-from megatron_dsa.support import Problem
 
 _FUSED = [
     SDPBackend.FLASH_ATTENTION,

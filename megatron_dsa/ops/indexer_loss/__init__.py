@@ -33,7 +33,8 @@ class SparseLoss(NamedTuple):
     #: select nothing and in rows whose teacher has no mass. ``None`` if ``gradients`` are there.
     student: torch.Tensor | None
     #: The gradients if they were wanted, from an implementation that declares
-    #: :attr:`~megatron_dsa.support.Support.gradients`; else ``indexer_backward`` forms them.
+    #: :attr:`~megatron_dsa.dispatch.support.Support.gradients`; else ``indexer_backward`` forms
+    #: them.
     gradients: IndexerGradients | None
 
 

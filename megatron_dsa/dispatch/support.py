@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.packages import Package
+from megatron_dsa.dispatch.packages import Package
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Choosing an implementation per operation, saying so once, and counting what really ran.
 
 Every operation has a list of candidates (filled by ``megatron_dsa.ops``). A candidate's declaration
-(:class:`~megatron_dsa.support.Support`) answers a :class:`~megatron_dsa.support.Problem` with
-``None`` (it can run) or with the reason why it cannot. :func:`choose` takes the first candidate
-that can; fused ones come first when the policy prefers them, and of those the one that is measured
-to be the fastest for the problem. Nothing falls back in silence: the choice and every rejection are
+(:class:`~megatron_dsa.dispatch.support.Support`) answers a
+:class:`~megatron_dsa.dispatch.support.Problem` with ``None`` (it can run) or with the reason why it
+cannot. :func:`choose` takes the first candidate that can; fused ones come first when the policy
+prefers them, and of those the one that is measured to be the fastest for the problem. Nothing falls
+    back in silence: the choice and every rejection are
 logged once, a strict policy raises instead, an implementation that the user names runs or raises,
 and :func:`report` tells what was called how often.
 """
@@ -22,9 +23,9 @@ from functools import lru_cache
 
 import torch
 
+from megatron_dsa.dispatch.support import Problem, Support
+from megatron_dsa.dispatch.times import TIMES
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
-from megatron_dsa.operation_times import TIMES
-from megatron_dsa.support import Problem, Support
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dsa import packages
-from megatron_dsa.dispatch import OPERATIONS, candidates
-from megatron_dsa.packages import CUDNN, FLASH_MLA, Fix, Package
-from megatron_dsa.support import Problem
+from megatron_dsa.dispatch import OPERATIONS, candidates, packages
+from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, Fix, Package
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.support_table import support_table
 
 INSTALL = "pip install 'nvidia-cudnn-frontend[cutedsl]>=1.30'"

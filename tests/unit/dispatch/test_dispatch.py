@@ -12,10 +12,10 @@ import torch
 
 from megatron_dsa import dispatch
 from megatron_dsa.dispatch import OPERATIONS, Candidate, Operation, Policy, choose, run
+from megatron_dsa.dispatch.packages import Package
+from megatron_dsa.dispatch.support import Problem, Support
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
 from megatron_dsa.ops.sparse_attention import flashmla
-from megatron_dsa.packages import Package
-from megatron_dsa.support import Problem, Support
 
 HOPPER = Problem("cuda", (9, 0), torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=2048)
 CPU = Problem("cpu", None, torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=2048)
