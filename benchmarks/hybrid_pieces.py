@@ -20,8 +20,8 @@ from benchmarks.verify import WrongResult, largest_error
 from megatron_dsa.csa_kernels import compress, norm_rope, rotate
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.errors import ImplementationError
-from megatron_dsa.key_lists import KeyLists
-from megatron_dsa.ops.arithmetic import accumulation_dtype
+from megatron_dsa.numerics import accumulation_dtype
+from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout
 

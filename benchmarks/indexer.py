@@ -8,12 +8,12 @@
 gradients, ``dense`` that of the warm-up stage (:mod:`benchmarks.indexer_dense`), all through
 dispatch as a layer calls them. A *way* names the implementations; what one lacks is left to
 dispatch, and the column ``ran`` says what that took. ``fp8`` selects through fp8 scores
-(:class:`megatron_dsa.selection.Candidates`). The way ``megatron`` is megatron-core's own
-(:mod:`benchmarks.indexer_bundled`): its TileLang indexer, and its unfused dense loss. Queries see
-up to their own place (one causal sequence). FLOP count what is visible: 2 * heads * dim per pair
-for ``select``, three products per selected pair for ``loss``; for ``dense`` the same per visible
-pair, and the teacher's scores. Peak memory is that of the call above its inputs and includes its
-results.
+(:class:`megatron_dsa.ops.indexer_topk.select.Candidates`). The way ``megatron`` is megatron-core's
+own (:mod:`benchmarks.indexer_bundled`): its TileLang indexer, and its unfused dense loss. Queries
+see up to their own place (one causal sequence). FLOP count what is visible: 2 * heads * dim per
+pair for ``select``, three products per selected pair for ``loss``; for ``dense`` the same per
+visible pair, and the teacher's scores. Peak memory is that of the call above its inputs and
+includes its results.
 """
 
 from __future__ import annotations

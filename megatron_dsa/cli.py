@@ -111,7 +111,7 @@ def _operations(torch, shapes: dict[str, dict]) -> dict:
 def _remark(operation: str, problem) -> str:
     """When an operation is not called, or only if asked for."""
     from megatron_dsa.dispatch import Policy
-    from megatron_dsa.indexer_training import needs_indexer_backward
+    from megatron_dsa.ops.indexer_loss.api import needs_indexer_backward
 
     if operation == "indexer_backward" and not needs_indexer_backward(problem, Policy()):
         return "not called, the loss forms the gradients itself"

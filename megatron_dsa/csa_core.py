@@ -35,13 +35,13 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.fp32_parameters import Fp32Parameters
 from megatron_dsa.health import Attended
 from megatron_dsa.hybrid_keys import join_keys
-from megatron_dsa.indexer_training import needs_indexer_backward, needs_probabilities
-from megatron_dsa.key_lists import KeyLists
 from megatron_dsa.layers import new_parameter
+from megatron_dsa.ops.indexer_loss.api import needs_indexer_backward, needs_probabilities
+from megatron_dsa.ops.indexer_topk.select import selection_calls
+from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.parallel import Ranks
 from megatron_dsa.position_rope import PositionRope
 from megatron_dsa.replay import TakesSelections
-from megatron_dsa.selection import selection_calls
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.halo import halo_of
 from megatron_dsa.sequence.layout import Layout

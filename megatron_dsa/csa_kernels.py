@@ -1,7 +1,7 @@
 """The public operations of hybrid attention besides sparse attention: pooling and rotations.
 
 Like :mod:`megatron_dsa.dsa_kernels` they take plain tensors on flattened rows, pick an
-implementation and are differentiable. Lists of keys are :mod:`megatron_dsa.key_lists`.
+implementation and are differentiable. Lists of keys are :mod:`megatron_dsa.ops.key_lists.api`.
 """
 
 from __future__ import annotations

@@ -39,11 +39,11 @@ from megatron_dsa.dsa_kernels import (
 )
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.health import Attended
-from megatron_dsa.indexer_training import needs_indexer_backward, needs_probabilities
+from megatron_dsa.ops.indexer_loss.api import needs_indexer_backward, needs_probabilities
+from megatron_dsa.ops.indexer_topk.select import selection_calls
 from megatron_dsa.parallel import Ranks, gather_rows
 from megatron_dsa.replay import TakesSelections
 from megatron_dsa.rotary import RowRope
-from megatron_dsa.selection import selection_calls
 from megatron_dsa.sequence.layout import Layout
 from megatron_dsa.trained_indexer import TrainsIndexer
 from megatron_dsa.warm_up import settle

@@ -13,19 +13,23 @@ from typing import NamedTuple
 import torch
 
 from megatron_dsa.checks import FLOATS, require_layout, require_tensor, require_values
-from megatron_dsa.dense_kernels import dense_attention, gathered_latent_attention, ring_attention
 from megatron_dsa.dispatch import Policy, device_problem, run
 from megatron_dsa.errors import require
-from megatron_dsa.indexer_training import IndexerTraining, SelectedKeysLoss, index_problem
-from megatron_dsa.key_lists import KeyLists
-from megatron_dsa.ops.arithmetic import accumulation_dtype
+from megatron_dsa.numerics import accumulation_dtype
+from megatron_dsa.ops.dense_attention.api import (
+    dense_attention,
+    gathered_latent_attention,
+    ring_attention,
+)
 from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
+from megatron_dsa.ops.indexer_loss.api import IndexerTraining, SelectedKeysLoss, index_problem
 from megatron_dsa.ops.indexer_topk import IndexerInputs, TopKProblem
 from megatron_dsa.ops.indexer_topk.blocks import select_blocks
 from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
-from megatron_dsa.selection import selector
+from megatron_dsa.ops.indexer_topk.select import selector
+from megatron_dsa.ops.key_lists.api import KeyLists
+from megatron_dsa.ops.sparse_attention.api import Settings, SparseAttention
 from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.sparse_autograd import Settings, SparseAttention
 
 __all__ = [
     "IndexerInputs",
@@ -77,7 +81,8 @@ def sparse_attention(
             absorbed MLA. There is no separate value argument.
         indices: int32 ``[Sq, K]``, rows of ``kv``. Entries ``< 0`` or ``>= Skv`` select nothing.
             A row must not be listed twice for one query. Masking is by indices only. Or
-            :class:`~megatron_dsa.key_lists.KeyLists`, whose lists are written block by block.
+            :class:`~megatron_dsa.ops.key_lists.api.KeyLists`, whose lists are written block by
+            block.
         softmax_scale: factor on ``q . kv`` before the softmax.
         v_dim: number of leading columns of ``kv`` that are the value.
         topk_length: int32 ``[Sq]``: entries of ``indices`` from there on are ignored.
@@ -89,7 +94,7 @@ def sparse_attention(
         in_order: the caller knows that all lists follow one order of the keys, as those of
             :func:`indexer_topk` and of ``KeyLists`` do: spares a backward from sorting them.
         indexer: train the indexer on these probabilities in the backward pass, where they are
-            recomputed anyway (see :class:`~megatron_dsa.indexer_training.IndexerTraining`).
+            recomputed anyway (see :class:`~megatron_dsa.ops.indexer_loss.api.IndexerTraining`).
         policy: which implementations may run.
 
     Returns:
@@ -185,7 +190,7 @@ def indexer_topk(
     Scores are ``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` in fp32. The selection is exact
     and deterministic; equal scores go to the key that comes first in its sequence. With
     ``policy.fp8_selection`` a key that fp8 scores put far behind may be missed
-    (:class:`megatron_dsa.selection.Candidates`).
+    (:class:`megatron_dsa.ops.indexer_topk.select.Candidates`).
 
     Args:
         inputs: see :class:`IndexerInputs`.

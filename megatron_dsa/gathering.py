@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_dsa.ops.arithmetic import accumulation_dtype
+from megatron_dsa.numerics import accumulation_dtype
 from megatron_dsa.ops.autograd import once_differentiable
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.gathering import start_gather, start_sum
-from megatron_dsa.ops.arithmetic import bmm
+from megatron_dsa.numerics import bmm
 from megatron_dsa.ops.autograd import once_differentiable
 
 

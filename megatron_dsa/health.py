@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_topk.select import candidates_for
 from megatron_dsa.quality import (
     Mean,
     adjacent_overlap,
@@ -31,7 +32,6 @@ from megatron_dsa.quality import (
     score_recall,
     visible_keys,
 )
-from megatron_dsa.selection import candidates_for
 from megatron_dsa.sequence.layout import Layout
 
 

@@ -14,11 +14,11 @@ import torch
 
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.errors import require
-from megatron_dsa.ops.arithmetic import accumulation_dtype, mm, rows_in_budget
+from megatron_dsa.numerics import accumulation_dtype, mm, rows_in_budget
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.ops.indexer_topk.fp8 import quantized
 from megatron_dsa.ops.indexer_topk.scores import block_scores, head_blocks
-from megatron_dsa.ops.indexer_topk.unfused import best
+from megatron_dsa.ops.indexer_topk.torch import best
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -217,8 +217,8 @@ def score_recall(
         layout, topk: as for :func:`~megatron_dsa.dsa_kernels.indexer_topk`.
         rows: int64 ``[r]``, their query rows.
         candidates: rough scores choose that many, of which exact ones keep the best ``topk``
-            (``--dsa-fp8-selection``: :func:`megatron_dsa.selection.candidates_for`); by default
-            ``topk``, the rough scores decide.
+            (``--dsa-fp8-selection``: :func:`megatron_dsa.ops.indexer_topk.select.candidates_for`);
+            by default ``topk``, the rough scores decide.
     """
     slot = torch.arange(layout.num_keys, device=rows.device)
     visible = (slot >= layout.start[rows, None]) & (slot < layout.end[rows, None])

@@ -10,7 +10,7 @@ from typing import ForwardRef
 #: What is public, in the order of the page.
 MODULES = (
     "dsa_kernels",
-    "dense_kernels",
+    "ops.dense_attention.api",
     "csa_kernels",
     "sequence.layout",
     "specs",

@@ -22,9 +22,9 @@ from megatron_dsa.doctor.results import Part
 from megatron_dsa.doctor.session import Session, named
 from megatron_dsa.doctor.shapes import Shape
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
-from megatron_dsa.indexer_training import index_problem, needs_indexer_backward
+from megatron_dsa.ops.indexer_loss.api import index_problem, needs_indexer_backward
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
-from megatron_dsa.selection import candidates_for
+from megatron_dsa.ops.indexer_topk.select import candidates_for
 from megatron_dsa.sequence.layout import Layout
 
 SCORES, LISTED, TOPK, LOSS, BACKWARD = (

@@ -1,8 +1,8 @@
 """The operations and their implementations.
 
 One folder per operation. ``reference.py`` is the plain, slow statement of what it computes;
-``unfused.py`` is the memory-bounded torch implementation that runs everywhere (that of the dense
-indexer loss is ``dense_torch.py``); files named after a package hold fused implementations. This
+``torch.py`` is the memory-bounded torch implementation that runs everywhere (that of the dense
+indexer loss is ``torch_dense.py``); files and folders named after a package hold fused ones. This
 file declares all of them, once: dispatch tries the fused ones of an operation in the order given
 here.
 """
@@ -87,7 +87,7 @@ _fused(
 _fused(
     "sparse_attention_forward",
     "tilelang",
-    _load("sparse_attention.tilelang_kernels", "forward"),
+    _load("sparse_attention.tilelang.launch", "forward"),
     covers="out, lse",
     **_TILELANG,
 )
@@ -106,7 +106,7 @@ _fused(
 _fused(
     "sparse_attention_backward",
     "tilelang",
-    _load("sparse_attention.tilelang_kernels", "backward"),
+    _load("sparse_attention.tilelang.launch", "backward"),
     covers="dq, dkv, dsink, p_sum",
     **_TILELANG,
     gives_teacher=True,
@@ -127,7 +127,7 @@ _fused(
 _fused(
     "indexer_scores",
     "tilelang",
-    _load_instance("indexer_topk.tilelang_kernels", "Scores"),
+    _load_instance("indexer_topk.tilelang.launch", "Scores"),
     covers="scores of a block of queries, where they are seen; with and without relu",
     **_TILELANG_INDEXER,
     dtypes=(torch.bfloat16, torch.float8_e4m3fn),
@@ -144,7 +144,7 @@ _fused(
 _fused(
     "indexer_topk",
     "tilelang",
-    _load_instance("indexer_topk.tilelang_kernels", "Selection"),
+    _load_instance("indexer_topk.tilelang.launch", "Selection"),
     covers="selection from a block of scores, read once",
     package=TILELANG,
     capabilities=(HOPPER,),
@@ -167,7 +167,7 @@ _fused(
 _fused(
     "sparse_indexer_loss",
     "tilelang",
-    _load("indexer_loss.tilelang_kernels", "sparse"),
+    _load("indexer_loss.tilelang.launch", "sparse"),
     covers="value and gradients in one kernel, or value and student",
     **_TILELANG_INDEXER,
     dtypes=_BF16,
@@ -253,22 +253,22 @@ _TRITON = {
     "not_run": (AMPERE, ADA, BLACKWELL),
 }
 for _operation, _module, _name, _covers in (
-    ("compressor", "compressor", "compress", "pooled keys; values, scores, ape"),
-    ("norm_rope", "rope", "norm_rope", "in place; q"),
-    ("rotate", "rope", "rotate", "any rotated dims"),
-    ("key_lists", "key_lists", "build", "one launch for any ratio"),
+    ("compressor", "compressor.triton.launch", "compress", "pooled keys; values, scores, ape"),
+    ("norm_rope", "rope.triton", "norm_rope", "in place; q"),
+    ("rotate", "rope.triton", "rotate", "any rotated dims"),
+    ("key_lists", "key_lists.triton", "build", "one launch for any ratio"),
 ):
     _types = {} if _operation == "key_lists" else {"dtypes": (*_HALF, torch.float32)}
     _fused(
-        _operation, "triton", _load(f"{_module}.triton_kernels", _name), covers=_covers, **_TRITON,
+        _operation, "triton", _load(_module, _name), covers=_covers, **_TRITON,
         **_types,
     )  # fmt: skip
-    _torch(_operation, _load(f"{_module}.unfused", _name), "any shape")
+    _torch(_operation, _load(f"{_module.partition('.')[0]}.torch", _name), "any shape")
 
 _fused(
     "indexer_listed_scores",
     "triton",
-    _load("indexer_topk.triton_kernels", "scores"),
+    _load("indexer_topk.triton", "scores"),
     covers="scores of listed keys",
     **_TRITON,
     dtypes=_HALF,
@@ -276,44 +276,44 @@ _fused(
     heads=(1, 128),
 )
 _torch("indexer_listed_scores", _load("indexer_topk.listed", "scores"), "any shape")
-_torch("indexer_scores", _load_instance("indexer_topk.unfused", "Scores"), "any shape")
-_torch("indexer_topk", _load_instance("indexer_topk.unfused", "Selection"), "any shape")
-_torch("sparse_attention_forward", _load("sparse_attention.unfused", "forward"), "any shape; p_sum")
+_torch("indexer_scores", _load_instance("indexer_topk.torch", "Scores"), "any shape")
+_torch("indexer_topk", _load_instance("indexer_topk.torch", "Selection"), "any shape")
+_torch("sparse_attention_forward", _load("sparse_attention.torch", "forward"), "any shape; p_sum")
 _torch(
     "sparse_attention_backward",
-    _load("sparse_attention.unfused", "backward"),
+    _load("sparse_attention.torch", "backward"),
     "any shape; p_sum",
     gives_teacher=True,
     **_ATOMIC_SUMS,
 )
 _torch(
     "sparse_attention_probabilities",
-    _load("sparse_attention.unfused", "probabilities"),
+    _load("sparse_attention.torch", "probabilities"),
     "any shape",
 )
 _torch(
     "sparse_indexer_loss",
-    _load("indexer_loss.unfused", "sparse"),
+    _load("indexer_loss.torch", "sparse"),
     "any shape; gradients along with the value",
     gradients=True,
     **_ATOMIC_SUMS,
 )
 _torch(
     "indexer_backward",
-    _load("indexer_loss.unfused", "sparse_backward"),
+    _load("indexer_loss.torch", "sparse_backward"),
     "any shape",
     **_ATOMIC_SUMS,
 )
 _fused(
     "dense_indexer_loss",
     "triton",
-    _load("indexer_loss.triton_dense", "dense"),
+    _load("indexer_loss.triton.dense", "dense"),
     covers="value and gradients; teachers of any head dim",
     **_TRITON,
     dtypes=_BF16,
     dims=((128, 0),),
     heads=(1, 64),
 )
-_torch("dense_indexer_loss", _load("indexer_loss.dense_torch", "dense"), "any shape")
-_torch("dense_attention", _load("dense_attention.unfused", "forward"), "any shape")
+_torch("dense_indexer_loss", _load("indexer_loss.torch_dense", "dense"), "any shape")
+_torch("dense_attention", _load("dense_attention.torch", "forward"), "any shape")
 _torch("ring_attention", _load_ring("torch"), "any shape")

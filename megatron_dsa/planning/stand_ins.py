@@ -14,11 +14,12 @@ from unittest import mock
 import torch
 
 from megatron_dsa.dispatch import Candidate
-from megatron_dsa.ops.arithmetic import accumulation_dtype
+from megatron_dsa.numerics import accumulation_dtype
 from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLoss
-from megatron_dsa.ops.sparse_attention import flashmla, tilelang_kernels
-from megatron_dsa.ops.sparse_attention.kernels import Kernels, kernels_for
+from megatron_dsa.ops.sparse_attention import flashmla
+from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
+from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels, kernels_for
 
 
 def stand_in(operation: str, candidate: Candidate, *args, **kwargs):
@@ -47,7 +48,7 @@ def _write_nothing(*_tensors):
 
 def _own_sparse_attention(adapter: Callable, *args):
     """Run our forward or backward around silent kernels of the GPU that is rehearsed."""
-    from megatron_dsa.ops.sparse_attention.hopper import unions
+    from megatron_dsa.ops.sparse_attention.tilelang.hopper import unions
 
     found = kernels_for(torch.device("cuda"))
     with mock.patch.object(unions, "compiled", lambda *_: _write_nothing):
@@ -190,7 +191,7 @@ def _compressor(candidate, problem):
     groups = problem.groups
     slots, keeps_softmax = groups.first_row.shape[0], False
     if candidate.fused:
-        from megatron_dsa.ops.compressor.triton_kernels import is_few
+        from megatron_dsa.ops.compressor.triton.launch import is_few
 
         keeps_softmax = not is_few(problem)
 

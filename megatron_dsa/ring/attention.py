@@ -8,7 +8,7 @@ from torch import distributed
 from megatron_dsa.checks import FLOATS, require_tensor
 from megatron_dsa.dispatch import device_problem
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ops.arithmetic import accumulation_dtype
+from megatron_dsa.numerics import accumulation_dtype
 from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.ring.blocks import Leaf, choose
 from megatron_dsa.ring.contents import KeysAndValues, Latent

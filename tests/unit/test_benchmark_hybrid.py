@@ -13,10 +13,10 @@ from benchmarks.cases import PRESETS
 from benchmarks.hybrid import SHAPES, Case
 from megatron_dsa.csa_config import CSA_PRESETS
 from megatron_dsa.dispatch import OPERATIONS, candidates
-from megatron_dsa.key_lists import KeyLists
 from megatron_dsa.ops.compressor import CompressorProblem
 from megatron_dsa.ops.compressor import reference as compressor_reference
 from megatron_dsa.ops.key_lists import reference as lists_reference
+from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.rope import reference as rope_reference
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout
@@ -205,8 +205,8 @@ def event(cat, name, ts, dur, **args):
 def test_kernels_belong_to_the_range_that_launched_them():
     events = [
         event("user_annotation", "megatron_dsa.sparse_attention_forward.flashmla", 100, 50),
-        event("user_annotation", "megatron_dsa.key_lists.triton", 110, 10),
-        event("gpu_user_annotation", "megatron_dsa.key_lists.triton", 400, 500),
+        event("user_annotation", "megatron_dsa.ops.key_lists.api.triton", 110, 10),
+        event("gpu_user_annotation", "megatron_dsa.ops.key_lists.api.triton", 400, 500),
         event("user_annotation", "megatron_dsa.compressor.triton", 10, 20),
         event("cpu_op", "_CompressBackward", 200, 50, **{"External id": 7}),
         event("cpu_op", "aten::mm", 300, 10),

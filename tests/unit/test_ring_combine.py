@@ -5,7 +5,7 @@ import torch
 
 from megatron_dsa.ring.combine import Combined, merge_torch
 from tests.helpers import relative_error
-from tests.unit.test_compressor import Recorder, assembly, interpret, prepare_interpreter
+from tests.unit.ops.test_compressor import Recorder, assembly, interpret, prepare_interpreter
 
 KERNELS = "megatron_dsa.ring.combine_triton"
 SHAPES = [(52, 3, 24), (64, 128, 128)]

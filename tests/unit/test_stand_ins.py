@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import candidates
-from megatron_dsa.ops.sparse_attention import SparseProblem, flashmla, tilelang_kernels
-from megatron_dsa.ops.sparse_attention.kernels import TARGETS
+from megatron_dsa.ops.sparse_attention import SparseProblem, flashmla
+from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
+from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS
 from megatron_dsa.planning.host import host
 from megatron_dsa.planning.stand_ins import Silent, stand_in
 from megatron_dsa.planning.tally import Tally
@@ -54,7 +55,7 @@ def planned(capability, operation, name, given, *more):
 def kernels(monkeypatch):
     """Ours for a compute capability, silent."""
     pytest.importorskip("tilelang", reason="tilelang is not installed")
-    from megatron_dsa.ops.sparse_attention.hopper import unions
+    from megatron_dsa.ops.sparse_attention.tilelang.hopper import unions
 
     def first_places(*arguments):
         arguments[5].zero_()

@@ -13,7 +13,7 @@ import torch
 
 from megatron_dsa.checks import FLOATS, require_tensor
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ops.arithmetic import accumulation_dtype
+from megatron_dsa.numerics import accumulation_dtype
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.ops.arithmetic import lengths, rows_in_budget
-from megatron_dsa.ops.cudnn_common import masked_indices, padded_heads, widened, with_heads
+from megatron_dsa.numerics import lengths, rows_in_budget
 from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLoss, SparseLossProblem
+from megatron_dsa.ops.padding import masked_indices, padded_heads, widened, with_heads
 
 _TINY = torch.finfo(torch.float32).tiny
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_dsa.ops.arithmetic import accumulation_dtype, scaled
+from megatron_dsa.numerics import accumulation_dtype, scaled
 from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_loss.gradients import Gradients

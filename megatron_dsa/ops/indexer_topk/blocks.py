@@ -6,13 +6,13 @@ from typing import Protocol
 
 import torch
 
-from megatron_dsa.ops.arithmetic import rows_in_budget
+from megatron_dsa.numerics import rows_in_budget
 from megatron_dsa.ops.indexer_topk import TopKProblem
 from megatron_dsa.sequence.layout import Block, Seen
 
 
 class Selector(Protocol):
-    """How the best keys of a block are found (:mod:`megatron_dsa.selection`)."""
+    """How the best keys of a block are found (:mod:`megatron_dsa.ops.indexer_topk.select`)."""
 
     #: Blocks end where queries begin to see as many slots (:meth:`Window.bound`), or ``None``.
     cut: int | None

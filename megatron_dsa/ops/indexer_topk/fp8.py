@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from megatron_dsa.ops.arithmetic import has_triton
+from megatron_dsa.numerics import has_triton
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
@@ -20,7 +20,7 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     dim = x.shape[-1]
     if dim & (dim - 1) == 0 and _converts(x.device):
-        from megatron_dsa.ops.indexer_topk.triton_kernels import quantize
+        from megatron_dsa.ops.indexer_topk.triton import quantize
 
         return quantize(x.contiguous())
     x = x.float()

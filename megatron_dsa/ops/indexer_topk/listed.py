@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.ops.arithmetic import accumulation_dtype, bmm, has_triton, rows_in_budget
+from megatron_dsa.numerics import accumulation_dtype, bmm, has_triton, rows_in_budget
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 
 
@@ -37,7 +37,7 @@ def chosen(columns: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     those are negative. All are int32.
     """
     if columns.is_cuda and places.shape[1] and has_triton():
-        from megatron_dsa.ops.indexer_topk.triton_kernels import chosen as fused
+        from megatron_dsa.ops.indexer_topk.triton import chosen as fused
 
         return fused(columns, places)
     entries = columns.gather(1, places.clamp_min(0).long())

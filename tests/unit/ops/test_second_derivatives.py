@@ -152,7 +152,8 @@ def test_rotate_has_one(inverse):
 @pytest.mark.parametrize("inverse", [False, True])
 def test_rotate_has_one_on_a_gpu(inverse):
     """The kernel's equals torch's."""
-    from megatron_dsa.ops.rope import triton_kernels, unfused
+    from megatron_dsa.ops.rope import torch as unfused
+    from megatron_dsa.ops.rope import triton as triton_kernels
 
     def second(module, x, cos, sin):
         out = module.rotate(x * x, cos, sin, inverse)

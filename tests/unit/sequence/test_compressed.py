@@ -6,7 +6,7 @@ import torch
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.key_lists import KeyLists
+from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from tests.helpers import leaf, relative_error

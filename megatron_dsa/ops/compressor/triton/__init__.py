@@ -1,0 +1,1 @@
+"""The compressor in Triton."""

@@ -1,0 +1,86 @@
+"""The sparse indexer loss with all gradients through one kernel of our own (Hopper, bf16)."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.dispatch import deterministic_mode
+from megatron_dsa.numerics import lengths
+from megatron_dsa.ops.hopper.fragments import in_column_order_transposed
+from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLoss, SparseLossProblem
+from megatron_dsa.ops.indexer_topk import IndexerInputs
+
+
+def sparse(problem: SparseLossProblem) -> SparseLoss:
+    """Return the KL sum with its gradients if they are wanted, else with the student.
+
+    In torch's deterministic mode equal inputs give bitwise equal gradients.
+
+    Raises:
+        ValueError: index heads of other dims than 128, or more than 64; more than 2048 entries per
+            list; no relu.
+    """
+    from megatron_dsa.ops.indexer_loss.tilelang.program import DIM, MOST, compiled
+
+    x, wanted = problem.inputs, problem.want_gradients
+    q, k = x.q.contiguous(), x.k.contiguous()
+    (queries, heads), width = q.shape[:2], problem.indices.shape[1]
+    if q.shape[2] != DIM or width > MOST or not x.relu:
+        raise ValueError(
+            f"the kernel takes index heads of {DIM}, at most {MOST} entries per list and the relu, "
+            f"got {q.shape[2]}, {width}, relu={x.relu}: use another implementation"
+        )
+    fixed = wanted and deterministic_mode()
+    value = torch.zeros(queries, dtype=torch.float32, device=q.device)
+    teacher = problem.teacher.contiguous()
+    unused = value.new_zeros(1, 1)
+    if wanted:
+        dq = torch.empty_like(q)
+        dweights = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
+        dk = torch.zeros_like(k, dtype=torch.int64 if fixed else torch.float32)
+        units = units_per_one(x) if fixed else unused.view(1)
+        student = unused
+    else:
+        dq, dk = q.new_empty(1, DIM), value.new_empty(1, DIM)
+        dweights, units = unused, unused.view(1)
+        student = torch.empty_like(teacher)
+    if queries and width:
+        compiled(heads, wanted, fixed)(
+            q.view(-1, DIM),
+            k,
+            x.weights.float().contiguous().view(-1),
+            problem.indices.contiguous(),
+            lengths(problem.indices, problem.topk_length),
+            teacher,
+            value,
+            dq.view(-1, DIM),
+            dweights.view(-1),
+            dk,
+            units,
+            student,
+        )
+    elif wanted:
+        dq.zero_()
+        dweights.zero_()
+    if not wanted:
+        if teacher is not problem.teacher:
+            problem.teacher.copy_(teacher)
+        return SparseLoss(value.sum(), student, None)
+    dk = dk.float().div_(units) if fixed else in_column_order_transposed(dk, DIM)
+    return SparseLoss(value.sum(), None, IndexerGradients(dq, dk, dweights))
+
+
+def units_per_one(inputs: IndexerInputs) -> torch.Tensor:
+    """Return how many of the integers that dk is summed in are one: fp32 ``[1]``, a power of two.
+
+    Overflow is impossible by construction (see :mod:`.sparse_attention.fixed_point`): student and
+    teacher sum to 1 each, so a query adds at most ``2 sum_h |w_h| max|q|`` to an element.
+    ``units`` puts that of all queries at 2^62, half of the range: roundings to bf16 do no harm.
+    """
+    q, weights = inputs.q, inputs.weights
+    if q.numel() == 0:
+        return q.new_ones(1, dtype=torch.float32)
+    per_row = torch.linalg.vector_norm(q, ord=float("inf")).float()
+    per_row = per_row * torch.linalg.vector_norm(weights.float(), ord=1, dim=1).max()
+    exponent = torch.floor(62 - torch.log2(2 * q.shape[0] * per_row)).clamp(max=100)
+    return torch.exp2(exponent).view(1)

@@ -1,0 +1,302 @@
+"""Sparse indexer loss and its gradients, a thread block per query (sm_90a).
+
+Per block of 64 selected keys, with index heads ``h``:
+
+1. scores ``I = sum_h w_h relu(S_h)`` with ``S = K Q^T``. What is kept of S is one bit per product,
+   whether it is positive;
+2. when all scores are there: softmax, KL, and ``D = student - teacher``;
+3. the keys once more: ``G_h = sum_j D_j [S_hj > 0] k_j``, of which ``dq_h = w_h G_h`` and
+   ``dw_h = q_h . G_h``; and ``dk_j = sum_h D_j [S_hj > 0] w_h q_h``, added to global memory. Both
+   products have the same operand, D where S was positive, in bf16.
+
+Adding to dk takes longer than all else: 512 bytes per selected key. So thread blocks are small, and
+two of them share an SM: one multiplies while the other adds. A thread block has
+
+* a warpgroup that multiplies, and adds from registers;
+* two warps that gather keys, and two that form the operand (a fence in the warps that add would
+  wait for their additions).
+"""
+
+# No postponed annotations here: TileLang reads the tensors' shapes from them.
+import functools
+from types import SimpleNamespace
+
+import tilelang
+from tilelang import language as T
+
+from megatron_dsa.ops.hopper.tiles import ADDRESSES, GROUP, TILE
+from megatron_dsa.ops.indexer_loss.tilelang.source import SOURCE
+from megatron_dsa.ops.sparse_attention.tilelang.hopper.key_gradient import SOURCE as ADDITIONS
+
+#: Dims of an index head, and the most entries of a list.
+DIM, MOST = 128, 2048
+#: Registers per thread of the warpgroup that multiplies and of the other; 256 is all there is.
+REGISTERS = (216, 40)
+#: Blocks of keys in shared memory.
+STAGES = 3
+#: Threads that gather: each copies 16 bytes of every eighth key.
+GATHERERS = 64
+
+
+def build(heads: int, gradients: bool = True, fixed_point: bool = False):
+    """Return the TileLang program for ``heads`` index heads (1 to 64) of 128, with the relu.
+
+    Its arguments (all contiguous; sizes are dynamic):
+        Q ``[Sq * HI, 128]``, K ``[Skv, 128]`` bf16; Weights ``[Sq * HI]`` fp32; Ids ``[Sq, W]``
+        int32, rows of K, others are skipped, ``W`` at most 2048; Length ``[Sq]`` int32 within ``[0,
+        W]``; Teacher ``[Sq, W]`` fp32, not normalised; Value ``[Sq]`` fp32, the KL per query; dQ
+        like Q; dW like Weights; dK ``[Skv, 128]`` fp32 (in the order of
+        :func:`.fragments.in_column_order_transposed`) or int64 if ``fixed_point`` (in column
+        order), zeroed by the caller; Units ``[1]`` fp32: how many of dK's integers are one (not
+        read without them); Student ``[Sq, W]`` fp32, written instead of the gradients without
+        ``gradients``, when the teacher is left normalised, too, and dQ, dW and dK are not touched.
+
+    Raises:
+        ValueError: more heads than a tile has.
+    """
+    if not 1 <= heads <= TILE:
+        raise ValueError(f"heads must be 1 to {TILE}, got {heads}: a tile has {TILE} rows")
+    bf16, fp32, int32 = "bfloat16", "float32", "int32"
+    stride = DIM * (8 if fixed_point else 4)
+    passes = 2 if gradients else 1
+    rows, keys, lists, width = T.dynamic("rows, keys, lists, width")
+
+    # In the macros: `at` is the thread block's place in the problem (its list, how many keys it
+    # has and how many blocks of them), `m` its shared memory, `done` its barriers.
+
+    @T.macro
+    def gather(K, Ids, m, done, at, thread):
+        """Fetch all blocks of keys, once per pass; their ids: -1 where an entry is no key."""
+        ahead = T.alloc_local([1], int32)
+        ids = T.alloc_local([8], int32)
+        ahead[0] = -1
+        if thread < at.n:
+            ahead[0] = Ids[at.list, thread]
+        for i in T.serial(at.blocks * passes):
+            stage = i % STAGES
+            T.barrier_wait(done.free[stage], (i // STAGES & 1) ^ 1)
+            m.ids[stage, thread] = T.if_then_else(ahead[0] < keys, ahead[0], -1)
+            after = T.if_then_else(i + 1 >= at.blocks, i + 1 - at.blocks, i + 1) * TILE + thread
+            ahead[0] = -1
+            if after < at.n:
+                ahead[0] = Ids[at.list, after]
+            T.sync_threads(2, GATHERERS)
+            for r in T.unroll(8):
+                ids[r] = m.ids[stage, r * 8 + thread // 8]
+            for r in T.unroll(8):
+                for u in T.unroll(2):
+                    T.ptx_cp_async(
+                        T.access_ptr(
+                            m.k[stage, r * 8 + thread // 8, u * 64 + thread % 8 * 8], "w", 8
+                        ),
+                        T.access_ptr(K[T.max(ids[r], 0), u * 64 + thread % 8 * 8], "r", 8),
+                        8,
+                        predicate=ids[r] >= 0,
+                    )
+            T.cp_async_barrier_noinc(done.full[stage])
+            T.barrier_arrive(done.full[stage])
+
+    @T.macro
+    def mask(m, done, at, here, thread):
+        """Form the operand of each block's gradients, as soon as the differences are there."""
+        T.barrier_wait(done.differences, 0)
+        for i in T.serial(at.blocks):
+            T.barrier_wait(done.mask_free[i % 2], (i // 2 & 1) ^ 1)
+            for half in T.unroll(2):
+                T.call_extern(
+                    "handle",
+                    "dsa_masked_differences",
+                    here.words + i * (GROUP * 4),
+                    here.scores + i * (TILE * 4),
+                    here.mask + i % 2 * (TILE * TILE * 2),
+                    thread // 32 * 2 + half,
+                    thread % 32,
+                )
+            T.fence_proxy_async()
+            T.barrier_arrive(done.mask[i % 2])
+
+    @T.macro
+    def start(Q, Weights, m, at, thread):
+        """Fetch the query; heads that do not exist are 0."""
+        for r in T.unroll(TILE // 16):
+            row = r * 16 + thread // 8
+            source = T.min(at.list * heads + row, rows - 1)
+            for u in T.unroll(2):
+                T.ptx_cp_async(
+                    T.access_ptr(m.q[row, u * 64 + thread % 8 * 8], "w", 8),
+                    T.access_ptr(Q[source, u * 64 + thread % 8 * 8], "r", 8),
+                    8,
+                    predicate=row < heads,
+                )
+        T.ptx_commit_group()
+        if thread < TILE:
+            m.weights[thread] = 0.0
+            if thread < heads:
+                m.weights[thread] = Weights[at.list * heads + thread]
+        T.ptx_wait_group(0)
+        T.fence_proxy_async()
+        T.sync_threads(1, GROUP)
+
+    @T.macro
+    def scores(m, done, at, here, thread):
+        """Scores of all blocks of keys, and the words of positive products."""
+        s = T.alloc_fragment([TILE, TILE], fp32)
+        weights = T.alloc_local([TILE // 4], fp32)
+        T.call_extern("handle", "dsa_read_weights", weights.data, here.weights, thread)
+        for i in T.serial(at.blocks):
+            stage = i % STAGES
+            T.barrier_wait(done.full[stage], i // STAGES & 1)
+            T.wgmma_gemm(m.k[stage, :, :], m.q, s, transpose_B=True, clear_accum=True)
+            T.wait_wgmma(0)
+            T.barrier_arrive(done.free[stage])
+            T.call_extern(
+                "handle",
+                "dsa_index_scores",
+                s.data,
+                weights.data,
+                here.scores + i * (TILE * 4),
+                here.words + i * (GROUP * 4),
+                thread,
+            )
+        T.sync_threads(1, GROUP)
+
+    @T.macro
+    def differences(Ids, Teacher, Value, Student, at, here, thread):
+        """Softmax, KL and what they differ by."""
+        value = T.alloc_local([1], fp32)
+        value[0] = T.call_extern(
+            fp32,
+            f"dsa_differences<{MOST // GROUP}, {str(not gradients).lower()}>",
+            here.scores,
+            T.address_of(Ids[at.list, 0]),
+            T.address_of(Teacher[at.list, 0]),
+            T.address_of(Student[0 if gradients else at.list, 0]),
+            at.n,
+            width,
+            keys,
+            here.scratch,
+            thread,
+        )
+        if thread == 0:
+            Value[at.list] = value[0]
+
+    @T.macro
+    def differentiate(Q, dQ, dW, dK, Units, m, done, at, here, thread):
+        """G, dK of a block of keys at a time, and what the query gets of G."""
+        dk = T.alloc_fragment([DIM, TILE], fp32)
+        g = T.alloc_fragment([TILE, DIM], fp32)
+        ids = T.alloc_local([TILE // 4], int32)
+        base = T.alloc_local([1], "int64")
+        units = T.alloc_local([1], fp32)
+        T.clear(g)
+        units[0] = Units[0] if fixed_point else 0.0
+        base[0] = T.call_extern("int64", "dsa_target<2>", T.address_of(dK[0, 0]), 0, thread)
+        add = f"dsa_add_keys<{str(fixed_point).lower()}, 2, {TILE}, 0, {stride}>"
+        for i in T.serial(at.blocks):
+            stage = (at.blocks + i) % STAGES
+            T.barrier_wait(done.full[stage], (at.blocks + i) // STAGES & 1)
+            T.call_extern(
+                "handle", "dsa_read_ids", ids.data, here.ids + stage * (TILE * 4) + thread % 4 * 8
+            )
+            T.barrier_wait(done.mask[i % 2], i // 2 & 1)
+            T.wgmma_gemm(
+                m.q, m.mask[i % 2, :, :], dk, transpose_A=True, transpose_B=True,
+                clear_accum=True,
+            )  # fmt: skip
+            T.wgmma_gemm(m.mask[i % 2, :, :], m.k[stage, :, :], g, transpose_A=True)
+            T.wait_wgmma(0)
+            T.barrier_arrive(done.mask_free[i % 2])
+            T.barrier_arrive(done.free[stage])
+            T.call_extern("handle", add, dk.data, ids.data, base[0], 0, units[0])
+        T.call_extern(
+            "handle",
+            "dsa_query_results",
+            g.data,
+            T.address_of(Q[at.list * heads, 0]),
+            T.address_of(dQ[at.list * heads, 0]),
+            T.address_of(dW[at.list * heads]),
+            here.weights,
+            heads,
+            thread,
+        )
+
+    @T.prim_func
+    def sparse_indexer_loss(
+        Q: T.Tensor([rows, DIM], bf16),
+        K: T.Tensor([keys, DIM], bf16),
+        Weights: T.Tensor([rows], fp32),
+        Ids: T.Tensor([lists, width], int32),
+        Length: T.Tensor([lists], int32),
+        Teacher: T.Tensor([lists, width], fp32),
+        Value: T.Tensor([lists], fp32),
+        dQ: T.Tensor([rows, DIM] if gradients else [1, DIM], bf16),
+        dW: T.Tensor([rows] if gradients else [1], fp32),
+        dK: T.Tensor([keys, DIM] if gradients else [1, DIM], "int64" if fixed_point else fp32),
+        Units: T.Tensor([1], fp32),
+        Student: T.Tensor([1, 1] if gradients else [lists, width], fp32),
+    ):
+        """One thread block per query; arguments as :func:`build` describes."""
+        with T.Kernel(lists, threads=2 * GROUP) as block:
+            T.import_source(ADDRESSES + ADDITIONS + SOURCE)
+            T.annotate_min_blocks_per_sm(2)
+            m = SimpleNamespace(
+                q=T.alloc_shared([TILE, DIM], bf16),
+                k=T.alloc_shared([STAGES, TILE, DIM], bf16),
+                mask=T.alloc_shared([2, TILE, TILE], bf16),
+                scores=T.alloc_shared([MOST], fp32),
+                words=T.alloc_shared([MOST // TILE, GROUP], "uint32"),
+                ids=T.alloc_shared([STAGES, TILE], int32),
+                weights=T.alloc_shared([TILE], fp32),
+                scratch=T.alloc_shared([16], fp32),
+            )
+            done = SimpleNamespace(
+                # The copies arrive and the threads.
+                full=T.alloc_barrier(arrive_count=[2 * GATHERERS] * STAGES),
+                free=T.alloc_barrier(arrive_count=[GROUP] * STAGES),
+                differences=T.alloc_barrier(arrive_count=GROUP),
+                mask=T.alloc_barrier(arrive_count=[GROUP - GATHERERS] * 2),
+                mask_free=T.alloc_barrier(arrive_count=[GROUP] * 2),
+            )
+            addresses = ("q", "mask", "scores", "words", "ids", "weights", "scratch")
+            address = T.alloc_local([len(addresses)], int32)
+            for i, name in enumerate(addresses):
+                address[i] = T.call_extern(int32, "dsa_here", getattr(m, name).access_ptr("r"))
+            here = SimpleNamespace(**{name: address[i] for i, name in enumerate(addresses)})
+            tx = T.get_thread_binding()
+            thread = tx % GROUP
+            n = Length[block]
+            at = SimpleNamespace(list=block, n=n, blocks=T.ceildiv(n, TILE))
+            if tx >= GROUP:
+                T.set_max_nreg(REGISTERS[1], 0)
+                if thread < GATHERERS:
+                    gather(K, Ids, m, done, at, thread)
+                elif gradients:
+                    mask(m, done, at, here, thread - GATHERERS)
+            else:
+                T.set_max_nreg(REGISTERS[0], 1)
+                start(Q, Weights, m, at, thread)
+                scores(m, done, at, here, thread)
+                differences(Ids, Teacher, Value, Student, at, here, thread)
+                if gradients:
+                    T.call_extern("handle", "dsa_weigh_queries", here.q, here.weights, thread)
+                    T.fence_proxy_async()
+                    T.barrier_arrive(done.differences)
+                    T.sync_threads(1, GROUP)
+                    differentiate(Q, dQ, dW, dK, Units, m, done, at, here, thread)
+            for buffer in vars(m).values():
+                T.call_extern("handle", "dsa_keep", buffer.access_ptr("r"), buffer.access_ptr("r"))
+
+    return sparse_indexer_loss
+
+
+@functools.cache
+def compiled(heads: int, gradients: bool = True, fixed_point: bool = False, target: str = "sm_90a"):
+    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
+    return tilelang.compile(
+        build(heads, gradients, fixed_point),
+        target={"kind": "cuda", "arch": target},
+        pass_configs={
+            tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
+            tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
+        },
+    )

@@ -1,0 +1,114 @@
+"""The sparse indexer loss in torch, a block of queries at a time, with exact gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from megatron_dsa.numerics import accumulation_dtype, bmm, rows_in_budget, valid_entries
+from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLoss, SparseLossProblem
+from megatron_dsa.ops.indexer_loss.gradients import Gradients
+from megatron_dsa.ops.indexer_topk import IndexerInputs
+
+
+def sparse(problem: SparseLossProblem) -> SparseLoss:
+    """Return the KL sum over the selected keys, with the gradients if they will be asked for."""
+    x = problem.inputs
+    acc = accumulation_dtype(x.q.dtype)
+    value = x.q.new_zeros((), dtype=acc)
+    grads = Gradients(x) if problem.want_gradients else None
+    student = None if grads else x.q.new_empty(problem.indices.shape, dtype=acc)
+    for chunk in _sparse_chunks(problem):
+        # A view: the normalised teacher is left in place of the given one.
+        part, chunk_student = _kl_rows(chunk.logits(), problem.teacher[chunk.rows], chunk.mask)
+        value += part
+        if grads is None:
+            student[chunk.rows] = chunk_student
+        else:
+            chunk.backward(chunk_student.sub_(problem.teacher[chunk.rows]), grads)
+    return SparseLoss(value, student, None if grads is None else grads.result())
+
+
+def sparse_backward(problem: SparseLossProblem, student: torch.Tensor) -> IndexerGradients:
+    """Return the gradients of the KL sum from the student and the normalised teacher."""
+    grads = Gradients(problem.inputs)
+    for chunk in _sparse_chunks(problem):
+        chunk.backward(student[chunk.rows] - problem.teacher[chunk.rows], grads)
+    return grads.result()
+
+
+def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
+    """Return the KL sum of a block and the student (its softmax), of rows that have a teacher.
+
+    ``teacher`` is normalised in place. Rows whose teacher has no mass (no visible key, padding)
+    contribute exactly 0 to the sum and have a student of 0.
+    """
+    teacher.masked_fill_(~mask, 0.0)
+    mass = teacher.sum(-1, keepdim=True)
+    has_mass = mass > 0
+    teacher.div_(torch.where(has_mass, mass, 1.0))
+    logits = logits.masked_fill_(~mask, float("-inf"))
+    # A row without any valid entry would be all -inf: give it a finite softmax, then drop it.
+    logits = logits.masked_fill_(~mask.any(-1, keepdim=True), 0.0)
+    log_student = torch.log_softmax(logits, dim=-1)
+    entropy = torch.xlogy(teacher, teacher).sum()
+    # 0 * -inf at masked entries must be 0.
+    cross = (teacher * log_student.masked_fill(~mask, 0.0)).sum()
+    student = log_student.exp_().masked_fill_(~(mask & has_mass), 0.0)
+    return entropy - cross, student
+
+
+@dataclasses.dataclass
+class _SparseChunk:
+    """Some query rows with their gathered keys and head products."""
+
+    inputs: IndexerInputs
+    rows: slice
+    index: torch.Tensor  # [r, K] int64, invalid entries -> the spare row
+    mask: torch.Tensor  # [r, K]
+    keys: torch.Tensor  # [r, K, DI]
+    products: torch.Tensor  # [r, HI, K], after the relu if there is one
+
+    def weights(self) -> torch.Tensor:
+        return self.inputs.weights[self.rows].to(self.products.dtype)
+
+    def logits(self) -> torch.Tensor:
+        """Index scores ``[r, K]``."""
+        return torch.bmm(self.weights()[:, None], self.products).squeeze(1)
+
+    def backward(self, dlogits: torch.Tensor, grads: Gradients) -> None:
+        """Add this chunk's gradients, given the gradient on its scores."""
+        x = self.inputs
+        grads.weights[self.rows] = torch.bmm(self.products, dlogits[..., None]).squeeze(-1)
+        dproducts = _through_relu(self.products, dlogits, self.weights(), x.relu).to(x.q.dtype)
+        grads.q[self.rows] = bmm(dproducts, self.keys).to(x.q.dtype)
+        dkeys = bmm(dproducts.transpose(1, 2), x.q[self.rows])
+        grads.k_with_spare.index_add_(0, self.index.flatten(), dkeys.flatten(0, 1))
+
+
+def _sparse_chunks(problem: SparseLossProblem) -> Iterator[_SparseChunk]:
+    """Cut the query rows so that the temporaries of a chunk fit the budget."""
+    x, width = problem.inputs, problem.indices.shape[1]
+    heads, dim = x.q.shape[1], x.q.shape[2]
+    num_keys = x.k.shape[0]
+    table = torch.cat([x.k, x.k.new_zeros(1, dim)])
+    acc = accumulation_dtype(x.q.dtype)
+    per_row = width * ((3 * dim + 3 * heads + 6) * acc.itemsize + 24)
+    rows_at_once = rows_in_budget(problem.workspace_bytes, per_row)
+    for first in range(0, x.q.shape[0], rows_at_once):
+        rows = slice(first, first + rows_at_once)
+        index = problem.indices[rows]
+        length = None if problem.topk_length is None else problem.topk_length[rows]
+        mask = valid_entries(index, length, num_keys)
+        index = torch.where(mask, index, num_keys).long()
+        keys = table[index]
+        products = bmm(x.q[rows], keys.transpose(1, 2))
+        yield _SparseChunk(x, rows, index, mask, keys, products.relu_() if x.relu else products)
+
+
+def _through_relu(products, dlogits, weights, relu: bool) -> torch.Tensor:
+    """Gradient on the head products ``[r, h, w]``: ``w_h * dI``, cut where the relu was 0."""
+    grad = dlogits[:, None] * weights[..., None]
+    return grad.masked_fill_(products <= 0, 0.0) if relu else grad

@@ -1,0 +1,1 @@
+"""The dense indexer loss in Triton."""

@@ -1,0 +1,312 @@
+"""The dense indexer loss with Triton kernels: scores of single heads never leave the chip.
+
+Per tile, teachers are fp32 and gradients on the scores bf16, both in whole blocks of
+:data:`BLOCK` rows and columns, 0 where a row sees nothing. Keys of all heads are expanded from
+latents by a matrix product, as many heads at a time as the workspace takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
+from megatron_dsa.ops.indexer_loss.dense import dense_loss, take
+from megatron_dsa.ops.indexer_loss.tiles import TileBytes, fitting_shape
+from megatron_dsa.ops.indexer_loss.triton import gradients, student, teacher
+from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_topk.scores import head_blocks
+from megatron_dsa.sequence.layout import Layout, Seen
+
+#: Teachers and gradients on scores have multiples of so many rows and columns.
+BLOCK = 128
+#: Longest edge of a tile: so many rows share the expanded keys, and so many keys the queries.
+LONGEST_EDGE = 2048
+#: Fewer heads than this are not expanded at a time unless there are fewer.
+FEWEST_HEADS = 16
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Shape of one kernel's programs.
+
+    Attributes:
+        rows, columns: of pairs, divisors of :data:`BLOCK` where pairs are written.
+        stages: buffers of operands in shared memory.
+        warps: per program.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    warps: int = 8
+
+    def options(self) -> dict[str, int]:
+        """Keyword arguments of a launch."""
+        return {
+            "BLOCK_M": self.rows, "BLOCK_N": self.columns, "STAGES": self.stages,
+            "num_warps": self.warps,
+        }  # fmt: skip
+
+    def blocks(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return how many programs cover so many pairs, each way."""
+        return triton.cdiv(rows, self.rows), triton.cdiv(columns, self.columns)
+
+
+#: Launches of all kernels by the shared memory that they need. The first that fits is taken.
+LAUNCHES = {
+    200 * 1024: {
+        "head_sums": Launch(128, 128, 4),
+        "head_lse": Launch(128, 128, 4),
+        "student_lse": Launch(128, 128, 4),
+        "student_loss": Launch(128, 128, 4),
+        "query_gradient": Launch(128, 128, 2),
+        "key_gradient": Launch(128, 128, 3),
+    },
+    160 * 1024: {
+        "head_sums": Launch(128, 128, 3),
+        "head_lse": Launch(128, 128, 3),
+        "student_lse": Launch(128, 128, 3),
+        "student_loss": Launch(128, 128, 3),
+        "query_gradient": Launch(128, 64, 2),
+        "key_gradient": Launch(128, 128, 2),
+    },
+    0: {
+        "head_sums": Launch(128, 64, 2),
+        "head_lse": Launch(128, 64, 2),
+        "student_lse": Launch(64, 64, 2, 4),
+        "student_loss": Launch(64, 64, 2, 4),
+        "query_gradient": Launch(64, 64, 2, 4),
+        "key_gradient": Launch(64, 64, 2, 4),
+    },
+}
+
+
+def launches(device: torch.device) -> dict[str, Launch]:
+    """Return how the kernels run on a device."""
+    shared = next(iter(LAUNCHES))
+    if device.type == "cuda":
+        shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return next(kernels for needed, kernels in LAUNCHES.items() if needed <= shared)
+
+
+def dense(problem: DenseLossProblem) -> torch.Tensor:
+    """Return the KL sum over all visible keys (scalar), differentiable in the indexer's inputs.
+
+    bf16; index heads of a power of two dims (dispatch knows 128 only). Deterministic.
+    """
+    return dense_loss(problem, TritonTiles)
+
+
+class TritonTiles:
+    """:class:`~.dense.TileFunctions` of one problem."""
+
+    def __init__(self, problem: DenseLossProblem):
+        self.shape, self._heads_at_once = tile_shape(problem)
+        self._keys, self._scale = problem.inputs.k.detach(), problem.softmax_scale
+        self._covered = problem.layout.derive("covered", lambda: covered(problem.layout))
+        self._launches = launches(self._keys.device)
+
+    def index_keys(self, layout: Layout, slots: slice) -> torch.Tensor:
+        """A copy, 0 where nobody sees the key: it may hold NaN there, which times 0 is NaN."""
+        keys = take(self._keys, layout, slots)
+        return keys.masked_fill(~self._covered[slots, None], 0.0).contiguous()
+
+    def student_lse(self, x: IndexerInputs, seen: Seen) -> torch.Tensor:
+        """See :class:`~.dense.TileFunctions`."""
+        x = _dense_inputs(x)
+        rows, width = x.q.shape[0], x.k.shape[0]
+        launch = self._launches["student_lse"]
+        blocks, parts = launch.blocks(rows, width)
+        parts = x.q.new_empty(parts, rows, dtype=torch.float32)
+        student.student_lse[(blocks * parts.shape[0],)](
+            x.q, x.k, x.weights, parts, seen.start, seen.end, rows, width, parts.stride(0),
+            x.q.stride(0), x.weights.stride(0), **_sizes(x), **launch.options(),
+        )  # fmt: skip
+        return parts.logsumexp(0)
+
+    def teacher_lse(self, q: torch.Tensor, keys, seen: Seen) -> torch.Tensor:
+        """See :class:`~.dense.TileFunctions`."""
+        q = _dense_rows(q)
+        rows, heads, dim = q.shape
+        lse = q.new_empty(heads, rows, dtype=torch.float32)
+        launch = self._launches["head_lse"]
+        for some, own, shared, strides in self._key_parts(keys, heads):
+            count, width = some.stop - some.start, own.shape[0]
+            teacher.head_lse[(launch.blocks(rows, width)[0] * count,)](
+                q[:, some], own, shared, lse[some], seen.start, seen.end, rows, width, count, rows,
+                q.stride(0), dim, *strides, self._scale,
+                DIM=dim, OWN_DIM=own.shape[2], CHUNK_D=_chunk(dim), **launch.options(),
+            )  # fmt: skip
+        return lse
+
+    def teacher(self, q: torch.Tensor, keys, lse: torch.Tensor, seen: Seen) -> torch.Tensor:
+        """fp32, in whole blocks."""
+        q, lse = _dense_rows(q), lse.contiguous()
+        rows, heads, dim = q.shape
+        out, launch = None, self._launches["head_sums"]
+        for some, own, shared, strides in self._key_parts(keys, heads):
+            width = own.shape[0]
+            first = out is None
+            if first:
+                out = _whole_blocks(q, rows, width, torch.float32)
+            blocks, columns = launch.blocks(*out.shape)
+            teacher.head_sums[(blocks * columns,)](
+                q[:, some], own, shared, lse[some], out, seen.start, seen.end, rows, width,
+                some.stop - some.start, lse.stride(0), out.stride(0),
+                q.stride(0), dim, *strides, self._scale,
+                FIRST=first, DIM=dim, OWN_DIM=own.shape[2], CHUNK_D=_chunk(dim),
+                **launch.options(),
+            )  # fmt: skip
+        return out
+
+    def loss(
+        self, x: IndexerInputs, seen: Seen, teacher: torch.Tensor, lse: torch.Tensor, gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The gradient is bf16, in whole blocks."""
+        x = _dense_inputs(x)
+        rows, width = x.q.shape[0], x.k.shape[0]
+        launch = self._launches["student_loss"]
+        blocks, parts = launch.blocks(*teacher.shape)
+        parts = x.q.new_empty(parts, rows, dtype=torch.float32)
+        dscores = _whole_blocks(x.q, rows, width, x.q.dtype) if gradient else None
+        student.student_loss[(blocks * parts.shape[0],)](
+            x.q, x.k, x.weights, teacher, lse, parts, dscores, seen.start, seen.end, rows, width,
+            parts.stride(0), teacher.stride(0), x.q.stride(0), x.weights.stride(0),
+            **_sizes(x), **launch.options(),
+        )  # fmt: skip
+        return parts.sum(), dscores
+
+    def backward(
+        self, x: IndexerInputs, seen: Seen, dscores: torch.Tensor, dq: torch.Tensor,
+        dweights: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """See :class:`~.dense.TileFunctions`; ``dweights`` is left to :meth:`finish`."""
+        x = _dense_inputs(x)
+        (rows, heads, dim), width = x.q.shape, x.k.shape[0]
+        launch = self._launches["query_gradient"]
+        gradients.query_gradient[(launch.blocks(rows, width)[0] * heads,)](
+            x.q, x.k, dscores, dq, seen.start, seen.end, rows, width, dscores.stride(0),
+            x.q.stride(0), **_sizes(x), **launch.options(),
+        )  # fmt: skip
+        launch = self._launches["key_gradient"]
+        blocks, columns = launch.blocks(rows, width)
+        weights = dq.new_zeros(heads, dscores.shape[0])
+        weights[:, :rows] = torch.where(seen.start < seen.end, x.weights.t(), 0.0)
+        dk = dq.new_empty(blocks, width, dim)
+        gradients.key_gradient[(blocks * columns,)](
+            x.q, x.k, weights, dscores, dk, seen.start, seen.end, rows, width, dscores.stride(0),
+            x.q.stride(0), weights.stride(0), **_sizes(x), **launch.options(),
+        )  # fmt: skip
+        return dk.sum(0)
+
+    def finish(
+        self, x: IndexerInputs, seen: Seen, dq: torch.Tensor, out: torch.Tensor,
+        dweights: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """The gradient of a weight is the product of its query and their common sum over keys."""
+        x = _dense_inputs(x)
+        rows, heads, dim = x.q.shape
+        gradients.finish_rows[(rows,)](
+            x.q, x.weights, dq, out, dweights, seen.start.contiguous(), seen.end.contiguous(),
+            rows, x.q.stride(0), x.weights.stride(0), out.stride(0), dweights.stride(0),
+            HEADS=heads, DIM=dim, BLOCK_H=triton.next_power_of_2(heads),
+        )  # fmt: skip
+
+    def _key_parts(self, keys: torch.Tensor | LatentKeys, heads: int):
+        """Yield slices of heads with what their keys are read from.
+
+        That is ``own [w, h or 1, OWN_DIM]``, what all heads share ``[w, DIM - OWN_DIM]`` (or
+        ``own`` again, if there is nothing), and the strides: ``own``'s of rows and heads (0 for a
+        single key head) and the shared part's of rows.
+        """
+        if isinstance(keys, torch.Tensor):
+            keys = _dense_rows(keys)
+            head_stride = keys.stride(1) if keys.shape[1] > 1 else 0
+            yield slice(0, heads), keys, keys, (keys.stride(0), head_stride, 0)
+            return
+        w_uk, latents = keys.w_uk, keys.latents
+        dim, rank = w_uk.shape[1:]
+        apart = dim % teacher.CHUNK == 0 and latents.stride(1) == 1
+        for some in head_blocks(heads, self._heads_at_once):
+            if not apart or latents.shape[1] == rank:
+                own = keys.expanded(some)
+                yield some, own, own, (own.stride(0), own.stride(1), 0)
+                continue
+            own = latents[:, :rank] @ w_uk[some].flatten(0, 1).t()
+            own = own.unflatten(1, (-1, dim))
+            shared = latents[:, rank:]
+            yield some, own, shared, (own.stride(0), dim, shared.stride(0))
+
+
+def covered(layout: Layout) -> torch.Tensor:
+    """Return bool ``[slots]``: which slots any query row sees."""
+    real = (layout.start < layout.end).int()
+    changes = torch.zeros(layout.num_keys + 1, dtype=torch.int32, device=real.device)
+    changes.index_add_(0, layout.start.long(), real)
+    changes.index_add_(0, layout.end.long(), -real)
+    return changes.cumsum(0)[:-1] > 0
+
+
+def tile_shape(problem: DenseLossProblem) -> tuple[tuple[int, int], int]:
+    """Return how many rows and slots a tile may have, and how many heads are expanded at a time.
+
+    One block is the least, whatever the workspace.
+    """
+    heads = problem.q.shape[1]
+    longest = (LONGEST_EDGE, LONGEST_EDGE)
+    while heads > FEWEST_HEADS and tile_bytes(problem, heads)(*longest) > problem.workspace_bytes:
+        heads = max(heads // 2, FEWEST_HEADS)
+    costs = tile_bytes(problem, heads)
+    return fitting_shape(costs, problem.workspace_bytes, LONGEST_EDGE, BLOCK), heads
+
+
+def tile_bytes(problem: DenseLossProblem, heads_at_once: int) -> TileBytes:
+    """Count what is alive at the same time."""
+    x, q, k = problem.inputs, problem.q, problem.k
+    (index_heads, index_dim), (heads, dim) = x.q.shape[1:], q.shape[1:]
+    item, gathers = q.element_size(), problem.layout.key_rows is not None
+    # Teachers (one in use, one being reduced), gradients on scores, shares in those of keys.
+    pair = 4 * (1 if problem.head_group is None else 2) + item + 4 * index_dim // 64
+    row = index_heads * index_dim * 4 + 6 * heads * 4
+    slot = index_dim * (3 * item + 4)
+    if isinstance(k, LatentKeys):
+        own, rank = k.w_uk.shape[1:]
+        apart = own % teacher.CHUNK == 0
+        slot += heads_at_once * item * (own if apart else own + dim)
+        slot += k.latents.shape[1] * item * gathers
+        fixed = 0 if k.w_uk.is_contiguous() else heads_at_once * own * rank * item
+    else:
+        slot, fixed = slot + k.shape[1] * dim * item * gathers, 0
+    if not _is_dense(q) or not _is_dense(x.q):
+        row += heads * dim * item + index_heads * index_dim * item
+    return TileBytes(pair, row, slot, fixed)
+
+
+def _sizes(x: IndexerInputs) -> dict:
+    return {"RELU": x.relu, "HEADS": x.q.shape[1], "DIM": x.q.shape[2]}
+
+
+def _chunk(dim: int) -> int:
+    return min(teacher.CHUNK, max(16, triton.next_power_of_2(dim)))
+
+
+def _whole_blocks(like: torch.Tensor, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    rows, width = (triton.cdiv(n, BLOCK) * BLOCK for n in (rows, width))
+    return like.new_empty(rows, width, dtype=dtype)
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether the heads of a row lie together; rows may have any distance."""
+    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
+
+
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+    return x if _is_dense(x) else x.contiguous()
+
+
+def _dense_inputs(x: IndexerInputs) -> IndexerInputs:
+    weights = x.weights if x.weights.stride(1) == 1 else x.weights.contiguous()
+    return IndexerInputs(_dense_rows(x.q), x.k, weights, x.relu)

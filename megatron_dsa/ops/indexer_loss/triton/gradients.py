@@ -1,0 +1,118 @@
+"""Triton kernels of the dense loss's gradients, from those on the scores (``dS``, bf16).
+
+Products are formed again; no tensor has both pairs and heads. A program owns what it sums, so equal
+inputs give equal bits: one head of 128 rows (:func:`query_gradient`), or the share that 128 rows
+have in the gradient of 128 keys (:func:`key_gradient`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_dsa.ops.indexer_loss.triton.teacher import seen_range, tile_rows
+
+#: What follows the batch must not compile a kernel again.
+_PER_TILE = ["start", "end", "rows", "width"]
+
+
+@triton.jit(do_not_specialize=_PER_TILE)
+def query_gradient(
+    q, keys, dscores, dq, start, end, rows, width, stride, q_row_stride,
+    RELU: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``dq[t, h] += sum_s dS[t, s] 1[q[t, h] . k[s] > 0] k[s]``.
+
+    Args:
+        q: ``[rows, HEADS, DIM]``; keys: ``[width, DIM]``, finite in rows that nobody sees.
+        dscores: 0 where not seen, in whole blocks of rows and columns, ``stride`` per row.
+        dq: fp32 ``[rows, HEADS, DIM]``, contiguous.
+    """
+    head = tl.program_id(0) % HEADS
+    first_row = tl.program_id(0) // HEADS * BLOCK_M
+    row, safe_row, begin, stop = tile_rows(start, end, first_row, rows, BLOCK_M)
+    low, high = seen_range(begin, stop, width)
+    dim = tl.arange(0, DIM)
+    place = tl.arange(0, BLOCK_N)
+    q_tile = tl.load(q + safe_row.to(tl.int64)[:, None] * q_row_stride + head * DIM + dim[None, :])
+    ds_row = dscores + row.to(tl.int64)[:, None] * stride
+    total = tl.zeros([BLOCK_M, DIM], tl.float32)
+    for block in tl.range(low // BLOCK_N, tl.cdiv(high, BLOCK_N), num_stages=STAGES):
+        column = block * BLOCK_N + place
+        safe_column = tl.minimum(column, width - 1)
+        k_tile = tl.load(keys + safe_column[:, None] * DIM + dim[None, :])
+        gradient = tl.load(ds_row + column[None, :])
+        if RELU:
+            products = tl.dot(q_tile, tl.trans(k_tile))
+            gradient = tl.where(products > 0.0, gradient, 0.0)
+        total = tl.dot(gradient, k_tile, total)
+    if low < high:
+        at = dq + (row.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
+        inside = (row < rows)[:, None]
+        tl.store(at, tl.load(at, mask=inside, other=0.0) + total, mask=inside)
+
+
+@triton.jit(do_not_specialize=_PER_TILE)
+def key_gradient(
+    q, keys, weights, dscores, dk, start, end, rows, width, stride, q_row_stride, weight_stride,
+    RELU: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``dk[s] = sum_{t, h} w[t, h] dS[t, s] 1[q[t, h] . k[s] > 0] q[t, h]`` of each block of rows.
+
+    Args:
+        weights: fp32 ``[HEADS, weight_stride]``, 0 where a row sees nothing, in whole blocks.
+        dk: fp32 ``[cdiv(rows, BLOCK_M), width, DIM]``.
+
+    The rest is as in :func:`query_gradient`.
+    """
+    blocks = tl.cdiv(width, BLOCK_N)
+    row_block = tl.program_id(0) // blocks
+    first_column = tl.program_id(0) % blocks * BLOCK_N
+    row, safe_row, begin, stop = tile_rows(start, end, row_block * BLOCK_M, rows, BLOCK_M)
+    low, high = seen_range(begin, stop, width)
+    dim = tl.arange(0, DIM)
+    column = first_column + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N, DIM], tl.float32)
+    if (low < first_column + BLOCK_N) & (high > first_column):
+        # A row that sees nothing may hold anything, which times 0 would be NaN.
+        real = begin < stop
+        k_tile = tl.load(keys + tl.minimum(column, width - 1)[:, None] * DIM + dim[None, :])
+        ds_at = dscores + row.to(tl.int64)[:, None] * stride + column[None, :]
+        ds_tile = tl.trans(tl.load(ds_at))
+        q_at = q + safe_row.to(tl.int64)[:, None] * q_row_stride + dim[None, :]
+        for head in tl.range(0, HEADS, num_stages=STAGES):
+            weight = tl.load(weights + head * weight_stride + row)
+            q_tile = tl.load(q_at + head * DIM, mask=real[:, None], other=0.0)
+            gradient = ds_tile.to(tl.float32) * weight[None, :]
+            if RELU:
+                products = tl.dot(k_tile, tl.trans(q_tile))
+                gradient = tl.where(products > 0.0, gradient, 0.0)
+            total = tl.dot(gradient.to(q_tile.dtype), q_tile, total)
+    at = dk + (row_block.to(tl.int64) * width + column)[:, None] * DIM + dim[None, :]
+    tl.store(at, total, mask=(column < width)[:, None])
+
+
+@triton.jit(do_not_specialize=["weights", "dweights", "start", "end", "rows"])
+def finish_rows(
+    q, weights, dq, out, dweights, start, end, rows,
+    q_row_stride, weight_stride, out_row_stride, dweights_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """``out = w dq`` and ``dweights = q . dq`` of a row, 0 if it sees nothing."""
+    row = tl.program_id(0).to(tl.int64)
+    real = tl.load(start + row) < tl.load(end + row)
+    head, dim = tl.arange(0, BLOCK_H), tl.arange(0, DIM)
+    inside = head < HEADS
+    offset = head[:, None] * DIM + dim[None, :]
+    wanted = inside & real
+    gradient = tl.load(dq + row * HEADS * DIM + offset, mask=wanted[:, None], other=0.0)
+    queries = tl.load(q + row * q_row_stride + offset, mask=wanted[:, None], other=0.0)
+    weight = tl.load(weights + row * weight_stride + head, mask=wanted, other=0.0)
+    total = tl.sum(gradient * queries.to(tl.float32), 1)
+    gradient = gradient * weight.to(tl.float32)[:, None]
+    tl.store(
+        out + row * out_row_stride + offset, gradient.to(out.dtype.element_ty), inside[:, None]
+    )
+    tl.store(dweights + row * dweights_stride + head, total, inside)

@@ -1,0 +1,148 @@
+"""How the best keys of a block of queries are found: exactly, or through candidates in fp8.
+
+Both ways run their parts through dispatch; :func:`megatron_dsa.dsa_kernels.indexer_topk` walks over
+the blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from megatron_dsa.dispatch import Policy, choose, run
+from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.numerics import accumulation_dtype
+from megatron_dsa.ops.indexer_loss.api import index_problem
+from megatron_dsa.ops.indexer_topk import IndexerInputs, TopKProblem
+from megatron_dsa.ops.indexer_topk.blocks import Selector
+from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
+from megatron_dsa.ops.indexer_topk.fp8 import quantized, quantized_queries
+from megatron_dsa.ops.indexer_topk.listed import chosen
+from megatron_dsa.sequence.layout import Block, Seen
+
+
+def candidates_for(topk: int) -> int:
+    """Return how many keys are selected by fp8 scores, of which the best ``topk`` are kept."""
+    return topk + (topk + 3) // 4
+
+
+def selection_calls(problem: Problem, policy: Policy) -> Iterator[tuple[str, Problem]]:
+    """Yield what a selection described by ``problem`` calls, each with its own problem."""
+    yield "indexer_topk", problem
+    yield "indexer_scores", problem
+    if not policy.fp8_selection:
+        return
+    more = dataclasses.replace(problem, topk=candidates_for(problem.topk))
+    yield "indexer_scores", dataclasses.replace(more, dtype=FP8)
+    yield "indexer_topk", more
+    yield "indexer_listed_scores", more
+
+
+def selector(problem: TopKProblem, policy: Policy) -> Selector:
+    """Return what finds the best keys of a block, as ``policy`` asks for it."""
+    return (Candidates if policy.fp8_selection else Exact)(problem, policy)
+
+
+class Exact:
+    """Scores of the inputs as they are, and the best of them."""
+
+    cut: int | None = None
+
+    def __init__(self, problem: TopKProblem, policy: Policy):
+        self.problem, self.policy = problem, policy
+        self.keys = problem.layout.keys_in_slot_order(problem.inputs.k)
+        self.inputs = dataclasses.replace(problem.inputs, k=self.keys)
+
+    def bytes_per_row(self, width: int) -> int:
+        """Scores, what selecting from them takes, and the result."""
+        return width * self._exact_bytes + 4 * self.problem.topk
+
+    def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
+        topk = self.problem.topk
+        return self._select(self._score(self.inputs, topk, block, seen), seen, topk)
+
+    @functools.cached_property
+    def _exact_bytes(self) -> int:
+        call = self._describe(self.inputs, self.problem.topk)
+        return self._bytes_per_score(call, call)
+
+    def _describe(self, inputs: IndexerInputs, topk: int) -> Problem:
+        return index_problem(inputs, self.problem.layout, topk)
+
+    def _score(self, inputs: IndexerInputs, topk: int, block: Block, seen: Seen) -> torch.Tensor:
+        call = self._describe(inputs, topk)
+        return run("indexer_scores", call, self.policy, inputs, block, inputs.k, seen)
+
+    def _select(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
+        call = self._describe(self.inputs, topk)
+        return run("indexer_topk", call, self.policy, scores, seen, topk)
+
+    def _bytes_per_score(self, scoring: Problem, selecting: Problem) -> int:
+        """Temporary bytes per score of the implementations that score and select."""
+        scores = choose("indexer_scores", scoring, self.policy).candidate.load()
+        select = choose("indexer_topk", selecting, self.policy).candidate.load()
+        itemsize = accumulation_dtype(self.inputs.q.dtype).itemsize
+        return scores.bytes_per_score(scoring.heads, itemsize) + select.bytes_per_score()
+
+
+class Candidates(Exact):
+    """Scores in fp8 for all keys; those of the best few are formed again from the inputs.
+
+    Scores in fp8 (e4m3, 3 bits of mantissa) are off by some percent, which matters near the worst
+    selected score only. A quarter more keys than wanted are therefore candidates, whose scores are
+    formed as in :class:`Exact`. A key is lost if fp8 puts it behind all candidates.
+
+    Queries that see fewer keys than ``policy.fp8_least_ratio`` times the candidates are scored
+    exactly, which takes less time there. Which these are depends on their places alone.
+    """
+
+    def __init__(self, problem: TopKProblem, policy: Policy):
+        super().__init__(problem, policy)
+        self.count = candidates_for(problem.topk)
+        self.cut = policy.fp8_least_ratio * self.count
+
+    @functools.cached_property
+    def fp8_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and their scales, for all blocks; queries are quantized a block at a time."""
+        return quantized(self.keys)
+
+    @functools.cached_property
+    def _fp8_bytes(self) -> int:
+        selecting = self._describe(self.inputs, self.count)
+        return self._bytes_per_score(dataclasses.replace(selecting, dtype=FP8), selecting)
+
+    def bytes_per_row(self, width: int) -> int:
+        """The same; queries in fp32 and fp8, and candidates with their scores and places."""
+        if width < self.cut:
+            return super().bytes_per_row(width)
+        heads, dim = self.inputs.q.shape[1:]
+        lists = 32 * self.count + 4 * self.problem.topk
+        return width * self._fp8_bytes + 6 * heads * dim + lists
+
+    def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
+        if block.bound < self.cut:
+            return super().__call__(block, seen)
+        q, weights = self.inputs.q[block.rows], self.inputs.weights[block.rows]
+        columns = self._candidates(q, weights, block, seen)
+        keys = self.keys[block.lo : block.hi]
+        own = dataclasses.replace(self.inputs, q=q, weights=weights, k=keys)
+        scores = run(
+            "indexer_listed_scores", self._describe(own, self.count), self.policy,
+            own, columns, self.policy.workspace_bytes,
+        )  # fmt: skip
+        length = (seen.end - seen.start).clamp_max(self.count)
+        found = Seen(torch.zeros_like(length), length)
+        best = self._select(scores, found, self.problem.topk)
+        return chosen(columns, best)
+
+    def _candidates(self, q, weights, block: Block, seen: Seen) -> torch.Tensor:
+        if block.width <= self.count:
+            return seen.first(self.count)
+        (q, weights), (k, scales) = quantized_queries(q, weights), self.fp8_keys
+        rows = dataclasses.replace(self.inputs, q=q, weights=weights, k=k, key_scales=scales)
+        # The queries are the block's own, from the first on.
+        here = dataclasses.replace(block, rows=slice(0, q.shape[0], 1))
+        return self._select(self._score(rows, self.count, here, seen), seen, self.count)

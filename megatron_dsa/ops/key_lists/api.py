@@ -1,0 +1,137 @@
+"""The keys of a query in hybrid attention, described by ranges and written out block by block.
+
+A query attends to the last positions of its sequence (the window) and to compressed keys: those
+that the indexer selected, or all that it sees. Only the selection is a tensor; the rest are two
+ranges per query row. The attention kernels want one list per query, so lists are written for as
+many rows at a time as fit the workspace, in the forward and again in the backward, never stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dsa.checks import require_tensor
+from megatron_dsa.dispatch import Policy, choose, device_problem, run
+from megatron_dsa.errors import require
+from megatron_dsa.numerics import rows_in_budget
+from megatron_dsa.ops.key_lists import ListProblem
+from megatron_dsa.sequence.compressed import CompressedKeys
+from megatron_dsa.sequence.layout import Layout
+
+#: Bytes per list entry of the torch builder (masks, sums, copies) and of a kernel: the entry, and
+#: its copy in a list that an attention kernel wants wider.
+_BYTES_UNFUSED, _BYTES_FUSED = 48, 8
+
+
+@dataclass(frozen=True, eq=False)
+class KeyLists:
+    """Window and compressed keys of every query row of a microbatch.
+
+    The key buffer holds the compressed keys, then the ``layout.num_keys`` rows of the sequence.
+    So do lists: the columns of a selection are the same in all rows, and where nothing is selected
+    lists are ascending, as the backward likes them.
+
+    Attributes:
+        layout: sequences and visibility.
+        window: number of latest positions that a query sees, its own included.
+        compressed: compressed keys of the layer, ``None`` if it has only the window.
+        selected: int32 ``[Sq, topk]``, compressed slots that were selected, valid entries first;
+            ``None``: all visible ones.
+        selected_length: int32 ``[Sq]``, number of valid entries.
+        held: int64 ``[slots]``, where the key of a position lies behind the compressed keys;
+            ``None``: where the layout says (all ranks' keys).
+
+    Raises:
+        ConfigError: the tensors do not fit the layout, or each other.
+    """
+
+    layout: Layout
+    window: int
+    compressed: CompressedKeys | None = None
+    selected: torch.Tensor | None = None
+    selected_length: torch.Tensor | None = None
+    held: torch.Tensor | None = None
+
+    def __post_init__(self):
+        queries, start = self.layout.num_queries, self.layout.start
+        require(self.window >= 0, f"window must not be negative, got {self.window}: count tokens")
+        if self.compressed is not None:
+            require(
+                self.compressed.layout.num_queries == queries,
+                f"compressed must have the {queries} query tokens of layout, got "
+                f"{self.compressed.layout.num_queries}: make it with compressed_keys(layout, ...)",
+            )
+        if self.selected is not None:
+            require(
+                self.compressed is not None and self.selected_length is not None,
+                "selected needs compressed and selected_length: pass all results of indexer_topk",
+            )
+            fix = "select for the same batch"
+            int32 = (torch.int32,)
+            require_tensor("selected", self.selected, (queries, "topk"), int32, start, fix)
+            require_tensor("selected_length", self.selected_length, (queries,), int32, start, fix)
+
+    @property
+    def offset(self) -> int:
+        """Row of the key buffer where the keys of positions start."""
+        return 0 if self.compressed is None else self.compressed.count
+
+    def width(self, rows: slice) -> int:
+        """Return the list width for query rows ``rows``: no list is longer.
+
+        Blocks of ever longer lists get powers of two, because cuDNN compiles for a width.
+        """
+        window = min(self.window, self.layout.widest(rows))
+        if self.compressed is None:
+            return max(window, 1)
+        if self.selected is not None:
+            return self.selected.shape[1] + window
+        longest = window + self.compressed.layout.widest(rows)
+        return max(1, min(self.full_width, 1 << (longest - 1).bit_length()))
+
+    @property
+    def full_width(self) -> int:
+        """The width that fits every row."""
+        window = min(self.window, self.layout.max_length)
+        if self.compressed is None:
+            return max(window, 1)
+        if self.selected is not None:
+            return self.selected.shape[1] + window
+        return max(window + self.compressed.layout.max_length, 1)
+
+    def blocks(self, policy: Policy) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Yield ``rows, indices int32 [r, width], length int32 [r]`` for all query rows.
+
+        Rows of the key buffer, compact, ``-1`` padded.
+        """
+        problem = device_problem(
+            self.layout.start.device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0
+        )
+        fused = choose("key_lists", problem, policy).candidate.fused
+        bytes_per_row = self.full_width * (_BYTES_FUSED if fused else _BYTES_UNFUSED)
+        rows_at_once = rows_in_budget(policy.workspace_bytes, bytes_per_row)
+        total = self.layout.num_queries
+        for first in range(0, total, rows_at_once):
+            rows = slice(first, min(total, first + rows_at_once))
+            yield rows, *run("key_lists", problem, policy, self._problem(rows))
+
+    def _problem(self, rows: slice) -> ListProblem:
+        group_start = group_end = None
+        if self.compressed is not None and self.selected is None:
+            group_start = self.compressed.layout.start[rows]
+            group_end = self.compressed.layout.end[rows]
+        return ListProblem(
+            start=self.layout.start[rows],
+            end=self.layout.end[rows],
+            window=self.window,
+            key_rows=self.layout.key_rows if self.held is None else self.held,
+            offset=self.offset,
+            selected=None if self.selected is None else self.selected[rows],
+            selected_length=None if self.selected is None else self.selected_length[rows],
+            group_start=group_start,
+            group_end=group_end,
+            width=self.width(rows),
+        )

@@ -1,0 +1,167 @@
+"""Sparse attention as one differentiable function.
+
+Forward and backward are dispatched independently; they share only ``out`` and ``lse``. What is
+saved is ``q, kv, out, lse, indices``: no scores, no gathered keys, nothing of the indexer's loss.
+Lists of hybrid attention (:mod:`megatron_dsa.ops.key_lists.api`) are written again in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_dsa.dispatch import Policy, run
+from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.numerics import scaled
+from megatron_dsa.ops.autograd import once_differentiable
+from megatron_dsa.ops.indexer_loss.api import IndexerTraining, SelectedKeysLoss
+from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.key_lists.api import KeyLists
+from megatron_dsa.ops.sparse_attention import SparseProblem
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What takes no part in autograd; see :func:`megatron_dsa.dsa_kernels.sparse_attention`.
+
+    It lives as long as the graph, so it holds no tensor that autograd saves: neither the indexer's
+    nor the selection of ``lists``, which is passed as ``indices``.
+    """
+
+    v_dim: int
+    softmax_scale: float
+    policy: Policy
+    problem: Problem
+    want_p_sum: bool
+    indexer: IndexerTraining | None  # without its tensors
+    lists: KeyLists | None = None
+    in_order: bool = False
+
+    def arguments(self, q, kv, sink, indices, topk_length, want_p_sum: bool) -> SparseProblem:
+        """Put the tensors of a call together."""
+        return SparseProblem(
+            q=q,
+            kv=kv,
+            indices=indices,
+            v_dim=self.v_dim,
+            softmax_scale=self.softmax_scale,
+            topk_length=topk_length,
+            sink=sink,
+            workspace_bytes=self.policy.workspace_bytes,
+            want_p_sum=want_p_sum,
+            in_order=self.in_order,
+        )
+
+    def run(self, operation: str, *args, teacher: bool = False):
+        """Run an operation of this call; ``teacher``: the head sum is wanted along with it."""
+        return run(operation, replace(self.problem, teacher=teacher), self.policy, *args)
+
+    def parts(self, indices, length) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
+        """Yield ``rows, indices, length``: everything at once, or lists as they are written."""
+        if self.lists is None:
+            yield slice(None), indices, length
+        else:
+            lists = replace(self.lists, selected=indices, selected_length=length)
+            yield from lists.blocks(self.policy)
+
+    def teacher_columns(self, p_sum: torch.Tensor, indices: torch.Tensor, rows: slice):
+        """Return the part of ``p_sum`` that the indexer is responsible for."""
+        if self.lists is None:
+            return p_sum
+        # Where fewer keys are selected than there is room for, the window follows at once.
+        valid = indices[rows] >= 0
+        return p_sum[:, : valid.shape[1]].masked_fill(~valid, 0.0)
+
+
+def _put(whole: torch.Tensor | None, part: torch.Tensor | None, rows: slice, total: int):
+    """Return ``whole`` with ``part`` as its rows ``rows``, or a part that is everything."""
+    if part is None or part.shape[0] == total:
+        return part
+    if whole is None:
+        whole = part.new_empty(total, *part.shape[1:])
+    whole[rows] = part
+    return whole
+
+
+class SparseAttention(torch.autograd.Function):
+    """``q, kv, kv_grad, sink, index q, k, weights, ... -> out, lse, p_sum``."""
+
+    @staticmethod
+    def forward(ctx, q, kv, kv_grad, sink, index_q, index_k, index_weights, indices, length, s):
+        """Return ``out``, ``lse`` and ``p_sum`` (``None`` unless asked for)."""
+        out = lse = p_sum = None
+        for rows, part_indices, part_length in s.parts(indices, length):
+            arguments = s.arguments(q[rows], kv, sink, part_indices, part_length, s.want_p_sum)
+            part, part_lse, part_p_sum = s.run("sparse_attention_forward", arguments)
+            if s.want_p_sum:
+                if part_p_sum is None:
+                    part_p_sum = s.run("sparse_attention_probabilities", arguments, part_lse)
+                p_sum = _put(p_sum, s.teacher_columns(part_p_sum, indices, rows), rows, q.shape[0])
+            out = _put(out, part, rows, q.shape[0])
+            lse = _put(lse, part_lse, rows, q.shape[0])
+        ctx.save_for_backward(
+            q, kv, sink, index_q, index_k, index_weights, indices, length, out, lse
+        )
+        ctx.settings = s
+        ctx.separate_kv_grad = kv_grad is not None
+        ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
+        return out, lse, p_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, _dlse, _dp_sum):
+        """Return all gradients; the sparse indexer loss exists in here only."""
+        s: Settings = ctx.settings
+        q, kv, sink, *index_tensors, indices, length, out, lse = ctx.saved_tensors
+        trains = s.indexer is not None and any(ctx.needs_input_grad[4:7])
+        wants_p_sum = trains and not s.indexer.selected_only
+        dq = dkv = dsink = teacher = None
+        dout = dout.contiguous()
+        for rows, part_indices, part_length in s.parts(indices, length):
+            arguments = s.arguments(q[rows], kv, sink, part_indices, part_length, wants_p_sum)
+            part_dq, part_dkv, part_dsink, p_sum = s.run(
+                "sparse_attention_backward", arguments, out[rows], lse[rows], dout[rows],
+                teacher=wants_p_sum,
+            )  # fmt: skip
+            dq = _put(dq, part_dq, rows, q.shape[0])
+            dkv = part_dkv if dkv is None else dkv.add_(part_dkv)
+            if part_dsink is not None:
+                dsink = part_dsink if dsink is None else dsink + part_dsink
+            if wants_p_sum:
+                if p_sum is None:
+                    p_sum = s.run("sparse_attention_probabilities", arguments, lse[rows])
+                teacher = _put(teacher, s.teacher_columns(p_sum, indices, rows), rows, q.shape[0])
+        index_grads = (None,) * 3
+        if trains:
+            if teacher is None:
+                teacher = _probabilities_among(s, q, kv, indices, length)
+            index_grads = _train(s, index_tensors, indices, length, teacher)
+        if dsink is not None:
+            dsink = dsink.to(sink.dtype)
+        to_kv, to_channel = (None, dkv) if ctx.separate_kv_grad else (dkv.to(kv.dtype), None)
+        return dq, to_kv, to_channel, dsink, *index_grads, None, None, None
+
+
+def _probabilities_among(s: Settings, q, kv, indices, length) -> torch.Tensor:
+    """Return the head sum of a softmax over the selected keys alone: no window, no sink."""
+    arguments = s.arguments(q, kv, None, indices, length, True)
+    _, lse, p_sum = s.run("sparse_attention_forward", arguments)
+    return s.run("sparse_attention_probabilities", arguments, lse) if p_sum is None else p_sum
+
+
+def _train(s: Settings, index_tensors, indices, length, teacher: torch.Tensor):
+    """Return the gradients of the indexer's tensors and record the loss."""
+    training = s.indexer
+    if training.head_group is not None:
+        torch.distributed.all_reduce(teacher, group=training.head_group)
+    inputs = IndexerInputs(*index_tensors, training.inputs.relu)
+    loss = SelectedKeysLoss(training.layout, indices, length, teacher, s.policy)
+    value, gradients = loss.with_gradients(inputs)
+    training.record(value)
+    weight = training.weight()
+    return tuple(
+        scaled(gradient, weight, x.dtype)
+        for gradient, x in zip(gradients, index_tensors, strict=True)
+    )

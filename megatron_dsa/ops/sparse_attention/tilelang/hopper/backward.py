@@ -1,0 +1,326 @@
+"""Backward of sparse attention for 64 rows of queries per thread block (sm_90a).
+
+Per block of 64 keys: ``S = K Q^T`` and ``dP = V dO^T`` (keys are the rows), ``P = exp(S - lse)``,
+``dS = P (dP - delta)``, then ``dQ += dS^T K`` and ``dKV = dS Q + P dO`` (FlashAttention-2,
+algorithm 2, over gathered keys). Four warpgroups share the work and meet at barriers in shared
+memory:
+
+* ``S``: scores and P, and the left half of dQ's columns;
+* ``DP``: dP and dS, and the rest of dQ;
+* ``KV``: dKV, 64 columns at a time, added to global memory from registers;
+* ``GATHER``: fetches the next keys as soon as dQ is done with their half of the buffer.
+
+What is in shared memory fills it: there is room for one block of keys.
+"""
+
+# No postponed annotations here: TileLang reads the tensors' shapes from them.
+import functools
+from types import SimpleNamespace
+
+import tilelang
+from tilelang import language as T
+
+from megatron_dsa.ops.hopper.tiles import (
+    GROUP,
+    LOG2_E,
+    NO_HOISTING,
+    ROWS,
+    SLAB,
+    TILE,
+    check_tiling,
+    fetch,
+    head_tiles,
+    list_ahead,
+    tile_of,
+)
+from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import SOURCE as ACCUMULATORS
+from megatron_dsa.ops.sparse_attention.tilelang.hopper.queries import start_macro, write_columns
+from megatron_dsa.ops.sparse_attention.tilelang.hopper.reduction import SOURCE
+
+#: Registers per thread of the warpgroups S, DP, KV and GATHER; 512 is all there is.
+REGISTERS = {576: (192, 224, 64, 32), 512: (192, 200, 88, 32)}
+
+
+def build(
+    heads: int, dim: int, v_dim: int, group: int = 1, fixed_point: bool = False, p_sum: bool = False
+):
+    """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
+
+    A thread block works on 64 heads of one query (``group`` 1), or on all heads of ``group``
+    adjacent queries over the union of their lists (:mod:`.unions`).
+
+    Its arguments (all contiguous; sizes are dynamic):
+        Q ``[Sq * H, dim]``, KV ``[Skv, dim]``, O and dO ``[Sq * H, v_dim]`` bf16; Lse ``[Sq * H]``
+        fp32, natural, ``-inf`` for rows without keys; Ids ``[lists, W]`` int32, a list of keys per
+        group; Members ``[lists, W]`` uint8: bit ``g`` says that the group's query ``g`` selected
+        this key (``[1, 1]`` and not read if ``group`` is 1); Length ``[lists]`` int32 within
+        ``[0, W]``; dQ like Q; dKV ``[Skv, dim]`` fp32, or int64 if ``fixed_point``, zeroed by the
+        caller, its columns in the order of accumulators; Units ``[1]`` fp32: how many of dKV's
+        integers are one (not read without them); Delta ``[Sq * H]`` fp32, ``rowsum(dO * O)``; PSum
+        ``[lists, group, W]`` fp32, zeroed by the caller, if ``p_sum``, else ``[1, 1, 1]``: sums of
+        P over heads, of no meaning where an entry is no key; scale.
+
+    Raises:
+        ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
+    """
+    check_tiling(heads, dim, v_dim, group)
+    for_s, for_dp, for_kv, for_gather = REGISTERS[dim]
+    half, tail = v_dim // 2, dim - v_dim
+    quarter = half // 2
+    bf16, fp32, int32 = "bfloat16", "float32", "int32"
+    rows, keys, lists, width = T.dynamic("rows, keys, lists, width")
+    start = start_macro(dim, v_dim)
+
+    # In the macros: `at` is the thread block's place in the problem (its list, first row, number of
+    # rows, of keys in the list and of blocks of keys), `m` its shared memory, `done` its barriers.
+
+    @T.macro
+    def gather(KV, Ids, Members, m, done, at, thread):
+        """GATHER: keys of a block, as soon as their half of the buffer is free."""
+        ids = T.alloc_local([TILE // ROWS], int32)
+        ahead = T.alloc_local([1], int32)
+        members = T.alloc_local([1], "uint8")
+        list_ahead(Ids, Members, at, 0, TILE, group, thread, ahead, members)
+        for i in T.serial(at.blocks):
+            for side in (0, 1):
+                T.barrier_wait(done.keys_free[side], (i & 1) ^ 1)
+                if side == 0:
+                    # KV has read the ids of block i - 2: its P was overwritten since.
+                    if thread < TILE:
+                        m.ids[i % 2, thread] = T.if_then_else(ahead[0] < keys, ahead[0], -1)
+                        if group > 1:
+                            m.members[i % 2, thread] = members[0]
+                        list_ahead(Ids, Members, at, i + 1, TILE, group, thread, ahead, members)
+                    T.sync_threads(8, GROUP)
+                    for r in T.unroll(TILE // ROWS):
+                        ids[r] = m.ids[i % 2, r * ROWS + thread // 8]
+                columns = ((0, half), (half, dim))[side]
+                for r in tuple(range(TILE // ROWS)):
+                    row = r * ROWS + thread // 8
+                    fetch(m.k, KV, row, T.max(ids[r], 0), ids[r] >= 0, columns, thread)
+                    T.call_extern("handle", "dsa_no_hoisting")
+                T.cp_async_barrier_noinc(done.keys[side])
+                T.barrier_arrive(done.keys[side])
+
+    @T.macro
+    def key_gradient(dKV, Units, m, done, at, thread):
+        """KV: ``dKV += dS Q + P dO``, a slab of columns at a time."""
+        dkv = T.alloc_fragment([TILE, SLAB], fp32)
+        target = T.alloc_local([2], "int64")
+        units = T.alloc_local([1], fp32)
+        if fixed_point:
+            units[0] = Units[0]
+        for i in T.serial(at.blocks):
+            T.barrier_wait(done.p, i & 1)
+            for r in T.unroll(2):
+                target[r] = T.call_extern(
+                    "int64",
+                    "dsa_row",
+                    T.address_of(dKV[0, 0]),
+                    m.ids[i % 2, thread // 32 * 16 + r * 8 + thread % 32 // 4],
+                    dim,
+                    thread % 4 * (1 if fixed_point else 4),
+                )
+            for first in tuple(range(0, dim, SLAB)):
+                slab = slice(first, first + SLAB)
+                if first < v_dim:
+                    T.wgmma_gemm(m.p, m.do[:, slab], dkv, clear_accum=True)
+                if first == 0:
+                    T.barrier_wait(done.ds, i & 1)
+                T.wgmma_gemm(m.ds, m.q[:, slab], dkv, clear_accum=first >= v_dim)
+                T.wait_wgmma(0)
+                if first + SLAB == dim:
+                    T.barrier_arrive(done.p_free)
+                if fixed_point:
+                    add = f"dsa_add_fixed_rows<{SLAB}, {first}>"
+                    T.call_extern("handle", add, dkv.data, target[0], target[1], units[0])
+                else:
+                    add = f"dsa_add_rows<{SLAB}, {first}>"
+                    T.call_extern("handle", add, dkv.data, target[0], target[1])
+
+    @T.macro
+    def scores(dQ, PSum, m, done, at, scale, thread):
+        """S: scores, P and the left half of dQ."""
+        s = T.alloc_fragment([TILE, TILE], fp32)
+        # Quarters: an instruction must not need more registers than a thread starts with.
+        dq_0 = T.alloc_fragment([TILE, quarter], fp32)
+        dq_1 = T.alloc_fragment([TILE, quarter], fp32)
+        T.clear(dq_0)
+        T.clear(dq_1)
+        if group > 1:
+            members = T.alloc_fragment([TILE], "uint8")
+        T.barrier_wait(done.queries, 0)
+        for i in T.serial(at.blocks):
+            T.barrier_wait(done.keys[0], i & 1)
+            T.wgmma_gemm(m.k[:, :half], m.q[:, :half], s, transpose_B=True, clear_accum=True)
+            T.barrier_wait(done.keys[1], i & 1)
+            T.wgmma_gemm(m.k[:, half:], m.q[:, half:], s, transpose_B=True)
+            if group > 1:
+                for k in T.Parallel(TILE):
+                    members[k] = m.members[i % 2, k]
+            T.wait_wgmma(0)
+            for part in tuple(range(0, TILE, 16)):
+                for k, h in T.Parallel(TILE, 16):
+                    # Entries that select nothing have zeros as key, so any finite P will do: their
+                    # dS meets that zero key in dQ and no row of dKV.
+                    s[k, part + h] = T.exp2(
+                        T.min(s[k, part + h] * (scale * LOG2_E) - m.lse[part + h], 1.0)
+                    )
+                    if group > 1:
+                        member = members[k] >> T.cast((part + h) // heads, "uint8") & 1
+                        s[k, part + h] = T.if_then_else(member != 0, s[k, part + h], 0.0)
+                T.call_extern("handle", "dsa_no_hoisting")
+            if p_sum:
+                T.call_extern(
+                    "handle",
+                    f"dsa_head_sums<{heads}, {group}, {str(heads > TILE).lower()}>",
+                    s.data,
+                    T.address_of(PSum[at.list, 0, i * TILE]),
+                    width,
+                    at.n - i * TILE,
+                    thread,
+                )
+            T.barrier_wait(done.p_free, (i & 1) ^ 1)
+            T.copy(s, m.p)
+            T.fence_proxy_async()
+            T.barrier_arrive(done.p)
+            T.barrier_wait(done.ds, i & 1)
+            T.wgmma_gemm(m.ds, m.k[:, :quarter], dq_0, transpose_A=True)
+            T.wgmma_gemm(m.ds, m.k[:, quarter:half], dq_1, transpose_A=True)
+            T.wait_wgmma(0)
+            T.barrier_arrive(done.keys_free[0])
+        # Through the left columns of the keys, which only this warpgroup still used.
+        T.copy(dq_0, m.k[:, :quarter])
+        T.copy(dq_1, m.k[:, quarter:half])
+        write_columns(dQ, m.k, (0, half), at, 9)
+
+    @T.macro
+    def score_gradients(dQ, m, done, at, scale, thread):
+        """DP: dP, dS and the other columns of dQ."""
+        dp = T.alloc_fragment([TILE, TILE], fp32)
+        dq_2 = T.alloc_fragment([TILE, quarter], fp32)
+        dq_3 = T.alloc_fragment([TILE, quarter], fp32)
+        T.clear(dq_2)
+        T.clear(dq_3)
+        if tail:
+            dq_tail = T.alloc_fragment([TILE, tail], fp32)
+            T.clear(dq_tail)
+        here = T.alloc_local([3], int32)
+        here[0] = T.call_extern(int32, "dsa_here", T.address_of(m.ds[0, 0]))
+        here[0] = T.call_extern(int32, "dsa_place", here[0], thread)
+        here[1] = T.call_extern(int32, "dsa_here", T.address_of(m.p[0, 0]))
+        here[1] = T.call_extern(int32, "dsa_place", here[1], thread)
+        here[2] = T.call_extern(int32, "dsa_here", T.address_of(m.delta[0])) + thread % 4 * 8
+        T.barrier_wait(done.queries, 0)
+        for i in T.serial(at.blocks):
+            T.barrier_wait(done.keys[0], i & 1)
+            T.wgmma_gemm(m.k[:, :half], m.do[:, :half], dp, transpose_B=True, clear_accum=True)
+            T.barrier_wait(done.keys[1], i & 1)
+            T.wgmma_gemm(m.k[:, half:v_dim], m.do[:, half:], dp, transpose_B=True)
+            T.wait_wgmma(0)
+            T.call_extern("handle", "dsa_less_delta", dp.data, here[2], scale)
+            T.barrier_wait(done.p, i & 1)
+            # Nobody reads the old dS: P was written after KV and S were done with it.
+            for side in (0, 1):
+                T.call_extern("handle", f"dsa_times_p<{side}>", dp.data, here[1], here[0])
+            T.fence_proxy_async()
+            T.barrier_arrive(done.ds)
+            # A product reads what the other warps have stored, too.
+            T.barrier_wait(done.ds, i & 1)
+            T.wgmma_gemm(m.ds, m.k[:, half : half + quarter], dq_2, transpose_A=True)
+            T.wgmma_gemm(m.ds, m.k[:, half + quarter : v_dim], dq_3, transpose_A=True)
+            if tail:
+                T.wgmma_gemm(m.ds, m.k[:, v_dim:], dq_tail, transpose_A=True)
+            T.wait_wgmma(0)
+            T.barrier_arrive(done.keys_free[1])
+        T.copy(dq_2, m.k[:, half : half + quarter])
+        T.copy(dq_3, m.k[:, half + quarter : v_dim])
+        if tail:
+            T.copy(dq_tail, m.k[:, v_dim:])
+        write_columns(dQ, m.k, (half, dim), at, 10)
+
+    @T.prim_func
+    def sparse_mla_backward(
+        Q: T.Tensor([rows, dim], bf16),
+        KV: T.Tensor([keys, dim], bf16),
+        O: T.Tensor([rows, v_dim], bf16),  # noqa: E741
+        dO: T.Tensor([rows, v_dim], bf16),
+        Lse: T.Tensor([rows], fp32),
+        Ids: T.Tensor([lists, width], int32),
+        Members: T.Tensor([lists, width] if group > 1 else [1, 1], "uint8"),
+        Length: T.Tensor([lists], int32),
+        dQ: T.Tensor([rows, dim], bf16),
+        dKV: T.Tensor([keys, dim], "int64" if fixed_point else fp32),
+        Units: T.Tensor([1], fp32),
+        Delta: T.Tensor([rows], fp32),
+        PSum: T.Tensor([lists, group, width] if p_sum else [1, 1, 1], fp32),
+        scale: T.float32,
+    ):
+        """One thread block per tile of rows; arguments as :func:`build` describes."""
+        with T.Kernel(lists * head_tiles(heads), threads=4 * GROUP) as block:
+            T.import_source(NO_HOISTING + SOURCE + ACCUMULATORS)
+            m = SimpleNamespace(
+                q=T.alloc_shared([TILE, dim], bf16),
+                do=T.alloc_shared([TILE, v_dim], bf16),
+                k=T.alloc_shared([TILE, dim], bf16),
+                p=T.alloc_shared([TILE, TILE], bf16),
+                ds=T.alloc_shared([TILE, TILE], bf16),
+                lse=T.alloc_shared([TILE], fp32),
+                delta=T.alloc_shared([TILE], fp32),
+                ids=T.alloc_shared([2, TILE], int32),
+                members=T.alloc_shared([2, TILE], "uint8"),
+            )
+            # Of the left and of the other columns of the keys; the copies arrive and the threads.
+            done = SimpleNamespace(
+                queries=T.alloc_barrier(arrive_count=2 * GROUP),
+                keys=T.alloc_barrier(arrive_count=[2 * GROUP, 2 * GROUP]),
+                keys_free=T.alloc_barrier(arrive_count=[GROUP, GROUP]),
+                p=T.alloc_barrier(arrive_count=GROUP),
+                ds=T.alloc_barrier(arrive_count=GROUP),
+                p_free=T.alloc_barrier(arrive_count=GROUP),
+            )
+            tx = T.get_thread_binding()
+            thread = tx % GROUP
+            place, _, first, owned = tile_of(block, heads, group, rows)
+            n = Length[place]
+            at = SimpleNamespace(
+                list=place,
+                first=first,
+                rows=owned,
+                all_rows=rows,
+                n=n,
+                blocks=T.ceildiv(n, TILE),
+            )
+            start(Q, O, dO, Lse, Delta, m, done.queries, at, scale, tx)
+            if tx >= 3 * GROUP:
+                T.set_max_nreg(for_gather, 0)
+                gather(KV, Ids, Members, m, done, at, thread)
+            elif tx >= 2 * GROUP:
+                T.set_max_nreg(for_kv, 0)
+                key_gradient(dKV, Units, m, done, at, thread)
+            elif tx < GROUP:
+                T.set_max_nreg(for_s, 1)
+                scores(dQ, PSum, m, done, at, scale, thread)
+            else:
+                T.set_max_nreg(for_dp, 1)
+                score_gradients(dQ, m, done, at, scale, thread)
+
+    return sparse_mla_backward
+
+
+@functools.cache
+def compiled(
+    heads: int,
+    dim: int,
+    v_dim: int,
+    group: int = 1,
+    fixed_point: bool = False,
+    p_sum: bool = False,
+    target: str = "sm_90a",
+):
+    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
+    return tilelang.compile(
+        build(heads, dim, v_dim, group, fixed_point, p_sum),
+        target={"kind": "cuda", "arch": target},
+        pass_configs={tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True},
+    )

@@ -1,0 +1,332 @@
+"""The second half of the backward for many heads: dKV from P and dS in global memory (sm_90a).
+
+Per block of 64 keys of a query's list, ``dKV = dS Q + P dO`` over all heads (one or two tiles
+of 64), added to global memory. That takes as long as the additions do; all else overlaps with them.
+
+A warpgroup has 256 of the value columns and half of the keys of the columns past the values. It
+forms a block's products in one go, in 144 registers (512: 128), and adds them. What it holds is
+transposed (columns are the rows), so that a warp adds 128 contiguous bytes (in fixed point 64) to
+each of 4 keys.
+
+* One tile: a thread block per list. Its two consumers split the columns of each block of keys.
+* Two tiles: two thread blocks per list split the columns. Their consumers take even and odd blocks.
+* A producer fetches P and dS, which are in global memory as they are in shared memory, and ids.
+
+The consumers multiply by turns, so that one of them adds meanwhile.
+"""
+
+# No postponed annotations here: TileLang reads the tensors' shapes from them.
+import functools
+from types import SimpleNamespace
+
+import tilelang
+from tilelang import language as T
+
+from megatron_dsa.ops.hopper.tiles import (
+    ADDRESSES,
+    GROUP,
+    TILE,
+    check_tiling,
+    fetch,
+    head_tiles,
+)
+
+#: Registers per thread of the two consumers and the producer; 504 is all there is.
+REGISTERS = (216, 216, 72)
+#: Value columns of a consumer, and of an accumulator.
+HALF, COLUMNS = 256, 128
+#: Blocks of P and dS in shared memory, by number of tiles.
+STAGES = {1: 4, 2: 2}
+#: Bytes of a tile of P and of one of dS.
+TILE_BYTES = 2 * TILE * TILE * 2
+
+SOURCE = r"""
+// One thread: a block of P and dS to shared memory, announced to and counted at a barrier. Nobody
+// reads it again from L2, which the gradients need.
+__device__ __forceinline__ void dsa_bring(int here, const void* source, int list, int blocks,
+                                          int block, int bytes, int barrier) {
+  const char* from =
+    static_cast<const char*>(source) + ((long long)list * blocks + block) * bytes;
+  asm volatile(
+    "{\n"
+    ".reg .b64 policy;\n"
+    "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%3], %2;\n"
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+    " [%0], [%1], %2, [%3], policy;\n"
+    "}" :: "r"(here), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// The 16 keys of this thread's accumulators: 8 j + 2 (lane % 4) + {0, 1} of a block's 64.
+__device__ __forceinline__ void dsa_read_ids(int* ids, int here) {
+#pragma unroll
+  for (int j = 0; j < 8; j++)
+    asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];"
+      : "=r"(ids[2 * j]), "=r"(ids[2 * j + 1]) : "r"(here + j * 32) : "memory");
+}
+
+// Where this thread adds to row 0: to M accumulators of 64 columns each, from `column` on.
+template <int M, typename Number>
+__device__ __forceinline__ long long dsa_target(Number* base, int column, int thread) {
+  const int warp = thread / 32, line = thread % 32 / 4, next = sizeof(Number) == 4 ? 2 * M : 1;
+  return reinterpret_cast<long long>(base + column + warp * (8 * max(2, next)) + line * next);
+}
+// Adds a number to a row in 64-bit integers: `units` (a power of two) of them are one.
+template <int COLUMN>
+__device__ __forceinline__ void dsa_add_integer(long long row, int id, float value, float units) {
+  asm volatile(
+    "{\n"
+    ".reg .pred selected;\n"
+    ".reg .s64 fixed;\n"
+    "cvt.rni.s64.f32 fixed, %2;\n"
+    "setp.ge.s32 selected, %1, 0;\n"
+    "@selected red.global.add.u64 [%0 + %3], fixed;\n"
+    "}" :: "l"(row), "r"(id), "f"(value * units), "n"(COLUMN * 8) : "memory");
+}
+// Adds M accumulators [64 columns, KEYS] of a warpgroup, those of part `part` of a block, to rows
+// of STRIDE bytes, FIRST columns past `base`: 2 M columns of each key, in fp32 as one vector.
+template <bool FIXED, int M, int KEYS, int FIRST, int STRIDE>
+__device__ __forceinline__ void dsa_add_keys(const float* acc, const int* ids, long long base,
+                                             int part, float units) {
+#pragma unroll
+  for (int i = 0; i < KEYS / 4; i++) {
+    const float* x = acc + i / 2 * 4 + i % 2;
+    const int id = KEYS < 64 && part ? ids[i + 16 - KEYS / 4] : ids[i];
+    const long long row = base + (long long)id * STRIDE;
+    if constexpr (FIXED) {
+      dsa_add_integer<FIRST>(row, id, x[0], units);
+      dsa_add_integer<FIRST + 8>(row, id, x[2], units);
+      if constexpr (M == 2) {
+        dsa_add_integer<FIRST + 64>(row, id, x[KEYS / 2], units);
+        dsa_add_integer<FIRST + 72>(row, id, x[KEYS / 2 + 2], units);
+      }
+    } else if constexpr (M == 2) {
+      asm volatile(
+        "{\n"
+        ".reg .pred selected;\n"
+        "setp.ge.s32 selected, %1, 0;\n"
+        "@selected red.global.add.v4.f32 [%0 + %6], {%2, %3, %4, %5};\n"
+        "}" :: "l"(row), "r"(id), "f"(x[0]), "f"(x[2]), "f"(x[KEYS / 2]), "f"(x[KEYS / 2 + 2]),
+               "n"(FIRST * 4) : "memory");
+    } else {
+      asm volatile(
+        "{\n"
+        ".reg .pred selected;\n"
+        "setp.ge.s32 selected, %1, 0;\n"
+        "@selected red.global.add.v2.f32 [%0 + %4], {%2, %3};\n"
+        "}" :: "l"(row), "r"(id), "f"(x[0]), "f"(x[2]), "n"(FIRST * 4) : "memory");
+    }
+  }
+}
+"""
+
+
+def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
+    """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
+
+    Its arguments (all contiguous; sizes are dynamic):
+        Q ``[Sq * H, dim]``, dO ``[Sq * H, v_dim]`` bf16; Ids ``[lists, W]`` int32; Length
+        ``[lists]`` int32 within ``[0, W]``; PdS ``[lists, ceil(W / 64), tiles, 2, 64, 64]`` bf16: P
+        and dS of a block of keys and 64 rows, ``[keys, rows]``, with chunk ``c`` of 8 rows of key
+        ``k`` at ``c ^ k % 8`` (swizzled; finite where an entry is no key); dKV ``[keys, dim]`` fp32
+        (:func:`.fragments.in_column_order_transposed`) or int64 if ``fixed_point`` (in column
+        order), zeroed by the caller; Units ``[1]`` fp32: how many of dKV's integers are one (not
+        read without them).
+
+    Raises:
+        ValueError: dims that the tiling does not fit, or more than 128 heads.
+    """
+    check_tiling(heads, dim, v_dim, 1)
+    tiles = head_tiles(heads)
+    if tiles not in STAGES:
+        raise ValueError(
+            f"heads must be 1 to {max(STAGES) * TILE}, got {heads}: shared memory is full"
+        )
+    tail = dim - v_dim
+    stages, owned = STAGES[tiles], v_dim // tiles
+    bf16, fp32, int32 = "bfloat16", "float32", "int32"
+    stride = dim * (8 if fixed_point else 4)
+    transposed = {"transpose_A": True, "transpose_B": True}
+    rows, keys, lists, width, most = T.dynamic("rows, keys, lists, width, most")
+
+    # In the macros: `at` is the thread block's place in the problem (its list, first row, number of
+    # rows, of keys in the list and of blocks of keys, which of a list's thread blocks it is), `m`
+    # its shared memory, `done` its barriers.
+
+    @T.macro
+    def start(Q, dO, m, at, tx):
+        """Fetch the columns of the queries and their gradients; the consumers do this."""
+        for t, r in tuple((t, r) for t in range(tiles) for r in range(2)):
+            row = r * 32 + tx // 8
+            source = T.min(at.first + t * TILE + row, rows - 1)
+            wanted = t * TILE + row < at.rows
+            offset = at.rank * owned
+            fetch(m.do[t], dO, row, source, wanted, (0, owned), tx, offset)
+            fetch(m.q[t], Q, row, source, wanted, (0, owned), tx, offset)
+            if tail:
+                fetch(m.q[t], Q, row, source, wanted, (owned, owned + tail), tx, v_dim - owned)
+        T.ptx_commit_group()
+        T.ptx_wait_group(0)
+        T.fence_proxy_async()
+        T.sync_threads(1, 2 * GROUP)
+
+    @T.macro
+    def produce(Ids, PdS, m, done, at, thread):
+        """Fetch blocks of P and dS, and their ids: -1 where an entry is no key."""
+        ahead = T.alloc_local([1], int32)
+        here = T.alloc_local([2], int32)
+        here[0] = T.call_extern(int32, "dsa_here", T.address_of(m.pds[0, 0, 0]))
+        here[1] = T.call_extern(int32, "dsa_here", T.address_of(done.full[0]))
+        if thread < TILE:
+            ahead[0] = -1
+            if thread < at.n:
+                ahead[0] = Ids[at.list, thread]
+            for i in T.serial(at.blocks):
+                stage = i % stages
+                T.barrier_wait(done.free[stage], (i // stages & 1) ^ 1)
+                if thread == 0:
+                    T.call_extern(
+                        "handle",
+                        "dsa_bring",
+                        here[0] + stage * (tiles * TILE_BYTES),
+                        T.address_of(PdS[0, 0, 0, 0, 0, 0]),
+                        at.list,
+                        most,
+                        i,
+                        tiles * TILE_BYTES,
+                        here[1] + stage * 8,
+                    )
+                m.ids[stage, thread] = T.if_then_else(ahead[0] < keys, ahead[0], -1)
+                T.barrier_arrive(done.full[stage])
+                ahead[0] = -1
+                if (i + 1) * TILE + thread < at.n:
+                    ahead[0] = Ids[at.list, (i + 1) * TILE + thread]
+
+    @T.macro
+    def consume(dKV, Units, m, done, at, wg, thread):
+        """Multiply, give P and dS back, and add."""
+        part = at.rank if tiles == 2 else wg  # of the columns, and of the tail's keys
+        first = 0 if tiles == 2 else wg * HALF  # of them, of those in shared memory
+        acc_0 = T.alloc_fragment([COLUMNS, TILE], fp32)
+        acc_1 = T.alloc_fragment([COLUMNS, TILE], fp32)
+        if tail:
+            acc_tail = T.alloc_fragment([tail, TILE // 2], fp32)
+        ids = T.alloc_local([TILE // 4], int32)
+        here = T.alloc_local([1], int32)
+        base = T.alloc_local([2], "int64")
+        units = T.alloc_local([1], fp32)
+        here[0] = T.call_extern(int32, "dsa_here", T.address_of(m.ids[0, 0])) + thread % 4 * 8
+        for f, column in ((0, part * HALF), (1, v_dim)):
+            target = f"dsa_target<{2 - f}>"
+            base[f] = T.call_extern("int64", target, T.address_of(dKV[0, 0]), column, thread)
+        units[0] = Units[0] if fixed_point else 0.0
+        for i in T.serial((at.blocks + 1 - wg) // 2 if tiles == 2 else at.blocks):
+            stage = wg if tiles == 2 else i % stages
+            T.barrier_wait(done.full[stage], i & 1 if tiles == 2 else i // stages & 1)
+            T.call_extern("handle", "dsa_read_ids", ids.data, here[0] + stage * (TILE * 4))
+            T.barrier_wait(done.turn[wg], (i & 1) ^ 1 ^ wg)
+            b = stage * (tiles * 2)
+            for acc, c in ((acc_0, first), (acc_1, first + COLUMNS)):
+                columns = slice(c, c + COLUMNS)
+                for t in tuple(range(tiles)):
+                    p, ds = b + t * 2, b + t * 2 + 1
+                    T.wgmma_gemm(
+                        m.do[t][:, columns], m.pds[p, :, :], acc, **transposed, clear_accum=t == 0
+                    )
+                    T.wgmma_gemm(m.q[t][:, columns], m.pds[ds, :, :], acc, **transposed)
+            if tail:
+                for t in tuple(range(tiles)):
+                    T.wgmma_gemm(
+                        m.q[t][:, owned:],
+                        m.pds[b + t * 2 + 1, part * 32 : part * 32 + 32, :],
+                        acc_tail,
+                        **transposed,
+                        clear_accum=t == 0,
+                    )
+            add = f"dsa_add_keys<{str(fixed_point).lower()}, 2, {TILE}, "
+            T.wait_wgmma((3 if tail else 2) * tiles)
+            args = (acc_0.data, ids.data, base[0], 0, units[0])
+            T.call_extern("handle", add + f"0, {stride}>", *args)
+            T.wait_wgmma(0)
+            T.barrier_arrive(done.free[stage])
+            T.barrier_arrive(done.turn[1 - wg])
+            args = (acc_1.data, ids.data, base[0], 0, units[0])
+            T.call_extern("handle", add + f"{COLUMNS}, {stride}>", *args)
+            if tail:
+                add = f"dsa_add_keys<{str(fixed_point).lower()}, 1, {TILE // 2}, 0, {stride}>"
+                args = (acc_tail.data, ids.data, base[1], part, units[0])
+                T.call_extern("handle", add, *args)
+
+    @T.prim_func
+    def sparse_mla_key_gradient(
+        Q: T.Tensor([rows, dim], bf16),
+        dO: T.Tensor([rows, v_dim], bf16),
+        Ids: T.Tensor([lists, width], int32),
+        Length: T.Tensor([lists], int32),
+        PdS: T.Tensor([lists, most, tiles, 2, TILE, TILE], bf16),
+        dKV: T.Tensor([keys, dim], "int64" if fixed_point else fp32),
+        Units: T.Tensor([1], fp32),
+    ):
+        """One or two thread blocks per list; arguments as :func:`build` describes."""
+        with T.Kernel(lists * tiles, threads=3 * GROUP) as block:
+            T.import_source(ADDRESSES + SOURCE)
+            m = SimpleNamespace(
+                # One per tile: wgmma_gemm misplaces columns past 64 of some rows of a buffer.
+                q=[T.alloc_shared([TILE, owned + tail], bf16) for _ in range(tiles)],
+                do=[T.alloc_shared([TILE, owned], bf16) for _ in range(tiles)],
+                pds=T.alloc_shared([stages * tiles * 2, TILE, TILE], bf16),
+                ids=T.alloc_shared([stages, TILE], int32),
+            )
+            done = SimpleNamespace(
+                # The threads that write ids, and the one that expects bytes.
+                full=T.alloc_barrier(arrive_count=[TILE + 1] * stages),
+                free=T.alloc_barrier(arrive_count=[GROUP * (3 - tiles)] * stages),
+                turn=T.alloc_barrier(arrive_count=[GROUP, GROUP]),
+            )
+            tx = T.get_thread_binding()
+            thread = tx % GROUP
+            place = block // tiles
+            n = Length[place]
+            at = SimpleNamespace(
+                list=place,
+                rank=block % tiles,
+                first=place * heads,
+                rows=heads,
+                n=n,
+                blocks=T.ceildiv(n, TILE),
+            )
+            if tx >= 2 * GROUP:
+                T.set_max_nreg(REGISTERS[2], 0)
+                produce(Ids, PdS, m, done, at, thread)
+            elif tx < GROUP:
+                T.set_max_nreg(REGISTERS[0], 1)
+                start(Q, dO, m, at, tx)
+                consume(dKV, Units, m, done, at, 0, thread)
+            else:
+                T.set_max_nreg(REGISTERS[1], 1)
+                start(Q, dO, m, at, tx)
+                consume(dKV, Units, m, done, at, 1, thread)
+            T.call_extern(
+                "handle", "dsa_keep", T.address_of(m.pds[0, 0, 0]), T.address_of(m.ids[0, 0])
+            )
+
+    return sparse_mla_key_gradient
+
+
+@functools.cache
+def compiled(
+    heads: int,
+    dim: int,
+    v_dim: int,
+    fixed_point: bool = False,
+    target: str = "sm_90a",
+):
+    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
+    return tilelang.compile(
+        build(heads, dim, v_dim, fixed_point),
+        target={"kind": "cuda", "arch": target},
+        pass_configs={
+            tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
+            tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
+        },
+    )

@@ -1,0 +1,336 @@
+"""The first half of the backward for many heads: P, dS and dQ of 64 rows of queries (sm_90a).
+
+Per block of 64 keys: ``S = K Q^T`` and ``dP = V dO^T`` (keys are the rows), ``P = exp(S - lse)``,
+``dS = P (dP - delta)`` and ``dQ += dS^T K``. P and dS go to global memory for :mod:`.key_gradient`.
+Three warpgroups:
+
+* ``S``: scores and P, and the left half of dQ's columns;
+* ``DP``: dP and dS, and the rest of dQ;
+* ``GATHER``: fetches the next keys as soon as dQ is done with their part of the buffer.
+
+There is room for one block of keys. Their columns come and go in four parts.
+"""
+
+# No postponed annotations here: TileLang reads the tensors' shapes from them.
+import functools
+from types import SimpleNamespace
+
+import tilelang
+from tilelang import language as T
+
+from megatron_dsa.ops.hopper.tiles import (
+    GROUP,
+    LOG2_E,
+    NO_HOISTING,
+    ROWS,
+    TILE,
+    check_tiling,
+    fetch,
+    head_tiles,
+    list_ahead,
+    tile_of,
+)
+from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import SOURCE as ACCUMULATORS
+from megatron_dsa.ops.sparse_attention.tilelang.hopper.queries import start_macro, write_columns
+from megatron_dsa.ops.sparse_attention.tilelang.hopper.reduction import SOURCE as REDUCTION
+
+#: Registers per thread of the warpgroups S, DP and GATHER; 504 is all there is.
+REGISTERS = {576: (208, 232, 64), 512: (208, 224, 72)}
+#: Bytes of a tile of P or dS.
+BYTES = TILE * TILE * 2
+
+SOURCE = r"""
+// One thread starts a copy of a tile to global memory, where it is read once, much later.
+__device__ __forceinline__ void dsa_store_tile(long long target, int tile, int bytes) {
+  asm volatile(
+    "{\n"
+    ".reg .b64 policy;\n"
+    "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+    "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, policy;\n"
+    "cp.async.bulk.commit_group;\n"
+    "}" :: "l"(target), "r"(tile), "r"(bytes) : "memory");
+}
+// This thread's copies have read their tile, or are complete.
+__device__ __forceinline__ void dsa_tile_is_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void dsa_tiles_are_stored() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+__device__ __forceinline__ long long dsa_global(const void* what) {
+  return reinterpret_cast<long long>(what);
+}
+"""
+
+
+def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
+    """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
+
+    Its arguments are those of :func:`.backward.build` for a ``group`` of 1, without Members, dKV
+    and Units, but with PdS ``[lists, ceil(W / 64), tiles, 2, 64, 64]`` bf16, of which all blocks
+    within a query's Length are written: P and dS of 64 keys and a tile of 64 heads, ``[keys,
+    rows]``, as they are in shared memory: 16-byte chunk ``c`` of key ``k`` is at ``c ^ k % 8``.
+    They are finite wherever the inputs are.
+
+    Raises:
+        ValueError: dims that the tiling does not fit.
+    """
+    check_tiling(heads, dim, v_dim, 1)
+    for_s, for_dp, for_gather = REGISTERS[dim]
+    half, tail = v_dim // 2, dim - v_dim
+    quarter = half // 2
+    tiles = head_tiles(heads)
+    bf16, fp32, int32 = "bfloat16", "float32", "int32"
+    rows, keys, lists, width, most = T.dynamic("rows, keys, lists, width, most")
+    start = start_macro(dim, v_dim)
+    # Columns of the keys by part, in the order in which dQ is done with them.
+    parts = ((half, half + quarter), (0, quarter), (half + quarter, dim), (quarter, half))
+
+    @T.macro
+    def gather(KV, Ids, m, done, at, thread):
+        """GATHER: keys of a block, as soon as their part of the buffer is free."""
+        ids = T.alloc_local([TILE // ROWS], int32)
+        ahead = T.alloc_local([1], int32)
+        unused = T.alloc_local([1], "uint8")
+        list_ahead(Ids, None, at, 0, TILE, 1, thread, ahead, unused)
+        for i in T.serial(at.blocks):
+            if thread < TILE:
+                m.ids[i % 2, thread] = T.if_then_else(ahead[0] < keys, ahead[0], -1)
+                list_ahead(Ids, None, at, i + 1, TILE, 1, thread, ahead, unused)
+            T.sync_threads(8, GROUP)
+            for r in T.unroll(TILE // ROWS):
+                ids[r] = m.ids[i % 2, r * ROWS + thread // 8]
+            for part in (0, 1, 2, 3):
+                T.barrier_wait(done.keys_free[part], (i & 1) ^ 1)
+                for r in tuple(range(TILE // ROWS)):
+                    row = r * ROWS + thread // 8
+                    fetch(m.k, KV, row, T.max(ids[r], 0), ids[r] >= 0, parts[part], thread)
+                    T.call_extern("handle", "dsa_no_hoisting")
+                T.cp_async_barrier_noinc(done.keys[part])
+                T.barrier_arrive(done.keys[part])
+
+    @T.macro
+    def store(i, barrier, target, tile, thread):
+        """Send a tile of P or dS to global memory, once it is complete."""
+        if thread < 32:
+            T.barrier_wait(barrier, i & 1)
+            if thread == 0:
+                T.call_extern("handle", "dsa_store_tile", target, tile, BYTES)
+
+    @T.macro
+    def scores(dQ, PSum, PdS, m, done, at, scale, thread):
+        """S: scores, P and the left half of dQ."""
+        s = T.alloc_fragment([TILE, TILE], fp32)
+        # Quarters: an instruction must not need more registers than a thread starts with.
+        dq_0 = T.alloc_fragment([TILE, quarter], fp32)
+        dq_1 = T.alloc_fragment([TILE, quarter], fp32)
+        T.clear(dq_0)
+        T.clear(dq_1)
+        here = T.alloc_local([2], int32)
+        target = T.alloc_local([1], "int64")
+        here[0] = T.call_extern(int32, "dsa_here", T.address_of(m.p[0, 0]))
+        here[1] = T.call_extern(int32, "dsa_place", here[0], thread)
+        target[0] = T.call_extern(
+            "int64", "dsa_global", T.address_of(PdS[at.list, 0, at.tile, 0, 0, 0])
+        )
+        lse = T.alloc_local([TILE // 4], fp32)
+        for r in T.unroll(TILE // 4):
+            lse[r] = m.lse[r // 2 * 8 + thread % 4 * 2 + r % 2]
+        T.barrier_wait(done.queries, 0)
+        for i in T.serial(at.blocks):
+            for n, (left, right) in enumerate(parts):
+                T.barrier_wait(done.keys[n], i & 1)
+                # Copies write as threads do; products read through the async proxy.
+                T.fence_proxy_async()
+                T.wgmma_gemm(
+                    m.k[:, left:right], m.q[:, left:right], s, transpose_B=True, clear_accum=n == 0
+                )
+            T.barrier_arrive(done.s_issued)
+            T.wait_wgmma(0)
+            # DP has read the old P, and so has its copy.
+            if thread == 0:
+                T.call_extern("handle", "dsa_tile_is_read")
+            T.sync_threads(9, GROUP)
+            for side in (0, 1):
+                T.call_extern(
+                    "handle", f"dsa_probabilities<{side}>", s.data, lse.data, scale * LOG2_E
+                )
+                T.call_extern("handle", f"dsa_store_half<{side}>", s.data, here[1])
+                T.barrier_arrive(done.p[side])
+            # Copies read through the async proxy; DP does not.
+            T.fence_proxy_async()
+            T.barrier_arrive(done.p_stored)
+            store(i, done.p_stored, target[0], here[0], thread)
+            target[0] += tiles * 2 * BYTES
+            if p_sum:
+                T.call_extern(
+                    "handle",
+                    f"dsa_head_sums<{heads}, 1, {str(tiles > 1).lower()}>",
+                    s.data,
+                    T.address_of(PSum[at.list, 0, i * TILE]),
+                    width,
+                    at.n - i * TILE,
+                    thread,
+                )
+            T.barrier_wait(done.ds, i & 1)
+            # One part after the other, so that the first is free early.
+            T.barrier_wait(done.keys_free[0], i & 1)
+            T.wgmma_gemm(m.ds, m.k[:, :quarter], dq_0, transpose_A=True)
+            T.wgmma_gemm(m.ds, m.k[:, quarter:half], dq_1, transpose_A=True)
+            T.wait_wgmma(1)
+            T.barrier_arrive(done.keys_free[1])
+            T.wait_wgmma(0)
+            T.barrier_arrive(done.keys_free[3])
+        # Through the left columns of the keys, which only this warpgroup still used.
+        T.sync_threads(9, GROUP)
+        T.copy(dq_0, m.k[:, :quarter])
+        T.copy(dq_1, m.k[:, quarter:half])
+        write_columns(dQ, m.k, (0, half), at, 9)
+        T.call_extern("handle", "dsa_tiles_are_stored")
+
+    @T.macro
+    def score_gradients(dQ, PdS, m, done, at, scale, thread):
+        """DP: dP, dS and the other columns of dQ."""
+        dp = T.alloc_fragment([TILE, TILE], fp32)
+        dq_2 = T.alloc_fragment([TILE, quarter], fp32)
+        dq_3 = T.alloc_fragment([TILE, quarter], fp32)
+        T.clear(dq_2)
+        T.clear(dq_3)
+        if tail:
+            dq_tail = T.alloc_fragment([TILE, tail], fp32)
+            T.clear(dq_tail)
+        here = T.alloc_local([4], int32)
+        here[3] = T.call_extern(int32, "dsa_here", T.address_of(m.delta[0])) + thread % 4 * 8
+        target = T.alloc_local([1], "int64")
+        here[0] = T.call_extern(int32, "dsa_here", T.address_of(m.ds[0, 0]))
+        here[1] = T.call_extern(int32, "dsa_place", here[0], thread)
+        here[2] = T.call_extern(int32, "dsa_here", T.address_of(m.p[0, 0]))
+        here[2] = T.call_extern(int32, "dsa_place", here[2], thread)
+        target[0] = T.call_extern(
+            "int64", "dsa_global", T.address_of(PdS[at.list, 0, at.tile, 1, 0, 0])
+        )
+        T.barrier_wait(done.queries, 0)
+        for i in T.serial(at.blocks):
+            for n, (left, right) in enumerate(parts):
+                T.barrier_wait(done.keys[n], i & 1)
+                if n == 3:
+                    # The scores are wanted first.
+                    T.barrier_wait(done.s_issued, i & 1)
+                T.fence_proxy_async()
+                right = min(right, v_dim)
+                T.wgmma_gemm(
+                    m.k[:, left:right],
+                    m.do[:, left:right],
+                    dp,
+                    transpose_B=True,
+                    clear_accum=n == 0,
+                )
+            T.wait_wgmma(0)
+            T.call_extern("handle", "dsa_less_delta", dp.data, here[3], scale)
+            # S is done with the old dS: it has written P since. Its copy may be not.
+            if thread == 0:
+                T.call_extern("handle", "dsa_tile_is_read")
+            T.sync_threads(10, GROUP)
+            for side in (0, 1):
+                T.barrier_wait(done.p[side], i & 1)
+                T.call_extern("handle", f"dsa_times_p<{side}>", dp.data, here[2], here[1])
+            T.fence_proxy_async()
+            T.barrier_arrive(done.ds)
+            # A product reads what the other warps have stored, too.
+            T.barrier_wait(done.ds, i & 1)
+            T.wgmma_gemm(m.ds, m.k[:, half : half + quarter], dq_2, transpose_A=True)
+            T.wgmma_gemm(m.ds, m.k[:, half + quarter : v_dim], dq_3, transpose_A=True)
+            if tail:
+                T.wgmma_gemm(m.ds, m.k[:, v_dim:], dq_tail, transpose_A=True)
+            store(i, done.ds, target[0], here[0], thread)
+            target[0] += tiles * 2 * BYTES
+            T.wait_wgmma(2 if tail else 1)
+            T.barrier_arrive(done.keys_free[0])
+            T.wait_wgmma(0)
+            T.barrier_arrive(done.keys_free[2])
+        T.sync_threads(10, GROUP)
+        T.copy(dq_2, m.k[:, half : half + quarter])
+        T.copy(dq_3, m.k[:, half + quarter : v_dim])
+        if tail:
+            T.copy(dq_tail, m.k[:, v_dim:])
+        write_columns(dQ, m.k, (half, dim), at, 10)
+        T.call_extern("handle", "dsa_tiles_are_stored")
+
+    @T.prim_func
+    def sparse_mla_query_gradient(
+        Q: T.Tensor([rows, dim], bf16),
+        KV: T.Tensor([keys, dim], bf16),
+        O: T.Tensor([rows, v_dim], bf16),  # noqa: E741
+        dO: T.Tensor([rows, v_dim], bf16),
+        Lse: T.Tensor([rows], fp32),
+        Ids: T.Tensor([lists, width], int32),
+        Length: T.Tensor([lists], int32),
+        dQ: T.Tensor([rows, dim], bf16),
+        PdS: T.Tensor([lists, most, tiles, 2, TILE, TILE], bf16),
+        Delta: T.Tensor([rows], fp32),
+        PSum: T.Tensor([lists, 1, width] if p_sum else [1, 1, 1], fp32),
+        scale: T.float32,
+    ):
+        """One thread block per tile of rows; arguments as :func:`build` describes."""
+        with T.Kernel(lists * tiles, threads=3 * GROUP) as block:
+            T.import_source(NO_HOISTING + REDUCTION + ACCUMULATORS + SOURCE)
+            m = SimpleNamespace(
+                q=T.alloc_shared([TILE, dim], bf16),
+                do=T.alloc_shared([TILE, v_dim], bf16),
+                k=T.alloc_shared([TILE, dim], bf16),
+                p=T.alloc_shared([TILE, TILE], bf16),
+                ds=T.alloc_shared([TILE, TILE], bf16),
+                lse=T.alloc_shared([TILE], fp32),
+                delta=T.alloc_shared([TILE], fp32),
+                ids=T.alloc_shared([2, TILE], int32),
+            )
+            done = SimpleNamespace(
+                queries=T.alloc_barrier(arrive_count=2 * GROUP),
+                keys=T.alloc_barrier(arrive_count=[2 * GROUP] * 4),
+                keys_free=T.alloc_barrier(arrive_count=[GROUP] * 4),
+                # P's halves are ready.
+                p=T.alloc_barrier(arrive_count=[GROUP, GROUP]),
+                # P is visible to copies; all products of S are under way.
+                p_stored=T.alloc_barrier(arrive_count=GROUP),
+                s_issued=T.alloc_barrier(arrive_count=GROUP),
+                ds=T.alloc_barrier(arrive_count=GROUP),
+            )
+            tx = T.get_thread_binding()
+            thread = tx % GROUP
+            place, head, first, owned = tile_of(block, heads, 1, rows)
+            n = Length[place]
+            at = SimpleNamespace(
+                list=place,
+                tile=head // TILE,
+                first=first,
+                rows=owned,
+                all_rows=rows,
+                n=n,
+                blocks=T.ceildiv(n, TILE),
+            )
+            start(Q, O, dO, Lse, Delta, m, done.queries, at, scale, tx)
+            if tx >= 2 * GROUP:
+                T.set_max_nreg(for_gather, 0)
+                gather(KV, Ids, m, done, at, thread)
+            elif tx < GROUP:
+                T.set_max_nreg(for_s, 1)
+                scores(dQ, PSum, PdS, m, done, at, scale, thread)
+            else:
+                T.set_max_nreg(for_dp, 1)
+                score_gradients(dQ, PdS, m, done, at, scale, thread)
+            T.call_extern("handle", "dsa_keep", T.address_of(m.p[0, 0]), T.address_of(m.ds[0, 0]))
+
+    return sparse_mla_query_gradient
+
+
+@functools.cache
+def compiled(heads: int, dim: int, v_dim: int, p_sum: bool = False, target: str = "sm_90a"):
+    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
+    return tilelang.compile(
+        build(heads, dim, v_dim, p_sum),
+        target={"kind": "cuda", "arch": target},
+        pass_configs={
+            tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
+            tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
+        },
+    )

@@ -1,0 +1,279 @@
+"""Backward of sparse attention with ``mma.sync``, for sm_80 and newer.
+
+A thread block holds a tile of query rows, their gradients and dQ (in registers), and goes through
+the keys in blocks (FlashAttention-2, algorithm 2, over gathered keys): ``S = Q K^T``,
+``dP = dO V^T``, ``P = exp(S - lse)``, ``dS = P (dP - delta)``, ``dQ += dS K``, and
+``dKV^T = Q^T dS + dO^T P``, some columns at a time, added to global memory from registers.
+
+dKV is formed transposed because atomic additions of vectors exist from sm_90 on only: of a
+transposed product eight threads hold eight neighbouring columns of a key, which is a whole sector
+of memory for one scalar instruction, and the columns keep their natural order.
+"""
+
+# No postponed annotations here: TileLang reads the tensors' shapes from them.
+import functools
+from types import SimpleNamespace
+
+import tilelang
+from tilelang import language as T
+
+from megatron_dsa.ops.hopper.tiles import (
+    LOG2_E,
+    SLAB,
+    check_tiling,
+    head_tiles,
+    tile_of,
+)
+from megatron_dsa.ops.sparse_attention.tilelang.portable.tiles import (
+    BACKWARD,
+    PASSES,
+    check_memory,
+    fetch_rows,
+    gather,
+    key_memory,
+    look_ahead,
+    tiling_of,
+)
+
+#: Columns of dKV that are formed at once.
+CHUNK = 128
+
+SOURCE = r"""
+// A number in integers, of which `units` (a power of two) are one.
+__device__ __forceinline__ long long dsa_fixed(float value, float units) {
+  return __float2ll_rn(value * units);
+}
+"""
+
+
+def build(
+    heads: int,
+    dim: int,
+    v_dim: int,
+    group: int = 1,
+    fixed_point: bool = False,
+    p_sum: bool = False,
+    tiles: str = "sm_80",
+):
+    """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
+
+    Its arguments are those of :func:`..hopper.backward.build`'s, but that dKV has its columns in
+    their natural order; ``tiles`` names the target whose :data:`.tiles.BACKWARD` it uses.
+
+    Raises:
+        ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
+    """
+    tiling = tiling_of(BACKWARD, tiles)
+    check_tiling(heads, dim, v_dim, group, tiling.rows)
+    tile, block_keys, stages = tiling.rows, tiling.keys, tiling.stages
+    tail = dim - v_dim
+    needed = key_memory(tiling, dim) + 2 * tile * (dim + v_dim + 2 * block_keys) + 4 * 2 * tile
+    check_memory(needed + (4 * block_keys if p_sum else 0), tiles)
+    bf16, fp32, int32 = "bfloat16", "float32", "int32"
+    rows, keys, lists, width = T.dynamic("rows, keys, lists, width")
+    full_row, full_col = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
+
+    # In the macros: `at` is the thread block's place in the problem (its list, first row, number of
+    # rows and of keys in the list), `m` its shared memory.
+
+    @T.macro
+    def row_factors(O, Lse, Delta, m, at, thread):  # noqa: E741
+        """``delta = rowsum(dO * O)``, and the lse in base 2."""
+        o = T.alloc_fragment([tile, SLAB], bf16)
+        products = T.alloc_fragment([tile, SLAB], fp32)
+        delta = T.alloc_fragment([tile], fp32)
+        T.clear(products)
+        for u in T.serial(v_dim // SLAB):
+            for r, c in T.Parallel(tile, SLAB):
+                o[r, c] = T.if_then_else(
+                    r < at.rows, O[at.first + r, u * SLAB + c], T.cast(0, bf16)
+                )
+            for r, c in T.Parallel(tile, SLAB):
+                products[r, c] += T.cast(o[r, c], fp32) * T.cast(m.do[r, u * SLAB + c], fp32)
+        T.reduce_sum(products, delta, dim=1)
+        T.copy(delta, m.delta)
+        for r in T.Parallel(tile):
+            if r < at.rows:
+                Delta[at.first + r] = delta[r]
+        if thread < tile:
+            # P = exp2(S - inf) = 0 for rows without keys and heads that do not exist.
+            m.lse[thread] = T.infinity(fp32)
+            if thread < at.rows:  # noqa: SIM102 (the next condition reads memory)
+                if Lse[at.first + thread] > -T.infinity(fp32):
+                    m.lse[thread] = Lse[at.first + thread] * LOG2_E
+
+    @T.macro
+    def head_sums(PSum, s, m, at, i, thread):
+        """Sums of P over the heads of each query of the tile."""
+        part = T.alloc_fragment([tile, block_keys], fp32)
+        sums = T.alloc_fragment([block_keys], fp32)
+        for g in tuple(range(group)):
+            for r, k in T.Parallel(tile, block_keys):
+                part[r, k] = T.if_then_else(r // heads == g or group == 1, s[r, k], 0.0)
+            T.reduce_sum(part, sums, dim=0)
+            T.sync_threads()
+            T.copy(sums, m.sums)
+            T.sync_threads()
+            if thread < block_keys and i * block_keys + thread < at.n:
+                if head_tiles(heads, tile) > 1:
+                    T.atomic_add(PSum[at.list, g, i * block_keys + thread], m.sums[thread])
+                else:
+                    PSum[at.list, g, i * block_keys + thread] = m.sums[thread]
+
+    @T.macro
+    def key_gradient(dKV, m, at_key, first, columns, units):
+        """``dKV += (Q^T dS + dO^T P)^T`` for some columns."""
+        dkv = T.alloc_fragment([columns, block_keys], fp32)
+        ids = T.alloc_fragment([block_keys], int32)
+        chunk = slice(first, first + columns)
+        T.gemm(m.q[:, chunk], m.ds, dkv, transpose_A=True, clear_accum=True, policy=full_row)
+        if first < v_dim:
+            T.gemm(m.do[:, chunk], m.p, dkv, transpose_A=True, policy=full_row)
+        for k in T.Parallel(block_keys):
+            ids[k] = m.ids[at_key + k]
+        for c, k in T.Parallel(columns, block_keys):
+            if ids[k] >= 0:
+                share = dkv[c, k]
+                if fixed_point:
+                    share = T.call_extern("int64", "dsa_fixed", share, units[0])
+                T.atomic_add(dKV[ids[k], first + c], share)
+
+    @T.prim_func
+    def portable_mla_backward(
+        Q: T.Tensor([rows, dim], bf16),
+        KV: T.Tensor([keys, dim], bf16),
+        O: T.Tensor([rows, v_dim], bf16),  # noqa: E741
+        dO: T.Tensor([rows, v_dim], bf16),
+        Lse: T.Tensor([rows], fp32),
+        Ids: T.Tensor([lists, width], int32),
+        Members: T.Tensor([lists, width] if group > 1 else [1, 1], "uint8"),
+        Length: T.Tensor([lists], int32),
+        dQ: T.Tensor([rows, dim], bf16),
+        dKV: T.Tensor([keys, dim], "int64" if fixed_point else fp32),
+        Units: T.Tensor([1], fp32),
+        Delta: T.Tensor([rows], fp32),
+        PSum: T.Tensor([lists, group, width] if p_sum else [1, 1, 1], fp32),
+        scale: T.float32,
+    ):
+        """One thread block per tile of rows; arguments as :func:`build` describes."""
+        with T.Kernel(lists * head_tiles(heads, tile), threads=tiling.threads) as block:
+            T.import_source(SOURCE)
+            m = SimpleNamespace(
+                q=T.alloc_shared([tile, dim], bf16),
+                do=T.alloc_shared([tile, v_dim], bf16),
+                k=T.alloc_shared([stages * block_keys, dim], bf16),
+                p=T.alloc_shared([tile, block_keys], bf16),
+                ds=T.alloc_shared([tile, block_keys], bf16),
+                lse=T.alloc_shared([tile], fp32),
+                delta=T.alloc_shared([tile], fp32),
+                ids=T.alloc_shared([stages * block_keys], int32),
+                members=T.alloc_shared([stages * block_keys], "uint8"),
+                sums=T.alloc_shared([block_keys], fp32) if p_sum else None,
+            )
+            s = T.alloc_fragment([tile, block_keys], fp32)
+            dp = T.alloc_fragment([tile, block_keys], fp32)
+            dq = T.alloc_fragment([tile, v_dim], fp32)
+            T.clear(dq)
+            if tail:
+                dq_tail = T.alloc_fragment([tile, tail], fp32)
+                T.clear(dq_tail)
+            ahead = T.alloc_local([block_keys // tiling.copied], int32)
+            members = T.alloc_local([block_keys // tiling.copied], "uint8")
+            units = T.alloc_local([1], fp32)
+            if fixed_point:
+                units[0] = Units[0]
+            thread = T.get_thread_binding()
+            place, _, first_row, owned = tile_of(block, heads, group, rows, tile)
+            n = Length[place]
+            at = SimpleNamespace(list=place, first=first_row, rows=owned, n=n)
+            blocks = T.ceildiv(n, block_keys)
+            fetch_rows(m.q, Q, dim, at, tiling, rows, thread)
+            fetch_rows(m.do, dO, v_dim, at, tiling, rows, thread)
+            T.ptx_commit_group()
+            look_ahead(Ids, Members, at, 0, tiling, group, ahead, members, thread)
+            for i in tuple(range(stages - 1)):
+                if i < blocks:
+                    gather(KV, m, i, tiling, dim, keys, ahead, members, thread)
+                    look_ahead(Ids, Members, at, i + 1, tiling, group, ahead, members, thread)
+                T.ptx_commit_group()
+            T.ptx_wait_group(stages - 1)
+            T.sync_threads()
+            row_factors(O, Lse, Delta, m, at, thread)
+            for i in T.serial(blocks):
+                if stages == 1:
+                    # Nobody reads the block before any more.
+                    T.sync_threads()
+                    gather(KV, m, i, tiling, dim, keys, ahead, members, thread)
+                    look_ahead(Ids, Members, at, i + 1, tiling, group, ahead, members, thread)
+                    T.ptx_commit_group()
+                T.ptx_wait_group(max(stages - 2, 0))
+                T.sync_threads()
+                if stages > 1:
+                    if i + stages - 1 < blocks:
+                        gather(KV, m, i + stages - 1, tiling, dim, keys, ahead, members, thread)
+                        look_ahead(
+                            Ids, Members, at, i + stages, tiling, group, ahead, members, thread
+                        )
+                    T.ptx_commit_group()
+                at_key = i % stages * block_keys
+                block_of_keys = slice(at_key, at_key + block_keys)
+                T.gemm(
+                    m.q, m.k[block_of_keys, :], s,
+                    transpose_B=True, clear_accum=True, policy=full_row,
+                )  # fmt: skip
+                T.gemm(
+                    m.do, m.k[block_of_keys, :v_dim], dp,
+                    transpose_B=True, clear_accum=True, policy=full_row,
+                )  # fmt: skip
+                for r, k in T.Parallel(tile, block_keys):
+                    query = T.cast(T.min(r // heads, group - 1), "uint8")
+                    s[r, k] = T.if_then_else(
+                        (m.members[at_key + k] >> query & 1) != 0,
+                        T.exp2(s[r, k] * (scale * LOG2_E) - m.lse[r]),
+                        0.0,
+                    )
+                for r, k in T.Parallel(tile, block_keys):
+                    dp[r, k] = s[r, k] * (dp[r, k] - m.delta[r]) * scale
+                T.copy(s, m.p)
+                T.copy(dp, m.ds)
+                if p_sum:
+                    head_sums(PSum, s, m, at, i, thread)
+                T.sync_threads()
+                for first in tuple(range(0, dim, CHUNK)):
+                    key_gradient(dKV, m, at_key, first, min(CHUNK, dim - first), units)
+                T.gemm(m.ds, m.k[block_of_keys, :v_dim], dq, policy=full_col)
+                if tail:
+                    T.gemm(m.ds, m.k[block_of_keys, v_dim:], dq_tail, policy=full_col)
+            # Without a block of keys the queries' copies were waited for before row_factors.
+            T.sync_threads()
+            T.copy(dq, m.q[:, :v_dim])
+            if tail:
+                T.copy(dq_tail, m.q[:, v_dim:])
+            T.sync_threads()
+            for r, c in T.Parallel(tile, dim):
+                if r < at.rows:
+                    dQ[at.first + r, c] = m.q[r, c]
+
+    return portable_mla_backward
+
+
+@functools.cache
+def compiled(
+    heads: int,
+    dim: int,
+    v_dim: int,
+    group: int = 1,
+    fixed_point: bool = False,
+    p_sum: bool = False,
+    target: str = "sm_80",
+    tiles: str | None = None,
+):
+    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable.
+
+    ``tiles`` names a target with less shared memory whose tiling it is to have, for tests.
+    """
+    return tilelang.compile(
+        build(heads, dim, v_dim, group, fixed_point, p_sum, tiles or target),
+        target={"kind": "cuda", "arch": target},
+        pass_configs=PASSES,
+    )

@@ -1,0 +1,364 @@
+"""Compressor pooling: unfused against the loops, Triton against both, and what Triton compiles to.
+
+Triton kernels run on the CPU by its interpreter, which has to be chosen before they are imported:
+this file starts itself again for that (see :func:`interpret`).
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.compressor import CompressorProblem, Groups, reference
+from megatron_dsa.ops.compressor import torch as unfused
+from tests.helpers import double_leaf, leaf, relative_error
+
+LARGE = 2**28
+KERNELS = "megatron_dsa.ops.compressor.triton.launch"
+
+
+def packed_groups(lengths, ratio, padding=0, slots=None):
+    """``(rows, Groups)`` of packed sequences and padding rows after them."""
+    rows = sum(lengths) + padding
+    slots = rows // ratio if slots is None else slots
+    first = torch.full((slots,), -1, dtype=torch.int32)
+    position, row = torch.zeros(slots, dtype=torch.int64), 0
+    for length in lengths:
+        for g in range(length // ratio):
+            assert first[row // ratio + g] == -1
+            first[row // ratio + g] = row + g * ratio
+            position[row // ratio + g] = g * ratio
+        row += length
+    return rows, Groups(first, position, 1)
+
+
+def batch_groups(seq_length, batch, ratio):
+    """``(rows, Groups)`` of Megatron's ``[s, b]`` rows."""
+    position = torch.arange(seq_length // ratio).repeat(batch) * ratio
+    element = torch.arange(batch).repeat_interleave(seq_length // ratio)
+    return seq_length * batch, Groups((position * batch + element).int(), position, batch)
+
+
+def covered(rows, groups, ratio):
+    """Bool ``[rows]``: rows that are in a group."""
+    inside = torch.zeros(rows, dtype=torch.bool)
+    for first in groups.first_row.tolist():
+        if first >= 0:
+            inside[first : first + ratio * groups.row_step : groups.row_step] = True
+    return inside
+
+
+def layouts(ratio):
+    """The layouts that every implementation has to get right, by name."""
+    mixed = [0, 1, ratio - 1, ratio, 3 * ratio + 2, 0, 2 * ratio]
+    return {
+        "packed": packed_groups(mixed, ratio, padding=ratio + 3),
+        "starts with a gap": packed_groups([ratio - 1, 2 * ratio, 1], ratio),
+        "one sequence": packed_groups([3 * ratio + 1], ratio, slots=3),
+        "batch of 1": batch_groups(2 * ratio, 1, ratio),
+        "batch of 3": batch_groups(2 * ratio + 1, 3, ratio),
+        "too short": packed_groups([ratio - 1, 1, 0], ratio, padding=1, slots=2),
+        "no slots": packed_groups([ratio - 1], ratio, slots=0),
+        "short batch": batch_groups(ratio - 1, 3, ratio),
+    }
+
+
+LAYOUTS = list(layouts(2))
+
+
+def make_problem(
+    rows, groups, ratio, overlap, dim, *, dtype=torch.float64, device="cpu", poison=True
+):
+    """A problem on the two halves of one tensor, with large and ``-inf`` scores, NaN in gaps."""
+    width = dim * (2 if overlap else 1)
+    both = leaf(rows, 2 * width, seed=rows + ratio).detach()
+    both[:, width:] *= 3
+    if rows:
+        both[::5, width:] += 60.0
+        both[1::7, width : width + 3] = float("-inf")
+    if poison:
+        both[~covered(rows, groups, ratio)] = float("nan")
+    values, scores = both.to(device, dtype).requires_grad_().split(width, 1)
+    accumulation = torch.float64 if dtype == torch.float64 else torch.float32
+    ape = leaf(ratio, width, seed=1, device=device, dtype=accumulation)
+    groups = Groups(groups.first_row.to(device), groups.position.to(device), groups.row_step)
+    return CompressorProblem(values, scores, ape, groups, ratio, overlap, LARGE)
+
+
+def in_double(problem):
+    """The same problem on float64 leaves."""
+    leaves = (double_leaf(x) for x in (problem.values, problem.scores, problem.ape))
+    groups, rest = problem.groups, (problem.ratio, problem.overlap, problem.workspace_bytes)
+    return CompressorProblem(*leaves, groups, *rest)
+
+
+def run(compress, problem):
+    """``pooled, dvalues, dscores, dape`` for a fixed upstream gradient."""
+    pooled = compress(problem)
+    weight = leaf(*pooled.shape, seed=9, device=pooled.device, dtype=torch.bfloat16).detach()
+    weight = weight.to(pooled.dtype)
+    # Gradients of slots without a group are nobody's business.
+    weight[problem.groups.first_row < 0] = float("nan")
+    if not pooled.requires_grad:  # the loops found no group, and so no path to the inputs
+        return [pooled] + [
+            torch.zeros_like(x) for x in (problem.values, problem.scores, problem.ape)
+        ]
+    inputs = (problem.values, problem.scores, problem.ape)
+    grads = torch.autograd.grad(pooled, inputs, weight, materialize_grads=True)
+    return [pooled.detach(), *grads]
+
+
+def check(compress, problem, tolerance):
+    """Compare with the loops; return what ``compress`` gave."""
+    got, want = run(compress, problem), run(reference.compress, in_double(problem))
+    for name, x, y in zip(("pooled", "dvalues", "dscores", "dape"), got, want, strict=True):
+        assert x.shape == y.shape
+        assert relative_error(x, y) < tolerance, name
+    assert got[0].dtype == got[1].dtype == got[2].dtype == problem.values.dtype
+    assert got[3].dtype == problem.ape.dtype
+    assert got[1].is_contiguous() and got[2].is_contiguous()
+    gap = ~covered(problem.values.shape[0], problem.groups, problem.ratio)
+    assert (got[1][gap.to(got[1].device)] == 0).all() and (got[2][gap.to(got[2].device)] == 0).all()
+    return got
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("ratio", "dim"), [(2, 5), (3, 8), (4, 16), (128, 3)])
+def test_unfused(layout, ratio, dim, overlap):
+    """Values and all gradients, and no value or score of a row outside all groups."""
+    rows, groups = layouts(ratio)[layout]
+    check(unfused.compress, make_problem(rows, groups, ratio, overlap, dim), 1e-12)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_small_workspace(overlap):
+    """One group at a time gives what all at once give."""
+    rows, groups = layouts(4)["packed"]
+    problem = make_problem(rows, groups, 4, overlap, 16)
+    small = CompressorProblem(
+        problem.values, problem.scores, problem.ape, groups, 4, overlap, workspace_bytes=1
+    )
+    for x, y in zip(run(unfused.compress, small), run(unfused.compress, problem), strict=True):
+        assert relative_error(x, y) < 1e-14
+
+
+def test_channel_without_finite_score():
+    """All scores of a channel are -inf: it pools nothing and gives no gradient."""
+    rows, groups = layouts(2)["one sequence"]
+    problem = in_double(make_problem(rows, groups, 2, True, 4))
+    with torch.no_grad():
+        problem.scores[:2, 4:6] = float("-inf")
+    got = check(unfused.compress, problem, 1e-12)
+    assert (got[0][0, :2] == 0).all() and (got[0][0, 2:] != 0).all()
+
+
+def test_bf16_sums_in_fp32():
+    """The result is rounded once."""
+    rows, groups = layouts(128)["packed"]
+    check(unfused.compress, make_problem(rows, groups, 128, False, 16, dtype=torch.bfloat16), 4e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ratio": 1}, "ratio must be at least 2"),
+        ({"scores": torch.zeros(8, 7)}, "scores must be"),
+        ({"values": torch.zeros(8, 8).t()}, "must be contiguous"),
+        ({"ape": torch.zeros(2, 8)}, "ape must be"),
+        ({"row_step": 3}, "row_step"),
+    ],
+)
+def test_messages(change, message):
+    """Errors name the argument, the rule and the fix."""
+    step = change.pop("row_step", 1)
+    groups = Groups(torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), step)
+    kwargs = {"values": torch.zeros(8, 8), "scores": torch.zeros(8, 8), "ape": torch.zeros(4, 8)}
+    kwargs |= {"groups": groups, "ratio": 4, "overlap": True, "workspace_bytes": 1} | change
+    with pytest.raises(ConfigError, match=message):
+        CompressorProblem(**kwargs)
+
+
+def interpret(file):
+    """Run ``file`` as a script whose Triton kernels are interpreted on the CPU."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.getcwd()
+    done = subprocess.run(
+        [sys.executable, file], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def prepare_interpreter():
+    """Let kernels have loops: numpy 2.5 refuses the ``int()`` of an array of one entry in them.
+
+    Memory that no kernel writes shows from then on.
+    """
+    from triton.runtime import interpreter
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_repair(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_and_repair
+
+
+def test_triton_interpreted():
+    """Forward and backward of the kernels, see :func:`main`."""
+    interpret(__file__)
+
+
+def main():
+    """What runs in the interpreter: all layouts with one tile, several tiles and several chunks."""
+    from megatron_dsa.ops.compressor.triton import launch as triton_kernels
+
+    prepare_interpreter()
+    cases = [(4, True, 16, layout) for layout in LAYOUTS]
+    for ratio, overlap, dim in ((3, True, 48), (2, False, 16), (128, False, 80)):
+        cases += [(ratio, overlap, dim, layout) for layout in ("packed", "batch of 3")]
+    cases += [(5, True, 24, "packed"), (7, False, 40, "batch of 3")]
+    # Positions shared by threads, with overlap; more of them than a tile.
+    cases += [(17, True, 48, "batch of 3"), (40, True, 80, "packed"), (130, True, 16, "packed")]
+    for ratio, overlap, dim, layout in cases:
+        rows, groups = layouts(ratio)[layout]
+        problem = make_problem(rows, groups, ratio, overlap, dim, dtype=torch.float32)
+        check(triton_kernels.compress, problem, 1e-5)
+    # More blocks of slots than programs, and two blocks of channels.
+    rows, groups = packed_groups([4 * 4 * 7 + 1, 5, 31], 4, padding=70)
+    problem = make_problem(rows, groups, 4, True, 144, dtype=torch.float32)
+    check(triton_kernels.compress, problem, 1e-5)
+
+
+class Recorder:
+    """Stands in for a kernel and keeps the arguments of its launches."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launches = kernel, []
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.launches.append((args, kwargs))
+
+
+def recorded(monkeypatch, module, names):
+    """Replace kernels of ``module`` by recorders and return those."""
+    recorders = [Recorder(getattr(module, name)) for name in names]
+    for name, recorder in zip(names, recorders, strict=True):
+        monkeypatch.setattr(module, name, recorder)
+    return recorders
+
+
+def assembly(kernel, args, kwargs, capability):
+    """Compile a launch as Triton would on a GPU of ``capability``; return the compiled kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+    names[torch.float8_e4m3fn] = "fp8e4nv"
+    bound = dict(zip(kernel.arg_names, args, strict=False))
+    bound |= {k: v for k, v in kwargs.items() if k in kernel.arg_names}
+    options = {k: v for k, v in kwargs.items() if k not in kernel.arg_names}
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        value, free = bound[parameter.name], parameter.do_not_specialize
+        one = isinstance(value, int) and value == 1 and not free
+        if parameter.is_constexpr or value is None or one:
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + names[value.dtype]
+            aligned = value.data_ptr() % 16 == 0
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+            aligned = isinstance(value, int) and value % 16 == 0
+        if aligned and not free and not parameter.do_not_specialize_on_alignment:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+#: 8 or 16 bytes of a row per thread and instruction, into registers or shared memory.
+WIDE_LOAD = r"ld\.global(\.L1::\w+)?\.cg\.v[24]\.b32|cp\.async\.(ca|cg)\.shared\.global.*, 0x(8|10)"
+NARROW_LOAD = r"ld\.global\S*\.[bu](8|16)\b"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "overlap", "dim"), [(4, True, 512), (4, True, 128), (128, False, 512)]
+)
+def test_compiles_without_a_gpu(monkeypatch, ratio, overlap, dim):
+    """For Hopper and Blackwell: wide loads, and no exchange between threads for few positions."""
+    kernels = pytest.importorskip(KERNELS)
+    module, name = (kernels.few, "pool_few") if ratio == 4 else (kernels.many, "pool_many")
+    forward, backward = recorded(monkeypatch, module, (name, f"{name}_backward"))
+    (finish,) = recorded(monkeypatch, kernels, ("_finish_gradients",))
+    rows, groups = batch_groups(512, 1, ratio)
+    problem = make_problem(rows, groups, ratio, overlap, dim, dtype=torch.bfloat16)
+    kernels.compress(problem).sum().backward()
+    for recorder in (forward, backward, finish):
+        ((args, kwargs),) = recorder.launches
+        for capability in (80, 89, 90, 100):
+            ptx = assembly(recorder.kernel, args, kwargs, capability).asm["ptx"]
+            assert ".local" not in ptx
+            if recorder is not finish:
+                # Two bf16 per load are enough where many loads are in flight.
+                assert re.search(WIDE_LOAD, ptx) or not re.search(NARROW_LOAD, ptx)
+            if recorder is forward and ratio == 4:
+                assert "shfl.sync" not in ptx and "bar.sync" not in ptx
+
+
+GPU_CASES = [(4, True, 512, 4099), (4, True, 128, 70_001), (128, False, 512, 9000)]
+
+
+def gpu_problem(ratio, overlap, dim, rows, kind):
+    """bf16 on the GPU: packed sequences with tails and padding, or a batch of 3."""
+    if kind == "packed":
+        lengths = [0, 1, ratio - 1, ratio, 3 * ratio + 2, rows // 3, 5, rows // 2]
+        rows, groups = packed_groups(lengths, ratio, padding=rows - sum(lengths))
+    else:
+        rows, groups = batch_groups(rows // 3, 3, ratio)
+    return make_problem(rows, groups, ratio, overlap, dim, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["packed", "batch"])
+@pytest.mark.parametrize(("ratio", "overlap", "dim", "rows"), GPU_CASES)
+def test_triton_on_the_gpu(kind, ratio, overlap, dim, rows):
+    """Against float64, NaN in all rows outside groups, the same bits every time, no waiting."""
+    kernels = pytest.importorskip(KERNELS)
+    problem = gpu_problem(ratio, overlap, dim, rows, kind)
+    got = run(kernels.compress, problem)
+    want = run(unfused.compress, in_double(problem))
+    for name, x, y in zip(("pooled", "dvalues", "dscores", "dape"), got, want, strict=True):
+        assert relative_error(x, y) < 5e-3, name
+    assert_repeatable(
+        lambda: kernels.compress(problem), (problem.values, problem.scores, problem.ape)
+    )
+
+
+def assert_repeatable(call, inputs):
+    """20 forwards and backwards give the same bits, and none of them waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        first, same = None, []
+        for _ in range(20):
+            out = call()
+            results = [out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+            first = first or results
+            same += [(x == y).all() for x, y in zip(first, results, strict=True)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.stack(same).all()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Dense attention of the dense and warm-up stages against float64."""
+
+import pytest
+import torch
+
+from megatron_dsa.dispatch import Policy, report, reset_report
+from megatron_dsa.dsa_kernels import dense_attention
+from megatron_dsa.ops.dense_attention.reference import dense_attention as reference
+from megatron_dsa.sequence.layout import bshd_layout, packed_layout
+from tests.helpers import double_leaf, leaf, relative_error
+from tests.unit.ops.test_indexer_loss import LAYOUTS, visible_rows
+
+SMALL = Policy(fused=False, workspace_bytes=60_000)
+
+
+def run_case(layout, device, dtype, policy, *, dim=24, v_dim=16, rows=48):
+    q, k, v = (
+        leaf(rows, 4, d, seed=seed, device=device, dtype=dtype)
+        for seed, d in ((1, dim), (2, dim), (3, v_dim))
+    )
+    copies = [double_leaf(x) for x in (q, k, v)]
+    out = dense_attention(q, k, v, layout, softmax_scale=0.3, policy=policy)
+    expected = reference(*copies, visible_rows(layout), 0.3)
+    grad = leaf(rows, 4, v_dim, seed=4, device=device, dtype=dtype).detach()
+    out.backward(grad)
+    expected.backward(grad.double())
+    pairs = [(out, expected)] + [(x.grad, y.grad) for x, y in zip((q, k, v), copies, strict=True)]
+    return max(relative_error(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_matches_float64(device, name):
+    assert run_case(LAYOUTS[name](device), device, torch.float64, SMALL) < 1e-12
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 3e-6), (torch.bfloat16, 6e-3)])
+def test_lower_precision(device, dtype, tolerance):
+    assert run_case(bshd_layout(48, 1, device), device, dtype, SMALL) < tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 2])
+def test_sdpa_is_used_and_right(batch):
+    """Key dim 192, value dim 128: nothing is padded here, torch picks a kernel that takes it."""
+    reset_report()
+    layout = bshd_layout(256 // batch, batch, torch.device("cuda"))
+    error = run_case(
+        layout, "cuda", torch.bfloat16, Policy(fused=True), dim=192, v_dim=128, rows=256
+    )
+    assert error < 8e-3
+    assert report()["dense_attention"] == {"sdpa": 1}
+
+
+@pytest.mark.gpu
+def test_packed_batches_do_not_use_sdpa():
+    reset_report()
+    cu = torch.tensor([0, 20, 48], device="cuda", dtype=torch.int32)
+    error = run_case(
+        packed_layout(cu, 48, 28), "cuda", torch.bfloat16, Policy(fused=True, workspace_bytes=60000)
+    )
+    assert error < 8e-3
+    assert report()["dense_attention"] == {"torch": 1}

@@ -1,0 +1,138 @@
+"""Key gradients in fixed point: no overflow, no wrong finite number, and on a GPU the same bits."""
+
+import contextlib
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_dsa.dispatch import Policy, choose, device_problem
+from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.ops.sparse_attention import torch as unfused
+from megatron_dsa.ops.sparse_attention.tilelang.fixed_point import to_float, units_per_one
+from tests.helpers import relative_error
+from tests.unit.ops.test_sparse_attention import make_case
+
+
+def case(rows=40, keys=200, heads=16, dim=576, k=64, device="cpu", spread=1.0):
+    """A problem with a sharp softmax, its forward, and the gradient of its output."""
+    q, kv, indices = make_case(rows, keys, heads, dim, k, device=device, dtype=torch.bfloat16)
+    q = (q.detach() * spread).contiguous()
+    problem = SparseProblem(q, kv.detach(), indices, 512, 0.05, None, None, 2**28)
+    out, lse, _ = unfused.forward(problem)
+    generator = torch.Generator(device).manual_seed(1)
+    dout = torch.randn(out.shape, generator=generator, device=device).to(q.dtype)
+    return problem, out.to(q.dtype), lse.float(), dout
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 30.0])
+def test_no_sum_overflows_and_little_range_is_wasted(spread):
+    """What all rows contribute to one element, all with the same sign, stays below 2^62."""
+    problem, out, lse, dout = case(spread=spread)
+    units = units_per_one(problem, out, dout)
+    assert math.log2(units.item()).is_integer()
+    q, kv, out, dout = (x.double() for x in (problem.q, problem.kv, out, dout))
+    ids = problem.indices.long()
+    p = torch.exp(torch.einsum("qhd,qkd->qhk", q, kv[ids]) * 0.05 - lse.double()[..., None])
+    p = p.masked_fill((problem.indices < 0)[:, None], 0.0)
+    dp = torch.einsum("qhd,qkd->qhk", dout, kv[ids][..., :512])
+    ds = 0.05 * p * (dp - (dout * out).sum(-1, keepdim=True))
+    share = torch.einsum("qhk,qhd->qkd", ds.abs(), q.abs())
+    share[..., :512] += torch.einsum("qhk,qhd->qkd", p, dout.abs())
+    most = torch.zeros_like(kv).index_put_((ids.clamp(min=0),), share, accumulate=True).max()
+    assert most * units < 2**62
+    assert most * units > 2**30
+
+
+def test_no_gradient_is_no_division_by_zero():
+    problem, out, _, dout = case()
+    units = units_per_one(problem, out, torch.zeros_like(dout))
+    assert units.isfinite().all()
+    assert (to_float(torch.zeros(3, 32, dtype=torch.int64), units) == 0).all()
+
+
+def test_what_is_not_finite_stays_so_and_unselected_keys_do_not_count():
+    problem, out, _, dout = case()
+    units = units_per_one(problem, out, dout)
+    kv = problem.kv.clone()
+    kv[-1] = float("nan")
+    assert torch.equal(units_per_one(replace(problem, kv=kv), out, dout), units)
+    zeros = torch.zeros(2, 16, dtype=torch.int64)
+    for bad in (float("nan"), float("inf")):
+        for name in ("out", "dout", "q"):
+            inputs = {"q": problem.q, "out": out, "dout": dout}
+            inputs[name] = inputs[name].clone()
+            inputs[name][3, 2, 1] = bad
+            spoiled = replace(problem, q=inputs["q"])
+            units = units_per_one(spoiled, inputs["out"], inputs["dout"])
+            assert to_float(zeros, units).isnan().all()
+
+
+def test_column_order():
+    """Thread t of a row holds 2t, 2t+1, 8+2t, 9+2t of 16 columns; four threads come together."""
+    stored = [half * 8 + 2 * t + e for half in range(2) for e in range(2) for t in range(4)]
+    columns = torch.arange(32.0).expand(3, 32) + 100 * torch.arange(3.0)[:, None]
+    fixed = columns[:, stored + [16 + c for c in stored]].long() * 8
+    assert torch.equal(to_float(fixed, torch.tensor([8.0])), columns)
+
+
+def test_no_queries_and_no_keys():
+    """Nothing is added; the result is zeros, not an error."""
+    for rows, keys in ((0, 5), (3, 0)):
+        q = torch.zeros(rows, 16, 576, dtype=torch.bfloat16)
+        kv = torch.zeros(keys, 576, dtype=torch.bfloat16)
+        ids = torch.zeros(rows, 4, dtype=torch.int32)
+        problem = SparseProblem(q, kv, ids, 512, 0.05, None, None, 2**28)
+        units = units_per_one(problem, q[..., :512], q[..., :512])
+        assert (to_float(torch.zeros(2, 16, dtype=torch.int64), units) == 0).all()
+
+
+@contextlib.contextmanager
+def deterministic():
+    """Torch's deterministic mode, for our kernels only: cuBLAS wants a variable of its own set."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+
+
+def gradients(problem, out, lse, dout):
+    """dq and dkv in deterministic mode, by what dispatch chooses then."""
+    shape = device_problem(
+        "cuda", dtype=torch.bfloat16, heads=problem.q.shape[1], qk_dim=problem.q.shape[2],
+        v_dim=512, topk=problem.indices.shape[1], deterministic=True,
+    )  # fmt: skip
+    chosen = choose("sparse_attention_backward", shape, Policy()).candidate
+    assert chosen.name == "tilelang"
+    with deterministic():
+        return chosen.load()(problem, out, lse, dout)[:2]
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "k"),
+    [(16, 576, 128), (33, 576, 300), (64, 576, 128), (64, 512, 300), (128, 512, 128)],
+)
+def test_twenty_repeats_give_the_same_bits(hopper, heads, dim, k):
+    """Many queries add to every key."""
+    inputs = case(600, 300, heads, dim, k, device="cuda")
+    first = gradients(*inputs)
+    for _ in range(19):
+        again = gradients(*inputs)
+        assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])
+    dq, dkv, _, _ = unfused.backward(*inputs)
+    assert relative_error(first[0], dq) < 5e-3
+    assert relative_error(first[1], dkv) < 5e-3
+
+
+def test_the_order_of_the_queries_does_not_matter(hopper):
+    problem, out, lse, dout = case(600, 300, 64, 576, 128, device="cuda")
+    order = torch.randperm(600, device="cuda")
+    shuffled = replace(problem, q=problem.q[order], indices=problem.indices[order])
+    first = gradients(problem, out, lse, dout)
+    again = gradients(shuffled, out[order], lse[order], dout[order])
+    assert torch.equal(first[1], again[1])
+    assert torch.equal(first[0][order], again[0])

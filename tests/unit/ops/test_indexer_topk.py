@@ -1,0 +1,152 @@
+"""Index selection: exact, deterministic, ties to the smallest, any number of equal scores."""
+
+import pytest
+import torch
+
+from megatron_dsa.dispatch import Policy
+from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.indexer_topk import reference
+from megatron_dsa.ops.indexer_topk.torch import Selection
+from megatron_dsa.sequence.layout import Seen, bshd_layout, packed_layout
+from tests.helpers import leaf
+
+SMALL = Policy(workspace_bytes=20_000)
+
+
+def integer_inputs(rows, heads=3, dim=4, *, device, seed=0, span=2, relu=True):
+    """Small integers: scores are exact in fp32 whatever the order of sums, and ties abound."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randint(-span, span + 1, shape, generator=generator).float()  # noqa: E731
+    return IndexerInputs(
+        draw(rows, heads, dim).to(device), draw(rows, dim).to(device),
+        draw(rows, heads).to(device), relu,
+    )  # fmt: skip
+
+
+def expected(inputs, layout, k):
+    """Selection per the reference, in slot order mapped to rows."""
+    keys = layout.keys_in_slot_order(inputs.k)
+    scores = reference.index_scores(
+        inputs.q.double(), keys.double(), inputs.weights.double(), inputs.relu
+    )
+    slots = torch.arange(layout.num_keys, device=scores.device)
+    visible = (slots >= layout.start[:, None]) & (slots < layout.end[:, None])
+    return layout.to_key_rows(reference.topk(scores, visible, k))
+
+
+LAYOUTS = {
+    "one sequence": lambda device: bshd_layout(60, 1, device),
+    "batch of 3": lambda device: bshd_layout(20, 3, device),
+    "packed": lambda device: packed_layout(
+        torch.tensor([0, 2, 2, 31, 55], device=device, dtype=torch.int32), 60, 29
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("k", [1, 5, 16, 80])
+@pytest.mark.parametrize("relu", [True, False])
+def test_matches_reference(device, name, k, relu):
+    layout = LAYOUTS[name](device)
+    inputs = integer_inputs(60, device=device, relu=relu)
+    indices, length = indexer_topk(inputs, layout, k, policy=SMALL)
+    assert indices.dtype == torch.int32 and indices.shape == (60, k)
+    assert torch.equal(indices, expected(inputs, layout, k))
+    assert torch.equal(length, (indices >= 0).sum(-1).int())
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.0])
+def test_all_scores_equal(device, value):
+    """Trap 18: with nothing but ties the smallest keys win, and exactly K of them."""
+    layout = bshd_layout(50, 1, device)
+    inputs = IndexerInputs(
+        torch.ones(50, 2, 4, device=device),
+        torch.ones(50, 4, device=device),
+        torch.full((50, 2), value, device=device),
+    )
+    indices, _ = indexer_topk(inputs, layout, 8, policy=SMALL)
+    for t, row in enumerate(indices.tolist()):
+        count = min(8, t + 1)
+        assert row == list(range(count)) + [-1] * (8 - count)
+
+
+def select(rows, ranges, topk, device):
+    """Columns that torch's selection takes from ``rows`` of which ``ranges`` are seen."""
+    start, end = torch.tensor(ranges, dtype=torch.int32, device=device).t().contiguous()
+    return Selection()(torch.tensor(rows, device=device), Seen(start, end), topk).tolist()
+
+
+def test_two_distinct_values_and_signed_zeros(device):
+    rows = [[0.0, -0.0, 1.0, 0.0, -0.0, 1.0, 0.0]]
+    assert select(rows, [(0, 7)], 4, device) == [[0, 1, 2, 5]]
+
+
+@pytest.mark.parametrize("unseen", [float("nan"), float("inf"), float("-inf"), 9.0])
+def test_what_is_not_seen_may_hold_anything(device, unseen):
+    x = unseen
+    rows = [[x, 2.0, 1.0, 3.0, x], [x, x, -7.0, x, x], [x, x, x, x, x], [1.0, 3.0, 2.0, x, x]]
+    ranges = [(1, 4), (2, 3), (3, 3), (0, 3)]
+    assert select(rows, ranges, 2, device) == [[1, 3], [2, -1], [-1, -1], [1, 2]]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("workspace", [1, 20_000, 2**26])
+def test_scores_may_leave_out_what_is_not_seen(add, name, workspace):
+    """2, 6: an implementation of the scores need not write it; blocks keep to the budget."""
+    blocks = []
+
+    def sparing(original):
+        def implementation(inputs, block, keys, seen):
+            blocks.append((len(seen.start), block.width))
+            scores = original(inputs, block, keys, seen)
+            return scores.masked_fill(~seen.columns(block.width), float("nan"))
+
+        return implementation
+
+    add("indexer_scores", sparing)
+    layout = LAYOUTS[name](torch.device("cpu"))
+    inputs = integer_inputs(60, device="cpu")
+    indices, _ = indexer_topk(inputs, layout, 5, policy=Policy(workspace_bytes=workspace))
+    assert torch.equal(indices, expected(inputs, layout, 5))
+    # Scores of 3 heads and their sum, and what torch's selection takes.
+    assert blocks and all(n == 1 or n * width * (16 + 32) <= workspace for n, width in blocks)
+    assert (workspace > 1) == any(n > 1 for n, _ in blocks)
+
+
+def test_bitwise_repeatable(device):
+    """Trap 17: 20 repeats of the same selection, and any chunking, agree bit for bit."""
+    inputs = IndexerInputs(
+        leaf(300, 4, 16, seed=1, device=device, dtype=torch.bfloat16).detach(),
+        leaf(300, 16, seed=2, device=device, dtype=torch.bfloat16).detach(),
+        leaf(300, 4, seed=3, device=device, dtype=torch.bfloat16).detach(),
+    )
+    layout = bshd_layout(300, 1, device)
+    first, _ = indexer_topk(inputs, layout, 40)
+    for _ in range(20):
+        again, _ = indexer_topk(inputs, layout, 40)
+        assert torch.equal(first, again)
+
+
+def test_wrong_arguments_are_named():
+    inputs = integer_inputs(8, device="cpu")
+    layout = bshd_layout(8, 1, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="topk"):
+        indexer_topk(inputs, layout, 0)
+    with pytest.raises(ConfigError, match=r"inputs\.k"):
+        indexer_topk(IndexerInputs(inputs.q, inputs.k[:, :2], inputs.weights), layout, 2)
+    with pytest.raises(ConfigError, match=r"inputs\.weights"):
+        indexer_topk(IndexerInputs(inputs.q, inputs.k, inputs.weights[:, :1]), layout, 2)
+
+
+@pytest.mark.gpu
+def test_no_host_synchronisation():
+    """Trap 24, packed batches included."""
+    inputs = integer_inputs(60, device="cuda")
+    cu = torch.tensor([0, 2, 31, 60], device="cuda", dtype=torch.int32)
+    for attempt in range(2):
+        torch.cuda.set_sync_debug_mode("error" if attempt else "default")
+        try:
+            indexer_topk(inputs, packed_layout(cu, 60, 29), 5, policy=SMALL)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,369 @@
+"""Our kernel of the sparse indexer loss: value and gradients against float64 on a GPU.
+
+Without a GPU: what it compiles to, and what it refuses. Numbers in docstrings are rows of the list
+of bugs that other systems shipped.
+"""
+
+import dataclasses
+import functools
+import re
+
+import pytest
+import torch
+
+from megatron_dsa.dispatch import Policy, candidates, device_problem, report, reset_report
+from megatron_dsa.dsa_kernels import sparse_indexer_loss
+from megatron_dsa.numerics import valid_entries
+from megatron_dsa.ops.indexer_loss import SparseLossProblem, reference
+from megatron_dsa.ops.indexer_loss.tilelang.launch import sparse, units_per_one
+from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_topk.reference import index_scores
+from megatron_dsa.sequence.layout import bshd_layout
+from megatron_dsa.warm_up import warm_up
+from tests.helpers import double_leaf, dynamic_shared_memory, needs_compiler, ptxas, relative_error
+
+TOLERANCE = 5e-3
+OURS = Policy(named=(("sparse_indexer_loss", "tilelang"),))
+#: Heads, gradients, in fixed point.
+KERNELS = {
+    "64 heads": (64, True, False),
+    "5 heads": (5, True, False),
+    "64 heads in fixed point": (64, True, True),
+    "64 heads without gradients": (64, False, False),
+}
+#: Bytes of shared memory of an SM, and what the system takes of it per thread block.
+PER_SM, RESERVED = 228 * 1024, 1024
+
+
+def index_problem(heads=64, topk=128):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return device_problem(device, dtype=torch.bfloat16, heads=heads, qk_dim=128, v_dim=0, topk=topk)
+
+
+def reason() -> str | None:
+    ours = next(c for c in candidates("sparse_indexer_loss") if c.name == "tilelang")
+    return ours.reason(index_problem())
+
+
+needs_kernel = pytest.mark.skipif(reason() is not None, reason=str(reason()))
+
+
+@functools.cache
+def kernel(name):
+    """The kernel compiled for sm_90a."""
+    from megatron_dsa.ops.indexer_loss.tilelang.program import compiled
+
+    return compiled(*KERNELS[name])
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_to_warpgroup_instructions(name):
+    """23: not one mma.sync; S, the keys' gradient and G, of which the value needs S alone."""
+    source = kernel(name).get_kernel_source()
+    assert "mma_sync" not in source and "mma.sync" not in source
+    assert len(re.findall(r"tl::wgmma_", source)) == (3 if KERNELS[name][1] else 1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", KERNELS)
+def test_two_thread_blocks_share_an_sm(name):
+    """No product waits for the one before it, nothing spills, and memory suffices for two."""
+    said = ptxas(kernel(name).get_kernel_source(), "sm_90a")
+    serialized = re.search(r".*(instructions are serialized|Potential Performance Loss).*", said)
+    assert serialized is None, serialized.group()
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert spills and all(pair == ("0", "0") for pair in spills), spills
+    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", said))
+    assert registers * 256 * 2 <= 65536
+    static = sum(int(n) for n in re.findall(r"(\d+) bytes smem", said))
+    assert 2 * (dynamic_shared_memory(kernel(name)) + static + RESERVED) <= PER_SM
+
+
+def test_what_does_not_fit_is_refused():
+    pytest.importorskip("tilelang")
+    from megatron_dsa.ops.indexer_loss.tilelang.program import build
+
+    for heads in (0, 65):
+        with pytest.raises(ValueError, match=f"heads must be 1 to 64, got {heads}"):
+            build(heads)
+    problem = make(4, 9, 3, 5, device="cpu")
+    x = problem.inputs
+    for inputs, wrong in (
+        (IndexerInputs(x.q[..., :64], x.k[:, :64], x.weights), "got 64, 5, relu=True"),
+        (dataclasses.replace(x, relu=False), "got 128, 5, relu=False"),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            sparse(dataclasses.replace(problem, inputs=inputs))
+    wide = torch.zeros(4, 2049, dtype=torch.int32)
+    with pytest.raises(ValueError, match="got 128, 2049"):
+        sparse(dataclasses.replace(problem, indices=wide))
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 100.0])
+def test_fixed_point_cannot_overflow(size):
+    """All queries pull at one key with all their weight and one sign, and little range is lost."""
+    q = torch.full((300, 6, 128), size, dtype=torch.bfloat16)
+    weights = torch.linspace(-1, 1, 1800, dtype=torch.bfloat16).view(300, 6)
+    units = units_per_one(IndexerInputs(q, q[:, 0], weights))
+    most = weights.double().abs().sum() * float(q[0, 0, 0])
+    assert torch.log2(units).frac() == 0
+    assert 2**55 < most * units.double() < 2**62
+    for nothing in (q[:0], torch.zeros_like(q)):
+        zero = units_per_one(IndexerInputs(nothing, q[:, 0], weights[: len(nothing)]))
+        assert zero.isfinite().all() and (zero > 0).all()
+    q[7, 3, 1] = float("nan")
+    assert not units_per_one(IndexerInputs(q, q[:, 0], weights)).gt(0).any()
+
+
+def make(queries, keys, heads, width, *, device="cuda", weights=torch.bfloat16, sharpness=1.0):
+    """Ragged lengths, invalid entries anywhere, rows without keys or teacher, keys listed twice.
+
+    Keys 0 and the last are nobody's, if there are more than two.
+    """
+    g = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=g)
+
+    scale = sharpness * (heads * 128) ** -0.5
+    inputs = IndexerInputs(
+        randn(queries, heads, 128).to(device, torch.bfloat16),
+        randn(keys, 128).to(device, torch.bfloat16),
+        (randn(queries, heads) * scale).to(device, weights),
+    )
+    inputs.k[keys // 2] = 0  # products of exactly 0 are no positive ones
+    ids = torch.rand(queries, max(keys, width), generator=g).argsort(1)[:, :width].int()
+    ids[(ids < 1) | (ids >= keys - 1)] = -1
+    lost = torch.rand(queries, width, generator=g)
+    ids[lost < 0.05] = -1
+    ids[lost > 0.97] = keys
+    ids[lost > 0.985] = 2**31 - 1
+    ids[:, -1] = ids[:, 0]
+    length = torch.randint(0, width + 1, (queries,), generator=g).int()
+    length[queries // 2 :] = width
+    teacher = torch.rand(queries, width, generator=g) ** 8
+    length[1] = 0
+    teacher[2] = 0
+    length[3], ids[3] = width, -1
+    ids, length, teacher = (x.to(device) for x in (ids, length, teacher))
+    return SparseLossProblem(inputs, ids, length, teacher, 2**28)
+
+
+def expected(problem):
+    """Value, gradients of q, k and weights, and the student, by autograd in float64."""
+    x = problem.inputs
+    leaves = [double_leaf(t) for t in (x.q, x.k, x.weights)]
+    valid = valid_entries(problem.indices, problem.topk_length, x.k.shape[0])
+    safe = torch.where(valid, problem.indices, 0).long()
+    value, students = 0.0, []
+    for first in range(0, x.q.shape[0], 64):
+        rows = slice(first, first + 64)
+        q, k, weights = leaves[0][rows], leaves[1], leaves[2][rows]
+        scores = index_scores(q, k, weights).gather(1, safe[rows])
+        mask, teacher = valid[rows], problem.teacher[rows].double()
+        part = reference.kl_sum(scores, teacher, mask)
+        part.backward()
+        value += part.detach()
+        some = mask & (teacher.masked_fill(~mask, 0.0).sum(-1, keepdim=True) > 0)
+        students.append(
+            torch.where(some, scores.masked_fill(~mask, -torch.inf).softmax(-1), 0.0).detach()
+        )
+    return value, [leaf.grad for leaf in leaves], torch.cat(students)
+
+
+def poisoned(problem):
+    """The same with NaN in every key that nobody selects, and a teacher of its own."""
+    x = problem.inputs
+    used = torch.zeros(x.k.shape[0], dtype=torch.bool, device=x.k.device)
+    valid = valid_entries(problem.indices, problem.topk_length, x.k.shape[0])
+    used[problem.indices[valid].long()] = True
+    assert not used.all()
+    k = torch.where(used[:, None], x.k, float("nan"))
+    inputs = dataclasses.replace(x, k=k)
+    return dataclasses.replace(problem, inputs=inputs, teacher=problem.teacher.clone()), used
+
+
+def error(x, want):
+    """Relative to the norm of what is wanted, however small that is."""
+    return float((x.double() - want.double()).norm() / want.double().norm())
+
+
+def check(problem):
+    """Value and gradients with NaN in unselected keys (2), twice in a row (6)."""
+    value, grads, _ = expected(problem)
+    for _ in range(2):
+        ours, used = poisoned(problem)
+        got = sparse(ours)
+        assert got.student is None
+        assert relative_error(got.value, value) < 1e-5
+        for name, ours, want in zip("qkw", got.gradients, grads, strict=True):
+            assert error(ours, want) < TOLERANCE, name
+        assert (got.gradients.k[~used] == 0).all()
+        assert (got.gradients.q[1:4] == 0).all() and (got.gradients.weights[1:4] == 0).all()
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("heads", "width", "keys"),
+    [(64, 2048, 4096), (64, 300, 1000), (64, 200, 70), (32, 2048, 2300), (32, 100, 500)]
+    + [(5, 63, 500), (5, 64, 90)],
+)
+def test_gradients(heads, width, keys):
+    """1, 2, 3, 4, 6: widths that are no multiple of 64, and more entries than keys."""
+    check(make(200, keys, heads, width))
+
+
+@needs_kernel
+@pytest.mark.parametrize("options", [{"weights": torch.float32}, {"sharpness": 60.0}])
+def test_fp32_weights_and_scores_far_apart(options):
+    """Scores hundreds apart: students of 0, at which the teacher pulls with all its weight."""
+    check(make(100, 1000, 64, 257, **options))
+
+
+@needs_kernel
+def test_common_part_of_the_keys_has_no_gradient():
+    """Differences sum to 0: what all selected keys share must not pass on what rounding loses."""
+    problem = make(100, 3000, 64, 1000)
+    x = problem.inputs
+    common = x.k[1].clone()
+    k = (0.5 * x.k + common).contiguous()
+    k[3000 // 2] = 0
+    q = (0.5 * x.q + 0.3 * common).contiguous()
+    check(dataclasses.replace(problem, inputs=IndexerInputs(q, k, x.weights.abs())))
+
+
+@needs_kernel
+def test_one_selected_key_has_neither_loss_nor_gradient():
+    """4: student and teacher are 1; what is left of their difference is the rounding of fp32.
+
+    Normalising takes an approximate reciprocal and a product, 2^-22 at most, and so does the log.
+    """
+    problem = make(50, 70, 64, 1)
+    problem = dataclasses.replace(problem, topk_length=None)
+    x = problem.inputs
+    got = sparse(poisoned(problem)[0])
+    rounding = 2**-20
+    largest_q, largest_k = x.q.abs().max().float(), x.k.abs().max().float()
+    most = x.weights.float().abs()
+    assert abs(got.value) < 50 * rounding
+    assert (got.gradients.q.float().abs() <= rounding * most[..., None] * largest_k).all()
+    pull = torch.zeros(70, device="cuda")
+    valid = valid_entries(problem.indices, None, 70)[:, 0]
+    pull.index_add_(0, problem.indices[valid, 0].long(), most.sum(-1)[valid])
+    assert (got.gradients.k.abs() <= rounding * pull[:, None] * largest_q).all()
+    assert (got.gradients.weights.abs() <= rounding * 128 * largest_q * largest_k).all()
+
+
+@needs_kernel
+def test_student_instead_of_gradients():
+    """The student is softmax over the list; the teacher is left normalised and 0 elsewhere."""
+    problem = make(300, 1000, 64, 300)
+    value, _, student = expected(problem)
+    ours = dataclasses.replace(poisoned(problem)[0], want_gradients=False)
+    got = sparse(ours)
+    assert got.gradients is None
+    assert relative_error(got.value, value) < 1e-5
+    assert relative_error(got.student, student) < 1e-5
+    assert (got.student[student == 0] == 0).all()
+    valid = valid_entries(problem.indices, problem.topk_length, 1000)
+    teacher = torch.where(valid, problem.teacher.double(), 0.0)
+    mass = teacher.sum(-1, keepdim=True)
+    teacher /= torch.where(mass > 0, mass, 1.0)
+    assert relative_error(ours.teacher, teacher) < 1e-6
+    assert (ours.teacher[~valid] == 0).all()
+
+
+@needs_kernel
+@pytest.mark.parametrize("backward", [None, "torch"])
+def test_dispatch(backward):
+    """15: the kernel forms the gradients, unless others are named for them; strictly so."""
+    problem = make(200, 500, 64, 64)
+    layout = bshd_layout(200, 1, torch.device("cuda"))
+    named = OURS.named + ((("indexer_backward", backward),) if backward else ())
+    policy = Policy(strict=True, named=named)
+    leaves = [getattr(problem.inputs, n).requires_grad_() for n in ("q", "k", "weights")]
+    before = problem.teacher.clone()
+    reset_report()
+    loss = sparse_indexer_loss(
+        problem.inputs, problem.indices, problem.teacher, layout,
+        topk_length=problem.topk_length, policy=policy,
+    )  # fmt: skip
+    called = {"indexer_backward": {"torch": 1}} if backward else {}
+    assert report() == {"sparse_indexer_loss": {"tilelang": 1}} | called
+    assert torch.equal(problem.teacher, before)
+    got = torch.autograd.grad(1.7 * loss, leaves)
+    value, grads, _ = expected(problem)
+    assert relative_error(loss, value) < 1e-5
+    for x, want in zip(got, grads, strict=True):
+        assert error(x, 1.7 * want) < 2 * TOLERANCE
+
+
+@needs_kernel
+@pytest.mark.parametrize("rows", [0, 70_000, 2**18 + 100])
+def test_no_rows_and_many(rows):
+    """25: more rows than a grid dimension holds, more elements than int32 counts."""
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        x = torch.empty(*shape, device="cuda", dtype=torch.bfloat16)
+        return x.normal_(generator=g)
+
+    inputs = IndexerInputs(normal(rows, 64, 128), normal(512, 128), normal(rows, 64) * 2**-7)
+    assert rows < 2**18 or inputs.q.numel() > 2**31
+    indices = torch.rand(rows, 512, device="cuda", generator=g).argsort(1)[:, :32].int()
+    teacher = torch.rand(rows, 32, device="cuda", generator=g) ** 8
+    problem = SparseLossProblem(inputs, indices, None, teacher, 2**30)
+    got = sparse(problem)
+    assert got.gradients.q.shape == inputs.q.shape and got.gradients.weights.shape == (rows, 64)
+    if rows == 0:
+        assert got.value == 0 and (got.gradients.k == 0).all()
+        return
+    from megatron_dsa.ops.indexer_loss import torch as unfused
+
+    want = unfused.sparse(dataclasses.replace(problem, teacher=teacher.clone()))
+    assert relative_error(got.value, want.value) < 1e-4
+    assert error(got.gradients.k, want.gradients.k) < TOLERANCE
+    pairs = [(got.gradients[i], want.gradients[i]) for i in (0, 2)]
+    for part in (slice(50), slice(-50, None)):
+        assert all(error(x[part], y[part]) < TOLERANCE for x, y in pairs)
+
+
+@needs_kernel
+@pytest.mark.parametrize(("heads", "width"), [(64, 640), (32, 200)])
+def test_deterministic_mode_repeats(heads, width):
+    """17: 20 repeats bitwise equal, and not far from the default mode."""
+    problem = make(700, 900, heads, width)
+    default = sparse(poisoned(problem)[0])
+    torch.use_deterministic_algorithms(True)
+    runs = [sparse(poisoned(problem)[0]) for _ in range(20)]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for again in runs[1:]:
+        assert torch.equal(again.value, runs[0].value)
+        assert all(map(torch.equal, again.gradients, runs[0].gradients))
+    assert error(runs[0].gradients.k, default.gradients.k) < 1e-5
+
+
+@needs_kernel
+def test_no_host_synchronisation_and_nothing_compiles_after_the_warm_up():
+    """24, and 16: the warm-up of a layer compiles what its steps call."""
+    from megatron_dsa.ops.indexer_loss.tilelang.program import compiled
+
+    topk_in_torch = (("indexer_scores", "torch"), ("indexer_topk", "torch"))
+    policy = dataclasses.replace(OURS, named=OURS.named + topk_in_torch)
+    reset_report()
+    warm_up((("sparse_indexer_loss", index_problem(64, 128)),), policy, 0.05)
+    assert report() == {}
+    problem = make(200, 500, 64, 128)
+    layout = bshd_layout(200, 1, torch.device("cuda"))
+    problem.inputs.q.requires_grad_()
+    misses = compiled.cache_info().misses
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sparse_indexer_loss(
+            problem.inputs, problem.indices, problem.teacher, layout, policy=policy
+        ).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert compiled.cache_info().misses == misses
+    assert problem.inputs.q.grad.isfinite().all()

@@ -1,0 +1,266 @@
+"""Our portable kernels: without a GPU they compile for every target; on one they are right.
+
+The tiles of GPUs with less shared memory also run on one with more, so one GPU tests them all.
+Numbers in docstrings are rows of the list of bugs that other systems shipped.
+"""
+
+import functools
+import importlib
+import re
+
+import pytest
+import torch
+
+from megatron_dsa.dispatch import Policy, candidates, report, reset_report
+from megatron_dsa.dsa_kernels import sparse_attention
+from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.ops.sparse_attention import torch as unfused
+from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
+from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS, Kernels, kernels_for
+from tests.helpers import (
+    dynamic_shared_memory,
+    leaf,
+    needs_compiler,
+    ptxas,
+    relative_error,
+    skip_unless_it_runs,
+)
+from tests.unit.ops.test_fixed_point import deterministic
+from tests.unit.ops.test_fused_backward import ragged_case
+from tests.unit.ops.test_sparse_attention import check, make_case
+
+#: Module and arguments: heads, dim, v_dim, group in tiles of 64 and of 32 rows, with_sink.
+KERNELS = {
+    "forward of 16 heads in groups": ("forward", 16, 576, (4, 2), False),
+    "forward of 64 heads and a sink": ("forward", 64, 512, (1, 1), True),
+    "backward of 128 heads": ("backward", 128, 576, (1, 1)),
+    "backward of 16 heads in groups": ("backward", 16, 512, (4, 2)),
+}
+#: Tilings that differ, and all numbers of heads with dims and sinks: each goes with one of them.
+TILES = ("sm_80", "sm_89", "sm_90a")
+HEADS = (1, 8, 16, 24, 32, 48, 64, 96, 128)
+CASE = {"device": "cuda", "dtype": torch.bfloat16}
+TOLERANCE = 6e-3
+OURS = Policy(
+    workspace_bytes=256 * 2**20,
+    named=(
+        ("sparse_attention_forward", "tilelang"),
+        ("sparse_attention_backward", "tilelang"),
+        ("sparse_attention_probabilities", "torch"),
+    ),
+)
+
+
+def portable(module):
+    return importlib.import_module(f"megatron_dsa.ops.sparse_attention.tilelang.portable.{module}")
+
+
+@functools.cache
+def kernel(name, target):
+    """The kernel compiled for ``target``."""
+    module, heads, dim, groups, *rest = KERNELS[name]
+    rows = getattr(portable("tiles"), module.upper())[target].rows
+    return portable(module).compiled(heads, dim, 512, groups[rows == 32], *rest, target=target)
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", TARGETS.values())
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_for_every_target(name, target):
+    """Without an instruction that only Hopper has, without spills, in the shared memory there."""
+    compiled = kernel(name, target)
+    source = compiled.get_kernel_source()
+    assert "mma_sync" in source and "wgmma" not in source and "tcgen05" not in source
+    said = ptxas(source, target)
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert spills and all(int(n) <= 64 for pair in spills for n in pair), spills
+    static = re.search(r"(\d+) bytes smem", said)
+    needed = dynamic_shared_memory(compiled) + (int(static.group(1)) if static else 0)
+    assert needed <= portable("tiles").SHARED[target]
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", TARGETS.values())
+def test_unions_compile_for_every_target(target):
+    from megatron_dsa.ops.sparse_attention.tilelang.hopper.unions import compiled
+
+    assert "dsa_union<2" in compiled(2, False, target).get_kernel_source()
+
+
+@pytest.mark.parametrize("module", ["forward", "backward"])
+def test_what_does_not_fit_is_refused(module):
+    """The argument, the rule and what to do instead."""
+    pytest.importorskip("tilelang")
+    build = portable(module).build
+    with pytest.raises(ValueError, match=r"must be \(576, 512\) or \(512, 512\), got \(320, 256"):
+        build(64, 320, 256)
+    with pytest.raises(ValueError, match=r"1 to 2 queries of 16 heads, got 3: a tile has 32 rows"):
+        build(16, 576, 512, 3, tiles="sm_89")
+    with pytest.raises(ValueError, match=r"target must be one of sm_80, .*, got 'sm_75'"):
+        build(64, 576, 512, tiles="sm_75")
+    with pytest.raises(ValueError, match=r"must fit the 101376 bytes .* of sm_89, got one that"):
+        portable("tiles").check_memory(101_377, "sm_89")
+
+
+@pytest.mark.parametrize("tile", ["FORWARD", "BACKWARD"])
+def test_tilings(tile):
+    """What the copies and the matrix instructions divide."""
+    pytest.importorskip("tilelang")
+    tilings = getattr(portable("tiles"), tile)
+    assert list(tilings) == list(TARGETS.values()) == list(portable("tiles").SHARED)
+    for tiling in tilings.values():
+        assert tiling.rows % tiling.copied == 0 and tiling.keys % tiling.copied == 0
+        assert tiling.keys % 16 == 0 and tiling.stages >= (2 if tile == "FORWARD" else 1)
+
+
+def test_which_kernels_a_gpu_has(monkeypatch):
+    """Hopper its own, unless a test asks for tiles; the others the portable ones."""
+    device = torch.device("cuda")
+    for capability, target in TARGETS.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        tiles = None if target == "sm_90a" else target
+        assert kernels_for(device) == Kernels(target, tiles)
+        assert kernels_for(device, tiles="sm_89") == Kernels(target, "sm_89")
+    for name in ("sparse_attention_forward", "sparse_attention_backward"):
+        (ours,) = (c for c in candidates(name) if c.name == "tilelang")
+        assert set(ours.support.capabilities) == set(TARGETS)
+
+
+@pytest.fixture
+def tiles(request, monkeypatch):
+    """Portable kernels, with the tiling that is named, for all calls of ours; or skips."""
+    name = getattr(request, "param", "sm_80")
+    (ours,) = (c for c in candidates("sparse_attention_backward") if c.name == "tilelang")
+    skip_unless_it_runs(ours)
+    sizes = portable("tiles").SHARED
+    if sizes[name] > sizes[kernels_for(torch.device("cuda")).target]:
+        pytest.skip(f"this GPU has less shared memory than {name}")
+    monkeypatch.setattr(
+        tilelang_kernels, "kernels_for", lambda device: kernels_for(device, tiles=name)
+    )
+    return name
+
+
+def all_tiles(test):
+    return pytest.mark.parametrize("tiles", TILES, indirect=True)(test)
+
+
+def sink_of(heads):
+    return leaf(heads, seed=3, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("tiles", "heads", "dim"),
+    [
+        (TILES[(i + j) % 3], heads, dim)
+        for i, heads in enumerate(HEADS)
+        for j, dim in enumerate((576, 512))
+    ],
+    indirect=["tiles"],
+)
+def test_heads(tiles, heads, dim):
+    """1: a tile must not straddle two queries unnoticed; 512 columns with a sink."""
+    q, kv, indices = make_case(37, 400, heads, dim, 128, causal=True, **CASE)
+    sink = sink_of(heads) if dim == 512 else None
+    reset_report()
+    check(q, kv, indices, v_dim=512, tolerance=TOLERANCE, sink=sink, scale=0.05, policy=OURS)
+    for name in ("sparse_attention_forward", "sparse_attention_backward"):
+        assert report()[name] == {"tilelang": 1}
+
+
+@all_tiles
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("k", [1, 3, 64, 65, 1000, 2048])
+def test_widths_and_more_keys_than_exist(tiles, k, heads):
+    """4."""
+    q, kv, indices = make_case(23, 300, heads, 576, k, **CASE)
+    check(q, kv, indices, v_dim=512, tolerance=TOLERANCE, scale=0.05, policy=OURS)
+
+
+@all_tiles
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("queries", [1, 3, 9])
+def test_long_ragged_lists(tiles, heads, queries):
+    """1: the last group has fewer queries; lists full to the end, an empty one, and a hole."""
+    q, kv, indices = make_case(queries, 5000, heads, 576, 2000, **CASE)
+    indices = indices[:, torch.randperm(2000, device="cuda")]
+    indices[0, 300:700] = -1
+    length = torch.full((queries,), 2000, dtype=torch.int32, device="cuda")
+    length[-1] = 600
+    length[queries // 2] = 0 if queries > 1 else 2000
+    check(
+        q, kv, indices, v_dim=512, tolerance=TOLERANCE, topk_length=length, scale=0.05, policy=OURS
+    )  # fmt: skip
+
+
+@all_tiles
+@pytest.mark.parametrize(("heads", "dim"), [(16, 576), (64, 576), (64, 512)])
+def test_invalid_ids_and_empty_rows(tiles, heads, dim):
+    """2, 3, 6: NaN in every row that nobody selected, rows 0 and last included."""
+    q, kv, indices, length, valid = ragged_case(heads, dim)
+    used = torch.zeros(300, dtype=torch.bool, device="cuda")
+    used[indices[valid].long()] = True
+    used[0] = used[-1] = False
+    indices[(indices == 0) | (indices == 299)] = -1
+    sink = sink_of(heads) if dim == 512 else None
+    clean = check(
+        q, kv, indices, v_dim=512, tolerance=TOLERANCE, sink=sink, topk_length=length, scale=0.05,
+        policy=OURS,
+    )  # fmt: skip
+    assert all((clean.out[row] == 0).all() and (q.grad[row] == 0).all() for row in (3, 5))
+    before, q.grad, kv.grad = (q.grad.clone(), kv.grad.clone()), None, None
+    with torch.no_grad():
+        kv[~used] = float("nan")
+    again = sparse_attention(
+        q, kv, indices, softmax_scale=0.05, v_dim=512, topk_length=length, attn_sink=sink,
+        policy=OURS,
+    )  # fmt: skip
+    grad = torch.randn(again.out.shape, generator=torch.Generator().manual_seed(9))  # as check()
+    again.out.backward(grad.to("cuda").to(q.dtype))
+    assert torch.equal(again.out, clean.out) and torch.equal(again.lse, clean.lse)
+    assert torch.equal(q.grad, before[0]) and (kv.grad[~used] == 0).all()
+    assert relative_error(kv.grad, before[1]) < 1e-3  # atomics: not bitwise
+
+
+@all_tiles
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("keys", [300, 40_000])
+def test_teacher_and_deterministic_mode(tiles, heads, keys):
+    """Head sums of the probabilities, and the same bits again where that is asked for."""
+    q, kv, indices, length, _ = ragged_case(heads)
+    kv = torch.cat([kv.detach(), torch.randn(keys - 300, 576, device="cuda").to(kv.dtype)])
+    valid = (indices >= 0) & (indices < keys)
+    valid &= torch.arange(128, device="cuda") < length[:, None]
+    problem = SparseProblem(q.detach(), kv, indices, 512, 0.05, length, None, 2**28, True)
+    out, lse, wanted = unfused.forward(problem)
+    out, lse = out.to(q.dtype), lse.float()
+    dout = torch.randn(out.shape, device="cuda").to(q.dtype)
+    dq, dkv, _, p_sum = tilelang_kernels.backward(problem, out, lse, dout)
+    assert (p_sum[~valid] == 0).all() and relative_error(p_sum, wanted) < 1e-3
+    with deterministic():
+        first, again = (tilelang_kernels.backward(problem, out, lse, dout) for _ in range(2))
+    for one, other in zip(first, again, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+    assert relative_error(first[0], dq) < 1e-3 and relative_error(first[1], dkv) < 1e-3
+
+
+@all_tiles
+def test_many_rows(tiles):
+    """25: more rows than a grid dimension holds, more elements than int32 counts."""
+    rows = 70_000
+    q = torch.empty(rows, 64, 576, device="cuda", dtype=torch.bfloat16).normal_()
+    kv = torch.randn(512, 576, device="cuda", dtype=torch.bfloat16)
+    first = torch.randint(0, 384, (rows, 1), device="cuda", dtype=torch.int32)
+    indices = first + torch.arange(128, device="cuda", dtype=torch.int32)
+    assert q.numel() > 2**31
+    problem = SparseProblem(q, kv, indices, 512, 0.05, None, None, 2**30)
+    out, lse, _ = tilelang_kernels.forward(problem)
+    dout = torch.randn_like(out)
+    dq, _, _, _ = tilelang_kernels.backward(problem, out, lse, dout)
+    for part in (slice(0, 50), slice(rows - 50, rows)):
+        own = SparseProblem(q[part], kv, indices[part], 512, 0.05, None, None, 2**30)
+        want, want_lse, _ = unfused.forward(own)
+        assert relative_error(out[part], want) < TOLERANCE
+        assert relative_error(lse[part], want_lse) < 1e-4
+        want_dq, *_ = unfused.backward(own, out[part], lse[part], dout[part])
+        assert relative_error(dq[part], want_dq) < TOLERANCE

@@ -1,0 +1,358 @@
+"""Our kernel of the index scores: it compiles without a GPU; on one it is right.
+
+Numbers in docstrings are rows of the list of bugs that other systems shipped.
+"""
+
+import functools
+import importlib
+import re
+
+import pytest
+import torch
+
+from megatron_dsa.dispatch import Policy, candidates, device_problem, report, reset_report
+from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
+from megatron_dsa.ops.indexer_topk import reference
+from megatron_dsa.ops.indexer_topk.tilelang import launch as tilelang_kernels
+from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.sequence.layout import Seen, bshd_layout, packed_layout
+from megatron_dsa.warm_up import warm_up
+from tests.helpers import dynamic_shared_memory, needs_compiler, ptxas, relative_error
+
+BF16, FP8 = "bfloat16", "float8_e4m3fn"
+#: Heads, dtype, relu.
+KERNELS = {
+    "64 heads": (64, BF16, True),
+    "32 heads": (32, BF16, True),
+    "16 heads": (16, BF16, True),
+    "64 heads without relu": (64, BF16, False),
+    "64 heads in fp8": (64, FP8, True),
+    "32 heads in fp8": (32, FP8, True),
+}
+#: Bytes of shared memory that a thread block can have.
+SHARED = 227 * 1024
+CUDA = torch.device("cuda")
+#: Sums of 64 x 128 products in fp32.
+TOLERANCE = 2e-6
+
+
+def program():
+    return importlib.import_module("megatron_dsa.ops.indexer_topk.tilelang.scores")
+
+
+@functools.cache
+def kernel(name):
+    """The kernel compiled for sm_90a."""
+    return program().compiled(*KERNELS[name])
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_to_warpgroup_instructions(name):
+    """23: not one mma.sync; two accumulators of both consumers."""
+    source = kernel(name).get_kernel_source()
+    assert "mma_sync" not in source and "mma.sync" not in source
+    assert len(re.findall(r"tl::wgmma_", source)) == 4
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", KERNELS)
+def test_registers_and_shared_memory_suffice(name):
+    """No product waits for the one before it, nothing spills, all barriers fit."""
+    said = ptxas(kernel(name).get_kernel_source(), "sm_90a")
+    serialized = re.search(r".*(instructions are serialized|Potential Performance Loss).*", said)
+    assert serialized is None, serialized.group()
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert spills and set(spills) == {("0", "0")}, spills
+    static = re.search(r"(\d+) bytes smem", said)
+    needed = dynamic_shared_memory(kernel(name)) + (int(static.group(1)) if static else 0)
+    assert needed <= SHARED
+
+
+def test_what_the_tiling_does_not_fit_is_refused():
+    pytest.importorskip("tilelang")
+    with pytest.raises(ValueError, match=r"heads must be one of \(16, 32, 64\), got 8: pad"):
+        program().build(8)
+    with pytest.raises(ValueError, match=r"dtype must be one of .* got float16"):
+        program().build(64, "float16")
+
+
+def problem(**changes):
+    shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 2048, "dtype": torch.bfloat16}
+    return Problem(**{"device": "cuda", "capability": (9, 0)} | shape | changes)
+
+
+def test_it_is_the_first_choice_on_hopper():
+    pytest.importorskip("tilelang")
+    ours = candidates("indexer_scores")[0]
+    assert ours.name == "tilelang"
+    for changes in ({}, {"heads": 1}, {"relu": False}, {"packed": True}, {"deterministic": True}):
+        assert ours.reason(problem(**changes)) is None, changes
+    for changes, reason in (
+        ({"capability": (8, 0)}, "wrong GPU"),
+        ({"capability": (10, 0)}, "wrong GPU"),
+        ({"dtype": torch.float16}, "needs bf16"),
+        ({"heads": 65}, "takes 1 to 64 heads"),
+        ({"qk_dim": 64}, "needs dims"),
+    ):
+        assert reason in ours.reason(problem(**changes)), changes
+
+
+# On a GPU
+
+
+def skip_unless_they_run(*pairs):
+    """Skip where an implementation of an operation cannot run, with the reason."""
+    for operation, name in pairs:
+        (candidate,) = (c for c in candidates(operation) if c.name == name)
+        shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 64}
+        reason = candidate.reason(device_problem(CUDA, dtype=torch.bfloat16, **shape))
+        if reason is not None:
+            pytest.skip(reason)
+
+
+@pytest.fixture
+def ours():
+    skip_unless_they_run(("indexer_scores", "tilelang"))
+
+
+def normal(*shape, seed, dtype=torch.bfloat16):
+    generator = torch.Generator(CUDA).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=CUDA, dtype=torch.float32).to(dtype)
+
+
+def random_inputs(rows, keys, heads, relu=True):
+    weights = normal(rows, heads, seed=3) * (heads * 128) ** -0.5
+    return IndexerInputs(normal(rows, heads, 128, seed=1), normal(keys, 128, seed=2), weights, relu)
+
+
+def integer_inputs(rows, keys, heads, relu=True):
+    """Scores are exact in every order of summation, and ties abound."""
+    x = random_inputs(rows, keys, heads, relu)
+    return IndexerInputs(x.q.round(), x.k.round(), (x.weights * 128).round(), relu)
+
+
+def expected(inputs, keys):
+    """float64 scores ``[rows, width]`` of all rows."""
+    weights = inputs.weights.double()
+    return reference.index_scores(inputs.q.double(), keys.double(), weights, inputs.relu)
+
+
+def all_scores(inputs, layout, rows_at_once):
+    """What is seen, and its scores, as ``[num_queries, num_keys]``; the rest must be unwritten."""
+    keys = layout.keys_in_slot_order(inputs.k)
+    out = torch.zeros(layout.num_queries, layout.num_keys, device=CUDA)
+    visible = torch.zeros_like(out, dtype=torch.bool)
+    for block in layout.blocks(lambda width: rows_at_once):
+        seen = layout.seen(block)
+        got = tilelang_kernels.Scores()(inputs, block, keys, seen)
+        mask = seen.columns(block.width)
+        assert got.dtype == torch.float32 and got.shape == mask.shape
+        # Memory is filled with NaN before.
+        assert got[~mask].isnan().all()
+        visible[block.rows, block.lo : block.hi] = mask
+        out[block.rows, block.lo : block.hi] = torch.where(mask, got, 0.0)
+    return visible, out
+
+
+def packed(padded=None):
+    """Short, empty and long sequences, and padding; 900 rows."""
+    ends = torch.tensor([0, 5, 5, 305, 306, 370, 499, 576, 836], device=CUDA, dtype=torch.int32)
+    return packed_layout(ends, 900, 320, padded)
+
+
+LAYOUTS = {
+    "one sequence": lambda: bshd_layout(777, 1, CUDA),
+    "batch of 2": lambda: bshd_layout(333, 2, CUDA),
+    "packed": packed,
+    "compressed keys": lambda: compressed_keys(bshd_layout(1003, 1, CUDA), 4).layout,
+    "compressed keys, batch of 2": lambda: compressed_keys(bshd_layout(404, 2, CUDA), 4).layout,
+    "compressed keys, packed": lambda: compressed_keys(packed(), 4).layout,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [5, 16, 32, 64])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_scores_against_float64(ours, name, heads):
+    """1, 4, 6, 10: heads, odd widths, memory that nobody wrote, segments."""
+    layout = LAYOUTS[name]()
+    inputs = random_inputs(layout.num_queries, layout.num_keys, heads)
+    visible, got = all_scores(inputs, layout, 1000)
+    want = expected(inputs, layout.keys_in_slot_order(inputs.k))
+    assert visible.any() and relative_error(got[visible], want[visible]) < TOLERANCE
+    # Of any cut into blocks the scores are the same to the last bit.
+    visible_by_100, by_100 = all_scores(inputs, layout, 100)
+    assert torch.equal(visible, visible_by_100) and torch.equal(got, by_100)
+
+
+@pytest.mark.gpu
+def test_one_row_per_block(ours):
+    layout = bshd_layout(150, 1, CUDA)
+    inputs = random_inputs(150, 150, 64)
+    visible, got = all_scores(inputs, layout, 1)
+    assert torch.equal(got, all_scores(inputs, layout, 1000)[1])
+    assert relative_error(got[visible], expected(inputs, inputs.k)[visible]) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 64])
+def test_without_relu(ours, heads):
+    layout = bshd_layout(500, 1, CUDA)
+    inputs = random_inputs(500, 500, heads, relu=False)
+    visible, got = all_scores(inputs, layout, 1000)
+    assert relative_error(got[visible], expected(inputs, inputs.k)[visible]) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 3), (1, 64), (5, 65), (37, 4099)])
+def test_few_rows(ours, rows, width):
+    inputs = random_inputs(rows, width, 64)
+    end = torch.arange(width - rows + 1, width + 1, device=CUDA, dtype=torch.int32)
+    seen = Seen(torch.zeros_like(end), end)
+    got = tilelang_kernels.scores(inputs.q, inputs.k, inputs.weights, seen)
+    mask = seen.columns(width)
+    assert got[~mask].isnan().all()
+    assert relative_error(got[mask], expected(inputs, inputs.k)[mask]) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("relu", [True, False])
+def test_fp8(ours, heads, relu):
+    """The sum over a head's dims has fewer bits there."""
+    inputs = random_inputs(600, 600, heads, relu)
+
+    def quantised(x):
+        scale = x.float().abs().amax(-1).clamp_min(1e-4) / 448
+        return (x.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
+
+    (q, q_scales), (k, k_scales) = quantised(inputs.q), quantised(inputs.k)
+    weights = inputs.weights.float() * q_scales
+    end = torch.arange(1, 601, device=CUDA, dtype=torch.int32)
+    seen = Seen((end - 400).clamp_min(0), end)
+    got = tilelang_kernels.scores(q, k, weights, seen, key_scales=k_scales, relu=relu)
+    mask = seen.columns(600)
+    rounded = IndexerInputs(q.float(), k.double() * k_scales.double()[:, None], weights, relu)
+    assert got[~mask].isnan().all()
+    assert relative_error(got[mask], expected(rounded, rounded.k)[mask]) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 64])
+def test_nan_that_nobody_sees(ours, heads):
+    """2, 3: padding, rows that see nothing, and keys that nobody sees stay where they are."""
+    padded = torch.tensor([0, 8, 8, 320, 336, 410, 550, 630, 896], device=CUDA, dtype=torch.int32)
+    layout = packed(padded)
+    inputs = random_inputs(900, 900, heads)
+    for x in (inputs.q, inputs.k, inputs.weights):
+        x[~layout.real] = float("nan")
+    visible, got = all_scores(inputs, layout, 1000)
+    want = expected(inputs, inputs.k)
+    assert torch.isfinite(got).all()
+    assert relative_error(got[visible], want[visible]) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "width", "heads", "most"),
+    [(70_000, 130, 16, 130), (2**18 + 5, 130, 64, 130), (70_000, 33_000, 16, 100)],
+)
+def test_many_rows(ours, rows, width, heads, most):
+    """25: grids, elements of q and of the scores beyond 2^31."""
+    inputs = random_inputs(1, width, heads)
+    q = torch.empty(rows, heads, 128, device=CUDA, dtype=torch.bfloat16)
+    q.normal_(generator=torch.Generator(CUDA).manual_seed(5))
+    weights = normal(rows, heads, seed=6, dtype=torch.float32)
+    start = torch.arange(rows, device=CUDA, dtype=torch.int32) * 7919 % (width - most + 1)
+    seen = Seen(start, start + start % most + 1)
+    got = tilelang_kernels.scores(q, inputs.k, weights, seen)
+    for some in (slice(0, 50), slice(rows // 2, rows // 2 + 50), slice(rows - 50, rows)):
+        mask = Seen(seen.start[some], seen.end[some]).columns(width)
+        assert got[some][~mask].isnan().all()
+        want = expected(IndexerInputs(q[some], inputs.k, weights[some]), inputs.k)
+        assert relative_error(got[some][mask], want[mask]) < TOLERANCE
+
+
+@pytest.mark.gpu
+def test_bitwise_repeatable(ours):
+    """17: 20 repeats."""
+    layout, inputs = packed(), random_inputs(900, 900, 64)
+    _, first = all_scores(inputs, layout, 1000)
+    for _ in range(20):
+        assert torch.equal(all_scores(inputs, layout, 1000)[1], first)
+
+
+def ours_with(topk, **rest):
+    pairs = (("indexer_scores", "tilelang"), ("indexer_topk", topk))
+    skip_unless_they_run(*pairs)
+    return Policy(named=pairs, **rest)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("topk", ["torch", "cudnn", "tilelang"])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("heads", [5, 64])
+@pytest.mark.parametrize("workspace", [1, 2**18, 2**26])
+def test_selection(name, heads, workspace, topk):
+    """15: the kernel is what runs; selections from exact scores are equal."""
+    policy = ours_with(topk, workspace_bytes=workspace)
+    if topk == "cudnn" and "packed" in name:
+        pytest.skip("cuDNN's selection has no packed mode")
+    layout = LAYOUTS[name]()
+    for relu in (True, False):
+        inputs = integer_inputs(layout.num_queries, layout.num_keys, heads, relu)
+        reset_report()
+        got = indexer_topk(inputs, layout, 48, policy=policy)
+        assert set(report()["indexer_scores"]) == {"tilelang"}
+        assert set(report().get("indexer_topk", {})) <= {topk}
+        want = indexer_topk(inputs, layout, 48, policy=Policy(fused=False))
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("topk", ["torch", "tilelang"])
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.0])
+def test_selection_of_equal_scores(value, topk):
+    """18: ties to the smallest key, exactly K."""
+    rows, policy = 3000, ours_with(topk)
+    inputs = IndexerInputs(
+        torch.full((rows, 64, 128), abs(value), device=CUDA, dtype=torch.bfloat16),
+        torch.ones(rows, 128, device=CUDA, dtype=torch.bfloat16),
+        torch.full((rows, 64), value, device=CUDA, dtype=torch.bfloat16),
+    )
+    indices, _ = indexer_topk(inputs, bshd_layout(rows, 1, CUDA), 512, policy=policy)
+    place = torch.arange(512, device=CUDA)
+    row = torch.arange(rows, device=CUDA)[:, None]
+    assert torch.equal(indices.long(), torch.where(place <= row, place, -1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("topk", ["torch", "tilelang"])
+def test_no_host_synchronisation(topk):
+    """24: packed batches included."""
+    policy = ours_with(topk, workspace_bytes=2**18)
+    layout, inputs = packed(), random_inputs(900, 900, 64)
+    for attempt in range(2):
+        torch.cuda.set_sync_debug_mode("error" if attempt else "default")
+        try:
+            indexer_topk(inputs, layout, 48, policy=policy)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("relu", [True, False])
+def test_warm_up_compiles_what_a_step_calls(ours, relu):
+    compiled = program().compiled
+    compiled.cache_clear()
+    warm_up.cache_clear()
+    inputs, layout = random_inputs(300, 300, 24, relu), bshd_layout(300, 1, CUDA)
+    shape = {"heads": 24, "qk_dim": 128, "v_dim": 0, "topk": 64, "relu": relu}
+    step = device_problem(CUDA, dtype=torch.bfloat16, **shape)
+    warm_up((("indexer_scores", step), ("indexer_topk", step)), Policy(), 1.0)
+    before = compiled.cache_info()
+    indexer_topk(inputs, layout, 64)
+    after = compiled.cache_info()
+    assert after.hits > before.hits and after.misses == before.misses == 1

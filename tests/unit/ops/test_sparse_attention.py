@@ -1,0 +1,234 @@
+"""Sparse attention against float64: values, lse, teacher, all gradients, and the traps."""
+
+import pytest
+import torch
+
+from megatron_dsa.dispatch import Policy
+from megatron_dsa.dsa_kernels import sparse_attention
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.ops.sparse_attention import torch as unfused
+from megatron_dsa.ops.sparse_attention.reference import sparse_attention as reference
+from tests.helpers import double_leaf, leaf, relative_error
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 6e-3}
+SMALL = Policy(workspace_bytes=200_000)  # forces many chunks
+
+
+def make_case(sq, skv, heads, dim, k, *, device, dtype, seed=0, causal=False):
+    q = leaf(sq, heads, dim, seed=seed, device=device, dtype=dtype)
+    kv = leaf(skv, dim, seed=seed + 1, device=device, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed + 2)
+    indices = torch.full((sq, k), -1, dtype=torch.int32)
+    for t in range(sq):
+        visible = min(skv, t + 1) if causal else skv
+        chosen = torch.randperm(visible, generator=generator)[:k].sort().values
+        indices[t, : len(chosen)] = chosen.int()
+    return q, kv, indices.to(device)
+
+
+def check(
+    q, kv, indices, *, v_dim, tolerance, sink=None, topk_length=None, scale=0.3, policy=SMALL
+):
+    """Compare the op with the float64 reference; return the op's outputs."""
+    q64, kv64 = double_leaf(q), double_leaf(kv)
+    sink64 = None if sink is None else double_leaf(sink)
+    result = sparse_attention(
+        q, kv, indices, softmax_scale=scale, v_dim=v_dim, topk_length=topk_length,
+        attn_sink=sink, want_p_sum=True, policy=policy,
+    )  # fmt: skip
+    out64, lse64 = reference(
+        q64, kv64, indices, v_dim=v_dim, softmax_scale=scale, topk_length=topk_length, sink=sink64
+    )
+    grad = torch.randn(out64.shape, generator=torch.Generator().manual_seed(9)).to(q.device)
+    result.out.backward(grad.to(q.dtype))
+    out64.backward(grad.to(q.dtype).double())
+    assert relative_error(result.out, out64) < tolerance
+    empty = lse64 == float("-inf")
+    assert torch.equal(result.lse == float("-inf"), empty)
+    assert relative_error(result.lse[~empty], lse64[~empty]) < tolerance
+    pairs = [("dq", q.grad, q64.grad), ("dkv", kv.grad, kv64.grad)]
+    if sink is not None:
+        pairs.append(("dsink", sink.grad, sink64.grad))
+    for name, got, expected in pairs:
+        assert torch.isfinite(got).all(), name
+        assert relative_error(got, expected) < tolerance, name
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [1, 2, 8, 24])
+def test_matches_float64(device, dtype, heads):
+    q, kv, indices = make_case(37, 53, heads, 24, 19, device=device, dtype=dtype, causal=True)
+    check(q, kv, indices, v_dim=16, tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("k", [1, 63, 64, 100])
+def test_widths_and_more_keys_than_exist(device, k):
+    # K > Skv: the list is padded with -1 (trap 4).
+    q, kv, indices = make_case(20, 50, 4, 32, k, device=device, dtype=torch.float32)
+    check(q, kv, indices, v_dim=32, tolerance=2e-6)
+
+
+def test_invalid_ids_touch_nothing(device):
+    """Trap 2: every unselected row is NaN; -1 in the middle, ids == Skv and beyond."""
+    q, kv, indices = make_case(16, 40, 4, 16, 8, device=device, dtype=torch.float32)
+    indices = indices.clamp(1, 38)  # rows 0 and 39 stay unselected
+    for row in range(16):
+        unique = indices[row].unique()
+        indices[row] = -1
+        indices[row, : len(unique)] = unique
+    indices[:, 3] = -1
+    indices[::2, 5] = 40
+    indices[1::2, 5] = 2**31 - 1
+    clean = kv.detach().clone()
+    used = torch.zeros(40, dtype=torch.bool, device=device)
+    valid = (indices >= 0) & (indices < 40)
+    used[indices[valid].long()] = True
+    assert not used[0] and not used[39]
+    with torch.no_grad():
+        kv[~used] = float("nan")
+    result = sparse_attention(q, kv, indices, softmax_scale=0.3, v_dim=12, policy=SMALL)
+    assert torch.isfinite(result.out).all() and torch.isfinite(result.lse).all()
+    result.out.sum().backward()
+    q64, kv64 = double_leaf(q), clean.double().requires_grad_()
+    out64, _ = reference(q64, kv64, indices, v_dim=12, softmax_scale=0.3)
+    out64.sum().backward()
+    assert relative_error(result.out, out64) < 2e-6
+    assert relative_error(q.grad, q64.grad) < 2e-6
+    assert relative_error(kv.grad, kv64.grad) < 2e-6
+    assert (kv.grad[~used] == 0).all()
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_empty_rows(device, with_sink):
+    """Trap 3: rows without a key give 0, lse -inf and no gradient, also beside a sink."""
+    q, kv, indices = make_case(12, 30, 4, 16, 8, device=device, dtype=torch.float64)
+    indices[3] = -1
+    length = torch.full((12,), 8, dtype=torch.int32, device=device)
+    length[5] = 0
+    length[6] = 2
+    sink = leaf(4, seed=5, device=device, dtype=torch.float32) if with_sink else None
+    result = check(
+        q, kv, indices, v_dim=16, tolerance=1e-6 if with_sink else 1e-12, sink=sink,
+        topk_length=length,
+    )  # fmt: skip
+    for row in (3, 5):
+        assert (result.out[row] == 0).all()
+        assert (result.lse[row] == float("-inf")).all()
+        assert (result.p_sum[row] == 0).all()
+        assert (q.grad[row] == 0).all()
+
+
+def test_sink_is_a_gate(device):
+    q, kv, indices = make_case(9, 20, 4, 16, 6, device=device, dtype=torch.float64)
+    sink = leaf(4, seed=7, device=device, dtype=torch.float64)
+    plain = sparse_attention(q, kv, indices, softmax_scale=0.3, v_dim=16)
+    with_sink = sparse_attention(q, kv, indices, softmax_scale=0.3, v_dim=16, attn_sink=sink)
+    gate = torch.sigmoid(plain.lse - sink)[..., None]
+    assert relative_error(with_sink.out, plain.out * gate) < 1e-12
+    assert torch.equal(with_sink.lse, plain.lse)
+
+
+def test_teacher_is_the_head_sum_of_the_probabilities(device):
+    q, kv, indices = make_case(11, 30, 6, 16, 8, device=device, dtype=torch.float64, causal=True)
+    result = sparse_attention(
+        q, kv, indices, softmax_scale=0.3, v_dim=16, want_p_sum=True, policy=SMALL
+    )
+    valid = indices >= 0
+    keys = kv[indices.clamp_min(0).long()]
+    logits = torch.einsum("qhd,qkd->qhk", q, keys) * 0.3
+    p = torch.softmax(logits.masked_fill(~valid[:, None], float("-inf")), -1).sum(1)
+    assert relative_error(result.p_sum, p) < 1e-12
+    assert (result.p_sum[~valid] == 0).all()
+    # The same from a second pass, for forwards that do not have the probabilities.
+    problem = SparseProblem(
+        q.detach(), kv.detach(), indices, 16, 0.3, None, None, SMALL.workspace_bytes
+    )
+    assert relative_error(unfused.probabilities(problem, result.lse), p) < 1e-12
+
+
+def test_repeated_calls_do_not_accumulate(device):
+    """Trap 6: gradients of a second call equal those of the first."""
+    grads = []
+    for _ in range(2):
+        q, kv, indices = make_case(16, 20, 4, 16, 8, device=device, dtype=torch.float64)
+        sparse_attention(q, kv, indices, softmax_scale=1.0, v_dim=8).out.sum().backward()
+        grads.append((q.grad, kv.grad))
+    for first, second in zip(*grads, strict=True):
+        assert relative_error(second, first) < 1e-14
+
+
+def test_fp32_gradient_channel(device):
+    """With ``kv_grad`` the key gradient arrives unrounded and kv itself gets none."""
+    q, kv, indices = make_case(16, 20, 4, 16, 8, device=device, dtype=torch.bfloat16)
+    q32, kv32 = q.detach().float().requires_grad_(), kv.detach().float().requires_grad_()
+    channel = torch.zeros(20, 16, device=device, requires_grad=True)
+    grad = torch.randn(16, 4, 8, device=device).bfloat16()
+    sparse_attention(
+        q, kv.detach(), indices, softmax_scale=0.3, v_dim=8, kv_grad=channel
+    ).out.backward(grad)
+    sparse_attention(q32, kv32, indices, softmax_scale=0.3, v_dim=8).out.backward(grad.float())
+    assert channel.grad.dtype == torch.float32
+    assert relative_error(channel.grad, kv32.grad) < 6e-3
+    # Unrounded means: not representable in bf16.
+    assert not torch.equal(channel.grad, channel.grad.bfloat16().float())
+
+
+def test_strided_queries(device):
+    """Megatron's [s, b, h, d] is used as it is; a strided view gives the same result."""
+    q, kv, indices = make_case(16, 20, 4, 16, 8, device=device, dtype=torch.float64)
+    wide = torch.randn(16, 4, 40, dtype=torch.float64, device=device)
+    wide[..., :16] = q.detach()
+    strided = wide[..., :16]
+    expected = sparse_attention(q, kv, indices, softmax_scale=0.3, v_dim=8).out
+    assert torch.equal(
+        sparse_attention(strided, kv, indices, softmax_scale=0.3, v_dim=8).out, expected
+    )
+
+
+def test_there_is_no_separate_value(device):
+    """Trap 11: the value is a slice of kv; a separate one cannot be passed, let alone ignored."""
+    q, kv, indices = make_case(4, 8, 2, 8, 4, device=device, dtype=torch.float32)
+    with pytest.raises(TypeError):
+        sparse_attention(q, kv, indices, softmax_scale=1.0, v_dim=8, v=kv)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(4, 2)}, "q must be"),
+        ({"kv": torch.zeros(8, 9)}, "kv must be"),
+        ({"kv": torch.zeros(8, 8, dtype=torch.float64)}, "dtype"),
+        ({"indices": torch.zeros(4, 3, dtype=torch.int64)}, "int32"),
+        ({"v_dim": 9}, "v_dim"),
+        ({"topk_length": torch.zeros(3, dtype=torch.int32)}, "topk_length"),
+        ({"attn_sink": torch.zeros(3)}, "attn_sink"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    arguments = {
+        "q": torch.zeros(4, 2, 8),
+        "kv": torch.zeros(8, 8),
+        "indices": torch.zeros(4, 3, dtype=torch.int32),
+        "softmax_scale": 1.0,
+        "v_dim": 8,
+    }
+    with pytest.raises(ConfigError, match=message):
+        sparse_attention(**arguments | change)
+
+
+@pytest.mark.gpu
+def test_no_host_synchronisation():
+    """Trap 24."""
+    q, kv, indices = make_case(64, 80, 4, 16, 8, device="cuda", dtype=torch.bfloat16)
+    sink = leaf(4, seed=1, device="cuda")
+    for attempt in range(2):  # the first call may load kernels
+        torch.cuda.set_sync_debug_mode("error" if attempt else "default")
+        try:
+            out = sparse_attention(
+                q, kv, indices, softmax_scale=0.3, v_dim=8, attn_sink=sink, policy=SMALL
+            ).out
+            out.backward(torch.ones_like(out))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
