@@ -25,7 +25,6 @@ from benchmarks.ranks_layer import PREPARE_ROWS, SEED
 from benchmarks.ranks_timing import measured, timed
 from benchmarks.ranks_traffic import WIDE, exchange, sum_everywhere
 from benchmarks.timing import Clock
-from megatron_dsa.balance import halves, worthwhile_swap
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
@@ -33,7 +32,8 @@ from megatron_dsa.dsa_kernels import (
     indexer_topk,
     sparse_attention,
 )
-from megatron_dsa.parallel import gather_keys
+from megatron_dsa.parallel.balanced_topk import halves, worthwhile_swap
+from megatron_dsa.parallel.groups import gather_keys
 from megatron_dsa.sequence.layout import Layout, bshd_layout
 from megatron_dsa.sequence.sharding import KeyPlaces, Spread, places_of, spread_layout
 

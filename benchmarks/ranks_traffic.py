@@ -211,8 +211,8 @@ def _balanced_selection(d: Design) -> float:
     Index queries and weights leave, selected keys come back. (Of an odd number of parts, the rank
     in the middle keeps its rows.)
     """
-    from megatron_dsa.balance import VISIBLE_TO_TOPK
     from megatron_dsa.config import options_of
+    from megatron_dsa.parallel.balanced_topk import VISIBLE_TO_TOPK
 
     c, rows = d.config, d.rows if d.by_rows else d.rows * d.tp
     contiguous = d.cp > 1 and options_of(c).cp_layout == "contiguous"

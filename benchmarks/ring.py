@@ -105,10 +105,10 @@ def attention(setup: Setup, variant: str, rank: int, inputs: dict):
     """Return a call that gives the output, and the name of the attention to one block."""
     from megatron.core import parallel_state
 
-    from megatron_dsa import ring
     from megatron_dsa.dispatch import device_problem
-    from megatron_dsa.gathering import arrive, launch
-    from megatron_dsa.ring.rows import Part
+    from megatron_dsa.parallel import ring
+    from megatron_dsa.parallel.gather import arrive, launch
+    from megatron_dsa.parallel.ring.rows import Part
 
     group, cp = parallel_state.get_context_parallel_group(), setup.grid.cp
     rows = ring.ZigzagRows(cp, rank, 1, setup.rows // cp)

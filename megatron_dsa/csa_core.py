@@ -20,7 +20,6 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 
-from megatron_dsa.balance import balanced_topk
 from megatron_dsa.config import indexer_is_trained, query_heads, uses_indexer, validate
 from megatron_dsa.csa_config import CSA_RATIO
 from megatron_dsa.dispatch import device_problem
@@ -34,12 +33,13 @@ from megatron_dsa.dsa_kernels import (
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.fp32_parameters import Fp32Parameters
 from megatron_dsa.health import Attended
-from megatron_dsa.hybrid_keys import join_keys
 from megatron_dsa.layers import new_parameter
 from megatron_dsa.ops.indexer_loss.api import needs_indexer_backward, needs_probabilities
 from megatron_dsa.ops.indexer_topk.select import selection_calls
 from megatron_dsa.ops.key_lists.api import KeyLists
-from megatron_dsa.parallel import Ranks
+from megatron_dsa.parallel.balanced_topk import balanced_topk
+from megatron_dsa.parallel.csa_keys import join_keys
+from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.position_rope import PositionRope
 from megatron_dsa.replay import TakesSelections
 from megatron_dsa.sequence.compressed import compressed_keys

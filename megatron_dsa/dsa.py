@@ -16,7 +16,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from megatron_dsa.balance import balanced_topk
 from megatron_dsa.config import (
     computes_topk,
     indexer_is_trained,
@@ -41,7 +40,8 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.health import Attended
 from megatron_dsa.ops.indexer_loss.api import needs_indexer_backward, needs_probabilities
 from megatron_dsa.ops.indexer_topk.select import selection_calls
-from megatron_dsa.parallel import Ranks, gather_rows
+from megatron_dsa.parallel.balanced_topk import balanced_topk
+from megatron_dsa.parallel.groups import Ranks, gather_rows
 from megatron_dsa.replay import TakesSelections
 from megatron_dsa.rotary import RowRope
 from megatron_dsa.sequence.layout import Layout

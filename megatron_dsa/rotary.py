@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
-from megatron_dsa.parallel import Ranks
+from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.sequence.layout import Layout
 
 

@@ -214,10 +214,10 @@ _fused(
 
 
 def _load_ring(leaf: str):
-    """Return a loader of what calls an attention of :mod:`megatron_dsa.ring` with that leaf."""
+    """Return a loader of what calls an attention of :mod:`megatron_dsa.parallel.ring` with that leaf."""
 
     def load():
-        from megatron_dsa.ring.blocks import leaf_with
+        from megatron_dsa.parallel.ring.blocks import leaf_with
 
         def attend(attention, workspace_bytes: int, *args, **options):
             return attention(*args, block=leaf_with(leaf, workspace_bytes), **options)
@@ -229,7 +229,7 @@ def _load_ring(leaf: str):
 
 def _probe_ring(leaf: str):
     def probe(problem):
-        from megatron_dsa import ring
+        from megatron_dsa.parallel import ring
 
         return next(x for x in ring.LEAVES if x.name == leaf).reason(problem)
 

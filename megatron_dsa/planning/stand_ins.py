@@ -266,7 +266,7 @@ def _dense_gradients(q, k, v, *_rest):
 
 
 def _ring(candidate, attention, workspace_bytes, *args, **options):
-    from megatron_dsa.ring.blocks import Leaf
+    from megatron_dsa.parallel.ring.blocks import Leaf
 
     def forward(q, k, v, causal, scale, sequences):
         _temporary(q, 0 if candidate.fused else workspace_bytes)

@@ -10,7 +10,7 @@ from benchmarks import ranks_layer, ranks_timing
 from benchmarks.ranks_cases import ONE, Case
 from benchmarks.ranks_plain import OVERLAPPED, PLAIN, collectives
 from megatron_dsa import dispatch
-from megatron_dsa.gathering import arrive, launch
+from megatron_dsa.parallel.gather import arrive, launch
 from tests.host import start
 
 SETTINGS = {"repeats": 2, "budget": 1.0, "workspace_mib": 1}

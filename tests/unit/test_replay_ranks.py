@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ranks import build, spawn
-from tests.unit.test_ranks import case
+from tests.unit.parallel.test_ranks import case
 
 #: Ranks -> (layer, rows, mode).
 CASES = {

@@ -153,7 +153,7 @@ def test_hadamard_is_the_reference_transform():
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_index_projections_match_the_reference(interleaved):
     """The rotation cancels in the scores, so the projections are compared themselves (trap 14)."""
-    from megatron_dsa.parallel import Ranks
+    from megatron_dsa.parallel.groups import Ranks
     from megatron_dsa.rotary import RowRope
     from megatron_dsa.sequence.layout import bshd_layout
     from tests.unit.test_dsa_layer import shape_of

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from megatron_dsa import ring
 from megatron_dsa.checks import FLOATS, require_layout, require_tensor
 from megatron_dsa.dispatch import Policy, device_problem, run
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.ops.dense_attention import DenseProblem
+from megatron_dsa.parallel import ring
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -100,7 +100,8 @@ def gathered_latent_attention(
         layout: of this rank's rows, spread over context-parallel ranks.
         softmax_scale: factor on ``q . k``.
         latent_grad: fp32 ``[cp * rows, R + P]``: if given, the gradient of ``latents`` is sent
-            here, unrounded, instead of to ``latents`` (see :func:`megatron_dsa.gathering.arrive`).
+            here, unrounded, instead of to ``latents`` (see
+            :func:`megatron_dsa.parallel.gather.arrive`).
         policy: which implementations may run, as of the operation ``ring_attention``.
 
     Returns:

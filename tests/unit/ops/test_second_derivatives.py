@@ -18,7 +18,7 @@ from megatron_dsa.dsa_kernels import (
     sparse_attention,
     sparse_indexer_loss,
 )
-from megatron_dsa.ring import ContiguousRows, gathered_latent_attention, ring_attention
+from megatron_dsa.parallel.ring import ContiguousRows, gathered_latent_attention, ring_attention
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout
 from tests.helpers import leaf, relative_error

@@ -11,8 +11,8 @@ from torch.multiprocessing import ProcessExitedException
 
 from megatron_dsa import checks
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ring.rows import PackedZigzagRows
-from megatron_dsa.ring.runs import PackedRuns
+from megatron_dsa.parallel.ring.rows import PackedZigzagRows
+from megatron_dsa.parallel.ring.runs import PackedRuns
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.layout import Layout, Window, bshd_layout, packed_layout

@@ -14,7 +14,13 @@ from functools import partial
 
 from megatron_dsa import dispatch
 from megatron_dsa.dispatch.support import Problem
-from megatron_dsa.ring import leaf_cudnn, leaf_flash2, leaf_flash3, leaf_torch, leaf_torch_flash
+from megatron_dsa.parallel.ring import (
+    leaf_cudnn,
+    leaf_flash2,
+    leaf_flash3,
+    leaf_torch,
+    leaf_torch_flash,
+)
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,6 @@ def merge_torch(sums, lse, part, part_lse, first: int, dtype: torch.dtype) -> to
 def _fused_merge(device: str, dtype: torch.dtype):
     if device != "cuda" or dtype == torch.float64 or TRITON.problem() is not None:
         return None
-    from megatron_dsa.ring.combine_triton import merge
+    from megatron_dsa.parallel.ring.combine_triton import merge
 
     return merge

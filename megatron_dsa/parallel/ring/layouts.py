@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ring.rows import ContiguousRows, PackedZigzagRows, Rows, ZigzagRows
-from megatron_dsa.ring.runs import PackedRuns
+from megatron_dsa.parallel.ring.rows import ContiguousRows, PackedZigzagRows, Rows, ZigzagRows
+from megatron_dsa.parallel.ring.runs import PackedRuns
 from megatron_dsa.sequence.layout import Layout
 from megatron_dsa.sequence.sharding import padded_bound
 

@@ -8,7 +8,7 @@ rank before it and nothing of a rank after it.
 
 Local rows are always in the order of the sequence. So a rank's own rows are causal in their local
 order: its own block is one part, of all its rows. Packed rows that are cut without regard to
-sequences are in :mod:`megatron_dsa.ring.runs`.
+sequences are in :mod:`megatron_dsa.parallel.ring.runs`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from megatron_dsa.checks import require_cu_seqlens, require_values
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ring.sequences import Dense, Packed, covering
+from megatron_dsa.parallel.ring.sequences import Dense, Packed, covering
 
 _ALL = slice(None)
 

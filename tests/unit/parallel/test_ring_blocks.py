@@ -15,13 +15,13 @@ import torch
 from megatron_dsa.dispatch import device_problem
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.errors import ImplementationError
-from megatron_dsa.ring import LEAVES, choose, leaf_cudnn, leaf_flash3, leaf_torch
-from megatron_dsa.ring.contents import KeysAndValues, Latent
-from megatron_dsa.ring.exchange import Ring
-from megatron_dsa.ring.loop import attend, gradients
-from megatron_dsa.ring.sequences import Dense, Packed
+from megatron_dsa.parallel.ring import LEAVES, choose, leaf_cudnn, leaf_flash3, leaf_torch
+from megatron_dsa.parallel.ring.contents import KeysAndValues, Latent
+from megatron_dsa.parallel.ring.exchange import Ring
+from megatron_dsa.parallel.ring.loop import attend, gradients
+from megatron_dsa.parallel.ring.sequences import Dense, Packed
 from tests.helpers import relative_error
-from tests.unit.test_ring import CUTS, PACKED, WEIGHTS, WHOLE, Case, expected, together
+from tests.unit.parallel.test_ring import CUTS, PACKED, WEIGHTS, WHOLE, Case, expected, together
 
 BY_NAME = {leaf.name: leaf for leaf in LEAVES}
 FUSED = [leaf.name for leaf in LEAVES if leaf.fused]

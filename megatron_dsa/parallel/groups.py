@@ -1,6 +1,6 @@
 """The ranks that share a microbatch, and the collectives of the attention core on them.
 
-Keys are gathered by :mod:`megatron_dsa.gathering`.
+Keys are gathered by :mod:`megatron_dsa.parallel.gather`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from megatron_dsa.dispatch import count
-from megatron_dsa.gathering import (
+from megatron_dsa.ops.autograd import once_differentiable
+from megatron_dsa.parallel.gather import (
     Gathering,
     arrive,
     arrive_with_gradient,
@@ -19,7 +20,6 @@ from megatron_dsa.gathering import (
     start_gather,
     start_sum,
 )
-from megatron_dsa.ops.autograd import once_differentiable
 from megatron_dsa.sequence.sharding import Spread
 
 
@@ -125,7 +125,7 @@ def scatter_sum(x: torch.Tensor, group) -> torch.Tensor:
 
 
 def gather_keys(kv: torch.Tensor, group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather keys and wait for them: :func:`megatron_dsa.gathering.launch` and ``arrive``."""
+    """Gather keys and wait for them: :func:`megatron_dsa.parallel.gather.launch` and ``arrive``."""
     return arrive(launch(kv, group))
 
 

@@ -25,7 +25,7 @@ import torch
 
 from megatron_dsa.dispatch import Policy, count
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
-from megatron_dsa.parallel import Ranks
+from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.sequence.compressed import CompressedKeys, visible_groups
 from megatron_dsa.sequence.layout import Layout
 from megatron_dsa.sequence.sharding import Spread, run_layout

@@ -8,19 +8,19 @@ import tempfile
 import pytest
 import torch
 
-from megatron_dsa import balance
-from megatron_dsa.balance import balanced_topk, swap_of
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.dispatch import report, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
-from megatron_dsa.parallel import Ranks
+from megatron_dsa.parallel import balanced_topk as balance
+from megatron_dsa.parallel.balanced_topk import balanced_topk, swap_of
+from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.sharding import Spread
 from tests.host import packed
 from tests.processes import run_ranks
 from tests.ranks import compare, run
-from tests.unit.test_ranks import DSA, HYBRID
+from tests.unit.parallel.test_ranks import DSA, HYBRID
 
 CPU = torch.device("cpu")
 TOTAL = 96

@@ -9,7 +9,7 @@ import torch
 
 from megatron_dsa.dispatch import deterministic_mode
 from megatron_dsa.dispatch.support import Problem
-from megatron_dsa.ring.flash_shapes import (
+from megatron_dsa.parallel.ring.flash_shapes import (
     common_reason,
     from_kernel,
     lengths,
@@ -17,7 +17,7 @@ from megatron_dsa.ring.flash_shapes import (
     lse_to_kernel,
     to_kernel,
 )
-from megatron_dsa.ring.sequences import Dense, Packed
+from megatron_dsa.parallel.ring.sequences import Dense, Packed
 
 _MODULE = "flash_attn_interface"
 

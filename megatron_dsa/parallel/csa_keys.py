@@ -2,16 +2,16 @@
 
 Compressed keys are gathered from all ranks; of the keys of positions a rank holds those of its own
 query rows, and the last ones before each run of them (:mod:`megatron_dsa.sequence.halo`). Gradients
-travel through channels in fp32 (:mod:`megatron_dsa.gathering`).
+travel through channels in fp32 (:mod:`megatron_dsa.parallel.gather`).
 """
 
 from __future__ import annotations
 
 import torch
 
-from megatron_dsa.gathering import channel_for, launch
 from megatron_dsa.ops.autograd import once_differentiable
-from megatron_dsa.parallel import (
+from megatron_dsa.parallel.gather import channel_for, launch
+from megatron_dsa.parallel.groups import (
     Ranks,
     arrive_index_keys,
     gather_keys,
@@ -40,8 +40,8 @@ def join_keys(
 
     Returns:
         ``buffer``: compressed keys in the order of their slots, query rows, shared rows of all
-        ranks; and ``channel`` as in :func:`megatron_dsa.gathering.arrive`. Without ``halo`` the
-        query rows are all rows.
+        ranks; and ``channel`` as in :func:`megatron_dsa.parallel.gather.arrive`. Without ``halo``
+        the query rows are all rows.
     """
     batch = kv.shape[1]
     buffer, channel = gather_keys(kv, ranks.row_group)

@@ -10,7 +10,7 @@ from megatron_dsa import dispatch
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import dense_attention, gathered_latent_attention, ring_attention
 from megatron_dsa.errors import ConfigError, ImplementationError
-from megatron_dsa.ring import (
+from megatron_dsa.parallel.ring import (
     ContiguousRows,
     PackedRuns,
     PackedZigzagRows,
@@ -18,7 +18,7 @@ from megatron_dsa.ring import (
     leaf_torch,
     ring_rows,
 )
-from megatron_dsa.ring.sequences import Dense
+from megatron_dsa.parallel.ring.sequences import Dense
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from megatron_dsa.sequence.sharding import CP_LAYOUTS, KeyPlaces, Spread, spread_layout

@@ -13,15 +13,15 @@ every block's gradient home.
 * :mod:`.loop` is the loop over blocks, :mod:`.attention` the functions to call.
 """
 
-from megatron_dsa.ring.attention import (
+from megatron_dsa.parallel.ring.attention import (
     gathered_latent_attention,
     ring_attention,
     ring_latent_attention,
 )
-from megatron_dsa.ring.blocks import LEAVES, Leaf, choose
-from megatron_dsa.ring.layouts import ring_rows
-from megatron_dsa.ring.rows import ContiguousRows, PackedZigzagRows, ZigzagRows
-from megatron_dsa.ring.runs import PackedRuns
+from megatron_dsa.parallel.ring.blocks import LEAVES, Leaf, choose
+from megatron_dsa.parallel.ring.layouts import ring_rows
+from megatron_dsa.parallel.ring.rows import ContiguousRows, PackedZigzagRows, ZigzagRows
+from megatron_dsa.parallel.ring.runs import PackedRuns
 
 __all__ = [
     "ContiguousRows",

@@ -2,7 +2,7 @@
 
 On the ring, the next block is on its way while the current one is computed with, and the gradient
 of the last block while that of the current one is. Gathered blocks are there before, and whoever
-gathered them sends their gradients home (:mod:`megatron_dsa.gathering`).
+gathered them sends their gradients home (:mod:`megatron_dsa.parallel.gather`).
 """
 
 from __future__ import annotations

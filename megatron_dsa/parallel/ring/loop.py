@@ -7,7 +7,7 @@ may be in them (:mod:`.contents`).
 from __future__ import annotations
 
 from megatron_dsa.numerics import accumulation_dtype
-from megatron_dsa.ring.combine import Combined
+from megatron_dsa.parallel.ring.combine import Combined
 
 
 def attend(q, contents, rows, blocks, leaf, scale):
@@ -15,10 +15,11 @@ def attend(q, contents, rows, blocks, leaf, scale):
 
     Args:
         q: ``[rows, H, Dqk]``.
-        contents: :class:`~megatron_dsa.ring.contents.KeysAndValues` or ``Latent``.
-        rows: the rows of this rank, :mod:`megatron_dsa.ring.rows`.
-        blocks: :class:`~megatron_dsa.ring.exchange.Ring` or ``Gathered``; the own block is first.
-        leaf: attention to one block, :class:`~megatron_dsa.ring.blocks.Leaf`.
+        contents: :class:`~megatron_dsa.parallel.ring.contents.KeysAndValues` or ``Latent``.
+        rows: the rows of this rank, :mod:`megatron_dsa.parallel.ring.rows`.
+        blocks: :class:`~megatron_dsa.parallel.ring.exchange.Ring` or ``Gathered``; the own block is
+            first.
+        leaf: attention to one block, :class:`~megatron_dsa.parallel.ring.blocks.Leaf`.
         scale: factor on ``q . k``.
 
     Returns:

@@ -7,8 +7,8 @@ import torch
 from torch import distributed
 
 from megatron_dsa.errors import ConfigError, ImplementationError
-from megatron_dsa.gathering import arrive, launch
-from megatron_dsa.ring import (
+from megatron_dsa.parallel.gather import arrive, launch
+from megatron_dsa.parallel.ring import (
     ContiguousRows,
     PackedRuns,
     PackedZigzagRows,
@@ -17,7 +17,7 @@ from megatron_dsa.ring import (
     ring_attention,
     ring_latent_attention,
 )
-from megatron_dsa.ring.blocks import torch_leaf
+from megatron_dsa.parallel.ring.blocks import torch_leaf
 from tests.helpers import relative_error
 from tests.processes import run_ranks
 

@@ -10,11 +10,11 @@ from megatron_dsa.dispatch import device_problem
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics import accumulation_dtype
 from megatron_dsa.ops.autograd import once_differentiable
-from megatron_dsa.ring.blocks import Leaf, choose
-from megatron_dsa.ring.contents import KeysAndValues, Latent
-from megatron_dsa.ring.exchange import Gathered, Ring, RingExchange
-from megatron_dsa.ring.loop import attend, gradients
-from megatron_dsa.ring.rows import Rows
+from megatron_dsa.parallel.ring.blocks import Leaf, choose
+from megatron_dsa.parallel.ring.contents import KeysAndValues, Latent
+from megatron_dsa.parallel.ring.exchange import Gathered, Ring, RingExchange
+from megatron_dsa.parallel.ring.loop import attend, gradients
+from megatron_dsa.parallel.ring.rows import Rows
 
 
 def ring_attention(
@@ -30,7 +30,7 @@ def ring_attention(
 
     Args:
         q, k: ``[rows, H, Dqk]``, local rows; v: ``[rows, H, Dv]``. All of one dtype.
-        rows: which rows these are; :func:`megatron_dsa.ring.layouts.ring_rows` makes them.
+        rows: which rows these are; :func:`megatron_dsa.parallel.ring.layouts.ring_rows` makes them.
         group: the context-parallel process group; not used if ``rows.cp`` is 1.
         softmax_scale: factor on ``q . k``.
         block: attention to one block, or its name; ``None`` takes the best one that can run.
@@ -109,8 +109,8 @@ def gathered_latent_attention(
         latents: ``[cp * rows, R + P]``, one rank's after the other.
         latent_grad: like ``latents`` in fp32 (fp64 for fp64), without content: if given, the
             gradient of ``latents`` is sent here, unrounded, instead of to ``latents`` (see
-            :func:`megatron_dsa.gathering.arrive`). It is of this rank's queries: to be summed over
-            ranks.
+            :func:`megatron_dsa.parallel.gather.arrive`). It is of this rank's queries: to be summed
+            over ranks.
 
     Returns:
         ``out`` and ``lse`` as of :func:`ring_attention`.
@@ -123,7 +123,7 @@ def gathered_latent_attention(
     if given != wanted:
         raise ConfigError(
             f"latent_grad must be {wanted[0]} {list(wanted[1])} for these latents, got {given[0]} "
-            f"{list(given[1])}; pass the channel that megatron_dsa.gathering.arrive returned."
+            f"{list(given[1])}; pass the channel that megatron_dsa.parallel.gather.arrive returned."
         )
     blocks = Gathered(rows.cp, rows.rank)
     return _latent_attention(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.gathering import start_gather, start_sum
 from megatron_dsa.numerics import bmm
 from megatron_dsa.ops.autograd import once_differentiable
+from megatron_dsa.parallel.gather import start_gather, start_sum
 
 
 def head_product(x: torch.Tensor, weight: torch.Tensor, group=None) -> torch.Tensor:

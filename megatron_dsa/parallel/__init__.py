@@ -1,0 +1,1 @@
+"""What ranks exchange: gathered keys, balanced selection, products of heads, ring attention."""
