@@ -17,8 +17,8 @@ import statistics
 from pathlib import Path
 
 from benchmarks.charts import pyplot
+from megatron_dsa.metrics.tags import FIGURES
 from megatron_dsa.report.events import RunLog, read_run
-from megatron_dsa.writers import FIGURES
 
 CSV = Path(__file__).with_name("convergence.csv")
 COLUMNS = (

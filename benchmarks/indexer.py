@@ -31,7 +31,7 @@ from benchmarks.measure import environment, one_line
 from benchmarks.timing import Clock, measure, measure_ceiling, what_ran
 from megatron_dsa.dispatch import Policy, candidates, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
-from megatron_dsa.pairs import Keys
+from megatron_dsa.metrics.pairs import Keys
 from megatron_dsa.sequence.layout import bshd_layout
 
 COLUMNS = (

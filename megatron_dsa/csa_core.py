@@ -32,8 +32,8 @@ from megatron_dsa.dsa_kernels import (
 )
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.fp32_parameters import Fp32Parameters
-from megatron_dsa.health import Attended
 from megatron_dsa.layers import new_parameter
+from megatron_dsa.metrics.health import Attended
 from megatron_dsa.ops.indexer_loss.api import needs_indexer_backward, needs_probabilities
 from megatron_dsa.ops.indexer_topk.select import selection_calls
 from megatron_dsa.ops.key_lists.api import KeyLists

@@ -37,7 +37,7 @@ from megatron_dsa.dsa_kernels import (
     sparse_indexer_loss,
 )
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.health import Attended
+from megatron_dsa.metrics.health import Attended
 from megatron_dsa.ops.indexer_loss.api import needs_indexer_backward, needs_probabilities
 from megatron_dsa.ops.indexer_topk.select import selection_calls
 from megatron_dsa.parallel.balanced_topk import balanced_topk

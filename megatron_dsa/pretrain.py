@@ -36,7 +36,7 @@ def forward_step(data_iterator, model):
 
     from megatron_dsa.data import get_batch
     from megatron_dsa.dispatch.times import TIMES
-    from megatron_dsa.throughput import installed
+    from megatron_dsa.metrics.throughput import installed
 
     TIMES.paused = not model.training
     timers = get_timers()

@@ -40,10 +40,10 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
 from megatron_dsa.indexer import DSAIndexer, DSAIndexerSubmodules
 from megatron_dsa.layers import LocalNorm, ReplicatedLinear
-from megatron_dsa.losses import install_logging, install_loss_scale
+from megatron_dsa.metrics.log import install_logging, install_loss_scale
+from megatron_dsa.metrics.throughput import install_throughput
 from megatron_dsa.mla import DSASelfAttention, IndexSharingLayer
 from megatron_dsa.patches import install_checkpoint_repairs
-from megatron_dsa.throughput import install_throughput
 from megatron_dsa.versions import why_not_transformer_engine
 
 

@@ -6,9 +6,9 @@ import torch
 
 from megatron_dsa.config import by_rows, indexer_is_trained, options_of
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining
-from megatron_dsa.health import Attended, selection_health
-from megatron_dsa.layer_overlap import LayerOverlap
-from megatron_dsa.losses import (
+from megatron_dsa.metrics.health import Attended, selection_health
+from megatron_dsa.metrics.layer_overlap import LayerOverlap
+from megatron_dsa.metrics.log import (
     EVALUATION,
     IndexerLog,
     attach_loss,

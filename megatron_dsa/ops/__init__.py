@@ -214,7 +214,7 @@ _fused(
 
 
 def _load_ring(leaf: str):
-    """Return a loader of what calls an attention of :mod:`megatron_dsa.parallel.ring` with that leaf."""
+    """Return a loader of what calls an attention of ``parallel.ring`` with that leaf."""
 
     def load():
         from megatron_dsa.parallel.ring.blocks import leaf_with

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from unittest import mock
 
-#: Parts of :func:`megatron_dsa.flops.model_work` that are left out.
+#: Parts of :func:`megatron_dsa.metrics.flops.model_work` that are left out.
 LEFT_OUT = ("dense MLP", "experts", "router", "logits")
 
 

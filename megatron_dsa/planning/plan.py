@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from megatron_dsa import specs
-from megatron_dsa.flops import flops_by_part, model_work
+from megatron_dsa.metrics.flops import flops_by_part, model_work
 from megatron_dsa.planning import attention_only
 from megatron_dsa.planning.gpus import GPU
 from megatron_dsa.planning.host import ranks

@@ -9,9 +9,9 @@ import torch
 
 from megatron_dsa.config import by_rows, exchanges_latents, options_of
 from megatron_dsa.dispatch import Choice
+from megatron_dsa.metrics.throughput import peak_tflops, shares
 from megatron_dsa.planning.plan import Plan
 from megatron_dsa.planning.stages import Layer
-from megatron_dsa.throughput import peak_tflops, shares
 from megatron_dsa.versions import OPTIONAL_PACKAGES, optional_version
 
 _GIB, _MIB = 2**30, 2**20

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_dsa.dispatch import OPERATIONS
+from megatron_dsa.metrics.tags import CALLS, MFU, TIME, time_tag
 from megatron_dsa.report.events import RunLog, Series
-from megatron_dsa.writers import CALLS, MFU, TIME, time_tag
 
 #: What is logged only on request: what for -> tags that show that it was, and flags to get it.
 ON_REQUEST = {

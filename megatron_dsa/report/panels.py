@@ -13,10 +13,10 @@ import matplotlib
 from matplotlib import ticker
 
 from megatron_dsa.dispatch import OPERATIONS
+from megatron_dsa.metrics.tags import FIGURES, MFU
 from megatron_dsa.report.events import RunLog, Series
 from megatron_dsa.report.facts import REST, compiled, settled, step_shares, tokens_per_second
 from megatron_dsa.report.lines import GRAY, SEGMENTS, by_step, color_of, line, style_of, thinned
-from megatron_dsa.writers import FIGURES, MFU
 
 MASS, LOSS = FIGURES["dsa attention mass captured"], FIGURES["indexer loss"]
 PERCENT = ticker.FuncFormatter(lambda share, _: f"{100 * share:.4g} %")

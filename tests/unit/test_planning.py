@@ -11,7 +11,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 from megatron_dsa import dispatch
-from megatron_dsa.losses import NAMES, IndexerLog
+from megatron_dsa.metrics.log import NAMES, IndexerLog
 from megatron_dsa.planning import stages
 from megatron_dsa.planning.command import dry_run
 from megatron_dsa.planning.gpus import GPU, GPUS

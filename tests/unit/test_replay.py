@@ -14,8 +14,7 @@ from megatron_dsa.replay import IndexCapture, IndexReplay
 from megatron_dsa.sequence.positions import positions_to_rows
 from tests.host import attention_module, hidden_like, packed, small_config, start
 from tests.processes import run_ranks
-from tests.unit.sequence.test_positions import shuffled
-from tests.unit.test_quality import (
+from tests.unit.metrics.test_quality import (
     CORE,
     MODELS,
     SELECTING,
@@ -23,12 +22,13 @@ from tests.unit.test_quality import (
     full,
     gpt,
 )
+from tests.unit.sequence.test_positions import shuffled
 
 
 @pytest.fixture(autouse=True)
 def log():
     """Models make room in the log for their own layers."""
-    from megatron_dsa.losses import IndexerLog
+    from megatron_dsa.metrics.log import IndexerLog
 
     IndexerLog._state.sums = None
     yield IndexerLog

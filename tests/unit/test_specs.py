@@ -62,7 +62,7 @@ def test_object_form_trains_a_gpt_model():
     """A stock MLA configuration and Megatron's GPTModel with nothing but our ModuleSpec."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_dsa.losses import LossScale
+    from megatron_dsa.metrics.log import LossScale
 
     config = small_config(dtype=torch.float32)
     model = GPTModel(

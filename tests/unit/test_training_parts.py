@@ -172,7 +172,7 @@ def test_index_projections_match_the_reference(interleaved):
 
 def test_health_figures_against_the_full_computation():
     from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_attention
-    from megatron_dsa.health import Attended, selection_health
+    from megatron_dsa.metrics.health import Attended, selection_health
     from megatron_dsa.sequence.layout import bshd_layout
 
     rows, k, device = 40, 6, start()
@@ -225,7 +225,7 @@ def test_health_figures_against_the_full_computation():
 def test_loss_is_recorded_in_the_backward_and_in_evaluation_on_request(stage, sparse_loss, capsys):
     """The same value three ways: from the backward, and from a pass without gradients."""
     from megatron_dsa.config import DSAOptions
-    from megatron_dsa.losses import EVALUATION, IndexerLog
+    from megatron_dsa.metrics.log import EVALUATION, IndexerLog
 
     def recorded():
         return {

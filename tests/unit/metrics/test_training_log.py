@@ -22,7 +22,7 @@ def training_log(monkeypatch):
     """
     from megatron.training import training
 
-    from megatron_dsa.losses import IndexerLog, install_logging
+    from megatron_dsa.metrics.log import IndexerLog, install_logging
 
     def make(config, interval):
         args = parsed([*command_line(TINY), "--log-interval", str(interval)], 1, monkeypatch)
@@ -71,7 +71,7 @@ def training_log(monkeypatch):
 
 def test_means_are_over_the_iterations_that_have_a_figure(training_log):
     """Trap 34: not over all that were summed, nor over those that Megatron counts."""
-    from megatron_dsa.losses import IndexerLog
+    from megatron_dsa.metrics.log import IndexerLog
 
     step = training_log(small_config(), interval=4)
 
@@ -106,7 +106,7 @@ def test_means_are_over_the_iterations_that_have_a_figure(training_log):
 
 
 def test_means_over_layers_and_microbatches(training_log):
-    from megatron_dsa.losses import IndexerLog
+    from megatron_dsa.metrics.log import IndexerLog
 
     step = training_log(small_config(num_layers=3), interval=1)
     for value in (1.0, 3.0):
@@ -141,9 +141,9 @@ def test_the_selection_of_a_frozen_indexer_is_logged(hybrid, recompute, training
 
 
 def test_a_frozen_indexer_is_evaluated_and_announced_once(training_log, capsys, caplog):
-    from megatron_dsa import losses
     from megatron_dsa.config import DSAOptions
-    from megatron_dsa.losses import EVALUATION
+    from megatron_dsa.metrics import log as losses
+    from megatron_dsa.metrics.log import EVALUATION
 
     losses._warn_once.cache_clear()
     values = []

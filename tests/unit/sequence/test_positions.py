@@ -14,7 +14,13 @@ from megatron_dsa.sequence.positions import (
     validate_indices,
 )
 from tests.host import start
-from tests.unit.test_quality import LAYOUTS, SPREADS, indexer_inputs, layouts, sequence_places
+from tests.unit.metrics.test_quality import (
+    LAYOUTS,
+    SPREADS,
+    indexer_inputs,
+    layouts,
+    sequence_places,
+)
 
 
 def shuffled(positions, seed=7):

@@ -12,7 +12,7 @@
   fp8 scores alone would, and that ``--dsa-fp8-selection`` would.
 
 All but the first two are means over rows that see more keys than they select: others have no
-choice. The functions behind them are in :mod:`megatron_dsa.quality`.
+choice. The functions behind them are in :mod:`megatron_dsa.metrics.quality`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.ops.indexer_topk import IndexerInputs
-from megatron_dsa.ops.indexer_topk.select import candidates_for
-from megatron_dsa.quality import (
+from megatron_dsa.metrics.quality import (
     Mean,
     adjacent_overlap,
     captured_mass,
@@ -32,6 +30,8 @@ from megatron_dsa.quality import (
     score_recall,
     visible_keys,
 )
+from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_topk.select import candidates_for
 from megatron_dsa.sequence.layout import Layout
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.health import sample_rows
-from megatron_dsa.quality import Mean, chooses, recall
+from megatron_dsa.metrics.health import sample_rows
+from megatron_dsa.metrics.quality import Mean, chooses, recall
 from megatron_dsa.recompute import in_backward
 from megatron_dsa.sequence.layout import Layout
 

@@ -7,8 +7,8 @@ import torch
 
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_attention
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.health import Attended, sample_rows, selection_health
-from megatron_dsa.quality import (
+from megatron_dsa.metrics.health import Attended, sample_rows, selection_health
+from megatron_dsa.metrics.quality import (
     Mean,
     adjacent_overlap,
     captured_mass,
@@ -41,7 +41,7 @@ SPREADS = {
 @pytest.fixture(autouse=True)
 def log():
     """Models make room in the log for their own layers."""
-    from megatron_dsa.losses import IndexerLog
+    from megatron_dsa.metrics.log import IndexerLog
 
     IndexerLog._state.sums = None
     yield IndexerLog
@@ -395,7 +395,7 @@ def test_nothing_is_judged_outside_of_the_training_loop(log):
 
 def test_layers_of_two_microbatches_are_not_compared():
     """An interleaved schedule: another microbatch's forward between two layers of one rank."""
-    from megatron_dsa.layer_overlap import FIGURE, LayerOverlap
+    from megatron_dsa.metrics.layer_overlap import FIGURE, LayerOverlap
 
     (layout,) = layouts("one", "alone")
     config = object()

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dsa import dispatch, pretrain, throughput
+from megatron_dsa import dispatch, pretrain
 from megatron_dsa.dispatch.times import OperationTimes
-from megatron_dsa.flops import flops, model_work
+from megatron_dsa.metrics import throughput
+from megatron_dsa.metrics.flops import flops, model_work
 from tests.host import packed, small_config, small_hybrid_config, start
 from tests.writers import Board, Wandb
 
@@ -120,7 +121,7 @@ def test_the_entry_point_counts_a_microbatch_once(model, counts, training, monke
         "megatron.core.utils.get_model_config": lambda model: config,
         "megatron.training.get_timers": lambda: lambda *_, **__: timer,
         "megatron_dsa.data.get_batch": lambda *_: (batch, documents),
-        "megatron_dsa.throughput.installed": lambda: counter,
+        "megatron_dsa.metrics.throughput.installed": lambda: counter,
     }.items():
         monkeypatch.setattr(name, value)
     pretrain.forward_step(None, model)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch.times import OperationTimes
-from megatron_dsa.quality import Mean
-from megatron_dsa.writers import FIGURES, MFU, calls_tag, layer_tag, time_tag
+from megatron_dsa.metrics.quality import Mean
+from megatron_dsa.metrics.tags import FIGURES, MFU, calls_tag, layer_tag, time_tag
 from tests.functional.launch import REPOSITORY
 from tests.host import start
 from tests.writers import Board, Wandb
@@ -18,7 +18,7 @@ from tests.writers import Board, Wandb
 @pytest.fixture
 def log():
     """The log of a model of two layers."""
-    from megatron_dsa.losses import IndexerLog
+    from megatron_dsa.metrics.log import IndexerLog
 
     before, IndexerLog._state.sums = IndexerLog._state.sums, None
     IndexerLog.create(2, start())

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_dsa.dispatch.times import TIMES
-from megatron_dsa.flops import Work, flops, flops_by_part, model_work
-from megatron_dsa.pairs import TOKEN, Keys
+from megatron_dsa.metrics.flops import Work, flops, flops_by_part, model_work
+from megatron_dsa.metrics.pairs import TOKEN, Keys
+from megatron_dsa.metrics.tags import MFU, write, write_operations
 from megatron_dsa.stages import trains_main
-from megatron_dsa.writers import MFU, write, write_operations
 
 #: Dense products in bf16, TFLOP/s, by torch's name of the GPU; source: NVIDIA's data sheets of H100
 #: (SXM), H200 (SXM), HGX B200 and GB200 NVL72, which print twice as much, with structured sparsity.
@@ -46,7 +46,7 @@ def describe(config: Any, work: list[Work], length: int, device: str = "") -> st
 
     Args:
         config: the model's transformer configuration.
-        work: what it does, see :func:`megatron_dsa.flops.model_work`.
+        work: what it does, see :func:`megatron_dsa.metrics.flops.model_work`.
         length: tokens of a sequence.
         device: torch's name of the GPU.
     """

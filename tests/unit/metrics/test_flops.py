@@ -8,8 +8,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dsa.config import DSAOptions
-from megatron_dsa.flops import flops, flops_by_part, layer_work, model_work
-from megatron_dsa.pairs import TOKEN, Keys
+from megatron_dsa.metrics.flops import flops, flops_by_part, layer_work, model_work
+from megatron_dsa.metrics.pairs import TOKEN, Keys
 from tests.host import small_config, small_hybrid_config, start
 
 SEQUENCE, VOCABULARY = 21, 64

@@ -16,9 +16,9 @@ from megatron.core.utils import log_single_rank
 
 from megatron_dsa.config import indexer_is_trained
 from megatron_dsa.csa_config import has_indexers
+from megatron_dsa.metrics.quality import Mean
+from megatron_dsa.metrics.tags import EVALUATION, FIGURES, layer_tag, write
 from megatron_dsa.ops.autograd import once_differentiable
-from megatron_dsa.quality import Mean
-from megatron_dsa.writers import EVALUATION, FIGURES, layer_tag, write
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class IndexerLog:
         """Write the figures to Megatron's log line, TensorBoard and W&B.
 
         The log line holds means over layers, microbatches and iterations, the writers every
-        iteration and also every layer, under the tags of :mod:`megatron_dsa.writers`.
+        iteration and also every layer, under the tags of :mod:`megatron_dsa.metrics.tags`.
 
         Args:
             total_loss_dict: what Megatron collects for its log line, as it was before this

@@ -32,7 +32,7 @@ from megatron_dsa.config import (
     uses_indexer,
 )
 from megatron_dsa.csa_config import CSA_RATIO, is_hybrid
-from megatron_dsa.pairs import TOKEN, Keys
+from megatron_dsa.metrics.pairs import TOKEN, Keys
 from megatron_dsa.stages import trains_main
 
 
