@@ -1,7 +1,8 @@
 """Self-attention of DeepSeek-V4: window, compressed keys, and a low-rank output in groups.
 
 One key/value head serves all query heads, and the key is the value. What a layer attends to besides
-its window depends on its compression ratio alone; :mod:`megatron_dsa.csa_core` does the attending,
+its window depends on its compression ratio alone; :mod:`megatron_dsa.modules.csa_core` does the
+attending,
 this file what is around it: projections, norms, rope and its inverse, output.
 """
 
@@ -18,9 +19,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config import options_of, validate
 from megatron_dsa.csa_kernels import norm_rope, rotate
-from megatron_dsa.mla import refuse_unsupported
+from megatron_dsa.dsa import refuse_unsupported
+from megatron_dsa.modules.position_rope import PositionRope
 from megatron_dsa.parallel.groups import ranks_of, to_heads, to_rows
-from megatron_dsa.position_rope import PositionRope
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
 
 

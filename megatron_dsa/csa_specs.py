@@ -6,10 +6,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_dsa.compressor import Compressor, CompressorSubmodules
 from megatron_dsa.csa import HybridSelfAttention, HybridSelfAttentionSubmodules
-from megatron_dsa.csa_core import HybridCoreAttention, HybridCoreAttentionSubmodules
-from megatron_dsa.csa_indexer import CSAIndexer, CSAIndexerSubmodules
+from megatron_dsa.modules.compressor import Compressor, CompressorSubmodules
+from megatron_dsa.modules.csa_core import HybridCoreAttention, HybridCoreAttentionSubmodules
+from megatron_dsa.modules.csa_indexer import CSAIndexer, CSAIndexerSubmodules
 
 
 def hybrid_attention_spec(backend, *, is_mtp: bool = False) -> ModuleSpec:

@@ -1,331 +1,338 @@
-"""The DSA core: select keys, attend to them, train the selector (DeepSeek-V3.2).
+"""Multi-latent attention around the DSA core: projections, rope, absorption, output.
 
-One module serves the three stages. ``sparse`` attends to the indexer's top-k; ``warmup`` attends to
-everything and trains the indexer on that; ``dense`` attends to everything and has no indexer.
+The layers are those of Megatron's ``MLASelfAttention``, built by it, with its parameter names. What
+differs is the forward pass: the sparse stage attends in the latent space (weight absorption), where
+all heads share one 576-dim key, and rope works on rows, so that packed batches need no host
+synchronisation.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+import dataclasses
 
 import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_dsa.config import (
-    computes_topk,
-    indexer_is_trained,
-    query_heads,
-    shares_indices,
-    uses_indexer,
-    validate,
-)
-from megatron_dsa.dispatch import device_problem
-from megatron_dsa.dispatch.support import Problem
-from megatron_dsa.dsa_kernels import (
-    IndexerInputs,
-    LatentKeys,
-    dense_attention,
-    dense_indexer_loss,
-    gathered_latent_attention,
-    ring_attention,
-    sparse_attention,
-    sparse_indexer_loss,
-)
+from megatron_dsa.config import exchanges_latents, options_of, validate
+from megatron_dsa.dispatch import count
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.metrics.health import Attended
-from megatron_dsa.ops.indexer_loss.api import needs_indexer_backward, needs_probabilities
-from megatron_dsa.ops.indexer_topk.select import selection_calls
-from megatron_dsa.parallel.balanced_topk import balanced_topk
-from megatron_dsa.parallel.groups import Ranks, gather_rows
-from megatron_dsa.replay import TakesSelections
-from megatron_dsa.rotary import RowRope
-from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.trained_indexer import TrainsIndexer
-from megatron_dsa.warm_up import settle
-
-logger = logging.getLogger(__name__)
+from megatron_dsa.modules.dsa_core import Selection
+from megatron_dsa.modules.rotary import RowRope
+from megatron_dsa.parallel.gather import Gathering, arrive, launch
+from megatron_dsa.parallel.groups import ranks_of, to_heads, to_rows
+from megatron_dsa.parallel.head_products import head_product
+from megatron_dsa.sequence.from_megatron import layout_from_megatron
 
 
-@dataclass
-class DSACoreAttentionSubmodules:
-    """The indexer's spec."""
+class DSASelfAttention(MLASelfAttention):
+    """MLA self-attention with DeepSeek Sparse Attention as its core.
 
-    indexer: ModuleSpec | type = None
-
-
-class Selection(NamedTuple):
-    """Keys of every query row: selected, handed on by an earlier layer, or replayed."""
-
-    indices: torch.Tensor  # int32 [rows, K], rows of the key buffer, -1 padded
-    length: torch.Tensor  # int32 [rows]
-
-    def pack(self) -> torch.Tensor:
-        """Return both as one int32 tensor ``[rows, K + 1]``."""
-        return torch.cat([self.indices, self.length[:, None]], dim=1)
-
-    @classmethod
-    def unpack(cls, packed: torch.Tensor) -> Selection:
-        """Undo :meth:`pack`."""
-        return cls(packed[:, :-1], packed[:, -1])
-
-
-class DSACoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
-    """Core attention with the indexer inside, as ``self_attention.core_attention``.
-
-    Takes the constructor arguments of Megatron's core attentions. ``is_mtp`` marks the attention of
-    a multi-token-prediction layer, which logs behind the decoder layers and never shares indices.
+    Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
+    parallelism; packed batches have ``b == 1``).
     """
 
     def __init__(
         self,
         config,
-        submodules: DSACoreAttentionSubmodules,
+        submodules: MLASelfAttentionSubmodules,
         layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        softmax_scale: float | None = None,
-        pg_collection=None,
-        is_mtp: bool = False,
-        **_megatron,
+        attn_mask_type=AttnMaskType.causal,
+        **megatron,
     ):
-        super().__init__(config=config)
         validate(config)
-        if attn_mask_type != AttnMaskType.causal:
-            raise ConfigError(
-                f"attn_mask_type must be causal, got {attn_mask_type}: DSA selects among the past"
-            )
-        self.softmax_scale = softmax_scale
-        shares = shares_indices(config)
-        # A layer that is built alone may have any number.
-        numbers = range(1, max(config.num_layers, layer_number) + 1)
-        selecting = [n for n in numbers if not shares or computes_topk(config, n)]
-        self.set_up_selecting(layer_number, is_mtp, selecting)
-        self.set_up_loss(layer_number, is_mtp, pg_collection)
-        self.computes_topk = is_mtp or self.selects
-        self.indexer = None
-        if uses_indexer(config) and self.computes_topk:
-            self.indexer = build_module(submodules.indexer, config=config)
-            if not indexer_is_trained(config):
-                # A parameter without a gradient would stall the overlapped gradient reduction.
-                self.indexer.requires_grad_(False)
-        settle(self.problems(), self.options.policy, softmax_scale)
-
-    def problems(self) -> Iterator[tuple[str, Problem]]:
-        """Yield every operation that a training step will call, with its problem."""
-        config = self.config
-        heads = query_heads(config)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        topk = config.dsa_indexer_topk
-
-        def attention(qk_dim: int, v_dim: int, topk: int | None = None) -> Problem:
-            return device_problem(
-                device, dtype=config.params_dtype, heads=heads, qk_dim=qk_dim, v_dim=v_dim,
-                topk=topk,
-            )  # fmt: skip
-
-        def index(topk: int | None) -> Problem:
-            return device_problem(
-                device, dtype=config.params_dtype, heads=config.dsa_indexer_n_heads,
-                qk_dim=config.dsa_indexer_head_dim, v_dim=0, topk=topk,
-                relu=config.dsa_indexer_scoring_relu,
-            )  # fmt: skip
-
-        trains = indexer_is_trained(config) and self.indexer is not None
-        judges = self.indexer is not None and (trains or self.options.evaluate_indexer)
-        if self.options.stage == "sparse":
-            latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
-            sparse = attention(latent, config.kv_lora_rank, topk)
-            if self.computes_topk:
-                yield from selection_calls(index(topk), self.options.policy)
-            yield "sparse_attention_forward", sparse
-            teaches = trains and self.loss_is_sparse()
-            yield "sparse_attention_backward", replace(sparse, teacher=teaches)
-            if judges and self.loss_is_sparse():
-                backward = replace(sparse, teacher=True)
-                if self.options.evaluate_indexer or needs_probabilities(
-                    backward, self.options.policy
-                ):
-                    yield "sparse_attention_probabilities", sparse
-                yield "sparse_indexer_loss", index(topk)
-                if trains and needs_indexer_backward(index(topk), self.options.policy):
-                    yield "indexer_backward", index(topk)
-        else:
-            qk_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
-            spread = config.context_parallel_size > 1
-            operation = "ring_attention" if spread else "dense_attention"
-            yield operation, attention(qk_dim, config.v_head_dim)
-        if judges and not self.loss_is_sparse():
-            yield "dense_indexer_loss", index(None)
-
-    def forward_sparse(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        kv_grad: torch.Tensor,
-        layout: Layout,
-        index_inputs: IndexerInputs | None,
-        given: Selection | None,
-        ranks: Ranks,
-    ) -> tuple[torch.Tensor, Selection]:
-        """Attend to selected keys.
-
-        Args:
-            q: ``[rows, H, 576]`` absorbed queries, of the local heads or (by rows) of all.
-            kv: ``[keys, 576]`` latent keys; kv_grad: the channel for their gradient.
-            layout: which keys each row sees.
-            index_inputs: the indexer's projections, ``None`` if nothing is scored.
-            given: the selection to use in place of the indexer's: of an earlier layer, for layers
-                that reuse one, or replayed.
-            ranks: who shares the microbatch.
-
-        Returns:
-            latent output ``[rows, H, kv_lora_rank]`` and the selection that was used.
-        """
-        config, policy = self.config, self.options.policy
-        if given is not None:
-            selection = given
-        elif index_inputs is not None:
-            selection = Selection(
-                *balanced_topk(index_inputs, layout, config.dsa_indexer_topk, ranks, policy=policy)
-            )
-        else:
-            raise ConfigError(
-                f"layer {self.layer_index + 1} reuses the selection of an earlier layer "
-                f"(--dsa-indexer-topk-freq {config.dsa_indexer_topk_freq}), but got none: build "
-                "the layers with megatron_dsa.specs.dsa_block_spec, which hands selections on"
-            )
-        if self.computes_topk:
-            self.capture_selection(selection.indices, layout)
-            self.record_overlap(selection.indices, layout)
-        trains = index_inputs is not None and self.trains_indexer_now()
-        training = None
-        if trains and self.loss_is_sparse():
-            training = self.sparse_training(index_inputs, layout, layout)
-        judges = index_inputs is not None and self.judges_indexer_now()
-        result = sparse_attention(
-            q,
-            kv,
-            selection.indices,
+        super().__init__(
+            config=config,
+            # The parent would build the core twice; it is built once, below.
+            submodules=dataclasses.replace(submodules, core_attention=IdentityOp),
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            **megatron,
+        )
+        if (epsilon := options_of(config).latent_norm_epsilon) is not None:
+            self.q_layernorm.eps = self.kv_layernorm.eps = epsilon
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
             softmax_scale=self.softmax_scale,
-            v_dim=config.kv_lora_rank,
-            topk_length=selection.length,
-            kv_grad=kv_grad,
-            want_p_sum=judges and self.loss_is_sparse(),
-            in_order=True,
-            indexer=training,
-            policy=policy,
+            pg_collection=self.pg_collection,
         )
-        out = result.out
-        if trains and not self.loss_is_sparse():
-            loss_sum = self._dense_loss(index_inputs, q, kv[:, None], layout)
-            out = self.attach(out, loss_sum, layout)
-        if index_inputs is not None and self.measures_selection_now():
-            attended = Attended(
-                index_inputs, layout, config.dsa_indexer_topk, layout, q, kv, selection.indices,
-                result.lse, self.softmax_scale,
-            )  # fmt: skip
-            self.record_health(attended)
-        if judges:
-            loss_sum = self._judge(index_inputs, q, kv, selection, layout, result.p_sum)
-            self.record_evaluation(loss_sum, layout)
-        return out, selection
+        self.ranks = ranks_of(config, self.pg_collection)
+        self.sparse = options_of(config).stage == "sparse"
+        # Whether latents travel, and keys are made of them where they are used.
+        self.exchanges_latents = exchanges_latents(config)
+        # Selection handed from layer to layer during one forward call, see IndexSharingLayer.
+        self.hands_on_selection = False
+        self.shared_selection: Selection | None = None
+        self.used_selection: Selection | None = None
 
-    def forward_dense(
+    def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: Layout,
-        index_inputs: IndexerInputs | None,
-    ) -> torch.Tensor:
-        """Attend to every visible key: ``q, k [rows, H, 192]``, ``v [rows, H, 128]`` -> like v."""
-        settings = {"softmax_scale": self.softmax_scale, "policy": self.options.policy}
-        if layout.parts == 1:
-            return self._with_loss(
-                dense_attention(q, k, v, layout, **settings), None, index_inputs, q, k, layout
-            )
-        group = self.pg_collection.cp
-        out, lse = ring_attention(q, k, v, layout, group, **settings)
-        if self._wants_dense_loss(index_inputs):
-            k = gather_rows(k, group)
-        return self._with_loss(out, lse, index_inputs, q, k, layout)
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        key_value_states: torch.Tensor | None = None,
+        inference_context=None,
+        packed_seq_params=None,
+        **megatron,
+    ):
+        """Return ``(output, bias)`` for ``hidden_states [s, b, hidden]``.
 
-    def forward_latents(
-        self,
-        q: torch.Tensor,
-        latents: torch.Tensor,
-        latent_grad: torch.Tensor,
-        w_uk: torch.Tensor,
-        w_uv: torch.Tensor,
-        layout: Layout,
-        index_inputs: IndexerInputs | None,
-    ) -> torch.Tensor:
-        """Attend to every visible key of all context-parallel ranks.
+        ``attention_mask`` is not read: attention is causal within each sequence, and packed
+        sequences are described by ``packed_seq_params``.
 
-        Args:
-            q: ``[rows, H, 192]``.
-            latents: ``[keys, 576]``; latent_grad: the channel for their gradient.
-            w_uk, w_uv: ``[H, 128, 512]``, which expand latents to keys and values.
-            layout: which keys each row sees.
-            index_inputs: the indexer's projections or ``None``.
-
-        Returns:
-            ``[rows, H, 128]``.
+        Raises:
+            ConfigError: for inference contexts, cross attention, biases and embeddings passed in.
         """
-        out, lse = gathered_latent_attention(
-            q, latents, w_uk, w_uv, layout, softmax_scale=self.softmax_scale,
-            latent_grad=latent_grad, policy=self.options.policy,
-        )  # fmt: skip
-        return self._with_loss(out, lse, index_inputs, q, LatentKeys(latents, w_uk), layout)
-
-    def _wants_dense_loss(self, index_inputs) -> bool:
-        return index_inputs is not None and (self.trains_indexer_now() or self.judges_indexer_now())
-
-    def _with_loss(self, out, lse, index_inputs, q, k, layout) -> torch.Tensor:
-        """Return the output of dense attention with the indexer's loss, if it has one."""
-        if not self._wants_dense_loss(index_inputs):
-            return out
-        loss_sum = self._dense_loss(index_inputs, q, k, layout, lse)
-        if self.trains_indexer_now():
-            return self.attach(out, loss_sum, layout)
-        self.record_evaluation(loss_sum, layout)
-        return out
-
-    def _dense_loss(self, index_inputs, q, k, layout, lse=None) -> torch.Tensor:
-        return dense_indexer_loss(
-            index_inputs, q, k, layout, softmax_scale=self.softmax_scale, lse=lse,
-            head_group=self.heads_group(), policy=self.options.policy,
-        )  # fmt: skip
-
-    def _judge(self, index_inputs, q, kv, selection, layout, p_sum) -> torch.Tensor:
-        """KL sum of an evaluation pass, for which there is no backward."""
-        if not self.loss_is_sparse():
-            return self._dense_loss(index_inputs, q, kv[:, None], layout)
-        return sparse_indexer_loss(
-            index_inputs, selection.indices, self.sum_over_heads(p_sum), layout,
-            topk_length=selection.length, policy=self.options.policy,
-        )  # fmt: skip
-
-    def needs_index_inputs(self) -> bool:
-        """Whether this forward pass selects keys or trains the indexer."""
-        selects = self.options.stage == "sparse" and self.replay is None
-        return self.indexer is not None and (
-            selects or self.trains_indexer_now() or self.judges_indexer_now()
+        refuse_unsupported(inference_context, key_value_states, megatron)
+        ranks = self.ranks
+        ranks.count()
+        rows, batch = hidden_states.shape[:2]
+        layout = layout_from_megatron(
+            rows, batch, hidden_states.device, packed_seq_params, ranks.spread, ranks.queries
         )
+        rope = RowRope(self.rotary_pos_emb, layout)
 
-    def project_index(
-        self, x: torch.Tensor, qr: torch.Tensor, layout: Layout, rope: RowRope, ranks: Ranks
-    ) -> IndexerInputs:
-        """Return the indexer's projections of ``x [s, b, hidden]`` and ``qr [s, b, q_lora]``."""
-        with torch.set_grad_enabled(self.trains_indexer_now()):
-            inputs = self.indexer(x.detach(), qr.detach(), rope, ranks)
-        return self.checked(inputs, layout)
+        q_latent, kv_latent, k_pe = self._latents(hidden_states)
+        if not self.sparse and ranks.cp is not None:
+            count("context_parallel_exchange", "latents" if self.exchanges_latents else "keys")
+        keys = None
+        if self.sparse or self.exchanges_latents:
+            # They travel while the indexer and the queries are computed.
+            k_pe = rope.own(ranks)(k_pe.flatten(0, 1)).view_as(k_pe)
+            keys = launch(torch.cat([kv_latent, k_pe], -1), ranks.group)
+        index_inputs = None
+        if self.core_attention.needs_index_inputs():
+            index_inputs = self.core_attention.project_index(
+                hidden_states, q_latent, layout, rope, ranks
+            )
+        if self.sparse:
+            out = self._attend_sparse(q_latent, keys, layout, rope, index_inputs)
+        elif self.exchanges_latents:
+            out = self._attend_latents(q_latent, keys, layout, rope, index_inputs)
+        else:
+            out = self._attend_dense(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
+        out = out.reshape(rows * ranks.spread.sp, batch, -1)
+        if self.qkv_up_checkpoint is not None:
+            self.qkv_up_checkpoint.discard_output_and_register_recompute(out)
+            self.qkv_up_checkpoint = None
+        return self.linear_proj(out)
+
+    def _latents(self, hidden_states: torch.Tensor):
+        """Return the normalised latents of this rank's rows: q, kv, and the raw rope key.
+
+        Shapes ``[s / ranks, b, q_lora_rank | kv_lora_rank | 64]``.
+        """
+        config = self.config
+        q_latent, kv = self._qkv_down_projection(hidden_states)
+        latent_dims = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+        if kv.shape[-1] != sum(latent_dims):
+            # A column-parallel down projection leaves every rank all rows of some columns.
+            # Rows are scattered again, rope key included: its gradient has to be summed over ranks.
+            kv = gather_from_tensor_model_parallel_region(kv)
+            if config.sequence_parallel:
+                kv = scatter_to_sequence_parallel_region(kv)
+        kv_latent, k_pe = kv.split(latent_dims, dim=-1)
+        if config.q_lora_rank is not None:
+            q_latent = self.q_layernorm(q_latent)
+        return q_latent, self.kv_layernorm(kv_latent), k_pe
+
+    def _queries(self, q_latent: torch.Tensor, rope: RowRope) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``q_nope [rows, H, 128]`` and roped ``q_pe [rows, H, 64]`` of the query rows."""
+        up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
+        q, _ = up(q_latent)
+        q = q.view(-1, self.num_attention_heads_per_partition, self.q_head_dim)
+        if self.ranks.by_rows:
+            q = to_rows(q, self.ranks.tp)
+        q_nope, q_pe = q.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
+        return q_nope, rope(q_pe, interleaved=True)
+
+    def _up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``W_uk`` and ``W_uv [H, 128, latent]`` of this rank's heads."""
+        # The module is not called, so what waits for its call has to be told: with overlapped
+        # parameter gathering, the hook that waits until the weight has arrived.
+        for hook in self.linear_kv_up_proj._forward_pre_hooks.values():
+            hook(self.linear_kv_up_proj, ())
+        heads = self.num_attention_heads_per_partition
+        weight = self.linear_kv_up_proj.weight.view(heads, -1, self.config.kv_lora_rank)
+        return weight.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
+
+    def _attend_sparse(self, q_latent, keys: Gathering, layout, rope, index_inputs):
+        """Weight-absorbed attention over selected keys; returns ``[rows, H, v_head_dim]``."""
+        w_uk, w_uv = self._up_weights()
+        # By rows, a rank attends with the heads of all tensor-parallel ranks.
+        sharing = self.ranks.tp if self.ranks.by_rows else None
+
+        def absorbed_queries(q_latent, w_uk):
+            q_nope, q_pe = self._queries(q_latent, rope)
+            return torch.cat([head_product(q_nope, w_uk, sharing), q_pe], dim=-1)
+
+        q = self._maybe_recomputed(absorbed_queries, q_latent, w_uk)
+        kv, kv_grad = arrive(keys)
+
+        given = self._given_selection(layout)  # of this microbatch, also when recomputed later
+
+        def core(q, kv, kv_grad, *index_tensors):
+            out, selection = self.core_attention.forward_sparse(
+                q, kv, kv_grad, layout, _rebuild(index_inputs, index_tensors), given, self.ranks
+            )
+            return out, *selection
+
+        out, *selection = self._run_core(core, q, kv, kv_grad, *_tensors(index_inputs))
+        if self.hands_on_selection:
+            self.used_selection = Selection(*selection)
+        out = head_product(out, w_uv.transpose(1, 2), sharing)
+        return to_heads(out, sharing) if self.ranks.by_rows else out
+
+    def _given_selection(self, layout) -> Selection | None:
+        """Return what is to be attended to in place of the indexer's selection, if anything."""
+        if not self.core_attention.computes_topk:
+            return self.shared_selection
+        replayed = self.core_attention.given_selection(layout, layout, self.ranks)
+        return None if replayed is None else Selection(*replayed)
+
+    def _attend_dense(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
+        """Plain MLA over all visible keys; returns ``[rows, H, v_head_dim]``."""
+        if self.ranks.tp is not None:
+            k_pe = gather_from_sequence_parallel_region(k_pe, group=self.ranks.tp)
+
+        def up(q_latent, kv_latent, k_pe):
+            q = torch.cat(self._queries(q_latent, rope), dim=-1)
+            kv, _ = self.linear_kv_up_proj(kv_latent)
+            kv = kv.view(q.shape[0], self.num_attention_heads_per_partition, -1)
+            k_nope, v = kv.split([self.config.qk_head_dim, self.config.v_head_dim], dim=-1)
+            k_pe = rope(k_pe.flatten(0, 1)[:, None], interleaved=True)
+            return q, torch.cat([k_nope, k_pe.expand(-1, q.shape[1], -1)], dim=-1), v.contiguous()
+
+        q, k, v = self._maybe_recomputed(up, q_latent, kv_latent, k_pe)
+
+        def core(q, k, v, *index_tensors):
+            return self.core_attention.forward_dense(
+                q, k, v, layout, _rebuild(index_inputs, index_tensors)
+            )
+
+        return self._run_core(core, q, k, v, *_tensors(index_inputs))
+
+    def _attend_latents(self, q_latent, keys: Gathering, layout, rope, index_inputs):
+        """Like :meth:`_attend_dense`, with the latents of all ranks instead of keys and values."""
+        w_uk, w_uv = self._up_weights()
+
+        def queries(q_latent):
+            return torch.cat(self._queries(q_latent, rope), dim=-1)
+
+        q = self._maybe_recomputed(queries, q_latent)
+        latents, latent_grad = arrive(keys)
+
+        def core(q, latents, latent_grad, w_uk, w_uv, *index_tensors):
+            return self.core_attention.forward_latents(
+                q, latents, latent_grad, w_uk, w_uv, layout, _rebuild(index_inputs, index_tensors)
+            )
+
+        tensors = (q, latents, latent_grad, w_uk, w_uv)
+        return self._run_core(core, *tensors, *_tensors(index_inputs))
+
+    def _maybe_recomputed(self, up, *tensors):
+        """Return ``up(*tensors)``, to be computed again in the backward if that is asked for."""
+        if not (self.recompute_up_proj and self.training):
+            return up(*tensors)
+        self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(
+            fp8=self.config.fp8 or self.config.fp4
+        )
+        return self.qkv_up_checkpoint.checkpoint(up, *tensors)
+
+    def _run_core(self, core, *tensors):
+        """Return ``core(*tensors)``, to be computed again in the backward if that is asked for."""
+        if self.checkpoint_core_attention and self.training:
+            return tensor_parallel.checkpoint(core, False, *tensors)
+        return core(*tensors)
 
     def backward_dw(self) -> None:
-        """Compute the indexer's delayed weight gradients, if it is trained."""
-        if self.indexer is not None and self.training and indexer_is_trained(self.config):
-            self.indexer.backward_dw()
+        """Compute delayed weight gradients of every layer that ran as a linear, indexer included.
+
+        The up projection of keys is not among them where its weight enters as a plain tensor
+        (absorbed in the sparse stage, or with latents): autograd has its gradient already.
+        """
+        config = self.config
+        linears = [self.linear_kv_down_proj, self.linear_proj]
+        if config.q_lora_rank is None:
+            linears.append(self.linear_q_proj)
+        else:
+            linears += [self.linear_q_down_proj, self.linear_q_up_proj]
+        if not (self.sparse or self.exchanges_latents):
+            linears.append(self.linear_kv_up_proj)
+        for linear in linears:
+            if linear.weight.requires_grad:
+                linear.backward_dw()
+        self.core_attention.backward_dw()
+
+
+def refuse_unsupported(inference_context, key_value_states, megatron: dict) -> None:
+    """Raise :class:`ConfigError` for arguments of Megatron's attentions that ask for anything else.
+
+    Args:
+        megatron: the other keyword arguments of a forward call.
+    """
+    for name, value in {
+        "inference_context": inference_context,
+        "inference_params": megatron.get("inference_params"),
+        "key_value_states": key_value_states,
+        "attention_bias": megatron.get("attention_bias"),
+        "rotary_pos_emb": megatron.get("rotary_pos_emb"),
+        "sequence_len_offset": megatron.get("sequence_len_offset"),
+    }.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} must be None: this attention trains causal self-attention with its own "
+                "rope; it does not run inference, cross attention or biased attention"
+            )
+
+
+def _tensors(inputs) -> tuple:
+    return () if inputs is None else (inputs.q, inputs.k, inputs.weights)
+
+
+def _rebuild(inputs, tensors):
+    """Put checkpointed tensors back into the indexer's inputs."""
+    return (
+        None
+        if inputs is None
+        else dataclasses.replace(inputs, q=tensors[0], k=tensors[1], weights=tensors[2])
+    )
+
+
+class IndexSharingLayer(TransformerLayer):
+    """Transformer layer that hands its attention's selection to the next layer.
+
+    It travels as ``context``, the tensor that Megatron passes from layer to layer for cross
+    attention, which a GPT has not. So it belongs to its microbatch, and activation recompute saves
+    and restores it like any other input: no layer can see another microbatch's selection.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.self_attention.hands_on_selection = True
+
+    def _forward_attention(self, hidden_states, *args, context=None, **kwargs):
+        attention = self.self_attention
+        attention.shared_selection = None if context is None else Selection.unpack(context)
+        try:
+            hidden_states, _ = super()._forward_attention(hidden_states, *args, **kwargs)
+            selection = attention.used_selection
+        finally:
+            attention.shared_selection = attention.used_selection = None
+        if not attention.core_attention.computes_topk:
+            return hidden_states, context  # unchanged, not another copy of it
+        return hidden_states, None if selection is None else selection.pack()

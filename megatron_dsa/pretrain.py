@@ -78,8 +78,8 @@ def model_config_from_args(args):
     from megatron_dsa.data import check_spread
     from megatron_dsa.dispatch.times import TIMES
     from megatron_dsa.errors import ConfigError
-    from megatron_dsa.freezing import freeze_for_stage
     from megatron_dsa.model import DSAModelConfig
+    from megatron_dsa.modules.freezing import freeze_for_stage
     from megatron_dsa.planning.flags import refuse_dry_run_flags
 
     if not args.multi_latent_attention:

@@ -35,14 +35,14 @@ from megatron.core.transformer.transformer_layer import (
 from megatron_dsa.config import computes_topk, is_moe_layer, shares_indices, validate
 from megatron_dsa.csa_config import is_hybrid
 from megatron_dsa.csa_specs import hybrid_attention_spec
-from megatron_dsa.dsa import DSACoreAttention, DSACoreAttentionSubmodules
+from megatron_dsa.dsa import DSASelfAttention, IndexSharingLayer
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
-from megatron_dsa.indexer import DSAIndexer, DSAIndexerSubmodules
-from megatron_dsa.layers import LocalNorm, ReplicatedLinear
 from megatron_dsa.metrics.log import install_logging, install_loss_scale
 from megatron_dsa.metrics.throughput import install_throughput
-from megatron_dsa.mla import DSASelfAttention, IndexSharingLayer
+from megatron_dsa.modules.dsa_core import DSACoreAttention, DSACoreAttentionSubmodules
+from megatron_dsa.modules.dsa_indexer import DSAIndexer, DSAIndexerSubmodules
+from megatron_dsa.modules.layers import LocalNorm, ReplicatedLinear
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.versions import why_not_transformer_engine
 

@@ -27,11 +27,11 @@ from transformers import PretrainedConfig
 
 from megatron_dsa.config import DSAOptions, DSATransformerConfig, validate
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.freezing import freeze_for_stage
 from megatron_dsa.huggingface.config_json import HFModel
 from megatron_dsa.huggingface.conventions import parse_config
 from megatron_dsa.huggingface.names import INDEXER, V3
-from megatron_dsa.layers import ReplicatedLinear
+from megatron_dsa.modules.freezing import freeze_for_stage
+from megatron_dsa.modules.layers import ReplicatedLinear
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 AutoMapping.register_module_type(ReplicatedLinear.__name__, "replicated")

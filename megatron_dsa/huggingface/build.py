@@ -78,7 +78,7 @@ def empty_model(
     """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from megatron_dsa.warm_up import unsettled
+    from megatron_dsa.modules.warm_up import unsettled
 
     model_parallel_cuda_manual_seed(1)
     config = transformer_config(

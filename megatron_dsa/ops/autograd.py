@@ -1,4 +1,4 @@
-"""Autograd functions whose gradients cannot be differentiated again."""
+"""Functions without a second derivative, and which pass of a recomputed layer this is."""
 
 from __future__ import annotations
 
@@ -31,3 +31,11 @@ def once_differentiable(backward: Callable) -> Callable:
         return backward(ctx, *grads)
 
     return once
+
+
+def in_backward() -> bool:
+    """Whether this code runs inside a backward pass, as a layer that is computed again does.
+
+    What belongs to a microbatch once (a logged figure, a captured selection) must skip that pass.
+    """
+    return torch._C._current_graph_task_id() != -1

@@ -207,7 +207,7 @@ def test_kernels_belong_to_the_range_that_launched_them():
         event("user_annotation", "megatron_dsa.sparse_attention_forward.flashmla", 100, 50),
         event("user_annotation", "megatron_dsa.ops.key_lists.api.triton", 110, 10),
         event("gpu_user_annotation", "megatron_dsa.ops.key_lists.api.triton", 400, 500),
-        event("user_annotation", "megatron_dsa.compressor.triton", 10, 20),
+        event("user_annotation", "megatron_dsa.modules.compressor.triton", 10, 20),
         event("cpu_op", "_CompressBackward", 200, 50, **{"External id": 7}),
         event("cpu_op", "aten::mm", 300, 10),
         # Inside of an operation a matrix product is part of it.

@@ -153,19 +153,21 @@ def no_pairs(monkeypatch):
         return touch(v, q, k)
 
     start()
-    for name in ("dsa", "csa_core"):
+    for name in ("modules.dsa_core", "modules.csa_core"):
         module = importlib.import_module(f"megatron_dsa.{name}")
         monkeypatch.setattr(module, "sparse_attention", sparse)
         monkeypatch.setattr(module, "balanced_topk", select)
         monkeypatch.setattr(module, "dense_indexer_loss", loss)
-    monkeypatch.setattr(importlib.import_module("megatron_dsa.dsa"), "dense_attention", dense)
+    monkeypatch.setattr(
+        importlib.import_module("megatron_dsa.modules.dsa_core"), "dense_attention", dense
+    )
 
 
 def step(config):
     """FLOP of the forward and of the backward pass of a GPT model."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_dsa.freezing import freeze_for_stage
+    from megatron_dsa.modules.freezing import freeze_for_stage
     from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
     model = GPTModel(

@@ -340,7 +340,7 @@ SELECTING = {"DSA": [1, 2, 3], "shared": [1, 3], "hybrid": [1, 3, 5]}
 def test_layers_are_compared_with_the_selecting_layer_before(kind, recompute, log):
     """Two microbatches in flight, recomputed or not: once per microbatch, never across them."""
     from megatron_dsa.config import DSAOptions
-    from megatron_dsa.replay import IndexCapture
+    from megatron_dsa.modules.replay import IndexCapture
 
     config, arguments, changes = MODELS[kind]
     options = DSAOptions(health_rows=9, health_fp8=True)

@@ -13,11 +13,11 @@ import torch
 from megatron_dsa.dispatch import Policy, candidates, device_problem, report, reset_report
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
+from megatron_dsa.modules.warm_up import warm_up
 from megatron_dsa.ops.indexer_topk import reference
 from megatron_dsa.ops.indexer_topk.tilelang import launch as tilelang_kernels
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import Seen, bshd_layout, packed_layout
-from megatron_dsa.warm_up import warm_up
 from tests.helpers import dynamic_shared_memory, needs_compiler, ptxas, relative_error
 
 BF16, FP8 = "bfloat16", "float8_e4m3fn"

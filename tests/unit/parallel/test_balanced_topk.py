@@ -11,7 +11,7 @@ import torch
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.dispatch import report, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
-from megatron_dsa.parallel import balanced_topk
+from megatron_dsa.parallel import balanced_topk as module
 from megatron_dsa.parallel.balanced_topk import balanced_topk, swap_of
 from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.sequence.compressed import compressed_keys
@@ -129,7 +129,7 @@ def test_nothing_is_exchanged(name, monkeypatch):
         called.append((inputs, layout, topk))
         return called
 
-    monkeypatch.setattr(balanced_topk, "indexer_topk", plain)
+    monkeypatch.setattr(module, "indexer_topk", plain)
     inputs = object()
     reset_report()
     # Without a group, there is nobody to exchange with.
@@ -194,19 +194,19 @@ def _selections(ranks, batch, ratio):
     compressed = compressed_keys(layout, ratio) if ratio > 1 else None
     visible = layout if compressed is None else compressed.layout
     inputs, topk = random_inputs(layout, visible.num_keys), 12 // ratio
-    scored, original = [], balanced_topk.indexer_topk
+    scored, original = [], module.indexer_topk
 
     def recorded(inputs, layout, *args, **settings):
         scored.append(int((layout.end - layout.start).sum()))
         return original(inputs, layout, *args, **settings)
 
-    balanced_topk.indexer_topk = recorded
+    module.indexer_topk = recorded
     reset_report()
     with torch.inference_mode():
         evaluated = balanced_topk(inputs, layout, topk, ranks, compressed=compressed)
     # What the evaluation has formed serves the training step, too.
     trained = balanced_topk(inputs, layout, topk, ranks, compressed=compressed)
-    balanced_topk.indexer_topk = original
+    module.indexer_topk = original
     return {
         "alone": indexer_topk(inputs, visible, topk),
         "together": [tuple(x.clone() for x in pair) for pair in (evaluated, trained)],

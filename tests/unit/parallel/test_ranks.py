@@ -10,14 +10,14 @@ from tests.ranks import Case, compare, run
 
 DSA = Case(
     config="small_config",
-    selector="dsa",
+    selector="modules.dsa_core",
     by_rows=("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
     by_columns=("linear_proj",),
     rows=96,
 )
 HYBRID = Case(
     config="small_hybrid_config",
-    selector="csa_core",
+    selector="modules.csa_core",
     by_rows=("linear_q_up_proj", "attn_sink", "linear_o_group_proj"),
     by_columns=("linear_proj",),
     rows=96,

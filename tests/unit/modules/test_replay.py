@@ -9,8 +9,8 @@ from torch.multiprocessing import ProcessExitedException
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.dispatch import report, reset_report
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.recompute import in_backward
-from megatron_dsa.replay import IndexCapture, IndexReplay
+from megatron_dsa.modules.replay import IndexCapture, IndexReplay
+from megatron_dsa.ops.autograd import in_backward
 from megatron_dsa.sequence.positions import positions_to_rows
 from tests.host import attention_module, hidden_like, packed, small_config, start
 from tests.processes import run_ranks
@@ -87,7 +87,8 @@ def test_given_keys_are_attended_to_and_taught(kind, recompute, coefficient, mon
 
     Without a loss the indexer does not even run.
     """
-    from megatron_dsa import csa_core, dsa
+    from megatron_dsa.modules import csa_core
+    from megatron_dsa.modules import dsa_core
 
     config, arguments, changes = MODELS[kind]
     model = gpt(config(*arguments, **changes, **recompute, dsa_indexer_loss_coeff=coefficient))

@@ -31,22 +31,22 @@ from megatron_dsa.dsa_kernels import (
     sparse_indexer_loss,
 )
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.fp32_parameters import Fp32Parameters
-from megatron_dsa.layers import new_parameter
 from megatron_dsa.metrics.health import Attended
+from megatron_dsa.modules.fp32_parameters import Fp32Parameters
+from megatron_dsa.modules.indexer_training import TrainsIndexer
+from megatron_dsa.modules.layers import new_parameter
+from megatron_dsa.modules.position_rope import PositionRope
+from megatron_dsa.modules.replay import TakesSelections
+from megatron_dsa.modules.warm_up import settle
 from megatron_dsa.ops.indexer_loss.api import needs_indexer_backward, needs_probabilities
 from megatron_dsa.ops.indexer_topk.select import selection_calls
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.csa_keys import join_keys
 from megatron_dsa.parallel.groups import Ranks
-from megatron_dsa.position_rope import PositionRope
-from megatron_dsa.replay import TakesSelections
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.halo import halo_of
 from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.trained_indexer import TrainsIndexer
-from megatron_dsa.warm_up import settle
 
 
 @dataclass

@@ -38,7 +38,7 @@ def equal(one, other):
 
 def _run_case(given, tp, cp):
     from megatron_dsa.dispatch import report, reset_report
-    from megatron_dsa.replay import IndexCapture, IndexReplay
+    from megatron_dsa.modules.replay import IndexCapture, IndexReplay
 
     case, whole = given
     module, x, packing = build(case, tp, cp)
@@ -65,7 +65,7 @@ def _run_case(given, tp, cp):
 @pytest.fixture(scope="module")
 def alone():
     """What one rank selects, by case."""
-    from megatron_dsa.replay import IndexCapture
+    from megatron_dsa.modules.replay import IndexCapture
 
     def positions(layer, rows, mode):
         module, x, packing = build(case(layer, rows, mode))

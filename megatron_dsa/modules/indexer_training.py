@@ -15,15 +15,15 @@ from megatron_dsa.metrics.log import (
     install_loss_scale,
     say_if_frozen,
 )
+from megatron_dsa.modules.warm_up import settling
 from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
 from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.warm_up import settling
 
 
 class TrainsIndexer:
     """Mixin for core attentions that have ``config`` and an ``indexer``, which may be ``None``.
 
-    They are :class:`~megatron_dsa.replay.TakesSelections`, too.
+    They are :class:`~megatron_dsa.modules.replay.TakesSelections`, too.
     """
 
     def set_up_loss(self, layer_number: int, is_mtp: bool, pg_collection) -> None:

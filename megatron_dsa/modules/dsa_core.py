@@ -1,0 +1,331 @@
+"""The DSA core: select keys, attend to them, train the selector (DeepSeek-V3.2).
+
+One module serves the three stages. ``sparse`` attends to the indexer's top-k; ``warmup`` attends to
+everything and trains the indexer on that; ``dense`` attends to everything and has no indexer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+from megatron_dsa.config import (
+    computes_topk,
+    indexer_is_trained,
+    query_heads,
+    shares_indices,
+    uses_indexer,
+    validate,
+)
+from megatron_dsa.dispatch import device_problem
+from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dsa_kernels import (
+    IndexerInputs,
+    LatentKeys,
+    dense_attention,
+    dense_indexer_loss,
+    gathered_latent_attention,
+    ring_attention,
+    sparse_attention,
+    sparse_indexer_loss,
+)
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.metrics.health import Attended
+from megatron_dsa.modules.indexer_training import TrainsIndexer
+from megatron_dsa.modules.replay import TakesSelections
+from megatron_dsa.modules.rotary import RowRope
+from megatron_dsa.modules.warm_up import settle
+from megatron_dsa.ops.indexer_loss.api import needs_indexer_backward, needs_probabilities
+from megatron_dsa.ops.indexer_topk.select import selection_calls
+from megatron_dsa.parallel.balanced_topk import balanced_topk
+from megatron_dsa.parallel.groups import Ranks, gather_rows
+from megatron_dsa.sequence.layout import Layout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DSACoreAttentionSubmodules:
+    """The indexer's spec."""
+
+    indexer: ModuleSpec | type = None
+
+
+class Selection(NamedTuple):
+    """Keys of every query row: selected, handed on by an earlier layer, or replayed."""
+
+    indices: torch.Tensor  # int32 [rows, K], rows of the key buffer, -1 padded
+    length: torch.Tensor  # int32 [rows]
+
+    def pack(self) -> torch.Tensor:
+        """Return both as one int32 tensor ``[rows, K + 1]``."""
+        return torch.cat([self.indices, self.length[:, None]], dim=1)
+
+    @classmethod
+    def unpack(cls, packed: torch.Tensor) -> Selection:
+        """Undo :meth:`pack`."""
+        return cls(packed[:, :-1], packed[:, -1])
+
+
+class DSACoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
+    """Core attention with the indexer inside, as ``self_attention.core_attention``.
+
+    Takes the constructor arguments of Megatron's core attentions. ``is_mtp`` marks the attention of
+    a multi-token-prediction layer, which logs behind the decoder layers and never shares indices.
+    """
+
+    def __init__(
+        self,
+        config,
+        submodules: DSACoreAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        softmax_scale: float | None = None,
+        pg_collection=None,
+        is_mtp: bool = False,
+        **_megatron,
+    ):
+        super().__init__(config=config)
+        validate(config)
+        if attn_mask_type != AttnMaskType.causal:
+            raise ConfigError(
+                f"attn_mask_type must be causal, got {attn_mask_type}: DSA selects among the past"
+            )
+        self.softmax_scale = softmax_scale
+        shares = shares_indices(config)
+        # A layer that is built alone may have any number.
+        numbers = range(1, max(config.num_layers, layer_number) + 1)
+        selecting = [n for n in numbers if not shares or computes_topk(config, n)]
+        self.set_up_selecting(layer_number, is_mtp, selecting)
+        self.set_up_loss(layer_number, is_mtp, pg_collection)
+        self.computes_topk = is_mtp or self.selects
+        self.indexer = None
+        if uses_indexer(config) and self.computes_topk:
+            self.indexer = build_module(submodules.indexer, config=config)
+            if not indexer_is_trained(config):
+                # A parameter without a gradient would stall the overlapped gradient reduction.
+                self.indexer.requires_grad_(False)
+        settle(self.problems(), self.options.policy, softmax_scale)
+
+    def problems(self) -> Iterator[tuple[str, Problem]]:
+        """Yield every operation that a training step will call, with its problem."""
+        config = self.config
+        heads = query_heads(config)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        topk = config.dsa_indexer_topk
+
+        def attention(qk_dim: int, v_dim: int, topk: int | None = None) -> Problem:
+            return device_problem(
+                device, dtype=config.params_dtype, heads=heads, qk_dim=qk_dim, v_dim=v_dim,
+                topk=topk,
+            )  # fmt: skip
+
+        def index(topk: int | None) -> Problem:
+            return device_problem(
+                device, dtype=config.params_dtype, heads=config.dsa_indexer_n_heads,
+                qk_dim=config.dsa_indexer_head_dim, v_dim=0, topk=topk,
+                relu=config.dsa_indexer_scoring_relu,
+            )  # fmt: skip
+
+        trains = indexer_is_trained(config) and self.indexer is not None
+        judges = self.indexer is not None and (trains or self.options.evaluate_indexer)
+        if self.options.stage == "sparse":
+            latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
+            sparse = attention(latent, config.kv_lora_rank, topk)
+            if self.computes_topk:
+                yield from selection_calls(index(topk), self.options.policy)
+            yield "sparse_attention_forward", sparse
+            teaches = trains and self.loss_is_sparse()
+            yield "sparse_attention_backward", replace(sparse, teacher=teaches)
+            if judges and self.loss_is_sparse():
+                backward = replace(sparse, teacher=True)
+                if self.options.evaluate_indexer or needs_probabilities(
+                    backward, self.options.policy
+                ):
+                    yield "sparse_attention_probabilities", sparse
+                yield "sparse_indexer_loss", index(topk)
+                if trains and needs_indexer_backward(index(topk), self.options.policy):
+                    yield "indexer_backward", index(topk)
+        else:
+            qk_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
+            spread = config.context_parallel_size > 1
+            operation = "ring_attention" if spread else "dense_attention"
+            yield operation, attention(qk_dim, config.v_head_dim)
+        if judges and not self.loss_is_sparse():
+            yield "dense_indexer_loss", index(None)
+
+    def forward_sparse(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        kv_grad: torch.Tensor,
+        layout: Layout,
+        index_inputs: IndexerInputs | None,
+        given: Selection | None,
+        ranks: Ranks,
+    ) -> tuple[torch.Tensor, Selection]:
+        """Attend to selected keys.
+
+        Args:
+            q: ``[rows, H, 576]`` absorbed queries, of the local heads or (by rows) of all.
+            kv: ``[keys, 576]`` latent keys; kv_grad: the channel for their gradient.
+            layout: which keys each row sees.
+            index_inputs: the indexer's projections, ``None`` if nothing is scored.
+            given: the selection to use in place of the indexer's: of an earlier layer, for layers
+                that reuse one, or replayed.
+            ranks: who shares the microbatch.
+
+        Returns:
+            latent output ``[rows, H, kv_lora_rank]`` and the selection that was used.
+        """
+        config, policy = self.config, self.options.policy
+        if given is not None:
+            selection = given
+        elif index_inputs is not None:
+            selection = Selection(
+                *balanced_topk(index_inputs, layout, config.dsa_indexer_topk, ranks, policy=policy)
+            )
+        else:
+            raise ConfigError(
+                f"layer {self.layer_index + 1} reuses the selection of an earlier layer "
+                f"(--dsa-indexer-topk-freq {config.dsa_indexer_topk_freq}), but got none: build "
+                "the layers with megatron_dsa.specs.dsa_block_spec, which hands selections on"
+            )
+        if self.computes_topk:
+            self.capture_selection(selection.indices, layout)
+            self.record_overlap(selection.indices, layout)
+        trains = index_inputs is not None and self.trains_indexer_now()
+        training = None
+        if trains and self.loss_is_sparse():
+            training = self.sparse_training(index_inputs, layout, layout)
+        judges = index_inputs is not None and self.judges_indexer_now()
+        result = sparse_attention(
+            q,
+            kv,
+            selection.indices,
+            softmax_scale=self.softmax_scale,
+            v_dim=config.kv_lora_rank,
+            topk_length=selection.length,
+            kv_grad=kv_grad,
+            want_p_sum=judges and self.loss_is_sparse(),
+            in_order=True,
+            indexer=training,
+            policy=policy,
+        )
+        out = result.out
+        if trains and not self.loss_is_sparse():
+            loss_sum = self._dense_loss(index_inputs, q, kv[:, None], layout)
+            out = self.attach(out, loss_sum, layout)
+        if index_inputs is not None and self.measures_selection_now():
+            attended = Attended(
+                index_inputs, layout, config.dsa_indexer_topk, layout, q, kv, selection.indices,
+                result.lse, self.softmax_scale,
+            )  # fmt: skip
+            self.record_health(attended)
+        if judges:
+            loss_sum = self._judge(index_inputs, q, kv, selection, layout, result.p_sum)
+            self.record_evaluation(loss_sum, layout)
+        return out, selection
+
+    def forward_dense(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: Layout,
+        index_inputs: IndexerInputs | None,
+    ) -> torch.Tensor:
+        """Attend to every visible key: ``q, k [rows, H, 192]``, ``v [rows, H, 128]`` -> like v."""
+        settings = {"softmax_scale": self.softmax_scale, "policy": self.options.policy}
+        if layout.parts == 1:
+            return self._with_loss(
+                dense_attention(q, k, v, layout, **settings), None, index_inputs, q, k, layout
+            )
+        group = self.pg_collection.cp
+        out, lse = ring_attention(q, k, v, layout, group, **settings)
+        if self._wants_dense_loss(index_inputs):
+            k = gather_rows(k, group)
+        return self._with_loss(out, lse, index_inputs, q, k, layout)
+
+    def forward_latents(
+        self,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        latent_grad: torch.Tensor,
+        w_uk: torch.Tensor,
+        w_uv: torch.Tensor,
+        layout: Layout,
+        index_inputs: IndexerInputs | None,
+    ) -> torch.Tensor:
+        """Attend to every visible key of all context-parallel ranks.
+
+        Args:
+            q: ``[rows, H, 192]``.
+            latents: ``[keys, 576]``; latent_grad: the channel for their gradient.
+            w_uk, w_uv: ``[H, 128, 512]``, which expand latents to keys and values.
+            layout: which keys each row sees.
+            index_inputs: the indexer's projections or ``None``.
+
+        Returns:
+            ``[rows, H, 128]``.
+        """
+        out, lse = gathered_latent_attention(
+            q, latents, w_uk, w_uv, layout, softmax_scale=self.softmax_scale,
+            latent_grad=latent_grad, policy=self.options.policy,
+        )  # fmt: skip
+        return self._with_loss(out, lse, index_inputs, q, LatentKeys(latents, w_uk), layout)
+
+    def _wants_dense_loss(self, index_inputs) -> bool:
+        return index_inputs is not None and (self.trains_indexer_now() or self.judges_indexer_now())
+
+    def _with_loss(self, out, lse, index_inputs, q, k, layout) -> torch.Tensor:
+        """Return the output of dense attention with the indexer's loss, if it has one."""
+        if not self._wants_dense_loss(index_inputs):
+            return out
+        loss_sum = self._dense_loss(index_inputs, q, k, layout, lse)
+        if self.trains_indexer_now():
+            return self.attach(out, loss_sum, layout)
+        self.record_evaluation(loss_sum, layout)
+        return out
+
+    def _dense_loss(self, index_inputs, q, k, layout, lse=None) -> torch.Tensor:
+        return dense_indexer_loss(
+            index_inputs, q, k, layout, softmax_scale=self.softmax_scale, lse=lse,
+            head_group=self.heads_group(), policy=self.options.policy,
+        )  # fmt: skip
+
+    def _judge(self, index_inputs, q, kv, selection, layout, p_sum) -> torch.Tensor:
+        """KL sum of an evaluation pass, for which there is no backward."""
+        if not self.loss_is_sparse():
+            return self._dense_loss(index_inputs, q, kv[:, None], layout)
+        return sparse_indexer_loss(
+            index_inputs, selection.indices, self.sum_over_heads(p_sum), layout,
+            topk_length=selection.length, policy=self.options.policy,
+        )  # fmt: skip
+
+    def needs_index_inputs(self) -> bool:
+        """Whether this forward pass selects keys or trains the indexer."""
+        selects = self.options.stage == "sparse" and self.replay is None
+        return self.indexer is not None and (
+            selects or self.trains_indexer_now() or self.judges_indexer_now()
+        )
+
+    def project_index(
+        self, x: torch.Tensor, qr: torch.Tensor, layout: Layout, rope: RowRope, ranks: Ranks
+    ) -> IndexerInputs:
+        """Return the indexer's projections of ``x [s, b, hidden]`` and ``qr [s, b, q_lora]``."""
+        with torch.set_grad_enabled(self.trains_indexer_now()):
+            inputs = self.indexer(x.detach(), qr.detach(), rope, ranks)
+        return self.checked(inputs, layout)
+
+    def backward_dw(self) -> None:
+        """Compute the indexer's delayed weight gradients, if it is trained."""
+        if self.indexer is not None and self.training and indexer_is_trained(self.config):
+            self.indexer.backward_dw()
