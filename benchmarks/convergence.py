@@ -38,7 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megatron_dsa.data import BYTE_VOCAB, python_documentation, write_byte_dataset
+from megatron_dsa.training.data import BYTE_VOCAB, python_documentation, write_byte_dataset
 
 #: Folders of the standard library that are tables, tests, or no part of it.
 LEFT_OUT = {"encodings", "test", "tests", "site-packages", "dist-packages", "pydoc_data"}

@@ -74,9 +74,9 @@ _TINY = {
 
 def layer_config(preset: str, fused: bool, workspace_mib: int):
     """Return the configuration of a preset's layers; Megatron has to be running."""
-    from megatron_dsa import cpu_host
     from megatron_dsa.config import DSAOptions
     from megatron_dsa.csa_config import HybridTransformerConfig, csa_preset
+    from megatron_dsa.patches import cpu_host
 
     options = DSAOptions(fused=fused, workspace_bytes=workspace_mib * 2**20)
     changes = SETTINGS | {"use_cpu_initialization": cpu_host.needed(), "dsa": options}

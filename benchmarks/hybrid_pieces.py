@@ -17,11 +17,12 @@ from torch.nn.functional import pad
 from benchmarks.hybrid import SHAPES, Case
 from benchmarks.timing import Clock, measure
 from benchmarks.verify import WrongResult, largest_error
-from megatron_dsa.csa_kernels import compress, norm_rope, rotate
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.numerics import accumulation_dtype
+from megatron_dsa.ops.compressor.api import compress
 from megatron_dsa.ops.key_lists.api import KeyLists
+from megatron_dsa.ops.rope.api import norm_rope, rotate
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout
 

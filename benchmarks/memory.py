@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 def compare(number: int, tiny: bool) -> dict:
     """Plan and measure a case; return what its row says of it."""
-    from megatron_dsa import cpu_host
+    from megatron_dsa.patches import cpu_host
 
     if cpu_host.needed():
         cpu_host.activate()

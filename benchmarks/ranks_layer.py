@@ -39,9 +39,9 @@ _TINY_DSA = {
 
 def layer_config(case: Case, grid: Grid, workspace_mib: int):
     """Return the configuration of a case's layer; Megatron has to be running."""
-    from megatron_dsa import cpu_host
     from megatron_dsa.config import DSAOptions, DSATransformerConfig
     from megatron_dsa.csa_config import HybridTransformerConfig, csa_preset
+    from megatron_dsa.patches import cpu_host
     from megatron_dsa.presets import preset
 
     options = DSAOptions(

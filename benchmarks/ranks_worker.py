@@ -61,7 +61,7 @@ def join(rank: int, grid: Grid, store: str):
     """Initialise torch's and Megatron's process groups; return this rank's device."""
     import torch
 
-    from megatron_dsa import cpu_host
+    from megatron_dsa.patches import cpu_host
 
     on_cpu = cpu_host.needed()
     if on_cpu:

@@ -2,8 +2,8 @@
 
 import sys
 
-from megatron_dsa.entry_errors import told_in_a_sentence
-from megatron_dsa.host_warnings import silence_host_warnings
+from megatron_dsa.training.entry_errors import told_in_a_sentence
+from megatron_dsa.training.host_warnings import silence_host_warnings
 
 #: What commands cannot do without: module -> distribution. Of ``megatron`` others may hold a part.
 _NEEDED = {"torch": "torch", "megatron": "megatron-core", "megatron.core": "megatron-core"}

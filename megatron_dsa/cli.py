@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_dsa import __version__
-from megatron_dsa.entry_errors import TRACEBACK_FLAG
+from megatron_dsa.training.entry_errors import TRACEBACK_FLAG
 from megatron_dsa.versions import (
     OPTIONAL_PACKAGES,
     check_host,
@@ -197,7 +197,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _prepare_data(arguments: argparse.Namespace) -> int:
-    from megatron_dsa.data import BYTE_VOCAB, python_documentation, write_byte_dataset
+    from megatron_dsa.training.data import BYTE_VOCAB, python_documentation, write_byte_dataset
 
     if arguments.input:
         documents = [Path(path).read_text(encoding="utf-8") for path in arguments.input]
@@ -215,7 +215,7 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run a parsed command; returns the exit code."""
-    from megatron_dsa import cpu_host
+    from megatron_dsa.patches import cpu_host
 
     if cpu_host.needed():
         cpu_host.hide_transformer_engine()

@@ -220,3 +220,14 @@ def validate(config: Any) -> None:
     problems = [message for ok, message in rules if not ok]
     if problems:
         raise ConfigError("unsupported configuration:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def is_indexer_parameter(name: str) -> bool:
+    """Whether a parameter (or checkpoint key) belongs to an indexer."""
+    return ".indexer." in name
+
+
+def trains_main(config) -> bool:
+    """Whether anything but the indexers is trained."""
+    options = options_of(config)
+    return options.stage != "warmup" or not options.freeze_main

@@ -13,10 +13,10 @@ import sys
 
 import torch
 
-from megatron_dsa import cpu_host
-from megatron_dsa.entry_errors import told_in_a_sentence
-from megatron_dsa.host_warnings import silence_host_warnings
-from megatron_dsa.launching import check_launch
+from megatron_dsa.patches import cpu_host
+from megatron_dsa.training.entry_errors import told_in_a_sentence
+from megatron_dsa.training.host_warnings import silence_host_warnings
+from megatron_dsa.training.launching import check_launch
 from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.versions import untested_versions
 
@@ -34,9 +34,9 @@ def forward_step(data_iterator, model):
     from megatron.core.utils import get_attr_wrapped_model, get_model_config
     from megatron.training import get_timers
 
-    from megatron_dsa.data import get_batch
     from megatron_dsa.dispatch.times import TIMES
     from megatron_dsa.metrics.throughput import installed
+    from megatron_dsa.training.data import get_batch
 
     TIMES.paused = not model.training
     timers = get_timers()
@@ -60,7 +60,7 @@ def forward_step(data_iterator, model):
 
 
 def model_config_from_args(args):
-    """Return the :class:`~megatron_dsa.model.DSAModelConfig` that the parsed flags describe."""
+    """Return the :class:`.DSAModelConfig` that the parsed flags describe."""
     from megatron.training.argument_utils import (
         core_transformer_config_from_args,
         gpt_config_from_args,
@@ -75,12 +75,12 @@ def model_config_from_args(args):
     )
     from megatron_dsa.config import DSATransformerConfig
     from megatron_dsa.csa_config import HybridTransformerConfig
-    from megatron_dsa.data import check_spread
     from megatron_dsa.dispatch.times import TIMES
     from megatron_dsa.errors import ConfigError
-    from megatron_dsa.model import DSAModelConfig
     from megatron_dsa.modules.freezing import freeze_for_stage
     from megatron_dsa.planning.flags import refuse_dry_run_flags
+    from megatron_dsa.training.data import check_spread
+    from megatron_dsa.training.model import DSAModelConfig
 
     if not args.multi_latent_attention:
         raise ConfigError("--multi-latent-attention is required: DSA is built on MLA")
@@ -110,7 +110,7 @@ def model_config_from_args(args):
         config = DSATransformerConfig.from_mla(mla, options)
     model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)
     if args.dsa_load_hf is not None:
-        from megatron_dsa.huggingface.start import importing_hook
+        from megatron_dsa.huggingface.load_hf import importing_hook
 
         model.pre_wrap_hooks.append(importing_hook(args))
     model.pre_wrap_hooks.append(freeze_for_stage)
@@ -121,7 +121,7 @@ def prepare_host(argv: list[str]) -> None:
     """Prepare Megatron for this machine, before it is imported; ``argv`` gets :func:`preset_flags`.
 
     Without a GPU, Megatron's CUDA calls go to the CPU. Warnings of Megatron and torch that call for
-    nothing are silenced (:mod:`megatron_dsa.host_warnings`).
+    nothing are silenced (:mod:`megatron_dsa.training.host_warnings`).
 
     Raises:
         ConfigError: what the launcher says of the processes cannot be.
@@ -157,8 +157,8 @@ def _main() -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_dsa.arguments import add_dsa_arguments, megatron_argv
-    from megatron_dsa.checkpoints import prepare_loading
-    from megatron_dsa.data import train_valid_test_datasets
+    from megatron_dsa.training.checkpoints import prepare_loading
+    from megatron_dsa.training.data import train_valid_test_datasets
 
     args = arguments.parse_and_validate_args(extra_args_provider=add_dsa_arguments)
     sys.argv[:] = megatron_argv(sys.argv)

@@ -8,7 +8,7 @@
 * ``dsa_local_layer_spec``, ``dsa_te_layer_spec`` - ready ``ModuleSpec`` objects of a dense layer,
   for builders that expect an object.
 
-``model.py`` builds whole GPT models from these, MTP layers included.
+``training/model.py`` builds whole GPT models from these, MTP layers included.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_dsa.config import computes_topk, is_moe_layer, shares_indices, validate
+from megatron_dsa.csa import HybridSelfAttention, HybridSelfAttentionSubmodules
 from megatron_dsa.csa_config import is_hybrid
-from megatron_dsa.csa_specs import hybrid_attention_spec
 from megatron_dsa.dsa import DSASelfAttention, IndexSharingLayer
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
 from megatron_dsa.metrics.log import install_logging, install_loss_scale
 from megatron_dsa.metrics.throughput import install_throughput
+from megatron_dsa.modules.compressor import Compressor, CompressorSubmodules
+from megatron_dsa.modules.csa_core import HybridCoreAttention, HybridCoreAttentionSubmodules
+from megatron_dsa.modules.csa_indexer import CSAIndexer, CSAIndexerSubmodules
 from megatron_dsa.modules.dsa_core import DSACoreAttention, DSACoreAttentionSubmodules
 from megatron_dsa.modules.dsa_indexer import DSAIndexer, DSAIndexerSubmodules
 from megatron_dsa.modules.layers import LocalNorm, ReplicatedLinear
 from megatron_dsa.patches import install_checkpoint_repairs
+from megatron_dsa.patches.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
 from megatron_dsa.versions import why_not_transformer_engine
 
 
@@ -61,6 +64,34 @@ class LocalBackend(LocalSpecProvider):
     def layer_norm(self, rms_norm=False, for_qk=False, has_residual=False) -> type:
         """RMSNorm or LayerNorm (the configuration says which), also under sequence parallelism."""
         return LocalNorm
+
+
+def hybrid_attention_spec(backend, *, is_mtp: bool = False) -> ModuleSpec:
+    """Return the spec of hybrid self-attention with the layers of ``backend``.
+
+    One spec serves all layers: a layer's compression ratio decides which of its parts are built.
+    """
+    norm = backend.layer_norm(rms_norm=True, for_qk=True)
+    compressor = ModuleSpec(module=Compressor, submodules=CompressorSubmodules(norm=norm))
+    indexer = ModuleSpec(module=CSAIndexer, submodules=CSAIndexerSubmodules(compressor=compressor))
+    return ModuleSpec(
+        module=HybridSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "is_mtp": is_mtp},
+        submodules=HybridSelfAttentionSubmodules(
+            linear_q_down_proj=backend.linear(),
+            q_layernorm=norm,
+            linear_q_up_proj=backend.column_parallel_linear(),
+            linear_kv_proj=backend.linear(),
+            kv_layernorm=norm,
+            core_attention=ModuleSpec(
+                module=HybridCoreAttention,
+                submodules=HybridCoreAttentionSubmodules(compressor=compressor, indexer=indexer),
+            ),
+            # Never called: its weight is read, so it gains nothing from transformer-engine.
+            linear_o_group_proj=ColumnParallelLinear,
+            linear_proj=backend.row_parallel_linear(),
+        ),
+    )
 
 
 def _te_backend():

@@ -7,7 +7,7 @@ import tempfile
 
 import torch
 
-from megatron_dsa import cpu_host
+from megatron_dsa.patches import cpu_host
 
 
 def stop() -> None:

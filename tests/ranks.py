@@ -95,7 +95,7 @@ def spawn(
 
 
 def _worker(rank, tp, cp, store, folder, run_case, cases, backend):
-    from megatron_dsa import cpu_host
+    from megatron_dsa.patches import cpu_host
 
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":

@@ -53,7 +53,7 @@ def add_commands(commands) -> None:
 @contextlib.contextmanager
 def _one_process():
     """Megatron's process groups with this process as the only rank."""
-    from megatron_dsa import cpu_host
+    from megatron_dsa.patches import cpu_host
 
     if cpu_host.needed():
         cpu_host.activate()
@@ -79,11 +79,11 @@ def import_hf(arguments: argparse.Namespace) -> int:
     """Write a Megatron checkpoint without optimizer state; Megatron calls that a release."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+    from megatron_dsa.config import is_indexer_parameter
     from megatron_dsa.huggingface.build import empty_model, widest_dtype
     from megatron_dsa.huggingface.conventions import read_config
     from megatron_dsa.huggingface.convert import Import, open_checkpoint
     from megatron_dsa.huggingface.streaming import write_checkpoint
-    from megatron_dsa.stages import is_indexer_parameter
 
     output = Path(arguments.output)
     tracker = output / "latest_checkpointed_iteration.txt"
@@ -127,12 +127,12 @@ def import_hf(arguments: argparse.Namespace) -> int:
 
 def export_hf(arguments: argparse.Namespace) -> int:
     """Write a Hugging Face checkpoint in the dtype that config.json says, or else as stored."""
-    from megatron_dsa.checkpoints import entries_of, redirect
+    from megatron_dsa.config import is_indexer_parameter
     from megatron_dsa.huggingface.build import empty_model, widest_dtype
     from megatron_dsa.huggingface.conventions import read_config
     from megatron_dsa.huggingface.convert import export_model
     from megatron_dsa.huggingface.streaming import StoredParameters
-    from megatron_dsa.stages import is_indexer_parameter
+    from megatron_dsa.training.checkpoints import entries_of, redirect
 
     file_bytes = _bytes(arguments.shard_gb)
     directory = _distributed_checkpoint(arguments.input, arguments.step)
@@ -202,7 +202,7 @@ def _noted(dtype: torch.dtype) -> torch.dtype:
 
 def _distributed_checkpoint(root: str, step: int | None) -> Path:
     """Return the directory of the latest checkpoint of a run, or of one iteration."""
-    from megatron_dsa.checkpoints import checkpoint_directory
+    from megatron_dsa.training.checkpoints import checkpoint_directory
 
     directory = checkpoint_directory(
         argparse.Namespace(load=root, pretrained_checkpoint=None, ckpt_step=step)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_dsa.config import is_indexer_parameter
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.huggingface.config_json import HFModel
 from megatron_dsa.huggingface.conventions import check_model, parse_config, read_config
@@ -26,7 +27,6 @@ from megatron_dsa.huggingface.inventory import check_inventory, left_by_rank
 from megatron_dsa.huggingface.names import Match, Split
 from megatron_dsa.huggingface.names_v4 import HASH_ROUTING, HYPER_CONNECTIONS
 from megatron_dsa.huggingface.ranks import Place, assemble, global_name, part
-from megatron_dsa.stages import is_indexer_parameter
 
 logger = logging.getLogger(__name__)
 

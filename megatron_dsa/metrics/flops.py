@@ -29,11 +29,11 @@ from megatron_dsa.config import (
     is_moe_layer,
     options_of,
     shares_indices,
+    trains_main,
     uses_indexer,
 )
 from megatron_dsa.csa_config import CSA_RATIO, is_hybrid
 from megatron_dsa.metrics.pairs import TOKEN, Keys
-from megatron_dsa.stages import trains_main
 
 
 class Work(NamedTuple):

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_dsa.config import trains_main
 from megatron_dsa.dispatch.times import TIMES
 from megatron_dsa.metrics.flops import Work, flops, flops_by_part, model_work
 from megatron_dsa.metrics.pairs import TOKEN, Keys
 from megatron_dsa.metrics.tags import MFU, write, write_operations
-from megatron_dsa.stages import trains_main
 
 #: Dense products in bf16, TFLOP/s, by torch's name of the GPU; source: NVIDIA's data sheets of H100
 #: (SXM), H200 (SXM), HGX B200 and GB200 NVL72, which print twice as much, with structured sparsity.

@@ -13,13 +13,13 @@ from unittest import mock
 
 import torch
 
-from megatron_dsa import cpu_host
-from megatron_dsa.entry_errors import TRACEBACK_FLAG, Ending, explain, refused_by_megatron
 from megatron_dsa.errors import ConfigError, DSAError, require
+from megatron_dsa.patches import cpu_host
 from megatron_dsa.planning.attention_only import leave_out_flags
 from megatron_dsa.planning.flags import add_setting_arguments
 from megatron_dsa.planning.gpus import GPU, GPUS, gpu_here
 from megatron_dsa.planning.host import META, host
+from megatron_dsa.training.entry_errors import TRACEBACK_FLAG, Ending, explain, refused_by_megatron
 
 
 def dry_run(argv: list[str]) -> int:

@@ -13,9 +13,9 @@ from unittest import mock
 import torch
 from torch.nn import functional
 
-from megatron_dsa.cpu_host import CudaTo, NoStream
 from megatron_dsa.dispatch import Rehearsal, rehearse
 from megatron_dsa.metrics.log import IndexerLog
+from megatron_dsa.patches.cpu_host import CudaTo, NoStream
 from megatron_dsa.planning.stand_ins import fused_rms_norm, stand_in
 
 META = torch.device("meta")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from megatron_dsa import cpu_host
+from megatron_dsa.patches import cpu_host
 from megatron_dsa.versions import why_not_transformer_engine
 
 #: Masks select keys by index, so S x S masks are never read; rope is this package's own.

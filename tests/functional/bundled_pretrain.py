@@ -21,8 +21,8 @@ def main() -> None:
         pretrain_cfg_container_from_args,
     )
 
-    from megatron_dsa.data import train_valid_test_datasets
     from megatron_dsa.specs import LocalBackend
+    from megatron_dsa.training.data import train_valid_test_datasets
 
     attention_spec = bundled.get_dsa_module_spec_for_backend
 

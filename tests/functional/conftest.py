@@ -32,7 +32,7 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="session")
 def short_documents(tmp_path_factory):
     """``--data-path`` of documents of any length, many of them shorter than a sample."""
-    from megatron_dsa.data import write_byte_dataset
+    from megatron_dsa.training.data import write_byte_dataset
 
     prefix = tmp_path_factory.mktemp("documents") / "lines"
     lines = (REPOSITORY / "LICENSE").read_text(encoding="utf-8").splitlines()

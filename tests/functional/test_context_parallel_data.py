@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dsa.data import check_spread, take_tokens
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.sequence.sharding import CP_LAYOUTS, Spread
+from megatron_dsa.training.data import check_spread, take_tokens
 
 CP = 4
 FLAGS = {

@@ -24,7 +24,7 @@ import torch
 from packaging.version import Version
 
 import megatron_dsa
-from megatron_dsa.host_warnings import RECORDS, WARNINGS
+from megatron_dsa.training.host_warnings import RECORDS, WARNINGS
 from tests.functional.launch import REPOSITORY, SPARSE, TINY, command_line, parse_steps
 
 #: Read by setup.py or shipped beside the package.

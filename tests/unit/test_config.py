@@ -286,7 +286,7 @@ def test_version_guard(found, message, monkeypatch):
 
 
 def test_cpu_shims_refuse_an_unknown_megatron(monkeypatch):
-    from megatron_dsa import cpu_host
+    from megatron_dsa.patches import cpu_host
 
     monkeypatch.setattr(cpu_host, "installed_version", lambda _name: "0.19.99")
     with pytest.raises(VersionError, match=r"0\.19\.99"):

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from megatron_dsa.cli import main
+from megatron_dsa.config import is_indexer_parameter
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.conventions import check_model, parse_config, read_config
 from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
 from megatron_dsa.huggingface.files import INDEX, CheckpointReader, CheckpointWriter
 from megatron_dsa.huggingface.names import V3
 from megatron_dsa.huggingface.quantised import dequantise
-from megatron_dsa.stages import is_indexer_parameter
 from tests.tiny_models import tensors_of, tiny_config, tiny_model
 
 pytest.importorskip("safetensors")

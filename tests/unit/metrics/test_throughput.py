@@ -120,7 +120,7 @@ def test_the_entry_point_counts_a_microbatch_once(model, counts, training, monke
         "megatron.core.utils.get_attr_wrapped_model": lambda model, name: getattr(model, name),
         "megatron.core.utils.get_model_config": lambda model: config,
         "megatron.training.get_timers": lambda: lambda *_, **__: timer,
-        "megatron_dsa.data.get_batch": lambda *_: (batch, documents),
+        "megatron_dsa.training.data.get_batch": lambda *_: (batch, documents),
         "megatron_dsa.metrics.throughput.installed": lambda: counter,
     }.items():
         monkeypatch.setattr(name, value)

@@ -87,8 +87,7 @@ def test_given_keys_are_attended_to_and_taught(kind, recompute, coefficient, mon
 
     Without a loss the indexer does not even run.
     """
-    from megatron_dsa.modules import csa_core
-    from megatron_dsa.modules import dsa_core
+    from megatron_dsa.modules import csa_core, dsa_core
 
     config, arguments, changes = MODELS[kind]
     model = gpt(config(*arguments, **changes, **recompute, dsa_indexer_loss_coeff=coefficient))
@@ -117,7 +116,7 @@ def test_given_keys_are_attended_to_and_taught(kind, recompute, coefficient, mon
         place = calls.setdefault((in_backward(), id(current[-1])), iter(lists))
         return positions_to_rows(next(place), keys, width)
 
-    for module in (dsa, csa_core):
+    for module in (dsa_core, csa_core):
         monkeypatch.setattr(module, "balanced_topk", instead)
     for core in (m for m in model.modules() if getattr(m, "selects", False)):
         name = "forward_sparse" if hasattr(core, "forward_sparse") else "forward"

@@ -8,7 +8,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import megatron_dsa
-from megatron_dsa.csa_kernels import compress, norm_rope, rotate
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     IndexerTraining,
@@ -18,6 +17,8 @@ from megatron_dsa.dsa_kernels import (
     sparse_attention,
     sparse_indexer_loss,
 )
+from megatron_dsa.ops.compressor.api import compress
+from megatron_dsa.ops.rope.api import norm_rope, rotate
 from megatron_dsa.parallel.ring import ContiguousRows, gathered_latent_attention, ring_attention
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout

@@ -157,7 +157,7 @@ WORLD = 4
 
 
 def _worker(rank, store, folder):
-    from megatron_dsa import cpu_host
+    from megatron_dsa.patches import cpu_host
 
     if cpu_host.needed():
         cpu_host.activate()

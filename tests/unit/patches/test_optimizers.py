@@ -71,7 +71,7 @@ def save_and_load(model, optimizer, other, other_optimizer, folder, metadata, no
     """
     from megatron.core import dist_checkpointing
 
-    from megatron_dsa.checkpoints import load
+    from megatron_dsa.training.checkpoints import load
 
     def state(model, optimizer, is_loading):
         tensors = sharded_model(model, *norms[is_loading : is_loading + 1])
@@ -119,7 +119,7 @@ def test_states_of_norms_with_other_names(kind, norms, tmp_path):
 def test_states_that_a_checkpoint_lacks_are_named():
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from megatron_dsa.checkpoints import _redirect_optimizers
+    from megatron_dsa.training.checkpoints import _redirect_optimizers
 
     start()
     key = "optimizer.state.exp_avg.decoder.layers.self_attention.linear_proj.weight"

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 
-from megatron_dsa.checkpoint_files import TRACKER, check_files
-from megatron_dsa.checkpoints import checkpoint_directory
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.training.checkpoint_files import TRACKER, check_files
+from megatron_dsa.training.checkpoints import checkpoint_directory
 
 
 @pytest.fixture
@@ -104,5 +104,5 @@ def test_other_formats_are_left_to_megatron(tmp_path):
 def test_one_rank_looks_at_the_files(root, monkeypatch):
     """They are the same for all; thousands of ranks would ask a file system for each of them."""
     empty(root / "iter_0000002" / "__0_0.distcp")
-    monkeypatch.setattr("megatron_dsa.checkpoints.this_rank", lambda: 3)
+    monkeypatch.setattr("megatron_dsa.training.checkpoints.this_rank", lambda: 3)
     assert found(root) == root / "iter_0000002"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from megatron.core.datasets.utils import Split
 
-from megatron_dsa.data import GPTDataset, check_prefixes, check_tokens, write_byte_dataset
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.training.data import GPTDataset, check_prefixes, check_tokens, write_byte_dataset
 
 
 def batch(*tokens):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.launching import check_launch
+from megatron_dsa.training.launching import check_launch
 
 TWO = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1234"

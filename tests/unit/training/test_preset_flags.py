@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dsa import cpu_host, versions
+from megatron_dsa import versions
+from megatron_dsa.patches import cpu_host
 from megatron_dsa.training import preset_flags as presets
 from tests.host import parsed, start
 

@@ -22,7 +22,7 @@ def test_indexers_that_stage_dense_drops(changes, dropped, tmp_path, capsys):
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from megatron_dsa.checkpoints import prepare_loading
+    from megatron_dsa.training.checkpoints import prepare_loading
 
     names = ["decoder.layers.self_attention.linear_proj.weight"]
     names += [

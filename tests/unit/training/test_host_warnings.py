@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dsa import host_warnings
-from megatron_dsa.host_warnings import RECORDS, WARNINGS, silence_host_warnings
+from megatron_dsa.training import host_warnings
+from megatron_dsa.training.host_warnings import RECORDS, WARNINGS, silence_host_warnings
 
 ROOT = Path(__file__).resolve().parents[3]
 #: A module of each kind that a pattern of :data:`WARNINGS` stands for.

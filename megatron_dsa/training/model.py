@@ -15,7 +15,7 @@ from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 class DSAModelConfig(gpt.GPTModelConfig):
     """GPT model configuration whose layers, MTP layers included, use sparse attention."""
 
-    builder: ClassVar[str] = "megatron_dsa.model.DSAModelBuilder"
+    builder: ClassVar[str] = "megatron_dsa.training.model.DSAModelBuilder"
 
 
 class DSAModelBuilder(gpt.GPTModelBuilder):

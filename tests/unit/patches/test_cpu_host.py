@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-from megatron_dsa import cpu_host
 from megatron_dsa.errors import DSAError
+from megatron_dsa.patches import cpu_host
 from megatron_dsa.planning.host import host
 from tests.host import start
 

@@ -13,9 +13,9 @@ import torch
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from megatron_dsa import pretrain
-from megatron_dsa.checkpoint_files import TRACKER
-from megatron_dsa.entry_errors import explain, told_in_a_sentence
 from megatron_dsa.errors import ConfigError, FallbackError
+from megatron_dsa.training.checkpoint_files import TRACKER
+from megatron_dsa.training.entry_errors import explain, told_in_a_sentence
 from tests.functional.launch import TINY, command_line
 from tests.host import parsed
 

@@ -21,8 +21,8 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_dsa.checkpoint_files import TRACKER
 from megatron_dsa.errors import DSAError
+from megatron_dsa.training.checkpoint_files import TRACKER
 
 TRACEBACK_FLAG = "--traceback"
 #: Exit code of what the user has to change before it can run.
@@ -265,7 +265,7 @@ def _after_a_rejected_result(machine, code: int) -> str:
 
 def _say(message: str) -> None:
     """Print on stderr what no other rank has printed; leave it for torchrun's summary."""
-    from megatron_dsa.launching import this_rank, world_size
+    from megatron_dsa.training.launching import this_rank, world_size
 
     sys.stdout.flush()
     if world_size() > 1:

@@ -20,11 +20,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject,
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.training import checkpointing, print_rank_0
 
-from megatron_dsa.checkpoint_files import check_files, saved_name
+from megatron_dsa.config import is_indexer_parameter
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.launching import this_rank
 from megatron_dsa.patches import install_checkpoint_repairs
-from megatron_dsa.stages import is_indexer_parameter
+from megatron_dsa.training.checkpoint_files import check_files, saved_name
+from megatron_dsa.training.launching import this_rank
 
 # transformer-engine keeps some norms inside the linear that follows them; names for both forms.
 _NORM_NAMES = (
@@ -94,7 +94,7 @@ def checkpoint_directory(args) -> Path | None:
     """The distributed checkpoint that Megatron is going to load, or ``None``.
 
     Raises:
-        ConfigError: it is not there, or damaged (:mod:`megatron_dsa.checkpoint_files`).
+        ConfigError: it is not there, or damaged (:mod:`megatron_dsa.training.checkpoint_files`).
     """
     for root in filter(None, (args.load, args.pretrained_checkpoint)):
         name = saved_name(Path(root), args.ckpt_step)

@@ -68,7 +68,7 @@ def optimizer_of(*values):
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-    from megatron_dsa.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
+    from megatron_dsa.patches.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
 
     repair_checkpoints_of_fp32_parameters()
     dtypes = (torch.float32, torch.bfloat16, torch.bfloat16)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_dsa.config import is_indexer_parameter
 from megatron_dsa.errors import require
 from megatron_dsa.huggingface.conventions import read_config
 from megatron_dsa.huggingface.convert import import_model
 from megatron_dsa.huggingface.ranks import Place
-from megatron_dsa.stages import is_indexer_parameter
 
 
 def place_of(model: torch.nn.Module) -> Place:
@@ -43,7 +43,7 @@ def importing_hook(args: argparse.Namespace) -> Callable[[list], list]:
 
     A run that finds a Megatron checkpoint of its own resumes from that.
     """
-    from megatron_dsa.checkpoints import checkpoint_directory
+    from megatron_dsa.training.checkpoints import checkpoint_directory
 
     def check_tokenizer() -> None:
         from megatron.training import get_tokenizer

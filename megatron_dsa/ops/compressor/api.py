@@ -1,0 +1,50 @@
+"""The compressor of DeepSeek-V4: pool groups of positions into compressed keys."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.dispatch import Policy, device_problem, run
+from megatron_dsa.errors import require
+from megatron_dsa.ops.compressor import CompressorProblem
+from megatron_dsa.sequence.compressed import CompressedKeys
+
+__all__ = ["compress"]
+
+
+def compress(
+    values: torch.Tensor,
+    scores: torch.Tensor,
+    ape: torch.Tensor,
+    keys: CompressedKeys,
+    *,
+    overlap: bool,
+    policy: Policy = Policy(),
+) -> torch.Tensor:
+    """Pool every group of positions into one row (DeepSeek-V4's compressor, before its norm).
+
+    Args:
+        values, scores: ``[rows, c * d]`` of one dtype; ``c`` is 2 with overlap, else 1.
+        ape: ``[ratio, c * d]`` fp32 (fp64 for fp64 values), added to the scores by position.
+        keys: the groups, from :func:`megatron_dsa.sequence.compressed.compressed_keys`.
+        overlap: a group also pools the positions of the group before it, with the first ``d``
+            channels; its own use the last ``d``.
+        policy: which implementations may run.
+
+    Returns:
+        ``[keys.count, d]`` in the dtype of values; 0 in slots without a group. Differentiable in
+        values, scores and ape; equal inputs give bitwise equal gradients.
+
+    Raises:
+        ConfigError: for shapes or dtypes outside of the above, or keys of another batch.
+    """
+    require(
+        values.shape[:1] == (keys.pooled_rows,),
+        f"values must have the {keys.pooled_rows} tokens that keys describe, got shape "
+        f"{tuple(values.shape)}: make keys for the batch of these tensors",
+    )
+    problem = CompressorProblem(
+        values, scores, ape, keys.groups, keys.ratio, overlap, policy.workspace_bytes
+    )
+    call = device_problem(values.device, dtype=values.dtype, heads=1, qk_dim=problem.dim, v_dim=0)
+    return run("compressor", call, policy, problem)
