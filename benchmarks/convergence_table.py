@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.charts import pyplot
 from megatron_dsa.metrics.tags import FIGURES
-from megatron_dsa.report.events import RunLog, read_run
+from megatron_dsa.tools.report.events import RunLog, read_run
 
 CSV = Path(__file__).with_name("convergence.csv")
 COLUMNS = (

@@ -5,7 +5,7 @@
 Whole small models of V3.2's and V4's attention, built as the entry point does, with Megatron's data
 parallel wrapper and optimizer: two microbatches, one step to settle, one that is measured
 (``torch.cuda.max_memory_allocated``). ``--tiny``: tiny models; on a machine without a GPU the bytes
-of all tensors are followed instead (:mod:`megatron_dsa.planning.tally`).
+of all tensors are followed instead (:mod:`megatron_dsa.tools.planner.tally`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ COLUMNS = (
 
 
 def planned(argv: list[str]):
-    """Return the planned :class:`~megatron_dsa.planning.memory.RankMemory`."""
-    from megatron_dsa.planning.command import plan_of
-    from megatron_dsa.planning.gpus import GPU, GPUS, gpu_here
+    """Return the planned :class:`~megatron_dsa.tools.planner.memory.RankMemory`."""
+    from megatron_dsa.tools.planner.command import plan_of
+    from megatron_dsa.tools.planner.gpus import GPU, GPUS, gpu_here
 
     gpu = GPUS[gpu_here()] if torch.cuda.is_available() else GPU("CPU", None, 1e3)
     return plan_of(argv, 1, gpu).stages[0].memory
@@ -43,7 +43,7 @@ def planned(argv: list[str]):
 
 def planned_peak(memory) -> int:
     """Return the planned peak; a CPU has no workspaces of matrix products."""
-    from megatron_dsa.planning.memory import LIBRARIES
+    from megatron_dsa.tools.planner.memory import LIBRARIES
 
     return memory.peak if torch.cuda.is_available() else memory.peak - LIBRARIES
 
@@ -57,7 +57,7 @@ class Peak:
             torch.cuda.empty_cache()
             self._before = torch.cuda.memory_allocated()
             return self
-        from megatron_dsa.planning.tally import Tally
+        from megatron_dsa.tools.planner.tally import Tally
 
         self._tally = Tally()
         self._tally.__enter__()
@@ -82,7 +82,7 @@ class Peak:
 
 def measured(argv: list[str]) -> int:
     """Return the peak bytes of a training step on this machine."""
-    from megatron_dsa.planning.command import parsed
+    from megatron_dsa.tools.planner.command import parsed
 
     with Peak() as peak, parsed(argv, 1, planning=False) as args:
         step = trainer(args)

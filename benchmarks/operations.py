@@ -103,8 +103,8 @@ def by_group(kernels: list[tuple[str, int]]) -> Counter[str]:
 
 def planned(argv: list[str]) -> Counter[str]:
     """Return the operations of a step by group, as ``--dsa-dry-run`` counts them."""
-    from megatron_dsa.planning.command import plan_of
-    from megatron_dsa.planning.gpus import GPU, GPUS, gpu_here
+    from megatron_dsa.tools.planner.command import plan_of
+    from megatron_dsa.tools.planner.gpus import GPU, GPUS, gpu_here
 
     gpu = GPUS[gpu_here()] if torch.cuda.is_available() else GPU("CPU", None, 1e3)
     plan = plan_of(argv, 1, gpu)
@@ -121,7 +121,7 @@ def command_of(number: int, tiny: bool) -> list[str]:
 
 def run_step(number: int) -> None:
     """Do three steps of a case; the profiler sees the known product and the last of them."""
-    from megatron_dsa.planning.command import parsed
+    from megatron_dsa.tools.planner.command import parsed
 
     a = torch.randn(KNOWN, KNOWN, device="cuda", dtype=torch.bfloat16)
     torch.mm(a, a)

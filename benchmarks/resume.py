@@ -133,7 +133,7 @@ class Trial:
 
     def rows(self, name: str) -> list[dict]:
         """Return a row per step of the runs in folder ``name``."""
-        from megatron_dsa.report.events import read_run
+        from megatron_dsa.tools.report.events import read_run
 
         scalars = read_run(name, self.folder / name / "events").scalars
         times = dict(scalars["iteration-time"])

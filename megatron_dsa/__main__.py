@@ -1,4 +1,4 @@
-"""``python -m megatron_dsa``: see :mod:`megatron_dsa.cli`."""
+"""``python -m megatron_dsa``: see :mod:`megatron_dsa.tools.cli`."""
 
 import sys
 
@@ -21,7 +21,7 @@ def main() -> int:
     silence_host_warnings()
     try:
         # Commands import torch where they are made known, before any of them is run.
-        from megatron_dsa import cli
+        from megatron_dsa.tools import cli
 
         with told_in_a_sentence():
             return cli.main()

@@ -10,8 +10,8 @@ from megatron_dsa.config import CP_EXCHANGES, STAGES, TEACHERS, TP_MODES, DSAOpt
 from megatron_dsa.csa_config import HybridTransformerConfig
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, OPERATIONS, candidates
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.planning.flags import add_dry_run_arguments
 from megatron_dsa.sequence.sharding import CP_LAYOUTS
+from megatron_dsa.tools.planner.flags import add_dry_run_arguments
 from megatron_dsa.training.entry_errors import TRACEBACK_FLAG
 
 BACKENDS = ("dsa_fused", "dsa_unfused")

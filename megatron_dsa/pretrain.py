@@ -78,7 +78,7 @@ def model_config_from_args(args):
     from megatron_dsa.dispatch.times import TIMES
     from megatron_dsa.errors import ConfigError
     from megatron_dsa.modules.freezing import freeze_for_stage
-    from megatron_dsa.planning.flags import refuse_dry_run_flags
+    from megatron_dsa.tools.planner.flags import refuse_dry_run_flags
     from megatron_dsa.training.data import check_spread
     from megatron_dsa.training.model import DSAModelConfig
 
@@ -148,7 +148,7 @@ def main() -> None:
 
 def _main() -> None:
     if "--dsa-dry-run" in sys.argv[1:]:
-        from megatron_dsa.planning.command import dry_run
+        from megatron_dsa.tools.planner.command import dry_run
 
         sys.exit(dry_run(sys.argv))
     prepare_host(sys.argv)

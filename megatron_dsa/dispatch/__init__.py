@@ -140,7 +140,8 @@ _rehearsal: Rehearsal | None = None
 
 @contextlib.contextmanager
 def rehearse(rehearsal: Rehearsal):
-    """Choose for that GPU and run the stand-ins, while it lasts (:mod:`megatron_dsa.planning`).
+    """Choose for that GPU and run the stand-ins, while it lasts
+    (:mod:`megatron_dsa.tools.planner`).
 
     What was chosen is not logged, and chosen anew by who runs it: probes answer without a GPU here.
     """

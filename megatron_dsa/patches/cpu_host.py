@@ -46,7 +46,8 @@ def activate() -> None:
 
     Raises:
         VersionError: on a megatron-core version on which the shims were not run.
-        DSAError: inside of :func:`megatron_dsa.planning.host.host`, whose end would undo a part.
+        DSAError: inside of :func:`megatron_dsa.tools.planner.host.host`, whose end would undo a
+            part.
     """
     found = installed_version("megatron-core")
     if found not in MEGATRON_RUN_WITH:

@@ -11,7 +11,7 @@ from benchmarks.convergence import SMALL, TINY, WAYS, Run
 pytest.importorskip("matplotlib")
 
 from benchmarks import convergence_table as table
-from megatron_dsa.report.events import RunLog
+from megatron_dsa.tools.report.events import RunLog
 
 
 def commands(way, tmp_path, size=SMALL):

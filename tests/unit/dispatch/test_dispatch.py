@@ -254,7 +254,7 @@ def test_the_committed_benchmark_shows_who_is_fastest_with_the_teacher(monkeypat
     """
     monkeypatch.setattr(Package, "problem", lambda *_args: None)
     times = defaultdict(dict)
-    with (Path(__file__).parents[2] / "benchmarks/attention.csv").open() as file:
+    with (Path(__file__).parents[3] / "benchmarks/attention.csv").open() as file:
         for row in csv.DictReader(file):
             if row["status"] == "ok" and row["operation"] in ("backward", "teacher"):
                 shape = tuple(int(row[key]) for key in ("heads", "qk_dim", "v_dim", "topk"))
@@ -301,7 +301,7 @@ def test_the_committed_benchmark_shows_the_choice_to_be_the_fastest(operation, m
     monkeypatch.setattr(flashmla, "probe", lambda _problem: None)
     part = operation.removeprefix("sparse_attention_")
     times = defaultdict(lambda: defaultdict(list))
-    with (Path(__file__).parents[2] / "benchmarks/attention.csv").open() as file:
+    with (Path(__file__).parents[3] / "benchmarks/attention.csv").open() as file:
         for row in csv.DictReader(file):
             if row["operation"] == part and row["status"] == "ok":
                 shape = tuple(int(row[key]) for key in ("heads", "qk_dim", "v_dim", "topk"))

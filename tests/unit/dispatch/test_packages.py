@@ -9,7 +9,7 @@ import torch
 from megatron_dsa.dispatch import OPERATIONS, candidates, packages
 from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, Fix, Package
 from megatron_dsa.dispatch.support import Problem
-from megatron_dsa.support_table import support_table
+from megatron_dsa.tools.support_table import support_table
 
 INSTALL = "pip install 'nvidia-cudnn-frontend[cutedsl]>=1.30'"
 WRONG = {
@@ -134,7 +134,7 @@ def test_known_bad_versions_are_refused(install):
 
 
 def test_the_documented_table_is_the_declared_one():
-    page = Path(__file__).parents[2] / "docs/support.md"
+    page = Path(__file__).parents[3] / "docs/support.md"
     assert page.read_text() == support_table() + "\n", (
         "renew it: python -m megatron_dsa info --support-table > docs/support.md"
     )

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from megatron_dsa.cli import main
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.conventions import parse_config, read_config
+from megatron_dsa.tools.cli import main
 from tests.tiny_models import tiny_config, tiny_v4
 
 YARN = {

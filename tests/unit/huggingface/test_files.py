@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dsa.cli import main
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.files import INDEX, SINGLE, CheckpointReader
 from megatron_dsa.huggingface.names_v4 import V4
+from megatron_dsa.tools.cli import main
 
 pytest.importorskip("safetensors")
 

@@ -1,0 +1,223 @@
+"""Sparse attention: every forward with every backward, and the indexer's teacher."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.dispatch import device_problem, run
+from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.tools.doctor.cases import (
+    AttentionCase,
+    Lists,
+    attention_case,
+    difficult_lists,
+    full_lists,
+    layout_of,
+    layout_of_rows,
+    sampled_rows,
+)
+from megatron_dsa.tools.doctor.expected import ExpectedAttention, expected_attention
+from megatron_dsa.tools.doctor.results import Part
+from megatron_dsa.tools.doctor.session import Session, named
+from megatron_dsa.tools.doctor.shapes import Shape
+
+FORWARD, BACKWARD, TEACHER = (
+    "sparse_attention_forward",
+    "sparse_attention_backward",
+    "sparse_attention_probabilities",
+)
+
+#: Query rows of the full size that are compared with float64.
+FULL_SIZE_ROWS = 8
+
+
+def attention_problem(shape: Shape, device: torch.device) -> Problem:
+    """What dispatch is told of a call; packing is no concern of the index lists."""
+    return device_problem(
+        device,
+        dtype=shape.dtype,
+        heads=shape.heads,
+        qk_dim=shape.qk_dim,
+        v_dim=shape.v_dim,
+        topk=shape.topk,
+        sink=shape.sink,
+    )
+
+
+class _Judge:
+    """Compares results with float64 and with the rules of the contract."""
+
+    def __init__(self, case: AttentionCase, lists: Lists):
+        self.case, self.lists = case, lists
+        self.expected: ExpectedAttention = expected_attention(case)
+
+    def lse(self) -> torch.Tensor:
+        """The right lse, as a forward hands it on."""
+        return self.expected.lse.float()
+
+    def forward(self, part: Part, out, lse, p_sum=None) -> None:
+        empty, dtype = self.lists.empty, self.case.q.dtype
+        part.compare("out", out, self.expected.out)
+        part.require(out.dtype == dtype, f"out is {out.dtype}, not {dtype}")
+        part.require((out[empty] == 0).all(), "out of an empty row is not 0")
+        part.require((lse[empty] == float("-inf")).all(), "lse of an empty row is not -inf")
+        part.compare("lse", lse[~empty], self.expected.lse[~empty])
+        if p_sum is not None:
+            self.teacher(part, p_sum)
+
+    def backward(self, part: Part, dq, dkv, dsink, p_sum=None) -> None:
+        lists, expected = self.lists, self.expected
+        part.compare("dq", dq, expected.dq)
+        part.compare("dkv", dkv, expected.dkv)
+        part.require(dkv.dtype == torch.float32, f"dkv is {dkv.dtype}, not float32")
+        part.require((dq[lists.empty] == 0).all(), "dq of an empty row is not 0")
+        part.require((dkv[lists.unselected] == 0).all(), "dkv of an unselected key is not 0")
+        if expected.dsink is not None:
+            part.compare("dsink", dsink, expected.dsink)
+        if p_sum is not None:
+            self.teacher(part, p_sum)
+
+    def teacher(self, part: Part, p_sum) -> None:
+        part.compare("p_sum", p_sum, self.expected.p_sum)
+        part.require((p_sum[~self.lists.valid] == 0).all(), "p_sum of an invalid entry is not 0")
+
+
+class _FullSize:
+    """One case with as many query rows as a training step has; some of them are compared."""
+
+    def __init__(self, session: Session, problem: Problem, shape: Shape):
+        self.session, self.problem = session, problem
+        self.case = attention_case(shape, full_lists(shape, session.device))
+        rows = torch.linspace(0, len(self.case.q) - 1, FULL_SIZE_ROWS, device=session.device)
+        self.rows = rows.long().unique()
+        self.expected = expected_attention(self.case.take(self.rows))
+        #: out and lse of a forward that is right, for the backwards and the teachers.
+        self.outputs: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def forward(self, part: Part, pair) -> None:
+        """Note times and errors of a forward in ``part``."""
+
+        def call():
+            return run(FORWARD, self.problem, named(pair), self.case.problem())[:2]
+
+        def judge(out, lse):
+            part.compare("out at full size", out[self.rows], self.expected.out)
+            part.compare("lse at full size", lse[self.rows], self.expected.lse)
+
+        outputs = self.session.full_size(part, "forward", call, judge)
+        if outputs is not None and not part.wrong():
+            self.outputs = outputs
+
+    def backward(self, pair) -> Part:
+        """Return times and errors of a backward."""
+        part = self.session.part(pair)
+        if self.outputs is None:
+            part.remarks.append("not run at full size: no forward is right there")
+            return part
+
+        def call():
+            arguments = (self.case.problem(), *self.outputs, self.case.dout)
+            return run(BACKWARD, self.problem, named(pair), *arguments)[:3]
+
+        def judge(dq, dkv, _dsink):
+            part.compare("dq at full size", dq[self.rows], self.expected.dq)
+            part.require(torch.isfinite(dkv).all(), "dkv at full size not finite")
+
+        self.session.full_size(part, "backward", call, judge)
+        return part
+
+    def teacher(self, part: Part, pair) -> None:
+        """Note times and errors of a teacher in ``part``."""
+        if self.outputs is None:
+            return
+
+        def call():
+            lse = self.outputs[1]
+            return (run(TEACHER, self.problem, named(pair), self.case.problem(), lse),)
+
+        def judge(p_sum):
+            part.compare("p_sum at full size", p_sum[self.rows], self.expected.p_sum)
+
+        self.session.full_size(part, "teacher", call, judge)
+
+
+def check_attention(session: Session, shape: Shape) -> None:
+    """File a verdict on every pair and on every teacher."""
+    device, label = session.device, shape.attention_label()
+    problem = attention_problem(shape, device)
+    picked = {op: session.choice(op, problem, label) for op in (FORWARD, BACKWARD, TEACHER)}
+    usable = {op: session.available(op, problem, label) for op in (FORWARD, BACKWARD, TEACHER)}
+    lists = difficult_lists(
+        shape, layout_of_rows(layout_of(shape, device), sampled_rows(shape, device))
+    )
+    case = attention_case(shape, lists)
+    judge = _Judge(case, lists)
+    forwards = [_forward(session, problem, case, judge, pair) for pair in usable[FORWARD]]
+    teachers = [_teacher(session, problem, case, judge, pair) for pair in usable[TEACHER]]
+    backwards = {
+        (forward.name, pair[1].name): _backward(session, problem, case, judge, pair, outputs)
+        for forward, outputs in forwards
+        if outputs is not None
+        for pair in usable[BACKWARD]
+    }
+    if session.timed and session.lost is None:
+        full = _FullSize(session, problem, shape)
+        for pair, (part, _) in zip(usable[FORWARD], forwards, strict=True):
+            full.forward(part, pair)
+        for pair, part in zip(usable[TEACHER], teachers, strict=True):
+            full.teacher(part, pair)
+        for pair in usable[BACKWARD]:
+            found = full.backward(pair)
+            for (_, name), part in backwards.items():
+                if name == pair[1].name:
+                    part.add(found)
+    for forward, outputs in forwards:
+        if outputs is None:
+            chosen = forward.name == picked[FORWARD]
+            session.file("sparse attention", label, shape, (forward,), chosen)
+            continue
+        for pair in usable[BACKWARD]:
+            backward = backwards[forward.name, pair[1].name]
+            chosen = (forward.name, backward.name) == (picked[FORWARD], picked[BACKWARD])
+            session.file("sparse attention", label, shape, (forward, backward), chosen)
+    for part in teachers:
+        session.file("teacher", label, shape, (part,), part.name == picked[TEACHER])
+
+
+def _forward(session, problem, case, judge, pair):
+    """Return the verdict and, unless it crashed, ``(out, lse)``."""
+    part = session.part(pair)
+
+    def call(want_p_sum=False):
+        return run(FORWARD, problem, named(pair), case.problem(want_p_sum))
+
+    outputs = session.examine(
+        part, lambda: call()[:2], lambda *result: judge.forward(part, *result)
+    )
+    if outputs is not None:
+        session.once(part, lambda: call(True), lambda *result: judge.forward(part, *result))
+    return part, None if part.crashed or part.skipped else outputs
+
+
+def _backward(session, problem, case, judge, pair, outputs) -> Part:
+    part = session.part(pair)
+
+    def call(want_p_sum=False):
+        arguments = (case.problem(want_p_sum), *outputs, case.dout)
+        return run(BACKWARD, problem, named(pair), *arguments)
+
+    done = session.examine(part, lambda: call()[:3], lambda *result: judge.backward(part, *result))
+    if done is not None:
+        # Asking for the probabilities may take another kernel: everything is compared again.
+        session.once(part, lambda: call(True), lambda *result: judge.backward(part, *result))
+    return part
+
+
+def _teacher(session, problem, case, judge, pair) -> Part:
+    part = session.part(pair)
+
+    def call():
+        return (run(TEACHER, problem, named(pair), case.problem(), judge.lse()),)
+
+    session.examine(part, call, lambda p_sum: judge.teacher(part, p_sum))
+    return part

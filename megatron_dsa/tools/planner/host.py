@@ -1,0 +1,155 @@
+"""A job's ranks on one machine without a GPU: modules on the meta device, groups that send nothing.
+
+Everything here lasts as long as its context. Real process groups must not exist beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch.nn import functional
+
+from megatron_dsa.dispatch import Rehearsal, rehearse
+from megatron_dsa.metrics.log import IndexerLog
+from megatron_dsa.patches.cpu_host import CudaTo, NoStream
+from megatron_dsa.tools.planner.stand_ins import fused_rms_norm, stand_in
+
+META = torch.device("meta")
+
+
+class _AsOnGPU(CudaTo):
+    """Norms that a GPU runs as one kernel are one elsewhere, too."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (functional.rms_norm, torch.rms_norm):
+            return fused_rms_norm(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@contextlib.contextmanager
+def host(capability: tuple[int, int] | None, device: torch.device = META) -> Iterator[None]:
+    """Build and run Megatron's modules on another device than a GPU.
+
+    Args:
+        capability: of the GPU for which kernels are chosen and stood in for; ``None``: a CPU's.
+        device: meta; or the CPU, where everything runs as it does there (to test what stands in).
+    """
+    from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import moe_logging
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.multi_token_prediction import (
+        MTPLossAutoScaler,
+        MTPLossLoggingHelper,
+    )
+
+    def state(*_args, **_kwargs):
+        return torch.get_rng_state()
+
+    def nothing(*_args, **_kwargs):
+        return None
+
+    # Memory does not hang on the last two: parts are rounded to waves of processors, and lists that
+    # come in order are not sorted.
+    properties = SimpleNamespace(
+        major=(capability or (10,))[0], multi_processor_count=1, L2_cache_size=50 * 2**20
+    )
+    # One kind of GPU, whose random state is the CPU's: nothing is drawn on the meta device.
+    answers = {
+        "current_device": lambda: device,
+        "get_device_capability": lambda *_args: capability or (0, 0),
+        "get_device_properties": lambda *_args: properties,
+        "synchronize": nothing,
+        "set_device": nothing,
+        "current_stream": lambda *_args, **_kwargs: NoStream(),
+        "Stream": NoStream,
+        "Event": NoStream,
+        "stream": lambda _stream: contextlib.nullcontext(),
+        "manual_seed": nothing,
+        "get_rng_state": state,
+        "set_rng_state": nothing,
+    }
+    random = {
+        "_get_cuda_rng_state": state,
+        "_set_cuda_rng_state": nothing,
+        "_CUDA_RNG_STATE_TRACKER": megatron_random._CUDA_RNG_STATE_TRACKER,
+        "_CUDA_RNG_STATE_TRACKER_INITIALIZED": False,
+    }
+    patches = (
+        mock.patch.multiple(torch.cuda, **answers),
+        mock.patch.multiple(megatron_random, **random),
+        # Made once per process, by the first layer.
+        mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None),
+        # What layers log there is of the process's own model.
+        mock.patch.object(IndexerLog._state, "sums", None),
+        mock.patch.object(moe_logging, "_MOE_METRICS_TRACKER", None),
+        mock.patch.object(MTPLossLoggingHelper, "tracker", {}),
+        # A schedule leaves its factors there, tensors of the device that it ran on.
+        mock.patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
+        mock.patch.object(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0)),
+    )
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        if device == META:
+            stack.enter_context(rehearse(Rehearsal(capability, stand_in)))
+        # torch.compile has nothing to compile for.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context((CudaTo if capability is None else _AsOnGPU)(device))
+        yield
+
+
+@contextlib.contextmanager
+def ranks(args, rank: int, seed: int = 1) -> Iterator:
+    """Be one of ``args.world_size`` ranks, spread as ``args`` say; yields Megatron's groups.
+
+    Args:
+        args: validated arguments.
+        rank: which one, with pipeline stages outermost.
+        seed: for Megatron's random states, which exist and are not used.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    new_group = torch.distributed.new_group
+
+    def own_group(ranks=None, *_args, **_kwargs):
+        if ranks is not None and rank not in ranks:
+            return torch.distributed.GroupMember.NON_GROUP_MEMBER
+        return new_group(ranks, backend="fake")
+
+    torch.distributed.init_process_group(
+        "fake", rank=rank, world_size=args.world_size, store=FakeStore()
+    )
+    stack = contextlib.ExitStack()
+    try:
+        stack.enter_context(
+            # Batches of them would ask for the backend of the device.
+            mock.patch.object(torch.distributed, "batch_isend_irecv", _one_by_one)
+        )
+        with mock.patch.object(torch.distributed, "new_group", own_group):
+            parallel_state.initialize_model_parallel(
+                args.tensor_model_parallel_size,
+                args.pipeline_model_parallel_size,
+                args.virtual_pipeline_model_parallel_size,
+                context_parallel_size=args.context_parallel_size,
+                expert_model_parallel_size=args.expert_model_parallel_size,
+                num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+                expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+                create_gloo_process_groups=False,
+            )
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        yield ProcessGroupCollection.use_mpu_process_groups()
+    finally:
+        stack.close()
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def _one_by_one(operations) -> list:
+    return [each.op(each.tensor, each.peer, each.group) for each in operations]

@@ -1,0 +1,191 @@
+"""The plan of a job: every pipeline rank built, checked and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from megatron_dsa import specs
+from megatron_dsa.metrics.flops import flops_by_part, model_work
+from megatron_dsa.tools.planner import attention_only
+from megatron_dsa.tools.planner.gpus import GPU
+from megatron_dsa.tools.planner.host import ranks
+from megatron_dsa.tools.planner.memory import RankMemory, gradient_bytes, rank_memory
+from megatron_dsa.tools.planner.stages import Chunk, measure_rank
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline rank.
+
+    Attributes:
+        chunks: its model chunks.
+        memory: of the rank with most.
+        received: bytes that a rank receives per iteration, per kind of group.
+    """
+
+    chunks: tuple[Chunk, ...]
+    memory: RankMemory
+    received: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job will do.
+
+    Attributes:
+        args: validated arguments.
+        config: the transformer configuration.
+        gpu: what it is planned for.
+        stages: per pipeline rank.
+        microbatches: of an iteration, per data-parallel rank.
+        operations: floating-point operations of a sequence, per part (docs/throughput.md).
+        remarks: what was planned otherwise than it will run.
+    """
+
+    args: Any
+    config: Any
+    gpu: GPU
+    stages: tuple[Stage, ...]
+    microbatches: int
+    operations: dict[str, int]
+    remarks: tuple[str, ...]
+
+
+def make_plan(args, model, gpu: GPU) -> Plan:
+    """Build and measure every pipeline rank, inside of
+    :func:`megatron_dsa.tools.planner.host.host`.
+
+    Args:
+        args: validated arguments; ``world_size`` is the job's.
+        model: their model configuration (:func:`megatron_dsa.pretrain.model_config_from_args`).
+        gpu: what to plan for.
+
+    Raises:
+        ConfigError, FallbackError, ImplementationError: as the start-up of the job would.
+    """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    specs.get_backend(model.transformer.transformer_impl)
+    vocabulary = _padded_vocabulary(model)
+    work = model_work(model.transformer, vocabulary)
+    operations = flops_by_part(work, lambda keys: keys.pairs(args.seq_length))
+    alone = args.dsa_dry_run_attention_only
+    if alone:
+        operations = {
+            part: n for part, n in operations.items() if part not in attention_only.LEFT_OUT
+        }
+    stages = []
+    layers = attention_only.layers_without_mlp() if alone else nullcontext()
+    with layers, _for_planning(model.transformer) as remarks:
+        for pp_rank in range(args.pipeline_model_parallel_size):
+            first = pp_rank * (args.world_size // args.pipeline_model_parallel_size)
+            with ranks(args, first) as groups, _place(args, pp_rank):
+                chunks = measure_rank(args, model, groups)
+                memory = rank_memory(args, chunks)
+                stages.append(Stage(tuple(chunks), memory, _received(args, chunks, pp_rank)))
+    if alone:
+        remarks = [*attention_only.remarks(args), *remarks]
+    return Plan(
+        args, model.transformer, gpu, tuple(stages), get_num_microbatches(), operations,
+        tuple(remarks),
+    )  # fmt: skip
+
+
+@contextmanager
+def _place(args, pp_rank: int):
+    """Say of an error which pipeline rank it is of."""
+    try:
+        yield
+    except Exception as error:
+        if args.pipeline_model_parallel_size > 1:
+            error.add_note(f"(pipeline rank {pp_rank})")
+        raise
+
+
+def _padded_vocabulary(model) -> int:
+    from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+    if not model.should_pad_vocab:
+        return model.vocab_size
+    return calculate_padded_vocab_size(
+        model.vocab_size,
+        model.make_vocab_size_divisible_by,
+        model.transformer.tensor_model_parallel_size,
+    )
+
+
+@contextmanager
+def _for_planning(config) -> Iterator[list[str]]:
+    """Set a configuration so that shapes alone can run; yields remarks on what that changes."""
+    changes: dict[str, Any] = {"perform_initialization": False}
+    remarks = []
+    if config.transformer_impl != "local":
+        changes["transformer_impl"] = "local"
+        remarks.append(
+            "memory is that of Megatron's local layers; transformer-engine's keep other copies"
+        )
+    if config.num_moe_experts is not None:
+        changes |= {"moe_token_dispatcher_type": "alltoall", "moe_permute_fusion": False}
+        if config.moe_token_dispatcher_type != "alltoall":
+            remarks.append(
+                f"token dispatcher {config.moe_token_dispatcher_type} planned as alltoall"
+            )
+        if not config.moe_pad_expert_input_to_capacity:
+            # Static shapes: every expert gets as many tokens.
+            changes |= {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+            remarks.append("experts are taken to get equally many tokens")
+    with (
+        mock.patch.multiple(config, **changes),
+        # Neither the log nor the count of operations of a training loop in this process.
+        mock.patch.object(specs, "install_logging"),
+        mock.patch.object(specs, "install_throughput"),
+    ):
+        yield remarks
+
+
+def _received(args, chunks, pp_rank: int) -> dict[str, int]:
+    """Return the bytes that a rank receives per iteration, per kind of group.
+
+    Per microbatch as counted; then gradients and parameters, and what travels between stages.
+    """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    count = get_num_microbatches()
+    total: dict[str, int] = {}
+    for chunk in chunks:
+        for name, size in chunk.received.items():
+            total[name] = total.get(name, 0) + count * size
+    last = args.pipeline_model_parallel_size - 1
+    if last:
+        divided = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        rows = args.seq_length * args.micro_batch_size // args.context_parallel_size // divided
+        hidden = rows * args.hidden_size * args.params_dtype.itemsize
+        # Every chunk gets its input and the gradient of its output, but the first and the last.
+        passes = 2 * len(chunks) - (pp_rank == 0) - (pp_rank == last)
+        total["pipeline"] = count * passes * hidden
+    reduced = _data_parallel(args, chunks)
+    if reduced:
+        total["data"] = total.get("data", 0) + reduced
+    return total
+
+
+def _data_parallel(args, chunks) -> int:
+    """Gradients reduced and scattered, and as many parameters (or gradients) gathered."""
+    from megatron.core import parallel_state
+
+    total = 0.0
+    for weights in (each for chunk in chunks for each in chunk.weights):
+        if not weights.trained:
+            continue
+        if weights.expert:
+            size = parallel_state.get_expert_data_parallel_world_size()
+        else:
+            size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        gradient = gradient_bytes(args, weights)
+        gathered = weights.itemsize if args.use_distributed_optimizer else gradient
+        total += (size - 1) / size * weights.count * (gradient + gathered)
+    return round(total)

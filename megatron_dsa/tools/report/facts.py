@@ -1,0 +1,219 @@
+"""What a report says about a run in words and numbers: model, results, what ran."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from functools import partial
+
+from megatron_dsa.dispatch import OPERATIONS
+from megatron_dsa.metrics.tags import CALLS, MFU, TIME, time_tag
+from megatron_dsa.tools.report.events import RunLog, Series
+
+#: What is logged only on request: what for -> tags that show that it was, and flags to get it.
+ON_REQUEST = {
+    "validation loss": ("lm loss validation", "--eval-interval, --eval-iters"),
+    "step time": ("iteration-time", "--log-timers-to-tensorboard"),
+    "throughput": ("throughput", "--log-throughput --log-timers-to-tensorboard"),
+    "memory": ("mem-max-allocated-bytes", "--log-memory-to-tensorboard"),
+    "time per operation": (TIME, "--dsa-time-operations"),
+}
+
+#: Megatron's timers (``--timing-log-level 2``) that together make up most of a step.
+TIMERS = ("batch-generator", "forward-compute", "backward-compute", "all-grads-sync", "optimizer")
+
+#: What is left of a step beside the operations or timers.
+REST = "everything else"
+
+#: Characters of an argument that is the same for all runs; lists of data can be very long.
+SHOWN = 200
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part of a step: its name, and seconds per iteration."""
+
+    name: str
+    seconds: float
+
+
+def settled(series: Series) -> float | None:
+    """Median of the second half of a series, where a run has found its pace; NaN if one is."""
+    values = [value for _, value in series[len(series) // 2 :]]
+    if any(map(math.isnan, values)):  # it has no place in an order
+        return math.nan
+    return statistics.median(values) if values else None
+
+
+def last(log: RunLog, tag: str) -> float | None:
+    """The value that was written last."""
+    series = log.scalars.get(tag)
+    return series[-1][1] if series else None
+
+
+def compiled(log: RunLog, series: Series) -> Series:
+    """Return a series without the points whose time holds compilation, if there are others.
+
+    Megatron logs the first iteration after a start by itself, but lets its clock run on: the
+    interval that ends with the next ``iteration-time`` holds it as well. Where the starts are
+    unknown, only the first of the series is taken for one.
+    """
+    times = [step for step, _ in log.scalars.get("iteration-time", ())]
+    kept = series
+    for first in [step for step, _ in log.starts] or [step for step, _ in series[:1]]:
+        end = next((step for step in times if step >= first), first)
+        kept = [point for point in kept if not first <= point[0] <= end]
+    return kept or series
+
+
+def step_shares(log: RunLog) -> list[Share]:
+    """Return where the time of a step goes, by operation, else by Megatron's timers.
+
+    Operations are what dispatch timed (``--dsa-time-operations``); the rest of the step is the
+    last entry. It is negative if they were measured to take longer than the step. Empty if
+    nothing was measured.
+
+    All are means over the same log points: of those of the last stage that hold a value of each,
+    the second half, without the quarter of the shortest and that of the longest steps. Medians,
+    each of its own, would not add up to a step.
+    """
+    times = log.scalars.get("iteration-time", [])
+    if not times:
+        return []
+    end = times[-1][0]
+
+    def written_last(tags: dict[str, str]) -> dict[str, dict[int, float]]:
+        # An operation of an earlier stage is no longer written.
+        found = {name: dict(log.scalars.get(tag, ())) for name, tag in tags.items()}
+        return {name: values for name, values in found.items() if end in values}
+
+    parts = written_last({name.replace("_", " "): time_tag(name) for name in OPERATIONS})
+    parts = parts or written_last({name: f"{name}-time" for name in TIMERS})
+    if not parts:
+        return []
+    first = max((step for step, _ in log.stages() if step <= end), default=0)
+    common = [
+        (step, seconds)
+        for step, seconds in times
+        if step >= first and all(step in values for values in parts.values())
+    ]
+    common = compiled(log, common)
+    later = sorted(common[len(common) // 2 :], key=lambda point: point[1])
+    cut = len(later) // 4
+    middle = later[cut : len(later) - cut]
+    shares = [
+        Share(name, statistics.fmean(values[step] for step, _ in middle))
+        for name, values in parts.items()
+    ]
+    whole = statistics.fmean(seconds for _, seconds in middle)
+    return [*shares, Share(REST, whole - sum(share.seconds for share in shares))]
+
+
+def tokens_per_second(log: RunLog) -> Series:
+    """Return tokens per second of the whole job by step; empty if times or lengths are unknown."""
+    length = log.texts.get("seq_length", "")
+    batches = dict(log.scalars.get("batch-size", ()))
+    if not length.isdigit():
+        return []
+    return [
+        (step, batches[step] * int(length) / seconds)
+        for step, seconds in log.scalars.get("iteration-time", ())
+        if step in batches and seconds > 0
+    ]
+
+
+def _argument(log: RunLog, name: str) -> str:
+    """An argument of the run as it was written; empty if it is not there, ``None`` or ``False``."""
+    value = log.texts.get(name, "")
+    return "" if value in ("None", "False") else value
+
+
+def model(log: RunLog) -> str:
+    """Describe the model by the arguments in the log; empty if they are not there."""
+    flag = partial(_argument, log)
+    if not flag("num_layers"):
+        return ""
+    parts = [f"{flag('num_layers')} layers of {flag('hidden_size')}"]
+    parts.append(f"{flag('num_attention_heads')} heads")
+    if flag("num_experts"):
+        parts.append(f"{flag('num_experts')} experts")
+    parts.append(f"{flag('seq_length')} tokens")
+    parts.append("bf16" if flag("bf16") else "fp16" if flag("fp16") else "fp32")
+    ranks = [
+        f"{short} {flag(name)}"
+        for short, name in (
+            ("TP", "tensor_model_parallel_size"),
+            ("PP", "pipeline_model_parallel_size"),
+            ("CP", "context_parallel_size"),
+            ("EP", "expert_model_parallel_size"),
+            ("DP", "data_parallel_size"),
+        )
+        if flag(name) not in ("", "1")
+    ]
+    return ", ".join(parts + ranks)
+
+
+def attention(log: RunLog) -> str:
+    """Describe the attention by the arguments in the log; empty if they are not there.
+
+    Of a run of several stages, that of the last one, and where each began.
+    """
+    stage, topk = _argument(log, "dsa_stage"), _argument(log, "dsa_indexer_topk")
+    if ratios := _argument(log, "csa_compress_ratios"):
+        ratios = ratios.strip("[]").replace(",", "")
+        kind = f"hybrid, ratios {ratios}" if len(ratios) < 40 else "hybrid"
+    else:
+        kind = "MLA" if stage == "dense" else "DSA"
+    selects = f", K = {topk}" if stage == "sparse" and topk else ""
+    stages = log.stages()
+    began = ", ".join(f"{name} from step {step}" for step, name in stages)
+    began = f" ({began})" if len(stages) > 1 else ""
+    return f"{kind}, stage {stage}{selects}{began}" if stage else ""
+
+
+def calls(log: RunLog) -> dict[str, dict[str, int]]:
+    """Return what ran: operation -> implementation -> calls, over all restarts."""
+    found: dict[str, dict[str, int]] = {}
+    for name in log.under(CALLS):
+        operation, implementation = name.split("/", 1)
+        count = round(log.counted(CALLS + name))
+        found.setdefault(operation, {})[implementation] = count
+    return found
+
+
+def results(log: RunLog) -> dict[str, str]:
+    """Return the figures of the overview by column, written out; what was not logged is empty."""
+    steps = log.scalars.get("lm loss", [])
+    seconds = settled(log.scalars.get("iteration-time", []))
+    speed, throughput = settled(tokens_per_second(log)), settled(log.scalars.get("throughput", []))
+    share, memory = settled(log.scalars.get(MFU, [])), last(log, "mem-max-allocated-bytes")
+    validation, loss = last(log, "lm loss validation"), settled(steps[-20:])
+    return {
+        "steps": f"{steps[-1][0]}" if steps else "",
+        "lm loss": "" if loss is None else f"{loss:.3f}",
+        "validation": "" if validation is None else f"{validation:.3f}",
+        "ms per step": "" if seconds is None else f"{1e3 * seconds:.0f}",
+        "tokens/s": "" if speed is None else f"{speed:,.0f}",
+        "TFLOP/s per GPU": "" if throughput is None else f"{throughput:.3g}",
+        "MFU": "" if share is None else f"{100 * share:.1f} %",
+        "peak memory": "" if memory is None else f"{memory / 2**30:.1f} GiB",
+    }
+
+
+def missing(runs: list[RunLog]) -> dict[str, str]:
+    """Return what no run logged, and the flags that would have it logged."""
+    return {
+        what: flags
+        for what, (tag, flags) in ON_REQUEST.items()
+        if not any(name.startswith(tag) for run in runs for name in run.scalars)
+    }
+
+
+def arguments(runs: list[RunLog]) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Return the arguments of all runs: those that differ, by run, and those that are the same."""
+    names = sorted({name for run in runs for name in run.texts})
+    table = {name: [run.texts.get(name, "") for run in runs] for name in names}
+    differ = {name: row for name, row in table.items() if len(set(row)) > 1}
+    same = {name: row[0][:SHOWN] for name, row in table.items() if name not in differ}
+    return differ, same

@@ -1,0 +1,87 @@
+"""Lines of a report's charts: their looks, their points, and where a stage of training begins.
+
+Lines of many points show means of equal stretches of steps. Dotted lines are where a run's stage
+of training changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from bisect import bisect
+from collections.abc import Callable, Sequence
+
+from megatron_dsa.tools.report.events import RunLog, Series
+
+#: Readable on white and on dark ground, and by most colour-blind people.
+COLORS = (
+    "#2b7bba", "#e08214", "#1b9e77", "#c2539d", "#d6483b", "#7b6fd0", "#8f7a2f", "#3aa6b9",
+)  # fmt: skip
+#: Segments of a bar, in the order of the operations.
+SEGMENTS = (
+    "#2b7bba", "#7fb3dc", "#e08214", "#f3bd77", "#1b9e77", "#83cbb3", "#c2539d", "#e0a3cc",
+    "#7b6fd0", "#b9b2e6", "#8f7a2f", "#cdbd80", "#3aa6b9", "#99d3dd", "#d6483b",
+)  # fmt: skip
+#: The rest of a bar.
+GRAY = "#9aa0a6"
+#: Of a line.
+POINTS = 400
+
+
+def color_of(number: int) -> str:
+    """Colour of a report's run ``number``."""
+    return COLORS[number % len(COLORS)]
+
+
+def style_of(number: int) -> str:
+    """Line style of a run: where colours repeat, it changes."""
+    return ("-", "--", ":", "-.")[number // len(COLORS) % 4]
+
+
+def thinned(series: Series, points: int = POINTS, breaks: Sequence[int] = ()) -> Series:
+    """Return about ``points`` means of equal stretches of a series.
+
+    Args:
+        breaks: steps, in ascending order, before which a line is to end: no mean reaches across,
+            and a value that is no number keeps matplotlib from drawing through.
+    """
+    stretch = -(-len(series) // points)
+    means: Series = []
+    for _, part in itertools.groupby(series, key=lambda point: bisect(breaks, point[0])):
+        piece = list(part)
+        if means:
+            means.append((piece[0][0] - 0.5, math.nan))
+        for start in range(0, len(piece), stretch):
+            block = piece[start : start + stretch]
+            means.append((block[-1][0], sum(value for _, value in block) / len(block)))
+    return means
+
+
+def line(axis, series: Series, breaks: Sequence[int] = (), **style) -> bool:
+    """Draw a series; return whether it holds anything."""
+    if series:
+        axis.plot(*zip(*thinned(series, breaks=breaks), strict=True), **style)
+    return bool(series)
+
+
+def by_step(draw: Callable[[object, list[RunLog]], bool]):
+    """Have a chart by step show where the stage of training changes; of one run, to which."""
+
+    @functools.wraps(draw)
+    def marked(axis, runs: list[RunLog]) -> bool:
+        drawn = draw(axis, runs)
+        low, high = axis.get_xlim()
+        for number, run in enumerate(runs):
+            for step, stage in run.stages()[1:]:
+                if not drawn or not low <= step <= high:
+                    continue
+                axis.axvline(step, color=color_of(number) if len(runs) > 1 else GRAY, ls=":", lw=1)
+                if len(runs) == 1:
+                    axis.annotate(
+                        stage, (step, 1), (2, -2), xycoords=axis.get_xaxis_transform(),
+                        textcoords="offset points", va="top", size=7,
+                    )  # fmt: skip
+        return drawn
+
+    return marked

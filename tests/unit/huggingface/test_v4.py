@@ -1,0 +1,313 @@
+"""DeepSeek-V4 checkpoints: attention, what is around it, and what Megatron cannot hold."""
+
+import json
+
+import pytest
+import torch
+
+from megatron_dsa import dispatch
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.huggingface.conventions import parse_config, read_config
+from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
+from megatron_dsa.huggingface.files import CheckpointReader, CheckpointWriter
+from megatron_dsa.huggingface.names_v4 import V4
+from megatron_dsa.tools.cli import main
+from tests.helpers import relative_error
+from tests.host import start
+from tests.tiny_models import (
+    logits_of,
+    published,
+    tensors_of,
+    tiny_config,
+    tiny_model,
+    tiny_v4,
+    transformers_classes,
+)
+
+pytest.importorskip("safetensors")
+
+MTP = {"num_nextn_predict_layers": 1}
+
+
+def test_names_are_those_of_released_checkpoints():
+    """Written down from the tensors of a released V4-Flash file, not from our table."""
+    attention = "decoder.layers.2.self_attention."
+    core = f"{attention}core_attention."
+    expected = {
+        "embedding.word_embeddings.weight": ["embed.weight"],
+        "output_layer.weight": ["head.weight"],
+        "decoder.final_layernorm.weight": ["norm.weight"],
+        f"{attention}kv_layernorm.weight": ["layers.2.attn.kv_norm.weight"],
+        f"{attention}linear_o_group_proj.weight": ["layers.2.attn.wo_a.weight"],
+        f"{core}attn_sink": ["layers.2.attn.attn_sink"],
+        f"{core}compressor.ape": ["layers.2.attn.compressor.ape"],
+        f"{core}indexer.compressor.linear_wgate.weight": [
+            "layers.2.attn.indexer.compressor.wgate.weight"
+        ],
+        "decoder.layers.2.mlp.router.expert_bias": ["layers.2.ffn.gate.bias"],
+        "decoder.layers.2.mlp.experts.linear_fc1.weight31": [
+            "layers.2.ffn.experts.31.w1.weight",
+            "layers.2.ffn.experts.31.w3.weight",
+        ],
+        "mtp.layers.0.eh_proj.weight": ["mtp.0.e_proj.weight", "mtp.0.h_proj.weight"],
+        "mtp.layers.0.final_layernorm.weight": ["mtp.0.norm.weight"],
+        "mtp.layers.0.mtp_model_layer.self_attention.linear_q_down_proj.weight": [
+            "mtp.0.attn.wq_a.weight"
+        ],
+    }
+    for name, names in expected.items():
+        assert list(V4.match(name, 43).hf) == names
+        assert all(V4.is_known(x) for x in names)
+        assert all(V4.is_mtp(x, 43) == name.startswith("mtp") for x in names)
+    for name in ("layers.0.hc_attn_fn", "hc_head_base", "mtp.0.hc_head_scale"):
+        assert V4.lacked(name) == "hyper-connections" and not V4.is_known(name)
+    assert V4.lacked("layers.0.ffn.gate.tid2eid") == "hash-routing"
+
+
+def test_round_trip_is_exact(tmp_path):
+    """With multi-token prediction, and with hyper-connections that do nothing."""
+    config = tiny_v4(**MTP)
+    model = tiny_model(config, mtp_num_layers=1)
+    export_model(model, tmp_path, config, shard_bytes=50_000)
+    other = tiny_model(config, mtp_num_layers=1, seed=6)
+    report = import_model(other, tmp_path)
+    assert not report.fresh and not report.rounded and not report.unused
+    before, after = tensors_of(model), tensors_of(other)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert read_config(tmp_path).fields == parse_config(config).fields
+    print(f"{len(before)} tensors of deepseek_v4 back to the bit")
+
+
+def test_commands_there_and_back(tmp_path):
+    """Layers of different kinds through a distributed checkpoint."""
+    config = tiny_v4(**MTP)
+    there, megatron, back = (str(tmp_path / name) for name in ("hf", "megatron", "back"))
+    export_model(tiny_model(config, mtp_num_layers=1), there, config)
+    assert main(["import-hf", "--input", there, "--output", megatron]) == 0
+    arguments = ["--input", megatron, "--output", back, "--config", there]
+    assert main(["export-hf", *arguments]) == 0
+    before, after = CheckpointReader(there), CheckpointReader(back)
+    assert set(before.names()) == set(after.names())
+    assert all(torch.equal(before.read(name), after.read(name)) for name in before.names())
+
+
+@pytest.mark.parametrize("config", [tiny_config(), tiny_v4()], ids=["V3.2", "V4"])
+def test_conversions_choose_no_kernels(config, tmp_path, monkeypatch, caplog):
+    """They run none. What was not settled then is, and is logged, when a model is built to run."""
+    there, megatron, back = (str(tmp_path / name) for name in ("hf", "megatron", "back"))
+    export_model(tiny_model(config), there, config)
+    monkeypatch.setattr(dispatch, "_logged", set())
+    dispatch._choose.cache_clear()
+    caplog.set_level("INFO", dispatch.logger.name)
+    caplog.clear()
+
+    def said():
+        return [x.getMessage() for x in caplog.records if x.name == dispatch.logger.name]
+
+    assert main(["import-hf", "--input", there, "--output", megatron]) == 0
+    arguments = ["--input", megatron, "--output", back, "--config", there]
+    assert main(["export-hf", *arguments]) == 0
+    assert not said()
+    tiny_model(config)
+    chosen = "sparse_attention_forward: " if torch.cuda.is_available() else "no GPU: torch runs"
+    assert any(chosen in line for line in said())
+
+
+def add_tensors(folder, tensors):
+    """Add a shard to a checkpoint."""
+    with CheckpointWriter(folder / "more") as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(tensors, "more/model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_what_megatron_lacks_is_refused_and_named(tmp_path):
+    config = tiny_v4()
+    model = tiny_model(config)
+    export_model(model, tmp_path, config)
+    add_tensors(
+        tmp_path,
+        {
+            "layers.0.ffn.gate.tid2eid": torch.zeros(70, 4, dtype=torch.int32),
+            "layers.1.hc_ffn_scale": torch.tensor([0.0, 0.1, 0.0]),
+        },
+    )
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"]["layers.0.ffn.gate.bias"]
+    index.write_text(json.dumps(content))
+    other = tiny_model(config, seed=6)
+    with pytest.raises(ConfigError) as error:
+        import_model(other, tmp_path)
+    assert "- 27 tensors of hyper-connections, as hc_head_base" in str(error.value)
+    assert "- 1 tensors of hash-routing, as layers.0.ffn.gate.tid2eid" in str(error.value)
+    assert "--without hash-routing hyper-connections" in str(error.value)
+    with pytest.raises(ConfigError, match="27 tensors of hyper-connections"):
+        import_model(other, tmp_path, without=["hash-routing"])
+    with pytest.raises(ConfigError, match="--without experts: DeepSeek-V4 has hyper-connections"):
+        import_model(other, tmp_path, without=["experts"])
+    both = ["hash-routing", "hyper-connections"]
+    report = import_model(other, tmp_path, without=both)
+    assert report.fresh == ("decoder.layers.0.mlp.router.expert_bias",)
+    before, after = tensors_of(model), tensors_of(other)
+    assert all(torch.equal(before[name], after[name]) for name in report.filled)
+    # The command writes what a whole model would start from.
+    command = ["import-hf", "--input", str(tmp_path), "--output", str(tmp_path / "megatron")]
+    assert main([*command, "--without", *both]) == 0
+
+
+def quantised_copy(config, source, target):
+    """Copy a checkpoint in the released formats: fp8 with e8m0 scales, experts in fp4."""
+    reader, expected = CheckpointReader(source), {}
+    generator = torch.Generator().manual_seed(3)
+
+    def powers(*shape):
+        exponents = torch.randint(120, 131, shape, generator=generator, dtype=torch.uint8)
+        return exponents.view(torch.float8_e8m0fnu)
+
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    with CheckpointWriter(target, shard_bytes=30_000) as writer:
+        for name in reader.names():
+            weight = reader.read(name)
+            base = name.removesuffix(".weight")
+            if ".experts." in name:
+                codes = torch.randint(0, 16, weight.shape, generator=generator, dtype=torch.uint8)
+                scale = powers(weight.shape[0], weight.shape[1] // 4)
+                packed = codes[:, 0::2] | codes[:, 1::2] << 4
+                writer.add(name, packed.view(torch.int8))
+                writer.add(f"{base}.scale", scale)
+                wide = scale.float().repeat_interleave(4, 1)
+                expected[name] = (values[codes.long()] * wide).bfloat16()
+            elif ".attn.w" in name:
+                scale = powers(-(-weight.shape[0] // 16), -(-weight.shape[1] // 8))
+                wide = scale.float().repeat_interleave(16, 0).repeat_interleave(8, 1)
+                wide = wide[: weight.shape[0], : weight.shape[1]]
+                small = (weight / wide).to(torch.float8_e4m3fn)
+                writer.add(name, small)
+                writer.add(f"{base}.scale", scale)
+                expected[name] = (small.float() * wide).bfloat16()
+            else:
+                writer.add(name, weight)
+    quantised = {"quant_method": "fp8", "weight_block_size": [16, 8], "scale_fmt": "ue8m0"}
+    changes = {"quantization_config": quantised, "torch_dtype": "bfloat16", "expert_dtype": "fp4"}
+    (target / "config.json").write_text(json.dumps(config | changes))
+    return expected
+
+
+def test_released_formats_are_dequantised(tmp_path):
+    config = tiny_v4()
+    model = tiny_model(config)
+    export_model(model, tmp_path / "wide", config)
+    expected = quantised_copy(config, tmp_path / "wide", tmp_path / "small")
+    assert sum("experts" in name for name in expected) == 4 * 8 * 3 and len(expected) > 110
+    assert not import_model(model, tmp_path / "small").unused
+    for name, tensor in model_tensors(model):
+        names = V4.match(name, 4).hf
+        if names[0] in expected:
+            assert torch.equal(tensor, torch.cat([expected[x] for x in names]).float()), name
+    hf = read_config(tmp_path / "small")
+    reader = CheckpointReader(tmp_path / "small", hf.quantisation)
+    for name in ("layers.1.ffn.experts.3.w2.weight", "layers.1.attn.wq_b.weight"):
+        part = reader.read(name, (slice(3, 23), slice(5, 18)))  # begins in the middle of a byte
+        assert torch.equal(part, expected[name][3:23, 5:18])
+        assert reader.shape(name) == expected[name].shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compress_ratios": [0, 4]}, r"compress_ratios = \[0, 4\]: must give 4 layers"),
+        ({"compress_ratios": [0, 4, 1, 4]}, "must give 4 layers"),
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types = 'linear_attention'"),
+        ({"compress_rates": {"compressed_sparse_attention": 8}}, "CSA's rate must be 4"),
+        ({"compress_rope_theta": None}, "compress_rope_theta = None: it must be given"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.rope_type = 'linear'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "original_max_position_embeddings"),
+        ({"rope_scaling": {"type": "yarn", "mscale": 1.0}}, "rope_scaling.mscale = 1.0"),
+        ({"partial_rotary_factor": 0.25}, "contradicts qk_rope_head_dim = 8"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2: only 1 is supported"),
+        ({"scoring_func": "softmax"}, "must be sqrtsoftplus or sigmoid"),
+        ({"candidate_topk_blocks": 8}, "candidate_topk_blocks = 8: not understood"),
+        ({"index_source_layer_ids": [2]}, "index_source_layer_ids = .*not understood"),
+    ],
+)
+def test_what_is_not_understood_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config(tiny_v4(**changes))
+
+
+# ------------------------------------------------------------- against the classes of transformers
+
+TYPES = {
+    "layer_types": [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "mlp_layer_types": ["moe"] * 4,
+}
+NO_YARN = {"rope_scaling": {"type": "default"}}
+
+
+def transformers_config(**changes):
+    """The tiny model as transformers describes it, which knows no ratios but 0, 4 and 128."""
+    config = tiny_v4(**TYPES, **changes)
+    for name in ("compress_ratios", "num_hash_layers"):
+        del config[name]
+    return config
+
+
+@pytest.mark.parametrize("rope", [{}, NO_YARN], ids=["yarn", "plain"])
+def test_attention_equals_that_of_transformers(rope, tmp_path):
+    """Layer by layer on the same input: a window, a CSA and a HCA layer."""
+    theirs = published(transformers_config(**rope), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    ours = tiny_model(config | {"num_nextn_predict_layers": 0})
+    report = import_model(ours, tmp_path, without=["hyper-connections"])
+    assert not report.fresh and not report.rounded and not report.unused
+    ours.to(start())
+    x = torch.randn(1, 39, 32, generator=torch.Generator().manual_seed(5))
+    positions = torch.arange(39)[None]
+    tables = {
+        kind: theirs.model.rotary_emb(x, position_ids=positions, layer_type=kind)
+        for kind in ("main", "compress")
+    }
+    distance = positions[0][:, None] - positions[0]
+    hidden = (distance < 0) | (distance >= config["sliding_window"])
+    mask = torch.zeros(39, 39).masked_fill(hidden, float("-inf"))[None, None]
+    with torch.no_grad():
+        for layer in range(4):
+            reference, _ = theirs.model.layers[layer].self_attn(x, tables, positions, mask)
+            attention = ours.decoder.layers[layer].self_attention
+            out, _ = attention(x.transpose(0, 1).to(start()))
+            error = relative_error(out.transpose(0, 1).cpu(), reference)
+            assert error < 1e-5, layer
+            print(f"attention of deepseek_v4 {sorted(rope)}, layer {layer}: {error:.1e}")
+
+
+def test_logits_equal_those_of_transformers(tmp_path):
+    """Our export, read by transformers: its hyper-connections leave plain residuals."""
+    _, model_class = transformers_classes("deepseek_v4")
+    config = transformers_config(hc_eps=0.0)
+    ours = tiny_model(config)
+    with torch.no_grad():
+        for layer in ours.decoder.layers:  # other experts are chosen when it is left out
+            layer.mlp.router.expert_bias.mul_(3)
+    export_model(ours, tmp_path, config, shard_bytes=40_000)
+    theirs = model_class.from_pretrained(tmp_path, attn_implementation="eager").float()
+    ids = torch.randint(0, 70, (1, 37), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        reference = theirs.eval()(ids).logits
+    error = relative_error(logits_of(ours, ids), reference)
+    assert error < 1e-5
+    print(f"logits of deepseek_v4: {error:.1e}")
+    for module in ours.modules():
+        if hasattr(module, "config"):  # experts have copies
+            module.config.activation_func_clamp_value = None
+    assert relative_error(logits_of(ours, ids), reference) > 1e-3

@@ -1,0 +1,273 @@
+"""What the README and ``docs/`` tell people to type works.
+
+All ``bash`` and ``python`` blocks of a page are run one after the other, in one shell, in an empty
+folder. A comment in the line before a block changes that:
+
+* ``<!-- not run: REASON -->``: what it names has to exist (modules, scripts, flags, extras, names);
+* ``<!-- save as: FILE -->``: a Python block is written to a file that later commands run.
+"""
+
+import argparse
+import ast
+import functools
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_dsa.tools import cli
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(
+    r"^(?:<!-- (?P<what>not run|save as): (?P<value>[^\n]+) -->\n)?"
+    r"^```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.M | re.S,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page; ``what`` and ``value`` are those of the comment before it."""
+
+    where: str
+    language: str
+    text: str
+    what: str | None
+    value: str | None
+
+    @property
+    def runs(self) -> bool:
+        return self.language in ("bash", "python") and self.what != "not run"
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, m.start('text'))}", **parts)
+        for m in FENCE.finditer(text)
+        if (parts := m.groupdict())
+    ]
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+NOT_RUN = [block for block in ALL if block.what == "not run"]
+
+
+def test_every_block_says_what_it_is():
+    """A block without a language would be neither run nor looked at."""
+    fences = sum(page.read_text(encoding="utf-8").count("\n```") for page in PAGES)
+    assert fences == 2 * len(ALL)
+    for block in ALL:
+        assert block.language in ("bash", "python", "text"), block.where
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_api_reference_is_up_to_date():
+    from scripts.api_reference import page
+
+    assert (ROOT / "docs/api.md").read_text(encoding="utf-8") == page(), (
+        "renew it: python scripts/api_reference.py > docs/api.md"
+    )
+
+
+def names(block):
+    return f"{block.where} ({block.value})"
+
+
+@pytest.mark.parametrize("block", NOT_RUN, ids=names)
+def test_what_is_not_run_exists(block):
+    if block.language == "python":
+        check_python(block.text)
+        return
+    commands = [line for line in logical_lines(block.text) if line]
+    assert commands, block.where
+    for words in commands:
+        check_command(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_runs(page, tmp_path):
+    todo = [block for block in blocks(page) if block.runs]
+    if not any(block.what is None for block in todo):
+        pytest.skip("nothing to run")
+    script = ["set -euo pipefail"]
+    for number, block in enumerate(todo):
+        if block.language == "bash":
+            script += [f"echo '== {block.where}'", block.text]
+            continue
+        file = block.value or f"block_{number}.py"
+        (tmp_path / file).write_text(block.text, encoding="utf-8")
+        if block.what is None:
+            script.append(f"echo '== {block.where}'; python {file}")
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(script)],
+        cwd=tmp_path,
+        env=os.environ
+        | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": "ignore",
+            "PET_STANDALONE": "1",  # torchrun takes a free port, not always the same
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
+    check_counts(todo, done.stdout)
+
+
+def check_counts(todo: list[Block], printed: str) -> None:
+    """Raise unless every training run of these blocks has ended with a count of what ran."""
+    runs = [
+        block.where
+        for block in todo
+        if block.language == "bash"
+        for words in logical_lines(block.text)
+        if words[:1] == ["torchrun"]
+    ]
+    parts = dict.fromkeys(runs, "")
+    where = None
+    for line in printed.splitlines():
+        if line.startswith("== "):
+            where = line.removeprefix("== ")
+        elif where in parts:
+            parts[where] += f"{line}\n"
+    count = re.compile(r"^> megatron_dsa ran, calls per implementation:\n>   \w+: \w+ \d+", re.M)
+    for where in parts:
+        assert len(count.findall(parts[where])) == runs.count(where), f"{where} prints no count"
+
+
+def logical_lines(text: str):
+    """Words of every command: continued lines joined, assignments and redirections dropped."""
+    for line in text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+        lexer.whitespace_split = True
+        command: list[str] = []
+        words = iter([*lexer, ";"])
+        for word in words:
+            if set(word) <= set("<>"):
+                next(words)
+            elif set(word) <= set("|&;"):
+                yield command
+                command = []
+            elif not (not command and re.match(r"\w+=", word)):
+                command.append(word)
+
+
+@functools.cache
+def training_flags() -> frozenset[str]:
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_dsa.arguments import add_dsa_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_dsa_arguments(add_megatron_arguments(parser))
+    return frozenset(parser._option_string_actions)
+
+
+def check_training(words):
+    given = {word.split("=")[0] for word in words if word.startswith("--")}
+    assert given <= training_flags(), given - training_flags()
+
+
+def check_command(words: list[str]) -> None:
+    """Raise unless a command and the flags of ours that it gives exist."""
+    program, *rest = words
+    if program in ("cd", "export", "source", "git"):
+        return
+    if program == "pip":
+        extras = re.findall(r"megatron-dsa\[([\w,]+)\]", " ".join(rest))
+        setup = (ROOT / "setup.py").read_text()
+        for extra in ",".join(extras).split(",") if extras else ():
+            assert f'"{extra}": ' in setup, extra
+    elif program == "sbatch":
+        scripts = [word for word in rest if word.startswith("examples/")]
+        assert scripts[0].endswith(".sbatch") and (ROOT / scripts[0]).is_file()
+        check_command(rest[rest.index(scripts[1]) :])
+    elif program.endswith(".sh"):
+        assert os.access(ROOT / program, os.X_OK), program
+        subprocess.run(["bash", "-n", ROOT / program], check=True)
+        if program.startswith("examples/"):
+            check_training(rest)
+    elif program == "torchrun" or (program == "python" and "-m" in rest):
+        module = rest[rest.index("-m") + 1]
+        check_module(module, rest[rest.index("-m") + 2 :])
+    elif program == "python":
+        check_module(rest[0].removesuffix(".py").replace("/", "."), rest[1:])
+    elif program.startswith("--"):  # flags of a training run, said apart
+        check_training(words)
+    else:
+        raise AssertionError(f"no idea how to check {shlex.join(words)}; teach check_command")
+
+
+def check_module(module: str, flags: list[str]) -> None:
+    if module == "megatron_dsa.pretrain":
+        check_training(flags)
+    elif module == "megatron_dsa":
+        cli.build_parser().parse_args(flags)
+    else:
+        spec = importlib.util.find_spec(module)
+        assert spec is not None, module
+        source = Path(spec.origin).read_text()
+        for flag in (word for word in flags if word.startswith("--")):
+            assert f'"{flag}"' in source, f"{module} {flag}"
+
+
+def check_python(text: str) -> None:
+    """Raise unless it is Python, and everything of ours that it imports is there."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("megatron_dsa"):
+            known = names_of(node.module)
+            for alias in node.names:
+                assert alias.name in known, f"{node.module}.{alias.name}"
+
+
+def names_of(module: str) -> set[str]:
+    """Names of one of our modules: defined ones only, where a package that it needs is missing."""
+    try:
+        return set(dir(importlib.import_module(module)))
+    except ModuleNotFoundError as error:
+        if error.name.startswith("megatron_dsa"):
+            raise
+    source = Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
+    return {node.name for node in ast.parse(source).body if hasattr(node, "name")}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m megatron_dsa frobnicate",
+        "python -m megatron_dsa.nothing",
+        "torchrun -m megatron_dsa.pretrain --attention-backend dsa_fused --no-such-flag 3",
+        "examples/missing.sh",
+        "examples/v3_2.sh --no-such-flag",
+        "sbatch --nodes 2 examples/slurm.sbatch examples/missing.sh",
+        "python benchmarks/attention.py --no-such-flag",
+        "python -m benchmarks.convergence --cases 1",
+        "pip install 'megatron-dsa[nothing]'",
+        "nonsense",
+    ],
+)
+def test_check_finds_what_is_wrong(command):
+    with pytest.raises((AssertionError, SystemExit, ModuleNotFoundError)):
+        for words in filter(None, logical_lines(f"X=1 {command} ")):
+            check_command(words)
+
+
+def test_check_of_python_finds_what_is_wrong():
+    with pytest.raises(AssertionError):
+        check_python("from megatron_dsa.sequence.layout import nothing")

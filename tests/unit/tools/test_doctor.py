@@ -1,0 +1,191 @@
+"""The doctor's inputs, full-size calls, arguments, verdicts and printed table."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_dsa.tools import doctor
+from megatron_dsa.tools.doctor import examine as examination
+from megatron_dsa.tools.doctor import session as sessions
+from megatron_dsa.tools.doctor.cases import difficult_lists, layout_of, layout_of_rows, sampled_rows
+from megatron_dsa.tools.doctor.measure import same_bits
+from megatron_dsa.tools.doctor.results import Part, Report
+from megatron_dsa.tools.doctor.shapes import shapes_from
+from tests.doctor_harness import (
+    BACKWARD,
+    FORWARD,
+    SMALL,
+    altered,
+    others_are_ok,
+    parse,
+    run,
+    scale,
+    unchanged,
+    verdicts,
+)
+
+
+@pytest.fixture
+def as_if_on_gpu(monkeypatch):
+    """Make the full-size calls that a GPU gets, on the CPU at a small shape."""
+
+    class Timed(sessions.Session):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.timed = True
+
+    monkeypatch.setattr(examination, "Session", Timed)
+    monkeypatch.setattr(sessions, "median_ms", lambda call: float(call() is not None))
+
+
+def test_full_size_calls_are_timed(capsys, add, as_if_on_gpu):
+    add(FORWARD, unchanged)
+    code, data = run(capsys, f"{SMALL} --sink on")
+    assert code == 0, data["verdict"]
+    expected = {
+        "sparse attention": [{"forward"}, {"backward"}],
+        "teacher": [{"teacher"}],
+        "index selection": [{"selection"}],
+        "fp8 selection": [{"selection"}],
+        "indexer loss": [{"loss and gradients"}],
+    }
+    for result in data["results"]:
+        assert [set(part["ms"]) for part in result["parts"]] == expected[result["check"]]
+    errors = data["results"][0]["parts"][1]["errors"]
+    assert errors["dq at full size"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("operation", "said"),
+    [(FORWARD, "out at full size 1.0e+00"), (BACKWARD, "dq at full size 1.0e+00")],
+)
+def test_an_error_that_shows_only_at_full_size(capsys, add, as_if_on_gpu, operation, said):
+    def change(problem, result):
+        if len(problem.q) > 20:
+            result[0] = result[0] * 2
+
+    add(operation, altered(change))
+    code, data = run(capsys)
+    assert code == 1 and others_are_ok(data)
+    assert all(said in result["verdict"] for result in verdicts(data).values())
+
+
+@pytest.mark.parametrize(("error", "code"), [(torch.OutOfMemoryError, 0), (RuntimeError, 1)])
+def test_full_size_that_fails(capsys, add, as_if_on_gpu, error, code):
+    """Too little memory is the machine's fault; any other crash is the implementation's."""
+
+    def wrap(original):
+        def implementation(problem, *args):
+            if len(problem.q) > 20:
+                raise error("no luck")
+            return original(problem, *args)
+
+        return implementation
+
+    add(BACKWARD, wrap)
+    exit_code, data = run(capsys)
+    assert exit_code == code and others_are_ok(data)
+    for result in verdicts(data).values():
+        said = result["verdict"] + " ".join(result["parts"][1]["remarks"])
+        assert "at full size" in said and "backward" in said
+
+
+@pytest.mark.parametrize("packed", ["off", "on"])
+def test_the_inputs_are_as_difficult_as_promised(packed):
+    (shape,) = shapes_from(parse(f"{SMALL} --packed {packed}"))
+    device = torch.device("cpu")
+    layout = layout_of_rows(layout_of(shape, device), sampled_rows(shape, device))
+    lists = difficult_lists(shape, layout)
+    listed = torch.arange(shape.topk) < lists.length[:, None]
+    has_key = (lists.indices >= 0) & (lists.indices < shape.seq)
+    assert ((lists.length == 0) & has_key.any(-1)).any()  # length 0 over real ids
+    assert ((lists.length > 0) & ~has_key.any(-1)).any()  # nothing but -1
+    assert (listed & (lists.indices == shape.seq)).any()
+    assert (listed & (lists.indices == 2**31 - 1)).any()
+    hole = listed[:, 1:-1] & (lists.indices[:, 1:-1] == -1)
+    assert (hole & has_key[:, :-2] & has_key[:, 2:]).any()
+    assert (has_key & ~listed & (lists.length > 0)[:, None]).any()  # stale ids
+    assert len(lists.length.unique()) > 4  # ragged
+    assert lists.unselected[0] and lists.unselected[-1] and (~lists.unselected).sum() > 20
+    visible = (lists.indices >= layout.start[:, None]) & (lists.indices < layout.end[:, None])
+    assert visible[lists.valid].all()
+    # Some rows must be left as they were, or nothing would be compared.
+    assert (~lists.empty).sum() >= 10
+
+
+def test_the_grid(capsys):
+    shapes = shapes_from(parse("--heads 16,128 --topk 640,2048 --sink both --packed on"))
+    assert len(shapes) == 8 == len({shape.attention_label() for shape in shapes})
+    assert {shape.heads for shape in shapes} == {16, 128}
+    assert {shape.sink for shape in shapes} == {False, True}
+    assert all(shape.packed for shape in shapes)
+    (default,) = shapes_from(parse(""))
+    assert default.attention_label() == "H128 D576/512 K2048 S4096 bf16"
+    assert default.indexer_label() == "HI64 DI128 K2048 S4096 bf16"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("--seq 32", "--seq must be at least 64"),
+        ("--rows 4", "--rows must be at least 16"),
+        ("--device cuda:99", "--device cuda:99: this machine has"),
+        ("--device tpu", "--device must be cuda"),
+        ("--dims 512,576", "the value dim"),
+        ("--heads 0", "positive whole numbers"),
+        ("--seq 64,128", "must be one number"),
+    ],
+)
+def test_wrong_arguments_are_named(capsys, text, said):
+    try:
+        code = doctor.run(parse(text))
+    except SystemExit as error:  # argparse
+        code = error.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_exit_codes_of_a_report():
+    report = Report({}, [], [])
+    assert report.exit_code(allow_unfused=True) == 2  # nothing was checked at all
+
+
+def test_nan_is_the_worst_error():
+    part = Part((("operation", "name"),), True, True, 1e-3)
+    expected = torch.ones(3)
+    for values in ([1.0, 1.0, 1.0], [math.nan, 1.0, 1.0], [1.0, 1.0, 1.0]):
+        part.compare("x", torch.tensor(values), expected)
+    assert part.wrong() == ["x not finite"]
+
+
+def test_same_bits():
+    nan, zero = torch.tensor([math.nan]), torch.tensor([0.0])
+    assert same_bits((nan, None), (nan.clone(), None))
+    assert not same_bits((zero,), (-zero,))
+    assert not same_bits((zero,), (None,))
+    assert not same_bits((zero,), (zero.double(),))
+
+
+def test_the_printed_table(capsys, add):
+    add(FORWARD, altered(scale(1, 1 / math.log(2))))
+    assert doctor.run(parse(SMALL)) == 1
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    (heading,) = (line for line in lines if line[:3] == ["shape", "forward", "backward"])
+    assert heading[3:7] == ["out", "lse", "dq", "dkv"] and heading[-1] == "verdict"
+    (row,) = (line for line in lines if line[:1] == ["*"] and "made_up" in line)
+    assert "WRONG" in row and "4.4e-01" in row
+    assert out.splitlines()[-1].startswith("WRONG: 1 of ")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(capsys):
+    """Everything that is declared to work on this GPU does, at a small but real shape."""
+    torch.use_deterministic_algorithms(False)  # a mode in which some candidates would not run
+    code, data = run(
+        capsys, "--device cuda --heads 16,64 --topk 128 --seq 512 --rows 64 --sink both --packed on"
+    )
+    assert code in (0, 2), [r["verdict"] for r in data["results"] if not r["ok"]]
+    timed = [part["ms"] for result in data["results"] for part in result["parts"]]
+    assert all(all(ms > 0 for ms in figures.values()) and figures for figures in timed)

@@ -1,0 +1,229 @@
+"""Sparse attention that is wrong on purpose must be found by the doctor, right one must pass."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from megatron_dsa.tools import doctor
+from megatron_dsa.tools.doctor import session as sessions
+from tests.doctor_harness import (
+    BACKWARD,
+    FORWARD,
+    SMALL,
+    TEACHER,
+    altered,
+    others_are_ok,
+    parse,
+    run,
+    scale,
+    unchanged,
+    verdicts,
+)
+
+
+def test_right_implementations_pass(capsys):
+    code, data = run(capsys, f"{SMALL} --allow-unfused --sink both --packed both")
+    assert code == 0, [r["verdict"] for r in data["results"]]
+    checks = {"sparse attention": 4, "teacher": 4, "index selection": 2, "indexer loss": 2}
+    for check, shapes in checks.items():
+        assert len([r for r in data["results"] if r["check"] == check]) == shapes, check
+    for result in data["results"]:
+        assert result["chosen"]
+        for part in result["parts"]:
+            assert part["same_bits"] is True
+            assert all(error < 1e-4 for error in part["errors"].values())
+    with_sink = next(result for result in data["results"] if "sink" in result["label"])
+    assert set(with_sink["parts"][1]["errors"]) == {"dq", "dkv", "dsink", "p_sum"}
+
+
+def test_without_a_gpu_nothing_is_proven(capsys):
+    """The default shape is cut down, the report says so, and CI does not go green."""
+    code = doctor.run(parse("--device cpu"))
+    out = capsys.readouterr().out
+    assert code == 2
+    assert "NOT PROVEN: no fused implementation could be checked" in out
+    assert "Checked at H8 D576/512 K64 S256 bf16, HI8 DI64" in out
+    assert "NOT checked: fused kernels, the shape that was asked for, times" in out
+    assert "sparse_attention_backward cudnn: wrong GPU" in out
+    code, data = run(capsys, "--device cpu --heads 16,32,64 --topk 640,1152")
+    assert code == 2
+    assert len(data["asked"]) == 6 and len(data["shapes"]) == 1
+    assert data["not_checked"] and all(entry["reason"] for entry in data["not_checked"])
+
+
+def test_a_fused_implementation_that_is_right_proves_something(capsys, add):
+    add(FORWARD, unchanged)
+    add(BACKWARD, unchanged)
+    code, data = run(capsys)
+    assert code == 0, data["verdict"]
+    pairs = verdicts(data)
+    assert set(pairs) == {("made_up", "made_up"), ("made_up", "torch"), ("torch", "made_up")}
+    assert [pair for pair, result in pairs.items() if result["chosen"]] == [("made_up", "made_up")]
+
+
+def nan_in_empty_rows(problem, result):
+    result[0][result[1] == -math.inf] = math.nan
+
+
+def plausible_empty_rows(problem, result):
+    result[1][result[1] == -math.inf] = 0.0
+
+
+def atomics_of_padding_hit_row_0(problem, result):
+    result[1][0] += 1e-3
+
+
+def gradient_of_empty_rows(problem, result):
+    result[0][~(result[0] != 0).any(-1).any(-1)] = 1e-6
+
+
+def half_precision(problem, result):
+    result[0] = result[0].bfloat16()
+
+
+def rounded_dkv(problem, result):
+    result[1] = result[1].bfloat16()
+
+
+def too_narrow(problem, result):
+    result[0] = result[0][:, :1]
+
+
+def drop(position):
+    def change(problem, result):
+        del result[position:]
+
+    return change
+
+
+def only_with_teacher(problem, result):
+    if problem.want_p_sum:
+        result[0] = result[0] * 2
+
+
+@pytest.mark.parametrize(
+    ("operation", "change", "said"),
+    [
+        (FORWARD, scale(0, 1.01), "out 1.0e-02"),
+        (FORWARD, scale(1, 1 / math.log(2)), "lse 4.4e-01"),  # base 2
+        (FORWARD, scale(2, 1.02), "p_sum 2.0e-02"),
+        (FORWARD, nan_in_empty_rows, "out of an empty row is not 0"),
+        (FORWARD, plausible_empty_rows, "lse of an empty row is not -inf"),
+        (FORWARD, half_precision, "out is torch.bfloat16, not torch.float32"),
+        (FORWARD, too_narrow, "out has shape"),
+        (FORWARD, drop(1), "crashed"),
+        (FORWARD, only_with_teacher, "out 1.0e+00"),
+        (BACKWARD, scale(0, 0.5), "dq 5.0e-01"),
+        (BACKWARD, scale(1, 1.1), "dkv 1.0e-01"),
+        (BACKWARD, scale(1, math.nan), "dkv not finite"),
+        (BACKWARD, scale(2, -1), "dsink 2.0e+00"),
+        (BACKWARD, scale(3, 0.5), "p_sum 5.0e-01"),
+        (BACKWARD, drop(2), "crashed"),
+        (BACKWARD, atomics_of_padding_hit_row_0, "dkv of an unselected key is not 0"),
+        (BACKWARD, gradient_of_empty_rows, "dq of an empty row is not 0"),
+        (BACKWARD, rounded_dkv, "dkv is torch.bfloat16, not float32"),
+    ],
+)
+def test_wrong_attention_is_found(capsys, add, operation, change, said):
+    add(operation, altered(change))
+    code, data = run(capsys, f"{SMALL} --sink on")
+    assert code == 1
+    pairs = verdicts(data)
+    assert pairs
+    for result in pairs.values():
+        assert said in result["verdict"], result["verdict"]
+        role = operation.rsplit("_", 1)[-1]
+        crossed = len(result["parts"]) == 2
+        assert not crossed or f"{role} made_up: " in result["verdict"]
+    assert others_are_ok(data)
+    assert data["verdict"].startswith(f"WRONG: {len(pairs)} of ")
+    assert "1 of them what dispatch would run" in data["verdict"]
+
+
+def test_base_2_lse_spoils_a_right_backward_and_the_forward_is_named(capsys, add):
+    add(FORWARD, altered(scale(1, 1 / math.log(2))))
+    _, data = run(capsys)
+    verdict = verdicts(data)["made_up", "torch"]["verdict"]
+    assert "WRONG forward made_up: lse" in verdict and "WRONG backward torch: dq" in verdict
+    assert verdicts(data, "torch")["torch", "torch"]["verdict"] == "ok"
+
+
+def noisy():
+    """A last-bit difference between calls: far below the tolerance."""
+    calls = itertools.count(1)
+
+    def change(problem, result):
+        result[0] = result[0] * (1 + 1e-6 * next(calls))
+
+    return altered(change)
+
+
+@pytest.mark.parametrize("operation", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("declared", [True, False])
+def test_only_declared_determinism_is_demanded(capsys, add, operation, declared):
+    # Tests run in deterministic mode, which an undeclared one must at least be able to honour.
+    add(operation, noisy(), deterministic=declared, deterministic_mode=True)
+    code, data = run(capsys)
+    parts = [
+        part
+        for result in verdicts(data).values()
+        for part in result["parts"]
+        if "made_up" in part["implementations"].values()
+    ]
+    assert parts and all(part["same_bits"] is False for part in parts)
+    wrong = ["repeats differ, though declared deterministic"] if declared else []
+    assert all(part["wrong"] == wrong for part in parts)
+    assert code == (1 if declared else 0)
+
+
+def raises(original):
+    def implementation(*args):
+        raise ValueError("no such kernel image\nand a long traceback")
+
+    return implementation
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [FORWARD, BACKWARD, TEACHER, "indexer_topk", "sparse_indexer_loss", "indexer_backward"],
+)
+def test_a_crash_is_a_verdict_and_the_rest_goes_on(capsys, add, operation):
+    add(operation, raises)
+    code, data = run(capsys)
+    assert code == 1
+    found = verdicts(data)
+    assert found and others_are_ok(data)
+    for result in found.values():
+        assert result["verdict"].startswith("crashed")
+        assert "ValueError: no such kernel image" in result["verdict"]
+        assert "traceback" not in result["verdict"]
+    assert {result["check"] for result in data["results"]} == {
+        "sparse attention", "teacher", "index selection", "fp8 selection", "indexer loss",
+    }  # fmt: skip
+
+
+def test_a_crash_that_takes_the_gpu_with_it(capsys, add, monkeypatch):
+    """An illegal access poisons the process: nothing after it may be called wrong."""
+    add(BACKWARD, raises)
+    monkeypatch.setattr(sessions.Session, "_alive", lambda session: False)
+    code, data = run(capsys)
+    assert code == 1
+    wrong = [result for result in data["results"] if not result["ok"]]
+    assert [r["parts"][1]["implementations"] for r in wrong] == [{BACKWARD: "made_up"}]
+    reasons = {entry["operation"]: entry["reason"] for entry in data["not_checked"]}
+    assert "the GPU was lost when made_up crashed" in reasons["selection"]
+    assert "the GPU was lost when made_up crashed" in reasons[BACKWARD]
+
+
+def test_too_little_memory_for_the_reference_proves_nothing(capsys, add, monkeypatch):
+    def out_of_memory(*args):
+        raise torch.OutOfMemoryError("out of memory")
+
+    add("indexer_topk", unchanged)
+    monkeypatch.setattr("megatron_dsa.tools.doctor.attention.expected_attention", out_of_memory)
+    code, data = run(capsys)
+    assert code == 2
+    assert "out of memory in the float64 reference" in data["verdict"]
+    assert others_are_ok(data)

@@ -1,0 +1,315 @@
+"""Plans of jobs: memory as real modules take it, schedules, checks, the command."""
+
+import os
+import re
+import shlex
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch.overrides import _get_current_function_mode_stack
+
+from megatron_dsa import dispatch
+from megatron_dsa.metrics.log import NAMES, IndexerLog
+from megatron_dsa.tools.planner import stages
+from megatron_dsa.tools.planner.command import dry_run
+from megatron_dsa.tools.planner.gpus import GPU, GPUS
+from megatron_dsa.tools.planner.memory import LIBRARIES
+from megatron_dsa.tools.planner.tally import Tally
+from tests import host
+from tests.plans import BF16, CPU, EXPERTS, HYBRID, command, forget_layouts, only_chunk, plan
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_groups():
+    """Plans have process groups of their own."""
+    host.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_layouts_yet():
+    """Tables of layouts are made once per process: another test's would not be counted."""
+    forget_layouts()
+
+
+CASES = {
+    "sparse": {},
+    "dense loss": {"--dsa-indexer-use-sparse-loss": None},
+    "warmup": {"--dsa-stage": "warmup"},
+    "dense": {"--dsa-stage": "dense"},
+    "shared selection": {"--dsa-indexer-topk-freq": 2},
+    "hybrid": HYBRID,
+    "hybrid warmup": HYBRID | {"--dsa-stage": "warmup"},
+    "experts": EXPERTS,
+    "prediction": {"--mtp-num-layers": 1},
+    "bf16": {"--bf16": True},
+    "core recomputed": {"--recompute-granularity": "selective", "--recompute-modules": "core_attn"},
+    "up projection recomputed": {
+        "--recompute-granularity": "selective",
+        "--recompute-modules": "mla_up_proj",
+    },
+    "all recomputed": {
+        "--recompute-granularity": "full",
+        "--recompute-method": "uniform",
+        "--recompute-num-layers": 1,
+    },
+}
+
+
+def test_a_storage_that_is_emptied_counts_no_more():
+    """As Megatron does with what it will compute again."""
+    with Tally() as tally:
+        x = torch.empty(1000, device="meta")
+        before = tally.restart()
+        x.untyped_storage().resize_(0)
+        assert tally.live == before - 4000
+        x.untyped_storage().resize_(4000)
+        y = torch.empty(10, device="meta")
+        assert tally.live == tally.peak == before + 40
+        del x, y
+    assert tally.live == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, real modules take other kernels")
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_kept_is_what_real_modules_keep(name, monkeypatch):
+    # Wide enough that what a layer keeps outweighs tables and masks.
+    changes = {"--seq-length": 192, "--max-position-embeddings": 192, "--dsa-workspace-mib": 1}
+    changes |= CASES[name]
+    expected = only_chunk(plan(changes, gpu=CPU))
+
+    measure = stages._measure
+
+    def with_values(args, chunk, names):
+        with torch.no_grad():
+            for parameter in chunk.parameters():
+                torch.nn.init.normal_(parameter, std=0.02)
+        return measure(args, chunk, names)
+
+    monkeypatch.setattr(stages, "_measure", with_values)
+    real = only_chunk(plan(changes, gpu=CPU, device=torch.device("cpu")))
+    assert expected.kept == pytest.approx(real.kept, rel=0.02)
+    for layer, real_layer in zip(expected.layers, real.layers, strict=True):
+        assert layer.kept == pytest.approx(real_layer.kept, rel=0.03), layer
+    # Stand-ins take the whole workspace, torch's implementations what fits.
+    workspace = 2**20
+    assert real.forward_peak - 0.02 * real.kept <= expected.forward_peak
+    assert expected.forward_peak <= real.forward_peak + workspace
+    assert abs(expected.backward_peak - real.backward_peak) <= 0.05 * real.kept + workspace
+
+
+def test_tally_counts_what_autograd_saves():
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = torch.randn(64, 32, requires_grad=True)
+    weight = torch.randn(16, 32, requires_grad=True)
+    tally = Tally()
+    tally.ignore(x, weight)
+    with tally, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = torch.nn.functional.silu(x @ weight.t()).square().sum()
+    own = {x.untyped_storage().data_ptr(), weight.untyped_storage().data_ptr()}
+    expected = sum(size for place, size in saved.items() if place not in own)
+    assert tally.live == expected + out.nbytes
+    assert tally.peak >= tally.live
+    del out
+    assert tally.live <= expected
+
+
+TENSOR = {"--tensor-model-parallel-size": 2, "--sequence-parallel": True}
+
+
+def test_exchanged_bytes_are_those_of_the_documented_formula():
+    # docs/parallel.md, with the widths of the tiny model.
+    one = plan(BF16 | {"--context-parallel-size": 2, "--global-batch-size": 2}, world=2)
+    latent, index = 32 + 8, 16
+    per_token = latent * (2 + 4) + index * (2 + 4)
+    tokens, layers = 2 * 96, 2
+    assert one.stages[0].received["context"] == layers * tokens // 2 * per_token
+
+
+def test_weights_gradients_and_states_of_the_distributed_optimizer():
+    changes = BF16 | {"--use-distributed-optimizer": True}
+    one, four = plan(changes), plan(changes, world=4)
+    numbers = sum(weights.count for weights in only_chunk(one).weights)
+    for each, ranks in ((one, 1), (four, 4)):
+        memory = each.stages[0].memory
+        assert (memory.weights, memory.gradients) == (2 * numbers, 4 * numbers)
+        assert memory.optimizer == pytest.approx(12 * numbers / ranks, rel=1e-3)
+        assert memory.peak == (
+            memory.weights + memory.gradients + memory.optimizer + LIBRARIES
+            + max(memory.activations, memory.step)
+        )  # fmt: skip
+    plain = plan(BF16, world=4).stages[0].memory
+    assert plain.optimizer == one.stages[0].memory.optimizer
+    # Gradients are reduced and parameters gathered: 3 / 4 of each come from other ranks.
+    assert four.stages[0].received["data"] == round(numbers * (4 + 2) * 3 / 4)
+
+
+def test_frozen_weights_have_no_gradients():
+    memory = plan(BF16 | {"--dsa-stage": "warmup"}).stages[0].memory
+    assert 0 < memory.gradients < memory.weights / 2
+
+
+def test_experts_are_divided_and_their_tokens_travel():
+    changes = BF16 | EXPERTS | {"--expert-model-parallel-size": 4}
+    alone, spread = plan(BF16 | EXPERTS, world=4), plan(changes, world=4)
+    assert spread.stages[0].memory.weights < alone.stages[0].memory.weights
+    # Out and back, forward and backward: hidden states (64) of two experts each, 3 / 4 elsewhere;
+    # and their probabilities (fp32).
+    hidden = 2 * 96 * 2 * 64 * 2 * 3 // 4
+    assert spread.stages[0].received["expert"] == pytest.approx(4 * hidden, rel=0.05)
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+def test_microbatches_in_flight(virtual):
+    changes = BF16 | {"--num-layers": 8, "--pipeline-model-parallel-size": 4}
+    changes |= {"--global-batch-size": 16}
+    if virtual:
+        changes["--num-layers-per-virtual-pipeline-stage"] = 1
+    stages_of_plan = plan(changes, world=4).stages
+    for rank, stage in enumerate(stages_of_plan):
+        extra = max(max(c.forward_peak, c.backward_peak) - c.kept for c in stage.chunks)
+        if virtual:
+            # (4 - 1 - rank) * 2 in the warm-up, all microbatches of a group in the first chunk,
+            # and one that is under way; the chunks keep about the same.
+            flying = 2 * (3 - rank) + 4 + 1
+            assert len(stage.chunks) == 2
+        else:
+            flying = min(4 - rank, 8)
+        kept = max(c.kept for c in stage.chunks)
+        least = min(c.kept for c in stage.chunks)
+        assert flying * least <= stage.memory.activations <= flying * kept + extra
+
+
+@pytest.mark.parametrize(
+    "changes, world, message",
+    [
+        ({"--tensor-model-parallel-size": 3}, 4, "not divisible by total_model_size"),
+        ({"--context-parallel-size": 4, "--seq-length": 92}, 4, "multiple of"),
+        (
+            {"--num-layers": 4, "--pipeline-model-parallel-size": 2, "--dsa-indexer-topk-freq": 3},
+            2,
+            "index sharing does not cross pipeline stages",
+        ),
+        ({"--dsa-strict": True}, 1, "--dsa-strict refuses the fallback"),
+        ({"--dsa-backward-impl": "tilelang"}, 1, "needs dims"),
+        ({"--vocab-size": None, "--padded-vocab-size": None}, 1, "--vocab-size"),
+        (
+            {"--micro-batch-size": 4, "--global-batch-size": 8},
+            8,
+            "--global-batch-size (8) must be a multiple of --micro-batch-size (4) times 8 data",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_hold_says_why(changes, world, message, capsys):
+    with mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}):
+        argv = [*command(BF16 | changes), "--dsa-dry-run", "--dsa-dry-run-world", str(world)]
+        assert dry_run(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_pipeline_rank_of_an_error_is_named(capsys):
+    changes = {"--num-layers": 4, "--pipeline-model-parallel-size": 2, "--dsa-indexer-topk-freq": 3}
+    assert dry_run([*command(BF16 | changes), "--dsa-dry-run-world", "2"]) == 2
+    assert "(pipeline rank 1)" in capsys.readouterr().err
+
+
+def test_out_of_memory(capsys, monkeypatch):
+    small = GPU("NVIDIA H200", (9, 0), 0.3)
+    monkeypatch.setitem(GPUS, "h200", small)
+    assert dry_run(command(BF16)) == 1
+    captured = capsys.readouterr()
+    assert "out of memory: pipeline rank 0" in captured.err and "plan for 1 x" in captured.out
+
+
+def test_what_is_printed(capsys):
+    changes = BF16 | TENSOR | HYBRID | {"--global-batch-size": 4}
+    with mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}):
+        assert dry_run([*command(changes), "--dsa-dry-run-world", "2"]) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "plan for 2 x NVIDIA H200: TP 2 (attention by rows), DP 1",
+        "0: embedding | layer 1: window; dense MLP | layer 2: CSA (ratio 4) with indexer;",
+        "compressor: ",
+        " in layers 2-3",
+        "not flashmla: ",
+        "GFLOP per token",
+        "tensor ",
+    ):
+        assert part in out, part
+
+
+def test_the_flags_of_the_readme_are_planned_for_eight_gpus(capsys):
+    page = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    flags = shlex.split(re.search(r"^flags=\((.*?)^\)$", page, re.M | re.S)[1])
+    status = dry_run(["pretrain", *flags, "--dsa-dry-run", "--dsa-dry-run-world", "8"])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    assert captured.out.startswith("plan for 8 x ") and "DP 8" in captured.out
+
+
+def test_nothing_is_left_behind(monkeypatch):
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.multi_token_prediction import (
+        MTPLossAutoScaler,
+        MTPLossLoggingHelper,
+    )
+
+    # As a model that was trained in this process leaves them.
+    logged = {"loss_values": torch.ones(1)}
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", logged)
+    monkeypatch.setattr(get_moe_metrics_tracker(), "_metrics", {"load_balancing_loss": None})
+    scales = [torch.ones(1), torch.ones(1)]
+    scalers = MTPLossAutoScaler, MoEAuxLossAutoScaler
+    for scaler, scale in zip(scalers, scales, strict=True):
+        monkeypatch.setattr(scaler, "main_loss_backward_scale", scale)
+    stream = MoEAlltoAllTokenDispatcher.cuda_dtoh_stream
+    before = torch.cuda.current_device, dict(os.environ), _get_current_function_mode_stack()
+    changes = EXPERTS | {"--mtp-num-layers": 1, "--moe-aux-loss-coeff": 0.1}
+    plan(BF16 | changes | {"--deterministic-mode": True})
+    assert not torch.distributed.is_initialized() and not parallel_state.is_initialized()
+    assert not dispatch.rehearsing() and not dispatch.deterministic_mode()
+    after = torch.cuda.current_device, dict(os.environ), _get_current_function_mode_stack()
+    assert after == before
+    assert MoEAlltoAllTokenDispatcher.cuda_dtoh_stream is stream
+    assert get_moe_metrics_tracker().metrics == {"load_balancing_loss": None}
+    assert all(s.main_loss_backward_scale is x for s, x in zip(scalers, scales, strict=True))
+    assert MTPLossLoggingHelper.tracker is logged and logged == {"loss_values": torch.ones(1)}
+    assert torch.empty(1, device="cpu").device.type == "cpu"
+
+
+def test_flags_of_weights_are_no_part_of_a_plan():
+    """It reads no files; the job that starts from them may leave features out."""
+    assert plan(BF16 | {"--dsa-load-hf": "nowhere", "--dsa-hf-without": "hash-routing"}).stages
+
+
+def test_a_model_of_this_process_keeps_its_log(monkeypatch):
+    """Of fewer layers than the plan's; as after a training in the same process."""
+    sums = torch.zeros(1, len(NAMES))
+    monkeypatch.setattr(IndexerLog._state, "sums", sums)
+    plan(BF16)
+    assert IndexerLog._state.sums is sums and not sums.any()
+
+
+def test_what_a_plan_chose_is_chosen_anew_and_logged_by_a_run(add, monkeypatch, caplog):
+    """Its probes may have answered without the GPU, for a problem that is the same."""
+    asked = []
+    add("compressor", lambda torchs: torchs, probe=lambda _: asked.append(dispatch.rehearsing()))
+    monkeypatch.setattr(dispatch, "_logged", set())
+    caplog.set_level("INFO", "megatron_dsa.dispatch")
+    shape = {"heads": 4, "qk_dim": 16, "v_dim": 16, "dtype": torch.float32}
+    problem = dispatch.device_problem("cpu", **shape)
+    with dispatch.rehearse(dispatch.Rehearsal(None, None)):
+        dispatch.choose("compressor", problem, dispatch.Policy())
+    assert asked == [True] and not caplog.messages
+    dispatch.choose("compressor", problem, dispatch.Policy())
+    assert asked == [True, False] and len(caplog.messages) == 1

@@ -1,0 +1,118 @@
+"""What plans count for kernels, against what the adapters allocate when the kernels do nothing."""
+
+import dataclasses
+import sys
+import types
+
+import pytest
+import torch
+
+from megatron_dsa.dispatch import candidates
+from megatron_dsa.ops.sparse_attention import SparseProblem, flashmla
+from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
+from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS
+from megatron_dsa.tools.planner.host import host
+from megatron_dsa.tools.planner.stand_ins import Silent, stand_in
+from megatron_dsa.tools.planner.tally import Tally
+
+HEADS = (6, 16, 24, 32, 48, 64, 96, 128)
+#: Queries, keys and listed keys: what is most is lists and sums, or the key gradient.
+SHAPES = {"queries": (256, 64, 256), "keys": (16, 4096, 64)}
+
+
+def problem(heads, shape, device, sums_heads=False):
+    queries, keys, width = SHAPES[shape]
+    like = {"dtype": torch.bfloat16, "device": device}
+    return SparseProblem(
+        torch.zeros(queries, heads, 576, **like), torch.zeros(keys, 576, **like),
+        torch.zeros(queries, width, dtype=torch.int32, device=device), 512, 0.1,
+        None, None, 2**26, want_p_sum=sums_heads, in_order=True,
+    )  # fmt: skip
+
+
+def saved(given):
+    """out, lse and dout of a problem."""
+    out = torch.zeros_like(given.q[..., :512]).contiguous()
+    return out, torch.zeros(out.shape[:2], device=out.device), torch.zeros_like(out)
+
+
+def peak(run, given, *more):
+    tally = Tally()
+    tally.ignore(given.q, given.kv, given.indices, *more)
+    with tally:
+        result = run(given, *more)
+    assert result is not None
+    return tally.peak
+
+
+def planned(capability, operation, name, given, *more):
+    (candidate,) = (c for c in candidates(operation) if c.name == name)
+    with host(capability):
+        return peak(lambda *all: stand_in(operation, candidate, *all), given, *more)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Ours for a compute capability, silent."""
+    pytest.importorskip("tilelang", reason="tilelang is not installed")
+    from megatron_dsa.ops.sparse_attention.tilelang.hopper import unions
+
+    def first_places(*arguments):
+        arguments[5].zero_()
+
+    monkeypatch.setattr(unions, "compiled", lambda *_: first_places)
+
+    def of(capability):
+        target = TARGETS[capability]
+        return Silent(target, None if target == "sm_90a" else target)
+
+    return of
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("capability", TARGETS)
+def test_our_sparse_attention(capability, heads, shape, kernels):
+    silent = kernels(capability)
+    for sums_heads in (False, True):
+        given, meta = (problem(heads, shape, device, sums_heads) for device in ("cpu", "meta"))
+        for operation, run, more in (
+            ("sparse_attention_forward", tilelang_kernels.forward, lambda _: ()),
+            ("sparse_attention_backward", tilelang_kernels.backward, saved),
+        ):
+            real = peak(lambda *all, run=run: run(*all, kernels=silent), given, *more(given))
+            counted = planned(capability, operation, "tilelang", meta, *more(meta))
+            assert counted == pytest.approx(real, rel=0.001), (operation, sums_heads)
+
+
+def test_lists_in_parts_stay_within_the_workspace(kernels):
+    """With the part before, which the caller holds while the next one is made."""
+    kernels((9, 0))
+    budget = 2**17
+    given = dataclasses.replace(problem(16, "queries", "cpu"), workspace_bytes=budget)
+
+    def run(given):
+        return [part for part, _lists, _places in tilelang_kernels.key_lists(given, 4)]
+
+    rows = [row for part in run(given) for row in range(part.start, part.stop)]
+    assert rows == list(range(256)) and len(run(given)) > 2
+    assert 0.8 * budget < peak(run, given) < 1.05 * budget
+
+
+@pytest.mark.parametrize("width", [100, 128])
+@pytest.mark.parametrize("heads", HEADS)
+def test_flashmla(heads, width, monkeypatch):
+    """Which pads heads and lists."""
+
+    def silent(q, _kv, _indices, _scale, d_v, **_settings):
+        out, lse = q.new_empty(*q.shape[:2], d_v), q.new_empty(q.shape[:2], dtype=torch.float32)
+        return out, None, lse
+
+    module = types.ModuleType("flash_mla")
+    module.flash_mla_sparse_fwd = silent
+    monkeypatch.setitem(sys.modules, "flash_mla", module)
+    monkeypatch.setitem(SHAPES, "this", (64, 32, width))
+    real = peak(flashmla.forward, problem(heads, "this", "cpu"))
+    meta = problem(heads, "this", "meta")
+    counted = planned((9, 0), "sparse_attention_forward", "flashmla", meta)
+    assert counted == pytest.approx(real, rel=0.01)
