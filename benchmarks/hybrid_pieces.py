@@ -19,7 +19,7 @@ from benchmarks.timing import Clock, measure
 from benchmarks.verify import WrongResult, largest_error
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.errors import ImplementationError
-from megatron_dsa.numerics import accumulation_dtype
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.ops.compressor.api import compress
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.rope.api import norm_rope, rotate

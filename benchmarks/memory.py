@@ -34,8 +34,8 @@ COLUMNS = (
 
 def planned(argv: list[str]):
     """Return the planned :class:`~megatron_dsa.tools.planner.memory.RankMemory`."""
+    from megatron_dsa.dispatch.gpus import GPU, GPUS, gpu_here
     from megatron_dsa.tools.planner.command import plan_of
-    from megatron_dsa.tools.planner.gpus import GPU, GPUS, gpu_here
 
     gpu = GPUS[gpu_here()] if torch.cuda.is_available() else GPU("CPU", None, 1e3)
     return plan_of(argv, 1, gpu).stages[0].memory

@@ -103,8 +103,8 @@ def by_group(kernels: list[tuple[str, int]]) -> Counter[str]:
 
 def planned(argv: list[str]) -> Counter[str]:
     """Return the operations of a step by group, as ``--dsa-dry-run`` counts them."""
+    from megatron_dsa.dispatch.gpus import GPU, GPUS, gpu_here
     from megatron_dsa.tools.planner.command import plan_of
-    from megatron_dsa.tools.planner.gpus import GPU, GPUS, gpu_here
 
     gpu = GPUS[gpu_here()] if torch.cuda.is_available() else GPU("CPU", None, 1e3)
     plan = plan_of(argv, 1, gpu)

@@ -8,11 +8,10 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron_dsa.config import CP_EXCHANGES, STAGES, TEACHERS, TP_MODES, DSAOptions
 from megatron_dsa.csa_config import HybridTransformerConfig
-from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, OPERATIONS, candidates
-from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, OPERATIONS, candidates, rehearsing
+from megatron_dsa.dispatch.gpus import GPUS
+from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, require
 from megatron_dsa.sequence.sharding import CP_LAYOUTS
-from megatron_dsa.tools.planner.flags import add_dry_run_arguments
-from megatron_dsa.training.entry_errors import TRACEBACK_FLAG
 
 BACKENDS = ("dsa_fused", "dsa_unfused")
 
@@ -170,6 +169,38 @@ def _add_parallel_arguments(group) -> None:
     )
 
 
+def add_dry_run_arguments(group) -> None:
+    """Add all flags of plans to a parser or to a group of one."""
+    add_setting_arguments(group)
+    group.add_argument(
+        "--dsa-dry-run-attention-only",
+        action="store_true",
+        help="Plan the attention alone, for models of which the rest is not known: MLPs, experts, "
+        "embedding and output layer are left out.",
+    )
+
+
+def add_setting_arguments(group) -> None:
+    """Add the flags of what a plan is made for, which is not the model."""
+    group.add_argument(
+        "--dsa-dry-run",
+        action="store_true",
+        help="Check the job and print its plan (layers, kernels, memory, traffic), in one process "
+        "and without a GPU; train nothing.",
+    )
+    group.add_argument(
+        "--dsa-dry-run-world",
+        type=int,
+        metavar="N",
+        help="GPUs of the planned job (default: the environment variable WORLD_SIZE, or 1).",
+    )
+    group.add_argument(
+        "--dsa-dry-run-gpu",
+        choices=GPUS,
+        help="GPU of the planned job (default: this machine's, or h200).",
+    )
+
+
 def _add_implementation_arguments(group) -> None:
     """Add the flags of what runs, one per operation among them."""
     group.add_argument(
@@ -299,6 +330,20 @@ def refuse_ignored_flags(args: argparse.Namespace) -> None:
     )
     for ok, message in rules:
         require(ok, message)
+
+
+def refuse_dry_run_flags(args: argparse.Namespace) -> None:
+    """Raise for flags of plans in a training, which would go on as if they were not there."""
+    if args.dsa_dry_run:
+        raise ConfigError(
+            "--dsa-dry-run: this script trains, it makes no plans; give the same flags to "
+            "python -m megatron_dsa.pretrain"
+        )
+    for name in ("dsa_dry_run_world", "dsa_dry_run_gpu", "dsa_dry_run_attention_only"):
+        # The last one is a flag of the planned model, too.
+        if getattr(args, name) and not rehearsing():
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag}: has a meaning only with --dsa-dry-run, add that")
 
 
 def apply_yarn_flags(args: argparse.Namespace, config) -> None:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_dsa.checks import FLOATS, require_layout, require_tensor, require_values
 from megatron_dsa.dispatch import Policy, device_problem, run
 from megatron_dsa.errors import require
-from megatron_dsa.numerics import accumulation_dtype
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor, require_values
 from megatron_dsa.ops.dense_attention.api import (
     dense_attention,
     gathered_latent_attention,

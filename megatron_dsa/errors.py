@@ -1,5 +1,8 @@
 """Exceptions raised to users. Each message names the argument, the rule and the fix."""
 
+#: Flag that shows where an error comes from, instead of a sentence.
+TRACEBACK_FLAG = "--traceback"
+
 
 class DSAError(Exception):
     """Base class of every error that this package raises on purpose."""

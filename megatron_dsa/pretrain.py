@@ -1,15 +1,15 @@
 """Training entry point: ``python -m megatron_dsa.pretrain <any Megatron flags>``.
 
 Megatron's own ``pretrain()`` with a GPT model whose attention is sparse. The released wheel has the
-training loop but no ``pretrain_gpt.py``; this is the part that a script has to bring: the model
-configuration, the data sets and the forward step.
+training loop but no ``pretrain_gpt.py``. The parts that another script needs can be imported from
+here, too.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,101 +20,26 @@ from megatron_dsa.training.launching import check_launch
 from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.versions import untested_versions
 
+if TYPE_CHECKING:
+    from megatron_dsa.training.setup import forward_step, loss_function, model_config_from_args
 
-def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor):
-    """Return the loss sum over unmasked tokens, their number, and both for the log."""
-    mask = loss_mask.reshape(-1).float()
-    total = torch.sum(losses.reshape(-1).float() * mask)
-    tokens = mask.sum().to(torch.int)
-    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
-
-
-def forward_step(data_iterator, model):
-    """Run one microbatch; return the per-token losses and the function that reduces them."""
-    from megatron.core.utils import get_attr_wrapped_model, get_model_config
-    from megatron.training import get_timers
-
-    from megatron_dsa.dispatch.times import TIMES
-    from megatron_dsa.metrics.throughput import installed
-    from megatron_dsa.training.data import get_batch
-
-    TIMES.paused = not model.training
-    timers = get_timers()
-    timers("batch-generator", log_level=2).start()
-    vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    batch, packed = get_batch(data_iterator, get_model_config(model), vp_stage)
-    timers("batch-generator").stop()
-    counter = installed()
-    # Every chunk of an interleaved pipeline gets the batch, and evaluation is not counted.
-    if counter is not None and packed is not None and model.training and not vp_stage:
-        counter.count_documents(packed.cu_seqlens_q)
-    losses = model(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-        packed_seq_params=packed,
-    )
-    return losses, functools.partial(loss_function, batch["loss_mask"])
+__all__ = [
+    "finish",
+    "forward_step",
+    "loss_function",
+    "main",
+    "model_config_from_args",
+    "prepare_host",
+]
 
 
-def model_config_from_args(args):
-    """Return the :class:`.DSAModelConfig` that the parsed flags describe."""
-    from megatron.training.argument_utils import (
-        core_transformer_config_from_args,
-        gpt_config_from_args,
-    )
+def __getattr__(name: str):
+    """Import what needs Megatron when it is asked for: the host may have to be prepared before."""
+    if name in ("forward_step", "loss_function", "model_config_from_args"):
+        from megatron_dsa.training import setup
 
-    from megatron_dsa.arguments import (
-        apply_yarn_flags,
-        hybrid_fields,
-        options_from_args,
-        refuse_ignored_flags,
-        refuse_unused_hybrid_flags,
-    )
-    from megatron_dsa.config import DSATransformerConfig
-    from megatron_dsa.csa_config import HybridTransformerConfig
-    from megatron_dsa.dispatch.times import TIMES
-    from megatron_dsa.errors import ConfigError
-    from megatron_dsa.modules.freezing import freeze_for_stage
-    from megatron_dsa.tools.planner.flags import refuse_dry_run_flags
-    from megatron_dsa.training.data import check_spread
-    from megatron_dsa.training.model import DSAModelConfig
-
-    if not args.multi_latent_attention:
-        raise ConfigError("--multi-latent-attention is required: DSA is built on MLA")
-    packed = args.dataloader_inter_document_masking
-    if packed and args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:
-        raise ConfigError(
-            f"--micro-batch-size must be 1 with --dataloader-inter-document-masking and pipeline "
-            f"parallelism, got {args.micro_batch_size}: Megatron sends unpacked shapes between "
-            "stages"
-        )
-    if (args.reset_attention_mask or args.reset_position_ids) and not packed:
-        raise ConfigError(
-            "--reset-attention-mask and --reset-position-ids have no effect here: attention is "
-            "masked by indices. Use --dataloader-inter-document-masking to keep documents apart"
-        )
-    refuse_dry_run_flags(args)
-    refuse_ignored_flags(args)
-    check_spread(args)
-    TIMES.on = args.dsa_time_operations
-    mla = core_transformer_config_from_args(args)
-    apply_yarn_flags(args, mla)
-    options = options_from_args(args)
-    if args.csa_compress_ratios is not None:
-        config = HybridTransformerConfig.from_mla(mla, options, **hybrid_fields(args))
-    else:
-        refuse_unused_hybrid_flags(args)
-        config = DSATransformerConfig.from_mla(mla, options)
-    model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)
-    if args.dsa_load_hf is not None:
-        from megatron_dsa.huggingface.load_hf import importing_hook
-
-        model.pre_wrap_hooks.append(importing_hook(args))
-    model.pre_wrap_hooks.append(freeze_for_stage)
-    return model
+        return getattr(setup, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def prepare_host(argv: list[str]) -> None:
@@ -159,6 +84,7 @@ def _main() -> None:
     from megatron_dsa.arguments import add_dsa_arguments, megatron_argv
     from megatron_dsa.training.checkpoints import prepare_loading
     from megatron_dsa.training.data import train_valid_test_datasets
+    from megatron_dsa.training.setup import forward_step, model_config_from_args
 
     args = arguments.parse_and_validate_args(extra_args_provider=add_dsa_arguments)
     sys.argv[:] = megatron_argv(sys.argv)

@@ -7,10 +7,10 @@ from unittest import mock
 
 import torch
 
+from megatron_dsa.dispatch.gpus import GPU, GPUS
 from megatron_dsa.sequence import from_megatron as microbatch
 from megatron_dsa.sequence import layout
 from megatron_dsa.tools.planner.command import plan_of
-from megatron_dsa.tools.planner.gpus import GPU, GPUS
 from tests.functional.launch import TINY
 
 CPU = GPU("CPU", None, 1e3)

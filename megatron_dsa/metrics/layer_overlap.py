@@ -14,7 +14,7 @@ import torch
 
 from megatron_dsa.metrics.health import sample_rows
 from megatron_dsa.metrics.quality import Mean, chooses, recall
-from megatron_dsa.ops.autograd import in_backward
+from megatron_dsa.numerics.autograd import in_backward
 from megatron_dsa.sequence.layout import Layout
 
 FIGURE = "dsa layer overlap"

@@ -18,7 +18,7 @@ from megatron_dsa.config import indexer_is_trained
 from megatron_dsa.csa_config import has_indexers
 from megatron_dsa.metrics.quality import Mean
 from megatron_dsa.metrics.tags import EVALUATION, FIGURES, layer_tag, write
-from megatron_dsa.ops.autograd import once_differentiable
+from megatron_dsa.numerics.autograd import once_differentiable
 
 logger = logging.getLogger(__name__)
 

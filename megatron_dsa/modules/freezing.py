@@ -15,7 +15,7 @@ from megatron.core.utils import log_single_rank, make_viewless_tensor
 
 from megatron_dsa.config import is_indexer_parameter, trains_main
 from megatron_dsa.modules.indexer_training import TrainsIndexer
-from megatron_dsa.ops.autograd import once_differentiable
+from megatron_dsa.numerics.autograd import once_differentiable
 
 logger = logging.getLogger(__name__)
 

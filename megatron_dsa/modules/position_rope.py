@@ -14,7 +14,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_find_correction_range,
 )
 
-from megatron_dsa.numerics import accumulation_dtype
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.sequence.compressed import CompressedKeys
 from megatron_dsa.sequence.layout import Layout
 

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 import torch
 
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.ops.autograd import in_backward
+from megatron_dsa.numerics.autograd import in_backward
 from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.sequence.layout import Layout
 from megatron_dsa.sequence.positions import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.ops.autograd import once_differentiable
+from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.parallel.gather import channel_for, launch
 from megatron_dsa.parallel.groups import (
     Ranks,

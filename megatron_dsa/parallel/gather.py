@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_dsa.numerics import accumulation_dtype
-from megatron_dsa.ops.autograd import once_differentiable
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.numerics.autograd import once_differentiable
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from megatron_dsa.dispatch import count
-from megatron_dsa.ops.autograd import once_differentiable
+from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.parallel.gather import (
     Gathering,
     arrive,

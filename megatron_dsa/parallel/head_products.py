@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.numerics import bmm
-from megatron_dsa.ops.autograd import once_differentiable
+from megatron_dsa.numerics.arithmetic import bmm
+from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.parallel.gather import start_gather, start_sum
 
 

@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import torch
 
-from megatron_dsa.checks import require_values
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.numerics.checks import require_values
 from megatron_dsa.sequence.layout import Layout, bshd_layout, packed_layout
 from megatron_dsa.sequence.sharding import KeyPlaces, Spread, places_of, spread_layout
 

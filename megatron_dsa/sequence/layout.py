@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_dsa.checks import require_cu_seqlens, require_tensor, require_values
 from megatron_dsa.errors import require
+from megatron_dsa.numerics.checks import require_cu_seqlens, require_tensor, require_values
 
 if TYPE_CHECKING:
     from megatron_dsa.sequence.sharding import KeyPlaces

@@ -15,8 +15,8 @@ from functools import lru_cache
 
 import torch
 
-from megatron_dsa.checks import require_tensor
 from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.numerics.checks import require_tensor
 from megatron_dsa.sequence.layout import Layout, Window
 
 #: ``zigzag``: a rank holds chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp``, of every document in

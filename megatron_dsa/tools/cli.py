@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_dsa import __version__
-from megatron_dsa.training.entry_errors import TRACEBACK_FLAG
+from megatron_dsa.errors import TRACEBACK_FLAG
 from megatron_dsa.versions import (
     OPTIONAL_PACKAGES,
     check_host,
@@ -241,7 +241,7 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--output", required=True, help="path prefix of the .bin and .idx files")
     data.add_argument("--input", nargs="*", help="text files (default: Python's documentation)")
     data.set_defaults(run=_prepare_data)
-    from megatron_dsa.huggingface.commands import add_commands
+    from megatron_dsa.tools.huggingface_commands import add_commands
 
     add_commands(commands)
     from megatron_dsa.tools.report import command

@@ -21,10 +21,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_dsa.errors import DSAError
+from megatron_dsa.errors import TRACEBACK_FLAG, DSAError
 from megatron_dsa.training.checkpoint_files import TRACKER
 
-TRACEBACK_FLAG = "--traceback"
 #: Exit code of what the user has to change before it can run.
 USAGE = 2
 #: Megatron's exit codes after a result that is not a number: save and rerun; give up.

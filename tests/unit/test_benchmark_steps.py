@@ -10,10 +10,10 @@ import torch
 
 from benchmarks import memory, operations, resume
 from benchmarks.training_step import CASES, command, one_rank, trainer
+from megatron_dsa.dispatch.gpus import GPUS
 from megatron_dsa.sequence import from_megatron as microbatch
 from megatron_dsa.sequence import layout
 from megatron_dsa.tools.planner.command import parsed, plan_of
-from megatron_dsa.tools.planner.gpus import GPUS
 from tests import host
 
 BENCHMARKS = Path(memory.__file__).parent

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.checks import FLOATS, require_tensor
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.numerics import accumulation_dtype
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.numerics.checks import FLOATS, require_tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.numerics import accumulation_dtype, rows_in_budget
-from megatron_dsa.ops.autograd import once_differentiable
+from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget
+from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.ops.compressor import CompressorProblem, Groups
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.numerics import accumulation_dtype, bmm, rows_in_budget
-from megatron_dsa.ops.autograd import once_differentiable
+from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget
+from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.ops.dense_attention import DenseProblem
 
 

@@ -10,8 +10,8 @@ import torch
 
 from megatron_dsa.dispatch import Policy, choose, device_problem, run
 from megatron_dsa.dispatch.support import Problem
-from megatron_dsa.numerics import scaled
-from megatron_dsa.ops.autograd import once_differentiable
+from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.numerics.scaling import scaled
 from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLossProblem
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.sequence.layout import Layout

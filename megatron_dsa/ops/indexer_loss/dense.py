@@ -16,8 +16,9 @@ from typing import Protocol
 
 import torch
 
-from megatron_dsa.numerics import accumulation_dtype, scaled
-from megatron_dsa.ops.autograd import once_differentiable
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.numerics.scaling import scaled
 from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_loss.gradients import Gradients
 from megatron_dsa.ops.indexer_loss.teacher import normalised_lse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.numerics import accumulation_dtype
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_loss import IndexerGradients
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.sequence.layout import Layout

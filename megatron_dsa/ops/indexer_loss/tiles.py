@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.numerics import accumulation_dtype
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
 from megatron_dsa.sequence.layout import Layout, Window
 
@@ -153,7 +153,7 @@ class TileBytes:
 def _accumulator(x: torch.Tensor) -> tuple[int, int]:
     """Return the bytes of ``x``'s accumulator and of the copy that a product makes of an operand.
 
-    Without matrix units for 16 bits (:func:`~megatron_dsa.numerics.bmm`), it is widened.
+    Without matrix units for 16 bits (:func:`~megatron_dsa.numerics.arithmetic.bmm`), it is widened.
     """
     acc = accumulation_dtype(x.dtype).itemsize
     return acc, acc if x.element_size() < acc and not x.is_cuda else 0

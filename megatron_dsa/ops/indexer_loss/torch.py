@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dsa.numerics import accumulation_dtype, bmm, rows_in_budget, valid_entries
+from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget, valid_entries
 from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLoss, SparseLossProblem
 from megatron_dsa.ops.indexer_loss.gradients import Gradients
 from megatron_dsa.ops.indexer_topk import IndexerInputs

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from megatron_dsa.numerics import accumulation_dtype, mm
+from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm
 from megatron_dsa.ops.indexer_loss import DenseLossProblem
 from megatron_dsa.ops.indexer_loss.dense import dense_loss, take
 from megatron_dsa.ops.indexer_loss.teacher import log_sum_exp, teacher_lse, teacher_tile

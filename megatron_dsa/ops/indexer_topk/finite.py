@@ -11,9 +11,9 @@ import dataclasses
 
 import torch
 
-from megatron_dsa.checks import require_on_device
 from megatron_dsa.dispatch import rehearsing
-from megatron_dsa.numerics import accumulation_dtype
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.numerics.checks import require_on_device
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.sequence.layout import Layout
 

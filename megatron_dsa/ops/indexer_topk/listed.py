@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.numerics import accumulation_dtype, bmm, has_triton, rows_in_budget
+from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget
+from megatron_dsa.numerics.scaling import has_triton
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dsa.numerics import accumulation_dtype, mm
+from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 
 

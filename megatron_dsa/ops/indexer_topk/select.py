@@ -14,7 +14,7 @@ import torch
 
 from megatron_dsa.dispatch import Policy, choose, run
 from megatron_dsa.dispatch.support import Problem
-from megatron_dsa.numerics import accumulation_dtype
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_loss.api import index_problem
 from megatron_dsa.ops.indexer_topk import IndexerInputs, TopKProblem
 from megatron_dsa.ops.indexer_topk.blocks import Selector

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
-from megatron_dsa.numerics import accumulation_dtype, rows_in_budget
-from megatron_dsa.ops.autograd import once_differentiable
+from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget
+from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.ops.rope import check_inputs
 
 

@@ -14,8 +14,8 @@ import torch
 
 from megatron_dsa.dispatch import Policy, run
 from megatron_dsa.dispatch.support import Problem
-from megatron_dsa.numerics import scaled
-from megatron_dsa.ops.autograd import once_differentiable
+from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.numerics.scaling import scaled
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, SelectedKeysLoss
 from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.ops.key_lists.api import KeyLists

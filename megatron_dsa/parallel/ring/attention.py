@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import distributed
 
-from megatron_dsa.checks import FLOATS, require_tensor
 from megatron_dsa.dispatch import device_problem
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.numerics import accumulation_dtype
-from megatron_dsa.ops.autograd import once_differentiable
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.numerics.checks import FLOATS, require_tensor
 from megatron_dsa.parallel.ring.blocks import Leaf, choose
 from megatron_dsa.parallel.ring.contents import KeysAndValues, Latent
 from megatron_dsa.parallel.ring.exchange import Gathered, Ring, RingExchange

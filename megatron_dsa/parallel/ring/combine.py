@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from megatron_dsa.dispatch.packages import TRITON
-from megatron_dsa.numerics import accumulation_dtype
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
 
 
 class Combined:

@@ -8,7 +8,7 @@ import torch
 
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.dispatch.support import Problem
-from megatron_dsa.numerics import accumulation_dtype, bmm, rows_in_budget
+from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget
 from megatron_dsa.parallel.ring.sequences import Dense, Packed
 
 

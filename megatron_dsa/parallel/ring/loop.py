@@ -6,7 +6,7 @@ may be in them (:mod:`.contents`).
 
 from __future__ import annotations
 
-from megatron_dsa.numerics import accumulation_dtype
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.parallel.ring.combine import Combined
 
 

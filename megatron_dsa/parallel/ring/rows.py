@@ -19,8 +19,8 @@ from typing import Protocol
 
 import torch
 
-from megatron_dsa.checks import require_cu_seqlens, require_values
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.numerics.checks import require_cu_seqlens, require_values
 from megatron_dsa.parallel.ring.sequences import Dense, Packed, covering
 
 _ALL = slice(None)

@@ -13,13 +13,13 @@ from unittest import mock
 
 import torch
 
-from megatron_dsa.errors import ConfigError, DSAError, require
+from megatron_dsa.arguments import add_dsa_arguments, add_setting_arguments
+from megatron_dsa.dispatch.gpus import GPU, GPUS, gpu_here
+from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, DSAError, require
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.tools.planner.attention_only import leave_out_flags
-from megatron_dsa.tools.planner.flags import add_setting_arguments
-from megatron_dsa.tools.planner.gpus import GPU, GPUS, gpu_here
 from megatron_dsa.tools.planner.host import META, host
-from megatron_dsa.training.entry_errors import TRACEBACK_FLAG, Ending, explain, refused_by_megatron
+from megatron_dsa.training.entry_errors import Ending, explain, refused_by_megatron
 
 
 def dry_run(argv: list[str]) -> int:
@@ -85,14 +85,14 @@ def plan_of(argv: list[str], world: int, gpu: GPU, device: torch.device = META):
     Args:
         argv: program and flags, as for ``megatron_dsa.pretrain``.
         world: GPUs of the job.
-        gpu: their kind, one of :data:`megatron_dsa.tools.planner.gpus.GPUS`.
+        gpu: their kind, one of :data:`megatron_dsa.dispatch.gpus.GPUS`.
         device: see :func:`megatron_dsa.tools.planner.host.host`.
 
     Raises:
         AssertionError, ConfigError, ...: what the start-up of the job would raise.
     """
-    from megatron_dsa.pretrain import model_config_from_args
     from megatron_dsa.tools.planner.plan import make_plan
+    from megatron_dsa.training.setup import model_config_from_args
 
     with host(gpu.capability, device), parsed(argv, world) as args:
         return make_plan(args, model_config_from_args(args), gpu)
@@ -112,7 +112,6 @@ def parsed(argv: list[str], world: int, planning: bool = True):
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.training import arguments
 
-    from megatron_dsa.arguments import add_dsa_arguments
     from megatron_dsa.training.preset_flags import preset_flags
 
     argv, quiet = list(argv), io.StringIO()  # Megatron prints all arguments

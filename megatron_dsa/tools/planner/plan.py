@@ -9,9 +9,9 @@ from typing import Any
 from unittest import mock
 
 from megatron_dsa import specs
+from megatron_dsa.dispatch.gpus import GPU
 from megatron_dsa.metrics.flops import flops_by_part, model_work
 from megatron_dsa.tools.planner import attention_only
-from megatron_dsa.tools.planner.gpus import GPU
 from megatron_dsa.tools.planner.host import ranks
 from megatron_dsa.tools.planner.memory import RankMemory, gradient_bytes, rank_memory
 from megatron_dsa.tools.planner.stages import Chunk, measure_rank
@@ -61,7 +61,8 @@ def make_plan(args, model, gpu: GPU) -> Plan:
 
     Args:
         args: validated arguments; ``world_size`` is the job's.
-        model: their model configuration (:func:`megatron_dsa.pretrain.model_config_from_args`).
+        model: their model configuration
+            (:func:`megatron_dsa.training.setup.model_config_from_args`).
         gpu: what to plan for.
 
     Raises:

@@ -76,7 +76,8 @@ def measure_rank(args, model, pg_collection) -> list[Chunk]:
 
     Args:
         args: validated arguments.
-        model: the model configuration, see :func:`megatron_dsa.pretrain.model_config_from_args`.
+        model: the model configuration, see
+            :func:`megatron_dsa.training.setup.model_config_from_args`.
         pg_collection: process groups, from :func:`megatron_dsa.tools.planner.host.ranks`.
 
     Raises:

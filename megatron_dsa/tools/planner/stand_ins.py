@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 
 from megatron_dsa.dispatch import Candidate
-from megatron_dsa.numerics import accumulation_dtype
-from megatron_dsa.ops.autograd import once_differentiable
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLoss
 from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels

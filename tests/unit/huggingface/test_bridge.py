@@ -13,9 +13,9 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.conventions import check_model, parse_config, read_config
 from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
 from megatron_dsa.huggingface.files import CheckpointReader
-from megatron_dsa.huggingface.load_hf import place_of
 from megatron_dsa.huggingface.names import INDEXER, V3, Split
 from megatron_dsa.huggingface.names_v4 import V4
+from megatron_dsa.training.load_hf import place_of
 from tests.host import start
 from tests.ranks import spawn
 from tests.tiny_models import tensors_of, tiny_config, tiny_model, tiny_v4

@@ -176,7 +176,7 @@ def test_padding_of_the_vocabulary_is_shared_too(tmp_path):
 
 def test_training_run_starts_from_a_checkpoint(tmp_path, capsys, monkeypatch):
     """The hook fills the model, but not if the run has a Megatron checkpoint to resume from."""
-    from megatron_dsa.huggingface.load_hf import importing_hook, place_of
+    from megatron_dsa.training.load_hf import importing_hook, place_of
 
     config = tiny_config("deepseek_v3")
     model = tiny_model(config, "dense")

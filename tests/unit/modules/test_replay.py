@@ -10,7 +10,7 @@ from megatron_dsa.config import DSAOptions
 from megatron_dsa.dispatch import report, reset_report
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.modules.replay import IndexCapture, IndexReplay
-from megatron_dsa.ops.autograd import in_backward
+from megatron_dsa.numerics.autograd import in_backward
 from megatron_dsa.sequence.positions import positions_to_rows
 from tests.host import attention_module, hidden_like, packed, small_config, start
 from tests.processes import run_ranks

@@ -14,7 +14,7 @@ import torch
 from megatron_dsa.dispatch import Policy, candidates, device_problem, report, reset_report
 from megatron_dsa.dsa_kernels import sparse_indexer_loss
 from megatron_dsa.modules.warm_up import warm_up
-from megatron_dsa.numerics import valid_entries
+from megatron_dsa.numerics.arithmetic import valid_entries
 from megatron_dsa.ops.indexer_loss import SparseLossProblem, reference
 from megatron_dsa.ops.indexer_loss.tilelang.launch import sparse, units_per_one
 from megatron_dsa.ops.indexer_topk import IndexerInputs

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException
 
-from megatron_dsa import checks
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.numerics import checks
 from megatron_dsa.parallel.ring.rows import PackedZigzagRows
 from megatron_dsa.parallel.ring.runs import PackedRuns
 from megatron_dsa.sequence.compressed import compressed_keys

@@ -11,10 +11,10 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 from megatron_dsa import dispatch
+from megatron_dsa.dispatch.gpus import GPU, GPUS
 from megatron_dsa.metrics.log import NAMES, IndexerLog
 from megatron_dsa.tools.planner import stages
 from megatron_dsa.tools.planner.command import dry_run
-from megatron_dsa.tools.planner.gpus import GPU, GPUS
 from megatron_dsa.tools.planner.memory import LIBRARIES
 from megatron_dsa.tools.planner.tally import Tally
 from tests import host

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.dispatch import deterministic_mode
-from megatron_dsa.numerics import lengths
+from megatron_dsa.numerics.arithmetic import lengths
 from megatron_dsa.ops.hopper.fragments import in_column_order_transposed
 from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLoss, SparseLossProblem
 from megatron_dsa.ops.indexer_topk import IndexerInputs

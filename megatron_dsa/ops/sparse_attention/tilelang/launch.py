@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.dispatch import deterministic_mode
-from megatron_dsa.numerics import rows_in_budget, valid_entries
+from megatron_dsa.numerics.arithmetic import rows_in_budget, valid_entries
 from megatron_dsa.ops.hopper.fragments import (
     in_column_order,
     in_column_order_transposed,

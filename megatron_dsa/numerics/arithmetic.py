@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from megatron_dsa.dispatch.packages import TRITON
 from megatron_dsa.versions import parse_version
 
 # bmm with a wider output dtype than its operands: tensor cores with an fp32 result.
@@ -35,30 +32,6 @@ def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Product ``[i, k] @ [k, j]`` with the numerics of :func:`bmm`."""
     return bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
-
-
-def scaled(gradient: torch.Tensor, factor: torch.Tensor | float, dtype: torch.dtype | None = None):
-    """Return ``factor * gradient``, multiplied in fp32, in ``dtype`` (default: the gradient's)."""
-    dtype = gradient.dtype if dtype is None else dtype
-    if isinstance(factor, torch.Tensor) and factor.device.type == "cpu":
-        factor = factor.item()  # copying a tensor of the host would synchronise
-    if not isinstance(factor, torch.Tensor):
-        factor = torch.full((), factor, dtype=torch.float64, device=gradient.device)
-    # With one dim the factor keeps its dtype, and the product is rounded where it is written.
-    factor = factor.to(accumulation_dtype(gradient.dtype)).view(1)
-    out = torch.empty_like(gradient, dtype=dtype)
-    fits = gradient.is_cuda and gradient.is_contiguous() and factor.dtype == torch.float32
-    if fits and has_triton():
-        from megatron_dsa.ops.scaling import scale
-
-        return scale(gradient, factor, out)
-    return torch.mul(gradient, factor, out=out)
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether small helpers may be Triton kernels; operations ask through dispatch."""
-    return TRITON.problem() is None
 
 
 def rows_in_budget(budget_bytes: int, bytes_per_row: int) -> int:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dsa.numerics import scaled
+from megatron_dsa.numerics.scaling import scaled
 from tests.helpers import leaf
 from tests.unit.ops.test_compressor import interpret
 
@@ -42,7 +42,7 @@ def test_triton_interpreted():
 
 def main():
     """What runs in the interpreter: one element, several programs, nothing."""
-    from megatron_dsa.ops.scaling import scale
+    from megatron_dsa.numerics.scaling_triton import scale
 
     factor = torch.tensor([0.3])
     for shape in ((1,), (3, 5000), (0, 4)):

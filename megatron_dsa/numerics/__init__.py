@@ -1,0 +1,1 @@
+"""What all operations share: dtypes, products, checks of arguments, autograd helpers."""
