@@ -37,7 +37,7 @@ from megatron_dsa.dispatch import Policy, candidates, device_problem, run
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops.indexer_loss.api import index_problem
-from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from megatron_dsa.sequence.layout import Layout, Window
 
 #: Columns of the CSV -> distribution and module of optional packages.

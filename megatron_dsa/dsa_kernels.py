@@ -21,11 +21,11 @@ from megatron_dsa.ops.dense_attention.api import (
     gathered_latent_attention,
     ring_attention,
 )
-from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, SelectedKeysLoss, index_problem
-from megatron_dsa.ops.indexer_topk import IndexerInputs, TopKProblem
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_topk.blocks import select_blocks
 from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs, TopKProblem
 from megatron_dsa.ops.indexer_topk.select import selector
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.sparse_attention.api import Settings, SparseAttention

@@ -30,7 +30,7 @@ from megatron_dsa.metrics.quality import (
     score_recall,
     visible_keys,
 )
-from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.select import candidates_for
 from megatron_dsa.sequence.layout import Layout
 

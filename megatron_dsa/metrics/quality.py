@@ -15,8 +15,8 @@ import torch
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm, rows_in_budget
-from megatron_dsa.ops.indexer_topk import IndexerInputs
 from megatron_dsa.ops.indexer_topk.fp8 import quantized
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.scores import block_scores, head_blocks
 from megatron_dsa.ops.indexer_topk.torch import best
 from megatron_dsa.sequence.layout import Layout

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.ops.compressor import Groups
+from megatron_dsa.ops.compressor.inputs import Groups
 from megatron_dsa.sequence.halo import Halo, halo_of
 from megatron_dsa.sequence.layout import Layout
 

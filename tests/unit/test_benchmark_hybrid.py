@@ -13,8 +13,8 @@ from benchmarks.cases import PRESETS
 from benchmarks.hybrid import SHAPES, Case
 from megatron_dsa.csa_config import CSA_PRESETS
 from megatron_dsa.dispatch import OPERATIONS, candidates
-from megatron_dsa.ops.compressor import CompressorProblem
 from megatron_dsa.ops.compressor import reference as compressor_reference
+from megatron_dsa.ops.compressor.inputs import CompressorProblem
 from megatron_dsa.ops.key_lists import reference as lists_reference
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.rope import reference as rope_reference

@@ -6,7 +6,7 @@ import torch
 
 from megatron_dsa.dispatch import Policy, device_problem, run
 from megatron_dsa.errors import require
-from megatron_dsa.ops.compressor import CompressorProblem
+from megatron_dsa.ops.compressor.inputs import CompressorProblem
 from megatron_dsa.sequence.compressed import CompressedKeys
 
 __all__ = ["compress"]

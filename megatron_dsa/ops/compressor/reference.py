@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_dsa.ops.compressor import CompressorProblem
+from megatron_dsa.ops.compressor.inputs import CompressorProblem
 
 
 def compress(problem: CompressorProblem) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from megatron_dsa.dispatch import Policy, device_problem, run
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor
-from megatron_dsa.ops.dense_attention import DenseProblem
+from megatron_dsa.ops.dense_attention.inputs import DenseProblem
 from megatron_dsa.parallel import ring
 from megatron_dsa.sequence.layout import Layout
 

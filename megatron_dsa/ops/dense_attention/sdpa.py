@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_dsa.dispatch.support import Problem
-from megatron_dsa.ops.dense_attention import DenseProblem
+from megatron_dsa.ops.dense_attention.inputs import DenseProblem
 
 _FUSED = [
     SDPBackend.FLASH_ATTENTION,

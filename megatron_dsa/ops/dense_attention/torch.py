@@ -6,7 +6,7 @@ import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.ops.dense_attention import DenseProblem
+from megatron_dsa.ops.dense_attention.inputs import DenseProblem
 
 
 def forward(problem: DenseProblem) -> torch.Tensor:

@@ -12,8 +12,8 @@ from megatron_dsa.dispatch import Policy, choose, device_problem, run
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.scaling import scaled
-from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLossProblem
-from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLossProblem
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -108,7 +108,7 @@ class SelectedKeysLoss:
     Attributes:
         layout: the layout that the selection was made with.
         indices, topk_length, teacher: as in
-            :class:`~megatron_dsa.ops.indexer_loss.SparseLossProblem`; the teacher is overwritten.
+            :class:`~megatron_dsa.ops.indexer_loss.inputs.SparseLossProblem`; the teacher is overwritten.
         policy: which implementations may run.
     """
 

@@ -19,11 +19,11 @@ import torch
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.scaling import scaled
-from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_loss.gradients import Gradients
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_loss.teacher import normalised_lse
 from megatron_dsa.ops.indexer_loss.tiles import QueryBlock, Tile, query_blocks
-from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.sequence.layout import Layout, Seen
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.ops.indexer_loss import IndexerGradients
-from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.sequence.layout import Layout
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.numerics.arithmetic import bmm, mm
-from megatron_dsa.ops.indexer_loss import LatentKeys
+from megatron_dsa.ops.indexer_loss.inputs import LatentKeys
 from megatron_dsa.ops.indexer_loss.tiles import HEADS_AT_ONCE
 from megatron_dsa.ops.indexer_topk.scores import head_blocks
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem, LatentKeys
 from megatron_dsa.sequence.layout import Layout, Window
 
 #: Heads handled at a time; smaller blocks need less memory, larger ones are faster.

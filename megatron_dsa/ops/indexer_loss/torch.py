@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget, valid_entries
-from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLoss, SparseLossProblem
 from megatron_dsa.ops.indexer_loss.gradients import Gradients
-from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLoss, SparseLossProblem
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 
 
 def sparse(problem: SparseLossProblem) -> SparseLoss:

@@ -7,11 +7,11 @@ import dataclasses
 import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm
-from megatron_dsa.ops.indexer_loss import DenseLossProblem
 from megatron_dsa.ops.indexer_loss.dense import dense_loss, take
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem
 from megatron_dsa.ops.indexer_loss.teacher import log_sum_exp, teacher_lse, teacher_tile
 from megatron_dsa.ops.indexer_loss.tiles import HEADS_AT_ONCE, tile_shape
-from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.scores import block_scores, head_blocks, head_products
 from megatron_dsa.sequence.layout import Layout, Seen
 

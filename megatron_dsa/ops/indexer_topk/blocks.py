@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from megatron_dsa.numerics.arithmetic import rows_in_budget
-from megatron_dsa.ops.indexer_topk import TopKProblem
+from megatron_dsa.ops.indexer_topk.inputs import TopKProblem
 from megatron_dsa.sequence.layout import Block, Seen
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.padding import padded_heads, with_heads
 from megatron_dsa.sequence.layout import Block, Seen
 

@@ -14,7 +14,7 @@ import torch
 from megatron_dsa.dispatch import rehearsing
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.checks import require_on_device
-from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.sequence.layout import Layout
 
 ADVICE = (

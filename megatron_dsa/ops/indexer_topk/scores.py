@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm
-from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 
 
 def head_blocks(heads: int, size: int) -> Iterator[slice]:

@@ -16,10 +16,10 @@ from megatron_dsa.dispatch import Policy, choose, run
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_loss.api import index_problem
-from megatron_dsa.ops.indexer_topk import IndexerInputs, TopKProblem
 from megatron_dsa.ops.indexer_topk.blocks import Selector
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
 from megatron_dsa.ops.indexer_topk.fp8 import quantized, quantized_queries
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs, TopKProblem
 from megatron_dsa.ops.indexer_topk.listed import chosen
 from megatron_dsa.sequence.layout import Block, Seen
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.scores import block_scores
 from megatron_dsa.sequence.layout import Block, Seen
 

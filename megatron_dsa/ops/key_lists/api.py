@@ -17,7 +17,7 @@ from megatron_dsa.dispatch import Policy, choose, device_problem, run
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import rows_in_budget
 from megatron_dsa.numerics.checks import require_tensor
-from megatron_dsa.ops.key_lists import ListProblem
+from megatron_dsa.ops.key_lists.inputs import ListProblem
 from megatron_dsa.sequence.compressed import CompressedKeys
 from megatron_dsa.sequence.layout import Layout
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_dsa.ops.key_lists import ListProblem
+from megatron_dsa.ops.key_lists.inputs import ListProblem
 
 
 def build(problem: ListProblem):

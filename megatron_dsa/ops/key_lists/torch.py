@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.ops.key_lists import ListProblem
+from megatron_dsa.ops.key_lists.inputs import ListProblem
 
 
 def build(problem: ListProblem) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.dispatch import Policy, device_problem, run
-from megatron_dsa.ops.rope import check_inputs
+from megatron_dsa.ops.rope.inputs import check_inputs
 
 __all__ = ["norm_rope", "rotate"]
 

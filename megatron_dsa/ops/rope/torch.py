@@ -7,7 +7,7 @@ import torch
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.ops.rope import check_inputs
+from megatron_dsa.ops.rope.inputs import check_inputs
 
 
 def norm_rope(

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.ops.rope import check_inputs
+from megatron_dsa.ops.rope.inputs import check_inputs
 
 # Tables may be slices of larger ones; their alignment must not compile kernels again.
 _ANY_ALIGNMENT = ["cos", "sin"]

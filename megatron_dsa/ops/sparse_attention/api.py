@@ -17,9 +17,9 @@ from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.scaling import scaled
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, SelectedKeysLoss
-from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.key_lists.api import KeyLists
-from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 
 
 @dataclass(frozen=True)

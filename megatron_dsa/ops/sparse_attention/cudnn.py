@@ -17,7 +17,7 @@ from megatron_dsa.dispatch.packages import CUDNN
 from megatron_dsa.numerics.arithmetic import lengths
 from megatron_dsa.ops.hopper.fragments import in_column_order
 from megatron_dsa.ops.padding import masked_indices, padded_heads, widened, with_heads
-from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from megatron_dsa.ops.sparse_attention.lists import ascending_lists, caller_lists, sorting_pays
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from megatron_dsa.dispatch import rehearsing
 from megatron_dsa.dispatch.packages import FLASH_MLA
 from megatron_dsa.dispatch.support import Problem
-from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 
 #: Widths of lists are multiples of it.
 WIDTH = 128

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget, valid_entries
-from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 
 
 def _chunks(problem: SparseProblem, copies_of_keys: int, copies_of_scores: int):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
-from megatron_dsa.ops.indexer_topk import IndexerInputs
-from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from megatron_dsa.sequence.layout import Layout, Window, bshd_layout, packed_layout
 from megatron_dsa.tools.doctor.shapes import Shape
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.ops.indexer_loss.reference import kl_sum
-from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.ops.sparse_attention.reference import sparse_attention
 from megatron_dsa.sequence.layout import Layout

@@ -16,7 +16,7 @@ import torch
 from megatron_dsa.dispatch import Candidate
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLoss
+from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLoss
 from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels, kernels_for

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ops.compressor import CompressorProblem, Groups, reference
+from megatron_dsa.ops.compressor import reference
 from megatron_dsa.ops.compressor import torch as unfused
+from megatron_dsa.ops.compressor.inputs import CompressorProblem, Groups
 from tests.helpers import double_leaf, leaf, relative_error
 
 LARGE = 2**28

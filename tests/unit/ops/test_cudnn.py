@@ -21,7 +21,7 @@ from megatron_dsa.numerics.arithmetic import lengths
 from megatron_dsa.ops.indexer_loss import reference as loss_reference
 from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.ops.padding import bucket, masked_indices, padded_heads, with_heads
-from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from tests.helpers import double_leaf, leaf, relative_error
 from tests.unit.ops.test_fused_backward import ragged_case

@@ -8,8 +8,9 @@ import torch
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ops.indexer_loss import DenseLossProblem, reference, tiles
+from megatron_dsa.ops.indexer_loss import reference, tiles
 from megatron_dsa.ops.indexer_loss import torch_dense as dense_torch
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem
 from megatron_dsa.ops.indexer_topk.scores import head_blocks
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout

@@ -12,7 +12,8 @@ import torch
 from megatron_dsa.dispatch import Policy, candidates, report, reset_report
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
-from megatron_dsa.ops.indexer_loss import DenseLossProblem, reference
+from megatron_dsa.ops.indexer_loss import reference
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem
 from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout

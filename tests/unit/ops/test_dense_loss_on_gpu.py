@@ -11,7 +11,7 @@ import torch
 
 from megatron_dsa.dispatch import candidates, device_problem
 from megatron_dsa.dsa_kernels import IndexerInputs, dense_indexer_loss
-from megatron_dsa.ops.indexer_loss import DenseLossProblem
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from tests.helpers import relative_error

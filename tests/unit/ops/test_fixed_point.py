@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import Policy, choose, device_problem
-from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.ops.sparse_attention import torch as unfused
+from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from megatron_dsa.ops.sparse_attention.tilelang.fixed_point import to_float, units_per_one
 from tests.helpers import relative_error
 from tests.unit.ops.test_sparse_attention import make_case

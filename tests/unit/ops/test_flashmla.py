@@ -15,8 +15,9 @@ from megatron_dsa.dispatch import Policy, candidates, choose, device_problem
 from megatron_dsa.dispatch.packages import Package
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.errors import ImplementationError
-from megatron_dsa.ops.sparse_attention import SparseProblem, flashmla
+from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention import torch as unfused
+from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from tests.helpers import leaf
 from tests.unit.ops.test_sparse_attention import make_case
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron_dsa.dispatch import Policy, candidates, device_problem, report, reset_report, run
 from megatron_dsa.dsa_kernels import sparse_attention
-from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from tests.helpers import leaf, relative_error, skip_unless_it_runs
 from tests.unit.ops.test_sparse_attention import check, make_case
 

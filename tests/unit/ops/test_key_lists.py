@@ -13,8 +13,8 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.ops.sparse_attention import torch as unfused
+from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.launch import key_lists
 from tests.helpers import leaf, relative_error

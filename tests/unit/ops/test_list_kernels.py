@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ops.key_lists import ListProblem, reference
+from megatron_dsa.ops.key_lists import reference
 from megatron_dsa.ops.key_lists import torch as unfused
+from megatron_dsa.ops.key_lists.inputs import ListProblem
 from tests.unit.ops.test_compressor import Recorder, assembly, interpret, prepare_interpreter
 
 KERNELS = "megatron_dsa.ops.key_lists.triton"

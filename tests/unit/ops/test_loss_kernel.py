@@ -15,9 +15,10 @@ from megatron_dsa.dispatch import Policy, candidates, device_problem, report, re
 from megatron_dsa.dsa_kernels import sparse_indexer_loss
 from megatron_dsa.modules.warm_up import warm_up
 from megatron_dsa.numerics.arithmetic import valid_entries
-from megatron_dsa.ops.indexer_loss import SparseLossProblem, reference
+from megatron_dsa.ops.indexer_loss import reference
+from megatron_dsa.ops.indexer_loss.inputs import SparseLossProblem
 from megatron_dsa.ops.indexer_loss.tilelang.launch import sparse, units_per_one
-from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.sequence.layout import bshd_layout
 from tests.helpers import double_leaf, dynamic_shared_memory, needs_compiler, ptxas, relative_error

@@ -13,8 +13,8 @@ import torch
 
 from megatron_dsa.dispatch import Policy, candidates, report, reset_report
 from megatron_dsa.dsa_kernels import sparse_attention
-from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.ops.sparse_attention import torch as unfused
+from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS, Kernels, kernels_for
 from tests.helpers import (

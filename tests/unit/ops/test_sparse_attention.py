@@ -6,8 +6,8 @@ import torch
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ops.sparse_attention import SparseProblem
 from megatron_dsa.ops.sparse_attention import torch as unfused
+from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from megatron_dsa.ops.sparse_attention.reference import sparse_attention as reference
 from tests.helpers import double_leaf, leaf, relative_error
 

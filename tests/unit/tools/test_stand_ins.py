@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import candidates
-from megatron_dsa.ops.sparse_attention import SparseProblem, flashmla
+from megatron_dsa.ops.sparse_attention import flashmla
+from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS
 from megatron_dsa.tools.planner.host import host

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.ops.compressor import CompressorProblem, Groups
+from megatron_dsa.ops.compressor.inputs import CompressorProblem, Groups
 from megatron_dsa.ops.compressor.triton import few_positions as few
 from megatron_dsa.ops.compressor.triton import many_positions as many
 

@@ -7,8 +7,8 @@ import torch
 from megatron_dsa.dispatch import deterministic_mode
 from megatron_dsa.numerics.arithmetic import lengths
 from megatron_dsa.ops.hopper.fragments import in_column_order_transposed
-from megatron_dsa.ops.indexer_loss import IndexerGradients, SparseLoss, SparseLossProblem
-from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLoss, SparseLossProblem
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 
 
 def sparse(problem: SparseLossProblem) -> SparseLoss:

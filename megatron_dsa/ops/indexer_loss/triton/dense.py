@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from megatron_dsa.ops.indexer_loss import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_loss.dense import dense_loss, take
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_loss.tiles import TileBytes, fitting_shape
 from megatron_dsa.ops.indexer_loss.triton import gradients, student, teacher
-from megatron_dsa.ops.indexer_topk import IndexerInputs
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.scores import head_blocks
 from megatron_dsa.sequence.layout import Layout, Seen
 

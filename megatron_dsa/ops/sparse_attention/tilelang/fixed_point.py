@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.ops.sparse_attention import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 
 
 def units_per_one(problem: SparseProblem, out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:

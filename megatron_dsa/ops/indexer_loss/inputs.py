@@ -1,0 +1,121 @@
+"""KL divergence from the attention's own distribution to the indexer's (DeepSeek-V3.2, eq. 4, 5).
+
+Both losses return the *sum* over query rows of ``KL(teacher || student)``; the mean, the
+coefficient and the scale of an auxiliary loss are applied by the caller. The gradient of a row on
+its scores is ``student - teacher``, so gradients need no second look at the loss: an implementation
+may form them along with the value, or leave them to ``indexer_backward``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.sequence.layout import Layout
+
+
+class IndexerGradients(NamedTuple):
+    """Gradients of a KL sum on the indexer's tensors."""
+
+    q: torch.Tensor  # [Sq, HI, DI], dtype of q
+    k: torch.Tensor  # [Skv, DI], fp32 (fp64 for fp64 inputs)
+    weights: torch.Tensor  # [Sq, HI], fp32 (fp64) or the dtype of the weights
+
+
+class SparseLoss(NamedTuple):
+    """What an implementation of ``sparse_indexer_loss`` returns."""
+
+    value: torch.Tensor  # scalar, the KL sum
+    #: ``[Sq, K]`` fp32, softmax of the index scores over the selected keys; 0 at entries that
+    #: select nothing and in rows whose teacher has no mass. ``None`` if ``gradients`` are there.
+    student: torch.Tensor | None
+    #: The gradients if they were wanted, from an implementation that declares
+    #: :attr:`~megatron_dsa.dispatch.support.Support.gradients`; else ``indexer_backward`` forms
+    #: them.
+    gradients: IndexerGradients | None
+
+
+@dataclass(frozen=True)
+class SparseLossProblem:
+    """Loss over the selected keys.
+
+    Attributes:
+        inputs: the indexer's tensors.
+        indices: int32 ``[Sq, K]``, rows of ``inputs.k``; -1 (or out of range) selects nothing.
+        topk_length: int32 ``[Sq]`` or ``None``.
+        teacher: ``[Sq, K]``, attention probabilities summed over all heads (of all tensor-parallel
+            ranks), not yet normalised. Rows that sum to 0 contribute nothing. **Overwritten**: a
+            loss that returns the student leaves it normalised and 0 at invalid entries, as
+            ``indexer_backward`` takes it; one that returns gradients, and ``indexer_backward``,
+            leave anything.
+        workspace_bytes: budget for temporary memory.
+        want_gradients: whether implementations that can return gradients do so.
+    """
+
+    inputs: IndexerInputs
+    indices: torch.Tensor
+    topk_length: torch.Tensor | None
+    teacher: torch.Tensor
+    workspace_bytes: int
+    want_gradients: bool = True
+
+
+@dataclass(frozen=True)
+class LatentKeys:
+    """Keys of all heads, to be made from shared latents a few at a time (multi-head latent
+    attention, not absorbed).
+
+    Head ``h`` has the keys ``[latents[:, :R] @ w_uk[h].T, latents[:, R:]]``, ``D`` wide.
+
+    Attributes:
+        latents: ``[Skv, R + P]``: the latent, then the ``P`` dims that all heads share, rotated.
+        w_uk: ``[H, D - P, R]``, in the dtype of the latents.
+    """
+
+    latents: torch.Tensor
+    w_uk: torch.Tensor
+
+    def detach(self) -> LatentKeys:
+        """Return the same keys outside of the autograd graph."""
+        return LatentKeys(self.latents.detach(), self.w_uk.detach())
+
+    def expanded(self, heads: slice = slice(None)) -> torch.Tensor:
+        """Return the keys ``[Skv, h, D]`` of some heads, rounded to the dtype of the latents."""
+        w_uk = self.w_uk[heads]
+        rank = w_uk.shape[2]
+        own = (self.latents[:, :rank] @ w_uk.flatten(0, 1).t()).unflatten(1, w_uk.shape[:2])
+        shared = self.latents[:, None, rank:].expand(-1, w_uk.shape[0], -1)
+        return torch.cat([own, shared], dim=-1)
+
+
+@dataclass(frozen=True)
+class DenseLossProblem:
+    """Loss over all visible keys.
+
+    Attributes:
+        inputs: the indexer's tensors; gradients flow to q, k and weights.
+        layout: which slots each query row sees.
+        q: ``[Sq, H, D]`` and k: ``[Skv, Hk, D]`` with ``Hk`` 1 or ``H``, or :class:`LatentKeys`:
+            what the attention scores are made of (the teacher). No gradient flows to them.
+        softmax_scale: factor on ``q . k``.
+        head_group: process group over which the teacher's head sum is completed, or ``None``.
+        workspace_bytes: budget for temporary memory.
+        other_lse: ``[Sq, H]``, log of what the teacher's softmax has in its denominator besides
+            these keys, or ``None``.
+        lse: ``[Sq, H]``, natural log-sum-exp of the scaled attention scores over the visible keys
+            (without ``other_lse``), as dense attention returns it; anything in rows that see
+            nothing. ``None``: it is computed.
+    """
+
+    inputs: IndexerInputs
+    layout: Layout
+    q: torch.Tensor
+    k: torch.Tensor | LatentKeys
+    softmax_scale: float
+    head_group: object | None
+    workspace_bytes: int
+    other_lse: torch.Tensor | None = None
+    lse: torch.Tensor | None = None

@@ -1,0 +1,81 @@
+"""The lightning indexer: score every visible key, keep the best (DeepSeek-V3.2, eq. 1 and 2).
+
+Two operations work together on one block of queries at a time, so that scores never exist for all
+pairs: ``indexer_scores`` (:class:`BlockScores`) and ``indexer_topk`` (:class:`BlockSelection`).
+:mod:`.blocks` walks over the blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from megatron_dsa.sequence.layout import Block, Layout, Seen
+
+
+@dataclass(frozen=True)
+class IndexerInputs:
+    """What an index score is made of.
+
+    Attributes:
+        q: ``[Sq, HI, DI]``, one query per index head.
+        k: ``[Skv, DI]``, one key shared by all index heads.
+        weights: ``[Sq, HI]``, head weights with ``HI^-1/2 * DI^-1/2`` already in them.
+        relu: clamp each head's product at 0 (DeepSeek) or leave it.
+        key_scales: fp32 ``[Skv]``, factor on the scores of each key; q and k are then fp8 (e4m3),
+            the scales of q in ``weights`` (:mod:`.fp8`). ``None`` otherwise.
+        checked: :func:`~.finite.require_finite_scores` accepted them, it need not look again.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    weights: torch.Tensor
+    relu: bool = True
+    key_scales: torch.Tensor | None = None
+    checked: bool = False
+
+    def detach(self) -> IndexerInputs:
+        """Return the same inputs outside of the autograd graph."""
+        q, k, weights = (x.detach() for x in (self.q, self.k, self.weights))
+        return replace(self, q=q, k=k, weights=weights)
+
+
+@dataclass(frozen=True)
+class TopKProblem:
+    """Inputs of one selection: the indexer's, the layout and ``topk``."""
+
+    inputs: IndexerInputs
+    layout: Layout
+    topk: int
+
+
+class BlockScores(Protocol):
+    """An implementation of ``indexer_scores``."""
+
+    def bytes_per_score(self, heads: int, itemsize: int) -> int:
+        """Temporary bytes per score, the score included (``itemsize`` bytes), for the budget."""
+
+    def __call__(
+        self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
+    ) -> torch.Tensor:
+        """Return the scores ``[rows, width]`` of the block's queries, fp32 (fp64 for fp64 inputs).
+
+        ``keys [slots, DI]`` are all keys in slot order. What a query does not see (``seen``) may
+        hold anything, NaN and memory that nobody wrote included. The caller may overwrite them.
+        """
+
+
+class BlockSelection(Protocol):
+    """An implementation of ``indexer_topk``."""
+
+    def bytes_per_score(self) -> int:
+        """Temporary bytes per score besides the score itself, for the budget."""
+
+    def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
+        """Return int32 ``[rows, topk]``: ascending columns of the best seen scores, then -1.
+
+        ``scores [rows, width]``, ``width > topk``, may be overwritten. Ties go to the smallest
+        column, ``-0`` and ``+0`` are equal. What is not ``seen`` may hold anything.
+        """
