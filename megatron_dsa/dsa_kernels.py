@@ -16,11 +16,7 @@ from megatron_dsa.dispatch import Policy, device_problem, run
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor, require_values
-from megatron_dsa.ops.dense_attention.api import (
-    dense_attention,
-    gathered_latent_attention,
-    ring_attention,
-)
+from megatron_dsa.ops.dense_attention.api import dense_attention
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, SelectedKeysLoss, index_problem
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_topk.blocks import select_blocks
@@ -29,6 +25,7 @@ from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs, TopKProblem
 from megatron_dsa.ops.indexer_topk.select import selector
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.sparse_attention.api import Settings, SparseAttention
+from megatron_dsa.parallel.ring.api import gathered_latent_attention, ring_attention
 from megatron_dsa.sequence.layout import Layout
 
 __all__ = [

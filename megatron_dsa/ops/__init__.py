@@ -213,38 +213,37 @@ _fused(
 )
 
 
-def _load_ring(leaf: str):
-    """Return a loader of what calls an attention of ``parallel.ring`` with that leaf."""
+def _load_block(kernel: str):
+    """Return a loader of what calls an attention over blocks with that kernel."""
 
     def load():
-        from megatron_dsa.parallel.ring.blocks import leaf_with
+        from megatron_dsa.ops.dense_attention.blocks import block_kernel
 
         def attend(attention, workspace_bytes: int, *args, **options):
-            return attention(*args, block=leaf_with(leaf, workspace_bytes), **options)
+            return attention(*args, block=block_kernel(kernel, workspace_bytes), **options)
 
         return attend
 
     return load
 
 
-def _probe_ring(leaf: str):
+def _probe_block(kernel: str):
     def probe(problem):
-        from megatron_dsa.parallel import ring
+        from megatron_dsa.ops.dense_attention.blocks import block_kernel
 
-        return next(x for x in ring.LEAVES if x.name == leaf).reason(problem)
+        return block_kernel(kernel, 0).reason(problem)
 
     return probe
 
 
-for _leaf, _covers in (
-    ("flash3", "FlashAttention 3; values as wide as they are"),
+for _kernel, _covers in (
     ("torch-cudnn", "torch's cuDNN kernels; values as wide as they are"),
     ("flash2", "FlashAttention 2; values padded inside"),
     ("torch-flash", "torch's flash kernels; values padded inside"),
 ):
     _fused(
-        "ring_attention", _leaf, _load_ring(_leaf), covers=_covers, dtypes=_HALF,
-        probe=_probe_ring(_leaf), **_ATOMIC_SUMS,
+        "ring_attention", _kernel, _load_block(_kernel), covers=_covers, dtypes=_HALF,
+        probe=_probe_block(_kernel), **_ATOMIC_SUMS,
     )  # fmt: skip
 
 _TRITON = {
@@ -316,4 +315,4 @@ _fused(
 )
 _torch("dense_indexer_loss", _load("indexer_loss.torch_dense", "dense"), "any shape")
 _torch("dense_attention", _load("dense_attention.torch", "forward"), "any shape")
-_torch("ring_attention", _load_ring("torch"), "any shape")
+_torch("ring_attention", _load_block("torch"), "any shape")

@@ -108,7 +108,8 @@ class SelectedKeysLoss:
     Attributes:
         layout: the layout that the selection was made with.
         indices, topk_length, teacher: as in
-            :class:`~megatron_dsa.ops.indexer_loss.inputs.SparseLossProblem`; the teacher is overwritten.
+            :class:`~megatron_dsa.ops.indexer_loss.inputs.SparseLossProblem`; the teacher is
+            overwritten.
         policy: which implementations may run.
     """
 

@@ -7,10 +7,11 @@ every block's gradient home.
 
 * :mod:`.rows` and :mod:`.runs` say which rows a rank holds and what they see of another rank's,
   :mod:`.layouts` which of them a microbatch's layout wants;
-* ``leaf_*.py`` attend to one block, :mod:`.blocks` chooses among them;
+* :mod:`megatron_dsa.ops.dense_attention.blocks` chooses the kernel that attends to one block;
 * :mod:`.exchange` moves blocks, :mod:`.contents` says what is in one (keys and values, or MLA's
   latent), :mod:`.combine` joins the parts;
-* :mod:`.loop` is the loop over blocks, :mod:`.attention` the functions to call.
+* :mod:`.loop` is the loop over blocks, :mod:`.attention` makes it differentiable and :mod:`.api`
+  describes its calls to dispatch.
 """
 
 from megatron_dsa.parallel.ring.attention import (
@@ -18,19 +19,15 @@ from megatron_dsa.parallel.ring.attention import (
     ring_attention,
     ring_latent_attention,
 )
-from megatron_dsa.parallel.ring.blocks import LEAVES, Leaf, choose
 from megatron_dsa.parallel.ring.layouts import ring_rows
 from megatron_dsa.parallel.ring.rows import ContiguousRows, PackedZigzagRows, ZigzagRows
 from megatron_dsa.parallel.ring.runs import PackedRuns
 
 __all__ = [
     "ContiguousRows",
-    "LEAVES",
-    "Leaf",
     "PackedRuns",
     "PackedZigzagRows",
     "ZigzagRows",
-    "choose",
     "gathered_latent_attention",
     "ring_attention",
     "ring_latent_attention",

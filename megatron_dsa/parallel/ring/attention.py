@@ -10,7 +10,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.checks import FLOATS, require_tensor
-from megatron_dsa.parallel.ring.blocks import Leaf, choose
+from megatron_dsa.ops.dense_attention.blocks import BlockAttention, choose
 from megatron_dsa.parallel.ring.contents import KeysAndValues, Latent
 from megatron_dsa.parallel.ring.exchange import Gathered, Ring, RingExchange
 from megatron_dsa.parallel.ring.loop import attend, gradients
@@ -24,7 +24,7 @@ def ring_attention(
     rows: Rows,
     group,
     softmax_scale: float,
-    block: Leaf | str | None = None,
+    block: BlockAttention | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend causally to the keys of all ranks, whose keys and values go round a ring.
 
@@ -51,9 +51,9 @@ def ring_attention(
             f"{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; repeat the heads of grouped "
             "queries' keys."
         )
-    leaf = _leaf(block, q, v.shape[2], rows)
+    kernel = _kernel_for(block, q, v.shape[2], rows)
     q = q.contiguous()
-    return _KeyValueAttention.apply(q, k, v, rows, _ring(group, rows), leaf, softmax_scale)
+    return _KeyValueAttention.apply(q, k, v, rows, _ring(group, rows), kernel, softmax_scale)
 
 
 def ring_latent_attention(
@@ -64,7 +64,7 @@ def ring_latent_attention(
     rows: Rows,
     group,
     softmax_scale: float,
-    block: Leaf | str | None = None,
+    block: BlockAttention | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend as :func:`ring_attention` does, where MLA's latent goes round the ring.
 
@@ -97,7 +97,7 @@ def gathered_latent_attention(
     w_uv: torch.Tensor,
     rows: Rows,
     softmax_scale: float,
-    block: Leaf | str | None = None,
+    block: BlockAttention | str | None = None,
     latent_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend as :func:`ring_latent_attention` does, where the latents of all ranks are there.
@@ -150,19 +150,19 @@ def _latent_attention(
             f"{list(w_uk.shape)}, w_uv {list(w_uv.shape)}; split the weight of linear_kv_up_proj "
             "by heads, and there into keys and values."
         )
-    leaf = _leaf(block, q, w_uv.shape[1], rows)
+    kernel = _kernel_for(block, q, w_uv.shape[1], rows)
     return _LatentAttention.apply(
-        q.contiguous(), latent, latent_grad, w_uk, w_uv, rows, blocks, leaf, softmax_scale
+        q.contiguous(), latent, latent_grad, w_uk, w_uv, rows, blocks, kernel, softmax_scale
     )
 
 
 class _KeyValueAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, rows, blocks, leaf, scale):
-        out, lse = attend(q, KeysAndValues(k, v), rows, blocks, leaf, scale)
+    def forward(ctx, q, k, v, rows, blocks, kernel, scale):
+        out, lse = attend(q, KeysAndValues(k, v), rows, blocks, kernel, scale)
         # Tensors travel through save_for_backward alone, so that recompute and offloading see them.
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = (rows, blocks, leaf, scale)
+        ctx.settings = (rows, blocks, kernel, scale)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -177,10 +177,10 @@ class _KeyValueAttention(torch.autograd.Function):
 
 class _LatentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, latent, latent_grad, w_uk, w_uv, rows, blocks, leaf, scale):
-        out, lse = attend(q, Latent(latent, w_uk, w_uv), rows, blocks, leaf, scale)
+    def forward(ctx, q, latent, latent_grad, w_uk, w_uv, rows, blocks, kernel, scale):
+        out, lse = attend(q, Latent(latent, w_uk, w_uv), rows, blocks, kernel, scale)
         ctx.save_for_backward(q, latent, w_uk, w_uv, out, lse)
-        ctx.settings = (rows, blocks, leaf, scale)
+        ctx.settings = (rows, blocks, kernel, scale)
         ctx.has_channel = latent_grad is not None
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -203,8 +203,8 @@ def _ring(group, rows: Rows) -> Ring:
     return Ring(lambda: RingExchange(group, rows.cp, rows.rank), rows.cp, rows.rank)
 
 
-def _leaf(block, q: torch.Tensor, v_dim: int, rows: Rows) -> Leaf:
-    if isinstance(block, Leaf):
+def _kernel_for(block, q: torch.Tensor, v_dim: int, rows: Rows) -> BlockAttention:
+    if isinstance(block, BlockAttention):
         return block
     shape = {"heads": q.shape[1], "qk_dim": q.shape[2], "v_dim": v_dim}
     problem = device_problem(q.device, dtype=q.dtype, packed=rows.packed, **shape)

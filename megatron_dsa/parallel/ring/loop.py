@@ -10,7 +10,7 @@ from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.parallel.ring.combine import Combined
 
 
-def attend(q, contents, rows, blocks, leaf, scale):
+def attend(q, contents, rows, blocks, kernel, scale):
     """Attend to the blocks of all ranks.
 
     Args:
@@ -19,7 +19,8 @@ def attend(q, contents, rows, blocks, leaf, scale):
         rows: the rows of this rank, :mod:`megatron_dsa.parallel.ring.rows`.
         blocks: :class:`~megatron_dsa.parallel.ring.exchange.Ring` or ``Gathered``; the own block is
             first.
-        leaf: attention to one block, :class:`~megatron_dsa.parallel.ring.blocks.Leaf`.
+        kernel: attention to one block,
+            :class:`~megatron_dsa.ops.dense_attention.blocks.BlockAttention`.
         scale: factor on ``q . k``.
 
     Returns:
@@ -31,14 +32,14 @@ def attend(q, contents, rows, blocks, leaf, scale):
         for part in rows.parts(source):
             left -= 1
             k, v = contents.expand(block, part.keys)
-            out, lse = leaf.forward(q[part.queries], k, v, part.causal, scale, part.sequences)
+            out, lse = kernel.forward(q[part.queries], k, v, part.causal, scale, part.sequences)
             combined.add(out, lse, part.queries, last=left == 0)
             # Freed before the next block's are made.
             del k, v, out, lse
     return combined.out, combined.lse
 
 
-def gradients(dout, q, out, lse, contents, rows, blocks, leaf, scale):
+def gradients(dout, q, out, lse, contents, rows, blocks, kernel, scale):
     """Differentiate :func:`attend`.
 
     Args:
@@ -55,7 +56,7 @@ def gradients(dout, q, out, lse, contents, rows, blocks, leaf, scale):
         for part in rows.parts(source):
             k, v = contents.expand(block, part.keys)
             mine = part.queries
-            dq_part, dk, dv = leaf.backward(
+            dq_part, dk, dv = kernel.backward(
                 dout[mine], q[mine], k, v, out[mine], lse[mine], part.causal, scale, part.sequences
             )
             del k, v

@@ -21,7 +21,7 @@ import torch
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.checks import require_cu_seqlens, require_values
-from megatron_dsa.parallel.ring.sequences import Dense, Packed, covering
+from megatron_dsa.ops.dense_attention.sequences import Dense, Packed, covering
 
 _ALL = slice(None)
 

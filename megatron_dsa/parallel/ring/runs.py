@@ -15,8 +15,8 @@ from itertools import groupby
 import torch
 
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.dense_attention.sequences import Packed, covering
 from megatron_dsa.parallel.ring.rows import PackedRows, Part, own_part
-from megatron_dsa.parallel.ring.sequences import Packed, covering
 
 
 @dataclass(frozen=True, eq=False)

@@ -266,7 +266,7 @@ def _dense_gradients(q, k, v, *_rest):
 
 
 def _ring(candidate, attention, workspace_bytes, *args, **options):
-    from megatron_dsa.parallel.ring.blocks import Leaf
+    from megatron_dsa.ops.dense_attention.blocks import BlockAttention
 
     def forward(q, k, v, causal, scale, sequences):
         _temporary(q, 0 if candidate.fused else workspace_bytes)
@@ -276,8 +276,10 @@ def _ring(candidate, attention, workspace_bytes, *args, **options):
         _temporary(q, 0 if candidate.fused else workspace_bytes)
         return _dense_gradients(q, k, v)
 
-    leaf = Leaf(candidate.name, candidate.fused, False, lambda problem: None, forward, backward)
-    return attention(*args, block=leaf, **options)
+    kernel = BlockAttention(
+        candidate.name, candidate.fused, False, lambda problem: None, forward, backward
+    )
+    return attention(*args, block=kernel, **options)
 
 
 def _dense_loss(_candidate, problem):

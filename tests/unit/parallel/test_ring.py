@@ -7,6 +7,7 @@ import torch
 from torch import distributed
 
 from megatron_dsa.errors import ConfigError, ImplementationError
+from megatron_dsa.ops.dense_attention.blocks import torch_kernel
 from megatron_dsa.parallel.gather import arrive, launch
 from megatron_dsa.parallel.ring import (
     ContiguousRows,
@@ -17,7 +18,6 @@ from megatron_dsa.parallel.ring import (
     ring_attention,
     ring_latent_attention,
 )
-from megatron_dsa.parallel.ring.blocks import torch_leaf
 from tests.helpers import relative_error
 from tests.processes import run_ranks
 
@@ -187,7 +187,7 @@ def run_local(case, rows, group, local):
     distributed.batch_isend_irecv = counting
     dout = local.pop("dout")
     leaves = {name: x.clone().requires_grad_() for name, x in local.items()}
-    block = None if case.workspace is None else torch_leaf(case.workspace)
+    block = None if case.workspace is None else torch_kernel(case.workspace)
     if case.mode == "gathered":
         q, latent, *weights = leaves.values()
         latents, channel = arrive(launch(latent, group))
@@ -412,7 +412,7 @@ def test_wrong_arguments_are_explained():
         ring_attention(q, q[:, :1], v, rows, None, 0.5)
     with pytest.raises(ConfigError, match="v must have the dtype"):
         ring_attention(q, q, v.double(), rows, None, 0.5)
-    with pytest.raises(ConfigError, match=r"must be auto or one of flash3, .* got 'flash9'"):
+    with pytest.raises(ConfigError, match=r"must be auto or one of torch-cudnn, .* got 'flash9'"):
         ring_attention(q, q, v, rows, None, 0.5, "flash9")
     with pytest.raises(ImplementationError, match=r"names torch-cudnn, .* cannot run"):
         ring_attention(q, q, v, rows, None, 0.5, "torch-cudnn")

@@ -10,15 +10,15 @@ from megatron_dsa import dispatch
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import dense_attention, gathered_latent_attention, ring_attention
 from megatron_dsa.errors import ConfigError, ImplementationError
+from megatron_dsa.ops.dense_attention import block_torch
+from megatron_dsa.ops.dense_attention.sequences import Dense
 from megatron_dsa.parallel.ring import (
     ContiguousRows,
     PackedRuns,
     PackedZigzagRows,
     ZigzagRows,
-    leaf_torch,
     ring_rows,
 )
-from megatron_dsa.parallel.ring.sequences import Dense
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from megatron_dsa.sequence.sharding import CP_LAYOUTS, KeyPlaces, Spread, spread_layout
@@ -277,13 +277,13 @@ def test_wrong_latents_are_explained():
 @pytest.mark.parametrize("function", ["ring", "gathered"])
 def test_the_budget_of_the_policy_is_kept(function, monkeypatch):
     """Forward and backward cut their work by the workspace of the policy, not by the default."""
-    budgets, original = [], leaf_torch.rows_in_budget
+    budgets, original = [], block_torch.rows_in_budget
 
     def recorded(budget, bytes_per_row):
         budgets.append(budget)
         return original(budget, bytes_per_row)
 
-    monkeypatch.setattr(leaf_torch, "rows_in_budget", recorded)
+    monkeypatch.setattr(block_torch, "rows_in_budget", recorded)
     whole, one = bshd_layout(16, 1, CPU), Spread()
     layout = spread_layout(whole, one, KeyPlaces(one, torch.arange(16)[None], 1))
     q, latents, w_uk, w_uv, dout = latent_inputs(16)
@@ -304,7 +304,7 @@ def test_a_named_implementation_is_used_or_refused():
     arguments = (q[16:], latents, w_uk, w_uv, layout)
     for name, error, words in (
         ("flash2", ImplementationError, "needs a CUDA GPU"),
-        ("flash9", ConfigError, "must be auto or one of flash3"),
+        ("flash9", ConfigError, "must be auto or one of torch-cudnn"),
     ):
         policy = Policy(named=(("ring_attention", name),))
         with pytest.raises(error, match=words):

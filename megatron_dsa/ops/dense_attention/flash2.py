@@ -12,7 +12,7 @@ import torch
 
 from megatron_dsa.dispatch import deterministic_mode
 from megatron_dsa.dispatch.support import Problem
-from megatron_dsa.parallel.ring.flash_shapes import (
+from megatron_dsa.ops.dense_attention.flash_shapes import (
     common_reason,
     from_kernel,
     lengths,
@@ -21,7 +21,7 @@ from megatron_dsa.parallel.ring.flash_shapes import (
     padded,
     to_kernel,
 )
-from megatron_dsa.parallel.ring.sequences import Dense, Packed
+from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
 from megatron_dsa.versions import installed_version, parse_version
 
 #: From here on windows are two arguments.

@@ -9,7 +9,7 @@ import torch
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget
-from megatron_dsa.parallel.ring.sequences import Dense, Packed
+from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
 
 
 def reason(problem: Problem) -> str | None:

@@ -15,16 +15,17 @@ import torch
 from megatron_dsa.dispatch import device_problem
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.errors import ImplementationError
-from megatron_dsa.parallel.ring import LEAVES, choose, leaf_cudnn, leaf_flash3, leaf_torch
+from megatron_dsa.ops.dense_attention import block_torch, torch_cudnn
+from megatron_dsa.ops.dense_attention.blocks import BLOCK_KERNELS, choose
+from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
 from megatron_dsa.parallel.ring.contents import KeysAndValues, Latent
 from megatron_dsa.parallel.ring.exchange import Ring
 from megatron_dsa.parallel.ring.loop import attend, gradients
-from megatron_dsa.parallel.ring.sequences import Dense, Packed
 from tests.helpers import relative_error
 from tests.unit.parallel.test_ring import CUTS, PACKED, WEIGHTS, WHOLE, Case, expected, together
 
-BY_NAME = {leaf.name: leaf for leaf in LEAVES}
-FUSED = [leaf.name for leaf in LEAVES if leaf.fused]
+BY_NAME = {kernel.name: kernel for kernel in BLOCK_KERNELS}
+FUSED = [kernel.name for kernel in BLOCK_KERNELS if kernel.fused]
 BATCHES = {
     "sbhd": {},
     "sbhd, two sequences": {"batch": 2},
@@ -72,7 +73,7 @@ class Mail:
         self._receive.copy_(self._mine.get(timeout=100))
 
 
-def emulate(case, cp, leaf, device="cpu", checked=True):
+def emulate(case, cp, kernel, device="cpu", checked=True):
     """Return a function that runs all ranks forward and backward, and returns their results.
 
     It can be called twice, each time with rows that nothing was derived from yet.
@@ -86,7 +87,7 @@ def emulate(case, cp, leaf, device="cpu", checked=True):
         boxes, rows = [{} for _ in range(cp)], unused.pop()
 
         def work(rank):
-            x, settings = local[rank], (leaf, case.scale)
+            x, settings = local[rank], (kernel, case.scale)
             kinds = iter(range(9))
             ring = Ring(lambda: Mail(boxes, rank, next(kinds), checked), cp, rank)
             names = ("k", "v") if case.mode == "ring" else ("latent", *WEIGHTS)
@@ -138,7 +139,7 @@ def _batched(x, cu, like):
 def kernel_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, nothing=float("inf")):
     """``[b, s, H, D]`` or packed rows; lse heads first; ``nothing`` is the lse without keys."""
     sequences = _sequences(q, cu_q, cu_k, max_q, max_k)
-    out, lse = leaf_torch.forward(*(_flat(x, cu_q) for x in (q, k, v)), causal, scale, sequences)
+    out, lse = block_torch.forward(*(_flat(x, cu_q) for x in (q, k, v)), causal, scale, sequences)
     if cu_q is not None:
         assert cu_q[-1] == len(q) and cu_k[-1] == len(k)
         lse = lse.masked_fill(lse == float("-inf"), nothing).t()
@@ -152,12 +153,12 @@ def kernel_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, s
     sequences = _sequences(q, cu_q, cu_k, max_q, max_k)
     lse = lse.t() if cu_q is not None else lse.permute(2, 0, 1).flatten(0, 1)
     rows = [_flat(x, cu_q) for x in (dout, q, k, v, out)]
-    found = leaf_torch.backward(*rows, lse, causal, scale, sequences)
+    found = block_torch.backward(*rows, lse, causal, scale, sequences)
     return [_batched(x, cu_q, q) for x in found]
 
 
 def stand_in(name, patch, seen):
-    """Replace the kernels of a leaf; ``seen`` collects the dims that they are given."""
+    """Replace the kernels of a kernel; ``seen`` collects the dims that they are given."""
 
     def torch_flash(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, causal, debug, *, scale):
         seen.add((q.shape[-1], v.shape[-1]))
@@ -183,25 +184,6 @@ def stand_in(name, patch, seen):
         x = [t.transpose(1, 2) for t in (dout, q, k, v, out)]
         found = kernel_backward(*x, lse[..., 0], None, None, 0, 0, causal, scale)
         return [t.transpose(1, 2) for t in found]
-
-    def flash3(
-        q, k, v, k_new, v_new, qv, out, cu_q, cu_k, cu_k_new, seqused_q, seqused_k, max_q, max_k,
-        page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary, q_descale,
-        k_descale, v_descale, scale, causal, left, right, attention_chunk, softcap,
-        rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin,
-    ):  # fmt: skip
-        assert (left, right, attention_chunk, softcap, num_splits) == (-1, -1, 0, 0.0, 1)
-        seen.add((q.shape[-1], v.shape[-1]))
-        nothing = float("-inf")
-        return kernel_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, nothing)
-
-    def flash3_backward(
-        dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, seqused_q, seqused_k, max_q, max_k,
-        scale, causal, left, right, softcap, deterministic, sm_margin,
-    ):  # fmt: skip
-        found = kernel_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, scale)
-        for x, given in zip((dq, dk, dv), found, strict=True):
-            x.copy_(given)
 
     def flash2(
         q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
@@ -245,10 +227,7 @@ def stand_in(name, patch, seen):
         patch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", cudnn)
         backward = "_scaled_dot_product_cudnn_attention_backward"
         patch.setattr(torch.ops.aten, backward, cudnn_backward)
-        patch.setattr(leaf_cudnn, "_lse_dims", lambda device: 4)
-    elif name == "flash3":
-        kernels = types.SimpleNamespace(fwd=flash3, bwd=flash3_backward)
-        patch.setattr(leaf_flash3, "_kernels", lambda: kernels)
+        patch.setattr(torch_cudnn, "_lse_dims", lambda device: 4)
     else:
         interface = types.SimpleNamespace(
             _flash_attn_forward=flash2, _flash_attn_varlen_forward=flash2_packed,
@@ -263,13 +242,13 @@ def stand_in(name, patch, seen):
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", FUSED)
 def test_kernels_are_called_right(name, batch, cp, monkeypatch):
-    """Also pins who pads values: that is for a leaf to do, and only for one that must."""
-    case, seen, leaf = Case(**BATCHES[batch]), set(), BY_NAME[name]
+    """Also pins who pads values: that is for a kernel to do, and only for one that must."""
+    case, seen, kernel = Case(**BATCHES[batch]), set(), BY_NAME[name]
     if name == "torch-cudnn" and case.real is not None:
         pytest.skip("unpacked batches only")
     stand_in(name, monkeypatch, seen)
-    check(case, emulate(case, cp, leaf)(), 1e-11)
-    dims = (12, 12) if leaf.pads_values else (12, 8)
+    check(case, emulate(case, cp, kernel)(), 1e-11)
+    dims = (12, 12) if kernel.pads_values else (12, 8)
     assert {pair[:2] for pair in seen} == {dims}
     assert all(len(set(pair)) == 1 for pair in seen if len(pair) > 2)
 
@@ -278,16 +257,16 @@ def test_kernels_are_called_right(name, batch, cp, monkeypatch):
 @pytest.mark.parametrize("batch", [1, 2])
 def test_arguments_fit_torch(name, batch):
     """Torch checks the arguments of its operators also where nothing is computed."""
-    leaf = BY_NAME[name]
+    kernel = BY_NAME[name]
     meta = {"device": "meta", "dtype": torch.bfloat16}
     q, v = torch.empty(64, 4, 192, **meta), torch.empty(64, 4, 128, **meta)
     cu = torch.empty(5, dtype=torch.int32, device="meta")
     for sequences in (Dense(batch), Packed(cu, cu, 64)):
         if name == "torch-cudnn" and isinstance(sequences, Packed):
             continue
-        out, lse = leaf.forward(q, q, v, True, 0.1, sequences)
+        out, lse = kernel.forward(q, q, v, True, 0.1, sequences)
         assert out.shape == v.shape and lse.shape == (64, 4) and lse.dtype == torch.float32
-        found = leaf.backward(v, q, q, v, out, lse, True, 0.1, sequences)
+        found = kernel.backward(v, q, q, v, out, lse, True, 0.1, sequences)
         assert [x.shape for x in found] == [q.shape, q.shape, v.shape]
 
 
@@ -298,16 +277,19 @@ def _hopper(**changes):
 
 def test_dims_are_compared_before_anything_is_padded():
     """Trap: padding values first makes 192/192 of 192/128, which native kernels do not take."""
-    assert {leaf.name for leaf in LEAVES if leaf.pads_values} == {"flash2", "torch-flash"}
+    assert {kernel.name for kernel in BLOCK_KERNELS if kernel.pads_values} == {
+        "flash2",
+        "torch-flash",
+    }
     order = list(BY_NAME)
     assert order.index("torch-cudnn") < order.index("flash2") < order.index("torch-flash")
-    assert order.index("flash3") == 0 and order[-1] == "torch"
-    available = [x for x in LEAVES if x.name in ("torch-cudnn", "torch-flash", "torch")]
+    assert order[-1] == "torch"
+    available = [x for x in BLOCK_KERNELS if x.name in ("torch-cudnn", "torch-flash", "torch")]
     assert next(x.name for x in available if x.reason(_hopper()) is None) == "torch-cudnn"
     packed = [x.name for x in available if x.reason(_hopper(packed=True)) is None]
     assert packed == ["torch-flash", "torch"]
     wide = _hopper(packed=True, qk_dim=128, v_dim=192)
-    assert choose(wide).name in ("flash3", "torch")
+    assert choose(wide).name == "torch"
     assert "no wider" in BY_NAME["torch-flash"].reason(wide)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.dispatch.support import Problem
-from megatron_dsa.parallel.ring.flash_shapes import (
+from megatron_dsa.ops.dense_attention.flash_shapes import (
     common_reason,
     from_kernel,
     lengths,
@@ -17,7 +17,7 @@ from megatron_dsa.parallel.ring.flash_shapes import (
     padded,
     to_kernel,
 )
-from megatron_dsa.parallel.ring.sequences import Dense, Packed
+from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
 
 
 def reason(problem: Problem) -> str | None:

@@ -1,0 +1,76 @@
+"""Attention to one block of keys and values: the implementations, and which of them runs.
+
+All compute ``forward(q, k, v, causal, scale, sequences) -> out, lse`` and ``backward(dout, q, k, v,
+out, lse, causal, scale, sequences) -> dq, dk, dv``. ``out`` and ``lse`` of the backward are those
+of the whole attention, not of the block. Queries without keys give 0 and ``-inf``, and gradients
+are 0 where nothing is seen. Head dims are compared before a kernel pads anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from megatron_dsa import dispatch
+from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.ops.dense_attention import block_torch, flash2, torch_cudnn, torch_flash
+
+
+@dataclass(frozen=True)
+class BlockAttention:
+    """One implementation of attention to a block.
+
+    Attributes:
+        name: short name.
+        fused: whether it is a fused kernel.
+        pads_values: whether it pads values to the key's width.
+        reason: why it cannot run a problem, or ``None``.
+        forward, backward: see the module.
+    """
+
+    name: str
+    fused: bool
+    pads_values: bool
+    reason: Callable[[Problem], str | None]
+    forward: Callable
+    backward: Callable
+
+
+def _kernel(name: str, module, fused: bool = True, pads_values: bool = False) -> BlockAttention:
+    return BlockAttention(name, fused, pads_values, module.reason, module.forward, module.backward)
+
+
+#: In the order in which they are tried: kernels for keys wider than values come first.
+BLOCK_KERNELS = (
+    _kernel("torch-cudnn", torch_cudnn),
+    _kernel("flash2", flash2, pads_values=True),
+    _kernel("torch-flash", torch_flash, pads_values=True),
+    _kernel("torch", block_torch, fused=False),
+)
+
+
+_BY_NAME = {kernel.name: kernel for kernel in BLOCK_KERNELS}
+
+
+def choose(problem: Problem, name: str | None = None) -> BlockAttention:
+    """Return the kernel that dispatch chooses for ``problem``, or the one of that name.
+
+    Raises:
+        ConfigError: there is no kernel of that name.
+        ImplementationError: it cannot run the problem.
+    """
+    policy = dispatch.Policy(named=(("ring_attention", name),))
+    return _BY_NAME[dispatch.choose("ring_attention", problem, policy).candidate.name]
+
+
+def block_kernel(name: str, workspace_bytes: int) -> BlockAttention:
+    """Return the kernel of that name, with a budget for temporary memory if it needs much."""
+    return torch_kernel(workspace_bytes) if name == "torch" else _BY_NAME[name]
+
+
+def torch_kernel(workspace_bytes: int) -> BlockAttention:
+    """Return torch's with another budget for temporary memory."""
+    given = {"workspace_bytes": workspace_bytes}
+    forward, backward = (partial(f, **given) for f in (block_torch.forward, block_torch.backward))
+    return BlockAttention("torch", False, False, block_torch.reason, forward, backward)
