@@ -29,6 +29,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron_dsa.ops import OPERATIONS
+
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
@@ -303,10 +305,8 @@ def main(argv: list[str] | None = None) -> None:
 
     import torch
 
-    from megatron_dsa.dispatch import candidates
-
     known = {
-        part: [candidate.name for candidate in candidates(part)]
+        part: [candidate.name for candidate in OPERATIONS[part].candidates]
         for parts in PARTS.values()
         for part in parts
     }

@@ -29,9 +29,10 @@ from benchmarks.attention import append_csv, open_csv
 from benchmarks.cases import make_indices
 from benchmarks.measure import environment, one_line
 from benchmarks.timing import Clock, measure, measure_ceiling, what_ran
-from megatron_dsa.dispatch import Policy, candidates, reset_report
+from megatron_dsa.dispatch import Policy, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.metrics.pairs import Keys
+from megatron_dsa.ops import OPERATIONS as DISPATCHED
 from megatron_dsa.sequence.layout import bshd_layout
 
 COLUMNS = (
@@ -61,7 +62,7 @@ LONGEST_TORCH_LOSS = 8192
 
 def named(operation: str, way: str) -> tuple[tuple[str, str], ...]:
     """Return the implementations of a way; what it lacks is left to dispatch."""
-    there = {name: {c.name for c in candidates(name)} for name in OPERATIONS[operation]}
+    there = {name: {c.name for c in DISPATCHED[name].candidates} for name in OPERATIONS[operation]}
     return tuple((name, way) for name, names in there.items() if way in names)
 
 

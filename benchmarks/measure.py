@@ -33,10 +33,12 @@ from benchmarks.cases import (
 from benchmarks.timing import Clock, measure, measure_ceiling
 from benchmarks.verify import Verifier, WrongResult
 from megatron_dsa import __version__
-from megatron_dsa.dispatch import Policy, candidates, device_problem, run
+from megatron_dsa.dispatch import Policy, device_problem
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.errors import ImplementationError
+from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.indexer_loss.api import index_problem
+from megatron_dsa.ops.sparse_attention.declaration import FORWARD
 from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from megatron_dsa.sequence.layout import Layout, Window
 
@@ -144,9 +146,7 @@ class Inputs:
     @cached_property
     def _forward(self):
         policy = self.policy(Measurement("forward", ("torch",)))
-        return run(
-            "sparse_attention_forward", self.problem, policy, self.sparse_problem(want_p_sum=True)
-        )
+        return FORWARD.run(self.problem, policy, self.sparse_problem(want_p_sum=True))
 
     @property
     def out(self) -> torch.Tensor:
@@ -170,7 +170,7 @@ class Inputs:
         for part, name in zip(PARTS[measurement.operation], measurement.names, strict=True):
             attends = part.startswith("sparse_attention")
             problem = self.problem if attends else self.index_problem
-            (candidate,) = (c for c in candidates(part) if c.name == name)
+            (candidate,) = (c for c in OPERATIONS[part].candidates if c.name == name)
             if reason := candidate.reason(problem):
                 return reason if len(measurement.names) == 1 else f"{part}: {reason}"
         return None
@@ -196,7 +196,7 @@ class Inputs:
             "teacher": lambda: (self.lse,),
             "backward": lambda: (self.out, self.lse, self.dout),
         }[operation]()
-        return lambda: run(part, self.problem, policy, self.sparse_problem(), *tensors)
+        return lambda: OPERATIONS[part].run(self.problem, policy, self.sparse_problem(), *tensors)
 
 
 def measure_operation(m: Measurement, inputs: Inputs, verifier: Verifier, clock, settings) -> dict:

@@ -106,6 +106,7 @@ def attention(setup: Setup, variant: str, rank: int, inputs: dict):
     from megatron.core import parallel_state
 
     from megatron_dsa.dispatch import device_problem
+    from megatron_dsa.ops.dense_attention.blocks import choose
     from megatron_dsa.parallel import ring
     from megatron_dsa.parallel.gather import arrive, launch
     from megatron_dsa.parallel.ring.rows import Part
@@ -125,7 +126,7 @@ def attention(setup: Setup, variant: str, rank: int, inputs: dict):
         rows = LastOfContiguous(cp, rank, 1, setup.rows // cp)
     q, scale = inputs["q"], (NOPE + ROPE) ** -0.5
     shape = {"heads": setup.heads, "qk_dim": NOPE + ROPE, "v_dim": VALUE}
-    leaf = ring.choose(device_problem(q.device, dtype=q.dtype, **shape))
+    kernel = choose(device_problem(q.device, dtype=q.dtype, **shape))
     weights = [inputs[name] for name in ("w_uk", "w_uv")]
 
     def gathered():
@@ -139,7 +140,7 @@ def attention(setup: Setup, variant: str, rank: int, inputs: dict):
             return ring.ring_latent_attention(q, inputs["latent"], *weights, rows, group, scale)[0]
         return ring.ring_attention(q, inputs["k"], inputs["v"], rows, group, scale)[0]
 
-    return gathered if variant == "gathered latents" else over_the_ring, leaf.name
+    return gathered if variant == "gathered latents" else over_the_ring, kernel.name
 
 
 def flops(setup: Setup, operation: str) -> float:

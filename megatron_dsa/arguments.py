@@ -8,12 +8,33 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron_dsa.config import CP_EXCHANGES, STAGES, TEACHERS, TP_MODES, DSAOptions
 from megatron_dsa.csa_config import HybridTransformerConfig
-from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, OPERATIONS, candidates, rehearsing
+from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, rehearsing
 from megatron_dsa.dispatch.gpus import GPUS
+from megatron_dsa.dispatch.policy import FLAG, VARIABLE, check_operations, parse_named
 from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, require
+from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.sequence.sharding import CP_LAYOUTS
 
 BACKENDS = ("dsa_fused", "dsa_unfused")
+_FORMER_NAMES = {
+    "compressor": "compressor",
+    "norm-rope": "norm_rope",
+    "rotate": "rotate",
+    "lists": "key_lists",
+    "scores": "indexer_scores",
+    "listed-scores": "indexer_listed_scores",
+    "topk": "indexer_topk",
+    "forward": "sparse_attention_forward",
+    "backward": "sparse_attention_backward",
+    "teacher": "sparse_attention_probabilities",
+    "dense": "dense_attention",
+    "ring": "ring_attention",
+    "sparse-loss": "sparse_indexer_loss",
+    "dense-loss": "dense_indexer_loss",
+    "indexer-backward": "indexer_backward",
+}
+#: Flags of earlier versions, and what they are called now.
+RENAMED = {f"--dsa-{old}-impl": f"{FLAG} {new}=NAME" for old, new in _FORMER_NAMES.items()}
 
 
 class _BackendAction(argparse.Action):
@@ -225,15 +246,28 @@ def _add_implementation_arguments(group) -> None:
         help="Select keys by index scores in fp8 and score the best of them again: faster, and a "
         "key that fp8 misjudges by much is missed.",
     )
-    for operation in OPERATIONS.values():
-        names = [candidate.name for candidate in candidates(operation.name)]
-        group.add_argument(
-            operation.flag,
-            choices=["auto", *names],
-            default=None,
-            help=f"Implementation of: {operation.title}. auto (default) takes the first that can "
-            f"run; a named one runs or stops the start-up. Environment: {operation.variable}.",
-        )
+    group.add_argument(
+        FLAG,
+        nargs="+",
+        default=[],
+        metavar="OPERATION=NAME",
+        help="Implementations that run or stop the start-up, by operation (docs/support.md lists "
+        f"both), for example sparse_attention_forward=flashmla. Environment: {VARIABLE}, split by "
+        "commas.",
+    )
+    for old, new in RENAMED.items():
+        group.add_argument(old, action=_RefuseRenamed, new=new, nargs="*", help=argparse.SUPPRESS)
+
+
+class _RefuseRenamed(argparse.Action):
+    """Refuse a flag of an earlier version."""
+
+    def __init__(self, option_strings, dest, new: str, **settings):
+        super().__init__(option_strings, dest, default=argparse.SUPPRESS, **settings)
+        self.new = new
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(f"argument {option_string}: it is {self.new} now")
 
 
 def _add_hybrid_arguments(group) -> None:
@@ -388,7 +422,13 @@ def megatron_argv(argv: list[str]) -> list[str]:
 
 
 def options_from_args(args: argparse.Namespace) -> DSAOptions:
-    """Return the :class:`DSAOptions` that the parsed flags ask for."""
+    """Return the :class:`DSAOptions` that the parsed flags ask for.
+
+    Raises:
+        ConfigError: ``--dsa-impl`` names what does not exist.
+    """
+    named = parse_named(args.dsa_impl, FLAG)
+    check_operations(dict(named), OPERATIONS, FLAG)
     return DSAOptions(
         stage=args.dsa_stage,
         freeze_main=not args.dsa_warmup_train_all,
@@ -404,9 +444,5 @@ def options_from_args(args: argparse.Namespace) -> DSAOptions:
         cp_exchange=args.dsa_cp_exchange,
         fp8_selection=args.dsa_fp8_selection,
         latent_norm_epsilon=args.dsa_latent_norm_epsilon,
-        named=tuple(
-            (operation.name, name)
-            for operation in OPERATIONS.values()
-            if (name := getattr(args, operation.flag[2:].replace("-", "_"))) is not None
-        ),
+        named=named,
     )

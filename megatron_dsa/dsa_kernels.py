@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_dsa.dispatch import Policy, device_problem, run
+from megatron_dsa.dispatch import Policy, device_problem
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor, require_values
 from megatron_dsa.ops.dense_attention.api import dense_attention
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, SelectedKeysLoss, index_problem
+from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_topk.blocks import select_blocks
 from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
@@ -297,7 +298,7 @@ def dense_indexer_loss(
     asked = index_problem(inputs, layout, None)
     # The teacher's queries may be wider than the indexer's.
     asked = replace(asked, dtype=torch.promote_types(asked.dtype, q.dtype))
-    return run("dense_indexer_loss", asked, policy, arguments)
+    return DENSE_LOSS.run(asked, policy, arguments)
 
 
 def _check_teacher_keys(q: torch.Tensor, k: torch.Tensor | LatentKeys, layout: Layout) -> None:

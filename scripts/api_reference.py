@@ -24,7 +24,9 @@ MODULES = (
     "modules.replay",
     "metrics.quality",
     "metrics.flops",
-    "dispatch",
+    "dispatch.operation",
+    "dispatch.policy",
+    "dispatch.counts",
     "dispatch.support",
     "errors",
 )

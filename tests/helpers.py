@@ -7,11 +7,23 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from megatron_dsa.dispatch import Candidate, device_problem
+
+
+@dataclass(frozen=True)
+class MadeUp(Candidate):
+    """A candidate whose kernel is ``function``."""
+
+    function: Callable | None = None
+
+    def load(self) -> Callable:
+        return self.function
 
 
 def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:

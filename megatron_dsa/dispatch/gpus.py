@@ -1,10 +1,17 @@
-"""Kinds of GPUs that a job can be planned for."""
+"""GPUs by compute capability, and the kinds that a job can be planned for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+
+AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
+#: What a kernel declares that is compiled for all of these and was run on Hopper only.
+PORTABLE = {
+    "capabilities": (AMPERE, ADA, HOPPER, BLACKWELL),
+    "not_run": (AMPERE, ADA, BLACKWELL),
+}
 
 
 @dataclass(frozen=True)

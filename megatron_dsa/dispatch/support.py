@@ -13,6 +13,10 @@ import torch
 
 from megatron_dsa.dispatch.packages import Package
 
+HALF = (torch.bfloat16, torch.float16)
+#: What an implementation declares whose sums vary in order unless torch's deterministic mode is on.
+ATOMIC_SUMS = {"deterministic": False, "deterministic_mode": True}
+
 
 @dataclass(frozen=True)
 class Problem:

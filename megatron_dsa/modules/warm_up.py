@@ -16,10 +16,12 @@ from functools import lru_cache
 
 import torch
 
-from megatron_dsa.dispatch import Policy, choose, rehearsing, run, uncounted
+from megatron_dsa.dispatch import Policy, rehearsing, uncounted
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
+from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.indexer_topk.select import candidates_for
+from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from megatron_dsa.sequence.layout import bshd_layout
 
@@ -44,7 +46,7 @@ def settle(
         return
     calls = tuple(calls)
     for operation, problem in calls:
-        choose(operation, problem, policy)
+        OPERATIONS[operation].choose(problem, policy)
     if softmax_scale is not None:
         warm_up(calls, policy, softmax_scale)
 
@@ -83,7 +85,8 @@ def warm_up(calls: tuple[tuple[str, Problem], ...], policy: Policy, softmax_scal
     fused = {
         operation: problem
         for operation, problem in calls
-        if problem.device == "cuda" and choose(operation, problem, policy).candidate.fused
+        if problem.device == "cuda"
+        and OPERATIONS[operation].choose(problem, policy).candidate.fused
     }
     with uncounted(), torch.no_grad():
         attention = [name for name in fused if name.startswith("sparse_attention")]
@@ -112,13 +115,13 @@ def _attend(fused: dict, problem: Problem, policy: Policy, softmax_scale: float)
     sp = SparseProblem(
         q, kv, indices, problem.v_dim, softmax_scale, None, sink, policy.workspace_bytes
     )
-    out, lse, _ = run("sparse_attention_forward", problem, policy, sp)
+    out, lse, _ = FORWARD.run(problem, policy, sp)
     if "sparse_attention_backward" in fused:
         backward = fused["sparse_attention_backward"]
         sp = replace(sp, want_p_sum=backward.teacher)
-        run("sparse_attention_backward", backward, policy, sp, out, lse, out)
+        BACKWARD.run(backward, policy, sp, out, lse, out)
     if "sparse_attention_probabilities" in fused:
-        run("sparse_attention_probabilities", problem, policy, sp, lse)
+        PROBABILITIES.run(problem, policy, sp, lse)
 
 
 def _index(fused: dict, problem: Problem, policy: Policy) -> None:

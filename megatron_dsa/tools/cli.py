@@ -89,14 +89,15 @@ def _model_shapes() -> dict[str, dict[str, dict]]:
 
 def _operations(torch, shapes: dict[str, dict]) -> dict:
     """What dispatch would pick for these shapes in bf16, per operation."""
-    from megatron_dsa.dispatch import OPERATIONS, Policy, choose, device_problem
+    from megatron_dsa.dispatch import Policy, device_problem
+    from megatron_dsa.ops import OPERATIONS
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     operations = {}
     for name in (name for name in OPERATIONS if name in shapes):
         dtype = torch.int32 if name == "key_lists" else torch.bfloat16
         problem = device_problem(device, dtype=dtype, **shapes[name])
-        choice = choose(name, problem, Policy(fused=True))
+        choice = OPERATIONS[name].choose(problem, Policy(fused=True))
         operations[name] = {
             "runs": choice.candidate.name,
             "fused": choice.candidate.fused,
@@ -124,18 +125,19 @@ def _remark(operation: str, problem) -> str:
 
 def _by_heads(operation: str, problem) -> dict[str, str]:
     """What would run for how many heads, ``{"1-32": name, ...}``, where that makes a difference."""
-    from megatron_dsa.dispatch import Policy, candidates, choose
+    from megatron_dsa.dispatch import Policy
+    from megatron_dsa.ops import OPERATIONS
 
     edges = {1}
-    for candidate in candidates(operation):
+    for candidate in OPERATIONS[operation].candidates:
         low, high = candidate.support.fastest or (1, 0)
         edges |= {low, high + 1}
     starts = sorted(edge for edge in edges if edge <= problem.heads)
     ends = [start - 1 for start in starts[1:]] + [problem.heads]
     chosen = {
-        f"{low}-{high}": choose(
-            operation, replace(problem, heads=high), Policy(fused=True)
-        ).candidate.name
+        f"{low}-{high}": OPERATIONS[operation]
+        .choose(replace(problem, heads=high), Policy(fused=True))
+        .candidate.name
         for low, high in zip(starts, ends, strict=True)
     }
     return chosen if len(set(chosen.values())) > 1 else {}

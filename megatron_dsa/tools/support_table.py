@@ -5,21 +5,21 @@
 
 from __future__ import annotations
 
-from megatron_dsa.dispatch import OPERATIONS, candidates
 from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, TILELANG, TRITON, Package
 from megatron_dsa.dispatch.support import Support, short_dtype
+from megatron_dsa.ops import OPERATIONS
 
 _HEAD = """# What every implementation can run
 
-Generated from the declarations in `megatron_dsa/ops/__init__.py` by
+Generated from `megatron_dsa/ops/*/declaration.py` by
 `python -m megatron_dsa info --support-table`; do not edit.
 
 Dispatch tries the implementations of an operation in the order of this table, the torch one last;
 one that is the fastest for some numbers of heads, by the committed benchmark, goes first there
 ("with the teacher": where the backward also gives the indexer's teacher, the head sum of the
 probabilities, which costs others an operation of its own).
-`--dsa-<name>-impl IMPLEMENTATION`, or the environment variable, names one: it runs, or start-up
-stops with the reason. "-" means any.
+`--dsa-impl OPERATION=IMPLEMENTATION ...`, or `MEGATRON_DSA_IMPL=OPERATION=IMPLEMENTATION,...` in
+the environment, names some: they run, or start-up stops with the reason. "-" means any.
 """
 
 _COLUMNS = (
@@ -33,9 +33,9 @@ def support_table() -> str:
     parts = [_HEAD]
     for operation in OPERATIONS.values():
         parts.append(f"## {operation.name}\n\n{operation.title[0].upper()}{operation.title[1:]}.")
-        parts.append(f"`{operation.flag}`, `{operation.variable}`\n")
+        parts.append("")
         rows = [_COLUMNS, ("---",) * len(_COLUMNS)]
-        rows += [(c.name, *_cells(c.support)) for c in candidates(operation.name)]
+        rows += [(c.name, *_cells(c.support)) for c in OPERATIONS[operation.name].candidates]
         parts.append("\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n")
     parts.append(_versions())
     return "\n".join(parts)

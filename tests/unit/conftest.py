@@ -1,11 +1,13 @@
 """Fixtures of several test files."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 
 from megatron_dsa import dispatch
-from tests.helpers import skip_unless_it_runs
+from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
+from tests.helpers import MadeUp, skip_unless_it_runs
 
 
 @pytest.fixture
@@ -15,34 +17,24 @@ def add(monkeypatch):
     It stands before the others as a fused implementation, called "made_up".
     """
 
-    def add(operation, wrap, **support):
-        (original,) = (c for c in dispatch.candidates(operation) if not c.fused)
-        declared = {"deterministic": True} | support
-
-        def load():
-            before = original.load()
-            new = wrap(before)
-            if hasattr(before, "bytes_per_score"):
-                new.bytes_per_score = before.bytes_per_score
-            return new
-
-        candidate = dataclasses.replace(
-            original,
-            name="made_up",
-            fused=True,
-            support=dataclasses.replace(original.support, **declared),
-            load=load,
-        )
-        others = dispatch.candidates(operation)
-        monkeypatch.setitem(dispatch._candidates, operation, [candidate, *others])
-        dispatch._choose.cache_clear()
+    def add(name, wrap, **support):
+        operation = OPERATIONS[name]
+        original = operation.candidates[-1]
+        function = original.load()
+        new = wrap(function)
+        if hasattr(function, "bytes_per_score"):
+            new.bytes_per_score = function.bytes_per_score
+        declared = replace(original.support, **{"deterministic": True} | support)
+        made_up = MadeUp("made_up", "", declared, True, new)
+        monkeypatch.setattr(operation, "candidates", (made_up, *operation.candidates))
+        dispatch.forget_choices()
 
     yield add
-    dispatch._choose.cache_clear()
+    dispatch.forget_choices()
 
 
 @pytest.fixture
 def hopper():
     """Skips where our own kernels cannot run."""
-    (ours,) = (c for c in dispatch.candidates("sparse_attention_backward") if c.name == "tilelang")
+    (ours,) = (c for c in BACKWARD.candidates if c.name == "tilelang")
     skip_unless_it_runs(ours)

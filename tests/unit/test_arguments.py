@@ -166,3 +166,33 @@ def test_import_needs_nothing_optional():
         "assert not any(n.startswith('megatron.') for n in sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_implementations_are_named_by_operation():
+    from megatron_dsa.arguments import options_from_args
+
+    args = parse("--dsa-impl", "sparse_attention_forward=tilelang", "indexer_topk=torch")
+    named = (("sparse_attention_forward", "tilelang"), ("indexer_topk", "torch"))
+    assert options_from_args(args).named == named
+    assert options_from_args(parse()).named == ()
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("torch", "--dsa-impl must hold OPERATION=IMPLEMENTATION, got 'torch'"),
+        ("indexer_top=torch", "--dsa-impl names the operation 'indexer_top', .* indexer_topk"),
+    ],
+)
+def test_a_wrong_name_is_refused(word, says):
+    from megatron_dsa.arguments import options_from_args
+
+    with pytest.raises(ConfigError, match=says):
+        options_from_args(parse("--dsa-impl", word))
+
+
+@pytest.mark.parametrize("flags", [["--dsa-forward-impl", "torch"], ["--dsa-forward-impl=torch"]])
+def test_a_former_flag_names_its_successor(flags, capsys):
+    with pytest.raises(SystemExit):
+        parse(*flags)
+    assert "it is --dsa-impl sparse_attention_forward=NAME now" in capsys.readouterr().err

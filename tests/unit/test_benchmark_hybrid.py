@@ -12,7 +12,7 @@ from benchmarks import attention, hybrid, hybrid_layer, hybrid_measure, hybrid_p
 from benchmarks.cases import PRESETS
 from benchmarks.hybrid import SHAPES, Case
 from megatron_dsa.csa_config import CSA_PRESETS
-from megatron_dsa.dispatch import OPERATIONS, candidates
+from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.compressor import reference as compressor_reference
 from megatron_dsa.ops.compressor.inputs import CompressorProblem
 from megatron_dsa.ops.key_lists import reference as lists_reference
@@ -78,7 +78,7 @@ def test_rows_that_leave_a_tail_are_refused(capsys):
 
 def test_implementations_exist():
     for operation in ("compressor", "norm_rope", "rotate", "key_lists"):
-        assert {"triton", "torch"} <= {c.name for c in candidates(operation)}
+        assert {"triton", "torch"} <= {c.name for c in OPERATIONS[operation].candidates}
 
 
 # Pieces
@@ -205,9 +205,9 @@ def event(cat, name, ts, dur, **args):
 def test_kernels_belong_to_the_range_that_launched_them():
     events = [
         event("user_annotation", "megatron_dsa.sparse_attention_forward.flashmla", 100, 50),
-        event("user_annotation", "megatron_dsa.ops.key_lists.api.triton", 110, 10),
-        event("gpu_user_annotation", "megatron_dsa.ops.key_lists.api.triton", 400, 500),
-        event("user_annotation", "megatron_dsa.modules.compressor.triton", 10, 20),
+        event("user_annotation", "megatron_dsa.key_lists.triton", 110, 10),
+        event("gpu_user_annotation", "megatron_dsa.key_lists.triton", 400, 500),
+        event("user_annotation", "megatron_dsa.compressor.triton", 10, 20),
         event("cpu_op", "_CompressBackward", 200, 50, **{"External id": 7}),
         event("cpu_op", "aten::mm", 300, 10),
         # Inside of an operation a matrix product is part of it.

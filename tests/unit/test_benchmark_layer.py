@@ -10,8 +10,8 @@ import torch
 from benchmarks import layer, layer_summary, layer_ways
 from benchmarks.hybrid_layer import PRODUCTS
 from benchmarks.ranks_cases import Case
-from megatron_dsa.dispatch import OPERATIONS
 from megatron_dsa.errors import ImplementationError
+from megatron_dsa.ops import OPERATIONS
 from tests.helpers import relative_error
 from tests.host import start
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import Policy, device_problem, run
+from megatron_dsa.dispatch import Policy, device_problem
 from megatron_dsa.errors import require
+from megatron_dsa.ops.compressor.declaration import COMPRESSOR
 from megatron_dsa.ops.compressor.inputs import CompressorProblem
 from megatron_dsa.sequence.compressed import CompressedKeys
 
@@ -47,4 +48,4 @@ def compress(
         values, scores, ape, keys.groups, keys.ratio, overlap, policy.workspace_bytes
     )
     call = device_problem(values.device, dtype=values.dtype, heads=1, qk_dim=problem.dim, v_dim=0)
-    return run("compressor", call, policy, problem)
+    return COMPRESSOR.run(call, policy, problem)

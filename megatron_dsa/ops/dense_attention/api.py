@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import Policy, device_problem, run
+from megatron_dsa.dispatch import Policy, device_problem
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor
+from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
 from megatron_dsa.ops.dense_attention.inputs import DenseProblem
 from megatron_dsa.sequence.layout import Layout
 
@@ -37,7 +38,7 @@ def dense_attention(
     check_operands(q, k, v)
     require_layout(layout, {"q": q}, {"k": k})
     arguments = DenseProblem(q, k, v, layout, softmax_scale, policy.workspace_bytes)
-    return run("dense_attention", dense_problem(q, v, layout), policy, arguments)
+    return DENSE_ATTENTION.run(dense_problem(q, v, layout), policy, arguments)
 
 
 def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

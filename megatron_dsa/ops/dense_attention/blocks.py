@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_dsa import dispatch
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch import Policy, Problem
 from megatron_dsa.ops.dense_attention import block_torch, flash2, torch_cudnn, torch_flash
+from megatron_dsa.ops.dense_attention.declaration import RING_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def choose(problem: Problem, name: str | None = None) -> BlockAttention:
         ConfigError: there is no kernel of that name.
         ImplementationError: it cannot run the problem.
     """
-    policy = dispatch.Policy(named=(("ring_attention", name),))
-    return _BY_NAME[dispatch.choose("ring_attention", problem, policy).candidate.name]
+    policy = Policy() if name is None else Policy(named=((RING_ATTENTION.name, name),))
+    return _BY_NAME[RING_ATTENTION.choose(problem, policy).candidate.name]
 
 
 def block_kernel(name: str, workspace_bytes: int) -> BlockAttention:
@@ -74,3 +74,17 @@ def torch_kernel(workspace_bytes: int) -> BlockAttention:
     given = {"workspace_bytes": workspace_bytes}
     forward, backward = (partial(f, **given) for f in (block_torch.forward, block_torch.backward))
     return BlockAttention("torch", False, False, block_torch.reason, forward, backward)
+
+
+def _attend_with(name: str) -> Callable:
+    def attend(attention: Callable, workspace_bytes: int, *args, **options):
+        return attention(*args, block=block_kernel(name, workspace_bytes), **options)
+
+    return attend
+
+
+#: What the operation ``ring_attention`` runs: ``attention(..., block=kernel)`` with this kernel.
+with_torch_cudnn = _attend_with("torch-cudnn")
+with_flash2 = _attend_with("flash2")
+with_torch_flash = _attend_with("torch-flash")
+with_torch = _attend_with("torch")

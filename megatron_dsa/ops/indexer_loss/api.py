@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.dispatch import Policy, choose, device_problem, run
+from megatron_dsa.dispatch import Policy, device_problem
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.scaling import scaled
+from megatron_dsa.ops.indexer_loss.declaration import INDEXER_BACKWARD, SPARSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLossProblem
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -76,13 +78,13 @@ def needs_indexer_backward(problem: Problem, policy: Policy) -> bool:
     A loss that forms them itself does so, but for two cases: the user names another implementation
     for them, or torch's loss would take the place of a fused one.
     """
-    loss = choose("sparse_indexer_loss", problem, policy).candidate
+    loss = SPARSE_LOSS.choose(problem, policy).candidate
     if not loss.support.gradients:
         return True
     named = policy.named_for("indexer_backward")
     if named is not None:
         return named != loss.name
-    return not loss.fused and choose("indexer_backward", problem, policy).candidate.fused
+    return not loss.fused and INDEXER_BACKWARD.choose(problem, policy).candidate.fused
 
 
 def needs_probabilities(problem: Problem, policy: Policy) -> bool:
@@ -95,7 +97,7 @@ def needs_probabilities(problem: Problem, policy: Policy) -> bool:
         problem: that of the backward, with the teacher.
         policy: which implementations may run.
     """
-    choice = choose("sparse_attention_backward", problem, policy)
+    choice = BACKWARD.choose(problem, policy)
     if problem.deterministic and choice.untried:
         return True
     return not choice.candidate.support.gives_teacher
@@ -122,17 +124,17 @@ class SelectedKeysLoss:
     def value(self, inputs: IndexerInputs) -> torch.Tensor:
         """Return the KL sum, without gradients."""
         problem, arguments = self._call(inputs)
-        return run("sparse_indexer_loss", problem, self.policy, arguments).value
+        return SPARSE_LOSS.run(problem, self.policy, arguments).value
 
     def with_gradients(self, inputs: IndexerInputs) -> tuple[torch.Tensor, IndexerGradients]:
         """Return the KL sum and its gradients (fp32 where they accumulate)."""
         problem, arguments = self._call(inputs)
         separate = needs_indexer_backward(problem, self.policy)
         arguments = dataclasses.replace(arguments, want_gradients=not separate)
-        loss = run("sparse_indexer_loss", problem, self.policy, arguments)
+        loss = SPARSE_LOSS.run(problem, self.policy, arguments)
         gradients = loss.gradients
         if separate:
-            gradients = run("indexer_backward", problem, self.policy, arguments, loss.student)
+            gradients = INDEXER_BACKWARD.run(problem, self.policy, arguments, loss.student)
         return loss.value, gradients
 
     def differentiable(self, inputs: IndexerInputs) -> torch.Tensor:

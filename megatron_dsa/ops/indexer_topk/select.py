@@ -12,11 +12,12 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dsa.dispatch import Policy, choose, run
+from megatron_dsa.dispatch import Policy
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_loss.api import index_problem
 from megatron_dsa.ops.indexer_topk.blocks import Selector
+from megatron_dsa.ops.indexer_topk.declaration import LISTED_SCORES, SCORES, TOPK
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
 from megatron_dsa.ops.indexer_topk.fp8 import quantized, quantized_queries
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs, TopKProblem
@@ -74,16 +75,16 @@ class Exact:
 
     def _score(self, inputs: IndexerInputs, topk: int, block: Block, seen: Seen) -> torch.Tensor:
         call = self._describe(inputs, topk)
-        return run("indexer_scores", call, self.policy, inputs, block, inputs.k, seen)
+        return SCORES.run(call, self.policy, inputs, block, inputs.k, seen)
 
     def _select(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
         call = self._describe(self.inputs, topk)
-        return run("indexer_topk", call, self.policy, scores, seen, topk)
+        return TOPK.run(call, self.policy, scores, seen, topk)
 
     def _bytes_per_score(self, scoring: Problem, selecting: Problem) -> int:
         """Temporary bytes per score of the implementations that score and select."""
-        scores = choose("indexer_scores", scoring, self.policy).candidate.load()
-        select = choose("indexer_topk", selecting, self.policy).candidate.load()
+        scores = SCORES.choose(scoring, self.policy).candidate.load()
+        select = TOPK.choose(selecting, self.policy).candidate.load()
         itemsize = accumulation_dtype(self.inputs.q.dtype).itemsize
         return scores.bytes_per_score(scoring.heads, itemsize) + select.bytes_per_score()
 
@@ -129,8 +130,7 @@ class Candidates(Exact):
         columns = self._candidates(q, weights, block, seen)
         keys = self.keys[block.lo : block.hi]
         own = dataclasses.replace(self.inputs, q=q, weights=weights, k=keys)
-        scores = run(
-            "indexer_listed_scores", self._describe(own, self.count), self.policy,
+        scores = LISTED_SCORES.run(self._describe(own, self.count), self.policy,
             own, columns, self.policy.workspace_bytes,
         )  # fmt: skip
         length = (seen.end - seen.start).clamp_max(self.count)

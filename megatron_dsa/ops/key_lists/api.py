@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.dispatch import Policy, choose, device_problem, run
+from megatron_dsa.dispatch import Policy, device_problem
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import rows_in_budget
 from megatron_dsa.numerics.checks import require_tensor
+from megatron_dsa.ops.key_lists.declaration import KEY_LISTS
 from megatron_dsa.ops.key_lists.inputs import ListProblem
 from megatron_dsa.sequence.compressed import CompressedKeys
 from megatron_dsa.sequence.layout import Layout
@@ -110,13 +111,13 @@ class KeyLists:
         problem = device_problem(
             self.layout.start.device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0
         )
-        fused = choose("key_lists", problem, policy).candidate.fused
+        fused = KEY_LISTS.choose(problem, policy).candidate.fused
         bytes_per_row = self.full_width * (_BYTES_FUSED if fused else _BYTES_UNFUSED)
         rows_at_once = rows_in_budget(policy.workspace_bytes, bytes_per_row)
         total = self.layout.num_queries
         for first in range(0, total, rows_at_once):
             rows = slice(first, min(total, first + rows_at_once))
-            yield rows, *run("key_lists", problem, policy, self._problem(rows))
+            yield rows, *KEY_LISTS.run(problem, policy, self._problem(rows))
 
     def _problem(self, rows: slice) -> ListProblem:
         group_start = group_end = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import Policy, device_problem, run
+from megatron_dsa.dispatch import Policy, device_problem
+from megatron_dsa.ops.rope.declaration import NORM_ROPE, ROTATE
 from megatron_dsa.ops.rope.inputs import check_inputs
 
 __all__ = ["norm_rope", "rotate"]
@@ -34,7 +35,7 @@ def norm_rope(
     """
     check_inputs(x, cos, sin)
     problem = _problem(x)
-    return run("norm_rope", problem, policy, x, cos, sin, eps, inplace, policy.workspace_bytes)
+    return NORM_ROPE.run(problem, policy, x, cos, sin, eps, inplace, policy.workspace_bytes)
 
 
 def rotate(
@@ -51,7 +52,7 @@ def rotate(
     """
     check_inputs(x, cos, sin)
     problem = _problem(x)
-    return run("rotate", problem, policy, x, cos, sin, inverse, policy.workspace_bytes)
+    return ROTATE.run(problem, policy, x, cos, sin, inverse, policy.workspace_bytes)
 
 
 def _problem(x: torch.Tensor):

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_dsa.dispatch import Policy, run
+from megatron_dsa.dispatch import Operation, Policy
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.scaling import scaled
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, SelectedKeysLoss
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.key_lists.api import KeyLists
+from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 
 
@@ -54,9 +55,9 @@ class Settings:
             in_order=self.in_order,
         )
 
-    def run(self, operation: str, *args, teacher: bool = False):
+    def run(self, operation: Operation, *args, teacher: bool = False):
         """Run an operation of this call; ``teacher``: the head sum is wanted along with it."""
-        return run(operation, replace(self.problem, teacher=teacher), self.policy, *args)
+        return operation.run(replace(self.problem, teacher=teacher), self.policy, *args)
 
     def parts(self, indices, length) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
         """Yield ``rows, indices, length``: everything at once, or lists as they are written."""
@@ -94,10 +95,10 @@ class SparseAttention(torch.autograd.Function):
         out = lse = p_sum = None
         for rows, part_indices, part_length in s.parts(indices, length):
             arguments = s.arguments(q[rows], kv, sink, part_indices, part_length, s.want_p_sum)
-            part, part_lse, part_p_sum = s.run("sparse_attention_forward", arguments)
+            part, part_lse, part_p_sum = s.run(FORWARD, arguments)
             if s.want_p_sum:
                 if part_p_sum is None:
-                    part_p_sum = s.run("sparse_attention_probabilities", arguments, part_lse)
+                    part_p_sum = s.run(PROBABILITIES, arguments, part_lse)
                 p_sum = _put(p_sum, s.teacher_columns(part_p_sum, indices, rows), rows, q.shape[0])
             out = _put(out, part, rows, q.shape[0])
             lse = _put(lse, part_lse, rows, q.shape[0])
@@ -122,7 +123,7 @@ class SparseAttention(torch.autograd.Function):
         for rows, part_indices, part_length in s.parts(indices, length):
             arguments = s.arguments(q[rows], kv, sink, part_indices, part_length, wants_p_sum)
             part_dq, part_dkv, part_dsink, p_sum = s.run(
-                "sparse_attention_backward", arguments, out[rows], lse[rows], dout[rows],
+                BACKWARD, arguments, out[rows], lse[rows], dout[rows],
                 teacher=wants_p_sum,
             )  # fmt: skip
             dq = _put(dq, part_dq, rows, q.shape[0])
@@ -131,7 +132,7 @@ class SparseAttention(torch.autograd.Function):
                 dsink = part_dsink if dsink is None else dsink + part_dsink
             if wants_p_sum:
                 if p_sum is None:
-                    p_sum = s.run("sparse_attention_probabilities", arguments, lse[rows])
+                    p_sum = s.run(PROBABILITIES, arguments, lse[rows])
                 teacher = _put(teacher, s.teacher_columns(p_sum, indices, rows), rows, q.shape[0])
         index_grads = (None,) * 3
         if trains:
@@ -147,8 +148,8 @@ class SparseAttention(torch.autograd.Function):
 def _probabilities_among(s: Settings, q, kv, indices, length) -> torch.Tensor:
     """Return the head sum of a softmax over the selected keys alone: no window, no sink."""
     arguments = s.arguments(q, kv, None, indices, length, True)
-    _, lse, p_sum = s.run("sparse_attention_forward", arguments)
-    return s.run("sparse_attention_probabilities", arguments, lse) if p_sum is None else p_sum
+    _, lse, p_sum = s.run(FORWARD, arguments)
+    return s.run(PROBABILITIES, arguments, lse) if p_sum is None else p_sum
 
 
 def _train(s: Settings, index_tensors, indices, length, teacher: torch.Tensor):

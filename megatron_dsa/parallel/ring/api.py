@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from megatron_dsa.dispatch import Policy, run
+from megatron_dsa.dispatch import Policy
 from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor
 from megatron_dsa.ops.dense_attention.api import check_operands, dense_problem
+from megatron_dsa.ops.dense_attention.declaration import RING_ATTENTION
 from megatron_dsa.parallel.ring import attention
 from megatron_dsa.parallel.ring.layouts import ring_rows
 from megatron_dsa.sequence.layout import Layout
@@ -44,7 +45,7 @@ def ring_attention(
     require_layout(layout, {"q": q, "k": k}, {})
     arguments = (q, k, v, ring_rows(layout), group, softmax_scale)
     problem, budget = dense_problem(q, v, layout), policy.workspace_bytes
-    return run("ring_attention", problem, policy, attention.ring_attention, budget, *arguments)
+    return RING_ATTENTION.run(problem, policy, attention.ring_attention, budget, *arguments)
 
 
 def gathered_latent_attention(
@@ -87,8 +88,7 @@ def gathered_latent_attention(
     require_tensor("w_uv", w_uv, (q.shape[1], "Dv", "R"), (q.dtype,), q, "split it by heads")
     require_layout(layout, {"q": q}, {})
     problem = replace(dense_problem(q, q, layout), v_dim=w_uv.shape[1])
-    return run(
-        "ring_attention", problem, policy, attention.gathered_latent_attention,
+    return RING_ATTENTION.run(problem, policy, attention.gathered_latent_attention,
         policy.workspace_bytes, q, latents, w_uk, w_uv, ring_rows(layout), softmax_scale,
         latent_grad=latent_grad,
     )  # fmt: skip

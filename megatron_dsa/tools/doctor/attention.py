@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import device_problem, run
+from megatron_dsa.dispatch import device_problem
 from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.tools.doctor.cases import (
     AttentionCase,
     Lists,
@@ -98,7 +99,7 @@ class _FullSize:
         """Note times and errors of a forward in ``part``."""
 
         def call():
-            return run(FORWARD, self.problem, named(pair), self.case.problem())[:2]
+            return OPERATIONS[FORWARD].run(self.problem, named(pair), self.case.problem())[:2]
 
         def judge(out, lse):
             part.compare("out at full size", out[self.rows], self.expected.out)
@@ -117,7 +118,7 @@ class _FullSize:
 
         def call():
             arguments = (self.case.problem(), *self.outputs, self.case.dout)
-            return run(BACKWARD, self.problem, named(pair), *arguments)[:3]
+            return OPERATIONS[BACKWARD].run(self.problem, named(pair), *arguments)[:3]
 
         def judge(dq, dkv, _dsink):
             part.compare("dq at full size", dq[self.rows], self.expected.dq)
@@ -133,7 +134,7 @@ class _FullSize:
 
         def call():
             lse = self.outputs[1]
-            return (run(TEACHER, self.problem, named(pair), self.case.problem(), lse),)
+            return (OPERATIONS[TEACHER].run(self.problem, named(pair), self.case.problem(), lse),)
 
         def judge(p_sum):
             part.compare("p_sum at full size", p_sum[self.rows], self.expected.p_sum)
@@ -189,7 +190,7 @@ def _forward(session, problem, case, judge, pair):
     part = session.part(pair)
 
     def call(want_p_sum=False):
-        return run(FORWARD, problem, named(pair), case.problem(want_p_sum))
+        return OPERATIONS[FORWARD].run(problem, named(pair), case.problem(want_p_sum))
 
     outputs = session.examine(
         part, lambda: call()[:2], lambda *result: judge.forward(part, *result)
@@ -204,7 +205,7 @@ def _backward(session, problem, case, judge, pair, outputs) -> Part:
 
     def call(want_p_sum=False):
         arguments = (case.problem(want_p_sum), *outputs, case.dout)
-        return run(BACKWARD, problem, named(pair), *arguments)
+        return OPERATIONS[BACKWARD].run(problem, named(pair), *arguments)
 
     done = session.examine(part, lambda: call()[:3], lambda *result: judge.backward(part, *result))
     if done is not None:
@@ -217,7 +218,7 @@ def _teacher(session, problem, case, judge, pair) -> Part:
     part = session.part(pair)
 
     def call():
-        return (run(TEACHER, problem, named(pair), case.problem(), judge.lse()),)
+        return (OPERATIONS[TEACHER].run(problem, named(pair), case.problem(), judge.lse()),)
 
     session.examine(part, call, lambda p_sum: judge.teacher(part, p_sum))
     return part

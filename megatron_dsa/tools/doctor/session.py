@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_dsa.dispatch import Candidate, Policy, candidates, choose
+from megatron_dsa.dispatch import Candidate, Policy
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.errors import DSAError
+from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.tools.doctor.measure import (
     dirty_memory,
     median_ms,
@@ -48,7 +49,7 @@ class Session:
     def available(self, operation: str, problem: Problem, label: str):
         """Return pairs (operation, candidate) that can run ``problem``; file the others."""
         found = []
-        for candidate in candidates(operation):
+        for candidate in OPERATIONS[operation].candidates:
             reason = candidate.reason(problem)
             if reason is None:
                 found.append((operation, candidate))
@@ -66,7 +67,7 @@ class Session:
         """File what dispatch picks; returns the name, ``None`` if it refuses."""
         filed = self.report.chosen.setdefault(label, {})
         try:
-            choice = choose(operation, problem, Policy())
+            choice = OPERATIONS[operation].choose(problem, Policy())
         except DSAError as error:
             filed[operation] = {"runs": None, "refused": str(error)}
             return None

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_dsa.dispatch import Choice, choose
+from megatron_dsa.dispatch import Choice
+from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.tools.planner.tally import Tally
 
 
@@ -221,7 +222,7 @@ def _follow_layers(chunk, tally: Tally) -> list[Layer]:
         core = module.self_attention.core_attention
         is_mtp = ".layers." in name and name.startswith("mtp")
         choices = tuple(
-            choose(operation, problem, core.options.policy)
+            OPERATIONS[operation].choose(problem, core.options.policy)
             for operation, problem in core.problems()
         )
         layers.append(Layer(module.layer_number, is_mtp, kind_of(module), choices=choices))

@@ -7,8 +7,8 @@ import statistics
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_dsa.dispatch import OPERATIONS
 from megatron_dsa.metrics.tags import CALLS, MFU, TIME, time_tag
+from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.tools.report.events import RunLog, Series
 
 #: What is logged only on request: what for -> tags that show that it was, and flags to get it.

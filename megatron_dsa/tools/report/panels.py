@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import matplotlib
 from matplotlib import ticker
 
-from megatron_dsa.dispatch import OPERATIONS
 from megatron_dsa.metrics.tags import FIGURES, MFU
+from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.tools.report.events import RunLog, Series
 from megatron_dsa.tools.report.facts import REST, compiled, settled, step_shares, tokens_per_second
 from megatron_dsa.tools.report.lines import (

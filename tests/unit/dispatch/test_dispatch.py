@@ -11,38 +11,79 @@ import pytest
 import torch
 
 from megatron_dsa import dispatch
-from megatron_dsa.dispatch import OPERATIONS, Candidate, Operation, Policy, choose, run
+from megatron_dsa.dispatch import Operation, Policy
+from megatron_dsa.dispatch import operation as module
 from megatron_dsa.dispatch.packages import Package
 from megatron_dsa.dispatch.support import Problem, Support
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
-from megatron_dsa.ops.sparse_attention import flashmla
+from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD
+from tests.helpers import MadeUp
 
 HOPPER = Problem("cuda", (9, 0), torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=2048)
 CPU = Problem("cpu", None, torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=2048)
 
 
 def candidate(name, fused, probe=None, **support):
-    return Candidate(name, fused, Support("", probe=probe, **support), lambda: lambda: name)
+    return MadeUp(name, "", Support("", probe=probe, **support), fused, lambda: name)
 
 
 @pytest.fixture
-def operation(monkeypatch):
+def operations(monkeypatch):
+    """Function that makes up an operation with these candidates."""
+    dispatch.forget_choices()
+    monkeypatch.setattr(module, "_logged", set())
+    monkeypatch.setattr(module, "_declared", dict(module._declared))
+    yield lambda name, *candidates: Operation(name, "", candidates)
+    dispatch.forget_choices()
+
+
+@pytest.fixture
+def operation(operations):
     """A made-up operation with two fused candidates and the torch one."""
-    dispatch._choose.cache_clear()
-    monkeypatch.setattr(dispatch, "_logged", set())
-    made_up = [
+    return operations(
+        "made_up",
         candidate("first", True, lambda p: "no first"),
         candidate("second", True, lambda p: None if p.device == "cuda" else "needs a GPU"),
         candidate("torch", False),
-    ]
-    monkeypatch.setitem(OPERATIONS, "made_up", Operation("made_up", "made-up", ""))
-    monkeypatch.setitem(dispatch._candidates, "made_up", made_up)
-    yield "made_up"
-    dispatch._choose.cache_clear()
+    )
+
+
+@pytest.fixture
+def having(operation, monkeypatch):
+    """Function that gives the operation other candidates, and torch's; returns it."""
+
+    def having(*candidates):
+        monkeypatch.setattr(operation, "candidates", (*candidates, candidate("torch", False)))
+        dispatch.forget_choices()
+        return operation
+
+    return having
+
+
+def test_names_are_taken_once(operations):
+    torch_one = candidate("torch", False)
+    with pytest.raises(ValueError, match="two of first, first, torch have the same name"):
+        operations("one", candidate("first", True), candidate("first", True), torch_one)
+    operations("two", torch_one)
+    with pytest.raises(ValueError, match="two: an operation has this name"):
+        operations("two", torch_one)
+    with pytest.raises(ValueError, match="the last one"):
+        operations("three", torch_one, candidate("first", True))
+
+
+def test_a_candidate_of_the_users_own(operation):
+    assert operation.choose(HOPPER, Policy()).candidate.name == "second"
+    operation.add(candidate("third", True))
+    assert operation.choose(HOPPER, Policy()).candidate.name == "second"
+    assert operation.run(CPU, Policy()) == "third"
+    for wrong in (candidate("third", True), candidate("fourth", False)):
+        with pytest.raises(ValueError):
+            operation.add(wrong)
 
 
 def test_first_fused_candidate_that_can_run(operation):
-    choice = choose(operation, HOPPER, Policy())
+    choice = operation.choose(HOPPER, Policy())
     assert choice.candidate.name == "second" and not choice.is_fallback
     assert choice.rejected == (("first", "no first"),)
 
@@ -52,49 +93,48 @@ def test_fallback_names_every_rejected_candidate_once(operation, caplog, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert run(operation, CPU, Policy()) == "torch"
-        dispatch._choose.cache_clear()
-        choose(operation, CPU, Policy())
+            assert operation.run(CPU, Policy()) == "torch"
+        dispatch.forget_choices()
+        operation.choose(CPU, Policy())
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    for part in (operation, "torch", "first: no first", "second: needs a GPU"):
+    for part in (operation.name, "torch", "first: no first", "second: needs a GPU"):
         assert part in record.getMessage()
 
 
-def test_without_a_gpu_one_line_stands_for_all_fallbacks(operation, caplog, monkeypatch):
+def test_without_a_gpu_one_line_stands_for_all_fallbacks(
+    operation, operations, caplog, monkeypatch
+):
     """Details are there for those who debug; the choice, strictness and counts stay as they are."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    other = "other_made_up"
-    monkeypatch.setitem(OPERATIONS, other, Operation(other, "other-made-up", ""))
-    monkeypatch.setitem(dispatch._candidates, other, dispatch._candidates[operation])
+    other = operations("other_made_up", *operation.candidates)
     dispatch.reset_report()
     with caplog.at_level(logging.DEBUG):
-        for name in (operation, other, operation):
-            assert run(name, CPU, Policy()) == "torch"
+        for one in (operation, other, operation):
+            assert one.run(CPU, Policy()) == "torch"
     dispatched = [r for r in caplog.records if r.name == "megatron_dsa.dispatch"]
     loud = [r.getMessage() for r in dispatched if r.levelno > logging.DEBUG]
     assert loud == ["megatron_dsa no GPU: torch runs everything"]
     assert dispatched[0].levelno == logging.WARNING
     details = [r.getMessage() for r in dispatched if r.levelno == logging.DEBUG]
     assert [line.split(":")[0] for line in details] == [
-        f"megatron_dsa {operation}",
-        f"megatron_dsa {other}",
+        f"megatron_dsa {operation.name}",
+        f"megatron_dsa {other.name}",
     ]
     assert all("second: needs a GPU" in line for line in details)
-    assert dispatch.report() == {operation: {"torch": 2}, other: {"torch": 1}}
+    assert dispatch.report() == {operation.name: {"torch": 2}, other.name: {"torch": 1}}
     with pytest.raises(FallbackError, match="second: needs a GPU"):
-        choose(operation, CPU, Policy(strict=True))
+        operation.choose(CPU, Policy(strict=True))
 
 
-def test_a_fallback_on_a_gpu_is_loud(operation, caplog, monkeypatch):
-    rejecting = [candidate("first", True, lambda p: "no first"), candidate("torch", False)]
-    monkeypatch.setitem(dispatch._candidates, operation, rejecting)
+def test_a_fallback_on_a_gpu_is_loud(having, caplog, monkeypatch):
+    operation = having(candidate("first", True, lambda p: "no first"))
     for available in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
-        monkeypatch.setattr(dispatch, "_logged", set())
-        dispatch._choose.cache_clear()
+        monkeypatch.setattr(module, "_logged", set())
+        dispatch.forget_choices()
         caplog.clear()
-        choose(operation, HOPPER, Policy())
+        operation.choose(HOPPER, Policy())
         (record,) = caplog.records
         assert record.levelno == logging.WARNING and "first: no first" in record.getMessage()
 
@@ -104,112 +144,111 @@ def test_torch_alone_runs_without_a_gpu():
     index = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 2048}
     for name in OPERATIONS:
         for shape in ({}, index, {"dtype": torch.float32}):
-            for one in dispatch.candidates(name):
+            for one in OPERATIONS[name].candidates:
                 assert not one.fused or one.reason(replace(CPU, **shape)), (name, one.name)
 
 
 def test_unfused_is_no_fallback(operation, caplog):
     """Asked for torch, got torch: no warning, and strictness has nothing to refuse."""
     with caplog.at_level(logging.WARNING):
-        assert run(operation, HOPPER, Policy(fused=False, strict=True)) == "torch"
+        assert operation.run(HOPPER, Policy(fused=False, strict=True)) == "torch"
     assert not caplog.records
 
 
 def test_strict_refuses_a_fallback_with_all_reasons(operation):
     with pytest.raises(FallbackError, match=r"first: no first; second: needs a GPU"):
-        choose(operation, CPU, Policy(strict=True))
-    assert choose(operation, HOPPER, Policy(strict=True)).candidate.name == "second"
+        operation.choose(CPU, Policy(strict=True))
+    assert operation.choose(HOPPER, Policy(strict=True)).candidate.name == "second"
 
 
 def test_report_counts_calls(operation):
     dispatch.reset_report()
-    run(operation, HOPPER, Policy())
-    run(operation, HOPPER, Policy())
-    run(operation, CPU, Policy())
-    assert dispatch.report()[operation] == {"second": 2, "torch": 1}
+    operation.run(HOPPER, Policy())
+    operation.run(HOPPER, Policy())
+    operation.run(CPU, Policy())
+    assert dispatch.report()[operation.name] == {"second": 2, "torch": 1}
     dispatch.reset_report()
     assert dispatch.report() == {}
 
 
 def test_every_operation_runs_everywhere():
     """Each operation has a torch implementation that takes any problem."""
-    import megatron_dsa.ops  # noqa: F401
-
     odd = Problem("cpu", None, torch.float64, heads=3, qk_dim=7, v_dim=5, topk=1, packed=True)
-    for name in OPERATIONS:
-        assert callable(choose(name, odd, Policy(fused=False)).candidate.load()), name
+    for name, one in OPERATIONS.items():
+        assert callable(one.choose(odd, Policy(fused=False)).candidate.load()), name
 
 
 def test_a_named_implementation_runs_or_raises(operation, monkeypatch):
     """Naming goes before dsa_unfused; what cannot run raises with the reason."""
-    named = Policy(fused=False, named=((operation, "second"),))
-    assert run(operation, HOPPER, named) == "second"
-    with pytest.raises(ImplementationError, match=r"--dsa-made-up-impl .* needs a GPU"):
-        choose(operation, CPU, named)
+    named = Policy(fused=False, named=((operation.name, "second"),))
+    assert operation.run(HOPPER, named) == "second"
+    with pytest.raises(ImplementationError, match=r"--dsa-impl .* made_up=second: .* needs a GPU"):
+        operation.choose(CPU, named)
     with pytest.raises(ConfigError, match="must be auto or one of first, second, torch"):
-        choose(operation, CPU, Policy(named=((operation, "thrid"),)))
+        operation.choose(CPU, Policy(named=((operation.name, "thrid"),)))
     # Naming the torch implementation is a choice, not a fallback.
-    assert run(operation, HOPPER, Policy(strict=True, named=((operation, "torch"),))) == "torch"
+    assert operation.run(HOPPER, Policy(strict=True, named=((operation.name, "torch"),))) == "torch"
 
 
 def test_the_environment_names_one_too(operation, monkeypatch):
-    monkeypatch.setenv("MEGATRON_DSA_MADE_UP_IMPL", "first")
-    with pytest.raises(ImplementationError, match=r"MEGATRON_DSA_MADE_UP_IMPL.*no first"):
-        choose(operation, HOPPER, Policy())
+    monkeypatch.setenv("MEGATRON_DSA_IMPL", "indexer_topk=torch, made_up=first")
+    with pytest.raises(ImplementationError, match=r"MEGATRON_DSA_IMPL.*made_up=first.*no first"):
+        operation.choose(HOPPER, Policy())
     # The policy (a flag) goes before the environment; auto takes the name back.
-    assert run(operation, HOPPER, Policy(named=((operation, "torch"),))) == "torch"
-    assert run(operation, HOPPER, Policy(named=((operation, "auto"),))) == "second"
-    monkeypatch.setenv("MEGATRON_DSA_MADE_UP_IMPL", "auto")
-    assert run(operation, HOPPER, Policy()) == "second"
+    assert operation.run(HOPPER, Policy(named=((operation.name, "torch"),))) == "torch"
+    assert operation.run(HOPPER, Policy(named=((operation.name, "auto"),))) == "second"
+    monkeypatch.setenv("MEGATRON_DSA_IMPL", "made_up=auto")
+    assert operation.run(HOPPER, Policy()) == "second"
 
 
 @pytest.mark.parametrize(
-    ("name", "close"),
+    ("name", "value", "says"),
     [
-        ("MEGATRON_DSA_SPARSE_ATTN_IMPL", "MEGATRON_DSA_SPARSE_LOSS_IMPL"),
-        ("MEGATRON_DSA_FOWARD_IMPL", "MEGATRON_DSA_FORWARD_IMPL"),
-        ("megatron_dsa_forward_impl", "MEGATRON_DSA_FORWARD_IMPL"),
+        ("MEGATRON_DSA_IMPL", "torch", "must hold OPERATION=IMPLEMENTATION, got 'torch'"),
+        ("MEGATRON_DSA_IMPL", "made_up=", "must hold OPERATION=IMPLEMENTATION"),
+        ("MEGATRON_DSA_IMPL", "made_up=torch,made_up=first", "names two implementations of"),
+        ("MEGATRON_DSA_IMPL", "indexer_topp=torch", "'indexer_topp', .* closest: indexer_topk"),
+        ("MEGATRON_DSA_FORWARD_IMPL", "torch", "does not read it; unset it and set MEGATRON_DSA_"),
+        ("megatron_dsa_impl", "made_up=torch", "does not read it; unset it and set MEGATRON_DSA_"),
     ],
-)
-def test_a_misspelled_variable_is_named(name, close, operation, monkeypatch):
-    monkeypatch.setenv(name, "torch")
-    with pytest.raises(ConfigError, match=f"variable {name}: .* does not read it; .*{close}"):
-        choose(operation, HOPPER, Policy())
+)  # fmt: skip
+def test_a_wrong_variable_is_refused(name, value, says, operation, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name}.*{says}"):
+        operation.choose(HOPPER, Policy())
 
 
 def test_a_variable_that_only_begins_like_ours_is_a_warning(operation, monkeypatch, caplog):
     monkeypatch.setenv("MEGATRON_DSA_FORWARD", "torch")
     with caplog.at_level(logging.WARNING):
-        assert run(operation, HOPPER, Policy()) == "second"
-        run(operation, CPU, Policy(fused=False))
+        assert operation.run(HOPPER, Policy()) == "second"
+        operation.run(CPU, Policy(fused=False))
     (record,) = (r for r in caplog.records if "MEGATRON_DSA_FORWARD:" in r.getMessage())
-    assert "MEGATRON_DSA_FORWARD_IMPL" in record.getMessage()
+    assert "MEGATRON_DSA_IMPL" in record.getMessage()
 
 
-def test_nvtx_ranges_have_stable_names(operation, monkeypatch):
+def test_nvtx_ranges_have_stable_names(operation, having, monkeypatch):
     """Opened on a GPU and closed also when the implementation raises."""
     seen = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("pop"))
-    run(operation, HOPPER, Policy())
-    run(operation, CPU, Policy())  # no NVTX without a GPU
+    operation.run(HOPPER, Policy())
+    operation.run(CPU, Policy())  # no NVTX without a GPU
     assert seen == ["megatron_dsa.made_up.second", "pop"]
 
     def fail():
         raise RuntimeError("boom")
 
-    broken = Candidate("second", True, Support(""), lambda: fail)
-    monkeypatch.setitem(dispatch._candidates, operation, [broken])
-    dispatch._choose.cache_clear()
+    operation = having(MadeUp("second", "", Support(""), True, fail))
     with pytest.raises(RuntimeError, match="boom"):
-        run(operation, HOPPER, Policy())
+        operation.run(HOPPER, Policy())
     assert seen[2:] == ["megatron_dsa.made_up.second", "pop"]
 
 
 def test_warm_up_is_not_counted(operation):
     dispatch.reset_report()
     with dispatch.uncounted():
-        run(operation, HOPPER, Policy())
+        operation.run(HOPPER, Policy())
     assert dispatch.report() == {}
 
 
@@ -225,25 +264,23 @@ def test_determinism_is_asked_for(monkeypatch):
     assert Support("", deterministic=False, deterministic_mode=True).reason(problem) is None
 
 
-def test_the_fastest_goes_first_for_its_heads(operation, monkeypatch):
-    made_up = [candidate("usual", True), candidate("few heads", True, fastest=(1, 32))]
-    monkeypatch.setitem(dispatch._candidates, operation, [*made_up, candidate("torch", False)])
+def test_the_fastest_goes_first_for_its_heads(having):
+    operation = having(candidate("usual", True), candidate("few heads", True, fastest=(1, 32)))
     names = {
-        heads: choose(operation, replace(HOPPER, heads=heads), Policy()).candidate.name
+        heads: operation.choose(replace(HOPPER, heads=heads), Policy()).candidate.name
         for heads in (1, 32, 33)
     }
     assert names == {1: "few heads", 32: "few heads", 33: "usual"}
-    assert choose(operation, HOPPER, Policy(fused=False)).candidate.name == "torch"
+    assert operation.choose(HOPPER, Policy(fused=False)).candidate.name == "torch"
 
 
-def test_the_fastest_with_the_teacher(operation, monkeypatch):
+def test_the_fastest_with_the_teacher(having):
     both = candidate("both at once", True, fastest=(1, 32), fastest_with_teacher=(1, 128))
-    made_up = [candidate("usual", True), both, candidate("torch", False)]
-    monkeypatch.setitem(dispatch._candidates, operation, made_up)
+    operation = having(candidate("usual", True), both)
     many = replace(HOPPER, heads=128)
-    assert choose(operation, many, Policy()).candidate.name == "usual"
-    assert choose(operation, replace(many, teacher=True), Policy()).candidate is both
-    assert choose(operation, replace(HOPPER, heads=8, teacher=True), Policy()).candidate is both
+    assert operation.choose(many, Policy()).candidate.name == "usual"
+    assert operation.choose(replace(many, teacher=True), Policy()).candidate is both
+    assert operation.choose(replace(HOPPER, heads=8, teacher=True), Policy()).candidate is both
 
 
 def test_the_committed_benchmark_shows_who_is_fastest_with_the_teacher(monkeypatch):
@@ -270,11 +307,11 @@ def test_the_committed_benchmark_shows_who_is_fastest_with_the_teacher(monkeypat
         assert geometric_mean(found) > 1.05, (heads, qk_dim)
         shape = {"heads": heads, "qk_dim": qk_dim, "v_dim": v_dim, "topk": topk}
         problem = replace(HOPPER, teacher=True, **shape)
-        choice = choose("sparse_attention_backward", problem, Policy())
+        choice = BACKWARD.choose(problem, Policy())
         assert choice.candidate.name == "tilelang"
 
 
-def test_kernels_that_were_only_compiled(operation, monkeypatch):
+def test_kernels_that_were_only_compiled(having):
     """They do not lead on a GPU that they never ran on, and all that names them says so."""
     made_up = [
         candidate("usual", True),
@@ -282,24 +319,26 @@ def test_kernels_that_were_only_compiled(operation, monkeypatch):
             "new", True, fastest=(1, 128), capabilities=((8, 0), (9, 0)), not_run=((8, 0),)
         ),
     ]  # fmt: skip
-    monkeypatch.setitem(dispatch._candidates, operation, [*made_up, candidate("torch", False)])
+    operation = having(*made_up)
     ampere = replace(HOPPER, capability=(8, 0))
-    assert choose(operation, HOPPER, Policy()).candidate.name == "new"
-    assert choose(operation, ampere, Policy()).candidate.name == "usual"
-    named = Policy(named=((operation, "new"),))
+    assert operation.choose(HOPPER, Policy()).candidate.name == "new"
+    assert operation.choose(ampere, Policy()).candidate.name == "usual"
+    named = Policy(named=((operation.name, "new"),))
     remark = "new, compiled for this GPU, not run on one"
-    assert remark in choose(operation, ampere, named).describe()
-    assert remark not in choose(operation, HOPPER, named).describe()
+    assert remark in operation.choose(ampere, named).describe()
+    assert remark not in operation.choose(HOPPER, named).describe()
     reason = made_up[1].reason(replace(HOPPER, capability=(7, 5)))
     assert "compute capability 8.0, 9.0 (compiled, not run: 8.0), this is" in reason
 
 
-@pytest.mark.parametrize("operation", ["sparse_attention_forward", "sparse_attention_backward"])
+@pytest.mark.parametrize("operation", [FORWARD, BACKWARD], ids=lambda operation: operation.name)
 def test_the_committed_benchmark_shows_the_choice_to_be_the_fastest(operation, monkeypatch):
     """Over all lists and numbers of keys measured for a model's shape (geometric mean)."""
     monkeypatch.setattr(Package, "problem", lambda *_args: None)
-    monkeypatch.setattr(flashmla, "probe", lambda _problem: None)
-    part = operation.removeprefix("sparse_attention_")
+    there = [replace(c, support=replace(c.support, probe=None)) for c in operation.candidates]
+    monkeypatch.setattr(operation, "candidates", tuple(there))
+    dispatch.forget_choices()
+    part = operation.name.removeprefix("sparse_attention_")
     times = defaultdict(lambda: defaultdict(list))
     with (Path(__file__).parents[3] / "benchmarks/attention.csv").open() as file:
         for row in csv.DictReader(file):
@@ -319,7 +358,7 @@ def test_the_committed_benchmark_shows_the_choice_to_be_the_fastest(operation, m
             for name, rows in fused.items()
         }
         problem = replace(HOPPER, heads=heads, qk_dim=qk_dim, v_dim=v_dim, topk=topk)
-        chosen = choose(operation, problem, Policy()).candidate.name
+        chosen = operation.choose(problem, Policy()).candidate.name
         assert means[chosen] <= 1.02 * min(means.values()), (heads, qk_dim, means)
         compared += 1
     assert compared >= 4

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dsa.dispatch import OPERATIONS, candidates, packages
+from megatron_dsa.dispatch import packages
 from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, Fix, Package
 from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.sparse_attention.declaration import FORWARD
 from megatron_dsa.tools.support_table import support_table
 
 INSTALL = "pip install 'nvidia-cudnn-frontend[cutedsl]>=1.30'"
@@ -31,7 +33,7 @@ def problem(operation="sparse_attention_backward", capability=(9, 0)):
 
 
 def cudnn(operation="sparse_attention_backward"):
-    return next(c for c in candidates(operation) if c.name == "cudnn")
+    return next(c for c in OPERATIONS[operation].candidates if c.name == "cudnn")
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def test_old_cudnn_says_what_was_wrong_with_it(install, version):
 def test_new_cudnn_is_taken(install, version):
     install(nvidia_cudnn_frontend=version, nvidia_cutlass_dsl="4.8.0")
     for operation in OPERATIONS:
-        names = [c.name for c in candidates(operation)]
+        names = [c.name for c in OPERATIONS[operation].candidates]
         if "cudnn" not in names or operation in ("dense_indexer_loss", "indexer_topk"):
             continue
         assert cudnn(operation).reason(problem(operation)) is None, operation
@@ -112,7 +114,7 @@ def test_missing_unknown_and_wrong_gpu(install, monkeypatch):
     )
     monkeypatch.setattr(packages.importlib.util, "find_spec", lambda _name: None)
     assert cudnn().reason(problem()) == f"missing: cudnn is not installed; {INSTALL}"
-    flashmla = candidates("sparse_attention_forward")[0]
+    flashmla = FORWARD.candidates[0]
     assert flashmla.reason(problem()) == f"missing: flash_mla is not installed; {FLASH_MLA.install}"
     for capability, words in (((8, 0), "a GPU of compute capability 8.0"), (None, "the CPU")):
         assert cudnn().reason(problem(capability=capability)) == (

@@ -97,8 +97,8 @@ def test_conversions_choose_no_kernels(config, tmp_path, monkeypatch, caplog):
     """They run none. What was not settled then is, and is logged, when a model is built to run."""
     there, megatron, back = (str(tmp_path / name) for name in ("hf", "megatron", "back"))
     export_model(tiny_model(config), there, config)
-    monkeypatch.setattr(dispatch, "_logged", set())
-    dispatch._choose.cache_clear()
+    monkeypatch.setattr(dispatch.operation, "_logged", set())
+    dispatch.forget_choices()
     caplog.set_level("INFO", dispatch.logger.name)
     caplog.clear()
 

@@ -33,7 +33,7 @@ def writers(monkeypatch):
     """Megatron's arguments and its writers, which only collect."""
     start()
     megatron, dispatched = importlib.import_module("megatron.training"), Counter()
-    monkeypatch.setattr(dispatch, "_calls", dispatched)
+    monkeypatch.setattr(dispatch.counts, "_calls", dispatched)
     writers = SimpleNamespace(board=Board(), wandb=Wandb(), dispatched=dispatched)
     monkeypatch.setattr(megatron, "get_args", lambda: ARGS)
     monkeypatch.setattr(megatron, "get_tensorboard_writer", lambda: writers.board)
@@ -117,11 +117,13 @@ def test_the_entry_point_counts_a_microbatch_once(model, counts, training, monke
     batch = dict.fromkeys(("tokens", "position_ids", "attention_mask", "labels", "loss_mask"))
     timer = SimpleNamespace(start=lambda: None, stop=lambda: None)
     for name, value in {
-        "megatron.core.utils.get_attr_wrapped_model": lambda model, name: getattr(model, name),
-        "megatron.core.utils.get_model_config": lambda model: config,
-        "megatron.training.get_timers": lambda: lambda *_, **__: timer,
-        "megatron_dsa.training.data.get_batch": lambda *_: (batch, documents),
-        "megatron_dsa.metrics.throughput.installed": lambda: counter,
+        "megatron_dsa.training.setup.get_attr_wrapped_model": lambda model, name: getattr(
+            model, name
+        ),
+        "megatron_dsa.training.setup.get_model_config": lambda model: config,
+        "megatron_dsa.training.setup.get_timers": lambda: lambda *_, **__: timer,
+        "megatron_dsa.training.setup.get_batch": lambda *_: (batch, documents),
+        "megatron_dsa.training.setup.installed": lambda: counter,
     }.items():
         monkeypatch.setattr(name, value)
     pretrain.forward_step(None, model)

@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, candidates, device_problem, report, reset_report, run
+from megatron_dsa.dispatch import Policy, device_problem, report, reset_report
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     indexer_topk,
@@ -21,6 +21,7 @@ from megatron_dsa.numerics.arithmetic import lengths
 from megatron_dsa.ops.indexer_loss import reference as loss_reference
 from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.ops.padding import bucket, masked_indices, padded_heads, with_heads
+from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from tests.helpers import double_leaf, leaf, relative_error
@@ -36,7 +37,7 @@ def named(*operations, **rest):
     return Policy(named=tuple((operation, "cudnn") for operation in operations), **rest)
 
 
-BACKWARD = Policy(
+CUDNN_BACKWARD = Policy(
     workspace_bytes=256 * 2**20,
     named=(
         ("sparse_attention_forward", "torch"),
@@ -56,7 +57,7 @@ def attention_problem(heads, dim):
 
 
 def reason() -> str | None:
-    return candidates("sparse_attention_backward")[0].reason(attention_problem(64, 576))
+    return BACKWARD.candidates[0].reason(attention_problem(64, 576))
 
 
 needs_cudnn = pytest.mark.skipif(reason() is not None, reason=str(reason()))
@@ -97,8 +98,8 @@ def test_teacher(heads, dim, with_sink):
     problem = device_problem(
         "cuda", dtype=torch.bfloat16, heads=heads, qk_dim=dim, v_dim=512, topk=128
     )
-    _, lse, _ = run("sparse_attention_forward", problem, Policy(fused=False), sp)
-    got = run("sparse_attention_probabilities", problem, BACKWARD, sp, lse)
+    _, lse, _ = FORWARD.run(problem, Policy(fused=False), sp)
+    got = PROBABILITIES.run(problem, CUDNN_BACKWARD, sp, lse)
     q64, kv64 = q.detach().double(), kv.detach().double()
     keys = kv64[indices.clamp(0, 299).long()]
     logits = torch.einsum("qhd,qkd->qhk", q64, keys) * 0.05
@@ -240,7 +241,7 @@ def test_no_host_synchronisation():
         try:
             result = sparse_attention(
                 q, kv, indices, softmax_scale=0.05, v_dim=512, topk_length=length,
-                want_p_sum=True, policy=BACKWARD,
+                want_p_sum=True, policy=CUDNN_BACKWARD,
             )  # fmt: skip
             result.out.sum().backward()
             selection, count = indexer_topk(inputs, layout, 64, policy=SELECT)
@@ -261,7 +262,12 @@ def test_nothing_compiles_after_the_warm_up(monkeypatch):
     calls = [(f"sparse_attention_{name}", attention) for name in names]
     calls += [(name, index) for name in ("sparse_indexer_loss", "indexer_backward")]
     policy = Policy(
-        named=(*BACKWARD.named, *LOSS.named, ("indexer_scores", "torch"), ("indexer_topk", "torch"))
+        named=(
+            *CUDNN_BACKWARD.named,
+            *LOSS.named,
+            ("indexer_scores", "torch"),
+            ("indexer_topk", "torch"),
+        )
     )
     reset_report()
     before = torch.cuda.get_rng_state(), torch.get_rng_state()

@@ -9,10 +9,11 @@ import importlib
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, candidates, report, reset_report
+from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
 from megatron_dsa.ops.indexer_loss import reference
+from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem
 from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.sequence.compressed import compressed_keys
@@ -240,7 +241,7 @@ def test_compiles_without_a_gpu(monkeypatch, capability, keys):
 
 def test_it_is_the_first_choice():
     pytest.importorskip("triton")
-    ours = next(c for c in candidates("dense_indexer_loss") if c.name == "triton")
+    ours = next(c for c in DENSE_LOSS.candidates if c.name == "triton")
     shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "dtype": torch.bfloat16}
     problem = Problem(device="cuda", capability=(9, 0), **shape)
     for changes in ({}, {"heads": 1}, {"relu": False}, {"packed": True}, {"deterministic": True}):

@@ -9,8 +9,9 @@ import importlib
 import pytest
 import torch
 
-from megatron_dsa.dispatch import candidates, device_problem
+from megatron_dsa.dispatch import device_problem
 from megatron_dsa.dsa_kernels import IndexerInputs, dense_indexer_loss
+from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
@@ -61,7 +62,7 @@ CASES = {
 @pytest.fixture
 def ours():
     """Skips where the kernels cannot run."""
-    (candidate,) = (c for c in candidates("dense_indexer_loss") if c.name == "triton")
+    (candidate,) = (c for c in DENSE_LOSS.candidates if c.name == "triton")
     shape = {"heads": 64, "qk_dim": 128, "v_dim": 0}
     reason = candidate.reason(device_problem("cuda", dtype=torch.bfloat16, **shape))
     if reason is not None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, choose, device_problem
+from megatron_dsa.dispatch import Policy, device_problem
 from megatron_dsa.ops.sparse_attention import torch as unfused
+from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
 from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from megatron_dsa.ops.sparse_attention.tilelang.fixed_point import to_float, units_per_one
 from tests.helpers import relative_error
@@ -106,7 +107,7 @@ def gradients(problem, out, lse, dout):
         "cuda", dtype=torch.bfloat16, heads=problem.q.shape[1], qk_dim=problem.q.shape[2],
         v_dim=512, topk=problem.indices.shape[1], deterministic=True,
     )  # fmt: skip
-    chosen = choose("sparse_attention_backward", shape, Policy()).candidate
+    chosen = BACKWARD.choose(shape, Policy()).candidate
     assert chosen.name == "tilelang"
     with deterministic():
         return chosen.load()(problem, out, lse, dout)[:2]

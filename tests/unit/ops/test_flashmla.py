@@ -11,17 +11,18 @@ import types
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, candidates, choose, device_problem
+from megatron_dsa.dispatch import Policy, device_problem
 from megatron_dsa.dispatch.packages import Package
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention import torch as unfused
+from megatron_dsa.ops.sparse_attention.declaration import FORWARD
 from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from tests.helpers import leaf
 from tests.unit.ops.test_sparse_attention import make_case
 
-FLASHMLA = {c.name: c for c in candidates("sparse_attention_forward")}["flashmla"]
+FLASHMLA = {c.name: c for c in FORWARD.candidates}["flashmla"]
 
 
 def problem(**changes):
@@ -81,11 +82,11 @@ def test_choice_on_this_machine():
     reason = FLASHMLA.reason(problem())
     policy = Policy(named=(("sparse_attention_forward", "flashmla"),))
     if reason is None:
-        choice = choose("sparse_attention_forward", problem(), policy)
+        choice = FORWARD.choose(problem(), policy)
         assert choice.candidate.name == "flashmla"
     else:
         with pytest.raises(ImplementationError, match=re.escape(reason)):
-            choose("sparse_attention_forward", problem(), policy)
+            FORWARD.choose(problem(), policy)
 
 
 def upstream(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None): ...

@@ -8,10 +8,11 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, candidates, report, reset_report
+from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.ops.indexer_topk import fp8, listed, reference
+from megatron_dsa.ops.indexer_topk.declaration import SCORES
 from megatron_dsa.ops.indexer_topk.select import candidates_for, selection_calls
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
@@ -243,7 +244,7 @@ def test_support():
     """Our scores take fp8, cuDNN's do not; torch's always can."""
     shape = {"device": "cuda", "capability": (9, 0), "heads": 64, "qk_dim": 128, "v_dim": 0}
     problem = Problem(dtype=torch.float8_e4m3fn, topk=2560, **shape)
-    reasons = {c.name: c.reason(problem) or "" for c in candidates("indexer_scores")}
+    reasons = {c.name: c.reason(problem) or "" for c in SCORES.candidates}
     assert "needs" not in reasons["tilelang"] and reasons["torch"] == ""
     assert (
         "needs bf16, got torch.float8_e4m3fn" in reasons["cudnn"] or "missing" in reasons["cudnn"]
@@ -368,7 +369,7 @@ def packed():
 @pytest.mark.parametrize("heads", [5, 64])
 def test_fused_selection(name, heads):
     """15, 24: our kernels are what runs, without waiting for the device; little is missed."""
-    (ours,) = (c for c in candidates("indexer_scores") if c.name == "tilelang")
+    (ours,) = (c for c in SCORES.candidates if c.name == "tilelang")
     shape = {"device": "cuda", "heads": heads, "qk_dim": 128, "v_dim": 0, "topk": 300}
     capability = torch.cuda.get_device_capability()
     reason = ours.reason(Problem(dtype=torch.float8_e4m3fn, capability=capability, **shape))

@@ -6,15 +6,16 @@ Numbers in docstrings are rows of the list of bugs that other systems shipped.
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, candidates, device_problem, report, reset_report, run
+from megatron_dsa.dispatch import Policy, device_problem, report, reset_report
 from megatron_dsa.dsa_kernels import sparse_attention
+from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD
 from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from tests.helpers import leaf, relative_error, skip_unless_it_runs
 from tests.unit.ops.test_sparse_attention import check, make_case
 
 TOLERANCE = 5e-3
 CASE = {"device": "cuda", "dtype": torch.bfloat16}
-FUSED = {c.name: c for c in candidates("sparse_attention_backward") if c.fused}
+FUSED = {c.name: c for c in BACKWARD.candidates if c.fused}
 
 
 def policy_of(name):
@@ -130,14 +131,14 @@ def test_key_gradient_is_not_rounded(backward, heads):
     problem = device_problem(
         "cuda", dtype=torch.bfloat16, heads=heads, qk_dim=576, v_dim=512, topk=128
     )
-    out, lse, _ = run("sparse_attention_forward", problem, Policy(fused=False), sp)
+    out, lse, _ = FORWARD.run(problem, Policy(fused=False), sp)
     dout = torch.randn(out.shape, device="cuda").to(out.dtype)
     arguments = (sp, out, lse, dout)
-    _, dkv, _, _ = run("sparse_attention_backward", problem, policy_of(backward), *arguments)
+    _, dkv, _, _ = BACKWARD.run(problem, policy_of(backward), *arguments)
     assert dkv.dtype == torch.float32
     rounded = dkv.to(torch.bfloat16).float()
     assert not torch.equal(dkv, rounded)
-    _, torch_dkv, _, _ = run("sparse_attention_backward", problem, Policy(fused=False), *arguments)
+    _, torch_dkv, _, _ = BACKWARD.run(problem, Policy(fused=False), *arguments)
     assert relative_error(dkv, torch_dkv) < relative_error(rounded, torch_dkv)
 
 
@@ -172,9 +173,9 @@ def test_many_rows(backward, rows, heads):
     problem = device_problem(
         "cuda", dtype=torch.bfloat16, heads=heads, qk_dim=576, v_dim=512, topk=128
     )
-    out, lse, _ = run("sparse_attention_forward", problem, Policy(fused=False), sp)
+    out, lse, _ = FORWARD.run(problem, Policy(fused=False), sp)
     results = [
-        run("sparse_attention_backward", problem, policy, sp, out, lse, dout)[:2]
+        BACKWARD.run(problem, policy, sp, out, lse, dout)[:2]
         for policy in (policy_of(backward), Policy(fused=False))
     ]
     for got, want in zip(*results, strict=True):
@@ -219,9 +220,9 @@ def test_teacher_of_the_indexer(backward, heads, dim, with_sink, keys):
     problem = device_problem(
         "cuda", dtype=torch.bfloat16, heads=heads, qk_dim=dim, v_dim=512, topk=128
     )
-    out, lse, wanted = run("sparse_attention_forward", problem, Policy(fused=False), sp)
+    out, lse, wanted = FORWARD.run(problem, Policy(fused=False), sp)
     dout = torch.randn(out.shape, device="cuda").to(out.dtype)
-    *_, p_sum = run("sparse_attention_backward", problem, policy_of(backward), sp, out, lse, dout)
+    *_, p_sum = BACKWARD.run(problem, policy_of(backward), sp, out, lse, dout)
     if p_sum is None:
         pytest.skip(f"{backward} gives none; it is an operation of its own then")
     assert p_sum.dtype == torch.float32 and (p_sum[~valid] == 0).all()

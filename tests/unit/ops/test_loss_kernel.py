@@ -11,11 +11,12 @@ import re
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, candidates, device_problem, report, reset_report
+from megatron_dsa.dispatch import Policy, device_problem, report, reset_report
 from megatron_dsa.dsa_kernels import sparse_indexer_loss
 from megatron_dsa.modules.warm_up import warm_up
 from megatron_dsa.numerics.arithmetic import valid_entries
 from megatron_dsa.ops.indexer_loss import reference
+from megatron_dsa.ops.indexer_loss.declaration import SPARSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import SparseLossProblem
 from megatron_dsa.ops.indexer_loss.tilelang.launch import sparse, units_per_one
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
@@ -42,7 +43,7 @@ def index_problem(heads=64, topk=128):
 
 
 def reason() -> str | None:
-    ours = next(c for c in candidates("sparse_indexer_loss") if c.name == "tilelang")
+    ours = next(c for c in SPARSE_LOSS.candidates if c.name == "tilelang")
     return ours.reason(index_problem())
 
 

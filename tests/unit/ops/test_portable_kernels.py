@@ -11,9 +11,11 @@ import re
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, candidates, report, reset_report
+from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dsa_kernels import sparse_attention
+from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.sparse_attention import torch as unfused
+from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
 from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS, Kernels, kernels_for
@@ -122,7 +124,7 @@ def test_which_kernels_a_gpu_has(monkeypatch):
         assert kernels_for(device) == Kernels(target, tiles)
         assert kernels_for(device, tiles="sm_89") == Kernels(target, "sm_89")
     for name in ("sparse_attention_forward", "sparse_attention_backward"):
-        (ours,) = (c for c in candidates(name) if c.name == "tilelang")
+        (ours,) = (c for c in OPERATIONS[name].candidates if c.name == "tilelang")
         assert set(ours.support.capabilities) == set(TARGETS)
 
 
@@ -130,7 +132,7 @@ def test_which_kernels_a_gpu_has(monkeypatch):
 def tiles(request, monkeypatch):
     """Portable kernels, with the tiling that is named, for all calls of ours; or skips."""
     name = getattr(request, "param", "sm_80")
-    (ours,) = (c for c in candidates("sparse_attention_backward") if c.name == "tilelang")
+    (ours,) = (c for c in BACKWARD.candidates if c.name == "tilelang")
     skip_unless_it_runs(ours)
     sizes = portable("tiles").SHARED
     if sizes[name] > sizes[kernels_for(torch.device("cuda")).target]:

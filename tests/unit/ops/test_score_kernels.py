@@ -10,11 +10,13 @@ import re
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, candidates, device_problem, report, reset_report
+from megatron_dsa.dispatch import Policy, device_problem, report, reset_report
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.modules.warm_up import warm_up
+from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.indexer_topk import reference
+from megatron_dsa.ops.indexer_topk.declaration import SCORES
 from megatron_dsa.ops.indexer_topk.tilelang import launch as tilelang_kernels
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import Seen, bshd_layout, packed_layout
@@ -85,7 +87,7 @@ def problem(**changes):
 
 def test_it_is_the_first_choice_on_hopper():
     pytest.importorskip("tilelang")
-    ours = candidates("indexer_scores")[0]
+    ours = SCORES.candidates[0]
     assert ours.name == "tilelang"
     for changes in ({}, {"heads": 1}, {"relu": False}, {"packed": True}, {"deterministic": True}):
         assert ours.reason(problem(**changes)) is None, changes
@@ -105,7 +107,7 @@ def test_it_is_the_first_choice_on_hopper():
 def skip_unless_they_run(*pairs):
     """Skip where an implementation of an operation cannot run, with the reason."""
     for operation, name in pairs:
-        (candidate,) = (c for c in candidates(operation) if c.name == name)
+        (candidate,) = (c for c in OPERATIONS[operation].candidates if c.name == name)
         shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 64}
         reason = candidate.reason(device_problem(CUDA, dtype=torch.bfloat16, **shape))
         if reason is not None:

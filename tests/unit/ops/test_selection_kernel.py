@@ -9,8 +9,9 @@ import re
 import pytest
 import torch
 
-from megatron_dsa.dispatch import candidates, device_problem
+from megatron_dsa.dispatch import device_problem
 from megatron_dsa.ops.indexer_topk import reference
+from megatron_dsa.ops.indexer_topk.declaration import TOPK
 from megatron_dsa.ops.indexer_topk.tilelang import launch as tilelang_kernels
 from megatron_dsa.sequence.layout import Seen
 from tests.helpers import needs_compiler, ptxas
@@ -56,7 +57,7 @@ def test_every_number_of_keys_has_a_tiling():
 
 def test_it_is_the_first_choice_on_hopper():
     pytest.importorskip("tilelang")
-    ours = candidates("indexer_topk")[0]
+    ours = TOPK.candidates[0]
     assert ours.name == "tilelang"
     for changes in ({}, {"heads": 3}, {"packed": True}, {"deterministic": True}, {"topk": 4096}):
         assert ours.reason(problem(**changes)) is None, changes
@@ -100,9 +101,7 @@ def test_what_is_expected_here_is_what_the_reference_selects(topk):
 def select():
     """The selection; skips where it cannot run, with the reason."""
     shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 64}
-    reason = candidates("indexer_topk")[0].reason(
-        device_problem(CUDA, dtype=torch.bfloat16, **shape)
-    )
+    reason = TOPK.candidates[0].reason(device_problem(CUDA, dtype=torch.bfloat16, **shape))
     if reason is not None:
         pytest.skip(reason)
     return tilelang_kernels.Selection()

@@ -13,6 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from megatron_dsa import dispatch
 from megatron_dsa.dispatch.gpus import GPU, GPUS
 from megatron_dsa.metrics.log import NAMES, IndexerLog
+from megatron_dsa.ops.compressor.declaration import COMPRESSOR
 from megatron_dsa.tools.planner import stages
 from megatron_dsa.tools.planner.command import dry_run
 from megatron_dsa.tools.planner.memory import LIBRARIES
@@ -198,7 +199,7 @@ def test_microbatches_in_flight(virtual):
             "index sharing does not cross pipeline stages",
         ),
         ({"--dsa-strict": True}, 1, "--dsa-strict refuses the fallback"),
-        ({"--dsa-backward-impl": "tilelang"}, 1, "needs dims"),
+        ({"--dsa-impl": "sparse_attention_backward=tilelang"}, 1, "needs dims"),
         ({"--vocab-size": None, "--padded-vocab-size": None}, 1, "--vocab-size"),
         (
             {"--micro-batch-size": 4, "--global-batch-size": 8},
@@ -304,12 +305,12 @@ def test_what_a_plan_chose_is_chosen_anew_and_logged_by_a_run(add, monkeypatch, 
     """Its probes may have answered without the GPU, for a problem that is the same."""
     asked = []
     add("compressor", lambda torchs: torchs, probe=lambda _: asked.append(dispatch.rehearsing()))
-    monkeypatch.setattr(dispatch, "_logged", set())
+    monkeypatch.setattr(dispatch.operation, "_logged", set())
     caplog.set_level("INFO", "megatron_dsa.dispatch")
     shape = {"heads": 4, "qk_dim": 16, "v_dim": 16, "dtype": torch.float32}
     problem = dispatch.device_problem("cpu", **shape)
     with dispatch.rehearse(dispatch.Rehearsal(None, None)):
-        dispatch.choose("compressor", problem, dispatch.Policy())
+        COMPRESSOR.choose(problem, dispatch.Policy())
     assert asked == [True] and not caplog.messages
-    dispatch.choose("compressor", problem, dispatch.Policy())
+    COMPRESSOR.choose(problem, dispatch.Policy())
     assert asked == [True, False] and len(caplog.messages) == 1

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from megatron_dsa.dispatch import candidates
+from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
@@ -47,7 +47,7 @@ def peak(run, given, *more):
 
 
 def planned(capability, operation, name, given, *more):
-    (candidate,) = (c for c in candidates(operation) if c.name == name)
+    (candidate,) = (c for c in OPERATIONS[operation].candidates if c.name == name)
     with host(capability):
         return peak(lambda *all: stand_in(operation, candidate, *all), given, *more)
 

@@ -141,7 +141,7 @@ def test_megatron_does_not_see_transformer_engine_without_a_gpu():
         "    def find_spec(self, name, path=None, target=None):\n"
         "        assert not name.startswith('transformer_engine'), name\n"
         "sys.meta_path.insert(0, Finder())\n"
-        "from megatron_dsa import cpu_host\n"
+        "from megatron_dsa.patches import cpu_host\n"
         "cpu_host.activate()\n"
         "import megatron.core.optimizer.clip_grads\n"
         "import megatron.core.models.gpt.gpt_layer_specs\n"

@@ -1,0 +1,240 @@
+"""Operations, their candidates, and the choice among them."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from megatron_dsa.dispatch.counts import count, profiler_range
+from megatron_dsa.dispatch.policy import FLAG, VARIABLE, Policy, check_environment
+from megatron_dsa.dispatch.rehearsal import rehearsal
+from megatron_dsa.dispatch.support import Problem, Support
+from megatron_dsa.dispatch.times import TIMES
+from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
+
+logger = logging.getLogger("megatron_dsa.dispatch")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation of one operation.
+
+    Attributes:
+        name: short name used in flags, logs and reports.
+        kernel: ``"module:attribute"`` of the callable. The module is imported when it is first
+            called: it may need an optional package.
+        support: what it can run.
+        fused: whether it is a fused kernel (``False``: the torch fallback).
+    """
+
+    name: str
+    kernel: str
+    support: Support
+    fused: bool = True
+
+    def reason(self, problem: Problem) -> str | None:
+        """Return why it cannot run ``problem``, or ``None``."""
+        return self.support.reason(problem)
+
+    def load(self) -> Callable:
+        """Return the callable; a class is called without arguments for it."""
+        found = import_attribute(self.kernel)
+        return found() if isinstance(found, type) else found
+
+
+def import_attribute(path: str) -> Any:
+    """Import ``"module:attribute"``."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The candidate that was chosen for a problem, and why the others were not.
+
+    ``untried`` says that its kernels never ran on such a GPU.
+    """
+
+    operation: str
+    candidate: Candidate
+    rejected: tuple[tuple[str, str], ...] = field(default=())
+    named: bool = False
+    untried: bool = False
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether torch runs although nobody named it."""
+        return not self.candidate.fused and not self.named
+
+    def describe(self) -> str:
+        """One line: what runs and why nothing better does."""
+        reasons = "; ".join(f"{name}: {why}" for name, why in self.rejected)
+        remark = ", compiled for this GPU, not run on one" if self.untried else ""
+        line = f"{self.operation}: {self.candidate.name}{remark}"
+        return f"{line} (rejected: {reasons})" if reasons else line
+
+
+#: All operations, by name.
+_declared: dict[str, Operation] = {}
+
+
+@dataclass(eq=False)
+class Operation:
+    """An operation that has implementations to choose from.
+
+    Attributes:
+        name: used in flags, logs, reports and profiler ranges.
+        title: what it does.
+        candidates: the implementations in the order in which they are tried, torch's last.
+    """
+
+    name: str
+    title: str
+    candidates: tuple[Candidate, ...]
+
+    def __post_init__(self):
+        if self.name in _declared:
+            raise ValueError(f"{self.name}: an operation has this name already")
+        self._check(self.candidates)
+        _declared[self.name] = self
+
+    def _check(self, candidates: tuple[Candidate, ...]) -> None:
+        names = [candidate.name for candidate in candidates]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{self.name}: two of {', '.join(names)} have the same name")
+        if [c.fused for c in candidates] != [True] * (len(names) - 1) + [False]:
+            raise ValueError(f"{self.name}: one implementation must be torch's, the last one")
+
+    def add(self, candidate: Candidate) -> None:
+        """Add a fused implementation of a user's own, tried after the other fused ones.
+
+        Raises:
+            ValueError: its name is taken, or it is not fused.
+        """
+        candidates = (*self.candidates[:-1], candidate, self.candidates[-1])
+        self._check(candidates)
+        self.candidates = candidates
+        forget_choices()
+
+    def choose(self, problem: Problem, policy: Policy) -> Choice:
+        """Return what runs ``problem`` under ``policy``.
+
+        Raises:
+            ImplementationError: an implementation was named that cannot run here.
+            FallbackError: the policy is strict, prefers fused implementations and none can run.
+            ConfigError: an implementation was named that does not exist.
+        """
+        # What is chosen for a plan is not logged: its GPU is not there.
+        planned = rehearsal() is not None
+        return _choose(self, problem, policy, policy.named_for(self.name), planned)
+
+    def run(self, problem: Problem, policy: Policy, *args: Any, **kwargs: Any) -> Any:
+        """Run the implementation that :meth:`choose` picks, and count the call."""
+        candidate = self.choose(problem, policy).candidate
+        stand_in = rehearsal()
+        if stand_in is not None:
+            return stand_in.run(self.name, candidate, *args, **kwargs)
+        count(self.name, candidate.name)
+        on_gpu = problem.device == "cuda"
+        with (
+            profiler_range(f"megatron_dsa.{self.name}.{candidate.name}", on_gpu),
+            TIMES.measure(self.name, on_gpu),
+        ):
+            return candidate.load()(*args, **kwargs)
+
+
+@lru_cache(maxsize=512)
+def _choose(
+    operation: Operation, problem: Problem, policy: Policy, named: str | None, planned: bool
+) -> Choice:
+    for warning in check_environment(_declared):
+        _log(logging.WARNING, warning)
+    if named is not None:
+        choice = _choose_named(operation, problem, named)
+    else:
+        choice = _choose_first(operation, problem, policy)
+    if not planned:
+        _log_once(choice, policy, problem)
+    return choice
+
+
+def forget_choices() -> None:
+    """Choose anew from now on: candidates have changed."""
+    _choose.cache_clear()
+
+
+def _choose_named(operation: Operation, problem: Problem, name: str) -> Choice:
+    asked = f"{FLAG} ({VARIABLE}) {operation.name}={name}"
+    known = {candidate.name: candidate for candidate in operation.candidates}
+    if name not in known:
+        raise ConfigError(f"{asked}: must be auto or one of {', '.join(known)}")
+    reason = known[name].reason(problem)
+    if reason is not None:
+        raise ImplementationError(
+            f"{asked}: it cannot run here: {reason}. Fix that, or leave the operation out to take "
+            "what can run."
+        )
+    untried = known[name].support.untried(problem)
+    return Choice(operation.name, known[name], named=True, untried=untried)
+
+
+def _choose_first(operation: Operation, problem: Problem, policy: Policy) -> Choice:
+    usable = sorted(operation.candidates, key=lambda c: not c.support.leads(problem))
+    rejected = []
+    if not policy.fused:
+        rejected += [(c.name, "not asked for (dsa_unfused)") for c in usable if c.fused]
+        usable = [c for c in usable if not c.fused]
+    elif not any(c.fused for c in usable):
+        rejected.append(("fused", "no fused implementation exists in this release"))
+    for candidate in usable:
+        reason = candidate.reason(problem)
+        if reason is None:
+            untried = candidate.support.untried(problem)
+            choice = Choice(operation.name, candidate, tuple(rejected), untried=untried)
+            break
+        rejected.append((candidate.name, reason))
+    else:
+        listing = "; ".join(f"{name}: {why}" for name, why in rejected)
+        raise FallbackError(f"no implementation of {operation.name} can run here: {listing}")
+    if policy.fused and policy.strict and choice.is_fallback:
+        raise FallbackError(
+            f"--dsa-strict refuses the fallback of {choice.describe()}. Fix one of the reasons, "
+            f"name it ({FLAG} {operation.name}={choice.candidate.name}), or drop --dsa-strict."
+        )
+    return choice
+
+
+_logged: set[str] = set()
+
+
+def _log_once(choice: Choice, policy: Policy, problem: Problem) -> None:
+    package = choice.candidate.support.package
+    remark = package.untested() if package is not None else None
+    if remark is not None:
+        _log(logging.WARNING, remark)
+    # A fallback that nobody asked for is a warning: it must show at default log levels.
+    level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
+    if level == logging.WARNING and _without_gpu(problem):
+        # The same reason for every operation: one line says it.
+        _log(level, "no GPU: torch runs everything")
+        level = logging.DEBUG
+    _log(level, choice.describe())
+
+
+def _without_gpu(problem: Problem) -> bool:
+    """Whether the machine has no GPU; tensors on the CPU beside one are another matter."""
+    return problem.device == "cpu" and not torch.cuda.is_available()
+
+
+def _log(level: int, line: str) -> None:
+    if line in _logged:
+        return
+    _logged.add(line)
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        logger.log(level, "megatron_dsa %s", line)

@@ -1,0 +1,119 @@
+"""What the user asked for: fused or not, strict or not, and implementations by name."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_dsa.errors import ConfigError, require
+
+#: Environment variable that names implementations: ``OPERATION=NAME`` pairs, split by commas.
+VARIABLE = "MEGATRON_DSA_IMPL"
+#: Flag that does the same.
+FLAG = "--dsa-impl"
+
+DEFAULT_WORKSPACE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the user asked for.
+
+    Attributes:
+        fused: prefer fused implementations (``--attention-backend dsa_fused``).
+        strict: raise :class:`FallbackError` instead of falling back (``--dsa-strict``).
+        workspace_bytes: budget for temporary memory of the implementations that need much.
+        named: pairs ``(operation, implementation)`` that must run or raise
+            (``--dsa-impl sparse_attention_forward=flashmla``); they go before ``fused``.
+        fp8_selection: keys are selected by fp8 scores, the best of them scored again
+            (``--dsa-fp8-selection``).
+        fp8_least_ratio: but only where there are at least as many times more keys than candidates.
+            By measurement (``docs/indexer_kernels.md``): from there on fp8 wins what these cost.
+    """
+
+    fused: bool = True
+    strict: bool = False
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
+    named: tuple[tuple[str, str], ...] = ()
+    fp8_selection: bool = False
+    fp8_least_ratio: int = 12
+
+    def named_for(self, operation: str) -> str | None:
+        """Return the implementation named for ``operation``: by the policy, else by ``VARIABLE``.
+
+        Raises:
+            ConfigError: the environment variable cannot be read.
+        """
+        value = dict(self.named).get(operation)
+        if value is None:
+            value = dict(_pairs(os.environ.get(VARIABLE, ""))).get(operation)
+        return None if value in (None, "auto") else value
+
+
+@lru_cache(maxsize=8)
+def _pairs(text: str) -> tuple[tuple[str, str], ...]:
+    return parse_named(text.split(","), VARIABLE)
+
+
+def parse_named(words: Collection[str], source: str) -> tuple[tuple[str, str], ...]:
+    """Return pairs ``(operation, implementation)`` of words ``OPERATION=NAME``.
+
+    Args:
+        source: the flag or variable that holds the words, for messages.
+
+    Raises:
+        ConfigError: a word has another form, or names an operation a second time.
+    """
+    pairs: dict[str, str] = {}
+    for word in filter(None, map(str.strip, words)):
+        operation, equals, name = (part.strip() for part in word.partition("="))
+        require(
+            bool(operation and equals and name),
+            f"{source} must hold OPERATION=IMPLEMENTATION, got {word!r}: for example "
+            "sparse_attention_forward=flashmla",
+        )
+        require(
+            pairs.setdefault(operation, name) == name,
+            f"{source} names two implementations of {operation}, {pairs[operation]} and {name}: "
+            "drop one",
+        )
+    return tuple(pairs.items())
+
+
+def check_operations(names: Collection[str], known: Collection[str], source: str) -> None:
+    """Raise a :class:`ConfigError` for names of operations that do not exist."""
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)
+            raise ConfigError(
+                f"{source} names the operation {name!r}, which does not exist; the closest: "
+                f"{', '.join(close)}"
+            )
+
+
+def check_environment(known: Collection[str]) -> list[str]:
+    """Check the environment variables that begin like ours.
+
+    Args:
+        known: names of all operations.
+
+    Returns:
+        A warning for each variable that is not read; it may be the user's own.
+
+    Raises:
+        ConfigError: ``VARIABLE`` names what does not exist, or a variable of an earlier version is
+            set, or one looks like a misspelled ``VARIABLE``.
+    """
+    check_operations(dict(_pairs(os.environ.get(VARIABLE, ""))), known, VARIABLE)
+    warnings = []
+    for name in sorted(os.environ):
+        if not name.upper().startswith("MEGATRON_DSA_") or name == VARIABLE:
+            continue
+        line = f"environment variable {name}: megatron_dsa does not read it"
+        if name.upper().endswith("IMPL"):
+            raise ConfigError(f"{line}; unset it and set {VARIABLE}=OPERATION=IMPLEMENTATION")
+        warnings.append(f"{line}; it reads {VARIABLE}")
+    return warnings

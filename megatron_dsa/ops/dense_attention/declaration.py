@@ -1,0 +1,66 @@
+"""Dense attention: the operations and what implements them."""
+
+from __future__ import annotations
+
+from megatron_dsa.dispatch import Candidate, Operation, Support
+from megatron_dsa.dispatch.support import ATOMIC_SUMS, HALF
+from megatron_dsa.ops.dense_attention import flash2, sdpa, torch_cudnn, torch_flash
+
+_HERE = __package__
+
+DENSE_ATTENTION = Operation(
+    "dense_attention",
+    "dense causal attention, forward and backward",
+    (
+        Candidate(
+            "sdpa",
+            f"{_HERE}.sdpa:forward",
+            Support(
+                covers="forward and backward (torch's flash, cuDNN or efficient kernels)",
+                dtypes=HALF,
+                packed=False,
+                **ATOMIC_SUMS,
+                probe=sdpa.probe,
+            ),
+        ),
+        Candidate("torch", f"{_HERE}.torch:forward", Support(covers="any shape"), fused=False),
+    ),
+)
+
+RING_ATTENTION = Operation(
+    "ring_attention",
+    "dense attention over ranks, forward and backward",
+    (
+        Candidate(
+            "torch-cudnn",
+            f"{_HERE}.blocks:with_torch_cudnn",
+            Support(
+                covers="torch's cuDNN kernels; values as wide as they are",
+                dtypes=HALF,
+                probe=torch_cudnn.reason,
+                **ATOMIC_SUMS,
+            ),
+        ),
+        Candidate(
+            "flash2",
+            f"{_HERE}.blocks:with_flash2",
+            Support(
+                covers="FlashAttention 2; values padded inside",
+                dtypes=HALF,
+                probe=flash2.reason,
+                **ATOMIC_SUMS,
+            ),
+        ),
+        Candidate(
+            "torch-flash",
+            f"{_HERE}.blocks:with_torch_flash",
+            Support(
+                covers="torch's flash kernels; values padded inside",
+                dtypes=HALF,
+                probe=torch_flash.reason,
+                **ATOMIC_SUMS,
+            ),
+        ),
+        Candidate("torch", f"{_HERE}.blocks:with_torch", Support(covers="any shape"), fused=False),
+    ),
+)

@@ -1,0 +1,112 @@
+"""The indexer's losses: the operations and what implements them."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.dispatch import Candidate, Operation, Support
+from megatron_dsa.dispatch.gpus import HOPPER, PORTABLE
+from megatron_dsa.dispatch.packages import CUDNN, TILELANG, TRITON
+from megatron_dsa.dispatch.support import ATOMIC_SUMS
+
+_HERE = __package__
+_BF16 = (torch.bfloat16,)
+_INDEXER = {"dims": ((128, 0),), "heads": (1, 64)}
+_CUDNN = {
+    "package": CUDNN,
+    "capabilities": (HOPPER,),
+    "dtypes": _BF16,
+    **_INDEXER,
+    "without_relu": False,
+}
+
+SPARSE_LOSS = Operation(
+    "sparse_indexer_loss",
+    "indexer loss over the selected keys",
+    (
+        Candidate(
+            "tilelang",
+            f"{_HERE}.tilelang.launch:sparse",
+            Support(
+                covers="value and gradients in one kernel, or value and student",
+                package=TILELANG,
+                capabilities=(HOPPER,),
+                **_INDEXER,
+                dtypes=_BF16,
+                topk=(1, 2048),
+                without_relu=False,
+                gradients=True,
+                **ATOMIC_SUMS,
+            ),
+        ),
+        Candidate(
+            "cudnn",
+            f"{_HERE}.cudnn:sparse",
+            Support(
+                covers="value and student",
+                **_CUDNN,
+                bridged="heads padded to 8, 16, 32 or 64, K in buckets",
+            ),
+        ),
+        Candidate(
+            "torch",
+            f"{_HERE}.torch:sparse",
+            Support(
+                covers="any shape; gradients along with the value", gradients=True, **ATOMIC_SUMS
+            ),
+            fused=False,
+        ),
+    ),
+)
+
+DENSE_LOSS = Operation(
+    "dense_indexer_loss",
+    "indexer loss over all visible keys",
+    (
+        Candidate(
+            "cudnn",
+            "declined",
+            Support(
+                covers="value and gradients",
+                package=CUDNN,
+                declined="cuDNN's needs S x S fp32 scores",
+            ),
+        ),
+        Candidate(
+            "triton",
+            f"{_HERE}.triton.dense:dense",
+            Support(
+                covers="value and gradients; teachers of any head dim",
+                package=TRITON,
+                **PORTABLE,
+                dtypes=_BF16,
+                **_INDEXER,
+            ),
+        ),
+        Candidate("torch", f"{_HERE}.torch_dense:dense", Support(covers="any shape"), fused=False),
+    ),
+)
+
+INDEXER_BACKWARD = Operation(
+    "indexer_backward",
+    "indexer gradients from the sparse loss",
+    (
+        Candidate(
+            "cudnn",
+            f"{_HERE}.cudnn:backward",
+            Support(
+                covers="dq, dk, dweights of the sparse loss",
+                **_CUDNN,
+                deterministic=False,
+                bridged="heads padded to 64, K in buckets; teacher copied; underflowed students "
+                "kept",
+            ),
+        ),
+        Candidate(
+            "torch",
+            f"{_HERE}.torch:sparse_backward",
+            Support(covers="any shape", **ATOMIC_SUMS),
+            fused=False,
+        ),
+    ),
+)

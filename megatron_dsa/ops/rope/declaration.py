@@ -1,0 +1,39 @@
+"""Norm and rope: the operations and what implements them."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.dispatch import Candidate, Operation, Support
+from megatron_dsa.dispatch.gpus import PORTABLE
+from megatron_dsa.dispatch.packages import TRITON
+from megatron_dsa.dispatch.support import HALF
+
+_HERE = __package__
+_TRITON = {"package": TRITON, **PORTABLE, "dtypes": (*HALF, torch.float32)}
+
+NORM_ROPE = Operation(
+    "norm_rope",
+    "norm and rope of queries, forward and backward",
+    (
+        Candidate(
+            "triton",
+            f"{_HERE}.triton:norm_rope",
+            Support(covers="in place; q", **_TRITON),
+        ),
+        Candidate("torch", f"{_HERE}.torch:norm_rope", Support(covers="any shape"), fused=False),
+    ),
+)
+
+ROTATE = Operation(
+    "rotate",
+    "rope, or inverse rope, forward and backward",
+    (
+        Candidate(
+            "triton",
+            f"{_HERE}.triton:rotate",
+            Support(covers="any rotated dims", **_TRITON),
+        ),
+        Candidate("torch", f"{_HERE}.torch:rotate", Support(covers="any shape"), fused=False),
+    ),
+)

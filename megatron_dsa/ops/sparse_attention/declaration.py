@@ -1,0 +1,113 @@
+"""Sparse attention: the operations and what implements them."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.dispatch import Candidate, Operation, Support
+from megatron_dsa.dispatch.gpus import BLACKWELL, HOPPER, PORTABLE
+from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, TILELANG
+from megatron_dsa.dispatch.support import ATOMIC_SUMS, HALF
+from megatron_dsa.ops.sparse_attention import flashmla
+
+_HERE = __package__
+#: Absorbed MLA of V3.2 (512 latent dims, 64 of rope), and DeepSeek-V4.
+_LATENT = ((576, 512), (512, 512))
+_TILELANG = {
+    "package": TILELANG,
+    **PORTABLE,
+    "dtypes": (torch.bfloat16,),
+    "dims": _LATENT,
+    "heads": (1, 128),
+    # Where a tile holds several queries.
+    "fastest": (1, 32),
+}
+
+FORWARD = Operation(
+    "sparse_attention_forward",
+    "sparse attention forward",
+    (
+        Candidate(
+            "flashmla",
+            f"{_HERE}.flashmla:forward",
+            Support(
+                covers="out, lse",
+                package=FLASH_MLA,
+                capabilities=(HOPPER, BLACKWELL),
+                dtypes=(torch.bfloat16,),
+                dims=_LATENT,
+                heads=(1, 128),
+                bridged="heads padded to 64 or 128, K to 128; lengths clamped; lse of empty rows",
+                probe=flashmla.probe,
+            ),
+        ),
+        Candidate(
+            "tilelang", f"{_HERE}.tilelang.launch:forward", Support(covers="out, lse", **_TILELANG)
+        ),
+        Candidate(
+            "torch", f"{_HERE}.torch:forward", Support(covers="any shape; p_sum"), fused=False
+        ),
+    ),
+)
+
+BACKWARD = Operation(
+    "sparse_attention_backward",
+    "sparse attention backward",
+    (
+        Candidate(
+            "cudnn",
+            f"{_HERE}.cudnn:backward",
+            Support(
+                covers="dq, dkv, dsink",
+                package=CUDNN,
+                dims=_LATENT,
+                capabilities=(HOPPER, BLACKWELL),
+                dtypes=HALF,
+                heads=(2, 128),
+                deterministic=False,
+                bridged="K in buckets; fp32 dkv from the workspace (Hopper, from 1.32; else "
+                "rounded)",
+            ),
+        ),
+        Candidate(
+            "tilelang",
+            f"{_HERE}.tilelang.launch:backward",
+            Support(
+                covers="dq, dkv, dsink, p_sum",
+                **_TILELANG,
+                gives_teacher=True,
+                fastest_with_teacher=(1, 128),
+                **ATOMIC_SUMS,
+            ),
+        ),
+        Candidate(
+            "torch",
+            f"{_HERE}.torch:backward",
+            Support(covers="any shape; p_sum", gives_teacher=True, **ATOMIC_SUMS),
+            fused=False,
+        ),
+    ),
+)
+
+PROBABILITIES = Operation(
+    "sparse_attention_probabilities",
+    "head sum of the probabilities (teacher)",
+    (
+        Candidate(
+            "cudnn",
+            f"{_HERE}.cudnn:probabilities",
+            Support(
+                covers="p_sum from q, kv, lse",
+                package=CUDNN,
+                dims=_LATENT,
+                capabilities=(HOPPER,),
+                dtypes=(torch.bfloat16,),
+                heads=(1, 128),
+                bridged="heads padded to 8, 16, 32 or 64, K in buckets; row normalisation undone",
+            ),
+        ),
+        Candidate(
+            "torch", f"{_HERE}.torch:probabilities", Support(covers="any shape"), fused=False
+        ),
+    ),
+)
