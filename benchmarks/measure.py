@@ -37,7 +37,7 @@ from megatron_dsa.dispatch import Policy, device_problem
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS
-from megatron_dsa.ops.indexer_loss.api import index_problem
+from megatron_dsa.ops.indexer_topk.inputs import index_problem
 from megatron_dsa.ops.sparse_attention.declaration import FORWARD
 from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from megatron_dsa.sequence.layout import Layout, Window

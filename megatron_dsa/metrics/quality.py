@@ -14,10 +14,10 @@ import torch
 
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm, rows_in_budget
+from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm, rows_in_budget, slices
 from megatron_dsa.ops.indexer_topk.fp8 import quantized
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.indexer_topk.scores import block_scores, head_blocks
+from megatron_dsa.ops.indexer_topk.scores import block_scores
 from megatron_dsa.ops.indexer_topk.torch import best
 from megatron_dsa.sequence.layout import Layout
 
@@ -138,12 +138,12 @@ def captured_mass(
         rows = torch.arange(layout.num_queries, device=q.device)
     shares = torch.full((len(rows), q.shape[1]), float("nan"), dtype=lse.dtype, device=q.device)
     bytes_per_row = 3 * layout.num_keys * accumulation_dtype(q.dtype).itemsize
-    for block in head_blocks(len(rows), rows_in_budget(workspace_bytes, bytes_per_row)):
+    for block in slices(len(rows), rows_in_budget(workspace_bytes, bytes_per_row)):
         some = rows[block]
         visible = visible_keys(layout, some)
         missed = visible & ~_selected(indices[some], layout.num_keys)
         heads_at_once = rows_in_budget(workspace_bytes, bytes_per_row * len(some))
-        for heads in head_blocks(q.shape[1], heads_at_once):
+        for heads in slices(q.shape[1], heads_at_once):
             block_q = q[some][:, heads].transpose(0, 1)
             logits = mm(block_q.flatten(0, 1), kv.t()).unflatten(0, block_q.shape[:2])
             logits.mul_(softmax_scale)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from megatron_dsa.versions import parse_version
@@ -54,3 +56,9 @@ def lengths(indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Te
     if topk_length is None:
         return torch.full(indices.shape[:1], width, dtype=torch.int32, device=indices.device)
     return topk_length.clamp(0, width).int().contiguous()
+
+
+def slices(total: int, size: int) -> Iterator[slice]:
+    """Cut ``total`` entries into consecutive slices of at most ``size``."""
+    for first in range(0, total, size):
+        yield slice(first, min(total, first + size))

@@ -24,7 +24,8 @@ from functools import lru_cache
 import torch
 
 from megatron_dsa.dispatch import Policy, count
-from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
+from megatron_dsa.ops.indexer_topk.api import indexer_topk
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.sequence.compressed import CompressedKeys, visible_groups
 from megatron_dsa.sequence.layout import Layout

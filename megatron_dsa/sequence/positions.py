@@ -16,9 +16,8 @@ from collections.abc import Iterator
 import torch
 
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.numerics.arithmetic import rows_in_budget
+from megatron_dsa.numerics.arithmetic import rows_in_budget, slices
 from megatron_dsa.numerics.checks import require_tensor, require_values
-from megatron_dsa.ops.indexer_topk.scores import head_blocks as slices
 from megatron_dsa.sequence.layout import Layout
 from megatron_dsa.sequence.sharding import Spread
 

@@ -14,29 +14,7 @@ import torch
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.checks import FLOATS, require_tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Groups:
-    """Which rows each compressed slot pools.
-
-    Where a group is found follows from its rows, so that nobody has to search. With
-    ``row_step == 1``, group ``g`` of the sequence that starts at row ``o`` has the slot
-    ``o // ratio + g``; a row ``r`` is then in the group of slot ``r // ratio``, of the slot before,
-    or in none. With ``row_step > 1`` the slots of one batch element follow those of the one before
-    it, and each batch element has the same number of slots.
-
-    Attributes:
-        first_row: int32 ``[G]``, row of the group's first token; -1: the slot holds no group.
-        position: int64 ``[G]``, position of that token in its own sequence, a multiple of the
-            ratio; 0: there is no previous group.
-        row_step: distance in rows of consecutive positions of a sequence (Megatron's ``[s, b]``
-            flattening: ``b``; packed: 1).
-    """
-
-    first_row: torch.Tensor
-    position: torch.Tensor
-    row_step: int
+from megatron_dsa.sequence.compressed import Groups
 
 
 @dataclass(frozen=True)

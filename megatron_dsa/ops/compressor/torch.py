@@ -10,7 +10,8 @@ import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.ops.compressor.inputs import CompressorProblem, Groups
+from megatron_dsa.ops.compressor.inputs import CompressorProblem
+from megatron_dsa.sequence.compressed import Groups
 
 
 def compress(problem: CompressorProblem) -> torch.Tensor:

@@ -1,21 +1,30 @@
-"""Training the indexer on the sparse attention's own distribution (DeepSeek-V3.2, eq. 5)."""
+"""The indexer's losses, alone or formed in the backward of sparse attention (DeepSeek-V3.2)."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_dsa.dispatch import Policy, device_problem
+from megatron_dsa.dispatch import Policy
 from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.errors import require
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor
 from megatron_dsa.numerics.scaling import scaled
-from megatron_dsa.ops.indexer_loss.declaration import INDEXER_BACKWARD, SPARSE_LOSS
-from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLossProblem
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, INDEXER_BACKWARD, SPARSE_LOSS
+from megatron_dsa.ops.indexer_loss.inputs import (
+    DenseLossProblem,
+    IndexerGradients,
+    LatentKeys,
+    SparseLossProblem,
+)
+from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs, check_indexer, index_problem
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
+from megatron_dsa.ops.sparse_attention.inputs import check_indices
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -52,24 +61,7 @@ class IndexerTraining:
 
     def without_tensors(self) -> IndexerTraining:
         """Return the same without the indexer's tensors, to be kept until the backward."""
-        return dataclasses.replace(self, inputs=IndexerInputs(None, None, None, self.inputs.relu))
-
-
-def index_problem(inputs: IndexerInputs, layout: Layout, topk: int | None):
-    """Describe a call of an indexer operation to dispatch."""
-    dtype = inputs.q.dtype
-    if inputs.key_scales is None:  # else it is fp8, and weights are fp32
-        dtype = torch.promote_types(dtype, inputs.weights.dtype)
-    return device_problem(
-        inputs.q.device,
-        dtype=dtype,
-        heads=inputs.q.shape[1],
-        qk_dim=inputs.q.shape[2],
-        v_dim=0,
-        topk=topk,
-        packed=layout.real is not None,
-        relu=inputs.relu,
-    )
+        return replace(self, inputs=IndexerInputs(None, None, None, self.inputs.relu))
 
 
 def needs_indexer_backward(problem: Problem, policy: Policy) -> bool:
@@ -130,7 +122,7 @@ class SelectedKeysLoss:
         """Return the KL sum and its gradients (fp32 where they accumulate)."""
         problem, arguments = self._call(inputs)
         separate = needs_indexer_backward(problem, self.policy)
-        arguments = dataclasses.replace(arguments, want_gradients=not separate)
+        arguments = replace(arguments, want_gradients=not separate)
         loss = SPARSE_LOSS.run(problem, self.policy, arguments)
         gradients = loss.gradients
         if separate:
@@ -176,3 +168,118 @@ class _SparseLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dvalue):
         return *(scaled(grad, dvalue) for grad in ctx.saved_tensors), None, None
+
+
+def sparse_indexer_loss(
+    inputs: IndexerInputs,
+    indices: torch.Tensor,
+    teacher: torch.Tensor,
+    layout: Layout,
+    *,
+    topk_length: torch.Tensor | None = None,
+    policy: Policy = Policy(),
+) -> torch.Tensor:
+    """Sum over query rows of ``KL(teacher || student)`` over the selected keys.
+
+    Args:
+        inputs: the indexer's tensors; the result is differentiable in q, k and weights.
+        indices: int32 ``[Sq, K]``, rows of ``inputs.k``, as from :func:`indexer_topk`.
+        teacher: ``[Sq, K]``: ``p_sum`` of :func:`sparse_attention`, summed over tensor-parallel
+            ranks. Normalised here; no gradient flows to it.
+        layout: the layout the selection was made with.
+        topk_length: int32 ``[Sq]`` or ``None``.
+        policy: which implementations may run.
+
+    Returns:
+        fp32 scalar. Divide by the number of real rows for the mean.
+
+    Raises:
+        ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
+    """
+    check_indexer(inputs, layout)
+    check_indices(indices, inputs.q, topk_length)
+    fix = "give one entry per entry of indices"
+    require_tensor("teacher", teacher, tuple(indices.shape), FLOATS, inputs.q, fix)
+    teacher = teacher.detach().to(accumulation_dtype(inputs.q.dtype), copy=True)
+    loss = SelectedKeysLoss(layout, indices, topk_length, teacher, policy)
+    return loss.differentiable(inputs)
+
+
+def dense_indexer_loss(
+    inputs: IndexerInputs,
+    q: torch.Tensor,
+    k: torch.Tensor | LatentKeys,
+    layout: Layout,
+    *,
+    softmax_scale: float,
+    other_lse: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    head_group=None,
+    policy: Policy = Policy(),
+) -> torch.Tensor:
+    """Sum over query rows of ``KL(teacher || student)`` over all visible keys.
+
+    Args:
+        inputs: the indexer's tensors; the result is differentiable in q, k and weights.
+        q: ``[Sq, H, D]`` and k ``[Skv, 1 or H, D]`` of the attention whose distribution is the
+            teacher; absorbed (one key head) and plain MLA (``H``) give the same result. With
+            :class:`LatentKeys` the keys of all heads never exist at once.
+        layout: which keys each query row sees.
+        softmax_scale: factor on ``q . k``, positive.
+        other_lse: ``[Sq, H]``, log of the mass that the teacher's softmax has besides these keys
+            (window and sink of hybrid attention), ``-inf`` for none.
+        lse: ``[Sq, H]``, log-sum-exp (natural) of the scaled scores over the visible keys, as dense
+            attention returns it: spares a pass over the teacher. ``None``: it is computed.
+        head_group: process group that shares the heads; the teacher is summed over it.
+        policy: which implementations may run.
+
+    Returns:
+        fp32 scalar. Divide by the number of real rows for the mean.
+
+    Raises:
+        ConfigError: for shapes or dtypes outside of the above, a layout of other tensors, or scores
+            that are NaN or infinite (on a GPU a device assert, as in :func:`indexer_topk`).
+    """
+    require_tensor("q", q, ("Sq", "H", "D"), FLOATS, inputs.q, "flatten sequence and batch")
+    check_indexer(inputs, layout, q=q)
+    _check_teacher_keys(q, k, layout)
+    require(softmax_scale > 0, f"softmax_scale must be positive, got {softmax_scale}")
+    for name, value in (("other_lse", other_lse), ("lse", lse)):
+        if value is not None:
+            fix = "give one value per query token and head"
+            require_tensor(name, value, tuple(q.shape[:2]), FLOATS, q, fix)
+    inputs = require_finite_scores(inputs, layout, "dense_indexer_loss")
+    arguments = DenseLossProblem(
+        inputs, layout, q.detach(), k.detach(), softmax_scale, head_group, policy.workspace_bytes,
+        None if other_lse is None else other_lse.detach(), None if lse is None else lse.detach(),
+    )  # fmt: skip
+    asked = index_problem(inputs, layout, None)
+    # The teacher's queries may be wider than the indexer's.
+    asked = replace(asked, dtype=torch.promote_types(asked.dtype, q.dtype))
+    return DENSE_LOSS.run(asked, policy, arguments)
+
+
+def _check_teacher_keys(q: torch.Tensor, k: torch.Tensor | LatentKeys, layout: Layout) -> None:
+    heads, dim = q.shape[1:]
+    if not isinstance(k, LatentKeys):
+        shape = ("Skv", f"1 or {heads}", dim)
+        require_tensor("k", k, shape, (q.dtype,), q, "give it the D of q")
+        require(
+            k.shape[1] in (1, heads),
+            f"k must have 1 or {heads} heads, got {k.shape[1]}: repeat those that queries share",
+        )
+        require_layout(layout, {}, {"k": k})
+        return
+    latents, w_uk = k.latents, k.w_uk
+    require(
+        latents.dim() == 2 and w_uk.dim() == 3 and w_uk.shape[0] == heads
+        and latents.shape[1] - w_uk.shape[2] == dim - w_uk.shape[1] >= 0,
+        f"k must have latents [Skv, R + P] and w_uk [{heads}, {dim} - P, R], got shapes "
+        f"{tuple(latents.shape)} and {tuple(w_uk.shape)}",
+    )  # fmt: skip
+    require(
+        latents.dtype == w_uk.dtype == q.dtype,
+        f"k must have latents and w_uk in q's dtype {q.dtype}, got {latents.dtype} and "
+        f"{w_uk.dtype}: cast them",
+    )
+    require_layout(layout, {}, {"k.latents": latents})

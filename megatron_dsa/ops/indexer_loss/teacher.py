@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import bmm, mm
+from megatron_dsa.numerics.arithmetic import bmm, mm, slices
 from megatron_dsa.ops.indexer_loss.inputs import LatentKeys
 from megatron_dsa.ops.indexer_loss.tiles import HEADS_AT_ONCE
-from megatron_dsa.ops.indexer_topk.scores import head_blocks
 
 
 def teacher_tile(
@@ -24,7 +23,7 @@ def teacher_tile(
         softmax_scale: factor on ``q . k``.
     """
     total = None
-    for heads in head_blocks(q.shape[1], HEADS_AT_ONCE):
+    for heads in slices(q.shape[1], HEADS_AT_ONCE):
         shift = -lse[heads, :, None]
         part = _add_scaled(shift, _head_scores(q, keys, heads), softmax_scale).exp_().sum(0)
         total = part if total is None else total.add_(part)
@@ -43,7 +42,7 @@ def teacher_lse(
     """
     parts = (
         log_sum_exp(_head_scores(q, keys, heads), hidden, softmax_scale)
-        for heads in head_blocks(q.shape[1], HEADS_AT_ONCE)
+        for heads in slices(q.shape[1], HEADS_AT_ONCE)
     )
     return torch.cat(list(parts))
 

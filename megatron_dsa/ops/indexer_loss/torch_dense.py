@@ -6,13 +6,13 @@ import dataclasses
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm
+from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm, slices
 from megatron_dsa.ops.indexer_loss.dense import dense_loss, take
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem
 from megatron_dsa.ops.indexer_loss.teacher import log_sum_exp, teacher_lse, teacher_tile
 from megatron_dsa.ops.indexer_loss.tiles import HEADS_AT_ONCE, tile_shape
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.indexer_topk.scores import block_scores, head_blocks, head_products
+from megatron_dsa.ops.indexer_topk.scores import block_scores, head_products
 from megatron_dsa.sequence.layout import Layout, Seen
 
 _ALL = slice(None)
@@ -72,7 +72,7 @@ class TorchTiles:
     ) -> torch.Tensor:  # fmt: skip
         """See :class:`~.dense.TileFunctions`; a few heads at a time."""
         narrow, dk = dscores.to(x.q.dtype), None
-        for heads in head_blocks(x.q.shape[1], HEADS_AT_ONCE):
+        for heads in slices(x.q.shape[1], HEADS_AT_ONCE):
             part, flat = _through_heads(x, heads, dscores, narrow)
             dweights[:, heads].add_(part)
             dq[:, heads].add_(mm(flat, x.k).view_as(dq[:, heads]))

@@ -2,7 +2,7 @@
 
 Two operations work together on one block of queries at a time, so that scores never exist for all
 pairs: ``indexer_scores`` (:class:`BlockScores`) and ``indexer_topk`` (:class:`BlockSelection`).
-:mod:`.blocks` walks over the blocks.
+:mod:`.select` walks over the blocks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Protocol
 
 import torch
 
+from megatron_dsa.dispatch import Problem, device_problem
+from megatron_dsa.errors import require
+from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor
 from megatron_dsa.sequence.layout import Block, Layout, Seen
 
 
@@ -79,3 +82,32 @@ class BlockSelection(Protocol):
         ``scores [rows, width]``, ``width > topk``, may be overwritten. Ties go to the smallest
         column, ``-0`` and ``+0`` are equal. What is not ``seen`` may hold anything.
         """
+
+
+def index_problem(inputs: IndexerInputs, layout: Layout, topk: int | None) -> Problem:
+    """Describe a call of an indexer operation to dispatch."""
+    dtype = inputs.q.dtype
+    if inputs.key_scales is None:  # else it is fp8, and weights are fp32
+        dtype = torch.promote_types(dtype, inputs.weights.dtype)
+    return device_problem(
+        inputs.q.device,
+        dtype=dtype,
+        heads=inputs.q.shape[1],
+        qk_dim=inputs.q.shape[2],
+        v_dim=0,
+        topk=topk,
+        packed=layout.real is not None,
+        relu=inputs.relu,
+    )
+
+
+def check_indexer(inputs: IndexerInputs, layout: Layout, **queries: torch.Tensor) -> None:
+    """Raise unless the indexer's tensors, the layout and what has its query tokens fit."""
+    q, k, weights = inputs.q, inputs.k, inputs.weights
+    fix = "flatten sequence and batch to tokens"
+    require_tensor("inputs.q", q, ("Sq", "HI", "DI"), FLOATS, fix=fix)
+    require_tensor("inputs.k", k, ("Skv", q.shape[2]), (q.dtype,), q, "give it the DI of inputs.q")
+    fix = "give one weight per query token and index head"
+    require_tensor("inputs.weights", weights, tuple(q.shape[:2]), FLOATS, q, fix)
+    require(inputs.key_scales is None, "inputs.key_scales must be None: they belong to fp8 keys")
+    require_layout(layout, {"inputs.q": q} | queries, {"inputs.k": k})

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm
+from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm, slices
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-
-
-def head_blocks(heads: int, size: int) -> Iterator[slice]:
-    """Cut ``heads`` into consecutive slices of at most ``size``."""
-    for first in range(0, heads, size):
-        yield slice(first, min(heads, first + size))
 
 
 def head_products(inputs: IndexerInputs, rows: slice, keys: torch.Tensor, heads: slice):
@@ -30,7 +22,7 @@ def block_scores(inputs: IndexerInputs, rows: slice, keys: torch.Tensor, heads_a
     """
     weights = inputs.weights[rows].to(accumulation_dtype(inputs.q.dtype))
     total = None
-    for heads in head_blocks(weights.shape[1], heads_at_once):
+    for heads in slices(weights.shape[1], heads_at_once):
         products = head_products(inputs, rows, keys, heads)
         part = torch.bmm(weights[:, None, heads], products).squeeze(1)
         total = part if total is None else total.add_(part)

@@ -1,28 +1,39 @@
-"""How the best keys of a block of queries are found: exactly, or through candidates in fp8.
-
-Both ways run their parts through dispatch; :func:`megatron_dsa.dsa_kernels.indexer_topk` walks over
-the blocks.
-"""
+"""Top-k block by block: exact, or fp8 candidates rescored exactly."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dispatch.support import Problem
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.ops.indexer_loss.api import index_problem
-from megatron_dsa.ops.indexer_topk.blocks import Selector
+from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget
 from megatron_dsa.ops.indexer_topk.declaration import LISTED_SCORES, SCORES, TOPK
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
 from megatron_dsa.ops.indexer_topk.fp8 import quantized, quantized_queries
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs, TopKProblem
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs, TopKProblem, index_problem
 from megatron_dsa.ops.indexer_topk.listed import chosen
 from megatron_dsa.sequence.layout import Block, Seen
+
+
+class Selector(Protocol):
+    """How the best keys of a block are found ."""
+
+    #: Blocks end where queries begin to see as many slots (:meth:`Window.bound`), or ``None``.
+    cut: int | None
+
+    def bytes_per_row(self, width: int) -> int:
+        """Temporary bytes per query of a block ``width`` slots wide, the result included."""
+
+    def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
+        """Return int32 ``[rows, topk]``: ascending columns of the block, then -1.
+
+        The block is wider than ``topk``.
+        """
 
 
 def candidates_for(topk: int) -> int:
@@ -146,3 +157,35 @@ class Candidates(Exact):
         # The queries are the block's own, from the first on.
         here = dataclasses.replace(block, rows=slice(0, q.shape[0], 1))
         return self._select(self._score(rows, self.count, here, seen), seen, self.count)
+
+
+@torch.no_grad()
+def select_blocks(
+    problem: TopKProblem, select: Selector, workspace_bytes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``indices`` int32 ``[Sq, K]`` (rows of the key buffer, ascending slots, -1 padded) and
+    ``length`` int32 ``[Sq]``, the number of valid entries.
+
+    Args:
+        problem: what to select from.
+        select: finds the best keys of a block.
+        workspace_bytes: budget for the temporaries of one block.
+    """
+    inputs, layout, topk = problem.inputs, problem.layout, problem.topk
+    device = inputs.q.device
+    indices = torch.full((inputs.q.shape[0], topk), -1, dtype=torch.int32, device=device)
+    length = torch.clamp(layout.end - layout.start, max=topk)
+
+    def rows_for_width(width: int) -> int:
+        return rows_in_budget(workspace_bytes, select.bytes_per_row(width))
+
+    for block in layout.blocks(rows_for_width, select.cut):
+        seen = layout.seen(block)
+        if block.width <= topk:
+            slots = seen.first(topk)  # everything that is visible is selected
+        else:
+            slots = select(block, seen)
+        if block.lo:
+            slots = torch.where(slots < 0, slots, slots + block.lo)
+        indices[block.rows] = layout.to_key_rows(slots)
+    return indices, length

@@ -9,18 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from megatron_dsa.dispatch import Operation, Policy
+from megatron_dsa.dispatch import Operation, Policy, device_problem
 from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.errors import require
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor, require_values
 from megatron_dsa.numerics.scaling import scaled
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, SelectedKeysLoss
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs, check_indexer
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseProblem, check_indices
+
+
+class SparseAttentionOutput(NamedTuple):
+    """What :func:`sparse_attention` returns."""
+
+    #: ``[Sq, H, v_dim]`` in q's dtype; 0 for rows that select nothing.
+    out: torch.Tensor
+    #: ``[Sq, H]`` fp32, natural log over the selected keys (sink excluded), ``-inf`` if none.
+    lse: torch.Tensor
+    #: ``[Sq, K]`` fp32, sum over the local heads of the probabilities, 0 at invalid entries;
+    #: ``None`` unless it was asked for.
+    p_sum: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -166,3 +182,107 @@ def _train(s: Settings, index_tensors, indices, length, teacher: torch.Tensor):
         scaled(gradient, weight, x.dtype)
         for gradient, x in zip(gradients, index_tensors, strict=True)
     )
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor | KeyLists,
+    *,
+    softmax_scale: float,
+    v_dim: int,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    kv_grad: torch.Tensor | None = None,
+    want_p_sum: bool = False,
+    in_order: bool = False,
+    indexer: IndexerTraining | None = None,
+    policy: Policy = Policy(),
+) -> SparseAttentionOutput:
+    """Attend from every query row to its own list of key rows (one key/value head).
+
+    Args:
+        q: ``[Sq, H, D]``, bf16, fp16, fp32 or fp64.
+        kv: ``[Skv, D]``, same dtype; the value is its first ``v_dim`` columns, by construction of
+            absorbed MLA. There is no separate value argument.
+        indices: int32 ``[Sq, K]``, rows of ``kv``. Entries ``< 0`` or ``>= Skv`` select nothing.
+            A row must not be listed twice for one query. Masking is by indices only. Or
+            :class:`~megatron_dsa.ops.key_lists.api.KeyLists`, whose lists are written block by
+            block.
+        softmax_scale: factor on ``q . kv`` before the softmax.
+        v_dim: number of leading columns of ``kv`` that are the value.
+        topk_length: int32 ``[Sq]``: entries of ``indices`` from there on are ignored.
+        attn_sink: fp32 ``[H]``: a logit per head in the denominator that has no value
+            (DeepSeek-V4); ``out = out_keys * sigmoid(lse - sink)``.
+        kv_grad: fp32 ``[Skv, D]``: if given, the gradient of ``kv`` is sent here, unrounded,
+            instead of to ``kv`` (see :func:`megatron_dsa.parallel.gather.arrive`).
+        want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
+        in_order: the caller knows that all lists follow one order of the keys, as those of
+            :func:`indexer_topk` and of ``KeyLists`` do: spares a backward from sorting them.
+        indexer: train the indexer on these probabilities in the backward pass, where they are
+            recomputed anyway (see :class:`~megatron_dsa.ops.indexer_loss.api.IndexerTraining`).
+        policy: which implementations may run.
+
+    Returns:
+        :class:`SparseAttentionOutput`; ``out`` is differentiable in q, kv and attn_sink.
+
+    Raises:
+        ConfigError: for shapes or dtypes outside of the above.
+    """
+    require_tensor("q", q, ("Sq", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
+    require_tensor("kv", kv, ("Skv", q.shape[2]), (q.dtype,), q, "give it the D of q")
+    lists = indices if isinstance(indices, KeyLists) else None
+    if lists is not None:
+        _check_lists(lists, q, kv, topk_length, want_p_sum or indexer is not None)
+        width = lists.full_width
+        indices, topk_length = lists.selected, lists.selected_length
+        lists, in_order = replace(lists, selected=None, selected_length=None), True
+    else:
+        check_indices(indices, q, topk_length)
+        width = indices.shape[1]
+    require(
+        0 < v_dim <= kv.shape[1],
+        f"v_dim must be in [1, {kv.shape[1]}] (the value is a slice of kv), got {v_dim}",
+    )
+    if attn_sink is not None:
+        require_tensor("attn_sink", attn_sink, q.shape[1:2], FLOATS, q, "give one logit per head")
+    if kv_grad is not None:
+        wanted = accumulation_dtype(kv.dtype)
+        fix = "pass the channel that megatron_dsa.parallel.gather.arrive returned"
+        require_tensor("kv_grad", kv_grad, tuple(kv.shape), (wanted,), q, fix)
+    problem = device_problem(
+        q.device,
+        dtype=q.dtype,
+        heads=q.shape[1],
+        qk_dim=q.shape[2],
+        v_dim=v_dim,
+        topk=width,
+        sink=attn_sink is not None,
+    )
+    if indexer is not None:
+        check_indexer(indexer.inputs, indexer.layout, q=q)
+    trained = (None,) * 3
+    if indexer is not None:
+        trained = indexer.tensors()
+        indexer = indexer.without_tensors()
+    settings = Settings(v_dim, softmax_scale, policy, problem, want_p_sum, indexer, lists, in_order)
+    return SparseAttentionOutput(
+        *SparseAttention.apply(q, kv, kv_grad, attn_sink, *trained, indices, topk_length, settings)
+    )
+
+
+def _check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> None:
+    first = lists.offset
+    # Where held is given, kv holds a part of all ranks' keys.
+    keys = {} if lists.held is not None else {f"kv[{first}:]" if first else "kv": kv[first:]}
+    require_layout(lists.layout, {"q": q}, keys)
+    require(topk_length is None, "topk_length must be None: lists have their own lengths")
+    require(
+        not wants_teacher or lists.selected is not None,
+        "want_p_sum and indexer need lists with a selection: without one, use dense_indexer_loss",
+    )
+    if lists.selected is not None and lists.selected.numel() > 0:
+        # A larger slot would be the row of another kind of key.
+        rule = f"lists.selected must be compressed slots below {lists.offset}, or -1"
+        fine = lists.selected.amax() < lists.offset
+        require_values({f"{rule}: select with lists.compressed.layout": fine}, rule)

@@ -15,7 +15,8 @@ import torch
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.compressor import reference
 from megatron_dsa.ops.compressor import torch as unfused
-from megatron_dsa.ops.compressor.inputs import CompressorProblem, Groups
+from megatron_dsa.ops.compressor.inputs import CompressorProblem
+from megatron_dsa.sequence.compressed import Groups
 from tests.helpers import double_leaf, leaf, relative_error
 
 LARGE = 2**28

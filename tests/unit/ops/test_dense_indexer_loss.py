@@ -8,10 +8,10 @@ import torch
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.numerics.arithmetic import slices
 from megatron_dsa.ops.indexer_loss import reference, tiles
 from megatron_dsa.ops.indexer_loss import torch_dense as dense_torch
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem
-from megatron_dsa.ops.indexer_topk.scores import head_blocks
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from megatron_dsa.sequence.sharding import KeyPlaces, Spread, spread_layout
@@ -348,7 +348,7 @@ def _of_group(name, group):
     lse = attention_lse(q, k, visible_rows(layout)) if given else None
     heads = slice(None)
     if group is not None:
-        (heads,) = list(head_blocks(HEADS, HEADS // 2))[group.rank() :][:1]
+        (heads,) = list(slices(HEADS, HEADS // 2))[group.rank() :][:1]
         k = LatentKeys(k.latents, k.w_uk[heads])
     return value_and_gradients(
         inputs,

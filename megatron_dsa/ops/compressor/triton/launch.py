@@ -19,9 +19,10 @@ import triton.language as tl
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.ops.compressor.inputs import CompressorProblem, Groups
+from megatron_dsa.ops.compressor.inputs import CompressorProblem
 from megatron_dsa.ops.compressor.triton import few_positions as few
 from megatron_dsa.ops.compressor.triton import many_positions as many
+from megatron_dsa.sequence.compressed import Groups
 
 #: More positions than this are shared by threads.
 FEW_POSITIONS = 16

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from megatron_dsa.numerics.arithmetic import slices
 from megatron_dsa.ops.indexer_loss.dense import dense_loss, take
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem, LatentKeys
 from megatron_dsa.ops.indexer_loss.tiles import TileBytes, fitting_shape
 from megatron_dsa.ops.indexer_loss.triton import gradients, student, teacher
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.indexer_topk.scores import head_blocks
 from megatron_dsa.sequence.layout import Layout, Seen
 
 #: Teachers and gradients on scores have multiples of so many rows and columns.
@@ -230,7 +230,7 @@ class TritonTiles:
         w_uk, latents = keys.w_uk, keys.latents
         dim, rank = w_uk.shape[1:]
         apart = dim % teacher.CHUNK == 0 and latents.stride(1) == 1
-        for some in head_blocks(heads, self._heads_at_once):
+        for some in slices(heads, self._heads_at_once):
             if not apart or latents.shape[1] == rank:
                 own = keys.expanded(some)
                 yield some, own, own, (own.stride(0), own.stride(1), 0)
