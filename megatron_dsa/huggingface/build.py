@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 
+from megatron_dsa.config import DSAOptions, DSATransformerConfig
+from megatron_dsa.csa_config import HybridTransformerConfig
 from megatron_dsa.huggingface.config_json import HFModel
+from megatron_dsa.modules.warm_up import unsettled
+from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 
 def transformer_config(hf: HFModel, stage: str, **settings: Any):
@@ -16,9 +20,6 @@ def transformer_config(hf: HFModel, stage: str, **settings: Any):
 
     Without ``mtp_num_layers`` among them, the model has no multi-token prediction.
     """
-    from megatron_dsa.config import DSAOptions, DSATransformerConfig
-    from megatron_dsa.csa_config import HybridTransformerConfig
-
     fields = dict(hf.fields)
     kind = DSATransformerConfig
     if "csa_compress_ratios" in fields:
@@ -49,8 +50,6 @@ def gpt_model(config, vocab_size: int, length: int):
     """
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
-
     return GPTModel(
         config,
         dsa_block_spec(config),
@@ -77,8 +76,6 @@ def empty_model(
             config.json, or else bfloat16.
     """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    from megatron_dsa.modules.warm_up import unsettled
 
     model_parallel_cuda_manual_seed(1)
     config = transformer_config(

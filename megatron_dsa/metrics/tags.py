@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_dsa.dispatch import report
 from megatron_dsa.metrics.layer_overlap import FIGURE as LAYER_OVERLAP
 
 #: Measured in evaluation passes, on request.
@@ -69,8 +70,6 @@ def write_operations(seconds: dict[str, float], iteration: int) -> None:
         seconds: measured time per iteration, by operation; empty if it is not measured.
     """
     from megatron.training import get_tensorboard_writer, get_wandb_writer
-
-    from megatron_dsa.dispatch import report
 
     writer, wandb_writer = get_tensorboard_writer(), get_wandb_writer()
     figures = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+from megatron_dsa.config import by_rows, options_of
 from megatron_dsa.dispatch import count
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.parallel.gather import (
@@ -74,8 +75,6 @@ class Ranks:
 
 def ranks_of(config, pg_collection) -> Ranks:
     """Return the ranks of an attention module, from Megatron's process groups."""
-    from megatron_dsa.config import by_rows, options_of
-
     tp = pg_collection.tp if config.sequence_parallel else None
     cp = pg_collection.cp if config.context_parallel_size > 1 else None
     if tp is not None and tp.size() == 1:

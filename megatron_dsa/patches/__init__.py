@@ -5,13 +5,13 @@ Each module repairs one defect, says which, and changes nothing where the defect
 
 from __future__ import annotations
 
+from megatron_dsa.patches.bucket_padding import repair_offsets_of_states
+from megatron_dsa.patches.checkpoint_metadata import repair_reading_of_metadata
+from megatron_dsa.patches.optimizer_steps import repair_optimizer_steps
+
 
 def install_checkpoint_repairs() -> None:
     """Install what reading and writing Megatron checkpoints needs; calling it again is free."""
-    from megatron_dsa.patches.bucket_padding import repair_offsets_of_states
-    from megatron_dsa.patches.checkpoint_metadata import repair_reading_of_metadata
-    from megatron_dsa.patches.optimizer_steps import repair_optimizer_steps
-
     repair_reading_of_metadata()
     repair_offsets_of_states()
     repair_optimizer_steps()

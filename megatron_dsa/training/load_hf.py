@@ -12,6 +12,7 @@ from megatron_dsa.errors import require
 from megatron_dsa.huggingface.conventions import read_config
 from megatron_dsa.huggingface.convert import import_model
 from megatron_dsa.huggingface.ranks import Place
+from megatron_dsa.training.checkpoints import checkpoint_directory
 
 
 def place_of(model: torch.nn.Module) -> Place:
@@ -43,7 +44,6 @@ def importing_hook(args: argparse.Namespace) -> Callable[[list], list]:
 
     A run that finds a Megatron checkpoint of its own resumes from that.
     """
-    from megatron_dsa.training.checkpoints import checkpoint_directory
 
     def check_tokenizer() -> None:
         from megatron.training import get_tokenizer

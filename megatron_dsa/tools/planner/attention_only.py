@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Iterator
 from unittest import mock
 
+from megatron_dsa import specs
+
 #: Parts of :func:`megatron_dsa.metrics.flops.model_work` that are left out.
 LEFT_OUT = ("dense MLP", "experts", "router", "logits")
 
@@ -26,8 +28,6 @@ def leave_out_flags(args: argparse.Namespace) -> None:
 def layers_without_mlp() -> Iterator[None]:
     """Build transformer layers that end after their attention."""
     from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-
-    from megatron_dsa import specs
 
     layer_spec = specs._layer_spec
 

@@ -19,7 +19,11 @@ from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, DSAError, require
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.tools.planner.attention_only import leave_out_flags
 from megatron_dsa.tools.planner.host import META, host
+from megatron_dsa.tools.planner.plan import make_plan
+from megatron_dsa.tools.planner.text import describe, shortage
 from megatron_dsa.training.entry_errors import Ending, explain, refused_by_megatron
+from megatron_dsa.training.preset_flags import preset_flags
+from megatron_dsa.training.setup import model_config_from_args
 
 
 def dry_run(argv: list[str]) -> int:
@@ -31,8 +35,6 @@ def dry_run(argv: list[str]) -> int:
     """
     if int(os.environ.get("RANK", "0")):
         return 0  # one process is enough
-    from megatron_dsa.tools.planner.text import describe, shortage
-
     own, job = _own_flags(argv)
     world = own.dsa_dry_run_world or int(os.environ.get("WORLD_SIZE", "1"))
     gpu = GPUS[own.dsa_dry_run_gpu or gpu_here()]
@@ -91,9 +93,6 @@ def plan_of(argv: list[str], world: int, gpu: GPU, device: torch.device = META):
     Raises:
         AssertionError, ConfigError, ...: what the start-up of the job would raise.
     """
-    from megatron_dsa.tools.planner.plan import make_plan
-    from megatron_dsa.training.setup import model_config_from_args
-
     with host(gpu.capability, device), parsed(argv, world) as args:
         return make_plan(args, model_config_from_args(args), gpu)
 
@@ -111,8 +110,6 @@ def parsed(argv: list[str], world: int, planning: bool = True):
         cpu_host.hide_transformer_engine()
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.training import arguments
-
-    from megatron_dsa.training.preset_flags import preset_flags
 
     argv, quiet = list(argv), io.StringIO()  # Megatron prints all arguments
     with contextlib.redirect_stdout(quiet), _environment(world), _arguments(argv):

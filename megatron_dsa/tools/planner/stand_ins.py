@@ -16,6 +16,7 @@ import torch
 from megatron_dsa.dispatch import Candidate
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.dense_attention.blocks import BlockAttention
 from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLoss
 from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
@@ -266,8 +267,6 @@ def _dense_gradients(q, k, v, *_rest):
 
 
 def _ring(candidate, attention, workspace_bytes, *args, **options):
-    from megatron_dsa.ops.dense_attention.blocks import BlockAttention
-
     def forward(q, k, v, causal, scale, sequences):
         _temporary(q, 0 if candidate.fused else workspace_bytes)
         return q.new_empty(*q.shape[:2], v.shape[2]), _acc(q, *q.shape[:2])

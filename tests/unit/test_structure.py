@@ -1,0 +1,113 @@
+"""The import structure: levels, no cycles, and which imports may wait inside functions."""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "megatron_dsa"
+
+#: Files and folders of the package, the lowest first. Imports go down only.
+LEVELS = (
+    {"__init__", "errors", "config_rules"},
+    {"versions"},
+    {"dispatch", "patches"},
+    {"numerics"},
+    {"sequence"},
+    {"config", "ops"},
+    {"csa_config", "parallel", "presets"},
+    {"arguments", "dsa_kernels", "metrics"},
+    {"modules"},
+    {"dsa"},
+    {"csa"},
+    {"specs"},
+    {"huggingface"},
+    {"training"},
+    {"tools"},
+    {"pretrain", "__main__"},
+)
+
+#: Imports inside functions, by file: what has to happen before.
+LATE = {
+    # Triton, TileLang, safetensors and matplotlib are optional.
+    "numerics/scaling.py": "Triton",
+    "ops/indexer_loss/tilelang/launch.py": "TileLang",
+    "ops/indexer_topk/fp8.py": "Triton",
+    "ops/indexer_topk/listed.py": "Triton",
+    "ops/indexer_topk/tilelang/launch.py": "TileLang",
+    "ops/sparse_attention/tilelang/launch.py": "TileLang",
+    "parallel/ring/combine.py": "Triton",
+    "tools/planner/stand_ins.py": "TileLang, Triton",
+    "tools/report/command.py": "matplotlib",
+    "training/setup.py": "safetensors",
+    # Without a GPU, Megatron is prepared before anything imports it.
+    "pretrain.py": "the host is prepared",
+    "tools/cli.py": "the host is prepared",
+    "tools/doctor/__init__.py": "the host is prepared",
+    "tools/huggingface_commands.py": "the host is prepared",
+    # The message about a missing torch comes before torch is imported.
+    "__main__.py": "torch is found missing",
+    "training/entry_errors.py": "torch is found missing",
+}
+
+
+@pytest.fixture(scope="module")
+def structure():
+    """The script that prints the figures."""
+    spec = importlib.util.spec_from_file_location("structure", ROOT / "scripts/structure.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_imports_go_down_only(structure):
+    level = {node: i for i, nodes in enumerate(LEVELS) for node in nodes}
+    graph = structure.node_graph(structure.import_graph(ROOT))
+    assert set(graph) == set(level)
+    upward = [
+        f"{node} imports {other}"
+        for node, others in graph.items()
+        for other in others
+        if level[other] >= level[node]
+    ]
+    assert not upward
+
+
+def test_no_module_is_in_a_cycle(structure):
+    assert structure.cycles(structure.import_graph(ROOT)) == []
+
+
+def test_cycles_are_found(structure):
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}
+    assert structure.cycles(graph) == [["a", "b", "c"]]
+    assert structure.levels(graph) == {"a": 1, "b": 1, "c": 1, "d": 2, "e": 1}
+
+
+def late_imports(path: Path) -> list[str]:
+    """Return the modules of this package that a file imports inside functions."""
+    found = []
+    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_dsa"):
+                found.append(node.module)
+    return found
+
+
+def test_imports_stand_at_the_top():
+    late = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if late_imports(path)}
+    assert late == set(LATE)
+
+
+def test_folders_of_operations_import_nothing():
+    """A file ``torch.py`` would take the place of torch in an ``__init__.py`` that imports it."""
+    for path in PACKAGE.glob("ops/*/__init__.py"):
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        assert all(isinstance(node, ast.Expr) for node in body), path
+
+
+def test_few_files_lie_flat():
+    assert len(list(PACKAGE.glob("*.py"))) <= 14
