@@ -99,11 +99,11 @@ def test_conversions_choose_no_kernels(config, tmp_path, monkeypatch, caplog):
     export_model(tiny_model(config), there, config)
     monkeypatch.setattr(dispatch.operation, "_logged", set())
     dispatch.forget_choices()
-    caplog.set_level("INFO", dispatch.logger.name)
+    caplog.set_level("INFO", dispatch.operation.logger.name)
     caplog.clear()
 
     def said():
-        return [x.getMessage() for x in caplog.records if x.name == dispatch.logger.name]
+        return [x.getMessage() for x in caplog.records if x.name == dispatch.operation.logger.name]
 
     assert main(["import-hf", "--input", there, "--output", megatron]) == 0
     arguments = ["--input", megatron, "--output", back, "--config", there]
