@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
-from megatron_dsa.metrics.pairs import Keys
+from megatron_dsa.metrics.flops import Keys
 
 #: Every query selects this many keys right before it in a clustered list (fewer for a small K).
 RECENT = 64

@@ -8,7 +8,7 @@
 gradients, ``dense`` that of the warm-up stage (:mod:`benchmarks.indexer_dense`), all through
 dispatch as a layer calls them. A *way* names the implementations; what one lacks is left to
 dispatch, and the column ``ran`` says what that took. ``fp8`` selects through fp8 scores
-(:class:`megatron_dsa.ops.indexer_topk.select.Candidates`). The way ``megatron`` is megatron-core's
+(:class:`megatron_dsa.ops.indexer_topk.api.Candidates`). The way ``megatron`` is megatron-core's
 own (:mod:`benchmarks.indexer_bundled`): its TileLang indexer, and its unfused dense loss. Queries
 see up to their own place (one causal sequence). FLOP count what is visible: 2 * heads * dim per
 pair for ``select``, three products per selected pair for ``loss``; for ``dense`` the same per
@@ -31,7 +31,7 @@ from benchmarks.measure import environment, one_line
 from benchmarks.timing import Clock, measure, measure_ceiling, what_ran
 from megatron_dsa.dispatch import Policy, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
-from megatron_dsa.metrics.pairs import Keys
+from megatron_dsa.metrics.flops import Keys
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
 from megatron_dsa.sequence.layout import bshd_layout
 

@@ -14,7 +14,7 @@ import torch
 
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
-from megatron_dsa.metrics.pairs import Keys
+from megatron_dsa.metrics.flops import Keys
 from megatron_dsa.sequence.layout import Layout
 
 #: A way of the operation ``dense``: megatron-core's unfused function. The others are dispatch's.

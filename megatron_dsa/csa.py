@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config import options_of, validate
 from megatron_dsa.dsa import refuse_unsupported
-from megatron_dsa.modules.position_rope import PositionRope
+from megatron_dsa.modules.rope import PositionRope
 from megatron_dsa.ops.rope.api import norm_rope, rotate
 from megatron_dsa.parallel.groups import ranks_of, to_heads, to_rows
 from megatron_dsa.sequence.from_megatron import layout_from_megatron

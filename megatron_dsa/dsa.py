@@ -30,10 +30,9 @@ from megatron_dsa.config import exchanges_latents, options_of, validate
 from megatron_dsa.dispatch import count
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.modules.dsa_core import Selection
-from megatron_dsa.modules.rotary import RowRope
-from megatron_dsa.parallel.gather import Gathering, arrive, launch
+from megatron_dsa.modules.rope import RowRope
+from megatron_dsa.parallel.gather import Gathering, arrive, head_product, launch
 from megatron_dsa.parallel.groups import ranks_of, to_heads, to_rows
-from megatron_dsa.parallel.head_products import head_product
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
 
 

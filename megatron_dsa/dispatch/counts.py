@@ -1,8 +1,10 @@
-"""How often each implementation ran, and ranges for profilers."""
+"""How often each implementation ran, its time, and ranges for profilers."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -55,3 +57,64 @@ def profiler_range(name: str, nvtx: bool) -> Iterator[None]:
     finally:
         if nvtx:
             torch.cuda.nvtx.range_pop()
+
+
+class OperationTimes:
+    """Time per operation (``--dsa-time-operations``); nested ones count their own time only.
+
+    On a GPU by events on the stream, which cost no synchronisation, on the CPU by its clock. The
+    backward that an implementation leaves to autograd runs outside of dispatch and is not in it.
+
+    Attributes:
+        on: whether anything is measured.
+        paused: not now (evaluation is no part of an iteration).
+    """
+
+    def __init__(self):
+        self.on = self.paused = False
+        self._done: list[tuple[str, str | None, object, object]] = []
+        self._running = threading.local()  # the backward runs in threads of its own
+
+    @contextlib.contextmanager
+    def measure(self, operation: str, cuda: bool):
+        """Measure what runs inside as ``operation``."""
+        if not self.on or self.paused:
+            yield
+            return
+        running = self._running.__dict__.setdefault("operations", [])
+        around = running[-1] if running else None
+        running.append(operation)
+        begin = _now(cuda)
+        try:
+            yield
+        finally:
+            running.pop()
+            self._done.append((operation, around, begin, _now(cuda)))
+
+    def take(self) -> dict[str, float]:
+        """Return seconds by operation since the last call; waits for the GPU."""
+        done, self._done = self._done, []
+        seconds: Counter[str] = Counter()
+        for operation, around, begin, end in done:
+            if isinstance(end, float):
+                elapsed = end - begin
+            else:
+                end.synchronize()
+                elapsed = begin.elapsed_time(end) / 1e3
+            seconds[operation] += elapsed
+            if around is not None:
+                seconds[around] -= elapsed
+        return dict(seconds)
+
+
+def _now(cuda: bool):
+    """A point in time: an event on the current stream, or seconds of the host's clock."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+#: Those of this process.
+TIMES = OperationTimes()

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.dispatch.counts import count, profiler_range
+from megatron_dsa.dispatch.counts import TIMES, count, profiler_range
 from megatron_dsa.dispatch.policy import FLAG, VARIABLE, Policy, check_environment
 from megatron_dsa.dispatch.rehearsal import rehearsal
 from megatron_dsa.dispatch.support import Problem, Support
-from megatron_dsa.dispatch.times import TIMES
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
 
 logger = logging.getLogger("megatron_dsa.dispatch")

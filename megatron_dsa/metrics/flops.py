@@ -21,6 +21,7 @@ In a frozen ``warmup`` no gradient of the main model is needed, so none is count
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_dsa.config import (
@@ -33,7 +34,6 @@ from megatron_dsa.config import (
     uses_indexer,
 )
 from megatron_dsa.csa_config import CSA_RATIO, is_hybrid
-from megatron_dsa.metrics.pairs import TOKEN, Keys
 
 
 class Work(NamedTuple):
@@ -202,3 +202,35 @@ def _merged(work: Iterable[Work]) -> list[Work]:
         total[0] += forward
         total[1] += backward
     return [Work(*kind, *total) for kind, total in sums.items()]
+
+
+@dataclass(frozen=True, order=True)
+class Keys:
+    """Which keys a query has: the query at position ``t`` (from 0) ``(t + 1) // ratio`` of them.
+
+    Attributes:
+        ratio: positions per key; 1 if they are not compressed.
+        limit: no query has more; 0 for no limit.
+    """
+
+    ratio: int = 1
+    limit: int = 0
+
+    def pairs(self, length):
+        """Return how many pairs of a query and a key sequences have.
+
+        Args:
+            length: of a sequence, an ``int`` or an integer tensor of any shape.
+        """
+        free = length  # queries whose number of keys the limit does not touch
+        if self.limit:
+            most = self.ratio * self.limit - 1
+            free = (length + most - abs(length - most)) // 2  # the smaller, also of tensors
+        last = free // self.ratio
+        # Every number of keys below the last is that of `ratio` queries.
+        pairs = self.ratio * (last * (last - 1) // 2) + last * (free - self.ratio * last + 1)
+        return pairs + (length - free) * self.limit
+
+
+#: What happens once per token.
+TOKEN = Keys(limit=1)

@@ -8,6 +8,7 @@
 * boundary ties: the share of rows whose last selected score equals a rejected one.
 * query overlap: the share of a row's keys that the row before selected as well. How far lists of
   neighbouring rows could be shared.
+* layer overlap: the share of a row's keys that the layer before selected as well.
 * fp8 recall, fp8 selection recall (on request): the share of the keys that exact scores select that
   fp8 scores alone would, and that ``--dsa-fp8-selection`` would.
 
@@ -26,12 +27,14 @@ from megatron_dsa.metrics.quality import (
     adjacent_overlap,
     captured_mass,
     chooses,
+    recall,
     row_scores,
     score_recall,
     visible_keys,
 )
+from megatron_dsa.numerics.autograd import in_backward
+from megatron_dsa.ops.indexer_topk.api import candidates_for
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.indexer_topk.select import candidates_for
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -111,3 +114,68 @@ def selection_health(
             share = score_recall(rough, scores, layout, topk, rows, candidates=candidates)
             figures[name] = Mean.of(share)
     return figures
+
+
+#: Name of the figure in the log line.
+LAYER_OVERLAP = "dsa layer overlap"
+
+
+@dataclass(frozen=True)
+class _Left:
+    owner: object
+    layer: int
+    forwards: int
+    keys: torch.Tensor
+
+
+class LayerOverlap:
+    """How much of a layer's selection the selecting layer before it had selected as well.
+
+    Layers of a pipeline stage run one after the other for a microbatch, so a layer leaves the keys
+    of its sampled rows behind and the next selecting one of the same kind compares them with its
+    own. Nothing else is held, and nothing travels between ranks: the first selecting layer of a
+    stage has no figure. Layers of multi-token prediction, whose rows stand for other tokens, take
+    no part.
+
+    Args:
+        owner: what the layers of one model have in common (their configuration).
+        layer: number of this layer; before: that of the selecting layer before it, or ``None``.
+    """
+
+    _left: _Left | None = None  # by the selecting layer that ran last in this process
+
+    def __init__(self, owner: object, layer: int, before: int | None):
+        self.owner, self.layer, self.before = owner, layer, before
+        self.forwards = 0
+
+    @torch.no_grad()
+    def compare(
+        self, indices: torch.Tensor, layout: Layout, topk: int, count: int
+    ) -> dict[str, Mean]:
+        """Leave this layer's keys behind; return the figure, if there is something to compare.
+
+        To be called once per forward pass. When a recomputed layer runs again in the backward,
+        the layer before it is another microbatch's or has not run yet: nothing is done.
+
+        Args:
+            indices: int32 ``[Sq, K]``, rows of the key buffer.
+            layout, topk: as given to the selection.
+            count: number of rows to sample.
+        """
+        if in_backward():
+            return {}
+        self.forwards += 1
+        left = LayerOverlap._left
+        rows = sample_rows(layout.num_queries, count, indices.device)
+        keys = indices[rows]
+        LayerOverlap._left = _Left(self.owner, self.layer, self.forwards, keys)
+        if left is None or left.owner is not self.owner or left.layer != self.before:
+            return {}
+        # Every layer sees every microbatch once and in order: equal counts are the same one. An
+        # interleaved schedule may put forwards of other microbatches between two layers.
+        if left.forwards != self.forwards:
+            return {}
+        share = recall(left.keys, keys)
+        return {
+            LAYER_OVERLAP: Mean.of(torch.where(chooses(layout, rows, topk), share, float("nan")))
+        }

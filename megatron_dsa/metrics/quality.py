@@ -17,8 +17,7 @@ from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm, rows_in_budget, slices
 from megatron_dsa.ops.indexer_topk.fp8 import quantized
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.indexer_topk.scores import block_scores
-from megatron_dsa.ops.indexer_topk.torch import best
+from megatron_dsa.ops.indexer_topk.torch import best, block_scores
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -217,7 +216,7 @@ def score_recall(
         layout, topk: as for :func:`~megatron_dsa.dsa_kernels.indexer_topk`.
         rows: int64 ``[r]``, their query rows.
         candidates: rough scores choose that many, of which exact ones keep the best ``topk``
-            (``--dsa-fp8-selection``: :func:`megatron_dsa.ops.indexer_topk.select.candidates_for`);
+            (``--dsa-fp8-selection``: :func:`megatron_dsa.ops.indexer_topk.api.candidates_for`);
             by default ``topk``, the rough scores decide.
     """
     slot = torch.arange(layout.num_keys, device=rows.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_dsa.dispatch import report
-from megatron_dsa.metrics.layer_overlap import FIGURE as LAYER_OVERLAP
+from megatron_dsa.metrics.health import LAYER_OVERLAP
 
 #: Measured in evaluation passes, on request.
 EVALUATION = "indexer loss, evaluation"

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_dsa.config import trains_main
-from megatron_dsa.dispatch.times import TIMES
-from megatron_dsa.metrics.flops import Work, flops, flops_by_part, model_work
-from megatron_dsa.metrics.pairs import TOKEN, Keys
+from megatron_dsa.dispatch.counts import TIMES
+from megatron_dsa.metrics.flops import TOKEN, Keys, Work, flops, flops_by_part, model_work
 from megatron_dsa.metrics.tags import MFU, write, write_operations
 
 #: Dense products in bf16, TFLOP/s, by torch's name of the GPU; source: NVIDIA's data sheets of H100

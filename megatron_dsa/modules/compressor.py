@@ -10,9 +10,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config import options_of
 from megatron_dsa.csa_config import CSA_RATIO
-from megatron_dsa.modules.fp32_parameters import Fp32Parameters
-from megatron_dsa.modules.layers import ReplicatedLinear, new_parameter
-from megatron_dsa.modules.position_rope import PositionRope
+from megatron_dsa.modules.layers import Fp32Parameters, ReplicatedLinear, new_parameter
+from megatron_dsa.modules.rope import PositionRope
 from megatron_dsa.ops.compressor.api import compress
 from megatron_dsa.ops.rope.api import rotate
 from megatron_dsa.parallel.csa_keys import extend

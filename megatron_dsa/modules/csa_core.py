@@ -32,14 +32,13 @@ from megatron_dsa.dsa_kernels import (
 )
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.health import Attended
-from megatron_dsa.modules.fp32_parameters import Fp32Parameters
 from megatron_dsa.modules.indexer_training import TrainsIndexer
-from megatron_dsa.modules.layers import new_parameter
-from megatron_dsa.modules.position_rope import PositionRope
+from megatron_dsa.modules.layers import Fp32Parameters, new_parameter
 from megatron_dsa.modules.replay import TakesSelections
+from megatron_dsa.modules.rope import PositionRope
 from megatron_dsa.modules.warm_up import settle
 from megatron_dsa.ops.indexer_loss.api import needs_indexer_backward, needs_probabilities
-from megatron_dsa.ops.indexer_topk.select import selection_calls
+from megatron_dsa.ops.indexer_topk.api import selection_calls
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.csa_keys import join_keys

@@ -12,8 +12,7 @@ from megatron_dsa.config import by_rows, options_of
 from megatron_dsa.csa_config import CSA_RATIO
 from megatron_dsa.dsa_kernels import IndexerInputs
 from megatron_dsa.modules.layers import ReplicatedLinear
-from megatron_dsa.modules.position_rope import PositionRope
-from megatron_dsa.modules.rotary import hadamard
+from megatron_dsa.modules.rope import PositionRope, hadamard
 from megatron_dsa.ops.rope.api import rotate
 from megatron_dsa.parallel.csa_keys import index_keys
 from megatron_dsa.parallel.groups import Ranks, gather_rows, gather_same

@@ -40,10 +40,10 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.health import Attended
 from megatron_dsa.modules.indexer_training import TrainsIndexer
 from megatron_dsa.modules.replay import TakesSelections
-from megatron_dsa.modules.rotary import RowRope
+from megatron_dsa.modules.rope import RowRope
 from megatron_dsa.modules.warm_up import settle
 from megatron_dsa.ops.indexer_loss.api import needs_indexer_backward, needs_probabilities
-from megatron_dsa.ops.indexer_topk.select import selection_calls
+from megatron_dsa.ops.indexer_topk.api import selection_calls
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.groups import Ranks, gather_rows
 from megatron_dsa.sequence.layout import Layout

@@ -11,7 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config import by_rows
 from megatron_dsa.dsa_kernels import IndexerInputs
-from megatron_dsa.modules.rotary import RowRope, hadamard
+from megatron_dsa.modules.rope import RowRope, hadamard
 from megatron_dsa.parallel.gather import launch
 from megatron_dsa.parallel.groups import Ranks, arrive_index_keys, gather_rows, gather_same
 

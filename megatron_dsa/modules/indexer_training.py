@@ -6,8 +6,7 @@ import torch
 
 from megatron_dsa.config import by_rows, indexer_is_trained, options_of
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining
-from megatron_dsa.metrics.health import Attended, selection_health
-from megatron_dsa.metrics.layer_overlap import LayerOverlap
+from megatron_dsa.metrics.health import Attended, LayerOverlap, selection_health
 from megatron_dsa.metrics.log import (
     EVALUATION,
     IndexerLog,
@@ -16,7 +15,7 @@ from megatron_dsa.metrics.log import (
     say_if_frozen,
 )
 from megatron_dsa.modules.warm_up import settling
-from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
+from megatron_dsa.ops.indexer_topk.inputs import require_finite_scores
 from megatron_dsa.sequence.layout import Layout
 
 

@@ -1,4 +1,5 @@
-"""Small modules that Megatron's local (transformer-engine-free) layer set lacks.
+"""Small modules that Megatron's local (transformer-engine-free) layer set lacks, and fp32
+parameters.
 
 With transformer-engine its own classes are used instead, see ``specs.py``.
 """
@@ -58,3 +59,25 @@ def new_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     """Return a parameter of zeros in fp32 (fp64 if the model is), where Megatron puts its own."""
     dtype = torch.promote_types(config.params_dtype, torch.float32)
     return torch.nn.Parameter(torch.zeros(*shape, dtype=dtype, device=_device(config)))
+
+
+class Fp32Parameters:
+    """Mixin for modules whose ``fp32_parameters`` keep their precision.
+
+    Megatron casts whole models (``Float16Module``). Its data parallelism, optimizers and
+    checkpoints handle a mix of dtypes; only the cast has to leave these parameters alone.
+    """
+
+    fp32_parameters: tuple[str, ...] = ()
+
+    def _apply(self, fn, recurse: bool = True):
+        kept = [self._parameters[name] for name in self.fp32_parameters]
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            out = fn(tensor)
+            mine = any(tensor is p or tensor is p.grad for p in kept if p is not None)
+            if mine and out.dtype in (torch.bfloat16, torch.float16):
+                return tensor.to(device=out.device)
+            return out
+
+        return super()._apply(cast, recurse)

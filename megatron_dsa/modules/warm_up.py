@@ -20,7 +20,7 @@ from megatron_dsa.dispatch import Policy, rehearsing, uncounted
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.ops import OPERATIONS
-from megatron_dsa.ops.indexer_topk.select import candidates_for
+from megatron_dsa.ops.indexer_topk.api import candidates_for
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
 from megatron_dsa.sequence.layout import bshd_layout

@@ -22,7 +22,7 @@ from megatron_dsa.arguments import (
 )
 from megatron_dsa.config import DSATransformerConfig
 from megatron_dsa.csa_config import HybridTransformerConfig
-from megatron_dsa.dispatch.times import TIMES
+from megatron_dsa.dispatch.counts import TIMES
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.throughput import installed
 from megatron_dsa.modules.freezing import freeze_for_stage

@@ -8,7 +8,7 @@ import torch
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.csa_config import CSA_PRESETS, csa_preset
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.modules.position_rope import PositionRope
+from megatron_dsa.modules.rope import PositionRope
 from tests.helpers import relative_error
 from tests.host import attention_module, small_hybrid_config, start
 

@@ -21,8 +21,12 @@ from megatron_dsa.ops.indexer_loss.inputs import (
     LatentKeys,
     SparseLossProblem,
 )
-from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs, check_indexer, index_problem
+from megatron_dsa.ops.indexer_topk.inputs import (
+    IndexerInputs,
+    check_indexer,
+    index_problem,
+    require_finite_scores,
+)
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
 from megatron_dsa.ops.sparse_attention.inputs import check_indices
 from megatron_dsa.sequence.layout import Layout

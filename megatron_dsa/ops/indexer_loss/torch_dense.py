@@ -12,7 +12,7 @@ from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem
 from megatron_dsa.ops.indexer_loss.teacher import log_sum_exp, teacher_lse, teacher_tile
 from megatron_dsa.ops.indexer_loss.tiles import HEADS_AT_ONCE, tile_shape
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.indexer_topk.scores import block_scores, head_products
+from megatron_dsa.ops.indexer_topk.torch import block_scores, head_products
 from megatron_dsa.sequence.layout import Layout, Seen
 
 _ALL = slice(None)

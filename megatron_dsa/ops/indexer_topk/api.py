@@ -1,15 +1,30 @@
-"""Select the best visible keys of every query."""
+"""Select the best visible keys of every query: exact, or fp8 candidates rescored exactly."""
 
 from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
 from megatron_dsa.dispatch import Policy
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.errors import require
-from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs, TopKProblem, check_indexer
-from megatron_dsa.ops.indexer_topk.select import select_blocks, selector
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget
+from megatron_dsa.ops.indexer_topk.declaration import LISTED_SCORES, SCORES, TOPK
+from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
+from megatron_dsa.ops.indexer_topk.fp8 import quantized, quantized_queries
+from megatron_dsa.ops.indexer_topk.inputs import (
+    IndexerInputs,
+    TopKProblem,
+    check_indexer,
+    index_problem,
+    require_finite_scores,
+)
+from megatron_dsa.ops.indexer_topk.listed import chosen
+from megatron_dsa.sequence.layout import Block, Layout, Seen
 
 
 def indexer_topk(
@@ -20,7 +35,7 @@ def indexer_topk(
     Scores are ``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` in fp32. The selection is exact
     and deterministic; equal scores go to the key that comes first in its sequence. With
     ``policy.fp8_selection`` a key that fp8 scores put far behind may be missed
-    (:class:`megatron_dsa.ops.indexer_topk.select.Candidates`).
+    (:class:`megatron_dsa.ops.indexer_topk.api.Candidates`).
 
     Args:
         inputs: see :class:`IndexerInputs`.
@@ -42,3 +57,174 @@ def indexer_topk(
     inputs = require_finite_scores(inputs, layout, "indexer_topk")
     problem = TopKProblem(inputs.detach(), layout, topk)
     return select_blocks(problem, selector(problem, policy), policy.workspace_bytes)
+
+
+class Selector(Protocol):
+    """How the best keys of a block are found ."""
+
+    #: Blocks end where queries begin to see as many slots (:meth:`Window.bound`), or ``None``.
+    cut: int | None
+
+    def bytes_per_row(self, width: int) -> int:
+        """Temporary bytes per query of a block ``width`` slots wide, the result included."""
+
+    def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
+        """Return int32 ``[rows, topk]``: ascending columns of the block, then -1.
+
+        The block is wider than ``topk``.
+        """
+
+
+def candidates_for(topk: int) -> int:
+    """Return how many keys are selected by fp8 scores, of which the best ``topk`` are kept."""
+    return topk + (topk + 3) // 4
+
+
+def selection_calls(problem: Problem, policy: Policy) -> Iterator[tuple[str, Problem]]:
+    """Yield what a selection described by ``problem`` calls, each with its own problem."""
+    yield "indexer_topk", problem
+    yield "indexer_scores", problem
+    if not policy.fp8_selection:
+        return
+    more = dataclasses.replace(problem, topk=candidates_for(problem.topk))
+    yield "indexer_scores", dataclasses.replace(more, dtype=FP8)
+    yield "indexer_topk", more
+    yield "indexer_listed_scores", more
+
+
+def selector(problem: TopKProblem, policy: Policy) -> Selector:
+    """Return what finds the best keys of a block, as ``policy`` asks for it."""
+    return (Candidates if policy.fp8_selection else Exact)(problem, policy)
+
+
+class Exact:
+    """Scores of the inputs as they are, and the best of them."""
+
+    cut: int | None = None
+
+    def __init__(self, problem: TopKProblem, policy: Policy):
+        self.problem, self.policy = problem, policy
+        self.keys = problem.layout.keys_in_slot_order(problem.inputs.k)
+        self.inputs = dataclasses.replace(problem.inputs, k=self.keys)
+
+    def bytes_per_row(self, width: int) -> int:
+        """Scores, what selecting from them takes, and the result."""
+        return width * self._exact_bytes + 4 * self.problem.topk
+
+    def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
+        topk = self.problem.topk
+        return self._select(self._score(self.inputs, topk, block, seen), seen, topk)
+
+    @functools.cached_property
+    def _exact_bytes(self) -> int:
+        call = self._describe(self.inputs, self.problem.topk)
+        return self._bytes_per_score(call, call)
+
+    def _describe(self, inputs: IndexerInputs, topk: int) -> Problem:
+        return index_problem(inputs, self.problem.layout, topk)
+
+    def _score(self, inputs: IndexerInputs, topk: int, block: Block, seen: Seen) -> torch.Tensor:
+        call = self._describe(inputs, topk)
+        return SCORES.run(call, self.policy, inputs, block, inputs.k, seen)
+
+    def _select(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
+        call = self._describe(self.inputs, topk)
+        return TOPK.run(call, self.policy, scores, seen, topk)
+
+    def _bytes_per_score(self, scoring: Problem, selecting: Problem) -> int:
+        """Temporary bytes per score of the implementations that score and select."""
+        scores = SCORES.choose(scoring, self.policy).candidate.load()
+        select = TOPK.choose(selecting, self.policy).candidate.load()
+        itemsize = accumulation_dtype(self.inputs.q.dtype).itemsize
+        return scores.bytes_per_score(scoring.heads, itemsize) + select.bytes_per_score()
+
+
+class Candidates(Exact):
+    """Scores in fp8 for all keys; those of the best few are formed again from the inputs.
+
+    Scores in fp8 (e4m3, 3 bits of mantissa) are off by some percent, which matters near the worst
+    selected score only. A quarter more keys than wanted are therefore candidates, whose scores are
+    formed as in :class:`Exact`. A key is lost if fp8 puts it behind all candidates.
+
+    Queries that see fewer keys than ``policy.fp8_least_ratio`` times the candidates are scored
+    exactly, which takes less time there. Which these are depends on their places alone.
+    """
+
+    def __init__(self, problem: TopKProblem, policy: Policy):
+        super().__init__(problem, policy)
+        self.count = candidates_for(problem.topk)
+        self.cut = policy.fp8_least_ratio * self.count
+
+    @functools.cached_property
+    def fp8_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and their scales, for all blocks; queries are quantized a block at a time."""
+        return quantized(self.keys)
+
+    @functools.cached_property
+    def _fp8_bytes(self) -> int:
+        selecting = self._describe(self.inputs, self.count)
+        return self._bytes_per_score(dataclasses.replace(selecting, dtype=FP8), selecting)
+
+    def bytes_per_row(self, width: int) -> int:
+        """The same; queries in fp32 and fp8, and candidates with their scores and places."""
+        if width < self.cut:
+            return super().bytes_per_row(width)
+        heads, dim = self.inputs.q.shape[1:]
+        lists = 32 * self.count + 4 * self.problem.topk
+        return width * self._fp8_bytes + 6 * heads * dim + lists
+
+    def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
+        if block.bound < self.cut:
+            return super().__call__(block, seen)
+        q, weights = self.inputs.q[block.rows], self.inputs.weights[block.rows]
+        columns = self._candidates(q, weights, block, seen)
+        keys = self.keys[block.lo : block.hi]
+        own = dataclasses.replace(self.inputs, q=q, weights=weights, k=keys)
+        scores = LISTED_SCORES.run(self._describe(own, self.count), self.policy,
+            own, columns, self.policy.workspace_bytes,
+        )  # fmt: skip
+        length = (seen.end - seen.start).clamp_max(self.count)
+        found = Seen(torch.zeros_like(length), length)
+        best = self._select(scores, found, self.problem.topk)
+        return chosen(columns, best)
+
+    def _candidates(self, q, weights, block: Block, seen: Seen) -> torch.Tensor:
+        if block.width <= self.count:
+            return seen.first(self.count)
+        (q, weights), (k, scales) = quantized_queries(q, weights), self.fp8_keys
+        rows = dataclasses.replace(self.inputs, q=q, weights=weights, k=k, key_scales=scales)
+        # The queries are the block's own, from the first on.
+        here = dataclasses.replace(block, rows=slice(0, q.shape[0], 1))
+        return self._select(self._score(rows, self.count, here, seen), seen, self.count)
+
+
+@torch.no_grad()
+def select_blocks(
+    problem: TopKProblem, select: Selector, workspace_bytes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``indices`` int32 ``[Sq, K]`` (rows of the key buffer, ascending slots, -1 padded) and
+    ``length`` int32 ``[Sq]``, the number of valid entries.
+
+    Args:
+        problem: what to select from.
+        select: finds the best keys of a block.
+        workspace_bytes: budget for the temporaries of one block.
+    """
+    inputs, layout, topk = problem.inputs, problem.layout, problem.topk
+    device = inputs.q.device
+    indices = torch.full((inputs.q.shape[0], topk), -1, dtype=torch.int32, device=device)
+    length = torch.clamp(layout.end - layout.start, max=topk)
+
+    def rows_for_width(width: int) -> int:
+        return rows_in_budget(workspace_bytes, select.bytes_per_row(width))
+
+    for block in layout.blocks(rows_for_width, select.cut):
+        seen = layout.seen(block)
+        if block.width <= topk:
+            slots = seen.first(topk)  # everything that is visible is selected
+        else:
+            slots = select(block, seen)
+        if block.lo:
+            slots = torch.where(slots < 0, slots, slots + block.lo)
+        indices[block.rows] = layout.to_key_rows(slots)
+    return indices, length

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 
+from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm, slices
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.indexer_topk.scores import block_scores
 from megatron_dsa.sequence.layout import Block, Seen
 
 #: Index heads multiplied at a time: enough for a good matrix product, few enough for the budget.
@@ -76,3 +76,24 @@ def ascending(mask: torch.Tensor, topk: int) -> torch.Tensor:
     columns = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
     out = torch.full((mask.shape[0], topk + 1), -1, dtype=torch.int32, device=mask.device)
     return out.scatter_(1, place, columns.expand_as(mask))[:, :topk]
+
+
+def head_products(inputs: IndexerInputs, rows: slice, keys: torch.Tensor, heads: slice):
+    """Return ``q[rows, heads] . keys`` as ``[r, h, w]``, after the relu if there is one."""
+    q = inputs.q[rows, heads]
+    products = mm(q.flatten(0, 1), keys.t()).unflatten(0, q.shape[:2])
+    return products.relu_() if inputs.relu else products
+
+
+def block_scores(inputs: IndexerInputs, rows: slice, keys: torch.Tensor, heads_at_once: int):
+    """Return the scores ``[r, w]`` of query rows against ``keys [w, DI]``, in fp32 (or fp64).
+
+    The sum over index heads is taken in a fixed order, so equal inputs give bitwise equal scores.
+    """
+    weights = inputs.weights[rows].to(accumulation_dtype(inputs.q.dtype))
+    total = None
+    for heads in slices(weights.shape[1], heads_at_once):
+        products = head_products(inputs, rows, keys, heads)
+        part = torch.bmm(weights[:, None, heads], products).squeeze(1)
+        total = part if total is None else total.add_(part)
+    return total

@@ -10,9 +10,9 @@ from megatron_dsa.dispatch import Policy
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.ops.indexer_loss.api import needs_indexer_backward
+from megatron_dsa.ops.indexer_topk.api import candidates_for
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
 from megatron_dsa.ops.indexer_topk.inputs import index_problem
-from megatron_dsa.ops.indexer_topk.select import candidates_for
 from megatron_dsa.sequence.layout import Layout
 from megatron_dsa.tools.doctor.cases import (
     difficult_lists,

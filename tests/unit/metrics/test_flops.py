@@ -8,8 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dsa.config import DSAOptions
-from megatron_dsa.metrics.flops import flops, flops_by_part, layer_work, model_work
-from megatron_dsa.metrics.pairs import TOKEN, Keys
+from megatron_dsa.metrics.flops import TOKEN, Keys, flops, flops_by_part, layer_work, model_work
 from tests.host import small_config, small_hybrid_config, start
 
 SEQUENCE, VOCABULARY = 21, 64

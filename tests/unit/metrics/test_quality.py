@@ -395,7 +395,7 @@ def test_nothing_is_judged_outside_of_the_training_loop(log):
 
 def test_layers_of_two_microbatches_are_not_compared():
     """An interleaved schedule: another microbatch's forward between two layers of one rank."""
-    from megatron_dsa.metrics.layer_overlap import FIGURE, LayerOverlap
+    from megatron_dsa.metrics.health import FIGURE, LayerOverlap
 
     (layout,) = layouts("one", "alone")
     config = object()

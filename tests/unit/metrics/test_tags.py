@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from megatron_dsa.dispatch.times import OperationTimes
+from megatron_dsa.dispatch.counts import OperationTimes
 from megatron_dsa.metrics.quality import Mean
 from megatron_dsa.metrics.tags import FIGURES, MFU, calls_tag, layer_tag, time_tag
 from tests.functional.launch import REPOSITORY

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_dsa import dispatch, pretrain
-from megatron_dsa.dispatch.times import OperationTimes
+from megatron_dsa.dispatch.counts import OperationTimes
 from megatron_dsa.metrics import throughput
 from megatron_dsa.metrics.flops import flops, model_work
 from tests.host import packed, small_config, small_hybrid_config, start

@@ -142,7 +142,7 @@ def test_indexers_learn_the_same_in_a_frozen_model(hybrid, recompute):
 
 
 def test_hadamard_is_the_reference_transform():
-    from megatron_dsa.modules.rotary import hadamard
+    from megatron_dsa.modules.rope import hadamard
 
     x = leaf(5, 3, 16, seed=1, dtype=torch.float64).detach()
     expected = x @ dsa_float64.hadamard_matrix(16)
@@ -153,7 +153,7 @@ def test_hadamard_is_the_reference_transform():
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_index_projections_match_the_reference(interleaved):
     """The rotation cancels in the scores, so the projections are compared themselves (trap 14)."""
-    from megatron_dsa.modules.rotary import RowRope
+    from megatron_dsa.modules.rope import RowRope
     from megatron_dsa.parallel.groups import Ranks
     from megatron_dsa.sequence.layout import bshd_layout
     from tests.unit.modules.test_dsa_layer import shape_of

@@ -12,8 +12,8 @@ from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.ops.indexer_topk import fp8, listed, reference
+from megatron_dsa.ops.indexer_topk.api import candidates_for, selection_calls
 from megatron_dsa.ops.indexer_topk.declaration import SCORES
-from megatron_dsa.ops.indexer_topk.select import candidates_for, selection_calls
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from tests.helpers import leaf, relative_error
