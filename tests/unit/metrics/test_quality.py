@@ -395,7 +395,7 @@ def test_nothing_is_judged_outside_of_the_training_loop(log):
 
 def test_layers_of_two_microbatches_are_not_compared():
     """An interleaved schedule: another microbatch's forward between two layers of one rank."""
-    from megatron_dsa.metrics.health import FIGURE, LayerOverlap
+    from megatron_dsa.metrics.health import LAYER_OVERLAP, LayerOverlap
 
     (layout,) = layouts("one", "alone")
     config = object()
@@ -410,7 +410,7 @@ def test_layers_of_two_microbatches_are_not_compared():
     assert run(second, lists[2]) == {}  # of the first microbatch; what lies there is the second's
     assert run(second, lists[2]) == {}
     assert run(first, lists[0]) == {}
-    figure = run(second, lists[2])[FIGURE]
+    figure = run(second, lists[2])[LAYER_OVERLAP]
     sets = [as_sets(x) for x in lists]
     expected = [share(sets[0][row], sets[2][row]) for row in range(5, TOTAL)]
     assert float(figure.value) == pytest.approx(sum(expected) / len(expected), abs=1e-6)
