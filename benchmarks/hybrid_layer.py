@@ -74,14 +74,14 @@ _TINY = {
 
 def layer_config(preset: str, fused: bool, workspace_mib: int):
     """Return the configuration of a preset's layers; Megatron has to be running."""
-    from megatron_dsa.config import DSAOptions
-    from megatron_dsa.csa_config import HybridTransformerConfig, csa_preset
+    from megatron_dsa.config import DSAOptions, HybridTransformerConfig
     from megatron_dsa.patches import cpu_host
+    from megatron_dsa.presets import preset
 
     options = DSAOptions(fused=fused, workspace_bytes=workspace_mib * 2**20)
     changes = SETTINGS | {"use_cpu_initialization": cpu_host.needed(), "dsa": options}
     if preset in MODELS:
-        config = csa_preset(MODELS[preset], **changes)
+        config = preset(MODELS[preset], **changes)
     else:
         config = HybridTransformerConfig(**_TINY | changes)
     config.finalize_model_grads_func = None

@@ -39,8 +39,7 @@ _TINY_DSA = {
 
 def layer_config(case: Case, grid: Grid, workspace_mib: int):
     """Return the configuration of a case's layer; Megatron has to be running."""
-    from megatron_dsa.config import DSAOptions, DSATransformerConfig
-    from megatron_dsa.csa_config import HybridTransformerConfig, csa_preset
+    from megatron_dsa.config import DSAOptions, DSATransformerConfig, HybridTransformerConfig
     from megatron_dsa.patches import cpu_host
     from megatron_dsa.presets import preset
 
@@ -59,7 +58,7 @@ def layer_config(case: Case, grid: Grid, workspace_mib: int):
         if tiny:
             config = HybridTransformerConfig(**_TINY | changes)
         else:
-            config = csa_preset(MODELS[case.preset], **changes)
+            config = preset(MODELS[case.preset], **changes)
     else:
         changes = {key: value for key, value in changes.items() if not key.startswith("csa_")}
         changes |= {"num_layers": 1, "normalization": "RMSNorm"}

@@ -6,8 +6,14 @@ import argparse
 
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_dsa.config import CP_EXCHANGES, STAGES, TEACHERS, TP_MODES, DSAOptions
-from megatron_dsa.csa_config import HybridTransformerConfig
+from megatron_dsa.config import (
+    CP_EXCHANGES,
+    STAGES,
+    TEACHERS,
+    TP_MODES,
+    DSAOptions,
+    HybridTransformerConfig,
+)
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, rehearsing
 from megatron_dsa.dispatch.gpus import GPUS
 from megatron_dsa.dispatch.policy import FLAG, VARIABLE, check_operations, parse_named
@@ -35,6 +41,7 @@ _FORMER_NAMES = {
 }
 #: Flags of earlier versions, and what they are called now.
 RENAMED = {f"--dsa-{old}-impl": f"{FLAG} {new}=NAME" for old, new in _FORMER_NAMES.items()}
+RENAMED["--csa-dense-mode"] = "--dsa-stage dense"
 
 
 class _BackendAction(argparse.Action):
@@ -286,11 +293,6 @@ def _add_hybrid_arguments(group) -> None:
         help="Latest positions that every query sees (%(default)s).",
     )
     group.add_argument(
-        "--csa-dense-mode",
-        action="store_true",
-        help="CSA layers attend to all compressed keys, without indexer (as --dsa-stage dense).",
-    )
-    group.add_argument(
         "--csa-compress-rotary-base",
         type=float,
         help="Rotary base of layers with compression; required, take it from the model.",
@@ -321,7 +323,6 @@ def hybrid_fields(args: argparse.Namespace) -> dict:
     names = (
         "csa_compress_ratios",
         "csa_window_size",
-        "csa_dense_mode",
         "csa_compress_rotary_base",
         "o_groups",
         "o_lora_rank",

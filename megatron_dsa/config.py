@@ -1,13 +1,14 @@
-"""Configuration: what this package adds to Megatron's MLA configuration, and model presets."""
+"""Configuration: what this package adds to Megatron's MLA configuration."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron_dsa.config_rules import dsa_rules
+from megatron_dsa.config_rules import CSA_RATIO, csa_rules, dsa_rules
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.sequence.sharding import CP_LAYOUTS
@@ -134,6 +135,63 @@ class DSATransformerConfig(MLATransformerConfig):
         return ours
 
 
+@dataclass
+class HybridTransformerConfig(DSATransformerConfig):
+    """Megatron's MLA configuration for layers of window, CSA and HCA attention (DeepSeek-V4).
+
+    The one key/value head has ``v_head_dim`` dims, of which the last ``qk_pos_emb_head_dim`` are
+    rotated; ``kv_lora_rank`` has no meaning. Names are those of Megatron's development branch.
+
+    Attributes:
+        csa_compress_ratios: one per layer, those of multi-token prediction last. 0: window only;
+            4: CSA, window and selected compressed keys; more: HCA, window and all compressed keys.
+        csa_window_size: latest positions that every query sees, its own included.
+        csa_compress_rotary_base: rotary base of layers with compression; YaRN
+            (``rope_type="yarn"``) applies to them alone. ``rotary_base`` is that of the others.
+        o_groups, o_lora_rank: groups of heads with a low-rank output projection each, and its rank.
+    """
+
+    csa_compress_ratios: list[int] | None = None
+    csa_window_size: int = 128
+    csa_compress_rotary_base: float | None = None
+    o_groups: int = 8
+    o_lora_rank: int = 1024
+
+    def __post_init__(self):
+        self._set_ratios()
+        super().__post_init__()
+
+    @classmethod
+    def from_mla(
+        cls, config: MLATransformerConfig, options: DSAOptions, **hybrid: Any
+    ) -> HybridTransformerConfig:
+        """Return a finished MLA configuration as this class; ``hybrid`` has the fields above."""
+        ours = cls.__new__(cls)
+        for each in dataclasses.fields(cls):
+            if each.default is not dataclasses.MISSING:
+                setattr(ours, each.name, each.default)
+        ours.__dict__.update(config.__dict__)
+        ours.__dict__.update(hybrid, dsa=options)
+        ours._set_ratios()
+        validate(ours)
+        return ours
+
+    def _set_ratios(self) -> None:
+        if self.csa_compress_ratios is not None:
+            self.csa_compress_ratios = [int(ratio) for ratio in self.csa_compress_ratios]
+            # Layers of different kinds cannot be stacked in one checkpoint tensor.
+            self.hetereogenous_dist_checkpoint = True
+
+    @property
+    def head_dim(self) -> int:
+        """Dims of a query head and of the key/value head."""
+        return self.v_head_dim
+
+    def ratio(self, layer_number: int, is_mtp: bool = False) -> int:
+        """Return the compression ratio of a layer (numbered from 1)."""
+        return self.csa_compress_ratios[layer_number - 1 + (self.num_layers if is_mtp else 0)]
+
+
 def options_of(config: Any) -> DSAOptions:
     """Return the :class:`DSAOptions` of any transformer configuration."""
     return getattr(config, "dsa", None) or DSAOptions()
@@ -142,6 +200,18 @@ def options_of(config: Any) -> DSAOptions:
 def uses_indexer(config: Any) -> bool:
     """Whether the layers have an indexer (every stage but ``dense``)."""
     return options_of(config).stage != "dense"
+
+
+def is_hybrid(config: Any) -> bool:
+    """Whether the layers are V4's hybrid attention."""
+    return getattr(config, "csa_compress_ratios", None) is not None
+
+
+def has_indexers(config: Any) -> bool:
+    """Whether any layer of the model has an indexer."""
+    if not uses_indexer(config):
+        return False
+    return not is_hybrid(config) or CSA_RATIO in config.csa_compress_ratios
 
 
 def indexer_is_trained(config: Any) -> bool:
@@ -215,8 +285,7 @@ def validate(config: Any) -> None:
 
     Called when the configuration or a layer is built: nothing of this is left to the first step.
     """
-    # Hybrid attention brings its own rules (csa_config.py).
-    rules = config.rules() if hasattr(config, "rules") else dsa_rules(config, options_of(config))
+    rules = (csa_rules if is_hybrid(config) else dsa_rules)(config, options_of(config))
     problems = [message for ok, message in rules if not ok]
     if problems:
         raise ConfigError("unsupported configuration:\n" + "\n".join(f"  - {p}" for p in problems))

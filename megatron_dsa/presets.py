@@ -5,10 +5,38 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_dsa.config import DSATransformerConfig
+from megatron_dsa.config import DSATransformerConfig, HybridTransformerConfig
 from megatron_dsa.errors import ConfigError
 
-#: Attention shapes of released models as keyword arguments of :class:`DSATransformerConfig`.
+
+def _v4(layers: int, hidden: int, heads: int, q_lora: int, groups: int, topk: int, first: int):
+    return {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "mtp_num_layers": 1,
+        "csa_compress_ratios": [first, first, 4] + [128, 4] * ((layers - 3) // 2) + [0],
+        "csa_window_size": 128,
+        "q_lora_rank": q_lora,
+        "kv_lora_rank": 448,  # not used; what Megatron's development branch writes there
+        "qk_head_dim": 448,
+        "qk_pos_emb_head_dim": 64,
+        "v_head_dim": 512,
+        "o_groups": groups,
+        "o_lora_rank": 1024,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-6,
+        "qk_layernorm": True,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "dsa_indexer_n_heads": 64,
+        "dsa_indexer_head_dim": 128,
+        "dsa_indexer_topk": topk,
+        "dsa_indexer_rope_interleaved": True,
+    }
+
+
+#: Attention shapes of released models as keyword arguments of their configuration's class.
 #: GLM-5 gives what is public and verified; the rest has to come from the model's own config.
 PRESETS: dict[str, dict[str, Any]] = {
     "deepseek-v3.2": {
@@ -45,19 +73,38 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dsa_indexer_topk": 2048,
         "dsa_indexer_rope_interleaved": True,
     },
+    "deepseek-v4-flash": _v4(43, 4096, 64, 1024, 8, 512, first=0),
+    "deepseek-v4-pro": _v4(61, 7168, 128, 1536, 16, 1024, first=128),
 }
+#: What public sources disagree on, and is no part of a preset of V4.
+NEEDED_FOR_V4 = (
+    "rotary_base",
+    "csa_compress_rotary_base",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+)
 
 
 def preset(name: str, **changes: Any) -> DSATransformerConfig:
     """Return the configuration of a released model, with ``changes`` on top.
 
+    Those of V4 are :class:`HybridTransformerConfig` and need :data:`NEEDED_FOR_V4`.
+
     Raises:
-        ConfigError: for an unknown name.
+        ConfigError: for an unknown name or field, or a field that is needed and missing.
     """
     if name not in PRESETS:
         raise ConfigError(f"unknown preset {name!r}; available: {', '.join(sorted(PRESETS))}")
-    known = {f.name for f in dataclasses.fields(DSATransformerConfig)}
+    is_v4 = "csa_compress_ratios" in PRESETS[name]
+    kind = HybridTransformerConfig if is_v4 else DSATransformerConfig
+    known = {field.name for field in dataclasses.fields(kind)}
     unknown = sorted(set(changes) - known)
     if unknown:
         raise ConfigError(f"preset {name!r}: no such configuration field: {', '.join(unknown)}")
-    return DSATransformerConfig(**PRESETS[name] | changes)
+    missing = [field for field in NEEDED_FOR_V4 if is_v4 and field not in changes]
+    if missing:
+        raise ConfigError(
+            f"preset {name!r} needs {', '.join(missing)}: take them from the model's own "
+            "configuration (rope_theta, compress_rope_theta, rope_scaling)"
+        )
+    return kind(**PRESETS[name] | changes)

@@ -32,9 +32,8 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megatron_dsa.config import computes_topk, is_moe_layer, shares_indices, validate
+from megatron_dsa.config import computes_topk, is_hybrid, is_moe_layer, shares_indices, validate
 from megatron_dsa.csa import HybridSelfAttention, HybridSelfAttentionSubmodules
-from megatron_dsa.csa_config import is_hybrid
 from megatron_dsa.dsa import DSASelfAttention, IndexSharingLayer
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.log import install_logging, install_loss_scale

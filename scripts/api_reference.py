@@ -16,7 +16,6 @@ MODULES = (
     "sequence.layout",
     "specs",
     "config",
-    "csa_config",
     "presets",
     "modules.freezing",
     "training.checkpoints",

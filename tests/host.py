@@ -84,8 +84,7 @@ def small_config(*, dtype=torch.float64, options=None, **changes):
 def small_hybrid_config(ratio, *, dtype=torch.float64, options=None, **changes):
     """A configuration of hybrid attention whose layers all have the same compression ratio."""
     start()
-    from megatron_dsa.config import DSAOptions
-    from megatron_dsa.csa_config import HybridTransformerConfig
+    from megatron_dsa.config import DSAOptions, HybridTransformerConfig
 
     settings = _small_settings(dtype) | {
         "kv_lora_rank": 12,

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config import DSAOptions, DSATransformerConfig
-from megatron_dsa.csa_config import HybridTransformerConfig
+from megatron_dsa.config import DSAOptions, DSATransformerConfig, HybridTransformerConfig
 from megatron_dsa.huggingface.config_json import HFModel
 from megatron_dsa.modules.warm_up import unsettled
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec

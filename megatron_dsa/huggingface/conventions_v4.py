@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_dsa.csa_config import CSA_RATIO
+from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.huggingface.config_json import (
     ROPE_KEYS,
     HFModel,

@@ -27,13 +27,14 @@ from typing import Any, NamedTuple
 from megatron_dsa.config import (
     computes_topk,
     indexer_is_trained,
+    is_hybrid,
     is_moe_layer,
     options_of,
     shares_indices,
     trains_main,
     uses_indexer,
 )
-from megatron_dsa.csa_config import CSA_RATIO, is_hybrid
+from megatron_dsa.config_rules import CSA_RATIO
 
 
 class Work(NamedTuple):

@@ -14,8 +14,7 @@ from types import ModuleType
 import torch
 from megatron.core.utils import log_single_rank
 
-from megatron_dsa.config import indexer_is_trained
-from megatron_dsa.csa_config import has_indexers
+from megatron_dsa.config import has_indexers, indexer_is_trained
 from megatron_dsa.metrics.quality import Mean
 from megatron_dsa.metrics.tags import EVALUATION, FIGURES, layer_tag, write
 from megatron_dsa.numerics.autograd import once_differentiable

@@ -9,7 +9,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config import options_of
-from megatron_dsa.csa_config import CSA_RATIO
+from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.modules.layers import Fp32Parameters, ReplicatedLinear, new_parameter
 from megatron_dsa.modules.rope import PositionRope
 from megatron_dsa.ops.compressor.api import compress

@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import (
 )
 
 from megatron_dsa.config import indexer_is_trained, query_heads, uses_indexer, validate
-from megatron_dsa.csa_config import CSA_RATIO
+from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.dispatch import device_problem
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import (

@@ -81,7 +81,7 @@ def _what_is_trained(args) -> str:
     if stage is None:  # not of this package: megatron-core's own DSA, or dense attention
         bundled = getattr(args, "experimental_attention_variant", None) == "dsa"
         stage = "sparse" if bundled else "dense"
-    if getattr(args, "csa_dense_mode", False):  # the other name of stage dense
+    if getattr(args, "csa_dense_mode", False):  # stage dense in checkpoints of earlier versions
         stage = "dense"
     if stage == "warmup":
         return "warmup (everything)" if args.dsa_warmup_train_all else "warmup (indexers)"

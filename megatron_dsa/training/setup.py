@@ -20,8 +20,7 @@ from megatron_dsa.arguments import (
     refuse_ignored_flags,
     refuse_unused_hybrid_flags,
 )
-from megatron_dsa.config import DSATransformerConfig
-from megatron_dsa.csa_config import HybridTransformerConfig
+from megatron_dsa.config import DSATransformerConfig, HybridTransformerConfig
 from megatron_dsa.dispatch.counts import TIMES
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.throughput import installed

@@ -143,13 +143,10 @@ def test_distributed_optimizer_in_bf16(data, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_dense_to_warmup_to_sparse(data, tmp_path):
-    """Trap 21: each stage resumes from the one before; the frozen model stays as it was.
-
-    A checkpoint of ``--csa-dense-mode`` counts as one of stage dense.
-    """
+    """Trap 21: each stage resumes from the one before; the frozen model stays as it was."""
     flags = HYBRID | {"--data-path": data, "--save": tmp_path, "--load": tmp_path}
     flags |= {"--save-interval": 2}
-    dense = train(flags | {"--csa-dense-mode": True, "--train-iters": 2})
+    dense = train(flags | {"--dsa-stage": "dense", "--train-iters": 2})
     assert "indexer loss" not in dense.steps[-1]
     after_dense = read(tmp_path)
     assert not any(".indexer." in name for name in after_dense)

@@ -11,13 +11,13 @@ import torch
 from benchmarks import attention, hybrid, hybrid_layer, hybrid_measure, hybrid_pieces, timing
 from benchmarks.cases import PRESETS
 from benchmarks.hybrid import SHAPES, Case
-from megatron_dsa.csa_config import CSA_PRESETS
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.compressor import reference as compressor_reference
 from megatron_dsa.ops.compressor.inputs import CompressorProblem
 from megatron_dsa.ops.key_lists import reference as lists_reference
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.rope import reference as rope_reference
+from megatron_dsa.presets import PRESETS as MODELS
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout
 from tests.helpers import relative_error
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("preset", ["v4-flash", "v4-pro"])
 def test_shapes_are_those_of_the_models(preset):
-    shape, model = SHAPES[preset], CSA_PRESETS[hybrid_layer.MODELS[preset]]
+    shape, model = SHAPES[preset], MODELS[hybrid_layer.MODELS[preset]]
     assert shape.heads == model["num_attention_heads"] == PRESETS[preset].heads
     assert shape.dim == model["v_head_dim"] == PRESETS[preset].qk_dim
     assert shape.index_dim == model["dsa_indexer_head_dim"]

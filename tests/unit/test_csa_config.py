@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_dsa.config import DSAOptions
-from megatron_dsa.csa_config import CSA_PRESETS, csa_preset
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.modules.rope import PositionRope
+from megatron_dsa.presets import PRESETS, preset
 from tests.helpers import relative_error
 from tests.host import attention_module, small_hybrid_config, start
 
@@ -46,27 +46,21 @@ def test_refusals_name_the_flag(message):
 def test_what_only_an_indexer_needs_is_not_asked_of_others():
     nothing = {"dsa_indexer_topk": None, "dsa_indexer_loss_coeff": None}
     small_hybrid_config(9, dsa_indexer_rope_interleaved=False, **nothing)
-    small_hybrid_config(4, csa_dense_mode=True, dsa_indexer_topk=None)
+    small_hybrid_config(4, options=DSAOptions(stage="dense"), dsa_indexer_topk=None)
 
 
-def test_dense_mode_is_the_dense_stage():
-    config = small_hybrid_config(4, csa_dense_mode=True)
-    assert config.dsa.stage == "dense"
+def test_dense_stage_has_no_indexers():
+    config = small_hybrid_config(4, options=DSAOptions(stage="dense"))
     names = dict(attention_module(config).named_parameters())
     assert not any(".indexer." in name for name in names)
     assert any(".compressor." in name for name in names)
-
-
-def test_dense_mode_has_no_warmup():
-    with pytest.raises(ConfigError, match="--csa-dense-mode has no indexer"):
-        small_hybrid_config(4, csa_dense_mode=True, options=DSAOptions(stage="warmup"))
 
 
 def test_flags_without_the_one_that_asks_for_hybrid_attention():
     from megatron_dsa.arguments import refuse_unused_hybrid_flags
 
     args = argparse.Namespace(
-        csa_compress_ratios=None, csa_window_size=128, csa_dense_mode=False,
+        csa_compress_ratios=None, csa_window_size=128,
         csa_compress_rotary_base=None, o_groups=8, o_lora_rank=1024, dsa_csa_teacher="attention",
     )  # fmt: skip
     refuse_unused_hybrid_flags(args)
@@ -102,10 +96,10 @@ ROPE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CSA_PRESETS)
+@pytest.mark.parametrize("name", [name for name in PRESETS if "v4" in name])
 def test_presets(name):
     start()
-    config = csa_preset(name, **ROPE, dsa_indexer_loss_coeff=1.0)
+    config = preset(name, **ROPE, dsa_indexer_loss_coeff=1.0)
     assert len(config.csa_compress_ratios) == config.num_layers + 1
     assert config.csa_compress_ratios[-1] == 0 and config.ratio(1, is_mtp=True) == 0
     assert config.csa_compress_ratios[2:5] == [4, 128, 4]
@@ -114,7 +108,7 @@ def test_presets(name):
     assert tuple(counts.values()) == expected[name]
     for field in ROPE:
         with pytest.raises(ConfigError, match=f"needs {field}"):
-            csa_preset(name, **{key: value for key, value in ROPE.items() if key != field})
+            preset(name, **{key: value for key, value in ROPE.items() if key != field})
 
 
 def test_rope_tables_are_megatrons():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dsa.csa_config import CSA_PRESETS, HybridTransformerConfig
+from megatron_dsa.config import HybridTransformerConfig
 from megatron_dsa.huggingface.conventions import check_model, parse_config
 from megatron_dsa.presets import PRESETS
 from tests.host import parsed
@@ -144,7 +144,7 @@ def test_v4_script(name, tmp_path, monkeypatch):
     assert launcher[:2] == ["-m", "torch.distributed.run"] and "--nproc-per-node" in launcher
     config, _ = configured(flags, 8, monkeypatch)
     assert isinstance(config, HybridTransformerConfig)
-    for field, value in CSA_PRESETS[f"deepseek-v4-{name}"].items():
+    for field, value in PRESETS[f"deepseek-v4-{name}"].items():
         assert getattr(config, field) == value, field
     assert (config.rotary_base, config.csa_compress_rotary_base) == (10000, 12345)
     assert (config.rotary_scaling_factor, config.original_max_position_embeddings) == (7, 1024)

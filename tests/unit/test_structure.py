@@ -17,7 +17,7 @@ LEVELS = (
     {"numerics"},
     {"sequence"},
     {"config", "ops"},
-    {"csa_config", "parallel", "presets"},
+    {"parallel", "presets"},
     {"arguments", "dsa_kernels", "metrics"},
     {"modules"},
     {"dsa"},

@@ -12,7 +12,6 @@ from tests.host import start
     ("changes", "dropped"),
     [
         ({}, True),
-        ({"dsa_stage": "sparse", "csa_dense_mode": True}, True),
         ({"dsa_stage": "sparse"}, False),
         ({"dsa_stage": "warmup"}, False),
     ],
@@ -38,7 +37,7 @@ def test_indexers_that_stage_dense_drops(changes, dropped, tmp_path, capsys):
     args = argparse.Namespace(
         load=str(tmp_path), pretrained_checkpoint=None, ckpt_step=None, finetune=False,
         no_load_optim=False, dsa_indexer_loss_coeff=1.0, dsa_warmup_train_all=False,
-        **{"dsa_stage": "dense", "csa_dense_mode": False} | changes,
+        **{"dsa_stage": "dense"} | changes,
     )  # fmt: skip
     prepare_loading(args)
     said = capsys.readouterr().out
