@@ -65,7 +65,7 @@ class _BackendAction(argparse.Action):
         setattr(namespace, self.dest, AttnBackend[value])
 
 
-def _replace_attention_backend(parser: argparse.ArgumentParser) -> None:
+def _replace_attention_backend(parser: argparse.ArgumentParser, ours) -> None:
     old = parser._option_string_actions["--attention-backend"]
     for option in old.option_strings:
         del parser._option_string_actions[option]
@@ -73,7 +73,7 @@ def _replace_attention_backend(parser: argparse.ArgumentParser) -> None:
         if old in group._group_actions:
             group._group_actions.remove(old)
     parser._actions.remove(old)
-    parser.add_argument(
+    ours.add_argument(
         *old.option_strings,
         dest=old.dest,
         default=old.default,
@@ -100,16 +100,38 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     ``--dsa-indexer-*`` are Megatron's own flags and keep their names and meaning.
     """
     _repair_help(parser)
-    _replace_attention_backend(parser)
-    parser.set_defaults(dsa_attention_backend=None)
+    # Without it, argparse prints the names of all of Megatron's flags before an error.
+    parser.usage = "%(prog)s [flags of Megatron and of megatron_dsa]"
     group = parser.add_argument_group("megatron_dsa")
+    # Ours are printed first.
+    parser._action_groups.insert(0, parser._action_groups.pop())
+    _replace_attention_backend(parser, group)
+    parser.set_defaults(dsa_attention_backend=None)
+    group.add_argument("--help-dsa", action=_HelpAction, help="Print these flags alone and exit.")
     _add_training_arguments(group)
     _add_log_arguments(group)
     _add_parallel_arguments(group)
     add_dry_run_arguments(group)
     _add_implementation_arguments(group)
-    _add_hybrid_arguments(parser.add_argument_group("megatron_dsa: hybrid attention (V4)"))
+    _add_hybrid_arguments(group)
     return parser
+
+
+class _HelpAction(argparse.Action):
+    """Print the first group of flags, which is ours, and exit."""
+
+    def __init__(self, option_strings, dest, **settings):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **settings)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        group = parser._action_groups[0]
+        formatter = parser._get_formatter()
+        formatter.add_usage(parser.usage, parser._actions, [])
+        formatter.start_section(group.title)
+        formatter.add_arguments(group._group_actions)
+        formatter.end_section()
+        print(formatter.format_help(), end="")
+        parser.exit()
 
 
 def _add_training_arguments(group) -> None:

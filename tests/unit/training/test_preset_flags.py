@@ -176,3 +176,23 @@ def test_help_prints(capsys, monkeypatch):
     assert end.value.code == 0
     out = capsys.readouterr().out
     assert "--dsa-indexer-topk" in out and "--moe-paged-stash-buffer-size-factor-cuda" in out
+    usage, _, flags = out.partition("\n\n")
+    assert usage.startswith("usage:") and "--" not in usage
+    ours = flags.index("megatron_dsa:\n  --attention-backend BACKEND")
+    assert ours < flags.index("--num-layers")
+
+
+def test_help_on_our_flags_alone(capsys, monkeypatch):
+    start()
+    from megatron.training import arguments
+
+    from megatron_dsa.arguments import add_dsa_arguments
+
+    monkeypatch.setattr(sys, "argv", ["pretrain", "--help-dsa"])
+    with pytest.raises(SystemExit) as end:
+        arguments.parse_args(add_dsa_arguments)
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert "--csa-compress-ratios" in out and "--dsa-stage" in out
+    assert "--num-layers" not in out and "--dsa-forward-impl" not in out
+    assert len(out.splitlines()) < 150
