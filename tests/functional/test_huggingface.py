@@ -36,7 +36,7 @@ LARGE = DENSE | {
 WATCHED = """
 import json, re, sys, threading, time
 from pathlib import Path
-from megatron_dsa.cli import main
+from megatron_dsa.tools.cli import main
 from tests.host import start
 
 def held():

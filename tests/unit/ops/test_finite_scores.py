@@ -278,7 +278,7 @@ def test_the_gpu_asserts(name):
     program = f"""
         import torch
         from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
-        from megatron_dsa.layout import bshd_layout
+        from megatron_dsa.sequence.layout import bshd_layout
 
         def ones(*shape):
             return torch.ones(shape, dtype=torch.bfloat16, device="cuda")
