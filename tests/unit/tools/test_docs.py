@@ -11,6 +11,7 @@ import argparse
 import ast
 import functools
 import importlib
+import itertools
 import os
 import re
 import shlex
@@ -24,7 +25,7 @@ import pytest
 from megatron_dsa.tools import cli
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
     r"^(?:<!-- (?P<what>not run|save as): (?P<value>[^\n]+) -->\n)?"
     r"^```(?P<language>\w*)\n(?P<text>.*?)^```$",
@@ -186,8 +187,8 @@ def check_training(words):
 
 def check_command(words: list[str]) -> None:
     """Raise unless a command and the flags of ours that it gives exist."""
-    program, *rest = words
-    if program in ("cd", "export", "source", "git"):
+    program, *rest = itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words)
+    if program in ("cd", "export", "source", "git", "ruff", "pytest"):
         return
     if program == "pip":
         extras = re.findall(r"megatron-dsa\[([\w,]+)\]", " ".join(rest))
