@@ -42,6 +42,7 @@ _FORMER_NAMES = {
 #: Flags of earlier versions, and what they are called now.
 RENAMED = {f"--dsa-{old}-impl": f"{FLAG} {new}=NAME" for old, new in _FORMER_NAMES.items()}
 RENAMED["--csa-dense-mode"] = "--dsa-stage dense"
+RENAMED["--dsa-health-fp8"] = "metrics.quality.score_recall"
 
 
 class _BackendAction(argparse.Action):
@@ -175,12 +176,6 @@ def _add_log_arguments(group) -> None:
         default=DSAOptions.health_rows,
         help="Query rows per layer on which the selection is judged for the log, once per "
         "iteration; 0 turns this off (%(default)s).",
-    )
-    group.add_argument(
-        "--dsa-health-fp8",
-        action="store_true",
-        help="On these rows, also log the share of the selected keys that index scores in fp8 "
-        "would find, alone and with --dsa-fp8-selection.",
     )
     group.add_argument(
         "--dsa-evaluate-indexer",
@@ -459,7 +454,6 @@ def options_from_args(args: argparse.Namespace) -> DSAOptions:
         strict=args.dsa_strict,
         workspace_bytes=args.dsa_workspace_mib * 2**20,
         health_rows=args.dsa_health_rows,
-        health_fp8=args.dsa_health_fp8,
         evaluate_indexer=args.dsa_evaluate_indexer,
         csa_teacher=args.dsa_csa_teacher,
         cp_layout=args.dsa_cp_layout,

@@ -40,7 +40,6 @@ class DSAOptions:
         workspace_bytes: budget for temporary memory of the implementations that need much.
         health_rows: query rows per layer on which the health figures are measured, once per
             iteration; 0 switches them off.
-        health_fp8: also measure there how much of the selection fp8 index scores would find.
         evaluate_indexer: compute the indexer loss in evaluation passes, too.
         csa_teacher: what the indexer of hybrid attention learns: ``attention``, the probabilities
             of the compressed keys beside window and sink, or ``compressed``, a softmax over the
@@ -62,7 +61,6 @@ class DSAOptions:
     strict: bool = False
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
     health_rows: int = 16
-    health_fp8: bool = False
     evaluate_indexer: bool = False
     csa_teacher: Literal["attention", "compressed"] = "attention"
     cp_layout: Literal["zigzag", "zigzag_rows", "contiguous"] = "zigzag"

@@ -9,8 +9,6 @@
 * query overlap: the share of a row's keys that the row before selected as well. How far lists of
   neighbouring rows could be shared.
 * layer overlap: the share of a row's keys that the layer before selected as well.
-* fp8 recall, fp8 selection recall (on request): the share of the keys that exact scores select that
-  fp8 scores alone would, and that ``--dsa-fp8-selection`` would.
 
 All but the first two are means over rows that see more keys than they select: others have no
 choice. The functions behind them are in :mod:`megatron_dsa.metrics.quality`.
@@ -29,11 +27,9 @@ from megatron_dsa.metrics.quality import (
     chooses,
     recall,
     row_scores,
-    score_recall,
     visible_keys,
 )
 from megatron_dsa.numerics.autograd import in_backward
-from megatron_dsa.ops.indexer_topk.api import candidates_for
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.sequence.layout import Layout
 
@@ -71,16 +67,13 @@ class Attended:
 
 
 @torch.no_grad()
-def selection_health(
-    attended: Attended, count: int, workspace_bytes: int, fp8: bool = False
-) -> dict[str, Mean]:
+def selection_health(attended: Attended, count: int, workspace_bytes: int) -> dict[str, Mean]:
     """Measure the figures (on the device, no synchronisation).
 
     Args:
         attended: selection and attention of a layer.
         count: number of rows to sample.
         workspace_bytes: budget for temporary memory.
-        fp8: also measure what fp8 scores would find.
     """
     layout, topk, inputs = attended.layout, attended.topk, attended.inputs
     rows = sample_rows(layout.num_queries, count, attended.q.device)
@@ -98,22 +91,13 @@ def selection_health(
     tied = rejects & (((ranked >= kth) & visible).sum(-1) > topk)
 
     overlap = adjacent_overlap(attended.indices, attended.positions, rows)
-    figures = {
+    return {
         # An attention that is NaN is not left out.
         "dsa attention mass captured": Mean.of(captured, visible.any(-1, keepdim=True)),
         "dsa zero scores": zero,
         "dsa boundary ties": Mean(tied.sum(), rejects.sum()),
         "dsa query overlap": Mean.of(torch.where(rejects, overlap, float("nan"))),
     }
-    if fp8:
-        rough = row_scores(inputs, rows, fp8=True, workspace_bytes=workspace_bytes)
-        for name, candidates in (
-            ("dsa fp8 recall", topk),
-            ("dsa fp8 selection recall", candidates_for(topk)),
-        ):
-            share = score_recall(rough, scores, layout, topk, rows, candidates=candidates)
-            figures[name] = Mean.of(share)
-    return figures
 
 
 #: Name of the figure in the log line.

@@ -22,8 +22,6 @@ FIGURES = {
     "dsa boundary ties": "dsa/boundary-ties",
     "dsa query overlap": "dsa/query-overlap",
     LAYER_OVERLAP: "dsa/layer-overlap",
-    "dsa fp8 recall": "dsa/fp8-recall",
-    "dsa fp8 selection recall": "dsa/fp8-selection-recall",
     EVALUATION: "dsa/indexer-loss-evaluation",
 }
 

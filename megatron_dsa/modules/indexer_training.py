@@ -145,9 +145,7 @@ class TrainsIndexer:
         options = self.options
         if IndexerLog.judges_selection(self.layer_index):
             workspace = options.policy.workspace_bytes
-            health = selection_health(
-                attended, options.health_rows, workspace, fp8=options.health_fp8
-            )
+            health = selection_health(attended, options.health_rows, workspace)
             IndexerLog.record(self.layer_index, health)
 
     def record_evaluation(self, loss_sum: torch.Tensor, layout: Layout) -> None:

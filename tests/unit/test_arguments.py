@@ -63,13 +63,11 @@ def test_options():
     args = parse(
         "--dsa-stage", "warmup", "--dsa-warmup-train-all", "--dsa-strict",
         "--dsa-workspace-mib", "64", "--dsa-health-rows", "0",
-        "--dsa-health-fp8",
         "--dsa-indexer-topk", "77", "--dsa-indexer-use-sparse-loss",
     )  # fmt: skip
     options = options_from_args(args)
     assert (options.stage, options.freeze_main, options.strict) == ("warmup", False, True)
     assert (options.workspace_bytes, options.health_rows) == (64 * 2**20, 0)
-    assert options.health_fp8 and not options_from_args(parse()).health_fp8
     # Megatron's own flags, name and meaning unchanged.
     assert (args.dsa_indexer_topk, args.dsa_indexer_use_sparse_loss) == (77, True)
 

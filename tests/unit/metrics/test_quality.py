@@ -252,10 +252,10 @@ def test_the_log_weighs_by_what_a_mean_is_over(log):
     log.record(0, {"dsa query overlap": Mean.of(values)})
     log.record(0, {"dsa query overlap": Mean.of(values[1:2])})
     log.record(0, {"dsa query overlap": Mean.of(values[:1])})
-    log.record(0, {"dsa fp8 recall": Mean.of(values[1:2])})
+    log.record(0, {"dsa boundary ties": Mean.of(values[1:2])})
     figures = log.reduce()
     assert float(figures["dsa query overlap"].value[0]) == pytest.approx(2 / 3)
-    assert figures["dsa fp8 recall"].count.eq(0).all()
+    assert figures["dsa boundary ties"].count.eq(0).all()
 
 
 def test_an_attention_that_is_nan_is_not_left_out():
@@ -343,7 +343,7 @@ def test_layers_are_compared_with_the_selecting_layer_before(kind, recompute, lo
     from megatron_dsa.modules.replay import IndexCapture
 
     config, arguments, changes = MODELS[kind]
-    options = DSAOptions(health_rows=9, health_fp8=True)
+    options = DSAOptions(health_rows=9)
     config = config(*arguments, **changes, **recompute, options=options)
     model = gpt(config)
     with IndexCapture().on(model) as capture:
@@ -374,8 +374,6 @@ def test_layers_are_compared_with_the_selecting_layer_before(kind, recompute, lo
         assert figures["dsa query overlap"][layer - 1] == pytest.approx(
             sum(shares) / len(shares), abs=1e-5
         )
-        alone = figures["dsa fp8 recall"][layer - 1]
-        assert 0.5 < alone <= figures["dsa fp8 selection recall"][layer - 1] <= 1
         assert 0 < figures["dsa attention mass captured"][layer - 1] < 1
 
 

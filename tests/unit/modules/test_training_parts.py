@@ -272,7 +272,7 @@ def test_no_host_synchronisation_in_a_layer(stage, is_packed):
     """Trap 24: forward and backward of the attention, indexer, loss and figures included."""
     from megatron_dsa.config import DSAOptions
 
-    options = DSAOptions(stage=stage, freeze_main=False, workspace_bytes=2**20, health_fp8=True)
+    options = DSAOptions(stage=stage, freeze_main=False, workspace_bytes=2**20)
     module = attention_module(small_config(dtype=torch.bfloat16, options=options)).train()
     x = hidden_like(module, 96).bfloat16()
     params = packed(5, 60, 31) if is_packed else None
