@@ -44,7 +44,7 @@ class DSAOptions:
         csa_teacher: what the indexer of hybrid attention learns: ``attention``, the probabilities
             of the compressed keys beside window and sink, or ``compressed``, a softmax over the
             compressed keys alone (an older reading of the model).
-        cp_layout: how context parallelism spreads rows, see :data:`spread.CP_LAYOUTS`.
+        cp_layout: how context parallelism spreads rows, see :data:`.sequence.sharding.CP_LAYOUTS`.
         tp_mode: under tensor parallelism each rank attends with its ``heads`` for all rows, or for
             its ``rows`` with all heads, or ``auto``: rows where a rank would have less than 64
             heads, which leave a GPU's tile empty.

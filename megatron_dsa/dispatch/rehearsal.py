@@ -37,7 +37,7 @@ _rehearsal: Rehearsal | None = None
 
 @contextlib.contextmanager
 def rehearse(rehearsal: Rehearsal) -> Iterator[None]:
-    """Choose for that GPU and run the stand-ins, while it lasts (:mod:`.tools.planner`)."""
+    """Choose for that GPU and run the stand-ins, while it lasts (``tools.planner``)."""
     global _rehearsal
     before, _rehearsal = _rehearsal, rehearsal
     try:

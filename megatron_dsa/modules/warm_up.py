@@ -40,7 +40,7 @@ def settle(
         softmax_scale: as :func:`warm_up` takes it; ``None`` compiles nothing.
 
     Raises:
-        DSAError: as :func:`megatron_dsa.dispatch.choose` does.
+        DSAError: as :meth:`megatron_dsa.dispatch.Operation.choose` does.
     """
     if not _settling:
         return

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch.support import Problem, short_dtype
+from megatron_dsa.dispatch.support import HALF, Problem, short_dtype
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
 
-HALF = (torch.bfloat16, torch.float16)
 #: The widest head that they take.
 LARGEST = 256
 
