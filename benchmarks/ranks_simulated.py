@@ -48,7 +48,7 @@ def rank_layouts(case: Case, device: torch.device) -> tuple[Layout, tuple[Layout
         return everything, (everything,)
     spread = Spread(sp=case.simulated, sp_rank=case.simulated - 1)
     places = places_of(spread, case.rows, device)
-    own = spread_layout(everything, spread, KeyPlaces(spread, places, 1, None))
+    own = spread_layout(everything, spread, KeyPlaces(spread, places, 1))
     swap = worthwhile_swap(own, PRESETS[case.preset].topk, 1, spread)
     return own, (own,) if swap is None else halves(own, swap, 1)
 

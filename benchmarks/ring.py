@@ -4,8 +4,8 @@
     python -m benchmarks.ring --rows 32768 --heads 16
     python -m benchmarks.ring --quick               # tiny shapes, two processes on the CPU
 
-Compared are the zigzag ring of keys and values, the ring of MLA's latent and its all-gather (with
-nothing to run under it), and a ring over contiguous parts, in which the last rank sees every key:
+Compared are the zigzag ring of keys and values, the all-gather of MLA's latents (with nothing to
+run under it), and a ring over contiguous parts, in which the last rank sees every key:
 all ranks do what that one has to, which is how long the others would wait for it. One GPU, in the
 same run, is what efficiency refers to. Processes and their failures are those of
 :mod:`benchmarks.ranks`.
@@ -29,7 +29,7 @@ from benchmarks.timing import summary
 
 #: MLA of DeepSeek-V3.2: widths of a key without rope, of rope, of a value and of the latent.
 NOPE, ROPE, VALUE, RANK = 128, 64, 128, 512
-VARIANTS = ("ring", "ring of latents", "gathered latents", "contiguous ring")
+VARIANTS = ("ring", "gathered latents", "contiguous ring")
 FIELDS = (
     "date", "gpu", "torch", "cuda", "driver", "gpus", "rows", "heads", "variant", "block",
     "operation", "median_ms", "p10_ms", "p90_ms", "tflops_per_gpu", "efficiency", "difference",
@@ -68,7 +68,7 @@ def measure(_what: str, setup: Setup, grid: Grid, device, settings: dict) -> dic
     out = call().detach().float()
     plain, _ = attention(setup, VARIANTS[0], rank, inputs)
     difference = 0.0
-    if setup.variant in ("ring of latents", "gathered latents"):
+    if setup.variant == "gathered latents":
         difference = float((plain().detach().float() - out).norm() / out.norm())
     times = {}
     for operation, run in (("forward", call), ("step", step)):
@@ -136,8 +136,6 @@ def attention(setup: Setup, variant: str, rank: int, inputs: dict):
         )[0]
 
     def over_the_ring():
-        if variant == "ring of latents":
-            return ring.ring_latent_attention(q, inputs["latent"], *weights, rows, group, scale)[0]
         return ring.ring_attention(q, inputs["k"], inputs["v"], rows, group, scale)[0]
 
     return gathered if variant == "gathered latents" else over_the_ring, kernel.name

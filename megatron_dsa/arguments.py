@@ -34,7 +34,7 @@ _FORMER_NAMES = {
     "backward": "sparse_attention_backward",
     "teacher": "sparse_attention_probabilities",
     "dense": "dense_attention",
-    "ring": "ring_attention",
+    "ring": "dense_attention",
     "sparse-loss": "sparse_indexer_loss",
     "dense-loss": "dense_indexer_loss",
     "indexer-backward": "indexer_backward",

@@ -5,7 +5,6 @@ which tokens belong together), picks an implementation (:mod:`megatron_dsa.dispa
 differentiable where that makes sense. They can be used without Megatron.
 """
 
-from megatron_dsa.ops.dense_attention.api import dense_attention
 from megatron_dsa.ops.indexer_loss.api import (
     IndexerTraining,
     dense_indexer_loss,
@@ -15,7 +14,7 @@ from megatron_dsa.ops.indexer_loss.inputs import LatentKeys
 from megatron_dsa.ops.indexer_topk.api import indexer_topk
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.sparse_attention.api import SparseAttentionOutput, sparse_attention
-from megatron_dsa.parallel.ring.api import gathered_latent_attention, ring_attention
+from megatron_dsa.parallel.ring.api import dense_attention, gathered_latent_attention
 
 __all__ = [
     "IndexerInputs",
@@ -26,7 +25,6 @@ __all__ = [
     "dense_indexer_loss",
     "gathered_latent_attention",
     "indexer_topk",
-    "ring_attention",
     "sparse_attention",
     "sparse_indexer_loss",
 ]

@@ -10,7 +10,6 @@ from typing import ForwardRef
 #: What is public, in the order of the page.
 MODULES = (
     "dsa_kernels",
-    "ops.dense_attention.api",
     "ops.compressor.api",
     "ops.rope.api",
     "sequence.layout",

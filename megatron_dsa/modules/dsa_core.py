@@ -32,7 +32,6 @@ from megatron_dsa.dsa_kernels import (
     dense_attention,
     dense_indexer_loss,
     gathered_latent_attention,
-    ring_attention,
     sparse_attention,
     sparse_indexer_loss,
 )
@@ -155,9 +154,7 @@ class DSACoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
                     yield "indexer_backward", index(topk)
         else:
             qk_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
-            spread = config.context_parallel_size > 1
-            operation = "ring_attention" if spread else "dense_attention"
-            yield operation, attention(qk_dim, config.v_head_dim)
+            yield "dense_attention", attention(qk_dim, config.v_head_dim)
         if judges and not self.loss_is_sparse():
             yield "dense_indexer_loss", index(None)
 
@@ -243,14 +240,12 @@ class DSACoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
         index_inputs: IndexerInputs | None,
     ) -> torch.Tensor:
         """Attend to every visible key: ``q, k [rows, H, 192]``, ``v [rows, H, 128]`` -> like v."""
-        settings = {"softmax_scale": self.softmax_scale, "policy": self.options.policy}
-        if layout.parts == 1:
-            return self._with_loss(
-                dense_attention(q, k, v, layout, **settings), None, index_inputs, q, k, layout
-            )
-        group = self.pg_collection.cp
-        out, lse = ring_attention(q, k, v, layout, group, **settings)
-        if self._wants_dense_loss(index_inputs):
+        group = self.pg_collection.cp if layout.parts > 1 else None
+        out, lse = dense_attention(
+            q, k, v, layout, softmax_scale=self.softmax_scale, group=group,
+            policy=self.options.policy,
+        )  # fmt: skip
+        if group is not None and self._wants_dense_loss(index_inputs):
             k = gather_rows(k, group)
         return self._with_loss(out, lse, index_inputs, q, k, layout)
 

@@ -116,6 +116,7 @@ def visible_groups(layout: Layout, ratio: int) -> Layout:
         max_length=min(layout.max_length // ratio, per_element),
         everywhere=None,
         key_places=None,
+        sequences=None,
         derived={},
     )
 

@@ -79,8 +79,7 @@ def _packed(total: int, packed_seq_params, keys: Spread, queries: Spread) -> Lay
         )
         require_values({rule: (offsets % (2 * keys.cp) == 0).all()}, rule)
     table = keys.places(total, offsets, layout.start.device)
-    places = KeyPlaces(keys, table, 1, packed_seq_params.cu_seqlens_q, padded)
-    return spread_layout(layout, queries, places)
+    return spread_layout(layout, queries, KeyPlaces(keys, table, 1))
 
 
 def _check_packed(packed_seq_params, batch: int, keys: Spread) -> None:

@@ -63,7 +63,7 @@ def _halo(layout: Layout, spread: Spread, reach: int) -> Halo:
     ranks, rows = places.shape
     device = places.device
     row = torch.arange(rows, device=device)
-    most = spread.runs(keys.documents)
+    most = spread.runs(layout.sequences.count)
 
     begins = torch.ones_like(places, dtype=torch.bool)
     begins[:, 1:] = places[:, 1:] != places[:, :-1] + 1

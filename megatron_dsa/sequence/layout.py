@@ -152,6 +152,27 @@ class Seen:
 
 
 @dataclass(frozen=True, eq=False)
+class Sequences:
+    """The sequences of a microbatch as Megatron describes them, over all ranks.
+
+    Attributes:
+        batch: micro-batch size; 1 for packed batches.
+        cu_seqlens, cu_seqlens_padded: int32 ``[n + 1]``, cumulative lengths of packed sequences
+            without and with padding (``None`` if there is none); both ``None`` for unpacked
+            batches.
+    """
+
+    batch: int = 1
+    cu_seqlens: torch.Tensor | None = None
+    cu_seqlens_padded: torch.Tensor | None = None
+
+    @property
+    def count(self) -> int | None:
+        """Number of packed sequences, ``None`` for unpacked batches."""
+        return None if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Visibility of keys for flattened query rows.
 
@@ -167,6 +188,7 @@ class Layout:
         max_length: host-side upper bound of the number of slots that a row sees.
         everywhere: layout of all query rows, if they are spread over ranks and these are some.
         key_places: who makes which keys, if they are spread over ranks.
+        sequences: lengths of the sequences; ``None`` for ranges of slots that are not sequences.
 
     Raises:
         ConfigError: tensors or windows do not have these sizes, or (on a GPU at its next
@@ -185,6 +207,7 @@ class Layout:
     max_length: int
     everywhere: Layout | None = None
     key_places: KeyPlaces | None = None
+    sequences: Sequences | None = None
     #: Kept by :meth:`derive`.
     derived: dict = field(default_factory=dict, repr=False)
 
@@ -336,6 +359,7 @@ def bshd_layout(seq_length: int, batch: int, device: torch.device) -> Layout:
         real=None,
         windows=windows,
         max_length=seq_length,
+        sequences=Sequences(batch),
     )
 
 
@@ -365,8 +389,8 @@ def packed_layout(
         "longest length, or None",
     )
     require_cu_seqlens(cu_seqlens, cu_seqlens_padded, tokens, max_seqlen)
-    offsets = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
-    offsets = offsets.long()
+    padded = None if cu_seqlens_padded is None else cu_seqlens_padded.int()
+    offsets = (cu_seqlens if padded is None else padded).long()
     rows = torch.arange(tokens, device=offsets.device)
     # right=True puts a row that starts a sequence into that sequence, also after empty ones.
     sequence = torch.bucketize(rows, offsets[1:], right=True)
@@ -388,4 +412,5 @@ def packed_layout(
         real=real,
         windows=(Window(slice(0, tokens, 1), 0, 0, max_length, tokens),),
         max_length=max_length,
+        sequences=Sequences(1, cu_seqlens.int(), padded),
     )

@@ -151,9 +151,6 @@ class KeyPlaces:
         spread: how rows are spread over the ranks that make keys, and which of them this is.
         table: int64 ``[ranks, rows]``, see :meth:`Spread.places`.
         batch: micro-batch size: every place is that many rows.
-        cu_seqlens, cu_seqlens_padded: int32 ``[n + 1]``, cumulative lengths of packed sequences
-            without and with padding (``None`` if there is none); both ``None`` for unpacked
-            batches.
 
     Raises:
         ConfigError: the table is not one of the ranks of ``spread``.
@@ -162,17 +159,10 @@ class KeyPlaces:
     spread: Spread
     table: torch.Tensor
     batch: int
-    cu_seqlens: torch.Tensor | None = None
-    cu_seqlens_padded: torch.Tensor | None = None
 
     def __post_init__(self):
         shape, fix = (self.spread.ranks, "rows"), "pass Spread.places of the same spread"
         require_tensor("table", self.table, shape, (torch.int64,), fix=fix)
-
-    @property
-    def documents(self) -> int | None:
-        """Number of packed sequences, ``None`` for unpacked batches."""
-        return None if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
 
     def of(self, spread: Spread) -> torch.Tensor:
         """Return the places of a rank of ``spread``, which differs from this one in ``sp``."""
@@ -244,12 +234,13 @@ def _some_rows(layout: Layout, rows: torch.Tensor | slice, windows, key_rows, ke
     )
 
 
-def padded_bound(layout: Layout, keys: KeyPlaces) -> int:
+def padded_bound(layout: Layout) -> int:
     """Return an upper bound of the padded length of a packed sequence.
 
     Megatron's ``max_seqlen`` bounds real lengths; how much padding follows is on the device.
     """
-    return layout.max_length if keys.cu_seqlens_padded is None else layout.all_rows.num_queries
+    padded = layout.sequences.cu_seqlens_padded is not None
+    return layout.all_rows.num_queries if padded else layout.max_length
 
 
 def _windows(layout: Layout, spread: Spread, keys: KeyPlaces) -> Iterator[Window]:
@@ -257,7 +248,7 @@ def _windows(layout: Layout, spread: Spread, keys: KeyPlaces) -> Iterator[Window
     packed = layout.real is not None
     if packed and spread.cp_layout == "zigzag" and spread.cp > 1:
         # Lengths are on the device. The rows of a rank are spread evenly, up to half a sequence.
-        rows, slack = layout.num_queries // spread.ranks, -(-padded_bound(layout, keys) // 2)
+        rows, slack = layout.num_queries // spread.ranks, -(-padded_bound(layout) // 2)
         yield Window(
             slice(0, rows, 1), 0, spread.sp_rank * rows * spread.cp, layout.max_length,
             layout.num_keys, step=spread.cp, slack=slack,

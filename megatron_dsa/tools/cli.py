@@ -62,7 +62,6 @@ def _model_shapes() -> dict[str, dict[str, dict]]:
         "sparse_attention_backward": latent | {"teacher": True},
         "sparse_attention_probabilities": latent,
         "dense_attention": {"heads": 128, "qk_dim": 192, "v_dim": 128},
-        "ring_attention": {"heads": 128, "qk_dim": 192, "v_dim": 128},
         "sparse_indexer_loss": selects,
         "dense_indexer_loss": index,
     }

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_dsa.dispatch import Policy, Problem
-from megatron_dsa.ops.dense_attention import block_torch, flash2, torch_cudnn, torch_flash
-from megatron_dsa.ops.dense_attention.declaration import RING_ATTENTION
+from megatron_dsa.ops.dense_attention import flash2, torch_cudnn, torch_flash
+from megatron_dsa.ops.dense_attention import torch as torch_block
+from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ BLOCK_KERNELS = (
     _kernel("torch-cudnn", torch_cudnn),
     _kernel("flash2", flash2, pads_values=True),
     _kernel("torch-flash", torch_flash, pads_values=True),
-    _kernel("torch", block_torch, fused=False),
+    _kernel("torch", torch_block, fused=False),
 )
 
 
@@ -60,8 +61,8 @@ def choose(problem: Problem, name: str | None = None) -> BlockAttention:
         ConfigError: there is no kernel of that name.
         ImplementationError: it cannot run the problem.
     """
-    policy = Policy() if name is None else Policy(named=((RING_ATTENTION.name, name),))
-    return _BY_NAME[RING_ATTENTION.choose(problem, policy).candidate.name]
+    policy = Policy() if name is None else Policy(named=((DENSE_ATTENTION.name, name),))
+    return _BY_NAME[DENSE_ATTENTION.choose(problem, policy).candidate.name]
 
 
 def block_kernel(name: str, workspace_bytes: int) -> BlockAttention:
@@ -72,8 +73,8 @@ def block_kernel(name: str, workspace_bytes: int) -> BlockAttention:
 def torch_kernel(workspace_bytes: int) -> BlockAttention:
     """Return torch's with another budget for temporary memory."""
     given = {"workspace_bytes": workspace_bytes}
-    forward, backward = (partial(f, **given) for f in (block_torch.forward, block_torch.backward))
-    return BlockAttention("torch", False, False, block_torch.reason, forward, backward)
+    forward, backward = (partial(f, **given) for f in (torch_block.forward, torch_block.backward))
+    return BlockAttention("torch", False, False, torch_block.reason, forward, backward)
 
 
 def _attend_with(name: str) -> Callable:
@@ -83,7 +84,7 @@ def _attend_with(name: str) -> Callable:
     return attend
 
 
-#: What the operation ``ring_attention`` runs: ``attention(..., block=kernel)`` with this kernel.
+#: What the operation ``dense_attention`` runs: ``attention(..., block=kernel)`` with this kernel.
 with_torch_cudnn = _attend_with("torch-cudnn")
 with_flash2 = _attend_with("flash2")
 with_torch_flash = _attend_with("torch-flash")

@@ -1,35 +1,16 @@
-"""Dense attention: the operations and what implements them."""
+"""Dense attention: the operation and what implements it."""
 
 from __future__ import annotations
 
 from megatron_dsa.dispatch import Candidate, Operation, Support
 from megatron_dsa.dispatch.support import ATOMIC_SUMS, HALF
-from megatron_dsa.ops.dense_attention import flash2, sdpa, torch_cudnn, torch_flash
+from megatron_dsa.ops.dense_attention import flash2, torch_cudnn, torch_flash
 
 _HERE = __package__
 
 DENSE_ATTENTION = Operation(
     "dense_attention",
     "dense causal attention, forward and backward",
-    (
-        Candidate(
-            "sdpa",
-            f"{_HERE}.sdpa:forward",
-            Support(
-                covers="forward and backward (torch's flash, cuDNN or efficient kernels)",
-                dtypes=HALF,
-                packed=False,
-                **ATOMIC_SUMS,
-                probe=sdpa.probe,
-            ),
-        ),
-        Candidate("torch", f"{_HERE}.torch:forward", Support(covers="any shape"), fused=False),
-    ),
-)
-
-RING_ATTENTION = Operation(
-    "ring_attention",
-    "dense attention over ranks, forward and backward",
     (
         Candidate(
             "torch-cudnn",

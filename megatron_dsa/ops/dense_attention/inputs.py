@@ -1,28 +1,24 @@
-"""Causal attention over all visible keys, used by the ``dense`` and ``warmup`` stages."""
+"""Causal attention to all visible keys: its operands and their description."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.dispatch import device_problem
+from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.numerics.checks import FLOATS, require_tensor
 
 
-@dataclass(frozen=True)
-class DenseProblem:
-    """Inputs of one dense attention.
+def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise a :class:`ConfigError` unless shapes, dtypes and devices fit each other."""
+    require_tensor("q", q, ("Sq", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
+    fix = "repeat the heads of grouped queries' keys"
+    require_tensor("k", k, tuple(q.shape), (q.dtype,), q, fix)
+    require_tensor("v", v, (*q.shape[:2], "Dv"), (q.dtype,), q, fix)
 
-    Attributes:
-        q: ``[Sq, H, D]``; k: ``[Skv, H, D]``; v: ``[Skv, H, Dv]``, rows as in ``layout``.
-        layout: which slots each query row sees.
-        softmax_scale: factor on ``q . k``.
-        workspace_bytes: budget for temporary memory.
-    """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    layout: Layout
-    softmax_scale: float
-    workspace_bytes: int
+def dense_problem(q: torch.Tensor, v_dim: int, packed: bool) -> Problem:
+    """Describe a call to dispatch."""
+    return device_problem(
+        q.device, dtype=q.dtype, heads=q.shape[1], qk_dim=q.shape[2], v_dim=v_dim, packed=packed
+    )

@@ -28,11 +28,14 @@ class Packed:
         cu_q, cu_k: int32 ``[segments + 1]`` on the device; they start at 0 and end at the number
             of query and key rows.
         longest: host-side upper bound of the rows of a segment.
+        reach: host-side upper bound of how far apart the rows of a query and of its keys are;
+            ``None``: ``longest``.
     """
 
     cu_q: torch.Tensor
     cu_k: torch.Tensor
     longest: int
+    reach: int | None = None
     derived: dict = field(default_factory=dict, repr=False)
 
     @torch.inference_mode(False)  # what is formed in evaluation is used in training, too
@@ -57,7 +60,9 @@ class Packed:
         return self.derived["blind"]
 
 
-def covering(ends: list[tuple[torch.Tensor, torch.Tensor]], rows: int, longest: int) -> Packed:
+def covering(
+    ends: list[tuple[torch.Tensor, torch.Tensor]], rows: int, longest: int, reach: int | None = None
+) -> Packed:
     """Return the segments that end where sequences say; rows behind them see nothing.
 
     Args:
@@ -65,6 +70,7 @@ def covering(ends: list[tuple[torch.Tensor, torch.Tensor]], rows: int, longest: 
             the key rows, in ascending order. The last ones end at the sequence's last row.
         rows: of queries, and of keys.
         longest: host-side upper bound of the rows of such a segment.
+        reach: see :class:`Packed`.
     """
     longest = max(1, min(longest, rows))
     last = ends[-1][0][-1]
@@ -78,4 +84,4 @@ def covering(ends: list[tuple[torch.Tensor, torch.Tensor]], rows: int, longest: 
     for side in (0, 1):
         inside = torch.stack([pair[side] for pair in ends], dim=1).flatten()
         cu.append(torch.cat([last.new_zeros(1), inside, *(pair[side] for pair in behind)]).int())
-    return Packed(*cu, longest)
+    return Packed(*cu, longest, reach)

@@ -1,89 +1,120 @@
-"""Dense attention in torch, a block of queries at a time; blocks above the diagonal are skipped."""
+"""Attention to one block in torch: any device and dtype, a block of query rows at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
+from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
+from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget
-from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.ops.dense_attention.inputs import DenseProblem
+from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
 
 
-def forward(problem: DenseProblem) -> torch.Tensor:
-    """Return ``out [Sq, H, Dv]``, differentiable with respect to q, k and v."""
-    return _DenseAttention.apply(problem.q, problem.k, problem.v, problem)
+def reason(problem: Problem) -> str | None:
+    """Return ``None``: it runs everywhere."""
+    return None
 
 
-def _blocks(problem: DenseProblem, copies: int):
-    heads = problem.q.shape[1]
-    acc = accumulation_dtype(problem.q.dtype).itemsize
-
-    def rows_for_width(width: int) -> int:
-        return rows_in_budget(problem.workspace_bytes, copies * heads * width * acc)
-
-    return problem.layout.blocks(rows_for_width)
-
-
-def _scores(problem: DenseProblem, block, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Scaled logits ``[H, r, w]``, ``-inf`` at what a query does not see."""
-    scores = bmm(q, k.transpose(1, 2)).mul_(problem.softmax_scale)
-    return scores.masked_fill_(~problem.layout.visible(block), float("-inf"))
-
-
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(0, 1)
+def forward(
+    q, k, v, causal, scale, sequences: Dense | Packed, workspace_bytes=DEFAULT_WORKSPACE_BYTES
+):
+    """Return ``out [Sq, H, Dv]`` and ``lse [Sq, H]`` in the accumulation dtype."""
+    acc = accumulation_dtype(q.dtype)
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2], dtype=acc)
+    lse = q.new_empty(q.shape[:2], dtype=acc)
+    for rows, keys, hidden in _tiles(q, k, causal, sequences, 3, workspace_bytes):
+        scores = _scores(q[rows], k[keys], hidden, scale)
+        tile_lse = torch.logsumexp(scores, dim=-1)
+        probs = scores.sub_(_finite(tile_lse)[..., None]).exp_().to(q.dtype)
+        out[rows] = bmm(probs, v[keys].transpose(0, 1)).transpose(0, 1)
+        lse[rows] = tile_lse.transpose(0, 1)
+    return out, lse
 
 
-class _DenseAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, problem):
-        """Return ``out [Sq, H, Dv]``; saves it with the lse for the backward."""
-        acc = accumulation_dtype(q.dtype)
-        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-        lse = q.new_empty(q.shape[0], q.shape[1], dtype=acc)
-        keys = problem.layout.keys_in_slot_order(k)
-        values = problem.layout.keys_in_slot_order(v)
-        for block in _blocks(problem, copies=3):
-            scores = _scores(
-                problem, block, _heads_first(q[block.rows]), _heads_first(keys[block.lo : block.hi])
+def backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    causal,
+    scale,
+    sequences: Dense | Packed,
+    workspace_bytes=DEFAULT_WORKSPACE_BYTES,
+):
+    """Return ``dq``, ``dk`` and ``dv`` in the accumulation dtype."""
+    acc = accumulation_dtype(q.dtype)
+    dq = torch.empty_like(q, dtype=acc)
+    dk, dv = torch.zeros_like(k, dtype=acc), torch.zeros_like(v, dtype=acc)
+    for rows, keys, hidden in _tiles(q, k, causal, sequences, 5, workspace_bytes):
+        tile_q, tile_k = q[rows].transpose(0, 1), k[keys].transpose(0, 1)
+        tile_dout = dout[rows].to(q.dtype).transpose(0, 1)
+        delta = (tile_dout.to(acc) * out[rows].to(acc).transpose(0, 1)).sum(-1)
+        probs = _scores(q[rows], k[keys], hidden, scale)
+        probs = probs.sub_(_finite(lse[rows]).transpose(0, 1)[..., None]).exp_()
+        dscores = bmm(tile_dout, v[keys].permute(1, 2, 0))
+        dscores = dscores.sub_(delta[..., None]).mul_(probs).mul_(scale).to(q.dtype)
+        dq[rows] = bmm(dscores, tile_k).transpose(0, 1)
+        dk[keys] += bmm(dscores.transpose(1, 2), tile_q).transpose(0, 1)
+        dv[keys] += bmm(probs.to(q.dtype).transpose(1, 2), tile_dout).transpose(0, 1)
+    return dq, dk, dv
+
+
+def _finite(lse: torch.Tensor) -> torch.Tensor:
+    """The lse with 0 where a row has no keys: its scores are all ``-inf``."""
+    return torch.where(lse == float("-inf"), 0.0, lse)
+
+
+def _scores(q, k, hidden, scale) -> torch.Tensor:
+    """Scaled logits ``[H, rows, keys]``, ``-inf`` at what a query does not see."""
+    scores = bmm(q.transpose(0, 1), k.permute(1, 2, 0)).mul_(scale)
+    return scores if hidden is None else scores.masked_fill_(hidden, float("-inf"))
+
+
+def _tiles(q, k, causal, sequences, copies, workspace_bytes) -> Iterator[tuple]:
+    """Cut the work into ``(query rows, key rows, what is hidden or None)`` within the budget."""
+    bytes_per_key = copies * q.shape[1] * accumulation_dtype(q.dtype).itemsize
+
+    def fitting(keys: int) -> int:
+        return rows_in_budget(workspace_bytes, bytes_per_key * keys)
+
+    if isinstance(sequences, Packed):
+        yield from _packed_tiles(q, k, causal, sequences, fitting)
+    else:
+        yield from _dense_tiles(q, k, causal, sequences.batch, fitting)
+
+
+def _dense_tiles(q, k, causal, batch, fitting):
+    queries, keys = q.shape[0] // batch, k.shape[0] // batch
+    step = fitting(keys)
+    for element in range(batch):
+        for first in range(0, queries, step):
+            last = min(first + step, queries)
+            seen = last if causal else keys
+            hidden = None
+            if causal:
+                places = torch.arange(seen, device=q.device)
+                hidden = places > places[first:last, None]
+            yield (
+                slice(first * batch + element, (last - 1) * batch + element + 1, batch),
+                slice(element, (seen - 1) * batch + element + 1, batch),
+                hidden,
             )
-            block_lse = torch.logsumexp(scores, dim=-1)
-            safe = torch.where(block_lse == float("-inf"), 0.0, block_lse)
-            probs = scores.sub_(safe[..., None]).exp_().to(q.dtype)
-            out[block.rows] = _heads_first(
-                bmm(probs, _heads_first(values[block.lo : block.hi])).to(q.dtype)
-            )
-            lse[block.rows] = safe.transpose(0, 1)
-        ctx.save_for_backward(q, k, v, out, lse)
-        # Tensors travel through save_for_backward alone, so that recompute and offloading see them.
-        ctx.settings = (problem.layout, problem.softmax_scale, problem.workspace_bytes)
-        return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout):
-        """Return the gradients of q, k and v; probabilities are recomputed from the lse."""
-        q, k, v, out, lse = ctx.saved_tensors
-        problem, acc = DenseProblem(q, k, v, *ctx.settings), accumulation_dtype(q.dtype)
-        layout = problem.layout
-        keys, values = layout.keys_in_slot_order(k), layout.keys_in_slot_order(v)
-        dq = torch.empty_like(q)
-        dk = k.new_zeros(keys.shape, dtype=acc)
-        dv = v.new_zeros(values.shape, dtype=acc)
-        for block in _blocks(problem, copies=5):
-            slots = slice(block.lo, block.hi)
-            block_q, block_k = _heads_first(q[block.rows]), _heads_first(keys[slots])
-            block_dout = _heads_first(dout[block.rows].to(q.dtype))
-            delta = (block_dout.to(acc) * _heads_first(out[block.rows]).to(acc)).sum(-1)
-            probs = _scores(problem, block, block_q, block_k)
-            probs = probs.sub_(lse[block.rows].transpose(0, 1)[..., None]).exp_()
-            dscores = bmm(block_dout, _heads_first(values[slots]).transpose(1, 2))
-            dscores = dscores.sub_(delta[..., None]).mul_(probs).mul_(problem.softmax_scale)
-            dscores = dscores.to(q.dtype)
-            dq[block.rows] = _heads_first(bmm(dscores, block_k).to(q.dtype))
-            dk[slots] += _heads_first(bmm(dscores.transpose(1, 2), block_q))
-            dv[slots] += _heads_first(bmm(probs.to(q.dtype).transpose(1, 2), block_dout))
-        if layout.key_rows is not None:
-            dk = torch.empty_like(dk).index_copy_(0, layout.key_rows, dk)
-            dv = torch.empty_like(dv).index_copy_(0, layout.key_rows, dv)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None
+
+def _packed_tiles(q, k, causal, sequences, fitting):
+    queries, keys, reach = q.shape[0], k.shape[0], sequences.reach or sequences.longest
+    start, end, place = sequences.ranges(queries)
+    if causal:
+        end = torch.minimum(end, start + place + 1)
+    step = fitting(min(keys, 3 * reach))
+    step = min(step, reach)
+    for first in range(0, queries, step):
+        last = min(first + step, queries)
+        lo, hi = max(0, first - reach), min(keys, last + (0 if causal else reach))
+        slots = torch.arange(lo, hi, device=q.device)
+        rows = slice(first, last)
+        yield rows, slice(lo, hi), (slots < start[rows, None]) | (slots >= end[rows, None])

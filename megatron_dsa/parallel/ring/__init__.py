@@ -1,4 +1,4 @@
-"""Dense causal attention over sequences that are spread over context-parallel ranks.
+"""Dense causal attention, also over sequences that are spread over context-parallel ranks.
 
 Every rank keeps its queries. Blocks of keys and values come to it one rank's share after the other,
 over a ring or out of what was gathered; it attends to each of them with an ordinary attention
@@ -17,7 +17,6 @@ every block's gradient home.
 from megatron_dsa.parallel.ring.attention import (
     gathered_latent_attention,
     ring_attention,
-    ring_latent_attention,
 )
 from megatron_dsa.parallel.ring.layouts import ring_rows
 from megatron_dsa.parallel.ring.rows import ContiguousRows, PackedZigzagRows, ZigzagRows
@@ -30,6 +29,5 @@ __all__ = [
     "ZigzagRows",
     "gathered_latent_attention",
     "ring_attention",
-    "ring_latent_attention",
     "ring_rows",
 ]

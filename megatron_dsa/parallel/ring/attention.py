@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import distributed
 
-from megatron_dsa.dispatch import device_problem
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.checks import FLOATS, require_tensor
 from megatron_dsa.ops.dense_attention.blocks import BlockAttention, choose
+from megatron_dsa.ops.dense_attention.inputs import dense_problem
 from megatron_dsa.parallel.ring.contents import KeysAndValues, Latent
 from megatron_dsa.parallel.ring.exchange import Gathered, Ring, RingExchange
 from megatron_dsa.parallel.ring.loop import attend, gradients
@@ -53,41 +53,11 @@ def ring_attention(
         )
     kernel = _kernel_for(block, q, v.shape[2], rows)
     q = q.contiguous()
-    return _KeyValueAttention.apply(q, k, v, rows, _ring(group, rows), kernel, softmax_scale)
-
-
-def ring_latent_attention(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
-    rows: Rows,
-    group,
-    softmax_scale: float,
-    block: BlockAttention | str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend as :func:`ring_attention` does, where MLA's latent goes round the ring.
-
-    Head ``h`` has keys ``[latent[:, :R] @ w_uk[h].T, latent[:, R:]]`` and values
-    ``latent[:, :R] @ w_uv[h].T``. They are made block by block, in the backward again.
-
-    Args:
-        q: ``[rows, H, Dqk]``, rotated.
-        latent: ``[rows, R + P]``, normalised, and the ``P`` rope dims rotated.
-        w_uk: ``[H, Dqk - P, R]``; w_uv: ``[H, Dv, R]``, weights of the local heads. Their gradients
-            are summed over blocks in fp32; they are of this rank's queries, so that they want the
-            sum over context-parallel ranks that Megatron's gradient reduction does.
-        rows, group, softmax_scale, block: see :func:`ring_attention`.
-
-    Returns:
-        ``out`` and ``lse`` as of :func:`ring_attention`.
-
-    Raises:
-        ConfigError, ImplementationError: see :func:`ring_attention`.
-    """
-    _check_group(rows, group)
-    blocks = _ring(group, rows)
-    return _latent_attention(q, latent, None, w_uk, w_uv, rows, blocks, softmax_scale, block)
+    if rows.cp == 1:
+        (own,) = rows.parts(rows.rank)
+        return _OneBlockAttention.apply(q, k, v, own.sequences, kernel, softmax_scale)
+    blocks = Ring(lambda: RingExchange(group, rows.cp, rows.rank), rows.cp, rows.rank)
+    return _KeyValueAttention.apply(q, k, v, rows, blocks, kernel, softmax_scale)
 
 
 def gathered_latent_attention(
@@ -100,13 +70,19 @@ def gathered_latent_attention(
     block: BlockAttention | str | None = None,
     latent_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend as :func:`ring_latent_attention` does, where the latents of all ranks are there.
+    """Attend as :func:`ring_attention` does, where the MLA latents of all ranks are there.
 
-    Nothing is sent. Expanded keys and values exist of one rank's block at a time.
+    Head ``h`` has keys ``[latents[:, :R] @ w_uk[h].T, latents[:, R:]]`` and values
+    ``latents[:, :R] @ w_uv[h].T``. They are made of one rank's block at a time, in the backward
+    again. Nothing is sent.
 
     Args:
-        q, w_uk, w_uv, rows, softmax_scale, block: see :func:`ring_latent_attention`.
-        latents: ``[cp * rows, R + P]``, one rank's after the other.
+        q, rows, softmax_scale, block: see :func:`ring_attention`; ``q`` is rotated.
+        latents: ``[cp * rows, R + P]``, one rank's after the other: normalised, and the ``P`` rope
+            dims rotated.
+        w_uk: ``[H, Dqk - P, R]``; w_uv: ``[H, Dv, R]``, weights of the local heads. Their gradients
+            are summed over blocks in fp32; they are of this rank's queries, so that they want the
+            sum over context-parallel ranks that Megatron's gradient reduction does.
         latent_grad: like ``latents`` in fp32 (fp64 for fp64), without content: if given, the
             gradient of ``latents`` is sent here, unrounded, instead of to ``latents`` (see
             :func:`megatron_dsa.parallel.gather.arrive`). It is of this rank's queries: to be summed
@@ -125,35 +101,47 @@ def gathered_latent_attention(
             f"latent_grad must be {wanted[0]} {list(wanted[1])} for these latents, got {given[0]} "
             f"{list(given[1])}; pass the channel that megatron_dsa.parallel.gather.arrive returned."
         )
-    blocks = Gathered(rows.cp, rows.rank)
-    return _latent_attention(
-        q, latents, latent_grad, w_uk, w_uv, rows, blocks, softmax_scale, block, rows.cp
-    )
-
-
-def _latent_attention(
-    q, latent, latent_grad, w_uk, w_uv, rows, blocks, softmax_scale, block, ranks=1
-):
-    """``latent`` holds the rows of ``ranks`` ranks."""
-    _check(q, rows, {"latent": latent, "w_uk": w_uk, "w_uv": w_uv})
-    rows_of_keys, rank = ranks * q.shape[0], w_uk.shape[-1]
-    rope = latent.shape[-1] - rank
+    _check(q, rows, {"latents": latents, "w_uk": w_uk, "w_uv": w_uv})
+    keys, rank = rows.cp * q.shape[0], w_uk.shape[-1]
+    rope = latents.shape[-1] - rank
     fits = (
-        latent.dim() == 2 and latent.shape[0] == rows_of_keys and rope >= 0
+        latents.dim() == 2 and latents.shape[0] == keys and rope >= 0
         and w_uk.shape == (q.shape[1], q.shape[2] - rope, rank)
         and w_uv.dim() == 3 and w_uv.shape[::2] == (q.shape[1], rank)
     )  # fmt: skip
     if not fits:
         raise ConfigError(
-            f"latent must be [{rows_of_keys}, R + P], w_uk [H, Dqk - P, R] and w_uv [H, Dv, R] for "
-            f"q [rows, H, Dqk], got q {list(q.shape)}, latent {list(latent.shape)}, w_uk "
+            f"latents must be [{keys}, R + P], w_uk [H, Dqk - P, R] and w_uv [H, Dv, R] for "
+            f"q [rows, H, Dqk], got q {list(q.shape)}, latents {list(latents.shape)}, w_uk "
             f"{list(w_uk.shape)}, w_uv {list(w_uv.shape)}; split the weight of linear_kv_up_proj "
             "by heads, and there into keys and values."
         )
     kernel = _kernel_for(block, q, w_uv.shape[1], rows)
+    blocks = Gathered(rows.cp, rows.rank)
     return _LatentAttention.apply(
-        q.contiguous(), latent, latent_grad, w_uk, w_uv, rows, blocks, kernel, softmax_scale
+        q.contiguous(), latents, latent_grad, w_uk, w_uv, rows, blocks, kernel, softmax_scale
     )
+
+
+class _OneBlockAttention(torch.autograd.Function):
+    """A ring of one: nothing is copied for sending, and nothing is combined."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sequences, kernel, scale):
+        out, lse = kernel.forward(q, k, v, True, scale, sequences)
+        out, lse = out.to(q.dtype).contiguous(), lse.contiguous()
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.settings = (True, scale, sequences)
+        ctx.kernel = kernel
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, _):
+        q, k, v, out, lse = ctx.saved_tensors
+        gradients = ctx.kernel.backward(dout.contiguous(), q, k, v, out, lse, *ctx.settings)
+        return *(x.to(q.dtype) for x in gradients), None, None, None
 
 
 class _KeyValueAttention(torch.autograd.Function):
@@ -199,16 +187,10 @@ class _LatentAttention(torch.autograd.Function):
         return dq, to_latent, to_channel, dw_uk, dw_uv, None, None, None, None
 
 
-def _ring(group, rows: Rows) -> Ring:
-    return Ring(lambda: RingExchange(group, rows.cp, rows.rank), rows.cp, rows.rank)
-
-
 def _kernel_for(block, q: torch.Tensor, v_dim: int, rows: Rows) -> BlockAttention:
     if isinstance(block, BlockAttention):
         return block
-    shape = {"heads": q.shape[1], "qk_dim": q.shape[2], "v_dim": v_dim}
-    problem = device_problem(q.device, dtype=q.dtype, packed=rows.packed, **shape)
-    return choose(problem, block)
+    return choose(dense_problem(q, v_dim, rows.packed), block)
 
 
 def _check(q: torch.Tensor, rows: Rows, others: dict[str, torch.Tensor]) -> None:

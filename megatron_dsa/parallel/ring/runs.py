@@ -54,7 +54,9 @@ class PackedRuns(PackedRows):
         if self.cu_seqlens_padded is None:
             return own_part(covering([(end, end)], self.rows, self.max_seqlen))
         # How much padding follows a sequence is on the device.
-        return own_part(covering([(real, real), (end, real), (end, end)], self.rows, self.rows))
+        return own_part(
+            covering([(real, real), (end, real), (end, end)], self.rows, self.rows, self.max_seqlen)
+        )
 
     def _of_another(self, source: int) -> Iterator[Part]:
         """Yield a part per group of own runs that have the same keys before them."""

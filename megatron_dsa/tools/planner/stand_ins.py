@@ -240,25 +240,6 @@ def _rotate(candidate, x, cos, sin, _inverse, workspace_bytes):
     )
 
 
-def _dense_attention(candidate, problem):
-    workspace = 0
-    tensors = problem.q, problem.k, problem.v
-    if candidate.fused:
-        # As the adapter does: the kernels get copies, [b, s, h, d].
-        windows = [window.rows for window in problem.layout.windows]
-        tensors = tuple(torch.stack([x[rows] for rows in windows]).flatten(0, 1) for x in tensors)
-    else:
-        workspace = problem.workspace_bytes
-
-    def make(q, _k, v):
-        return q.new_empty(*q.shape[:2], v.shape[2]), _acc(q, *q.shape[:2])
-
-    def kept(results, *inputs):
-        return *inputs, *results
-
-    return _differentiable(tensors, make, kept, _dense_gradients, workspace)
-
-
 def _dense_gradients(q, k, v, *_rest):
     wide = _acc(q, *q.shape)  # kernels add dq up in fp32
     gradients = tuple(torch.empty_like(x) for x in (q, k, v))
@@ -266,7 +247,7 @@ def _dense_gradients(q, k, v, *_rest):
     return gradients
 
 
-def _ring(candidate, attention, workspace_bytes, *args, **options):
+def _dense_attention(candidate, attention, workspace_bytes, *args, **options):
     def forward(q, k, v, causal, scale, sequences):
         _temporary(q, 0 if candidate.fused else workspace_bytes)
         return q.new_empty(*q.shape[:2], v.shape[2]), _acc(q, *q.shape[:2])
@@ -310,7 +291,6 @@ _STAND_INS = {
     "sparse_attention_backward": _sparse_backward,
     "sparse_attention_probabilities": _probabilities,
     "dense_attention": _dense_attention,
-    "ring_attention": _ring,
     "sparse_indexer_loss": _sparse_loss,
     "dense_indexer_loss": _dense_loss,
     "indexer_backward": _indexer_backward,

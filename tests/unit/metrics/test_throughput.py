@@ -188,12 +188,12 @@ def test_what_ran_is_written_with_its_time(training, writers, monkeypatch):
     written = []
     for iteration, calls in ((7, 2), (10, 6)):
         monkeypatch.setattr(ARGS, "curr_iteration", iteration - 1)
-        writers.dispatched["dense_attention", "sdpa"] = calls
+        writers.dispatched["dense_attention", "flash2"] = calls
         with times.measure("dense_attention", cuda=False):
             time.sleep(0.03)
         counter.track()
         counted, (tag, seconds, at) = writers.board.scalars[-2:]
-        assert counted == ("dsa/calls/dense_attention/sdpa", calls, iteration)
+        assert counted == ("dsa/calls/dense_attention/flash2", calls, iteration)
         assert (tag, at) == ("dsa/time/dense_attention", iteration)
         written.append(seconds)
     assert written[0] >= 0.03 and 0.01 <= written[1] < written[0]  # of one step, then of three

@@ -18,8 +18,10 @@ from megatron_dsa.dsa_kernels import (
     sparse_indexer_loss,
 )
 from megatron_dsa.ops.compressor.api import compress
+from megatron_dsa.ops.dense_attention.blocks import torch_kernel
 from megatron_dsa.ops.rope.api import norm_rope, rotate
-from megatron_dsa.parallel.ring import ContiguousRows, gathered_latent_attention, ring_attention
+from megatron_dsa.parallel.ring import ContiguousRows, attention, gathered_latent_attention
+from megatron_dsa.parallel.ring.exchange import Ring
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout
 from tests.helpers import leaf, relative_error
@@ -60,6 +62,22 @@ def rows():
     return ContiguousRows(cp=1, rank=0, batch=1, length=TOKENS)
 
 
+class Echo:
+    """A ring whose neighbours send what they get."""
+
+    def start(self, send, receive):
+        receive.copy_(send)
+
+    def wait(self):
+        pass
+
+
+def over_two_ranks(q, k, v):
+    last = ContiguousRows(cp=2, rank=1, batch=1, length=TOKENS)
+    settings = (last, Ring(Echo, 2, 1), torch_kernel(10**6), 0.3)
+    return attention._KeyValueAttention.apply(q, k, v, *settings)[0]
+
+
 Q, KV = (TOKENS, HEADS, DIM), (TOKENS, DIM)
 #: Leaves, and a public operation of them.
 OPERATIONS = {
@@ -94,11 +112,11 @@ OPERATIONS = {
     ),
     "dense_attention": (
         lambda: [double(*Q, seed=1), double(*Q, seed=2), double(TOKENS, HEADS, 3, seed=3)],
-        lambda q, k, v: dense_attention(q, k, v, LAYOUT, softmax_scale=0.3),
+        lambda q, k, v: dense_attention(q, k, v, LAYOUT, softmax_scale=0.3)[0],
     ),
     "ring_attention": (
         lambda: [double(*Q, seed=1), double(*Q, seed=2), double(TOKENS, HEADS, 3, seed=3)],
-        lambda q, k, v: ring_attention(q, k, v, rows(), None, 0.3)[0],
+        over_two_ranks,
     ),
     "gathered_latent_attention": (
         lambda: [double(*Q, seed=1), double(TOKENS, 5, seed=2),

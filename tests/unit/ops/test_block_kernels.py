@@ -15,7 +15,8 @@ import torch
 from megatron_dsa.dispatch import device_problem
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.errors import ImplementationError
-from megatron_dsa.ops.dense_attention import block_torch, torch_cudnn
+from megatron_dsa.ops.dense_attention import torch as torch_block
+from megatron_dsa.ops.dense_attention import torch_cudnn
 from megatron_dsa.ops.dense_attention.blocks import BLOCK_KERNELS, choose
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
 from megatron_dsa.parallel.ring.contents import KeysAndValues, Latent
@@ -139,7 +140,7 @@ def _batched(x, cu, like):
 def kernel_forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, nothing=float("inf")):
     """``[b, s, H, D]`` or packed rows; lse heads first; ``nothing`` is the lse without keys."""
     sequences = _sequences(q, cu_q, cu_k, max_q, max_k)
-    out, lse = block_torch.forward(*(_flat(x, cu_q) for x in (q, k, v)), causal, scale, sequences)
+    out, lse = torch_block.forward(*(_flat(x, cu_q) for x in (q, k, v)), causal, scale, sequences)
     if cu_q is not None:
         assert cu_q[-1] == len(q) and cu_k[-1] == len(k)
         lse = lse.masked_fill(lse == float("-inf"), nothing).t()
@@ -153,7 +154,7 @@ def kernel_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, s
     sequences = _sequences(q, cu_q, cu_k, max_q, max_k)
     lse = lse.t() if cu_q is not None else lse.permute(2, 0, 1).flatten(0, 1)
     rows = [_flat(x, cu_q) for x in (dout, q, k, v, out)]
-    found = block_torch.backward(*rows, lse, causal, scale, sequences)
+    found = torch_block.backward(*rows, lse, causal, scale, sequences)
     return [_batched(x, cu_q, q) for x in found]
 
 

