@@ -63,7 +63,7 @@ PARTS = {
     "topk": ("indexer_scores", "indexer_topk"),
     "forward": ("sparse_attention_forward",),
     "teacher": ("sparse_attention_probabilities",),
-    "loss": ("sparse_indexer_loss", "indexer_backward"),
+    "loss": ("sparse_indexer_loss",),
     "backward": ("sparse_attention_backward",),
 }
 #: Measured once per group, as ceilings for everything else.

@@ -44,7 +44,7 @@ COLUMNS = (
 #: Operations of dispatch that a measurement runs.
 OPERATIONS = {
     "select": ("indexer_scores", "indexer_topk"),
-    "loss": ("sparse_indexer_loss", "indexer_backward"),
+    "loss": ("sparse_indexer_loss",),
     "dense": ("dense_indexer_loss",),
 }
 #: Selection through fp8 candidates, with our kernels.

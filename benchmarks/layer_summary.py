@@ -16,7 +16,7 @@ GROUPS = {
     "attention forward": ("sparse_attention_forward",),
     "attention backward": ("sparse_attention_backward",),
     "indexer loss and its backward": (
-        "sparse_attention_probabilities", "sparse_indexer_loss", "indexer_backward",
+        "sparse_attention_probabilities", "sparse_indexer_loss",
     ),
     "rope, norms, copies": (),
 }  # fmt: skip

@@ -37,7 +37,7 @@ _FORMER_NAMES = {
     "ring": "dense_attention",
     "sparse-loss": "sparse_indexer_loss",
     "dense-loss": "dense_indexer_loss",
-    "indexer-backward": "indexer_backward",
+    "indexer-backward": "sparse_indexer_loss",
 }
 #: Flags of earlier versions, and what they are called now.
 RENAMED = {f"--dsa-{old}-impl": f"{FLAG} {new}=NAME" for old, new in _FORMER_NAMES.items()}

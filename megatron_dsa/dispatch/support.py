@@ -73,7 +73,6 @@ class Support:
         without_relu: whether it takes index scores without the relu.
         deterministic: whether equal inputs give bitwise equal results.
         deterministic_mode: whether ``torch.use_deterministic_algorithms(True)`` makes it so.
-        gradients: whether it returns the gradients along with its value, when they are wanted.
         gives_teacher: whether a backward returns the head sum of the probabilities on request.
         fastest: inclusive range of heads for which it goes before the others, because the committed
             benchmark (``benchmarks/attention.csv``) shows it to be the fastest; of no meaning where
@@ -99,7 +98,6 @@ class Support:
     without_relu: bool = True
     deterministic: bool = True
     deterministic_mode: bool = False
-    gradients: bool = False
     gives_teacher: bool = False
     fastest: tuple[int, int] | None = None
     fastest_with_teacher: tuple[int, int] | None = None

@@ -37,7 +37,7 @@ from megatron_dsa.modules.layers import Fp32Parameters, new_parameter
 from megatron_dsa.modules.replay import TakesSelections
 from megatron_dsa.modules.rope import PositionRope
 from megatron_dsa.modules.warm_up import settle
-from megatron_dsa.ops.indexer_loss.api import needs_indexer_backward, needs_probabilities
+from megatron_dsa.ops.indexer_loss.api import needs_probabilities
 from megatron_dsa.ops.indexer_topk.api import selection_calls
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.parallel.balanced_topk import balanced_topk
@@ -136,8 +136,7 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, TakesSelections, Megatr
         index = problem(heads, dim, topk=topk, relu=config.dsa_indexer_scoring_relu)
         if self._selects():
             yield from selection_calls(index, self.options.policy)
-        trains = indexer_is_trained(config)
-        if not trains and not self.options.evaluate_indexer:
+        if not indexer_is_trained(config) and not self.options.evaluate_indexer:
             return
         if self.loss_is_sparse():
             backward = dataclasses.replace(attention, teacher=True)
@@ -145,8 +144,6 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, TakesSelections, Megatr
             if alone or needs_probabilities(backward, self.options.policy):
                 yield "sparse_attention_probabilities", attention
             yield "sparse_indexer_loss", index
-            if trains and needs_indexer_backward(index, self.options.policy):
-                yield "indexer_backward", index
         else:
             yield "dense_indexer_loss", problem(heads, dim, relu=config.dsa_indexer_scoring_relu)
 

@@ -41,7 +41,7 @@ from megatron_dsa.modules.indexer_training import TrainsIndexer
 from megatron_dsa.modules.replay import TakesSelections
 from megatron_dsa.modules.rope import RowRope
 from megatron_dsa.modules.warm_up import settle
-from megatron_dsa.ops.indexer_loss.api import needs_indexer_backward, needs_probabilities
+from megatron_dsa.ops.indexer_loss.api import needs_probabilities
 from megatron_dsa.ops.indexer_topk.api import selection_calls
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.groups import Ranks, gather_rows
@@ -150,8 +150,6 @@ class DSACoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
                 ):
                     yield "sparse_attention_probabilities", sparse
                 yield "sparse_indexer_loss", index(topk)
-                if trains and needs_indexer_backward(index(topk), self.options.policy):
-                    yield "indexer_backward", index(topk)
         else:
             qk_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
             yield "dense_attention", attention(qk_dim, config.v_head_dim)

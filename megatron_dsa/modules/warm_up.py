@@ -93,9 +93,8 @@ def warm_up(calls: tuple[tuple[str, Problem], ...], policy: Policy, softmax_scal
         if attention:
             _attend(fused, fused[attention[0]], policy, softmax_scale)
     selects = {"indexer_topk", "indexer_scores", "indexer_listed_scores"}
-    trains = {"sparse_indexer_loss", "indexer_backward"}
-    if fused.keys() & (selects | trains):
-        problem = next(x for name, x in calls if name in trains | {"indexer_topk"})
+    if fused.keys() & (selects | {"sparse_indexer_loss"}):
+        problem = next(x for name, x in calls if name in ("sparse_indexer_loss", "indexer_topk"))
         with uncounted():
             _index(fused, problem, policy)
 
@@ -139,7 +138,7 @@ def _index(fused: dict, problem: Problem, policy: Policy) -> None:
         indices, length = indexer_topk(inputs, layout, problem.topk, policy=exact)
         if policy.fp8_selection:  # which wide blocks alone would take
             indexer_topk(inputs, layout, problem.topk, policy=replace(policy, fp8_least_ratio=0))
-    if "sparse_indexer_loss" in fused or "indexer_backward" in fused:
+    if "sparse_indexer_loss" in fused:
         inputs.q.requires_grad_()
         teacher = torch.ones(indices.shape, device="cuda")
         with torch.enable_grad():

@@ -10,7 +10,7 @@ hold fused ones.
 from megatron_dsa.dispatch import Operation
 from megatron_dsa.ops.compressor.declaration import COMPRESSOR
 from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
-from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, INDEXER_BACKWARD, SPARSE_LOSS
+from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, SPARSE_LOSS
 from megatron_dsa.ops.indexer_topk.declaration import LISTED_SCORES, SCORES, TOPK
 from megatron_dsa.ops.key_lists.declaration import KEY_LISTS
 from megatron_dsa.ops.rope.declaration import NORM_ROPE, ROTATE
@@ -33,6 +33,5 @@ OPERATIONS: dict[str, Operation] = {
         DENSE_ATTENTION,
         SPARSE_LOSS,
         DENSE_LOSS,
-        INDEXER_BACKWARD,
     )
 }

@@ -57,7 +57,6 @@ def _model_shapes() -> dict[str, dict[str, dict]]:
         "indexer_scores": selects,
         "indexer_listed_scores": selects,
         "indexer_topk": selects,
-        "indexer_backward": selects,
         "sparse_attention_forward": latent,
         "sparse_attention_backward": latent | {"teacher": True},
         "sparse_attention_probabilities": latent,
@@ -76,7 +75,6 @@ def _model_shapes() -> dict[str, dict[str, dict]]:
         "indexer_scores": selects,
         "indexer_listed_scores": selects,
         "indexer_topk": selects,
-        "indexer_backward": selects,
         "sparse_attention_forward": hybrid,
         "sparse_attention_backward": hybrid | {"teacher": True},
         "sparse_attention_probabilities": hybrid,
@@ -103,23 +101,17 @@ def _operations(torch, shapes: dict[str, dict]) -> dict:
             "not_run_on_this_gpu": choice.untried,
             "rejected": dict(choice.rejected),
             "by_heads": _by_heads(name, problem),
-            "remark": _remark(name, problem),
+            "remark": _REMARKS.get(name, ""),
         }
     return operations
 
 
-def _remark(operation: str, problem) -> str:
-    """When an operation is not called, or only if asked for."""
-    from megatron_dsa.dispatch import Policy
-    from megatron_dsa.ops.indexer_loss.api import needs_indexer_backward
-
-    if operation == "indexer_backward" and not needs_indexer_backward(problem, Policy()):
-        return "not called, the loss forms the gradients itself"
-    return {
-        "indexer_listed_scores": "with --dsa-fp8-selection",
-        "sparse_attention_backward": "where it trains the indexer",
-        "sparse_attention_probabilities": "where the backward does not give them",
-    }.get(operation, "")
+#: When an operation is not called, or only if asked for.
+_REMARKS = {
+    "indexer_listed_scores": "with --dsa-fp8-selection",
+    "sparse_attention_backward": "where it trains the indexer",
+    "sparse_attention_probabilities": "where the backward does not give them",
+}
 
 
 def _by_heads(operation: str, problem) -> dict[str, str]:

@@ -242,7 +242,7 @@ def test_shares_are_grouped(tmp_path):
     rows = [
         made_up(rows=4096, way="ours", operation=f"step/{name}", median_ms=ms)
         for name, ms in (("indexer_topk", 3.0), ("sparse_indexer_loss", 1.0), ("other", 2.0),
-                         ("indexer_backward", 4.0), ("a new one", 0.5))
+                         ("sparse_attention_probabilities", 4.0), ("a new one", 0.5))
     ]  # fmt: skip
     rows.append(made_up(rows=4096, way="ours", median_ms=99.0))
     ((place, groups),) = layer_summary.grouped_shares(rows).items()

@@ -14,11 +14,11 @@ from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor
 from megatron_dsa.numerics.scaling import scaled
-from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, INDEXER_BACKWARD, SPARSE_LOSS
+from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, SPARSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import (
     DenseLossProblem,
-    IndexerGradients,
     LatentKeys,
+    SparseLoss,
     SparseLossProblem,
 )
 from megatron_dsa.ops.indexer_topk.inputs import (
@@ -68,21 +68,6 @@ class IndexerTraining:
         return replace(self, inputs=IndexerInputs(None, None, None, self.inputs.relu))
 
 
-def needs_indexer_backward(problem: Problem, policy: Policy) -> bool:
-    """Whether ``indexer_backward`` forms the gradients of the sparse loss; else it is not called.
-
-    A loss that forms them itself does so, but for two cases: the user names another implementation
-    for them, or torch's loss would take the place of a fused one.
-    """
-    loss = SPARSE_LOSS.choose(problem, policy).candidate
-    if not loss.support.gradients:
-        return True
-    named = policy.named_for("indexer_backward")
-    if named is not None:
-        return named != loss.name
-    return not loss.fused and INDEXER_BACKWARD.choose(problem, policy).candidate.fused
-
-
 def needs_probabilities(problem: Problem, policy: Policy) -> bool:
     """Whether the teacher is left to ``sparse_attention_probabilities``.
 
@@ -119,19 +104,11 @@ class SelectedKeysLoss:
 
     def value(self, inputs: IndexerInputs) -> torch.Tensor:
         """Return the KL sum, without gradients."""
-        problem, arguments = self._call(inputs)
-        return SPARSE_LOSS.run(problem, self.policy, arguments).value
+        return self._run(inputs, want_gradients=False).value
 
-    def with_gradients(self, inputs: IndexerInputs) -> tuple[torch.Tensor, IndexerGradients]:
+    def with_gradients(self, inputs: IndexerInputs) -> SparseLoss:
         """Return the KL sum and its gradients (fp32 where they accumulate)."""
-        problem, arguments = self._call(inputs)
-        separate = needs_indexer_backward(problem, self.policy)
-        arguments = replace(arguments, want_gradients=not separate)
-        loss = SPARSE_LOSS.run(problem, self.policy, arguments)
-        gradients = loss.gradients
-        if separate:
-            gradients = INDEXER_BACKWARD.run(problem, self.policy, arguments, loss.student)
-        return loss.value, gradients
+        return self._run(inputs, want_gradients=True)
 
     def differentiable(self, inputs: IndexerInputs) -> torch.Tensor:
         """Return the KL sum, differentiable in the indexer's tensors where they want gradients."""
@@ -140,21 +117,18 @@ class SelectedKeysLoss:
             return _SparseLoss.apply(*tensors, inputs.relu, self)
         return self.value(inputs)
 
-    def _call(self, inputs: IndexerInputs):
+    def _run(self, inputs: IndexerInputs, want_gradients: bool) -> SparseLoss:
         if inputs.q.dtype == torch.float16:
             # Gradients exist before the loss scale is applied; in fp16 they would underflow.
             inputs = IndexerInputs(
                 inputs.q.float(), inputs.k.float(), inputs.weights.float(), inputs.relu
             )
         problem = index_problem(inputs, self.layout, self.indices.shape[1])
-        return problem, SparseLossProblem(
-            inputs,
-            self.indices,
-            self.topk_length,
-            self.teacher,
-            self.policy.workspace_bytes,
-            want_gradients=False,
-        )
+        arguments = SparseLossProblem(
+            inputs, self.indices, self.topk_length, self.teacher, self.policy.workspace_bytes,
+            want_gradients,
+        )  # fmt: skip
+        return SPARSE_LOSS.run(problem, self.policy, arguments)
 
 
 class _SparseLoss(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Sparse indexer loss and indexer gradients through cuDNN's front end (Hopper, bf16).
+"""Sparse indexer loss with its gradients through cuDNN's front end (Hopper, bf16).
 
 Bridged here: list widths come in buckets (the tail of other widths is left uninitialised there);
 the gradient kernel takes 64 index heads at a time, overwrites the teacher, divides by the number of
@@ -18,7 +18,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def sparse(problem: SparseLossProblem) -> SparseLoss:
-    """Return the KL sum and the student; the gradients are left to ``indexer_backward``."""
+    """Return the KL sum, with the gradients if they are wanted."""
     from cudnn import DSA
 
     x, width = problem.inputs, problem.indices.shape[1]
@@ -38,7 +38,7 @@ def sparse(problem: SparseLossProblem) -> SparseLoss:
     for first in range(0, student.shape[0], step):
         rows = slice(first, first + step)
         value += _kl_rows(student[rows], problem.teacher[rows], valid[rows])
-    return SparseLoss(value, student, None)
+    return SparseLoss(value, _gradients(problem, student) if problem.want_gradients else None)
 
 
 def _kl_rows(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ def _kl_rows(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) 
     return (teacher * log_ratio).sum()
 
 
-def backward(problem: SparseLossProblem, student: torch.Tensor) -> IndexerGradients:
+def _gradients(problem: SparseLossProblem, student: torch.Tensor) -> IndexerGradients:
     """Return the gradients of the KL sum from the student and the normalised teacher."""
     from cudnn import DSA
 

@@ -12,13 +12,6 @@ from megatron_dsa.dispatch.support import ATOMIC_SUMS
 _HERE = __package__
 _BF16 = (torch.bfloat16,)
 _INDEXER = {"dims": ((128, 0),), "heads": (1, 64)}
-_CUDNN = {
-    "package": CUDNN,
-    "capabilities": (HOPPER,),
-    "dtypes": _BF16,
-    **_INDEXER,
-    "without_relu": False,
-}
 
 SPARSE_LOSS = Operation(
     "sparse_indexer_loss",
@@ -28,14 +21,13 @@ SPARSE_LOSS = Operation(
             "tilelang",
             f"{_HERE}.tilelang.launch:sparse",
             Support(
-                covers="value and gradients in one kernel, or value and student",
+                covers="value and gradients in one kernel",
                 package=TILELANG,
                 capabilities=(HOPPER,),
                 **_INDEXER,
                 dtypes=_BF16,
                 topk=(1, 2048),
                 without_relu=False,
-                gradients=True,
                 **ATOMIC_SUMS,
             ),
         ),
@@ -43,17 +35,21 @@ SPARSE_LOSS = Operation(
             "cudnn",
             f"{_HERE}.cudnn:sparse",
             Support(
-                covers="value and student",
-                **_CUDNN,
-                bridged="heads padded to 8, 16, 32 or 64, K in buckets",
+                covers="value and gradients",
+                package=CUDNN,
+                capabilities=(HOPPER,),
+                **_INDEXER,
+                dtypes=_BF16,
+                without_relu=False,
+                deterministic=False,
+                bridged="heads padded to 8, 16, 32 or 64, K in buckets; teacher copied; "
+                "underflowed students kept",
             ),
         ),
         Candidate(
             "torch",
             f"{_HERE}.torch:sparse",
-            Support(
-                covers="any shape; gradients along with the value", gradients=True, **ATOMIC_SUMS
-            ),
+            Support(covers="any shape; gradients along with the value", **ATOMIC_SUMS),
             fused=False,
         ),
     ),
@@ -84,29 +80,5 @@ DENSE_LOSS = Operation(
             ),
         ),
         Candidate("torch", f"{_HERE}.torch_dense:dense", Support(covers="any shape"), fused=False),
-    ),
-)
-
-INDEXER_BACKWARD = Operation(
-    "indexer_backward",
-    "indexer gradients from the sparse loss",
-    (
-        Candidate(
-            "cudnn",
-            f"{_HERE}.cudnn:backward",
-            Support(
-                covers="dq, dk, dweights of the sparse loss",
-                **_CUDNN,
-                deterministic=False,
-                bridged="heads padded to 64, K in buckets; teacher copied; underflowed students "
-                "kept",
-            ),
-        ),
-        Candidate(
-            "torch",
-            f"{_HERE}.torch:sparse_backward",
-            Support(covers="any shape", **ATOMIC_SUMS),
-            fused=False,
-        ),
     ),
 )

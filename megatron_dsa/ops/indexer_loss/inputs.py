@@ -2,8 +2,7 @@
 
 Both losses return the *sum* over query rows of ``KL(teacher || student)``; the mean, the
 coefficient and the scale of an auxiliary loss are applied by the caller. The gradient of a row on
-its scores is ``student - teacher``, so gradients need no second look at the loss: an implementation
-may form them along with the value, or leave them to ``indexer_backward``.
+its scores is ``student - teacher``, so an implementation forms the gradients along with the value.
 """
 
 from __future__ import annotations
@@ -29,13 +28,7 @@ class SparseLoss(NamedTuple):
     """What an implementation of ``sparse_indexer_loss`` returns."""
 
     value: torch.Tensor  # scalar, the KL sum
-    #: ``[Sq, K]`` fp32, softmax of the index scores over the selected keys; 0 at entries that
-    #: select nothing and in rows whose teacher has no mass. ``None`` if ``gradients`` are there.
-    student: torch.Tensor | None
-    #: The gradients if they were wanted, from an implementation that declares
-    #: :attr:`~megatron_dsa.dispatch.support.Support.gradients`; else ``indexer_backward`` forms
-    #: them.
-    gradients: IndexerGradients | None
+    gradients: IndexerGradients | None  # if they were wanted
 
 
 @dataclass(frozen=True)
@@ -47,12 +40,10 @@ class SparseLossProblem:
         indices: int32 ``[Sq, K]``, rows of ``inputs.k``; -1 (or out of range) selects nothing.
         topk_length: int32 ``[Sq]`` or ``None``.
         teacher: ``[Sq, K]``, attention probabilities summed over all heads (of all tensor-parallel
-            ranks), not yet normalised. Rows that sum to 0 contribute nothing. **Overwritten**: a
-            loss that returns the student leaves it normalised and 0 at invalid entries, as
-            ``indexer_backward`` takes it; one that returns gradients, and ``indexer_backward``,
-            leave anything.
+            ranks), not yet normalised. Rows that sum to 0 contribute nothing. **Overwritten** with
+            anything.
         workspace_bytes: budget for temporary memory.
-        want_gradients: whether implementations that can return gradients do so.
+        want_gradients: whether the gradients are wanted.
     """
 
     inputs: IndexerInputs

@@ -9,34 +9,23 @@ import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget, valid_entries
 from megatron_dsa.ops.indexer_loss.gradients import Gradients
-from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLoss, SparseLossProblem
+from megatron_dsa.ops.indexer_loss.inputs import SparseLoss, SparseLossProblem
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 
 
 def sparse(problem: SparseLossProblem) -> SparseLoss:
-    """Return the KL sum over the selected keys, with the gradients if they will be asked for."""
+    """Return the KL sum over the selected keys, with the gradients if they are wanted."""
     x = problem.inputs
     acc = accumulation_dtype(x.q.dtype)
     value = x.q.new_zeros((), dtype=acc)
     grads = Gradients(x) if problem.want_gradients else None
-    student = None if grads else x.q.new_empty(problem.indices.shape, dtype=acc)
     for chunk in _sparse_chunks(problem):
-        # A view: the normalised teacher is left in place of the given one.
-        part, chunk_student = _kl_rows(chunk.logits(), problem.teacher[chunk.rows], chunk.mask)
+        teacher = problem.teacher[chunk.rows]
+        part, student = _kl_rows(chunk.logits(), teacher, chunk.mask)
         value += part
-        if grads is None:
-            student[chunk.rows] = chunk_student
-        else:
-            chunk.backward(chunk_student.sub_(problem.teacher[chunk.rows]), grads)
-    return SparseLoss(value, student, None if grads is None else grads.result())
-
-
-def sparse_backward(problem: SparseLossProblem, student: torch.Tensor) -> IndexerGradients:
-    """Return the gradients of the KL sum from the student and the normalised teacher."""
-    grads = Gradients(problem.inputs)
-    for chunk in _sparse_chunks(problem):
-        chunk.backward(student[chunk.rows] - problem.teacher[chunk.rows], grads)
-    return grads.result()
+        if grads is not None:
+            chunk.backward(student.sub_(teacher), grads)
+    return SparseLoss(value, None if grads is None else grads.result())
 
 
 def _kl_rows(logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):

@@ -1,7 +1,7 @@
 """``python -m megatron_dsa doctor``: which implementations are right on this machine?
 
 Every forward of sparse attention that can run here is combined with every backward, every pair of
-index scores and top-k and every pair of indexer loss and gradients likewise, at the user's shape,
+index scores and top-k and every indexer loss with its gradients likewise, at the user's shape,
 and compared with float64. The inputs hold what kernels are known to fail on: empty rows, holes,
 ids out of range, stale ids, lists of different lengths, keys that are NaN and must not be touched.
 

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
-from megatron_dsa.ops.indexer_loss.api import needs_indexer_backward
 from megatron_dsa.ops.indexer_topk.api import candidates_for
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
 from megatron_dsa.ops.indexer_topk.inputs import index_problem
@@ -33,12 +31,11 @@ from megatron_dsa.tools.doctor.results import Part
 from megatron_dsa.tools.doctor.session import Session, named
 from megatron_dsa.tools.doctor.shapes import Shape
 
-SCORES, LISTED, TOPK, LOSS, BACKWARD = (
+SCORES, LISTED, TOPK, LOSS = (
     "indexer_scores",
     "indexer_listed_scores",
     "indexer_topk",
     "sparse_indexer_loss",
-    "indexer_backward",
 )
 
 #: Least share of the float64 selection that a selection from fp32 scores must hold.
@@ -172,10 +169,7 @@ def _select(session: Session, pairs, ordinary, equal, whole) -> Part:
 
 
 def check_loss(session: Session, shape: Shape) -> None:
-    """File a verdict on every pair of sparse loss and indexer backward.
-
-    Fused losses that form their gradients themselves are checked without such a partner, too.
-    """
+    """File a verdict on every sparse loss with its gradients."""
     device, label = session.device, shape.indexer_label()
     layout = layout_of_rows(layout_of(shape, device), sampled_rows(shape, device))
     lists = difficult_lists(shape, layout)
@@ -184,10 +178,7 @@ def check_loss(session: Session, shape: Shape) -> None:
     teacher = _teacher(lists.indices)
     teacher[len(teacher) // 2] = 0  # a row without a teacher contributes nothing
     problem = index_problem(inputs, layout, shape.topk)
-    picked = _picked_for_loss(session, problem, label)
-    losses, backwards = (session.available(op, problem, label) for op in (LOSS, BACKWARD))
-    combinations = [(loss, backward) for loss in losses for backward in backwards]
-    combinations += [(x,) for x in losses if x[1].fused and x[1].support.gradients]
+    picked = session.choice(LOSS, problem, label)
     expected = expected_loss(inputs, lists, teacher)
 
     def judge(part: Part, loss, dq, dk, dweights):
@@ -198,26 +189,16 @@ def check_loss(session: Session, shape: Shape) -> None:
         part.require((dk[lists.unselected] == 0).all(), "dk of an unselected key is not 0")
         part.require((dq[lists.empty] == 0).all(), "dq of an empty row is not 0")
 
-    for pairs in combinations:
-        part = session.part(*pairs)
+    for pair in session.available(LOSS, problem, label):
+        part = session.part(pair)
 
-        def call(pairs=pairs):
-            return _loss_and_gradients(inputs, lists, teacher, layout, pairs)
+        def call(pair=pair):
+            return _loss_and_gradients(inputs, lists, teacher, layout, pair)
 
         done = session.examine(part, call, lambda *result, p=part: judge(p, *result))
         if done is not None and session.timed and session.lost is None:
-            _time_loss(session, shape, part, pairs)
-        names = tuple(candidate.name for _, candidate in pairs)
-        chosen = picked in (names, 2 * names)
-        session.file("indexer loss", label, shape, (part,), chosen)
-
-
-def _picked_for_loss(session: Session, problem: Problem, label: str) -> tuple:
-    """File what dispatch picks; return who gives the loss and who the gradients."""
-    loss = session.choice(LOSS, problem, label)
-    if loss is not None and not needs_indexer_backward(problem, Policy()):
-        return loss, loss
-    return loss, session.choice(BACKWARD, problem, label)
+            _time_loss(session, shape, part, pair)
+        session.file("indexer loss", label, shape, (part,), pair[1].name == picked)
 
 
 def _teacher(indices: torch.Tensor, seed: int = 7) -> torch.Tensor:
@@ -226,7 +207,7 @@ def _teacher(indices: torch.Tensor, seed: int = 7) -> torch.Tensor:
     return torch.randn(indices.shape, generator=generator, device=indices.device).exp_()
 
 
-def _loss_and_gradients(inputs, lists, teacher, layout, pairs):
+def _loss_and_gradients(inputs, lists, teacher, layout, pair):
     """Return the loss and the gradients of q, k and weights."""
     leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.weights)]
     loss = sparse_indexer_loss(
@@ -235,12 +216,12 @@ def _loss_and_gradients(inputs, lists, teacher, layout, pairs):
         teacher,
         layout,
         topk_length=lists.length,
-        policy=named(*pairs),
+        policy=named(pair),
     )
     return loss.detach(), *torch.autograd.grad(loss, leaves)
 
 
-def _time_loss(session: Session, shape: Shape, part: Part, pairs) -> None:
+def _time_loss(session: Session, shape: Shape, part: Part, pair) -> None:
     """Note the time of loss and gradients with as many query rows as a training step has."""
     device = session.device
     whole = layout_of(shape, device)
@@ -252,7 +233,7 @@ def _time_loss(session: Session, shape: Shape, part: Part, pairs) -> None:
     teacher = _teacher(lists.indices)
 
     def call():
-        return _loss_and_gradients(inputs, lists, teacher, layout, pairs)
+        return _loss_and_gradients(inputs, lists, teacher, layout, pair)
 
     def judge(*result):
         for name, x in zip(("loss", "dq", "dk", "dweights"), result, strict=True):

@@ -9,7 +9,7 @@ _SWITCH = ("off", "on", "both")
 DESCRIPTION = """\
 Compare every implementation that can run here with float64, at your shape (by default
 DeepSeek-V3.2's), and time it. All forwards of sparse attention are combined with all backwards, all
-index scores with all top-k, all indexer losses with all indexer gradients.
+index scores with all top-k; indexer losses are checked with their gradients.
 """
 
 EPILOG = """\

@@ -94,7 +94,6 @@ def _column(operation: str) -> str:
         "indexer_listed_scores": "again",
         "indexer_topk": "top-k",
         "sparse_indexer_loss": "loss of",
-        "indexer_backward": "gradients of",
     }[operation]
 
 

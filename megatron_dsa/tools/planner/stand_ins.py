@@ -125,18 +125,11 @@ def _index_gradients(x, candidate, problem) -> IndexerGradients:
 
 def _sparse_loss(candidate, problem):
     x, value = problem.inputs, _acc(problem.inputs.q)
-    if problem.want_gradients and candidate.support.gradients:
-        return SparseLoss(value, None, _index_gradients(x, candidate, problem))
+    if problem.want_gradients:
+        return SparseLoss(value, _index_gradients(x, candidate, problem))
     if not candidate.fused:
         _temporary(x.q, problem.workspace_bytes)
-    return SparseLoss(value, torch.empty_like(problem.teacher), None)
-
-
-def _indexer_backward(candidate, problem, _student):
-    if candidate.fused:
-        teacher = problem.teacher.clone()  # it is copied
-        del teacher
-    return _index_gradients(problem.inputs, candidate, problem)
+    return SparseLoss(value, None)
 
 
 def _scores(_candidate, inputs, block, keys, _seen):
@@ -293,7 +286,6 @@ _STAND_INS = {
     "dense_attention": _dense_attention,
     "sparse_indexer_loss": _sparse_loss,
     "dense_indexer_loss": _dense_loss,
-    "indexer_backward": _indexer_backward,
 }
 
 

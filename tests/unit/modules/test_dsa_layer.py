@@ -262,25 +262,6 @@ def test_a_backward_that_gives_the_teacher_needs_no_probabilities(add, gives, ev
     assert ran.get("sparse_attention_probabilities") == (None if gives else {"torch": 1})
 
 
-@pytest.mark.parametrize("gradients", [True, False])
-def test_a_loss_with_gradients_needs_no_indexer_backward(add, gradients):
-    """16: start-up probes what a step calls, and a strict run does not miss what it does not."""
-    from megatron_dsa.dispatch import report, reset_report
-
-    add("sparse_indexer_loss", lambda original: original, gradients=gradients)
-    module = attention_module(small_config())
-    operations = [name for name, _ in module.core_attention.problems()]
-    assert "sparse_indexer_loss" in operations
-    assert ("indexer_backward" in operations) == (not gradients)
-    reset_report()
-    out, _ = module(hidden_states(module.config), None)
-    out.square().sum().backward()
-    ran = report()
-    assert ran["sparse_indexer_loss"] == {"made_up": 1}
-    assert ran.get("indexer_backward") == (None if gradients else {"torch": 1})
-    assert module.core_attention.indexer.linear_wq_b.weight.grad.norm() > 0
-
-
 def test_latent_norms_have_an_epsilon_of_their_own():
     from megatron_dsa.config import DSAOptions
 

@@ -152,36 +152,17 @@ def test_value_without_gradients(device):
     assert not value.requires_grad and torch.equal(value, loss.detach())
 
 
-@pytest.mark.parametrize(
-    ("loss", "backward", "named", "called"),
-    [
-        # (fused, forms gradients) of the loss; fused backward; named backward.
-        ((False, True), False, None, None),
-        ((False, True), True, None, "made_up"),
-        ((False, True), True, "torch", None),
-        ((True, True), False, None, None),
-        ((True, True), True, None, None),
-        ((True, True), True, "made_up", None),
-        ((True, True), True, "torch", "torch"),
-        ((True, False), True, None, "made_up"),
-        ((True, False), False, None, "torch"),
-    ],
-)
-def test_who_forms_the_gradients(add, loss, backward, named, called):
-    """A fused loss that can does it at once, torch's only where no kernel does; names decide."""
-    fused, forms = loss
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_loss_forms_its_gradients(add, fused):
+    """One call of one operation, without another for the gradients."""
     if fused:
-        add("sparse_indexer_loss", lambda original: original, gradients=forms)
-    if backward:
-        add("indexer_backward", lambda original: original)
+        add("sparse_indexer_loss", lambda original: original)
     inputs, layout = make_inputs("cpu"), bshd_layout(48, 1, torch.device("cpu"))
     indices, length = indexer_topk(inputs, layout, 5)
     teacher = torch.rand(48, 5, dtype=torch.float64)
-    policy = Policy(named=(("indexer_backward", named),) if named else ())
     reset_report()
-    value = sparse_indexer_loss(inputs, indices, teacher, layout, topk_length=length, policy=policy)
-    ran = {"sparse_indexer_loss": {"made_up" if fused else "torch": 1}}
-    assert report() == ran | ({"indexer_backward": {called: 1}} if called else {})
+    value = sparse_indexer_loss(inputs, indices, teacher, layout, topk_length=length)
+    assert report() == {"sparse_indexer_loss": {"made_up" if fused else "torch": 1}}
     copies, scores = reference_scores(inputs)
     gathered = scores.gather(1, indices.clamp_min(0).long())
     check(inputs, copies, value, reference.kl_sum(gathered, teacher, indices >= 0), 1e-11)

@@ -187,7 +187,7 @@ def raises(original):
 
 @pytest.mark.parametrize(
     "operation",
-    [FORWARD, BACKWARD, TEACHER, "indexer_topk", "sparse_indexer_loss", "indexer_backward"],
+    [FORWARD, BACKWARD, TEACHER, "indexer_topk", "sparse_indexer_loss"],
 )
 def test_a_crash_is_a_verdict_and_the_rest_goes_on(capsys, add, operation):
     add(operation, raises)

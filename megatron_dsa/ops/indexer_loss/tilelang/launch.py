@@ -12,7 +12,7 @@ from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 
 
 def sparse(problem: SparseLossProblem) -> SparseLoss:
-    """Return the KL sum with its gradients if they are wanted, else with the student.
+    """Return the KL sum, with its gradients if they are wanted.
 
     In torch's deterministic mode equal inputs give bitwise equal gradients.
 
@@ -32,18 +32,15 @@ def sparse(problem: SparseLossProblem) -> SparseLoss:
         )
     fixed = wanted and deterministic_mode()
     value = torch.zeros(queries, dtype=torch.float32, device=q.device)
-    teacher = problem.teacher.contiguous()
     unused = value.new_zeros(1, 1)
     if wanted:
         dq = torch.empty_like(q)
         dweights = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
         dk = torch.zeros_like(k, dtype=torch.int64 if fixed else torch.float32)
         units = units_per_one(x) if fixed else unused.view(1)
-        student = unused
     else:
         dq, dk = q.new_empty(1, DIM), value.new_empty(1, DIM)
         dweights, units = unused, unused.view(1)
-        student = torch.empty_like(teacher)
     if queries and width:
         compiled(heads, wanted, fixed)(
             q.view(-1, DIM),
@@ -51,23 +48,20 @@ def sparse(problem: SparseLossProblem) -> SparseLoss:
             x.weights.float().contiguous().view(-1),
             problem.indices.contiguous(),
             lengths(problem.indices, problem.topk_length),
-            teacher,
+            problem.teacher.contiguous(),
             value,
             dq.view(-1, DIM),
             dweights.view(-1),
             dk,
             units,
-            student,
         )
     elif wanted:
         dq.zero_()
         dweights.zero_()
     if not wanted:
-        if teacher is not problem.teacher:
-            problem.teacher.copy_(teacher)
-        return SparseLoss(value.sum(), student, None)
+        return SparseLoss(value.sum(), None)
     dk = dk.float().div_(units) if fixed else in_column_order_transposed(dk, DIM)
-    return SparseLoss(value.sum(), None, IndexerGradients(dq, dk, dweights))
+    return SparseLoss(value.sum(), IndexerGradients(dq, dk, dweights))
 
 
 def units_per_one(inputs: IndexerInputs) -> torch.Tensor:

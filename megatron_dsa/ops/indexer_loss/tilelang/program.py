@@ -48,8 +48,7 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
         like Q; dW like Weights; dK ``[Skv, 128]`` fp32 (in the order of
         :func:`.fragments.in_column_order_transposed`) or int64 if ``fixed_point`` (in column
         order), zeroed by the caller; Units ``[1]`` fp32: how many of dK's integers are one (not
-        read without them); Student ``[Sq, W]`` fp32, written instead of the gradients without
-        ``gradients``, when the teacher is left normalised, too, and dQ, dW and dK are not touched.
+        read without them). Without ``gradients`` dQ, dW and dK are not touched.
 
     Raises:
         ValueError: more heads than a tile has.
@@ -161,18 +160,16 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
         T.sync_threads(1, GROUP)
 
     @T.macro
-    def differences(Ids, Teacher, Value, Student, at, here, thread):
+    def differences(Ids, Teacher, Value, at, here, thread):
         """Softmax, KL and what they differ by."""
         value = T.alloc_local([1], fp32)
         value[0] = T.call_extern(
             fp32,
-            f"dsa_differences<{MOST // GROUP}, {str(not gradients).lower()}>",
+            f"dsa_differences<{MOST // GROUP}, {str(gradients).lower()}>",
             here.scores,
             T.address_of(Ids[at.list, 0]),
             T.address_of(Teacher[at.list, 0]),
-            T.address_of(Student[0 if gradients else at.list, 0]),
             at.n,
-            width,
             keys,
             here.scratch,
             thread,
@@ -233,7 +230,6 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
         dW: T.Tensor([rows] if gradients else [1], fp32),
         dK: T.Tensor([keys, DIM] if gradients else [1, DIM], "int64" if fixed_point else fp32),
         Units: T.Tensor([1], fp32),
-        Student: T.Tensor([1, 1] if gradients else [lists, width], fp32),
     ):
         """One thread block per query; arguments as :func:`build` describes."""
         with T.Kernel(lists, threads=2 * GROUP) as block:
@@ -276,7 +272,7 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
                 T.set_max_nreg(REGISTERS[0], 1)
                 start(Q, Weights, m, at, thread)
                 scores(m, done, at, here, thread)
-                differences(Ids, Teacher, Value, Student, at, here, thread)
+                differences(Ids, Teacher, Value, at, here, thread)
                 if gradients:
                     T.call_extern("handle", "dsa_weigh_queries", here.q, here.weights, thread)
                     T.fence_proxy_async()

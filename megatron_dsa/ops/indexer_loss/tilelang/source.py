@@ -82,12 +82,11 @@ __device__ __forceinline__ float dsa_store_pair(int here, float value) {
 // a pair of equal bf16 per entry, 0 where an entry is no key. Rows whose teacher has no mass have
 // neither loss nor differences. The differences of a row sum to 0, so what all keys have in common
 // has no gradient; a thread's smallest entry takes what its others lost in rounding, or that part
-// would dominate the errors of dq and dw. `n` entries, `keys` exist; STUDENT: writes student and
-// normalised teacher instead, `width` entries. Returns this row's KL to all threads.
-template <int ENTRIES, bool STUDENT>
-__device__ __forceinline__ float dsa_differences(int scores, const int* ids, float* teacher,
-                                                 float* student, int n, int width, int keys,
-                                                 int scratch, int thread) {
+// would dominate the errors of dq and dw. `n` entries, `keys` exist; without GRADIENTS the
+// differences are not written. Returns this row's KL to all threads.
+template <int ENTRIES, bool GRADIENTS>
+__device__ __forceinline__ float dsa_differences(int scores, const int* ids, const float* teacher,
+                                                 int n, int keys, int scratch, int thread) {
   const float log2_e = 1.44269504f;
   float x[ENTRIES], t[ENTRIES];
 #pragma unroll
@@ -123,17 +122,14 @@ __device__ __forceinline__ float dsa_differences(int scores, const int* ids, flo
     const float s = exp2f(x[i] * log2_e) * part;
     t[i] *= share;
     if (t[i] > 0.f) value += t[i] * dsa_log_ratio(t[i], s, x[i] - log_sum);
-    if (STUDENT) {
-      if (entry < width) { student[entry] = s; teacher[entry] = t[i]; }
-      continue;
-    }
+    if (!GRADIENTS) continue;
     const float rounded = dsa_store_pair(scores + entry * 4, s - t[i]);
     if (x[i] > -INFINITY) {
       lost += s - t[i] - rounded;
       if (fabsf(rounded) < least) { least = fabsf(rounded); held = rounded; place = entry; }
     }
   }
-  if (!STUDENT && least < INFINITY) dsa_store_pair(scores + place * 4, held + lost);
+  if (GRADIENTS && least < INFINITY) dsa_store_pair(scores + place * 4, held + lost);
   return dsa_over_group<false>(value, scratch + 48, thread);
 }
 
