@@ -217,6 +217,11 @@ def indexer_is_trained(config: Any) -> bool:
     return uses_indexer(config) and bool(config.dsa_indexer_loss_coeff)
 
 
+def loss_is_sparse(config: Any) -> bool:
+    """Whether an indexer's loss is taken over the selected keys only."""
+    return options_of(config).stage == "sparse" and config.dsa_indexer_use_sparse_loss
+
+
 def by_rows(config: Any) -> bool:
     """Whether tensor-parallel ranks attend for rows of their own with all heads.
 

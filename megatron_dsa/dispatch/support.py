@@ -73,7 +73,7 @@ class Support:
         without_relu: whether it takes index scores without the relu.
         deterministic: whether equal inputs give bitwise equal results.
         deterministic_mode: whether ``torch.use_deterministic_algorithms(True)`` makes it so.
-        gives_teacher: whether a backward returns the head sum of the probabilities on request.
+        gives_teacher: whether attention returns the head sum of the probabilities on request.
         fastest: inclusive range of heads for which it goes before the others, because the committed
             benchmark (``benchmarks/attention.csv``) shows it to be the fastest; of no meaning where
             it was not run.

@@ -20,21 +20,18 @@ In a frozen ``warmup`` no gradient of the main model is needed, so none is count
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from megatron_dsa.config import (
-    computes_topk,
     indexer_is_trained,
     is_hybrid,
     is_moe_layer,
-    options_of,
-    shares_indices,
     trains_main,
     uses_indexer,
 )
 from megatron_dsa.config_rules import CSA_RATIO
+from megatron_dsa.required_ops import Keys, RequiredOp, required_ops, selects_keys
 
 
 class Work(NamedTuple):
@@ -88,12 +85,14 @@ def model_work(config: Any, vocabulary: int) -> list[Work]:
 
 def layer_work(config: Any, number: int, is_mtp: bool = False) -> list[Work]:
     """Return what transformer layer ``number`` (from 1) of the decoder, or MTP layer, does."""
-    attention = _hybrid_work if is_hybrid(config) else _dsa_work
+    weights = (_csa_weights if is_hybrid(config) else _dsa_weights)(config, number, is_mtp)
     index = config.num_layers - 1 if is_mtp else number - 1
-    return attention(config, number, is_mtp) + _mlp_work(config, is_moe_layer(config, index))
+    pairs = _pair_work(config, number, is_mtp)
+    return [*weights, *pairs, *_mlp_work(config, is_moe_layer(config, index))]
 
 
-def _dsa_work(config, number: int, is_mtp: bool) -> list[Work]:
+def _dsa_weights(config, number: int, is_mtp: bool) -> list[Work]:
+    """Return the products with weights of V3.2's attention."""
     main, heads, hidden = _main_gradients(config), config.num_attention_heads, config.hidden_size
     latent, rope = config.kv_lora_rank, config.qk_pos_emb_head_dim
     query = heads * (config.qk_head_dim + rope)
@@ -108,61 +107,63 @@ def _dsa_work(config, number: int, is_mtp: bool) -> list[Work]:
         _linear("projections", queries + down_and_output, main),
         _linear("W_uk, W_uv", up, main),
     ]
-    visible = attended = Keys()
-    qk_dim, v_dim = config.qk_head_dim + rope, config.v_head_dim
-    if options_of(config).stage == "sparse":
-        attended = Keys(limit=config.dsa_indexer_topk)
-        qk_dim, v_dim = latent + rope, latent
-    selects = is_mtp or not shares_indices(config) or computes_topk(config, number)
-    indexer = uses_indexer(config) and selects
-    if indexer:
-        work += _indexer_work(config, visible, attended, hidden * config.dsa_indexer_head_dim)
-    scored = visible if indexer and _loss_is_dense(config) else attended
-    return work + _pair_work("attention", heads, qk_dim, v_dim, attended, scored, main)
+    if uses_indexer(config) and selects_keys(config, number, is_mtp):
+        work.append(_indexer_weights(config, hidden * config.dsa_indexer_head_dim))
+    return work
 
 
-def _hybrid_work(config, number: int, is_mtp: bool) -> list[Work]:
+def _csa_weights(config, number: int, is_mtp: bool) -> list[Work]:
+    """Return the products with weights of V4's attention."""
     main, heads, hidden = _main_gradients(config), config.num_attention_heads, config.hidden_size
     dim, ratio = config.head_dim, config.ratio(number, is_mtp)
     queries = config.q_lora_rank * (hidden + heads * dim)
     output = heads * dim * config.o_lora_rank + config.o_groups * config.o_lora_rank * hidden
     work = [_linear("projections", queries + hidden * dim + output, main)]
-    window = Keys(limit=config.csa_window_size)
-    work += _pair_work("window attention", heads, dim, dim, window, window, main)
     if not ratio:
         return work
     # Values and scores, with two halves of channels where groups overlap.
     compressor = 2 * hidden * (2 if ratio == CSA_RATIO else 1)
     work.append(_linear("compressor", compressor * dim, main))
-    visible = attended = scored = Keys(ratio)
     if ratio == CSA_RATIO and uses_indexer(config):
-        if options_of(config).stage == "sparse":
-            attended = Keys(ratio, config.dsa_indexer_topk)
-        scored = visible if _loss_is_dense(config) else attended
-        work += _indexer_work(config, visible, attended, compressor * config.dsa_indexer_head_dim)
-    return work + _pair_work("attention", heads, dim, dim, attended, scored, main)
+        work.append(_indexer_weights(config, compressor * config.dsa_indexer_head_dim))
+    return work
 
 
-def _indexer_work(config, visible: Keys, selected: Keys, keys: int) -> list[Work]:
-    """What an indexer does; ``keys``: products per token that its keys take."""
+def _indexer_weights(config, keys: int) -> Work:
+    """``keys``: products per token that the indexer's keys take."""
     index = config.dsa_indexer_n_heads * config.dsa_indexer_head_dim
-    trained = int(indexer_is_trained(config))
     queries = (config.q_lora_rank or config.hidden_size) * index
     weights = config.hidden_size * config.dsa_indexer_n_heads
-    learns_from = visible if _loss_is_dense(config) else selected
-    return [
-        _linear("indexer's projections", queries + keys + weights, trained),
-        Work("index scores", visible, index),
-        Work("indexer loss", learns_from, 0, 2 * index * trained),
-    ]
+    return _linear(
+        "indexer's projections", queries + keys + weights, int(indexer_is_trained(config))
+    )
 
 
-def _pair_work(part, heads, qk_dim, v_dim, attended: Keys, scored: Keys, main: int) -> list[Work]:
-    """Products of attention: scores of ``scored`` keys, all others of ``attended`` keys."""
-    return [
-        Work(part, scored, heads * qk_dim),
-        Work(part, attended, heads * v_dim, main * heads * (qk_dim + v_dim)),
-    ]
+def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
+    """Yield the products of queries and keys: of the first call of each operation in training."""
+    ops: dict[str, RequiredOp] = {}
+    for op in required_ops(config, number, is_mtp):
+        if op.in_training:
+            ops.setdefault(op.operation, op)
+    main, heads = _main_gradients(config), config.num_attention_heads  # of all ranks
+    dense_loss = ops.get("dense_indexer_loss")
+    for name in ("dense_attention", "sparse_attention_forward"):
+        if name not in ops:
+            continue
+        call, kinds = ops[name].call, ops[name].keys
+        parts = ("window attention", "attention") if is_hybrid(config) else ("attention",)
+        for part, attended in zip(parts, kinds, strict=False):
+            scored = attended
+            if dense_loss is not None and part == "attention":
+                scored = dense_loss.keys[0]
+            yield Work(part, scored, heads * call.qk_dim)
+            products = heads * (call.qk_dim + call.v_dim)
+            yield Work(part, attended, heads * call.v_dim, main * products)
+    losses = [ops[name] for name in ("sparse_indexer_loss", "dense_indexer_loss") if name in ops]
+    for op in [ops[name] for name in ("indexer_scores",) if name in ops] or losses:
+        yield Work("index scores", op.keys[0], op.call.heads * op.call.qk_dim)
+    for op in losses:
+        yield Work("indexer loss", op.keys[0], 0, 2 * op.call.heads * op.call.qk_dim)
 
 
 def _mlp_work(config, moe: bool) -> list[Work]:
@@ -189,13 +190,6 @@ def _main_gradients(config) -> int:
     return 2 if trains_main(config) else 0
 
 
-def _loss_is_dense(config) -> bool:
-    """Whether an indexer learns from all visible keys."""
-    if not indexer_is_trained(config):
-        return False
-    return options_of(config).stage != "sparse" or not config.dsa_indexer_use_sparse_loss
-
-
 def _merged(work: Iterable[Work]) -> list[Work]:
     sums: dict[tuple[str, Keys], list[int]] = {}
     for part, keys, forward, backward in work:
@@ -203,34 +197,6 @@ def _merged(work: Iterable[Work]) -> list[Work]:
         total[0] += forward
         total[1] += backward
     return [Work(*kind, *total) for kind, total in sums.items()]
-
-
-@dataclass(frozen=True, order=True)
-class Keys:
-    """Which keys a query has: the query at position ``t`` (from 0) ``(t + 1) // ratio`` of them.
-
-    Attributes:
-        ratio: positions per key; 1 if they are not compressed.
-        limit: no query has more; 0 for no limit.
-    """
-
-    ratio: int = 1
-    limit: int = 0
-
-    def pairs(self, length):
-        """Return how many pairs of a query and a key sequences have.
-
-        Args:
-            length: of a sequence, an ``int`` or an integer tensor of any shape.
-        """
-        free = length  # queries whose number of keys the limit does not touch
-        if self.limit:
-            most = self.ratio * self.limit - 1
-            free = (length + most - abs(length - most)) // 2  # the smaller, also of tensors
-        last = free // self.ratio
-        # Every number of keys below the last is that of `ratio` queries.
-        pairs = self.ratio * (last * (last - 1) // 2) + last * (free - self.ratio * last + 1)
-        return pairs + (length - free) * self.limit
 
 
 #: What happens once per token.

@@ -16,8 +16,9 @@ import torch
 
 from megatron_dsa.config import trains_main
 from megatron_dsa.dispatch.counts import TIMES
-from megatron_dsa.metrics.flops import TOKEN, Keys, Work, flops, flops_by_part, model_work
+from megatron_dsa.metrics.flops import TOKEN, Work, flops, flops_by_part, model_work
 from megatron_dsa.metrics.tags import MFU, write, write_operations
+from megatron_dsa.required_ops import Keys
 
 #: Dense products in bf16, TFLOP/s, by torch's name of the GPU; source: NVIDIA's data sheets of H100
 #: (SXM), H200 (SXM), HGX B200 and GB200 NVL72, which print twice as much, with structured sparsity.

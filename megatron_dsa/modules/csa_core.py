@@ -7,7 +7,6 @@ window, and the stage says whether a CSA layer (ratio 4) selects among them or a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +19,8 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 
-from megatron_dsa.config import indexer_is_trained, query_heads, uses_indexer, validate
+from megatron_dsa.config import indexer_is_trained, uses_indexer, validate
 from megatron_dsa.config_rules import CSA_RATIO
-from megatron_dsa.dispatch import device_problem
-from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     dense_indexer_loss,
@@ -37,12 +34,11 @@ from megatron_dsa.modules.layers import Fp32Parameters, new_parameter
 from megatron_dsa.modules.replay import TakesSelections
 from megatron_dsa.modules.rope import PositionRope
 from megatron_dsa.modules.warm_up import settle
-from megatron_dsa.ops.indexer_loss.api import needs_probabilities
-from megatron_dsa.ops.indexer_topk.api import selection_calls
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.csa_keys import join_keys
 from megatron_dsa.parallel.groups import Ranks
+from megatron_dsa.required_ops import RequiredOp, required_ops
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.halo import halo_of
 from megatron_dsa.sequence.layout import Layout
@@ -82,6 +78,7 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, TakesSelections, Megatr
             raise ConfigError(
                 f"attn_mask_type must be causal, got {attn_mask_type}: a query sees the past only"
             )
+        self.layer_number, self.is_mtp = layer_number, is_mtp
         self.ratio = config.ratio(layer_number, is_mtp)
         self.softmax_scale = softmax_scale
         numbers = range(1, config.num_layers + 1)
@@ -102,50 +99,14 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, TakesSelections, Megatr
             if not indexer_is_trained(config):
                 # A parameter without a gradient would stall the overlapped gradient reduction.
                 self.indexer.requires_grad_(False)
-        settle(self.problems(), self.options.policy, softmax_scale)
+        settle(self.required_ops(), self.options.policy, softmax_scale)
 
     def _selects(self) -> bool:
         return self.indexer is not None and self.options.stage == "sparse"
 
-    def problems(self) -> Iterator[tuple[str, Problem]]:
-        """Yield what a step will call, to be refused at start-up rather than in the first step."""
-        config = self.config
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        topk = config.csa_window_size + (config.dsa_indexer_topk if self._selects() else 0)
-
-        def problem(heads: int, dim: int, v_dim: int = 0, **more) -> Problem:
-            return device_problem(
-                device, dtype=config.params_dtype, heads=heads, qk_dim=dim, v_dim=v_dim, **more
-            )
-
-        heads = query_heads(config)
-        attention = problem(heads, config.head_dim, config.head_dim, topk=topk, sink=True)
-        yield "norm_rope", problem(heads, config.head_dim)
-        yield "rotate", problem(heads, config.head_dim)
-        yield "key_lists", device_problem(device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0)
-        yield "sparse_attention_forward", attention
-        teaches = self._selects() and indexer_is_trained(config) and self.loss_is_sparse()
-        teaches = teaches and not self._selected_only()
-        yield "sparse_attention_backward", dataclasses.replace(attention, teacher=teaches)
-        if self.compressor is not None:
-            yield "compressor", problem(1, config.head_dim)
-        if self.indexer is None:
-            return
-        topk = config.dsa_indexer_topk
-        heads, dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
-        index = problem(heads, dim, topk=topk, relu=config.dsa_indexer_scoring_relu)
-        if self._selects():
-            yield from selection_calls(index, self.options.policy)
-        if not indexer_is_trained(config) and not self.options.evaluate_indexer:
-            return
-        if self.loss_is_sparse():
-            backward = dataclasses.replace(attention, teacher=True)
-            alone = self.options.evaluate_indexer or self._selected_only()
-            if alone or needs_probabilities(backward, self.options.policy):
-                yield "sparse_attention_probabilities", attention
-            yield "sparse_indexer_loss", index
-        else:
-            yield "dense_indexer_loss", problem(heads, dim, relu=config.dsa_indexer_scoring_relu)
+    def required_ops(self) -> list[RequiredOp]:
+        """Return the operations that this layer calls."""
+        return required_ops(self.config, self.layer_number, self.is_mtp)
 
     def forward(
         self,

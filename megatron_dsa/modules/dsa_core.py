@@ -7,8 +7,7 @@ everything and trains the indexer on that; ``dense`` attends to everything and h
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,13 +18,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron_dsa.config import (
     computes_topk,
     indexer_is_trained,
-    query_heads,
     shares_indices,
     uses_indexer,
     validate,
 )
-from megatron_dsa.dispatch import device_problem
-from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     LatentKeys,
@@ -41,10 +37,9 @@ from megatron_dsa.modules.indexer_training import TrainsIndexer
 from megatron_dsa.modules.replay import TakesSelections
 from megatron_dsa.modules.rope import RowRope
 from megatron_dsa.modules.warm_up import settle
-from megatron_dsa.ops.indexer_loss.api import needs_probabilities
-from megatron_dsa.ops.indexer_topk.api import selection_calls
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.groups import Ranks, gather_rows
+from megatron_dsa.required_ops import RequiredOp, required_ops
 from megatron_dsa.sequence.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -97,6 +92,7 @@ class DSACoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
             raise ConfigError(
                 f"attn_mask_type must be causal, got {attn_mask_type}: DSA selects among the past"
             )
+        self.layer_number, self.is_mtp = layer_number, is_mtp
         self.softmax_scale = softmax_scale
         shares = shares_indices(config)
         # A layer that is built alone may have any number.
@@ -111,50 +107,11 @@ class DSACoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
             if not indexer_is_trained(config):
                 # A parameter without a gradient would stall the overlapped gradient reduction.
                 self.indexer.requires_grad_(False)
-        settle(self.problems(), self.options.policy, softmax_scale)
+        settle(self.required_ops(), self.options.policy, softmax_scale)
 
-    def problems(self) -> Iterator[tuple[str, Problem]]:
-        """Yield every operation that a training step will call, with its problem."""
-        config = self.config
-        heads = query_heads(config)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        topk = config.dsa_indexer_topk
-
-        def attention(qk_dim: int, v_dim: int, topk: int | None = None) -> Problem:
-            return device_problem(
-                device, dtype=config.params_dtype, heads=heads, qk_dim=qk_dim, v_dim=v_dim,
-                topk=topk,
-            )  # fmt: skip
-
-        def index(topk: int | None) -> Problem:
-            return device_problem(
-                device, dtype=config.params_dtype, heads=config.dsa_indexer_n_heads,
-                qk_dim=config.dsa_indexer_head_dim, v_dim=0, topk=topk,
-                relu=config.dsa_indexer_scoring_relu,
-            )  # fmt: skip
-
-        trains = indexer_is_trained(config) and self.indexer is not None
-        judges = self.indexer is not None and (trains or self.options.evaluate_indexer)
-        if self.options.stage == "sparse":
-            latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
-            sparse = attention(latent, config.kv_lora_rank, topk)
-            if self.computes_topk:
-                yield from selection_calls(index(topk), self.options.policy)
-            yield "sparse_attention_forward", sparse
-            teaches = trains and self.loss_is_sparse()
-            yield "sparse_attention_backward", replace(sparse, teacher=teaches)
-            if judges and self.loss_is_sparse():
-                backward = replace(sparse, teacher=True)
-                if self.options.evaluate_indexer or needs_probabilities(
-                    backward, self.options.policy
-                ):
-                    yield "sparse_attention_probabilities", sparse
-                yield "sparse_indexer_loss", index(topk)
-        else:
-            qk_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
-            yield "dense_attention", attention(qk_dim, config.v_head_dim)
-        if judges and not self.loss_is_sparse():
-            yield "dense_indexer_loss", index(None)
+    def required_ops(self) -> list[RequiredOp]:
+        """Return the operations that this layer calls."""
+        return required_ops(self.config, self.layer_number, self.is_mtp)
 
     def forward_sparse(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.config import by_rows, indexer_is_trained, options_of
+from megatron_dsa.config import by_rows, indexer_is_trained, loss_is_sparse, options_of
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining
 from megatron_dsa.metrics.health import Attended, LayerOverlap, selection_health
 from megatron_dsa.metrics.log import (
@@ -41,7 +41,7 @@ class TrainsIndexer:
 
     def loss_is_sparse(self) -> bool:
         """Whether the loss is taken over the selected keys only."""
-        return self.options.stage == "sparse" and self.config.dsa_indexer_use_sparse_loss
+        return loss_is_sparse(self.config)
 
     def trains_indexer_now(self) -> bool:
         """Whether this forward pass trains the indexer.

@@ -10,7 +10,6 @@ compilers, come at start-up. Models that only say which weights there are are bu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -23,19 +22,18 @@ from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.indexer_topk.api import candidates_for
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.required_ops import RequiredOp, called_ops
 from megatron_dsa.sequence.layout import bshd_layout
 
 _ROWS, _KEYS = 64, 256
 _settling = True
 
 
-def settle(
-    calls: Iterable[tuple[str, Problem]], policy: Policy, softmax_scale: float | None
-) -> None:
+def settle(ops: list[RequiredOp], policy: Policy, softmax_scale: float | None) -> None:
     """Settle what the first step will call, so that a refusal comes before training.
 
     Args:
-        calls: pairs ``(operation, problem)`` that a step will run.
+        ops: what a layer calls.
         policy: the policy of the step.
         softmax_scale: as :func:`warm_up` takes it; ``None`` compiles nothing.
 
@@ -44,7 +42,7 @@ def settle(
     """
     if not _settling:
         return
-    calls = tuple(calls)
+    calls = tuple(called_ops(ops, policy))
     for operation, problem in calls:
         OPERATIONS[operation].choose(problem, policy)
     if softmax_scale is not None:
@@ -84,7 +82,7 @@ def warm_up(calls: tuple[tuple[str, Problem], ...], policy: Policy, softmax_scal
         return
     fused = {
         operation: problem
-        for operation, problem in calls
+        for operation, problem in reversed(calls)  # the first call of an operation counts
         if problem.device == "cuda"
         and OPERATIONS[operation].choose(problem, policy).candidate.fused
     }

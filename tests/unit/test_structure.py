@@ -17,7 +17,7 @@ LEVELS = (
     {"numerics"},
     {"sequence"},
     {"config", "ops"},
-    {"parallel", "presets"},
+    {"parallel", "presets", "required_ops"},
     {"arguments", "dsa_kernels", "metrics"},
     {"modules"},
     {"dsa"},

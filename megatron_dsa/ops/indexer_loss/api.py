@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_dsa.dispatch import Policy
-from megatron_dsa.dispatch.support import Problem
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
@@ -27,7 +26,6 @@ from megatron_dsa.ops.indexer_topk.inputs import (
     index_problem,
     require_finite_scores,
 )
-from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
 from megatron_dsa.ops.sparse_attention.inputs import check_indices
 from megatron_dsa.sequence.layout import Layout
 
@@ -66,22 +64,6 @@ class IndexerTraining:
     def without_tensors(self) -> IndexerTraining:
         """Return the same without the indexer's tensors, to be kept until the backward."""
         return replace(self, inputs=IndexerInputs(None, None, None, self.inputs.relu))
-
-
-def needs_probabilities(problem: Problem, policy: Policy) -> bool:
-    """Whether the teacher is left to ``sparse_attention_probabilities``.
-
-    A backward that gives it along makes that operation superfluous (tilings that were never run
-    leave it out in deterministic mode).
-
-    Args:
-        problem: that of the backward, with the teacher.
-        policy: which implementations may run.
-    """
-    choice = BACKWARD.choose(problem, policy)
-    if problem.deterministic and choice.untried:
-        return True
-    return not choice.candidate.support.gives_teacher
 
 
 @dataclass(frozen=True)

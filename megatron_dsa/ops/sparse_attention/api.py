@@ -163,6 +163,7 @@ class SparseAttention(torch.autograd.Function):
 
 def _probabilities_among(s: Settings, q, kv, indices, length) -> torch.Tensor:
     """Return the head sum of a softmax over the selected keys alone: no window, no sink."""
+    s = replace(s, problem=replace(s.problem, topk=indices.shape[1], sink=False))
     arguments = s.arguments(q, kv, None, indices, length, True)
     _, lse, p_sum = s.run(FORWARD, arguments)
     return s.run(PROBABILITIES, arguments, lse) if p_sum is None else p_sum

@@ -11,6 +11,7 @@ import torch
 
 from megatron_dsa.dispatch import Choice
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.required_ops import called_ops
 from megatron_dsa.tools.planner.tally import Tally
 
 
@@ -223,7 +224,7 @@ def _follow_layers(chunk, tally: Tally) -> list[Layer]:
         is_mtp = ".layers." in name and name.startswith("mtp")
         choices = tuple(
             OPERATIONS[operation].choose(problem, core.options.policy)
-            for operation, problem in core.problems()
+            for operation, problem in called_ops(core.required_ops(), core.options.policy)
         )
         layers.append(Layer(module.layer_number, is_mtp, kind_of(module), choices=choices))
         before: list[int] = []

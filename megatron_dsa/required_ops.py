@@ -1,0 +1,233 @@
+"""The operations that a layer calls in a training step: one declaration, read by all who need it.
+
+Start-up chooses and compiles them (:mod:`.modules.warm_up`), ``info`` and the planner list them,
+FLOP counts add them up (:mod:`.metrics.flops`). A test compares them with the calls of real steps,
+for every stage and preset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_dsa.config import (
+    computes_topk,
+    indexer_is_trained,
+    is_hybrid,
+    loss_is_sparse,
+    options_of,
+    query_heads,
+    shares_indices,
+    uses_indexer,
+)
+from megatron_dsa.config_rules import CSA_RATIO
+from megatron_dsa.dispatch import Policy, device_problem
+from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.ops.indexer_topk.api import selection_calls
+from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, gives_teacher
+
+
+@dataclass(frozen=True, order=True)
+class Keys:
+    """Which keys a query has: the query at position ``t`` (from 0) ``(t + 1) // ratio`` of them.
+
+    Attributes:
+        ratio: positions per key; 1 if they are not compressed.
+        limit: no query has more; 0 for no limit.
+    """
+
+    ratio: int = 1
+    limit: int = 0
+
+    def pairs(self, length):
+        """Return how many pairs of a query and a key sequences have.
+
+        Args:
+            length: of a sequence, an ``int`` or an integer tensor of any shape.
+        """
+        free = length  # queries whose number of keys the limit does not touch
+        if self.limit:
+            most = self.ratio * self.limit - 1
+            free = (length + most - abs(length - most)) // 2  # the smaller, also of tensors
+        last = free // self.ratio
+        # Every number of keys below the last is that of `ratio` queries.
+        pairs = self.ratio * (last * (last - 1) // 2) + last * (free - self.ratio * last + 1)
+        return pairs + (length - free) * self.limit
+
+
+@dataclass(frozen=True)
+class RequiredOp:
+    """An operation that a layer calls.
+
+    Attributes:
+        operation: its name in :data:`megatron_dsa.ops.OPERATIONS`.
+        call: the description of the call on a rank.
+        keys: the keys that every query has to do with, one kind after the other.
+        in_training: whether training steps call it; else evaluation passes alone do.
+        unless_from: attention (the operation's name) whose teacher makes the call superfluous.
+    """
+
+    operation: str
+    call: Problem
+    keys: tuple[Keys, ...] = ()
+    in_training: bool = True
+    unless_from: str | None = None
+
+
+def required_ops(
+    config: Any, layer_number: int, is_mtp: bool = False, device: str | None = None
+) -> list[RequiredOp]:
+    """Return the operations that a layer calls, forward and backward.
+
+    Args:
+        config: a validated transformer configuration of this package.
+        layer_number: of the layer, from 1.
+        is_mtp: whether it is a layer of multi-token prediction.
+        device: ``cuda`` or ``cpu``; by default the one that training would use here.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    declare = _csa_ops if is_hybrid(config) else _dsa_ops
+    return list(declare(_Calls(config, device), layer_number, is_mtp))
+
+
+def called_ops(ops: list[RequiredOp], policy: Policy) -> Iterator[tuple[str, Problem]]:
+    """Yield ``(operation, call)`` for what is called on this machine under ``policy``."""
+    for op in ops:
+        attention = {None: None, FORWARD.name: FORWARD, BACKWARD.name: BACKWARD}[op.unless_from]
+        asked = replace(op.call, teacher=attention is BACKWARD)
+        if attention is None or not gives_teacher(attention, asked, policy):
+            yield op.operation, op.call
+
+
+def selects_keys(config: Any, layer_number: int, is_mtp: bool) -> bool:
+    """Whether a layer of V3.2's attention has an indexer of its own in the sparse stage."""
+    return is_mtp or not shares_indices(config) or computes_topk(config, layer_number)
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """The calls of a layer, from its configuration."""
+
+    config: Any
+    device: str
+
+    def of(self, heads: int, qk_dim: int, v_dim: int = 0, **more) -> Problem:
+        dtype = more.pop("dtype", self.config.params_dtype)
+        return device_problem(
+            self.device, dtype=dtype, heads=heads, qk_dim=qk_dim, v_dim=v_dim, **more
+        )
+
+    def indexer(self, topk: int | None = None) -> Problem:
+        config = self.config
+        return self.of(
+            config.dsa_indexer_n_heads, config.dsa_indexer_head_dim, topk=topk,
+            relu=config.dsa_indexer_scoring_relu,
+        )  # fmt: skip
+
+    def selection(self, visible: Keys) -> Iterator[RequiredOp]:
+        topk, policy = self.config.dsa_indexer_topk, options_of(self.config).policy
+        for name, call in selection_calls(self.indexer(topk), policy):
+            yield RequiredOp(name, call, (visible,))
+
+    def loss(self, visible: Keys, selected: Keys, teachers: list[RequiredOp]):
+        """Yield the indexer's loss, with what forms the teacher of a sparse one."""
+        config = self.config
+        if not (indexer_is_trained(config) or options_of(config).evaluate_indexer):
+            return
+        trained = indexer_is_trained(config)
+        yield from teachers
+        if not loss_is_sparse(config):
+            yield RequiredOp("dense_indexer_loss", self.indexer(), (visible,), trained)
+            return
+        call = self.indexer(config.dsa_indexer_topk)
+        yield RequiredOp("sparse_indexer_loss", call, (selected,), trained)
+
+
+def _dsa_ops(calls: _Calls, layer_number: int, is_mtp: bool) -> Iterator[RequiredOp]:
+    config, options = calls.config, options_of(calls.config)
+    heads, visible, rope = query_heads(config), Keys(), config.qk_pos_emb_head_dim
+    indexer = uses_indexer(config) and selects_keys(config, layer_number, is_mtp)
+    if options.stage != "sparse":
+        call = calls.of(heads, config.qk_head_dim + rope, config.v_head_dim)
+        yield RequiredOp("dense_attention", call, (visible,))
+        if indexer:
+            yield from calls.loss(visible, visible, [])
+        return
+    selected, latent = Keys(limit=config.dsa_indexer_topk), config.kv_lora_rank
+    if indexer:
+        yield from calls.selection(visible)
+    attention = calls.of(heads, latent + rope, latent, topk=config.dsa_indexer_topk)
+    teaches = indexer and indexer_is_trained(config) and loss_is_sparse(config)
+    yield RequiredOp("sparse_attention_forward", attention, (selected,))
+    backward = replace(attention, teacher=teaches)
+    yield RequiredOp("sparse_attention_backward", backward, (selected,))
+    if indexer:
+        teachers = []
+        if loss_is_sparse(config):
+            teachers = _teachers(attention, selected, teaches, options.evaluate_indexer)
+        yield from calls.loss(visible, selected, teachers)
+
+
+def _csa_ops(calls: _Calls, layer_number: int, is_mtp: bool) -> Iterator[RequiredOp]:
+    config, options = calls.config, options_of(calls.config)
+    heads, dim = query_heads(config), config.head_dim
+    ratio = config.ratio(layer_number, is_mtp)
+    indexer = ratio == CSA_RATIO and uses_indexer(config)
+    selects = indexer and options.stage == "sparse"
+    visible = selected = Keys(ratio)
+    topk, keys = config.csa_window_size, (Keys(limit=config.csa_window_size),)
+    if selects:
+        selected = Keys(ratio, config.dsa_indexer_topk)
+        topk += config.dsa_indexer_topk
+    if ratio:
+        keys += (selected,)
+        yield RequiredOp("compressor", calls.of(1, dim))
+    yield RequiredOp("norm_rope", calls.of(heads, dim))
+    yield RequiredOp("rotate", calls.of(heads, dim))
+    yield RequiredOp("rotate", calls.of(1, dim))
+    yield RequiredOp("key_lists", calls.of(1, 0, dtype=torch.int32))
+    if indexer:
+        yield RequiredOp("compressor", calls.of(1, config.dsa_indexer_head_dim))
+        head = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        yield RequiredOp("rotate", calls.of(*head))
+        yield RequiredOp("rotate", calls.of(1, config.dsa_indexer_head_dim))
+    if selects:
+        yield from calls.selection(visible)
+    attention = calls.of(heads, dim, dim, topk=topk, sink=True)
+    alone = options.csa_teacher == "compressed"
+    teaches = selects and indexer_is_trained(config) and loss_is_sparse(config) and not alone
+    yield RequiredOp("sparse_attention_forward", attention, keys)
+    yield RequiredOp("sparse_attention_backward", replace(attention, teacher=teaches), keys)
+    if not indexer:
+        return
+    trained, evaluated = indexer_is_trained(config), options.evaluate_indexer
+    if loss_is_sparse(config) and alone:
+        # A softmax over the selected keys alone is computed again, without window and sink.
+        call = replace(attention, topk=config.dsa_indexer_topk, sink=False)
+        again = RequiredOp("sparse_attention_forward", call, (selected,), trained)
+        teachers = [again, _probabilities(call, selected, FORWARD, trained)]
+    elif loss_is_sparse(config):
+        teachers = _teachers(attention, selected, teaches, evaluated)
+    elif alone:
+        teachers = []
+    else:
+        # The mass of the window in the teacher's softmax.
+        call = replace(attention, topk=config.csa_window_size, sink=False)
+        teachers = [RequiredOp("sparse_attention_forward", call, keys[:1], trained)]
+    yield from calls.loss(visible, selected, teachers)
+
+
+def _teachers(attention: Problem, keys: Keys, trained: bool, evaluated: bool) -> list[RequiredOp]:
+    """Return the calls that form the teacher of a sparse loss where attention does not."""
+    when = [(BACKWARD, True)] * trained + [(FORWARD, False)] * evaluated
+    return [_probabilities(attention, keys, *each) for each in when]
+
+
+def _probabilities(call: Problem, keys: Keys, attention, in_training: bool) -> RequiredOp:
+    return RequiredOp(
+        "sparse_attention_probabilities", call, (keys,), in_training, unless_from=attention.name
+    )

@@ -1,0 +1,150 @@
+"""``python -m megatron_dsa info``: versions, GPU, and what every operation would run."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+
+import torch
+
+from megatron_dsa import __version__
+from megatron_dsa.config import DSAOptions, is_hybrid
+from megatron_dsa.config_rules import CSA_RATIO
+from megatron_dsa.dispatch import Policy
+from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.presets import NEEDED_FOR_V4, preset
+from megatron_dsa.required_ops import RequiredOp, required_ops
+from megatron_dsa.versions import (
+    OPTIONAL_PACKAGES,
+    check_host,
+    optional_version,
+    untested_versions,
+    why_not_transformer_engine,
+)
+
+
+def collect_info() -> dict:
+    """Return versions, GPU, and for every operation what would run and why the rest would not."""
+    host = check_host()
+    info = {
+        "megatron_dsa": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "megatron-core": {"version": host.found, "problem": host.problem},
+        "untested": untested_versions(),
+        "transformer_engine_unused": why_not_transformer_engine(torch.cuda.is_available()),
+        "packages": {name: optional_version(name) for name in OPTIONAL_PACKAGES},
+        "gpus": [
+            {
+                "name": torch.cuda.get_device_name(i),
+                "capability": list(torch.cuda.get_device_capability(i)),
+            }
+            for i in range(torch.cuda.device_count())
+        ],
+        "operations": {model: _operations(model_ops(*source)) for model, source in MODELS.items()},
+    }
+    return info
+
+
+#: Models whose operations are listed, and what their presets leave open.
+MODELS = {
+    "DeepSeek-V3.2": ("deepseek-v3.2", {}),
+    "DeepSeek-V4-Pro": ("deepseek-v4-pro", dict.fromkeys(NEEDED_FOR_V4, 10000)),
+}
+#: Options that call all operations between them.
+SETTINGS = (
+    DSAOptions(stage="sparse", fp8_selection=True, evaluate_indexer=True),
+    DSAOptions(stage="warmup"),
+)
+
+
+def model_ops(name: str, missing: dict) -> dict[str, RequiredOp]:
+    """Return one call of every operation that a model's layers need in any stage."""
+    ops: dict[str, RequiredOp] = {}
+    for options in SETTINGS:
+        config = preset(
+            name, dsa=options, dsa_indexer_loss_coeff=0.01, params_dtype=torch.bfloat16,
+            dsa_indexer_use_sparse_loss=options.stage == "sparse", **missing,
+        )  # fmt: skip
+        # Of V4 the layers with an indexer call everything that the others do.
+        ratios = config.csa_compress_ratios if is_hybrid(config) else [CSA_RATIO]
+        for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
+            ops.setdefault(op.operation, op)
+    return {operation: ops[operation] for operation in OPERATIONS if operation in ops}
+
+
+def _operations(ops: dict[str, RequiredOp]) -> dict:
+    """What dispatch would pick for these calls, per operation."""
+    operations = {}
+    for name, op in ops.items():
+        choice = OPERATIONS[name].choose(op.call, Policy(fused=True))
+        operations[name] = {
+            "runs": choice.candidate.name,
+            "fused": choice.candidate.fused,
+            "not_run_on_this_gpu": choice.untried,
+            "rejected": dict(choice.rejected),
+            "by_heads": _by_heads(name, op.call),
+            "remark": _REMARKS.get(name, ""),
+        }
+    return operations
+
+
+#: When an operation is not called, or only if asked for.
+_REMARKS = {
+    "indexer_listed_scores": "with --dsa-fp8-selection",
+    "sparse_attention_backward": "where it trains the indexer",
+    "sparse_attention_probabilities": "where the backward does not give them",
+}
+
+
+def _by_heads(operation: str, problem) -> dict[str, str]:
+    """What would run for how many heads, ``{"1-32": name, ...}``, where that makes a difference."""
+    edges = {1}
+    for candidate in OPERATIONS[operation].candidates:
+        low, high = candidate.support.fastest or (1, 0)
+        edges |= {low, high + 1}
+    starts = sorted(edge for edge in edges if edge <= problem.heads)
+    ends = [start - 1 for start in starts[1:]] + [problem.heads]
+    chosen = {
+        f"{low}-{high}": OPERATIONS[operation]
+        .choose(replace(problem, heads=high), Policy(fused=True))
+        .candidate.name
+        for low, high in zip(starts, ends, strict=True)
+    }
+    return chosen if len(set(chosen.values())) > 1 else {}
+
+
+def print_info(info: dict) -> None:
+    """Print :func:`collect_info` for people."""
+    print(f"megatron_dsa {info['megatron_dsa']}")
+    print(f"  Python {info['python']}, torch {info['torch']} (CUDA {info['cuda']})")
+    megatron = info["megatron-core"]
+    print(f"  megatron-core {megatron['version']}: {megatron['problem'] or 'supported'}")
+    for warning in info["untested"]:
+        print(f"  warning: {warning}")
+    for gpu in info["gpus"]:
+        print(f"  GPU: {gpu['name']}, compute capability {'.'.join(map(str, gpu['capability']))}")
+    if not info["gpus"]:
+        print("  GPU: none (training runs on the CPU, for tests and first steps)")
+    print("optional packages")
+    for name, version in info["packages"].items():
+        unused = info["transformer_engine_unused"] if name == "transformer-engine" else None
+        state = f"{version}, not used: {unused}" if version and unused else version
+        print(f"  {name}: {state or 'not installed'} - {OPTIONAL_PACKAGES[name][1]}")
+    for model, operations in info["operations"].items():
+        print(f"operations ({model} shapes, bf16, --attention-backend dsa_fused)")
+        _print_operations(operations)
+
+
+def _print_operations(operations: dict) -> None:
+    for name, entry in operations.items():
+        kind = "fused" if entry["fused"] else "fallback"
+        if entry["not_run_on_this_gpu"]:
+            kind += "; compiled for this GPU, not run on one"
+        remark = entry["remark"] and f", {entry['remark']}"
+        print(f"  {name}: {entry['runs']} ({kind}){remark}")
+        for heads, candidate in entry["by_heads"].items():
+            print(f"    {heads} heads: {candidate}")
+        for candidate, reason in entry["rejected"].items():
+            print(f"    not {candidate}: {reason}")

@@ -1,0 +1,124 @@
+"""The declaration of a layer's operations against the calls of real steps."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_dsa.dispatch import Operation
+from tests.host import attention_module, hidden_like, small_config, small_hybrid_config, start
+
+#: Fields of the small configurations that are no part of a model's structure.
+OWN = {
+    "num_layers", "mtp_num_layers", "hidden_size", "num_attention_heads", "q_lora_rank",
+    "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "o_groups", "o_lora_rank",
+    "csa_compress_ratios", "csa_window_size", "dsa_indexer_n_heads", "dsa_indexer_head_dim",
+    "dsa_indexer_topk",
+}  # fmt: skip
+#: Options, then fields of the configuration.
+SETTINGS = {
+    "dense": ({"stage": "dense"}, {"dsa_indexer_loss_coeff": None}),
+    "warm-up": ({"stage": "warmup"}, {"dsa_indexer_use_sparse_loss": False}),
+    "warm-up, all trained": (
+        {"stage": "warmup", "freeze_main": False},
+        {"dsa_indexer_use_sparse_loss": False},
+    ),
+    "sparse": ({}, {}),
+    "sparse, dense loss": ({}, {"dsa_indexer_use_sparse_loss": False}),
+    "sparse, frozen indexer": ({}, {"dsa_indexer_loss_coeff": 0.0}),
+    "sparse, evaluated": ({"evaluate_indexer": True}, {}),
+    "sparse, frozen and evaluated": (
+        {"evaluate_indexer": True},
+        {"dsa_indexer_loss_coeff": 0.0},
+    ),
+    "sparse, teacher alone": ({"csa_teacher": "compressed"}, {}),
+    "sparse, teacher alone, evaluated": (
+        {"csa_teacher": "compressed", "evaluate_indexer": True},
+        {},
+    ),
+    "sparse, fp8 selection": ({"fp8_selection": True}, {}),
+}
+
+
+def layers_of(name: str, setting: str):
+    """Yield a small attention module per kind of layer that a preset has."""
+    start()
+    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.presets import PRESETS
+
+    options, fields = SETTINGS[setting]
+    structure = {key: value for key, value in PRESETS[name].items() if key not in OWN}
+    dtype = torch.bfloat16 if options.get("fp8_selection") else torch.float32
+    settings = {"dtype": dtype, "options": DSAOptions(**options)} | structure | fields
+    ratios = PRESETS[name].get("csa_compress_ratios")
+    if ratios is None:
+        yield attention_module(small_config(**settings))
+        return
+    for ratio in sorted(set(ratios)):
+        yield attention_module(small_hybrid_config(ratio, **settings))
+
+
+def without(call, *fields):
+    """A call without what depends on the batch."""
+    plain = {"packed": False, "topk": None}
+    return dataclasses.replace(call, **{name: plain[name] for name in fields})
+
+
+def recorded(monkeypatch, run):
+    """Return the pairs ``(operation, call)`` that ``run()`` makes."""
+    calls, original = [], Operation.run
+
+    def record(operation, call, *arguments, **settings):
+        calls.append((operation.name, call))
+        return original(operation, call, *arguments, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Operation, "run", record)
+        run()
+    return {(name, without(call, "packed", "topk")) for name, call in calls}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5", "deepseek-v4-flash", "deepseek-v4-pro"])
+def test_what_runs_is_what_is_declared(name, setting, monkeypatch):
+    start()
+    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.required_ops import called_ops
+
+    if "teacher alone" in setting and not name.startswith("deepseek-v4"):
+        pytest.skip("an option of V4")
+    policy = DSAOptions.policy.fget
+    # Narrow blocks take the exact path otherwise.
+    wide = property(lambda options: dataclasses.replace(policy(options), fp8_least_ratio=2))
+    monkeypatch.setattr(DSAOptions, "policy", wide)
+    for module in layers_of(name, setting):
+        core = module.core_attention
+
+        def step(module=module):
+            module.train()
+            out, _ = module(hidden_like(module, 140), None)
+            if out.requires_grad:
+                out.float().square().sum().backward()
+
+        def evaluation(module=module):
+            module.eval()
+            with torch.no_grad():
+                module(hidden_like(module, 140), None)
+
+        ran = recorded(monkeypatch, step)
+        if core.options.evaluate_indexer:
+            ran |= recorded(monkeypatch, evaluation)
+        declared = {
+            (operation, without(call, "packed", "topk"))
+            for operation, call in called_ops(core.required_ops(), core.options.policy)
+        }
+        place = f"{name}, {setting}, ratio {getattr(core, 'ratio', None)}"
+        assert not ran - declared, f"{place}: not declared"
+        assert not declared - ran, f"{place}: not called"
+
+
+def test_a_preset_has_every_stage():
+    """The list of presets above is complete."""
+    from megatron_dsa.presets import PRESETS
+
+    assert set(PRESETS) == {"deepseek-v3.2", "glm-5", "deepseek-v4-flash", "deepseek-v4-pro"}
