@@ -11,18 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config import options_of, validate
-from megatron_dsa.dsa import refuse_unsupported
+from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
 from megatron_dsa.modules.rope import PositionRope
 from megatron_dsa.ops.rope.api import norm_rope, rotate
 from megatron_dsa.parallel.groups import ranks_of, to_heads, to_rows
-from megatron_dsa.sequence.from_megatron import layout_from_megatron
+from megatron_dsa.sequence.layout import Layout
 
 
 @dataclass
@@ -39,7 +38,7 @@ class HybridSelfAttentionSubmodules:
     linear_proj: ModuleSpec | type = None
 
 
-class HybridSelfAttention(MegatronModule):
+class HybridSelfAttention(SelfAttentionFrame, MegatronModule):
     """Self-attention of one layer; its compression ratio comes from the configuration.
 
     Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
@@ -72,8 +71,10 @@ class HybridSelfAttention(MegatronModule):
         self.rope = PositionRope.for_ratio(config, config.ratio(layer_number, is_mtp))
         recomputed = config.recompute_modules or ()
         selective = config.recompute_granularity == "selective"
-        self.recompute_core = selective and "core_attn" in recomputed
+        # Names of Megatron's MLA.
+        self.checkpoint_core_attention = selective and "core_attn" in recomputed
         self.recompute_up_proj = selective and "mla_up_proj" in recomputed
+        self.qkv_up_checkpoint = None
 
         def linear(spec, inputs: int, outputs: int, init_method=config.init_method, **kind):
             return build_module(
@@ -133,30 +134,9 @@ class HybridSelfAttention(MegatronModule):
             tp_comm_buffer_name="proj", tp_group=pg_collection.tp,
         )  # fmt: skip
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        key_value_states: torch.Tensor | None = None,
-        inference_context=None,
-        packed_seq_params=None,
-        **megatron,
-    ):
-        """Return ``(output, bias)`` for ``hidden_states [s, b, hidden]``.
-
-        ``attention_mask`` is not read: attention is causal within each sequence, and packed
-        sequences are described by ``packed_seq_params``.
-
-        Raises:
-            ConfigError: for inference contexts, cross attention, biases and embeddings passed in.
-        """
-        refuse_unsupported(inference_context, key_value_states, megatron)
+    def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """See :class:`SelfAttentionFrame`."""
         ranks = self.ranks
-        ranks.count()
-        rows, batch = hidden_states.shape[:2]
-        layout = layout_from_megatron(
-            rows, batch, hidden_states.device, packed_seq_params, ranks.spread, ranks.queries
-        )
         policy = options_of(self.config).policy
         tables = self.rope.of_rows(layout, hidden_states.dtype)
 
@@ -172,37 +152,21 @@ class HybridSelfAttention(MegatronModule):
             # Nobody else reads the projection, so its memory may become the queries'.
             return norm_rope(q, *tables, self.config.layernorm_epsilon, inplace=True, policy=policy)
 
-        up_checkpoint = None
-        if self.recompute_up_proj and self.training:
-            up_checkpoint = tensor_parallel.CheckpointWithoutOutput(
-                fp8=self.config.fp8 or self.config.fp4
-            )
-            q = up_checkpoint.checkpoint(queries, q_latent)
-        else:
-            q = queries(q_latent)
+        q = self.maybe_recomputed(queries, q_latent)
 
         def core(hidden_states, q_latent, q, kv):
             out = self.core_attention(hidden_states, q_latent, q, kv, layout, self.rope, ranks)
             return rotate(out, *tables, inverse=True, policy=policy)
 
-        if self.recompute_core and self.training:
-            out = tensor_parallel.checkpoint(core, False, hidden_states, q_latent, q, kv)
-        else:
-            out = core(hidden_states, q_latent, q, kv)
+        out = self.run_core(core, hidden_states, q_latent, q, kv)
         if ranks.by_rows:
             out = to_heads(out, ranks.tp)
-        out = self._project_groups(out).view(rows * ranks.spread.sp, batch, -1)
-        if up_checkpoint is not None:
-            up_checkpoint.discard_output_and_register_recompute(out)
-        return self.linear_proj(out)
+        return self._project_groups(out)
 
     def _project_groups(self, out: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, groups * o_lora_rank]`` of this rank's groups of heads."""
-        # The module is not called, so what waits for its call has to be told: with overlapped
-        # parameter gathering, the hook that waits until the weight has arrived.
-        for hook in self.linear_o_group_proj._forward_pre_hooks.values():
-            hook(self.linear_o_group_proj, ())
-        weight = self.linear_o_group_proj.weight.view(self.groups, self.config.o_lora_rank, -1)
+        weight = weight_of(self.linear_o_group_proj)
+        weight = weight.view(self.groups, self.config.o_lora_rank, -1)
         out = out.reshape(out.shape[0], self.groups, -1)
         projected = torch.bmm(out.transpose(0, 1), weight.transpose(1, 2))
         return projected.transpose(0, 1).reshape(out.shape[0], -1)

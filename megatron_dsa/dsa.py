@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -28,15 +27,15 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_dsa.config import exchanges_latents, options_of, validate
 from megatron_dsa.dispatch import count
-from megatron_dsa.errors import ConfigError
 from megatron_dsa.modules.dsa_core import Selection
+from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
 from megatron_dsa.modules.rope import RowRope
 from megatron_dsa.parallel.gather import Gathering, arrive, head_product, launch
 from megatron_dsa.parallel.groups import ranks_of, to_heads, to_rows
-from megatron_dsa.sequence.from_megatron import layout_from_megatron
+from megatron_dsa.sequence.layout import Layout
 
 
-class DSASelfAttention(MLASelfAttention):
+class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
     """MLA self-attention with DeepSeek Sparse Attention as its core.
 
     Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
@@ -79,30 +78,9 @@ class DSASelfAttention(MLASelfAttention):
         self.shared_selection: Selection | None = None
         self.used_selection: Selection | None = None
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        key_value_states: torch.Tensor | None = None,
-        inference_context=None,
-        packed_seq_params=None,
-        **megatron,
-    ):
-        """Return ``(output, bias)`` for ``hidden_states [s, b, hidden]``.
-
-        ``attention_mask`` is not read: attention is causal within each sequence, and packed
-        sequences are described by ``packed_seq_params``.
-
-        Raises:
-            ConfigError: for inference contexts, cross attention, biases and embeddings passed in.
-        """
-        refuse_unsupported(inference_context, key_value_states, megatron)
+    def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """See :class:`SelfAttentionFrame`."""
         ranks = self.ranks
-        ranks.count()
-        rows, batch = hidden_states.shape[:2]
-        layout = layout_from_megatron(
-            rows, batch, hidden_states.device, packed_seq_params, ranks.spread, ranks.queries
-        )
         rope = RowRope(self.rotary_pos_emb, layout)
 
         q_latent, kv_latent, k_pe = self._latents(hidden_states)
@@ -119,16 +97,10 @@ class DSASelfAttention(MLASelfAttention):
                 hidden_states, q_latent, layout, rope, ranks
             )
         if self.sparse:
-            out = self._attend_sparse(q_latent, keys, layout, rope, index_inputs)
-        elif self.exchanges_latents:
-            out = self._attend_latents(q_latent, keys, layout, rope, index_inputs)
-        else:
-            out = self._attend_dense(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
-        out = out.reshape(rows * ranks.spread.sp, batch, -1)
-        if self.qkv_up_checkpoint is not None:
-            self.qkv_up_checkpoint.discard_output_and_register_recompute(out)
-            self.qkv_up_checkpoint = None
-        return self.linear_proj(out)
+            return self._attend_sparse(q_latent, keys, layout, rope, index_inputs)
+        if self.exchanges_latents:
+            return self._attend_latents(q_latent, keys, layout, rope, index_inputs)
+        return self._attend_dense(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
 
     def _latents(self, hidden_states: torch.Tensor):
         """Return the normalised latents of this rank's rows: q, kv, and the raw rope key.
@@ -161,12 +133,8 @@ class DSASelfAttention(MLASelfAttention):
 
     def _up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``W_uk`` and ``W_uv [H, 128, latent]`` of this rank's heads."""
-        # The module is not called, so what waits for its call has to be told: with overlapped
-        # parameter gathering, the hook that waits until the weight has arrived.
-        for hook in self.linear_kv_up_proj._forward_pre_hooks.values():
-            hook(self.linear_kv_up_proj, ())
         heads = self.num_attention_heads_per_partition
-        weight = self.linear_kv_up_proj.weight.view(heads, -1, self.config.kv_lora_rank)
+        weight = weight_of(self.linear_kv_up_proj).view(heads, -1, self.config.kv_lora_rank)
         return weight.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
 
     def _attend_sparse(self, q_latent, keys: Gathering, layout, rope, index_inputs):
@@ -179,7 +147,7 @@ class DSASelfAttention(MLASelfAttention):
             q_nope, q_pe = self._queries(q_latent, rope)
             return torch.cat([head_product(q_nope, w_uk, sharing), q_pe], dim=-1)
 
-        q = self._maybe_recomputed(absorbed_queries, q_latent, w_uk)
+        q = self.maybe_recomputed(absorbed_queries, q_latent, w_uk)
         kv, kv_grad = arrive(keys)
 
         given = self._given_selection(layout)  # of this microbatch, also when recomputed later
@@ -190,7 +158,7 @@ class DSASelfAttention(MLASelfAttention):
             )
             return out, *selection
 
-        out, *selection = self._run_core(core, q, kv, kv_grad, *_tensors(index_inputs))
+        out, *selection = self.run_core(core, q, kv, kv_grad, *_tensors(index_inputs))
         if self.hands_on_selection:
             self.used_selection = Selection(*selection)
         out = head_product(out, w_uv.transpose(1, 2), sharing)
@@ -216,14 +184,14 @@ class DSASelfAttention(MLASelfAttention):
             k_pe = rope(k_pe.flatten(0, 1)[:, None], interleaved=True)
             return q, torch.cat([k_nope, k_pe.expand(-1, q.shape[1], -1)], dim=-1), v.contiguous()
 
-        q, k, v = self._maybe_recomputed(up, q_latent, kv_latent, k_pe)
+        q, k, v = self.maybe_recomputed(up, q_latent, kv_latent, k_pe)
 
         def core(q, k, v, *index_tensors):
             return self.core_attention.forward_dense(
                 q, k, v, layout, _rebuild(index_inputs, index_tensors)
             )
 
-        return self._run_core(core, q, k, v, *_tensors(index_inputs))
+        return self.run_core(core, q, k, v, *_tensors(index_inputs))
 
     def _attend_latents(self, q_latent, keys: Gathering, layout, rope, index_inputs):
         """Like :meth:`_attend_dense`, with the latents of all ranks instead of keys and values."""
@@ -232,7 +200,7 @@ class DSASelfAttention(MLASelfAttention):
         def queries(q_latent):
             return torch.cat(self._queries(q_latent, rope), dim=-1)
 
-        q = self._maybe_recomputed(queries, q_latent)
+        q = self.maybe_recomputed(queries, q_latent)
         latents, latent_grad = arrive(keys)
 
         def core(q, latents, latent_grad, w_uk, w_uv, *index_tensors):
@@ -241,22 +209,7 @@ class DSASelfAttention(MLASelfAttention):
             )
 
         tensors = (q, latents, latent_grad, w_uk, w_uv)
-        return self._run_core(core, *tensors, *_tensors(index_inputs))
-
-    def _maybe_recomputed(self, up, *tensors):
-        """Return ``up(*tensors)``, to be computed again in the backward if that is asked for."""
-        if not (self.recompute_up_proj and self.training):
-            return up(*tensors)
-        self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(
-            fp8=self.config.fp8 or self.config.fp4
-        )
-        return self.qkv_up_checkpoint.checkpoint(up, *tensors)
-
-    def _run_core(self, core, *tensors):
-        """Return ``core(*tensors)``, to be computed again in the backward if that is asked for."""
-        if self.checkpoint_core_attention and self.training:
-            return tensor_parallel.checkpoint(core, False, *tensors)
-        return core(*tensors)
+        return self.run_core(core, *tensors, *_tensors(index_inputs))
 
     def backward_dw(self) -> None:
         """Compute delayed weight gradients of every layer that ran as a linear, indexer included.
@@ -276,27 +229,6 @@ class DSASelfAttention(MLASelfAttention):
             if linear.weight.requires_grad:
                 linear.backward_dw()
         self.core_attention.backward_dw()
-
-
-def refuse_unsupported(inference_context, key_value_states, megatron: dict) -> None:
-    """Raise :class:`ConfigError` for arguments of Megatron's attentions that ask for anything else.
-
-    Args:
-        megatron: the other keyword arguments of a forward call.
-    """
-    for name, value in {
-        "inference_context": inference_context,
-        "inference_params": megatron.get("inference_params"),
-        "key_value_states": key_value_states,
-        "attention_bias": megatron.get("attention_bias"),
-        "rotary_pos_emb": megatron.get("rotary_pos_emb"),
-        "sequence_len_offset": megatron.get("sequence_len_offset"),
-    }.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name} must be None: this attention trains causal self-attention with its own "
-                "rope; it does not run inference, cross attention or biased attention"
-            )
 
 
 def _tensors(inputs) -> tuple:

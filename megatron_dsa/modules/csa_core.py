@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_tensors_for_checkpoint,
 )
 
-from megatron_dsa.config import indexer_is_trained, uses_indexer, validate
+from megatron_dsa.config import uses_indexer
 from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
@@ -27,18 +26,14 @@ from megatron_dsa.dsa_kernels import (
     sparse_attention,
     sparse_indexer_loss,
 )
-from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.health import Attended
-from megatron_dsa.modules.indexer_training import TrainsIndexer
+from megatron_dsa.modules.core import CoreAttention
 from megatron_dsa.modules.layers import Fp32Parameters, new_parameter
-from megatron_dsa.modules.replay import TakesSelections
 from megatron_dsa.modules.rope import PositionRope
-from megatron_dsa.modules.warm_up import settle
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.csa_keys import join_keys
 from megatron_dsa.parallel.groups import Ranks
-from megatron_dsa.required_ops import RequiredOp, required_ops
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.halo import halo_of
 from megatron_dsa.sequence.layout import Layout
@@ -52,7 +47,7 @@ class HybridCoreAttentionSubmodules:
     indexer: ModuleSpec | type = None
 
 
-class HybridCoreAttention(Fp32Parameters, TrainsIndexer, TakesSelections, MegatronModule):
+class HybridCoreAttention(Fp32Parameters, CoreAttention):
     """Attention to the window and to compressed keys, with a learned sink per head.
 
     Takes the constructor arguments of Megatron's core attentions. ``is_mtp`` marks the attention of
@@ -72,41 +67,26 @@ class HybridCoreAttention(Fp32Parameters, TrainsIndexer, TakesSelections, Megatr
         is_mtp: bool = False,
         **_megatron,
     ):
-        super().__init__(config=config)
-        validate(config)
-        if attn_mask_type != AttnMaskType.causal:
-            raise ConfigError(
-                f"attn_mask_type must be causal, got {attn_mask_type}: a query sees the past only"
-            )
-        self.layer_number, self.is_mtp = layer_number, is_mtp
+        selecting = [n for n in range(1, config.num_layers + 1) if config.ratio(n) == CSA_RATIO]
+        super().__init__(
+            config, layer_number, attn_mask_type, softmax_scale, pg_collection, is_mtp, selecting
+        )
         self.ratio = config.ratio(layer_number, is_mtp)
-        self.softmax_scale = softmax_scale
-        numbers = range(1, config.num_layers + 1)
-        selecting = [n for n in numbers if config.ratio(n) == CSA_RATIO]
-        self.set_up_selecting(layer_number, is_mtp, selecting)
-        self.set_up_loss(layer_number, is_mtp, pg_collection)
         local_heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.attn_sink = new_parameter(config, local_heads)
         self.attn_sink.tensor_model_parallel = True
         self.attn_sink.partition_dim, self.attn_sink.partition_stride = 0, 1
-        self.compressor = self.indexer = None
+        self.compressor = None
         if self.ratio:
             self.compressor = build_module(
                 submodules.compressor, config=config, ratio=self.ratio, dim=config.head_dim
             )
         if self.ratio == CSA_RATIO and uses_indexer(config):
-            self.indexer = build_module(submodules.indexer, config=config)
-            if not indexer_is_trained(config):
-                # A parameter without a gradient would stall the overlapped gradient reduction.
-                self.indexer.requires_grad_(False)
-        settle(self.required_ops(), self.options.policy, softmax_scale)
+            self.build_indexer(submodules.indexer)
+        self.settle()
 
     def _selects(self) -> bool:
         return self.indexer is not None and self.options.stage == "sparse"
-
-    def required_ops(self) -> list[RequiredOp]:
-        """Return the operations that this layer calls."""
-        return required_ops(self.config, self.layer_number, self.is_mtp)
 
     def forward(
         self,

@@ -12,15 +12,13 @@ from typing import NamedTuple
 
 import torch
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_dsa.config import (
     computes_topk,
     indexer_is_trained,
     shares_indices,
     uses_indexer,
-    validate,
 )
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
@@ -33,13 +31,10 @@ from megatron_dsa.dsa_kernels import (
 )
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.health import Attended
-from megatron_dsa.modules.indexer_training import TrainsIndexer
-from megatron_dsa.modules.replay import TakesSelections
+from megatron_dsa.modules.core import CoreAttention
 from megatron_dsa.modules.rope import RowRope
-from megatron_dsa.modules.warm_up import settle
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.groups import Ranks, gather_rows
-from megatron_dsa.required_ops import RequiredOp, required_ops
 from megatron_dsa.sequence.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -68,7 +63,7 @@ class Selection(NamedTuple):
         return cls(packed[:, :-1], packed[:, -1])
 
 
-class DSACoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
+class DSACoreAttention(CoreAttention):
     """Core attention with the indexer inside, as ``self_attention.core_attention``.
 
     Takes the constructor arguments of Megatron's core attentions. ``is_mtp`` marks the attention of
@@ -86,32 +81,17 @@ class DSACoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
         is_mtp: bool = False,
         **_megatron,
     ):
-        super().__init__(config=config)
-        validate(config)
-        if attn_mask_type != AttnMaskType.causal:
-            raise ConfigError(
-                f"attn_mask_type must be causal, got {attn_mask_type}: DSA selects among the past"
-            )
-        self.layer_number, self.is_mtp = layer_number, is_mtp
-        self.softmax_scale = softmax_scale
         shares = shares_indices(config)
         # A layer that is built alone may have any number.
         numbers = range(1, max(config.num_layers, layer_number) + 1)
         selecting = [n for n in numbers if not shares or computes_topk(config, n)]
-        self.set_up_selecting(layer_number, is_mtp, selecting)
-        self.set_up_loss(layer_number, is_mtp, pg_collection)
+        super().__init__(
+            config, layer_number, attn_mask_type, softmax_scale, pg_collection, is_mtp, selecting
+        )
         self.computes_topk = is_mtp or self.selects
-        self.indexer = None
         if uses_indexer(config) and self.computes_topk:
-            self.indexer = build_module(submodules.indexer, config=config)
-            if not indexer_is_trained(config):
-                # A parameter without a gradient would stall the overlapped gradient reduction.
-                self.indexer.requires_grad_(False)
-        settle(self.required_ops(), self.options.policy, softmax_scale)
-
-    def required_ops(self) -> list[RequiredOp]:
-        """Return the operations that this layer calls."""
-        return required_ops(self.config, self.layer_number, self.is_mtp)
+            self.build_indexer(submodules.indexer)
+        self.settle()
 
     def forward_sparse(
         self,

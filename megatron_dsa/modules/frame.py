@@ -1,0 +1,99 @@
+"""The frame of both self-attentions: refusals, layout, recompute and the output projection."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import tensor_parallel
+
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.sequence.from_megatron import layout_from_megatron
+from megatron_dsa.sequence.layout import Layout
+
+
+class SelfAttentionFrame:
+    """The forward pass around :meth:`attend`, which subclasses define.
+
+    They have ``ranks``, ``config``, ``linear_proj``, and what Megatron's MLA has for selective
+    recompute: ``recompute_up_proj``, ``qkv_up_checkpoint`` and ``checkpoint_core_attention``.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        key_value_states: torch.Tensor | None = None,
+        inference_context=None,
+        packed_seq_params=None,
+        **megatron,
+    ):
+        """Return ``(output, bias)`` for ``hidden_states [s, b, hidden]``.
+
+        ``attention_mask`` is not read: attention is causal within each sequence, and packed
+        sequences are described by ``packed_seq_params``.
+
+        Raises:
+            ConfigError: for inference contexts, cross attention, biases and embeddings passed in.
+        """
+        refuse_unsupported(inference_context, key_value_states, megatron)
+        ranks = self.ranks
+        ranks.count()
+        rows, batch = hidden_states.shape[:2]
+        layout = layout_from_megatron(
+            rows, batch, hidden_states.device, packed_seq_params, ranks.spread, ranks.queries
+        )
+        out = self.attend(hidden_states, layout).reshape(rows * ranks.spread.sp, batch, -1)
+        if self.qkv_up_checkpoint is not None:
+            self.qkv_up_checkpoint.discard_output_and_register_recompute(out)
+            self.qkv_up_checkpoint = None
+        return self.linear_proj(out)
+
+    def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Return what enters the output projection, ``[rows, ...]`` of the local heads."""
+        raise NotImplementedError
+
+    def maybe_recomputed(self, up, *tensors):
+        """Return ``up(*tensors)``, to be computed again in the backward if that is asked for."""
+        if not (self.recompute_up_proj and self.training):
+            return up(*tensors)
+        self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(
+            fp8=self.config.fp8 or self.config.fp4
+        )
+        return self.qkv_up_checkpoint.checkpoint(up, *tensors)
+
+    def run_core(self, core, *tensors):
+        """Return ``core(*tensors)``, to be computed again in the backward if that is asked for."""
+        if self.checkpoint_core_attention and self.training:
+            return tensor_parallel.checkpoint(core, False, *tensors)
+        return core(*tensors)
+
+
+def weight_of(linear: torch.nn.Module) -> torch.Tensor:
+    """Return the weight of a linear that is read without calling the module.
+
+    Its forward pre-hooks run here: with ``--overlap-param-gather`` one of them waits for the
+    weight.
+    """
+    for hook in linear._forward_pre_hooks.values():
+        hook(linear, ())
+    return linear.weight
+
+
+def refuse_unsupported(inference_context, key_value_states, megatron: dict) -> None:
+    """Raise :class:`ConfigError` for arguments of Megatron's attentions that ask for anything else.
+
+    Args:
+        megatron: the other keyword arguments of a forward call.
+    """
+    for name, value in {
+        "inference_context": inference_context,
+        "inference_params": megatron.get("inference_params"),
+        "key_value_states": key_value_states,
+        "attention_bias": megatron.get("attention_bias"),
+        "rotary_pos_emb": megatron.get("rotary_pos_emb"),
+        "sequence_len_offset": megatron.get("sequence_len_offset"),
+    }.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} must be None: this attention trains causal self-attention with its own "
+                "rope; it does not run inference, cross attention or biased attention"
+            )
