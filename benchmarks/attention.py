@@ -278,8 +278,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.repeats = options.repeats or (5 if quick else 30)
     options.budget = options.budget or (2.0 if quick else 10.0)
     options.groups = groups(options.preset, options.skv, options.distribution, options.queries)
-    for problem in filter(None, (group.problem() for group in options.groups)):
-        parser.error(problem)
+    for reason in filter(None, (group.reason() for group in options.groups)):
+        parser.error(reason)
     return options
 
 

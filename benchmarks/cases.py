@@ -79,7 +79,7 @@ class Group:
     skv: int
     distribution: str
 
-    def problem(self) -> str | None:
+    def reason(self) -> str | None:
         """Return why there is no such group, with the fix, or ``None``."""
         topk = PRESETS[self.preset].topk
         if self.skv < max(topk, self.queries):

@@ -33,13 +33,13 @@ from benchmarks.cases import (
 from benchmarks.timing import Clock, measure, measure_ceiling
 from benchmarks.verify import Verifier, WrongResult
 from megatron_dsa import __version__
-from megatron_dsa.dispatch import Policy, device_problem
+from megatron_dsa.dispatch import Policy, describe_call
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS
-from megatron_dsa.ops.indexer_topk.inputs import index_problem
+from megatron_dsa.ops.indexer_topk.inputs import describe_index_call
 from megatron_dsa.ops.sparse_attention.declaration import FORWARD
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.sequence.layout import Layout, Window
 
 #: Columns of the CSV -> distribution and module of optional packages.
@@ -125,7 +125,7 @@ class Inputs:
             normal(group.skv, p.index_dim).requires_grad_(),
             weights.requires_grad_(),
         )
-        self.problem = device_problem(
+        self.op_call = describe_call(
             device,
             dtype=self.q.dtype,
             heads=p.heads,
@@ -135,10 +135,10 @@ class Inputs:
             packed=False,
             sink=p.sink,
         )
-        self.index_problem = index_problem(self.indexer, self.layout, p.topk)
+        self.describe_index_call = describe_index_call(self.indexer, self.layout, p.topk)
 
-    def sparse_problem(self, want_p_sum: bool = False) -> SparseProblem:
-        return SparseProblem(
+    def sparse_inputs(self, want_p_sum: bool = False) -> SparseAttentionInputs:
+        return SparseAttentionInputs(
             self.q, self.kv, self.indices, self.v_dim, self.softmax_scale, None, self.sink,
             self.workspace_bytes, want_p_sum,
         )  # fmt: skip
@@ -146,7 +146,7 @@ class Inputs:
     @cached_property
     def _forward(self):
         policy = self.policy(Measurement("forward", ("torch",)))
-        return FORWARD.run(self.problem, policy, self.sparse_problem(want_p_sum=True))
+        return FORWARD.run(self.op_call, policy, self.sparse_inputs(want_p_sum=True))
 
     @property
     def out(self) -> torch.Tensor:
@@ -169,9 +169,9 @@ class Inputs:
         """Return why an implementation of a part cannot run these inputs, or ``None``."""
         for part, name in zip(PARTS[measurement.operation], measurement.names, strict=True):
             attends = part.startswith("sparse_attention")
-            problem = self.problem if attends else self.index_problem
+            call = self.op_call if attends else self.describe_index_call
             (candidate,) = (c for c in OPERATIONS[part].candidates if c.name == name)
-            if reason := candidate.reason(problem):
+            if reason := candidate.reason(call):
                 return reason if len(measurement.names) == 1 else f"{part}: {reason}"
         return None
 
@@ -196,7 +196,7 @@ class Inputs:
             "teacher": lambda: (self.lse,),
             "backward": lambda: (self.out, self.lse, self.dout),
         }[operation]()
-        return lambda: OPERATIONS[part].run(self.problem, policy, self.sparse_problem(), *tensors)
+        return lambda: OPERATIONS[part].run(self.op_call, policy, self.sparse_inputs(), *tensors)
 
 
 def measure_operation(m: Measurement, inputs: Inputs, verifier: Verifier, clock, settings) -> dict:

@@ -105,7 +105,7 @@ def attention(setup: Setup, variant: str, rank: int, inputs: dict):
     """Return a call that gives the output, and the name of the attention to one block."""
     from megatron.core import parallel_state
 
-    from megatron_dsa.dispatch import device_problem
+    from megatron_dsa.dispatch import describe_call
     from megatron_dsa.ops.dense_attention.blocks import choose
     from megatron_dsa.parallel import ring
     from megatron_dsa.parallel.gather import arrive, launch
@@ -126,7 +126,7 @@ def attention(setup: Setup, variant: str, rank: int, inputs: dict):
         rows = LastOfContiguous(cp, rank, 1, setup.rows // cp)
     q, scale = inputs["q"], (NOPE + ROPE) ** -0.5
     shape = {"heads": setup.heads, "qk_dim": NOPE + ROPE, "v_dim": VALUE}
-    kernel = choose(device_problem(q.device, dtype=q.dtype, **shape))
+    kernel = choose(describe_call(q.device, dtype=q.dtype, **shape))
     weights = [inputs[name] for name in ("w_uk", "w_uv")]
 
     def gathered():

@@ -289,9 +289,11 @@ def validate(config: Any) -> None:
     Called when the configuration or a layer is built: nothing of this is left to the first step.
     """
     rules = (csa_rules if is_hybrid(config) else dsa_rules)(config, options_of(config))
-    problems = [message for ok, message in rules if not ok]
-    if problems:
-        raise ConfigError("unsupported configuration:\n" + "\n".join(f"  - {p}" for p in problems))
+    complaints = [message for ok, message in rules if not ok]
+    if complaints:
+        raise ConfigError(
+            "unsupported configuration:\n" + "\n".join(f"  - {p}" for p in complaints)
+        )
 
 
 def is_indexer_parameter(name: str) -> bool:

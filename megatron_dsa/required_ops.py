@@ -24,8 +24,8 @@ from megatron_dsa.config import (
     uses_indexer,
 )
 from megatron_dsa.config_rules import CSA_RATIO
-from megatron_dsa.dispatch import Policy, device_problem
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch import Policy, describe_call
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk.api import selection_calls
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, gives_teacher
 
@@ -71,7 +71,7 @@ class RequiredOp:
     """
 
     operation: str
-    call: Problem
+    call: OpCall
     keys: tuple[Keys, ...] = ()
     in_training: bool = True
     unless_from: str | None = None
@@ -94,7 +94,7 @@ def required_ops(
     return list(declare(_Calls(config, device), layer_number, is_mtp))
 
 
-def called_ops(ops: list[RequiredOp], policy: Policy) -> Iterator[tuple[str, Problem]]:
+def called_ops(ops: list[RequiredOp], policy: Policy) -> Iterator[tuple[str, OpCall]]:
     """Yield ``(operation, call)`` for what is called on this machine under ``policy``."""
     for op in ops:
         attention = {None: None, FORWARD.name: FORWARD, BACKWARD.name: BACKWARD}[op.unless_from]
@@ -115,13 +115,13 @@ class _Calls:
     config: Any
     device: str
 
-    def of(self, heads: int, qk_dim: int, v_dim: int = 0, **more) -> Problem:
+    def of(self, heads: int, qk_dim: int, v_dim: int = 0, **more) -> OpCall:
         dtype = more.pop("dtype", self.config.params_dtype)
-        return device_problem(
+        return describe_call(
             self.device, dtype=dtype, heads=heads, qk_dim=qk_dim, v_dim=v_dim, **more
         )
 
-    def indexer(self, topk: int | None = None) -> Problem:
+    def indexer(self, topk: int | None = None) -> OpCall:
         config = self.config
         return self.of(
             config.dsa_indexer_n_heads, config.dsa_indexer_head_dim, topk=topk,
@@ -221,13 +221,13 @@ def _csa_ops(calls: _Calls, layer_number: int, is_mtp: bool) -> Iterator[Require
     yield from calls.loss(visible, selected, teachers)
 
 
-def _teachers(attention: Problem, keys: Keys, trained: bool, evaluated: bool) -> list[RequiredOp]:
+def _teachers(attention: OpCall, keys: Keys, trained: bool, evaluated: bool) -> list[RequiredOp]:
     """Return the calls that form the teacher of a sparse loss where attention does not."""
     when = [(BACKWARD, True)] * trained + [(FORWARD, False)] * evaluated
     return [_probabilities(attention, keys, *each) for each in when]
 
 
-def _probabilities(call: Problem, keys: Keys, attention, in_training: bool) -> RequiredOp:
+def _probabilities(call: OpCall, keys: Keys, attention, in_training: bool) -> RequiredOp:
     return RequiredOp(
         "sparse_attention_probabilities", call, (keys,), in_training, unless_from=attention.name
     )

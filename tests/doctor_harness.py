@@ -56,12 +56,12 @@ def unchanged(original):
 
 
 def altered(change):
-    """A wrapper that lets ``change(problem, result list)`` spoil what torch returns."""
+    """A wrapper that lets ``change(call, result list)`` spoil what torch returns."""
 
     def wrap(original):
-        def implementation(problem, *args):
-            result = list(original(problem, *args))
-            change(problem, result)
+        def implementation(call, *args):
+            result = list(original(call, *args))
+            change(call, result)
             return tuple(result)
 
         return implementation
@@ -70,7 +70,7 @@ def altered(change):
 
 
 def scale(position, factor):
-    def change(problem, result):
+    def change(call, result):
         if result[position] is not None:
             result[position] = result[position] * factor
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Candidate, device_problem
+from megatron_dsa.dispatch import Candidate, describe_call
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def skip_unless_it_runs(candidate: Candidate, heads: int = 64, dim: int = 576) -
     """Skip a test of a sparse attention in bf16, with the reason, where it cannot run."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = {"heads": heads, "qk_dim": dim, "v_dim": 512, "topk": 128}
-    reason = candidate.reason(device_problem(device, dtype=torch.bfloat16, **shape))
+    reason = candidate.reason(describe_call(device, dtype=torch.bfloat16, **shape))
     if reason is not None:
         pytest.skip(reason)
 

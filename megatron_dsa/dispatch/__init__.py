@@ -1,7 +1,7 @@
 """Choosing an implementation per operation, saying so once, and counting what really ran.
 
 An :class:`Operation` has a list of candidates. A candidate's declaration (:class:`Support`) answers
-a :class:`Problem`, the description of a call, with ``None`` (it can run) or with the reason why it
+a :class:`OpCall`, the description of a call, with ``None`` (it can run) or with the reason why it
 cannot. :meth:`Operation.choose` takes the first candidate that can; fused ones come first when the
 policy prefers them, and the one that is measured to be the fastest for the call before the others.
 Nothing falls back in silence: the choice and every rejection are logged once, a strict policy
@@ -16,12 +16,12 @@ from megatron_dsa.dispatch.operation import Candidate, Choice, Operation, forget
 from megatron_dsa.dispatch.policy import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.dispatch.rehearsal import (
     Rehearsal,
+    describe_call,
     deterministic_mode,
-    device_problem,
     rehearse,
     rehearsing,
 )
-from megatron_dsa.dispatch.support import Problem, Support
+from megatron_dsa.dispatch.support import OpCall, Support
 
 __all__ = [
     "Candidate",
@@ -29,12 +29,12 @@ __all__ = [
     "DEFAULT_WORKSPACE_BYTES",
     "Operation",
     "Policy",
-    "Problem",
+    "OpCall",
     "Rehearsal",
     "Support",
     "count",
     "deterministic_mode",
-    "device_problem",
+    "describe_call",
     "forget_choices",
     "rehearse",
     "rehearsing",

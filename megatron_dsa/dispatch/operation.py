@@ -14,7 +14,7 @@ import torch
 from megatron_dsa.dispatch.counts import TIMES, count, profiler_range
 from megatron_dsa.dispatch.policy import FLAG, VARIABLE, Policy, check_environment
 from megatron_dsa.dispatch.rehearsal import rehearsal
-from megatron_dsa.dispatch.support import Problem, Support
+from megatron_dsa.dispatch.support import OpCall, Support
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
 
 logger = logging.getLogger("megatron_dsa.dispatch")
@@ -37,9 +37,9 @@ class Candidate:
     support: Support
     fused: bool = True
 
-    def reason(self, problem: Problem) -> str | None:
-        """Return why it cannot run ``problem``, or ``None``."""
-        return self.support.reason(problem)
+    def reason(self, call: OpCall) -> str | None:
+        """Return why it cannot run ``call``, or ``None``."""
+        return self.support.reason(call)
 
     def load(self) -> Callable:
         """Return the callable; a class is called without arguments for it."""
@@ -55,7 +55,7 @@ def import_attribute(path: str) -> Any:
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidate that was chosen for a problem, and why the others were not.
+    """The candidate that was chosen for a call, and why the others were not.
 
     ``untried`` says that its kernels never ran on such a GPU.
     """
@@ -121,8 +121,8 @@ class Operation:
         self.candidates = candidates
         forget_choices()
 
-    def choose(self, problem: Problem, policy: Policy) -> Choice:
-        """Return what runs ``problem`` under ``policy``.
+    def choose(self, call: OpCall, policy: Policy) -> Choice:
+        """Return what runs ``call`` under ``policy``.
 
         Raises:
             ImplementationError: an implementation was named that cannot run here.
@@ -131,16 +131,16 @@ class Operation:
         """
         # What is chosen for a plan is not logged: its GPU is not there.
         planned = rehearsal() is not None
-        return _choose(self, problem, policy, policy.named_for(self.name), planned)
+        return _choose(self, call, policy, policy.named_for(self.name), planned)
 
-    def run(self, problem: Problem, policy: Policy, *args: Any, **kwargs: Any) -> Any:
+    def run(self, call: OpCall, policy: Policy, *args: Any, **kwargs: Any) -> Any:
         """Run the implementation that :meth:`choose` picks, and count the call."""
-        candidate = self.choose(problem, policy).candidate
+        candidate = self.choose(call, policy).candidate
         stand_in = rehearsal()
         if stand_in is not None:
             return stand_in.run(self.name, candidate, *args, **kwargs)
         count(self.name, candidate.name)
-        on_gpu = problem.device == "cuda"
+        on_gpu = call.device == "cuda"
         with (
             profiler_range(f"megatron_dsa.{self.name}.{candidate.name}", on_gpu),
             TIMES.measure(self.name, on_gpu),
@@ -150,16 +150,16 @@ class Operation:
 
 @lru_cache(maxsize=512)
 def _choose(
-    operation: Operation, problem: Problem, policy: Policy, named: str | None, planned: bool
+    operation: Operation, call: OpCall, policy: Policy, named: str | None, planned: bool
 ) -> Choice:
     for warning in check_environment(_declared):
         _log(logging.WARNING, warning)
     if named is not None:
-        choice = _choose_named(operation, problem, named)
+        choice = _choose_named(operation, call, named)
     else:
-        choice = _choose_first(operation, problem, policy)
+        choice = _choose_first(operation, call, policy)
     if not planned:
-        _log_once(choice, policy, problem)
+        _log_once(choice, policy, call)
     return choice
 
 
@@ -168,23 +168,23 @@ def forget_choices() -> None:
     _choose.cache_clear()
 
 
-def _choose_named(operation: Operation, problem: Problem, name: str) -> Choice:
+def _choose_named(operation: Operation, call: OpCall, name: str) -> Choice:
     asked = f"{FLAG} ({VARIABLE}) {operation.name}={name}"
     known = {candidate.name: candidate for candidate in operation.candidates}
     if name not in known:
         raise ConfigError(f"{asked}: must be auto or one of {', '.join(known)}")
-    reason = known[name].reason(problem)
+    reason = known[name].reason(call)
     if reason is not None:
         raise ImplementationError(
             f"{asked}: it cannot run here: {reason}. Fix that, or leave the operation out to take "
             "what can run."
         )
-    untried = known[name].support.untried(problem)
+    untried = known[name].support.untried(call)
     return Choice(operation.name, known[name], named=True, untried=untried)
 
 
-def _choose_first(operation: Operation, problem: Problem, policy: Policy) -> Choice:
-    usable = sorted(operation.candidates, key=lambda c: not c.support.leads(problem))
+def _choose_first(operation: Operation, call: OpCall, policy: Policy) -> Choice:
+    usable = sorted(operation.candidates, key=lambda c: not c.support.leads(call))
     rejected = []
     if not policy.fused:
         rejected += [(c.name, "not asked for (dsa_unfused)") for c in usable if c.fused]
@@ -192,9 +192,9 @@ def _choose_first(operation: Operation, problem: Problem, policy: Policy) -> Cho
     elif not any(c.fused for c in usable):
         rejected.append(("fused", "no fused implementation exists in this release"))
     for candidate in usable:
-        reason = candidate.reason(problem)
+        reason = candidate.reason(call)
         if reason is None:
-            untried = candidate.support.untried(problem)
+            untried = candidate.support.untried(call)
             choice = Choice(operation.name, candidate, tuple(rejected), untried=untried)
             break
         rejected.append((candidate.name, reason))
@@ -212,23 +212,23 @@ def _choose_first(operation: Operation, problem: Problem, policy: Policy) -> Cho
 _logged: set[str] = set()
 
 
-def _log_once(choice: Choice, policy: Policy, problem: Problem) -> None:
+def _log_once(choice: Choice, policy: Policy, call: OpCall) -> None:
     package = choice.candidate.support.package
     remark = package.untested() if package is not None else None
     if remark is not None:
         _log(logging.WARNING, remark)
     # A fallback that nobody asked for is a warning: it must show at default log levels.
     level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
-    if level == logging.WARNING and _without_gpu(problem):
+    if level == logging.WARNING and _without_gpu(call):
         # The same reason for every operation: one line says it.
         _log(level, "no GPU: torch runs everything")
         level = logging.DEBUG
     _log(level, choice.describe())
 
 
-def _without_gpu(problem: Problem) -> bool:
+def _without_gpu(call: OpCall) -> bool:
     """Whether the machine has no GPU; tensors on the CPU beside one are another matter."""
-    return problem.device == "cpu" and not torch.cuda.is_available()
+    return call.device == "cpu" and not torch.cuda.is_available()
 
 
 def _log(level: int, line: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch.support import OpCall
 
 
 def deterministic_mode() -> bool:
@@ -56,12 +56,12 @@ def rehearsing() -> bool:
     return _rehearsal is not None
 
 
-def device_problem(device: torch.device | str, **properties) -> Problem:
-    """Build a :class:`Problem`, reading the compute capability off ``device``."""
+def describe_call(device: torch.device | str, **properties) -> OpCall:
+    """Build a :class:`OpCall`, reading the compute capability off ``device``."""
     properties.setdefault("deterministic", deterministic_mode())
     if _rehearsal is not None:
         name = "cpu" if _rehearsal.capability is None else "cuda"
-        return Problem(device=name, capability=_rehearsal.capability, **properties)
+        return OpCall(device=name, capability=_rehearsal.capability, **properties)
     device = torch.device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return Problem(device=device.type, capability=capability, **properties)
+    return OpCall(device=device.type, capability=capability, **properties)

@@ -19,7 +19,7 @@ ATOMIC_SUMS = {"deterministic": False, "deterministic_mode": True}
 
 
 @dataclass(frozen=True)
-class Problem:
+class OpCall:
     """The properties of a call that decide which implementation can take it.
 
     Attributes:
@@ -81,7 +81,7 @@ class Support:
             costs others an operation of its own; ``None``: as without.
         bridged: what the adapter does to fit the contract (padding, conversions).
         declined: why it is never used, for a kernel that exists and does not fit.
-        probe: a last question ``Problem -> reason or None``, asked only when the rest fits.
+        probe: a last question ``OpCall -> reason or None``, asked only when the rest fits.
     """
 
     covers: str
@@ -103,10 +103,10 @@ class Support:
     fastest_with_teacher: tuple[int, int] | None = None
     bridged: str = ""
     declined: str | None = None
-    probe: Callable[[Problem], str | None] | None = None
+    probe: Callable[[OpCall], str | None] | None = None
 
-    def reason(self, problem: Problem) -> str | None:
-        """Return why ``problem`` cannot be run, with what would be needed, or ``None``."""
+    def reason(self, call: OpCall) -> str | None:
+        """Return why ``call`` cannot be run, with what would be needed, or ``None``."""
         for rule in (
             self._declined,
             self._gpu,
@@ -117,27 +117,27 @@ class Support:
             self._options,
             self.probe or (lambda _: None),
         ):
-            reason = rule(problem)
+            reason = rule(call)
             if reason is not None:
                 return reason
         return None
 
-    def leads(self, problem: Problem) -> bool:
+    def leads(self, call: OpCall) -> bool:
         """Whether it goes before the others."""
-        if self.untried(problem):
+        if self.untried(call):
             return False
-        fastest = (problem.teacher and self.fastest_with_teacher) or self.fastest
-        return fastest is not None and fastest[0] <= problem.heads <= fastest[1]
+        fastest = (call.teacher and self.fastest_with_teacher) or self.fastest
+        return fastest is not None and fastest[0] <= call.heads <= fastest[1]
 
-    def untried(self, problem: Problem) -> bool:
+    def untried(self, call: OpCall) -> bool:
         """Whether its kernels were compiled for this GPU, but never run on one."""
-        return problem.capability in self.not_run
+        return call.capability in self.not_run
 
-    def _declined(self, problem: Problem) -> str | None:
+    def _declined(self, call: OpCall) -> str | None:
         return None if self.declined is None else f"declined: {self.declined}"
 
-    def _gpu(self, problem: Problem) -> str | None:
-        if self.capabilities is None or problem.capability in self.capabilities:
+    def _gpu(self, call: OpCall) -> str | None:
+        if self.capabilities is None or call.capability in self.capabilities:
             return None
         wanted = ", ".join("{}.{}".format(*c) for c in self.capabilities)
         if self.not_run:
@@ -145,30 +145,29 @@ class Support:
             wanted += f" (compiled, not run: {compiled})"
         owner = self.package.module if self.package else "it"
         return (
-            f"wrong GPU: {owner} has kernels for compute capability {wanted}, this is "
-            f"{problem.on()}"
+            f"wrong GPU: {owner} has kernels for compute capability {wanted}, this is {call.on()}"
         )
 
-    def _package(self, problem: Problem) -> str | None:
+    def _package(self, call: OpCall) -> str | None:
         return None if self.package is None else self.package.problem(self.minimum)
 
-    def _dtype(self, problem: Problem) -> str | None:
-        if self.dtypes is None or problem.dtype in self.dtypes:
+    def _dtype(self, call: OpCall) -> str | None:
+        if self.dtypes is None or call.dtype in self.dtypes:
             return None
-        return f"needs {' or '.join(map(short_dtype, self.dtypes))}, got {problem.dtype}"
+        return f"needs {' or '.join(map(short_dtype, self.dtypes))}, got {call.dtype}"
 
-    def _dims(self, problem: Problem) -> str | None:
-        if self.dims is None or (problem.qk_dim, problem.v_dim) in self.dims:
+    def _dims(self, call: OpCall) -> str | None:
+        if self.dims is None or (call.qk_dim, call.v_dim) in self.dims:
             return None
         return (
             f"needs dims (query/key, value) {' or '.join(map(str, self.dims))}, "
-            f"got ({problem.qk_dim}, {problem.v_dim})"
+            f"got ({call.qk_dim}, {call.v_dim})"
         )
 
-    def _counts(self, problem: Problem) -> str | None:
+    def _counts(self, call: OpCall) -> str | None:
         for name, limits, value in (
-            ("heads", self.heads, problem.heads),
-            ("selected keys", self.topk, problem.topk),
+            ("heads", self.heads, call.heads),
+            ("selected keys", self.topk, call.topk),
         ):
             if limits is None or value is None:
                 continue
@@ -177,14 +176,14 @@ class Support:
                 return f"takes {low} to {high} {name}, got {value}"
         return None
 
-    def _options(self, problem: Problem) -> str | None:
-        if problem.packed and not self.packed:
+    def _options(self, call: OpCall) -> str | None:
+        if call.packed and not self.packed:
             return "has no packed (THD) mode"
-        if problem.sink and not self.sink:
+        if call.sink and not self.sink:
             return "has no attention sink"
-        if not problem.relu and not self.without_relu:
+        if not call.relu and not self.without_relu:
             return "computes index scores with the relu only"
-        if problem.deterministic and not (self.deterministic or self.deterministic_mode):
+        if call.deterministic and not (self.deterministic or self.deterministic_mode):
             return "is not deterministic, and torch.use_deterministic_algorithms(True) asks for it"
         return None
 

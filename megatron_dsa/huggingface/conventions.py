@@ -230,7 +230,7 @@ def check_model(hf: HFModel, config: Any) -> None:
 
     Fields of the indexer are compared where the Megatron model has one.
     """
-    problems = []
+    complaints = []
     for name, expected in hf.fields.items():
         if name in _FREE or (name.startswith("dsa_") and not uses_indexer(config)):
             continue
@@ -243,15 +243,15 @@ def check_model(hf: HFModel, config: Any) -> None:
             # Models may leave out multi-token prediction.
             expected = expected[: hf.num_layers + (config.mtp_num_layers or 0)]
         if actual != expected:
-            problems.append(f"{name} is {actual!r} in the model, {expected!r} by config.json")
+            complaints.append(f"{name} is {actual!r} in the model, {expected!r} by config.json")
     actual, of_all = options_of(config).latent_norm_epsilon, hf.fields["layernorm_epsilon"]
     expected = hf.latent_norm_epsilon or of_all
     if (actual or of_all) != expected:
-        problems.append(
+        complaints.append(
             f"--dsa-latent-norm-epsilon is {actual!r} for the model, {expected!r} by config.json"
         )
-    if problems:
+    if complaints:
         raise ConfigError(
             "the Megatron model is not the model of the checkpoint; change its flags:\n"
-            + "\n".join(f"  - {problem}" for problem in problems)
+            + "\n".join(f"  - {complaint}" for complaint in complaints)
         )

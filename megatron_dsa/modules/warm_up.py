@@ -16,12 +16,12 @@ from functools import lru_cache
 import torch
 
 from megatron_dsa.dispatch import Policy, rehearsing, uncounted
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.indexer_topk.api import candidates_for
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.required_ops import RequiredOp, called_ops
 from megatron_dsa.sequence.layout import bshd_layout
 
@@ -43,8 +43,8 @@ def settle(ops: list[RequiredOp], policy: Policy, softmax_scale: float | None) -
     if not _settling:
         return
     calls = tuple(called_ops(ops, policy))
-    for operation, problem in calls:
-        OPERATIONS[operation].choose(problem, policy)
+    for operation, inputs in calls:
+        OPERATIONS[operation].choose(inputs, policy)
     if softmax_scale is not None:
         warm_up(calls, policy, softmax_scale)
 
@@ -69,11 +69,11 @@ def unsettled():
 
 
 @lru_cache(maxsize=64)
-def warm_up(calls: tuple[tuple[str, Problem], ...], policy: Policy, softmax_scale: float) -> None:
+def warm_up(calls: tuple[tuple[str, OpCall], ...], policy: Policy, softmax_scale: float) -> None:
     """Run the operations of a training step once on a few rows; once per process and shape.
 
     Args:
-        calls: pairs ``(operation, problem)`` that a step will run. Only what runs fused on a GPU is
+        calls: pairs ``(operation, inputs)`` that a step will run. Only what runs fused on a GPU is
             called; nothing is counted in the report and no random number is drawn.
         policy: the policy of the step.
         softmax_scale: factor on ``q . kv``; some kernels are compiled for it.
@@ -81,10 +81,9 @@ def warm_up(calls: tuple[tuple[str, Problem], ...], policy: Policy, softmax_scal
     if rehearsing():
         return
     fused = {
-        operation: problem
-        for operation, problem in reversed(calls)  # the first call of an operation counts
-        if problem.device == "cuda"
-        and OPERATIONS[operation].choose(problem, policy).candidate.fused
+        operation: inputs
+        for operation, inputs in reversed(calls)  # the first call of an operation counts
+        if inputs.device == "cuda" and OPERATIONS[operation].choose(inputs, policy).candidate.fused
     }
     with uncounted(), torch.no_grad():
         attention = [name for name in fused if name.startswith("sparse_attention")]
@@ -92,9 +91,9 @@ def warm_up(calls: tuple[tuple[str, Problem], ...], policy: Policy, softmax_scal
             _attend(fused, fused[attention[0]], policy, softmax_scale)
     selects = {"indexer_topk", "indexer_scores", "indexer_listed_scores"}
     if fused.keys() & (selects | {"sparse_indexer_loss"}):
-        problem = next(x for name, x in calls if name in ("sparse_indexer_loss", "indexer_topk"))
+        inputs = next(x for name, x in calls if name in ("sparse_indexer_loss", "indexer_topk"))
         with uncounted():
-            _index(fused, problem, policy)
+            _index(fused, inputs, policy)
 
 
 def _values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -103,39 +102,39 @@ def _values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.sin(torch.arange(count, device="cuda").float()).view(shape).to(dtype)
 
 
-def _attend(fused: dict, problem: Problem, policy: Policy, softmax_scale: float) -> None:
-    q = _values(_ROWS, problem.heads, problem.qk_dim, dtype=problem.dtype)
-    kv = _values(_KEYS, problem.qk_dim, dtype=problem.dtype)
-    place = torch.arange(problem.topk, dtype=torch.int32, device="cuda")
+def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> None:
+    q = _values(_ROWS, call.heads, call.qk_dim, dtype=call.dtype)
+    kv = _values(_KEYS, call.qk_dim, dtype=call.dtype)
+    place = torch.arange(call.topk, dtype=torch.int32, device="cuda")
     indices = torch.where(place < _KEYS, place, -1).expand(_ROWS, -1).contiguous()
-    sink = torch.zeros(problem.heads, device="cuda") if problem.sink else None
-    sp = SparseProblem(
-        q, kv, indices, problem.v_dim, softmax_scale, None, sink, policy.workspace_bytes
+    sink = torch.zeros(call.heads, device="cuda") if call.sink else None
+    sp = SparseAttentionInputs(
+        q, kv, indices, call.v_dim, softmax_scale, None, sink, policy.workspace_bytes
     )
-    out, lse, _ = FORWARD.run(problem, policy, sp)
+    out, lse, _ = FORWARD.run(call, policy, sp)
     if "sparse_attention_backward" in fused:
         backward = fused["sparse_attention_backward"]
         sp = replace(sp, want_p_sum=backward.teacher)
         BACKWARD.run(backward, policy, sp, out, lse, out)
     if "sparse_attention_probabilities" in fused:
-        PROBABILITIES.run(problem, policy, sp, lse)
+        PROBABILITIES.run(call, policy, sp, lse)
 
 
-def _index(fused: dict, problem: Problem, policy: Policy) -> None:
+def _index(fused: dict, call: OpCall, policy: Policy) -> None:
     # Scores are only needed where more is visible than selected.
-    rows = _ROWS + (candidates_for(problem.topk) if policy.fp8_selection else problem.topk)
+    rows = _ROWS + (candidates_for(call.topk) if policy.fp8_selection else call.topk)
     inputs = IndexerInputs(
-        _values(rows, problem.heads, problem.qk_dim, dtype=problem.dtype),
-        _values(rows, problem.qk_dim, dtype=problem.dtype),
-        _values(rows, problem.heads, dtype=problem.dtype),
-        problem.relu,
+        _values(rows, call.heads, call.qk_dim, dtype=call.dtype),
+        _values(rows, call.qk_dim, dtype=call.dtype),
+        _values(rows, call.heads, dtype=call.dtype),
+        call.relu,
     )
     layout = bshd_layout(rows, 1, torch.device("cuda", torch.cuda.current_device()))
     with torch.no_grad():
         exact = replace(policy, fp8_selection=False)
-        indices, length = indexer_topk(inputs, layout, problem.topk, policy=exact)
+        indices, length = indexer_topk(inputs, layout, call.topk, policy=exact)
         if policy.fp8_selection:  # which wide blocks alone would take
-            indexer_topk(inputs, layout, problem.topk, policy=replace(policy, fp8_least_ratio=0))
+            indexer_topk(inputs, layout, call.topk, policy=replace(policy, fp8_least_ratio=0))
     if "sparse_indexer_loss" in fused:
         inputs.q.requires_grad_()
         teacher = torch.ones(indices.shape, device="cuda")

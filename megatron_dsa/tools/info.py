@@ -10,7 +10,7 @@ import torch
 from megatron_dsa import __version__
 from megatron_dsa.config import DSAOptions, is_hybrid
 from megatron_dsa.config_rules import CSA_RATIO
-from megatron_dsa.dispatch import Policy
+from megatron_dsa.dispatch import OpCall, Policy
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.presets import NEEDED_FOR_V4, preset
 from megatron_dsa.required_ops import RequiredOp, required_ops
@@ -98,17 +98,17 @@ _REMARKS = {
 }
 
 
-def _by_heads(operation: str, problem) -> dict[str, str]:
+def _by_heads(operation: str, call: OpCall) -> dict[str, str]:
     """What would run for how many heads, ``{"1-32": name, ...}``, where that makes a difference."""
     edges = {1}
     for candidate in OPERATIONS[operation].candidates:
         low, high = candidate.support.fastest or (1, 0)
         edges |= {low, high + 1}
-    starts = sorted(edge for edge in edges if edge <= problem.heads)
-    ends = [start - 1 for start in starts[1:]] + [problem.heads]
+    starts = sorted(edge for edge in edges if edge <= call.heads)
+    ends = [start - 1 for start in starts[1:]] + [call.heads]
     chosen = {
         f"{low}-{high}": OPERATIONS[operation]
-        .choose(replace(problem, heads=high), Policy(fused=True))
+        .choose(replace(call, heads=high), Policy(fused=True))
         .candidate.name
         for low, high in zip(starts, ends, strict=True)
     }

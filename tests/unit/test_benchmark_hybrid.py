@@ -13,7 +13,7 @@ from benchmarks.cases import PRESETS
 from benchmarks.hybrid import SHAPES, Case
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.compressor import reference as compressor_reference
-from megatron_dsa.ops.compressor.inputs import CompressorProblem
+from megatron_dsa.ops.compressor.inputs import CompressorInputs
 from megatron_dsa.ops.key_lists import reference as lists_reference
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.rope import reference as rope_reference
@@ -114,7 +114,7 @@ def test_eager_compressor(ratio, overlap):
     values, scores, ape = normal(rows, width), normal(rows, width, seed=1), normal(ratio, width)
     groups = compressed_keys(bshd_layout(rows, 1, CPU), ratio).groups
     expected = compressor_reference.compress(
-        CompressorProblem(values, scores, ape, groups, ratio, overlap, 2**20)
+        CompressorInputs(values, scores, ape, groups, ratio, overlap, 2**20)
     )
     found = hybrid_pieces.eager_compress(values, scores, ape, ratio, overlap)
     assert relative_error(found, expected) < 1e-12
@@ -142,7 +142,7 @@ def test_eager_key_lists(ratio, topk):
         assert torch.equal(length, visible.clamp_max(topk).int())
         assert (selected < visible[:, None]).all() and ((selected >= 0).sum(1) == length).all()
     lists = KeyLists(layout, window, keys, selected, length)
-    indices, count = lists_reference.build(lists._problem(slice(0, rows)))
+    indices, count = lists_reference.build(lists._inputs(slice(0, rows)))
     offset = keys.count if ratio else 0
     slots = 0 if topk else offset
     found, found_count = hybrid_pieces.eager_key_lists(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import Policy, device_problem
+from megatron_dsa.dispatch import Policy, describe_call
 from megatron_dsa.errors import require
 from megatron_dsa.ops.compressor.declaration import COMPRESSOR
-from megatron_dsa.ops.compressor.inputs import CompressorProblem
+from megatron_dsa.ops.compressor.inputs import CompressorInputs
 from megatron_dsa.sequence.compressed import CompressedKeys
 
 __all__ = ["compress"]
@@ -44,8 +44,8 @@ def compress(
         f"values must have the {keys.pooled_rows} tokens that keys describe, got shape "
         f"{tuple(values.shape)}: make keys for the batch of these tensors",
     )
-    problem = CompressorProblem(
+    inputs = CompressorInputs(
         values, scores, ape, keys.groups, keys.ratio, overlap, policy.workspace_bytes
     )
-    call = device_problem(values.device, dtype=values.dtype, heads=1, qk_dim=problem.dim, v_dim=0)
-    return COMPRESSOR.run(call, policy, problem)
+    call = describe_call(values.device, dtype=values.dtype, heads=1, qk_dim=inputs.dim, v_dim=0)
+    return COMPRESSOR.run(call, policy, inputs)

@@ -18,7 +18,7 @@ from megatron_dsa.sequence.compressed import Groups
 
 
 @dataclass(frozen=True)
-class CompressorProblem:
+class CompressorInputs:
     """Inputs of one pooling, as every implementation receives them; ``c = 2 if overlap else 1``.
 
     Group ``g`` pools its own rows ``first_row + i * row_step``, ``0 <= i < ratio``, and with

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_dsa.dispatch import Policy, Problem
+from megatron_dsa.dispatch import OpCall, Policy
 from megatron_dsa.ops.dense_attention import flash2, torch_cudnn, torch_flash
 from megatron_dsa.ops.dense_attention import torch as torch_block
 from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
@@ -26,14 +26,14 @@ class BlockAttention:
         name: short name.
         fused: whether it is a fused kernel.
         pads_values: whether it pads values to the key's width.
-        reason: why it cannot run a problem, or ``None``.
+        reason: why it cannot run a call, or ``None``.
         forward, backward: see the module.
     """
 
     name: str
     fused: bool
     pads_values: bool
-    reason: Callable[[Problem], str | None]
+    reason: Callable[[OpCall], str | None]
     forward: Callable
     backward: Callable
 
@@ -54,15 +54,15 @@ BLOCK_KERNELS = (
 _BY_NAME = {kernel.name: kernel for kernel in BLOCK_KERNELS}
 
 
-def choose(problem: Problem, name: str | None = None) -> BlockAttention:
-    """Return the kernel that dispatch chooses for ``problem``, or the one of that name.
+def choose(call: OpCall, name: str | None = None) -> BlockAttention:
+    """Return the kernel that dispatch chooses for ``call``, or the one of that name.
 
     Raises:
         ConfigError: there is no kernel of that name.
-        ImplementationError: it cannot run the problem.
+        ImplementationError: it cannot run the call.
     """
     policy = Policy() if name is None else Policy(named=((DENSE_ATTENTION.name, name),))
-    return _BY_NAME[DENSE_ATTENTION.choose(problem, policy).candidate.name]
+    return _BY_NAME[DENSE_ATTENTION.choose(call, policy).candidate.name]
 
 
 def block_kernel(name: str, workspace_bytes: int) -> BlockAttention:

@@ -11,7 +11,7 @@ import importlib.util
 import torch
 
 from megatron_dsa.dispatch import deterministic_mode
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops.dense_attention.flash_shapes import (
     common_reason,
     from_kernel,
@@ -28,13 +28,13 @@ from megatron_dsa.versions import installed_version, parse_version
 _MINIMUM = "2.7"
 
 
-def reason(problem: Problem) -> str | None:
+def reason(call: OpCall) -> str | None:
     """Return why flash-attn 2 cannot run this, or ``None``."""
-    why = common_reason(problem, pads_values=True)
+    why = common_reason(call, pads_values=True)
     if why is not None:
         return why
-    if problem.capability[0] not in (8, 9):
-        return f"flash-attn 2 has kernels for compute capability 8 and 9, this is {problem.on()}"
+    if call.capability[0] not in (8, 9):
+        return f"flash-attn 2 has kernels for compute capability 8 and 9, this is {call.on()}"
     if importlib.util.find_spec("flash_attn_2_cuda") is None:
         return f"missing: flash_attn is not installed; pip install 'flash-attn>={_MINIMUM}'"
     found = installed_version("flash-attn")

@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch.support import HALF, Problem, short_dtype
+from megatron_dsa.dispatch.support import HALF, OpCall, short_dtype
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
 
 #: The widest head that they take.
 LARGEST = 256
 
 
-def common_reason(problem: Problem, pads_values: bool = False) -> str | None:
+def common_reason(call: OpCall, pads_values: bool = False) -> str | None:
     """Return why no flash-attention kernel can run this, or ``None``.
 
     ``pads_values``: the kernels take one head dim, to which narrower values are padded.
     """
-    if problem.device != "cuda":
-        return f"needs a CUDA GPU, this is {problem.on()}"
-    if problem.capability < (8, 0):
-        return f"needs compute capability 8.0 or later, this is {problem.on()}"
-    if problem.dtype not in HALF:
-        return f"needs {' or '.join(map(short_dtype, HALF))}, got {short_dtype(problem.dtype)}"
-    dims = problem.qk_dim, problem.v_dim
+    if call.device != "cuda":
+        return f"needs a CUDA GPU, this is {call.on()}"
+    if call.capability < (8, 0):
+        return f"needs compute capability 8.0 or later, this is {call.on()}"
+    if call.dtype not in HALF:
+        return f"needs {' or '.join(map(short_dtype, HALF))}, got {short_dtype(call.dtype)}"
+    dims = call.qk_dim, call.v_dim
     if any(dim % 8 for dim in dims) or max(dims) > LARGEST:
         return f"needs head dims that are multiples of 8 up to {LARGEST}, got {dims}"
-    if pads_values and problem.v_dim > problem.qk_dim:
-        return f"needs values no wider than keys, got {problem.v_dim} and {problem.qk_dim}"
+    if pads_values and call.v_dim > call.qk_dim:
+        return f"needs values no wider than keys, got {call.v_dim} and {call.qk_dim}"
     return None
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import device_problem
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch import describe_call
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.numerics.checks import FLOATS, require_tensor
 
 
@@ -17,8 +17,8 @@ def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     require_tensor("v", v, (*q.shape[:2], "Dv"), (q.dtype,), q, fix)
 
 
-def dense_problem(q: torch.Tensor, v_dim: int, packed: bool) -> Problem:
+def describe_dense_call(q: torch.Tensor, v_dim: int, packed: bool) -> OpCall:
     """Describe a call to dispatch."""
-    return device_problem(
+    return describe_call(
         q.device, dtype=q.dtype, heads=q.shape[1], qk_dim=q.shape[2], v_dim=v_dim, packed=packed
     )

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops.dense_attention.flash_shapes import (
     common_reason,
     lse_from_kernel,
@@ -21,23 +21,23 @@ from megatron_dsa.ops.dense_attention.sequences import Dense
 _WIDE_HOPPER, _WIDE_BLACKWELL = 91000, 91100
 
 
-def reason(problem: Problem) -> str | None:
+def reason(call: OpCall) -> str | None:
     """Return why torch's cuDNN attention cannot run this, or ``None``."""
-    why = common_reason(problem)
+    why = common_reason(call)
     if why is not None:
         return why
-    if problem.packed:
+    if call.packed:
         return "torch's cuDNN attention has no packed (THD) backward that is right"
-    if problem.deterministic:
+    if call.deterministic:
         return "is not deterministic, and torch.use_deterministic_algorithms(True) asks for it"
     version = torch.backends.cudnn.version() or 0
-    wide = max(problem.qk_dim, problem.v_dim) > 128
-    hopper = problem.capability == (9, 0) and version >= _WIDE_HOPPER
-    dims = (problem.qk_dim, problem.v_dim)
-    blackwell = problem.capability[0] == 10 and version >= _WIDE_BLACKWELL and dims == (192, 128)
+    wide = max(call.qk_dim, call.v_dim) > 128
+    hopper = call.capability == (9, 0) and version >= _WIDE_HOPPER
+    dims = (call.qk_dim, call.v_dim)
+    blackwell = call.capability[0] == 10 and version >= _WIDE_BLACKWELL and dims == (192, 128)
     if wide and not (hopper or blackwell):
         return (
-            f"cuDNN {version} takes head dims up to 128 on {problem.on()} (wider ones on Hopper "
+            f"cuDNN {version} takes head dims up to 128 on {call.on()} (wider ones on Hopper "
             f"from {_WIDE_HOPPER}, 192/128 on Blackwell from {_WIDE_BLACKWELL}), got {dims}"
         )
     return None

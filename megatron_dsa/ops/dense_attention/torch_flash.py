@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops.dense_attention.flash_shapes import (
     common_reason,
     from_kernel,
@@ -20,9 +20,9 @@ from megatron_dsa.ops.dense_attention.flash_shapes import (
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
 
 
-def reason(problem: Problem) -> str | None:
+def reason(call: OpCall) -> str | None:
     """Return why torch's flash kernels cannot run this, or ``None``."""
-    why = common_reason(problem, pads_values=True)
+    why = common_reason(call, pads_values=True)
     if why is not None:
         return why
     if torch.version.cuda is None or not torch.backends.cuda.is_flash_attention_available():

@@ -15,15 +15,15 @@ from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor
 from megatron_dsa.numerics.scaling import scaled
 from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, SPARSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import (
-    DenseLossProblem,
+    DenseLossInputs,
     LatentKeys,
     SparseLoss,
-    SparseLossProblem,
+    SparseLossInputs,
 )
 from megatron_dsa.ops.indexer_topk.inputs import (
     IndexerInputs,
     check_indexer,
-    index_problem,
+    describe_index_call,
     require_finite_scores,
 )
 from megatron_dsa.ops.sparse_attention.inputs import check_indices
@@ -73,7 +73,7 @@ class SelectedKeysLoss:
     Attributes:
         layout: the layout that the selection was made with.
         indices, topk_length, teacher: as in
-            :class:`~megatron_dsa.ops.indexer_loss.inputs.SparseLossProblem`; the teacher is
+            :class:`~megatron_dsa.ops.indexer_loss.inputs.SparseLossInputs`; the teacher is
             overwritten.
         policy: which implementations may run.
     """
@@ -105,12 +105,12 @@ class SelectedKeysLoss:
             inputs = IndexerInputs(
                 inputs.q.float(), inputs.k.float(), inputs.weights.float(), inputs.relu
             )
-        problem = index_problem(inputs, self.layout, self.indices.shape[1])
-        arguments = SparseLossProblem(
+        call = describe_index_call(inputs, self.layout, self.indices.shape[1])
+        arguments = SparseLossInputs(
             inputs, self.indices, self.topk_length, self.teacher, self.policy.workspace_bytes,
             want_gradients,
         )  # fmt: skip
-        return SPARSE_LOSS.run(problem, self.policy, arguments)
+        return SPARSE_LOSS.run(call, self.policy, arguments)
 
 
 class _SparseLoss(torch.autograd.Function):
@@ -209,11 +209,11 @@ def dense_indexer_loss(
             fix = "give one value per query token and head"
             require_tensor(name, value, tuple(q.shape[:2]), FLOATS, q, fix)
     inputs = require_finite_scores(inputs, layout, "dense_indexer_loss")
-    arguments = DenseLossProblem(
+    arguments = DenseLossInputs(
         inputs, layout, q.detach(), k.detach(), softmax_scale, head_group, policy.workspace_bytes,
         None if other_lse is None else other_lse.detach(), None if lse is None else lse.detach(),
     )  # fmt: skip
-    asked = index_problem(inputs, layout, None)
+    asked = describe_index_call(inputs, layout, None)
     # The teacher's queries may be wider than the indexer's.
     asked = replace(asked, dtype=torch.promote_types(asked.dtype, q.dtype))
     return DENSE_LOSS.run(asked, policy, arguments)

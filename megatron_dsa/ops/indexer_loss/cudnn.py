@@ -11,34 +11,34 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.numerics.arithmetic import lengths, rows_in_budget
-from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLoss, SparseLossProblem
+from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLoss, SparseLossInputs
 from megatron_dsa.ops.padding import masked_indices, padded_heads, widened, with_heads
 
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def sparse(problem: SparseLossProblem) -> SparseLoss:
+def sparse(inputs: SparseLossInputs) -> SparseLoss:
     """Return the KL sum, with the gradients if they are wanted."""
     from cudnn import DSA
 
-    x, width = problem.inputs, problem.indices.shape[1]
+    x, width = inputs.indexer, inputs.indices.shape[1]
     heads = padded_heads(x.q.shape[1], (8, 16, 32, 64))
-    valid, indices = masked_indices(problem.indices, problem.topk_length, x.k.shape[0])
+    valid, indices = masked_indices(inputs.indices, inputs.topk_length, x.k.shape[0])
     student = DSA.sparse_indexer_score_recompute_wrapper(
         with_heads(x.q, heads, -2)[None],
         x.k.contiguous()[None],
         with_heads(x.weights, heads, -1)[None],
         indices[None],
         qhead_per_kv_head=heads,
-        topk_length=lengths(problem.indices, problem.topk_length)[None],
+        topk_length=lengths(inputs.indices, inputs.topk_length)[None],
         topk_indices_global=False,
     )["predict"][0, :, :width].contiguous()
     value = student.new_zeros(())
-    step = rows_in_budget(problem.workspace_bytes, width * 24)
+    step = rows_in_budget(inputs.workspace_bytes, width * 24)
     for first in range(0, student.shape[0], step):
         rows = slice(first, first + step)
-        value += _kl_rows(student[rows], problem.teacher[rows], valid[rows])
-    return SparseLoss(value, _gradients(problem, student) if problem.want_gradients else None)
+        value += _kl_rows(student[rows], inputs.teacher[rows], valid[rows])
+    return SparseLoss(value, _gradients(inputs, student) if inputs.want_gradients else None)
 
 
 def _kl_rows(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -56,21 +56,21 @@ def _kl_rows(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) 
     return (teacher * log_ratio).sum()
 
 
-def _gradients(problem: SparseLossProblem, student: torch.Tensor) -> IndexerGradients:
+def _gradients(inputs: SparseLossInputs, student: torch.Tensor) -> IndexerGradients:
     """Return the gradients of the KL sum from the student and the normalised teacher."""
     from cudnn import DSA
 
-    x = problem.inputs
+    x = inputs.indexer
     rows, heads = x.q.shape[:2]
     padded = padded_heads(heads, (64,))
-    valid, indices = masked_indices(problem.indices, problem.topk_length, x.k.shape[0])
+    valid, indices = masked_indices(inputs.indices, inputs.topk_length, x.k.shape[0])
     # Rows without a teacher keep a student of 0, which means no gradient there.
-    trained = valid & (problem.teacher.sum(-1, keepdim=True) > 0)
+    trained = valid & (inputs.teacher.sum(-1, keepdim=True) > 0)
     result = DSA.indexer_backward_wrapper(
         with_heads(x.q, padded, -2)[None],
         with_heads(x.weights, padded, -1)[None],
         x.k.contiguous()[None],
-        widened(problem.teacher, 0.0)[None],
+        widened(inputs.teacher, 0.0)[None],
         widened(torch.where(trained, student.clamp_min(_TINY), 0.0), 0.0)[None],
         indices[None],
         torch.ones(1, dtype=torch.float32, device=x.q.device),

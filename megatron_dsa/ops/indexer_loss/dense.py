@@ -20,7 +20,7 @@ from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.scaling import scaled
 from megatron_dsa.ops.indexer_loss.gradients import Gradients
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem, LatentKeys
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, LatentKeys
 from megatron_dsa.ops.indexer_loss.teacher import normalised_lse
 from megatron_dsa.ops.indexer_loss.tiles import QueryBlock, Tile, query_blocks
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
@@ -84,23 +84,23 @@ class TileFunctions(Protocol):
 
 
 def dense_loss(
-    problem: DenseLossProblem, functions: Callable[[DenseLossProblem], TileFunctions]
+    inputs: DenseLossInputs, functions: Callable[[DenseLossInputs], TileFunctions]
 ) -> torch.Tensor:
     """Return the KL sum over all visible keys (scalar), differentiable in the indexer's inputs.
 
     Its gradients are complete when its value is: they are formed in the forward pass.
     """
-    x = problem.inputs
+    x = inputs.indexer
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x.q, x.k, x.weights))):
-        return _kl_sum(problem, functions(problem), None)
-    return _DenseLoss.apply(x.q, x.k, x.weights, problem, functions)
+        return _kl_sum(inputs, functions(inputs), None)
+    return _DenseLoss.apply(x.q, x.k, x.weights, inputs, functions)
 
 
 class _DenseLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, weights, problem, functions):
-        grads = Gradients(problem.inputs)
-        loss = _kl_sum(problem, functions(problem), grads)
+    def forward(ctx, q, k, weights, inputs, functions):
+        grads = Gradients(inputs.indexer)
+        loss = _kl_sum(inputs, functions(inputs), grads)
         ctx.save_for_backward(
             grads.q.to(q.dtype), grads.k.to(k.dtype), grads.weights.to(weights.dtype)
         )
@@ -113,17 +113,17 @@ class _DenseLoss(torch.autograd.Function):
 
 
 def _kl_sum(
-    problem: DenseLossProblem, functions: TileFunctions, grads: Gradients | None
+    inputs: DenseLossInputs, functions: TileFunctions, grads: Gradients | None
 ) -> torch.Tensor:
     # Functions see plain tensors: on their own they would be taken for part of an autograd graph.
-    problem = dataclasses.replace(problem, inputs=problem.inputs.detach())
-    q = problem.inputs.q
+    inputs = dataclasses.replace(inputs, indexer=inputs.indexer.detach())
+    q = inputs.indexer.q
     loss = q.new_zeros((), dtype=accumulation_dtype(q.dtype))
     rows, width = functions.shape
-    for block in query_blocks(problem.layout, rows):
+    for block in query_blocks(inputs.layout, rows):
         tiles = list(block.tiles(width))
         if tiles:
-            _Block(problem, functions, block, tiles).add(loss, grads)
+            _Block(inputs, functions, block, tiles).add(loss, grads)
     return loss
 
 
@@ -131,20 +131,20 @@ def _kl_sum(
 class _Block:
     """Some query rows of a window, with the tiles of what they see."""
 
-    problem: DenseLossProblem
+    given: DenseLossInputs
     functions: TileFunctions
     block: QueryBlock
     tiles: list[Tile]
 
     def add(self, loss: torch.Tensor, grads: Gradients | None) -> None:
         """Add the KL sum of these rows to ``loss``, and their gradients to ``grads``."""
-        problem, functions, rows = self.problem, self.functions, self.block.rows
-        x, layout = problem.inputs, problem.layout
+        arguments, functions, rows = self.given, self.functions, self.block.rows
+        x, layout = arguments.indexer, arguments.layout
         # In slots: of a tile they are counted from its first.
         seen = Seen(layout.start[rows], layout.end[rows])
         student_lse, lse = self._log_sum_exps(seen)
-        other = None if problem.other_lse is None else problem.other_lse[rows].t().to(lse.dtype)
-        lse, has_mass = normalised_lse(lse, other, problem.head_group)
+        other = None if arguments.other_lse is None else arguments.other_lse[rows].t().to(lse.dtype)
+        lse, has_mass = normalised_lse(lse, other, arguments.head_group)
         # A row without a teacher has neither loss nor gradient, as if it saw nothing.
         seen = Seen(seen.start, torch.where(has_mass, seen.end, seen.start))
         dq = None
@@ -164,8 +164,8 @@ class _Block:
             functions.finish(inputs, seen, dq, grads.q[rows], grads.weights[rows])
 
     def _inputs(self, tile: Tile) -> IndexerInputs:
-        x = self.problem.inputs
-        keys = self.functions.index_keys(self.problem.layout, tile.slots)
+        x = self.given.indexer
+        keys = self.functions.index_keys(self.given.layout, tile.slots)
         return IndexerInputs(x.q[tile.rows], keys, x.weights[tile.rows], x.relu)
 
     def _log_sum_exps(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,19 +174,19 @@ class _Block:
 
         The teacher's are the given ones, if there are.
         """
-        problem, q = self.problem, self.problem.q
-        rows, index_q = seen.start.shape[0], problem.inputs.q
+        inputs, q = self.given, self.given.q
+        rows, index_q = seen.start.shape[0], inputs.indexer.q
         dtype = accumulation_dtype(q.dtype)
         student = index_q.new_full((rows,), float("-inf"), dtype=accumulation_dtype(index_q.dtype))
-        if problem.lse is None:
+        if inputs.lse is None:
             teacher = q.new_full((q.shape[1], rows), float("-inf"), dtype=dtype)
         else:
-            teacher = problem.lse[self.block.rows].t().to(dtype)
+            teacher = inputs.lse[self.block.rows].t().to(dtype)
         for tile in self.tiles:
             here = _seen_columns(seen, tile)
             _join(student[tile.inside], self.functions.student_lse(self._inputs(tile), here))
-            if problem.lse is None:
-                keys = take(problem.k, problem.layout, tile.slots)
+            if inputs.lse is None:
+                keys = take(inputs.k, inputs.layout, tile.slots)
                 _join(teacher[:, tile.inside], self.functions.teacher_lse(q[tile.rows], keys, here))
         return student, teacher
 
@@ -195,11 +195,11 @@ class _Block:
 
         The sum over ranks of one tile runs under the computation of the next.
         """
-        problem, group, last = self.problem, self.problem.head_group, None
+        inputs, group, last = self.given, self.given.head_group, None
         for tile in self.tiles:
             here = _seen_columns(seen, tile)
-            keys = take(problem.k, problem.layout, tile.slots)
-            teacher = self.functions.teacher(problem.q[tile.rows], keys, lse[:, tile.inside], here)
+            keys = take(inputs.k, inputs.layout, tile.slots)
+            teacher = self.functions.teacher(inputs.q[tile.rows], keys, lse[:, tile.inside], here)
             del keys
             if group is None:
                 yield tile, here, teacher

@@ -32,12 +32,12 @@ class SparseLoss(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SparseLossProblem:
+class SparseLossInputs:
     """Loss over the selected keys.
 
     Attributes:
-        inputs: the indexer's tensors.
-        indices: int32 ``[Sq, K]``, rows of ``inputs.k``; -1 (or out of range) selects nothing.
+        indexer: the indexer's tensors.
+        indices: int32 ``[Sq, K]``, rows of ``indexer.k``; -1 (or out of range) selects nothing.
         topk_length: int32 ``[Sq]`` or ``None``.
         teacher: ``[Sq, K]``, attention probabilities summed over all heads (of all tensor-parallel
             ranks), not yet normalised. Rows that sum to 0 contribute nothing. **Overwritten** with
@@ -46,7 +46,7 @@ class SparseLossProblem:
         want_gradients: whether the gradients are wanted.
     """
 
-    inputs: IndexerInputs
+    indexer: IndexerInputs
     indices: torch.Tensor
     topk_length: torch.Tensor | None
     teacher: torch.Tensor
@@ -83,11 +83,11 @@ class LatentKeys:
 
 
 @dataclass(frozen=True)
-class DenseLossProblem:
+class DenseLossInputs:
     """Loss over all visible keys.
 
     Attributes:
-        inputs: the indexer's tensors; gradients flow to q, k and weights.
+        indexer: the indexer's tensors; gradients flow to q, k and weights.
         layout: which slots each query row sees.
         q: ``[Sq, H, D]`` and k: ``[Skv, Hk, D]`` with ``Hk`` 1 or ``H``, or :class:`LatentKeys`:
             what the attention scores are made of (the teacher). No gradient flows to them.
@@ -101,7 +101,7 @@ class DenseLossProblem:
             nothing. ``None``: it is computed.
     """
 
-    inputs: IndexerInputs
+    indexer: IndexerInputs
     layout: Layout
     q: torch.Tensor
     k: torch.Tensor | LatentKeys

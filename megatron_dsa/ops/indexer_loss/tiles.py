@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem, LatentKeys
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, LatentKeys
 from megatron_dsa.sequence.layout import Layout, Window
 
 #: Heads handled at a time; smaller blocks need less memory, larger ones are faster.
@@ -78,9 +78,9 @@ def query_blocks(layout: Layout, rows: int) -> Iterator[QueryBlock]:
             yield QueryBlock(window, begin, min(begin + rows, len(window)))
 
 
-def tile_shape(problem: DenseLossProblem) -> tuple[int, int]:
+def tile_shape(inputs: DenseLossInputs) -> tuple[int, int]:
     """Return how many query rows and how many slots a tile of the torch implementation may have."""
-    return fitting_shape(TileBytes.of(problem), problem.workspace_bytes, LONGEST_EDGE)
+    return fitting_shape(TileBytes.of(inputs), inputs.workspace_bytes, LONGEST_EDGE)
 
 
 def fitting_shape(
@@ -116,10 +116,10 @@ class TileBytes:
         return rows * width * self.pair + rows * self.row + width * self.slot + self.fixed
 
     @classmethod
-    def of(cls, problem: DenseLossProblem) -> TileBytes:
+    def of(cls, inputs: DenseLossInputs) -> TileBytes:
         """Count what is alive at the same time in :mod:`~.indexer_loss.dense_torch`."""
-        x, q, k = problem.inputs, problem.q, problem.k
-        gathers = problem.layout.key_rows is not None
+        x, q, k = inputs.indexer, inputs.q, inputs.k
+        gathers = inputs.layout.key_rows is not None
         (index_heads, index_dim), (all_heads, dim) = x.q.shape[1:], q.shape[1:]
         some_index_heads = min(HEADS_AT_ONCE, index_heads)
         heads = min(HEADS_AT_ONCE, all_heads)

@@ -9,18 +9,18 @@ import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget, valid_entries
 from megatron_dsa.ops.indexer_loss.gradients import Gradients
-from megatron_dsa.ops.indexer_loss.inputs import SparseLoss, SparseLossProblem
+from megatron_dsa.ops.indexer_loss.inputs import SparseLoss, SparseLossInputs
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 
 
-def sparse(problem: SparseLossProblem) -> SparseLoss:
+def sparse(inputs: SparseLossInputs) -> SparseLoss:
     """Return the KL sum over the selected keys, with the gradients if they are wanted."""
-    x = problem.inputs
+    x = inputs.indexer
     acc = accumulation_dtype(x.q.dtype)
     value = x.q.new_zeros((), dtype=acc)
-    grads = Gradients(x) if problem.want_gradients else None
-    for chunk in _sparse_chunks(problem):
-        teacher = problem.teacher[chunk.rows]
+    grads = Gradients(x) if inputs.want_gradients else None
+    for chunk in _sparse_chunks(inputs):
+        teacher = inputs.teacher[chunk.rows]
         part, student = _kl_rows(chunk.logits(), teacher, chunk.mask)
         value += part
         if grads is not None:
@@ -77,19 +77,19 @@ class _SparseChunk:
         grads.k_with_spare.index_add_(0, self.index.flatten(), dkeys.flatten(0, 1))
 
 
-def _sparse_chunks(problem: SparseLossProblem) -> Iterator[_SparseChunk]:
+def _sparse_chunks(inputs: SparseLossInputs) -> Iterator[_SparseChunk]:
     """Cut the query rows so that the temporaries of a chunk fit the budget."""
-    x, width = problem.inputs, problem.indices.shape[1]
+    x, width = inputs.indexer, inputs.indices.shape[1]
     heads, dim = x.q.shape[1], x.q.shape[2]
     num_keys = x.k.shape[0]
     table = torch.cat([x.k, x.k.new_zeros(1, dim)])
     acc = accumulation_dtype(x.q.dtype)
     per_row = width * ((3 * dim + 3 * heads + 6) * acc.itemsize + 24)
-    rows_at_once = rows_in_budget(problem.workspace_bytes, per_row)
+    rows_at_once = rows_in_budget(inputs.workspace_bytes, per_row)
     for first in range(0, x.q.shape[0], rows_at_once):
         rows = slice(first, first + rows_at_once)
-        index = problem.indices[rows]
-        length = None if problem.topk_length is None else problem.topk_length[rows]
+        index = inputs.indices[rows]
+        length = None if inputs.topk_length is None else inputs.topk_length[rows]
         mask = valid_entries(index, length, num_keys)
         index = torch.where(mask, index, num_keys).long()
         keys = table[index]

@@ -8,7 +8,7 @@ import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm, slices
 from megatron_dsa.ops.indexer_loss.dense import dense_loss, take
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.ops.indexer_loss.teacher import log_sum_exp, teacher_lse, teacher_tile
 from megatron_dsa.ops.indexer_loss.tiles import HEADS_AT_ONCE, tile_shape
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
@@ -18,22 +18,22 @@ from megatron_dsa.sequence.layout import Layout, Seen
 _ALL = slice(None)
 
 
-def dense(problem: DenseLossProblem) -> torch.Tensor:
+def dense(inputs: DenseLossInputs) -> torch.Tensor:
     """Return the KL sum over all visible keys (scalar), differentiable in the indexer's inputs."""
-    x = problem.inputs
+    x = inputs.indexer
     if x.q.dtype == torch.float16:
         # Gradients exist before the loss scale is applied; in fp16 they would underflow.
         x = IndexerInputs(x.q.float(), x.k.float(), x.weights.float(), x.relu)
-        problem = dataclasses.replace(problem, inputs=x)
-    return dense_loss(problem, TorchTiles)
+        inputs = dataclasses.replace(inputs, indexer=x)
+    return dense_loss(inputs, TorchTiles)
 
 
 class TorchTiles:
-    """:class:`~.dense.TileFunctions` of one problem; teachers and gradients are ``[r, w]``."""
+    """:class:`~.dense.TileFunctions` of one inputs; teachers and gradients are ``[r, w]``."""
 
-    def __init__(self, problem: DenseLossProblem):
-        self.shape = tile_shape(problem)
-        self._keys, self._scale = problem.inputs.k.detach(), problem.softmax_scale
+    def __init__(self, inputs: DenseLossInputs):
+        self.shape = tile_shape(inputs)
+        self._keys, self._scale = inputs.indexer.k.detach(), inputs.softmax_scale
 
     def index_keys(self, layout: Layout, slots: slice) -> torch.Tensor:
         """A view where it can be."""

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from megatron_dsa.dispatch import Policy
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget
 from megatron_dsa.ops.indexer_topk.declaration import LISTED_SCORES, SCORES, TOPK
@@ -18,9 +18,9 @@ from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
 from megatron_dsa.ops.indexer_topk.fp8 import quantized, quantized_queries
 from megatron_dsa.ops.indexer_topk.inputs import (
     IndexerInputs,
-    TopKProblem,
+    TopKInputs,
     check_indexer,
-    index_problem,
+    describe_index_call,
     require_finite_scores,
 )
 from megatron_dsa.ops.indexer_topk.listed import chosen
@@ -55,8 +55,8 @@ def indexer_topk(
     check_indexer(inputs, layout)
     require(topk >= 1, f"topk must be at least 1, got {topk}")
     inputs = require_finite_scores(inputs, layout, "indexer_topk")
-    problem = TopKProblem(inputs.detach(), layout, topk)
-    return select_blocks(problem, selector(problem, policy), policy.workspace_bytes)
+    arguments = TopKInputs(inputs.detach(), layout, topk)
+    return select_blocks(arguments, selector(arguments, policy), policy.workspace_bytes)
 
 
 class Selector(Protocol):
@@ -80,21 +80,21 @@ def candidates_for(topk: int) -> int:
     return topk + (topk + 3) // 4
 
 
-def selection_calls(problem: Problem, policy: Policy) -> Iterator[tuple[str, Problem]]:
-    """Yield what a selection described by ``problem`` calls, each with its own problem."""
-    yield "indexer_topk", problem
-    yield "indexer_scores", problem
+def selection_calls(call: OpCall, policy: Policy) -> Iterator[tuple[str, OpCall]]:
+    """Yield what a selection described by ``call`` calls, each with its own call."""
+    yield "indexer_topk", call
+    yield "indexer_scores", call
     if not policy.fp8_selection:
         return
-    more = dataclasses.replace(problem, topk=candidates_for(problem.topk))
+    more = dataclasses.replace(call, topk=candidates_for(call.topk))
     yield "indexer_scores", dataclasses.replace(more, dtype=FP8)
     yield "indexer_topk", more
     yield "indexer_listed_scores", more
 
 
-def selector(problem: TopKProblem, policy: Policy) -> Selector:
+def selector(inputs: TopKInputs, policy: Policy) -> Selector:
     """Return what finds the best keys of a block, as ``policy`` asks for it."""
-    return (Candidates if policy.fp8_selection else Exact)(problem, policy)
+    return (Candidates if policy.fp8_selection else Exact)(inputs, policy)
 
 
 class Exact:
@@ -102,26 +102,26 @@ class Exact:
 
     cut: int | None = None
 
-    def __init__(self, problem: TopKProblem, policy: Policy):
-        self.problem, self.policy = problem, policy
-        self.keys = problem.layout.keys_in_slot_order(problem.inputs.k)
-        self.inputs = dataclasses.replace(problem.inputs, k=self.keys)
+    def __init__(self, inputs: TopKInputs, policy: Policy):
+        self.given, self.policy = inputs, policy
+        self.keys = inputs.layout.keys_in_slot_order(inputs.indexer.k)
+        self.inputs = dataclasses.replace(inputs.indexer, k=self.keys)
 
     def bytes_per_row(self, width: int) -> int:
         """Scores, what selecting from them takes, and the result."""
-        return width * self._exact_bytes + 4 * self.problem.topk
+        return width * self._exact_bytes + 4 * self.given.topk
 
     def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
-        topk = self.problem.topk
+        topk = self.given.topk
         return self._select(self._score(self.inputs, topk, block, seen), seen, topk)
 
     @functools.cached_property
     def _exact_bytes(self) -> int:
-        call = self._describe(self.inputs, self.problem.topk)
+        call = self._describe(self.inputs, self.given.topk)
         return self._bytes_per_score(call, call)
 
-    def _describe(self, inputs: IndexerInputs, topk: int) -> Problem:
-        return index_problem(inputs, self.problem.layout, topk)
+    def _describe(self, inputs: IndexerInputs, topk: int) -> OpCall:
+        return describe_index_call(inputs, self.given.layout, topk)
 
     def _score(self, inputs: IndexerInputs, topk: int, block: Block, seen: Seen) -> torch.Tensor:
         call = self._describe(inputs, topk)
@@ -131,7 +131,7 @@ class Exact:
         call = self._describe(self.inputs, topk)
         return TOPK.run(call, self.policy, scores, seen, topk)
 
-    def _bytes_per_score(self, scoring: Problem, selecting: Problem) -> int:
+    def _bytes_per_score(self, scoring: OpCall, selecting: OpCall) -> int:
         """Temporary bytes per score of the implementations that score and select."""
         scores = SCORES.choose(scoring, self.policy).candidate.load()
         select = TOPK.choose(selecting, self.policy).candidate.load()
@@ -150,9 +150,9 @@ class Candidates(Exact):
     exactly, which takes less time there. Which these are depends on their places alone.
     """
 
-    def __init__(self, problem: TopKProblem, policy: Policy):
-        super().__init__(problem, policy)
-        self.count = candidates_for(problem.topk)
+    def __init__(self, inputs: TopKInputs, policy: Policy):
+        super().__init__(inputs, policy)
+        self.count = candidates_for(inputs.topk)
         self.cut = policy.fp8_least_ratio * self.count
 
     @functools.cached_property
@@ -170,7 +170,7 @@ class Candidates(Exact):
         if width < self.cut:
             return super().bytes_per_row(width)
         heads, dim = self.inputs.q.shape[1:]
-        lists = 32 * self.count + 4 * self.problem.topk
+        lists = 32 * self.count + 4 * self.given.topk
         return width * self._fp8_bytes + 6 * heads * dim + lists
 
     def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
@@ -185,7 +185,7 @@ class Candidates(Exact):
         )  # fmt: skip
         length = (seen.end - seen.start).clamp_max(self.count)
         found = Seen(torch.zeros_like(length), length)
-        best = self._select(scores, found, self.problem.topk)
+        best = self._select(scores, found, self.given.topk)
         return chosen(columns, best)
 
     def _candidates(self, q, weights, block: Block, seen: Seen) -> torch.Tensor:
@@ -200,17 +200,17 @@ class Candidates(Exact):
 
 @torch.no_grad()
 def select_blocks(
-    problem: TopKProblem, select: Selector, workspace_bytes: int
+    arguments: TopKInputs, select: Selector, workspace_bytes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``indices`` int32 ``[Sq, K]`` (rows of the key buffer, ascending slots, -1 padded) and
     ``length`` int32 ``[Sq]``, the number of valid entries.
 
     Args:
-        problem: what to select from.
+        arguments: what to select from.
         select: finds the best keys of a block.
         workspace_bytes: budget for the temporaries of one block.
     """
-    inputs, layout, topk = problem.inputs, problem.layout, problem.topk
+    inputs, layout, topk = arguments.indexer, arguments.layout, arguments.topk
     device = inputs.q.device
     indices = torch.full((inputs.q.shape[0], topk), -1, dtype=torch.int32, device=device)
     length = torch.clamp(layout.end - layout.start, max=topk)

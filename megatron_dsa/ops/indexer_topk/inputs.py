@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_dsa.dispatch import Problem, device_problem, rehearsing
+from megatron_dsa.dispatch import OpCall, describe_call, rehearsing
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.checks import FLOATS, require_layout, require_on_device, require_tensor
@@ -48,10 +48,10 @@ class IndexerInputs:
 
 
 @dataclass(frozen=True)
-class TopKProblem:
+class TopKInputs:
     """Inputs of one selection: the indexer's, the layout and ``topk``."""
 
-    inputs: IndexerInputs
+    indexer: IndexerInputs
     layout: Layout
     topk: int
 
@@ -86,12 +86,12 @@ class BlockSelection(Protocol):
         """
 
 
-def index_problem(inputs: IndexerInputs, layout: Layout, topk: int | None) -> Problem:
+def describe_index_call(inputs: IndexerInputs, layout: Layout, topk: int | None) -> OpCall:
     """Describe a call of an indexer operation to dispatch."""
     dtype = inputs.q.dtype
     if inputs.key_scales is None:  # else it is fp8, and weights are fp32
         dtype = torch.promote_types(dtype, inputs.weights.dtype)
-    return device_problem(
+    return describe_call(
         inputs.q.device,
         dtype=dtype,
         heads=inputs.q.shape[1],

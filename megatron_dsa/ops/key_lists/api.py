@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.dispatch import Policy, device_problem
+from megatron_dsa.dispatch import Policy, describe_call
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import rows_in_budget
 from megatron_dsa.numerics.checks import require_tensor
 from megatron_dsa.ops.key_lists.declaration import KEY_LISTS
-from megatron_dsa.ops.key_lists.inputs import ListProblem
+from megatron_dsa.ops.key_lists.inputs import ListInputs
 from megatron_dsa.sequence.compressed import CompressedKeys
 from megatron_dsa.sequence.layout import Layout
 
@@ -108,23 +108,23 @@ class KeyLists:
 
         Rows of the key buffer, compact, ``-1`` padded.
         """
-        problem = device_problem(
+        call = describe_call(
             self.layout.start.device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0
         )
-        fused = KEY_LISTS.choose(problem, policy).candidate.fused
+        fused = KEY_LISTS.choose(call, policy).candidate.fused
         bytes_per_row = self.full_width * (_BYTES_FUSED if fused else _BYTES_UNFUSED)
         rows_at_once = rows_in_budget(policy.workspace_bytes, bytes_per_row)
         total = self.layout.num_queries
         for first in range(0, total, rows_at_once):
             rows = slice(first, min(total, first + rows_at_once))
-            yield rows, *KEY_LISTS.run(problem, policy, self._problem(rows))
+            yield rows, *KEY_LISTS.run(call, policy, self._inputs(rows))
 
-    def _problem(self, rows: slice) -> ListProblem:
+    def _inputs(self, rows: slice) -> ListInputs:
         group_start = group_end = None
         if self.compressed is not None and self.selected is None:
             group_start = self.compressed.layout.start[rows]
             group_end = self.compressed.layout.end[rows]
-        return ListProblem(
+        return ListInputs(
             start=self.layout.start[rows],
             end=self.layout.end[rows],
             window=self.window,

@@ -10,7 +10,7 @@ from megatron_dsa.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
-class ListProblem:
+class ListInputs:
     """What the lists are made of, as every implementation receives it.
 
     The key buffer holds the compressed keys in the order of their slots, then the keys of

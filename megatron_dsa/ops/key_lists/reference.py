@@ -2,28 +2,28 @@
 
 import torch
 
-from megatron_dsa.ops.key_lists.inputs import ListProblem
+from megatron_dsa.ops.key_lists.inputs import ListInputs
 
 
-def build(problem: ListProblem):
+def build(inputs: ListInputs):
     """Return ``indices`` int32 ``[rows, width]`` and ``length`` int32 ``[rows]``."""
-    indices = torch.full((problem.start.shape[0], problem.width), -1, dtype=torch.int32)
-    length = torch.zeros(problem.start.shape[0], dtype=torch.int32)
-    for row in range(problem.start.shape[0]):
-        if problem.selected is not None:
-            slots = [slot for slot in problem.selected[row].tolist() if slot >= 0]
-            if problem.selected_length is not None:
-                slots = slots[: int(problem.selected_length[row])]
-        elif problem.group_start is not None:
-            slots = list(range(int(problem.group_start[row]), int(problem.group_end[row])))
+    indices = torch.full((inputs.start.shape[0], inputs.width), -1, dtype=torch.int32)
+    length = torch.zeros(inputs.start.shape[0], dtype=torch.int32)
+    for row in range(inputs.start.shape[0]):
+        if inputs.selected is not None:
+            slots = [slot for slot in inputs.selected[row].tolist() if slot >= 0]
+            if inputs.selected_length is not None:
+                slots = slots[: int(inputs.selected_length[row])]
+        elif inputs.group_start is not None:
+            slots = list(range(int(inputs.group_start[row]), int(inputs.group_end[row])))
         else:
             slots = []
-        start, end = int(problem.start[row]), int(problem.end[row])
-        own = list(range(start, end))[max(0, end - start - min(problem.window, problem.width)) :]
-        if problem.key_rows is not None:
-            own = [int(problem.key_rows[slot]) for slot in own]
-        slots = slots[: problem.width - len(own)]
-        entries = slots + [problem.offset + slot for slot in own]
+        start, end = int(inputs.start[row]), int(inputs.end[row])
+        own = list(range(start, end))[max(0, end - start - min(inputs.window, inputs.width)) :]
+        if inputs.key_rows is not None:
+            own = [int(inputs.key_rows[slot]) for slot in own]
+        slots = slots[: inputs.width - len(own)]
+        entries = slots + [inputs.offset + slot for slot in own]
         indices[row, : len(entries)] = torch.tensor(entries, dtype=torch.int32)
         length[row] = len(entries)
-    return indices.to(problem.start.device), length.to(problem.start.device)
+    return indices.to(inputs.start.device), length.to(inputs.start.device)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.ops.key_lists.inputs import ListProblem
+from megatron_dsa.ops.key_lists.inputs import ListInputs
 
 
-def build(problem: ListProblem) -> tuple[torch.Tensor, torch.Tensor]:
+def build(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``indices`` int32 ``[rows, width]`` and ``length`` int32 ``[rows]``."""
-    start, end, width, selected = problem.start, problem.end, problem.width, problem.selected
-    own = (end - start).clamp(0, min(problem.window, width))
+    start, end, width, selected = inputs.start, inputs.end, inputs.width, inputs.selected
+    own = (end - start).clamp(0, min(inputs.window, width))
     if selected is not None:
-        count = problem.selected_length
+        count = inputs.selected_length
         if count is None:
             count = (selected >= 0).sum(1, dtype=torch.int32)
         count = count.clamp(0, selected.shape[1])
-    elif problem.group_start is not None:
-        count = (problem.group_end - problem.group_start).clamp_min(0)
+    elif inputs.group_start is not None:
+        count = (inputs.group_end - inputs.group_start).clamp_min(0)
     else:
         count = torch.zeros_like(own)
     count = torch.minimum(count, width - own)
@@ -25,14 +25,14 @@ def build(problem: ListProblem) -> tuple[torch.Tensor, torch.Tensor]:
 
     place = torch.arange(width, dtype=torch.int32, device=start.device)
     slot = place + (end - length)[:, None]  # entry count + j is slot end - own + j
-    if problem.key_rows is not None and problem.key_rows.numel() > 0:
-        slot = problem.key_rows[slot.clamp(0, problem.key_rows.shape[0] - 1)]
-    indices = torch.where(place < length[:, None], slot + problem.offset, -1).int()
+    if inputs.key_rows is not None and inputs.key_rows.numel() > 0:
+        slot = inputs.key_rows[slot.clamp(0, inputs.key_rows.shape[0] - 1)]
+    indices = torch.where(place < length[:, None], slot + inputs.offset, -1).int()
     if selected is not None:
         columns = min(width, selected.shape[1])
         part, chosen = indices[:, :columns], selected[:, :columns]
         torch.where(place[:columns] < count[:, None], chosen, part, out=part)
-    elif problem.group_start is not None:
-        groups = place + problem.group_start[:, None]
+    elif inputs.group_start is not None:
+        groups = place + inputs.group_start[:, None]
         torch.where(place < count[:, None], groups, indices, out=indices)
     return indices, length.int()

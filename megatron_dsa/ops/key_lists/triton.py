@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dsa.ops.key_lists.inputs import ListProblem
+from megatron_dsa.ops.key_lists.inputs import ListInputs
 
 # All that follows the batch, and slices of rows with any alignment, must not compile it again.
 _ARGUMENTS = [
@@ -68,19 +68,19 @@ def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
-def build(problem: ListProblem) -> tuple[torch.Tensor, torch.Tensor]:
+def build(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``indices`` int32 ``[rows, width]`` and ``length`` int32 ``[rows]``."""
-    rows, width = problem.start.shape[0], problem.width
-    indices = problem.start.new_empty(rows, width)
-    length = problem.start.new_empty(rows)
-    selected = _dense(problem.selected)
+    rows, width = inputs.start.shape[0], inputs.width
+    indices = inputs.start.new_empty(rows, width)
+    length = inputs.start.new_empty(rows)
+    selected = _dense(inputs.selected)
     topk, stride = (0, 0) if selected is None else (selected.shape[1], selected.stride(0))
     # 16 rows at a time: the shortest lists, those of a window alone, have 128 entries.
     if rows > 0:
         _build[(triton.cdiv(rows, 16),)](
-            _dense(problem.start), _dense(problem.end), _dense(problem.key_rows), selected,
-            _dense(problem.selected_length), _dense(problem.group_start),
-            _dense(problem.group_end), indices, length, rows, problem.window, problem.offset, topk,
+            _dense(inputs.start), _dense(inputs.end), _dense(inputs.key_rows), selected,
+            _dense(inputs.selected_length), _dense(inputs.group_start),
+            _dense(inputs.group_end), indices, length, rows, inputs.window, inputs.offset, topk,
             stride, width, BLOCK_R=16, BLOCK_C=128,
         )  # fmt: skip
     return indices, length

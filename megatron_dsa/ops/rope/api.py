@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import Policy, device_problem
+from megatron_dsa.dispatch import Policy, describe_call
 from megatron_dsa.ops.rope.declaration import NORM_ROPE, ROTATE
 from megatron_dsa.ops.rope.inputs import check_inputs
 
@@ -34,8 +34,8 @@ def norm_rope(
         ``[rows, H, D]`` in x's dtype, differentiable in x.
     """
     check_inputs(x, cos, sin)
-    problem = _problem(x)
-    return NORM_ROPE.run(problem, policy, x, cos, sin, eps, inplace, policy.workspace_bytes)
+    call = _describe(x)
+    return NORM_ROPE.run(call, policy, x, cos, sin, eps, inplace, policy.workspace_bytes)
 
 
 def rotate(
@@ -51,9 +51,9 @@ def rotate(
     Arguments and result as in :func:`norm_rope`, without the norm.
     """
     check_inputs(x, cos, sin)
-    problem = _problem(x)
-    return ROTATE.run(problem, policy, x, cos, sin, inverse, policy.workspace_bytes)
+    call = _describe(x)
+    return ROTATE.run(call, policy, x, cos, sin, inverse, policy.workspace_bytes)
 
 
-def _problem(x: torch.Tensor):
-    return device_problem(x.device, dtype=x.dtype, heads=x.shape[1], qk_dim=x.shape[2], v_dim=0)
+def _describe(x: torch.Tensor):
+    return describe_call(x.device, dtype=x.dtype, heads=x.shape[1], qk_dim=x.shape[2], v_dim=0)

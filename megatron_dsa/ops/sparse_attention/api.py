@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_dsa.dispatch import Operation, Policy, device_problem
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch import Operation, Policy, describe_call
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
@@ -24,7 +24,7 @@ from megatron_dsa.ops.indexer_loss.api import IndexerTraining, SelectedKeysLoss
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs, check_indexer
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem, check_indices
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs, check_indices
 
 
 class SparseAttentionOutput(NamedTuple):
@@ -50,15 +50,17 @@ class Settings:
     v_dim: int
     softmax_scale: float
     policy: Policy
-    problem: Problem
+    call: OpCall
     want_p_sum: bool
     indexer: IndexerTraining | None  # without its tensors
     lists: KeyLists | None = None
     in_order: bool = False
 
-    def arguments(self, q, kv, sink, indices, topk_length, want_p_sum: bool) -> SparseProblem:
+    def arguments(
+        self, q, kv, sink, indices, topk_length, want_p_sum: bool
+    ) -> SparseAttentionInputs:
         """Put the tensors of a call together."""
-        return SparseProblem(
+        return SparseAttentionInputs(
             q=q,
             kv=kv,
             indices=indices,
@@ -73,7 +75,7 @@ class Settings:
 
     def run(self, operation: Operation, *args, teacher: bool = False):
         """Run an operation of this call; ``teacher``: the head sum is wanted along with it."""
-        return operation.run(replace(self.problem, teacher=teacher), self.policy, *args)
+        return operation.run(replace(self.call, teacher=teacher), self.policy, *args)
 
     def parts(self, indices, length) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
         """Yield ``rows, indices, length``: everything at once, or lists as they are written."""
@@ -163,7 +165,7 @@ class SparseAttention(torch.autograd.Function):
 
 def _probabilities_among(s: Settings, q, kv, indices, length) -> torch.Tensor:
     """Return the head sum of a softmax over the selected keys alone: no window, no sink."""
-    s = replace(s, problem=replace(s.problem, topk=indices.shape[1], sink=False))
+    s = replace(s, call=replace(s.call, topk=indices.shape[1], sink=False))
     arguments = s.arguments(q, kv, None, indices, length, True)
     _, lse, p_sum = s.run(FORWARD, arguments)
     return s.run(PROBABILITIES, arguments, lse) if p_sum is None else p_sum
@@ -251,7 +253,7 @@ def sparse_attention(
         wanted = accumulation_dtype(kv.dtype)
         fix = "pass the channel that megatron_dsa.parallel.gather.arrive returned"
         require_tensor("kv_grad", kv_grad, tuple(kv.shape), (wanted,), q, fix)
-    problem = device_problem(
+    call = describe_call(
         q.device,
         dtype=q.dtype,
         heads=q.shape[1],
@@ -266,7 +268,7 @@ def sparse_attention(
     if indexer is not None:
         trained = indexer.tensors()
         indexer = indexer.without_tensors()
-    settings = Settings(v_dim, softmax_scale, policy, problem, want_p_sum, indexer, lists, in_order)
+    settings = Settings(v_dim, softmax_scale, policy, call, want_p_sum, indexer, lists, in_order)
     return SparseAttentionOutput(
         *SparseAttention.apply(q, kv, kv_grad, attn_sink, *trained, indices, topk_length, settings)
     )

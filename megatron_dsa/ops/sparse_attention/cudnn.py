@@ -17,7 +17,7 @@ from megatron_dsa.dispatch.packages import CUDNN
 from megatron_dsa.numerics.arithmetic import lengths
 from megatron_dsa.ops.hopper.fragments import in_column_order
 from megatron_dsa.ops.padding import masked_indices, padded_heads, widened, with_heads
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.lists import ascending_lists, caller_lists, sorting_pays
 
 logger = logging.getLogger(__name__)
@@ -29,14 +29,16 @@ _accumulator_fits: bool | None = None
 _workspace_bytes: dict[tuple, int] = {}
 
 
-def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor):
+def backward(
+    inputs: SparseAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+):
     """Return ``dq`` (dtype of q), ``dkv`` fp32, ``dsink`` fp32 or ``None``, and ``None``."""
     from cudnn import DSA
 
-    q, kv = problem.q.contiguous(), problem.kv.contiguous()
-    lists = ascending_lists if sorting_pays(problem) else caller_lists
-    indices, length = lists(problem)
-    sink = problem.sink
+    q, kv = inputs.q.contiguous(), inputs.kv.contiguous()
+    lists = ascending_lists if sorting_pays(inputs) else caller_lists
+    indices, length = lists(inputs)
+    sink = inputs.sink
     if sink is None:
         sink = torch.full((q.shape[1],), float("-inf"), dtype=torch.float32, device=q.device)
     arguments = (
@@ -51,12 +53,12 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
     workspace = _workspace(DSA, arguments, length)
     result = DSA.sparse_attention_backward_wrapper(
         *arguments,
-        softmax_scale=problem.softmax_scale,
+        softmax_scale=inputs.softmax_scale,
         topk_length=length,
         workspace=workspace,
     )
     dkv = _wide(result["dkv"], workspace)
-    return result["dq"], dkv, None if problem.sink is None else result["d_sink"], None
+    return result["dq"], dkv, None if inputs.sink is None else result["d_sink"], None
 
 
 def _workspace(DSA, arguments, length) -> torch.Tensor | None:
@@ -106,7 +108,7 @@ def _accumulator(workspace: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
     return in_column_order(accumulator.view(padded_rows, dim)[:rows])
 
 
-def probabilities(problem: SparseProblem, lse: torch.Tensor) -> torch.Tensor:
+def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
     """Return ``p_sum [Sq, K]`` fp32, the head sum of the probabilities.
 
     cuDNN normalises each row to sum 1; the sum over heads that it divided by is known from the lse
@@ -115,23 +117,23 @@ def probabilities(problem: SparseProblem, lse: torch.Tensor) -> torch.Tensor:
     """
     from cudnn import DSA
 
-    heads = padded_heads(problem.q.shape[1], (8, 16, 32, 64))
-    valid, indices = masked_indices(problem.indices, problem.topk_length, problem.kv.shape[0])
+    heads = padded_heads(inputs.q.shape[1], (8, 16, 32, 64))
+    valid, indices = masked_indices(inputs.indices, inputs.topk_length, inputs.kv.shape[0])
     total = lse
-    if problem.sink is not None:
-        total = torch.logaddexp(lse, problem.sink.float().expand_as(lse))
+    if inputs.sink is not None:
+        total = torch.logaddexp(lse, inputs.sink.float().expand_as(lse))
     empty = lse == float("-inf")
     mass = torch.where(empty, 0.0, torch.exp(lse - torch.where(empty, 0.0, total))).sum(-1)
     # Rows without keys and heads that only pad get no weight: exp(x - inf) = 0.
     total = torch.where(empty, float("inf"), total)
     target = DSA.sparse_attn_score_recompute_wrapper(
-        with_heads(problem.q, heads, -2)[None],
-        problem.kv.contiguous()[None],
+        with_heads(inputs.q, heads, -2)[None],
+        inputs.kv.contiguous()[None],
         with_heads(total, heads, -1, float("inf"))[None],
         indices[None],
-        problem.softmax_scale,
+        inputs.softmax_scale,
         qhead_per_kv_head=heads,
-        topk_length=lengths(problem.indices, problem.topk_length)[None],
+        topk_length=lengths(inputs.indices, inputs.topk_length)[None],
         topk_indices_global=False,
     )["target"][0, :, : valid.shape[1]]
     # Entries that select nothing may hold anything there.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import Candidate, Operation, Policy, Problem, Support
+from megatron_dsa.dispatch import Candidate, OpCall, Operation, Policy, Support
 from megatron_dsa.dispatch.gpus import BLACKWELL, HOPPER, PORTABLE
 from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, TILELANG
 from megatron_dsa.dispatch.support import ATOMIC_SUMS, HALF
@@ -116,17 +116,17 @@ PROBABILITIES = Operation(
 )
 
 
-def gives_teacher(operation: Operation, problem: Problem, policy: Policy) -> bool:
+def gives_teacher(operation: Operation, call: OpCall, policy: Policy) -> bool:
     """Whether attention returns the teacher; else ``sparse_attention_probabilities`` forms it.
 
     Tilings that were never run leave it out in deterministic mode.
 
     Args:
         operation: forward or backward.
-        problem: the description of its call.
+        call: the description of its call.
         policy: which implementations may run.
     """
-    choice = operation.choose(problem, policy)
-    if problem.deterministic and choice.untried:
+    choice = operation.choose(call, policy)
+    if call.deterministic and choice.untried:
         return False
     return choice.candidate.support.gives_teacher

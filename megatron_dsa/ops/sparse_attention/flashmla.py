@@ -16,28 +16,28 @@ from torch.nn.functional import pad
 
 from megatron_dsa.dispatch import rehearsing
 from megatron_dsa.dispatch.packages import FLASH_MLA
-from megatron_dsa.dispatch.support import Problem
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.dispatch.support import OpCall
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 
 #: Widths of lists are multiples of it.
 WIDTH = 128
 _ARGUMENTS = ("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length")
 
 
-def probe(problem: Problem) -> str | None:
+def probe(call: OpCall) -> str | None:
     """Return why the installed FlashMLA is not the one that this adapter was written for."""
     import flash_mla
 
     function = getattr(flash_mla, "flash_mla_sparse_fwd", None)
     if function is None:
         return f"too old: this flash_mla has no flash_mla_sparse_fwd; {FLASH_MLA.install}"
-    reason = _signature_problem(function)
+    reason = _signature_complaint(function)
     if reason is not None or rehearsing():
         return reason
-    return _lse_problem(function)
+    return _lse_complaint(function)
 
 
-def _signature_problem(function) -> str | None:
+def _signature_complaint(function) -> str | None:
     parameters = inspect.signature(function).parameters
     missing = [name for name in _ARGUMENTS if name not in parameters]
     required = [
@@ -55,7 +55,7 @@ def _signature_problem(function) -> str | None:
 
 
 @lru_cache(maxsize=4)
-def _lse_problem(function) -> str | None:
+def _lse_complaint(function) -> str | None:
     """Ask for the lse of equal logits: copies from before 2026 answer in base 2.
 
     A base-2 lse given to a backward that expects the natural log is silently wrong.
@@ -77,16 +77,16 @@ def padded_heads(heads: int) -> int:
     return 64 if heads <= 64 else 128
 
 
-def forward(problem: SparseProblem):
+def forward(inputs: SparseAttentionInputs):
     """Return ``out``, ``lse`` and ``None`` (FlashMLA does not give the probabilities)."""
     from flash_mla import flash_mla_sparse_fwd
 
-    q, indices, length = problem.q, problem.indices, problem.topk_length
+    q, indices, length = inputs.q, inputs.indices, inputs.topk_length
     heads, width = q.shape[1], indices.shape[1]
     padded = padded_heads(heads)
     if heads < padded:
         q = pad(q, (0, 0, 0, padded - heads))
-    sink = problem.sink
+    sink = inputs.sink
     if sink is not None:
         sink = pad(sink.float(), (0, padded - heads))
     if width % WIDTH:
@@ -95,10 +95,10 @@ def forward(problem: SparseProblem):
         length = length.clamp(0, width)
     out, _, lse = flash_mla_sparse_fwd(
         q.contiguous(),
-        problem.kv.contiguous().unsqueeze(1),
+        inputs.kv.contiguous().unsqueeze(1),
         indices.contiguous().unsqueeze(1),
-        problem.softmax_scale,
-        d_v=problem.v_dim,
+        inputs.softmax_scale,
+        d_v=inputs.v_dim,
         attn_sink=sink,
         topk_length=length,
     )

@@ -10,7 +10,7 @@ from megatron_dsa.numerics.checks import require_tensor
 
 
 @dataclass(frozen=True)
-class SparseProblem:
+class SparseAttentionInputs:
     """Inputs of one sparse attention, as every implementation receives them.
 
     Attributes:

@@ -10,36 +10,36 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.numerics.arithmetic import lengths, rows_in_budget, valid_entries
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 
 
-def sorting_pays(problem: SparseProblem) -> bool:
+def sorting_pays(inputs: SparseAttentionInputs) -> bool:
     """Whether lists in any order meet a key gradient (fp32) of more than half of the cache."""
-    if problem.in_order:
+    if inputs.in_order:
         return False
-    cache = torch.cuda.get_device_properties(problem.kv.device).L2_cache_size
-    return problem.kv.numel() * 4 > cache // 2
+    cache = torch.cuda.get_device_properties(inputs.kv.device).L2_cache_size
+    return inputs.kv.numel() * 4 > cache // 2
 
 
-def caller_lists(problem: SparseProblem) -> tuple[torch.Tensor, torch.Tensor]:
+def caller_lists(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the caller's ``indices [Sq, K]`` and a length ``[Sq]`` for each, int32, in [0, K]."""
-    indices = problem.indices.contiguous()
-    return indices, lengths(indices, problem.topk_length)
+    indices = inputs.indices.contiguous()
+    return indices, lengths(indices, inputs.topk_length)
 
 
-def ascending_lists(problem: SparseProblem, places: torch.Tensor | None = None):
+def ascending_lists(inputs: SparseAttentionInputs, places: torch.Tensor | None = None):
     """Return :func:`caller_lists` with every list in ascending order and without invalid entries.
 
     What is past a list's length is no row of the keys. ``places`` (int32, like the indices) is
     filled with where each of the caller's entries went. Temporary memory stays within
-    ``problem.workspace_bytes``.
+    ``inputs.workspace_bytes``.
     """
-    indices, length = caller_lists(problem)
+    indices, length = caller_lists(inputs)
     queries, width = indices.shape
-    keys = problem.kv.shape[0]
+    keys = inputs.kv.shape[0]
     ordered, count = torch.empty_like(indices), torch.empty_like(length)
     # Per entry: validity, masked copy, sorted copy and its int64 order.
-    step = rows_in_budget(problem.workspace_bytes, width * 24)
+    step = rows_in_budget(inputs.workspace_bytes, width * 24)
     for first in range(0, queries, step):
         part = slice(first, first + step)
         valid = valid_entries(indices[part], length[part], keys)

@@ -6,7 +6,7 @@ import torch
 def sparse_attention(q, kv, indices, *, v_dim, softmax_scale, topk_length=None, sink=None):
     """Return ``out [Sq, H, v_dim]``, ``lse [Sq, H]`` (natural log, keys only, ``-inf`` if empty).
 
-    Shapes as in :class:`megatron_dsa.ops.sparse_attention.inputs.SparseProblem`.
+    Shapes as in :class:`megatron_dsa.ops.sparse_attention.inputs.SparseAttentionInputs`.
     """
     valid = (indices >= 0) & (indices < kv.shape[0])
     if topk_length is not None:

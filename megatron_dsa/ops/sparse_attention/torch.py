@@ -9,16 +9,16 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget, valid_entries
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 
 
-def _chunks(problem: SparseProblem, copies_of_keys: int, copies_of_scores: int):
+def _chunks(inputs: SparseAttentionInputs, copies_of_keys: int, copies_of_scores: int):
     """Yield slices of query rows whose temporaries fit the budget."""
-    heads, width = problem.q.shape[1], problem.indices.shape[1]
-    acc = accumulation_dtype(problem.q.dtype).itemsize
-    per_key = copies_of_keys * problem.kv.shape[1] * acc + copies_of_scores * heads * acc + 16
-    rows = rows_in_budget(problem.workspace_bytes, width * per_key)
-    for first in range(0, problem.q.shape[0], rows):
+    heads, width = inputs.q.shape[1], inputs.indices.shape[1]
+    acc = accumulation_dtype(inputs.q.dtype).itemsize
+    per_key = copies_of_keys * inputs.kv.shape[1] * acc + copies_of_scores * heads * acc + 16
+    rows = rows_in_budget(inputs.workspace_bytes, width * per_key)
+    for first in range(0, inputs.q.shape[0], rows):
         yield slice(first, first + rows)
 
 
@@ -27,37 +27,37 @@ def _with_zero_row(kv: torch.Tensor) -> torch.Tensor:
     return torch.cat([kv, kv.new_zeros(1, kv.shape[1])])
 
 
-def _selected(problem: SparseProblem, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def _selected(inputs: SparseAttentionInputs, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``index [r, K]`` int64 (invalid entries -> the zero row) and ``valid [r, K]``."""
-    index = problem.indices[rows]
-    length = None if problem.topk_length is None else problem.topk_length[rows]
-    valid = valid_entries(index, length, problem.kv.shape[0])
-    return torch.where(valid, index, problem.kv.shape[0]).long(), valid
+    index = inputs.indices[rows]
+    length = None if inputs.topk_length is None else inputs.topk_length[rows]
+    valid = valid_entries(index, length, inputs.kv.shape[0])
+    return torch.where(valid, index, inputs.kv.shape[0]).long(), valid
 
 
-def _scores(problem: SparseProblem, rows: slice, keys: torch.Tensor, valid: torch.Tensor):
+def _scores(inputs: SparseAttentionInputs, rows: slice, keys: torch.Tensor, valid: torch.Tensor):
     """Scaled logits ``[r, H, K]`` in the accumulation dtype, ``-inf`` where nothing is selected."""
-    scores = bmm(problem.q[rows], keys.transpose(1, 2)).mul_(problem.softmax_scale)
+    scores = bmm(inputs.q[rows], keys.transpose(1, 2)).mul_(inputs.softmax_scale)
     return scores.masked_fill_(~valid[:, None], float("-inf"))
 
 
-def forward(problem: SparseProblem):
+def forward(inputs: SparseAttentionInputs):
     """Return ``out``, ``lse`` and, if asked for, ``p_sum``, else ``None``.
 
     The probabilities are at hand here, so the indexer's teacher costs no second pass over the keys.
     """
-    q, v_dim = problem.q, problem.v_dim
+    q, v_dim = inputs.q, inputs.v_dim
     acc = accumulation_dtype(q.dtype)
     out = q.new_empty(q.shape[0], q.shape[1], v_dim)
     lse = q.new_empty(q.shape[0], q.shape[1], dtype=acc)
-    p_sum = q.new_empty(problem.indices.shape, dtype=acc) if problem.want_p_sum else None
-    table = _with_zero_row(problem.kv)
-    for rows in _chunks(problem, copies_of_keys=2, copies_of_scores=3):
-        index, valid = _selected(problem, rows)
+    p_sum = q.new_empty(inputs.indices.shape, dtype=acc) if inputs.want_p_sum else None
+    table = _with_zero_row(inputs.kv)
+    for rows in _chunks(inputs, copies_of_keys=2, copies_of_scores=3):
+        index, valid = _selected(inputs, rows)
         keys = table[index]
-        scores = _scores(problem, rows, keys, valid)
+        scores = _scores(inputs, rows, keys, valid)
         chunk_lse = torch.logsumexp(scores, dim=-1)
-        probs = scores.sub_(_denominator(problem, chunk_lse)[..., None]).exp_()
+        probs = scores.sub_(_denominator(inputs, chunk_lse)[..., None]).exp_()
         out[rows] = bmm(probs.to(q.dtype), keys[..., :v_dim])
         lse[rows] = chunk_lse
         if p_sum is not None:
@@ -65,47 +65,49 @@ def forward(problem: SparseProblem):
     return out, lse, p_sum
 
 
-def probabilities(problem: SparseProblem, lse: torch.Tensor) -> torch.Tensor:
+def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
     """Return ``p_sum [Sq, K]``, the head sum of the probabilities, from a forward's ``lse``."""
-    p_sum = problem.q.new_empty(problem.indices.shape, dtype=accumulation_dtype(problem.q.dtype))
-    table = _with_zero_row(problem.kv)
-    for rows in _chunks(problem, copies_of_keys=2, copies_of_scores=3):
-        index, valid = _selected(problem, rows)
-        scores = _scores(problem, rows, table[index], valid)
-        probs = scores.sub_(_denominator(problem, lse[rows])[..., None]).exp_()
+    p_sum = inputs.q.new_empty(inputs.indices.shape, dtype=accumulation_dtype(inputs.q.dtype))
+    table = _with_zero_row(inputs.kv)
+    for rows in _chunks(inputs, copies_of_keys=2, copies_of_scores=3):
+        index, valid = _selected(inputs, rows)
+        scores = _scores(inputs, rows, table[index], valid)
+        probs = scores.sub_(_denominator(inputs, lse[rows])[..., None]).exp_()
         torch.sum(probs, dim=1, out=p_sum[rows])
     return p_sum
 
 
-def _denominator(problem: SparseProblem, lse: torch.Tensor) -> torch.Tensor:
+def _denominator(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
     """Log of the softmax denominator, sink included; 0 for rows without any mass."""
-    if problem.sink is not None:
-        lse = torch.logaddexp(lse, problem.sink.to(lse.dtype).expand_as(lse))
+    if inputs.sink is not None:
+        lse = torch.logaddexp(lse, inputs.sink.to(lse.dtype).expand_as(lse))
     return torch.where(lse == float("-inf"), 0.0, lse)
 
 
-def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor):
+def backward(
+    inputs: SparseAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+):
     """Return ``dq`` (dtype of q), ``dkv`` (accumulation dtype), ``dsink`` or ``None``, and
     ``p_sum`` if it is asked for, else ``None``.
 
     With ``P`` the probabilities, ``dV = P^T dO``, ``dP = dO V^T`` and
     ``dS = P * (dP - rowsum(dO * O))``; ``d sink = -sum_t p_sink * rowsum(dO * O)``.
     """
-    q, kv, v_dim, scale = problem.q, problem.kv, problem.v_dim, problem.softmax_scale
+    q, kv, v_dim, scale = inputs.q, inputs.kv, inputs.v_dim, inputs.softmax_scale
     acc = accumulation_dtype(q.dtype)
     dq = torch.empty_like(q)
     table = _with_zero_row(kv)
     # The extra row collects the (zero) contributions of invalid entries.
     dkv = kv.new_zeros(table.shape, dtype=acc)
-    dsink = None if problem.sink is None else q.new_zeros(q.shape[1], dtype=acc)
-    p_sum = q.new_empty(problem.indices.shape, dtype=acc) if problem.want_p_sum else None
-    for rows in _chunks(problem, copies_of_keys=4, copies_of_scores=4):
-        index, valid = _selected(problem, rows)
+    dsink = None if inputs.sink is None else q.new_zeros(q.shape[1], dtype=acc)
+    p_sum = q.new_empty(inputs.indices.shape, dtype=acc) if inputs.want_p_sum else None
+    for rows in _chunks(inputs, copies_of_keys=4, copies_of_scores=4):
+        index, valid = _selected(inputs, rows)
         keys = table[index]
         chunk_dout = dout[rows].to(q.dtype)
         delta = (chunk_dout.to(acc) * out[rows].to(acc)).sum(-1)
-        total = _denominator(problem, lse[rows])
-        probs = _scores(problem, rows, keys, valid).sub_(total[..., None]).exp_()
+        total = _denominator(inputs, lse[rows])
+        probs = _scores(inputs, rows, keys, valid).sub_(total[..., None]).exp_()
         if p_sum is not None:
             torch.sum(probs, dim=1, out=p_sum[rows])
         dscores = bmm(chunk_dout, keys[..., :v_dim].transpose(1, 2))
@@ -116,5 +118,5 @@ def backward(problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, dout:
         dkeys[..., :v_dim] += bmm(probs.to(q.dtype).transpose(1, 2), chunk_dout)
         dkv.index_add_(0, index.flatten(), dkeys.flatten(0, 1))
         if dsink is not None:
-            dsink -= (torch.exp(problem.sink.to(acc) - total) * delta).sum(0)
+            dsink -= (torch.exp(inputs.sink.to(acc) - total) * delta).sum(0)
     return dq, dkv[:-1], dsink, p_sum

@@ -7,7 +7,7 @@ import torch
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor
 from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
-from megatron_dsa.ops.dense_attention.inputs import check_operands, dense_problem
+from megatron_dsa.ops.dense_attention.inputs import check_operands, describe_dense_call
 from megatron_dsa.parallel.ring import attention
 from megatron_dsa.parallel.ring.layouts import ring_rows
 from megatron_dsa.sequence.layout import Layout
@@ -46,8 +46,8 @@ def dense_attention(
     require_layout(layout, {"q": q, "k": k}, {})
     rows = ring_rows(layout)
     arguments = (q, k, v, rows, group, softmax_scale)
-    problem, budget = dense_problem(q, v.shape[2], rows.packed), policy.workspace_bytes
-    return DENSE_ATTENTION.run(problem, policy, attention.ring_attention, budget, *arguments)
+    call, budget = describe_dense_call(q, v.shape[2], rows.packed), policy.workspace_bytes
+    return DENSE_ATTENTION.run(call, policy, attention.ring_attention, budget, *arguments)
 
 
 def gathered_latent_attention(
@@ -89,8 +89,8 @@ def gathered_latent_attention(
     require_tensor("w_uv", w_uv, (q.shape[1], "Dv", "R"), (q.dtype,), q, "split it by heads")
     require_layout(layout, {"q": q}, {})
     rows = ring_rows(layout)
-    problem = dense_problem(q, w_uv.shape[1], rows.packed)
-    return DENSE_ATTENTION.run(problem, policy, attention.gathered_latent_attention,
+    call = describe_dense_call(q, w_uv.shape[1], rows.packed)
+    return DENSE_ATTENTION.run(call, policy, attention.gathered_latent_attention,
         policy.workspace_bytes, q, latents, w_uk, w_uv, rows, softmax_scale,
         latent_grad=latent_grad,
     )  # fmt: skip

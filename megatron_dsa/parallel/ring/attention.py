@@ -10,7 +10,7 @@ from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.checks import FLOATS, require_tensor
 from megatron_dsa.ops.dense_attention.blocks import BlockAttention, choose
-from megatron_dsa.ops.dense_attention.inputs import dense_problem
+from megatron_dsa.ops.dense_attention.inputs import describe_dense_call
 from megatron_dsa.parallel.ring.contents import KeysAndValues, Latent
 from megatron_dsa.parallel.ring.exchange import Gathered, Ring, RingExchange
 from megatron_dsa.parallel.ring.loop import attend, gradients
@@ -190,7 +190,7 @@ class _LatentAttention(torch.autograd.Function):
 def _kernel_for(block, q: torch.Tensor, v_dim: int, rows: Rows) -> BlockAttention:
     if isinstance(block, BlockAttention):
         return block
-    return choose(dense_problem(q, v_dim, rows.packed), block)
+    return choose(describe_dense_call(q, v_dim, rows.packed), block)
 
 
 def _check(q: torch.Tensor, rows: Rows, others: dict[str, torch.Tensor]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import device_problem
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch import describe_call
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.tools.doctor.cases import (
     AttentionCase,
@@ -32,9 +32,9 @@ FORWARD, BACKWARD, TEACHER = (
 FULL_SIZE_ROWS = 8
 
 
-def attention_problem(shape: Shape, device: torch.device) -> Problem:
+def attention_call(shape: Shape, device: torch.device) -> OpCall:
     """What dispatch is told of a call; packing is no concern of the index lists."""
-    return device_problem(
+    return describe_call(
         device,
         dtype=shape.dtype,
         heads=shape.heads,
@@ -86,8 +86,8 @@ class _Judge:
 class _FullSize:
     """One case with as many query rows as a training step has; some of them are compared."""
 
-    def __init__(self, session: Session, problem: Problem, shape: Shape):
-        self.session, self.problem = session, problem
+    def __init__(self, session: Session, call: OpCall, shape: Shape):
+        self.session, self.op_call = session, call
         self.case = attention_case(shape, full_lists(shape, session.device))
         rows = torch.linspace(0, len(self.case.q) - 1, FULL_SIZE_ROWS, device=session.device)
         self.rows = rows.long().unique()
@@ -99,7 +99,7 @@ class _FullSize:
         """Note times and errors of a forward in ``part``."""
 
         def call():
-            return OPERATIONS[FORWARD].run(self.problem, named(pair), self.case.problem())[:2]
+            return OPERATIONS[FORWARD].run(self.op_call, named(pair), self.case.inputs())[:2]
 
         def judge(out, lse):
             part.compare("out at full size", out[self.rows], self.expected.out)
@@ -117,8 +117,8 @@ class _FullSize:
             return part
 
         def call():
-            arguments = (self.case.problem(), *self.outputs, self.case.dout)
-            return OPERATIONS[BACKWARD].run(self.problem, named(pair), *arguments)[:3]
+            arguments = (self.case.inputs(), *self.outputs, self.case.dout)
+            return OPERATIONS[BACKWARD].run(self.op_call, named(pair), *arguments)[:3]
 
         def judge(dq, dkv, _dsink):
             part.compare("dq at full size", dq[self.rows], self.expected.dq)
@@ -134,7 +134,7 @@ class _FullSize:
 
         def call():
             lse = self.outputs[1]
-            return (OPERATIONS[TEACHER].run(self.problem, named(pair), self.case.problem(), lse),)
+            return (OPERATIONS[TEACHER].run(self.op_call, named(pair), self.case.inputs(), lse),)
 
         def judge(p_sum):
             part.compare("p_sum at full size", p_sum[self.rows], self.expected.p_sum)
@@ -145,24 +145,24 @@ class _FullSize:
 def check_attention(session: Session, shape: Shape) -> None:
     """File a verdict on every pair and on every teacher."""
     device, label = session.device, shape.attention_label()
-    problem = attention_problem(shape, device)
-    picked = {op: session.choice(op, problem, label) for op in (FORWARD, BACKWARD, TEACHER)}
-    usable = {op: session.available(op, problem, label) for op in (FORWARD, BACKWARD, TEACHER)}
+    call = attention_call(shape, device)
+    picked = {op: session.choice(op, call, label) for op in (FORWARD, BACKWARD, TEACHER)}
+    usable = {op: session.available(op, call, label) for op in (FORWARD, BACKWARD, TEACHER)}
     lists = difficult_lists(
         shape, layout_of_rows(layout_of(shape, device), sampled_rows(shape, device))
     )
     case = attention_case(shape, lists)
     judge = _Judge(case, lists)
-    forwards = [_forward(session, problem, case, judge, pair) for pair in usable[FORWARD]]
-    teachers = [_teacher(session, problem, case, judge, pair) for pair in usable[TEACHER]]
+    forwards = [_forward(session, call, case, judge, pair) for pair in usable[FORWARD]]
+    teachers = [_teacher(session, call, case, judge, pair) for pair in usable[TEACHER]]
     backwards = {
-        (forward.name, pair[1].name): _backward(session, problem, case, judge, pair, outputs)
+        (forward.name, pair[1].name): _backward(session, call, case, judge, pair, outputs)
         for forward, outputs in forwards
         if outputs is not None
         for pair in usable[BACKWARD]
     }
     if session.timed and session.lost is None:
-        full = _FullSize(session, problem, shape)
+        full = _FullSize(session, call, shape)
         for pair, (part, _) in zip(usable[FORWARD], forwards, strict=True):
             full.forward(part, pair)
         for pair, part in zip(usable[TEACHER], teachers, strict=True):
@@ -185,12 +185,12 @@ def check_attention(session: Session, shape: Shape) -> None:
         session.file("teacher", label, shape, (part,), part.name == picked[TEACHER])
 
 
-def _forward(session, problem, case, judge, pair):
+def _forward(session, op_call, case, judge, pair):
     """Return the verdict and, unless it crashed, ``(out, lse)``."""
     part = session.part(pair)
 
     def call(want_p_sum=False):
-        return OPERATIONS[FORWARD].run(problem, named(pair), case.problem(want_p_sum))
+        return OPERATIONS[FORWARD].run(op_call, named(pair), case.inputs(want_p_sum))
 
     outputs = session.examine(
         part, lambda: call()[:2], lambda *result: judge.forward(part, *result)
@@ -200,12 +200,12 @@ def _forward(session, problem, case, judge, pair):
     return part, None if part.crashed or part.skipped else outputs
 
 
-def _backward(session, problem, case, judge, pair, outputs) -> Part:
+def _backward(session, op_call, case, judge, pair, outputs) -> Part:
     part = session.part(pair)
 
     def call(want_p_sum=False):
-        arguments = (case.problem(want_p_sum), *outputs, case.dout)
-        return OPERATIONS[BACKWARD].run(problem, named(pair), *arguments)
+        arguments = (case.inputs(want_p_sum), *outputs, case.dout)
+        return OPERATIONS[BACKWARD].run(op_call, named(pair), *arguments)
 
     done = session.examine(part, lambda: call()[:3], lambda *result: judge.backward(part, *result))
     if done is not None:
@@ -214,11 +214,11 @@ def _backward(session, problem, case, judge, pair, outputs) -> Part:
     return part
 
 
-def _teacher(session, problem, case, judge, pair) -> Part:
+def _teacher(session, op_call, case, judge, pair) -> Part:
     part = session.part(pair)
 
     def call():
-        return (OPERATIONS[TEACHER].run(problem, named(pair), case.problem(), judge.lse()),)
+        return (OPERATIONS[TEACHER].run(op_call, named(pair), case.inputs(), judge.lse()),)
 
     session.examine(part, call, lambda p_sum: judge.teacher(part, p_sum))
     return part

@@ -11,7 +11,7 @@ import torch
 
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.sequence.layout import Layout, Window, bshd_layout, packed_layout
 from megatron_dsa.tools.doctor.shapes import Shape
 
@@ -119,7 +119,7 @@ def _spoil(indices: torch.Tensor, length: torch.Tensor, num_keys: int) -> None:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Inputs of sparse attention, forward and backward; shapes as in ``SparseProblem``."""
+    """Inputs of sparse attention, forward and backward; shapes as in ``SparseAttentionInputs``."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -130,8 +130,8 @@ class AttentionCase:
     v_dim: int
     softmax_scale: float
 
-    def problem(self, want_p_sum: bool = False) -> SparseProblem:
-        return SparseProblem(
+    def inputs(self, want_p_sum: bool = False) -> SparseAttentionInputs:
+        return SparseAttentionInputs(
             q=self.q,
             kv=self.kv,
             indices=self.indices,

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.ops.indexer_topk.api import candidates_for
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
-from megatron_dsa.ops.indexer_topk.inputs import index_problem
+from megatron_dsa.ops.indexer_topk.inputs import describe_index_call
 from megatron_dsa.sequence.layout import Layout
 from megatron_dsa.tools.doctor.cases import (
     difficult_lists,
@@ -110,9 +110,9 @@ def check_selection(session: Session, shape: Shape) -> None:
     device, label = session.device, shape.indexer_label()
     layout, rows = layout_of(shape, device), sampled_rows(shape, device)
     inputs = random_index_inputs(shape, shape.seq, device)
-    problem = index_problem(inputs, layout, shape.topk)
-    picked = [session.choice(op, problem, label) for op in (SCORES, TOPK)]
-    usable = [session.available(op, problem, label) for op in (SCORES, TOPK)]
+    call = describe_index_call(inputs, layout, shape.topk)
+    picked = [session.choice(op, call, label) for op in (SCORES, TOPK)]
+    usable = [session.available(op, call, label) for op in (SCORES, TOPK)]
     silent = IndexerInputs(torch.zeros_like(inputs.q), inputs.k, inputs.weights)
     cases = [
         _Selection(x, layout, rows, shape.topk)
@@ -122,13 +122,13 @@ def check_selection(session: Session, shape: Shape) -> None:
         part = _select(session, pairs, *cases)
         chosen = [candidate.name for _, candidate in pairs] == picked
         session.file("index selection", label, shape, (part,), chosen)
-    _check_fp8(session, shape, problem, *cases[:2])
+    _check_fp8(session, shape, call, *cases[:2])
 
 
-def _check_fp8(session: Session, shape: Shape, problem: Problem, ordinary, equal) -> None:
+def _check_fp8(session: Session, shape: Shape, op_call: OpCall, ordinary, equal) -> None:
     """File a verdict on every pair of rough (fp8) scores and those that are formed again."""
     label = f"{shape.indexer_label()}, fp8"
-    more = replace(problem, topk=candidates_for(problem.topk))
+    more = replace(op_call, topk=candidates_for(op_call.topk))
     parts = ((SCORES, replace(more, dtype=FP8)), (LISTED, more))
     picked = [session.choice(op, x, label) for op, x in parts]
     usable = [session.available(op, x, label) for op, x in parts]
@@ -177,8 +177,8 @@ def check_loss(session: Session, shape: Shape) -> None:
     inputs.k[lists.unselected] = float("nan")
     teacher = _teacher(lists.indices)
     teacher[len(teacher) // 2] = 0  # a row without a teacher contributes nothing
-    problem = index_problem(inputs, layout, shape.topk)
-    picked = session.choice(LOSS, problem, label)
+    op_call = describe_index_call(inputs, layout, shape.topk)
+    picked = session.choice(LOSS, op_call, label)
     expected = expected_loss(inputs, lists, teacher)
 
     def judge(part: Part, loss, dq, dk, dweights):
@@ -189,7 +189,7 @@ def check_loss(session: Session, shape: Shape) -> None:
         part.require((dk[lists.unselected] == 0).all(), "dk of an unselected key is not 0")
         part.require((dq[lists.empty] == 0).all(), "dq of an empty row is not 0")
 
-    for pair in session.available(LOSS, problem, label):
+    for pair in session.available(LOSS, op_call, label):
         part = session.part(pair)
 
         def call(pair=pair):

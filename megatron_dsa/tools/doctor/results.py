@@ -1,4 +1,4 @@
-"""What a check says: figures, problems, verdicts, and the exit code that follows from them."""
+"""What a check says: figures, complaints, verdicts, and the exit code that follows from them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Part:
         tolerance: largest relative error that passes.
         errors: relative error against float64 by figure; the worst of all runs.
         figures: other figures of merit, with bounds of their own or none.
-        problems: broken rules, in words.
+        complaints: broken rules, in words.
         crashed: the exception, in words.
         skipped: why it was not run at all.
         same_bits: whether repeats agreed bit for bit; ``None`` if it was not repeated.
         ms: median time by figure.
         warmup_s: seconds of first calls: imports, compilation, loading.
-        remarks: what else is worth saying; no problem.
+        remarks: what else is worth saying; no complaint.
     """
 
     implementations: tuple[tuple[str, str], ...]
@@ -39,7 +39,7 @@ class Part:
     tolerance: float
     errors: dict[str, float] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
     crashed: str | None = None
     skipped: str | None = None
     same_bits: bool | None = None
@@ -60,11 +60,11 @@ class Part:
     def name(self) -> str:
         return " + ".join(name for _, name in self.implementations)
 
-    def require(self, rule: bool | torch.Tensor, problem: str) -> bool:
-        """Note ``problem`` unless ``rule`` holds; returns whether it holds."""
+    def require(self, rule: bool | torch.Tensor, complaint: str) -> bool:
+        """Note ``complaint`` unless ``rule`` holds; returns whether it holds."""
         holds = bool(rule)
-        if not holds and problem not in self.problems:
-            self.problems.append(problem)
+        if not holds and complaint not in self.complaints:
+            self.complaints.append(complaint)
         return holds
 
     def compare(self, figure: str, got, expected: torch.Tensor) -> None:
@@ -87,8 +87,8 @@ class Part:
         """Take over what was found out about the same implementations elsewhere."""
         for figure, error in other.errors.items():
             self.keep_worst(figure, error)
-        for problem in other.problems:
-            self.require(False, problem)
+        for complaint in other.complaints:
+            self.require(False, complaint)
         self.crashed = self.crashed or other.crashed
         self.ms |= other.ms
         self.warmup_s += other.warmup_s
@@ -103,7 +103,7 @@ class Part:
         ]
         if self.deterministic and self.same_bits is False:
             far.append("repeats differ, though declared deterministic")
-        return far + self.problems
+        return far + self.complaints
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_dsa.dispatch import Candidate, Policy
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.errors import DSAError
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.tools.doctor.measure import (
@@ -46,11 +46,11 @@ class Session:
         self.timed = device.type == "cuda"
         self.lost: str | None = None
 
-    def available(self, operation: str, problem: Problem, label: str):
-        """Return pairs (operation, candidate) that can run ``problem``; file the others."""
+    def available(self, operation: str, call: OpCall, label: str):
+        """Return pairs (operation, candidate) that can run ``call``; file the others."""
         found = []
         for candidate in OPERATIONS[operation].candidates:
-            reason = candidate.reason(problem)
+            reason = candidate.reason(call)
             if reason is None:
                 found.append((operation, candidate))
             else:
@@ -63,11 +63,11 @@ class Session:
         if entry not in self.report.not_checked:
             self.report.not_checked.append(entry)
 
-    def choice(self, operation: str, problem: Problem, label: str) -> str | None:
+    def choice(self, operation: str, call: OpCall, label: str) -> str | None:
         """File what dispatch picks; returns the name, ``None`` if it refuses."""
         filed = self.report.chosen.setdefault(label, {})
         try:
-            choice = OPERATIONS[operation].choose(problem, Policy())
+            choice = OPERATIONS[operation].choose(call, Policy())
         except DSAError as error:
             filed[operation] = {"runs": None, "refused": str(error)}
             return None
@@ -128,7 +128,7 @@ class Session:
 
         Args:
             call: returns a tuple of tensors (or ``None``).
-            judge: takes these, and notes errors and problems in ``part``.
+            judge: takes these, and notes errors and complaints in ``part``.
 
         Returns:
             the tuple of the first run, or ``None`` if a run crashed.

@@ -223,8 +223,8 @@ def _follow_layers(chunk, tally: Tally) -> list[Layer]:
         core = module.self_attention.core_attention
         is_mtp = ".layers." in name and name.startswith("mtp")
         choices = tuple(
-            OPERATIONS[operation].choose(problem, core.options.policy)
-            for operation, problem in called_ops(core.required_ops(), core.options.policy)
+            OPERATIONS[operation].choose(call, core.options.policy)
+            for operation, call in called_ops(core.required_ops(), core.options.policy)
         )
         layers.append(Layer(module.layer_number, is_mtp, kind_of(module), choices=choices))
         before: list[int] = []

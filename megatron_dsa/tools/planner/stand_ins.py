@@ -56,79 +56,79 @@ def _own_sparse_attention(adapter: Callable, *args):
         return adapter(*args, kernels=Silent(found.target, found.tiles))
 
 
-def _sparse_forward(candidate, problem):
-    q = problem.q.contiguous()
-    (rows, heads), width = q.shape[:2], problem.indices.shape[1]
+def _sparse_forward(candidate, inputs):
+    q = inputs.q.contiguous()
+    (rows, heads), width = q.shape[:2], inputs.indices.shape[1]
     p_sum = None
     if candidate.name == "tilelang":
-        return _own_sparse_attention(tilelang_kernels.forward, problem)
+        return _own_sparse_attention(tilelang_kernels.forward, inputs)
     if candidate.name == "flashmla":
         padded = flashmla.padded_heads(heads)
         if heads < padded:
             q = q.new_empty(rows, padded, q.shape[2])
-        indices = problem.indices
+        indices = inputs.indices
         if width % flashmla.WIDTH:
             indices = indices.new_empty(rows, width + -width % flashmla.WIDTH)
-        out, lse = q.new_empty(rows, padded, problem.v_dim), _acc(q, rows, padded)
+        out, lse = q.new_empty(rows, padded, inputs.v_dim), _acc(q, rows, padded)
         out, lse = out[:, :heads].contiguous(), lse[:, :heads].clone()
         return out, lse, None
-    out, lse = q.new_empty(rows, heads, problem.v_dim), _acc(q, rows, heads)
+    out, lse = q.new_empty(rows, heads, inputs.v_dim), _acc(q, rows, heads)
     if not candidate.fused:
-        _temporary(q, problem.workspace_bytes)
-        p_sum = _acc(q, rows, width) if problem.want_p_sum else None
+        _temporary(q, inputs.workspace_bytes)
+        p_sum = _acc(q, rows, width) if inputs.want_p_sum else None
     return out, lse, p_sum
 
 
-def _sparse_backward(candidate, problem, out, lse, dout):
+def _sparse_backward(candidate, inputs, out, lse, dout):
     if candidate.name == "tilelang":
-        return _own_sparse_attention(tilelang_kernels.backward, problem, out, lse, dout)
-    q, kv = problem.q.contiguous(), problem.kv.contiguous()
+        return _own_sparse_attention(tilelang_kernels.backward, inputs, out, lse, dout)
+    q, kv = inputs.q.contiguous(), inputs.kv.contiguous()
     out, dout = out.contiguous(), dout.to(q.dtype).contiguous()
-    total = lse if problem.sink is None else lse.clone()
+    total = lse if inputs.sink is None else lse.clone()
     dq, delta = torch.empty_like(q), torch.empty_like(lse)
     p_sum = None
-    if problem.want_p_sum and candidate.name != "cudnn":
-        p_sum = _acc(q, *problem.indices.shape)
+    if inputs.want_p_sum and candidate.name != "cudnn":
+        p_sum = _acc(q, *inputs.indices.shape)
     if candidate.name == "cudnn":
         dkv, rounded = _acc(kv, *kv.shape), torch.empty_like(kv)
         dkv = dkv.clone()
         del rounded
     else:
         dkv = _acc(kv, *kv.shape)
-        _temporary(q, problem.workspace_bytes)
+        _temporary(q, inputs.workspace_bytes)
     del total, delta
-    dsink = None if problem.sink is None else torch.empty_like(problem.sink)
+    dsink = None if inputs.sink is None else torch.empty_like(inputs.sink)
     return dq, dkv, dsink, p_sum
 
 
-def _probabilities(candidate, problem, lse):
-    rows, width = problem.indices.shape
+def _probabilities(candidate, inputs, lse):
+    rows, width = inputs.indices.shape
     if not candidate.fused:
-        _temporary(problem.q, problem.workspace_bytes)
-        return _acc(problem.q, rows, width)
-    masked, target = torch.empty_like(problem.indices), _acc(problem.q, rows, width)
+        _temporary(inputs.q, inputs.workspace_bytes)
+        return _acc(inputs.q, rows, width)
+    masked, target = torch.empty_like(inputs.indices), _acc(inputs.q, rows, width)
     result = target.clone()
     del masked
     return result
 
 
-def _index_gradients(x, candidate, problem) -> IndexerGradients:
+def _index_gradients(x, candidate, inputs) -> IndexerGradients:
     gradients = IndexerGradients(
         torch.empty_like(x.q), _acc(x.k, *x.k.shape), _acc(x.weights, *x.weights.shape)
     )
     if candidate.fused:
         gradients = gradients._replace(k=gradients.k.clone())
     else:
-        _temporary(x.q, problem.workspace_bytes)
+        _temporary(x.q, inputs.workspace_bytes)
     return gradients
 
 
-def _sparse_loss(candidate, problem):
-    x, value = problem.inputs, _acc(problem.inputs.q)
-    if problem.want_gradients:
-        return SparseLoss(value, _index_gradients(x, candidate, problem))
+def _sparse_loss(candidate, inputs):
+    x, value = inputs.indexer, _acc(inputs.indexer.q)
+    if inputs.want_gradients:
+        return SparseLoss(value, _index_gradients(x, candidate, inputs))
     if not candidate.fused:
-        _temporary(x.q, problem.workspace_bytes)
+        _temporary(x.q, inputs.workspace_bytes)
     return SparseLoss(value, None)
 
 
@@ -151,9 +151,9 @@ def _listed_scores(_candidate, inputs, columns, _workspace):
     return inputs.q.new_empty(columns.shape, dtype=_score_dtype(inputs.q))
 
 
-def _key_lists(_candidate, problem):
-    rows = problem.start.shape[0]
-    return problem.start.new_empty(rows, problem.width), problem.start.new_empty(rows)
+def _key_lists(_candidate, inputs):
+    rows = inputs.start.shape[0]
+    return inputs.start.new_empty(rows, inputs.width), inputs.start.new_empty(rows)
 
 
 class _Kept(torch.autograd.Function):
@@ -181,19 +181,19 @@ def _differentiable(tensors, make, kept, gradients, workspace: int = 0):
     return _Kept.apply(make, kept, workspace, gradients, *tensors)[0]
 
 
-def _compressor(candidate, problem):
-    groups = problem.groups
+def _compressor(candidate, inputs):
+    groups = inputs.groups
     slots, keeps_softmax = groups.first_row.shape[0], False
     if candidate.fused:
         from megatron_dsa.ops.compressor.triton.launch import is_few
 
-        keeps_softmax = not is_few(problem)
+        keeps_softmax = not is_few(inputs)
 
     def make(values, scores, ape):
         softmax = ()
         if keeps_softmax:
-            softmax = (_acc(values, slots, problem.dim), _acc(values, slots, problem.dim))
-        return values.new_empty(slots, problem.dim), *softmax
+            softmax = (_acc(values, slots, inputs.dim), _acc(values, slots, inputs.dim))
+        return values.new_empty(slots, inputs.dim), *softmax
 
     def kept(results, values, scores, ape):
         return values, scores, ape, groups.first_row, groups.position, *results[1:]
@@ -201,8 +201,8 @@ def _compressor(candidate, problem):
     def gradients(values, scores, ape, *_rest):
         return torch.empty_like(values), torch.empty_like(scores), torch.empty_like(ape)
 
-    workspace = 0 if candidate.fused else problem.workspace_bytes
-    tensors = (problem.values, problem.scores, problem.ape)
+    workspace = 0 if candidate.fused else inputs.workspace_bytes
+    tensors = (inputs.values, inputs.scores, inputs.ape)
     return _differentiable(tensors, make, kept, gradients, workspace)
 
 
@@ -250,13 +250,13 @@ def _dense_attention(candidate, attention, workspace_bytes, *args, **options):
         return _dense_gradients(q, k, v)
 
     kernel = BlockAttention(
-        candidate.name, candidate.fused, False, lambda problem: None, forward, backward
+        candidate.name, candidate.fused, False, lambda call: None, forward, backward
     )
     return attention(*args, block=kernel, **options)
 
 
-def _dense_loss(_candidate, problem):
-    x = problem.inputs
+def _dense_loss(_candidate, inputs):
+    x = inputs.indexer
 
     def make(q, k, weights):
         wide = _acc(k, *k.shape), _acc(weights, *weights.shape)
@@ -268,7 +268,7 @@ def _dense_loss(_candidate, problem):
         make,
         lambda results, *_: results[1:],
         lambda *saved: tuple(torch.empty_like(gradient) for gradient in saved),
-        problem.workspace_bytes,
+        inputs.workspace_bytes,
     )
 
 

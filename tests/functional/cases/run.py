@@ -65,17 +65,17 @@ def differences(name: str, run: Run) -> list[str]:
     """Compare a run with the case's golden values; an empty list is a pass."""
     golden = json.loads(golden_file(name).read_text())
     tolerance = load_case(name)["TOLERANCE"]
-    problems = []
+    complaints = []
     for figure, expected in golden.items():
         got = run.column(figure)
         if len(got) != len(expected):
-            problems.append(f"{figure}: {len(got)} values, {len(expected)} expected")
+            complaints.append(f"{figure}: {len(got)} values, {len(expected)} expected")
             continue
         for step, (a, b) in enumerate(zip(got, expected, strict=True), 1):
             # Written so that NaN is a difference.
             if not abs(a - b) <= tolerance[figure] * abs(b):
-                problems.append(f"{figure} at step {step}: {a} instead of {b}")
-    return problems
+                complaints.append(f"{figure} at step {step}: {a} instead of {b}")
+    return complaints
 
 
 def write_golden(name: str, run: Run) -> None:
@@ -97,9 +97,9 @@ def main() -> int:
             run = run_case(name, data_path)
             if arguments.update:
                 write_golden(name, run)
-            problems = differences(name, run)
-            failed += bool(problems)
-            print(f"{name}: {'; '.join(problems) or 'ok'}")
+            complaints = differences(name, run)
+            failed += bool(complaints)
+            print(f"{name}: {'; '.join(complaints) or 'ok'}")
     return failed
 
 

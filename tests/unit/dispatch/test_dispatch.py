@@ -14,14 +14,14 @@ from megatron_dsa import dispatch
 from megatron_dsa.dispatch import Operation, Policy
 from megatron_dsa.dispatch import operation as module
 from megatron_dsa.dispatch.packages import Package
-from megatron_dsa.dispatch.support import Problem, Support
+from megatron_dsa.dispatch.support import OpCall, Support
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD
 from tests.helpers import MadeUp
 
-HOPPER = Problem("cuda", (9, 0), torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=2048)
-CPU = Problem("cpu", None, torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=2048)
+HOPPER = OpCall("cuda", (9, 0), torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=2048)
+CPU = OpCall("cpu", None, torch.bfloat16, heads=64, qk_dim=576, v_dim=512, topk=2048)
 
 
 def candidate(name, fused, probe=None, **support):
@@ -172,8 +172,8 @@ def test_report_counts_calls(operation):
 
 
 def test_every_operation_runs_everywhere():
-    """Each operation has a torch implementation that takes any problem."""
-    odd = Problem("cpu", None, torch.float64, heads=3, qk_dim=7, v_dim=5, topk=1, packed=True)
+    """Each operation has a torch implementation that takes any call."""
+    odd = OpCall("cpu", None, torch.float64, heads=3, qk_dim=7, v_dim=5, topk=1, packed=True)
     for name, one in OPERATIONS.items():
         assert callable(one.choose(odd, Policy(fused=False)).candidate.load()), name
 
@@ -256,12 +256,12 @@ def test_determinism_is_asked_for(monkeypatch):
     """Kernels that add with atomics step aside under torch.use_deterministic_algorithms(True)."""
     torch.use_deterministic_algorithms(True)
     shape = {"dtype": torch.float32, "heads": 2, "qk_dim": 8, "v_dim": 8}
-    problem = dispatch.device_problem("cpu", **shape)
-    assert problem.deterministic
+    call = dispatch.describe_call("cpu", **shape)
+    assert call.deterministic
     torch.use_deterministic_algorithms(True, warn_only=True)  # a warning is all they want
-    assert not dispatch.device_problem("cpu", **shape).deterministic
-    assert "not deterministic" in Support("", deterministic=False).reason(problem)
-    assert Support("", deterministic=False, deterministic_mode=True).reason(problem) is None
+    assert not dispatch.describe_call("cpu", **shape).deterministic
+    assert "not deterministic" in Support("", deterministic=False).reason(call)
+    assert Support("", deterministic=False, deterministic_mode=True).reason(call) is None
 
 
 def test_the_fastest_goes_first_for_its_heads(having):
@@ -306,8 +306,8 @@ def test_the_committed_benchmark_shows_who_is_fastest_with_the_teacher(monkeypat
     for (heads, qk_dim, v_dim, topk), found in ratios.items():
         assert geometric_mean(found) > 1.05, (heads, qk_dim)
         shape = {"heads": heads, "qk_dim": qk_dim, "v_dim": v_dim, "topk": topk}
-        problem = replace(HOPPER, teacher=True, **shape)
-        choice = BACKWARD.choose(problem, Policy())
+        call = replace(HOPPER, teacher=True, **shape)
+        choice = BACKWARD.choose(call, Policy())
         assert choice.candidate.name == "tilelang"
 
 
@@ -357,8 +357,8 @@ def test_the_committed_benchmark_shows_the_choice_to_be_the_fastest(operation, m
             name: geometric_mean([row[2] for row in rows if row[:2] in common])
             for name, rows in fused.items()
         }
-        problem = replace(HOPPER, heads=heads, qk_dim=qk_dim, v_dim=v_dim, topk=topk)
-        chosen = operation.choose(problem, Policy()).candidate.name
+        call = replace(HOPPER, heads=heads, qk_dim=qk_dim, v_dim=v_dim, topk=topk)
+        chosen = operation.choose(call, Policy()).candidate.name
         assert means[chosen] <= 1.02 * min(means.values()), (heads, qk_dim, means)
         compared += 1
     assert compared >= 4

@@ -8,7 +8,7 @@ import torch
 
 from megatron_dsa.dispatch import packages
 from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, Fix, Package
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.sparse_attention.declaration import FORWARD
 from megatron_dsa.tools.support_table import support_table
@@ -24,12 +24,12 @@ WRONG = {
 }
 
 
-def problem(operation="sparse_attention_backward", capability=(9, 0)):
+def op_call(operation="sparse_attention_backward", capability=(9, 0)):
     index = operation.startswith("indexer") or operation == "sparse_indexer_loss"
     dims = {"heads": 64, "qk_dim": 128, "v_dim": 0} if index else {}
     dims = dims or {"heads": 64, "qk_dim": 576, "v_dim": 512}
     device = "cpu" if capability is None else "cuda"
-    return Problem(device, capability, torch.bfloat16, topk=2048, **dims)
+    return OpCall(device, capability, torch.bfloat16, topk=2048, **dims)
 
 
 def cudnn(operation="sparse_attention_backward"):
@@ -59,7 +59,7 @@ def expected_for(version: str) -> str:
 @pytest.mark.parametrize("version", ["1.24.0", "1.25.0", "1.26.1", "1.27.0", "1.28.0", "1.29.0"])
 def test_old_cudnn_says_what_was_wrong_with_it(install, version):
     install(nvidia_cudnn_frontend=version, nvidia_cutlass_dsl="9.9")
-    assert cudnn().reason(problem()) == expected_for(version)
+    assert cudnn().reason(op_call()) == expected_for(version)
 
 
 @pytest.mark.parametrize("version", ["1.30.0", "1.31.0", "1.32.0", "1.40.0"])
@@ -69,7 +69,7 @@ def test_new_cudnn_is_taken(install, version):
         names = [c.name for c in OPERATIONS[operation].candidates]
         if "cudnn" not in names or operation in ("dense_indexer_loss", "indexer_topk"):
             continue
-        assert cudnn(operation).reason(problem(operation)) is None, operation
+        assert cudnn(operation).reason(op_call(operation)) is None, operation
     remark = CUDNN.untested()
     assert (remark is None) == (version != "1.40.0")
     assert remark is None or "doctor" in remark
@@ -85,7 +85,7 @@ def test_new_cudnn_is_taken(install, version):
 def test_an_operation_may_need_more_than_the_package(install, version, wrong):
     install(nvidia_cudnn_frontend=version, nvidia_cutlass_dsl="4.8.0")
     last = "before 1.32: no deterministic top-k, no workspace with the fp32 key gradient on Hopper"
-    assert cudnn("indexer_topk").reason(problem("indexer_topk")) == (
+    assert cudnn("indexer_topk").reason(op_call("indexer_topk")) == (
         f"too old: nvidia-cudnn-frontend {version} found, >= 1.32 needed ({wrong}{last}); "
         "pip install 'nvidia-cudnn-frontend[cutedsl]>=1.32'"
     )
@@ -101,23 +101,23 @@ def test_an_operation_may_need_more_than_the_package(install, version, wrong):
 )
 def test_what_the_package_itself_needs(install, version, dsl, message):
     install(nvidia_cudnn_frontend=version, **({"nvidia_cutlass_dsl": dsl} if dsl else {}))
-    assert cudnn().reason(problem()) == (
+    assert cudnn().reason(op_call()) == (
         f"incomplete: nvidia-cudnn-frontend {version} {message}; {INSTALL}"
     )
 
 
 def test_missing_unknown_and_wrong_gpu(install, monkeypatch):
     install()
-    assert cudnn().reason(problem()) == (
+    assert cudnn().reason(op_call()) == (
         "unknown version: cudnn can be imported but nvidia-cudnn-frontend is not installed as a "
         f"distribution, so its version cannot be compared; {INSTALL}"
     )
     monkeypatch.setattr(packages.importlib.util, "find_spec", lambda _name: None)
-    assert cudnn().reason(problem()) == f"missing: cudnn is not installed; {INSTALL}"
+    assert cudnn().reason(op_call()) == f"missing: cudnn is not installed; {INSTALL}"
     flashmla = FORWARD.candidates[0]
-    assert flashmla.reason(problem()) == f"missing: flash_mla is not installed; {FLASH_MLA.install}"
+    assert flashmla.reason(op_call()) == f"missing: flash_mla is not installed; {FLASH_MLA.install}"
     for capability, words in (((8, 0), "a GPU of compute capability 8.0"), (None, "the CPU")):
-        assert cudnn().reason(problem(capability=capability)) == (
+        assert cudnn().reason(op_call(capability=capability)) == (
             f"wrong GPU: cudnn has kernels for compute capability 9.0, 10.0, this is {words}"
         )
 

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from megatron_dsa.dispatch import device_problem
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch import describe_call
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops.dense_attention import torch as torch_block
 from megatron_dsa.ops.dense_attention import torch_cudnn
@@ -273,7 +273,7 @@ def test_arguments_fit_torch(name, batch):
 
 def _hopper(**changes):
     shape = {"heads": 16, "qk_dim": 192, "v_dim": 128, "dtype": torch.bfloat16, **changes}
-    return Problem(device="cuda", capability=(9, 0), **shape)
+    return OpCall(device="cuda", capability=(9, 0), **shape)
 
 
 def test_dims_are_compared_before_anything_is_padded():
@@ -295,7 +295,7 @@ def test_dims_are_compared_before_anything_is_padded():
 
 
 def test_reasons_say_what_is_missing():
-    cpu = device_problem("cpu", dtype=torch.bfloat16, heads=4, qk_dim=192, v_dim=128)
+    cpu = describe_call("cpu", dtype=torch.bfloat16, heads=4, qk_dim=192, v_dim=128)
     assert choose(cpu).name == "torch"
     assert all("needs a CUDA GPU" in BY_NAME[name].reason(cpu) for name in FUSED)
     for name in FUSED:
@@ -318,7 +318,7 @@ def test_ranks_on_one_gpu(name, batch, mode, cp, dims):
     shape = {"heads": dims[0], "qk_dim": dims[1], "v_dim": dims[2]}
     packed = case.real is not None
     reason = BY_NAME[name].reason(
-        device_problem("cuda", dtype=case.dtype, packed=packed, **shape)
+        describe_call("cuda", dtype=case.dtype, packed=packed, **shape)
     )  # fmt: skip
     if reason is not None:
         pytest.skip(reason)

@@ -15,7 +15,7 @@ import torch
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.compressor import reference
 from megatron_dsa.ops.compressor import torch as unfused
-from megatron_dsa.ops.compressor.inputs import CompressorProblem
+from megatron_dsa.ops.compressor.inputs import CompressorInputs
 from megatron_dsa.sequence.compressed import Groups
 from tests.helpers import double_leaf, leaf, relative_error
 
@@ -72,10 +72,10 @@ def layouts(ratio):
 LAYOUTS = list(layouts(2))
 
 
-def make_problem(
+def make_inputs(
     rows, groups, ratio, overlap, dim, *, dtype=torch.float64, device="cpu", poison=True
 ):
-    """A problem on the two halves of one tensor, with large and ``-inf`` scores, NaN in gaps."""
+    """A inputs on the two halves of one tensor, with large and ``-inf`` scores, NaN in gaps."""
     width = dim * (2 if overlap else 1)
     both = leaf(rows, 2 * width, seed=rows + ratio).detach()
     both[:, width:] *= 3
@@ -88,42 +88,42 @@ def make_problem(
     accumulation = torch.float64 if dtype == torch.float64 else torch.float32
     ape = leaf(ratio, width, seed=1, device=device, dtype=accumulation)
     groups = Groups(groups.first_row.to(device), groups.position.to(device), groups.row_step)
-    return CompressorProblem(values, scores, ape, groups, ratio, overlap, LARGE)
+    return CompressorInputs(values, scores, ape, groups, ratio, overlap, LARGE)
 
 
-def in_double(problem):
-    """The same problem on float64 leaves."""
-    leaves = (double_leaf(x) for x in (problem.values, problem.scores, problem.ape))
-    groups, rest = problem.groups, (problem.ratio, problem.overlap, problem.workspace_bytes)
-    return CompressorProblem(*leaves, groups, *rest)
+def in_double(inputs):
+    """The same inputs on float64 leaves."""
+    leaves = (double_leaf(x) for x in (inputs.values, inputs.scores, inputs.ape))
+    groups, rest = inputs.groups, (inputs.ratio, inputs.overlap, inputs.workspace_bytes)
+    return CompressorInputs(*leaves, groups, *rest)
 
 
-def run(compress, problem):
+def run(compress, arguments):
     """``pooled, dvalues, dscores, dape`` for a fixed upstream gradient."""
-    pooled = compress(problem)
+    pooled = compress(arguments)
     weight = leaf(*pooled.shape, seed=9, device=pooled.device, dtype=torch.bfloat16).detach()
     weight = weight.to(pooled.dtype)
     # Gradients of slots without a group are nobody's business.
-    weight[problem.groups.first_row < 0] = float("nan")
+    weight[arguments.groups.first_row < 0] = float("nan")
     if not pooled.requires_grad:  # the loops found no group, and so no path to the inputs
         return [pooled] + [
-            torch.zeros_like(x) for x in (problem.values, problem.scores, problem.ape)
+            torch.zeros_like(x) for x in (arguments.values, arguments.scores, arguments.ape)
         ]
-    inputs = (problem.values, problem.scores, problem.ape)
+    inputs = (arguments.values, arguments.scores, arguments.ape)
     grads = torch.autograd.grad(pooled, inputs, weight, materialize_grads=True)
     return [pooled.detach(), *grads]
 
 
-def check(compress, problem, tolerance):
+def check(compress, inputs, tolerance):
     """Compare with the loops; return what ``compress`` gave."""
-    got, want = run(compress, problem), run(reference.compress, in_double(problem))
+    got, want = run(compress, inputs), run(reference.compress, in_double(inputs))
     for name, x, y in zip(("pooled", "dvalues", "dscores", "dape"), got, want, strict=True):
         assert x.shape == y.shape
         assert relative_error(x, y) < tolerance, name
-    assert got[0].dtype == got[1].dtype == got[2].dtype == problem.values.dtype
-    assert got[3].dtype == problem.ape.dtype
+    assert got[0].dtype == got[1].dtype == got[2].dtype == inputs.values.dtype
+    assert got[3].dtype == inputs.ape.dtype
     assert got[1].is_contiguous() and got[2].is_contiguous()
-    gap = ~covered(problem.values.shape[0], problem.groups, problem.ratio)
+    gap = ~covered(inputs.values.shape[0], inputs.groups, inputs.ratio)
     assert (got[1][gap.to(got[1].device)] == 0).all() and (got[2][gap.to(got[2].device)] == 0).all()
     return got
 
@@ -134,35 +134,35 @@ def check(compress, problem, tolerance):
 def test_unfused(layout, ratio, dim, overlap):
     """Values and all gradients, and no value or score of a row outside all groups."""
     rows, groups = layouts(ratio)[layout]
-    check(unfused.compress, make_problem(rows, groups, ratio, overlap, dim), 1e-12)
+    check(unfused.compress, make_inputs(rows, groups, ratio, overlap, dim), 1e-12)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_small_workspace(overlap):
     """One group at a time gives what all at once give."""
     rows, groups = layouts(4)["packed"]
-    problem = make_problem(rows, groups, 4, overlap, 16)
-    small = CompressorProblem(
-        problem.values, problem.scores, problem.ape, groups, 4, overlap, workspace_bytes=1
+    inputs = make_inputs(rows, groups, 4, overlap, 16)
+    small = CompressorInputs(
+        inputs.values, inputs.scores, inputs.ape, groups, 4, overlap, workspace_bytes=1
     )
-    for x, y in zip(run(unfused.compress, small), run(unfused.compress, problem), strict=True):
+    for x, y in zip(run(unfused.compress, small), run(unfused.compress, inputs), strict=True):
         assert relative_error(x, y) < 1e-14
 
 
 def test_channel_without_finite_score():
     """All scores of a channel are -inf: it pools nothing and gives no gradient."""
     rows, groups = layouts(2)["one sequence"]
-    problem = in_double(make_problem(rows, groups, 2, True, 4))
+    inputs = in_double(make_inputs(rows, groups, 2, True, 4))
     with torch.no_grad():
-        problem.scores[:2, 4:6] = float("-inf")
-    got = check(unfused.compress, problem, 1e-12)
+        inputs.scores[:2, 4:6] = float("-inf")
+    got = check(unfused.compress, inputs, 1e-12)
     assert (got[0][0, :2] == 0).all() and (got[0][0, 2:] != 0).all()
 
 
 def test_bf16_sums_in_fp32():
     """The result is rounded once."""
     rows, groups = layouts(128)["packed"]
-    check(unfused.compress, make_problem(rows, groups, 128, False, 16, dtype=torch.bfloat16), 4e-3)
+    check(unfused.compress, make_inputs(rows, groups, 128, False, 16, dtype=torch.bfloat16), 4e-3)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_messages(change, message):
     kwargs = {"values": torch.zeros(8, 8), "scores": torch.zeros(8, 8), "ape": torch.zeros(4, 8)}
     kwargs |= {"groups": groups, "ratio": 4, "overlap": True, "workspace_bytes": 1} | change
     with pytest.raises(ConfigError, match=message):
-        CompressorProblem(**kwargs)
+        CompressorInputs(**kwargs)
 
 
 def interpret(file):
@@ -233,12 +233,12 @@ def main():
     cases += [(17, True, 48, "batch of 3"), (40, True, 80, "packed"), (130, True, 16, "packed")]
     for ratio, overlap, dim, layout in cases:
         rows, groups = layouts(ratio)[layout]
-        problem = make_problem(rows, groups, ratio, overlap, dim, dtype=torch.float32)
-        check(triton_kernels.compress, problem, 1e-5)
+        inputs = make_inputs(rows, groups, ratio, overlap, dim, dtype=torch.float32)
+        check(triton_kernels.compress, inputs, 1e-5)
     # More blocks of slots than programs, and two blocks of channels.
     rows, groups = packed_groups([4 * 4 * 7 + 1, 5, 31], 4, padding=70)
-    problem = make_problem(rows, groups, 4, True, 144, dtype=torch.float32)
-    check(triton_kernels.compress, problem, 1e-5)
+    inputs = make_inputs(rows, groups, 4, True, 144, dtype=torch.float32)
+    check(triton_kernels.compress, inputs, 1e-5)
 
 
 class Recorder:
@@ -304,8 +304,8 @@ def test_compiles_without_a_gpu(monkeypatch, ratio, overlap, dim):
     forward, backward = recorded(monkeypatch, module, (name, f"{name}_backward"))
     (finish,) = recorded(monkeypatch, kernels, ("_finish_gradients",))
     rows, groups = batch_groups(512, 1, ratio)
-    problem = make_problem(rows, groups, ratio, overlap, dim, dtype=torch.bfloat16)
-    kernels.compress(problem).sum().backward()
+    inputs = make_inputs(rows, groups, ratio, overlap, dim, dtype=torch.bfloat16)
+    kernels.compress(inputs).sum().backward()
     for recorder in (forward, backward, finish):
         ((args, kwargs),) = recorder.launches
         for capability in (80, 89, 90, 100):
@@ -321,14 +321,14 @@ def test_compiles_without_a_gpu(monkeypatch, ratio, overlap, dim):
 GPU_CASES = [(4, True, 512, 4099), (4, True, 128, 70_001), (128, False, 512, 9000)]
 
 
-def gpu_problem(ratio, overlap, dim, rows, kind):
+def gpu_inputs(ratio, overlap, dim, rows, kind):
     """bf16 on the GPU: packed sequences with tails and padding, or a batch of 3."""
     if kind == "packed":
         lengths = [0, 1, ratio - 1, ratio, 3 * ratio + 2, rows // 3, 5, rows // 2]
         rows, groups = packed_groups(lengths, ratio, padding=rows - sum(lengths))
     else:
         rows, groups = batch_groups(rows // 3, 3, ratio)
-    return make_problem(rows, groups, ratio, overlap, dim, dtype=torch.bfloat16, device="cuda")
+    return make_inputs(rows, groups, ratio, overlap, dim, dtype=torch.bfloat16, device="cuda")
 
 
 @pytest.mark.gpu
@@ -337,14 +337,12 @@ def gpu_problem(ratio, overlap, dim, rows, kind):
 def test_triton_on_the_gpu(kind, ratio, overlap, dim, rows):
     """Against float64, NaN in all rows outside groups, the same bits every time, no waiting."""
     kernels = pytest.importorskip(KERNELS)
-    problem = gpu_problem(ratio, overlap, dim, rows, kind)
-    got = run(kernels.compress, problem)
-    want = run(unfused.compress, in_double(problem))
+    inputs = gpu_inputs(ratio, overlap, dim, rows, kind)
+    got = run(kernels.compress, inputs)
+    want = run(unfused.compress, in_double(inputs))
     for name, x, y in zip(("pooled", "dvalues", "dscores", "dape"), got, want, strict=True):
         assert relative_error(x, y) < 5e-3, name
-    assert_repeatable(
-        lambda: kernels.compress(problem), (problem.values, problem.scores, problem.ape)
-    )
+    assert_repeatable(lambda: kernels.compress(inputs), (inputs.values, inputs.scores, inputs.ape))
 
 
 def assert_repeatable(call, inputs):

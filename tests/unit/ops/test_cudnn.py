@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, device_problem, report, reset_report
+from megatron_dsa.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     indexer_topk,
@@ -22,7 +22,7 @@ from megatron_dsa.ops.indexer_loss import reference as loss_reference
 from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.ops.padding import bucket, masked_indices, padded_heads, with_heads
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from tests.helpers import double_leaf, leaf, relative_error
 from tests.unit.ops.test_fused_backward import ragged_case
@@ -49,15 +49,13 @@ SELECT = named("indexer_scores", "indexer_topk")
 LOSS = named("sparse_indexer_loss")
 
 
-def attention_problem(heads, dim):
+def attention_call(heads, dim):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return device_problem(
-        device, dtype=torch.bfloat16, heads=heads, qk_dim=dim, v_dim=512, topk=128
-    )
+    return describe_call(device, dtype=torch.bfloat16, heads=heads, qk_dim=dim, v_dim=512, topk=128)
 
 
 def reason() -> str | None:
-    return BACKWARD.candidates[0].reason(attention_problem(64, 576))
+    return BACKWARD.candidates[0].reason(attention_call(64, 576))
 
 
 needs_cudnn = pytest.mark.skipif(reason() is not None, reason=str(reason()))
@@ -94,12 +92,10 @@ def test_heads_are_padded_where_they_stand():
 def test_teacher(heads, dim, with_sink):
     q, kv, indices, length, valid = ragged_case(heads, dim)
     sink = torch.randn(heads, device="cuda") if with_sink else None
-    sp = SparseProblem(q.detach(), kv.detach(), indices, 512, 0.05, length, sink, 2**28)
-    problem = device_problem(
-        "cuda", dtype=torch.bfloat16, heads=heads, qk_dim=dim, v_dim=512, topk=128
-    )
-    _, lse, _ = FORWARD.run(problem, Policy(fused=False), sp)
-    got = PROBABILITIES.run(problem, CUDNN_BACKWARD, sp, lse)
+    sp = SparseAttentionInputs(q.detach(), kv.detach(), indices, 512, 0.05, length, sink, 2**28)
+    call = describe_call("cuda", dtype=torch.bfloat16, heads=heads, qk_dim=dim, v_dim=512, topk=128)
+    _, lse, _ = FORWARD.run(call, Policy(fused=False), sp)
+    got = PROBABILITIES.run(call, CUDNN_BACKWARD, sp, lse)
     q64, kv64 = q.detach().double(), kv.detach().double()
     keys = kv64[indices.clamp(0, 299).long()]
     logits = torch.einsum("qhd,qkd->qhk", q64, keys) * 0.05
@@ -256,8 +252,8 @@ def test_no_host_synchronisation():
 @needs_cudnn
 def test_nothing_compiles_after_the_warm_up(monkeypatch):
     """Other lengths, another K of the same bucket, a batch with lengths: no new kernel."""
-    attention = dataclasses.replace(attention_problem(64, 576), topk=640)
-    index = device_problem("cuda", dtype=torch.bfloat16, heads=32, qk_dim=128, v_dim=0, topk=640)
+    attention = dataclasses.replace(attention_call(64, 576), topk=640)
+    index = describe_call("cuda", dtype=torch.bfloat16, heads=32, qk_dim=128, v_dim=0, topk=640)
     names = ("forward", "backward", "probabilities")
     calls = [(f"sparse_attention_{name}", attention) for name in names]
     calls.append(("sparse_indexer_loss", index))

@@ -11,7 +11,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.arithmetic import slices
 from megatron_dsa.ops.indexer_loss import reference, tiles
 from megatron_dsa.ops.indexer_loss import torch_dense as dense_torch
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from megatron_dsa.sequence.sharding import KeyPlaces, Spread, spread_layout
@@ -151,7 +151,7 @@ def test_size_of_tiles_changes_nothing(device, name, workspace, shape):
     """From one pair per tile to one tile per window."""
     layout = LAYOUTS[name](device)
     inputs, q, k = make(device, layout)
-    assert tiles.tile_shape(DenseLossProblem(inputs, layout, q, k, SCALE, None, workspace)) == shape
+    assert tiles.tile_shape(DenseLossInputs(inputs, layout, q, k, SCALE, None, workspace)) == shape
     want = value_and_gradients(inputs, q, k, layout, policy=Policy(workspace_bytes=2**30))
     got = value_and_gradients(inputs, q, k, layout, policy=Policy(workspace_bytes=workspace))
     assert_same(got, want, 1e-12)
@@ -245,7 +245,7 @@ def test_pairs_that_cannot_see_each_other_are_skipped(device, monkeypatch, make_
         return tile(q, keys, lse, scale)
 
     monkeypatch.setattr(dense_torch, "teacher_tile", counting)
-    monkeypatch.setattr(dense_torch, "tile_shape", lambda problem: (32, 16))
+    monkeypatch.setattr(dense_torch, "tile_shape", lambda inputs: (32, 16))
     value_and_gradients(inputs, q, k, layout)
     assert len(sizes) > 20
     assert int(visible_rows(layout).sum()) <= sum(sizes) < most * 256**2
@@ -284,11 +284,13 @@ def test_temporaries_fit_the_workspace(device, keys, batch, dtype):
     for length in (320, 480):
         layout = bshd_layout(length // batch, batch, device)
         inputs, q, k = make(device, layout, dtype, keys)
-        problem = DenseLossProblem(inputs, layout, q, k, SCALE, None, budget)
-        rows, width = tiles.tile_shape(problem)
+        arguments = DenseLossInputs(inputs, layout, q, k, SCALE, None, budget)
+        rows, width = tiles.tile_shape(arguments)
         assert rows < length // batch  # several blocks
         losses = []  # kept alive, with what they save
-        peak = peak_bytes(device, lambda p=problem, kept=losses: kept.append(dense_torch.dense(p)))
+        peak = peak_bytes(
+            device, lambda p=arguments, kept=losses: kept.append(dense_torch.dense(p))
+        )
         wide = torch.promote_types(dtype, torch.float32).itemsize
         products = tiles.HEADS_AT_ONCE * wide  # per pair
         tensors = (inputs.q, inputs.k, inputs.weights)
@@ -308,11 +310,11 @@ def test_many_rows_share_expanded_keys():
     inputs = IndexerInputs(empty(8192, 64, 128), empty(8192, 128), empty(8192, 64))
     keys = LatentKeys(empty(8192, 576), empty(128, 128, 512))
     layout = bshd_layout(8192, 1, torch.device("cpu"))
-    problem = DenseLossProblem(
+    arguments = DenseLossInputs(
         inputs, layout, empty(8192, 128, 192), keys, 1.0, None, Policy().workspace_bytes
     )
     for mib, least in ((256, 1024), (64, 512), (1, 8)):
-        part = dataclasses.replace(problem, workspace_bytes=mib * 2**20)
+        part = dataclasses.replace(arguments, workspace_bytes=mib * 2**20)
         rows, width = tiles.tile_shape(part)
         assert rows >= least
         assert tiles.TileBytes.of(part)(rows, width) <= mib * 2**20

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import Policy, report, reset_report
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
 from megatron_dsa.ops.indexer_loss import reference
 from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
@@ -46,7 +46,7 @@ class Shape:
 
 
 def make(layout, shape, dtype, keys, relu=True):
-    """Return a problem of the largest workspace; scores have a deviation of about 1."""
+    """Return inputs of the largest workspace; scores have a deviation of about 1."""
     device, rows, slots = layout.start.device, layout.num_queries, layout.num_keys
 
     def draw(*sizes, seed, scale=1.0):
@@ -66,22 +66,22 @@ def make(layout, shape, dtype, keys, relu=True):
     else:
         k = draw(slots, 1 if keys == "one" else shape.heads, shape.dim, seed=5).detach()
     q = draw(rows, shape.heads, shape.dim, seed=4).detach()
-    return DenseLossProblem(inputs, layout, q, k, SCALE, None, 2**28)
+    return DenseLossInputs(inputs, layout, q, k, SCALE, None, 2**28)
 
 
-def expected(problem):
+def expected(inputs):
     """Return value and gradients in float64."""
-    x, k = problem.inputs, problem.k
+    x, k = inputs.indexer, inputs.k
     if isinstance(k, LatentKeys):
         k = k.expanded()  # rounded as those of the projection
     copies = IndexerInputs(*map(double_leaf, (x.q, x.k, x.weights)), x.relu)
-    mask = visible_rows(problem.layout)
-    if problem.other_lse is None:
-        teacher = reference.dense_teacher(problem.q.double(), k.double(), mask, SCALE)
+    mask = visible_rows(inputs.layout)
+    if inputs.other_lse is None:
+        teacher = reference.dense_teacher(inputs.q.double(), k.double(), mask, SCALE)
     else:
-        logits = torch.einsum("qhd,khd->qhk", problem.q.double(), k.double()) * SCALE
+        logits = torch.einsum("qhd,khd->qhk", inputs.q.double(), k.double()) * SCALE
         logits = logits.masked_fill(~mask[:, None], float("-inf"))
-        total = torch.logaddexp(logits.logsumexp(-1), problem.other_lse.double())[..., None]
+        total = torch.logaddexp(logits.logsumexp(-1), inputs.other_lse.double())[..., None]
         teacher = torch.where(mask[:, None], (logits - total).exp(), 0.0).sum(1)
     scores = index_scores(copies.q, copies.k, copies.weights, copies.relu)
     value = reference.kl_sum(scores, teacher, mask)
@@ -89,21 +89,21 @@ def expected(problem):
     return value.detach(), copies.q.grad, copies.k.grad, copies.weights.grad
 
 
-def computed(problem, run=None):
+def computed(arguments, run=None):
     """Return value and gradients of ``run``, of dispatch's choice if it is None."""
-    tensors = (problem.inputs.q, problem.inputs.k, problem.inputs.weights)
-    inputs = IndexerInputs(*(x.detach().requires_grad_() for x in tensors), problem.inputs.relu)
-    problem = dataclasses.replace(problem, inputs=inputs)
+    tensors = (arguments.indexer.q, arguments.indexer.k, arguments.indexer.weights)
+    inputs = IndexerInputs(*(x.detach().requires_grad_() for x in tensors), arguments.indexer.relu)
+    arguments = dataclasses.replace(arguments, indexer=inputs)
     if run is None:
         reset_report()
         value = dense_indexer_loss(
-            inputs, problem.q, problem.k, problem.layout, softmax_scale=SCALE,
-            other_lse=problem.other_lse, lse=problem.lse,
-            policy=Policy(workspace_bytes=problem.workspace_bytes),
+            inputs, arguments.q, arguments.k, arguments.layout, softmax_scale=SCALE,
+            other_lse=arguments.other_lse, lse=arguments.lse,
+            policy=Policy(workspace_bytes=arguments.workspace_bytes),
         )  # fmt: skip
         assert report()["dense_indexer_loss"] == {"triton": 1}
     else:
-        value = run(problem)
+        value = run(arguments)
     value.backward()
     return value.detach(), inputs.q.grad, inputs.k.grad, inputs.weights.grad
 
@@ -115,24 +115,24 @@ def check(got, want, of_value, of_gradients):
         assert relative_error(x, y) < limit, name
 
 
-def with_others(problem):
+def with_others(inputs):
     """Mass besides the keys that differs by head; none in some rows, nothing else in others."""
-    rows, heads = problem.q.shape[:2]
-    other = leaf(rows, heads, seed=8, device=problem.q.device).detach() * 3
+    rows, heads = inputs.q.shape[:2]
+    other = leaf(rows, heads, seed=8, device=inputs.q.device).detach() * 3
     other[::5, -1] = float("-inf")
     other[7] = float("-inf")
     other[30] = 1e5
-    return dataclasses.replace(problem, other_lse=other)
+    return dataclasses.replace(inputs, other_lse=other)
 
 
-def with_lse(problem):
+def with_lse(inputs):
     """Given log-sum-exps, with anything in rows that see nothing."""
-    k = problem.k.expanded() if isinstance(problem.k, LatentKeys) else problem.k
-    mask = visible_rows(problem.layout)
-    logits = torch.einsum("qhd,khd->qhk", problem.q.double(), k.double()) * SCALE
+    k = inputs.k.expanded() if isinstance(inputs.k, LatentKeys) else inputs.k
+    mask = visible_rows(inputs.layout)
+    logits = torch.einsum("qhd,khd->qhk", inputs.q.double(), k.double()) * SCALE
     lse = logits.masked_fill(~mask[:, None], float("-inf")).logsumexp(-1).float()
     lse[~mask.any(-1)] = float("nan")
-    return dataclasses.replace(problem, lse=lse)
+    return dataclasses.replace(inputs, lse=lse)
 
 
 def test_triton_interpreted():
@@ -155,44 +155,44 @@ def main():
     for layout, shape, keys, change in (
         (bshd_layout(90, 1, cpu), Shape(), "latent", with_others),
         (bshd_layout(41, 2, cpu), small, "latent", with_lse),
-        (uneven, small, "all", lambda problem: dataclasses.replace(problem, head_group=group)),
+        (uneven, small, "all", lambda inputs: dataclasses.replace(inputs, head_group=group)),
         (uneven, Shape(), "latent", with_nan),
         (compressed_keys(uneven, 4, True).layout, Shape(), "one", with_others),
         (compressed_keys(bshd_layout(96, 1, cpu), 4, True).layout, small, "one", without_relu),
     ):
-        problem = make(layout, shape, torch.float32, keys)
-        want = expected(change(problem) if change is not with_nan else problem)
-        problem = change(problem)
+        inputs = make(layout, shape, torch.float32, keys)
+        want = expected(change(inputs) if change is not with_nan else inputs)
+        inputs = change(inputs)
         # Two heads are expanded at a time.
-        problem = dataclasses.replace(problem, workspace_bytes=2**15)
-        assert triton_dense.tile_shape(problem)[1] < 3
-        got = computed(problem, triton_dense.dense)
+        inputs = dataclasses.replace(inputs, workspace_bytes=2**15)
+        assert triton_dense.tile_shape(inputs)[1] < 3
+        got = computed(inputs, triton_dense.dense)
         check(got, want, 1e-5, 1e-5)
         with torch.no_grad():
-            assert torch.equal(triton_dense.dense(problem), got[0])
+            assert torch.equal(triton_dense.dense(inputs), got[0])
 
 
-def without_relu(problem):
-    return dataclasses.replace(problem, inputs=dataclasses.replace(problem.inputs, relu=False))
+def without_relu(inputs):
+    return dataclasses.replace(inputs, indexer=dataclasses.replace(inputs.indexer, relu=False))
 
 
-def with_nan(problem):
+def with_nan(inputs):
     """2: rows that see nothing, and keys that nobody sees, hold NaN."""
-    layout, x = problem.layout, problem.inputs.detach()
+    layout, x = inputs.layout, inputs.indexer.detach()
     unseen_rows, unseen_keys = layout.start == layout.end, ~visible_rows(layout).any(0)
     assert unseen_rows.any() and unseen_keys.any()
 
     def spoilt(tensor, rows):
         return tensor.clone().index_fill_(0, rows.nonzero().squeeze(1), float("nan"))
 
-    k = problem.k
+    k = inputs.k
     return dataclasses.replace(
-        problem,
-        inputs=IndexerInputs(
+        inputs,
+        indexer=IndexerInputs(
             spoilt(x.q, unseen_rows), spoilt(x.k, unseen_keys), spoilt(x.weights, unseen_rows),
             x.relu,
         ),
-        q=spoilt(problem.q, unseen_rows),
+        q=spoilt(inputs.q, unseen_rows),
         k=LatentKeys(spoilt(k.latents, unseen_keys), k.w_uk)
         if isinstance(k, LatentKeys)
         else spoilt(k, unseen_keys),
@@ -243,16 +243,16 @@ def test_it_is_the_first_choice():
     pytest.importorskip("triton")
     ours = next(c for c in DENSE_LOSS.candidates if c.name == "triton")
     shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "dtype": torch.bfloat16}
-    problem = Problem(device="cuda", capability=(9, 0), **shape)
+    call = OpCall(device="cuda", capability=(9, 0), **shape)
     for changes in ({}, {"heads": 1}, {"relu": False}, {"packed": True}, {"deterministic": True}):
-        assert ours.reason(dataclasses.replace(problem, **changes)) is None, changes
+        assert ours.reason(dataclasses.replace(call, **changes)) is None, changes
     for changes, reason in (
         ({"dtype": torch.float16}, "needs bf16"),
         ({"heads": 65}, "takes 1 to 64 heads"),
         ({"qk_dim": 64}, "needs dims"),
         ({"device": "cpu", "capability": None}, "wrong GPU"),
     ):
-        assert reason in ours.reason(dataclasses.replace(problem, **changes)), changes
+        assert reason in ours.reason(dataclasses.replace(call, **changes)), changes
 
 
 @pytest.mark.parametrize(("mib", "least"), [(256, 2048), (64, 512), (8, 128)])
@@ -267,10 +267,10 @@ def test_tiles_fit_the_workspace(mib, least):
     keys = LatentKeys(empty(8192, 576), empty(128, 128, 512))
     layout = bshd_layout(8192, 1, torch.device("cpu"))
     q = empty(8192, 128, 192)
-    problem = DenseLossProblem(inputs, layout, q, keys, 1.0, None, mib * 2**20)
-    (rows, width), heads = triton_dense.tile_shape(problem)
+    arguments = DenseLossInputs(inputs, layout, q, keys, 1.0, None, mib * 2**20)
+    (rows, width), heads = triton_dense.tile_shape(arguments)
     assert rows >= least and width >= least // 4
-    assert triton_dense.tile_bytes(problem, heads)(rows, width) <= mib * 2**20
+    assert triton_dense.tile_bytes(arguments, heads)(rows, width) <= mib * 2**20
 
 
 if __name__ == "__main__":

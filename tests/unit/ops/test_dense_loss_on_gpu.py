@@ -9,10 +9,10 @@ import importlib
 import pytest
 import torch
 
-from megatron_dsa.dispatch import device_problem
+from megatron_dsa.dispatch import describe_call
 from megatron_dsa.dsa_kernels import IndexerInputs, dense_indexer_loss
 from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from tests.helpers import relative_error
@@ -64,7 +64,7 @@ def ours():
     """Skips where the kernels cannot run."""
     (candidate,) = (c for c in DENSE_LOSS.candidates if c.name == "triton")
     shape = {"heads": 64, "qk_dim": 128, "v_dim": 0}
-    reason = candidate.reason(device_problem("cuda", dtype=torch.bfloat16, **shape))
+    reason = candidate.reason(describe_call("cuda", dtype=torch.bfloat16, **shape))
     if reason is not None:
         pytest.skip(reason)
     return torch.device("cuda")
@@ -76,10 +76,10 @@ def ours():
 def test_against_float64(ours, case, name):
     """1, 4, 5, 7, 8, 10: in one tile, and in the smallest tiles."""
     shape, keys = CASES[case]
-    problem = make(LAYOUTS[name](ours), shape, torch.bfloat16, keys)
-    want = expected(problem)
+    inputs = make(LAYOUTS[name](ours), shape, torch.bfloat16, keys)
+    want = expected(inputs)
     for workspace in (2**28, 1):
-        part = dataclasses.replace(problem, workspace_bytes=workspace)
+        part = dataclasses.replace(inputs, workspace_bytes=workspace)
         check(computed(part), want, 1e-3, 1e-2)
 
 
@@ -89,13 +89,13 @@ def test_against_float64(ours, case, name):
 @pytest.mark.parametrize("case", ["latent", "absorbed"])
 def test_options(ours, case, name, change):
     shape, keys = CASES[case]
-    problem = change(make(LAYOUTS[name](ours), shape, torch.bfloat16, keys))
-    want, got = expected(dataclasses.replace(problem, lse=None)), computed(problem)
+    inputs = change(make(LAYOUTS[name](ours), shape, torch.bfloat16, keys))
+    want, got = expected(dataclasses.replace(inputs, lse=None)), computed(inputs)
     check(got, want, 1e-3, 1e-2)
     with torch.no_grad():
         value = dense_indexer_loss(
-            problem.inputs, problem.q, problem.k, problem.layout, softmax_scale=SCALE,
-            other_lse=problem.other_lse, lse=problem.lse,
+            inputs.indexer, inputs.q, inputs.k, inputs.layout, softmax_scale=SCALE,
+            other_lse=inputs.other_lse, lse=inputs.lse,
         )  # fmt: skip
     assert torch.equal(value, got[0])
 
@@ -104,10 +104,10 @@ def test_options(ours, case, name, change):
 def test_all_heads_of_the_model(ours):
     """128 heads from latents, 64 index heads, several tiles each way."""
     shape = dataclasses.replace(V32, heads=128)
-    problem = make(bshd_layout(1100, 1, ours), shape, torch.bfloat16, "latent")
-    problem = dataclasses.replace(problem, workspace_bytes=2**25)
-    assert importlib.import_module(MODULE).tile_shape(problem)[1] < 128
-    check(computed(problem), expected(problem), 1e-3, 1e-2)
+    inputs = make(bshd_layout(1100, 1, ours), shape, torch.bfloat16, "latent")
+    inputs = dataclasses.replace(inputs, workspace_bytes=2**25)
+    assert importlib.import_module(MODULE).tile_shape(inputs)[1] < 128
+    check(computed(inputs), expected(inputs), 1e-3, 1e-2)
 
 
 @pytest.mark.gpu
@@ -116,30 +116,30 @@ def test_all_heads_of_the_model(ours):
 def test_nan_that_nobody_sees(ours, case, name):
     """2, 3: the same bits as without it."""
     shape, keys = CASES[case]
-    problem = make(LAYOUTS[name](ours), shape, torch.bfloat16, keys)
-    for got, want in zip(computed(with_nan(problem)), computed(problem), strict=True):
+    inputs = make(LAYOUTS[name](ours), shape, torch.bfloat16, keys)
+    for got, want in zip(computed(with_nan(inputs)), computed(inputs), strict=True):
         assert torch.equal(got, want)
 
 
 @pytest.mark.gpu
 def test_nan_that_somebody_sees(ours):
     """It shows in the loss: in a query, a latent. Those of index scores are refused."""
-    problem = make(bshd_layout(200, 1, ours), V32, torch.bfloat16, "latent")
-    for tensor in (problem.q, problem.k.latents):
+    inputs = make(bshd_layout(200, 1, ours), V32, torch.bfloat16, "latent")
+    for tensor in (inputs.q, inputs.k.latents):
         before = tensor.detach()[100].clone()
         tensor.detach()[100] = float("nan")
-        assert computed(problem)[0].isnan()
+        assert computed(inputs)[0].isnan()
         tensor.detach()[100] = before
-    assert computed(problem)[0].isfinite()
+    assert computed(inputs)[0].isfinite()
 
 
 @pytest.mark.gpu
 def test_bitwise_repeatable(ours):
     """17: 20 repeats."""
-    problem = make(packed(ours), V32, torch.bfloat16, "latent")
-    first = computed(problem)
+    inputs = make(packed(ours), V32, torch.bfloat16, "latent")
+    first = computed(inputs)
     for _ in range(20):
-        assert all(map(torch.equal, computed(problem), first))
+        assert all(map(torch.equal, computed(inputs), first))
 
 
 @pytest.mark.gpu
@@ -162,11 +162,11 @@ def test_many_rows(ours, rows, index_heads, heads, dim):
     )
     q, k = draw(rows, heads, dim), draw(rows, 1, dim)
     assert max(q.numel(), inputs.q.numel()) > 2**31
-    problem = DenseLossProblem(inputs, packed_layout(ends, rows, length), q, k, SCALE, None, 2**28)
+    arguments = DenseLossInputs(inputs, packed_layout(ends, rows, length), q, k, SCALE, None, 2**28)
     ours_alone = IndexerInputs(inputs.q[last:], inputs.k[last:], inputs.weights[last:])
     layout = packed_layout(ends[-6:] - last, rows - last, length)
-    alone = DenseLossProblem(ours_alone, layout, q[last:], k[last:], SCALE, None, 2**28)
-    got, want = computed(problem), computed(alone)
+    alone = DenseLossInputs(ours_alone, layout, q[last:], k[last:], SCALE, None, 2**28)
+    got, want = computed(arguments), computed(alone)
     for x, y in zip(got[1:], want[1:], strict=True):
         assert y.abs().sum() > 0 and relative_error(x[last:], y) < 1e-3
     assert got[0].isfinite()
@@ -175,16 +175,16 @@ def test_many_rows(ours, rows, index_heads, heads, dim):
 @pytest.mark.gpu
 def test_no_host_synchronisation(ours):
     """24: packed batches included."""
-    problems = [
+    several = [
         make(layout(ours), shape, torch.bfloat16, keys)
         for layout in LAYOUTS.values()
         for shape, keys in (CASES["latent"], CASES["absorbed"])
     ]
-    computed(problems[0])
+    computed(several[0])
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for problem in problems:
-            computed(problem)
+        for inputs in several:
+            computed(inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -196,10 +196,10 @@ def test_temporaries_fit_the_workspace(ours, mib):
     triton_dense = importlib.import_module(MODULE)
     shape = dataclasses.replace(V32, heads=128)
     for length in (3000, 5000):
-        problem = make(bshd_layout(length, 1, ours), shape, torch.bfloat16, "latent")
-        problem = dataclasses.replace(problem, workspace_bytes=mib * 2**20)
-        x, kept = problem.inputs, []
-        peak = peak_bytes(ours, lambda p=problem, kept=kept: kept.append(triton_dense.dense(p)))
+        inputs = make(bshd_layout(length, 1, ours), shape, torch.bfloat16, "latent")
+        inputs = dataclasses.replace(inputs, workspace_bytes=mib * 2**20)
+        x, kept = inputs.indexer, []
+        peak = peak_bytes(ours, lambda p=inputs, kept=kept: kept.append(triton_dense.dense(p)))
         accumulated = (x.k.numel() + x.k.shape[1] + x.weights.numel()) * 4
         saved = sum(t.numel() * t.element_size() for t in (x.q, x.k, x.weights))
         assert 0 < peak < mib * 2**20 + accumulated + saved

@@ -7,36 +7,36 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, device_problem
+from megatron_dsa.dispatch import Policy, describe_call
 from megatron_dsa.ops.sparse_attention import torch as unfused
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang.fixed_point import to_float, units_per_one
 from tests.helpers import relative_error
 from tests.unit.ops.test_sparse_attention import make_case
 
 
 def case(rows=40, keys=200, heads=16, dim=576, k=64, device="cpu", spread=1.0):
-    """A problem with a sharp softmax, its forward, and the gradient of its output."""
+    """A inputs with a sharp softmax, its forward, and the gradient of its output."""
     q, kv, indices = make_case(rows, keys, heads, dim, k, device=device, dtype=torch.bfloat16)
     q = (q.detach() * spread).contiguous()
-    problem = SparseProblem(q, kv.detach(), indices, 512, 0.05, None, None, 2**28)
-    out, lse, _ = unfused.forward(problem)
+    inputs = SparseAttentionInputs(q, kv.detach(), indices, 512, 0.05, None, None, 2**28)
+    out, lse, _ = unfused.forward(inputs)
     generator = torch.Generator(device).manual_seed(1)
     dout = torch.randn(out.shape, generator=generator, device=device).to(q.dtype)
-    return problem, out.to(q.dtype), lse.float(), dout
+    return inputs, out.to(q.dtype), lse.float(), dout
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 30.0])
 def test_no_sum_overflows_and_little_range_is_wasted(spread):
     """What all rows contribute to one element, all with the same sign, stays below 2^62."""
-    problem, out, lse, dout = case(spread=spread)
-    units = units_per_one(problem, out, dout)
+    inputs, out, lse, dout = case(spread=spread)
+    units = units_per_one(inputs, out, dout)
     assert math.log2(units.item()).is_integer()
-    q, kv, out, dout = (x.double() for x in (problem.q, problem.kv, out, dout))
-    ids = problem.indices.long()
+    q, kv, out, dout = (x.double() for x in (inputs.q, inputs.kv, out, dout))
+    ids = inputs.indices.long()
     p = torch.exp(torch.einsum("qhd,qkd->qhk", q, kv[ids]) * 0.05 - lse.double()[..., None])
-    p = p.masked_fill((problem.indices < 0)[:, None], 0.0)
+    p = p.masked_fill((inputs.indices < 0)[:, None], 0.0)
     dp = torch.einsum("qhd,qkd->qhk", dout, kv[ids][..., :512])
     ds = 0.05 * p * (dp - (dout * out).sum(-1, keepdim=True))
     share = torch.einsum("qhk,qhd->qkd", ds.abs(), q.abs())
@@ -47,25 +47,25 @@ def test_no_sum_overflows_and_little_range_is_wasted(spread):
 
 
 def test_no_gradient_is_no_division_by_zero():
-    problem, out, _, dout = case()
-    units = units_per_one(problem, out, torch.zeros_like(dout))
+    inputs, out, _, dout = case()
+    units = units_per_one(inputs, out, torch.zeros_like(dout))
     assert units.isfinite().all()
     assert (to_float(torch.zeros(3, 32, dtype=torch.int64), units) == 0).all()
 
 
 def test_what_is_not_finite_stays_so_and_unselected_keys_do_not_count():
-    problem, out, _, dout = case()
-    units = units_per_one(problem, out, dout)
-    kv = problem.kv.clone()
+    arguments, out, _, dout = case()
+    units = units_per_one(arguments, out, dout)
+    kv = arguments.kv.clone()
     kv[-1] = float("nan")
-    assert torch.equal(units_per_one(replace(problem, kv=kv), out, dout), units)
+    assert torch.equal(units_per_one(replace(arguments, kv=kv), out, dout), units)
     zeros = torch.zeros(2, 16, dtype=torch.int64)
     for bad in (float("nan"), float("inf")):
         for name in ("out", "dout", "q"):
-            inputs = {"q": problem.q, "out": out, "dout": dout}
+            inputs = {"q": arguments.q, "out": out, "dout": dout}
             inputs[name] = inputs[name].clone()
             inputs[name][3, 2, 1] = bad
-            spoiled = replace(problem, q=inputs["q"])
+            spoiled = replace(arguments, q=inputs["q"])
             units = units_per_one(spoiled, inputs["out"], inputs["dout"])
             assert to_float(zeros, units).isnan().all()
 
@@ -84,8 +84,8 @@ def test_no_queries_and_no_keys():
         q = torch.zeros(rows, 16, 576, dtype=torch.bfloat16)
         kv = torch.zeros(keys, 576, dtype=torch.bfloat16)
         ids = torch.zeros(rows, 4, dtype=torch.int32)
-        problem = SparseProblem(q, kv, ids, 512, 0.05, None, None, 2**28)
-        units = units_per_one(problem, q[..., :512], q[..., :512])
+        inputs = SparseAttentionInputs(q, kv, ids, 512, 0.05, None, None, 2**28)
+        units = units_per_one(inputs, q[..., :512], q[..., :512])
         assert (to_float(torch.zeros(2, 16, dtype=torch.int64), units) == 0).all()
 
 
@@ -101,16 +101,16 @@ def deterministic():
         torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
-def gradients(problem, out, lse, dout):
+def gradients(inputs, out, lse, dout):
     """dq and dkv in deterministic mode, by what dispatch chooses then."""
-    shape = device_problem(
-        "cuda", dtype=torch.bfloat16, heads=problem.q.shape[1], qk_dim=problem.q.shape[2],
-        v_dim=512, topk=problem.indices.shape[1], deterministic=True,
+    shape = describe_call(
+        "cuda", dtype=torch.bfloat16, heads=inputs.q.shape[1], qk_dim=inputs.q.shape[2],
+        v_dim=512, topk=inputs.indices.shape[1], deterministic=True,
     )  # fmt: skip
     chosen = BACKWARD.choose(shape, Policy()).candidate
     assert chosen.name == "tilelang"
     with deterministic():
-        return chosen.load()(problem, out, lse, dout)[:2]
+        return chosen.load()(inputs, out, lse, dout)[:2]
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,10 @@ def test_twenty_repeats_give_the_same_bits(hopper, heads, dim, k):
 
 
 def test_the_order_of_the_queries_does_not_matter(hopper):
-    problem, out, lse, dout = case(600, 300, 64, 576, 128, device="cuda")
+    inputs, out, lse, dout = case(600, 300, 64, 576, 128, device="cuda")
     order = torch.randperm(600, device="cuda")
-    shuffled = replace(problem, q=problem.q[order], indices=problem.indices[order])
-    first = gradients(problem, out, lse, dout)
+    shuffled = replace(inputs, q=inputs.q[order], indices=inputs.indices[order])
+    first = gradients(inputs, out, lse, dout)
     again = gradients(shuffled, out[order], lse[order], dout[order])
     assert torch.equal(first[1], again[1])
     assert torch.equal(first[0][order], again[0])

@@ -11,23 +11,23 @@ import types
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, device_problem
+from megatron_dsa.dispatch import Policy, describe_call
 from megatron_dsa.dispatch.packages import Package
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention import torch as unfused
 from megatron_dsa.ops.sparse_attention.declaration import FORWARD
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from tests.helpers import leaf
 from tests.unit.ops.test_sparse_attention import make_case
 
 FLASHMLA = {c.name: c for c in FORWARD.candidates}["flashmla"]
 
 
-def problem(**changes):
+def op_call(**changes):
     shape = {"dtype": torch.bfloat16, "heads": 64, "qk_dim": 576, "v_dim": 512, "topk": 256}
-    return device_problem("cuda" if torch.cuda.is_available() else "cpu", **shape | changes)
+    return describe_call("cuda" if torch.cuda.is_available() else "cpu", **shape | changes)
 
 
 def strict_upstream(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None):
@@ -38,7 +38,9 @@ def strict_upstream(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_leng
     assert attn_sink is None or attn_sink.shape == q.shape[1:2]
     assert topk_length is None or (topk_length.min() >= 0 and topk_length.max() <= width)
     out, lse, _ = unfused.forward(
-        SparseProblem(q, kv[:, 0], indices[:, 0], d_v, sm_scale, topk_length, attn_sink, 2**20)
+        SparseAttentionInputs(
+            q, kv[:, 0], indices[:, 0], d_v, sm_scale, topk_length, attn_sink, 2**20
+        )
     )
     return out, lse, torch.where(lse == float("-inf"), float("inf"), lse)
 
@@ -53,7 +55,7 @@ def test_what_the_adapter_bridges(heads, width, with_sink, monkeypatch):
     indices[1] = -1
     length = torch.tensor([width, width, 0, -3, width + 40, 2], dtype=torch.int32)
     sink = leaf(heads, seed=3).detach() if with_sink else None
-    case = SparseProblem(q.detach(), kv.detach(), indices, 512, 0.05, length, sink, 2**20)
+    case = SparseAttentionInputs(q.detach(), kv.detach(), indices, 512, 0.05, length, sink, 2**20)
     got, want = flashmla.forward(case), unfused.forward(case)
     assert torch.equal(got[1] == float("-inf"), want[1] == float("-inf"))
     assert (got[1][1:4] == float("-inf")).all() and torch.isfinite(got[1][4:]).all()
@@ -73,20 +75,20 @@ def test_reasons_on_hopper(changes, message, monkeypatch):
     """What the kernel does not take is said where the package is there."""
     monkeypatch.setattr(Package, "problem", lambda *_args: None)
     shape = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "heads": 64}
-    hopper = Problem(**shape | {"qk_dim": 576, "v_dim": 512, "topk": 64} | changes)
+    hopper = OpCall(**shape | {"qk_dim": 576, "v_dim": 512, "topk": 64} | changes)
     assert FLASHMLA.reason(hopper) == message
 
 
 def test_choice_on_this_machine():
     """Dispatch runs FlashMLA where it can, and otherwise says why not."""
-    reason = FLASHMLA.reason(problem())
+    reason = FLASHMLA.reason(op_call())
     policy = Policy(named=(("sparse_attention_forward", "flashmla"),))
     if reason is None:
-        choice = FORWARD.choose(problem(), policy)
+        choice = FORWARD.choose(op_call(), policy)
         assert choice.candidate.name == "flashmla"
     else:
         with pytest.raises(ImplementationError, match=re.escape(reason)):
-            FORWARD.choose(problem(), policy)
+            FORWARD.choose(op_call(), policy)
 
 
 def upstream(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None): ...
@@ -97,7 +99,7 @@ def test_upstream_signature_is_accepted_and_others_are_named(monkeypatch):
 
     def fork(q, kv, indices, sm_scale, workspace, d_v, attn_sink, topk_length): ...
 
-    monkeypatch.setattr(flashmla, "_lse_problem", lambda _function: None)
+    monkeypatch.setattr(flashmla, "_lse_complaint", lambda _function: None)
     for function, parts in (
         (upstream, None),
         (old, ["lacks ['attn_sink', 'topk_length']"]),
@@ -108,7 +110,7 @@ def test_upstream_signature_is_accepted_and_others_are_named(monkeypatch):
         if function is not None:
             module.flash_mla_sparse_fwd = function
         monkeypatch.setitem(sys.modules, "flash_mla", module)
-        reason = flashmla.probe(problem())
+        reason = flashmla.probe(op_call())
         assert (reason is None) == (parts is None), reason
         for part in parts or ():
             assert part in reason
@@ -123,5 +125,5 @@ def test_a_base_2_lse_is_noticed(base, message):
         lse = torch.full((1, 64), math.log(128) / math.log(base), device="cuda")
         return q[..., :512], lse, lse
 
-    reason = flashmla._lse_problem(forward)
+    reason = flashmla._lse_complaint(forward)
     assert reason is None if message is None else message in reason

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import Policy, report, reset_report
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.ops.indexer_topk import fp8, listed, reference
 from megatron_dsa.ops.indexer_topk.api import candidates_for, selection_calls
@@ -135,9 +135,9 @@ def test_best_of_the_candidates_in_other_dtypes(device, dtype):
 def test_start_up_asks_for_all_that_a_step_calls():
     """Narrow blocks are scored as the inputs are, wide ones in fp8."""
     shape = {"device": "cpu", "capability": None, "heads": 4, "qk_dim": 16, "v_dim": 0, "topk": 8}
-    problem = Problem(dtype=torch.float32, **shape)
+    call = OpCall(dtype=torch.float32, **shape)
     for policy, dtypes in ((Policy(), {torch.float32}), (FP8, {torch.float32, fp8.DTYPE})):
-        calls = list(selection_calls(problem, policy))
+        calls = list(selection_calls(call, policy))
         assert {x.dtype for name, x in calls if name == "indexer_scores"} == dtypes
         assert len(set(calls)) == len(calls)
 
@@ -243,8 +243,8 @@ def test_unseen_scores_may_hold_anything(add):
 def test_support():
     """Our scores take fp8, cuDNN's do not; torch's always can."""
     shape = {"device": "cuda", "capability": (9, 0), "heads": 64, "qk_dim": 128, "v_dim": 0}
-    problem = Problem(dtype=torch.float8_e4m3fn, topk=2560, **shape)
-    reasons = {c.name: c.reason(problem) or "" for c in SCORES.candidates}
+    call = OpCall(dtype=torch.float8_e4m3fn, topk=2560, **shape)
+    reasons = {c.name: c.reason(call) or "" for c in SCORES.candidates}
     assert "needs" not in reasons["tilelang"] and reasons["torch"] == ""
     assert (
         "needs bf16, got torch.float8_e4m3fn" in reasons["cudnn"] or "missing" in reasons["cudnn"]
@@ -372,7 +372,7 @@ def test_fused_selection(name, heads):
     (ours,) = (c for c in SCORES.candidates if c.name == "tilelang")
     shape = {"device": "cuda", "heads": heads, "qk_dim": 128, "v_dim": 0, "topk": 300}
     capability = torch.cuda.get_device_capability()
-    reason = ours.reason(Problem(dtype=torch.float8_e4m3fn, capability=capability, **shape))
+    reason = ours.reason(OpCall(dtype=torch.float8_e4m3fn, capability=capability, **shape))
     if reason is not None:
         pytest.skip(reason)
     layout = {

@@ -6,10 +6,10 @@ Numbers in docstrings are rows of the list of bugs that other systems shipped.
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, device_problem, report, reset_report
+from megatron_dsa.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from tests.helpers import leaf, relative_error, skip_unless_it_runs
 from tests.unit.ops.test_sparse_attention import check, make_case
 
@@ -127,18 +127,16 @@ def test_backward_invalid_ids_and_empty_rows(backward, heads, with_sink):
 def test_key_gradient_is_not_rounded(backward, heads):
     """The fp32 accumulator itself: far closer to float64 sums of the same products than bf16."""
     q, kv, indices = make_case(64, 200, heads, 576, 128, **CASE)
-    sp = SparseProblem(q.detach(), kv.detach(), indices, 512, 0.05, None, None, 2**28)
-    problem = device_problem(
-        "cuda", dtype=torch.bfloat16, heads=heads, qk_dim=576, v_dim=512, topk=128
-    )
-    out, lse, _ = FORWARD.run(problem, Policy(fused=False), sp)
+    sp = SparseAttentionInputs(q.detach(), kv.detach(), indices, 512, 0.05, None, None, 2**28)
+    call = describe_call("cuda", dtype=torch.bfloat16, heads=heads, qk_dim=576, v_dim=512, topk=128)
+    out, lse, _ = FORWARD.run(call, Policy(fused=False), sp)
     dout = torch.randn(out.shape, device="cuda").to(out.dtype)
     arguments = (sp, out, lse, dout)
-    _, dkv, _, _ = BACKWARD.run(problem, policy_of(backward), *arguments)
+    _, dkv, _, _ = BACKWARD.run(call, policy_of(backward), *arguments)
     assert dkv.dtype == torch.float32
     rounded = dkv.to(torch.bfloat16).float()
     assert not torch.equal(dkv, rounded)
-    _, torch_dkv, _, _ = BACKWARD.run(problem, Policy(fused=False), *arguments)
+    _, torch_dkv, _, _ = BACKWARD.run(call, Policy(fused=False), *arguments)
     assert relative_error(dkv, torch_dkv) < relative_error(rounded, torch_dkv)
 
 
@@ -169,13 +167,11 @@ def test_many_rows(backward, rows, heads):
     q, kv, dout = normal(rows, heads, 576), normal(512, 576), normal(rows, heads, 512)
     indices = torch.rand(rows, 512, device="cuda").argsort(1)[:, :128].int()
     assert q.numel() > 2**31
-    sp = SparseProblem(q, kv, indices, 512, 0.05, None, None, 2**30)
-    problem = device_problem(
-        "cuda", dtype=torch.bfloat16, heads=heads, qk_dim=576, v_dim=512, topk=128
-    )
-    out, lse, _ = FORWARD.run(problem, Policy(fused=False), sp)
+    sp = SparseAttentionInputs(q, kv, indices, 512, 0.05, None, None, 2**30)
+    call = describe_call("cuda", dtype=torch.bfloat16, heads=heads, qk_dim=576, v_dim=512, topk=128)
+    out, lse, _ = FORWARD.run(call, Policy(fused=False), sp)
     results = [
-        BACKWARD.run(problem, policy, sp, out, lse, dout)[:2]
+        BACKWARD.run(call, policy, sp, out, lse, dout)[:2]
         for policy in (policy_of(backward), Policy(fused=False))
     ]
     for got, want in zip(*results, strict=True):
@@ -216,13 +212,13 @@ def test_teacher_of_the_indexer(backward, heads, dim, with_sink, keys):
         indices = torch.where(valid, place, torch.where(indices >= 300, keys, indices))
         valid &= indices < keys
     sink = leaf(heads, seed=5, device="cuda").detach() if with_sink else None
-    sp = SparseProblem(q.detach(), kv.detach(), indices, 512, 0.05, length, sink, 2**28, True)
-    problem = device_problem(
-        "cuda", dtype=torch.bfloat16, heads=heads, qk_dim=dim, v_dim=512, topk=128
+    sp = SparseAttentionInputs(
+        q.detach(), kv.detach(), indices, 512, 0.05, length, sink, 2**28, True
     )
-    out, lse, wanted = FORWARD.run(problem, Policy(fused=False), sp)
+    call = describe_call("cuda", dtype=torch.bfloat16, heads=heads, qk_dim=dim, v_dim=512, topk=128)
+    out, lse, wanted = FORWARD.run(call, Policy(fused=False), sp)
     dout = torch.randn(out.shape, device="cuda").to(out.dtype)
-    *_, p_sum = BACKWARD.run(problem, policy_of(backward), sp, out, lse, dout)
+    *_, p_sum = BACKWARD.run(call, policy_of(backward), sp, out, lse, dout)
     if p_sum is None:
         pytest.skip(f"{backward} gives none; it is an operation of its own then")
     assert p_sum.dtype == torch.float32 and (p_sum[~valid] == 0).all()

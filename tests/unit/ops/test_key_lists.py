@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_dsa.ops.sparse_attention import torch as unfused
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.launch import key_lists
 from tests.helpers import leaf, relative_error
@@ -25,10 +25,12 @@ LARGE = 2**28
 CASE = {"device": "cuda", "dtype": torch.bfloat16}
 
 
-def lists_problem(indices, keys, topk_length=None, workspace_bytes=LARGE):
-    """A problem of which only the lists matter."""
+def list_inputs(indices, keys, topk_length=None, workspace_bytes=LARGE):
+    """A inputs of which only the lists matter."""
     q, kv = (torch.zeros(n, 1, device=indices.device) for n in (indices.shape[0], keys))
-    return SparseProblem(q[..., None], kv, indices, 1, 1.0, topk_length, None, workspace_bytes)
+    return SparseAttentionInputs(
+        q[..., None], kv, indices, 1, 1.0, topk_length, None, workspace_bytes
+    )
 
 
 def random_lists(queries, width, keys, device, seed=0, repeats=False):
@@ -63,12 +65,12 @@ def union(indices, length, keys):
     return bits, again
 
 
-def check_lists(problem, group, with_places=False):
+def check_lists(inputs, group, with_places=False):
     """Compare what ``key_lists`` yields with :func:`union`; return the number of parts."""
-    keys, (queries, width) = problem.kv.shape[0], problem.indices.shape
-    length = torch.full((queries,), width) if problem.topk_length is None else problem.topk_length
+    keys, (queries, width) = inputs.kv.shape[0], inputs.indices.shape
+    length = torch.full((queries,), width) if inputs.topk_length is None else inputs.topk_length
     parts, reached = 0, 0
-    for part, (ids, members, count), places in key_lists(problem, group, with_places=with_places):
+    for part, (ids, members, count), places in key_lists(inputs, group, with_places=with_places):
         assert part.start == reached and part.start % group == 0
         parts, reached = parts + 1, part.stop
         groups = -(-(part.stop - part.start) // group)
@@ -77,7 +79,7 @@ def check_lists(problem, group, with_places=False):
         ids, members, count = ids.tolist(), members.tolist(), count.tolist()
         for i in range(groups):
             own = slice(part.start + i * group, min(part.start + (i + 1) * group, part.stop))
-            bits, again = union(problem.indices[own], length[own], keys)
+            bits, again = union(inputs.indices[own], length[own], keys)
             n = len(bits)
             assert count[i] == n + again.total()
             assert ids[i][:n] == sorted(bits)
@@ -86,7 +88,7 @@ def check_lists(problem, group, with_places=False):
             assert Counter(zip(ids[i][behind], members[i][behind], strict=True)) == again
         assert (places is not None) == with_places
         if with_places:
-            own = problem.indices[part].tolist()
+            own = inputs.indices[part].tolist()
             for t, (row, n, at) in enumerate(
                 zip(own, length[part].tolist(), places.tolist(), strict=True)
             ):
@@ -100,14 +102,14 @@ def check_lists(problem, group, with_places=False):
 def test_groups_of_one_have_the_callers_lists(device):
     """No copy, whatever the budget, and lengths within the lists."""
     indices, length = random_lists(11, 20, 90, device)
-    problem = lists_problem(indices, 90, length, workspace_bytes=1)
-    ((part, (ids, members, count), places),) = key_lists(problem, 1, with_places=True)
+    inputs = list_inputs(indices, 90, length, workspace_bytes=1)
+    ((part, (ids, members, count), places),) = key_lists(inputs, 1, with_places=True)
     assert places is None  # nothing has moved
     assert range(11)[part] == range(11)
     assert ids.data_ptr() == indices.data_ptr() and torch.equal(ids, indices)
     assert members.shape == (1, 1) and members.dtype == torch.uint8
     assert count.dtype == torch.int32 and torch.equal(count, length.clamp(0, 20))
-    ((_, (_, _, count), _),) = key_lists(dataclasses.replace(problem, topk_length=None), 1)
+    ((_, (_, _, count), _),) = key_lists(dataclasses.replace(inputs, topk_length=None), 1)
     assert count.tolist() == [20] * 11
 
 
@@ -118,8 +120,8 @@ def test_ascending_lists_of_groups_of_one(device, budget, repeats):
     indices, length = random_lists(21, 30, 90, device, repeats=repeats)
     before = indices.clone()
     for lengths in (length, None):
-        problem = lists_problem(indices, 90, lengths, budget)
-        ((part, (ids, members, count), _),) = key_lists(problem, 1, ascending=True)
+        inputs = list_inputs(indices, 90, lengths, budget)
+        ((part, (ids, members, count), _),) = key_lists(inputs, 1, ascending=True)
         assert range(21)[part] == range(21) and members.shape == (1, 1)
         assert ids.dtype == count.dtype == torch.int32 and ids.shape == indices.shape
         ends = [30] * 21 if lengths is None else lengths.clamp(0, 30).tolist()
@@ -169,8 +171,8 @@ def test_parts_fit_the_budget(union_in_python, group, budget):
     Of more than one part two fit at once: the caller holds one while the next is made.
     """
     indices, length = random_lists(21, 30, 90, "cpu", repeats=True)
-    problem = lists_problem(indices, 90, length, budget)
-    parts = check_lists(problem, group)
+    inputs = list_inputs(indices, 90, length, budget)
+    parts = check_lists(inputs, group)
     assert parts == len(union_in_python)
     one = group * 30 * (4 + 1)
     assert all(size <= max(budget, one) for size in union_in_python)
@@ -179,7 +181,7 @@ def test_parts_fit_the_budget(union_in_python, group, budget):
     assert parts == (1 if fit >= groups else math.ceil(groups / max(1, fit // 2)))
     # Places come with sums for every query and entry of a union, and need more parts.
     union_in_python.clear()
-    more = check_lists(problem, group, with_places=True)
+    more = check_lists(inputs, group, with_places=True)
     assert more == len(union_in_python) and more >= parts
 
 
@@ -187,8 +189,8 @@ def test_strided_indices(union_in_python):
     indices, length = random_lists(9, 30, 90, "cpu")
     wide = torch.full((9, 50), 7, dtype=torch.int32)
     wide[:, :30] = indices
-    check_lists(lists_problem(wide[:, :30], 90, length), 4)
-    ((_, (ids, _, _), _),) = key_lists(lists_problem(wide[:, :30], 90, length), 1)
+    check_lists(list_inputs(wide[:, :30], 90, length), 4)
+    ((_, (ids, _, _), _),) = key_lists(list_inputs(wide[:, :30], 90, length), 1)
     assert ids.is_contiguous() and torch.equal(ids, indices)
 
 
@@ -197,8 +199,8 @@ def test_strided_indices(union_in_python):
 def test_unions(hopper, group, queries):
     """2: sorted, exact bits; lengths of 0 and beyond K; the last group has fewer queries."""
     indices, length = (x[:queries] for x in random_lists(71, 300, 2000, "cuda"))
-    assert check_lists(lists_problem(indices, 2000, length), group) == 1
-    check_lists(lists_problem(indices, 2000), group, with_places=True)
+    assert check_lists(list_inputs(indices, 2000, length), group) == 1
+    check_lists(list_inputs(indices, 2000), group, with_places=True)
 
 
 @pytest.mark.parametrize("group", [2, 4, 8])
@@ -210,7 +212,7 @@ def test_unions_of_many_keys(hopper, group, keys):
     edges = torch.tensor(edges, device="cuda", dtype=torch.int32)
     indices[torch.isin(indices, edges)] = -1
     indices[::2, 8 : 8 + len(edges)] = edges
-    check_lists(lists_problem(indices, keys, length), group, with_places=True)
+    check_lists(list_inputs(indices, keys, length), group, with_places=True)
 
 
 @pytest.mark.parametrize("group", [2, 4, 8])
@@ -221,17 +223,17 @@ def test_keys_listed_twice(hopper, group, keys):
     indices[5:9] = keys - 1
     indices[9] = indices[10] = torch.arange(700, device="cuda") % 7
     indices[11, 350:] = indices[11, :350]
-    check_lists(lists_problem(indices, keys), group, with_places=True)
+    check_lists(list_inputs(indices, keys), group, with_places=True)
 
 
 @pytest.mark.parametrize("group", [2, 4, 8])
 def test_unions_in_parts(hopper, group):
     """Exactly the lists of a part, of which two fit at once."""
     indices, length = random_lists(71, 300, 2000, "cuda", repeats=True)
-    problem = lists_problem(indices, 2000, length)
-    assert check_lists(problem, group) == 1
+    inputs = list_inputs(indices, 2000, length)
+    assert check_lists(inputs, group) == 1
     for budget, parts in ((1, -(-71 // group)), (group * 300 * 5 * 4, -(-71 // (2 * group)))):
-        part = dataclasses.replace(problem, workspace_bytes=budget)
+        part = dataclasses.replace(inputs, workspace_bytes=budget)
         assert check_lists(part, group) == parts
         check_lists(part, group, with_places=True)
 
@@ -247,10 +249,10 @@ def test_attention_in_parts(hopper, heads, keys, with_sink):
     length[3], length[9] = 0, 40
     sink = leaf(heads, seed=3, device="cuda").detach() if with_sink else None
     dout = leaf(71, heads, 512, seed=4, **CASE).detach()
-    problem = SparseProblem(q.detach(), kv.detach(), indices, 512, 0.05, length, sink, LARGE)
+    inputs = SparseAttentionInputs(q.detach(), kv.detach(), indices, 512, 0.05, length, sink, LARGE)
     results = []
     for budget in (LARGE, 1, 20_000):
-        part = dataclasses.replace(problem, workspace_bytes=budget)
+        part = dataclasses.replace(inputs, workspace_bytes=budget)
         out, lse, _ = tilelang_kernels.forward(part)
         dq, dkv, dsink, _ = tilelang_kernels.backward(part, out, lse, dout)
         results.append((out, lse, dq, dkv, dsink))
@@ -269,14 +271,14 @@ def test_a_key_listed_twice_counts_twice(hopper):
     indices[1, :] = 5
     indices[2, 3:100] = -1
     indices[6, 10] = indices[6, 11] = indices[6, 12]
-    problem = SparseProblem(q.detach(), kv.detach(), indices, 512, 0.05, None, None, LARGE)
-    out, lse, _ = tilelang_kernels.forward(problem)
-    want_out, want_lse, _ = unfused.forward(problem)
+    inputs = SparseAttentionInputs(q.detach(), kv.detach(), indices, 512, 0.05, None, None, LARGE)
+    out, lse, _ = tilelang_kernels.forward(inputs)
+    want_out, want_lse, _ = unfused.forward(inputs)
     assert relative_error(out, want_out) < 5e-3
     assert relative_error(lse, want_lse) < 1e-4
     dout = leaf(23, 16, 512, seed=4, **CASE).detach()
-    got = tilelang_kernels.backward(problem, out, lse, dout)
-    want = unfused.backward(problem, out, lse, dout)
+    got = tilelang_kernels.backward(inputs, out, lse, dout)
+    want = unfused.backward(inputs, out, lse, dout)
     for x, y in zip(got[:2], want[:2], strict=True):
         assert relative_error(x, y) < 5e-3
 
@@ -287,13 +289,13 @@ def test_sums_return_to_the_callers_lists(union_in_python, ascending, group, bud
     """What a kernel says of an entry of its lists is found at the caller's entries for that key."""
     indices, length = random_lists(23, 40, 90, "cpu")
     for lengths in (length, None):
-        problem = lists_problem(indices, 90, lengths, budget)
+        inputs = list_inputs(indices, 90, lengths, budget)
         p_sum = torch.full(indices.shape, float("nan"))
-        for part, (ids, _, _), places in key_lists(problem, group, ascending, True):
+        for part, (ids, _, _), places in key_lists(inputs, group, ascending, True):
             queries = torch.arange(ids.shape[0] * group) + part.start
             sums = ids.repeat_interleave(group, 0) + 1000.0 * queries[:, None]
             sums = sums.view(-1, group, ids.shape[1])
-            tilelang_kernels._to_callers_lists(p_sum, sums, places, part, problem)
+            tilelang_kernels._to_callers_lists(p_sum, sums, places, part, inputs)
         place = torch.arange(40)
         valid = (indices >= 0) & (indices < 90)
         if lengths is not None:

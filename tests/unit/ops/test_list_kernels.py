@@ -8,14 +8,14 @@ import torch
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.key_lists import reference
 from megatron_dsa.ops.key_lists import torch as unfused
-from megatron_dsa.ops.key_lists.inputs import ListProblem
+from megatron_dsa.ops.key_lists.inputs import ListInputs
 from tests.unit.ops.test_compressor import Recorder, assembly, interpret, prepare_interpreter
 
 KERNELS = "megatron_dsa.ops.key_lists.triton"
 
 
 def compressed(kind, rows, groups, topk, generator):
-    """The fields of a problem that say which compressed keys a row has; ragged, some none."""
+    """The fields of inputs that say which compressed keys a row has; ragged, some none."""
     empty = dict.fromkeys(("selected", "selected_length", "group_start", "group_end"))
     most = groups.clamp_max(topk)
     if kind == "none":
@@ -34,7 +34,7 @@ def compressed(kind, rows, groups, topk, generator):
 KINDS = ["none", "groups", "selected", "selected without lengths"]
 
 
-def make_problem(kind, rows=37, window=4, topk=9, width=None, mapped=True, device="cpu", seed=0):
+def make_inputs(kind, rows=37, window=4, topk=9, width=None, mapped=True, device="cpu", seed=0):
     """Sequences of random length with padding rows; every tensor is a slice of a larger one."""
     generator = torch.Generator().manual_seed(seed)
     length = (
@@ -60,17 +60,17 @@ def make_problem(kind, rows=37, window=4, topk=9, width=None, mapped=True, devic
         wide[part] = x
         fields[name] = wide.to(device)[part]
     width = window + topk if width is None else width
-    return ListProblem(window=window, offset=rows, width=width, **fields)
+    return ListInputs(window=window, offset=rows, width=width, **fields)
 
 
-def check(build, problem):
+def check(build, inputs):
     """Compare with the loops."""
-    for got, want in zip(build(problem), reference.build(problem), strict=True):
+    for got, want in zip(build(inputs), reference.build(inputs), strict=True):
         assert got.dtype == torch.int32 and got.shape == want.shape
         assert torch.equal(got, want)
 
 
-#: Changes of the problem: wide enough, exactly, too narrow, narrower than the window, nothing.
+#: Changes of the inputs: wide enough, exactly, too narrow, narrower than the window, nothing.
 CHANGES = [{}, {"width": 300}, {"width": 7}, {"width": 3}, {"width": 0}, {"mapped": False}]
 CHANGES += [{"rows": 0}, {"rows": 1}, {"window": 0}, {"topk": 200, "window": 130}]
 
@@ -79,20 +79,20 @@ CHANGES += [{"rows": 0}, {"rows": 1}, {"window": 0}, {"topk": 200, "window": 130
 @pytest.mark.parametrize("kind", KINDS)
 def test_unfused(kind, change):
     """Compressed keys, then the window, then -1."""
-    check(unfused.build, make_problem(kind, **change))
+    check(unfused.build, make_inputs(kind, **change))
 
 
 def test_an_example():
     """Two sequences by hand: the reference means what the docstring says."""
-    problem = make_problem("none", rows=2)
-    problem = dataclasses.replace(
-        problem, start=torch.tensor([0, 3], dtype=torch.int32), window=3, width=6, offset=50,
+    inputs = make_inputs("none", rows=2)
+    inputs = dataclasses.replace(
+        inputs, start=torch.tensor([0, 3], dtype=torch.int32), window=3, width=6, offset=50,
         end=torch.tensor([5, 4], dtype=torch.int32), key_rows=torch.tensor([9, 8, 7, 6, 5]),
         selected=torch.tensor([[4, 1, -1], [-1, -1, -1]], dtype=torch.int32),
     )  # fmt: skip
     want = torch.tensor([[4, 1, 57, 56, 55, -1], [56, -1, -1, -1, -1, -1]], dtype=torch.int32)
     for build in (reference.build, unfused.build):
-        indices, length = build(problem)
+        indices, length = build(inputs)
         assert torch.equal(indices, want) and length.tolist() == [5, 1]
 
 
@@ -104,7 +104,7 @@ def test_an_example():
 def test_messages(change, message):
     """Errors name the argument, the rule and the fix."""
     with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(make_problem("none"), **change)
+        dataclasses.replace(make_inputs("none"), **change)
 
 
 def test_triton_interpreted():
@@ -119,7 +119,7 @@ def main():
     prepare_interpreter()
     for kind in KINDS:
         for change in CHANGES:
-            check(triton_kernels.build, make_problem(kind, **change))
+            check(triton_kernels.build, make_inputs(kind, **change))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,7 +129,7 @@ def test_compiles_once_without_a_gpu(monkeypatch, kind):
     recorder = Recorder(kernels._build)
     monkeypatch.setattr(kernels, "_build", recorder)
     for change in ({"rows": 1}, {"rows": 64, "topk": 1, "width": 16, "window": 16}):
-        kernels.build(make_problem(kind, **change))
+        kernels.build(make_inputs(kind, **change))
     hashes = set()
     for args, kwargs in recorder.launches:
         for capability in (80, 89, 90, 100):
@@ -145,18 +145,18 @@ def test_compiles_once_without_a_gpu(monkeypatch, kind):
 def test_triton_on_the_gpu(kind, rows, topk):
     """Equal to torch's, twice, without waiting for the device."""
     kernels = pytest.importorskip(KERNELS)
-    problem = make_problem(kind, rows=rows, window=128, topk=topk, device="cuda")
-    want = unfused.build(problem)
-    kernels.build(problem)  # compiles
+    inputs = make_inputs(kind, rows=rows, window=128, topk=topk, device="cuda")
+    want = unfused.build(inputs)
+    kernels.build(inputs)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        got = [kernels.build(problem) for _ in range(2)]
-        unfused.build(problem)
+        got = [kernels.build(inputs) for _ in range(2)]
+        unfused.build(inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for indices, length in got:
         assert torch.equal(indices, want[0]) and torch.equal(length, want[1])
-    check(kernels.build, make_problem(kind, rows=200, window=128, topk=topk, device="cuda"))
+    check(kernels.build, make_inputs(kind, rows=200, window=128, topk=topk, device="cuda"))
 
 
 @pytest.mark.gpu
@@ -165,12 +165,12 @@ def test_more_entries_than_int32_counts():
     kernels = pytest.importorskip(KERNELS)
     rows, width = 70_001, 31_000
     assert rows * width > 2**31
-    problem = make_problem("groups", rows=rows, window=128, topk=width - 128, device="cuda")
-    indices, length = kernels.build(problem)
+    inputs = make_inputs("groups", rows=rows, window=128, topk=width - 128, device="cuda")
+    indices, length = kernels.build(inputs)
     names = ("start", "end", "group_start", "group_end")
     for part in (slice(0, 50), slice(rows - 9000, rows - 8950), slice(rows - 50, rows)):
-        fields = {name: getattr(problem, name)[part] for name in names}
-        want = reference.build(dataclasses.replace(problem, **fields))
+        fields = {name: getattr(inputs, name)[part] for name in names}
+        want = reference.build(dataclasses.replace(inputs, **fields))
         assert torch.equal(indices[part], want[0]) and torch.equal(length[part], want[1])
 
 

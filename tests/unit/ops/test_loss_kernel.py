@@ -11,13 +11,13 @@ import re
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, device_problem, report, reset_report
+from megatron_dsa.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.dsa_kernels import sparse_indexer_loss
 from megatron_dsa.modules.warm_up import warm_up
 from megatron_dsa.numerics.arithmetic import valid_entries
 from megatron_dsa.ops.indexer_loss import reference
 from megatron_dsa.ops.indexer_loss.declaration import SPARSE_LOSS
-from megatron_dsa.ops.indexer_loss.inputs import SparseLossProblem
+from megatron_dsa.ops.indexer_loss.inputs import SparseLossInputs
 from megatron_dsa.ops.indexer_loss.tilelang.launch import sparse, units_per_one
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.reference import index_scores
@@ -37,14 +37,14 @@ KERNELS = {
 PER_SM, RESERVED = 228 * 1024, 1024
 
 
-def index_problem(heads=64, topk=128):
+def describe_index_call(heads=64, topk=128):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return device_problem(device, dtype=torch.bfloat16, heads=heads, qk_dim=128, v_dim=0, topk=topk)
+    return describe_call(device, dtype=torch.bfloat16, heads=heads, qk_dim=128, v_dim=0, topk=topk)
 
 
 def reason() -> str | None:
     ours = next(c for c in SPARSE_LOSS.candidates if c.name == "tilelang")
-    return ours.reason(index_problem())
+    return ours.reason(describe_index_call())
 
 
 needs_kernel = pytest.mark.skipif(reason() is not None, reason=str(reason()))
@@ -89,17 +89,17 @@ def test_what_does_not_fit_is_refused():
     for heads in (0, 65):
         with pytest.raises(ValueError, match=f"heads must be 1 to 64, got {heads}"):
             build(heads)
-    problem = make(4, 9, 3, 5, device="cpu")
-    x = problem.inputs
+    arguments = make(4, 9, 3, 5, device="cpu")
+    x = arguments.indexer
     for inputs, wrong in (
         (IndexerInputs(x.q[..., :64], x.k[:, :64], x.weights), "got 64, 5, relu=True"),
         (dataclasses.replace(x, relu=False), "got 128, 5, relu=False"),
     ):
         with pytest.raises(ValueError, match=wrong):
-            sparse(dataclasses.replace(problem, inputs=inputs))
+            sparse(dataclasses.replace(arguments, indexer=inputs))
     wide = torch.zeros(4, 2049, dtype=torch.int32)
     with pytest.raises(ValueError, match="got 128, 2049"):
-        sparse(dataclasses.replace(problem, indices=wide))
+        sparse(dataclasses.replace(arguments, indices=wide))
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 100.0])
@@ -149,21 +149,21 @@ def make(queries, keys, heads, width, *, device="cuda", weights=torch.bfloat16, 
     teacher[2] = 0
     length[3], ids[3] = width, -1
     ids, length, teacher = (x.to(device) for x in (ids, length, teacher))
-    return SparseLossProblem(inputs, ids, length, teacher, 2**28)
+    return SparseLossInputs(inputs, ids, length, teacher, 2**28)
 
 
-def expected(problem):
+def expected(inputs):
     """Value, gradients of q, k and weights, and the student, by autograd in float64."""
-    x = problem.inputs
+    x = inputs.indexer
     leaves = [double_leaf(t) for t in (x.q, x.k, x.weights)]
-    valid = valid_entries(problem.indices, problem.topk_length, x.k.shape[0])
-    safe = torch.where(valid, problem.indices, 0).long()
+    valid = valid_entries(inputs.indices, inputs.topk_length, x.k.shape[0])
+    safe = torch.where(valid, inputs.indices, 0).long()
     value, students = 0.0, []
     for first in range(0, x.q.shape[0], 64):
         rows = slice(first, first + 64)
         q, k, weights = leaves[0][rows], leaves[1], leaves[2][rows]
         scores = index_scores(q, k, weights).gather(1, safe[rows])
-        mask, teacher = valid[rows], problem.teacher[rows].double()
+        mask, teacher = valid[rows], inputs.teacher[rows].double()
         part = reference.kl_sum(scores, teacher, mask)
         part.backward()
         value += part.detach()
@@ -174,16 +174,16 @@ def expected(problem):
     return value, [leaf.grad for leaf in leaves], torch.cat(students)
 
 
-def poisoned(problem):
+def poisoned(arguments):
     """The same with NaN in every key that nobody selects, and a teacher of its own."""
-    x = problem.inputs
+    x = arguments.indexer
     used = torch.zeros(x.k.shape[0], dtype=torch.bool, device=x.k.device)
-    valid = valid_entries(problem.indices, problem.topk_length, x.k.shape[0])
-    used[problem.indices[valid].long()] = True
+    valid = valid_entries(arguments.indices, arguments.topk_length, x.k.shape[0])
+    used[arguments.indices[valid].long()] = True
     assert not used.all()
     k = torch.where(used[:, None], x.k, float("nan"))
     inputs = dataclasses.replace(x, k=k)
-    return dataclasses.replace(problem, inputs=inputs, teacher=problem.teacher.clone()), used
+    return dataclasses.replace(arguments, indexer=inputs, teacher=arguments.teacher.clone()), used
 
 
 def error(x, want):
@@ -191,11 +191,11 @@ def error(x, want):
     return float((x.double() - want.double()).norm() / want.double().norm())
 
 
-def check(problem):
+def check(inputs):
     """Value and gradients with NaN in unselected keys (2), twice in a row (6)."""
-    value, grads, _ = expected(problem)
+    value, grads, _ = expected(inputs)
     for _ in range(2):
-        ours, used = poisoned(problem)
+        ours, used = poisoned(inputs)
         got = sparse(ours)
         assert relative_error(got.value, value) < 1e-5
         for name, ours, want in zip("qkw", got.gradients, grads, strict=True):
@@ -225,13 +225,13 @@ def test_fp32_weights_and_scores_far_apart(options):
 @needs_kernel
 def test_common_part_of_the_keys_has_no_gradient():
     """Differences sum to 0: what all selected keys share must not pass on what rounding loses."""
-    problem = make(100, 3000, 64, 1000)
-    x = problem.inputs
+    inputs = make(100, 3000, 64, 1000)
+    x = inputs.indexer
     common = x.k[1].clone()
     k = (0.5 * x.k + common).contiguous()
     k[3000 // 2] = 0
     q = (0.5 * x.q + 0.3 * common).contiguous()
-    check(dataclasses.replace(problem, inputs=IndexerInputs(q, k, x.weights.abs())))
+    check(dataclasses.replace(inputs, indexer=IndexerInputs(q, k, x.weights.abs())))
 
 
 @needs_kernel
@@ -240,47 +240,47 @@ def test_one_selected_key_has_neither_loss_nor_gradient():
 
     Normalising takes an approximate reciprocal and a product, 2^-22 at most, and so does the log.
     """
-    problem = make(50, 70, 64, 1)
-    problem = dataclasses.replace(problem, topk_length=None)
-    x = problem.inputs
-    got = sparse(poisoned(problem)[0])
+    inputs = make(50, 70, 64, 1)
+    inputs = dataclasses.replace(inputs, topk_length=None)
+    x = inputs.indexer
+    got = sparse(poisoned(inputs)[0])
     rounding = 2**-20
     largest_q, largest_k = x.q.abs().max().float(), x.k.abs().max().float()
     most = x.weights.float().abs()
     assert abs(got.value) < 50 * rounding
     assert (got.gradients.q.float().abs() <= rounding * most[..., None] * largest_k).all()
     pull = torch.zeros(70, device="cuda")
-    valid = valid_entries(problem.indices, None, 70)[:, 0]
-    pull.index_add_(0, problem.indices[valid, 0].long(), most.sum(-1)[valid])
+    valid = valid_entries(inputs.indices, None, 70)[:, 0]
+    pull.index_add_(0, inputs.indices[valid, 0].long(), most.sum(-1)[valid])
     assert (got.gradients.k.abs() <= rounding * pull[:, None] * largest_q).all()
     assert (got.gradients.weights.abs() <= rounding * 128 * largest_q * largest_k).all()
 
 
 @needs_kernel
 def test_value_alone():
-    problem = make(300, 1000, 64, 300)
-    got = sparse(dataclasses.replace(poisoned(problem)[0], want_gradients=False))
+    inputs = make(300, 1000, 64, 300)
+    got = sparse(dataclasses.replace(poisoned(inputs)[0], want_gradients=False))
     assert got.gradients is None
-    assert relative_error(got.value, expected(problem)[0]) < 1e-5
+    assert relative_error(got.value, expected(inputs)[0]) < 1e-5
 
 
 @needs_kernel
 def test_dispatch():
     """15: the kernel forms the gradients; strictly so."""
-    problem = make(200, 500, 64, 64)
+    inputs = make(200, 500, 64, 64)
     layout = bshd_layout(200, 1, torch.device("cuda"))
     policy = Policy(strict=True, named=OURS.named)
-    leaves = [getattr(problem.inputs, n).requires_grad_() for n in ("q", "k", "weights")]
-    before = problem.teacher.clone()
+    leaves = [getattr(inputs.indexer, n).requires_grad_() for n in ("q", "k", "weights")]
+    before = inputs.teacher.clone()
     reset_report()
     loss = sparse_indexer_loss(
-        problem.inputs, problem.indices, problem.teacher, layout,
-        topk_length=problem.topk_length, policy=policy,
+        inputs.indexer, inputs.indices, inputs.teacher, layout,
+        topk_length=inputs.topk_length, policy=policy,
     )  # fmt: skip
     assert report() == {"sparse_indexer_loss": {"tilelang": 1}}
-    assert torch.equal(problem.teacher, before)
+    assert torch.equal(inputs.teacher, before)
     got = torch.autograd.grad(1.7 * loss, leaves)
-    value, grads, _ = expected(problem)
+    value, grads, _ = expected(inputs)
     assert relative_error(loss, value) < 1e-5
     for x, want in zip(got, grads, strict=True):
         assert error(x, 1.7 * want) < 2 * TOLERANCE
@@ -300,15 +300,15 @@ def test_no_rows_and_many(rows):
     assert rows < 2**18 or inputs.q.numel() > 2**31
     indices = torch.rand(rows, 512, device="cuda", generator=g).argsort(1)[:, :32].int()
     teacher = torch.rand(rows, 32, device="cuda", generator=g) ** 8
-    problem = SparseLossProblem(inputs, indices, None, teacher, 2**30)
-    got = sparse(problem)
+    arguments = SparseLossInputs(inputs, indices, None, teacher, 2**30)
+    got = sparse(arguments)
     assert got.gradients.q.shape == inputs.q.shape and got.gradients.weights.shape == (rows, 64)
     if rows == 0:
         assert got.value == 0 and (got.gradients.k == 0).all()
         return
     from megatron_dsa.ops.indexer_loss import torch as unfused
 
-    want = unfused.sparse(dataclasses.replace(problem, teacher=teacher.clone()))
+    want = unfused.sparse(dataclasses.replace(arguments, teacher=teacher.clone()))
     assert relative_error(got.value, want.value) < 1e-4
     assert error(got.gradients.k, want.gradients.k) < TOLERANCE
     pairs = [(got.gradients[i], want.gradients[i]) for i in (0, 2)]
@@ -320,10 +320,10 @@ def test_no_rows_and_many(rows):
 @pytest.mark.parametrize(("heads", "width"), [(64, 640), (32, 200)])
 def test_deterministic_mode_repeats(heads, width):
     """17: 20 repeats bitwise equal, and not far from the default mode."""
-    problem = make(700, 900, heads, width)
-    default = sparse(poisoned(problem)[0])
+    inputs = make(700, 900, heads, width)
+    default = sparse(poisoned(inputs)[0])
     torch.use_deterministic_algorithms(True)
-    runs = [sparse(poisoned(problem)[0]) for _ in range(20)]
+    runs = [sparse(poisoned(inputs)[0]) for _ in range(20)]
     torch.use_deterministic_algorithms(True, warn_only=True)
     for again in runs[1:]:
         assert torch.equal(again.value, runs[0].value)
@@ -339,18 +339,18 @@ def test_no_host_synchronisation_and_nothing_compiles_after_the_warm_up():
     topk_in_torch = (("indexer_scores", "torch"), ("indexer_topk", "torch"))
     policy = dataclasses.replace(OURS, named=OURS.named + topk_in_torch)
     reset_report()
-    warm_up((("sparse_indexer_loss", index_problem(64, 128)),), policy, 0.05)
+    warm_up((("sparse_indexer_loss", describe_index_call(64, 128)),), policy, 0.05)
     assert report() == {}
-    problem = make(200, 500, 64, 128)
+    inputs = make(200, 500, 64, 128)
     layout = bshd_layout(200, 1, torch.device("cuda"))
-    problem.inputs.q.requires_grad_()
+    inputs.indexer.q.requires_grad_()
     misses = compiled.cache_info().misses
     torch.cuda.set_sync_debug_mode("error")
     try:
         sparse_indexer_loss(
-            problem.inputs, problem.indices, problem.teacher, layout, policy=policy
+            inputs.indexer, inputs.indices, inputs.teacher, layout, policy=policy
         ).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert compiled.cache_info().misses == misses
-    assert problem.inputs.q.grad.isfinite().all()
+    assert inputs.indexer.q.grad.isfinite().all()

@@ -16,7 +16,7 @@ from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.sparse_attention import torch as unfused
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS, Kernels, kernels_for
 from tests.helpers import (
@@ -233,14 +233,14 @@ def test_teacher_and_deterministic_mode(tiles, heads, keys):
     kv = torch.cat([kv.detach(), torch.randn(keys - 300, 576, device="cuda").to(kv.dtype)])
     valid = (indices >= 0) & (indices < keys)
     valid &= torch.arange(128, device="cuda") < length[:, None]
-    problem = SparseProblem(q.detach(), kv, indices, 512, 0.05, length, None, 2**28, True)
-    out, lse, wanted = unfused.forward(problem)
+    inputs = SparseAttentionInputs(q.detach(), kv, indices, 512, 0.05, length, None, 2**28, True)
+    out, lse, wanted = unfused.forward(inputs)
     out, lse = out.to(q.dtype), lse.float()
     dout = torch.randn(out.shape, device="cuda").to(q.dtype)
-    dq, dkv, _, p_sum = tilelang_kernels.backward(problem, out, lse, dout)
+    dq, dkv, _, p_sum = tilelang_kernels.backward(inputs, out, lse, dout)
     assert (p_sum[~valid] == 0).all() and relative_error(p_sum, wanted) < 1e-3
     with deterministic():
-        first, again = (tilelang_kernels.backward(problem, out, lse, dout) for _ in range(2))
+        first, again = (tilelang_kernels.backward(inputs, out, lse, dout) for _ in range(2))
     for one, other in zip(first, again, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
     assert relative_error(first[0], dq) < 1e-3 and relative_error(first[1], dkv) < 1e-3
@@ -255,12 +255,12 @@ def test_many_rows(tiles):
     first = torch.randint(0, 384, (rows, 1), device="cuda", dtype=torch.int32)
     indices = first + torch.arange(128, device="cuda", dtype=torch.int32)
     assert q.numel() > 2**31
-    problem = SparseProblem(q, kv, indices, 512, 0.05, None, None, 2**30)
-    out, lse, _ = tilelang_kernels.forward(problem)
+    inputs = SparseAttentionInputs(q, kv, indices, 512, 0.05, None, None, 2**30)
+    out, lse, _ = tilelang_kernels.forward(inputs)
     dout = torch.randn_like(out)
-    dq, _, _, _ = tilelang_kernels.backward(problem, out, lse, dout)
+    dq, _, _, _ = tilelang_kernels.backward(inputs, out, lse, dout)
     for part in (slice(0, 50), slice(rows - 50, rows)):
-        own = SparseProblem(q[part], kv, indices[part], 512, 0.05, None, None, 2**30)
+        own = SparseAttentionInputs(q[part], kv, indices[part], 512, 0.05, None, None, 2**30)
         want, want_lse, _ = unfused.forward(own)
         assert relative_error(out[part], want) < TOLERANCE
         assert relative_error(lse[part], want_lse) < 1e-4

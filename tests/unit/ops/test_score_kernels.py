@@ -10,8 +10,8 @@ import re
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, device_problem, report, reset_report
-from megatron_dsa.dispatch.support import Problem
+from megatron_dsa.dispatch import Policy, describe_call, report, reset_report
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.modules.warm_up import warm_up
 from megatron_dsa.ops import OPERATIONS
@@ -80,9 +80,9 @@ def test_what_the_tiling_does_not_fit_is_refused():
         program().build(64, "float16")
 
 
-def problem(**changes):
+def op_call(**changes):
     shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 2048, "dtype": torch.bfloat16}
-    return Problem(**{"device": "cuda", "capability": (9, 0)} | shape | changes)
+    return OpCall(**{"device": "cuda", "capability": (9, 0)} | shape | changes)
 
 
 def test_it_is_the_first_choice_on_hopper():
@@ -90,7 +90,7 @@ def test_it_is_the_first_choice_on_hopper():
     ours = SCORES.candidates[0]
     assert ours.name == "tilelang"
     for changes in ({}, {"heads": 1}, {"relu": False}, {"packed": True}, {"deterministic": True}):
-        assert ours.reason(problem(**changes)) is None, changes
+        assert ours.reason(op_call(**changes)) is None, changes
     for changes, reason in (
         ({"capability": (8, 0)}, "wrong GPU"),
         ({"capability": (10, 0)}, "wrong GPU"),
@@ -98,7 +98,7 @@ def test_it_is_the_first_choice_on_hopper():
         ({"heads": 65}, "takes 1 to 64 heads"),
         ({"qk_dim": 64}, "needs dims"),
     ):
-        assert reason in ours.reason(problem(**changes)), changes
+        assert reason in ours.reason(op_call(**changes)), changes
 
 
 # On a GPU
@@ -109,7 +109,7 @@ def skip_unless_they_run(*pairs):
     for operation, name in pairs:
         (candidate,) = (c for c in OPERATIONS[operation].candidates if c.name == name)
         shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 64}
-        reason = candidate.reason(device_problem(CUDA, dtype=torch.bfloat16, **shape))
+        reason = candidate.reason(describe_call(CUDA, dtype=torch.bfloat16, **shape))
         if reason is not None:
             pytest.skip(reason)
 
@@ -352,7 +352,7 @@ def test_warm_up_compiles_what_a_step_calls(ours, relu):
     warm_up.cache_clear()
     inputs, layout = random_inputs(300, 300, 24, relu), bshd_layout(300, 1, CUDA)
     shape = {"heads": 24, "qk_dim": 128, "v_dim": 0, "topk": 64, "relu": relu}
-    step = device_problem(CUDA, dtype=torch.bfloat16, **shape)
+    step = describe_call(CUDA, dtype=torch.bfloat16, **shape)
     warm_up((("indexer_scores", step), ("indexer_topk", step)), Policy(), 1.0)
     before = compiled.cache_info()
     indexer_topk(inputs, layout, 64)

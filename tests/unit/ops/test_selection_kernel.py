@@ -9,13 +9,13 @@ import re
 import pytest
 import torch
 
-from megatron_dsa.dispatch import device_problem
+from megatron_dsa.dispatch import describe_call
 from megatron_dsa.ops.indexer_topk import reference
 from megatron_dsa.ops.indexer_topk.declaration import TOPK
 from megatron_dsa.ops.indexer_topk.tilelang import launch as tilelang_kernels
 from megatron_dsa.sequence.layout import Seen
 from tests.helpers import needs_compiler, ptxas
-from tests.unit.ops.test_score_kernels import problem
+from tests.unit.ops.test_score_kernels import op_call
 
 TILINGS = ("narrow", "wide", "large")
 #: Of an SM: bytes of shared memory, of which each thread block takes 1024 more, and registers.
@@ -60,13 +60,13 @@ def test_it_is_the_first_choice_on_hopper():
     ours = TOPK.candidates[0]
     assert ours.name == "tilelang"
     for changes in ({}, {"heads": 3}, {"packed": True}, {"deterministic": True}, {"topk": 4096}):
-        assert ours.reason(problem(**changes)) is None, changes
+        assert ours.reason(op_call(**changes)) is None, changes
     for changes, reason in (
         ({"capability": (8, 0)}, "wrong GPU"),
         ({"topk": 4097}, "takes 1 to 4096 selected keys"),
         ({"dtype": torch.float64}, "needs bf16 or fp16 or fp32"),
     ):
-        assert reason in ours.reason(problem(**changes)), changes
+        assert reason in ours.reason(op_call(**changes)), changes
     assert ours.load().bytes_per_score() == 0
 
 
@@ -101,7 +101,7 @@ def test_what_is_expected_here_is_what_the_reference_selects(topk):
 def select():
     """The selection; skips where it cannot run, with the reason."""
     shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 64}
-    reason = TOPK.candidates[0].reason(device_problem(CUDA, dtype=torch.bfloat16, **shape))
+    reason = TOPK.candidates[0].reason(describe_call(CUDA, dtype=torch.bfloat16, **shape))
     if reason is not None:
         pytest.skip(reason)
     return tilelang_kernels.Selection()

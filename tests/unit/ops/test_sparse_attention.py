@@ -7,7 +7,7 @@ from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.sparse_attention import torch as unfused
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.reference import sparse_attention as reference
 from tests.helpers import double_leaf, leaf, relative_error
 
@@ -142,10 +142,10 @@ def test_teacher_is_the_head_sum_of_the_probabilities(device):
     assert relative_error(result.p_sum, p) < 1e-12
     assert (result.p_sum[~valid] == 0).all()
     # The same from a second pass, for forwards that do not have the probabilities.
-    problem = SparseProblem(
+    inputs = SparseAttentionInputs(
         q.detach(), kv.detach(), indices, 16, 0.3, None, None, SMALL.workspace_bytes
     )
-    assert relative_error(unfused.probabilities(problem, result.lse), p) < 1e-12
+    assert relative_error(unfused.probabilities(inputs, result.lse), p) < 1e-12
 
 
 def test_repeated_calls_do_not_accumulate(device):

@@ -61,8 +61,8 @@ def test_full_size_calls_are_timed(capsys, add, as_if_on_gpu):
     [(FORWARD, "out at full size 1.0e+00"), (BACKWARD, "dq at full size 1.0e+00")],
 )
 def test_an_error_that_shows_only_at_full_size(capsys, add, as_if_on_gpu, operation, said):
-    def change(problem, result):
-        if len(problem.q) > 20:
+    def change(call, result):
+        if len(call.q) > 20:
             result[0] = result[0] * 2
 
     add(operation, altered(change))
@@ -76,10 +76,10 @@ def test_full_size_that_fails(capsys, add, as_if_on_gpu, error, code):
     """Too little memory is the machine's fault; any other crash is the implementation's."""
 
     def wrap(original):
-        def implementation(problem, *args):
-            if len(problem.q) > 20:
+        def implementation(call, *args):
+            if len(call.q) > 20:
                 raise error("no luck")
-            return original(problem, *args)
+            return original(call, *args)
 
         return implementation
 

@@ -63,43 +63,43 @@ def test_a_fused_implementation_that_is_right_proves_something(capsys, add):
     assert [pair for pair, result in pairs.items() if result["chosen"]] == [("made_up", "made_up")]
 
 
-def nan_in_empty_rows(problem, result):
+def nan_in_empty_rows(call, result):
     result[0][result[1] == -math.inf] = math.nan
 
 
-def plausible_empty_rows(problem, result):
+def plausible_empty_rows(call, result):
     result[1][result[1] == -math.inf] = 0.0
 
 
-def atomics_of_padding_hit_row_0(problem, result):
+def atomics_of_padding_hit_row_0(call, result):
     result[1][0] += 1e-3
 
 
-def gradient_of_empty_rows(problem, result):
+def gradient_of_empty_rows(call, result):
     result[0][~(result[0] != 0).any(-1).any(-1)] = 1e-6
 
 
-def half_precision(problem, result):
+def half_precision(call, result):
     result[0] = result[0].bfloat16()
 
 
-def rounded_dkv(problem, result):
+def rounded_dkv(call, result):
     result[1] = result[1].bfloat16()
 
 
-def too_narrow(problem, result):
+def too_narrow(call, result):
     result[0] = result[0][:, :1]
 
 
 def drop(position):
-    def change(problem, result):
+    def change(call, result):
         del result[position:]
 
     return change
 
 
-def only_with_teacher(problem, result):
-    if problem.want_p_sum:
+def only_with_teacher(call, result):
+    if call.want_p_sum:
         result[0] = result[0] * 2
 
 
@@ -154,7 +154,7 @@ def noisy():
     """A last-bit difference between calls: far below the tolerance."""
     calls = itertools.count(1)
 
-    def change(problem, result):
+    def change(call, result):
         result[0] = result[0] * (1 + 1e-6 * next(calls))
 
     return altered(change)

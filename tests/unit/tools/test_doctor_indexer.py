@@ -116,24 +116,24 @@ def test_wrong_scores_are_found(capsys, add):
 
 
 def scaled_gradients(original):
-    def implementation(problem):
-        loss = original(problem)
+    def implementation(call):
+        loss = original(call)
         return loss._replace(gradients=loss.gradients._replace(k=loss.gradients.k * 2))
 
     return implementation
 
 
 def scaled_loss(original):
-    def implementation(problem):
-        result = original(problem)
+    def implementation(call):
+        result = original(call)
         return result._replace(value=result.value * 1.5)
 
     return implementation
 
 
 def padding_pulls_at_row_0(original):
-    def implementation(problem):
-        loss = original(problem)
+    def implementation(call):
+        loss = original(call)
         loss.gradients.k[0] = 1e-3
         return loss
 
@@ -158,9 +158,9 @@ def test_wrong_losses_are_found(capsys, add, wrap, said):
 
 def test_a_wrong_teacher_is_found(capsys, add):
     def wrap(original):
-        def unmasked(problem, lse):
+        def unmasked(call, lse):
             # Entries past the length keep what they would weigh if they were selected.
-            return original(dataclasses.replace(problem, topk_length=None), lse)
+            return original(dataclasses.replace(call, topk_length=None), lse)
 
         return unmasked
 

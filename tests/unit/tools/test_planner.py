@@ -302,15 +302,15 @@ def test_a_model_of_this_process_keeps_its_log(monkeypatch):
 
 
 def test_what_a_plan_chose_is_chosen_anew_and_logged_by_a_run(add, monkeypatch, caplog):
-    """Its probes may have answered without the GPU, for a problem that is the same."""
+    """Its probes may have answered without the GPU, for a call that is the same."""
     asked = []
     add("compressor", lambda torchs: torchs, probe=lambda _: asked.append(dispatch.rehearsing()))
     monkeypatch.setattr(dispatch.operation, "_logged", set())
     caplog.set_level("INFO", "megatron_dsa.dispatch")
     shape = {"heads": 4, "qk_dim": 16, "v_dim": 16, "dtype": torch.float32}
-    problem = dispatch.device_problem("cpu", **shape)
+    call = dispatch.describe_call("cpu", **shape)
     with dispatch.rehearse(dispatch.Rehearsal(None, None)):
-        COMPRESSOR.choose(problem, dispatch.Policy())
+        COMPRESSOR.choose(call, dispatch.Policy())
     assert asked == [True] and not caplog.messages
-    COMPRESSOR.choose(problem, dispatch.Policy())
+    COMPRESSOR.choose(call, dispatch.Policy())
     assert asked == [True, False] and len(caplog.messages) == 1

@@ -9,7 +9,7 @@ import torch
 
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.sparse_attention import flashmla
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS
 from megatron_dsa.tools.planner.host import host
@@ -21,10 +21,10 @@ HEADS = (6, 16, 24, 32, 48, 64, 96, 128)
 SHAPES = {"queries": (256, 64, 256), "keys": (16, 4096, 64)}
 
 
-def problem(heads, shape, device, sums_heads=False):
+def sparse_inputs(heads, shape, device, sums_heads=False):
     queries, keys, width = SHAPES[shape]
     like = {"dtype": torch.bfloat16, "device": device}
-    return SparseProblem(
+    return SparseAttentionInputs(
         torch.zeros(queries, heads, 576, **like), torch.zeros(keys, 576, **like),
         torch.zeros(queries, width, dtype=torch.int32, device=device), 512, 0.1,
         None, None, 2**26, want_p_sum=sums_heads, in_order=True,
@@ -32,7 +32,7 @@ def problem(heads, shape, device, sums_heads=False):
 
 
 def saved(given):
-    """out, lse and dout of a problem."""
+    """out, lse and dout of a call."""
     out = torch.zeros_like(given.q[..., :512]).contiguous()
     return out, torch.zeros(out.shape[:2], device=out.device), torch.zeros_like(out)
 
@@ -76,7 +76,9 @@ def kernels(monkeypatch):
 def test_our_sparse_attention(capability, heads, shape, kernels):
     silent = kernels(capability)
     for sums_heads in (False, True):
-        given, meta = (problem(heads, shape, device, sums_heads) for device in ("cpu", "meta"))
+        given, meta = (
+            sparse_inputs(heads, shape, device, sums_heads) for device in ("cpu", "meta")
+        )
         for operation, run, more in (
             ("sparse_attention_forward", tilelang_kernels.forward, lambda _: ()),
             ("sparse_attention_backward", tilelang_kernels.backward, saved),
@@ -90,7 +92,7 @@ def test_lists_in_parts_stay_within_the_workspace(kernels):
     """With the part before, which the caller holds while the next one is made."""
     kernels((9, 0))
     budget = 2**17
-    given = dataclasses.replace(problem(16, "queries", "cpu"), workspace_bytes=budget)
+    given = dataclasses.replace(sparse_inputs(16, "queries", "cpu"), workspace_bytes=budget)
 
     def run(given):
         return [part for part, _lists, _places in tilelang_kernels.key_lists(given, 4)]
@@ -113,7 +115,7 @@ def test_flashmla(heads, width, monkeypatch):
     module.flash_mla_sparse_fwd = silent
     monkeypatch.setitem(sys.modules, "flash_mla", module)
     monkeypatch.setitem(SHAPES, "this", (64, 32, width))
-    real = peak(flashmla.forward, problem(heads, "this", "cpu"))
-    meta = problem(heads, "this", "meta")
+    real = peak(flashmla.forward, sparse_inputs(heads, "this", "cpu"))
+    meta = sparse_inputs(heads, "this", "meta")
     counted = planned((9, 0), "sparse_attention_forward", "flashmla", meta)
     assert counted == pytest.approx(real, rel=0.01)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.ops.compressor.inputs import CompressorProblem
+from megatron_dsa.ops.compressor.inputs import CompressorInputs
 from megatron_dsa.ops.compressor.triton import few_positions as few
 from megatron_dsa.ops.compressor.triton import many_positions as many
 from megatron_dsa.sequence.compressed import Groups
@@ -116,49 +116,49 @@ class Launch:
         return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
-def is_few(problem: CompressorProblem) -> bool:
+def is_few(inputs: CompressorInputs) -> bool:
     """Whether a thread holds all positions of a group."""
-    return problem.ratio <= FEW_POSITIONS
+    return inputs.ratio <= FEW_POSITIONS
 
 
-def forward_launch(problem: CompressorProblem) -> Launch:
+def forward_launch(inputs: CompressorInputs) -> Launch:
     """How the forward runs."""
-    if is_few(problem):
-        tile, elements = _few_tile(problem, 128)
+    if is_few(inputs):
+        tile, elements = _few_tile(inputs, 128)
         return Launch(tile, _warps(elements // 16), resident=0)
     # 4 positions x 8 channels per thread. Many small programs: one waits while others load.
-    slices = min(triton.next_power_of_2(problem.ratio) // 4, 16)
-    channels = min(triton.next_power_of_2(problem.dim), 32)
+    slices = min(triton.next_power_of_2(inputs.ratio) // 4, 16)
+    channels = min(triton.next_power_of_2(inputs.dim), 32)
     tile = {"SLICES": slices, "BLOCK_P": 4, "BLOCK_D": channels, "VEC": 8}
     return Launch(tile, _warps(slices * channels // 8), resident=6, registers=168)
 
 
-def backward_launch(problem: CompressorProblem) -> Launch:
+def backward_launch(inputs: CompressorInputs) -> Launch:
     """How the backward runs."""
-    if is_few(problem):
-        tile, elements = _few_tile(problem, 64)
+    if is_few(inputs):
+        tile, elements = _few_tile(inputs, 64)
         return Launch(tile, _warps(elements // 8), resident=8, registers=128)
-    positions = min(triton.next_power_of_2(problem.ratio), 32)
-    channels = min(triton.next_power_of_2(problem.dim), 128)
-    tile = {"BLOCK_P": positions, "BLOCK_D": channels, "VEC": 8, "STAGES": _stages(problem)}
+    positions = min(triton.next_power_of_2(inputs.ratio), 32)
+    channels = min(triton.next_power_of_2(inputs.dim), 128)
+    tile = {"BLOCK_P": positions, "BLOCK_D": channels, "VEC": 8, "STAGES": _stages(inputs)}
     # 2 positions x 8 channels per thread.
     return Launch(tile, _warps(positions * channels // 16), resident=2)
 
 
-def _stages(problem: CompressorProblem) -> int:
+def _stages(inputs: CompressorInputs) -> int:
     """Two blocks ahead while one is at work; wider types fill shared memory with fewer."""
-    return 3 if problem.values.element_size() == 2 else 2
+    return 3 if inputs.values.element_size() == 2 else 2
 
 
-def _few_tile(problem: CompressorProblem, channels: int) -> tuple[dict[str, int], int]:
+def _few_tile(inputs: CompressorInputs, channels: int) -> tuple[dict[str, int], int]:
     """Tile of a program with up to ``channels`` channels in a warp, and how many elements it has.
 
     512 elements where positions are few: many small programs keep more bytes in flight than few
     large ones.
     """
-    positions = triton.next_power_of_2(problem.ratio)
+    positions = triton.next_power_of_2(inputs.ratio)
     vector = channels // 32
-    channels = min(triton.next_power_of_2(problem.dim), channels)
+    channels = min(triton.next_power_of_2(inputs.dim), channels)
     groups = max(1, 512 // (positions * channels))
     tile = {"BLOCK_P": positions, "BLOCK_G": groups, "BLOCK_D": channels, "VEC": vector}
     return tile, positions * groups * channels
@@ -168,14 +168,14 @@ def _warps(threads: int) -> int:
     return max(1, min(8, threads // 32))
 
 
-def _sizes(problem: CompressorProblem) -> dict[str, int]:
-    width = problem.values.shape[1]
+def _sizes(inputs: CompressorInputs) -> dict[str, int]:
+    width = inputs.values.shape[1]
     return {
-        "D": problem.dim, "RATIO": problem.ratio, "OVERLAP": problem.overlap, "WIDTH": width
+        "D": inputs.dim, "RATIO": inputs.ratio, "OVERLAP": inputs.overlap, "WIDTH": width
     }  # fmt: skip
 
 
-def _programs(problem: CompressorProblem, launch: Launch, blocks: int, others: int) -> int:
+def _programs(inputs: CompressorInputs, launch: Launch, blocks: int, others: int) -> int:
     """Programs that share the ``blocks`` of slots, where ``others`` share their channels.
 
     As many as run at the same time: in the backward more would only make more partial sums (2 MB
@@ -184,67 +184,67 @@ def _programs(problem: CompressorProblem, launch: Launch, blocks: int, others: i
     if launch.resident == 0:
         return blocks
     processors = 2
-    if problem.values.is_cuda:
-        device = problem.values.device
+    if inputs.values.is_cuda:
+        device = inputs.values.device
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     return min(blocks, max(1, launch.resident * processors // others))
 
 
-def _run_forward(problem: CompressorProblem, out: torch.Tensor) -> list[torch.Tensor]:
+def _run_forward(inputs: CompressorInputs, out: torch.Tensor) -> list[torch.Tensor]:
     """Write the pooled rows; return what the backward needs of the softmax."""
-    values, scores, groups = problem.values, problem.scores, problem.groups
+    values, scores, groups = inputs.values, inputs.scores, inputs.groups
     slots, dim = out.shape
-    launch = forward_launch(problem)
+    launch = forward_launch(inputs)
     parts = triton.cdiv(dim, launch.tile["BLOCK_D"])
     blocks = triton.cdiv(slots, launch.tile.get("BLOCK_G", 1))
-    programs = _programs(problem, launch, blocks, parts)
+    programs = _programs(inputs, launch, blocks, parts)
     softmax = []
-    if not is_few(problem):
+    if not is_few(inputs):
         softmax = [out.new_empty(slots, dim, dtype=torch.float32) for _ in range(2)]
-    kernel = few.pool_few if is_few(problem) else many.pool_many
+    kernel = few.pool_few if is_few(inputs) else many.pool_many
     if slots > 0:
         kernel[(programs * parts,)](
-            values, scores, problem.ape, groups.first_row, groups.position, out, *softmax,
+            values, scores, inputs.ape, groups.first_row, groups.position, out, *softmax,
             slots, groups.row_step, programs, values.stride(0), scores.stride(0), parts,
-            **_sizes(problem), **launch.options(),
+            **_sizes(inputs), **launch.options(),
         )  # fmt: skip
     return softmax
 
 
-def _run_backward(problem, dout, softmax, dvalues, dscores) -> torch.Tensor:
+def _run_backward(inputs, dout, softmax, dvalues, dscores) -> torch.Tensor:
     """Write the gradients of rows in groups; return ``partial [programs, ratio, width]``."""
-    values, scores, groups = problem.values, problem.scores, problem.groups
+    values, scores, groups = inputs.values, inputs.scores, inputs.groups
     slots, width = groups.first_row.shape[0], values.shape[1]
     if slots == 0 or values.shape[0] == 0:
-        return values.new_empty(0, problem.ratio, width, dtype=torch.float32)
-    launch = backward_launch(problem)
-    parts = triton.cdiv(problem.dim, launch.tile["BLOCK_D"])
+        return values.new_empty(0, inputs.ratio, width, dtype=torch.float32)
+    launch = backward_launch(inputs)
+    parts = triton.cdiv(inputs.dim, launch.tile["BLOCK_D"])
     others, blocks = parts, triton.cdiv(slots, launch.tile.get("BLOCK_G", 1))
-    if not is_few(problem):
-        others *= triton.cdiv(problem.ratio, launch.tile["BLOCK_P"]) * (width // problem.dim)
-    programs = _programs(problem, launch, blocks, others)
-    partial = values.new_empty(programs, problem.ratio, width, dtype=torch.float32)
-    kernel = few.pool_few_backward if is_few(problem) else many.pool_many_backward
+    if not is_few(inputs):
+        others *= triton.cdiv(inputs.ratio, launch.tile["BLOCK_P"]) * (width // inputs.dim)
+    programs = _programs(inputs, launch, blocks, others)
+    partial = values.new_empty(programs, inputs.ratio, width, dtype=torch.float32)
+    kernel = few.pool_few_backward if is_few(inputs) else many.pool_many_backward
     kernel[(programs * others,)](
-        values, scores, problem.ape, groups.first_row, groups.position, dout, *softmax,
+        values, scores, inputs.ape, groups.first_row, groups.position, dout, *softmax,
         dvalues, dscores, partial,
         slots, groups.row_step, programs, values.stride(0), scores.stride(0), parts,
-        **_sizes(problem), **launch.options(),
+        **_sizes(inputs), **launch.options(),
     )  # fmt: skip
     return partial
 
 
-def _run_finish(problem, partial, dvalues, dscores) -> torch.Tensor:
+def _run_finish(inputs, partial, dvalues, dscores) -> torch.Tensor:
     """Zero rows in no group; return the gradient of ``ape``."""
     rows, width = dvalues.shape
-    dape = torch.empty_like(problem.ape)
+    dape = torch.empty_like(inputs.ape)
     # Few columns per program where there are few, so that many programs share the work.
     columns = min(128, max(8, triton.next_power_of_2(dape.numel() // 128)))
     blocks = triton.cdiv(dape.numel(), columns) + triton.cdiv(rows, 64)
     _finish_gradients[(blocks,)](
-        partial, dape, dvalues, dscores, problem.groups.first_row, partial.shape[0], rows,
-        problem.groups.first_row.shape[0], problem.groups.row_step,
-        RATIO=problem.ratio, WIDTH=width,
+        partial, dape, dvalues, dscores, inputs.groups.first_row, partial.shape[0], rows,
+        inputs.groups.first_row.shape[0], inputs.groups.row_step,
+        RATIO=inputs.ratio, WIDTH=width,
         BLOCK_S=4096 // columns, BLOCK_C=columns, BLOCK_R=64,
     )  # fmt: skip
     return dape
@@ -252,15 +252,15 @@ def _run_finish(problem, partial, dvalues, dscores) -> torch.Tensor:
 
 class _Compress(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, values, scores, ape, problem):
-        groups = problem.groups
+    def forward(ctx, values, scores, ape, inputs):
+        groups = inputs.groups
         ape, first_row, position = (
             x.contiguous() for x in (ape, groups.first_row, groups.position)
         )
-        ctx.rest = (groups.row_step, problem.ratio, problem.overlap, problem.workspace_bytes)
-        problem = _problem(values, scores, ape, first_row, position, ctx.rest)
-        out = values.new_empty(first_row.shape[0], problem.dim)
-        softmax = _run_forward(problem, out)
+        ctx.rest = (groups.row_step, inputs.ratio, inputs.overlap, inputs.workspace_bytes)
+        inputs = _inputs(values, scores, ape, first_row, position, ctx.rest)
+        out = values.new_empty(first_row.shape[0], inputs.dim)
+        softmax = _run_forward(inputs, out)
         ctx.save_for_backward(values, scores, ape, first_row, position, *softmax)
         return out
 
@@ -268,27 +268,27 @@ class _Compress(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         values, scores, ape, first_row, position, *softmax = ctx.saved_tensors
-        problem = _problem(values, scores, ape, first_row, position, ctx.rest)
+        inputs = _inputs(values, scores, ape, first_row, position, ctx.rest)
         dvalues = torch.empty(values.shape, dtype=values.dtype, device=values.device)
         dscores = torch.empty_like(dvalues)
-        partial = _run_backward(problem, dout.contiguous(), softmax, dvalues, dscores)
-        dape = _run_finish(problem, partial, dvalues, dscores)
+        partial = _run_backward(inputs, dout.contiguous(), softmax, dvalues, dscores)
+        dape = _run_finish(inputs, partial, dvalues, dscores)
         return dvalues, dscores, dape, None
 
 
-def _problem(values, scores, ape, first_row, position, rest) -> CompressorProblem:
+def _inputs(values, scores, ape, first_row, position, rest) -> CompressorInputs:
     row_step, *rest = rest
-    return CompressorProblem(values, scores, ape, Groups(first_row, position, row_step), *rest)
+    return CompressorInputs(values, scores, ape, Groups(first_row, position, row_step), *rest)
 
 
-def compress(problem: CompressorProblem) -> torch.Tensor:
+def compress(inputs: CompressorInputs) -> torch.Tensor:
     """Return ``pooled [G, d]`` in the dtype of the values; bf16, fp16 or fp32.
 
     Differentiable in values, scores and ape, and deterministic.
     """
-    if problem.values.dtype == torch.float64:
+    if inputs.values.dtype == torch.float64:
         raise ConfigError(
             "values must not be float64 for the Triton kernels, which sum in float32: use the "
             "torch implementation (ops.compressor.torch)."
         )
-    return _Compress.apply(problem.values, problem.scores, problem.ape, problem)
+    return _Compress.apply(inputs.values, inputs.scores, inputs.ape, inputs)

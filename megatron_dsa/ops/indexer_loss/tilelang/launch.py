@@ -7,11 +7,11 @@ import torch
 from megatron_dsa.dispatch import deterministic_mode
 from megatron_dsa.numerics.arithmetic import lengths
 from megatron_dsa.ops.hopper.fragments import in_column_order_transposed
-from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLoss, SparseLossProblem
+from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLoss, SparseLossInputs
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 
 
-def sparse(problem: SparseLossProblem) -> SparseLoss:
+def sparse(inputs: SparseLossInputs) -> SparseLoss:
     """Return the KL sum, with its gradients if they are wanted.
 
     In torch's deterministic mode equal inputs give bitwise equal gradients.
@@ -22,9 +22,9 @@ def sparse(problem: SparseLossProblem) -> SparseLoss:
     """
     from megatron_dsa.ops.indexer_loss.tilelang.program import DIM, MOST, compiled
 
-    x, wanted = problem.inputs, problem.want_gradients
+    x, wanted = inputs.indexer, inputs.want_gradients
     q, k = x.q.contiguous(), x.k.contiguous()
-    (queries, heads), width = q.shape[:2], problem.indices.shape[1]
+    (queries, heads), width = q.shape[:2], inputs.indices.shape[1]
     if q.shape[2] != DIM or width > MOST or not x.relu:
         raise ValueError(
             f"the kernel takes index heads of {DIM}, at most {MOST} entries per list and the relu, "
@@ -46,9 +46,9 @@ def sparse(problem: SparseLossProblem) -> SparseLoss:
             q.view(-1, DIM),
             k,
             x.weights.float().contiguous().view(-1),
-            problem.indices.contiguous(),
-            lengths(problem.indices, problem.topk_length),
-            problem.teacher.contiguous(),
+            inputs.indices.contiguous(),
+            lengths(inputs.indices, inputs.topk_length),
+            inputs.teacher.contiguous(),
             value,
             dq.view(-1, DIM),
             dweights.view(-1),

@@ -60,7 +60,7 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
     passes = 2 if gradients else 1
     rows, keys, lists, width = T.dynamic("rows, keys, lists, width")
 
-    # In the macros: `at` is the thread block's place in the problem (its list, how many keys it
+    # In the macros: `at` is the thread block's place in the call (its list, how many keys it
     # has and how many blocks of them), `m` its shared memory, `done` its barriers.
 
     @T.macro

@@ -14,7 +14,7 @@ import triton
 
 from megatron_dsa.numerics.arithmetic import slices
 from megatron_dsa.ops.indexer_loss.dense import dense_loss, take
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossProblem, LatentKeys
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, LatentKeys
 from megatron_dsa.ops.indexer_loss.tiles import TileBytes, fitting_shape
 from megatron_dsa.ops.indexer_loss.triton import gradients, student, teacher
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
@@ -92,21 +92,21 @@ def launches(device: torch.device) -> dict[str, Launch]:
     return next(kernels for needed, kernels in LAUNCHES.items() if needed <= shared)
 
 
-def dense(problem: DenseLossProblem) -> torch.Tensor:
+def dense(inputs: DenseLossInputs) -> torch.Tensor:
     """Return the KL sum over all visible keys (scalar), differentiable in the indexer's inputs.
 
     bf16; index heads of a power of two dims (dispatch knows 128 only). Deterministic.
     """
-    return dense_loss(problem, TritonTiles)
+    return dense_loss(inputs, TritonTiles)
 
 
 class TritonTiles:
-    """:class:`~.dense.TileFunctions` of one problem."""
+    """:class:`~.dense.TileFunctions` of one inputs."""
 
-    def __init__(self, problem: DenseLossProblem):
-        self.shape, self._heads_at_once = tile_shape(problem)
-        self._keys, self._scale = problem.inputs.k.detach(), problem.softmax_scale
-        self._covered = problem.layout.derive("covered", lambda: covered(problem.layout))
+    def __init__(self, inputs: DenseLossInputs):
+        self.shape, self._heads_at_once = tile_shape(inputs)
+        self._keys, self._scale = inputs.indexer.k.detach(), inputs.softmax_scale
+        self._covered = inputs.layout.derive("covered", lambda: covered(inputs.layout))
         self._launches = launches(self._keys.device)
 
     def index_keys(self, layout: Layout, slots: slice) -> torch.Tensor:
@@ -250,26 +250,26 @@ def covered(layout: Layout) -> torch.Tensor:
     return changes.cumsum(0)[:-1] > 0
 
 
-def tile_shape(problem: DenseLossProblem) -> tuple[tuple[int, int], int]:
+def tile_shape(inputs: DenseLossInputs) -> tuple[tuple[int, int], int]:
     """Return how many rows and slots a tile may have, and how many heads are expanded at a time.
 
     One block is the least, whatever the workspace.
     """
-    heads = problem.q.shape[1]
+    heads = inputs.q.shape[1]
     longest = (LONGEST_EDGE, LONGEST_EDGE)
-    while heads > FEWEST_HEADS and tile_bytes(problem, heads)(*longest) > problem.workspace_bytes:
+    while heads > FEWEST_HEADS and tile_bytes(inputs, heads)(*longest) > inputs.workspace_bytes:
         heads = max(heads // 2, FEWEST_HEADS)
-    costs = tile_bytes(problem, heads)
-    return fitting_shape(costs, problem.workspace_bytes, LONGEST_EDGE, BLOCK), heads
+    costs = tile_bytes(inputs, heads)
+    return fitting_shape(costs, inputs.workspace_bytes, LONGEST_EDGE, BLOCK), heads
 
 
-def tile_bytes(problem: DenseLossProblem, heads_at_once: int) -> TileBytes:
+def tile_bytes(inputs: DenseLossInputs, heads_at_once: int) -> TileBytes:
     """Count what is alive at the same time."""
-    x, q, k = problem.inputs, problem.q, problem.k
+    x, q, k = inputs.indexer, inputs.q, inputs.k
     (index_heads, index_dim), (heads, dim) = x.q.shape[1:], q.shape[1:]
-    item, gathers = q.element_size(), problem.layout.key_rows is not None
+    item, gathers = q.element_size(), inputs.layout.key_rows is not None
     # Teachers (one in use, one being reduced), gradients on scores, shares in those of keys.
-    pair = 4 * (1 if problem.head_group is None else 2) + item + 4 * index_dim // 64
+    pair = 4 * (1 if inputs.head_group is None else 2) + item + 4 * index_dim // 64
     row = index_heads * index_dim * 4 + 6 * heads * 4
     slot = index_dim * (3 * item + 4)
     if isinstance(k, LatentKeys):

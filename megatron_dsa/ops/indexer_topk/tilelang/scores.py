@@ -69,7 +69,7 @@ def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
     rows, q_rows, keys, stride = T.dynamic("rows, q_rows, keys, stride")
     of_tile, of_unit = f"<{TILE // heads}, {KEYS}", f"<{heads}, {COLUMNS}"
 
-    # In the macros: `at` is the problem (Start, End), `m` the shared memory, `done` its barriers;
+    # In the macros: `at` is the call (Start, End), `m` the shared memory, `done` its barriers;
     # `share` is what is left of the thread block's share: tile, blocks of it that are others',
     # blocks; and how many blocks and tiles were done. `span`: first block and blocks.
 

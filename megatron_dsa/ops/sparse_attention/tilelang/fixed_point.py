@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 
 
-def units_per_one(problem: SparseProblem, out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+def units_per_one(
+    inputs: SparseAttentionInputs, out: torch.Tensor, dout: torch.Tensor
+) -> torch.Tensor:
     """Return how many integers are one: fp32 ``[1]``, a power of two, without synchronisation.
 
     It is NaN or 0 where an input is not finite, and so are all gradients then. Rows of keys that
@@ -36,12 +38,12 @@ def units_per_one(problem: SparseProblem, out: torch.Tensor, dout: torch.Tensor)
             return x.new_zeros((), dtype=torch.float32)
         return torch.linalg.vector_norm(x, ord=float("inf")).float()
 
-    values = problem.kv[:, : problem.v_dim]
+    values = inputs.kv[:, : inputs.v_dim]
     values = largest(torch.where(values.isfinite(), values, 0.0))
     gradient = largest(dout)
-    per_row = problem.softmax_scale * problem.v_dim * gradient * (values + largest(out))
-    per_row = per_row * largest(problem.q) + gradient
-    rows = problem.q.shape[0] * problem.q.shape[1]
+    per_row = inputs.softmax_scale * inputs.v_dim * gradient * (values + largest(out))
+    per_row = per_row * largest(inputs.q) + gradient
+    rows = inputs.q.shape[0] * inputs.q.shape[1]
     exponent = torch.floor(62 - torch.log2(2 * rows * per_row)).clamp(max=100)
     return torch.exp2(exponent).view(1)
 

@@ -18,28 +18,28 @@ from megatron_dsa.ops.hopper.fragments import (
     in_column_order,
     in_column_order_transposed,
 )
-from megatron_dsa.ops.sparse_attention.inputs import SparseProblem
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.lists import ascending_lists, caller_lists, sorting_pays
 from megatron_dsa.ops.sparse_attention.tilelang.fixed_point import to_float, units_per_one
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels, kernels_for, target_of
 
 
-def forward(problem: SparseProblem, kernels: Kernels | None = None):
+def forward(inputs: SparseAttentionInputs, kernels: Kernels | None = None):
     """Return ``out`` (dtype of q), ``lse`` fp32 and ``None`` (no probabilities).
 
     Tests name ``kernels`` other than those of the GPU.
     """
     from megatron_dsa.ops.hopper.tiles import queries_per_tile
 
-    q, kv, sink = problem.q.contiguous(), problem.kv.contiguous(), problem.sink
+    q, kv, sink = inputs.q.contiguous(), inputs.kv.contiguous(), inputs.sink
     queries, heads, dim = q.shape
     kernels = kernels or kernels_for(q.device)
     group = queries_per_tile(heads, kernels.forward_rows())
-    out = torch.empty(queries, heads, problem.v_dim, dtype=q.dtype, device=q.device)
+    out = torch.empty(queries, heads, inputs.v_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
-    kernel = kernels.forward(heads, dim, problem.v_dim, group, sink is not None)
+    kernel = kernels.forward(heads, dim, inputs.v_dim, group, sink is not None)
     sink = torch.empty(1, device=q.device) if sink is None else sink.float().contiguous()
-    for part, lists, _ in key_lists(problem, group):
+    for part, lists, _ in key_lists(inputs, group):
         kernel(
             _rows(q[part]),
             kv,
@@ -47,13 +47,13 @@ def forward(problem: SparseProblem, kernels: Kernels | None = None):
             sink,
             _rows(out[part]),
             lse[part].view(-1),
-            problem.softmax_scale,
+            inputs.softmax_scale,
         )
     return out, lse, None
 
 
 def backward(
-    problem: SparseProblem,
+    inputs: SparseAttentionInputs,
     out: torch.Tensor,
     lse: torch.Tensor,
     dout: torch.Tensor,
@@ -64,27 +64,27 @@ def backward(
     In torch's deterministic mode equal inputs give bitwise equal gradients (:mod:`.fixed_point`),
     unless a query lists a key twice. Tests name ``kernels`` other than those of the GPU.
     """
-    sink = problem.sink
-    plan = _plan(problem, kernels or kernels_for(problem.q.device))
-    work = _backward_tensors(problem, out, lse, dout, plan.fixed_point)
+    sink = inputs.sink
+    plan = _plan(inputs, kernels or kernels_for(inputs.q.device))
+    work = _backward_tensors(inputs, out, lse, dout, plan.fixed_point)
     launch = _two_kernels if plan.in_two else _one_kernel
     p_sum, sums = None, torch.empty(1, 1, 1, device=out.device)
     if plan.sums_heads:
-        p_sum = torch.empty_like(problem.indices, dtype=torch.float32)
-    ascending = sorting_pays(problem)
-    for part, lists, places in key_lists(problem, plan.group, ascending, plan.sums_heads):
+        p_sum = torch.empty_like(inputs.indices, dtype=torch.float32)
+    ascending = sorting_pays(inputs)
+    for part, lists, places in key_lists(inputs, plan.group, ascending, plan.sums_heads):
         if plan.sums_heads:
             count, width = lists[0].shape
             sums = torch.zeros(count, plan.group, width, device=out.device)
-        launch(plan, problem, work, part, lists, sums)
+        launch(plan, inputs, work, part, lists, sums)
         if plan.sums_heads:
-            _to_callers_lists(p_sum, sums, places, part, problem)
+            _to_callers_lists(p_sum, sums, places, part, inputs)
     dsink = None
     if sink is not None:
         # A head without any key and a sink of -inf has no probability to lose: 0, not NaN.
         total = torch.where(work.total == float("-inf"), float("inf"), work.total)
         dsink = -(torch.exp(sink.float() - total) * work.delta).sum(0)
-    return work.dq, _key_gradient(plan, problem, work), dsink, p_sum
+    return work.dq, _key_gradient(plan, inputs, work), dsink, p_sum
 
 
 @dataclass(frozen=True)
@@ -98,16 +98,16 @@ class _Plan:
     in_two: bool
 
 
-def _plan(problem: SparseProblem, kernels: Kernels) -> _Plan:
+def _plan(inputs: SparseAttentionInputs, kernels: Kernels) -> _Plan:
     from megatron_dsa.ops.hopper.tiles import head_tiles, queries_per_tile
 
-    heads, fixed, tile = problem.q.shape[1], deterministic_mode(), kernels.backward_rows()
+    heads, fixed, tile = inputs.q.shape[1], deterministic_mode(), kernels.backward_rows()
     return _Plan(
         kernels,
         queries_per_tile(heads, tile),
         fixed,
         # The tiles of a query add in fp32: any order gives the same sum of two, not of more.
-        problem.want_p_sum and not (fixed and head_tiles(heads, tile) > 2),
+        inputs.want_p_sum and not (fixed and head_tiles(heads, tile) > 2),
         kernels.in_two(heads, fixed),
     )
 
@@ -127,12 +127,12 @@ class _Tensors:
     units: torch.Tensor
 
 
-def _backward_tensors(problem: SparseProblem, out, lse, dout, fixed: bool) -> _Tensors:
-    q, kv = problem.q.contiguous(), problem.kv.contiguous()
+def _backward_tensors(inputs: SparseAttentionInputs, out, lse, dout, fixed: bool) -> _Tensors:
+    q, kv = inputs.q.contiguous(), inputs.kv.contiguous()
     out, dout = out.contiguous(), dout.to(q.dtype).contiguous()
     total = lse
-    if problem.sink is not None:
-        total = torch.logaddexp(lse, problem.sink.float().expand_as(lse))
+    if inputs.sink is not None:
+        total = torch.logaddexp(lse, inputs.sink.float().expand_as(lse))
     return _Tensors(
         q=q,
         kv=kv,
@@ -142,13 +142,15 @@ def _backward_tensors(problem: SparseProblem, out, lse, dout, fixed: bool) -> _T
         dq=torch.empty_like(q),
         dkv=torch.zeros_like(kv, dtype=torch.int64 if fixed else torch.float32),
         delta=torch.empty_like(lse, memory_format=torch.contiguous_format),
-        units=units_per_one(problem, out, dout) if fixed else torch.empty(1, device=q.device),
+        units=units_per_one(inputs, out, dout) if fixed else torch.empty(1, device=q.device),
     )
 
 
-def _one_kernel(plan: _Plan, problem: SparseProblem, work: _Tensors, part: slice, lists, sums):
+def _one_kernel(
+    plan: _Plan, inputs: SparseAttentionInputs, work: _Tensors, part: slice, lists, sums
+):
     heads, dim = work.q.shape[1:]
-    plan.kernels.backward(heads, dim, problem.v_dim, plan.group, plan.fixed_point, plan.sums_heads)(
+    plan.kernels.backward(heads, dim, inputs.v_dim, plan.group, plan.fixed_point, plan.sums_heads)(
         _rows(work.q[part]),
         work.kv,
         _rows(work.out[part]),
@@ -160,18 +162,20 @@ def _one_kernel(plan: _Plan, problem: SparseProblem, work: _Tensors, part: slice
         work.units,
         work.delta[part].view(-1),
         sums,
-        problem.softmax_scale,
+        inputs.softmax_scale,
     )
 
 
-def _two_kernels(plan: _Plan, problem: SparseProblem, work: _Tensors, part: slice, lists, sums):
+def _two_kernels(
+    plan: _Plan, inputs: SparseAttentionInputs, work: _Tensors, part: slice, lists, sums
+):
     """All queries (``part``), as many at a time as their P and dS fit in the workspace."""
     from megatron_dsa.ops.hopper.tiles import TILE, head_tiles
 
     heads, dim = work.q.shape[1:]
     ids, _, length = lists
     tiles, blocks = head_tiles(heads), -(-ids.shape[1] // TILE)
-    step = rows_in_budget(problem.workspace_bytes, blocks * tiles * 2 * TILE * TILE * 2)
+    step = rows_in_budget(inputs.workspace_bytes, blocks * tiles * 2 * TILE * TILE * 2)
     if step < ids.shape[0]:
         # A thread block per tile of a query: as many as fill the GPU some times over.
         device = torch.cuda.get_device_properties(ids.device)
@@ -179,8 +183,8 @@ def _two_kernels(plan: _Plan, problem: SparseProblem, work: _Tensors, part: slic
         step = step // wave * wave or step
     step = min(step, ids.shape[0])
     pds = work.q.new_empty(step, blocks, tiles, 2, TILE, TILE)
-    first_half = plan.kernels.query_gradient(heads, dim, problem.v_dim, plan.sums_heads)
-    second_half = plan.kernels.key_gradient(heads, dim, problem.v_dim, plan.fixed_point)
+    first_half = plan.kernels.query_gradient(heads, dim, inputs.v_dim, plan.sums_heads)
+    second_half = plan.kernels.key_gradient(heads, dim, inputs.v_dim, plan.fixed_point)
     for first in range(0, ids.shape[0], step):
         some = slice(first, first + step)
         q, dout, count = _rows(work.q[some]), _rows(work.dout[some]), length[some].shape[0]
@@ -196,32 +200,32 @@ def _two_kernels(plan: _Plan, problem: SparseProblem, work: _Tensors, part: slic
             pds[:count],
             work.delta[some].view(-1),
             sums[some] if plan.sums_heads else sums,
-            problem.softmax_scale,
+            inputs.softmax_scale,
         )
         second_half(q, dout, ids[some], length[some], pds[:count], work.dkv, work.units)
 
 
-def _key_gradient(plan: _Plan, problem: SparseProblem, work: _Tensors) -> torch.Tensor:
+def _key_gradient(plan: _Plan, inputs: SparseAttentionInputs, work: _Tensors) -> torch.Tensor:
     """Bring what the kernels have added up to fp32 in column order."""
     if plan.fixed_point and (plan.in_two or plan.kernels.tiles):
         return work.dkv.float().div_(work.units)
     if plan.fixed_point:
         return to_float(work.dkv, work.units)
     if plan.in_two:
-        return in_column_order_transposed(work.dkv, problem.v_dim)
+        return in_column_order_transposed(work.dkv, inputs.v_dim)
     return work.dkv if plan.kernels.tiles else in_column_order(work.dkv)
 
 
-def _to_callers_lists(p_sum, sums, places, part, problem) -> None:
+def _to_callers_lists(p_sum, sums, places, part, inputs) -> None:
     """Fill ``p_sum[part]``, one for each entry of the caller's, from sums ``[lists, group, W]``."""
     sums = sums.view(-1, sums.shape[-1])
     # Per entry: validity, masked and int64 places, the result twice.
-    step = rows_in_budget(problem.workspace_bytes, p_sum.shape[1] * 24)
+    step = rows_in_budget(inputs.workspace_bytes, p_sum.shape[1] * 24)
     for first in range(part.start, part.stop, step):
         rows = slice(first, min(first + step, part.stop))
         own = slice(rows.start - part.start, rows.stop - part.start)
-        length = None if problem.topk_length is None else problem.topk_length[rows]
-        valid = valid_entries(problem.indices[rows], length, problem.kv.shape[0])
+        length = None if inputs.topk_length is None else inputs.topk_length[rows]
+        valid = valid_entries(inputs.indices[rows], length, inputs.kv.shape[0])
         found = sums[own]
         if places is not None:
             found = found.gather(1, torch.where(valid, places[own], 0).long())
@@ -229,33 +233,33 @@ def _to_callers_lists(p_sum, sums, places, part, problem) -> None:
 
 
 def key_lists(
-    problem: SparseProblem, group: int, ascending: bool = False, with_places: bool = False
+    inputs: SparseAttentionInputs, group: int, ascending: bool = False, with_places: bool = False
 ):
     """Yield parts of the queries (slices) with the lists of keys that the kernels read for them.
 
     The lists are: ids int32 ``[lists, W]``, members uint8 alike, length int32 ``[lists]``, as
     :mod:`.hopper.unions` describes; they come in parts, so that unions fit
-    ``problem.workspace_bytes``, with those of the part before. Groups of one query have the
+    ``inputs.workspace_bytes``, with those of the part before. Groups of one query have the
     caller's lists and no members. Unions are always ``ascending``. The third result is int32
     ``[queries, K]`` or ``None``: where in its group's list each valid entry of the caller's is, if
     that is wanted and another place.
     """
-    queries, width = problem.indices.shape
-    unused = torch.empty(1, 1, dtype=torch.uint8, device=problem.indices.device)
+    queries, width = inputs.indices.shape
+    unused = torch.empty(1, 1, dtype=torch.uint8, device=inputs.indices.device)
     if queries == 0:
         return
     if group == 1:
-        places = torch.empty_like(problem.indices) if ascending and with_places else None
-        lists = ascending_lists(problem, places) if ascending else caller_lists(problem)
+        places = torch.empty_like(inputs.indices) if ascending and with_places else None
+        lists = ascending_lists(inputs, places) if ascending else caller_lists(inputs)
         yield slice(0, queries), (lists[0], unused, lists[1]), places
         return
     from megatron_dsa.ops.sparse_attention.tilelang.hopper.unions import compiled
 
-    indices, length = caller_lists(problem)
+    indices, length = caller_lists(inputs)
     capacity = group * width
     # Ids and members, the sums that go with places, and places with their int64 copy.
     bytes_per_group = capacity * (5 + (4 * group + 16 if with_places else 0))
-    groups = problem.workspace_bytes // bytes_per_group
+    groups = inputs.workspace_bytes // bytes_per_group
     if groups * group < queries:
         groups //= 2  # the caller holds one part until it gets the next
     step = max(1, groups) * group
@@ -267,7 +271,7 @@ def key_lists(
         count = torch.empty(groups, dtype=torch.int32, device=indices.device)
         places = torch.empty_like(indices[part]) if with_places else unused.int()
         compiled(group, with_places, target_of(indices.device))(
-            indices[part], length[part], ids, members, count, places, problem.kv.shape[0]
+            indices[part], length[part], ids, members, count, places, inputs.kv.shape[0]
         )
         yield part, (ids, members, count), places if with_places else None
 

@@ -71,7 +71,7 @@ def build(
     rows, keys, lists, width = T.dynamic("rows, keys, lists, width")
     start = start_macro(dim, v_dim)
 
-    # In the macros: `at` is the thread block's place in the problem (its list, first row, number of
+    # In the macros: `at` is the thread block's place in the call (its list, first row, number of
     # rows, of keys in the list and of blocks of keys), `m` its shared memory, `done` its barriers.
 
     @T.macro

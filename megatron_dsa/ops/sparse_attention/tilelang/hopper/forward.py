@@ -97,7 +97,7 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
     bf16, fp32, int32, uint32 = "bfloat16", "float32", "int32", "uint32"
     rows, keys, lists, width = T.dynamic("rows, keys, lists, width")
 
-    # In the macros: `at` is the thread block's place in the problem (its list, first row, number of
+    # In the macros: `at` is the thread block's place in the call (its list, first row, number of
     # rows, of keys, blocks and pairs of blocks), `m` its shared memory, `done` its barriers.
 
     @T.macro

@@ -149,7 +149,7 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
     transposed = {"transpose_A": True, "transpose_B": True}
     rows, keys, lists, width, most = T.dynamic("rows, keys, lists, width, most")
 
-    # In the macros: `at` is the thread block's place in the problem (its list, first row, number of
+    # In the macros: `at` is the thread block's place in the call (its list, first row, number of
     # rows, of keys in the list and of blocks of keys, which of a list's thread blocks it is), `m`
     # its shared memory, `done` its barriers.
 

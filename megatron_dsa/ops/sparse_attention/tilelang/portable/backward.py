@@ -73,7 +73,7 @@ def build(
     rows, keys, lists, width = T.dynamic("rows, keys, lists, width")
     full_row, full_col = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
 
-    # In the macros: `at` is the thread block's place in the problem (its list, first row, number of
+    # In the macros: `at` is the thread block's place in the call (its list, first row, number of
     # rows and of keys in the list), `m` its shared memory.
 
     @T.macro
