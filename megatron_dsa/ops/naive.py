@@ -77,7 +77,7 @@ def sparse_attention(q, kv, seen, softmax_scale, v_dim, attn_sink=None):
 def indexer_loss(scores, p_sum, keys):
     """Return the mean over queries of ``KL(p || softmax(scores))`` over the given ``keys``.
 
-    All are ``[s, keys]``; the teacher ``p`` is ``p_sum``, normalised. No keys, no loss.
+    All are ``[s, keys]``; the teacher ``p`` is ``p_sum``, normalised. A query without keys adds 0.
     """
     some = keys.any(-1)
     outside = ~keys[some]
@@ -185,7 +185,7 @@ def compress(x, w, rope, ratio, name):
     if ratio == 4:
         values, scores = join_previous(values, 0.0), join_previous(scores, -torch.inf)
     pooled = norm((scores.softmax(1) * values).sum(1), w, name + "norm")
-    return rotate(pooled, [table[::ratio][:groups] for table in rope])
+    return rotate(pooled, [table[::ratio][:groups] for table in rope])  # by the first position
 
 
 def join_previous(x, nothing):
