@@ -1,0 +1,195 @@
+"""One DSA layer and one CSA layer in plain torch: the first file to read.
+
+``x [s, hidden]`` is one causal sequence, ``w`` the weights by their names in a checkpoint, ``rope``
+what :func:`rope_tables` returns. All scores exist at once; the rest of the package computes the
+same numbers block by block, over ranks and in fused kernels. Left out are YaRN, and the indexer's
+Hadamard rotation, which changes no product of a query and a key.
+
+Symbols: ``H`` heads, ``HI`` index heads of ``DI`` dims, ``R`` latent dims, ``P`` rope dims, ``N``
+other dims of V3.2's queries, ``V`` of its values, ``D`` dims of V4's heads.
+"""
+
+import torch
+from torch.nn.functional import layer_norm, rms_norm
+
+EPS = 1e-6  # of all norms
+
+
+def linear(x, w, name):
+    """Return ``x [..., inputs]`` times the weight ``[outputs, inputs]``: ``[..., outputs]``."""
+    return x @ w[name + ".weight"].T
+
+
+def norm(x, w, name):
+    """Return ``x [..., d]`` divided by its root mean square, times a weight ``[d]``."""
+    return rms_norm(x, x.shape[-1:], w[name + ".weight"], EPS)
+
+
+def rope_tables(s, dim, base):
+    """Return ``cos, sin [s, dim / 2]`` of ``position * base^(-2i / dim)``."""
+    pair = torch.arange(dim // 2, dtype=torch.float64)
+    angles = torch.arange(s)[:, None] * base ** (-2 * pair / dim)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x, rope, interleaved=True):
+    """Rotate the last ``P`` dims of ``x [s, ..., d]`` by ``rope``, two ``[s, P / 2]``.
+
+    Pairs of dims are neighbours, ``(2i, 2i + 1)``, or else ``(i, i + P / 2)``.
+    """
+    cos, sin = (t.view(len(x), *[1] * (x.dim() - 2), -1) for t in rope)
+    plain, x = x.split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], -1)
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    a, b = a * cos - b * sin, a * sin + b * cos
+    x = torch.stack([a, b], -1).flatten(-2) if interleaved else torch.cat([a, b], -1)
+    return torch.cat([plain, x], -1)
+
+
+def index_scores(q, k, weights):
+    """``I[t, j] = sum_h w[t, h] relu(q[t, h] . k[j])`` of ``[s, HI, DI], [keys, DI], [s, HI]``."""
+    weights = weights * (q.shape[1] * q.shape[2]) ** -0.5
+    return torch.einsum("th,thj->tj", weights, torch.einsum("thd,jd->thj", q, k).relu())
+
+
+def indexer_topk(scores, visible, topk):
+    """Return which visible keys have the best ``scores [s, keys]``; masks are bool ``[s, keys]``.
+
+    Equal scores, such as the zeros that relu makes, go to the key that comes first.
+    """
+    order = scores.masked_fill(~visible, -torch.inf).sort(descending=True, stable=True).indices
+    return torch.zeros_like(visible).scatter(1, order[:, :topk], True) & visible
+
+
+def sparse_attention(q, kv, seen, softmax_scale, v_dim, attn_sink=None):
+    """Attend from ``q [s, H, d]`` to those of ``kv [keys, d]`` that are ``seen [s, keys]``, bool.
+
+    The value is the first ``v_dim`` dims of the key; ``attn_sink [H]`` is a logit without a value.
+    Returns ``out [s, H, v_dim]`` and ``p_sum [s, keys]``, the probabilities summed over heads.
+    """
+    logits = softmax_scale * torch.einsum("thd,jd->thj", q, kv)
+    logits = logits.masked_fill(~seen[:, None], -torch.inf)
+    if attn_sink is not None:
+        logits = torch.cat([logits, attn_sink[:, None].expand(len(q), -1, 1)], -1)
+    p = logits.softmax(-1)[..., : len(kv)]
+    return torch.einsum("thj,jd->thd", p, kv[:, :v_dim]), p.sum(1)
+
+
+def indexer_loss(scores, p_sum, keys):
+    """Return the mean over queries of ``KL(p || softmax(scores))`` over the given ``keys``.
+
+    All are ``[s, keys]``; the teacher ``p`` is ``p_sum``, normalised. A query without keys adds 0.
+    """
+    some = keys.any(-1)
+    outside = ~keys[some]
+    p = p_sum.detach()[some].masked_fill(outside, 0.0)
+    p = p / p.sum(-1, keepdim=True)
+    student = scores[some].masked_fill(outside, -torch.inf).log_softmax(-1)
+    return (torch.xlogy(p, p) - p * student.masked_fill(outside, 0.0)).sum() / len(scores)
+
+
+def dsa_layer(x, w, rope, heads, topk, stage="sparse"):
+    """DeepSeek-V3.2: attend to the keys that the indexer selects, in the latent space.
+
+    Returns the output ``[s, hidden]`` and the indexer's loss. The stages ``warmup`` and ``dense``
+    attend to all keys; ``dense`` has no indexer, so its loss is None.
+    """
+    rope_dim, rank = 2 * rope[0].shape[1], len(w["kv_layernorm.weight"])  # P, R
+    q_latent = norm(linear(x, w, "linear_q_down_proj"), w, "q_layernorm")
+    kv_latent, k_pe = linear(x, w, "linear_kv_down_proj").split([rank, rope_dim], -1)
+    # One key [R + P] for all heads, whose first R dims are the value.
+    kv = torch.cat([norm(kv_latent, w, "kv_layernorm"), rotate(k_pe, rope)], -1)
+
+    q = linear(q_latent, w, "linear_q_up_proj").unflatten(-1, (heads, -1))  # [s, H, N + P]
+    softmax_scale = q.shape[2] ** -0.5  # not (R + P)^-0.5
+    q_nope, q_pe = q.split([q.shape[2] - rope_dim, rope_dim], -1)
+    # Absorption: q_nope . (W_uk c) = (q_nope W_uk) . c, and W_uv is left to the output.
+    up = w["linear_kv_up_proj.weight"].view(heads, -1, rank)  # [H, N + V, R]
+    w_uk, w_uv = up[:, : q_nope.shape[2]], up[:, q_nope.shape[2] :]
+    q = torch.cat([torch.einsum("thn,hnr->thr", q_nope, w_uk), rotate(q_pe, rope)], -1)
+
+    seen, scores = torch.ones(len(x), len(x), dtype=torch.bool).tril(), None
+    if stage != "dense":
+        scores = dsa_index_scores(x.detach(), q_latent.detach(), w, rope)
+    if stage == "sparse":
+        seen = indexer_topk(scores, seen, topk)
+    out, p_sum = sparse_attention(q, kv, seen, softmax_scale, rank)  # [s, H, R]
+    out = torch.einsum("thr,hvr->thv", out, w_uv).flatten(1)
+    loss = None if scores is None else indexer_loss(scores, p_sum, seen)
+    return linear(out, w, "linear_proj"), loss
+
+
+def dsa_index_scores(x, q_latent, w, rope, indexer="core_attention.indexer."):
+    """V3.2's index scores ``[s, s]``. The inputs are detached: the loss trains the indexer only."""
+    q = linear(q_latent, w, indexer + "linear_wq_b")
+    k = linear(x, w, indexer + "linear_wk")
+    k_norm = w[indexer + "k_norm.weight"], w[indexer + "k_norm.bias"]
+    k = layer_norm(k, k.shape[1:], *k_norm, EPS)
+    q = q.unflatten(-1, (-1, k.shape[1]))
+    # The first dims are rotated, in pairs of halves: rolled by P they are the last.
+    q, k = (rotate(t.roll(-2 * rope[0].shape[1], -1), rope, interleaved=False) for t in (q, k))
+    return index_scores(q, k, linear(x, w, indexer + "linear_weights_proj"))
+
+
+def csa_layer(x, w, rope, heads, topk, window, ratio, o_groups, stage="sparse"):
+    """DeepSeek-V4: attend to a window and to compressed keys, of which a layer of ratio 4 selects.
+
+    Returns the output ``[s, hidden]`` and the loss, None without an indexer. Ratio 0: the window
+    only; ratios above 4, and the stages ``warmup`` and ``dense``: all compressed keys of the past.
+    """
+    q_latent = norm(linear(x, w, "linear_q_down_proj"), w, "q_layernorm")
+    q = linear(q_latent, w, "linear_q_up_proj").unflatten(-1, (heads, -1))  # [s, H, D]
+    q = rotate(rms_norm(q, q.shape[2:], None, EPS), rope)
+    kv = rotate(norm(linear(x, w, "linear_kv_proj"), w, "kv_layernorm"), rope)  # [s, D]
+    position = torch.arange(len(x))
+    age = position[:, None] - position
+    seen, scores, groups = (age >= 0) & (age < window), None, 0
+
+    if ratio > 0:
+        compressed = compress(x, w, rope, ratio, "core_attention.compressor.")  # [groups, D]
+        groups = len(compressed)
+        # A group is visible from its last position on.
+        visible = torch.arange(groups) < ((position + 1) // ratio)[:, None]
+        if ratio == 4 and stage != "dense":
+            scores = csa_index_scores(x.detach(), q_latent.detach(), w, rope)
+        if scores is not None and stage == "sparse":
+            visible = indexer_topk(scores, visible, topk)
+        kv, seen = torch.cat([compressed, kv]), torch.cat([visible, seen], 1)
+    sink = w["core_attention.attn_sink"]
+    out, p_sum = sparse_attention(q, kv, seen, q.shape[2] ** -0.5, q.shape[2], sink)
+    # Values carry the rope of their position: rotating back leaves that of the distance.
+    out = rotate(out, (rope[0], -rope[1])).reshape(len(x), o_groups, -1)
+    o_weight = w["linear_o_group_proj.weight"].view(o_groups, -1, out.shape[2])
+    out = torch.einsum("tgi,goi->tgo", out, o_weight).flatten(1)
+    # The teacher's softmax has window and sink in it, the loss has not.
+    loss = None if scores is None else indexer_loss(scores, p_sum[:, :groups], seen[:, :groups])
+    return linear(out, w, "linear_proj"), loss
+
+
+def csa_index_scores(x, q_latent, w, rope, indexer="core_attention.indexer."):
+    """V4's index scores ``[s, s // 4]``: the indexer compresses keys of its own."""
+    k = compress(x, w, rope, 4, indexer + "compressor.")
+    q = linear(q_latent, w, indexer + "linear_wq_b").unflatten(-1, (-1, k.shape[1]))
+    return index_scores(rotate(q, rope), k, linear(x, w, indexer + "linear_weights_proj"))
+
+
+def compress(x, w, rope, ratio, name):
+    """Pool every ``ratio`` positions of ``x [s, hidden]`` per channel: ``[s // ratio, d]``.
+
+    With ratio 4 a group pools the positions before it, too: their first ``d`` channels of ``2d``,
+    and the last ``d`` of its own.
+    """
+    groups = len(x) // ratio
+    x = x[: groups * ratio].unflatten(0, (groups, ratio))  # the tail is not compressed
+    values = linear(x, w, name + "linear_wkv")
+    scores = linear(x, w, name + "linear_wgate") + w[name + "ape"]
+    if ratio == 4:
+        values, scores = join_previous(values, 0.0), join_previous(scores, -torch.inf)
+    pooled = norm((scores.softmax(1) * values).sum(1), w, name + "norm")
+    return rotate(pooled, [table[::ratio][:groups] for table in rope])  # by the first position
+
+
+def join_previous(x, nothing):
+    """Turn ``x [groups, 4, 2d]`` into ``[groups, 8, d]``; ``nothing`` stands before group 0."""
+    previous, own = x.chunk(2, -1)
+    first = torch.full_like(previous[:1], nothing)
+    return torch.cat([torch.cat([first, previous[:-1]]), own], 1)

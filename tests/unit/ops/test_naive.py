@@ -1,0 +1,120 @@
+"""The naive layers against the package's: outputs, indexer losses and all gradients in float64."""
+
+import pytest
+import torch
+
+from megatron_dsa.config import DSAOptions
+from megatron_dsa.metrics.log import IndexerLog
+from megatron_dsa.ops import naive
+from tests.helpers import relative_error
+from tests.host import attention_module, hidden_like, small_config, small_hybrid_config
+
+TOLERANCE = 1e-10
+STAGES = ("sparse", "warmup", "dense")
+
+
+def options(stage):
+    return DSAOptions(stage=stage, freeze_main=False)
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """The indexer losses that layers record, with the coefficient; the log rounds to fp32."""
+    found = []
+
+    def record(_layer, figures):
+        found.extend(value for name, value in figures.items() if name == "indexer loss")
+
+    monkeypatch.setattr(IndexerLog, "record", record)
+    return found
+
+
+def compare(module, layer, losses, tokens):
+    """Run ``module`` and ``layer(x, weights)``; compare output, loss and gradients."""
+    x = hidden_like(module, tokens)
+    out, _ = module(x, None)
+    generator = torch.Generator().manual_seed(12)
+    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device)
+    out.backward(grad)
+
+    weights = {name: p.detach().cpu().requires_grad_() for name, p in module.named_parameters()}
+    x_naive = x.detach().cpu()[:, 0].requires_grad_()
+    out_naive, loss = layer(x_naive, weights)
+    objective = (out_naive * grad.cpu()[:, 0]).sum()
+    assert len(losses) == (loss is not None)
+    if loss is not None:
+        coeff = module.config.dsa_indexer_loss_coeff
+        assert loss > 0.01
+        assert relative_error(losses[0], coeff * loss) < TOLERANCE
+        objective = objective + coeff * loss
+    objective.backward()
+
+    assert relative_error(out[:, 0], out_naive) < TOLERANCE
+    assert relative_error(x.grad[:, 0], x_naive.grad) < TOLERANCE
+    for name, parameter in module.named_parameters():
+        expected = weights[name].grad
+        # Not relative_error, which measures small gradients by another unit.
+        error = (parameter.grad.cpu() - expected).norm() / expected.norm()
+        assert error < TOLERANCE, (name, error)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_dsa_layer(stage, losses):
+    sparse_loss = stage == "sparse"
+    config = small_config(
+        options=options(stage), dsa_indexer_use_sparse_loss=sparse_loss, layernorm_epsilon=naive.EPS
+    )
+    module = attention_module(config).train()
+    tokens = 5 * config.dsa_indexer_topk
+    # Megatron forms the angles in fp32, which alone would be an error of 1e-6.
+    angles = module.rotary_pos_emb(tokens, packed_seq=True).flatten(0, 2).cpu()
+    angles = angles[:, : config.qk_pos_emb_head_dim // 2]
+    rope = angles.cos().double(), angles.sin().double()
+    own = naive.rope_tables(tokens, config.qk_pos_emb_head_dim, config.rotary_base)
+    assert max(relative_error(a, b) for a, b in zip(rope, own, strict=True)) < 1e-5
+
+    def layer(x, w):
+        heads, topk = config.num_attention_heads, config.dsa_indexer_topk
+        return naive.dsa_layer(x, w, rope, heads, topk, stage)
+
+    compare(module, layer, losses, tokens)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ratio", [0, 4, 6, 128])
+def test_csa_layer(ratio, stage, losses):
+    """Window only, CSA, and HCA with many compressed keys (ratio 6) and with one."""
+    sparse_loss = stage == "sparse"
+    config = small_hybrid_config(
+        ratio,
+        options=options(stage),
+        dsa_indexer_use_sparse_loss=sparse_loss,
+        layernorm_epsilon=naive.EPS,
+    )
+    module = attention_module(config).train()
+    tokens = 150 if ratio == 128 else 94  # a tail that is not compressed
+    base = config.csa_compress_rotary_base if ratio else config.rotary_base
+    rope = naive.rope_tables(tokens, config.qk_pos_emb_head_dim, base)
+
+    def layer(x, w):
+        return naive.csa_layer(
+            x,
+            w,
+            rope,
+            heads=config.num_attention_heads,
+            topk=config.dsa_indexer_topk,
+            window=config.csa_window_size,
+            ratio=ratio,
+            o_groups=config.o_groups,
+            stage=stage,
+        )
+
+    compare(module, layer, losses, tokens)
+
+
+def test_equal_scores_go_to_the_first_key():
+    scores = torch.tensor([[0.0, 1.0, -0.0, 0.0]]).double()
+    seen = torch.tensor([[True, True, True, True]])
+    assert naive.indexer_topk(scores, seen, 3).tolist() == [[True, True, True, False]]
+    seen = torch.tensor([[True, False, True, False]])
+    assert naive.indexer_topk(scores, seen, 3).equal(seen)
