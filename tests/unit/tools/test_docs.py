@@ -131,7 +131,7 @@ def test_the_index_names_every_page():
 def test_sentences_are_plain(page):
     """Subject, verb, object, as in the documentation of PyTorch."""
     text = without_blocks(page)
-    for pattern in (r"\bOf\b", r"(?i)\bnobody\b", r"(?i)\bwhoever\b", r"(?i)\bthose of\b"):
+    for pattern in (r"\bOf\b", r"\b[Nn]obody\b", r"\b[Ww]hoever\b", r"\b[Tt]hose of\b"):
         found = re.search(rf".*{pattern}.*", text)
         assert not found, found[0]
 
