@@ -47,15 +47,18 @@ def public(module) -> list:
     """Return the classes and functions that a module offers: by ``__all__``, or what it defines."""
     if hasattr(module, "__all__"):
         found = [getattr(module, name) for name in module.__all__]
-        return [value for value in found if inspect.isclass(value) or inspect.isfunction(value)]
+        return [value for value in found if is_documented(value)]
     own = [
         value
         for name, value in vars(module).items()
-        if not name.startswith("_")
-        and (inspect.isclass(value) or inspect.isfunction(value))
-        and value.__module__ == module.__name__
+        if not name.startswith("_") and is_documented(value) and value.__module__ == module.__name__
     ]
-    return sorted(own, key=lambda value: inspect.getsourcelines(value)[1])
+    return sorted(own, key=lambda value: inspect.getsourcelines(inspect.unwrap(value))[1])
+
+
+def is_documented(value) -> bool:
+    """Return whether it is a class or a function, decorated or not."""
+    return inspect.isclass(value) or inspect.isfunction(inspect.unwrap(value))
 
 
 def type_name(annotation) -> str:
