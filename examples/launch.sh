@@ -8,7 +8,7 @@
 #     TOKENIZER      folder or name of the Hugging Face tokenizer                  (no default)
 #     CHECKPOINTS    folder to load from, if it holds a checkpoint, and to save to (no default)
 #     TRAIN_STEPS, GLOBAL_BATCH, LR   steps, sequences per step, learning rate     (no default)
-#     STAGE          dense, warmup or sparse, see docs/flags.md                    (sparse)
+#     STAGE          dense, warmup or sparse, see docs/guide/flags.md                    (sparse)
 #     INDEXER_LOSS_COEFF  weight of the indexers' loss                             (1.0)
 #     SEQ_LENGTH     tokens of a sequence                                          (4096)
 #     SAVE_INTERVAL  steps from checkpoint to checkpoint                           (500)

@@ -4,7 +4,7 @@ Importing this package needs torch and nothing else: no GPU, no Megatron, no ker
 The parts that plug into Megatron (``megatron_dsa.specs``, ``megatron_dsa.pretrain``) check the
 installed megatron-core when they are imported, see :mod:`megatron_dsa.versions`.
 
-Where to start reading: ``docs/architecture.md``.
+Where to start reading: ``docs/design/architecture.md``.
 """
 
 __version__ = "0.2.0.dev0"

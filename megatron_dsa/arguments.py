@@ -275,9 +275,9 @@ def _add_implementation_arguments(group) -> None:
         nargs="+",
         default=[],
         metavar="OPERATION=NAME",
-        help="Implementations that run or stop the start-up, by operation (docs/support.md lists "
-        f"both), for example sparse_attention_forward=flashmla. Environment: {VARIABLE}, split by "
-        "commas.",
+        help="Implementations that run or stop the start-up, by operation, for example "
+        "sparse_attention_forward=flashmla. python -m megatron_dsa info --support-table lists all "
+        f"names. Environment: {VARIABLE}, split by commas.",
     )
     for old, new in RENAMED.items():
         group.add_argument(old, action=_RefuseRenamed, new=new, nargs="*", help=argparse.SUPPRESS)

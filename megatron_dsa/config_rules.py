@@ -142,7 +142,7 @@ def _ignored_rules(config: Any):
         config.dsa_kernel_backend == "none",
         f"--dsa-kernel-backend must be unset, got {config.dsa_kernel_backend!r}: it chooses "
         "kernels of Megatron's bundled DSA. Name kernels of this package by operation, such as "
-        "--dsa-impl (docs/support.md)",
+        "--dsa-impl (docs/guide/flags.md)",
     )
     yield (
         not (config.fp8_dot_product_attention or config.fp8_multi_head_attention),

@@ -1,23 +1,34 @@
-"""Writes docs/api.md from the docstrings: ``python scripts/api_reference.py > docs/api.md``."""
+"""Write the API reference from the docstrings.
+
+python scripts/api_reference.py                # to the standard output
+python scripts/api_reference.py build/api.md   # to a file, which git ignores
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import sys
+from collections.abc import Sequence
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import ForwardRef
 
-#: What is public, in the order of the page.
+#: The public modules, in the order of the page; ``docs/design/architecture.md`` names them, too.
 MODULES = (
     "dsa_kernels",
+    "pretrain",
+    "arguments",
     "ops.compressor.api",
     "ops.rope.api",
     "sequence.layout",
     "specs",
+    "csa",
     "config",
     "presets",
     "modules.freezing",
     "training.checkpoints",
+    "training.data",
     "huggingface.convert",
     "modules.replay",
     "metrics.quality",
@@ -36,15 +47,18 @@ def public(module) -> list:
     """Return the classes and functions that a module offers: by ``__all__``, or what it defines."""
     if hasattr(module, "__all__"):
         found = [getattr(module, name) for name in module.__all__]
-        return [value for value in found if inspect.isclass(value) or inspect.isfunction(value)]
+        return [value for value in found if is_documented(value)]
     own = [
         value
         for name, value in vars(module).items()
-        if not name.startswith("_")
-        and (inspect.isclass(value) or inspect.isfunction(value))
-        and value.__module__ == module.__name__
+        if not name.startswith("_") and is_documented(value) and value.__module__ == module.__name__
     ]
-    return sorted(own, key=lambda value: inspect.getsourcelines(value)[1])
+    return sorted(own, key=lambda value: inspect.getsourcelines(inspect.unwrap(value))[1])
+
+
+def is_documented(value) -> bool:
+    """Return whether it is a class or a function, decorated or not."""
+    return inspect.isclass(value) or inspect.isfunction(inspect.unwrap(value))
 
 
 def type_name(annotation) -> str:
@@ -104,10 +118,7 @@ def entry(value) -> str:
 
 def page() -> str:
     """Return the whole page as Markdown."""
-    parts = [
-        "# API\n\nWritten from the docstrings by `python scripts/api_reference.py > docs/api.md`; "
-        "do not edit.\n"
-    ]
+    parts = ["# API\n\nWritten from the docstrings by `python scripts/api_reference.py`.\n"]
     for name in MODULES:
         module = importlib.import_module(f"megatron_dsa.{name}")
         summary = inspect.cleandoc(module.__doc__).split("\n\n")[0]
@@ -116,5 +127,15 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def main(arguments: Sequence[str]) -> None:
+    """Write the page to the file that is named, or to the standard output."""
+    if not arguments:
+        print(page(), end="")
+        return
+    output = Path(arguments[0])
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page(), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    print(page(), end="")
+    main(sys.argv[1:])

@@ -31,7 +31,7 @@ class Policy:
         fp8_selection: keys are selected by fp8 scores, the best of them scored again
             (``--dsa-fp8-selection``).
         fp8_least_ratio: but only where there are at least as many times more keys than candidates.
-            By measurement (``docs/indexer_kernels.md``): from there on fp8 wins what these cost.
+            By measurement (``docs/kernels/indexer.md``): from there on fp8 wins what these cost.
     """
 
     fused: bool = True

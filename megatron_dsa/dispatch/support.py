@@ -1,7 +1,7 @@
 """What an implementation can run, declared once.
 
 One :class:`Support` per implementation and operation drives dispatch, the error messages, ``info``,
-``doctor``, the skips of the tests and the table in ``docs/support.md``.
+``doctor``, the skips of the tests and ``info --support-table``.
 """
 
 from __future__ import annotations

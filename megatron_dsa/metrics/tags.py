@@ -1,7 +1,7 @@
 """What goes to TensorBoard and W&B beside Megatron's own scalars, and under which tags.
 
 The names of Megatron's log line are for reading; tags start with ``dsa/`` and hold no spaces. All
-of them are listed in ``docs/reports.md``.
+of them are listed in ``docs/guide/reports.md``.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def describe(config: Any, work: list[Work], length: int, device: str = "") -> st
     main = "" if trains_main(config) else ", of the main model the forward pass only"
     return (
         f"megatron_dsa counts {sum(parts.values()) / length / 1e9:.4g} GFLOP per token in "
-        f"sequences of {length} tokens{main} (docs/throughput.md): {shares(parts)}; {reference}"
+        f"sequences of {length} tokens{main} (docs/guide/throughput.md): {shares(parts)}; "
+        f"{reference}"
     )
 
 

@@ -27,7 +27,7 @@ class DSAIndexerSubmodules:
 
 
 class DSAIndexer(MegatronModule):
-    """Projections of the indexer (``docs/attention.md``; DeepSeek-V3.2, eq. 1).
+    """Projections of the indexer (``docs/design/maths.md``; DeepSeek-V3.2, eq. 1).
 
     ``q_I = rot(rope(W_qb qr))``, ``k_I = rot(rope(LayerNorm(W_k x)))`` and
     ``w = W_w x * HI^-1/2 * DI^-1/2``, with rope on the *first* ``qk_pos_emb_head_dim`` dims and

@@ -1,7 +1,9 @@
 """Which query row may see which key rows: one object for unpacked and packed batches.
 
-The attention operations of this package know nothing of batches, sequences or masks. They work
-on flattened rows, and this object is the only place that says which rows belong together:
+Indexer, selection, sparse attention and losses know no batches, sequences or masks. They work on
+flattened rows, and this object says which rows belong together. Dense attention also reads
+:attr:`Layout.sequences`: :mod:`megatron_dsa.parallel.ring` builds the segments of every block of
+keys from it.
 
 * a *row* is an index into the flattened ``[rows, ...]`` query or key tensor. Megatron's
   ``[s, b, ...]`` flattens to rows ``s * B + b`` without a copy;

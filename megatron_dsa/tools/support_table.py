@@ -1,6 +1,6 @@
-"""The table of ``docs/support.md``, written from the declarations that dispatch uses.
+"""What every implementation can run, as a Markdown page made from the declarations.
 
-``python -m megatron_dsa info --support-table > docs/support.md`` renews it; a test compares.
+``python -m megatron_dsa info --support-table`` prints it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from megatron_dsa.ops import OPERATIONS
 
 _HEAD = """# What every implementation can run
 
-Generated from `megatron_dsa/ops/*/declaration.py` by
-`python -m megatron_dsa info --support-table`; do not edit.
+Printed by `python -m megatron_dsa info --support-table` from `megatron_dsa/ops/*/declaration.py`.
 
-Dispatch tries the implementations of an operation in the order of this table, the torch one last;
-one that is the fastest for some numbers of heads, by the committed benchmark, goes first there
-("with the teacher": where the backward also gives the indexer's teacher, the head sum of the
-probabilities, which costs others an operation of its own).
+Dispatch tries the implementations of an operation in the order of this table, torch last. An
+implementation that the committed benchmark shows to be the fastest for some numbers of heads is
+tried first for these. "With the teacher": the backward also returns the indexer's teacher, the head
+sum of the probabilities, which other implementations compute as an operation of its own.
 `--dsa-impl OPERATION=IMPLEMENTATION ...`, or `MEGATRON_DSA_IMPL=OPERATION=IMPLEMENTATION,...` in
-the environment, names some: they run, or start-up stops with the reason. "-" means any.
+the environment, names implementations: they run, or start-up stops with the reason. "-" means any,
+except where the column "covers" names a condition.
 """
 
 _COLUMNS = (

@@ -98,7 +98,7 @@ def _other(directory: Path) -> str:
         return "The checkpoint cannot be read, and there is no other beside it: copy it again"
     return (
         f"The checkpoint cannot be read: copy it again, or load another one with --ckpt-step "
-        f"({', '.join(map(str, others[-8:]))}; docs/resume.md)"
+        f"({', '.join(map(str, others[-8:]))}; docs/guide/resume.md)"
     )
 
 

@@ -58,7 +58,7 @@ def told_in_a_sentence(argv: Sequence[str] | None = None) -> Iterator[None]:
         if leaving.code in (_RERUN, _REJECTED) and machine is not None:
             _say(_after_a_rejected_result(machine, leaving.code))
         elif leaving.code is None and "read_metadata" in _functions(leaving):
-            _say(f"{TRACKER} in the folder to load from holds no iteration: docs/resume.md")
+            _say(f"{TRACKER} in the folder to load from holds no iteration: docs/guide/resume.md")
             raise SystemExit(USAGE) from None
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
@@ -172,7 +172,7 @@ def _unreadable_checkpoint(error: BaseException) -> Ending | None:
     reason = (str(cause).splitlines() or [""])[0] or "a file ends too early"
     return Ending(
         f"the checkpoint of --load cannot be read: {type(cause).__name__}: {reason}. Copy it "
-        "again, or load an earlier one with --ckpt-step (docs/resume.md)"
+        "again, or load an earlier one with --ckpt-step (docs/guide/resume.md)"
     )
 
 
@@ -191,7 +191,7 @@ def _failed_save(error: BaseException) -> Ending | None:
     return Ending(
         f"no checkpoint could be saved to {folder}, which has {free:.0f} MiB free: {cause}. "
         f"{TRACKER} still names the last whole one: make room, and start the same command again "
-        "(docs/resume.md)"
+        "(docs/guide/resume.md)"
     )
 
 
@@ -258,7 +258,7 @@ def _after_a_rejected_result(machine, code: int) -> str:
         do = "Go back to an earlier checkpoint with --ckpt-step"
     return (
         f"step {args.curr_iteration + 1}: {what}. {do}, with other data or another --lr: "
-        f"docs/resume.md (exit code {code})"
+        f"docs/guide/resume.md (exit code {code})"
     )
 
 

@@ -56,13 +56,13 @@ def test_flags_of_a_launch_script(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the page is for the packages of a CPU")
 def test_the_plan_that_the_documentation_shows(tmp_path):
-    """docs/planning.md: its figures are those of today."""
+    """docs/guide/planning.md: its figures are those of today."""
     done = launch("v3_2.sh", tmp_path, {}, "--dsa-dry-run")
     assert done.returncode == 0, done.stderr
     flags, world = json.loads(done.stdout)
     flags = flags[flags.index("megatron_dsa.pretrain") + 1 :]
     lines, _ = dry_run([*flags, "--dsa-dry-run-world", world], tmp_path)
-    page = (REPOSITORY / "docs/planning.md").read_text()
+    page = (REPOSITORY / "docs/guide/planning.md").read_text()
     shown = re.search(r"```text\n(plan for .*?)```", page, re.DOTALL)[1].splitlines()
     # What runs hangs on the packages that are installed.
     first, last = shown.index("what runs (dsa_fused)"), len(shown) - 4

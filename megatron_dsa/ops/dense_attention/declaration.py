@@ -16,17 +16,20 @@ DENSE_ATTENTION = Operation(
             "torch-cudnn",
             f"{_HERE}.blocks:with_torch_cudnn",
             Support(
-                covers="torch's cuDNN kernels; values as wide as they are",
+                covers="torch's cuDNN kernels, sm80 and later; head dims that are multiples of 8 "
+                "up to 128; from cuDNN 9.10 up to 256 on sm90, from 9.11 192/128 on sm100",
                 dtypes=HALF,
+                packed=False,
+                deterministic=False,
                 probe=torch_cudnn.reason,
-                **ATOMIC_SUMS,
             ),
         ),
         Candidate(
             "flash2",
             f"{_HERE}.blocks:with_flash2",
             Support(
-                covers="FlashAttention 2; values padded inside",
+                covers="FlashAttention 2.7 and later (package flash-attn), compute capability 8 "
+                "and 9; head dims that are multiples of 8 up to 256; narrower values are padded",
                 dtypes=HALF,
                 probe=flash2.reason,
                 **ATOMIC_SUMS,
@@ -36,7 +39,8 @@ DENSE_ATTENTION = Operation(
             "torch-flash",
             f"{_HERE}.blocks:with_torch_flash",
             Support(
-                covers="torch's flash kernels; values padded inside",
+                covers="torch's flash kernels, sm80 and later; head dims that are multiples of 8 "
+                "up to 256; narrower values are padded",
                 dtypes=HALF,
                 probe=torch_flash.reason,
                 **ATOMIC_SUMS,

@@ -42,7 +42,7 @@ class Plan:
         gpu: what it is planned for.
         stages: per pipeline rank.
         microbatches: of an iteration, per data-parallel rank.
-        operations: floating-point operations of a sequence, per part (docs/throughput.md).
+        operations: floating-point operations of a sequence, per part (docs/guide/throughput.md).
         remarks: what was planned otherwise than it will run.
     """
 

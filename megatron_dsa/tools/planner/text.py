@@ -92,7 +92,7 @@ def _stages(plan: Plan) -> Iterator[str]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     names = ("weights", "gradients", "optimizer", "activations", "step", "peak")
-    yield f"GiB per GPU (of {plan.gpu.memory_gib}; docs/planning.md)"
+    yield f"GiB per GPU (of {plan.gpu.memory_gib}; docs/guide/planning.md)"
     yield "  rank" + "".join(f"{name:>13}" for name in names)
     rows = [
         (rank, [f"{getattr(stage.memory, name) / _GIB:.4g}" for name in names])
@@ -134,7 +134,7 @@ def _choices(plan: Plan) -> Iterator[str]:
 def _work(plan: Plan) -> Iterator[str]:
     args, total = plan.args, sum(plan.operations.values())
     per_token = f"{total / args.seq_length / 1e9:.4g} GFLOP per token"
-    yield f"{per_token} (docs/throughput.md): {shares(plan.operations)}"
+    yield f"{per_token} (docs/guide/throughput.md): {shares(plan.operations)}"
     if args.dsa_dry_run_attention_only:
         return  # MFU is that of a whole model
     peak = peak_tflops(plan.config, plan.gpu.name)

@@ -1,1 +1,4 @@
-"""Reports of training runs: ``python -m megatron_dsa report LOG_DIR`` (``docs/reports.md``)."""
+"""Reports of training runs: ``python -m megatron_dsa report LOG_DIR``.
+
+See ``docs/guide/reports.md``.
+"""

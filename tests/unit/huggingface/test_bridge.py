@@ -274,7 +274,7 @@ def test_tables_agree():
 
 
 def test_tables_of_v4_differ_where_megatrons_branch_does():
-    """What docs/huggingface.md says of DeepSeek-V4."""
+    """What docs/guide/huggingface.md says of DeepSeek-V4."""
     from megatron.bridge.models.deepseek.deepseek_v4_bridge import DeepSeekV4Bridge
 
     found = set(differences(registry_of(DeepSeekV4Bridge), V4))

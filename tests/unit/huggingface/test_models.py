@@ -1,6 +1,6 @@
 """Import and export against the classes of the package transformers: logits are equal.
 
-``pytest -s`` prints the table of ``docs/huggingface.md``.
+``pytest -s`` prints the table of ``docs/guide/huggingface.md``.
 """
 
 import json

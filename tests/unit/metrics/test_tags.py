@@ -74,7 +74,7 @@ def test_a_layer_that_is_not_finite_is_not_left_out(wrong, log, capsys):
 
 
 def test_every_tag_is_documented():
-    text = (REPOSITORY / "docs" / "reports.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "guide" / "reports.md").read_text(encoding="utf-8")
     tags = [*FIGURES.values(), MFU, layer_tag("...", "N")]
     tags += [calls_tag("OPERATION", "IMPLEMENTATION"), time_tag("OPERATION")]
     assert [tag for tag in tags if f"`{tag}`" not in text] == []

@@ -1,6 +1,6 @@
 """Random small calls of the public operations equal an independent reference in float64.
 
-100 examples each; ``--examples 1000`` draws more (docs/testing.md).
+100 examples each; ``--examples 1000`` draws more (docs/develop/tests.md).
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the README and ``docs/`` tell people to type works.
+"""The commands of the README and ``docs/`` work; links, files and names in the pages exist.
 
 All ``bash`` and ``python`` blocks of a page are run one after the other, in one shell, in an empty
 folder. A comment in the line before a block changes that:
@@ -25,7 +25,17 @@ import pytest
 from megatron_dsa.tools import cli
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+FOLDERS = ("megatron_dsa", "docs", "tests", "benchmarks", "examples", "scripts", ".ci", ".github")
+FILES = [
+    *(path for path in ROOT.iterdir() if path.is_file()),
+    *(path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()),
+]
+MARKDOWN = [path for path in FILES if path.suffix == ".md"]
+SOURCES = [path for path in FILES if path.suffix in (".py", ".sh", ".sbatch", ".yml", ".yaml")]
+#: Files of others that pages name.
+FOREIGN = {"pretrain_gpt.py"}
 FENCE = re.compile(
     r"^(?:<!-- (?P<what>not run|save as): (?P<value>[^\n]+) -->\n)?"
     r"^```(?P<language>\w*)\n(?P<text>.*?)^```$",
@@ -69,19 +79,86 @@ def test_every_block_says_what_it_is():
         assert block.language in ("bash", "python", "text"), block.where
 
 
-def test_links_lead_somewhere():
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name}: {target}"
+def without_blocks(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
 
 
-def test_api_reference_is_up_to_date():
-    from scripts.api_reference import page
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
 
-    assert (ROOT / "docs/api.md").read_text(encoding="utf-8") == page(), (
-        "renew it: python scripts/api_reference.py > docs/api.md"
+
+@functools.cache
+def anchors(page: Path) -> frozenset[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ +(.+)$", without_blocks(page), re.M)
+    titles = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return frozenset(re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-") for x in titles)
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=relative)
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", without_blocks(page)):
+        if "://" in target:
+            continue
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), target
+        if anchor:
+            assert anchor in anchors(path), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_named_files_exist(page):
+    """A path in backticks is the end of the path of a file in the tree."""
+    paths = [f"/{relative(path)}" for path in FILES]
+    pattern = r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|sh|sbatch|csv|png|svg|md))`"
+    for name in set(re.findall(pattern, without_blocks(page))) - FOREIGN:
+        assert any(path.endswith(f"/{name}") for path in paths), name
+
+
+def test_pages_that_the_code_names_exist():
+    for file in SOURCES:
+        for name in re.findall(r"docs/[\w/]+\.md", file.read_text(encoding="utf-8")):
+            assert (ROOT / name).is_file(), f"{relative(file)}: {name}"
+
+
+def test_the_index_names_every_page():
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    for page in set(PAGES[2:]) - {DOCS / "README.md", *(DOCS / "cards").glob("[!R]*.md")}:
+        assert f"({page.relative_to(DOCS).as_posix()})" in index, page.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_sentences_are_plain(page):
+    """Subject, verb, object, as in the documentation of PyTorch."""
+    text = without_blocks(page)
+    for pattern in (r"\bOf\b", r"\b[Nn]obody\b", r"\b[Ww]hoever\b", r"\b[Tt]hose of\b"):
+        found = re.search(rf".*{pattern}.*", text)
+        assert not found, found[0]
+
+
+def test_the_api_reference_has_all_that_is_public(tmp_path):
+    """``docs/design/architecture.md`` lists the public modules with their main names."""
+    from scripts import api_reference
+
+    output = tmp_path / "build" / "api.md"
+    api_reference.main([str(output)])
+    sections = dict(
+        re.findall(
+            r"^## megatron_dsa\.([\w.]+)\n(.*?)(?=^## |\Z)",
+            output.read_text(encoding="utf-8"),
+            re.M | re.S,
+        )
     )
+    architecture = (DOCS / "design" / "architecture.md").read_text(encoding="utf-8")
+    table = architecture.split("## Public modules")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `megatron_dsa\.([\w.]+)` \| (.*) \|$", table, re.M)
+    assert sorted(module for module, _ in rows) == sorted(sections)
+    for module, words in rows:
+        documented = set(re.findall(r"^### (\w+)$", sections[module], re.M))
+        wanted = set(re.findall(r"`(\w+)`", words))
+        found = importlib.import_module(f"megatron_dsa.{module}")
+        wanted |= {value.__name__ for value in api_reference.public(found)}
+        assert wanted and wanted <= documented, wanted - documented
 
 
 def names(block):

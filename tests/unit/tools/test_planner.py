@@ -126,7 +126,7 @@ TENSOR = {"--tensor-model-parallel-size": 2, "--sequence-parallel": True}
 
 
 def test_exchanged_bytes_are_those_of_the_documented_formula():
-    # docs/parallel.md, with the widths of the tiny model.
+    # docs/guide/parallelism.md, with the widths of the tiny model.
     one = plan(BF16 | {"--context-parallel-size": 2, "--global-batch-size": 2}, world=2)
     latent, index = 32 + 8, 16
     per_token = latent * (2 + 4) + index * (2 + 4)

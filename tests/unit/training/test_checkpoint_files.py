@@ -78,7 +78,7 @@ def test_damaged_files(name, damage, says, root):
     with pytest.raises(ConfigError) as raised:
         found(root)
     assert f"iter_0000002/{says}" in str(raised.value)
-    assert "load another one with --ckpt-step (1; docs/resume.md)" in str(raised.value)
+    assert "load another one with --ckpt-step (1; docs/guide/resume.md)" in str(raised.value)
     assert found(root, step=1) == root / "iter_0000001"
 
 

@@ -206,7 +206,7 @@ def test_not_a_number_without_save(rejected, alone, capsys):
     assert ended(TypeError("expected str, bytes or os.PathLike object, not NoneType")) == 17
     said = capsys.readouterr().err
     assert said.startswith("error: step 42: found NaN in local forward loss calculation. Nothing")
-    assert "docs/resume.md" in said and said.count("\n") == 1
+    assert "docs/guide/resume.md" in said and said.count("\n") == 1
 
 
 def test_not_a_number_with_save(rejected, alone, capsys):

@@ -1,1 +1,1 @@
-"""Our own kernel of the sparse indexer loss for Hopper (``docs/indexer_kernels.md``: figures)."""
+"""Our own kernel of the sparse indexer loss for Hopper (``docs/kernels/indexer.md``: figures)."""

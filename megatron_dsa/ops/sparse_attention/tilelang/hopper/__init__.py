@@ -1,1 +1,1 @@
-"""Our own kernels for Hopper (sm_90a), in TileLang. Measurements: ``docs/kernels.md``."""
+"""Our own kernels for Hopper (sm_90a), in TileLang: ``docs/kernels/sparse_attention.md``."""
