@@ -73,11 +73,6 @@ def log_once(level: int, line: str) -> None:
         logger.log(level, "megatron_dsa %s", line)
 
 
-def forget_lines() -> None:
-    """Log every line anew from now on."""
-    _logged.clear()
-
-
 def _without_gpu(problem: Problem) -> bool:
     """Whether the machine has no GPU; tensors on the CPU beside one are another matter."""
     return problem.device == "cpu" and not torch.cuda.is_available()

@@ -100,12 +100,14 @@ GLM_5 = MOE | {
 
 
 def launch(script, folder, variables, *arguments, before=()):
-    """Run a script with a Python that only writes its arguments and ``WORLD_SIZE`` down."""
+    """Run a script with a Python that only prints its arguments and ``WORLD_SIZE``."""
     python = folder / "python"
     python.write_text(
         f"#!{sys.executable}\nimport json, os, sys\n"
-        "json.dump([sys.argv[1:], os.environ.get('WORLD_SIZE')], sys.stdout)\n"
+        "print(json.dumps([sys.argv[1:], os.environ.get('WORLD_SIZE')]))\n"
     )
+    if "CHECKPOINTS" in variables:
+        variables = variables | {"CHECKPOINTS": str(folder / "checkpoints")}
     python.chmod(0o755)
     return subprocess.run(
         [*before, EXAMPLES / script, *arguments],
@@ -116,13 +118,19 @@ def launch(script, folder, variables, *arguments, before=()):
     )
 
 
-def launched(*call, **more):
+def launched(script, folder, *call, **more):
     """Return what is launched, the flags of the training entry point, and ``WORLD_SIZE``."""
-    done = launch(*call, **more)
+    done = launch(script, folder, *call, **more)
     assert done.returncode == 0, done.stderr
-    launcher, world = json.loads(done.stdout)
+    (said,) = [done.stdout] if done.stdout else [log.read_text() for log in logs(folder)]
+    launcher, world = json.loads(said)
     module = launcher.index("megatron_dsa.pretrain")
     return launcher[:module], launcher[module + 1 :], world
+
+
+def logs(folder):
+    """Return the logs of what was launched."""
+    return sorted((folder / "checkpoints").glob("train*.log"))
 
 
 def configured(flags, world, monkeypatch):
@@ -224,6 +232,7 @@ def test_slurm(tmp_path):
         "--master-port": "21234",
     }
     assert flags[-2:] == ["--seed", "3"] and "data" in flags
+    assert [log.name for log in logs(tmp_path)] == ["train.node3.log"]
 
 
 def unset_variables(script, folder, variables, *arguments):

@@ -118,7 +118,7 @@ def test_missing_unknown_and_wrong_gpu(install, monkeypatch):
     assert flashmla.reason(problem()) == f"missing: flash_mla is not installed; {FLASH_MLA.install}"
     for capability, words in (((8, 0), "a GPU of compute capability 8.0"), (None, "the CPU")):
         assert cudnn().reason(problem(capability=capability)) == (
-            f"wrong GPU: cudnn has kernels for compute capability 9.0, 10.0, this is {words}"
+            f"wrong GPU: this is {words}, cudnn has kernels for compute capability 9.0, 10.0"
         )
 
 
