@@ -81,7 +81,9 @@ class Choice:
             return f"named by {FLAG} or {VARIABLE}"
         if self.candidate.fused or not self.rejected:
             return ""
-        name, reason = self.rejected[0]
+        # What is declined is never used anywhere: it tells least.
+        used = (entry for entry in self.rejected if not entry[1].startswith("declined"))
+        name, reason = next(used, self.rejected[0])
         # Reasons begin with what is wrong; what would be needed and how to get it follow.
         clause = re.split(r"[;,] | \(", reason)[0]
         return textwrap.shorten(f"{name}: {clause}", _SHORT, placeholder=" ...")

@@ -127,6 +127,13 @@ def test_a_short_line_holds_one_clause_of_a_reason(reason, short, having):
     assert reason in choice.describe()
 
 
+def test_a_short_line_leaves_out_what_is_declined(having):
+    never = candidate("never", True, declined="too slow")
+    other = candidate("other", True, lambda p: "no other")
+    assert having(never, other).choose(HOPPER, Policy()).remark() == "other: no other"
+    assert having(never).choose(HOPPER, Policy()).remark() == "never: declined: too slow"
+
+
 def test_reasons_of_the_operations_begin_with_what_is_wrong():
     """A line of one clause has to hold it."""
     for operation in OPERATIONS.values():

@@ -56,7 +56,8 @@ def test_nothing_is_changed_afterwards():
 
 
 def test_other_ranks_say_nothing(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("megatron_dsa.training.quiet_output.this_rank", lambda: 1)
+    monkeypatch.delenv("MEGATRON_LOGGING_LEVEL", raising=False)
     with quiet_output():
         arguments._print_args("arguments", argparse.Namespace(logging_level=None))
     assert not capsys.readouterr().out
