@@ -22,6 +22,9 @@
 #   MORE_FLAGS       any other flags; so are the script's arguments, and the last word wins
 #   PYTHON           interpreter with everything installed      (sets up .venv and takes that)
 #
+# All that is printed is appended to CHECKPOINTS/train.log, of several nodes to train.node0.log and so on;
+# the terminal shows the training lines, and the end of the log where the training fails.
+#
 # With --dsa-dry-run among the arguments nothing is launched: one process, on any machine, builds and
 # checks the configuration of all ranks and prints the plan. It reads no data and no tokenizer, and needs
 # no variables.
@@ -109,7 +112,11 @@ if $dry_run; then
   export RANK=0 LOCAL_RANK=0 WORLD_SIZE=$((nodes * gpus))
   exec "$python" -m megatron_dsa.pretrain "${flags[@]}"
 fi
-exec "$python" -m torch.distributed.run \
+# The last node prints the training lines.
+log=$CHECKPOINTS/train.log
+if ((nodes > 1)); then log=$CHECKPOINTS/train.node${NODE_RANK:-0}.log; fi
+source examples/log.sh
+logged "$log" "$python" -m torch.distributed.run \
   --nnodes "$nodes" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$gpus" \
   --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}" \
   -m megatron_dsa.pretrain "${flags[@]}"

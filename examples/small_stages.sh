@@ -1,5 +1,6 @@
 # Sourced by the train_small scripts, which set `run` (a folder) before and the arrays `model` and
 # `attention` (flags) after. Prepares the data, and gives them the functions `stage` and `report`.
+source examples/log.sh
 python=${PYTHON:-$(scripts/environment.sh)}
 data=$run/data/topics
 mkdir -p "$run"
@@ -19,20 +20,20 @@ training=(
 export RANK=${RANK:-0} LOCAL_RANK=${LOCAL_RANK:-0} WORLD_SIZE=${WORLD_SIZE:-1}
 export MASTER_ADDR=${MASTER_ADDR:-localhost} MASTER_PORT=${MASTER_PORT:-0} # 0: any that is free
 
+training_lines() { # in place of log.sh's: of a step the losses and milliseconds
+  sed -nuE -e 's/^ *\[[^]]*\] *(iteration +[0-9]+\/ *[0-9]+) .*elapsed time per iteration \(ms\): ([0-9.]+).*(lm loss: [^|]*)\|( mtp_1 loss: [^|]*\|)?( indexer loss: [^|]*)?.*/\1 | \3|\4\5 \2 ms/p' \
+    -e '/^ validation loss/p' -e '/^> (megatron_dsa|checkpoint|no |warning)|^>   /p' -e '/(WARNING|ERROR|CRITICAL):|^error: /p'
+}
+
 stage() { # name, last step, learning rate, more flags
-  local name=$1 last=$2 rate=$3
+  local name=$1 last=$2 rate=$3 status=0
   shift 3
   echo "== stage $name, up to step $last"
-  local status=0
-  "$python" -m megatron_dsa.pretrain "${model[@]}" "${attention[@]}" "${training[@]}" \
-    --dsa-stage "$name" --train-iters "$last" --lr "$rate" --min-lr "$rate" "$@" 2>&1 |
-    tee -a "$run/train.log" |
-    sed -nuE -e 's/^ *\[[^]]*\] *(iteration +[0-9]+\/ *[0-9]+) .*elapsed time per iteration \(ms\): ([0-9.]+).*(lm loss: [^|]*)\|( mtp_1 loss: [^|]*\|)?( indexer loss: [^|]*)?.*/\1 | \3|\4\5 \2 ms/p' \
-      -e '/^ validation loss/p' -e '/^> (megatron_dsa|checkpoint|no )|^>   /p' -e '/megatron_dsa ([a-z_]+|no GPU): /p' ||
-    status=$?
+  logged "$run/train.log" "$python" -m megatron_dsa.pretrain \
+    "${model[@]}" "${attention[@]}" "${training[@]}" \
+    --dsa-stage "$name" --train-iters "$last" --lr "$rate" --min-lr "$rate" "$@" || status=$?
   if [[ $status != 0 ]]; then
-    echo "stage $name failed; the whole log is in $run/train.log" >&2
-    tail -n 20 "$run/train.log" >&2
+    echo "stage $name failed" >&2
     return "$status"
   fi
 }

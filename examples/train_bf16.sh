@@ -4,7 +4,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$(scripts/environment.sh)}
-data=${RUN_DIR:-runs/train_bf16}/topics
+run=${RUN_DIR:-runs/train_bf16} # train.log in it holds all that is printed
+data=$run/topics
+source examples/log.sh
 export PYTHONWARNINGS=ignore CUDA_DEVICE_MAX_CONNECTIONS=1
 "$python" -m megatron_dsa prepare-data --output "$data" 2>/dev/null
 
@@ -27,4 +29,5 @@ flags=(
 )
 export RANK=${RANK:-0} LOCAL_RANK=${LOCAL_RANK:-0} WORLD_SIZE=${WORLD_SIZE:-1}
 export MASTER_ADDR=${MASTER_ADDR:-localhost} MASTER_PORT=${MASTER_PORT:-29500}
-exec "$python" -m megatron_dsa.pretrain "${flags[@]}" "$@"
+rm -f "$run/train.log"
+logged "$run/train.log" "$python" -m megatron_dsa.pretrain "${flags[@]}" "$@"

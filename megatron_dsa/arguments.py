@@ -169,7 +169,12 @@ def _add_training_arguments(group) -> None:
 
 
 def _add_log_arguments(group) -> None:
-    """Add the flags of what is measured for the log."""
+    """Add the flags of what the log says."""
+    group.add_argument(
+        "--dsa-log-dispatch",
+        action="store_true",
+        help="Log every implementation that was rejected, with its reason.",
+    )
     group.add_argument(
         "--dsa-health-rows",
         type=int,

@@ -84,18 +84,20 @@ def _main() -> None:
     from megatron_dsa.arguments import add_dsa_arguments, megatron_argv
     from megatron_dsa.training.checkpoints import prepare_loading
     from megatron_dsa.training.data import train_valid_test_datasets
+    from megatron_dsa.training.quiet_output import quiet_output
     from megatron_dsa.training.setup import forward_step, model_config_from_args
 
-    args = arguments.parse_and_validate_args(extra_args_provider=add_dsa_arguments)
-    sys.argv[:] = megatron_argv(sys.argv)
-    model = model_config_from_args(args)
-    with prepare_loading(args):
-        training.pretrain(
-            pretrain_cfg_container_from_args(args, model),
-            train_valid_test_datasets,
-            ModelType.encoder_or_decoder,
-            forward_step,
-        )
+    with quiet_output():
+        args = arguments.parse_and_validate_args(extra_args_provider=add_dsa_arguments)
+        sys.argv[:] = megatron_argv(sys.argv)
+        model = model_config_from_args(args)
+        with prepare_loading(args):
+            training.pretrain(
+                pretrain_cfg_container_from_args(args, model),
+                train_valid_test_datasets,
+                ModelType.encoder_or_decoder,
+                forward_step,
+            )
     finish()
 
 

@@ -4,13 +4,14 @@ An :class:`Operation` has a list of candidates. A candidate's declaration (:clas
 a :class:`OpCall`, the description of a call, with ``None`` (it can run) or with the reason why it
 cannot. :meth:`Operation.choose` takes the first candidate that can; fused ones come first when the
 policy prefers them, and the one that is measured to be the fastest for the call before the others.
-Nothing falls back in silence: the choice and every rejection are logged once, a strict policy
+Nothing falls back in silence: the choice is logged once (:mod:`.choice_log`), a strict policy
 raises instead, an implementation that the user names runs or raises, and :func:`report` tells what
 was called how often.
 
 This package knows no operation: they are declared in :mod:`megatron_dsa.ops`.
 """
 
+from megatron_dsa.dispatch.choice_log import collect_choices, log_all_candidates
 from megatron_dsa.dispatch.counts import count, report, reset_report, uncounted
 from megatron_dsa.dispatch.operation import Candidate, Choice, Operation, forget_choices
 from megatron_dsa.dispatch.policy import DEFAULT_WORKSPACE_BYTES, Policy
@@ -32,10 +33,12 @@ __all__ = [
     "OpCall",
     "Rehearsal",
     "Support",
+    "collect_choices",
     "count",
     "deterministic_mode",
     "describe_call",
     "forget_choices",
+    "log_all_candidates",
     "rehearse",
     "rehearsing",
     "report",

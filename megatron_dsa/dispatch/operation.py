@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-import torch
-
+from megatron_dsa.dispatch.choice_log import collect, log_choice, log_once
 from megatron_dsa.dispatch.counts import TIMES, count, profiler_range
 from megatron_dsa.dispatch.policy import FLAG, VARIABLE, Policy, check_environment
 from megatron_dsa.dispatch.rehearsal import rehearsal
 from megatron_dsa.dispatch.support import OpCall, Support
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
 
-logger = logging.getLogger("megatron_dsa.dispatch")
+#: Characters of a reason in a line that gives one.
+_SHORT = 64
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,28 @@ class Choice:
         """Whether torch runs although nobody named it."""
         return not self.candidate.fused and not self.named
 
+    def remark(self) -> str:
+        """Why this one, in one clause; empty for a fused candidate that was run on such a GPU."""
+        if self.untried:
+            return "compiled for this GPU, not run on one"
+        if self.named:
+            return f"named by {FLAG} or {VARIABLE}"
+        if self.candidate.fused or not self.rejected:
+            return ""
+        # What is declined is never used anywhere: it tells least.
+        used = (entry for entry in self.rejected if not entry[1].startswith("declined"))
+        name, reason = next(used, self.rejected[0])
+        # Reasons begin with what is wrong; what would be needed and how to get it follow.
+        clause = re.split(r"[;,] | \(", reason)[0]
+        return textwrap.shorten(f"{name}: {clause}", _SHORT, placeholder=" ...")
+
+    def summary(self) -> str:
+        """One short line: what runs, and why the first candidate does not if torch does."""
+        remark = self.remark()
+        return f"{self.operation}: {self.candidate.name}" + (f" ({remark})" if remark else "")
+
     def describe(self) -> str:
-        """One line: what runs and why nothing better does."""
+        """One line: what runs and why nothing better does, all rejected candidates."""
         reasons = "; ".join(f"{name}: {why}" for name, why in self.rejected)
         remark = ", compiled for this GPU, not run on one" if self.untried else ""
         line = f"{self.operation}: {self.candidate.name}{remark}"
@@ -131,7 +153,9 @@ class Operation:
         """
         # What is chosen for a plan is not logged: its GPU is not there.
         planned = rehearsal() is not None
-        return _choose(self, call, policy, policy.named_for(self.name), planned)
+        choice = _choose(self, call, policy, policy.named_for(self.name), planned)
+        collect(choice)
+        return choice
 
     def run(self, call: OpCall, policy: Policy, *args: Any, **kwargs: Any) -> Any:
         """Run the implementation that :meth:`choose` picks, and count the call."""
@@ -153,13 +177,13 @@ def _choose(
     operation: Operation, call: OpCall, policy: Policy, named: str | None, planned: bool
 ) -> Choice:
     for warning in check_environment(_declared):
-        _log(logging.WARNING, warning)
+        log_once(logging.WARNING, warning)
     if named is not None:
         choice = _choose_named(operation, call, named)
     else:
         choice = _choose_first(operation, call, policy)
     if not planned:
-        _log_once(choice, policy, call)
+        log_choice(choice, policy, call)
     return choice
 
 
@@ -187,7 +211,7 @@ def _choose_first(operation: Operation, call: OpCall, policy: Policy) -> Choice:
     usable = sorted(operation.candidates, key=lambda c: not c.support.leads(call))
     rejected = []
     if not policy.fused:
-        rejected += [(c.name, "not asked for (dsa_unfused)") for c in usable if c.fused]
+        rejected += [(c.name, "not asked for: dsa_unfused is torch") for c in usable if c.fused]
         usable = [c for c in usable if not c.fused]
     elif not any(c.fused for c in usable):
         rejected.append(("fused", "no fused implementation exists in this release"))
@@ -207,33 +231,3 @@ def _choose_first(operation: Operation, call: OpCall, policy: Policy) -> Choice:
             f"name it ({FLAG} {operation.name}={choice.candidate.name}), or drop --dsa-strict."
         )
     return choice
-
-
-_logged: set[str] = set()
-
-
-def _log_once(choice: Choice, policy: Policy, call: OpCall) -> None:
-    package = choice.candidate.support.package
-    remark = package.untested() if package is not None else None
-    if remark is not None:
-        _log(logging.WARNING, remark)
-    # A fallback that nobody asked for is a warning: it must show at default log levels.
-    level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
-    if level == logging.WARNING and _without_gpu(call):
-        # The same reason for every operation: one line says it.
-        _log(level, "no GPU: torch runs everything")
-        level = logging.DEBUG
-    _log(level, choice.describe())
-
-
-def _without_gpu(call: OpCall) -> bool:
-    """Whether the machine has no GPU; tensors on the CPU beside one are another matter."""
-    return call.device == "cpu" and not torch.cuda.is_available()
-
-
-def _log(level: int, line: str) -> None:
-    if line in _logged:
-        return
-    _logged.add(line)
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        logger.log(level, "megatron_dsa %s", line)

@@ -106,7 +106,10 @@ class Support:
     probe: Callable[[OpCall], str | None] | None = None
 
     def reason(self, call: OpCall) -> str | None:
-        """Return why ``call`` cannot be run, with what would be needed, or ``None``."""
+        """Return why ``call`` cannot be run, or ``None``.
+
+        What is wrong comes first: short lines end at the first comma, semicolon or parenthesis.
+        """
         for rule in (
             self._declined,
             self._gpu,
@@ -145,7 +148,8 @@ class Support:
             wanted += f" (compiled, not run: {compiled})"
         owner = self.package.module if self.package else "it"
         return (
-            f"wrong GPU: {owner} has kernels for compute capability {wanted}, this is {call.on()}"
+            f"wrong GPU: this is {call.on()}, {owner} has kernels for compute capability "
+            f"{wanted}"
         )
 
     def _package(self, call: OpCall) -> str | None:
@@ -159,10 +163,8 @@ class Support:
     def _dims(self, call: OpCall) -> str | None:
         if self.dims is None or (call.qk_dim, call.v_dim) in self.dims:
             return None
-        return (
-            f"needs dims (query/key, value) {' or '.join(map(str, self.dims))}, "
-            f"got ({call.qk_dim}, {call.v_dim})"
-        )
+        wanted = " or ".join(f"{qk_dim}/{v_dim}" for qk_dim, v_dim in self.dims)
+        return f"needs dims {wanted} (query and key/value), got {call.qk_dim}/{call.v_dim}"
 
     def _counts(self, call: OpCall) -> str | None:
         for name, limits, value in (

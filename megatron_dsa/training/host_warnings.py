@@ -49,6 +49,7 @@ RECORDS: tuple[tuple[str, str], ...] = (
     # What every run does, at the level of warnings.
     ("megatron.core.rerun_state_machine", "RerunStateMachine initialized in mode"),
     ("megatron.core.rerun_state_machine", "Result validation enabled"),
+    ("megatron.core.rerun_state_machine", "Setting RerunStateMachine mode"),
 )
 
 

@@ -8,7 +8,9 @@ from unittest import mock
 
 from megatron.training.models import gpt
 
+from megatron_dsa.dispatch import collect_choices
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
+from megatron_dsa.training.start_table import print_start_table
 
 
 @dataclass(kw_only=True)
@@ -20,6 +22,13 @@ class DSAModelConfig(gpt.GPTModelConfig):
 
 class DSAModelBuilder(gpt.GPTModelBuilder):
     """Builds a GPT model from :class:`DSAModelConfig`."""
+
+    def build_distributed_models(self, *args, **kwargs):
+        """Build all stages of this rank; like the parent, and print what runs their operations."""
+        with collect_choices() as choices:
+            models = super().build_distributed_models(*args, **kwargs)
+        print_start_table(choices)
+        return models
 
     def build_model(self, *args, **kwargs):
         """Build one stage; like the parent, but MTP layers are sparse as well."""

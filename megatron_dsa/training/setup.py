@@ -21,6 +21,7 @@ from megatron_dsa.arguments import (
     refuse_unused_hybrid_flags,
 )
 from megatron_dsa.config import DSATransformerConfig, HybridTransformerConfig
+from megatron_dsa.dispatch import log_all_candidates
 from megatron_dsa.dispatch.counts import TIMES
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.throughput import installed
@@ -80,6 +81,8 @@ def model_config_from_args(args):
     refuse_ignored_flags(args)
     check_spread(args)
     TIMES.on = args.dsa_time_operations
+    if args.dsa_log_dispatch:
+        log_all_candidates()
     mla = core_transformer_config_from_args(args)
     apply_yarn_flags(args, mla)
     options = options_from_args(args)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -100,12 +101,14 @@ GLM_5 = MOE | {
 
 
 def launch(script, folder, variables, *arguments, before=()):
-    """Run a script with a Python that only writes its arguments and ``WORLD_SIZE`` down."""
+    """Run a script with a Python that only prints its arguments and ``WORLD_SIZE``."""
     python = folder / "python"
     python.write_text(
         f"#!{sys.executable}\nimport json, os, sys\n"
-        "json.dump([sys.argv[1:], os.environ.get('WORLD_SIZE')], sys.stdout)\n"
+        "print(json.dumps([sys.argv[1:], os.environ.get('WORLD_SIZE')]))\n"
     )
+    if "CHECKPOINTS" in variables:
+        variables = variables | {"CHECKPOINTS": str(folder / "checkpoints")}
     python.chmod(0o755)
     return subprocess.run(
         [*before, EXAMPLES / script, *arguments],
@@ -116,13 +119,19 @@ def launch(script, folder, variables, *arguments, before=()):
     )
 
 
-def launched(*call, **more):
+def launched(script, folder, *call, **more):
     """Return what is launched, the flags of the training entry point, and ``WORLD_SIZE``."""
-    done = launch(*call, **more)
+    done = launch(script, folder, *call, **more)
     assert done.returncode == 0, done.stderr
-    launcher, world = json.loads(done.stdout)
+    (said,) = [done.stdout] if done.stdout else [log.read_text() for log in logs(folder)]
+    launcher, world = json.loads(said)
     module = launcher.index("megatron_dsa.pretrain")
     return launcher[:module], launcher[module + 1 :], world
+
+
+def logs(folder):
+    """Return the logs of what was launched."""
+    return sorted((folder / "checkpoints").glob("train*.log"))
 
 
 def configured(flags, world, monkeypatch):
@@ -224,6 +233,7 @@ def test_slurm(tmp_path):
         "--master-port": "21234",
     }
     assert flags[-2:] == ["--seed", "3"] and "data" in flags
+    assert [log.name for log in logs(tmp_path)] == ["train.node3.log"]
 
 
 def unset_variables(script, folder, variables, *arguments):
@@ -289,3 +299,76 @@ def test_more_flags_of_several_lines(tmp_path):
 def test_unknown_recompute_is_refused(tmp_path):
     done = launch("v3_2.sh", tmp_path, TRAINING | {"RECOMPUTE": "most"})
     assert done.returncode == 2 and "got most" in done.stderr
+
+
+TRAINING_OUTPUT = """\
+a line of Megatron
+ [2026-01-01 00:00:00] iteration        1/       5 | lm loss: 5.7E+00 |
+WARNING:megatron_dsa.dispatch:megatron_dsa indexer_topk: torch (cudnn: too old)
+> megatron_dsa runs:
+>   operation     implementation  reason
+>   indexer_topk  torch           cudnn: too old
+ validation loss at iteration 5 | lm loss value: 4.0E+00 |
+another line
+"""
+
+
+def logged(folder, *command):
+    """Start the function of ``log.sh`` that runs a command; the log is ``folder/new/train.log``."""
+    script = f'set -euo pipefail; source {EXAMPLES}/log.sh; logged new/train.log "$@"; echo after'
+    return subprocess.Popen(
+        ["bash", "-c", script, "script", *command],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_the_terminal_shows_training_lines_and_the_log_everything(tmp_path):
+    for _ in range(2):  # a run that is resumed appends
+        process = logged(tmp_path, "printf", "%s", TRAINING_OUTPUT)
+        out, err = process.communicate()
+        assert process.returncode == 0 and not err
+        assert out.splitlines() == [*TRAINING_OUTPUT.splitlines()[1:-1], "after"]
+    assert (tmp_path / "new/train.log").read_text() == 2 * TRAINING_OUTPUT
+
+
+def test_a_failure_keeps_its_exit_code_and_shows_the_end_of_the_log(tmp_path):
+    lines = "".join(f"print({number});" for number in range(30))
+    code = f"{lines} raise SystemExit('the reason')"
+    process = logged(tmp_path, sys.executable, "-c", code)
+    out, err = process.communicate()
+    assert process.returncode == 1 and not out
+    first, *rest = err.splitlines()
+    assert first.startswith("exit code 1") and "new/train.log" in first
+    assert len(rest) == 20 and "the reason" in rest and "0" not in rest
+
+
+def test_a_signal_reaches_the_training_and_its_exit_code_counts(tmp_path):
+    """Megatron saves a checkpoint on SIGTERM with ``--exit-signal-handler``."""
+    code = (
+        "import signal, sys, time\n"
+        "def save(*_):\n"
+        "    time.sleep(0.5)\n"
+        "    print('> checkpoint is saved', flush=True)\n"
+        "    sys.exit(7)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "print('> checkpoint none', flush=True)\n"
+        "time.sleep(60)"
+    )
+    process = logged(tmp_path, sys.executable, "-c", code)
+    assert process.stdout.readline() == "> checkpoint none\n"
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert out == "> checkpoint is saved\n" and process.returncode == 7
+
+
+def test_a_stage_that_fails_ends_the_script(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *pretrain*) echo "the reason"; exit 5 ;; esac\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        [EXAMPLES / "train_small.sh"],
+        env=os.environ | {"PYTHON": str(python), "RUN_DIR": str(tmp_path / "run")},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 5 and done.stdout == "== stage dense, up to step 150\n"
+    assert "the reason" in done.stderr and "stage dense failed" in done.stderr

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_dsa import dispatch
-from megatron_dsa.dispatch import Operation, Policy
+from megatron_dsa.dispatch import Operation, Policy, choice_log
 from megatron_dsa.dispatch import operation as module
 from megatron_dsa.dispatch.packages import Package
 from megatron_dsa.dispatch.support import OpCall, Support
@@ -32,7 +32,7 @@ def candidate(name, fused, probe=None, **support):
 def operations(monkeypatch):
     """Function that makes up an operation with these candidates."""
     dispatch.forget_choices()
-    monkeypatch.setattr(module, "_logged", set())
+    monkeypatch.setattr(choice_log, "_logged", set())
     monkeypatch.setattr(module, "_declared", dict(module._declared))
     yield lambda name, *candidates: Operation(name, "", candidates)
     dispatch.forget_choices()
@@ -88,8 +88,87 @@ def test_first_fused_candidate_that_can_run(operation):
     assert choice.rejected == (("first", "no first"),)
 
 
-def test_fallback_names_every_rejected_candidate_once(operation, caplog, monkeypatch):
+@pytest.fixture
+def all_candidates(monkeypatch):
+    """``--dsa-log-dispatch`` is given."""
+    monkeypatch.setattr(choice_log.logger, "level", choice_log.logger.level)
+    choice_log.logger.manager._clear_cache()
+    dispatch.log_all_candidates()
+    yield
+    choice_log.logger.manager._clear_cache()
+
+
+def test_a_fallback_is_one_short_warning(operation, caplog, monkeypatch):
     """Also for tensors on the CPU, beside a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            assert operation.run(CPU, Policy()) == "torch"
+        operation.run(replace(CPU, topk=1024), Policy())
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == "megatron_dsa made_up: torch (first: no first)"
+
+
+@pytest.mark.parametrize(
+    ("reason", "short"),
+    [
+        ("missing: flash_mla is not installed; build it", "missing: flash_mla is not installed"),
+        ("wrong GPU: this is the CPU, it has kernels for 9.0", "wrong GPU: this is the CPU"),
+        ("too old: x 1.2 found, >= 1.3 needed", "too old: x 1.2 found"),
+        ("takes 1 to 64 heads, got 128", "takes 1 to 64 heads"),
+        ("needs dims 576/512 (query and key/value), got 40/512", "needs dims 576/512"),
+        ("too long " * 20, "too long " * 5 + "too long ..."),
+    ],
+)
+def test_a_short_line_holds_one_clause_of_a_reason(reason, short, having):
+    choice = having(candidate("first", True, lambda p: reason)).choose(HOPPER, Policy())
+    assert choice.summary() == f"made_up: torch (first: {short})"
+    assert reason in choice.describe()
+
+
+def test_a_short_line_leaves_out_what_is_declined(having):
+    never = candidate("never", True, declined="too slow")
+    other = candidate("other", True, lambda p: "no other")
+    assert having(never, other).choose(HOPPER, Policy()).remark() == "other: no other"
+    assert having(never).choose(HOPPER, Policy()).remark() == "never: declined: too slow"
+
+
+def test_reasons_of_the_operations_begin_with_what_is_wrong():
+    """A line of one clause has to hold it."""
+    for operation in OPERATIONS.values():
+        for one in operation.candidates:
+            reason = one.reason(CPU)
+            if reason is not None and reason.startswith("wrong GPU"):
+                assert reason.startswith("wrong GPU: this is the CPU, ")
+
+
+def test_choices_of_a_model_are_collected_and_not_logged(having, caplog, monkeypatch):
+    """Each once, though it was made before; a fallback warns all the same."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    operation = having(
+        candidate("first", True, lambda p: None if p.heads == 7 else "not 7 heads"),
+        candidate("second", True, lambda p: None if p.capability else "no GPU"),
+    )
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            with dispatch.collect_choices() as choices:
+                for call in (HOPPER, CPU, HOPPER):
+                    operation.choose(call, Policy())
+            assert [choice.candidate.name for choice in choices] == ["second", "torch"]
+        for heads in (7, 128):  # the table says what runs the second
+            operation.choose(replace(HOPPER, heads=heads), Policy())
+        assert len(choices) == 2
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", "megatron_dsa made_up: torch (first: not 7 heads)"),
+        ("INFO", "megatron_dsa made_up: first"),
+    ]
+
+
+def test_fallback_names_every_rejected_candidate_once(
+    operation, caplog, monkeypatch, all_candidates
+):
+    """With ``--dsa-log-dispatch``."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -131,7 +210,7 @@ def test_a_fallback_on_a_gpu_is_loud(having, caplog, monkeypatch):
     operation = having(candidate("first", True, lambda p: "no first"))
     for available in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
-        monkeypatch.setattr(module, "_logged", set())
+        monkeypatch.setattr(choice_log, "_logged", set())
         dispatch.forget_choices()
         caplog.clear()
         operation.choose(HOPPER, Policy())
@@ -328,7 +407,7 @@ def test_kernels_that_were_only_compiled(having):
     assert remark in operation.choose(ampere, named).describe()
     assert remark not in operation.choose(HOPPER, named).describe()
     reason = made_up[1].reason(replace(HOPPER, capability=(7, 5)))
-    assert "compute capability 8.0, 9.0 (compiled, not run: 8.0), this is" in reason
+    assert reason.endswith("kernels for compute capability 8.0, 9.0 (compiled, not run: 8.0)")
 
 
 @pytest.mark.parametrize("operation", [FORWARD, BACKWARD], ids=lambda operation: operation.name)

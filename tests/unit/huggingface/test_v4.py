@@ -97,13 +97,13 @@ def test_conversions_choose_no_kernels(config, tmp_path, monkeypatch, caplog):
     """They run none. What was not settled then is, and is logged, when a model is built to run."""
     there, megatron, back = (str(tmp_path / name) for name in ("hf", "megatron", "back"))
     export_model(tiny_model(config), there, config)
-    monkeypatch.setattr(dispatch.operation, "_logged", set())
+    monkeypatch.setattr(dispatch.choice_log, "_logged", set())
     dispatch.forget_choices()
-    caplog.set_level("INFO", dispatch.operation.logger.name)
+    caplog.set_level("INFO", dispatch.choice_log.logger.name)
     caplog.clear()
 
     def said():
-        return [x.getMessage() for x in caplog.records if x.name == dispatch.operation.logger.name]
+        return [x.getMessage() for x in caplog.records if x.name == dispatch.choice_log.logger.name]
 
     assert main(["import-hf", "--input", there, "--output", megatron]) == 0
     arguments = ["--input", megatron, "--output", back, "--config", there]

@@ -67,7 +67,7 @@ def test_what_the_adapter_bridges(heads, width, with_sink, monkeypatch):
     ("changes", "message"),
     [
         ({"dtype": torch.float32}, "needs bf16, got torch.float32"),
-        ({"qk_dim": 40}, "needs dims (query/key, value) (576, 512) or (512, 512), got (40, 512)"),
+        ({"qk_dim": 40}, "needs dims 576/512 or 512/512 (query and key/value), got 40/512"),
         ({"heads": 256}, "takes 1 to 128 heads, got 256"),
     ],
 )

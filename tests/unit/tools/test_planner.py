@@ -305,7 +305,7 @@ def test_what_a_plan_chose_is_chosen_anew_and_logged_by_a_run(add, monkeypatch, 
     """Its probes may have answered without the GPU, for a call that is the same."""
     asked = []
     add("compressor", lambda torchs: torchs, probe=lambda _: asked.append(dispatch.rehearsing()))
-    monkeypatch.setattr(dispatch.operation, "_logged", set())
+    monkeypatch.setattr(dispatch.choice_log, "_logged", set())
     caplog.set_level("INFO", "megatron_dsa.dispatch")
     shape = {"heads": 4, "qk_dim": 16, "v_dim": 16, "dtype": torch.float32}
     call = dispatch.describe_call("cpu", **shape)

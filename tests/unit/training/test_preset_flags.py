@@ -59,6 +59,7 @@ def trainings(command, folder):
     program.chmod(0o755)
     (folder / "torchrun").symlink_to(program)
     paths = {"PATH": f"{folder}:{os.environ['PATH']}", "RUN_DIR": str(folder / "run")}
+    paths["CHECKPOINTS"] = str(folder / "checkpoints")
     environment = VARIABLES | paths | {"PYTHON": str(program)}
     subprocess.run(command, env=environment, cwd=folder, check=True, capture_output=True)
     argvs = [json.loads(line) for line in calls.read_text().splitlines()]

@@ -1,0 +1,78 @@
+"""What the log says of choices: a short line each, or one table for those of a whole model.
+
+At level DEBUG of the logger ``megatron_dsa.dispatch`` lines name every rejected candidate and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron_dsa.dispatch.operation import Choice
+    from megatron_dsa.dispatch.policy import Policy
+    from megatron_dsa.dispatch.support import OpCall
+
+logger = logging.getLogger("megatron_dsa.dispatch")
+
+_logged: set[str] = set()
+_collected: list[Choice] | None = None
+
+
+def log_all_candidates() -> None:
+    """Let lines name every rejected candidate with its reason (``--dsa-log-dispatch``)."""
+    # Records of this level pass the root logger, whose own level is only for its own records.
+    logger.setLevel(logging.DEBUG)
+
+
+@contextlib.contextmanager
+def collect_choices() -> Iterator[list[Choice]]:
+    """Collect the choices made inside, each once, for a table; only fallbacks log a line, too."""
+    global _collected
+    before, _collected = _collected, []
+    try:
+        yield _collected
+    finally:
+        _collected = before
+
+
+def collect(choice: Choice) -> None:
+    """Add a choice to what :func:`collect_choices` gave."""
+    if _collected is not None and choice not in _collected:
+        _collected.append(choice)
+
+
+def log_choice(choice: Choice, policy: Policy, call: OpCall) -> None:
+    """Log a choice that was made for the first time, and what its package warns of."""
+    package = choice.candidate.support.package
+    remark = package.untested() if package is not None else None
+    if remark is not None:
+        log_once(logging.WARNING, remark)
+    # A fallback that nobody asked for is a warning: it must show at default log levels.
+    level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
+    if level == logging.WARNING and _without_gpu(call):
+        # The same reason for every operation: one line says it.
+        log_once(level, "no GPU: torch runs everything")
+        level = logging.DEBUG
+    elif level == logging.INFO and _collected is not None:
+        level = logging.DEBUG  # the table says it
+    in_full = logger.isEnabledFor(logging.DEBUG)
+    log_once(level, choice.describe() if in_full else choice.summary())
+
+
+def log_once(level: int, line: str) -> None:
+    """Log a line on rank 0, unless it was logged before."""
+    if line in _logged:
+        return
+    _logged.add(line)
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        logger.log(level, "megatron_dsa %s", line)
+
+
+def _without_gpu(call: OpCall) -> bool:
+    """Whether the machine has no GPU; tensors on the CPU beside one are another matter."""
+    return call.device == "cpu" and not torch.cuda.is_available()
