@@ -1,7 +1,7 @@
 """Version guards: the exact message for every version of a package, and the generated table."""
 
+import re
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, Fix, Package
 from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.sparse_attention.declaration import FORWARD
+from megatron_dsa.tools import cli
 from megatron_dsa.tools.support_table import support_table
 
 INSTALL = "pip install 'nvidia-cudnn-frontend[cutedsl]>=1.30'"
@@ -135,8 +136,14 @@ def test_known_bad_versions_are_refused(install):
     assert package.problem() is None
 
 
-def test_the_documented_table_is_the_declared_one():
-    page = Path(__file__).parents[3] / "docs/support.md"
-    assert page.read_text() == support_table() + "\n", (
-        "renew it: python -m megatron_dsa info --support-table > docs/support.md"
-    )
+def test_the_table_lists_every_implementation(capsys):
+    assert cli.main(["info", "--support-table"]) == 0
+    page = capsys.readouterr().out
+    assert page == support_table() + "\n"
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## )", page, re.M | re.S))
+    assert list(sections) == list(OPERATIONS)
+    for name, operation in OPERATIONS.items():
+        names = re.findall(r"^\| (\w[\w-]*) \|", sections[name], re.M)
+        assert names == ["implementation", *(c.name for c in operation.candidates)]
+    for package in (CUDNN, FLASH_MLA):
+        assert f"**{package.module}**: " in page
