@@ -11,10 +11,10 @@ from megatron_dsa.config import (
     STAGES,
     TEACHERS,
     TP_MODES,
+    CSATransformerConfig,
     DSAOptions,
-    HybridTransformerConfig,
 )
-from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, rehearsing
+from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, on_meta
 from megatron_dsa.dispatch.gpus import GPUS
 from megatron_dsa.dispatch.policy import FLAG, VARIABLE, check_operations, parse_named
 from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, require
@@ -114,7 +114,7 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     _add_parallel_arguments(group)
     add_dry_run_arguments(group)
     _add_implementation_arguments(group)
-    _add_hybrid_arguments(group)
+    _add_csa_arguments(group)
     return parser
 
 
@@ -200,7 +200,7 @@ def _add_parallel_arguments(group) -> None:
         "--dsa-cp-layout",
         choices=CP_LAYOUTS,
         default=DSAOptions.cp_layout,
-        help="How context parallelism spreads rows: two chunks per rank, of every document "
+        help="How context parallelism shards rows: two chunks per rank, of every document "
         "(zigzag, default) or of packed rows (zigzag_rows), or one part per rank (contiguous).",
     )
     group.add_argument(
@@ -299,7 +299,7 @@ class _RefuseRenamed(argparse.Action):
         parser.error(f"argument {option_string}: it is {self.new} now")
 
 
-def _add_hybrid_arguments(group) -> None:
+def _add_csa_arguments(group) -> None:
     """Add the flags of DeepSeek-V4's attention, named like Megatron's configuration fields."""
     group.add_argument(
         "--csa-compress-ratios",
@@ -311,7 +311,7 @@ def _add_hybrid_arguments(group) -> None:
     group.add_argument(
         "--csa-window-size",
         type=int,
-        default=HybridTransformerConfig.csa_window_size,
+        default=CSATransformerConfig.csa_window_size,
         help="Latest positions that every query sees (%(default)s).",
     )
     group.add_argument(
@@ -322,13 +322,13 @@ def _add_hybrid_arguments(group) -> None:
     group.add_argument(
         "--o-groups",
         type=int,
-        default=HybridTransformerConfig.o_groups,
+        default=CSATransformerConfig.o_groups,
         help="Groups of heads with an output projection each (%(default)s).",
     )
     group.add_argument(
         "--o-lora-rank",
         type=int,
-        default=HybridTransformerConfig.o_lora_rank,
+        default=CSATransformerConfig.o_lora_rank,
         help="Rank of a group's output projection (%(default)s).",
     )
     group.add_argument(
@@ -340,8 +340,8 @@ def _add_hybrid_arguments(group) -> None:
     )
 
 
-def hybrid_fields(args: argparse.Namespace) -> dict:
-    """Return the fields of :class:`HybridTransformerConfig` that the parsed flags give."""
+def csa_fields(args: argparse.Namespace) -> dict:
+    """Return the fields of :class:`CSATransformerConfig` that the parsed flags give."""
     names = (
         "csa_compress_ratios",
         "csa_window_size",
@@ -352,9 +352,9 @@ def hybrid_fields(args: argparse.Namespace) -> dict:
     return {name: getattr(args, name) for name in names}
 
 
-def refuse_unused_hybrid_flags(args: argparse.Namespace) -> None:
+def refuse_unused_csa_flags(args: argparse.Namespace) -> None:
     """Raise for flags of hybrid attention without the one that asks for it."""
-    defaults = {name: getattr(HybridTransformerConfig, name) for name in hybrid_fields(args)}
+    defaults = {name: getattr(CSATransformerConfig, name) for name in csa_fields(args)}
     defaults["dsa_csa_teacher"] = DSAOptions.csa_teacher
     given = [name for name, default in defaults.items() if getattr(args, name) != default]
     if given:
@@ -398,7 +398,7 @@ def refuse_dry_run_flags(args: argparse.Namespace) -> None:
         )
     for name in ("dsa_dry_run_world", "dsa_dry_run_gpu", "dsa_dry_run_attention_only"):
         # The last one is a flag of the planned model, too.
-        if getattr(args, name) and not rehearsing():
+        if getattr(args, name) and not on_meta():
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag}: has a meaning only with --dsa-dry-run, add that")
 

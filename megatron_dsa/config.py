@@ -18,7 +18,7 @@ require_supported_megatron()
 
 STAGES = ("dense", "warmup", "sparse")
 TEACHERS = ("attention", "compressed")
-TP_MODES = ("auto", "heads", "rows")
+TP_MODES = ("auto", "heads", "sequence")
 CP_EXCHANGES = ("auto", "latents", "keys")
 #: Heads that fill the tiles of the attention kernels.
 FULL_TILE = 64
@@ -44,9 +44,11 @@ class DSAOptions:
         csa_teacher: what the indexer of hybrid attention learns: ``attention``, the probabilities
             of the compressed keys beside window and sink, or ``compressed``, a softmax over the
             compressed keys alone (an older reading of the model).
-        cp_layout: how context parallelism spreads rows, see :data:`.sequence.sharding.CP_LAYOUTS`.
+        cp_layout: how context parallelism shards rows, see
+            :data:`.sequence.sharding.CP_LAYOUTS`.
         tp_mode: under tensor parallelism each rank attends with its ``heads`` for all rows, or for
-            its ``rows`` with all heads, or ``auto``: rows where a rank would have less than 64
+            its part of the ``sequence`` with all heads, or
+            ``auto``: the latter where a rank would have less than 64
             heads, which leave a GPU's tile empty.
         cp_exchange: what context-parallel ranks exchange in the dense stages: MLA's ``latents``,
             gathered, or the ``keys`` and values of the heads, round a ring; ``auto``: the narrower.
@@ -64,7 +66,7 @@ class DSAOptions:
     evaluate_indexer: bool = False
     csa_teacher: Literal["attention", "compressed"] = "attention"
     cp_layout: Literal["zigzag", "zigzag_rows", "contiguous"] = "zigzag"
-    tp_mode: Literal["auto", "heads", "rows"] = "auto"
+    tp_mode: Literal["auto", "heads", "sequence"] = "auto"
     cp_exchange: Literal["auto", "latents", "keys"] = "auto"
     fp8_selection: bool = False
     latent_norm_epsilon: float | None = None
@@ -134,7 +136,7 @@ class DSATransformerConfig(MLATransformerConfig):
 
 
 @dataclass
-class HybridTransformerConfig(DSATransformerConfig):
+class CSATransformerConfig(DSATransformerConfig):
     """Megatron's MLA configuration for layers of window, CSA and HCA attention (DeepSeek-V4).
 
     The one key/value head has ``v_head_dim`` dims, of which the last ``qk_pos_emb_head_dim`` are
@@ -162,7 +164,7 @@ class HybridTransformerConfig(DSATransformerConfig):
     @classmethod
     def from_mla(
         cls, config: MLATransformerConfig, options: DSAOptions, **hybrid: Any
-    ) -> HybridTransformerConfig:
+    ) -> CSATransformerConfig:
         """Return a finished MLA configuration as this class; ``hybrid`` has the fields above."""
         ours = cls.__new__(cls)
         for each in dataclasses.fields(cls):
@@ -200,7 +202,7 @@ def uses_indexer(config: Any) -> bool:
     return options_of(config).stage != "dense"
 
 
-def is_hybrid(config: Any) -> bool:
+def uses_csa(config: Any) -> bool:
     """Whether the layers are V4's hybrid attention."""
     return getattr(config, "csa_compress_ratios", None) is not None
 
@@ -209,7 +211,7 @@ def has_indexers(config: Any) -> bool:
     """Whether any layer of the model has an indexer."""
     if not uses_indexer(config):
         return False
-    return not is_hybrid(config) or CSA_RATIO in config.csa_compress_ratios
+    return not uses_csa(config) or CSA_RATIO in config.csa_compress_ratios
 
 
 def indexer_is_trained(config: Any) -> bool:
@@ -222,7 +224,7 @@ def loss_is_sparse(config: Any) -> bool:
     return options_of(config).stage == "sparse" and config.dsa_indexer_use_sparse_loss
 
 
-def by_rows(config: Any) -> bool:
+def by_sequence(config: Any) -> bool:
     """Whether tensor-parallel ranks attend for rows of their own with all heads.
 
     Only selected keys make rows independent of each other's: stages with dense attention go by
@@ -232,13 +234,13 @@ def by_rows(config: Any) -> bool:
     dense = options_of(config).stage != "sparse" and not hasattr(config, "csa_compress_ratios")
     if ranks == 1 or not config.sequence_parallel or dense or mode == "heads":
         return False
-    return mode == "rows" or config.num_attention_heads // ranks < FULL_TILE
+    return mode == "sequence" or config.num_attention_heads // ranks < FULL_TILE
 
 
 def query_heads(config: Any) -> int:
     """Return how many heads attention has on a rank."""
     return config.num_attention_heads // (
-        1 if by_rows(config) else config.tensor_model_parallel_size
+        1 if by_sequence(config) else config.tensor_model_parallel_size
     )
 
 
@@ -288,7 +290,7 @@ def validate(config: Any) -> None:
 
     Called when the configuration or a layer is built: nothing of this is left to the first step.
     """
-    rules = (csa_rules if is_hybrid(config) else dsa_rules)(config, options_of(config))
+    rules = (csa_rules if uses_csa(config) else dsa_rules)(config, options_of(config))
     complaints = [message for ok, message in rules if not ok]
     if complaints:
         raise ConfigError(

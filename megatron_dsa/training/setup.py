@@ -14,13 +14,13 @@ from megatron.training.argument_utils import (
 
 from megatron_dsa.arguments import (
     apply_yarn_flags,
-    hybrid_fields,
+    csa_fields,
     options_from_args,
     refuse_dry_run_flags,
     refuse_ignored_flags,
-    refuse_unused_hybrid_flags,
+    refuse_unused_csa_flags,
 )
-from megatron_dsa.config import DSATransformerConfig, HybridTransformerConfig
+from megatron_dsa.config import CSATransformerConfig, DSATransformerConfig
 from megatron_dsa.dispatch import log_all_candidates
 from megatron_dsa.dispatch.counts import TIMES
 from megatron_dsa.errors import ConfigError
@@ -87,9 +87,9 @@ def model_config_from_args(args):
     apply_yarn_flags(args, mla)
     options = options_from_args(args)
     if args.csa_compress_ratios is not None:
-        config = HybridTransformerConfig.from_mla(mla, options, **hybrid_fields(args))
+        config = CSATransformerConfig.from_mla(mla, options, **csa_fields(args))
     else:
-        refuse_unused_hybrid_flags(args)
+        refuse_unused_csa_flags(args)
         config = DSATransformerConfig.from_mla(mla, options)
     model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)
     if args.dsa_load_hf is not None:
