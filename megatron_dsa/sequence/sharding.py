@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, get_args
 
 import torch
 
@@ -22,7 +23,8 @@ from megatron_dsa.sequence.layout import Layout, Window
 #: ``zigzag``: a rank holds chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp``, of every document in
 #: packed batches; ``zigzag_rows``: of the packed rows, whatever documents they belong to;
 #: ``contiguous``: the ``r``-th of ``cp`` equal parts of the rows.
-CP_LAYOUTS = ("zigzag", "zigzag_rows", "contiguous")
+CPLayout = Literal["zigzag", "zigzag_rows", "contiguous"]
+CP_LAYOUTS = get_args(CPLayout)
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Spread:
 
     cp: int = 1
     cp_rank: int = 0
-    cp_layout: str = "zigzag"
+    cp_layout: CPLayout = "zigzag"
     sp: int = 1
     sp_rank: int = 0
 

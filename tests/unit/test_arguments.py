@@ -123,8 +123,8 @@ def test_a_training_is_not_taken_for_a_plan(flags, message):
 )
 def test_flags_without_an_effect_are_named(flags, message):
     start()
-    from megatron_dsa.arguments import refuse_ignored_flags
     from megatron_dsa.pretrain import model_config_from_args
+    from megatron_dsa.training.flag_rules import refuse_ignored_flags
 
     with pytest.raises(ConfigError, match=message):
         model_config_from_args(parse("--multi-latent-attention", *flags))
