@@ -57,7 +57,7 @@ def option(default: Any, flag: str, help: str, **settings: Any) -> Any:
 
 
 def option_fields(config_class: type) -> Iterator[tuple[dataclasses.Field, Option]]:
-    """Yield the fields of a dataclass that have a flag, with what is said about it."""
+    """Yield the fields of a dataclass that have a flag, each with its :class:`Option`."""
     for each in dataclasses.fields(config_class):
         if "option" in each.metadata:
             yield each, each.metadata["option"]
