@@ -4,7 +4,7 @@
 
 writes ``benchmarks/convergence.csv``, a row per run and evaluation, and ``convergence.png`` beside
 it, and prints what the runs ended with. The gap to dense attention is taken seed by seed, where
-both saw the same text, and its spread is that between seeds.
+both saw the same text, and its sharding is that between seeds.
 """
 
 from __future__ import annotations
@@ -190,13 +190,13 @@ def summary(rows: list[dict]) -> str:
         alone = sorted({float(row["ms_per_step"]) for row in mine if int(row["at_once"]) == 1})
         speed = f"{statistics.median(alone):.1f}" if alone else ""
         losses = [float(row["validation_bits_per_byte"]) for row in mine]
-        difference = "" if way == "dense" else spread(gaps(rows, way).get(last, []), "+")
+        difference = "" if way == "dense" else sharding(gaps(rows, way).get(last, []), "+")
         size = f"{int(mine[0]['parameters']) / 1e6:.1f} M"
-        lines.append(f"| {LABELS[way]} | {size} | {speed} | {spread(losses)} | {difference} |")
+        lines.append(f"| {LABELS[way]} | {size} | {speed} | {sharding(losses)} | {difference} |")
     return "\n".join(lines)
 
 
-def spread(values: list[float], sign: str = "") -> str:
+def sharding(values: list[float], sign: str = "") -> str:
     """Return mean and sample standard deviation."""
     if not values:
         return ""

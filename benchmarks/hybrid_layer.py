@@ -74,7 +74,7 @@ _TINY = {
 
 def layer_config(preset: str, fused: bool, workspace_mib: int):
     """Return the configuration of a preset's layers; Megatron has to be running."""
-    from megatron_dsa.config import DSAOptions, HybridTransformerConfig
+    from megatron_dsa.config import CSATransformerConfig, DSAOptions
     from megatron_dsa.patches import cpu_host
     from megatron_dsa.presets import preset
 
@@ -83,7 +83,7 @@ def layer_config(preset: str, fused: bool, workspace_mib: int):
     if preset in MODELS:
         config = preset(MODELS[preset], **changes)
     else:
-        config = HybridTransformerConfig(**_TINY | changes)
+        config = CSATransformerConfig(**_TINY | changes)
     config.finalize_model_grads_func = None
     return config
 

@@ -40,7 +40,7 @@ from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.indexer_topk.inputs import describe_index_call
 from megatron_dsa.ops.sparse_attention.declaration import FORWARD
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
-from megatron_dsa.sequence.layout import Layout, Window
+from megatron_dsa.sequence.layout import Layout, QueryRange
 
 #: Columns of the CSV -> distribution and module of optional packages.
 PACKAGES = {
@@ -81,7 +81,7 @@ def _version(distribution: str, module: str) -> str | None:
 def last_queries_layout(queries: int, skv: int, device: torch.device) -> Layout:
     """Layout of the last ``queries`` tokens of one sequence of ``skv``, seeing all before them."""
     position = torch.arange(skv - queries, skv, device=device)
-    window = Window(slice(0, queries, 1), 0, place=skv - queries, lookback=skv, ceiling=skv)
+    window = QueryRange(slice(0, queries, 1), 0, place=skv - queries, lookback=skv, ceiling=skv)
     return Layout(
         num_queries=queries,
         num_keys=skv,
@@ -90,7 +90,7 @@ def last_queries_layout(queries: int, skv: int, device: torch.device) -> Layout:
         position=position,
         key_rows=None,
         real=None,
-        windows=(window,),
+        query_ranges=(window,),
         max_length=skv,
     )
 

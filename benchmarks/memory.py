@@ -5,7 +5,7 @@
 Whole small models of V3.2's and V4's attention, built as the entry point does, with Megatron's data
 parallel wrapper and optimizer: two microbatches, one step to settle, one that is measured
 (``torch.cuda.max_memory_allocated``). ``--tiny``: tiny models; on a machine without a GPU the bytes
-of all tensors are followed instead (:mod:`megatron_dsa.tools.planner.tally`).
+of all tensors are followed instead (:mod:`megatron_dsa.tools.planner.memory_tracker`).
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Peak:
             torch.cuda.empty_cache()
             self._before = torch.cuda.memory_allocated()
             return self
-        from megatron_dsa.tools.planner.tally import Tally
+        from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 
-        self._tally = Tally()
+        self._tally = MemoryTracker()
         self._tally.__enter__()
         return self
 

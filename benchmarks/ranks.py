@@ -15,7 +15,7 @@ the design says (:mod:`benchmarks.ranks_traffic`).
 Variants of context parallelism are ``zigzag`` and ``contiguous``, which say who holds what, and
 ``plain``: zigzag, with every collective waited for where it is launched
 (:mod:`benchmarks.ranks_plain`). What is not measured is a gather of hidden states, from which every
-rank projects all keys: ``hidden_bytes_per_token`` says what it would send, 4 bytes per channel of a
+rank projects all keys: ``hidden_bytes_per_token`` says what it would send, 4 bytes per grad_proxy of a
 token to each other rank (28672 for 7168 channels; keys of V3.2 and their gradients are 4224).
 
 ``--layers N`` measures N layers in a chain (:mod:`benchmarks.ranks_layer`); times and bytes are

@@ -67,7 +67,7 @@ class Case:
         return self.preset if self.ratio is None else f"{self.preset}-r{self.ratio}"
 
     def alone(self) -> Case:
-        """Return the same on one rank, where nothing is spread."""
+        """Return the same on one rank, where nothing is sharded."""
         return dataclasses.replace(
             self, cp_layout="zigzag", tp_mode="auto", collectives="overlapped"
         )
@@ -78,8 +78,8 @@ class Case:
             self, rows=0, cp_layout="zigzag", layers=1, collectives="overlapped"
         )
 
-    def spread(self, grid: Grid) -> Grid:
-        """Return the ranks over which the case is spread: of simulated ones there is one GPU."""
+    def sharding(self, grid: Grid) -> Grid:
+        """Return the ranks over which the case is sharded: of simulated ones there is one GPU."""
         return Grid(self.simulated, 1) if self.simulated else grid
 
 
@@ -156,7 +156,7 @@ def simulated_cases(ranks: Iterable[int], lengths: Iterable[int], preset: str) -
     for rows in lengths:
         yield Case("simulated", preset, rows, tp_mode="heads", simulated=1)
         for count in ranks:
-            for mode in ("heads", "rows"):
+            for mode in ("heads", "sequence"):
                 yield Case("simulated", preset, rows, tp_mode=mode, simulated=count)
 
 

@@ -1,7 +1,7 @@
 """Charts of the benchmark over several GPUs, drawn from its CSV and written next to it.
 
 ``<csv>_layers.png``: parallel efficiency and exposed communication of training steps.
-``<csv>_simulated.png``: steps of one of several tensor-parallel ranks, by heads and by rows.
+``<csv>_simulated.png``: steps of one of several tensor-parallel ranks, by heads and by sequence.
 Where a file holds several runs of one measurement, the last one counts. Files from before a column
 was added are read as well.
 """

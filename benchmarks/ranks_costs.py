@@ -52,7 +52,7 @@ class Costs:
 
     def learn(self, case: Case, grid: Grid, operation: str, ms: float) -> None:
         """Keep what this run has measured: ``ms`` of one layer."""
-        key = _key(case, case.spread(grid), operation)
+        key = _key(case, case.sharding(grid), operation)
         self._own.setdefault(key, {})[case.rows] = ms
 
     def seconds(self, case: Case, grid: Grid) -> float | None:
@@ -70,7 +70,7 @@ class Costs:
         return total
 
     def _milliseconds(self, case: Case, grid: Grid, operation: str) -> float | None:
-        where = case.spread(grid)
+        where = case.sharding(grid)
         # Of several ranks, one can have twice the mean of the work, and all wait for it.
         for known in (self._own, self._earlier):
             for ranks, factor in ((where, 1.0), (ONE, 2.0 / where.ranks)):

@@ -39,7 +39,7 @@ _TINY_DSA = {
 
 def layer_config(case: Case, grid: Grid, workspace_mib: int):
     """Return the configuration of a case's layer; Megatron has to be running."""
-    from megatron_dsa.config import DSAOptions, DSATransformerConfig, HybridTransformerConfig
+    from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformerConfig
     from megatron_dsa.patches import cpu_host
     from megatron_dsa.presets import preset
 
@@ -56,7 +56,7 @@ def layer_config(case: Case, grid: Grid, workspace_mib: int):
     tiny = case.preset.startswith("tiny")
     if case.ratio is not None:
         if tiny:
-            config = HybridTransformerConfig(**_TINY | changes)
+            config = CSATransformerConfig(**_TINY | changes)
         else:
             config = preset(MODELS[case.preset], **changes)
     else:
@@ -88,8 +88,8 @@ class Layer:
         self.layers = case.layers
         generator = torch.Generator(device).manual_seed(SEED)
         fill(self.module, config.tensor_model_parallel_size, generator)
-        self.spread = self.module.ranks.spread
-        own = self.spread.places(case.rows, None, device)[self.spread.rank]
+        self.sharding = self.module.ranks.sharding
+        own = self.sharding.global_positions(case.rows, None, device)[self.sharding.rank]
 
         def rows() -> torch.Tensor:
             shape = (case.rows, 1, config.hidden_size)
@@ -97,7 +97,9 @@ class Layer:
             return whole.index_select(0, own)
 
         self.x, self.gradient = rows().requires_grad_(), rows()
-        self.design = Design(config, case.ratio, len(own), grid.tp, grid.cp, self.spread.runs(None))
+        self.design = Design(
+            config, case.ratio, len(own), grid.tp, grid.cp, self.sharding.runs(None)
+        )
 
     def forward(self) -> torch.Tensor:
         """Run the forward of a training step; the result holds all that the backward needs."""

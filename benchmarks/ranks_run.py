@@ -61,7 +61,7 @@ def norms(answers: list[dict]) -> dict[str, float]:
 
 def identity(grid: Grid, case: Case) -> dict:
     """Return the columns that say what is measured."""
-    ranks = case.spread(grid)
+    ranks = case.sharding(grid)
     layer = case.part == "layers"
     return {
         "part": case.part, "grid": grid.name, "tp": ranks.tp, "cp": ranks.cp,
@@ -180,7 +180,7 @@ class Run:
         if error is not None and not error <= NORM_LIMIT:
             reason = f"wrong result: norms differ from one rank's by {error:.3g}"
             return {"operation": row["operation"], "status": "failed", "reason": reason}
-        ranks = case.spread(grid).ranks
+        ranks = case.sharding(grid).ranks
         key = (case.part, case.name, case.rows, row["operation"])
         if ranks == 1:
             self._alone[key] = row["median_ms"]

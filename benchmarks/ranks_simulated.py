@@ -1,12 +1,12 @@
 """One rank of more tensor-parallel ranks than there are GPUs: the attention core without its layer.
 
 By heads a rank has ``H / TP`` heads of all rows, and scores, selects and trains the indexer for all
-rows. By rows it has all heads of ``S / TP`` rows, and of the indexer those rows; where the package
+rows. By sequence it has all heads of ``S / TP`` rows, and of the indexer those rows; where the package
 balances selection, it scores as many, half of them another rank's. The rank that is simulated is
 the last one: its rows see most keys. The bulk of what the ranks of only one mode send is exchanged
-for real, in the same number of bytes per rank, by the GPUs that there are: by rows queries and
+for real, in the same number of bytes per rank, by the GPUs that there are: by sequence queries and
 outputs, and index queries and selections where they are balanced, all-to-all; by heads the
-indexer's teacher, all-reduced. (Left out: by rows the absorbed weights, by heads the indexer's
+indexer's teacher, all-reduced. (Left out: by sequence the absorbed weights, by heads the indexer's
 query latents.)
 """
 
@@ -35,7 +35,12 @@ from megatron_dsa.dsa_kernels import (
 from megatron_dsa.parallel.balanced_topk import halves, worthwhile_swap
 from megatron_dsa.parallel.groups import gather_keys
 from megatron_dsa.sequence.layout import Layout, bshd_layout
-from megatron_dsa.sequence.sharding import KeyPlaces, Spread, places_of, spread_layout
+from megatron_dsa.sequence.sharding import (
+    KeyOwnership,
+    Sharding,
+    global_positions_of,
+    sharded_layout,
+)
 
 #: Dims of a head's query (128 and rope's 64) and of its output, which travel before absorption.
 TRAVELLING = {"v3.2": (192, 128), "tiny": (20, 10)}
@@ -46,10 +51,10 @@ def rank_layouts(case: Case, device: torch.device) -> tuple[Layout, tuple[Layout
     everything = bshd_layout(case.rows, 1, device)
     if case.tp_mode == "heads" or case.simulated == 1:
         return everything, (everything,)
-    spread = Spread(sp=case.simulated, sp_rank=case.simulated - 1)
-    places = places_of(spread, case.rows, device)
-    own = spread_layout(everything, spread, KeyPlaces(spread, places, 1))
-    swap = worthwhile_swap(own, PRESETS[case.preset].topk, 1, spread)
+    sharding = Sharding(sp=case.simulated, sp_rank=case.simulated - 1)
+    places = global_positions_of(sharding, case.rows, device)
+    own = sharded_layout(everything, sharding, KeyOwnership(sharding, places, 1))
+    swap = worthwhile_swap(own, PRESETS[case.preset].topk, 1, sharding)
     return own, (own,) if swap is None else halves(own, swap, 1)
 
 
@@ -68,7 +73,7 @@ class Core:
         def normal(*shape) -> torch.Tensor:
             return torch.randn(*shape, dtype=torch.bfloat16, device=device, generator=generator)
 
-        # Rows that see the same keys of one buffer select alike, by rows and by heads.
+        # Rows that see the same keys of one buffer select alike, by sequence and by heads.
         self.kv = normal(case.rows, 1, p.qk_dim).requires_grad_()
         weights = normal(rows, p.index_heads) * (p.index_heads * p.index_dim) ** -0.5
         self.indexer = IndexerInputs(
@@ -83,14 +88,14 @@ class Core:
     def forward(self) -> torch.Tensor:
         """Select and attend; the indexer is trained in the backward."""
         p = self.shape
-        keys, channel = gather_keys(self.kv, None)
+        keys, grad_proxy = gather_keys(self.kv, None)
         indices, length = self.select()
         training = IndexerTraining(
             self.indexer, self.layout, lambda: 1.0, lambda kl_sum: setattr(self, "kl", kl_sum)
         )
         return sparse_attention(
             self.q, keys, indices, softmax_scale=p.softmax_scale, v_dim=p.v_dim,
-            topk_length=length, kv_grad=channel, in_order=True, indexer=training,
+            topk_length=length, kv_grad=grad_proxy, in_order=True, indexer=training,
             policy=self.policy,
         ).out  # fmt: skip
 

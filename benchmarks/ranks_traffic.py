@@ -152,10 +152,10 @@ class Design:
         return self.tp * self.cp
 
     @property
-    def by_rows(self) -> bool:
-        from megatron_dsa.config import by_rows
+    def by_sequence(self) -> bool:
+        from megatron_dsa.config import by_sequence
 
-        return by_rows(self.config)
+        return by_sequence(self.config)
 
     @property
     def narrow(self) -> int:
@@ -191,14 +191,14 @@ def _summed_keys(d: Design, rows: float, dim: int, ranks: int) -> float:
 def _index_keys(d: Design, rows: float) -> float:
     """Like any keys; by heads, the ranks of one row group form the same gradient."""
     part = rows * d.config.dsa_indexer_head_dim
-    back = d.ranks if d.by_rows else d.cp
+    back = d.ranks if d.by_sequence else d.cp
     return gather(part * d.narrow, d.ranks) + reduce(part * WIDE, back)
 
 
 def _index_queries(d: Design) -> float:
     """By heads every rank scores the rows of its group: it needs their latents and weights."""
     c = d.config
-    if d.by_rows:
+    if d.by_sequence:
         return 0.0
     return gather(d.rows * (c.q_lora_rank + c.dsa_indexer_n_heads) * d.narrow, d.tp) + (
         sum_everywhere(d.rows * d.tp * c.dsa_indexer_topk * WIDE, d.tp)  # the teacher
@@ -214,10 +214,10 @@ def _balanced_selection(d: Design) -> float:
     from megatron_dsa.config import options_of
     from megatron_dsa.parallel.balanced_topk import VISIBLE_TO_TOPK
 
-    c, rows = d.config, d.rows if d.by_rows else d.rows * d.tp
+    c, rows = d.config, d.rows if d.by_sequence else d.rows * d.tp
     contiguous = d.cp > 1 and options_of(c).cp_layout == "contiguous"
     visible = d.rows * d.ranks / 2 / (d.ratio or 1)
-    if not (contiguous or d.by_rows) or visible < VISIBLE_TO_TOPK * c.dsa_indexer_topk:
+    if not (contiguous or d.by_sequence) or visible < VISIBLE_TO_TOPK * c.dsa_indexer_topk:
         return 0.0
     query = c.dsa_indexer_n_heads * (c.dsa_indexer_head_dim + 1) * d.narrow
     return rows / 2 * (query + c.dsa_indexer_topk * WIDE)
@@ -232,7 +232,9 @@ def _dsa_bytes(d: Design) -> float:
     # gathered (again for the weight's gradient) and so are the latents, which then are cut again.
     total += 2 * 3 * gather(d.rows * c.hidden_size * d.narrow, d.tp)
     total += 2 * gather(d.rows * (c.q_lora_rank + latent) * d.narrow, d.tp)
-    if d.by_rows:  # the absorbed up projection of keys and values, gathered again in the backward
+    if (
+        d.by_sequence
+    ):  # the absorbed up projection of keys and values, gathered again in the backward
         weight = c.num_attention_heads * (c.qk_head_dim + c.v_head_dim) * c.kv_lora_rank / d.tp
         total += 2 * gather(weight * d.narrow, d.tp) + reduce(weight * WIDE, d.tp)
     return total
@@ -240,12 +242,12 @@ def _dsa_bytes(d: Design) -> float:
 
 def _hybrid_bytes(d: Design) -> float:
     c, total = d.config, 0.0
-    queries, rows = (d.ranks, d.rows) if d.by_rows else (d.cp, d.rows * d.tp)
-    if not d.by_rows:
+    queries, rows = (d.ranks, d.rows) if d.by_sequence else (d.cp, d.rows * d.tp)
+    if not d.by_sequence:
         total += _summed_keys(d, d.rows, c.head_dim, d.tp)
     window = min(rows, d.runs * (c.csa_window_size - 1))
     total += _summed_keys(d, window, c.head_dim, queries)
-    if d.by_rows:  # the sinks
+    if d.by_sequence:  # the sinks
         total += 2 * gather(c.num_attention_heads / d.tp * WIDE, d.tp)
     if not d.ratio:
         return total
@@ -271,7 +273,7 @@ def _tensor_parallel_bytes(d: Design) -> float:
     hybrid = d.ratio is not None
     up = 3 * gather(d.rows * c.q_lora_rank * d.narrow, d.tp)  # forward, again backward, gradient
     out = 2 * gather(d.rows * c.hidden_size * d.narrow, d.tp)
-    if not d.by_rows:
+    if not d.by_sequence:
         return up + out
     query = c.v_head_dim if hybrid else c.qk_head_dim + c.qk_pos_emb_head_dim
     swapped = d.rows * c.num_attention_heads * (query + c.v_head_dim) * d.narrow

@@ -108,14 +108,14 @@ def attention(setup: Setup, variant: str, rank: int, inputs: dict):
     from megatron_dsa.dispatch import describe_call
     from megatron_dsa.ops.dense_attention.blocks import choose
     from megatron_dsa.parallel import ring
-    from megatron_dsa.parallel.gather import arrive, launch
-    from megatron_dsa.parallel.ring.rows import Part
+    from megatron_dsa.parallel.gather import finish_gather, start_gather
+    from megatron_dsa.parallel.ring.shards import Part
 
     group, cp = parallel_state.get_context_parallel_group(), setup.grid.cp
-    rows = ring.ZigzagRows(cp, rank, 1, setup.rows // cp)
+    rows = ring.ZigzagShard(cp, rank, 1, setup.rows // cp)
     if variant == "contiguous ring":
 
-        class LastOfContiguous(ring.ZigzagRows):
+        class LastOfContiguous(ring.ZigzagShard):
             """Sees its own block causally and all of the others."""
 
             def parts(self, source: int) -> tuple[Part, ...]:
@@ -130,9 +130,9 @@ def attention(setup: Setup, variant: str, rank: int, inputs: dict):
     weights = [inputs[name] for name in ("w_uk", "w_uv")]
 
     def gathered():
-        latents, channel = arrive(launch(inputs["latent"], group))
+        latents, grad_proxy = finish_gather(start_gather(inputs["latent"], group))
         return ring.gathered_latent_attention(
-            q, latents, *weights, rows, scale, latent_grad=channel
+            q, latents, *weights, rows, scale, latent_grad=grad_proxy
         )[0]
 
     def over_the_ring():

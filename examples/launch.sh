@@ -65,7 +65,7 @@ case ${RECOMPUTE:=selective} in
   *) echo "RECOMPUTE must be selective, full or none, got $RECOMPUTE" >&2 && exit 2 ;;
 esac
 parallel=(
-  # Heads are shared by TP ranks, and what is not attention or experts by rows of the sequence.
+  # Heads are shared by TP ranks, and what is not attention or experts by sequence of the sequence.
   --tensor-model-parallel-size "${TP:-8}" --sequence-parallel
   # Layers.
   --pipeline-model-parallel-size "${PP:-1}"

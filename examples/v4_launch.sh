@@ -10,7 +10,7 @@
 # these among them, and stops. The output groups limit tensor parallelism.
 #
 # With --dsa-dry-run none is needed: the plan leaves out the experts if nothing is known of them, and rope
-# values, which change no figure of it, have stand-ins. Both are said.
+# values, which change no figure of it, have fake kernels. Both are said.
 
 # Public sources disagree on these: take them from the model's own configuration.
 rope=(

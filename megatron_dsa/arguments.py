@@ -14,8 +14,8 @@ from typing import Any, get_args, get_origin
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_dsa.config import (
+    CSATransformerConfig,
     DSAOptions,
-    HybridTransformerConfig,
     Option,
     choices_of,
     option_fields,
@@ -114,7 +114,7 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     parser.set_defaults(dsa_attention_backend=None)
     group.add_argument("--help-dsa", action=_HelpAction, help="Print these flags alone and exit.")
     _add_options(group, DSAOptions)
-    _add_options(group, HybridTransformerConfig)
+    _add_options(group, CSATransformerConfig)
     _add_run_arguments(group)
     add_dry_run_arguments(group)
     _add_former_arguments(group)

@@ -134,10 +134,10 @@ class DSAOptions:
     cp_layout: CPLayout = option(
         "zigzag",
         "--dsa-cp-layout",
-        "How context parallelism spreads rows: two chunks per rank, of every document (zigzag) or "
+        "How context parallelism shards rows: two chunks per rank, of every document (zigzag) or "
         "of packed rows (zigzag_rows), or one part per rank (contiguous).",
     )
-    tp_mode: Literal["auto", "heads", "rows"] = option(
+    tp_mode: Literal["auto", "heads", "sequence"] = option(
         "auto",
         "--dsa-tp-mode",
         "Under tensor parallelism a rank attends for all rows with its heads, or for its rows with "
@@ -217,7 +217,7 @@ class DSATransformerConfig(MLATransformerConfig):
 
 
 @dataclass
-class HybridTransformerConfig(DSATransformerConfig):
+class CSATransformerConfig(DSATransformerConfig):
     """Megatron's MLA configuration for layers of window, CSA and HCA attention (DeepSeek-V4).
 
     The one key/value head has ``v_head_dim`` dims, of which the last ``qk_pos_emb_head_dim`` are
@@ -297,7 +297,7 @@ def uses_indexer(config: Any) -> bool:
     return options_of(config).stage != "dense"
 
 
-def is_hybrid(config: Any) -> bool:
+def uses_csa(config: Any) -> bool:
     """Whether the layers are V4's hybrid attention."""
     return getattr(config, "csa_compress_ratios", None) is not None
 
@@ -306,7 +306,7 @@ def has_indexers(config: Any) -> bool:
     """Whether any layer of the model has an indexer."""
     if not uses_indexer(config):
         return False
-    return not is_hybrid(config) or CSA_RATIO in config.csa_compress_ratios
+    return not uses_csa(config) or CSA_RATIO in config.csa_compress_ratios
 
 
 def indexer_is_trained(config: Any) -> bool:
@@ -319,7 +319,7 @@ def loss_is_sparse(config: Any) -> bool:
     return options_of(config).stage == "sparse" and config.dsa_indexer_use_sparse_loss
 
 
-def by_rows(config: Any) -> bool:
+def by_sequence(config: Any) -> bool:
     """Whether tensor-parallel ranks attend for rows of their own with all heads.
 
     Only selected keys make rows independent of each other's: stages with dense attention go by
@@ -329,13 +329,13 @@ def by_rows(config: Any) -> bool:
     dense = options_of(config).stage != "sparse" and not hasattr(config, "csa_compress_ratios")
     if ranks == 1 or not config.sequence_parallel or dense or mode == "heads":
         return False
-    return mode == "rows" or config.num_attention_heads // ranks < FULL_TILE
+    return mode == "sequence" or config.num_attention_heads // ranks < FULL_TILE
 
 
 def query_heads(config: Any) -> int:
     """Return how many heads attention has on a rank."""
     return config.num_attention_heads // (
-        1 if by_rows(config) else config.tensor_model_parallel_size
+        1 if by_sequence(config) else config.tensor_model_parallel_size
     )
 
 
@@ -385,8 +385,8 @@ def validate(config: Any) -> None:
 
     Called when the configuration or a layer is built: nothing of this is left to the first step.
     """
-    if is_hybrid(config):
-        rules = [*option_rules(HybridTransformerConfig, config)]
+    if uses_csa(config):
+        rules = [*option_rules(CSATransformerConfig, config)]
         rules += csa_rules(config, options_of(config))
     else:
         rules = dsa_rules(config, options_of(config))

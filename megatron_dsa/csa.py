@@ -20,12 +20,12 @@ from megatron_dsa.config import options_of, validate
 from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
 from megatron_dsa.modules.rope import PositionRope
 from megatron_dsa.ops.rope.api import norm_rope, rotate
-from megatron_dsa.parallel.groups import ranks_of, to_heads, to_rows
+from megatron_dsa.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
 from megatron_dsa.sequence.layout import Layout
 
 
 @dataclass
-class HybridSelfAttentionSubmodules:
+class CSASelfAttentionSubmodules:
     """Layers of hybrid attention."""
 
     linear_q_down_proj: ModuleSpec | type = None
@@ -38,20 +38,20 @@ class HybridSelfAttentionSubmodules:
     linear_proj: ModuleSpec | type = None
 
 
-class HybridSelfAttention(SelfAttentionFrame, MegatronModule):
+class CSASelfAttention(SelfAttentionFrame, MegatronModule):
     """Self-attention of one layer; its compression ratio comes from the configuration.
 
     Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
-    parallelism; packed batches have ``b == 1``). Heads and output groups are spread over
+    parallelism; packed batches have ``b == 1``). Heads and output groups are sharded over
     tensor-parallel ranks; the key/value head, the compressors and the indexer are replicated, but
-    every rank projects only its own rows for them. Attention runs by heads or by rows
+    every rank projects only its own rows for them. Attention runs by heads or by sequence
     (``--dsa-tp-mode``).
     """
 
     def __init__(
         self,
         config,
-        submodules: HybridSelfAttentionSubmodules,
+        submodules: CSASelfAttentionSubmodules,
         layer_number: int,
         attn_mask_type=AttnMaskType.causal,
         is_mtp: bool = False,
@@ -121,7 +121,7 @@ class HybridSelfAttention(SelfAttentionFrame, MegatronModule):
             pg_collection=pg_collection,
             is_mtp=is_mtp,
         )
-        # One matrix per group, one under the other: sharded by rows, a rank holds its own groups.
+        # One matrix per group, one under the other: sharded by sequence, a rank holds its own groups.
         self.linear_o_group_proj = columns(
             submodules.linear_o_group_proj,
             query // config.o_groups,
@@ -147,8 +147,8 @@ class HybridSelfAttention(SelfAttentionFrame, MegatronModule):
         def queries(q_latent):
             q, _ = self.linear_q_up_proj(q_latent)
             q = q.view(-1, self.heads, self.config.head_dim)
-            if ranks.by_rows:
-                q = to_rows(q, ranks.tp)
+            if ranks.by_sequence:
+                q = heads_to_sequence(q, ranks.tp)
             # Nobody else reads the projection, so its memory may become the queries'.
             return norm_rope(q, *tables, self.config.layernorm_epsilon, inplace=True, policy=policy)
 
@@ -159,8 +159,8 @@ class HybridSelfAttention(SelfAttentionFrame, MegatronModule):
             return rotate(out, *tables, inverse=True, policy=policy)
 
         out = self.run_core(core, hidden_states, q_latent, q, kv)
-        if ranks.by_rows:
-            out = to_heads(out, ranks.tp)
+        if ranks.by_sequence:
+            out = sequence_to_heads(out, ranks.tp)
         return self._project_groups(out)
 
     def _project_groups(self, out: torch.Tensor) -> torch.Tensor:

@@ -27,11 +27,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_dsa.config import exchanges_latents, options_of, validate
 from megatron_dsa.dispatch import count
-from megatron_dsa.modules.dsa_core import Selection
+from megatron_dsa.modules.dsa_core import TopKIndices
 from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
-from megatron_dsa.modules.rope import RowRope
-from megatron_dsa.parallel.gather import Gathering, arrive, head_product, launch
-from megatron_dsa.parallel.groups import ranks_of, to_heads, to_rows
+from megatron_dsa.modules.rope import TokenRope
+from megatron_dsa.parallel.gather import Gathering, finish_gather, head_product, start_gather
+from megatron_dsa.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -73,15 +73,15 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         self.sparse = options_of(config).stage == "sparse"
         # Whether latents travel, and keys are made of them where they are used.
         self.exchanges_latents = exchanges_latents(config)
-        # Selection handed from layer to layer during one forward call, see IndexSharingLayer.
+        # TopKIndices handed from layer to layer during one forward call, see IndexSharingLayer.
         self.hands_on_selection = False
-        self.shared_selection: Selection | None = None
-        self.used_selection: Selection | None = None
+        self.shared_selection: TopKIndices | None = None
+        self.used_selection: TopKIndices | None = None
 
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
         """See :class:`SelfAttentionFrame`."""
         ranks = self.ranks
-        rope = RowRope(self.rotary_pos_emb, layout)
+        rope = TokenRope(self.rotary_pos_emb, layout)
 
         q_latent, kv_latent, k_pe = self._latents(hidden_states)
         if not self.sparse and ranks.cp is not None:
@@ -90,7 +90,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         if self.sparse or self.exchanges_latents:
             # They travel while the indexer and the queries are computed.
             k_pe = rope.own(ranks)(k_pe.flatten(0, 1)).view_as(k_pe)
-            keys = launch(torch.cat([kv_latent, k_pe], -1), ranks.group)
+            keys = start_gather(torch.cat([kv_latent, k_pe], -1), ranks.group)
         index_inputs = None
         if self.core_attention.needs_index_inputs():
             index_inputs = self.core_attention.project_index(
@@ -121,13 +121,15 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             q_latent = self.q_layernorm(q_latent)
         return q_latent, self.kv_layernorm(kv_latent), k_pe
 
-    def _queries(self, q_latent: torch.Tensor, rope: RowRope) -> tuple[torch.Tensor, torch.Tensor]:
+    def _queries(
+        self, q_latent: torch.Tensor, rope: TokenRope
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``q_nope [rows, H, 128]`` and roped ``q_pe [rows, H, 64]`` of the query rows."""
         up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
         q, _ = up(q_latent)
         q = q.view(-1, self.num_attention_heads_per_partition, self.q_head_dim)
-        if self.ranks.by_rows:
-            q = to_rows(q, self.ranks.tp)
+        if self.ranks.by_sequence:
+            q = heads_to_sequence(q, self.ranks.tp)
         q_nope, q_pe = q.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
         return q_nope, rope(q_pe, interleaved=True)
 
@@ -140,15 +142,15 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
     def _attend_sparse(self, q_latent, keys: Gathering, layout, rope, index_inputs):
         """Weight-absorbed attention over selected keys; returns ``[rows, H, v_head_dim]``."""
         w_uk, w_uv = self._up_weights()
-        # By rows, a rank attends with the heads of all tensor-parallel ranks.
-        sharing = self.ranks.tp if self.ranks.by_rows else None
+        # By sequence, a rank attends with the heads of all tensor-parallel ranks.
+        sharing = self.ranks.tp if self.ranks.by_sequence else None
 
         def absorbed_queries(q_latent, w_uk):
             q_nope, q_pe = self._queries(q_latent, rope)
             return torch.cat([head_product(q_nope, w_uk, sharing), q_pe], dim=-1)
 
         q = self.maybe_recomputed(absorbed_queries, q_latent, w_uk)
-        kv, kv_grad = arrive(keys)
+        kv, kv_grad = finish_gather(keys)
 
         given = self._given_selection(layout)  # of this microbatch, also when recomputed later
 
@@ -160,16 +162,16 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
 
         out, *selection = self.run_core(core, q, kv, kv_grad, *_tensors(index_inputs))
         if self.hands_on_selection:
-            self.used_selection = Selection(*selection)
+            self.used_selection = TopKIndices(*selection)
         out = head_product(out, w_uv.transpose(1, 2), sharing)
-        return to_heads(out, sharing) if self.ranks.by_rows else out
+        return sequence_to_heads(out, sharing) if self.ranks.by_sequence else out
 
-    def _given_selection(self, layout) -> Selection | None:
+    def _given_selection(self, layout) -> TopKIndices | None:
         """Return what is to be attended to in place of the indexer's selection, if anything."""
         if not self.core_attention.computes_topk:
             return self.shared_selection
         replayed = self.core_attention.given_selection(layout, layout, self.ranks)
-        return None if replayed is None else Selection(*replayed)
+        return None if replayed is None else TopKIndices(*replayed)
 
     def _attend_dense(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
         """Plain MLA over all visible keys; returns ``[rows, H, v_head_dim]``."""
@@ -201,7 +203,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             return torch.cat(self._queries(q_latent, rope), dim=-1)
 
         q = self.maybe_recomputed(queries, q_latent)
-        latents, latent_grad = arrive(keys)
+        latents, latent_grad = finish_gather(keys)
 
         def core(q, latents, latent_grad, w_uk, w_uv, *index_tensors):
             return self.core_attention.forward_latents(
@@ -258,7 +260,7 @@ class IndexSharingLayer(TransformerLayer):
 
     def _forward_attention(self, hidden_states, *args, context=None, **kwargs):
         attention = self.self_attention
-        attention.shared_selection = None if context is None else Selection.unpack(context)
+        attention.shared_selection = None if context is None else TopKIndices.unpack(context)
         try:
             hidden_states, _ = super()._forward_attention(hidden_states, *args, **kwargs)
             selection = attention.used_selection

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_dsa.config import DSATransformerConfig, HybridTransformerConfig
+from megatron_dsa.config import CSATransformerConfig, DSATransformerConfig
 from megatron_dsa.errors import ConfigError
 
 
@@ -88,7 +88,7 @@ NEEDED_FOR_V4 = (
 def preset(name: str, **changes: Any) -> DSATransformerConfig:
     """Return the configuration of a released model, with ``changes`` on top.
 
-    Those of V4 are :class:`HybridTransformerConfig` and need :data:`NEEDED_FOR_V4`.
+    Those of V4 are :class:`CSATransformerConfig` and need :data:`NEEDED_FOR_V4`.
 
     Raises:
         ConfigError: for an unknown name or field, or a field that is needed and missing.
@@ -96,7 +96,7 @@ def preset(name: str, **changes: Any) -> DSATransformerConfig:
     if name not in PRESETS:
         raise ConfigError(f"unknown preset {name!r}; available: {', '.join(sorted(PRESETS))}")
     is_v4 = "csa_compress_ratios" in PRESETS[name]
-    kind = HybridTransformerConfig if is_v4 else DSATransformerConfig
+    kind = CSATransformerConfig if is_v4 else DSATransformerConfig
     known = {field.name for field in dataclasses.fields(kind)}
     unknown = sorted(set(changes) - known)
     if unknown:

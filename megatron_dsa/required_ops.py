@@ -16,11 +16,11 @@ import torch
 from megatron_dsa.config import (
     computes_topk,
     indexer_is_trained,
-    is_hybrid,
     loss_is_sparse,
     options_of,
     query_heads,
     shares_indices,
+    uses_csa,
     uses_indexer,
 )
 from megatron_dsa.config_rules import CSA_RATIO
@@ -90,7 +90,7 @@ def required_ops(
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    declare = _csa_ops if is_hybrid(config) else _dsa_ops
+    declare = _csa_ops if uses_csa(config) else _dsa_ops
     return list(declare(_Calls(config, device), layer_number, is_mtp))
 
 

@@ -32,14 +32,14 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megatron_dsa.config import computes_topk, is_hybrid, is_moe_layer, shares_indices, validate
-from megatron_dsa.csa import HybridSelfAttention, HybridSelfAttentionSubmodules
+from megatron_dsa.config import computes_topk, is_moe_layer, shares_indices, uses_csa, validate
+from megatron_dsa.csa import CSASelfAttention, CSASelfAttentionSubmodules
 from megatron_dsa.dsa import DSASelfAttention, IndexSharingLayer
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.log import install_logging, install_loss_scale
 from megatron_dsa.metrics.throughput import install_throughput
 from megatron_dsa.modules.compressor import Compressor, CompressorSubmodules
-from megatron_dsa.modules.csa_core import HybridCoreAttention, HybridCoreAttentionSubmodules
+from megatron_dsa.modules.csa_core import CSACoreAttention, CSACoreAttentionSubmodules
 from megatron_dsa.modules.csa_indexer import CSAIndexer, CSAIndexerSubmodules
 from megatron_dsa.modules.dsa_core import DSACoreAttention, DSACoreAttentionSubmodules
 from megatron_dsa.modules.dsa_indexer import DSAIndexer, DSAIndexerSubmodules
@@ -65,7 +65,7 @@ class LocalBackend(LocalSpecProvider):
         return LocalNorm
 
 
-def hybrid_attention_spec(backend, *, is_mtp: bool = False) -> ModuleSpec:
+def csa_attention_spec(backend, *, is_mtp: bool = False) -> ModuleSpec:
     """Return the spec of hybrid self-attention with the layers of ``backend``.
 
     One spec serves all layers: a layer's compression ratio decides which of its parts are built.
@@ -74,17 +74,17 @@ def hybrid_attention_spec(backend, *, is_mtp: bool = False) -> ModuleSpec:
     compressor = ModuleSpec(module=Compressor, submodules=CompressorSubmodules(norm=norm))
     indexer = ModuleSpec(module=CSAIndexer, submodules=CSAIndexerSubmodules(compressor=compressor))
     return ModuleSpec(
-        module=HybridSelfAttention,
+        module=CSASelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "is_mtp": is_mtp},
-        submodules=HybridSelfAttentionSubmodules(
+        submodules=CSASelfAttentionSubmodules(
             linear_q_down_proj=backend.linear(),
             q_layernorm=norm,
             linear_q_up_proj=backend.column_parallel_linear(),
             linear_kv_proj=backend.linear(),
             kv_layernorm=norm,
             core_attention=ModuleSpec(
-                module=HybridCoreAttention,
-                submodules=HybridCoreAttentionSubmodules(compressor=compressor, indexer=indexer),
+                module=CSACoreAttention,
+                submodules=CSACoreAttentionSubmodules(compressor=compressor, indexer=indexer),
             ),
             # Never called: its weight is read, so it gains nothing from transformer-engine.
             linear_o_group_proj=ColumnParallelLinear,
@@ -168,7 +168,7 @@ def _layer_spec(
     hybrid: bool = False,
 ) -> ModuleSpec:
     if hybrid:
-        attention = hybrid_attention_spec(backend, is_mtp=is_mtp)
+        attention = csa_attention_spec(backend, is_mtp=is_mtp)
     else:
         attention = _attention_spec(
             backend, rms_norm=rms_norm, qk_layernorm=qk_layernorm, is_mtp=is_mtp
@@ -213,7 +213,7 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
     validate(config)
     install_loss_scale(config)
     install_checkpoint_repairs()
-    if is_hybrid(config):
+    if uses_csa(config):
         repair_checkpoints_of_fp32_parameters()
     return _layer_spec(
         get_backend(config.transformer_impl),
@@ -223,7 +223,7 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
         moe_grouped_gemm=config.moe_grouped_gemm,
         is_mtp=is_mtp,
         share_indices=shares_indices(config),
-        hybrid=is_hybrid(config),
+        hybrid=uses_csa(config),
     )
 
 

@@ -81,10 +81,10 @@ def small_config(*, dtype=torch.float64, options=None, **changes):
     return config
 
 
-def small_hybrid_config(ratio, *, dtype=torch.float64, options=None, **changes):
+def small_csa_config(ratio, *, dtype=torch.float64, options=None, **changes):
     """A configuration of hybrid attention whose layers all have the same compression ratio."""
     start()
-    from megatron_dsa.config import DSAOptions, HybridTransformerConfig
+    from megatron_dsa.config import CSATransformerConfig, DSAOptions
 
     settings = _small_settings(dtype) | {
         "kv_lora_rank": 12,
@@ -98,7 +98,7 @@ def small_hybrid_config(ratio, *, dtype=torch.float64, options=None, **changes):
         "dsa_indexer_topk": 5,
         "dsa_indexer_rope_interleaved": True,
     }
-    config = HybridTransformerConfig(**settings | changes, dsa=options or DSAOptions())
+    config = CSATransformerConfig(**settings | changes, dsa=options or DSAOptions())
     config.finalize_model_grads_func = None
     return config
 

@@ -21,7 +21,7 @@ class Case:
     Attributes:
         config: name of a function of :mod:`tests.host`, with ``arguments`` and ``changes``.
         selector: the module of the package whose ``balanced_topk`` selects.
-        by_rows, by_columns: parts of parameter names: how a tensor-parallel rank's part is cut out
+        by_sequence, by_columns: parts of parameter names: how a tensor-parallel rank's part is cut out
             of a weight. All others are replicated.
         rows, batch: of the hidden states; ``lengths`` packs the rows, ``padded`` are the lengths
             with padding.
@@ -30,7 +30,7 @@ class Case:
 
     config: str
     selector: str
-    by_rows: tuple[str, ...]
+    by_sequence: tuple[str, ...]
     by_columns: tuple[str, ...]
     arguments: tuple = ()
     changes: dict = field(default_factory=dict)
@@ -43,13 +43,13 @@ class Case:
     def part(self, name: str, full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
         """Return what a tensor-parallel rank holds of a full weight or gradient."""
         names = name.split(".")
-        if set(names) & set(self.by_rows):
+        if set(names) & set(self.by_sequence):
             return full.chunk(ranks)[rank]
         if set(names) & set(self.by_columns):
             return full.chunk(ranks, dim=1)[rank]
         return full
 
-    def places(self, cp: int) -> list[list[int]]:
+    def global_positions(self, cp: int) -> list[list[int]]:
         """Return the rows of dim 0 that every context-parallel rank holds, in its order."""
         if self.cp_layout == "contiguous":
             size = self.rows // cp
@@ -141,7 +141,7 @@ def build(case: Case, tp: int = 1, cp: int = 1):
         config, full=lambda name, weight: case.part(name, weight, tp_rank, tp)
     ).train()
     x = host.hidden_like(module, case.rows, case.batch).detach()
-    x = x[case.places(cp)[cp_rank]].chunk(tp)[tp_rank].requires_grad_()
+    x = x[case.global_positions(cp)[cp_rank]].chunk(tp)[tp_rank].requires_grad_()
     packing = None
     if case.lengths is not None:
         packing = host.packed(*case.lengths, padded_lengths=case.padded)
@@ -199,7 +199,7 @@ def _slots(indices: torch.Tensor, layout) -> torch.Tensor:
 def compare(case: Case, one: dict, several: list[dict], tolerance=1e-12, tp=None, cp=1) -> None:
     """Check that the ranks together computed what one process did."""
     tp = len(several) // cp if tp is None else tp
-    places = case.places(cp)
+    places = case.global_positions(cp)
     for index, rank in enumerate(several):
         place = torch.tensor(places[index // tp])
         own = place.chunk(tp)[index % tp]

@@ -13,15 +13,15 @@ This package knows no operation: they are declared in :mod:`megatron_dsa.ops`.
 
 from megatron_dsa.dispatch.choice_log import collect_choices, log_all_candidates
 from megatron_dsa.dispatch.counts import count, report, reset_report, uncounted
-from megatron_dsa.dispatch.operation import Candidate, Choice, Operation, forget_choices
-from megatron_dsa.dispatch.policy import DEFAULT_WORKSPACE_BYTES, Policy
-from megatron_dsa.dispatch.rehearsal import (
-    Rehearsal,
+from megatron_dsa.dispatch.meta_dispatch import (
+    MetaDispatch,
     describe_call,
     deterministic_mode,
-    rehearse,
-    rehearsing,
+    meta_dispatch,
+    on_meta,
 )
+from megatron_dsa.dispatch.operation import Candidate, Choice, Operation, forget_choices
+from megatron_dsa.dispatch.policy import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.dispatch.support import OpCall, Support
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "Operation",
     "Policy",
     "OpCall",
-    "Rehearsal",
+    "MetaDispatch",
     "Support",
     "collect_choices",
     "count",
@@ -39,8 +39,8 @@ __all__ = [
     "describe_call",
     "forget_choices",
     "log_all_candidates",
-    "rehearse",
-    "rehearsing",
+    "meta_dispatch",
+    "on_meta",
     "report",
     "reset_report",
     "uncounted",

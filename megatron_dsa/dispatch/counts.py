@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dsa.dispatch.rehearsal import rehearsing
+from megatron_dsa.dispatch.meta_dispatch import on_meta
 
 _calls: Counter[tuple[str, str]] = Counter()
 _counting = True
@@ -18,7 +18,7 @@ _counting = True
 
 def count(what: str, name: str) -> None:
     """Let :func:`report` tell that ``what`` was done by way of ``name``."""
-    if _counting and not rehearsing():
+    if _counting and not on_meta():
         _calls[what, name] += 1
 
 

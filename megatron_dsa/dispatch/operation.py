@@ -13,8 +13,8 @@ from typing import Any
 
 from megatron_dsa.dispatch.choice_log import collect, log_choice, log_once
 from megatron_dsa.dispatch.counts import TIMES, count, profiler_range
+from megatron_dsa.dispatch.meta_dispatch import current_meta_dispatch
 from megatron_dsa.dispatch.policy import FLAG, VARIABLE, Policy, check_environment
-from megatron_dsa.dispatch.rehearsal import rehearsal
 from megatron_dsa.dispatch.support import OpCall, Support
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
 
@@ -59,14 +59,14 @@ def import_attribute(path: str) -> Any:
 class Choice:
     """The candidate that was chosen for a call, and why the others were not.
 
-    ``untried`` says that its kernels never ran on such a GPU.
+    ``never_run`` says that its kernels never ran on such a GPU.
     """
 
     operation: str
     candidate: Candidate
     rejected: tuple[tuple[str, str], ...] = field(default=())
     named: bool = False
-    untried: bool = False
+    never_run: bool = False
 
     @property
     def is_fallback(self) -> bool:
@@ -75,7 +75,7 @@ class Choice:
 
     def remark(self) -> str:
         """Why this one, in one clause; empty for a fused candidate that was run on such a GPU."""
-        if self.untried:
+        if self.never_run:
             return "compiled for this GPU, not run on one"
         if self.named:
             return f"named by {FLAG} or {VARIABLE}"
@@ -96,7 +96,7 @@ class Choice:
     def describe(self) -> str:
         """One line: what runs and why nothing better does, all rejected candidates."""
         reasons = "; ".join(f"{name}: {why}" for name, why in self.rejected)
-        remark = ", compiled for this GPU, not run on one" if self.untried else ""
+        remark = ", compiled for this GPU, not run on one" if self.never_run else ""
         line = f"{self.operation}: {self.candidate.name}{remark}"
         return f"{line} (rejected: {reasons})" if reasons else line
 
@@ -152,7 +152,7 @@ class Operation:
             ConfigError: an implementation was named that does not exist.
         """
         # What is chosen for a plan is not logged: its GPU is not there.
-        planned = rehearsal() is not None
+        planned = current_meta_dispatch() is not None
         choice = _choose(self, call, policy, policy.named_for(self.name), planned)
         collect(choice)
         return choice
@@ -160,9 +160,9 @@ class Operation:
     def run(self, call: OpCall, policy: Policy, *args: Any, **kwargs: Any) -> Any:
         """Run the implementation that :meth:`choose` picks, and count the call."""
         candidate = self.choose(call, policy).candidate
-        stand_in = rehearsal()
-        if stand_in is not None:
-            return stand_in.run(self.name, candidate, *args, **kwargs)
+        fake_kernel = current_meta_dispatch()
+        if fake_kernel is not None:
+            return fake_kernel.run(self.name, candidate, *args, **kwargs)
         count(self.name, candidate.name)
         on_gpu = call.device == "cuda"
         with (
@@ -203,12 +203,12 @@ def _choose_named(operation: Operation, call: OpCall, name: str) -> Choice:
             f"{asked}: it cannot run here: {reason}. Fix that, or leave the operation out to take "
             "what can run."
         )
-    untried = known[name].support.untried(call)
-    return Choice(operation.name, known[name], named=True, untried=untried)
+    never_run = known[name].support.never_run(call)
+    return Choice(operation.name, known[name], named=True, never_run=never_run)
 
 
 def _choose_first(operation: Operation, call: OpCall, policy: Policy) -> Choice:
-    usable = sorted(operation.candidates, key=lambda c: not c.support.leads(call))
+    usable = sorted(operation.candidates, key=lambda c: not c.support.is_preferred(call))
     rejected = []
     if not policy.fused:
         rejected += [(c.name, "not asked for: dsa_unfused is torch") for c in usable if c.fused]
@@ -218,8 +218,8 @@ def _choose_first(operation: Operation, call: OpCall, policy: Policy) -> Choice:
     for candidate in usable:
         reason = candidate.reason(call)
         if reason is None:
-            untried = candidate.support.untried(call)
-            choice = Choice(operation.name, candidate, tuple(rejected), untried=untried)
+            never_run = candidate.support.never_run(call)
+            choice = Choice(operation.name, candidate, tuple(rejected), never_run=never_run)
             break
         rejected.append((candidate.name, reason))
     else:

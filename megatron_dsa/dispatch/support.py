@@ -125,14 +125,14 @@ class Support:
                 return reason
         return None
 
-    def leads(self, call: OpCall) -> bool:
+    def is_preferred(self, call: OpCall) -> bool:
         """Whether it goes before the others."""
-        if self.untried(call):
+        if self.never_run(call):
             return False
         fastest = (call.teacher and self.fastest_with_teacher) or self.fastest
         return fastest is not None and fastest[0] <= call.heads <= fastest[1]
 
-    def untried(self, call: OpCall) -> bool:
+    def never_run(self, call: OpCall) -> bool:
         """Whether its kernels were compiled for this GPU, but never run on one."""
         return call.capability in self.not_run
 
@@ -148,8 +148,7 @@ class Support:
             wanted += f" (compiled, not run: {compiled})"
         owner = self.package.module if self.package else "it"
         return (
-            f"wrong GPU: this is {call.on()}, {owner} has kernels for compute capability "
-            f"{wanted}"
+            f"wrong GPU: this is {call.on()}, {owner} has kernels for compute capability {wanted}"
         )
 
     def _package(self, call: OpCall) -> str | None:

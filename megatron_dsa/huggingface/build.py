@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config import DSAOptions, DSATransformerConfig, HybridTransformerConfig
+from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformerConfig
 from megatron_dsa.huggingface.config_json import HFModel
-from megatron_dsa.modules.warm_up import unsettled
+from megatron_dsa.modules.warm_up import without_kernels
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 
@@ -22,7 +22,7 @@ def transformer_config(hf: HFModel, stage: str, **settings: Any):
     fields = dict(hf.fields)
     kind = DSATransformerConfig
     if "csa_compress_ratios" in fields:
-        kind = HybridTransformerConfig
+        kind = CSATransformerConfig
         layers = hf.num_layers + (settings.get("mtp_num_layers") or 0)
         fields["csa_compress_ratios"] = fields["csa_compress_ratios"][:layers]
     fixed = {
@@ -85,7 +85,7 @@ def empty_model(
         params_dtype=dtype or hf.dtype or torch.bfloat16,
         mtp_num_layers=hf.mtp_layers if mtp else None,
     )
-    with torch.device("meta"), unsettled():
+    with torch.device("meta"), without_kernels():
         return gpt_model(config, hf.vocab_size, hf.raw.get("max_position_embeddings", 4096))
 
 

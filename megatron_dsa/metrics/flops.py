@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 from megatron_dsa.config import (
     indexer_is_trained,
-    is_hybrid,
     is_moe_layer,
     trains_main,
+    uses_csa,
     uses_indexer,
 )
 from megatron_dsa.config_rules import CSA_RATIO
@@ -85,7 +85,7 @@ def model_work(config: Any, vocabulary: int) -> list[Work]:
 
 def layer_work(config: Any, number: int, is_mtp: bool = False) -> list[Work]:
     """Return what transformer layer ``number`` (from 1) of the decoder, or MTP layer, does."""
-    weights = (_csa_weights if is_hybrid(config) else _dsa_weights)(config, number, is_mtp)
+    weights = (_csa_weights if uses_csa(config) else _dsa_weights)(config, number, is_mtp)
     index = config.num_layers - 1 if is_mtp else number - 1
     pairs = _pair_work(config, number, is_mtp)
     return [*weights, *pairs, *_mlp_work(config, is_moe_layer(config, index))]
@@ -151,7 +151,7 @@ def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
         if name not in ops:
             continue
         call, kinds = ops[name].call, ops[name].keys
-        parts = ("window attention", "attention") if is_hybrid(config) else ("attention",)
+        parts = ("window attention", "attention") if uses_csa(config) else ("attention",)
         for part, attended in zip(parts, kinds, strict=False):
             scored = attended
             if dense_loss is not None and part == "attention":

@@ -1,4 +1,4 @@
-"""Cheap figures about the selection, measured on a few query rows, once per iteration.
+"""Cheap metrics about the selection, measured on a few query rows, once per iteration.
 
 * attention mass captured: the share of the *dense* attention's probability that lies on what is
   attended to (mean over sampled rows and local heads). Falls when the indexer loses track. In
@@ -35,7 +35,7 @@ from megatron_dsa.sequence.layout import Layout
 
 
 def sample_rows(num_queries: int, count: int, device) -> torch.Tensor:
-    """Return up to ``count`` query rows, evenly spread, the last one included."""
+    """Return up to ``count`` query rows, evenly sharding, the last one included."""
     count = min(count, num_queries)
     return ((torch.arange(1, count + 1, device=device) * num_queries) // count) - 1
 
@@ -68,7 +68,7 @@ class Attended:
 
 @torch.no_grad()
 def selection_health(attended: Attended, count: int, workspace_bytes: int) -> dict[str, Mean]:
-    """Measure the figures (on the device, no synchronisation).
+    """Measure the metrics (on the device, no synchronisation).
 
     Args:
         attended: selection and attention of a layer.

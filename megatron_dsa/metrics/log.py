@@ -74,21 +74,21 @@ def attach_loss(output: torch.Tensor, loss: torch.Tensor, scale: LossScale) -> t
     return _Attach.apply(output, loss, scale)
 
 
-#: Names of the figures that are logged per layer.
+#: Names of the metrics that are logged per layer.
 NAMES = tuple(FIGURES)
 
 
 @dataclass
 class _State:
-    sums: torch.Tensor | None = None  # [layers, figures], on the device
-    counts: torch.Tensor | None = None  # [layers, figures], what the sums are over
-    judged: set[int] = field(default_factory=set)  # layers whose selection was judged since
+    sums: torch.Tensor | None = None  # [layers, metrics], on the device
+    counts: torch.Tensor | None = None  # [layers, metrics], what the sums are over
+    sampled: set[int] = field(default_factory=set)  # layers whose selection was sampled since
     # Figure -> sum and number of its iterations since Megatron's last log line.
     line: dict[str, tuple[float, int]] = field(default_factory=dict)
 
 
 class IndexerLog:
-    """Per-layer figures of the current iteration, reduced over all ranks when Megatron logs.
+    """Per-layer metrics of the current iteration, reduced over all ranks when Megatron logs.
 
     :class:`TrainingLog` calls :meth:`log` on every rank once per iteration. The buffers exist on
     every rank from the moment the model is built: a pipeline stage without an indexer would
@@ -100,38 +100,38 @@ class IndexerLog:
     @classmethod
     def create(cls, num_layers: int, device) -> None:
         """Make room for ``num_layers`` layers (decoder plus MTP)."""
-        cls._state.judged.clear()
+        cls._state.sampled.clear()
         if cls._state.sums is None or cls._state.sums.shape[0] != num_layers:
             cls._state.sums = torch.zeros(num_layers, len(NAMES), device=device)
             cls._state.counts = torch.zeros_like(cls._state.sums)
 
     @classmethod
     def is_on(cls) -> bool:
-        """Whether figures are wanted at all: not outside of Megatron's training loop."""
+        """Whether metrics are wanted at all: not outside of Megatron's training loop."""
         return cls._state.sums is not None
 
     @classmethod
-    def judges_selection(cls, layer_index: int) -> bool:
-        """Whether a layer's selection is to be judged now: in one microbatch per iteration.
+    def samples_selection(cls, layer_index: int) -> bool:
+        """Whether a layer's selection is to be sampled now: in one microbatch per iteration.
 
         Some hundred small kernels on a few rows: for every microbatch they would take the host
         longer than a short sequence takes the GPU.
         """
-        if not cls.is_on() or layer_index in cls._state.judged:
+        if not cls.is_on() or layer_index in cls._state.sampled:
             return False
-        cls._state.judged.add(layer_index)
+        cls._state.sampled.add(layer_index)
         return True
 
     @classmethod
-    def record(cls, layer_index: int, figures: dict[str, torch.Tensor | Mean]) -> None:
-        """Add one microbatch's figures of a layer (index from 0).
+    def record(cls, layer_index: int, metrics: dict[str, torch.Tensor | Mean]) -> None:
+        """Add one microbatch's metrics of a layer (index from 0).
 
         A scalar counts once. A :class:`Mean` counts as much as it is over: a rank that has less of
         it (padding, short sequences) weighs less, one that has nothing does not count.
         """
         if not cls.is_on():
             return
-        for name, value in figures.items():
+        for name, value in metrics.items():
             total, count = value if isinstance(value, Mean) else (value, 1)
             cls._state.sums[layer_index, NAMES.index(name)] += total.detach().float()
             cls._state.counts[layer_index, NAMES.index(name)] += count
@@ -148,7 +148,7 @@ class IndexerLog:
             0, one that recorded NaN a sum of NaN.
         """
         state = cls._state
-        state.judged.clear()
+        state.sampled.clear()
         both = torch.cat([state.sums, state.counts], dim=1)
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(both)
@@ -161,7 +161,7 @@ class IndexerLog:
     def log(
         cls, iteration: int, total_loss_dict: dict, skipped: bool, writer=None, wandb_writer=None
     ) -> None:
-        """Write the figures to Megatron's log line, TensorBoard and W&B.
+        """Write the metrics to Megatron's log line, TensorBoard and W&B.
 
         The log line holds means over layers, microbatches and iterations, the writers every
         iteration and also every layer, under the tags of :mod:`megatron_dsa.metrics.tags`.
@@ -170,14 +170,14 @@ class IndexerLog:
             total_loss_dict: what Megatron collects for its log line, as it was before this
                 iteration.
             skipped: whether the optimizer skipped this iteration (inf gradients in fp16). Its
-                figures stay out of the log line, as its loss does.
+                metrics stay out of the log line, as its loss does.
         """
         if not cls.is_on():
             return
-        figures, written, of_line = cls.reduce(), {}, {}
+        metrics, written, of_line = cls.reduce(), {}, {}
         # One transfer for all of them.
-        table = torch.stack([torch.stack(mean) for mean in figures.values()]).tolist()
-        for name, (totals, counts) in zip(figures, table, strict=True):
+        table = torch.stack([torch.stack(mean) for mean in metrics.values()]).tolist()
+        for name, (totals, counts) in zip(metrics, table, strict=True):
             layers = enumerate(zip(totals, counts, strict=True), 1)
             recorded = {layer: total / count for layer, (total, count) in layers if count}
             if not recorded:
@@ -199,7 +199,7 @@ class IndexerLog:
         write(written, iteration, writer, wandb_writer)
 
     @classmethod
-    def _add_to_line(cls, figures: dict[str, float], total_loss_dict: dict, skipped: bool) -> None:
+    def _add_to_line(cls, metrics: dict[str, float], total_loss_dict: dict, skipped: bool) -> None:
         """Put what Megatron divides by its advanced iterations into ``total_loss_dict``.
 
         That is the mean over the iterations that have the figure, times that divisor: a skipped
@@ -211,7 +211,7 @@ class IndexerLog:
             line.clear()  # Megatron resets both with every log line
         if not skipped:
             advanced += 1
-            for name, value in figures.items():
+            for name, value in metrics.items():
                 total, count = line.get(name, (0.0, 0))
                 line[name] = (total + value, count + 1)
         for name in NAMES:
@@ -219,7 +219,7 @@ class IndexerLog:
                 total, count = line[name]
                 total_loss_dict[name] = torch.tensor(total / count * max(1, advanced))
             elif name in total_loss_dict:
-                # Megatron leaves NaN out, and would print the 0 that it resets figures to.
+                # Megatron leaves NaN out, and would print the 0 that it resets metrics to.
                 total_loss_dict[name] = torch.tensor(float("nan"))
 
 
@@ -229,9 +229,9 @@ def _print_once(line: str) -> None:
 
 
 class TrainingLog:
-    """Megatron's ``training_log`` with our figures, whatever the loss coefficient is.
+    """Megatron's ``training_log`` with our metrics, whatever the loss coefficient is.
 
-    Megatron's own hook for the figures of an indexer is called with a positive
+    Megatron's own hook for the metrics of an indexer is called with a positive
     ``--dsa-indexer-loss-coeff`` only, and is not told which iterations were skipped.
 
     Args:
@@ -242,7 +242,7 @@ class TrainingLog:
         self.megatron, self._signature = megatron, inspect.signature(megatron)
 
     def __call__(self, *args, **kwargs):
-        """Add our figures to the log, then call Megatron's function."""
+        """Add our metrics to the log, then call Megatron's function."""
         from megatron.training import get_tensorboard_writer, get_wandb_writer
 
         call = self._signature.bind(*args, **kwargs).arguments
@@ -257,7 +257,7 @@ class TrainingLog:
 
 
 def install_logging(config, device, training_module: ModuleType | None = None) -> None:
-    """Let Megatron's training loop log our figures."""
+    """Let Megatron's training loop log our metrics."""
     if not has_indexers(config):
         return
     IndexerLog.create(config.num_layers + (config.mtp_num_layers or 0), device)

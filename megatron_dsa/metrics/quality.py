@@ -92,7 +92,7 @@ def adjacent_overlap(
     if rows is None:
         rows = torch.arange(layout.num_queries, device=indices.device)
     # Neighbours in a sequence are as far apart as the elements of a batch are many.
-    before = rows - layout.windows[0].rows.step
+    before = rows - layout.query_ranges[0].rows.step
     exists = before >= 0
     before = before.clamp_min(0)
     exists &= layout.start[before] == layout.start[rows]

@@ -47,7 +47,7 @@ def time_tag(operation: str) -> str:
     return f"{TIME}{operation}"
 
 
-def write(figures: dict[str, float], iteration: int, writer: Any, wandb_writer: Any) -> None:
+def write(metrics: dict[str, float], iteration: int, writer: Any, wandb_writer: Any) -> None:
     """Write scalars by tag.
 
     Args:
@@ -55,10 +55,10 @@ def write(figures: dict[str, float], iteration: int, writer: Any, wandb_writer: 
         wandb_writer: Megatron's W&B writer, likewise.
     """
     if writer is not None:
-        for tag, value in figures.items():
+        for tag, value in metrics.items():
             writer.add_scalar(tag, value, iteration)
-    if wandb_writer is not None and figures:
-        wandb_writer.log(figures, iteration)
+    if wandb_writer is not None and metrics:
+        wandb_writer.log(metrics, iteration)
 
 
 def write_operations(seconds: dict[str, float], iteration: int) -> None:
@@ -70,10 +70,10 @@ def write_operations(seconds: dict[str, float], iteration: int) -> None:
     from megatron.training import get_tensorboard_writer, get_wandb_writer
 
     writer, wandb_writer = get_tensorboard_writer(), get_wandb_writer()
-    figures = {
+    metrics = {
         calls_tag(operation, name): count
         for operation, counts in report().items()
         for name, count in counts.items()
     }
-    figures |= {time_tag(operation): value for operation, value in seconds.items()}
-    write(figures, iteration, writer, wandb_writer)
+    metrics |= {time_tag(operation): value for operation, value in seconds.items()}
+    write(metrics, iteration, writer, wandb_writer)

@@ -1,4 +1,4 @@
-"""The compressor of DeepSeek-V4: several positions become one key, weighted per channel."""
+"""The compressor of DeepSeek-V4: several positions become one key, weighted per grad_proxy."""
 
 from __future__ import annotations
 

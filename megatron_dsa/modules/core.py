@@ -12,7 +12,7 @@ from megatron_dsa.config import indexer_is_trained, validate
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.modules.indexer_training import TrainsIndexer
 from megatron_dsa.modules.replay import TakesSelections
-from megatron_dsa.modules.warm_up import settle
+from megatron_dsa.modules.warm_up import resolve_kernels
 from megatron_dsa.required_ops import RequiredOp, required_ops
 
 
@@ -66,6 +66,6 @@ class CoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
         """Return the operations that this layer calls."""
         return required_ops(self.config, self.layer_number, self.is_mtp)
 
-    def settle(self) -> None:
+    def resolve_kernels(self) -> None:
         """Choose and compile the kernels of the first step, or refuse what cannot run."""
-        settle(self.required_ops(), self.options.policy, self.softmax_scale)
+        resolve_kernels(self.required_ops(), self.options.policy, self.softmax_scale)

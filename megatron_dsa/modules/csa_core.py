@@ -40,14 +40,14 @@ from megatron_dsa.sequence.layout import Layout
 
 
 @dataclass
-class HybridCoreAttentionSubmodules:
+class CSACoreAttentionSubmodules:
     """Specs of the compressor and of the indexer."""
 
     compressor: ModuleSpec | type = None
     indexer: ModuleSpec | type = None
 
 
-class HybridCoreAttention(Fp32Parameters, CoreAttention):
+class CSACoreAttention(Fp32Parameters, CoreAttention):
     """Attention to the window and to compressed keys, with a learned sink per head.
 
     Takes the constructor arguments of Megatron's core attentions. ``is_mtp`` marks the attention of
@@ -59,7 +59,7 @@ class HybridCoreAttention(Fp32Parameters, CoreAttention):
     def __init__(
         self,
         config,
-        submodules: HybridCoreAttentionSubmodules,
+        submodules: CSACoreAttentionSubmodules,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         softmax_scale: float | None = None,
@@ -83,7 +83,7 @@ class HybridCoreAttention(Fp32Parameters, CoreAttention):
             )
         if self.ratio == CSA_RATIO and uses_indexer(config):
             self.build_indexer(submodules.indexer)
-        self.settle()
+        self.resolve_kernels()
 
     def _selects(self) -> bool:
         return self.indexer is not None and self.options.stage == "sparse"
@@ -104,7 +104,7 @@ class HybridCoreAttention(Fp32Parameters, CoreAttention):
             hidden_states: ``[s, b, hidden]``, q_latent: ``[s, b, q_lora_rank]`` and kv: ``[s, b,
                 D]``, rotated, of the rows that this rank holds.
             q: ``[rows, H, D]``, rotated queries: of all heads for these rows, or of the local heads
-                for the rows of all tensor-parallel ranks (``ranks.by_rows``).
+                for the rows of all tensor-parallel ranks (``ranks.by_sequence``).
             layout: which rows belong together.
             rope: the layer's rope, for compressed keys.
             ranks: who shares the microbatch.
@@ -122,11 +122,11 @@ class HybridCoreAttention(Fp32Parameters, CoreAttention):
             halo = halo_of(layout, ranks.queries, max(self.config.csa_window_size - 1, 1))
         kv, kv_grad = join_keys(kv, compressed, keys, halo, ranks)
         sink = self._sinks(ranks)
-        trains, judges = self.trains_indexer_now(), self.judges_indexer_now()
+        trains, evaluates = self.trains_indexer_now(), self.evaluates_indexer_now()
         given = None
         if self._selects():
             given = self.given_selection(layout, keys.layout, ranks)
-        if (self._selects() and given is None) or trains or judges:
+        if (self._selects() and given is None) or trains or evaluates:
             with torch.set_grad_enabled(trains):
                 inputs = self.indexer(
                     hidden_states.detach(), q_latent.detach(), keys, layout, rope, ranks
@@ -148,7 +148,7 @@ class HybridCoreAttention(Fp32Parameters, CoreAttention):
             v_dim=q.shape[2],
             attn_sink=sink,
             kv_grad=kv_grad,
-            want_p_sum=judges and self.loss_is_sparse() and not self._selected_only(),
+            want_p_sum=evaluates and self.loss_is_sparse() and not self._selected_only(),
             indexer=training,
             policy=policy,
         )
@@ -162,8 +162,8 @@ class HybridCoreAttention(Fp32Parameters, CoreAttention):
                 kv[: keys.count], lists.selected, total, self.softmax_scale,
             )  # fmt: skip
             self.record_health(attended)
-        if judges:
-            self.record_evaluation(self._judge(inputs, q, kv, lists, sink, result.p_sum), layout)
+        if evaluates:
+            self.record_evaluation(self._evaluate(inputs, q, kv, lists, sink, result.p_sum), layout)
         return out
 
     def _select(
@@ -180,7 +180,7 @@ class HybridCoreAttention(Fp32Parameters, CoreAttention):
 
     def _sinks(self, ranks: Ranks) -> torch.Tensor:
         """Return the sinks of the query heads."""
-        if not ranks.by_rows:
+        if not ranks.by_sequence:
             return self.attn_sink
         return gather_from_sequence_parallel_region(self.attn_sink, group=ranks.tp)
 
@@ -203,7 +203,7 @@ class HybridCoreAttention(Fp32Parameters, CoreAttention):
             policy=self.options.policy,
         )  # fmt: skip
 
-    def _judge(self, inputs, q, kv, lists: KeyLists, sink, p_sum) -> torch.Tensor:
+    def _evaluate(self, inputs, q, kv, lists: KeyLists, sink, p_sum) -> torch.Tensor:
         """KL sum of an evaluation pass, for which there is no backward."""
         if not self.loss_is_sparse():
             return self._dense_loss(inputs, q, kv, lists, sink)
@@ -219,7 +219,7 @@ class HybridCoreAttention(Fp32Parameters, CoreAttention):
         )  # fmt: skip
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """Add that ``attn_sink`` is spread over tensor-parallel ranks like the heads."""
+        """Add that ``attn_sink`` is sharded over tensor-parallel ranks like the heads."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state |= make_sharded_tensors_for_checkpoint(

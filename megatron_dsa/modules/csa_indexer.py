@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from megatron_dsa.config import by_rows, options_of
+from megatron_dsa.config import by_sequence, options_of
 from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.dsa_kernels import IndexerInputs
 from megatron_dsa.modules.layers import ReplicatedLinear
@@ -44,8 +44,8 @@ class CSAIndexer(MegatronModule):
 
         self.linear_wq_b = linear(config.q_lora_rank, self.heads * self.dim)
         # Of its own rows, or of all: averaging keeps equal gradients equal to the last bit.
-        self.linear_wq_b.weight.sequence_parallel = by_rows(config)
-        self.linear_wq_b.weight.average_gradients_across_tp_domain = not by_rows(config)
+        self.linear_wq_b.weight.sequence_parallel = by_sequence(config)
+        self.linear_wq_b.weight.average_gradients_across_tp_domain = not by_sequence(config)
         self.linear_weights_proj = linear(config.hidden_size, self.heads)
         # Of its own rows only: the gradient is summed over ranks.
         self.linear_weights_proj.weight.sequence_parallel = config.sequence_parallel

@@ -32,7 +32,7 @@ from megatron_dsa.dsa_kernels import (
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.health import Attended
 from megatron_dsa.modules.core import CoreAttention
-from megatron_dsa.modules.rope import RowRope
+from megatron_dsa.modules.rope import TokenRope
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.groups import Ranks, gather_rows
 from megatron_dsa.sequence.layout import Layout
@@ -47,7 +47,7 @@ class DSACoreAttentionSubmodules:
     indexer: ModuleSpec | type = None
 
 
-class Selection(NamedTuple):
+class TopKIndices(NamedTuple):
     """Keys of every query row: selected, handed on by an earlier layer, or replayed."""
 
     indices: torch.Tensor  # int32 [rows, K], rows of the key buffer, -1 padded
@@ -58,7 +58,7 @@ class Selection(NamedTuple):
         return torch.cat([self.indices, self.length[:, None]], dim=1)
 
     @classmethod
-    def unpack(cls, packed: torch.Tensor) -> Selection:
+    def unpack(cls, packed: torch.Tensor) -> TopKIndices:
         """Undo :meth:`pack`."""
         return cls(packed[:, :-1], packed[:, -1])
 
@@ -91,7 +91,7 @@ class DSACoreAttention(CoreAttention):
         self.computes_topk = is_mtp or self.selects
         if uses_indexer(config) and self.computes_topk:
             self.build_indexer(submodules.indexer)
-        self.settle()
+        self.resolve_kernels()
 
     def forward_sparse(
         self,
@@ -100,14 +100,14 @@ class DSACoreAttention(CoreAttention):
         kv_grad: torch.Tensor,
         layout: Layout,
         index_inputs: IndexerInputs | None,
-        given: Selection | None,
+        given: TopKIndices | None,
         ranks: Ranks,
-    ) -> tuple[torch.Tensor, Selection]:
+    ) -> tuple[torch.Tensor, TopKIndices]:
         """Attend to selected keys.
 
         Args:
-            q: ``[rows, H, 576]`` absorbed queries, of the local heads or (by rows) of all.
-            kv: ``[keys, 576]`` latent keys; kv_grad: the channel for their gradient.
+            q: ``[rows, H, 576]`` absorbed queries, of the local heads or (by sequence) of all.
+            kv: ``[keys, 576]`` latent keys; kv_grad: the fp32 proxy for their gradient.
             layout: which keys each row sees.
             index_inputs: the indexer's projections, ``None`` if nothing is scored.
             given: the selection to use in place of the indexer's: of an earlier layer, for layers
@@ -121,7 +121,7 @@ class DSACoreAttention(CoreAttention):
         if given is not None:
             selection = given
         elif index_inputs is not None:
-            selection = Selection(
+            selection = TopKIndices(
                 *balanced_topk(index_inputs, layout, config.dsa_indexer_topk, ranks, policy=policy)
             )
         else:
@@ -137,7 +137,7 @@ class DSACoreAttention(CoreAttention):
         training = None
         if trains and self.loss_is_sparse():
             training = self.sparse_training(index_inputs, layout, layout)
-        judges = index_inputs is not None and self.judges_indexer_now()
+        evaluates = index_inputs is not None and self.evaluates_indexer_now()
         result = sparse_attention(
             q,
             kv,
@@ -146,7 +146,7 @@ class DSACoreAttention(CoreAttention):
             v_dim=config.kv_lora_rank,
             topk_length=selection.length,
             kv_grad=kv_grad,
-            want_p_sum=judges and self.loss_is_sparse(),
+            want_p_sum=evaluates and self.loss_is_sparse(),
             in_order=True,
             indexer=training,
             policy=policy,
@@ -161,8 +161,8 @@ class DSACoreAttention(CoreAttention):
                 result.lse, self.softmax_scale,
             )  # fmt: skip
             self.record_health(attended)
-        if judges:
-            loss_sum = self._judge(index_inputs, q, kv, selection, layout, result.p_sum)
+        if evaluates:
+            loss_sum = self._evaluate(index_inputs, q, kv, selection, layout, result.p_sum)
             self.record_evaluation(loss_sum, layout)
         return out, selection
 
@@ -175,7 +175,7 @@ class DSACoreAttention(CoreAttention):
         index_inputs: IndexerInputs | None,
     ) -> torch.Tensor:
         """Attend to every visible key: ``q, k [rows, H, 192]``, ``v [rows, H, 128]`` -> like v."""
-        group = self.pg_collection.cp if layout.parts > 1 else None
+        group = self.pg_collection.cp if layout.num_shards > 1 else None
         out, lse = dense_attention(
             q, k, v, layout, softmax_scale=self.softmax_scale, group=group,
             policy=self.options.policy,
@@ -198,7 +198,7 @@ class DSACoreAttention(CoreAttention):
 
         Args:
             q: ``[rows, H, 192]``.
-            latents: ``[keys, 576]``; latent_grad: the channel for their gradient.
+            latents: ``[keys, 576]``; latent_grad: the fp32 proxy for their gradient.
             w_uk, w_uv: ``[H, 128, 512]``, which expand latents to keys and values.
             layout: which keys each row sees.
             index_inputs: the indexer's projections or ``None``.
@@ -213,7 +213,9 @@ class DSACoreAttention(CoreAttention):
         return self._with_loss(out, lse, index_inputs, q, LatentKeys(latents, w_uk), layout)
 
     def _wants_dense_loss(self, index_inputs) -> bool:
-        return index_inputs is not None and (self.trains_indexer_now() or self.judges_indexer_now())
+        return index_inputs is not None and (
+            self.trains_indexer_now() or self.evaluates_indexer_now()
+        )
 
     def _with_loss(self, out, lse, index_inputs, q, k, layout) -> torch.Tensor:
         """Return the output of dense attention with the indexer's loss, if it has one."""
@@ -231,7 +233,7 @@ class DSACoreAttention(CoreAttention):
             head_group=self.heads_group(), policy=self.options.policy,
         )  # fmt: skip
 
-    def _judge(self, index_inputs, q, kv, selection, layout, p_sum) -> torch.Tensor:
+    def _evaluate(self, index_inputs, q, kv, selection, layout, p_sum) -> torch.Tensor:
         """KL sum of an evaluation pass, for which there is no backward."""
         if not self.loss_is_sparse():
             return self._dense_loss(index_inputs, q, kv[:, None], layout)
@@ -244,11 +246,11 @@ class DSACoreAttention(CoreAttention):
         """Whether this forward pass selects keys or trains the indexer."""
         selects = self.options.stage == "sparse" and self.replay is None
         return self.indexer is not None and (
-            selects or self.trains_indexer_now() or self.judges_indexer_now()
+            selects or self.trains_indexer_now() or self.evaluates_indexer_now()
         )
 
     def project_index(
-        self, x: torch.Tensor, qr: torch.Tensor, layout: Layout, rope: RowRope, ranks: Ranks
+        self, x: torch.Tensor, qr: torch.Tensor, layout: Layout, rope: TokenRope, ranks: Ranks
     ) -> IndexerInputs:
         """Return the indexer's projections of ``x [s, b, hidden]`` and ``qr [s, b, q_lora]``."""
         with torch.set_grad_enabled(self.trains_indexer_now()):

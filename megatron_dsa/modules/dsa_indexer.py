@@ -9,11 +9,11 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from megatron_dsa.config import by_rows
+from megatron_dsa.config import by_sequence
 from megatron_dsa.dsa_kernels import IndexerInputs
-from megatron_dsa.modules.rope import RowRope, hadamard
-from megatron_dsa.parallel.gather import launch
-from megatron_dsa.parallel.groups import Ranks, arrive_index_keys, gather_rows, gather_same
+from megatron_dsa.modules.rope import TokenRope, hadamard
+from megatron_dsa.parallel.gather import start_gather
+from megatron_dsa.parallel.groups import Ranks, finish_index_gather, gather_rows, gather_same
 
 
 @dataclass
@@ -55,9 +55,11 @@ class DSAIndexer(MegatronModule):
         )
         for name, parameter in self.named_parameters():
             # Keys and weights are projected by who holds a row, and so are queries if attention
-            # runs by rows: gradients are summed over tensor-parallel ranks. Otherwise ranks
+            # runs by sequence: gradients are summed over tensor-parallel ranks. Otherwise ranks
             # compute the same gradient; averaging keeps them equal to the last bit.
-            own = by_rows(config) if name.startswith("linear_wq_b") else config.sequence_parallel
+            own = (
+                by_sequence(config) if name.startswith("linear_wq_b") else config.sequence_parallel
+            )
             parameter.sequence_parallel = own
             parameter.average_gradients_across_tp_domain = not own
 
@@ -75,7 +77,7 @@ class DSAIndexer(MegatronModule):
         )
 
     def forward(
-        self, x: torch.Tensor, qr: torch.Tensor, rope: RowRope, ranks: Ranks
+        self, x: torch.Tensor, qr: torch.Tensor, rope: TokenRope, ranks: Ranks
     ) -> IndexerInputs:
         """Project a microbatch.
 
@@ -93,13 +95,13 @@ class DSAIndexer(MegatronModule):
         k = rope.own(ranks)(self._norm_keys(k), config.dsa_indexer_rope_interleaved)
         if config.dsa_indexer_rotate_activation:
             k = hadamard(k)
-        keys = launch(k, ranks.group)
+        keys = start_gather(k, ranks.group)
         q, _ = self.linear_wq_b(gather_rows(qr, ranks.row_group).flatten(0, 1))
         q = rope(q.view(-1, self.heads, self.dim), config.dsa_indexer_rope_interleaved)
         if config.dsa_indexer_rotate_activation:
             q = hadamard(q)
         weights = gather_same(self.linear_weights_proj(x)[0], ranks.row_group).flatten(0, 1)
-        k = arrive_index_keys(keys, ranks)
+        k = finish_index_gather(keys, ranks)
         weights = weights * (self.heads**-0.5 * self.dim**-0.5)
         return IndexerInputs(q, k, weights, config.dsa_indexer_scoring_relu)
 

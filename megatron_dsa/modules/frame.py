@@ -39,9 +39,9 @@ class SelfAttentionFrame:
         ranks.count()
         rows, batch = hidden_states.shape[:2]
         layout = layout_from_megatron(
-            rows, batch, hidden_states.device, packed_seq_params, ranks.spread, ranks.queries
+            rows, batch, hidden_states.device, packed_seq_params, ranks.sharding, ranks.queries
         )
-        out = self.attend(hidden_states, layout).reshape(rows * ranks.spread.sp, batch, -1)
+        out = self.attend(hidden_states, layout).reshape(rows * ranks.sharding.sp, batch, -1)
         if self.qkv_up_checkpoint is not None:
             self.qkv_up_checkpoint.discard_output_and_register_recompute(out)
             self.qkv_up_checkpoint = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.config import by_rows, indexer_is_trained, loss_is_sparse, options_of
+from megatron_dsa.config import by_sequence, indexer_is_trained, loss_is_sparse, options_of
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining
 from megatron_dsa.metrics.health import Attended, LayerOverlap, selection_health
 from megatron_dsa.metrics.log import (
@@ -14,7 +14,7 @@ from megatron_dsa.metrics.log import (
     install_loss_scale,
     say_if_frozen,
 )
-from megatron_dsa.modules.warm_up import settling
+from megatron_dsa.modules.warm_up import resolving
 from megatron_dsa.ops.indexer_topk.inputs import require_finite_scores
 from megatron_dsa.sequence.layout import Layout
 
@@ -26,13 +26,13 @@ class TrainsIndexer:
     """
 
     def set_up_loss(self, layer_number: int, is_mtp: bool, pg_collection) -> None:
-        """Settle what the loss and the figures need to know about the layer."""
+        """Settle what the loss and the metrics need to know about the layer."""
         self.options = options_of(self.config)
         self.pg_collection = pg_collection
         # Layers of multi-token prediction log behind the decoder's.
         self.layer_index = layer_number - 1 + (self.config.num_layers if is_mtp else 0)
         self.loss_scale = install_loss_scale(self.config)
-        if settling():
+        if resolving():
             say_if_frozen(self.config)
         # In layers without a backward of their own, see ``freezing.py``.
         self.keeps_loss, self._kept_loss = False, None
@@ -61,13 +61,13 @@ class TrainsIndexer:
         """
         return self.training and torch.is_grad_enabled() and bool(self.options.health_rows)
 
-    def judges_indexer_now(self) -> bool:
+    def evaluates_indexer_now(self) -> bool:
         """Whether this is an evaluation pass whose indexer loss is asked for."""
         return self.options.evaluate_indexer and not self.training and self.indexer is not None
 
     def heads_group(self):
-        """The group over which the heads of a query are spread, or ``None``."""
-        if by_rows(self.config):
+        """The group over which the heads of a query are sharded, or ``None``."""
+        if by_sequence(self.config):
             return None
         group = self.pg_collection.tp if self.pg_collection is not None else None
         return group if group is not None and group.size() > 1 else None
@@ -106,7 +106,7 @@ class TrainsIndexer:
 
         def record(kl_sum: torch.Tensor) -> None:
             mean = coeff * kl_sum / _row_count(rows)
-            IndexerLog.record(self.layer_index, {"indexer loss": rows.parts * mean})
+            IndexerLog.record(self.layer_index, {"indexer loss": rows.num_shards * mean})
 
         return IndexerTraining(inputs, keys, weight, record, self.heads_group(), selected_only)
 
@@ -116,7 +116,7 @@ class TrainsIndexer:
         mean = loss_sum / _row_count(layout)
         # Per-token loss: Megatron divides the gradients by the number of tokens itself.
         loss = coeff * (loss_sum if self.config.calculate_per_token_loss else mean)
-        IndexerLog.record(self.layer_index, {"indexer loss": layout.parts * coeff * mean})
+        IndexerLog.record(self.layer_index, {"indexer loss": layout.num_shards * coeff * mean})
         if self.keeps_loss:
             self._kept_loss = attach_loss(loss.new_zeros(()), loss, self.loss_scale)
             return out
@@ -143,7 +143,7 @@ class TrainsIndexer:
     def record_health(self, attended: Attended) -> None:
         """Record how well the selection does on a few rows, in an iteration's first microbatch."""
         options = self.options
-        if IndexerLog.judges_selection(self.layer_index):
+        if IndexerLog.samples_selection(self.layer_index):
             workspace = options.policy.workspace_bytes
             health = selection_health(attended, options.health_rows, workspace)
             IndexerLog.record(self.layer_index, health)
@@ -151,7 +151,7 @@ class TrainsIndexer:
     def record_evaluation(self, loss_sum: torch.Tensor, layout: Layout) -> None:
         """Record the loss of an evaluation pass; that of a frozen indexer has no factor."""
         mean = (self.config.dsa_indexer_loss_coeff or 1.0) * loss_sum / _row_count(layout)
-        IndexerLog.record(self.layer_index, {EVALUATION: layout.parts * mean})
+        IndexerLog.record(self.layer_index, {EVALUATION: layout.num_shards * mean})
 
 
 def _row_count(layout: Layout) -> torch.Tensor | int:
@@ -159,6 +159,6 @@ def _row_count(layout: Layout) -> torch.Tensor | int:
 
     The log averages over ranks, so it is given the mean over a rank's share of them.
     """
-    rows = layout.real_rows()
+    rows = layout.real_tokens()
     # A count divides as fp32 would: one number in fp64 keeps fp64 models exact.
     return max(rows, 1) if isinstance(rows, int) else rows.clamp_min(1).double()

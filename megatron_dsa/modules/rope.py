@@ -27,7 +27,7 @@ from megatron_dsa.sequence.compressed import CompressedKeys
 from megatron_dsa.sequence.layout import Layout
 
 
-class RowRope:
+class TokenRope:
     """Rope angles of one microbatch: one row of the table per query row.
 
     Args:
@@ -42,7 +42,7 @@ class RowRope:
         table, self.mscale = table if isinstance(table, tuple) else (table, 1.0)
         self.angles = table.flatten(0, 2)[layout.position]  # [rows, dim]
 
-    def own(self, ranks: Ranks) -> RowRope:
+    def own(self, ranks: Ranks) -> TokenRope:
         """Return the angles of the rows that this rank holds."""
         part = copy.copy(self)
         (part.angles,) = ranks.own((self.angles,))

@@ -1,10 +1,10 @@
 """Choosing and compiling kernels before training starts.
 
 cuDNN's kernels are compiled when they are first called, for seconds each, per head count, dims,
-list width and softmax scale, in every process. The attention modules call :func:`settle` when they
+list width and softmax scale, in every process. The attention modules call :func:`resolve_kernels` when they
 are built, so that the first step is a step like the others and refusals, of strict policies and of
 compilers, come at start-up. Models that only say which weights there are are built
-:func:`unsettled`.
+:func:`without_kernels`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from megatron_dsa.dispatch import Policy, rehearsing, uncounted
+from megatron_dsa.dispatch import Policy, on_meta, uncounted
 from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.ops import OPERATIONS
@@ -26,10 +26,10 @@ from megatron_dsa.required_ops import RequiredOp, called_ops
 from megatron_dsa.sequence.layout import bshd_layout
 
 _ROWS, _KEYS = 64, 256
-_settling = True
+_resolving = True
 
 
-def settle(ops: list[RequiredOp], policy: Policy, softmax_scale: float | None) -> None:
+def resolve_kernels(ops: list[RequiredOp], policy: Policy, softmax_scale: float | None) -> None:
     """Settle what the first step will call, so that a refusal comes before training.
 
     Args:
@@ -40,7 +40,7 @@ def settle(ops: list[RequiredOp], policy: Policy, softmax_scale: float | None) -
     Raises:
         DSAError: as :meth:`megatron_dsa.dispatch.Operation.choose` does.
     """
-    if not _settling:
+    if not _resolving:
         return
     calls = tuple(called_ops(ops, policy))
     for operation, inputs in calls:
@@ -49,23 +49,23 @@ def settle(ops: list[RequiredOp], policy: Policy, softmax_scale: float | None) -
         warm_up(calls, policy, softmax_scale)
 
 
-def settling() -> bool:
-    """Whether models that are built now are to be run (not :func:`unsettled`)."""
-    return _settling
+def resolving() -> bool:
+    """Whether models that are built now are to be run (not :func:`without_kernels`)."""
+    return _resolving
 
 
 @contextlib.contextmanager
-def unsettled():
+def without_kernels():
     """Models built inside run no attention: no kernel is chosen, logged, refused or compiled.
 
     Should one be run after all, every operation is chosen, and logged, when it is called.
     """
-    global _settling
-    before, _settling = _settling, False
+    global _resolving
+    before, _resolving = _resolving, False
     try:
         yield
     finally:
-        _settling = before
+        _resolving = before
 
 
 @lru_cache(maxsize=64)
@@ -78,7 +78,7 @@ def warm_up(calls: tuple[tuple[str, OpCall], ...], policy: Policy, softmax_scale
         policy: the policy of the step.
         softmax_scale: factor on ``q . kv``; some kernels are compiled for it.
     """
-    if rehearsing():
+    if on_meta():
         return
     fused = {
         operation: inputs

@@ -2,7 +2,7 @@
 
 A row is scored against every key that it sees, so that late rows cost more than early ones; all
 other work is the same for every row. Where the rows of a rank are neighbours (context parallelism
-in contiguous parts, sequence parallelism by rows), the last rank would score up to twice the mean
+in contiguous parts, sequence parallelism by sequence), the last rank would score up to twice the mean
 and all others would wait for it.
 
 The places of a sequence are cut into ``2 n`` halves, two for each of ``n`` ranks. Half ``k`` costs
@@ -29,7 +29,7 @@ from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.sequence.compressed import CompressedKeys, visible_groups
 from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.sequence.sharding import Spread, run_layout
+from megatron_dsa.sequence.sharding import Sharding, run_layout
 
 #: Rows are exchanged where the rank with most work has more than this times the mean (zigzag: 1.0;
 #: two contiguous parts: 1.5). Below, there is less to gain than three messages cost.
@@ -67,17 +67,17 @@ class Swap:
 
 
 @lru_cache(maxsize=64)
-def swap_of(spread: Spread, total: int) -> Swap | None:
-    """Return what the rank of ``spread`` exchanges, ``None`` where halves would not be equal.
+def swap_of(sharding: Sharding, total: int) -> Swap | None:
+    """Return what the rank of ``sharding`` exchanges, ``None`` where halves would not be equal.
 
     Args:
-        spread: of the query rows.
+        sharding: of the query rows.
         total: places of all ranks.
     """
-    size, rest = divmod(total, 2 * spread.ranks)
+    size, rest = divmod(total, 2 * sharding.ranks)
     if rest:
         return None
-    held = [_held_halves(spread, rank, total, size) for rank in range(spread.ranks)]
+    held = [_held_halves(sharding, rank, total, size) for rank in range(sharding.ranks)]
     holder = {half: rank for rank, halves in enumerate(held) for half in halves}
     last = len(holder) - 1
 
@@ -85,7 +85,7 @@ def swap_of(spread: Spread, total: int) -> Swap | None:
     # on to the other half of the partner's rank, ends where it began: every rank on the way scores
     # the half that it was left with, and its partner. So nobody gives away more than one.
     kept: dict[int, int] = {}
-    for start in range(spread.ranks):
+    for start in range(sharding.ranks):
         # The longer one first: there is more to do while the other travels.
         rank, half = start, max(held[start])
         while rank not in kept:
@@ -93,7 +93,7 @@ def swap_of(spread: Spread, total: int) -> Swap | None:
             rank = holder[last - half]
             half = sum(held[rank]) - (last - half)
 
-    halves, own = held[spread.rank], kept[spread.rank]
+    halves, own = held[sharding.rank], kept[sharding.rank]
     given, taken = sum(halves) - own, last - own
     return Swap(
         size=size,
@@ -107,9 +107,9 @@ def swap_of(spread: Spread, total: int) -> Swap | None:
     )
 
 
-def _held_halves(spread: Spread, rank: int, total: int, size: int) -> list[int]:
+def _held_halves(sharding: Sharding, rank: int, total: int, size: int) -> list[int]:
     """Return the numbers of the two halves that a rank holds, in the order of its rows."""
-    one = dataclasses.replace(spread, cp_rank=rank // spread.sp, sp_rank=rank % spread.sp)
+    one = dataclasses.replace(sharding, cp_rank=rank // sharding.sp, sp_rank=rank % sharding.sp)
     # Chunks begin and end between halves.
     return [
         place // size
@@ -174,20 +174,20 @@ def balanced_topk(
     return indices, (visible.end - visible.start).clamp_max(topk)
 
 
-def worthwhile_swap(layout: Layout, topk: int, ratio: int, spread: Spread) -> Swap | None:
+def worthwhile_swap(layout: Layout, topk: int, ratio: int, sharding: Sharding) -> Swap | None:
     """Return what to exchange, if anything, by a rule that comes out the same on all ranks.
 
     Args:
         layout: of this rank's query rows; topk: keys per query; ratio: positions per key.
-        spread: of the query rows.
+        sharding: of the query rows.
     """
-    if spread.ranks == 1 or layout.real is not None:
+    if sharding.ranks == 1 or layout.real is not None:
         return None
-    total = layout.all_rows.num_queries // layout.key_places.batch
+    total = layout.all_tokens.num_queries // layout.key_ownership.batch
     mean_visible = total / 2 / ratio
     if mean_visible < VISIBLE_TO_TOPK * topk:
         return None
-    swap = swap_of(spread, total)
+    swap = swap_of(sharding, total)
     return swap if swap is not None and swap.longest_to_mean > LONGEST_TO_MEAN else None
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.parallel.gather import channel_for, launch
+from megatron_dsa.parallel.gather import grad_proxy_for, start_gather
 from megatron_dsa.parallel.groups import (
     Ranks,
-    arrive_index_keys,
+    finish_index_gather,
     gather_keys,
     gather_rows,
     scatter_sum,
@@ -29,7 +29,7 @@ def join_keys(
     halo: Halo | None,
     ranks: Ranks,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the key buffer and a channel for its gradient.
+    """Return the key buffer and a grad_proxy for its gradient.
 
     Args:
         kv: ``[s, b, D]``, the keys of this rank's positions.
@@ -40,26 +40,26 @@ def join_keys(
 
     Returns:
         ``buffer``: compressed keys in the order of their slots, query rows, shared rows of all
-        ranks; and ``channel`` as in :func:`megatron_dsa.parallel.gather.arrive`. Without ``halo``
+        ranks; and ``grad_proxy`` as in :func:`megatron_dsa.parallel.gather.finish_gather`. Without ``halo``
         the query rows are all rows.
     """
     batch = kv.shape[1]
-    buffer, channel = gather_keys(kv, ranks.row_group)
+    buffer, grad_proxy = gather_keys(kv, ranks.row_group)
     if halo is not None:
-        buffer, channel = _HoldKeys.apply(buffer, channel, halo, batch, ranks.query_group)
+        buffer, grad_proxy = _HoldKeys.apply(buffer, grad_proxy, halo, batch, ranks.query_group)
     if compressed is None:
-        return buffer, channel
+        return buffer, grad_proxy
     pooled, pooled_channel = gather_keys(compressed, ranks.group)
     if keys.rows is not None:
         pooled, pooled_channel = _InOrder.apply(pooled, pooled_channel, keys.rows)
-    return torch.cat([pooled, buffer]), _JoinChannels.apply(pooled_channel, channel)
+    return torch.cat([pooled, buffer]), _JoinChannels.apply(pooled_channel, grad_proxy)
 
 
 def index_keys(compressed: torch.Tensor, keys: CompressedKeys, ranks: Ranks) -> torch.Tensor:
     """Return the indexer's compressed keys of all ranks in the order of slots, ``[count, D]``."""
     if keys.rows is None:
         return compressed
-    gathered = arrive_index_keys(launch(compressed, ranks.group), ranks)
+    gathered = finish_index_gather(start_gather(compressed, ranks.group), ranks)
     # Slots without a group have no row; they are never visible, so any row will do.
     return gathered.index_select(0, keys.rows.clamp_max(gathered.shape[0] - 1))
 
@@ -100,14 +100,14 @@ def _unshare(grad: torch.Tensor, rows: int, halo: Halo, batch: int, group) -> to
 
 
 class _HoldKeys(torch.autograd.Function):
-    """Keys of the own query rows and shared ones of others, and the channel of both."""
+    """Keys of the own query rows and shared ones of others, and the grad_proxy of both."""
 
     @staticmethod
-    def forward(ctx, keys, channel, halo, batch, group):
+    def forward(ctx, keys, grad_proxy, halo, batch, group):
         ctx.halo, ctx.batch, ctx.group, ctx.rows = halo, batch, group, keys.shape[0]
         buffer = _share(keys, halo, batch, group)
         ctx.mark_non_differentiable(buffer)
-        return buffer, channel_for(buffer)
+        return buffer, grad_proxy_for(buffer)
 
     @staticmethod
     @once_differentiable
@@ -119,12 +119,12 @@ class _InOrder(torch.autograd.Function):
     """Compressed keys in the order of slots; slots without a key hold some other key."""
 
     @staticmethod
-    def forward(ctx, keys, channel, rows):
+    def forward(ctx, keys, grad_proxy, rows):
         ctx.count = keys.shape[0]
         ctx.save_for_backward(rows)
         ordered = keys.index_select(0, rows.clamp_max(keys.shape[0] - 1))
         ctx.mark_non_differentiable(ordered)
-        return ordered, channel_for(ordered)
+        return ordered, grad_proxy_for(ordered)
 
     @staticmethod
     @once_differentiable

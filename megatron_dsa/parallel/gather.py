@@ -2,13 +2,13 @@
 
 Under sequence and context parallelism each rank makes the keys of some rows. All ranks need all
 keys, and the gradient of a key is the sum over all queries: over all ranks. Autograd would round
-each rank's part to bf16 before that sum. :func:`arrive` therefore returns the keys together with an
-fp32 tensor that stands for their gradient (a *channel*); the attention sends its fp32 accumulator
+each rank's part to bf16 before that sum. :func:`finish_gather` therefore returns the keys together with an
+fp32 tensor that stands for their gradient (a *grad_proxy*); the attention sends its fp32 accumulator
 there and it is rounded once, after the reduction.
 
-:func:`launch` starts a gather, :func:`arrive` waits for it; what is called in between runs while
+:func:`start_gather` starts a gather, :func:`finish_gather` waits for it; what is called in between runs while
 the keys travel. Autograd runs backwards from the last call to the first: the reduction of the
-gradient starts in the backward of ``arrive`` and is waited for in that of ``launch``, after the
+gradient starts in the backward of ``finish_gather`` and is waited for in that of ``start_gather``, after the
 backward of what was called in between.
 """
 
@@ -45,7 +45,7 @@ class _Travel:
 
 
 class Gathering(NamedTuple):
-    """A gather between :func:`launch` and :func:`arrive`."""
+    """A gather between :func:`start_gather` and :func:`finish_gather`."""
 
     token: torch.Tensor  # connects both in autograd
     out: _Travel
@@ -53,28 +53,28 @@ class Gathering(NamedTuple):
     group: object
 
 
-def launch(keys: torch.Tensor, group) -> Gathering:
+def start_gather(keys: torch.Tensor, group) -> Gathering:
     """Start to gather ``keys [rows, ...]`` of every rank of ``group`` (``None``: one rank)."""
-    out, back = start_gather(keys, group), _Travel()
+    out, back = all_gather_async(keys, group), _Travel()
     return Gathering(_Launch.apply(keys, back), out, back, group)
 
 
-def arrive(gathering: Gathering) -> tuple[torch.Tensor, torch.Tensor]:
+def finish_gather(gathering: Gathering) -> tuple[torch.Tensor, torch.Tensor]:
     """Wait for the keys.
 
     Returns:
         ``keys [rows * ranks, D]`` without gradient, one rank's after the other (leading dims
-        flattened), and ``channel``, alike, in fp32 without content: what is sent to it as a
+        flattened), and ``grad_proxy``, alike, in fp32 without content: what is sent to it as a
         gradient is summed over the group in fp32 and becomes that of this rank's keys.
     """
     return _Arrive.apply(*gathering)
 
 
-def arrive_with_gradient(gathering: Gathering, own=None, group=None) -> torch.Tensor:
+def finish_gather_with_gradient(gathering: Gathering, own=None, group=None) -> torch.Tensor:
     """Wait for keys that carry their gradient themselves, in their dtype.
 
     Args:
-        gathering: from :func:`launch`.
+        gathering: from :func:`start_gather`.
         own: picks the rows whose gradient is summed over ``group``: of all rows ``[rows * ranks,
             D]`` those of one rank of ``group`` after the other. ``None``: all rows, and the sum is
             over the gathering's group.
@@ -84,7 +84,7 @@ def arrive_with_gradient(gathering: Gathering, own=None, group=None) -> torch.Te
     return _ArriveWithGradient.apply(gathering.token, gathering.out, gathering.back, own, group)
 
 
-def channel_for(keys: torch.Tensor) -> torch.Tensor:
+def grad_proxy_for(keys: torch.Tensor) -> torch.Tensor:
     """Return a tensor without memory that stands for the fp32 gradient of ``keys [rows, D]``."""
     return keys.new_zeros((), dtype=accumulation_dtype(keys.dtype)).expand(keys.shape)
 
@@ -93,7 +93,7 @@ def _several(group) -> bool:
     return group is not None and group.size() > 1
 
 
-def start_gather(x: torch.Tensor, group) -> _Travel:
+def all_gather_async(x: torch.Tensor, group) -> _Travel:
     """Start an all-gather along dim 0, outside of autograd."""
     if not _several(group):
         return _Travel(x.detach())
@@ -104,7 +104,7 @@ def start_gather(x: torch.Tensor, group) -> _Travel:
     return _Travel(gathered, work)
 
 
-def start_sum(x: torch.Tensor, group) -> _Travel:
+def reduce_scatter_async(x: torch.Tensor, group) -> _Travel:
     """Start to sum ``x`` over ``group``; the result is this rank's part along dim 0."""
     if not _several(group):
         return _Travel(x)
@@ -117,7 +117,7 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, keys, back):
         ctx.back, ctx.shape, ctx.dtype = back, keys.shape, keys.dtype
-        return channel_for(keys.detach().flatten(0, -2))
+        return grad_proxy_for(keys.detach().flatten(0, -2))
 
     @staticmethod
     @once_differentiable
@@ -131,12 +131,12 @@ class _Arrive(torch.autograd.Function):
         ctx.back, ctx.group = back, group
         keys = out.wait().flatten(0, -2)
         ctx.mark_non_differentiable(keys)
-        return keys, channel_for(keys)
+        return keys, grad_proxy_for(keys)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, _keys, grad):
-        shape = ctx.back.begin(start_sum(grad, ctx.group))
+        shape = ctx.back.begin(reduce_scatter_async(grad, ctx.group))
         # The result is not there yet: _Launch takes it from where it travels.
         token = grad.new_zeros(()).expand(shape)
         return token, None, None, None
@@ -153,7 +153,7 @@ class _ArriveWithGradient(torch.autograd.Function):
     def backward(ctx, grad):
         wide = grad.to(accumulation_dtype(grad.dtype))
         part = wide if ctx.own is None else ctx.own(wide)
-        token = wide.new_zeros(()).expand(ctx.back.begin(start_sum(part, ctx.group)))
+        token = wide.new_zeros(()).expand(ctx.back.begin(reduce_scatter_async(part, ctx.group)))
         return token, None, None, None, None
 
 
@@ -184,7 +184,7 @@ class _HeadProduct(torch.autograd.Function):
     def forward(ctx, x, weight, group):
         ctx.save_for_backward(x, weight)
         ctx.group = group
-        everything = start_gather(weight, group).wait()
+        everything = all_gather_async(weight, group).wait()
         return torch.bmm(x.transpose(0, 1), everything).transpose(0, 1)
 
     @staticmethod
@@ -193,10 +193,10 @@ class _HeadProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = dweight = None
         # What needs no message is computed while the weights travel.
-        weights = start_gather(weight, ctx.group) if ctx.needs_input_grad[0] else None
+        weights = all_gather_async(weight, ctx.group) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
             own = bmm(x.permute(1, 2, 0), grad.transpose(0, 1))
-            dweight = start_sum(own, ctx.group)
+            dweight = reduce_scatter_async(own, ctx.group)
         if weights is not None:
             dx = torch.bmm(grad.transpose(0, 1), weights.wait().transpose(1, 2)).transpose(0, 1)
         return dx, None if dweight is None else dweight.wait().to(weight.dtype), None

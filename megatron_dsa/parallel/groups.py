@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from megatron_dsa.config import by_rows, options_of
+from megatron_dsa.config import by_sequence, options_of
 from megatron_dsa.dispatch import count
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.parallel.gather import (
     Gathering,
-    arrive,
-    arrive_with_gradient,
-    launch,
+    all_gather_async,
+    finish_gather,
+    finish_gather_with_gradient,
+    reduce_scatter_async,
     start_gather,
-    start_sum,
 )
-from megatron_dsa.sequence.sharding import Spread
+from megatron_dsa.sequence.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -29,48 +29,48 @@ class Ranks:
     """The ranks that share a microbatch.
 
     Attributes:
-        spread: which rows this rank holds, and so makes keys of.
+        sharding: which rows this rank holds, and so makes keys of.
         group: all ranks that hold different rows; ``None`` if one holds all.
         tp: the part of ``group`` with one context-parallel rank (sequence parallelism), or
             ``None``.
         cp: the part of ``group`` at one place of sequence parallelism, or ``None``.
-        by_rows: whether attention is computed for this rank's rows and all heads; otherwise for
+        by_sequence: whether attention is computed for this rank's rows and all heads; otherwise for
             the rows of all of ``tp`` and the local heads.
     """
 
-    spread: Spread = field(default_factory=Spread)
+    sharding: Sharding = field(default_factory=Sharding)
     group: object = None
     tp: object = None
     cp: object = None
-    by_rows: bool = False
+    by_sequence: bool = False
 
     @property
-    def queries(self) -> Spread:
-        """How query rows are spread."""
-        return self.spread if self.by_rows else self.spread.whole()
+    def queries(self) -> Sharding:
+        """How query rows are sharded."""
+        return self.sharding if self.by_sequence else self.sharding.whole()
 
     @property
     def query_group(self):
         """The ranks that have different query rows, or ``None``."""
-        return self.group if self.by_rows else self.cp
+        return self.group if self.by_sequence else self.cp
 
     @property
     def row_group(self):
         """The ranks whose rows are put together for queries, or ``None``."""
-        return None if self.by_rows else self.tp
+        return None if self.by_sequence else self.tp
 
     def count(self) -> None:
         """Let the dispatch report tell how heads and rows are divided."""
         if self.tp is not None:
-            count("tensor_parallel_attention", "rows" if self.by_rows else "heads")
+            count("tensor_parallel_attention", "sequence" if self.by_sequence else "heads")
         if self.cp is not None:
-            count("context_parallel_attention", self.spread.cp_layout)
+            count("context_parallel_attention", self.sharding.cp_layout)
 
     def own(self, tables):
         """Return the part of per-query-row tables that belongs to the rows this rank holds."""
         if self.row_group is None:
             return tables
-        return tuple(table.chunk(self.spread.sp)[self.spread.sp_rank] for table in tables)
+        return tuple(table.chunk(self.sharding.sp)[self.sharding.sp_rank] for table in tables)
 
 
 def ranks_of(config, pg_collection) -> Ranks:
@@ -79,7 +79,7 @@ def ranks_of(config, pg_collection) -> Ranks:
     cp = pg_collection.cp if config.context_parallel_size > 1 else None
     if tp is not None and tp.size() == 1:
         tp = None
-    spread = Spread(
+    sharding = Sharding(
         cp=1 if cp is None else cp.size(),
         cp_rank=0 if cp is None else cp.rank(),
         cp_layout=options_of(config).cp_layout,
@@ -89,12 +89,12 @@ def ranks_of(config, pg_collection) -> Ranks:
     group = tp if cp is None else cp
     if tp is not None and cp is not None:
         group = _both(pg_collection)
-        if group.rank() != spread.rank:
+        if group.rank() != sharding.rank:
             raise RuntimeError(
                 "Megatron's tensor-and-context-parallel group has another order than tp before cp: "
                 "create the process groups in the order 'tp-cp-ep-dp-pp'."
             )
-    return Ranks(spread, group, tp, cp, by_rows(config))
+    return Ranks(sharding, group, tp, cp, by_sequence(config))
 
 
 def _both(pg_collection):
@@ -108,7 +108,7 @@ def _both(pg_collection):
 
 def gather_rows(x: torch.Tensor, group) -> torch.Tensor:
     """All-gather ``x`` along dim 0 over ``group``, outside of autograd."""
-    return start_gather(x, group).wait()
+    return all_gather_async(x, group).wait()
 
 
 def gather_same(x: torch.Tensor, group) -> torch.Tensor:
@@ -120,32 +120,32 @@ def gather_same(x: torch.Tensor, group) -> torch.Tensor:
 
 def scatter_sum(x: torch.Tensor, group) -> torch.Tensor:
     """Return this rank's part (of equal parts along dim 0) of the sum of ``x`` over ``group``."""
-    return start_sum(x, group).wait()
+    return reduce_scatter_async(x, group).wait()
 
 
 def gather_keys(kv: torch.Tensor, group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather keys and wait for them: :func:`megatron_dsa.parallel.gather.launch` and ``arrive``."""
-    return arrive(launch(kv, group))
+    """Gather keys and wait for them: ``start_gather`` and ``finish_gather`` of :mod:`.gather`."""
+    return finish_gather(start_gather(kv, group))
 
 
-def arrive_index_keys(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
+def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
     """Wait for the indexer's keys of all ranks; each rank gets the gradient of its own.
 
     Where attention runs by heads, the ranks of ``ranks.tp`` have the same query rows and form the
     same gradient: the sum is over ``ranks.cp`` alone.
     """
-    if ranks.by_rows or ranks.tp is None:
-        return arrive_with_gradient(gathering)
-    spread = ranks.spread
+    if ranks.by_sequence or ranks.tp is None:
+        return finish_gather_with_gradient(gathering)
+    sharding = ranks.sharding
 
     def own(grad: torch.Tensor) -> torch.Tensor:
-        parts = grad.view(spread.cp, spread.sp, -1, grad.shape[1])
-        return parts[:, spread.sp_rank].flatten(0, 1)
+        parts = grad.view(sharding.cp, sharding.sp, -1, grad.shape[1])
+        return parts[:, sharding.sp_rank].flatten(0, 1)
 
-    return arrive_with_gradient(gathering, own, ranks.cp)
+    return finish_gather_with_gradient(gathering, own, ranks.cp)
 
 
-def to_rows(x: torch.Tensor, group) -> torch.Tensor:
+def heads_to_sequence(x: torch.Tensor, group) -> torch.Tensor:
     """Turn "all rows of the group, local heads" into "this rank's rows, all heads".
 
     Args:
@@ -153,13 +153,14 @@ def to_rows(x: torch.Tensor, group) -> torch.Tensor:
         group: the tensor-parallel group; rows and heads lie in the order of its ranks.
 
     Returns:
-        ``[rows, H, D]``. One all-to-all; its backward is :func:`to_heads`.
+        ``[rows, H, D]``. One all-to-all; its backward is :func:`sequence_to_heads`.
     """
     return _Exchange.apply(x, group, True)
 
 
-def to_heads(x: torch.Tensor, group) -> torch.Tensor:
-    """Turn ``[rows, H, D]`` into ``[rows * ranks, H / ranks, D]``; undoes :func:`to_rows`."""
+def sequence_to_heads(x: torch.Tensor, group) -> torch.Tensor:
+    """Turn ``[rows, H, D]`` into ``[rows * ranks, H / ranks, D]``; undoes
+    :func:`heads_to_sequence`."""
     return _Exchange.apply(x, group, False)
 
 

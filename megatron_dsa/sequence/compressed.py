@@ -56,7 +56,7 @@ class CompressedKeys:
         layout: visibility of compressed slots for the query rows; slots are rows of the compressed
             keys.
         groups: the rows that each group of this rank pools: of the microbatch, or of ``halo``'s
-            order if rows are spread over ranks.
+            order if rows are sharded over ranks.
         halo: the rows of neighbours that belong to groups of this rank; ``None`` if one rank holds
             all rows.
         rows: int64 ``[count]``, where the key of a slot lies when those of all ranks are put
@@ -95,7 +95,7 @@ def compressed_keys(layout: Layout, ratio: int, overlap: bool = False) -> Compre
 
 def visible_groups(layout: Layout, ratio: int) -> Layout:
     """Return which compressed slots the query rows of ``layout`` see, as a layout of these."""
-    length = max(layout.all_rows.max_length, 1)
+    length = max(layout.all_tokens.max_length, 1)
     elements, per_element = _slot_counts(layout, ratio)
     first = _first_slots(layout, ratio)
     return dataclasses.replace(
@@ -104,18 +104,18 @@ def visible_groups(layout: Layout, ratio: int) -> Layout:
         start=first.int(),
         end=(first + (layout.end - layout.start) // ratio).int(),
         key_rows=None,
-        windows=tuple(
+        query_ranges=tuple(
             dataclasses.replace(
-                window,
-                origin=window.origin // length * per_element,
+                query_range,
+                origin=query_range.origin // length * per_element,
                 ceiling=elements * per_element,
                 ratio=ratio,
             )
-            for window in layout.windows
+            for query_range in layout.query_ranges
         ),
         max_length=min(layout.max_length // ratio, per_element),
-        everywhere=None,
-        key_places=None,
+        global_layout=None,
+        key_ownership=None,
         sequences=None,
         derived={},
     )
@@ -123,11 +123,11 @@ def visible_groups(layout: Layout, ratio: int) -> Layout:
 
 def _slot_counts(layout: Layout, ratio: int) -> tuple[int, int]:
     """Return the number of batch elements (one, if packed) and of the compressed slots of each."""
-    everywhere = layout.all_rows
+    global_layout = layout.all_tokens
     if layout.real is not None:  # packed
-        return 1, everywhere.num_keys // ratio
-    length = everywhere.max_length  # of every batch element
-    return everywhere.num_keys // max(length, 1), length // ratio
+        return 1, global_layout.num_keys // ratio
+    length = global_layout.max_length  # of every batch element
+    return global_layout.num_keys // max(length, 1), length // ratio
 
 
 def _first_slots(layout: Layout, ratio: int) -> torch.Tensor:
@@ -135,24 +135,24 @@ def _first_slots(layout: Layout, ratio: int) -> torch.Tensor:
     start = layout.start.long()
     if layout.real is not None:  # packed
         return start // ratio
-    return start // max(layout.all_rows.max_length, 1) * _slot_counts(layout, ratio)[1]
+    return start // max(layout.all_tokens.max_length, 1) * _slot_counts(layout, ratio)[1]
 
 
 def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
-    everywhere = layout.all_rows
+    global_layout = layout.all_tokens
     elements, per_element = _slot_counts(layout, ratio)
     visibility = visible_groups(layout, ratio)
-    completes = everywhere.position % ratio == ratio - 1  # the last position of a group
+    completes = global_layout.position % ratio == ratio - 1  # the last position of a group
     if layout.real is not None:  # packed
-        completes &= everywhere.real
-    slots = _first_slots(everywhere, ratio) + everywhere.position // ratio
-    if layout.key_places is None:
-        rows = torch.arange(everywhere.num_keys, device=slots.device)
-        groups = _groups(rows, completes, everywhere.position, ratio, elements, per_element)
+        completes &= global_layout.real
+    slots = _first_slots(global_layout, ratio) + global_layout.position // ratio
+    if layout.key_ownership is None:
+        rows = torch.arange(global_layout.num_keys, device=slots.device)
+        groups = _groups(rows, completes, global_layout.position, ratio, elements, per_element)
         return CompressedKeys(ratio, visibility, groups)
-    keys, reach = layout.key_places, ratio * (2 if overlap else 1) - 1
-    halo = halo_of(layout, keys.spread, reach)
-    step, mine = keys.batch, keys.spread.rank
+    keys, reach = layout.key_ownership, ratio * (2 if overlap else 1) - 1
+    halo = halo_of(layout, keys.sharding, reach)
+    step, mine = keys.batch, keys.sharding.rank
     element = torch.arange(step, device=slots.device)
     rows_of = (keys.table[..., None] * step + element).flatten(1)  # [ranks, rows]
     per_element = halo.length // ratio
@@ -163,7 +163,7 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
     groups = _groups(
         (halo.own[:, None] * step + element).flatten(),
         completes[own],
-        everywhere.position[own],
+        global_layout.position[own],
         ratio,
         step,
         per_element,
@@ -172,9 +172,9 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
     # Where each rank's pooling puts its groups, one rank behind the other.
     extended = torch.arange(keys.table.shape[1], device=slots.device) + reach * (halo.runs + 1)
     place = (extended - (ratio - 1)).div(ratio, rounding_mode="floor")[..., None]
-    rank = torch.arange(keys.spread.ranks, device=slots.device)[:, None, None]
+    rank = torch.arange(keys.sharding.ranks, device=slots.device)[:, None, None]
     place = (place + per_element * (element + step * rank)).flatten()
-    spare = keys.spread.ranks * step * per_element
+    spare = keys.sharding.ranks * step * per_element
     of_slot = torch.full((visibility.num_keys + 1,), spare, device=slots.device)
     goal = torch.where(completes, slots, visibility.num_keys)[rows_of.flatten()]
     of_slot.scatter_(0, goal, place)

@@ -9,7 +9,12 @@ import torch
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.checks import require_values
 from megatron_dsa.sequence.layout import Layout, bshd_layout, packed_layout
-from megatron_dsa.sequence.sharding import KeyPlaces, Spread, places_of, spread_layout
+from megatron_dsa.sequence.sharding import (
+    KeyOwnership,
+    Sharding,
+    global_positions_of,
+    sharded_layout,
+)
 
 
 def layout_from_megatron(
@@ -17,8 +22,8 @@ def layout_from_megatron(
     batch: int,
     device: torch.device,
     packed_seq_params=None,
-    keys: Spread | None = None,
-    queries: Spread | None = None,
+    keys: Sharding | None = None,
+    queries: Sharding | None = None,
 ) -> Layout:
     """Build (or reuse) the layout of one Megatron microbatch.
 
@@ -28,13 +33,13 @@ def layout_from_megatron(
         device: of the hidden states.
         packed_seq_params: Megatron's ``PackedSeqParams`` with ``qkv_format == "thd"``, or ``None``.
             Its lengths are those of whole sequences, over all ranks.
-        keys: how hidden states, and so keys, are spread over ranks; by default one holds all.
+        keys: how hidden states, and so keys, are sharded over ranks; by default one holds all.
         queries: how query rows are, by default like the keys.
 
     Raises:
         ConfigError: for packed parameters that this package does not support.
     """
-    keys = Spread() if keys is None else keys
+    keys = Sharding() if keys is None else keys
     queries = keys if queries is None else queries
     total = rows * keys.ranks
     if packed_seq_params is None:
@@ -50,15 +55,15 @@ def layout_from_megatron(
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)  # what is cached is used in training, too
-def _unpacked(total: int, batch: int, device, keys: Spread, queries: Spread) -> Layout:
+def _unpacked(total: int, batch: int, device, keys: Sharding, queries: Sharding) -> Layout:
     layout = bshd_layout(total, batch, device)
     if keys.ranks == 1:
         return layout
-    table = places_of(keys, total, device)
-    return spread_layout(layout, queries, KeyPlaces(keys, table, batch))
+    table = global_positions_of(keys, total, device)
+    return sharded_layout(layout, queries, KeyOwnership(keys, table, batch))
 
 
-def _packed(total: int, packed_seq_params, keys: Spread, queries: Spread) -> Layout:
+def _packed(total: int, packed_seq_params, keys: Sharding, queries: Sharding) -> Layout:
     max_seqlen = packed_seq_params.max_seqlen_q
     padded = packed_seq_params.cu_seqlens_q_padded
     layout = packed_layout(
@@ -78,11 +83,11 @@ def _packed(total: int, packed_seq_params, keys: Spread, queries: Spread) -> Lay
             "use --dsa-cp-layout zigzag_rows"
         )
         require_values({rule: (offsets % (2 * keys.cp) == 0).all()}, rule)
-    table = keys.places(total, offsets, layout.start.device)
-    return spread_layout(layout, queries, KeyPlaces(keys, table, 1))
+    table = keys.global_positions(total, offsets, layout.start.device)
+    return sharded_layout(layout, queries, KeyOwnership(keys, table, 1))
 
 
-def _check_packed(packed_seq_params, batch: int, keys: Spread) -> None:
+def _check_packed(packed_seq_params, batch: int, keys: Sharding) -> None:
     if packed_seq_params.qkv_format != "thd":
         raise ConfigError(
             f"packed_seq_params.qkv_format must be 'thd', got {packed_seq_params.qkv_format!r}; "

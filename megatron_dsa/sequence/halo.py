@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.sequence.sharding import Spread
+from megatron_dsa.sequence.sharding import Sharding
 
 
 @dataclass(frozen=True, eq=False)
 class Halo:
-    """Tables of one rank for one reach; all but ``held`` count places (``batch`` rows each).
+    """Tables of one rank for one reach; all but ``held`` count global_positions (``batch`` rows each).
 
     *Extended* rows are ``[reach rows before the first run, first run, reach rows before the second,
     second run, ...]``.
@@ -30,7 +30,7 @@ class Halo:
         runs: int64 ``[ranks, rows]``, for every rank's row the number of its run.
         own: int64 ``[rows]``, which extended rows are this rank's own.
         before: int64 ``[most runs * reach]``, the extended rows that are not own rows.
-        source: int64 like ``before``: their places among the shared rows of all ranks, -1 where
+        source: int64 like ``before``: their global_positions among the shared rows of all ranks, -1 where
             nothing is before.
     """
 
@@ -48,25 +48,25 @@ class Halo:
         return self.own.shape[0] + self.before.shape[0]
 
 
-def halo_of(layout: Layout, spread: Spread, reach: int) -> Halo:
-    """Return the halo of this rank of ``spread``, formed once per layout.
+def halo_of(layout: Layout, sharding: Sharding, reach: int) -> Halo:
+    """Return the halo of this rank of ``sharding``, formed once per layout.
 
-    ``spread`` is that of the keys (``layout.key_places``) or without its sequence parallelism.
+    ``sharding`` is that of the keys (``layout.key_ownership``) or without its sequence parallelism.
     """
-    return layout.derive(("halo", spread, reach), lambda: _halo(layout, spread, reach))
+    return layout.derive(("halo", sharding, reach), lambda: _halo(layout, sharding, reach))
 
 
-def _halo(layout: Layout, spread: Spread, reach: int) -> Halo:
-    keys = layout.key_places
-    everywhere = layout.all_rows
-    places = keys.table.view(spread.ranks, -1)
-    ranks, rows = places.shape
-    device = places.device
+def _halo(layout: Layout, sharding: Sharding, reach: int) -> Halo:
+    keys = layout.key_ownership
+    global_layout = layout.all_tokens
+    global_positions = keys.table.view(sharding.ranks, -1)
+    ranks, rows = global_positions.shape
+    device = global_positions.device
     row = torch.arange(rows, device=device)
-    most = spread.runs(layout.sequences.count)
+    most = sharding.runs(layout.sequences.count)
 
-    begins = torch.ones_like(places, dtype=torch.bool)
-    begins[:, 1:] = places[:, 1:] != places[:, :-1] + 1
+    begins = torch.ones_like(global_positions, dtype=torch.bool)
+    begins[:, 1:] = global_positions[:, 1:] != global_positions[:, :-1] + 1
     runs = begins.cumsum(1) - 1
     # The last row of each row's run: the nearest one from here on that the next does not continue.
     ends = torch.ones_like(begins)
@@ -77,31 +77,31 @@ def _halo(layout: Layout, spread: Spread, reach: int) -> Halo:
     needed = last - row < reach
     place_in_shared = torch.where(needed, needed.cumsum(1) - 1, count)
     shared = torch.zeros(ranks, count + 1, dtype=torch.int64, device=device)
-    shared.scatter_(1, place_in_shared, row.expand_as(places))
+    shared.scatter_(1, place_in_shared, row.expand_as(global_positions))
 
-    place_count = everywhere.num_queries // keys.batch
+    place_count = global_layout.num_queries // keys.batch
     spare = place_count
     in_shared = torch.full((place_count + 1,), -1, device=device)
     of_rank = count * torch.arange(ranks, device=device)[:, None] + place_in_shared
-    in_shared.scatter_(0, torch.where(needed, places, spare).flatten(), of_rank.flatten())
+    in_shared.scatter_(0, torch.where(needed, global_positions, spare).flatten(), of_rank.flatten())
     in_shared = in_shared[:-1]
     held = torch.where(in_shared < 0, -1, rows + in_shared)
-    held[places[spread.rank]] = row
+    held[global_positions[sharding.rank]] = row
     element = torch.arange(keys.batch, device=device)[:, None]
     held = (held * keys.batch + element).flatten()
 
     # Runs that do not exist would begin behind the last row.
     first = torch.full((most + 1,), rows, device=device)
-    own = spread.rank
+    own = sharding.rank
     first.scatter_(
         0, torch.where(begins[own], runs[own], most), torch.where(begins[own], row, rows)
     )
     first = first[:most, None]
     offset = torch.arange(reach, device=device)
     before = first + reach * torch.arange(most, device=device)[:, None] + offset
-    begin = places[own, first.clamp_max(rows - 1)]
+    begin = global_positions[own, first.clamp_max(rows - 1)]
     # Nothing is needed of before the sequence that a run begins in.
-    floor = everywhere.start[begin * keys.batch].long()
+    floor = global_layout.start[begin * keys.batch].long()
     place = begin - reach + offset
     exists = (first < rows) & (place >= floor)
     source = torch.where(exists, in_shared[place.clamp_min(0)], -1)

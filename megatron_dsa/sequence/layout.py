@@ -10,7 +10,7 @@ keys from it.
 * a *slot* is an index into the keys in sequence order, one sequence after the other. Every query
   sees a contiguous range of slots ``[start, end)``, which is what makes masks unnecessary.
   ``key_rows`` maps a slot to its row;
-* a *window* is a run of query rows whose visible slots are bounded by numbers that the host
+* a *query_range* is a run of query rows whose visible slots are bounded by numbers that the host
   knows, so that blocks above the diagonal are skipped without asking the device.
 
 Everything on the device is computed without a host synchronisation.
@@ -30,11 +30,11 @@ from megatron_dsa.errors import require
 from megatron_dsa.numerics.checks import require_cu_seqlens, require_tensor, require_values
 
 if TYPE_CHECKING:
-    from megatron_dsa.sequence.sharding import KeyPlaces
+    from megatron_dsa.sequence.sharding import KeyOwnership
 
 
 @dataclass(frozen=True)
-class Window:
+class QueryRange:
     """Bounds, known on the host, of what some query rows see.
 
     The i-th query of ``rows`` is at a position within ``slack`` of ``place + i * step``, counted
@@ -73,8 +73,8 @@ class Window:
         place = self.place + query * self.step + self.slack
         return min(place + 1, self.lookback) // self.ratio
 
-    def cut(self, bound: int) -> tuple[Window, ...]:
-        """Return this window in two: queries with a smaller :meth:`bound`, and the others."""
+    def cut(self, bound: int) -> tuple[QueryRange, ...]:
+        """Return this query_range in two: queries with a smaller :meth:`bound`, and the others."""
         count = len(self)
         first = bisect_left(range(count), bound, key=self.bound)
         if first in (0, count):
@@ -111,11 +111,11 @@ class Window:
 
 @dataclass(frozen=True)
 class Block:
-    """Some query rows of one window with the slots ``[lo, hi)`` that cover what they see.
+    """Some query rows of one query_range with the slots ``[lo, hi)`` that cover what they see.
 
     Attributes:
         ratio: positions behind a slot.
-        bound: how many slots the first query sees at most (:meth:`Window.bound`).
+        bound: how many slots the first query sees at most (:meth:`QueryRange.bound`).
     """
 
     rows: slice
@@ -186,15 +186,15 @@ class Layout:
         position: int64 ``[num_queries]``, place of the row in its own sequence (for rope).
         key_rows: int64 ``[num_keys]`` slot -> row of the key buffer, ``None`` for the identity.
         real: bool ``[num_queries]``, ``False`` for padding rows; ``None`` if there are none.
-        windows: host-side bounds that cover every query row exactly once.
+        query_ranges: host-side bounds that cover every query row exactly once.
         max_length: host-side upper bound of the number of slots that a row sees.
-        everywhere: layout of all query rows, if they are spread over ranks and these are some.
-        key_places: who makes which keys, if they are spread over ranks.
+        global_layout: layout of all query rows, if they are sharded over ranks and these are some.
+        key_ownership: who makes which keys, if they are sharded over ranks.
         sequences: lengths of the sequences; ``None`` for ranges of slots that are not sequences.
 
     Raises:
-        ConfigError: tensors or windows do not have these sizes, or (on a GPU at its next
-            synchronisation) a range of slots is not within the keys. On the CPU also if a window is
+        ConfigError: tensors or query_ranges do not have these sizes, or (on a GPU at its next
+            synchronisation) a range of slots is not within the keys. On the CPU also if a query_range is
             too narrow.
     """
 
@@ -205,10 +205,10 @@ class Layout:
     position: torch.Tensor
     key_rows: torch.Tensor | None
     real: torch.Tensor | None
-    windows: tuple[Window, ...]
+    query_ranges: tuple[QueryRange, ...]
     max_length: int
-    everywhere: Layout | None = None
-    key_places: KeyPlaces | None = None
+    global_layout: Layout | None = None
+    key_ownership: KeyOwnership | None = None
     sequences: Sequences | None = None
     #: Kept by :meth:`derive`.
     derived: dict = field(default_factory=dict, repr=False)
@@ -223,28 +223,31 @@ class Layout:
             require_tensor("key_rows", self.key_rows, keys, (torch.int64,), self.start, fix)
         if self.real is not None:
             require_tensor("real", self.real, queries, (torch.bool,), self.start, fix)
-        covered = sum(len(window) for window in self.windows)
+        covered = sum(len(query_range) for query_range in self.query_ranges)
         require(
             covered == self.num_queries,
-            f"windows must cover each of the {self.num_queries} query tokens once, got {covered}",
+            "query_ranges must cover each of the "
+            f"{self.num_queries} query tokens once, got {covered}",
         )
         inside = (self.start >= 0) & (self.start <= self.end) & (self.end <= self.num_keys)
         rule = f"start and end must be ranges of slots within the {self.num_keys} keys"
         require_values({f"{rule}: make them of the same batch": inside.all()}, rule)
-        if self.start.device.type == "cpu":  # on a GPU some ten launches per window
-            rule = "windows must cover all that their queries see: widen place, lookback or slack"
-            for window in self.windows:
-                require_values({rule: window.covers(self.start, self.end)}, rule)
+        if self.start.device.type == "cpu":  # on a GPU some ten launches per query_range
+            rule = (
+                "query_ranges must cover all that their queries see: widen place, lookback or slack"
+            )
+            for query_range in self.query_ranges:
+                require_values({rule: query_range.covers(self.start, self.end)}, rule)
 
     @property
-    def all_rows(self) -> Layout:
+    def all_tokens(self) -> Layout:
         """The layout of the query rows of all ranks."""
-        return self if self.everywhere is None else self.everywhere
+        return self if self.global_layout is None else self.global_layout
 
     @property
-    def parts(self) -> int:
-        """Number of ranks that the query rows are spread over."""
-        return self.all_rows.num_queries // max(self.num_queries, 1)
+    def num_shards(self) -> int:
+        """Number of ranks that the query rows are sharded over."""
+        return self.all_tokens.num_queries // max(self.num_queries, 1)
 
     @torch.inference_mode(False)  # what is formed in evaluation is used in training, too
     def derive(self, key, make: Callable):
@@ -253,9 +256,9 @@ class Layout:
             self.derived[key] = make()
         return self.derived[key]
 
-    def real_rows(self) -> torch.Tensor | int:
+    def real_tokens(self) -> torch.Tensor | int:
         """Number of query rows on all ranks that are not padding: an int if there is no padding."""
-        rows = self.all_rows
+        rows = self.all_tokens
         return rows.num_queries if rows.real is None else rows.real.sum()
 
     def keys_in_slot_order(self, keys: torch.Tensor) -> torch.Tensor:
@@ -281,43 +284,43 @@ class Layout:
         return torch.where(slots < 0, slots, rows)
 
     def blocks(self, rows_for_width, cut: int | None = None) -> Iterator[Block]:
-        """Cut the windows into blocks of queries, skipping what lies above the diagonal.
+        """Cut the query_ranges into blocks of queries, skipping what lies above the diagonal.
 
         Args:
             rows_for_width: ``rows_for_width(width)`` returns how many query rows may be handled at
                 a time when their visible slots span ``width``; it is asked for the width at the end
                 of the block.
-            cut: blocks also end where :meth:`Window.bound` reaches this.
+            cut: blocks also end where :meth:`QueryRange.bound` reaches this.
         """
-        for window in self.windows if cut is None else self._windows_cut(cut):
-            total, done = len(window), 0
+        for query_range in self.query_ranges if cut is None else self._ranges_cut(cut):
+            total, done = len(query_range), 0
             while done < total:
-                lo, hi = window.slots(done, done + 1)
+                lo, hi = query_range.slots(done, done + 1)
                 rows = max(1, min(total - done, rows_for_width(hi - lo)))
                 # A longer block sees further, so the row count is settled at the block's own end.
-                lo, hi = window.slots(done, done + rows)
+                lo, hi = query_range.slots(done, done + rows)
                 rows = max(1, min(rows, rows_for_width(hi - lo)))
-                lo, hi = window.slots(done, done + rows)
-                step = window.rows.step
-                first = window.rows.start + done * step
-                last = window.rows.start + (done + rows - 1) * step
+                lo, hi = query_range.slots(done, done + rows)
+                step = query_range.rows.step
+                first = query_range.rows.start + done * step
+                last = query_range.rows.start + (done + rows - 1) * step
                 rows_of_block = slice(first, last + 1, step)
-                yield Block(rows_of_block, lo, hi, window.ratio, window.bound(done))
+                yield Block(rows_of_block, lo, hi, query_range.ratio, query_range.bound(done))
                 done += rows
 
-    def _windows_cut(self, bound: int) -> Iterator[Window]:
-        for window in self.windows:
-            yield from window.cut(bound)
+    def _ranges_cut(self, bound: int) -> Iterator[QueryRange]:
+        for query_range in self.query_ranges:
+            yield from query_range.cut(bound)
 
     def widest(self, rows: slice) -> int:
         """Return an upper bound of the slots that any query of ``rows`` (step 1) sees."""
         bound = 0
-        for window in self.windows:
-            first, step = window.rows.start, window.rows.step
-            last = min(rows.stop, window.rows.stop) - 1
+        for query_range in self.query_ranges:
+            first, step = query_range.rows.start, query_range.rows.step
+            last = min(rows.stop, query_range.rows.stop) - 1
             if last >= max(first, rows.start):
                 place = (last - first) // step
-                lo, hi = window.slots(place, place + 1)
+                lo, hi = query_range.slots(place, place + 1)
                 bound = max(bound, hi - lo)
         return min(bound, self.max_length)
 
@@ -345,8 +348,8 @@ def bshd_layout(seq_length: int, batch: int, device: torch.device) -> Layout:
         key_rows = None
     else:
         key_rows = rows % seq_length * batch + rows // seq_length
-    windows = tuple(
-        Window(
+    query_ranges = tuple(
+        QueryRange(
             slice(b, seq_length * batch, batch), b * seq_length, 0, seq_length, seq_length * batch
         )
         for b in range(batch)
@@ -359,7 +362,7 @@ def bshd_layout(seq_length: int, batch: int, device: torch.device) -> Layout:
         position=position,
         key_rows=key_rows,
         real=None,
-        windows=windows,
+        query_ranges=query_ranges,
         max_length=seq_length,
         sequences=Sequences(batch),
     )
@@ -412,7 +415,7 @@ def packed_layout(
         position=torch.where(inside, position, 0).clamp_max(max(max_length - 1, 0)),
         key_rows=None,
         real=real,
-        windows=(Window(slice(0, tokens, 1), 0, 0, max_length, tokens),),
+        query_ranges=(QueryRange(slice(0, tokens, 1), 0, 0, max_length, tokens),),
         max_length=max_length,
         sequences=Sequences(1, cu_seqlens.int(), padded),
     )

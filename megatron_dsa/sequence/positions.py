@@ -19,11 +19,11 @@ from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.numerics.arithmetic import rows_in_budget, slices
 from megatron_dsa.numerics.checks import require_tensor, require_values
 from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.sequence.sharding import Spread
+from megatron_dsa.sequence.sharding import Sharding
 
 #: Stands behind every position in sorted lists.
 _NONE = torch.iinfo(torch.int32).max
-#: Temporary bytes per list entry: sorted values with their places, masks, slots.
+#: Temporary bytes per list entry: sorted values with their global_positions, masks, slots.
 _BYTES_PER_ENTRY = 64
 RULES = {
     "range": "entries must be -1 (no key) or positions from 0",
@@ -86,7 +86,7 @@ def validate_indices(
     require(
         topk is None or indices.shape[1] <= topk,
         f"{name} must list at most {topk} keys per query (--dsa-indexer-topk), got "
-        f"{indices.shape[1]}: select as many in both places",
+        f"{indices.shape[1]}: select as many in both global_positions",
     )
     for rows in _blocks(indices, workspace_bytes):
         given, seen = _real(indices[rows], layout, rows)
@@ -133,7 +133,7 @@ def positions_to_rows(
     require(
         positions.shape[1] <= topk,
         f"{name} must list at most {topk} keys per query, got {positions.shape[1]}: select as many "
-        "in both places",
+        "in both global_positions",
     )
     count, width = positions.shape
     indices = positions.new_full((count, topk), -1)
@@ -177,15 +177,15 @@ def rows_to_positions(
     return out
 
 
-def own_rows(indices: torch.Tensor, layout: Layout, queries: Spread, name: str) -> torch.Tensor:
+def own_rows(indices: torch.Tensor, layout: Layout, queries: Sharding, name: str) -> torch.Tensor:
     """Return the rows of this rank's queries, of indices for these or for those of all ranks.
 
     Args:
         indices: ``[rows, K]``, moved to the layout's device.
-        layout: of this rank's query rows; queries: how they are spread.
+        layout: of this rank's query rows; queries: how they are sharded.
         name: what the message calls the indices.
     """
-    total = layout.all_rows.num_queries
+    total = layout.all_tokens.num_queries
     device = layout.start.device
     if len(indices) == layout.num_queries:
         return indices.to(device, non_blocking=True)
@@ -196,9 +196,9 @@ def own_rows(indices: torch.Tensor, layout: Layout, queries: Spread, name: str) 
     )
 
     def rows() -> torch.Tensor:
-        step = layout.key_places.batch
+        step = layout.key_ownership.batch
         element = torch.arange(step, device=device)
-        return (layout.key_places.of(queries)[:, None] * step + element).flatten()
+        return (layout.key_ownership.of(queries)[:, None] * step + element).flatten()
 
     return indices.to(device, non_blocking=True)[layout.derive(("own rows", queries), rows)]
 
@@ -229,8 +229,8 @@ def _broken(
     yield "once", (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != _NONE), ordered
     yield "some", (seen > 0)[:, None] & (ordered[:, :1] == _NONE), given
     if ascending:
-        places = torch.where(given < 0, _NONE, given)
-        yield "ascending", places[:, 1:] < places[:, :-1], given
+        global_positions = torch.where(given < 0, _NONE, given)
+        yield "ascending", global_positions[:, 1:] < global_positions[:, :-1], given
 
 
 def _around(row: torch.Tensor, column: int) -> str:

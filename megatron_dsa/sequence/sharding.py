@@ -1,9 +1,9 @@
-"""How the rows of a microbatch are spread over ranks, and what follows for the rows of one rank.
+"""How the rows of a microbatch are sharded over ranks, and what follows for the rows of one rank.
 
 Context parallelism cuts sequences into pieces; sequence parallelism cuts the piece of a
 context-parallel rank again. A *place* is an index into dim 0 of Megatron's ``[s, b, ...]`` as it
 would be on one rank. Everything else (who holds which key, what a query sees, which rows a
-neighbour needs) follows from the table of places, on the device and without a host synchronisation.
+neighbour needs) follows from the table of global positions, on the device and without a host synchronisation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.numerics.checks import require_tensor
-from megatron_dsa.sequence.layout import Layout, Window
+from megatron_dsa.sequence.layout import Layout, QueryRange
 
 #: ``zigzag``: a rank holds chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp``, of every document in
 #: packed batches; ``zigzag_rows``: of the packed rows, whatever documents they belong to;
@@ -28,7 +28,7 @@ CP_LAYOUTS = get_args(CPLayout)
 
 
 @dataclass(frozen=True)
-class Spread:
+class Sharding:
     """Which part of the rows a rank holds.
 
     Attributes:
@@ -72,8 +72,8 @@ class Spread:
         """Place among them: the parts of a context-parallel rank are neighbours."""
         return self.cp_rank * self.sp + self.sp_rank
 
-    def whole(self) -> Spread:
-        """Return the spread of the context-parallel rank's rows, all parts together."""
+    def whole(self) -> Sharding:
+        """Return the sharding of the context-parallel rank's rows, all parts together."""
         return dataclasses.replace(self, sp=1, sp_rank=0)
 
     def chunks(self, total: int) -> list[tuple[int, int]]:
@@ -103,8 +103,8 @@ class Spread:
             skip -= begin
         return own
 
-    def places(self, total: int, offsets: torch.Tensor | None, device) -> torch.Tensor:
-        """Return int64 ``[ranks, total / ranks]``: the places of every rank's rows.
+    def global_positions(self, total: int, offsets: torch.Tensor | None, device) -> torch.Tensor:
+        """Return int64 ``[ranks, total / ranks]``: the global positions of every rank's rows.
 
         Args:
             total: rows on all ranks.
@@ -114,7 +114,7 @@ class Spread:
         """
         self.chunks(total)
         if self.cp_layout == "zigzag" and offsets is not None and self.cp > 1:
-            rows = self._places_by_document(total, offsets.long())
+            rows = self._global_positions_by_document(total, offsets.long())
         elif self.cp_layout == "contiguous" or self.cp == 1:
             rows = torch.arange(total, device=device).view(self.cp, -1)
         else:
@@ -122,7 +122,7 @@ class Spread:
             rows = torch.cat([chunks[: self.cp], chunks[self.cp :].flip(0)], 1)
         return rows.reshape(self.ranks, -1)
 
-    def _places_by_document(self, total: int, offsets: torch.Tensor) -> torch.Tensor:
+    def _global_positions_by_document(self, total: int, offsets: torch.Tensor) -> torch.Tensor:
         # What is behind the last sequence is cut like one more.
         offsets = torch.cat([offsets, offsets.new_full((1,), total)])
         local = torch.arange(total // self.cp, device=offsets.device)
@@ -135,7 +135,7 @@ class Spread:
         return torch.where(inside < chunk, first + rank * chunk + inside, second)
 
     def runs(self, documents: int | None) -> int:
-        """Return how many runs of neighbouring places a rank has at most.
+        """Return how many runs of neighbouring global positions a rank has at most.
 
         ``documents`` is the number of packed sequences, ``None`` for unpacked batches.
         """
@@ -146,79 +146,84 @@ class Spread:
 
 
 @dataclass(frozen=True, eq=False)
-class KeyPlaces:
-    """Which rank makes the keys of which places.
+class KeyOwnership:
+    """Which rank makes the keys of which global positions.
 
     Attributes:
-        spread: how rows are spread over the ranks that make keys, and which of them this is.
-        table: int64 ``[ranks, rows]``, see :meth:`Spread.places`.
+        sharding: how rows are sharded over the ranks that make keys, and which of them this is.
+        table: int64 ``[ranks, rows]``, see :meth:`Sharding.global_positions`.
         batch: micro-batch size: every place is that many rows.
 
     Raises:
-        ConfigError: the table is not one of the ranks of ``spread``.
+        ConfigError: the table is not one of the ranks of ``sharding``.
     """
 
-    spread: Spread
+    sharding: Sharding
     table: torch.Tensor
     batch: int
 
     def __post_init__(self):
-        shape, fix = (self.spread.ranks, "rows"), "pass Spread.places of the same spread"
+        shape, fix = (
+            (self.sharding.ranks, "rows"),
+            "pass Sharding.global_positions of the same sharding",
+        )
         require_tensor("table", self.table, shape, (torch.int64,), fix=fix)
 
-    def of(self, spread: Spread) -> torch.Tensor:
-        """Return the places of a rank of ``spread``, which differs from this one in ``sp``."""
-        return self.table.view(spread.ranks, -1)[spread.rank]
+    def of(self, sharding: Sharding) -> torch.Tensor:
+        """Return the global positions of a rank of ``sharding``, which differs in ``sp``."""
+        return self.table.view(sharding.ranks, -1)[sharding.rank]
 
 
-def spread_layout(layout: Layout, spread: Spread, keys: KeyPlaces) -> Layout:
+def sharded_layout(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> Layout:
     """Return the layout of one rank's query rows over all keys, which lie rank after rank.
 
     Args:
         layout: of all rows.
-        spread: which query rows are wanted; differs from ``keys.spread`` at most in ``sp``.
+        sharding: which query rows are wanted; differs from ``keys.sharding`` at most in ``sp``.
         keys: who makes which keys.
 
     Raises:
-        ConfigError: the spreads do not belong together, or ``keys`` are of another batch.
+        ConfigError: the shardings do not belong together, or ``keys`` are of another batch.
     """
     require(
-        spread.whole() == keys.spread.whole(),
-        f"spread must differ from that of keys in its sequence parallelism at most, got {spread} "
-        f"and {keys.spread}: take both from the same ranks",
+        sharding.whole() == keys.sharding.whole(),
+        f"sharding must differ from that of keys in its sequence parallelism at most, got "
+        f"{sharding} "
+        f"and {keys.sharding}: take both from the same ranks",
     )
     rows = keys.table.numel() * keys.batch
     require(
         rows == layout.num_queries == layout.num_keys,
-        f"keys must be of the {layout.num_queries} tokens of layout, got {rows} (places times "
+        f"keys must be of the {layout.num_queries} tokens of layout, got "
+        f"{rows} (positions times "
         "batch): make both for the same batch",
     )
-    if spread.ranks == 1:
-        return dataclasses.replace(layout, key_places=keys, derived={})
-    places, batch = keys.table, keys.batch
-    own = keys.of(spread)
+    if sharding.ranks == 1:
+        return dataclasses.replace(layout, key_ownership=keys, derived={})
+    global_positions, batch = keys.table, keys.batch
+    own = keys.of(sharding)
     element = torch.arange(batch, device=own.device)
     rows = (own[:, None] * batch + element).flatten()
     key_rows = torch.zeros(layout.num_keys, dtype=torch.int64, device=own.device)
-    slots = element * (layout.num_keys // batch) + places.flatten()[:, None]
+    slots = element * (layout.num_keys // batch) + global_positions.flatten()[:, None]
     key_rows[slots.flatten()] = torch.arange(layout.num_keys, device=own.device)
-    return _some_rows(layout, rows, _windows(layout, spread, keys), key_rows, keys)
+    return _some_rows(layout, rows, _query_ranges(layout, sharding, keys), key_rows, keys)
 
 
 def run_layout(layout: Layout, first: int, length: int) -> Layout:
-    """Return the layout of the query rows at neighbouring places, over the keys of ``layout``.
+    """Return the layout of query tokens at neighbouring global positions, over all keys.
 
     Args:
         layout: of the rows of a rank, in an unpacked batch.
-        first, length: of the places; rows of any rank.
+        first, length: of the global positions; rows of any rank.
     """
-    keys, everywhere = layout.key_places, layout.all_rows
+    keys, global_layout = layout.key_ownership, layout.all_tokens
     rows = slice(first * keys.batch, (first + length) * keys.batch)
-    windows = _chunk_windows(everywhere, [(first, length)], keys.batch)
-    return _some_rows(everywhere, rows, windows, layout.key_rows, keys)
+    query_ranges = _chunk_ranges(global_layout, [(first, length)], keys.batch)
+    return _some_rows(global_layout, rows, query_ranges, layout.key_rows, keys)
 
 
-def _some_rows(layout: Layout, rows: torch.Tensor | slice, windows, key_rows, keys) -> Layout:
+def _some_rows(layout: Layout, rows: torch.Tensor | slice, query_ranges, key_rows, keys) -> Layout:
     """Return the layout of some rows of ``layout``, which is that of all."""
     start = layout.start[rows]
     return dataclasses.replace(
@@ -229,9 +234,9 @@ def _some_rows(layout: Layout, rows: torch.Tensor | slice, windows, key_rows, ke
         position=layout.position[rows],
         key_rows=key_rows,
         real=None if layout.real is None else layout.real[rows],
-        windows=tuple(windows),
-        everywhere=layout,
-        key_places=keys,
+        query_ranges=tuple(query_ranges),
+        global_layout=layout,
+        key_ownership=keys,
         derived={},
     )
 
@@ -242,37 +247,37 @@ def padded_bound(layout: Layout) -> int:
     Megatron's ``max_seqlen`` bounds real lengths; how much padding follows is on the device.
     """
     padded = layout.sequences.cu_seqlens_padded is not None
-    return layout.all_rows.num_queries if padded else layout.max_length
+    return layout.all_tokens.num_queries if padded else layout.max_length
 
 
-def _windows(layout: Layout, spread: Spread, keys: KeyPlaces) -> Iterator[Window]:
+def _query_ranges(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> Iterator[QueryRange]:
     """Yield the bounds of this rank's rows."""
     packed = layout.real is not None
-    if packed and spread.cp_layout == "zigzag" and spread.cp > 1:
-        # Lengths are on the device. The rows of a rank are spread evenly, up to half a sequence.
-        rows, slack = layout.num_queries // spread.ranks, -(-padded_bound(layout) // 2)
-        yield Window(
-            slice(0, rows, 1), 0, spread.sp_rank * rows * spread.cp, layout.max_length,
-            layout.num_keys, step=spread.cp, slack=slack,
+    if packed and sharding.cp_layout == "zigzag" and sharding.cp > 1:
+        # Lengths are on the device. The rows of a rank are sharded evenly, up to half a sequence.
+        rows, slack = layout.num_queries // sharding.ranks, -(-padded_bound(layout) // 2)
+        yield QueryRange(
+            slice(0, rows, 1), 0, sharding.sp_rank * rows * sharding.cp, layout.max_length,
+            layout.num_keys, step=sharding.cp, slack=slack,
         )  # fmt: skip
     else:
-        chunks = spread.chunks(layout.num_queries // keys.batch)
-        yield from _chunk_windows(layout, chunks, keys.batch)
+        chunks = sharding.chunks(layout.num_queries // keys.batch)
+        yield from _chunk_ranges(layout, chunks, keys.batch)
 
 
-def _chunk_windows(layout: Layout, chunks, batch: int) -> Iterator[Window]:
-    """Yield the bounds of the rows of ``chunks``, see :meth:`Spread.chunks`."""
+def _chunk_ranges(layout: Layout, chunks, batch: int) -> Iterator[QueryRange]:
+    """Yield the bounds of the rows of ``chunks``, see :meth:`Sharding.chunks`."""
     total = layout.num_queries // batch
     for e in range(batch):
         done = 0
         for first, length in chunks:
             rows = slice(done * batch + e, (done + length - 1) * batch + e + 1, batch)
-            yield Window(rows, e * total, first, layout.max_length, layout.num_keys)
+            yield QueryRange(rows, e * total, first, layout.max_length, layout.num_keys)
             done += length
 
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)  # what is cached is used in training, too
-def places_of(spread: Spread, total: int, device: torch.device) -> torch.Tensor:
-    """Return :meth:`Spread.places` of unpacked batches."""
-    return spread.places(total, None, device)
+def global_positions_of(sharding: Sharding, total: int, device: torch.device) -> torch.Tensor:
+    """Return :meth:`Sharding.global_positions` of unpacked batches."""
+    return sharding.global_positions(total, None, device)

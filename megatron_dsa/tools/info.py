@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from megatron_dsa import __version__
-from megatron_dsa.config import DSAOptions, is_hybrid
+from megatron_dsa.config import DSAOptions, uses_csa
 from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.dispatch import OpCall, Policy
 from megatron_dsa.ops import OPERATIONS
@@ -68,7 +68,7 @@ def model_ops(name: str, missing: dict) -> dict[str, RequiredOp]:
             dsa_indexer_use_sparse_loss=options.stage == "sparse", **missing,
         )  # fmt: skip
         # Of V4 the layers with an indexer call everything that the others do.
-        ratios = config.csa_compress_ratios if is_hybrid(config) else [CSA_RATIO]
+        ratios = config.csa_compress_ratios if uses_csa(config) else [CSA_RATIO]
         for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
             ops.setdefault(op.operation, op)
     return {operation: ops[operation] for operation in OPERATIONS if operation in ops}
@@ -82,7 +82,7 @@ def _operations(ops: dict[str, RequiredOp]) -> dict:
         operations[name] = {
             "runs": choice.candidate.name,
             "fused": choice.candidate.fused,
-            "not_run_on_this_gpu": choice.untried,
+            "not_run_on_this_gpu": choice.never_run,
             "rejected": dict(choice.rejected),
             "by_heads": _by_heads(name, op.call),
             "remark": _REMARKS.get(name, ""),

@@ -21,7 +21,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_dsa.config import options_of
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.sequence.sharding import Spread, places_of
+from megatron_dsa.sequence.sharding import Sharding, global_positions_of
 
 #: Bytes are their own token ids; this one ends a document.
 BYTE_EOD = 256
@@ -221,16 +221,16 @@ def get_batch(data_iterator, config, vp_stage: int | None = None):
     )
     params = _pack(batch) if packed else None
     if config.context_parallel_size > 1:
-        spread = Spread(
+        sharding = Sharding(
             cp=config.context_parallel_size,
             cp_rank=mpu.get_context_parallel_rank(),
             cp_layout=options_of(config).cp_layout,
         )
-        take_tokens(batch, spread, None if params is None else params.cu_seqlens_q)
+        take_tokens(batch, sharding, None if params is None else params.cu_seqlens_q)
     return batch, params
 
 
-def take_tokens(batch: dict, spread: Spread, offsets: torch.Tensor | None = None) -> None:
+def take_tokens(batch: dict, sharding: Sharding, offsets: torch.Tensor | None = None) -> None:
     """Leave a context-parallel rank's tokens in ``batch`` (in place), in the rank's order.
 
     The table is the one that attention uses: Megatron's own split knows neither other layouts nor,
@@ -238,7 +238,7 @@ def take_tokens(batch: dict, spread: Spread, offsets: torch.Tensor | None = None
 
     Args:
         batch: tensors ``[b, s]`` by name, or ``None``; others than one-per-token are left alone.
-        spread: which rank of how many, and the layout.
+        sharding: which rank of how many, and the layout.
         offsets: int ``[n + 1]`` cumulative lengths (padded, if there is padding) of packed
             documents, or ``None``.
     """
@@ -247,11 +247,11 @@ def take_tokens(batch: dict, spread: Spread, offsets: torch.Tensor | None = None
         return
     some = next(iter(whole.values()))
     if offsets is None:
-        places = places_of(spread, some.shape[1], some.device)
+        places = global_positions_of(sharding, some.shape[1], some.device)
     else:
-        places = spread.places(some.shape[1], offsets, some.device)
+        places = sharding.global_positions(some.shape[1], offsets, some.device)
     for key, tokens in whole.items():
-        batch[key] = tokens.index_select(1, places[spread.rank])
+        batch[key] = tokens.index_select(1, places[sharding.rank])
 
 
 def check_spread(args) -> None:

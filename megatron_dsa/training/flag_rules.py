@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_dsa.config import DSAOptions, HybridTransformerConfig, option_fields
-from megatron_dsa.dispatch import rehearsing
+from megatron_dsa.config import CSATransformerConfig, DSAOptions, option_fields
+from megatron_dsa.dispatch import on_meta
 from megatron_dsa.errors import ConfigError, require
 
 
-def refuse_unused_hybrid_flags(args: argparse.Namespace) -> None:
+def refuse_unused_csa_flags(args: argparse.Namespace) -> None:
     """Raise for flags of hybrid attention without the one that asks for it."""
-    options = [*option_fields(HybridTransformerConfig)]
+    options = [*option_fields(CSATransformerConfig)]
     options += [pair for pair in option_fields(DSAOptions) if pair[0].name.startswith("csa_")]
     given = [about.flag for each, about in options if getattr(args, about.dest) != each.default]
     if given:
@@ -55,7 +55,7 @@ def refuse_dry_run_flags(args: argparse.Namespace) -> None:
         )
     for name in ("dsa_dry_run_world", "dsa_dry_run_gpu", "dsa_dry_run_attention_only"):
         # The last one is a flag of the planned model, too.
-        if getattr(args, name) and not rehearsing():
+        if getattr(args, name) and not on_meta():
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag}: has a meaning only with --dsa-dry-run, add that")
 

@@ -13,7 +13,7 @@ from megatron.training.argument_utils import (
 )
 
 from megatron_dsa.arguments import field_values, options_from_args
-from megatron_dsa.config import DSATransformerConfig, HybridTransformerConfig
+from megatron_dsa.config import CSATransformerConfig, DSATransformerConfig
 from megatron_dsa.dispatch import log_all_candidates
 from megatron_dsa.dispatch.counts import TIMES
 from megatron_dsa.errors import ConfigError
@@ -24,7 +24,7 @@ from megatron_dsa.training.flag_rules import (
     apply_yarn_flags,
     refuse_dry_run_flags,
     refuse_ignored_flags,
-    refuse_unused_hybrid_flags,
+    refuse_unused_csa_flags,
 )
 from megatron_dsa.training.model import DSAModelConfig
 
@@ -86,10 +86,10 @@ def model_config_from_args(args):
     apply_yarn_flags(args, mla)
     options = options_from_args(args)
     if args.csa_compress_ratios is not None:
-        hybrid = field_values(HybridTransformerConfig, args)
-        config = HybridTransformerConfig.from_mla(mla, options, **hybrid)
+        hybrid = field_values(CSATransformerConfig, args)
+        config = CSATransformerConfig.from_mla(mla, options, **hybrid)
     else:
-        refuse_unused_hybrid_flags(args)
+        refuse_unused_csa_flags(args)
         config = DSATransformerConfig.from_mla(mla, options)
     model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)
     if args.dsa_load_hf is not None:

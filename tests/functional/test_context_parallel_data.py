@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.sequence.sharding import CP_LAYOUTS, Spread
+from megatron_dsa.sequence.sharding import CP_LAYOUTS, Sharding
 from megatron_dsa.training.data import check_spread, take_tokens
 
 CP = 4
@@ -34,7 +34,7 @@ def test_zigzag_is_megatrons(rank, monkeypatch):
     theirs, ours = batch_of(32), batch_of(32)
     theirs.pop("max_seqlen")
     theirs = utils.get_batch_on_this_cp_rank(theirs, is_hybrid_cp=False, cp_group=group)
-    take_tokens(ours, Spread(cp=CP, cp_rank=rank))
+    take_tokens(ours, Sharding(cp=CP, cp_rank=rank))
     for key in ("tokens", "labels"):
         assert ours[key].equal(theirs[key])
     assert ours["loss_mask"] is None and ours["max_seqlen"] == 32
@@ -46,7 +46,7 @@ def test_every_token_is_on_one_rank(layout, offsets):
     held = []
     for rank in range(CP):
         batch = batch_of(64, 1)
-        take_tokens(batch, Spread(cp=CP, cp_rank=rank, cp_layout=layout), offsets)
+        take_tokens(batch, Sharding(cp=CP, cp_rank=rank, cp_layout=layout), offsets)
         assert batch["labels"].equal(batch["tokens"] + 1)
         held.append(batch["tokens"][0])
     assert torch.cat(held).sort().values.equal(torch.arange(64))

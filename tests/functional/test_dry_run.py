@@ -48,7 +48,9 @@ def test_flags_of_a_launch_script(tmp_path):
     shutil.rmtree(tmp_path / "checkpoints")  # the script's log
     flags += ["--vocab-size", "129280", "--dsa-dry-run", "--dsa-dry-run-world", "32"]
     lines, most = dry_run([*flags, "--dsa-dry-run-gpu", "h200"], tmp_path)
-    assert lines[0].startswith("plan for 32 x NVIDIA H200: TP 8 (attention by rows), PP 4, EP 8")
+    assert lines[0].startswith(
+        "plan for 32 x NVIDIA H200: TP 8 (attention by sequence), PP 4, EP 8"
+    )
     stages = [line for line in lines if line.startswith(("  0: ", "  1: ", "  2: ", "  3: "))]
     assert len(stages) == 4 and "embedding" in stages[0] and "MTP layer 1: window" in stages[3]
     for kind in ("window", "CSA (ratio 4) with indexer", "HCA (ratio 128)"):

@@ -26,7 +26,7 @@ TP2_HEADS = {
     "--sequence-parallel": True,
     "--dsa-tp-mode": "heads",
 }
-TP2_ROWS = TP2_HEADS | {"--dsa-tp-mode": "rows"}
+TP2_SEQUENCE = TP2_HEADS | {"--dsa-tp-mode": "sequence"}
 CP2 = {"--context-parallel-size": 2}
 FULL_RECOMPUTE = {
     "--recompute-granularity": "full",
@@ -37,7 +37,7 @@ FULL_RECOMPUTE = {
 PACKED = {"--dataloader-inter-document-masking": True, "--dsa-cp-layout": "zigzag_rows"}
 LAYOUTS = {
     "TP2 by heads": (TP2_HEADS, 2),
-    "TP2 by rows and CP2": (TP2_ROWS | CP2, 4),
+    "TP2 by sequence and CP2": (TP2_SEQUENCE | CP2, 4),
     # Starting processes is what takes the time: several features share a run.
     "CP2 contiguous, full recompute, per-token loss, one microbatch of 8": (
         CP2
@@ -78,7 +78,7 @@ def check_layout(name, layout, expected, one_step):
     compare(got, expected, TOLERANCE)
     # Ranks with other rows sample other ones, and the selection is judged in a rank's first
     # microbatch.
-    if not any(word in name for word in ("microbatch", "rows", "CP2", "DP2")):
+    if not any(word in name for word in ("microbatch", "by sequence", "CP2", "DP2")):
         for figure in HEALTH:
             assert got[0][figure] == pytest.approx(expected[0][figure], rel=1e-4), figure
 

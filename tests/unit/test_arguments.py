@@ -85,27 +85,27 @@ def test_options():
 def test_every_option_has_a_flag():
     """``fused`` is set by ``--attention-backend``, which is Megatron's flag."""
     from megatron_dsa.config import (
+        CSATransformerConfig,
         DSAOptions,
         DSATransformerConfig,
-        HybridTransformerConfig,
         option_fields,
     )
 
     names = {each.name for each in dataclasses.fields(DSAOptions)}
     assert names - {each.name for each, _ in option_fields(DSAOptions)} == {"fused"}
     inherited = len(dataclasses.fields(DSATransformerConfig))
-    own = dataclasses.fields(HybridTransformerConfig)[inherited:]
-    assert own == tuple(each for each, _ in option_fields(HybridTransformerConfig))
+    own = dataclasses.fields(CSATransformerConfig)[inherited:]
+    assert own == tuple(each for each, _ in option_fields(CSATransformerConfig))
 
 
 def test_flags_that_are_not_given_leave_the_defaults():
     from megatron_dsa.arguments import field_values, options_from_args
-    from megatron_dsa.config import DSAOptions, HybridTransformerConfig, option_fields
+    from megatron_dsa.config import CSATransformerConfig, DSAOptions, option_fields
 
     args = parse()
     assert options_from_args(args) == DSAOptions()
-    defaults = {each.name: each.default for each, _ in option_fields(HybridTransformerConfig)}
-    assert field_values(HybridTransformerConfig, args) == defaults
+    defaults = {each.name: each.default for each, _ in option_fields(CSATransformerConfig)}
+    assert field_values(CSATransformerConfig, args) == defaults
 
 
 #: Words after each flag, and the value of its field.
@@ -133,11 +133,11 @@ GIVEN = {
 
 def test_every_flag_reaches_its_field():
     from megatron_dsa.arguments import field_values
-    from megatron_dsa.config import DSAOptions, HybridTransformerConfig, option_fields
+    from megatron_dsa.config import CSATransformerConfig, DSAOptions, option_fields
 
     args = parse(*(word for flag in GIVEN for word in [flag, *GIVEN[flag][0].split()]))
     found = {}
-    for config_class in (DSAOptions, HybridTransformerConfig):
+    for config_class in (DSAOptions, CSATransformerConfig):
         values = field_values(config_class, args)
         found |= {about.flag: values[each.name] for each, about in option_fields(config_class)}
     for flag, (_, value) in GIVEN.items():

@@ -10,7 +10,7 @@ from benchmarks import ranks_layer, ranks_timing
 from benchmarks.ranks_cases import ONE, Case
 from benchmarks.ranks_plain import OVERLAPPED, PLAIN, collectives
 from megatron_dsa import dispatch
-from megatron_dsa.parallel.gather import arrive, launch
+from megatron_dsa.parallel.gather import finish_gather, start_gather
 from tests.host import start
 
 SETTINGS = {"repeats": 2, "budget": 1.0, "workspace_mib": 1}
@@ -61,10 +61,10 @@ class _Noted(torch.autograd.Function):
 
 def gathered_under_work(log):
     keys, q = torch.ones(3, 1, 2, requires_grad=True), torch.ones(6, 2, requires_grad=True)
-    gathering = launch(keys, SimpleNamespace(size=lambda: 2))
+    gathering = start_gather(keys, SimpleNamespace(size=lambda: 2))
     noted = _Noted.apply(q, log)
-    everything, channel = arrive(gathering)
-    (everything * noted + channel).sum().backward()
+    everything, grad_proxy = finish_gather(gathering)
+    (everything * noted + grad_proxy).sum().backward()
     return keys.grad
 
 

@@ -133,15 +133,15 @@ def test_a_quick_run_measures_everything(quick):
             expected |= {("layers", "tp1cp2", "1", "2", *layer, "2", "zigzag", "", "overlapped",
                           operation)}  # fmt: skip
             expected |= {("layers", "tp2cp1", "2", "1", *layer, "2", "", mode, "overlapped",
-                          operation) for mode in ("heads", "rows")}  # fmt: skip
+                          operation) for mode in ("heads", "sequence")}  # fmt: skip
         expected |= {("layers", "tp1cp2", "1", "2", "tiny", "", "2", layout, "", collectives,
                       operation) for layout, collectives in
                      (("contiguous", "overlapped"), ("zigzag", "plain"))}  # fmt: skip
         expected |= {("simulated", "tp1cp1", "1", "1", "tiny", "", "", "", "", "", operation)}
         expected |= {("simulated", "tp1cp1", "2", "1", "tiny", "", "", "", mode, "", operation)
-                     for mode in ("heads", "rows")}  # fmt: skip
+                     for mode in ("heads", "sequence")}  # fmt: skip
     expected |= {("exchange", "tp1cp2", "2", "1", "tiny", "", "", "", mode, "", "exchange")
-                 for mode in ("heads", "rows")}  # fmt: skip
+                 for mode in ("heads", "sequence")}  # fmt: skip
     assert set(found) == expected
 
 

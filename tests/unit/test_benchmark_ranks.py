@@ -35,7 +35,7 @@ def test_cases_of_a_full_run():
         (name, rows, "zigzag", mode)
         for rows in (8192, 32768)
         for name in ("v3.2", "v3.2-h32")
-        for mode in ("heads", "rows")
+        for mode in ("heads", "sequence")
     ]
     plain = [c for cases in plan.values() for c in cases if c.collectives == "plain"]
     assert plain == [Case("layers", "v3.2", 65536, heads=128, collectives="plain")]
@@ -70,7 +70,7 @@ def test_simulated_ranks():
     assert {c.part for c in only} == {"exchange", "simulated"}
     plan = ranks.parse([*arguments, "tp2cp1"]).plan
     cores = [(c.rows, c.simulated, c.tp_mode) for c in plan[ONE]]
-    modes = [(1, "heads"), (4, "heads"), (4, "rows"), (8, "heads"), (8, "rows")]
+    modes = [(1, "heads"), (4, "heads"), (4, "sequence"), (8, "heads"), (8, "sequence")]
     assert cores == [(rows, *mode) for rows in (8192, 32768) for mode in modes]
     sent = [(c.rows, c.simulated, c.tp_mode) for c in plan[TP2]]
     assert sent == [core for core in cores if core[1] > 1]
@@ -177,7 +177,7 @@ def test_parts_of_different_sizes(monkeypatch):
 
 def test_exchanged_bytes_of_simulated_ranks():
     simulated = pytest.importorskip("benchmarks.ranks_simulated")
-    case = Case("exchange", "v3.2", 8192, tp_mode="rows", simulated=4)
+    case = Case("exchange", "v3.2", 8192, tp_mode="sequence", simulated=4)
     found = simulated.exchanges(case)
     part = 8192 // 4 * 128 * 2 * 3 // 4
     assert found == [("all_to_all", part * dim) for dim in (192, 128, 192, 128)]
@@ -187,7 +187,7 @@ def test_exchanged_bytes_of_simulated_ranks():
 
 def test_simulated_rank_scores_what_balanced_ranks_do():
     simulated = pytest.importorskip("benchmarks.ranks_simulated")
-    case = Case("exchange", "v3.2", 32768, tp_mode="rows", simulated=8)
+    case = Case("exchange", "v3.2", 32768, tp_mode="sequence", simulated=8)
     own, scored = simulated.rank_layouts(case, torch.device("cpu"))
     pairs = [int((layout.end - layout.start).sum()) for layout in (own, *scored)]
     assert sum(layout.num_queries for layout in scored) == own.num_queries == 4096

@@ -10,7 +10,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.modules.rope import PositionRope
 from megatron_dsa.presets import PRESETS, preset
 from tests.helpers import relative_error
-from tests.host import attention_module, small_hybrid_config, start
+from tests.host import attention_module, small_csa_config, start
 
 WRONG = {
     "one ratio per layer": {"csa_compress_ratios": [4]},
@@ -40,40 +40,40 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_refusals_name_the_flag(message):
     with pytest.raises(ConfigError, match=message):
-        small_hybrid_config(4, **WRONG[message])
+        small_csa_config(4, **WRONG[message])
 
 
 def test_what_only_an_indexer_needs_is_not_asked_of_others():
     nothing = {"dsa_indexer_topk": None, "dsa_indexer_loss_coeff": None}
-    small_hybrid_config(9, dsa_indexer_rope_interleaved=False, **nothing)
-    small_hybrid_config(4, options=DSAOptions(stage="dense"), dsa_indexer_topk=None)
+    small_csa_config(9, dsa_indexer_rope_interleaved=False, **nothing)
+    small_csa_config(4, options=DSAOptions(stage="dense"), dsa_indexer_topk=None)
 
 
 def test_dense_stage_has_no_indexers():
-    config = small_hybrid_config(4, options=DSAOptions(stage="dense"))
+    config = small_csa_config(4, options=DSAOptions(stage="dense"))
     names = dict(attention_module(config).named_parameters())
     assert not any(".indexer." in name for name in names)
     assert any(".compressor." in name for name in names)
 
 
 def test_flags_without_the_one_that_asks_for_hybrid_attention():
-    from megatron_dsa.training.flag_rules import refuse_unused_hybrid_flags
+    from megatron_dsa.training.flag_rules import refuse_unused_csa_flags
 
     args = argparse.Namespace(
         csa_compress_ratios=None, csa_window_size=128,
         csa_compress_rotary_base=None, o_groups=8, o_lora_rank=1024, dsa_csa_teacher="attention",
     )  # fmt: skip
-    refuse_unused_hybrid_flags(args)
+    refuse_unused_csa_flags(args)
     args.o_groups = 4
     with pytest.raises(ConfigError, match="--o-groups: has a meaning only with"):
-        refuse_unused_hybrid_flags(args)
+        refuse_unused_csa_flags(args)
 
 
 def test_yarn_flags_reach_the_configuration():
     """Megatron's own flags, which it ignores with --multi-latent-attention."""
     from megatron_dsa.training.flag_rules import apply_yarn_flags
 
-    config = small_hybrid_config(4, rope_type="yarn", rotary_scaling_factor=16.0)
+    config = small_csa_config(4, rope_type="yarn", rotary_scaling_factor=16.0)
     args = argparse.Namespace(
         csa_compress_ratios=[4, 4], yarn_original_max_position_embeddings=None,
         yarn_beta_fast=None, yarn_beta_slow=2.0,
@@ -141,7 +141,7 @@ def test_rope_tables_are_megatrons():
 
 def test_sink_and_ape_stay_fp32():
     """Megatron casts whole models to bf16; these two keep every bit, their values included."""
-    module = attention_module(small_hybrid_config(4, dtype=torch.float32))
+    module = attention_module(small_csa_config(4, dtype=torch.float32))
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     module.bfloat16()
     kept = {name for name, p in module.named_parameters() if p.dtype == torch.float32}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dsa.config import HybridTransformerConfig
+from megatron_dsa.config import CSATransformerConfig
 from megatron_dsa.huggingface.conventions import check_model, parse_config
 from megatron_dsa.presets import PRESETS
 from tests.host import parsed
@@ -152,7 +152,7 @@ def test_v4_script(name, tmp_path, monkeypatch):
     launcher, flags, _ = launched(f"v4_{name}.sh", tmp_path, V4)
     assert launcher[:2] == ["-m", "torch.distributed.run"] and "--nproc-per-node" in launcher
     config, _ = configured(flags, 8, monkeypatch)
-    assert isinstance(config, HybridTransformerConfig)
+    assert isinstance(config, CSATransformerConfig)
     for field, value in PRESETS[f"deepseek-v4-{name}"].items():
         assert getattr(config, field) == value, field
     assert (config.rotary_base, config.csa_compress_rotary_base) == (10000, 12345)
@@ -262,7 +262,7 @@ def test_all_unset_variables_are_named_at_once(script, tmp_path):
 
 @pytest.mark.parametrize("script", ["v4_flash.sh", "v4_pro.sh"])
 def test_v4_is_planned_without_variables(script, tmp_path):
-    """The attention; stand-ins for rope values and what is left out are said."""
+    """The attention; fake kernels for rope values and what is left out are said."""
     done = launch(script, tmp_path, {"LR": ""}, "--dsa-dry-run")
     assert done.returncode == 0, done.stderr
     flags = json.loads(done.stdout)[0]

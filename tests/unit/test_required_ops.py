@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import Operation
-from tests.host import attention_module, hidden_like, small_config, small_hybrid_config, start
+from tests.host import attention_module, hidden_like, small_config, small_csa_config, start
 
 #: Fields of the small configurations that are no part of a model's structure.
 OWN = {
@@ -55,7 +55,7 @@ def layers_of(name: str, setting: str):
         yield attention_module(small_config(**settings))
         return
     for ratio in sorted(set(ratios)):
-        yield attention_module(small_hybrid_config(ratio, **settings))
+        yield attention_module(small_csa_config(ratio, **settings))
 
 
 def without(call, *fields):

@@ -39,7 +39,7 @@ LATE = {
     "ops/indexer_topk/tilelang/launch.py": "TileLang",
     "ops/sparse_attention/tilelang/launch.py": "TileLang",
     "parallel/ring/combine.py": "Triton",
-    "tools/planner/stand_ins.py": "TileLang, Triton",
+    "tools/planner/fake_kernels.py": "TileLang, Triton",
     "tools/report/command.py": "matplotlib",
     "training/setup.py": "safetensors",
     # Without a GPU, Megatron is prepared before anything imports it.

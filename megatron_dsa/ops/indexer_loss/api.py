@@ -45,7 +45,7 @@ class IndexerTraining:
             query rows (coefficient, mean over rows, scale of auxiliary losses), a number or a
             scalar tensor on the device.
         record: called in the backward pass with the KL sum (detached scalar), for the log.
-        head_group: process group over which heads are spread; the teacher is summed over it.
+        head_group: process group over which heads are sharded; the teacher is summed over it.
         selected_only: the teacher is a softmax over the selected keys alone, not what they get
             beside window and sink in hybrid attention.
     """

@@ -67,7 +67,7 @@ def normalised_lse(
     Args:
         lse: ``[H, r]``, over the visible keys.
         other_lse: ``[H, r]``, of what else is in the softmax's denominator, or ``None``.
-        group: process group over which heads are spread, or ``None``.
+        group: process group over which heads are sharded, or ``None``.
 
     Returns:
         ``[H, r]``, and bool ``[r]``: which rows have mass on visible keys. Others are not defined.

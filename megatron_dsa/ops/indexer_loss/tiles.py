@@ -10,7 +10,7 @@ import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, LatentKeys
-from megatron_dsa.sequence.layout import Layout, Window
+from megatron_dsa.sequence.layout import Layout, QueryRange
 
 #: Heads handled at a time; smaller blocks need less memory, larger ones are faster.
 HEADS_AT_ONCE = 8
@@ -38,7 +38,7 @@ class Tile:
 class QueryBlock:
     """The queries ``[begin, end)`` of a window."""
 
-    window: Window
+    window: QueryRange
     begin: int
     end: int
 
@@ -73,7 +73,7 @@ class QueryBlock:
 
 def query_blocks(layout: Layout, rows: int) -> Iterator[QueryBlock]:
     """Cut the windows of ``layout`` into blocks of at most ``rows`` queries."""
-    for window in layout.windows:
+    for window in layout.query_ranges:
         for begin in range(0, len(window), rows):
             yield QueryBlock(window, begin, min(begin + rows, len(window)))
 

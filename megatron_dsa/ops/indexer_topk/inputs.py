@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_dsa.dispatch import OpCall, describe_call, rehearsing
+from megatron_dsa.dispatch import OpCall, describe_call, on_meta
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.checks import FLOATS, require_layout, require_on_device, require_tensor
@@ -142,7 +142,7 @@ def require_finite_scores(inputs: IndexerInputs, layout: Layout, where: str) -> 
         ConfigError: an input is NaN or infinite, or a score could be. On a GPU a device assert.
     """
     tensors = (inputs.q, inputs.k, inputs.weights)
-    if inputs.checked or rehearsing() or any(x.numel() == 0 for x in tensors):
+    if inputs.checked or on_meta() or any(x.numel() == 0 for x in tensors):
         return inputs
     unseen = _Unseen.of(layout)
     q, k, weights = map(_largest, tensors, (unseen.queries, unseen.keys, unseen.queries))

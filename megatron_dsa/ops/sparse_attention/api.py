@@ -218,7 +218,7 @@ def sparse_attention(
         attn_sink: fp32 ``[H]``: a logit per head in the denominator that has no value
             (DeepSeek-V4); ``out = out_keys * sigmoid(lse - sink)``.
         kv_grad: fp32 ``[Skv, D]``: if given, the gradient of ``kv`` is sent here, unrounded,
-            instead of to ``kv`` (see :func:`megatron_dsa.parallel.gather.arrive`).
+            instead of to ``kv`` (see :func:`megatron_dsa.parallel.gather.finish_gather`).
         want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
         in_order: the caller knows that all lists follow one order of the keys, as those of
             :func:`indexer_topk` and of ``KeyLists`` do: spares a backward from sorting them.
@@ -251,7 +251,7 @@ def sparse_attention(
         require_tensor("attn_sink", attn_sink, q.shape[1:2], FLOATS, q, "give one logit per head")
     if kv_grad is not None:
         wanted = accumulation_dtype(kv.dtype)
-        fix = "pass the channel that megatron_dsa.parallel.gather.arrive returned"
+        fix = "pass the proxy that megatron_dsa.parallel.gather.finish_gather returned"
         require_tensor("kv_grad", kv_grad, tuple(kv.shape), (wanted,), q, fix)
     call = describe_call(
         q.device,

@@ -127,6 +127,6 @@ def gives_teacher(operation: Operation, call: OpCall, policy: Policy) -> bool:
         policy: which implementations may run.
     """
     choice = operation.choose(call, policy)
-    if call.deterministic and choice.untried:
+    if call.deterministic and choice.never_run:
         return False
     return choice.candidate.support.gives_teacher

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
-from megatron_dsa.dispatch import rehearsing
+from megatron_dsa.dispatch import on_meta
 from megatron_dsa.dispatch.packages import FLASH_MLA
 from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
@@ -32,7 +32,7 @@ def probe(call: OpCall) -> str | None:
     if function is None:
         return f"too old: this flash_mla has no flash_mla_sparse_fwd; {FLASH_MLA.install}"
     reason = _signature_complaint(function)
-    if reason is not None or rehearsing():
+    if reason is not None or on_meta():
         return reason
     return _lse_complaint(function)
 

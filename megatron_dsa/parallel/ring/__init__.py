@@ -1,14 +1,14 @@
-"""Dense causal attention, also over sequences that are spread over context-parallel ranks.
+"""Dense causal attention, also over sequences that are sharded over context-parallel ranks.
 
 Every rank keeps its queries. Blocks of keys and values come to it one rank's share after the other,
 over a ring or out of what was gathered; it attends to each of them with an ordinary attention
 kernel and combines the parts by their log-sum-exp. The backward goes the same way round and brings
 every block's gradient home.
 
-* :mod:`.rows` and :mod:`.runs` say which rows a rank holds and what they see of another rank's,
+* :mod:`.shards` and :mod:`.runs` say which rows a rank holds and what they see of another rank's,
   :mod:`.layouts` which of them a microbatch's layout wants;
 * :mod:`megatron_dsa.ops.dense_attention.blocks` chooses the kernel that attends to one block;
-* :mod:`.exchange` moves blocks, :mod:`.contents` says what is in one (keys and values, or MLA's
+* :mod:`.exchange` moves blocks, :mod:`.payload` says what is in one (keys and values, or MLA's
   latent), :mod:`.combine` joins the parts;
 * :mod:`.loop` is the loop over blocks, :mod:`.attention` makes it differentiable and :mod:`.api`
   describes its calls to dispatch.
@@ -18,16 +18,16 @@ from megatron_dsa.parallel.ring.attention import (
     gathered_latent_attention,
     ring_attention,
 )
-from megatron_dsa.parallel.ring.layouts import ring_rows
-from megatron_dsa.parallel.ring.rows import ContiguousRows, PackedZigzagRows, ZigzagRows
+from megatron_dsa.parallel.ring.layouts import token_shard
 from megatron_dsa.parallel.ring.runs import PackedRuns
+from megatron_dsa.parallel.ring.shards import ContiguousShard, PackedZigzagShard, ZigzagShard
 
 __all__ = [
-    "ContiguousRows",
+    "ContiguousShard",
     "PackedRuns",
-    "PackedZigzagRows",
-    "ZigzagRows",
+    "PackedZigzagShard",
+    "ZigzagShard",
     "gathered_latent_attention",
     "ring_attention",
-    "ring_rows",
+    "token_shard",
 ]

@@ -9,7 +9,7 @@ from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor
 from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
 from megatron_dsa.ops.dense_attention.inputs import check_operands, describe_dense_call
 from megatron_dsa.parallel.ring import attention
-from megatron_dsa.parallel.ring.layouts import ring_rows
+from megatron_dsa.parallel.ring.layouts import token_shard
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -31,7 +31,7 @@ def dense_attention(
         q, k: ``[rows, H, D]``, this rank's; v: ``[rows, H, Dv]``; ``Dv`` may differ from ``D``.
         layout: which keys each query row sees, of unpacked or packed sequences.
         softmax_scale: factor on ``q . k``.
-        group: the context-parallel process group that ``layout`` is spread over; not used if one
+        group: the context-parallel process group that ``layout`` is sharded over; not used if one
             rank holds all rows.
         policy: which implementations may run.
 
@@ -44,9 +44,9 @@ def dense_attention(
     """
     check_operands(q, k, v)
     require_layout(layout, {"q": q, "k": k}, {})
-    rows = ring_rows(layout)
-    arguments = (q, k, v, rows, group, softmax_scale)
-    call, budget = describe_dense_call(q, v.shape[2], rows.packed), policy.workspace_bytes
+    shard = token_shard(layout)
+    arguments = (q, k, v, shard, group, softmax_scale)
+    call, budget = describe_dense_call(q, v.shape[2], shard.packed), policy.workspace_bytes
     return DENSE_ATTENTION.run(call, policy, attention.ring_attention, budget, *arguments)
 
 
@@ -72,11 +72,11 @@ def gathered_latent_attention(
             normalised, and the ``P`` rope dims rotated.
         w_uk: ``[H, D - P, R]``; w_uv: ``[H, Dv, R]``, of the local heads. Their gradients are of
             this rank's queries.
-        layout: of this rank's rows, spread over context-parallel ranks.
+        layout: of this rank's rows, sharded over context-parallel ranks.
         softmax_scale: factor on ``q . k``.
         latent_grad: fp32 ``[cp * rows, R + P]``: if given, the gradient of ``latents`` is sent
             here, unrounded, instead of to ``latents`` (see
-            :func:`megatron_dsa.parallel.gather.arrive`).
+            :func:`megatron_dsa.parallel.gather.finish_gather`).
         policy: which implementations may run, as of the operation ``dense_attention``.
 
     Returns:
@@ -88,9 +88,9 @@ def gathered_latent_attention(
     require_tensor("q", q, ("rows", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
     require_tensor("w_uv", w_uv, (q.shape[1], "Dv", "R"), (q.dtype,), q, "split it by heads")
     require_layout(layout, {"q": q}, {})
-    rows = ring_rows(layout)
-    call = describe_dense_call(q, w_uv.shape[1], rows.packed)
+    shard = token_shard(layout)
+    call = describe_dense_call(q, w_uv.shape[1], shard.packed)
     return DENSE_ATTENTION.run(call, policy, attention.gathered_latent_attention,
-        policy.workspace_bytes, q, latents, w_uk, w_uv, rows, softmax_scale,
+        policy.workspace_bytes, q, latents, w_uk, w_uv, shard, softmax_scale,
         latent_grad=latent_grad,
     )  # fmt: skip

@@ -11,17 +11,17 @@ from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.checks import FLOATS, require_tensor
 from megatron_dsa.ops.dense_attention.blocks import BlockAttention, choose
 from megatron_dsa.ops.dense_attention.inputs import describe_dense_call
-from megatron_dsa.parallel.ring.contents import KeysAndValues, Latent
 from megatron_dsa.parallel.ring.exchange import Gathered, Ring, RingExchange
 from megatron_dsa.parallel.ring.loop import attend, gradients
-from megatron_dsa.parallel.ring.rows import Rows
+from megatron_dsa.parallel.ring.payload import KeysAndValues, Latent
+from megatron_dsa.parallel.ring.shards import TokenShard
 
 
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    rows: Rows,
+    shard: TokenShard,
     group,
     softmax_scale: float,
     block: BlockAttention | str | None = None,
@@ -30,8 +30,8 @@ def ring_attention(
 
     Args:
         q, k: ``[rows, H, Dqk]``, local rows; v: ``[rows, H, Dv]``. All of one dtype.
-        rows: which rows these are; :func:`megatron_dsa.parallel.ring.layouts.ring_rows` makes them.
-        group: the context-parallel process group; not used if ``rows.cp`` is 1.
+        shard: the tokens of this rank; :func:`megatron_dsa.parallel.ring.layouts.token_shard` makes them.
+        group: the context-parallel process group; not used if ``shard.cp`` is 1.
         softmax_scale: factor on ``q . k``.
         block: attention to one block, or its name; ``None`` takes the best one that can run.
 
@@ -43,21 +43,21 @@ def ring_attention(
         ConfigError: shapes, dtypes, rows and group do not fit together, or no block has that name.
         ImplementationError: the block of that name cannot run here.
     """
-    _check(q, rows, {"k": k, "v": v})
-    _check_group(rows, group)
+    _check(q, shard, {"k": k, "v": v})
+    _check_group(shard, group)
     if k.shape != q.shape or v.shape[:2] != q.shape[:2]:
         raise ConfigError(
             "k must have the shape of q, and v its rows and heads, got q "
             f"{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; repeat the heads of grouped "
             "queries' keys."
         )
-    kernel = _kernel_for(block, q, v.shape[2], rows)
+    kernel = _kernel_for(block, q, v.shape[2], shard)
     q = q.contiguous()
-    if rows.cp == 1:
-        (own,) = rows.parts(rows.rank)
+    if shard.cp == 1:
+        (own,) = shard.parts(shard.rank)
         return _OneBlockAttention.apply(q, k, v, own.sequences, kernel, softmax_scale)
-    blocks = Ring(lambda: RingExchange(group, rows.cp, rows.rank), rows.cp, rows.rank)
-    return _KeyValueAttention.apply(q, k, v, rows, blocks, kernel, softmax_scale)
+    blocks = Ring(lambda: RingExchange(group, shard.cp, shard.rank), shard.cp, shard.rank)
+    return _KeyValueAttention.apply(q, k, v, shard, blocks, kernel, softmax_scale)
 
 
 def gathered_latent_attention(
@@ -65,7 +65,7 @@ def gathered_latent_attention(
     latents: torch.Tensor,
     w_uk: torch.Tensor,
     w_uv: torch.Tensor,
-    rows: Rows,
+    shard: TokenShard,
     softmax_scale: float,
     block: BlockAttention | str | None = None,
     latent_grad: torch.Tensor | None = None,
@@ -77,7 +77,7 @@ def gathered_latent_attention(
     again. Nothing is sent.
 
     Args:
-        q, rows, softmax_scale, block: see :func:`ring_attention`; ``q`` is rotated.
+        q, shard, softmax_scale, block: see :func:`ring_attention`; ``q`` is rotated.
         latents: ``[cp * rows, R + P]``, one rank's after the other: normalised, and the ``P`` rope
             dims rotated.
         w_uk: ``[H, Dqk - P, R]``; w_uv: ``[H, Dv, R]``, weights of the local heads. Their gradients
@@ -85,7 +85,7 @@ def gathered_latent_attention(
             sum over context-parallel ranks that Megatron's gradient reduction does.
         latent_grad: like ``latents`` in fp32 (fp64 for fp64), without content: if given, the
             gradient of ``latents`` is sent here, unrounded, instead of to ``latents`` (see
-            :func:`megatron_dsa.parallel.gather.arrive`). It is of this rank's queries: to be summed
+            :func:`megatron_dsa.parallel.gather.finish_gather`). It is of this rank's queries: to be summed
             over ranks.
 
     Returns:
@@ -99,10 +99,11 @@ def gathered_latent_attention(
     if given != wanted:
         raise ConfigError(
             f"latent_grad must be {wanted[0]} {list(wanted[1])} for these latents, got {given[0]} "
-            f"{list(given[1])}; pass the channel that megatron_dsa.parallel.gather.arrive returned."
+            f"{list(given[1])}; pass the proxy that "
+            "megatron_dsa.parallel.gather.finish_gather returned."
         )
-    _check(q, rows, {"latents": latents, "w_uk": w_uk, "w_uv": w_uv})
-    keys, rank = rows.cp * q.shape[0], w_uk.shape[-1]
+    _check(q, shard, {"latents": latents, "w_uk": w_uk, "w_uv": w_uv})
+    keys, rank = shard.cp * q.shape[0], w_uk.shape[-1]
     rope = latents.shape[-1] - rank
     fits = (
         latents.dim() == 2 and latents.shape[0] == keys and rope >= 0
@@ -116,10 +117,10 @@ def gathered_latent_attention(
             f"{list(w_uk.shape)}, w_uv {list(w_uv.shape)}; split the weight of linear_kv_up_proj "
             "by heads, and there into keys and values."
         )
-    kernel = _kernel_for(block, q, w_uv.shape[1], rows)
-    blocks = Gathered(rows.cp, rows.rank)
+    kernel = _kernel_for(block, q, w_uv.shape[1], shard)
+    blocks = Gathered(shard.cp, shard.rank)
     return _LatentAttention.apply(
-        q.contiguous(), latents, latent_grad, w_uk, w_uv, rows, blocks, kernel, softmax_scale
+        q.contiguous(), latents, latent_grad, w_uk, w_uv, shard, blocks, kernel, softmax_scale
     )
 
 
@@ -146,11 +147,11 @@ class _OneBlockAttention(torch.autograd.Function):
 
 class _KeyValueAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, rows, blocks, kernel, scale):
-        out, lse = attend(q, KeysAndValues(k, v), rows, blocks, kernel, scale)
+    def forward(ctx, q, k, v, shard, blocks, kernel, scale):
+        out, lse = attend(q, KeysAndValues(k, v), shard, blocks, kernel, scale)
         # Tensors travel through save_for_backward alone, so that recompute and offloading see them.
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = (rows, blocks, kernel, scale)
+        ctx.settings = (shard, blocks, kernel, scale)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -158,17 +159,17 @@ class _KeyValueAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, _):
         q, k, v, out, lse = ctx.saved_tensors
-        contents = KeysAndValues(k, v)
-        dq, d_own = gradients(dout.contiguous(), q, out, lse, contents, *ctx.settings)
-        return dq, *contents.split(d_own), None, None, None, None
+        payload = KeysAndValues(k, v)
+        dq, d_own = gradients(dout.contiguous(), q, out, lse, payload, *ctx.settings)
+        return dq, *payload.split(d_own), None, None, None, None
 
 
 class _LatentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, latent, latent_grad, w_uk, w_uv, rows, blocks, kernel, scale):
-        out, lse = attend(q, Latent(latent, w_uk, w_uv), rows, blocks, kernel, scale)
+    def forward(ctx, q, latent, latent_grad, w_uk, w_uv, shard, blocks, kernel, scale):
+        out, lse = attend(q, Latent(latent, w_uk, w_uv), shard, blocks, kernel, scale)
         ctx.save_for_backward(q, latent, w_uk, w_uv, out, lse)
-        ctx.settings = (rows, blocks, kernel, scale)
+        ctx.settings = (shard, blocks, kernel, scale)
         ctx.has_channel = latent_grad is not None
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -177,25 +178,25 @@ class _LatentAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, _):
         q, latent, w_uk, w_uv, out, lse = ctx.saved_tensors
-        contents = Latent(latent, w_uk, w_uv)
-        dq, d_latent = gradients(dout.contiguous(), q, out, lse, contents, *ctx.settings)
-        dw_uk = contents.dw_uk.view(w_uk.shape).to(w_uk.dtype)
-        dw_uv = contents.dw_uv.view(w_uv.shape).to(w_uv.dtype)
+        payload = Latent(latent, w_uk, w_uv)
+        dq, d_latent = gradients(dout.contiguous(), q, out, lse, payload, *ctx.settings)
+        dw_uk = payload.dw_uk.view(w_uk.shape).to(w_uk.dtype)
+        dw_uv = payload.dw_uv.view(w_uv.shape).to(w_uv.dtype)
         to_latent, to_channel = None, d_latent
         if not ctx.has_channel:
             to_latent, to_channel = d_latent.to(latent.dtype), None
         return dq, to_latent, to_channel, dw_uk, dw_uv, None, None, None, None
 
 
-def _kernel_for(block, q: torch.Tensor, v_dim: int, rows: Rows) -> BlockAttention:
+def _kernel_for(block, q: torch.Tensor, v_dim: int, shard: TokenShard) -> BlockAttention:
     if isinstance(block, BlockAttention):
         return block
-    return choose(describe_dense_call(q, v_dim, rows.packed), block)
+    return choose(describe_dense_call(q, v_dim, shard.packed), block)
 
 
-def _check(q: torch.Tensor, rows: Rows, others: dict[str, torch.Tensor]) -> None:
+def _check(q: torch.Tensor, shard: TokenShard, others: dict[str, torch.Tensor]) -> None:
     fix = "make rows for its batch, and flatten [s, b, H, D] to [s * b, H, D]"
-    require_tensor("q", q, (rows.rows, "H", "Dqk"), FLOATS, fix=fix)
+    require_tensor("q", q, (shard.tokens, "H", "Dqk"), FLOATS, fix=fix)
     for name, x in others.items():
         if x.dtype != q.dtype or x.device != q.device:
             raise ConfigError(
@@ -204,12 +205,13 @@ def _check(q: torch.Tensor, rows: Rows, others: dict[str, torch.Tensor]) -> None
             )
 
 
-def _check_group(rows: Rows, group) -> None:
-    if rows.cp == 1:
+def _check_group(shard: TokenShard, group) -> None:
+    if shard.cp == 1:
         return
     found = distributed.get_world_size(group), distributed.get_rank(group)
-    if found != (rows.cp, rows.rank):
+    if found != (shard.cp, shard.rank):
         raise ConfigError(
-            f"rows.cp and rows.rank must be those of group, {found}, got {(rows.cp, rows.rank)}; "
+            f"shard.cp and shard.rank must be those of group, {found}, got "
+            f"{(shard.cp, shard.rank)}; "
             "build rows and group from the same context-parallel group."
         )

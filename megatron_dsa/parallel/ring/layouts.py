@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.parallel.ring.rows import ContiguousRows, PackedZigzagRows, Rows, ZigzagRows
 from megatron_dsa.parallel.ring.runs import PackedRuns
+from megatron_dsa.parallel.ring.shards import (
+    ContiguousShard,
+    PackedZigzagShard,
+    TokenShard,
+    ZigzagShard,
+)
 from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.sequence.sharding import Spread, padded_bound
+from megatron_dsa.sequence.sharding import Sharding, padded_bound
 
 
-def ring_rows(layout: Layout) -> Rows:
+def token_shard(layout: Layout) -> TokenShard:
     """Return the rows of the layout of a context-parallel rank, formed once per layout.
 
     Args:
@@ -29,26 +34,26 @@ def ring_rows(layout: Layout) -> Rows:
     return layout.derive("ring", lambda: _rows(layout))
 
 
-def _rows(layout: Layout) -> Rows:
+def _rows(layout: Layout) -> TokenShard:
     sequences, count = layout.sequences, layout.num_queries
-    keys = layout.key_places
-    spread = Spread() if keys is None else keys.spread.whole()
-    cp, rank = spread.cp, spread.cp_rank
+    keys = layout.key_ownership
+    sharding = Sharding() if keys is None else keys.sharding.whole()
+    cp, rank = sharding.cp, sharding.cp_rank
     if layout.num_keys != cp * count:
         raise ConfigError(
             f"layout must have as many keys as query tokens, {cp * count} on {cp} ranks, got "
             f"{layout.num_keys}: make both for the same batch."
         )
     if sequences.cu_seqlens is None:
-        kind = ContiguousRows if spread.cp_layout == "contiguous" else ZigzagRows
+        kind = ContiguousShard if sharding.cp_layout == "contiguous" else ZigzagShard
         return kind(cp, rank, sequences.batch, count // sequences.batch)
     lengths = {
         "cu_seqlens": sequences.cu_seqlens,
         "cu_seqlens_padded": sequences.cu_seqlens_padded,
     }
-    if spread.cp_layout == "zigzag" and cp > 1:
-        return PackedZigzagRows(cp, rank, count, max_seqlen=padded_bound(layout), **lengths)
-    runs = (dataclasses.replace(spread, cp_rank=r).chunks(count * cp) for r in range(cp))
+    if sharding.cp_layout == "zigzag" and cp > 1:
+        return PackedZigzagShard(cp, rank, count, max_seqlen=padded_bound(layout), **lengths)
+    runs = (dataclasses.replace(sharding, cp_rank=r).chunks(count * cp) for r in range(cp))
     return PackedRuns(
         cp, rank, count, max_seqlen=layout.max_length, runs=tuple(map(tuple, runs)), **lengths
     )

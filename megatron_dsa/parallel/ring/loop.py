@@ -1,7 +1,7 @@
 """Attention over all blocks, one after the other, forward and backward.
 
 The loop is the same for every way in which blocks come (:mod:`.exchange`) and for everything that
-may be in them (:mod:`.contents`).
+may be in them (:mod:`.payload`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.parallel.ring.combine import Combined
 
 
-def attend(q, contents, rows, blocks, kernel, scale):
+def attend(q, payload, shard, blocks, kernel, scale):
     """Attend to the blocks of all ranks.
 
     Args:
         q: ``[rows, H, Dqk]``.
-        contents: :class:`~megatron_dsa.parallel.ring.contents.KeysAndValues` or ``Latent``.
-        rows: the rows of this rank, :mod:`megatron_dsa.parallel.ring.rows`.
+        payload: :class:`~megatron_dsa.parallel.ring.payload.KeysAndValues` or ``Latent``.
+        shard: the tokens of this rank, :mod:`megatron_dsa.parallel.ring.shards`.
         blocks: :class:`~megatron_dsa.parallel.ring.exchange.Ring` or ``Gathered``; the own block is
             first.
         kernel: attention to one block,
@@ -27,11 +27,11 @@ def attend(q, contents, rows, blocks, kernel, scale):
         ``out [rows, H, Dv]`` in the dtype of ``q`` and ``lse [rows, H]`` in its accumulation dtype.
     """
     combined = Combined(q.dtype)
-    left = sum(len(rows.parts(source)) for source in range(rows.cp))
-    for source, block in blocks.blocks(contents.own, contents.disposable):
-        for part in rows.parts(source):
+    left = sum(len(shard.parts(source)) for source in range(shard.cp))
+    for source, block in blocks.blocks(payload.own, payload.disposable):
+        for part in shard.parts(source):
             left -= 1
-            k, v = contents.expand(block, part.keys)
+            k, v = payload.expand(block, part.keys)
             out, lse = kernel.forward(q[part.queries], k, v, part.causal, scale, part.sequences)
             combined.add(out, lse, part.queries, last=left == 0)
             # Freed before the next block's are made.
@@ -39,31 +39,31 @@ def attend(q, contents, rows, blocks, kernel, scale):
     return combined.out, combined.lse
 
 
-def gradients(dout, q, out, lse, contents, rows, blocks, kernel, scale):
+def gradients(dout, q, out, lse, payload, shard, blocks, kernel, scale):
     """Differentiate :func:`attend`.
 
     Args:
         dout: gradient of ``out``; out, lse: what :func:`attend` returned. Others as there.
 
     Returns:
-        ``dq`` in the dtype of ``q`` and the gradient of ``contents.own`` in the accumulation dtype.
+        ``dq`` in the dtype of ``q`` and the gradient of ``payload.own`` in the accumulation dtype.
     """
     acc = accumulation_dtype(q.dtype)
-    collected = blocks.gradients(contents.own.shape, acc, q.device)
+    collected = blocks.gradients(payload.own.shape, acc, q.device)
     dq = None
-    for source, block in blocks.blocks(contents.own, contents.disposable):
+    for source, block in blocks.blocks(payload.own, payload.disposable):
         collected.start()
-        for part in rows.parts(source):
-            k, v = contents.expand(block, part.keys)
+        for part in shard.parts(source):
+            k, v = payload.expand(block, part.keys)
             mine = part.queries
             dq_part, dk, dv = kernel.backward(
                 dout[mine], q[mine], k, v, out[mine], lse[mine], part.causal, scale, part.sequences
             )
             del k, v
             if dq is None:
-                dq = dq_part if rows.cp == 1 else dq_part.to(acc)
+                dq = dq_part if shard.cp == 1 else dq_part.to(acc)
             else:
                 dq[mine] += dq_part
-            contents.add_gradients(block, part.keys, lambda s=source: collected.target(s), dk, dv)
+            payload.add_gradients(block, part.keys, lambda s=source: collected.target(s), dk, dv)
             del dq_part, dk, dv
     return dq.to(q.dtype), collected.home()

@@ -1,7 +1,7 @@
 """Packed rows that are cut without regard to sequences.
 
-A rank holds *runs* of neighbouring places of the packed rows. A sequence may begin and end anywhere
-in them. Two facts keep the work small: local rows are in the order of places, so what a rank has of
+A rank holds *runs* of neighbouring global positions of the packed rows. A sequence may begin and end anywhere
+in them. Two facts keep the work small: local rows are in the order of global positions, so what a rank has of
 a sequence are neighbouring rows also across its runs; and of the sequences at most one goes on from
 keys before a run into that run, the one that holds the run's first place.
 """
@@ -16,18 +16,18 @@ import torch
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.dense_attention.sequences import Packed, covering
-from megatron_dsa.parallel.ring.rows import PackedRows, Part, own_part
+from megatron_dsa.parallel.ring.shards import PackedShard, Part, own_part
 
 
 @dataclass(frozen=True, eq=False)
-class PackedRuns(PackedRows):
-    """Runs of neighbouring places, whatever sequences they belong to; these have any length.
+class PackedRuns(PackedShard):
+    """Runs of neighbouring global positions, whatever sequences they belong to; these have any length.
 
     ``max_seqlen`` bounds real lengths: keys of a block that lie further away are left out, and
     blocks that do altogether, too.
 
     Attributes:
-        runs: of every rank its pairs ``(first place, length)``, in the order of places.
+        runs: of every rank its pairs ``(first place, length)``, in the order of global positions.
 
     Raises:
         ConfigError: ``runs`` are not those of ``cp`` ranks with ``rows`` rows each.
@@ -38,24 +38,28 @@ class PackedRuns(PackedRows):
     def __post_init__(self):
         super().__post_init__()
         held = [sum(length for _, length in runs) for runs in self.runs]
-        if held != [self.rows] * self.cp:
+        if held != [self.tokens] * self.cp:
             raise ConfigError(
-                f"runs must be those of {self.cp} ranks, {self.rows} rows each, got {held} rows; "
-                "pass Spread.chunks of every context-parallel rank."
+                f"runs must be those of {self.cp} ranks, {self.tokens} rows each, got {held} rows; "
+                "pass Sharding.chunks of every context-parallel rank."
             )
 
     def parts(self, source: int) -> tuple[Part, ...]:
-        """See :meth:`Rows.parts`."""
+        """See :meth:`TokenShard.parts`."""
         make = self._own if source == self.rank else lambda: tuple(self._of_another(source))
         return self._once(source, make)
 
     def _own(self) -> tuple[Part, ...]:
-        _, real, end = (self._rows_before(self.rank, places) for places in self._sequences())
+        _, real, end = (
+            self._rows_before(self.rank, global_positions) for global_positions in self._sequences()
+        )
         if self.cu_seqlens_padded is None:
-            return own_part(covering([(end, end)], self.rows, self.max_seqlen))
+            return own_part(covering([(end, end)], self.tokens, self.max_seqlen))
         # How much padding follows a sequence is on the device.
         return own_part(
-            covering([(real, real), (end, real), (end, end)], self.rows, self.rows, self.max_seqlen)
+            covering(
+                [(real, real), (end, real), (end, end)], self.tokens, self.tokens, self.max_seqlen
+            )
         )
 
     def _of_another(self, source: int) -> Iterator[Part]:
@@ -96,12 +100,12 @@ class PackedRuns(PackedRows):
         return Part(queries, keys, False, Packed(cu_q.int(), cu_k.int(), max(counts)))
 
     def _sequences(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return int32 ``[sequences]`` places: first, end of the real ones, end with padding."""
+        """Return int32 ``[sequences]`` positions: first, real end, end with padding."""
         start, end = self.offsets[:-1], self.offsets[1:]
         return start, torch.minimum(start + self.cu_seqlens.diff(), end), end
 
     def _rows_before(self, rank: int, place):
-        """How many rows of a rank lie before a place: an int, or a tensor of places."""
+        """How many rows of a rank lie before a place: an int, or a tensor of global positions."""
         rows = 0
         for first, length in self.runs[rank]:
             inside = place - first

@@ -12,7 +12,7 @@ import torch
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
-from megatron_dsa.sequence.layout import Layout, Window, bshd_layout, packed_layout
+from megatron_dsa.sequence.layout import Layout, QueryRange, bshd_layout, packed_layout
 from megatron_dsa.tools.doctor.shapes import Shape
 
 #: Every so many keys one is selected by nobody, besides the first and the last.
@@ -31,7 +31,7 @@ def layout_of(shape: Shape, device: torch.device) -> Layout:
 
 
 def sampled_rows(shape: Shape, device: torch.device) -> torch.Tensor:
-    """Ascending query rows spread over the sequence, its first and its last included."""
+    """Ascending query rows sharded over the sequence, its first and its last included."""
     return torch.linspace(0, shape.seq - 1, shape.rows, device=device).long().unique()
 
 
@@ -46,8 +46,10 @@ def layout_of_rows(layout: Layout, rows: torch.Tensor) -> Layout:
         end=layout.end[rows],
         position=layout.position[rows],
         real=None if layout.real is None else layout.real[rows],
-        windows=(
-            Window(slice(0, len(rows), 1), 0, first, layout.num_keys + len(rows), layout.num_keys),
+        query_ranges=(
+            QueryRange(
+                slice(0, len(rows), 1), 0, first, layout.num_keys + len(rows), layout.num_keys
+            ),
         ),
     )
 
@@ -155,7 +157,7 @@ class AttentionCase:
 
 
 def full_lists(shape: Shape, device: torch.device, seed: int = 3) -> Lists:
-    """Lists of ``timed_rows`` queries, each full of distinct keys spread over all of them."""
+    """Lists of ``timed_rows`` queries, each full of distinct keys sharded over all of them."""
     rows, keys = shape.timed_rows, min(shape.topk, shape.seq)
     generator = torch.Generator(device).manual_seed(seed)
     offset = torch.randint(shape.seq, (rows, 1), generator=generator, device=device)

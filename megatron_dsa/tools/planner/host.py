@@ -13,10 +13,10 @@ from unittest import mock
 import torch
 from torch.nn import functional
 
-from megatron_dsa.dispatch import Rehearsal, rehearse
+from megatron_dsa.dispatch import MetaDispatch, meta_dispatch
 from megatron_dsa.metrics.log import IndexerLog
 from megatron_dsa.patches.cpu_host import CudaTo, NoStream
-from megatron_dsa.tools.planner.stand_ins import fused_rms_norm, stand_in
+from megatron_dsa.tools.planner.fake_kernels import fake_kernel, fused_rms_norm
 
 META = torch.device("meta")
 
@@ -96,7 +96,7 @@ def host(capability: tuple[int, int] | None, device: torch.device = META) -> Ite
         for patch in patches:
             stack.enter_context(patch)
         if device == META:
-            stack.enter_context(rehearse(Rehearsal(capability, stand_in)))
+            stack.enter_context(meta_dispatch(MetaDispatch(capability, fake_kernel)))
         # torch.compile has nothing to compile for.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context((CudaTo if capability is None else _AsOnGPU)(device))
@@ -105,7 +105,7 @@ def host(capability: tuple[int, int] | None, device: torch.device = META) -> Ite
 
 @contextlib.contextmanager
 def ranks(args, rank: int, seed: int = 1) -> Iterator:
-    """Be one of ``args.world_size`` ranks, spread as ``args`` say; yields Megatron's groups.
+    """Be one of ``args.world_size`` ranks, sharding as ``args`` say; yields Megatron's groups.
 
     Args:
         args: validated arguments.

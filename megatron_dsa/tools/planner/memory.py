@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.tools.planner.chunks import Chunk, Weights
 from megatron_dsa.tools.planner.schedule import most_kept
-from megatron_dsa.tools.planner.stages import Chunk, Weights
 from megatron_dsa.versions import installed_version
 
 #: Workspaces of matrix products, one per thread that calls them (forward, backward), on Hopper.
@@ -44,7 +44,7 @@ def rank_memory(args, chunks: Sequence[Chunk]) -> RankMemory:
 
     Args:
         args: validated arguments; Megatron's parallel state tells which rank this is.
-        chunks: see :func:`megatron_dsa.tools.planner.stages.measure_rank`.
+        chunks: see :func:`megatron_dsa.tools.planner.chunks.measure_rank`.
 
     Raises:
         ConfigError: for optimizers and wrappers that are not counted.

@@ -12,9 +12,9 @@ from megatron_dsa import specs
 from megatron_dsa.dispatch.gpus import GPU
 from megatron_dsa.metrics.flops import flops_by_part, model_work
 from megatron_dsa.tools.planner import attention_only
+from megatron_dsa.tools.planner.chunks import Chunk, measure_rank
 from megatron_dsa.tools.planner.host import ranks
 from megatron_dsa.tools.planner.memory import RankMemory, gradient_bytes, rank_memory
-from megatron_dsa.tools.planner.stages import Chunk, measure_rank
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from itertools import groupby
 
 import torch
 
-from megatron_dsa.config import by_rows, exchanges_latents, options_of
+from megatron_dsa.config import by_sequence, exchanges_latents, options_of
 from megatron_dsa.dispatch import Choice
 from megatron_dsa.metrics.throughput import peak_tflops, shares
+from megatron_dsa.tools.planner.chunks import Layer
 from megatron_dsa.tools.planner.plan import Plan
-from megatron_dsa.tools.planner.stages import Layer
 from megatron_dsa.versions import OPTIONAL_PACKAGES, optional_version
 
 _GIB, _MIB = 2**30, 2**20
@@ -24,7 +24,8 @@ def shortage(plan: Plan) -> str | None:
         return None
     return (
         f"out of memory: pipeline rank {-rank} needs {worst / _GIB:.1f} GiB of the "
-        f"{plan.gpu.memory_gib} that {plan.gpu.name} has. Spread the model over more ranks, divide "
+        f"{plan.gpu.memory_gib} that {plan.gpu.name} has. "
+        f"Shard the model over more ranks, divide "
         "the optimizer (--use-distributed-optimizer), recompute (--recompute-granularity), or "
         "shorten --seq-length or --micro-batch-size"
     )
@@ -39,8 +40,8 @@ def describe(plan: Plan) -> str:
 def _job(plan: Plan) -> Iterator[str]:
     args, config = plan.args, plan.config
     sizes = [f"TP {args.tensor_model_parallel_size}"]
-    if by_rows(config):
-        sizes[0] += " (attention by rows)"
+    if by_sequence(config):
+        sizes[0] += " (attention by sequence)"
     elif args.tensor_model_parallel_size > 1:
         sizes[0] += " (attention by heads)"
     if args.context_parallel_size > 1:
@@ -111,8 +112,8 @@ def _layers(plan: Plan) -> Iterator[str]:
         found.setdefault(layer.kind, []).append(layer)
     for kind, some in found.items():
         kept = sorted({round(layer.kept / _MIB, 1) for layer in some})
-        spread = f"{kept[0]}" if len(kept) == 1 else f"{kept[0]} to {kept[-1]}"
-        yield f"  {kind}: {spread}"
+        sharding = f"{kept[0]}" if len(kept) == 1 else f"{kept[0]} to {kept[-1]}"
+        yield f"  {kind}: {sharding}"
 
 
 def _choices(plan: Plan) -> Iterator[str]:
@@ -125,7 +126,7 @@ def _choices(plan: Plan) -> Iterator[str]:
     for (operation, choice), some in found.items():
         where = "" if len(some) == len(layers) else f" in {_numbers(some)}"
         kind = "fallback" if choice.is_fallback else "fused" if choice.candidate.fused else "named"
-        kind += "; compiled for this GPU, not run on one" if choice.untried else ""
+        kind += "; compiled for this GPU, not run on one" if choice.never_run else ""
         yield f"  {operation}: {choice.candidate.name} ({kind}){where}"
         for name, reason in choice.rejected:
             yield f"    not {name}: {reason}"

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.metrics.flops import TOKEN, Keys, flops, flops_by_part, layer_work, model_work
-from tests.host import small_config, small_hybrid_config, start
+from tests.host import small_config, small_csa_config, start
 
 SEQUENCE, VOCABULARY = 21, 64
 #: Options and fields of a configuration; one indexer is not trained, one loss is dense.
@@ -38,7 +38,7 @@ def configuration(stage, hybrid, **changes):
     if hybrid:
         fields = fields | {"csa_compress_ratios": RATIOS, "dsa_indexer_topk": 3}
         changes = MODEL | fields | changes
-        return small_hybrid_config(4, dtype=torch.float32, options=options, **changes)
+        return small_csa_config(4, dtype=torch.float32, options=options, **changes)
     return small_config(dtype=torch.float32, options=options, **MODEL | fields | changes)
 
 

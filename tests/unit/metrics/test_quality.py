@@ -19,9 +19,9 @@ from megatron_dsa.metrics.quality import (
 )
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
-from megatron_dsa.sequence.sharding import Spread
+from megatron_dsa.sequence.sharding import Sharding
 from tests.helpers import leaf, relative_error
-from tests.host import packed, small_config, small_hybrid_config, start
+from tests.host import packed, small_config, small_csa_config, start
 
 TOTAL = 48
 LAYOUTS = {
@@ -30,11 +30,11 @@ LAYOUTS = {
     "packed": (1, ((14, 3, 0, 20), (16, 4, 0, 20))),
 }
 SPREADS = {
-    "alone": (Spread(),),
-    "zigzag": tuple(Spread(2, rank, "zigzag") for rank in range(2)),
-    "zigzag_rows": tuple(Spread(2, rank, "zigzag_rows") for rank in range(2)),
-    "contiguous": tuple(Spread(2, rank, "contiguous") for rank in range(2)),
-    "by rows": tuple(Spread(2, rank // 2, "zigzag", 2, rank % 2) for rank in range(4)),
+    "alone": (Sharding(),),
+    "zigzag": tuple(Sharding(2, rank, "zigzag") for rank in range(2)),
+    "zigzag_rows": tuple(Sharding(2, rank, "zigzag_rows") for rank in range(2)),
+    "contiguous": tuple(Sharding(2, rank, "contiguous") for rank in range(2)),
+    "by sequence": tuple(Sharding(2, rank // 2, "zigzag", 2, rank % 2) for rank in range(4)),
 }
 
 
@@ -48,14 +48,14 @@ def log():
     IndexerLog._state.sums = None
 
 
-def layouts(name, spread):
+def layouts(name, sharding):
     """The layout of every rank."""
     batch, lengths = LAYOUTS[name]
     params = None if lengths is None else packed(*lengths[0], padded_lengths=lengths[1])
     rows = TOTAL // batch
     return [
         layout_from_megatron(rows // one.ranks, batch, start(), params, one)
-        for one in SPREADS[spread]
+        for one in SPREADS[sharding]
     ]
 
 
@@ -110,12 +110,12 @@ def test_recall_refuses_what_is_no_list(selected, reference, match):
         recall(selected, reference)
 
 
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("sharding", SPREADS)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_rows_are_compared_with_the_row_before_of_their_sequence(name, spread):
+def test_rows_are_compared_with_the_row_before_of_their_sequence(name, sharding):
     """First rows, padding, and rows whose neighbour another rank holds, have no figure."""
     compared = 0
-    for layout in layouts(name, spread):
+    for layout in layouts(name, sharding):
         lists = random_lists(layout.num_queries, layout.num_keys, 9, 3)
         sets, places = as_sets(lists), sequence_places(layout)
         rows = {place[:2]: row for row, place in enumerate(places) if place[2]}
@@ -151,7 +151,7 @@ def test_e4m3_rounds_to_the_nearest_number():
 
 def indexer_inputs(layout, num_keys, dtype=torch.float64, heads=3):
     """Random inputs by place in the sequence: the same for a row on any number of ranks."""
-    everywhere = layout.all_rows
+    everywhere = layout.all_tokens
     rows = everywhere.num_queries
     q = leaf(rows, heads, 8, seed=1, dtype=torch.float64).detach()
     k = leaf(num_keys, 8, seed=2, dtype=torch.float64).detach()
@@ -169,11 +169,11 @@ def best_keys(scores, topk):
 
 
 @pytest.mark.parametrize("candidates", [None, 6])
-@pytest.mark.parametrize("spread", ["alone", "zigzag"])
+@pytest.mark.parametrize("sharding", ["alone", "zigzag"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_fp8_recall_against_plain_python(name, spread, candidates):
+def test_fp8_recall_against_plain_python(name, sharding, candidates):
     topk, shares = 4, []
-    for layout in layouts(name, spread):
+    for layout in layouts(name, sharding):
         inputs = indexer_inputs(layout, layout.num_keys)
         rounded = IndexerInputs(through_fp8(inputs.q), through_fp8(inputs.k), inputs.weights)
         slots = []
@@ -327,7 +327,7 @@ MODELS = {
     "DSA": (small_config, (), {"num_layers": 3}),
     "shared": (small_config, (), {"num_layers": 4, "dsa_indexer_topk_freq": 2}),
     "hybrid": (
-        small_hybrid_config,
+        small_csa_config,
         (4,),
         {"num_layers": 5, "csa_compress_ratios": [4, 0, 4, 6, 4]},
     ),
@@ -379,16 +379,16 @@ def test_layers_are_compared_with_the_selecting_layer_before(kind, recompute, lo
 
 def test_a_selection_is_judged_once_per_iteration(log):
     log.create(2, "cpu")
-    assert [log.judges_selection(i) for i in (0, 1, 0)] == [True, True, False]
+    assert [log.samples_selection(i) for i in (0, 1, 0)] == [True, True, False]
     log.reduce()
-    assert log.judges_selection(0)
+    assert log.samples_selection(0)
 
 
 def test_nothing_is_judged_outside_of_the_training_loop(log):
     """Without a log that takes the figures, a layer does not compute them."""
-    assert not log.is_on() and not log.judges_selection(0)
+    assert not log.is_on() and not log.samples_selection(0)
     log.create(2, "cpu")
-    assert log.is_on() and log.judges_selection(0)
+    assert log.is_on() and log.samples_selection(0)
 
 
 def test_layers_of_two_microbatches_are_not_compared():

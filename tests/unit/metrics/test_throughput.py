@@ -14,7 +14,7 @@ from megatron_dsa import dispatch, pretrain
 from megatron_dsa.dispatch.counts import OperationTimes
 from megatron_dsa.metrics import throughput
 from megatron_dsa.metrics.flops import flops, model_work
-from tests.host import packed, small_config, small_hybrid_config, start
+from tests.host import packed, small_config, small_csa_config, start
 from tests.writers import Board, Wandb
 
 ARGS = SimpleNamespace(
@@ -22,7 +22,7 @@ ARGS = SimpleNamespace(
 )
 KINDS = {
     "dsa": lambda: small_config(dtype=torch.bfloat16),
-    "hybrid": lambda: small_hybrid_config(
+    "hybrid": lambda: small_csa_config(
         4, dtype=torch.bfloat16, csa_compress_ratios=[4, 0], csa_window_size=7
     ),
 }

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.functional.launch import TINY, command_line, parse_steps
-from tests.host import attention_module, hidden_like, parsed, small_config, small_hybrid_config
+from tests.host import attention_module, hidden_like, parsed, small_config, small_csa_config
 from tests.writers import Board
 
 MASS, TIES = "dsa attention mass captured", "dsa boundary ties"
@@ -31,7 +31,7 @@ def training_log(monkeypatch):
         lines, total, board = [], {}, Board()
         timers = mock.MagicMock()
         timers.return_value.elapsed.return_value = 1.0
-        stand_ins = {
+        fake_kernels = {
             "get_args": lambda: args,
             "get_timers": lambda: timers,
             "get_tensorboard_writer": lambda: board,
@@ -44,7 +44,7 @@ def training_log(monkeypatch):
             "one_logger_utils": mock.MagicMock(),
             "training_log": training.training_log,  # put back in the end
         }
-        for name, value in stand_ins.items():
+        for name, value in fake_kernels.items():
             monkeypatch.setattr(training, name, value)
         monkeypatch.setattr(
             sys.modules["megatron.training"], "get_tensorboard_writer", lambda: board
@@ -126,7 +126,7 @@ def test_the_selection_of_a_frozen_indexer_is_logged(hybrid, recompute, training
     figures = []
     for coefficient in (0.7, 0.0):
         fields = changes | {"dsa_indexer_loss_coeff": coefficient}
-        config = small_hybrid_config(4, **fields) if hybrid else small_config(**fields)
+        config = small_csa_config(4, **fields) if hybrid else small_config(**fields)
         step = training_log(config, interval=1)
         module = attention_module(config).train()
         module(hidden_like(module, 64), None)[0].sum().backward()

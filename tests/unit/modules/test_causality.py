@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import relative_error
-from tests.host import small_config, small_hybrid_config, start
+from tests.host import small_config, small_csa_config, start
 
 VOCABULARY = 64
 #: At most so many adjacent queries share the keys that a kernel reads.
@@ -37,7 +37,7 @@ def test_no_logit_depends_on_later_tokens(hybrid, stage, wide):
     fields |= {"options": DSAOptions(stage)}
     if hybrid:
         fields |= (WIDE_HYBRID if wide else {}) | {"csa_compress_ratios": [0, 4, 128, 4, 7, 4]}
-        config = small_hybrid_config(4, **fields)
+        config = small_csa_config(4, **fields)
     else:
         config = small_config(**fields | (WIDE if wide else {}))
     length = 768 if wide else 150

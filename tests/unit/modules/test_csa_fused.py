@@ -6,7 +6,7 @@ import torch
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.dispatch import report, reset_report
 from tests.helpers import relative_error
-from tests.host import attention_module, packed, small_hybrid_config, start
+from tests.host import attention_module, packed, small_csa_config, start
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +42,7 @@ def test_fused_equals_float64(ratio, lengths):
     params = None if lengths is None else packed(*lengths)
     settings = V4 | {"dsa_indexer_topk": 256}
     reset_report()
-    module, fused = run(small_hybrid_config(ratio, dtype=torch.bfloat16, **settings), params)
+    module, fused = run(small_csa_config(ratio, dtype=torch.bfloat16, **settings), params)
     ran = report()
     for operation in ("norm_rope", "rotate", "key_lists") + ("compressor",) * bool(ratio):
         assert set(ran[operation]) == {"triton"}, operation
@@ -50,7 +50,7 @@ def test_fused_equals_float64(ratio, lengths):
         assert set(ran[operation]) <= {"flashmla", "cudnn", "tilelang"}, operation
     weights = {name: p.detach().double() for name, p in module.named_parameters()}
     _, exact = run(
-        small_hybrid_config(ratio, options=DSAOptions(fused=False), **settings), params,
+        small_csa_config(ratio, options=DSAOptions(fused=False), **settings), params,
         weights=weights,
     )  # fmt: skip
     for name, expected in exact.items():
@@ -63,7 +63,7 @@ def test_fused_equals_float64(ratio, lengths):
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_no_host_synchronisation(ratio):
     """Trap 24, for packed and unpacked batches, after the first call has compiled everything."""
-    config = small_hybrid_config(ratio, dtype=torch.bfloat16, **V4, **{"dsa_indexer_topk": 64})
+    config = small_csa_config(ratio, dtype=torch.bfloat16, **V4, **{"dsa_indexer_topk": 64})
     module = attention_module(config).train()
     x = torch.randn(ROWS, 1, 256, device=start(), dtype=torch.bfloat16, requires_grad=True)
     for lengths in (None, [3, 300, 0, 129, 268]):

@@ -9,7 +9,7 @@ import torch
 
 from megatron_dsa.config import DSAOptions
 from tests.helpers import relative_error
-from tests.host import attention_module, packed, small_hybrid_config, start
+from tests.host import attention_module, packed, small_csa_config, start
 from tests.reference import csa_float64
 
 SEQUENCE = 96  # CSA: 24 compressed keys, more than 4 x topk; several windows
@@ -101,10 +101,10 @@ WARMUP = DSAOptions(stage="warmup", freeze_main=False)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("ratio", [0, 4, 128, 6])
 def test_layer(ratio, batch):
-    """Window, CSA with the sparse loss, HCA with one or (ratio 6) many compressed keys."""
+    """QueryRange, CSA with the sparse loss, HCA with one or (ratio 6) many compressed keys."""
     rows = 160 if ratio == 128 else SEQUENCE
     module, _ = compare(
-        small_hybrid_config(ratio), loss="sparse" if ratio == 4 else None, batch=batch, rows=rows
+        small_csa_config(ratio), loss="sparse" if ratio == 4 else None, batch=batch, rows=rows
     )
     names = dict(module.named_parameters())
     assert ("core_attention.compressor.ape" in names) == (ratio > 0)
@@ -137,7 +137,7 @@ CSA = {
 @pytest.mark.parametrize("case", CSA)
 def test_csa(case):
     changes, options, loss = CSA[case]
-    compare(small_hybrid_config(4, options=options, **changes), loss=loss, batch=2)
+    compare(small_csa_config(4, options=options, **changes), loss=loss, batch=2)
 
 
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
@@ -149,18 +149,18 @@ def test_packed_sequences_do_not_see_each_other(ratio, stage):
     lengths = [3, 60, 0, 6, 1, 45]
     loss = {"sparse": "sparse", "warmup": "dense"}[stage] if ratio == 4 else None
     compare(
-        small_hybrid_config(ratio, options=options, **changes), loss=loss, seq_lengths=lengths,
+        small_csa_config(ratio, options=options, **changes), loss=loss, seq_lengths=lengths,
         rows=sum(lengths),
     )  # fmt: skip
 
 
 def test_nothing_is_long_enough_to_be_compressed():
-    config = small_hybrid_config(4)
+    config = small_csa_config(4)
     compare(config, loss="sparse", rows=3)
     compare(config, loss="sparse", seq_lengths=[2, 3, 1], rows=6)
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 9])
 def test_fp32(ratio):
-    config = small_hybrid_config(ratio, dtype=torch.float32)
+    config = small_csa_config(ratio, dtype=torch.float32)
     compare(config, loss="sparse" if ratio == 4 else None, tolerance=1e-5)

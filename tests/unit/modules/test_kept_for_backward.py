@@ -15,7 +15,7 @@ from megatron.core import tensor_parallel
 
 from megatron_dsa.config import DSAOptions, is_indexer_parameter
 from megatron_dsa.presets import PRESETS
-from tests.host import attention_module, hidden_like, small_config, small_hybrid_config, start
+from tests.host import attention_module, hidden_like, small_config, small_csa_config, start
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/design/kept_for_backward.md"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int32": torch.int32, "int64": torch.int64}
@@ -166,7 +166,7 @@ def small_dsa(stage: str, mode: str = "none"):
 
 def small_csa(ratio: int, mode: str = "none"):
     """A CSA layer whose sizes have few common products, and its sizes by symbol."""
-    config = small_hybrid_config(
+    config = small_csa_config(
         ratio,
         dtype=torch.bfloat16,
         hidden_size=42,

@@ -122,7 +122,7 @@ def check(name, ranks, tp, cp, alone):
         assert all(rank["repeated"])  # otherwise the following would prove nothing
         assert all(rank["replayed"]) and all(rank["replayed of all"])
         assert rank["selected"] == (False, True)  # in the replays, in the step after them
-        place = torch.tensor(one.places(cp)[index // tp])
+        place = torch.tensor(one.global_positions(cp)[index // tp])
         own = place.chunk(tp)[index % tp]
         rows = place if len(rank["positions"]) == len(place) * one.batch else own
         rows = (rows[:, None] * one.batch + torch.arange(one.batch)).flatten()

@@ -9,7 +9,7 @@ from tests.host import (
     hidden_like,
     packed,
     small_config,
-    small_hybrid_config,
+    small_csa_config,
     start,
 )
 from tests.reference import dsa_float64
@@ -121,7 +121,7 @@ def test_indexers_learn_the_same_in_a_frozen_model(hybrid, recompute):
     for freeze in (True, False):
         options = DSAOptions(stage="warmup", freeze_main=freeze)
         fields |= {"dtype": torch.float64, "options": options}
-        config = small_hybrid_config(4, **fields) if hybrid else small_config(**fields)
+        config = small_csa_config(4, **fields) if hybrid else small_config(**fields)
         model = GPTModel(
             config, dsa_block_spec(config), 64, 32, position_embedding_type="rope",
             mtp_block_spec=dsa_mtp_block_spec(config),
@@ -153,7 +153,7 @@ def test_hadamard_is_the_reference_transform():
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_index_projections_match_the_reference(interleaved):
     """The rotation cancels in the scores, so the projections are compared themselves (trap 14)."""
-    from megatron_dsa.modules.rope import RowRope
+    from megatron_dsa.modules.rope import TokenRope
     from megatron_dsa.parallel.groups import Ranks
     from megatron_dsa.sequence.layout import bshd_layout
     from tests.unit.modules.test_dsa_layer import shape_of
@@ -163,7 +163,7 @@ def test_index_projections_match_the_reference(interleaved):
     params = {n: p.detach().cpu() for n, p in module.named_parameters()}
     x = hidden_like(module, 64)[:, 0]
     qr = leaf(64, config.q_lora_rank, seed=8, device=x.device, dtype=torch.float64).detach()
-    rope = RowRope(module.rotary_pos_emb, bshd_layout(64, 1, x.device))
+    rope = TokenRope(module.rotary_pos_emb, bshd_layout(64, 1, x.device))
     got = module.core_attention.indexer(x[:, None], qr[:, None], rope, Ranks())
     q, k, w = dsa_float64.indexer_inputs(params, x.cpu(), qr.cpu(), shape_of(config))
     for a, b in ((got.q, q), (got.k, k), (got.weights, w)):

@@ -20,7 +20,7 @@ from megatron_dsa.dsa_kernels import (
 from megatron_dsa.ops.compressor.api import compress
 from megatron_dsa.ops.dense_attention.blocks import torch_kernel
 from megatron_dsa.ops.rope.api import norm_rope, rotate
-from megatron_dsa.parallel.ring import ContiguousRows, attention, gathered_latent_attention
+from megatron_dsa.parallel.ring import ContiguousShard, attention, gathered_latent_attention
 from megatron_dsa.parallel.ring.exchange import Ring
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout
@@ -59,7 +59,7 @@ def attend(q, kv, sink=None, indexer=None):
 
 
 def rows():
-    return ContiguousRows(cp=1, rank=0, batch=1, length=TOKENS)
+    return ContiguousShard(cp=1, rank=0, batch=1, length=TOKENS)
 
 
 class Echo:
@@ -73,7 +73,7 @@ class Echo:
 
 
 def over_two_ranks(q, k, v):
-    last = ContiguousRows(cp=2, rank=1, batch=1, length=TOKENS)
+    last = ContiguousShard(cp=2, rank=1, batch=1, length=TOKENS)
     settings = (last, Ring(Echo, 2, 1), torch_kernel(10**6), 0.3)
     return attention._KeyValueAttention.apply(q, k, v, *settings)[0]
 

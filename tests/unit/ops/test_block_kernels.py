@@ -19,9 +19,9 @@ from megatron_dsa.ops.dense_attention import torch as torch_block
 from megatron_dsa.ops.dense_attention import torch_cudnn
 from megatron_dsa.ops.dense_attention.blocks import BLOCK_KERNELS, choose
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
-from megatron_dsa.parallel.ring.contents import KeysAndValues, Latent
 from megatron_dsa.parallel.ring.exchange import Ring
 from megatron_dsa.parallel.ring.loop import attend, gradients
+from megatron_dsa.parallel.ring.payload import KeysAndValues, Latent
 from tests.helpers import relative_error
 from tests.unit.parallel.test_ring import CUTS, PACKED, WEIGHTS, WHOLE, Case, expected, together
 
@@ -158,7 +158,7 @@ def kernel_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, s
     return [_batched(x, cu_q, q) for x in found]
 
 
-def stand_in(name, patch, seen):
+def fake_kernel(name, patch, seen):
     """Replace the kernels of a kernel; ``seen`` collects the dims that they are given."""
 
     def torch_flash(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, causal, debug, *, scale):
@@ -247,7 +247,7 @@ def test_kernels_are_called_right(name, batch, cp, monkeypatch):
     case, seen, kernel = Case(**BATCHES[batch]), set(), BY_NAME[name]
     if name == "torch-cudnn" and case.real is not None:
         pytest.skip("unpacked batches only")
-    stand_in(name, monkeypatch, seen)
+    fake_kernel(name, monkeypatch, seen)
     check(case, emulate(case, cp, kernel)(), 1e-11)
     dims = (12, 12) if kernel.pads_values else (12, 8)
     assert {pair[:2] for pair in seen} == {dims}

@@ -14,7 +14,7 @@ from megatron_dsa.ops.indexer_loss import torch_dense as dense_torch
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
-from megatron_dsa.sequence.sharding import KeyPlaces, Spread, spread_layout
+from megatron_dsa.sequence.sharding import KeyOwnership, Sharding, sharded_layout
 from tests.helpers import leaf, relative_error
 from tests.processes import run_ranks
 from tests.unit.ops.test_indexer_loss import check, reference_scores, visible_rows
@@ -27,9 +27,9 @@ SMALL = Policy(workspace_bytes=300_000)
 
 def rank_of_two(layout, batch, rank):
     """The layout of one of two zigzag ranks: two runs of rows, keys rank after rank."""
-    spread = Spread(cp=2, cp_rank=rank)
-    places = spread.places(layout.num_queries // batch, None, layout.start.device)
-    return spread_layout(layout, spread, KeyPlaces(spread, places, batch))
+    sharding = Sharding(cp=2, cp_rank=rank)
+    places = sharding.global_positions(layout.num_queries // batch, None, layout.start.device)
+    return sharded_layout(layout, sharding, KeyOwnership(sharding, places, batch))
 
 
 def packed(device):

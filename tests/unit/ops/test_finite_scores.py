@@ -21,9 +21,9 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.indexer_topk.inputs import require_finite_scores
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
-from megatron_dsa.sequence.sharding import KeyPlaces, Spread, spread_layout
+from megatron_dsa.sequence.sharding import KeyOwnership, Sharding, sharded_layout
 from tests.helpers import leaf
-from tests.host import attention_module, hidden_like, packed, small_config, small_hybrid_config
+from tests.host import attention_module, hidden_like, packed, small_config, small_csa_config
 
 TOKENS, TOPK = 96, 5
 POLICIES = {"exact": Policy(), "fp8": Policy(fp8_selection=True, fp8_least_ratio=1)}
@@ -38,9 +38,9 @@ def padded(device):
 
 
 def one_of_two(layout, batch, rank):
-    spread = Spread(cp=2, cp_rank=rank, cp_layout="contiguous")
-    places = spread.places(layout.num_queries // batch, None, layout.start.device)
-    return spread_layout(layout, spread, KeyPlaces(spread, places, batch))
+    sharding = Sharding(cp=2, cp_rank=rank, cp_layout="contiguous")
+    places = sharding.global_positions(layout.num_queries // batch, None, layout.start.device)
+    return sharded_layout(layout, sharding, KeyOwnership(sharding, places, batch))
 
 
 LAYOUTS = {
@@ -191,8 +191,8 @@ MODULES = {
     "DSA, warmup": lambda **options: small_config(
         options=DSAOptions(stage="warmup", **options), dsa_indexer_use_sparse_loss=False
     ),
-    "CSA, sparse": lambda **options: small_hybrid_config(4, options=DSAOptions(**options)),
-    "CSA, warmup": lambda **options: small_hybrid_config(
+    "CSA, sparse": lambda **options: small_csa_config(4, options=DSAOptions(**options)),
+    "CSA, warmup": lambda **options: small_csa_config(
         4, options=DSAOptions(stage="warmup", **options), dsa_indexer_use_sparse_loss=False
     ),
 }

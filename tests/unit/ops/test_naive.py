@@ -7,7 +7,7 @@ from megatron_dsa.config import DSAOptions
 from megatron_dsa.metrics.log import IndexerLog
 from megatron_dsa.ops import naive
 from tests.helpers import relative_error
-from tests.host import attention_module, hidden_like, small_config, small_hybrid_config
+from tests.host import attention_module, hidden_like, small_config, small_csa_config
 
 TOLERANCE = 1e-10
 STAGES = ("sparse", "warmup", "dense")
@@ -83,9 +83,9 @@ def test_dsa_layer(stage, losses):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("ratio", [0, 4, 6, 128])
 def test_csa_layer(ratio, stage, losses):
-    """Window only, CSA, and HCA with many compressed keys (ratio 6) and with one."""
+    """QueryRange only, CSA, and HCA with many compressed keys (ratio 6) and with one."""
     sparse_loss = stage == "sparse"
-    config = small_hybrid_config(
+    config = small_csa_config(
         ratio,
         options=options(stage),
         dsa_indexer_use_sparse_loss=sparse_loss,

@@ -14,7 +14,7 @@ from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from megatron_dsa.sequence.positions import positions_to_rows, rows_to_positions
-from megatron_dsa.sequence.sharding import Spread
+from megatron_dsa.sequence.sharding import Sharding
 
 TOKENS, HEADS, DIM, TOPK = 16, 2, 8, 5
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def call_dense(**changes):
 
 
 def one_rank(tokens=8):
-    return layout_from_megatron(tokens, 1, CPU, None, Spread(cp=2))
+    return layout_from_megatron(tokens, 1, CPU, None, Sharding(cp=2))
 
 
 def call_ring(**changes):

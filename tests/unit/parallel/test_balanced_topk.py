@@ -16,7 +16,7 @@ from megatron_dsa.parallel.balanced_topk import balanced_topk, swap_of
 from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
-from megatron_dsa.sequence.sharding import Spread
+from megatron_dsa.sequence.sharding import Sharding
 from tests.host import packed
 from tests.processes import run_ranks
 from tests.ranks import compare, run
@@ -42,10 +42,10 @@ UNEVEN = [
 ]
 
 
-def spreads(cp, cp_layout, sp):
-    """The spread of every rank, in order."""
+def shardings(cp, cp_layout, sp):
+    """The sharding of every rank, in order."""
     for cp_rank, sp_rank in itertools.product(range(cp), range(sp)):
-        yield Spread(cp, cp_rank, cp_layout, sp, sp_rank)
+        yield Sharding(cp, cp_rank, cp_layout, sp, sp_rank)
 
 
 # What is exchanged
@@ -54,9 +54,9 @@ def spreads(cp, cp_layout, sp):
 @pytest.mark.parametrize(("cp", "cp_layout", "sp"), UNEVEN)
 def test_every_rank_scores_the_mean(cp, cp_layout, sp):
     total = 16 * cp * sp
-    all_spreads = list(spreads(cp, cp_layout, sp))
-    swaps = [swap_of(spread, total) for spread in all_spreads]
-    places = all_spreads[0].places(total, None, CPU)
+    all_shardings = list(shardings(cp, cp_layout, sp))
+    swaps = [swap_of(sharding, total) for sharding in all_shardings]
+    places = all_shardings[0].global_positions(total, None, CPU)
     size = swaps[0].size
     assert size == total // (2 * cp * sp)
     work, before = [], []
@@ -82,7 +82,7 @@ def test_every_rank_scores_the_mean(cp, cp_layout, sp):
 @pytest.mark.parametrize(("cp", "cp_layout", "sp"), [u for u in UNEVEN if u[0] * u[2] <= 6])
 def test_as_many_halves_as_possible_stay(cp, cp_layout, sp):
     """Of all ways to give pairs of equal work to ranks, none leaves more halves where they are."""
-    swaps = [swap_of(spread, TOTAL) for spread in spreads(cp, cp_layout, sp)]
+    swaps = [swap_of(sharding, TOTAL) for sharding in shardings(cp, cp_layout, sp)]
     ranks = cp * sp
     held = [{swap.kept, swap.given} for swap in swaps]
     pairs = [{k, 2 * ranks - 1 - k} for k in range(ranks)]
@@ -95,34 +95,34 @@ def test_as_many_halves_as_possible_stay(cp, cp_layout, sp):
 
 @pytest.mark.parametrize("cp", [2, 3, 4, 8])
 def test_zigzag_alone_is_even(cp):
-    for rank, spread in enumerate(spreads(cp, "zigzag", 1)):
-        swap = swap_of(spread, TOTAL)
+    for rank, sharding in enumerate(shardings(cp, "zigzag", 1)):
+        swap = swap_of(sharding, TOTAL)
         assert swap.longest_to_mean == 1 and swap.to == swap.source == rank
 
 
 def test_rows_that_have_no_equal_halves():
-    assert swap_of(Spread(cp=2, cp_layout="contiguous"), 6) is None
-    assert swap_of(Spread(sp=2), 10) is None
+    assert swap_of(Sharding(cp=2, cp_layout="contiguous"), 6) is None
+    assert swap_of(Sharding(sp=2), 10) is None
 
 
 # When nothing is
 
 
 NOTHING = {
-    "even": (Spread(cp=2), TOTAL, None, 3),
-    "one rank": (Spread(), TOTAL, None, 3),
-    "packed": (Spread(cp=2, cp_layout="contiguous"), TOTAL, (80, 16), 3),
-    "few keys": (Spread(cp=2, cp_layout="contiguous"), TOTAL, None, 13),
-    "odd": (Spread(cp=2, cp_layout="contiguous"), 98, None, 3),
+    "even": (Sharding(cp=2), TOTAL, None, 3),
+    "one rank": (Sharding(), TOTAL, None, 3),
+    "packed": (Sharding(cp=2, cp_layout="contiguous"), TOTAL, (80, 16), 3),
+    "few keys": (Sharding(cp=2, cp_layout="contiguous"), TOTAL, None, 13),
+    "odd": (Sharding(cp=2, cp_layout="contiguous"), 98, None, 3),
 }
 
 
 @pytest.mark.parametrize("name", NOTHING)
 def test_nothing_is_exchanged(name, monkeypatch):
     """Then it is a call of the plain selection with the layout as it is."""
-    spread, total, lengths, topk = NOTHING[name]
+    sharding, total, lengths, topk = NOTHING[name]
     params = None if lengths is None else packed(*lengths)
-    layout = layout_from_megatron(total // spread.ranks, 1, CPU, params, spread)
+    layout = layout_from_megatron(total // sharding.ranks, 1, CPU, params, sharding)
     called = []
 
     def plain(inputs, layout, topk, **settings):
@@ -133,7 +133,7 @@ def test_nothing_is_exchanged(name, monkeypatch):
     inputs = object()
     reset_report()
     # Without a group, there is nobody to exchange with.
-    assert balanced_topk(inputs, layout, topk, Ranks(spread)) is called
+    assert balanced_topk(inputs, layout, topk, Ranks(sharding)) is called
     assert called == [(inputs, layout, topk)] and called[0][1] is layout
     assert "indexer_balance" not in report()
 
@@ -141,7 +141,7 @@ def test_nothing_is_exchanged(name, monkeypatch):
 # The selection
 
 
-#: Grids ``(cp, layout, sp, by rows)``.
+#: Grids ``(cp, layout, sp, by sequence)``.
 GRIDS = [
     (2, "contiguous", 1, False),
     (1, "zigzag", 2, True),
@@ -175,21 +175,21 @@ def _worker(rank, store, folder):
     torch.distributed.destroy_process_group()
 
 
-def _ranks(rank, cp, cp_layout, sp, by_rows):
+def _ranks(rank, cp, cp_layout, sp, by_sequence):
     """The first processes form the grid; the others, which are none of it, help to make groups."""
     group = torch.distributed.new_group(range(cp * sp))
     across = [torch.distributed.new_group(range(part, cp * sp, sp)) for part in range(sp)]
     if rank >= cp * sp:
         return None
-    spread = Spread(cp, rank // sp, cp_layout, sp, rank % sp)
+    sharding = Sharding(cp, rank // sp, cp_layout, sp, rank % sp)
     tp = object() if sp > 1 else None  # not used by the selection
-    return Ranks(spread, group, tp, across[rank % sp] if cp > 1 else None, by_rows)
+    return Ranks(sharding, group, tp, across[rank % sp] if cp > 1 else None, by_sequence)
 
 
 def _selections(ranks, batch, ratio):
     """Select alone and together; return both, and the visible pairs that were scored."""
     layout = layout_from_megatron(
-        TOTAL // ranks.spread.ranks, batch, CPU, None, ranks.spread, ranks.queries
+        TOTAL // ranks.sharding.ranks, batch, CPU, None, ranks.sharding, ranks.queries
     )
     compressed = compressed_keys(layout, ratio) if ratio > 1 else None
     visible = layout if compressed is None else compressed.layout
@@ -223,7 +223,7 @@ def random_inputs(layout, num_keys):
     def whole(*shape):
         return torch.randint(-2, 3, shape, generator=generator).double()
 
-    rows = layout.all_rows.num_queries
+    rows = layout.all_tokens.num_queries
     q, weights, k = whole(rows, 2, 3), whole(rows, 2), whole(num_keys, 3)
     # By slot, so that a row has the same values on any number of ranks.
     own = layout.start + layout.position
@@ -292,11 +292,11 @@ STEPS = {
         "DSA zigzag": (layer("DSA", "zigzag"), 0),
     },
     (2, 2): {
-        "DSA contiguous rows": (layer("DSA", "contiguous", "rows"), 1),
-        "CSA contiguous rows": (layer("CSA", "contiguous", "rows"), 1),
+        "DSA contiguous rows": (layer("DSA", "contiguous", "sequence"), 1),
+        "CSA contiguous rows": (layer("CSA", "contiguous", "sequence"), 1),
         "DSA contiguous heads": (layer("DSA", "contiguous", "heads"), 1),
-        "DSA zigzag rows": (layer("DSA", "zigzag", "rows"), 1),
-        "CSA zigzag rows": (layer("CSA", "zigzag", "rows"), 1),
+        "DSA zigzag rows": (layer("DSA", "zigzag", "sequence"), 1),
+        "CSA zigzag rows": (layer("CSA", "zigzag", "sequence"), 1),
         "CSA zigzag heads": (layer("CSA", "zigzag", "heads"), 0),
     },
 }

@@ -11,14 +11,19 @@ from tests.ranks import Case, compare, run
 DSA = Case(
     config="small_config",
     selector="modules.dsa_core",
-    by_rows=("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
+    by_sequence=(
+        "linear_q_down_proj",
+        "linear_q_up_proj",
+        "linear_kv_down_proj",
+        "linear_kv_up_proj",
+    ),
     by_columns=("linear_proj",),
     rows=96,
 )
 HYBRID = Case(
-    config="small_hybrid_config",
+    config="small_csa_config",
     selector="modules.csa_core",
-    by_rows=("linear_q_up_proj", "attn_sink", "linear_o_group_proj"),
+    by_sequence=("linear_q_up_proj", "attn_sink", "linear_o_group_proj"),
     by_columns=("linear_proj",),
     rows=96,
 )
@@ -61,8 +66,8 @@ ROWS = {
 GRIDS = {
     (1, 2): ("zigzag", "contiguous", "zigzag_rows"),
     (1, 4): ("zigzag", "contiguous"),
-    (2, 1): ("heads", "rows"),
-    (2, 2): ("zigzag heads", "zigzag rows", "contiguous rows"),
+    (2, 1): ("heads", "sequence"),
+    (2, 2): ("zigzag heads", "zigzag sequence", "contiguous sequence"),
 }
 
 
@@ -74,7 +79,7 @@ def case(layer, rows, mode=""):
     changes = {key: value for key, value in changes.items() if key not in options}
     words = mode.split()
     cp_layout = next((w for w in words if w in ("zigzag", "contiguous", "zigzag_rows")), "zigzag")
-    tp_mode = next((w for w in words if w in ("heads", "rows")), "auto")
+    tp_mode = next((w for w in words if w in ("heads", "sequence")), "auto")
     options = DSAOptions(cp_layout=cp_layout, tp_mode=tp_mode, **options)
     return dataclasses.replace(
         base, arguments=arguments, changes=changes | {"options": options}, cp_layout=cp_layout,

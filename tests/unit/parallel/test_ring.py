@@ -8,12 +8,12 @@ from torch import distributed
 
 from megatron_dsa.errors import ConfigError, ImplementationError
 from megatron_dsa.ops.dense_attention.blocks import torch_kernel
-from megatron_dsa.parallel.gather import arrive, launch
+from megatron_dsa.parallel.gather import finish_gather, start_gather
 from megatron_dsa.parallel.ring import (
-    ContiguousRows,
+    ContiguousShard,
     PackedRuns,
-    PackedZigzagRows,
-    ZigzagRows,
+    PackedZigzagShard,
+    ZigzagShard,
     gathered_latent_attention,
     ring_attention,
 )
@@ -100,14 +100,14 @@ class Case:
     def describe(self, cp, rank, device="cpu"):
         """The argument ``rows`` of the functions under test."""
         if self.real is None:
-            kind = ContiguousRows if self.cut == "contiguous" else ZigzagRows
+            kind = ContiguousShard if self.cut == "contiguous" else ZigzagShard
             return kind(cp, rank, self.batch, self.length // cp)
 
         def cumulated(lengths):
             total = torch.tensor((0, *lengths)).cumsum(0)
             return total.to(device=device, dtype=torch.int32)
 
-        kind, more = PackedZigzagRows, {}
+        kind, more = PackedZigzagShard, {}
         if self.cut != "zigzag":
             kind, more = PackedRuns, {"runs": self.runs(cp)}
         padded = None if self.padded is None else cumulated(self.padded)
@@ -189,9 +189,9 @@ def run_local(case, rows, group, local):
     block = None if case.workspace is None else torch_kernel(case.workspace)
     if case.mode == "gathered":
         q, latent, *weights = leaves.values()
-        latents, channel = arrive(launch(latent, group))
+        latents, grad_proxy = finish_gather(start_gather(latent, group))
         out, lse = gathered_latent_attention(
-            q, latents, *weights, rows, case.scale, block, latent_grad=channel
+            q, latents, *weights, rows, case.scale, block, latent_grad=grad_proxy
         )
     else:
         out, lse = ring_attention(*leaves.values(), rows, group, case.scale, block)
@@ -356,10 +356,10 @@ def test_every_step_is_the_same_work():
     cp, length = 4, 64
     pairs = {}
     for rank in range(cp):
-        rows = ZigzagRows(cp, rank, 1, length // cp)
+        rows = ZigzagShard(cp, rank, 1, length // cp)
         for step in range(1, cp):
             (part,) = rows.parts((rank - step) % cp)
-            n = range(rows.rows)
+            n = range(rows.tokens)
             pairs[rank, step] = len(n[part.queries]) * len(n[part.keys])
             assert not part.causal
     assert len(set(pairs.values())) == 1
@@ -396,16 +396,16 @@ def test_nothing_is_read_from_the_device(name, monkeypatch):
 
 def test_wrong_arguments_are_explained():
     q, v = torch.zeros(8, 2, 4), torch.zeros(8, 2, 3)
-    rows = ZigzagRows(1, 0, 1, 8)
+    rows = ZigzagShard(1, 0, 1, 8)
     with pytest.raises(ConfigError, match="length must be even"):
-        ZigzagRows(2, 0, 1, 7)
+        ZigzagShard(2, 0, 1, 7)
     with pytest.raises(ConfigError, match="rank must be"):
-        ZigzagRows(2, 2, 1, 8)
+        ZigzagShard(2, 2, 1, 8)
     cu = torch.tensor([0, 8], dtype=torch.int32)
     with pytest.raises(ConfigError, match="max_seqlen must be"):
-        PackedZigzagRows(1, 0, 8, cu, torch.tensor(8))
+        PackedZigzagShard(1, 0, 8, cu, torch.tensor(8))
     with pytest.raises(ConfigError, match="cu_seqlens must be"):
-        PackedZigzagRows(1, 0, 8, cu.long(), 8)
+        PackedZigzagShard(1, 0, 8, cu.long(), 8)
     with pytest.raises(ConfigError, match="q must be"):
         ring_attention(q[:4], q[:4], v[:4], rows, None, 0.5)
     with pytest.raises(ConfigError, match="k must have"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.host import attention_module, small_hybrid_config, start
+from tests.host import attention_module, small_csa_config, start
 
 
 @pytest.fixture
@@ -13,7 +13,7 @@ def model_and_optimizer(request):
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     device, distributed = start(), request.param
-    config = small_hybrid_config(4, dtype=torch.float32, bf16=True)
+    config = small_csa_config(4, dtype=torch.float32, bf16=True)
     module = attention_module(config).bfloat16()
     assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16, torch.float32}
     settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed)

@@ -38,7 +38,7 @@ def test_unpacked(batch, rows_at_once):
     assert seen_rows(layout) == expected
     assert seen_rows_by_blocks(layout, rows_at_once) == expected
     assert layout.position.tolist() == [t for t in range(7) for _ in range(batch)]
-    assert layout.real_rows() == 7 * batch
+    assert layout.real_tokens() == 7 * batch
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 3, 100])
@@ -52,7 +52,7 @@ def test_packed(rows_at_once, max_seqlen):
     assert seen_rows_by_blocks(layout, rows_at_once) == expected
     assert layout.position.tolist()[:8] == [0, 1, 2, 0, 1, 2, 3, 4]
     assert layout.real.tolist() == [True] * 8 + [False] * 2
-    assert int(layout.real_rows()) == 8
+    assert int(layout.real_tokens()) == 8
 
 
 def test_packed_with_padding_between_sequences():

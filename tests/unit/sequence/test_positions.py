@@ -34,14 +34,14 @@ def shuffled(positions, seed=7):
 
 
 @pytest.mark.parametrize("ratio", [1, 4])
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("sharding", SPREADS)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_positions_lead_back_to_the_selection(name, spread, ratio):
+def test_positions_lead_back_to_the_selection(name, sharding, ratio):
     """In any order, on any rank: the rows and the lengths that the indexer would have returned."""
-    ranks = layouts(name, spread)
+    ranks = layouts(name, sharding)
     (alone,) = layouts(name, "alone")
     whole = torch.full((alone.num_queries, 3), -7, dtype=torch.int32, device=start())
-    for layout, queries in zip(ranks, SPREADS[spread], strict=True):
+    for layout, queries in zip(ranks, SPREADS[sharding], strict=True):
         keys = layout if ratio == 1 else compressed_keys(layout, ratio).layout
         inputs = indexer_inputs(layout, keys.num_keys)
         indices, length = indexer_topk(inputs, keys, 3)

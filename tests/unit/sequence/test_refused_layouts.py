@@ -11,12 +11,12 @@ from torch.multiprocessing import ProcessExitedException
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics import checks
-from megatron_dsa.parallel.ring.rows import PackedZigzagRows
 from megatron_dsa.parallel.ring.runs import PackedRuns
+from megatron_dsa.parallel.ring.shards import PackedZigzagShard
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
-from megatron_dsa.sequence.layout import Layout, Window, bshd_layout, packed_layout
-from megatron_dsa.sequence.sharding import KeyPlaces, Spread, spread_layout
+from megatron_dsa.sequence.layout import Layout, QueryRange, bshd_layout, packed_layout
+from megatron_dsa.sequence.sharding import KeyOwnership, Sharding, sharded_layout
 from tests.processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -69,10 +69,10 @@ def test_what_fits_is_taken(max_seqlen):
     """Empty and one-token documents, no padding, and padding behind the last one."""
     for last in (15, 16):
         layout = packed_layout(ends(0, 0, 1, 9, 9, last), 16, max_seqlen)
-        assert int(layout.real_rows()) == last
-    assert int(packed_layout(ends(0, 0), 16, 0).real_rows()) == 0
+        assert int(layout.real_tokens()) == last
+    assert int(packed_layout(ends(0, 0), 16, 0).real_tokens()) == 0
     padded = packed_layout(ends(0, 3, 8), 16, 8, ends(0, 8, 16))
-    assert int(padded.real_rows()) == 8
+    assert int(padded.real_tokens()) == 8
 
 
 @pytest.mark.parametrize(
@@ -115,10 +115,22 @@ def test_values_are_not_asked_for_on_the_meta_device():
         ({"position": torch.arange(9)}, r"position must be \[8\]"),
         ({"key_rows": torch.arange(7)}, r"key_rows must be \[8\], got shape \(7,\)"),
         ({"real": torch.ones(8)}, "real must have dtype bool, got float32"),
-        ({"windows": (Window(slice(0, 7, 1), 0, 0, 8, 8),)}, "each of the 8 query tokens once"),
-        ({"windows": (Window(slice(0, 8, 1), 0, 0, 7, 8),)}, "windows must cover all that"),
-        ({"windows": (Window(slice(0, 8, 1), 0, -1, 8, 8),)}, "windows must cover all that"),
-        ({"windows": (Window(slice(0, 8, 1), 0, 0, 8, 7),)}, "windows must cover all that"),
+        (
+            {"query_ranges": (QueryRange(slice(0, 7, 1), 0, 0, 8, 8),)},
+            "each of the 8 query tokens once",
+        ),
+        (
+            {"query_ranges": (QueryRange(slice(0, 8, 1), 0, 0, 7, 8),)},
+            "query_ranges must cover all that",
+        ),
+        (
+            {"query_ranges": (QueryRange(slice(0, 8, 1), 0, -1, 8, 8),)},
+            "query_ranges must cover all that",
+        ),
+        (
+            {"query_ranges": (QueryRange(slice(0, 8, 1), 0, 0, 8, 7),)},
+            "query_ranges must cover all that",
+        ),
     ],
 )
 def test_a_layout_s_own_parts_must_fit(changes, message):
@@ -140,18 +152,18 @@ def test_a_layout_s_own_parts_must_fit(changes, message):
 )
 def test_ranks_that_do_not_exist_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        Spread(**arguments)
+        Sharding(**arguments)
 
 
 def test_tables_of_other_ranks_are_refused():
-    two, layout = Spread(cp=2), bshd_layout(16, 1, CPU)
-    table = two.places(16, None, CPU)
+    two, layout = Sharding(cp=2), bshd_layout(16, 1, CPU)
+    table = two.global_positions(16, None, CPU)
     with pytest.raises(ConfigError, match=r"table must be \[4, rows\], got shape \(2, 8\)"):
-        KeyPlaces(Spread(cp=4), table, 1)
+        KeyOwnership(Sharding(cp=4), table, 1)
     with pytest.raises(ConfigError, match="keys must be of the 16 tokens of layout, got 32"):
-        spread_layout(layout, two, KeyPlaces(two, table, 2))
+        sharded_layout(layout, two, KeyOwnership(two, table, 2))
     with pytest.raises(ConfigError, match="differ from that of keys in its sequence parallelism"):
-        spread_layout(layout, Spread(cp=2, cp_rank=1), KeyPlaces(two, table, 1))
+        sharded_layout(layout, Sharding(cp=2, cp_rank=1), KeyOwnership(two, table, 1))
     with pytest.raises(ConfigError, match="ratio must be at least 2, got 1"):
         compressed_keys(layout, 1)
 
@@ -168,7 +180,7 @@ def test_tables_of_other_ranks_are_refused():
     ],
 )
 def test_rows_of_a_ring_are_refused_alike(kind, cu_seqlens, max_seqlen, message):
-    make = PackedZigzagRows
+    make = PackedZigzagShard
     if kind == "runs":
         make = functools.partial(PackedRuns, runs=(((0, 8),), ((8, 8),)))
     make(2, 0, 8, ends(0, 4, 16), 12)
@@ -178,7 +190,7 @@ def test_rows_of_a_ring_are_refused_alike(kind, cu_seqlens, max_seqlen, message)
 
 def test_padding_counts_in_the_longest_length_of_a_zigzag():
     with pytest.raises(ConfigError, match="longest sequence with its padding, got 6"):
-        PackedZigzagRows(2, 0, 8, ends(0, 3, 9), 6, ends(0, 4, 16))
+        PackedZigzagShard(2, 0, 8, ends(0, 3, 9), 6, ends(0, 4, 16))
 
 
 # On a GPU
@@ -202,8 +214,8 @@ def test_no_check_waits_for_the_device():
     )
     torch.cuda.set_sync_debug_mode("error")
     try:
-        layout_from_megatron(8, 1, cu_seqlens.device, params, Spread(cp=2))
-        PackedZigzagRows(2, 0, 8, cu_seqlens, 16, padded)
+        layout_from_megatron(8, 1, cu_seqlens.device, params, Sharding(cp=2))
+        PackedZigzagShard(2, 0, 8, cu_seqlens, 16, padded)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Rows spread over ranks: who holds which place, bounds that the host knows, rows of neighbours."""
+"""Tokens sharded over ranks: positions, host-side bounds, rows of neighbours."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.halo import halo_of
-from megatron_dsa.sequence.sharding import CP_LAYOUTS, Spread
+from megatron_dsa.sequence.sharding import CP_LAYOUTS, Sharding
 from tests.host import packed
 from tests.ranks import Case
 
@@ -21,16 +21,16 @@ KINDS = {"one": (1, None), "two": (2, None), "packed": (1, (LENGTHS, PADDED))}
 GRIDS = [(2, 1), (4, 1), (2, 2), (1, 3), (2, 3)]
 
 
-def spreads(cp, sp, cp_layout):
+def shardings(cp, sp, cp_layout):
     for cp_rank, sp_rank in itertools.product(range(cp), range(sp)):
-        yield Spread(cp, cp_rank, cp_layout, sp, sp_rank)
+        yield Sharding(cp, cp_rank, cp_layout, sp, sp_rank)
 
 
-def layout_of(kind, spread, by_rows):
+def layout_of(kind, sharding, by_sequence):
     batch, lengths = KINDS[kind]
     params = packed(*lengths[0], padded_lengths=lengths[1]) if lengths else None
-    queries = spread if by_rows else spread.whole()
-    return layout_from_megatron(TOTAL // spread.ranks, batch, CPU, params, spread, queries)
+    queries = sharding if by_sequence else sharding.whole()
+    return layout_from_megatron(TOTAL // sharding.ranks, batch, CPU, params, sharding, queries)
 
 
 def expected_places(kind, cp, cp_layout):
@@ -38,24 +38,24 @@ def expected_places(kind, cp, cp_layout):
     case = Case("", "", (), (), rows=TOTAL, cp_layout=cp_layout)
     if lengths is not None:
         case = Case("", "", (), (), rows=TOTAL, cp_layout=cp_layout, padded=lengths[1], lengths=())
-    return case.places(cp)
+    return case.global_positions(cp)
 
 
-@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("by_sequence", [True, False])
 @pytest.mark.parametrize("cp_layout", CP_LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("cp", "sp"), GRIDS)
-def test_layout_of_a_rank(cp, sp, kind, cp_layout, by_rows):
+def test_layout_of_a_rank(cp, sp, kind, cp_layout, by_sequence):
     """Every rank's rows see what they see on one rank; bounds cover it; keys are found."""
     batch = KINDS[kind][0]
-    whole = layout_of(kind, Spread(), True)
+    whole = layout_of(kind, Sharding(), True)
     places = expected_places(kind, cp, cp_layout)
     stored = [place for held in places for place in held]  # keys, one rank after the other
-    for spread in spreads(cp, sp, cp_layout):
-        layout = layout_of(kind, spread, by_rows)
-        own = places[spread.cp_rank]
-        if by_rows:
-            own = own[spread.sp_rank * len(own) // sp :][: len(own) // sp]
+    for sharding in shardings(cp, sp, cp_layout):
+        layout = layout_of(kind, sharding, by_sequence)
+        own = places[sharding.cp_rank]
+        if by_sequence:
+            own = own[sharding.sp_rank * len(own) // sp :][: len(own) // sp]
         rows = [place * batch + e for place in own for e in range(batch)]
         assert layout.start.equal(whole.start[rows]) and layout.end.equal(whole.end[rows])
         assert layout.position.equal(whole.position[rows])
@@ -63,7 +63,7 @@ def test_layout_of_a_rank(cp, sp, kind, cp_layout, by_rows):
             row = e * TOTAL + place if layout.key_rows is None else None
             row = int(layout.key_rows[e * TOTAL + place]) if row is None else row
             assert layout.key_rows is None or row == stored.index(place) * batch + e
-        assert layout.real_rows() == whole.real_rows()
+        assert layout.real_tokens() == whole.real_tokens()
         for ratio in (0, 4, 7):
             seen = compressed_keys(layout, ratio, ratio == 4).layout if ratio else layout
             check_bounds(seen)
@@ -107,15 +107,15 @@ def check_bounds(layout):
 def test_halo(cp, sp, kind, cp_layout, reach):
     """The rows before each run are among those that ranks share, and lie where the tables say."""
     batch = KINDS[kind][0]
-    all_spreads = list(spreads(cp, sp, cp_layout))
-    halos = [halo_of(layout_of(kind, s, True), s, reach) for s in all_spreads]
-    keys = layout_of(kind, all_spreads[0], True).key_places
-    start = layout_of(kind, Spread(), True).start[::batch].tolist()
+    all_shardings = list(shardings(cp, sp, cp_layout))
+    halos = [halo_of(layout_of(kind, s, True), s, reach) for s in all_shardings]
+    keys = layout_of(kind, all_shardings[0], True).key_ownership
+    start = layout_of(kind, Sharding(), True).start[::batch].tolist()
     shared = torch.cat(
-        [keys.table[s.rank][h.shared] for s, h in zip(all_spreads, halos, strict=True)]
+        [keys.table[s.rank][h.shared] for s, h in zip(all_shardings, halos, strict=True)]
     )
-    for spread, halo in zip(all_spreads, halos, strict=True):
-        own = keys.table[spread.rank]
+    for sharding, halo in zip(all_shardings, halos, strict=True):
+        own = keys.table[sharding.rank]
         buffer = torch.cat([own, shared]).tolist()
         held = halo.held.view(batch, -1)
         extended = [-1] * halo.length
@@ -138,20 +138,20 @@ def test_halo(cp, sp, kind, cp_layout, reach):
 def test_lengths_that_cannot_be_cut_are_refused():
     params = packed(6, 10)
     with pytest.raises(ConfigError, match=r"multiple of 2 \* context-parallel size = 4"):
-        layout_from_megatron(8, 1, CPU, params, Spread(cp=2))
-    layout_from_megatron(8, 1, CPU, packed(6, 10), Spread(cp=2, cp_layout="zigzag_rows"))
+        layout_from_megatron(8, 1, CPU, params, Sharding(cp=2))
+    layout_from_megatron(8, 1, CPU, packed(6, 10), Sharding(cp=2, cp_layout="zigzag_rows"))
 
 
 def test_padding_far_beyond_the_longest_sequence():
     """Real lengths bound what is seen, not where padding has pushed a row."""
     for rank in range(4):
         params = packed(7, 9, padded_lengths=(64, 32))
-        spread = Spread(cp=4, cp_rank=rank)
-        check_bounds(layout_from_megatron(24, 1, CPU, params, spread))
+        sharding = Sharding(cp=4, cp_rank=rank)
+        check_bounds(layout_from_megatron(24, 1, CPU, params, sharding))
 
 
 def test_what_cannot_be_spread_is_refused():
     with pytest.raises(ConfigError, match="multiple of 4 chunks and of 2 ranks"):
-        Spread(2, 0).chunks(6)
+        Sharding(2, 0).chunks(6)
     with pytest.raises(ConfigError, match="multiple of 1 chunks and of 2 ranks"):
-        Spread(sp=2).chunks(7)
+        Sharding(sp=2).chunks(7)

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_dsa.tools.planner import attention_only, stages
+from megatron_dsa.tools.planner import attention_only, chunks
 from megatron_dsa.tools.planner.command import dry_run
 from tests import host
 from tests.functional.launch import TINY
@@ -52,18 +52,18 @@ def test_the_attention_alone(capsys):
         return sum(p.numel() for name, p in parameters if any(part in name for part in names))
 
     seen = []
-    measure = stages._measure
+    measure = chunks._measure
 
     def count(args, chunk, names):
         seen.append(attention_and_norms(chunk))
         return measure(args, chunk, names)
 
-    with mock.patch.object(stages, "_measure", count):
+    with mock.patch.object(chunks, "_measure", count):
         whole_plan = plan(changes | EXPERTS | WITH_THE_REST)
     alone_plan = plan(changes)
     whole, alone = only_chunk(whole_plan), only_chunk(alone_plan)
-    stand_in = 2 * TINY["--hidden-size"]  # embedding and output layer of one token
-    assert sum(each.count for each in alone.weights) == seen[0] + stand_in
+    fake_kernel = 2 * TINY["--hidden-size"]  # embedding and output layer of one token
+    assert sum(each.count for each in alone.weights) == seen[0] + fake_kernel
     assert sum(each.count for each in whole.weights) > 2 * seen[0]
     left_out = {"experts", "router", "logits", "dense MLP"}
     assert set(attention_only.LEFT_OUT) == left_out
@@ -77,7 +77,7 @@ def test_the_attention_alone(capsys):
 
 
 def test_rope_values_change_no_figure():
-    """As the plan of the attention alone says: it gives them stand-ins."""
+    """As the plan of the attention alone says: it gives them fake kernels."""
     model = BF16 | HYBRID | ALONE | {"--rope-type": "yarn"}
     neutral = {"--rotary-scaling-factor": 1, "--yarn-original-max-position-embeddings": 96}
     other = {

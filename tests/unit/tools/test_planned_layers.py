@@ -12,7 +12,7 @@ import torch
 from benchmarks.ranks_cases import ONE, Case
 from benchmarks.ranks_layer import Layer
 from megatron_dsa.tools.planner.host import META, host, ranks
-from megatron_dsa.tools.planner.tally import Tally
+from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 from tests import host as process
 
 MEASURED = Path(__file__).resolve().parents[3] / "benchmarks" / "layer.csv"
@@ -39,11 +39,11 @@ def planned_mib(heads: int, rows: int, workspace_mib: int) -> float:
             tensor.grad = torch.zeros_like(tensor)
             before.append(tensor.grad)
         gc.collect()
-        tally = Tally()
-        tally.ignore(*before)
-        with tally:
+        tracker = MemoryTracker()
+        tracker.ignore(*before)
+        with tracker:
             layer.step()
-    return tally.peak / 2**20
+    return tracker.peak / 2**20
 
 
 #: Not 16 heads at 4096: the kernels' lists came in larger parts when that was measured.

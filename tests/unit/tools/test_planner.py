@@ -14,10 +14,10 @@ from megatron_dsa import dispatch
 from megatron_dsa.dispatch.gpus import GPU, GPUS
 from megatron_dsa.metrics.log import NAMES, IndexerLog
 from megatron_dsa.ops.compressor.declaration import COMPRESSOR
-from megatron_dsa.tools.planner import stages
+from megatron_dsa.tools.planner import chunks
 from megatron_dsa.tools.planner.command import dry_run
 from megatron_dsa.tools.planner.memory import LIBRARIES
-from megatron_dsa.tools.planner.tally import Tally
+from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 from tests import host
 from tests.plans import BF16, CPU, EXPERTS, HYBRID, command, forget_layouts, only_chunk, plan
 
@@ -60,16 +60,16 @@ CASES = {
 
 def test_a_storage_that_is_emptied_counts_no_more():
     """As Megatron does with what it will compute again."""
-    with Tally() as tally:
+    with MemoryTracker() as tracker:
         x = torch.empty(1000, device="meta")
-        before = tally.restart()
+        before = tracker.restart()
         x.untyped_storage().resize_(0)
-        assert tally.live == before - 4000
+        assert tracker.live == before - 4000
         x.untyped_storage().resize_(4000)
         y = torch.empty(10, device="meta")
-        assert tally.live == tally.peak == before + 40
+        assert tracker.live == tracker.peak == before + 40
         del x, y
-    assert tally.live == 0
+    assert tracker.live == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, real modules take other kernels")
@@ -80,7 +80,7 @@ def test_what_is_kept_is_what_real_modules_keep(name, monkeypatch):
     changes |= CASES[name]
     expected = only_chunk(plan(changes, gpu=CPU))
 
-    measure = stages._measure
+    measure = chunks._measure
 
     def with_values(args, chunk, names):
         with torch.no_grad():
@@ -88,7 +88,7 @@ def test_what_is_kept_is_what_real_modules_keep(name, monkeypatch):
                 torch.nn.init.normal_(parameter, std=0.02)
         return measure(args, chunk, names)
 
-    monkeypatch.setattr(stages, "_measure", with_values)
+    monkeypatch.setattr(chunks, "_measure", with_values)
     real = only_chunk(plan(changes, gpu=CPU, device=torch.device("cpu")))
     assert expected.kept == pytest.approx(real.kept, rel=0.02)
     for layer, real_layer in zip(expected.layers, real.layers, strict=True):
@@ -110,16 +110,16 @@ def test_tally_counts_what_autograd_saves():
 
     x = torch.randn(64, 32, requires_grad=True)
     weight = torch.randn(16, 32, requires_grad=True)
-    tally = Tally()
-    tally.ignore(x, weight)
-    with tally, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    tracker = MemoryTracker()
+    tracker.ignore(x, weight)
+    with tracker, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = torch.nn.functional.silu(x @ weight.t()).square().sum()
     own = {x.untyped_storage().data_ptr(), weight.untyped_storage().data_ptr()}
     expected = sum(size for place, size in saved.items() if place not in own)
-    assert tally.live == expected + out.nbytes
-    assert tally.peak >= tally.live
+    assert tracker.live == expected + out.nbytes
+    assert tracker.peak >= tracker.live
     del out
-    assert tally.live <= expected
+    assert tracker.live <= expected
 
 
 TENSOR = {"--tensor-model-parallel-size": 2, "--sequence-parallel": True}
@@ -159,12 +159,12 @@ def test_frozen_weights_have_no_gradients():
 
 def test_experts_are_divided_and_their_tokens_travel():
     changes = BF16 | EXPERTS | {"--expert-model-parallel-size": 4}
-    alone, spread = plan(BF16 | EXPERTS, world=4), plan(changes, world=4)
-    assert spread.stages[0].memory.weights < alone.stages[0].memory.weights
+    alone, sharding = plan(BF16 | EXPERTS, world=4), plan(changes, world=4)
+    assert sharding.stages[0].memory.weights < alone.stages[0].memory.weights
     # Out and back, forward and backward: hidden states (64) of two experts each, 3 / 4 elsewhere;
     # and their probabilities (fp32).
     hidden = 2 * 96 * 2 * 64 * 2 * 3 // 4
-    assert spread.stages[0].received["expert"] == pytest.approx(4 * hidden, rel=0.05)
+    assert sharding.stages[0].received["expert"] == pytest.approx(4 * hidden, rel=0.05)
 
 
 @pytest.mark.parametrize("virtual", [False, True])
@@ -235,7 +235,7 @@ def test_what_is_printed(capsys):
         assert dry_run([*command(changes), "--dsa-dry-run-world", "2"]) == 0
     out = capsys.readouterr().out
     for part in (
-        "plan for 2 x NVIDIA H200: TP 2 (attention by rows), DP 1",
+        "plan for 2 x NVIDIA H200: TP 2 (attention by sequence), DP 1",
         "0: embedding | layer 1: window; dense MLP | layer 2: CSA (ratio 4) with indexer;",
         "compressor: ",
         " in layers 2-3",
@@ -278,7 +278,7 @@ def test_nothing_is_left_behind(monkeypatch):
     changes = EXPERTS | {"--mtp-num-layers": 1, "--moe-aux-loss-coeff": 0.1}
     plan(BF16 | changes | {"--deterministic-mode": True})
     assert not torch.distributed.is_initialized() and not parallel_state.is_initialized()
-    assert not dispatch.rehearsing() and not dispatch.deterministic_mode()
+    assert not dispatch.on_meta() and not dispatch.deterministic_mode()
     after = torch.cuda.current_device, dict(os.environ), _get_current_function_mode_stack()
     assert after == before
     assert MoEAlltoAllTokenDispatcher.cuda_dtoh_stream is stream
@@ -304,12 +304,12 @@ def test_a_model_of_this_process_keeps_its_log(monkeypatch):
 def test_what_a_plan_chose_is_chosen_anew_and_logged_by_a_run(add, monkeypatch, caplog):
     """Its probes may have answered without the GPU, for a call that is the same."""
     asked = []
-    add("compressor", lambda torchs: torchs, probe=lambda _: asked.append(dispatch.rehearsing()))
+    add("compressor", lambda torchs: torchs, probe=lambda _: asked.append(dispatch.on_meta()))
     monkeypatch.setattr(dispatch.choice_log, "_logged", set())
     caplog.set_level("INFO", "megatron_dsa.dispatch")
     shape = {"heads": 4, "qk_dim": 16, "v_dim": 16, "dtype": torch.float32}
     call = dispatch.describe_call("cpu", **shape)
-    with dispatch.rehearse(dispatch.Rehearsal(None, None)):
+    with dispatch.meta_dispatch(dispatch.MetaDispatch(None, None)):
         COMPRESSOR.choose(call, dispatch.Policy())
     assert asked == [True] and not caplog.messages
     COMPRESSOR.choose(call, dispatch.Policy())

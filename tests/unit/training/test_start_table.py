@@ -17,7 +17,7 @@ def test_a_line_for_each_implementation_of_an_operation():
         Choice("one_with_a_name", TORCH, WHY),
         Choice("one_with_a_name", TORCH, WHY[1:]),
         Choice("two", TORCH, named=True),
-        Choice("three", FUSED, untried=True),
+        Choice("three", FUSED, never_run=True),
     ]
     assert start_table(choices) == [
         "operation        implementation  reason",

@@ -287,7 +287,7 @@ def build(
                 list=place,
                 first=first,
                 rows=owned,
-                all_rows=rows,
+                all_tokens=rows,
                 n=n,
                 blocks=T.ceildiv(n, TILE),
             )

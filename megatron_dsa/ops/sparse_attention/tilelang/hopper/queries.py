@@ -22,7 +22,7 @@ def start_macro(dim: int, v_dim: int):
         if tx < 2 * GROUP:
             for r in T.unroll(2):
                 row = r * 32 + tx // 8
-                source = T.min(at.first + row, at.all_rows - 1)
+                source = T.min(at.first + row, at.all_tokens - 1)
                 fetch(m.q, Q, row, source, row < at.rows, (0, dim), tx)
                 fetch(m.do, dO, row, source, row < at.rows, (0, v_dim), tx)
             T.cp_async_barrier_noinc(queries)

@@ -304,7 +304,7 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
                 tile=head // TILE,
                 first=first,
                 rows=owned,
-                all_rows=rows,
+                all_tokens=rows,
                 n=n,
                 blocks=T.ceildiv(n, TILE),
             )

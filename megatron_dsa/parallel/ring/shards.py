@@ -42,18 +42,18 @@ class Part:
     sequences: Dense | Packed
 
 
-class Rows(Protocol):
+class TokenShard(Protocol):
     """What attention over ranks asks of a rank's rows.
 
     Attributes:
         cp, rank: context-parallel ranks, and which of them this is.
-        rows: how many there are on this rank.
+        tokens: how many there are on this rank.
         packed: whether they are of packed sequences.
     """
 
     cp: int
     rank: int
-    rows: int
+    tokens: int
     packed: bool
 
     def parts(self, source: int) -> tuple[Part, ...]:
@@ -77,8 +77,8 @@ def _check_rank(cp: int, rank: int) -> None:
 
 
 @dataclass(frozen=True)
-class UnpackedRows:
-    """Rows ``s * batch + b`` of Megatron's ``[s_local, b, ...]``: ``batch`` causal sequences.
+class UnpackedShard:
+    """TokenShard ``s * batch + b`` of Megatron's ``[s_local, b, ...]``: ``batch`` causal sequences.
 
     Attributes:
         cp, rank: context-parallel ranks, and which of them this is.
@@ -100,11 +100,11 @@ class UnpackedRows:
         _check_rank(self.cp, self.rank)
 
     @property
-    def rows(self) -> int:
+    def tokens(self) -> int:
         return self.length * self.batch
 
 
-class ZigzagRows(UnpackedRows):
+class ZigzagShard(UnpackedShard):
     """Two chunks of every sequence.
 
     Raises:
@@ -120,8 +120,8 @@ class ZigzagRows(UnpackedRows):
             )
 
     def parts(self, source: int) -> tuple[Part, ...]:
-        """See :meth:`Rows.parts`."""
-        dense, half = Dense(self.batch), self.rows // 2
+        """See :meth:`TokenShard.parts`."""
+        dense, half = Dense(self.batch), self.tokens // 2
         if source == self.rank:
             return own_part(dense)
         if source < self.rank:
@@ -129,27 +129,27 @@ class ZigzagRows(UnpackedRows):
         return (Part(slice(half, None), _ALL, False, dense),)
 
 
-class ContiguousRows(UnpackedRows):
+class ContiguousShard(UnpackedShard):
     """One part of every sequence."""
 
     def parts(self, source: int) -> tuple[Part, ...]:
-        """See :meth:`Rows.parts`."""
+        """See :meth:`TokenShard.parts`."""
         if source == self.rank:
             return own_part(Dense(self.batch))
         return (Part(_ALL, _ALL, False, Dense(self.batch)),) if source < self.rank else ()
 
 
 @dataclass(frozen=True, eq=False)
-class PackedRows:
-    """Rows of packed sequences.
+class PackedShard:
+    """TokenShard of packed sequences.
 
-    Rows past a sequence's real length, and rows after the last sequence, see nothing and are seen
+    TokenShard past a sequence's real length, and rows after the last sequence, see nothing and are seen
     by nobody. Nothing here asks the device for a number. Parts are built once, so the layers of a
     microbatch should share it.
 
     Attributes:
         cp, rank: context-parallel ranks, and which of them this is.
-        rows: local rows of the packed tensors.
+        tokens: local rows of the packed tensors.
         cu_seqlens: int32 ``[sequences + 1]`` on the device, cumulative real lengths of the whole
             sequences.
         max_seqlen: host-side upper bound of a whole sequence's length, see the classes.
@@ -162,7 +162,7 @@ class PackedRows:
 
     cp: int
     rank: int
-    rows: int
+    tokens: int
     cu_seqlens: torch.Tensor
     max_seqlen: int
     cu_seqlens_padded: torch.Tensor | None = None
@@ -186,7 +186,7 @@ class PackedRows:
                 "max_seqlen must be a positive int on the host (a tensor would have to be waited "
                 f"for), got {self.max_seqlen!r}; pass the longest length or the row count."
             )
-        total = self.cp * self.rows
+        total = self.cp * self.tokens
         require_cu_seqlens(self.cu_seqlens, self.cu_seqlens_padded, total, self.max_seqlen)
 
     @property
@@ -201,7 +201,7 @@ class PackedRows:
         return self.derived[key]
 
 
-class PackedZigzagRows(PackedRows):
+class PackedZigzagShard(PackedShard):
     """Two chunks of every sequence, whose padded length is a multiple of ``2 * cp``.
 
     Sequence ``k`` has the local rows ``[padded[k] / cp, padded[k + 1] / cp)``. ``max_seqlen``
@@ -224,7 +224,7 @@ class PackedZigzagRows(PackedRows):
         require_values(rules, " or ".join(rules))
 
     def parts(self, source: int) -> tuple[Part, ...]:
-        """See :meth:`Rows.parts`."""
+        """See :meth:`TokenShard.parts`."""
         # Without padding all earlier ranks look the same, and so do all later ones.
         key = source if self.cu_seqlens_padded is not None else _order(source, self.rank)
         return self._once(key, lambda: self._parts(source))
@@ -233,7 +233,7 @@ class PackedZigzagRows(PackedRows):
         bounds = self.offsets // self.cp
         # A bound for real lengths is one for padded lengths after rounding up.
         longest = -(-self.max_seqlen // (2 * self.cp)) * 2
-        sequences = covering(self._ends(source, bounds[:-1], bounds[1:]), self.rows, longest)
+        sequences = covering(self._ends(source, bounds[:-1], bounds[1:]), self.tokens, longest)
         return (Part(_ALL, _ALL, source == self.rank, sequences),)
 
     def _ends(self, source: int, start, end) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -12,7 +12,7 @@ import torch
 from megatron_dsa.dispatch import Choice
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.required_ops import called_ops
-from megatron_dsa.tools.planner.tally import Tally
+from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 
 
 @dataclass(frozen=True)
@@ -121,16 +121,16 @@ def _group_names(pg_collection) -> Callable:
 
 def _measure(args, chunk: torch.nn.Module, name_of: Callable) -> Chunk:
     """Run one microbatch through a chunk."""
-    tally = Tally(name_of)
-    tally.ignore(*chunk.parameters(), *chunk.buffers())
-    layers = _follow_layers(chunk, tally)
+    tracker = MemoryTracker(name_of)
+    tracker.ignore(*chunk.parameters(), *chunk.buffers())
+    layers = _follow_layers(chunk, tracker)
     for parameter in chunk.parameters():
         if parameter.requires_grad:
             # Megatron adds it to a buffer that counts apart, and lets it go.
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
-    with tally:
+    with tracker:
         output, gradient = _forward(args, chunk)
-        forward_peak, kept = tally.peak, tally.restart()
+        forward_peak, kept = tracker.peak, tracker.restart()
         if output.requires_grad:
             _backward(output, gradient(output))
     outside, whole = [], not args.dsa_dry_run_attention_only
@@ -144,8 +144,8 @@ def _measure(args, chunk: torch.nn.Module, name_of: Callable) -> Chunk:
         _weights(chunk),
         kept,
         forward_peak,
-        tally.peak,
-        dict(tally.received),
+        tracker.peak,
+        dict(tracker.received),
     )
 
 
@@ -209,7 +209,7 @@ def _packed(args, tokens: torch.Tensor):
     )
 
 
-def _follow_layers(chunk, tally: Tally) -> list[Layer]:
+def _follow_layers(chunk, tracker: MemoryTracker) -> list[Layer]:
     """Return the layers of a chunk; ``kept`` is filled in when the chunk runs."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -230,13 +230,13 @@ def _follow_layers(chunk, tally: Tally) -> list[Layer]:
         before: list[int] = []
 
         def begin(_module, _args, before=before):
-            before.append(tally.live)
+            before.append(tracker.live)
 
         def end(_module, _args, _output, before=before, place=place):
             # Once: a recomputed layer runs again in the backward pass.
             started = before.pop()
             if not layers[place].kept:
-                layers[place] = dataclasses.replace(layers[place], kept=tally.live - started)
+                layers[place] = dataclasses.replace(layers[place], kept=tracker.live - started)
 
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(end)

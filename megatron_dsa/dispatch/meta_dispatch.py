@@ -20,7 +20,7 @@ def deterministic_mode() -> bool:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class MetaDispatch:
     """A GPU that is not there, and what stands in for kernels on it.
 
     Attributes:
@@ -32,36 +32,36 @@ class Rehearsal:
     run: Callable
 
 
-_rehearsal: Rehearsal | None = None
+_meta_dispatch: MetaDispatch | None = None
 
 
 @contextlib.contextmanager
-def rehearse(rehearsal: Rehearsal) -> Iterator[None]:
-    """Choose for that GPU and run the stand-ins, while it lasts (``tools.planner``)."""
-    global _rehearsal
-    before, _rehearsal = _rehearsal, rehearsal
+def meta_dispatch(fake: MetaDispatch) -> Iterator[None]:
+    """Choose for that GPU and run the fake kernels, while it lasts (``tools.planner``)."""
+    global _meta_dispatch
+    before, _meta_dispatch = _meta_dispatch, fake
     try:
         yield
     finally:
-        _rehearsal = before
+        _meta_dispatch = before
 
 
-def rehearsal() -> Rehearsal | None:
+def current_meta_dispatch() -> MetaDispatch | None:
     """Return what stands in for kernels now, ``None`` if they run."""
-    return _rehearsal
+    return _meta_dispatch
 
 
-def rehearsing() -> bool:
+def on_meta() -> bool:
     """Whether nothing is to be run on a GPU: kernels are chosen and not called."""
-    return _rehearsal is not None
+    return _meta_dispatch is not None
 
 
 def describe_call(device: torch.device | str, **properties) -> OpCall:
     """Build a :class:`OpCall`, reading the compute capability off ``device``."""
     properties.setdefault("deterministic", deterministic_mode())
-    if _rehearsal is not None:
-        name = "cpu" if _rehearsal.capability is None else "cuda"
-        return OpCall(device=name, capability=_rehearsal.capability, **properties)
+    if _meta_dispatch is not None:
+        name = "cpu" if _meta_dispatch.capability is None else "cuda"
+        return OpCall(device=name, capability=_meta_dispatch.capability, **properties)
     device = torch.device(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return OpCall(device=device.type, capability=capability, **properties)

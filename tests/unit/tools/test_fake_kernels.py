@@ -12,9 +12,9 @@ from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS
+from megatron_dsa.tools.planner.fake_kernels import NoOpKernels, fake_kernel
 from megatron_dsa.tools.planner.host import host
-from megatron_dsa.tools.planner.stand_ins import Silent, stand_in
-from megatron_dsa.tools.planner.tally import Tally
+from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 
 HEADS = (6, 16, 24, 32, 48, 64, 96, 128)
 #: Queries, keys and listed keys: what is most is lists and sums, or the key gradient.
@@ -38,18 +38,18 @@ def saved(given):
 
 
 def peak(run, given, *more):
-    tally = Tally()
-    tally.ignore(given.q, given.kv, given.indices, *more)
-    with tally:
+    tracker = MemoryTracker()
+    tracker.ignore(given.q, given.kv, given.indices, *more)
+    with tracker:
         result = run(given, *more)
     assert result is not None
-    return tally.peak
+    return tracker.peak
 
 
 def planned(capability, operation, name, given, *more):
     (candidate,) = (c for c in OPERATIONS[operation].candidates if c.name == name)
     with host(capability):
-        return peak(lambda *all: stand_in(operation, candidate, *all), given, *more)
+        return peak(lambda *all: fake_kernel(operation, candidate, *all), given, *more)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def kernels(monkeypatch):
 
     def of(capability):
         target = TARGETS[capability]
-        return Silent(target, None if target == "sm_90a" else target)
+        return NoOpKernels(target, None if target == "sm_90a" else target)
 
     return of
 

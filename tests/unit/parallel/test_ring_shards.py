@@ -13,16 +13,16 @@ from megatron_dsa.errors import ConfigError, ImplementationError
 from megatron_dsa.ops.dense_attention import torch as torch_block
 from megatron_dsa.ops.dense_attention.sequences import Dense
 from megatron_dsa.parallel.ring import (
-    ContiguousRows,
+    ContiguousShard,
     PackedRuns,
-    PackedZigzagRows,
-    ZigzagRows,
-    ring_rows,
+    PackedZigzagShard,
+    ZigzagShard,
+    token_shard,
 )
 from megatron_dsa.sequence.compressed import visible_groups
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
-from megatron_dsa.sequence.sharding import CP_LAYOUTS, Spread
+from megatron_dsa.sequence.sharding import CP_LAYOUTS, Sharding
 from tests.helpers import relative_error
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def packed(*lengths, padded=None, bound=None):
 
 def seen(rows, source):
     """Int ``[own rows, rows of the source]``: how often a pair is computed, by the parts."""
-    count = torch.zeros(rows.rows, rows.rows, dtype=torch.int64)
+    count = torch.zeros(rows.tokens, rows.tokens, dtype=torch.int64)
     for part in rows.parts(source):
         block = torch.zeros_like(count[part.queries, part.keys])
         sequences = part.sequences
@@ -90,10 +90,10 @@ def check(rows, places, whole, batch=1):
 def test_unpacked(cp_layout, cp, batch):
     whole = bshd_layout(24, batch, CPU)
     for rank in range(cp):
-        layout = layout_from_megatron(24 // cp, batch, CPU, None, Spread(cp, rank, cp_layout))
-        rows = ring_rows(layout)
-        assert type(rows) is (ContiguousRows if cp_layout == "contiguous" else ZigzagRows)
-        check(rows, layout.key_places.table, whole, batch)
+        layout = layout_from_megatron(24 // cp, batch, CPU, None, Sharding(cp, rank, cp_layout))
+        rows = token_shard(layout)
+        assert type(rows) is (ContiguousShard if cp_layout == "contiguous" else ZigzagShard)
+        check(rows, layout.key_ownership.table, whole, batch)
 
 
 def documents(draw, total, multiple):
@@ -127,12 +127,12 @@ def test_packed(cp_layout, cp):
         whole = packed_layout(cumulative(real), total, None, padded and cumulative(padded))
         for rank in range(cp):
             params = packed(*real, padded=padded, bound=bound)
-            spread = Spread(cp, rank, cp_layout)
-            layout = layout_from_megatron(total // cp, 1, CPU, params, spread)
-            rows = ring_rows(layout)
-            assert type(rows) is (PackedZigzagRows if cp_layout == "zigzag" else PackedRuns)
+            sharding = Sharding(cp, rank, cp_layout)
+            layout = layout_from_megatron(total // cp, 1, CPU, params, sharding)
+            rows = token_shard(layout)
+            assert type(rows) is (PackedZigzagShard if cp_layout == "zigzag" else PackedRuns)
             assert all(len(rows.parts(source)) <= 1 for source in range(cp))
-            check(rows, layout.key_places.table, whole)
+            check(rows, layout.key_ownership.table, whole)
 
 
 def test_runs_in_any_order():
@@ -159,8 +159,8 @@ def test_what_is_too_far_away_is_not_computed():
     """Short documents: a rank needs its neighbour's last rows and nothing of the others."""
     for rank in range(4):
         params = packed(*[5] * 12, bound=5)
-        layout = layout_from_megatron(16, 1, CPU, params, Spread(4, rank, "contiguous"))
-        rows = ring_rows(layout)
+        layout = layout_from_megatron(16, 1, CPU, params, Sharding(4, rank, "contiguous"))
+        rows = token_shard(layout)
         assert {s for s in range(4) if rows.parts(s)} == {rank, max(rank - 1, 0)}
         assert rows.parts(rank)[0].sequences.longest == 5
         if rank:
@@ -171,15 +171,15 @@ def test_what_is_too_far_away_is_not_computed():
 
 def test_what_evaluation_formed_can_be_trained_with():
     for cp_layout in CP_LAYOUTS:
-        layout = layout_from_megatron(16, 1, CPU, packed(32, 8, 16), Spread(4, 1, cp_layout))
+        layout = layout_from_megatron(16, 1, CPU, packed(32, 8, 16), Sharding(4, 1, cp_layout))
         with torch.inference_mode():
-            rows = ring_rows(layout)
+            rows = token_shard(layout)
             sequences = [part.sequences for s in range(4) for part in rows.parts(s)]
             kept = []
             for x in sequences:
                 queries = int(x.cu_q[-1])
                 kept += [*x.ranges(queries), x.blind(queries), x.cu_q, x.cu_k]
-        assert ring_rows(layout) is rows
+        assert token_shard(layout) is rows
         assert kept and not any(x.is_inference() for x in kept)
 
 
@@ -188,7 +188,7 @@ def test_wrong_rows_are_explained():
     with pytest.raises(ConfigError, match=r"runs must be those of 2 ranks, 4 rows each, got \[4"):
         PackedRuns(2, 0, 4, cu, 5, runs=(((0, 4),), ((4, 2),)))
     with pytest.raises(ConfigError, match="layout must be one of sequences"):
-        ring_rows(visible_groups(bshd_layout(8, 1, CPU), 4))
+        token_shard(visible_groups(bshd_layout(8, 1, CPU), 4))
 
 
 HEADS, NOPE, ROPE, VALUE, RANK = 3, 8, 4, 8, 10
@@ -224,20 +224,20 @@ def test_gathered_latents_of_a_layout(cp_layout, kind):
     dispatch.reset_report()
     sums = [torch.zeros_like(x) for x in inputs[1:4]]
     for rank in range(cp):
-        spread = Spread(cp, rank, cp_layout)
-        layout = layout_from_megatron(total // cp, batch, CPU, params, spread)
-        places = layout.key_places.table[:, :, None] * batch + torch.arange(batch)
+        sharding = Sharding(cp, rank, cp_layout)
+        layout = layout_from_megatron(total // cp, batch, CPU, params, sharding)
+        places = layout.key_ownership.table[:, :, None] * batch + torch.arange(batch)
         order, own = places.flatten(), places[rank].flatten()
         mine = [x.clone().requires_grad_() for x in (inputs[0][own], *inputs[2:4])]
-        channel = torch.zeros_like(inputs[1], requires_grad=True)
+        grad_proxy = torch.zeros_like(inputs[1], requires_grad=True)
         out, lse = gathered_latent_attention(
-            mine[0], inputs[1][order], *mine[1:], layout, softmax_scale=0.3, latent_grad=channel
+            mine[0], inputs[1][order], *mine[1:], layout, softmax_scale=0.3, latent_grad=grad_proxy
         )
         out.backward(dout[own])
         assert relative_error(out, right[own]) < 1e-12
         assert torch.equal(lse.isfinite()[:, 0], layout.end > layout.start)
         assert relative_error(mine[0].grad, q.grad[own]) < 1e-12
-        sums[0].index_add_(0, order, channel.grad)
+        sums[0].index_add_(0, order, grad_proxy.grad)
         for total_grad, x in zip(sums[1:], mine[1:], strict=True):
             total_grad += x.grad
     for found, leaf in zip(sums, leaves[1:], strict=True):
@@ -247,24 +247,24 @@ def test_gathered_latents_of_a_layout(cp_layout, kind):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_gradient_of_gathered_latents_without_a_channel(dtype):
-    layout = layout_from_megatron(16, 1, CPU, None, Spread(2, 1, "contiguous"))
+    layout = layout_from_megatron(16, 1, CPU, None, Sharding(2, 1, "contiguous"))
     q, latents, w_uk, w_uv, dout = (x.to(dtype) for x in latent_inputs(32))
     found = []
     for given in (True, False):
         own = latents.clone().requires_grad_(not given)
         wide = torch.promote_types(dtype, torch.float32)
-        channel = torch.zeros_like(latents, dtype=wide).requires_grad_() if given else None
+        grad_proxy = torch.zeros_like(latents, dtype=wide).requires_grad_() if given else None
         out, _ = gathered_latent_attention(
-            q[16:], own, w_uk, w_uv, layout, softmax_scale=0.3, latent_grad=channel
+            q[16:], own, w_uk, w_uv, layout, softmax_scale=0.3, latent_grad=grad_proxy
         )
         out.backward(dout[16:])
-        found.append(channel.grad if given else own.grad)
+        found.append(grad_proxy.grad if given else own.grad)
     assert found[0].dtype == wide and found[1].dtype == dtype
     assert found[0].norm() > 0 and found[0].to(dtype).equal(found[1])
 
 
 def test_wrong_latents_are_explained():
-    layout = layout_from_megatron(16, 1, CPU, None, Spread(2, 1))
+    layout = layout_from_megatron(16, 1, CPU, None, Sharding(2, 1))
     q, latents, w_uk, w_uv, _ = latent_inputs(32)
     weights = {"softmax_scale": 0.3}
     with pytest.raises(ConfigError, match=r"latents must be \[32, R \+ P\]"):
@@ -299,7 +299,7 @@ def test_the_budget_of_the_policy_is_kept(function, monkeypatch):
 
 
 def test_a_named_implementation_is_used_or_refused():
-    layout = layout_from_megatron(16, 1, CPU, None, Spread(2, 1))
+    layout = layout_from_megatron(16, 1, CPU, None, Sharding(2, 1))
     q, latents, w_uk, w_uv, _ = (x.bfloat16() for x in latent_inputs(32))
     arguments = (q[16:], latents, w_uk, w_uv, layout)
     for name, error, words in (

@@ -28,7 +28,7 @@ _COLLECTIVES = {
 _RECEIVES = (c10d.recv_.default,)
 
 
-class Tally(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Follows the storages that are made under it, of any device.
 
     Attributes:
@@ -60,13 +60,13 @@ class Tally(TorchDispatchMode):
     def __enter__(self):
         # No operation: Megatron empties the storage of what it will compute again.
         resize = torch.UntypedStorage.resize_
-        tally = self
+        tracker = self
 
         def resized(storage, size):
             result = resize(storage, size)
-            if (key := storage._cdata) in tally._bytes:
-                tally._count(storage.nbytes() - tally._bytes[key])
-                tally._bytes[key] = storage.nbytes()
+            if (key := storage._cdata) in tracker._bytes:
+                tracker._count(storage.nbytes() - tracker._bytes[key])
+                tracker._bytes[key] = storage.nbytes()
             return result
 
         self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resized)

@@ -23,9 +23,11 @@ from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernel
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels, kernels_for
 
 
-def stand_in(operation: str, candidate: Candidate, *args, **kwargs):
-    """Return meta tensors like those that ``candidate`` would; see :class:`dispatch.Rehearsal`."""
-    return _STAND_INS[operation](candidate, *args, **kwargs)
+def fake_kernel(operation: str, candidate: Candidate, *args, **kwargs):
+    """Return meta tensors like those that ``candidate`` would; see
+    :class:`dispatch.MetaDispatch`.
+    """
+    return _FAKE_KERNELS[operation](candidate, *args, **kwargs)
 
 
 def _temporary(like: torch.Tensor, size: int) -> None:
@@ -36,7 +38,7 @@ def _acc(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return like.new_empty(shape, dtype=accumulation_dtype(like.dtype))
 
 
-class Silent(Kernels):
+class NoOpKernels(Kernels):
     """Kernels that write nothing; what is around them allocates as it does on a GPU."""
 
     def _compiled(self, part, arguments):
@@ -53,7 +55,7 @@ def _own_sparse_attention(adapter: Callable, *args):
 
     found = kernels_for(torch.device("cuda"))
     with mock.patch.object(unions, "compiled", lambda *_: _write_nothing):
-        return adapter(*args, kernels=Silent(found.target, found.tiles))
+        return adapter(*args, kernels=NoOpKernels(found.target, found.tiles))
 
 
 def _sparse_forward(candidate, inputs):
@@ -272,7 +274,7 @@ def _dense_loss(_candidate, inputs):
     )
 
 
-_STAND_INS = {
+_FAKE_KERNELS = {
     "compressor": _compressor,
     "norm_rope": _norm_rope,
     "rotate": _rotate,
