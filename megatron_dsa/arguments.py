@@ -1,25 +1,29 @@
-"""Command line flags, added to Megatron's own parser."""
+"""Command line flags, added to Megatron's own parser.
+
+Flags of the model are made from the fields of the configurations (:mod:`.config`). Flags that no
+field holds are added here.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_dsa.config import (
-    CP_EXCHANGES,
-    STAGES,
-    TEACHERS,
-    TP_MODES,
     CSATransformerConfig,
     DSAOptions,
+    Option,
+    choices_of,
+    option_fields,
 )
-from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, on_meta
 from megatron_dsa.dispatch.gpus import GPUS
-from megatron_dsa.dispatch.policy import FLAG, VARIABLE, check_operations, parse_named
-from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, require
+from megatron_dsa.dispatch.policy import FLAG, check_operations
+from megatron_dsa.errors import TRACEBACK_FLAG
 from megatron_dsa.ops import OPERATIONS
-from megatron_dsa.sequence.sharding import CP_LAYOUTS
 
 BACKENDS = ("dsa_fused", "dsa_unfused")
 _FORMER_NAMES = {
@@ -109,12 +113,11 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     _replace_attention_backend(parser, group)
     parser.set_defaults(dsa_attention_backend=None)
     group.add_argument("--help-dsa", action=_HelpAction, help="Print these flags alone and exit.")
-    _add_training_arguments(group)
-    _add_log_arguments(group)
-    _add_parallel_arguments(group)
+    _add_options(group, DSAOptions)
+    _add_options(group, CSATransformerConfig)
+    _add_run_arguments(group)
     add_dry_run_arguments(group)
-    _add_implementation_arguments(group)
-    _add_csa_arguments(group)
+    _add_former_arguments(group)
     return parser
 
 
@@ -135,20 +138,50 @@ class _HelpAction(argparse.Action):
         parser.exit()
 
 
-def _add_training_arguments(group) -> None:
-    """Add the flags of what is trained, and of what it starts from."""
-    group.add_argument(
-        "--dsa-stage",
-        choices=STAGES,
-        default="sparse",
-        help="dense: plain MLA without indexer; warmup: dense attention, train the indexer on it; "
-        "sparse (default): attend to the indexer's top-k.",
-    )
-    group.add_argument(
-        "--dsa-warmup-train-all",
-        action="store_true",
-        help="In stage warmup, train the main model too (default: only the indexer).",
-    )
+def _add_options(group, config_class: type) -> None:
+    """Add a flag for every field of a configuration class that has one."""
+    for each, about in option_fields(config_class):
+        group.add_argument(about.flag, **_argparse_settings(each, about))
+
+
+def _argparse_settings(each: dataclasses.Field, about: Option) -> dict[str, Any]:
+    """Return what ``add_argument`` is told about a field."""
+    if each.type is bool:
+        return {"action": "store_true", "help": about.help}
+    settings = {"default": each.default, "metavar": about.metavar, "help": about.help}
+    if about.parse is not None:
+        return settings | {"nargs": "+", "default": list(each.default)}
+    if each.default is not None:
+        settings["help"] += " Default: %(default)s."
+    if about.unit != 1:
+        settings["default"] = each.default // about.unit
+    if (choices := choices_of(each)) is not None:
+        return settings | {"choices": choices}
+    kind = get_args(each.type)[0] if isinstance(each.type, UnionType) else each.type
+    if get_origin(kind) is list:
+        return settings | {"nargs": "+", "type": get_args(kind)[0]}
+    return settings | {"type": kind}
+
+
+def field_values(config_class: type, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of a configuration class that the parsed flags give."""
+    return {
+        each.name: _field_value(each, about, getattr(args, about.dest))
+        for each, about in option_fields(config_class)
+    }
+
+
+def _field_value(each: dataclasses.Field, about: Option, given: Any) -> Any:
+    """Return the value of a field for the value of its flag."""
+    if each.type is bool:
+        return given != each.default
+    if about.parse is not None:
+        return about.parse(given, about.flag)
+    return given if about.unit == 1 else given * about.unit
+
+
+def _add_run_arguments(group) -> None:
+    """Add the flags of what a run starts from and of what it reports."""
     group.add_argument(
         "--dsa-load-hf",
         metavar="DIR",
@@ -162,60 +195,19 @@ def _add_training_arguments(group) -> None:
         help="Leave out what released Megatron lacks: hyper-connections, hash-routing (V4).",
     )
     group.add_argument(
-        "--dsa-latent-norm-epsilon",
-        type=float,
-        help="Epsilon of the norms of MLA's latents (default: --norm-epsilon). GLM-5 has another.",
-    )
-
-
-def _add_log_arguments(group) -> None:
-    """Add the flags of what the log says."""
-    group.add_argument(
         "--dsa-log-dispatch",
         action="store_true",
         help="Log every implementation that was rejected, with its reason.",
-    )
-    group.add_argument(
-        "--dsa-health-rows",
-        type=int,
-        default=DSAOptions.health_rows,
-        help="Query rows per layer on which the selection is judged for the log, once per "
-        "iteration; 0 turns this off (%(default)s).",
-    )
-    group.add_argument(
-        "--dsa-evaluate-indexer",
-        action="store_true",
-        help="Compute and log the indexer loss in evaluation passes, too.",
     )
     group.add_argument(
         "--dsa-time-operations",
         action="store_true",
         help="Measure the time of every operation and write it to TensorBoard and W&B.",
     )
-
-
-def _add_parallel_arguments(group) -> None:
-    """Add the flags of how context- and tensor-parallel ranks divide the work."""
     group.add_argument(
-        "--dsa-cp-layout",
-        choices=CP_LAYOUTS,
-        default=DSAOptions.cp_layout,
-        help="How context parallelism shards rows: two chunks per rank, of every document "
-        "(zigzag, default) or of packed rows (zigzag_rows), or one part per rank (contiguous).",
-    )
-    group.add_argument(
-        "--dsa-cp-exchange",
-        choices=CP_EXCHANGES,
-        default=DSAOptions.cp_exchange,
-        help="What context-parallel ranks exchange in the dense stages: MLA's latents, gathered, "
-        "or keys and values of the local heads, round a ring; auto (default): the narrower.",
-    )
-    group.add_argument(
-        "--dsa-tp-mode",
-        choices=TP_MODES,
-        default=DSAOptions.tp_mode,
-        help="Under tensor parallelism a rank attends for all rows with its heads, or for its rows "
-        "with all heads; auto (default): rows where it would have less than 64 heads.",
+        TRACEBACK_FLAG,
+        action="store_true",
+        help="Show where an error comes from, which is said in a sentence else.",
     )
 
 
@@ -251,39 +243,8 @@ def add_setting_arguments(group) -> None:
     )
 
 
-def _add_implementation_arguments(group) -> None:
-    """Add the flags of what runs, one per operation among them."""
-    group.add_argument(
-        TRACEBACK_FLAG,
-        action="store_true",
-        help="Show where an error comes from, which is said in a sentence else.",
-    )
-    group.add_argument(
-        "--dsa-strict",
-        action="store_true",
-        help="Stop at start-up if an operation has no fused implementation that can run.",
-    )
-    group.add_argument(
-        "--dsa-workspace-mib",
-        type=int,
-        default=DEFAULT_WORKSPACE_BYTES // 2**20,
-        help="Memory that an implementation may use for temporaries, in MiB (%(default)s).",
-    )
-    group.add_argument(
-        "--dsa-fp8-selection",
-        action="store_true",
-        help="Select keys by index scores in fp8 and score the best of them again: faster, and a "
-        "key that fp8 misjudges by much is missed.",
-    )
-    group.add_argument(
-        FLAG,
-        nargs="+",
-        default=[],
-        metavar="OPERATION=NAME",
-        help="Implementations that run or stop the start-up, by operation, for example "
-        "sparse_attention_forward=flashmla. python -m megatron_dsa info --support-table lists all "
-        f"names. Environment: {VARIABLE}, split by commas.",
-    )
+def _add_former_arguments(group) -> None:
+    """Add the flags of earlier versions, which no help text shows."""
     for old, new in RENAMED.items():
         group.add_argument(old, action=_RefuseRenamed, new=new, nargs="*", help=argparse.SUPPRESS)
 
@@ -297,134 +258,6 @@ class _RefuseRenamed(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         parser.error(f"argument {option_string}: it is {self.new} now")
-
-
-def _add_csa_arguments(group) -> None:
-    """Add the flags of DeepSeek-V4's attention, named like Megatron's configuration fields."""
-    group.add_argument(
-        "--csa-compress-ratios",
-        type=int,
-        nargs="+",
-        help="One ratio per layer, multi-token prediction layers last: 0 window only, 4 CSA, more "
-        "HCA. Gives the layers DeepSeek-V4's attention.",
-    )
-    group.add_argument(
-        "--csa-window-size",
-        type=int,
-        default=CSATransformerConfig.csa_window_size,
-        help="Latest positions that every query sees (%(default)s).",
-    )
-    group.add_argument(
-        "--csa-compress-rotary-base",
-        type=float,
-        help="Rotary base of layers with compression; required, take it from the model.",
-    )
-    group.add_argument(
-        "--o-groups",
-        type=int,
-        default=CSATransformerConfig.o_groups,
-        help="Groups of heads with an output projection each (%(default)s).",
-    )
-    group.add_argument(
-        "--o-lora-rank",
-        type=int,
-        default=CSATransformerConfig.o_lora_rank,
-        help="Rank of a group's output projection (%(default)s).",
-    )
-    group.add_argument(
-        "--dsa-csa-teacher",
-        choices=TEACHERS,
-        default=DSAOptions.csa_teacher,
-        help="What the indexer learns: the probabilities of compressed keys beside window and sink "
-        "(attention, default), or a softmax over compressed keys alone.",
-    )
-
-
-def csa_fields(args: argparse.Namespace) -> dict:
-    """Return the fields of :class:`CSATransformerConfig` that the parsed flags give."""
-    names = (
-        "csa_compress_ratios",
-        "csa_window_size",
-        "csa_compress_rotary_base",
-        "o_groups",
-        "o_lora_rank",
-    )
-    return {name: getattr(args, name) for name in names}
-
-
-def refuse_unused_csa_flags(args: argparse.Namespace) -> None:
-    """Raise for flags of hybrid attention without the one that asks for it."""
-    defaults = {name: getattr(CSATransformerConfig, name) for name in csa_fields(args)}
-    defaults["dsa_csa_teacher"] = DSAOptions.csa_teacher
-    given = [name for name, default in defaults.items() if getattr(args, name) != default]
-    if given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise ConfigError(f"{flags}: has a meaning only with --csa-compress-ratios, add that")
-
-
-def refuse_ignored_flags(args: argparse.Namespace) -> None:
-    """Raise for flags that would have no effect on the run that the others describe."""
-    rules = (
-        (
-            args.dsa_load_hf is not None or not args.dsa_hf_without,
-            "--dsa-hf-without has a meaning only with --dsa-load-hf: add that or drop it",
-        ),
-        (
-            args.dsa_stage == "warmup" or not args.dsa_warmup_train_all,
-            f"--dsa-warmup-train-all has a meaning only in --dsa-stage warmup, got "
-            f"{args.dsa_stage}, which trains everything: drop it",
-        ),
-        (
-            args.dsa_stage != "dense" or not args.dsa_evaluate_indexer,
-            "--dsa-evaluate-indexer has no meaning in --dsa-stage dense, which has no indexer: "
-            "drop it",
-        ),
-        (
-            not args.use_rope_scaling and args.rotary_seq_len_interpolation_factor is None,
-            "--use-rope-scaling and --rotary-seq-len-interpolation-factor have no effect on MLA: "
-            "use --rope-type yarn with --rotary-scaling-factor",
-        ),
-    )
-    for ok, message in rules:
-        require(ok, message)
-
-
-def refuse_dry_run_flags(args: argparse.Namespace) -> None:
-    """Raise for flags of plans in a training, which would go on as if they were not there."""
-    if args.dsa_dry_run:
-        raise ConfigError(
-            "--dsa-dry-run: this script trains, it makes no plans; give the same flags to "
-            "python -m megatron_dsa.pretrain"
-        )
-    for name in ("dsa_dry_run_world", "dsa_dry_run_gpu", "dsa_dry_run_attention_only"):
-        # The last one is a flag of the planned model, too.
-        if getattr(args, name) and not on_meta():
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag}: has a meaning only with --dsa-dry-run, add that")
-
-
-def apply_yarn_flags(args: argparse.Namespace, config) -> None:
-    """Set on an MLA configuration what Megatron's YaRN flags say, which it ignores for MLA.
-
-    Raises:
-        ConfigError: hybrid attention under YaRN without the original length, which cannot be
-            guessed: it decides which frequencies are stretched.
-    """
-    original = args.yarn_original_max_position_embeddings
-    stretched = config.rope_type == "yarn" and config.rotary_scaling_factor != 1
-    if stretched and any(args.csa_compress_ratios or ()) and original is None:
-        raise ConfigError(
-            "--yarn-original-max-position-embeddings is required with --rope-type yarn and "
-            "compressed layers: take it from the model's own configuration"
-        )
-    given = {
-        "original_max_position_embeddings": original,
-        "beta_fast": args.yarn_beta_fast,
-        "beta_slow": args.yarn_beta_slow,
-    }
-    for name, value in given.items():
-        if value is not None:
-            setattr(config, name, value)
 
 
 def megatron_argv(argv: list[str]) -> list[str]:
@@ -450,21 +283,8 @@ def options_from_args(args: argparse.Namespace) -> DSAOptions:
     Raises:
         ConfigError: ``--dsa-impl`` names what does not exist.
     """
-    named = parse_named(args.dsa_impl, FLAG)
-    check_operations(dict(named), OPERATIONS, FLAG)
-    return DSAOptions(
-        stage=args.dsa_stage,
-        freeze_main=not args.dsa_warmup_train_all,
-        fused=args.dsa_attention_backend != "dsa_unfused",
-        strict=args.dsa_strict,
-        workspace_bytes=args.dsa_workspace_mib * 2**20,
-        health_rows=args.dsa_health_rows,
-        evaluate_indexer=args.dsa_evaluate_indexer,
-        csa_teacher=args.dsa_csa_teacher,
-        cp_layout=args.dsa_cp_layout,
-        tp_mode=args.dsa_tp_mode,
-        cp_exchange=args.dsa_cp_exchange,
-        fp8_selection=args.dsa_fp8_selection,
-        latent_norm_epsilon=args.dsa_latent_norm_epsilon,
-        named=named,
+    options = DSAOptions(
+        fused=args.dsa_attention_backend != "dsa_unfused", **field_values(DSAOptions, args)
     )
+    check_operations(dict(options.named), OPERATIONS, FLAG)
+    return options

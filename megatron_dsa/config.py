@@ -1,27 +1,89 @@
 """Configuration: what this package adds to Megatron's MLA configuration."""
 
-from __future__ import annotations
-
+# Without ``from __future__ import annotations``: flags are made from the types of fields.
 import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self, get_args, get_origin
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_dsa.config_rules import CSA_RATIO, csa_rules, dsa_rules
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
-from megatron_dsa.errors import ConfigError
-from megatron_dsa.sequence.sharding import CP_LAYOUTS
+from megatron_dsa.dispatch.policy import FLAG, VARIABLE, parse_named
+from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.sequence.sharding import CPLayout
 from megatron_dsa.versions import require_supported_megatron
 
 require_supported_megatron()
 
-STAGES = ("dense", "warmup", "sparse")
-TEACHERS = ("attention", "compressed")
-TP_MODES = ("auto", "heads", "sequence")
-CP_EXCHANGES = ("auto", "latents", "keys")
 #: Heads that fill the tiles of the attention kernels.
 FULL_TILE = 64
+
+
+@dataclass(frozen=True)
+class Option:
+    """The flag of a field, its help text, and the rule for its values.
+
+    Choices are those of the field's type, ``Literal[...]``.
+
+    Attributes:
+        flag: name of the flag. A flag of a boolean field reverses the default.
+        help: text of ``--help-dsa``, which appends the default.
+        metavar: how help texts call the value.
+        unit: what one of the flag's units is in the field, for example bytes per MiB.
+        minimum: least value, in units of the flag.
+        positive: whether the value must be above 0.
+        parse: returns the field's value; gets the words after the flag, and the flag for messages.
+    """
+
+    flag: str
+    help: str
+    metavar: str | None = None
+    unit: int = 1
+    minimum: int | None = None
+    positive: bool = False
+    parse: Callable[[list[str], str], Any] | None = None
+
+    @property
+    def dest(self) -> str:
+        """Attribute of the parsed arguments that holds the flag's value."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+def option(default: Any, flag: str, help: str, **settings: Any) -> Any:
+    """Return a dataclass field with a flag; ``settings`` are further fields of :class:`Option`."""
+    return field(default=default, metadata={"option": Option(flag, help, **settings)})
+
+
+def option_fields(config_class: type) -> Iterator[tuple[dataclasses.Field, Option]]:
+    """Yield the fields of a dataclass that have a flag, each with its :class:`Option`."""
+    for each in dataclasses.fields(config_class):
+        if "option" in each.metadata:
+            yield each, each.metadata["option"]
+
+
+def choices_of(each: dataclasses.Field) -> tuple[str, ...] | None:
+    """Return the values that a field may hold, or ``None`` if they are not listed."""
+    return get_args(each.type) if get_origin(each.type) is Literal else None
+
+
+def option_rules(config_class: type, values: Any):
+    """Yield ``(ok, message)`` for the choices and ranges of the options of a class.
+
+    Args:
+        values: has the fields of ``config_class`` as attributes.
+    """
+    for each, about in option_fields(config_class):
+        value, choices = getattr(values, each.name), choices_of(each)
+        if choices is not None:
+            rule = f"one of {', '.join(choices)}"
+            yield value in choices, f"{about.flag} must be {rule}, got {value!r}"
+        elif value is not None and about.minimum is not None:
+            least, given = about.minimum, value / about.unit
+            yield given >= least, f"{about.flag} must be at least {least}, got {given:g}"
+        elif value is not None and about.positive:
+            yield value > 0, f"{about.flag} must be positive, got {value}"
 
 
 @dataclass(frozen=True)
@@ -29,79 +91,98 @@ class DSAOptions:
     """Settings that Megatron's own configuration has no field for.
 
     They travel as the attribute ``dsa`` of the transformer configuration; a configuration without
-    it (somebody else's training script) gets the defaults.
-
-    Attributes:
-        stage: ``dense`` (plain MLA, no indexer), ``warmup`` (dense attention, dense indexer loss)
-            or ``sparse`` (top-k attention).
-        freeze_main: in ``warmup``, train the indexer alone.
-        fused: prefer fused implementations (``--attention-backend dsa_fused``).
-        strict: refuse to run an operation unfused (``--dsa-strict``).
-        workspace_bytes: budget for temporary memory of the implementations that need much.
-        health_rows: query rows per layer on which the health figures are measured, once per
-            iteration; 0 switches them off.
-        evaluate_indexer: compute the indexer loss in evaluation passes, too.
-        csa_teacher: what the indexer of hybrid attention learns: ``attention``, the probabilities
-            of the compressed keys beside window and sink, or ``compressed``, a softmax over the
-            compressed keys alone (an older reading of the model).
-        cp_layout: how context parallelism shards rows, see
-            :data:`.sequence.sharding.CP_LAYOUTS`.
-        tp_mode: under tensor parallelism each rank attends with its ``heads`` for all rows, or for
-            its part of the ``sequence`` with all heads, or
-            ``auto``: the latter where a rank would have less than 64
-            heads, which leave a GPU's tile empty.
-        cp_exchange: what context-parallel ranks exchange in the dense stages: MLA's ``latents``,
-            gathered, or the ``keys`` and values of the heads, round a ring; ``auto``: the narrower.
-        fp8_selection: select keys by fp8 scores and score the best of them again.
-        latent_norm_epsilon: of the norms of MLA's latents; ``None``: that of all norms.
-        named: pairs ``(operation, implementation)`` that must run or raise.
+    it (somebody else's training script) gets the defaults. ``--help-dsa`` prints their help texts.
     """
 
-    stage: Literal["dense", "warmup", "sparse"] = "sparse"
-    freeze_main: bool = True
+    stage: Literal["dense", "warmup", "sparse"] = option(
+        "sparse",
+        "--dsa-stage",
+        "dense: plain MLA without indexer; warmup: dense attention, train the indexer on it; "
+        "sparse: attend to the indexer's top-k.",
+    )
+    freeze_main: bool = option(
+        True,
+        "--dsa-warmup-train-all",
+        "In stage warmup, train the main model too (default: only the indexer).",
+    )
+    #: Prefer fused implementations; ``--attention-backend dsa_unfused`` does not.
     fused: bool = True
-    strict: bool = False
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
-    health_rows: int = 16
-    evaluate_indexer: bool = False
-    csa_teacher: Literal["attention", "compressed"] = "attention"
-    cp_layout: Literal["zigzag", "zigzag_rows", "contiguous"] = "zigzag"
-    tp_mode: Literal["auto", "heads", "sequence"] = "auto"
-    cp_exchange: Literal["auto", "latents", "keys"] = "auto"
-    fp8_selection: bool = False
-    latent_norm_epsilon: float | None = None
-    named: tuple[tuple[str, str], ...] = ()
+    strict: bool = option(
+        False,
+        "--dsa-strict",
+        "Stop at start-up if an operation has no fused implementation that can run.",
+    )
+    workspace_bytes: int = option(
+        DEFAULT_WORKSPACE_BYTES,
+        "--dsa-workspace-mib",
+        "Memory that an implementation may use for temporaries, in MiB.",
+        unit=2**20,
+        minimum=1,
+    )
+    health_rows: int = option(
+        16,
+        "--dsa-health-rows",
+        "Query rows per layer on which the selection is judged for the log, once per iteration; 0 "
+        "turns this off.",
+        minimum=0,
+    )
+    evaluate_indexer: bool = option(
+        False,
+        "--dsa-evaluate-indexer",
+        "Compute and log the indexer loss in evaluation passes, too.",
+    )
+    cp_layout: CPLayout = option(
+        "zigzag",
+        "--dsa-cp-layout",
+        "How context parallelism shards rows: two chunks per rank, of every document (zigzag) or "
+        "of packed rows (zigzag_rows), or one part per rank (contiguous).",
+    )
+    tp_mode: Literal["auto", "heads", "sequence"] = option(
+        "auto",
+        "--dsa-tp-mode",
+        "Under tensor parallelism a rank attends for all tokens with its heads, or for its part of "
+        "the sequence with all heads; auto: the sequence where it would have less than 64 heads, "
+        "which leave a GPU's tile empty.",
+    )
+    cp_exchange: Literal["auto", "latents", "keys"] = option(
+        "auto",
+        "--dsa-cp-exchange",
+        "What context-parallel ranks exchange in the dense stages: MLA's latents, gathered, or "
+        "keys and values of the local heads, round a ring; auto: the narrower.",
+    )
+    fp8_selection: bool = option(
+        False,
+        "--dsa-fp8-selection",
+        "Select keys by index scores in fp8 and score the best of them again: faster, and a key "
+        "that fp8 misjudges by much is missed.",
+    )
+    latent_norm_epsilon: float | None = option(
+        None,
+        "--dsa-latent-norm-epsilon",
+        "Epsilon of the norms of MLA's latents (default: --norm-epsilon). GLM-5 has another.",
+        positive=True,
+    )
+    #: Pairs ``(operation, implementation)`` that must run or raise.
+    named: tuple[tuple[str, str], ...] = option(
+        (),
+        FLAG,
+        "Implementations that run or stop the start-up, by operation, for example "
+        "sparse_attention_forward=flashmla. python -m megatron_dsa info --support-table lists all "
+        f"names. Environment: {VARIABLE}, split by commas.",
+        metavar="OPERATION=NAME",
+        parse=parse_named,
+    )
+    csa_teacher: Literal["attention", "compressed"] = option(
+        "attention",
+        "--dsa-csa-teacher",
+        "What the indexer of CSA layers learns: the probabilities of compressed keys beside window "
+        "and sink (attention), or a softmax over compressed keys alone (compressed, an older "
+        "reading of the model).",
+    )
 
     def __post_init__(self):
-        if self.stage not in STAGES:
-            raise ConfigError(f"--dsa-stage must be one of {', '.join(STAGES)}, got {self.stage!r}")
-        if self.workspace_bytes < 2**20:
-            raise ConfigError(
-                f"--dsa-workspace-mib must be at least 1, got {self.workspace_bytes / 2**20:g}"
-            )
-        if self.csa_teacher not in TEACHERS:
-            raise ConfigError(
-                f"--dsa-csa-teacher must be one of {', '.join(TEACHERS)}, got {self.csa_teacher!r}"
-            )
-        if self.cp_layout not in CP_LAYOUTS:
-            raise ConfigError(
-                f"--dsa-cp-layout must be one of {', '.join(CP_LAYOUTS)}, got {self.cp_layout!r}"
-            )
-        if self.tp_mode not in TP_MODES:
-            raise ConfigError(
-                f"--dsa-tp-mode must be one of {', '.join(TP_MODES)}, got {self.tp_mode!r}"
-            )
-        if self.cp_exchange not in CP_EXCHANGES:
-            raise ConfigError(
-                f"--dsa-cp-exchange must be one of {', '.join(CP_EXCHANGES)}, got "
-                f"{self.cp_exchange!r}"
-            )
-        if self.latent_norm_epsilon is not None and self.latent_norm_epsilon <= 0:
-            raise ConfigError(
-                f"--dsa-latent-norm-epsilon must be positive, got {self.latent_norm_epsilon}"
-            )
-        if self.health_rows < 0:
-            raise ConfigError(f"--dsa-health-rows must be 0 or more, got {self.health_rows}")
+        for ok, message in option_rules(DSAOptions, self):
+            require(ok, message)
         # Configuration files give lists back, and dispatch looks its choices up by these.
         object.__setattr__(self, "named", tuple(tuple(pair) for pair in self.named))
 
@@ -122,7 +203,7 @@ class DSATransformerConfig(MLATransformerConfig):
         validate(self)
 
     @classmethod
-    def from_mla(cls, config: MLATransformerConfig, options: DSAOptions) -> DSATransformerConfig:
+    def from_mla(cls, config: MLATransformerConfig, options: DSAOptions) -> Self:
         """Return ``config`` as this class.
 
         Megatron's ``__post_init__`` rewrites fields and may not run twice, so the finished fields
@@ -141,30 +222,44 @@ class CSATransformerConfig(DSATransformerConfig):
 
     The one key/value head has ``v_head_dim`` dims, of which the last ``qk_pos_emb_head_dim`` are
     rotated; ``kv_lora_rank`` has no meaning. Names are those of Megatron's development branch.
-
-    Attributes:
-        csa_compress_ratios: one per layer, those of multi-token prediction last. 0: window only;
-            4: CSA, window and selected compressed keys; more: HCA, window and all compressed keys.
-        csa_window_size: latest positions that every query sees, its own included.
-        csa_compress_rotary_base: rotary base of layers with compression; YaRN
-            (``rope_type="yarn"``) applies to them alone. ``rotary_base`` is that of the others.
-        o_groups, o_lora_rank: groups of heads with a low-rank output projection each, and its rank.
     """
 
-    csa_compress_ratios: list[int] | None = None
-    csa_window_size: int = 128
-    csa_compress_rotary_base: float | None = None
-    o_groups: int = 8
-    o_lora_rank: int = 1024
+    csa_compress_ratios: list[int] | None = option(
+        None,
+        "--csa-compress-ratios",
+        "One ratio per layer, multi-token prediction layers last: 0 window only; 4 CSA, window and "
+        "selected compressed keys; more: HCA, window and all compressed keys. Gives the layers "
+        "DeepSeek-V4's attention.",
+    )
+    csa_window_size: int = option(
+        128,
+        "--csa-window-size",
+        "Latest positions that every query sees, its own included.",
+        minimum=1,
+    )
+    csa_compress_rotary_base: float | None = option(
+        None,
+        "--csa-compress-rotary-base",
+        "Rotary base of layers with compression, to which alone YaRN applies; required, take it "
+        "from the model. --rotary-base is that of the others.",
+    )
+    o_groups: int = option(
+        8,
+        "--o-groups",
+        "Groups of heads with a low-rank output projection each.",
+    )
+    o_lora_rank: int = option(
+        1024,
+        "--o-lora-rank",
+        "Rank of a group's output projection.",
+    )
 
     def __post_init__(self):
         self._set_ratios()
         super().__post_init__()
 
     @classmethod
-    def from_mla(
-        cls, config: MLATransformerConfig, options: DSAOptions, **hybrid: Any
-    ) -> CSATransformerConfig:
+    def from_mla(cls, config: MLATransformerConfig, options: DSAOptions, **hybrid: Any) -> Self:
         """Return a finished MLA configuration as this class; ``hybrid`` has the fields above."""
         ours = cls.__new__(cls)
         for each in dataclasses.fields(cls):
@@ -290,7 +385,11 @@ def validate(config: Any) -> None:
 
     Called when the configuration or a layer is built: nothing of this is left to the first step.
     """
-    rules = (csa_rules if uses_csa(config) else dsa_rules)(config, options_of(config))
+    if uses_csa(config):
+        rules = [*option_rules(CSATransformerConfig, config)]
+        rules += csa_rules(config, options_of(config))
+    else:
+        rules = dsa_rules(config, options_of(config))
     complaints = [message for ok, message in rules if not ok]
     if complaints:
         raise ConfigError(

@@ -325,10 +325,6 @@ def _pattern_rules(config):
     )
     bad = [ratio for ratio in ratios or () if ratio < 0 or ratio == 1]
     yield (not bad, f"--csa-compress-ratios must be 0 or at least 2, got {bad[:1]}")
-    yield (
-        config.csa_window_size >= 1,
-        f"--csa-window-size must be at least 1, got {config.csa_window_size}",
-    )
     compresses = any(ratios or ())
     yield (
         not compresses or (config.csa_compress_rotary_base or 0) > 0,

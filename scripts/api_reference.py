@@ -14,6 +14,8 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import ForwardRef
 
+from megatron_dsa.config import option_fields
+
 #: The public modules, in the order of the page; ``docs/design/architecture.md`` names them, too.
 MODULES = (
     "dsa_kernels",
@@ -104,10 +106,17 @@ def signature(value) -> str:
     return f"{value.__name__}(\n{lines}){arrow}"
 
 
+def options(value: type) -> list[str]:
+    """Return a line for every field of a configuration that has a flag: its help text."""
+    fields = option_fields(value) if is_dataclass(value) else ()
+    return [f".{each.name} ({about.flag})\n    {about.help}" for each, about in fields]
+
+
 def entry(value) -> str:
     """Return heading, signature and docstring of a class with its methods, or of a function."""
     parts = [signature(value), inspect.cleandoc(value.__doc__ or "")]
     if inspect.isclass(value):
+        parts += options(value)
         for name, member in vars(value).items():
             if name.startswith("_") or not getattr(member, "__doc__", None):
                 continue

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, get_args
 
 import torch
 
@@ -23,7 +24,8 @@ from megatron_dsa.sequence.layout import Layout, QueryRange
 #: ``zigzag``: a rank holds chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp``, of every document in
 #: packed batches; ``zigzag_rows``: of the packed rows, whatever documents they belong to;
 #: ``contiguous``: the ``r``-th of ``cp`` equal parts of the rows.
-CP_LAYOUTS = ("zigzag", "zigzag_rows", "contiguous")
+CPLayout = Literal["zigzag", "zigzag_rows", "contiguous"]
+CP_LAYOUTS = get_args(CPLayout)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Sharding:
 
     cp: int = 1
     cp_rank: int = 0
-    cp_layout: str = "zigzag"
+    cp_layout: CPLayout = "zigzag"
     sp: int = 1
     sp_rank: int = 0
 

@@ -12,14 +12,7 @@ from megatron.training.argument_utils import (
     gpt_config_from_args,
 )
 
-from megatron_dsa.arguments import (
-    apply_yarn_flags,
-    csa_fields,
-    options_from_args,
-    refuse_dry_run_flags,
-    refuse_ignored_flags,
-    refuse_unused_csa_flags,
-)
+from megatron_dsa.arguments import field_values, options_from_args
 from megatron_dsa.config import CSATransformerConfig, DSATransformerConfig
 from megatron_dsa.dispatch import log_all_candidates
 from megatron_dsa.dispatch.counts import TIMES
@@ -27,6 +20,12 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.throughput import installed
 from megatron_dsa.modules.freezing import freeze_for_stage
 from megatron_dsa.training.data import check_spread, get_batch
+from megatron_dsa.training.flag_rules import (
+    apply_yarn_flags,
+    refuse_dry_run_flags,
+    refuse_ignored_flags,
+    refuse_unused_csa_flags,
+)
 from megatron_dsa.training.model import DSAModelConfig
 
 
@@ -87,7 +86,8 @@ def model_config_from_args(args):
     apply_yarn_flags(args, mla)
     options = options_from_args(args)
     if args.csa_compress_ratios is not None:
-        config = CSATransformerConfig.from_mla(mla, options, **csa_fields(args))
+        hybrid = field_values(CSATransformerConfig, args)
+        config = CSATransformerConfig.from_mla(mla, options, **hybrid)
     else:
         refuse_unused_csa_flags(args)
         config = DSATransformerConfig.from_mla(mla, options)

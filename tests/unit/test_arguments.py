@@ -1,7 +1,10 @@
 """Flags: ours beside Megatron's own, and what travels on to Megatron."""
 
 import argparse
+import dataclasses
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,15 +12,22 @@ from megatron_dsa.errors import ConfigError
 from tests.functional.launch import TINY, command_line
 from tests.host import parsed, start
 
+FLAGS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "flags.md"
 
-def parse(*flags):
+
+def both_parsers():
+    """Megatron's flags and ours, in one parser."""
     start()
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_dsa.arguments import add_dsa_arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    return add_dsa_arguments(add_megatron_arguments(parser)).parse_args(list(flags))
+    return add_dsa_arguments(add_megatron_arguments(parser))
+
+
+def parse(*flags):
+    return both_parsers().parse_args(list(flags))
 
 
 @pytest.mark.parametrize("form", ["space", "equals"])
@@ -72,6 +82,126 @@ def test_options():
     assert (args.dsa_indexer_topk, args.dsa_indexer_use_sparse_loss) == (77, True)
 
 
+def test_every_option_has_a_flag():
+    """``fused`` is set by ``--attention-backend``, which is Megatron's flag."""
+    from megatron_dsa.config import (
+        CSATransformerConfig,
+        DSAOptions,
+        DSATransformerConfig,
+        option_fields,
+    )
+
+    names = {each.name for each in dataclasses.fields(DSAOptions)}
+    assert names - {each.name for each, _ in option_fields(DSAOptions)} == {"fused"}
+    inherited = len(dataclasses.fields(DSATransformerConfig))
+    own = dataclasses.fields(CSATransformerConfig)[inherited:]
+    assert own == tuple(each for each, _ in option_fields(CSATransformerConfig))
+
+
+def test_flags_that_are_not_given_leave_the_defaults():
+    from megatron_dsa.arguments import field_values, options_from_args
+    from megatron_dsa.config import CSATransformerConfig, DSAOptions, option_fields
+
+    args = parse()
+    assert options_from_args(args) == DSAOptions()
+    defaults = {each.name: each.default for each, _ in option_fields(CSATransformerConfig)}
+    assert field_values(CSATransformerConfig, args) == defaults
+
+
+#: Words after each flag, and the value of its field.
+GIVEN = {
+    "--dsa-stage": ("dense", "dense"),
+    "--dsa-warmup-train-all": ("", False),
+    "--dsa-strict": ("", True),
+    "--dsa-workspace-mib": ("3", 3 * 2**20),
+    "--dsa-health-rows": ("0", 0),
+    "--dsa-evaluate-indexer": ("", True),
+    "--dsa-cp-layout": ("contiguous", "contiguous"),
+    "--dsa-tp-mode": ("heads", "heads"),
+    "--dsa-cp-exchange": ("keys", "keys"),
+    "--dsa-fp8-selection": ("", True),
+    "--dsa-latent-norm-epsilon": ("1e-5", 1e-5),
+    "--dsa-impl": ("rotate=torch key_lists=torch", (("rotate", "torch"), ("key_lists", "torch"))),
+    "--dsa-csa-teacher": ("compressed", "compressed"),
+    "--csa-compress-ratios": ("0 4 128", [0, 4, 128]),
+    "--csa-window-size": ("9", 9),
+    "--csa-compress-rotary-base": ("160000", 160000.0),
+    "--o-groups": ("2", 2),
+    "--o-lora-rank": ("64", 64),
+}
+
+
+def test_every_flag_reaches_its_field():
+    from megatron_dsa.arguments import field_values
+    from megatron_dsa.config import CSATransformerConfig, DSAOptions, option_fields
+
+    args = parse(*(word for flag in GIVEN for word in [flag, *GIVEN[flag][0].split()]))
+    found = {}
+    for config_class in (DSAOptions, CSATransformerConfig):
+        values = field_values(config_class, args)
+        found |= {about.flag: values[each.name] for each, about in option_fields(config_class)}
+    for flag, (_, value) in GIVEN.items():
+        assert found[flag] == value, flag
+
+
+def test_an_option_is_one_field():
+    """A field of a configuration class is all that a flag with a rule needs."""
+    from typing import Literal
+
+    from megatron_dsa import arguments
+    from megatron_dsa.config import option, option_rules
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        size: int = option(4 * 2**10, "--size-kib", "Size.", unit=2**10, minimum=2)
+        kind: Literal["a", "b"] = option("a", "--kind", "Kind.")
+
+    parser = argparse.ArgumentParser()
+    arguments._add_options(parser, Options)
+    given = Options(**arguments.field_values(Options, parser.parse_args(["--size-kib", "8"])))
+    assert given == Options(size=8 * 2**10)
+    assert "Size. Default: 4." in parser.format_help()
+
+    def complaints(**values):
+        return [message for ok, message in option_rules(Options, Options(**values)) if not ok]
+
+    assert complaints() == []
+    assert complaints(size=2**9, kind="c") == [
+        "--size-kib must be at least 2, got 0.5", "--kind must be one of a, b, got 'c'",
+    ]  # fmt: skip
+
+
+def documented_flags():
+    """Return the rows of the table in ``docs/guide/flags.md``: flag, its words, its default."""
+    text = FLAGS_PAGE.read_text(encoding="utf-8").split("\n## ")[0]
+    rows = re.findall(r"^\| `(--[\w-]+) ?(.*?)` \| (.*?) \| ", text, re.M)
+    return {flag: (words.split("\\|"), default) for flag, words, default in rows}
+
+
+def test_the_page_of_flags_names_all_of_them():
+    ours = both_parsers()._action_groups[0]._group_actions
+    shown = {act.option_strings[0] for act in ours if act.help != argparse.SUPPRESS}
+    assert set(documented_flags()) == shown
+
+
+def test_the_page_of_flags_shows_their_choices_and_defaults():
+    """A value in backticks is a default; where there is none, a few words say what happens."""
+    from megatron_dsa.arguments import BACKENDS
+
+    table = documented_flags()
+    assert table.pop("--attention-backend") == (list(BACKENDS), f"`{BACKENDS[0]}`")
+    actions = both_parsers()._option_string_actions
+    for flag, (words, default) in table.items():
+        action = actions[flag]
+        assert (list(action.choices) if action.choices else words[:1]) == words, flag
+        value = re.fullmatch(r"`([^`]*)`", default)
+        if action.nargs == 0:
+            assert default == "off", flag
+        else:
+            expected = None if action.default in (None, []) else str(action.default)
+            assert (value and value[1]) == expected, flag
+
+
 def test_megatron_parses_the_command_line_again():
     """Its fault-tolerance set-up reads sys.argv without our flags."""
     start()
@@ -123,8 +253,8 @@ def test_a_training_is_not_taken_for_a_plan(flags, message):
 )
 def test_flags_without_an_effect_are_named(flags, message):
     start()
-    from megatron_dsa.arguments import refuse_ignored_flags
     from megatron_dsa.pretrain import model_config_from_args
+    from megatron_dsa.training.flag_rules import refuse_ignored_flags
 
     with pytest.raises(ConfigError, match=message):
         model_config_from_args(parse("--multi-latent-attention", *flags))

@@ -57,7 +57,7 @@ def test_dense_stage_has_no_indexers():
 
 
 def test_flags_without_the_one_that_asks_for_hybrid_attention():
-    from megatron_dsa.arguments import refuse_unused_csa_flags
+    from megatron_dsa.training.flag_rules import refuse_unused_csa_flags
 
     args = argparse.Namespace(
         csa_compress_ratios=None, csa_window_size=128,
@@ -71,7 +71,7 @@ def test_flags_without_the_one_that_asks_for_hybrid_attention():
 
 def test_yarn_flags_reach_the_configuration():
     """Megatron's own flags, which it ignores with --multi-latent-attention."""
-    from megatron_dsa.arguments import apply_yarn_flags
+    from megatron_dsa.training.flag_rules import apply_yarn_flags
 
     config = small_csa_config(4, rope_type="yarn", rotary_scaling_factor=16.0)
     args = argparse.Namespace(
