@@ -1,1 +1,1 @@
-"""Benchmarks; each is a script, and importable from the repository's root for the tests."""
+"""Benchmarks: ``python -m benchmarks --help``."""

@@ -6,8 +6,8 @@ import time
 
 import torch
 
-#: A result that is further from float64 than this is no result. bf16 kernels land near 2e-3.
-ERROR_LIMIT = 1e-2
+from benchmarks.verify import ERROR_LIMIT
+
 #: Written before each repeat on a GPU, so that no input is left in the L2 cache.
 FLUSH_BYTES = 256 * 2**20
 #: Seconds of warm-up after the first call, at most, and calls.
@@ -102,11 +102,11 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def summary(times: list[float]) -> dict:
-    """Return the columns that describe the times of repeated calls, in milliseconds."""
+    """Return ``ms`` (the median), its sharding and ``repeats`` of the times of calls, in ms."""
     return {
-        "median_ms": quantile(times, 0.5),
-        "p10_ms": quantile(times, 0.1),
-        "p90_ms": quantile(times, 0.9),
+        "ms": quantile(times, 0.5),
+        "p10": quantile(times, 0.1),
+        "p90": quantile(times, 0.9),
         "repeats": len(times),
     }
 
@@ -119,19 +119,17 @@ def what_ran() -> str:
 
 
 def measure(call, check, clock: Clock, repeats: int, budget: float) -> dict:
-    """Check a call's result, then time it.
+    """Check a call's result, then time it; return a result of :mod:`benchmarks.schema`.
 
     Args:
         call: the function to measure.
         check: its result -> relative error, or ``None`` where there is nothing to check.
+        clock: of the device.
         repeats: timed calls, fewer if they would take longer than ``budget`` seconds.
+        budget: seconds.
     """
-    clock.wait()
-    begin = time.perf_counter()
-    result = call()
-    clock.wait()
-    # Compiles, loads and tunes what is not compiled, loaded and tuned yet.
-    row = {"warm_up_s": time.perf_counter() - begin}
+    row = {}
+    result = call()  # compiles, loads and tunes what is not compiled, loaded and tuned yet
     if check is not None:
         row["rel_error"] = check(result)
         if not row["rel_error"] <= ERROR_LIMIT:
@@ -143,21 +141,24 @@ def measure(call, check, clock: Clock, repeats: int, budget: float) -> dict:
     while sum(spent) < min(WARM_UP[0], budget / 4) and len(spent) < WARM_UP[1]:
         spent.append(clock.seconds(call))
     count = max(1, min(repeats, int(budget / min(spent))))
-    times = clock.milliseconds(call, count)
-    return row | {"status": "ok"} | summary(times)
+    return row | {"status": "ok"} | summary(clock.milliseconds(call, count))
+
+
+#: Ceiling -> the metric that tells it, and the metric of a share of it.
+CEILINGS = {"gemm": ("tflops", "share_of_gemm"), "copy": ("tb_per_s", "share_of_copy")}
 
 
 def measure_ceiling(name: str, device: torch.device, clock: Clock, repeats: int) -> dict:
-    """Measure what the device can do: a large bf16 matrix product, or a copy."""
+    """Return the result of what the device can do: a large bf16 matrix product, or a copy."""
     if name == "gemm":
         size = GEMM_SIZE[device.type]
         a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
         row = measure(lambda: a @ b, None, clock, repeats, budget=5.0)
-        row["tflops"] = 2 * size**3 / row["median_ms"] / 1e9
+        row["tflops"] = 2 * size**3 / row["ms"] / 1e9
         return row | {"reason": f"bf16 {size} x {size} x {size}"}
     size = COPY_BYTES[device.type]
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
     row = measure(lambda: target.copy_(source), None, clock, repeats, budget=5.0)
-    row["tb_per_s"] = 2 * size / row["median_ms"] / 1e9
+    row["tb_per_s"] = 2 * size / row["ms"] / 1e9
     return row | {"reason": f"{size // 2**20} MiB, read + written"}

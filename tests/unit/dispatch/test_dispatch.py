@@ -1,6 +1,5 @@
 """Dispatch: the choice, the reasons, one log line per operation, strictness, the report."""
 
-import csv
 import logging
 from collections import defaultdict
 from dataclasses import replace
@@ -10,6 +9,8 @@ from statistics import geometric_mean
 import pytest
 import torch
 
+from benchmarks.attention.shapes import PRESETS
+from benchmarks.schema import read_csv
 from megatron_dsa import dispatch
 from megatron_dsa.dispatch import Operation, Policy, choice_log
 from megatron_dsa.dispatch import operation as module
@@ -362,6 +363,18 @@ def test_the_fastest_with_the_teacher(having):
     assert operation.choose(replace(HOPPER, heads=8, teacher=True), Policy()).candidate is both
 
 
+def committed_times(*parts):
+    """Rows of ``benchmarks/attention.csv`` with times of these parts."""
+    for row in read_csv(Path(__file__).parents[3] / "benchmarks/attention.csv"):
+        if row["status"] == "ok" and row["metric"] == "ms" and row["part"] in parts:
+            yield row
+
+
+def shape_of(row):
+    preset = PRESETS[row["case"]["preset"]]
+    return preset.heads, preset.qk_dim, preset.v_dim, preset.topk
+
+
 def test_the_committed_benchmark_shows_who_is_fastest_with_the_teacher(monkeypatch):
     """cuDNN's backward and its operation for the head sum against our backward that gives both.
 
@@ -370,12 +383,9 @@ def test_the_committed_benchmark_shows_who_is_fastest_with_the_teacher(monkeypat
     """
     monkeypatch.setattr(Package, "problem", lambda *_args: None)
     times = defaultdict(dict)
-    with (Path(__file__).parents[3] / "benchmarks/attention.csv").open() as file:
-        for row in csv.DictReader(file):
-            if row["status"] == "ok" and row["operation"] in ("backward", "teacher"):
-                shape = tuple(int(row[key]) for key in ("heads", "qk_dim", "v_dim", "topk"))
-                case = (shape, row["skv"], row["distribution"])
-                times[case][row["operation"], row["implementation"]] = float(row["median_ms"])
+    for row in committed_times("backward", "teacher"):
+        case = (shape_of(row), row["case"]["skv"], row["case"]["distribution"])
+        times[case][row["part"], row["way"]] = row["value"]
     ratios = defaultdict(list)
     for (shape, *_), found in times.items():
         if ("teacher", "cudnn") in found:
@@ -419,13 +429,9 @@ def test_the_committed_benchmark_shows_the_choice_to_be_the_fastest(operation, m
     dispatch.forget_choices()
     part = operation.name.removeprefix("sparse_attention_")
     times = defaultdict(lambda: defaultdict(list))
-    with (Path(__file__).parents[3] / "benchmarks/attention.csv").open() as file:
-        for row in csv.DictReader(file):
-            if row["operation"] == part and row["status"] == "ok":
-                shape = tuple(int(row[key]) for key in ("heads", "qk_dim", "v_dim", "topk"))
-                times[shape][row["implementation"]].append(
-                    (row["skv"], row["distribution"], float(row["median_ms"]))
-                )
+    for row in committed_times(part):
+        case = row["case"]
+        times[shape_of(row)][row["way"]].append((case["skv"], case["distribution"], row["value"]))
     compared = 0
     for (heads, qk_dim, v_dim, topk), found in times.items():
         fused = {name: rows for name, rows in found.items() if name != "torch"}

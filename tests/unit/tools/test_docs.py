@@ -297,12 +297,20 @@ def check_module(module: str, flags: list[str]) -> None:
         check_training(flags)
     elif module == "megatron_dsa":
         cli.build_parser().parse_args(flags)
+    elif module == "benchmarks":
+        check_benchmark(*flags)
     else:
         spec = importlib.util.find_spec(module)
         assert spec is not None, module
         source = Path(spec.origin).read_text()
         for flag in (word for word in flags if word.startswith("--")):
             assert f'"{flag}"' in source, f"{module} {flag}"
+
+
+def check_benchmark(family: str, *flags: str) -> None:
+    from benchmarks.__main__ import plan_of
+
+    assert family == "charts" or plan_of(family, list(flags))
 
 
 def check_python(text: str) -> None:
@@ -334,8 +342,8 @@ def names_of(module: str) -> set[str]:
         "examples/missing.sh",
         "examples/v3_2.sh --no-such-flag",
         "sbatch --nodes 2 examples/slurm.sbatch examples/missing.sh",
-        "python benchmarks/attention.py --no-such-flag",
-        "python -m benchmarks.convergence --cases 1",
+        "python -m benchmarks attention --no-such-flag",
+        "python -m benchmarks frobnicate",
         "pip install 'megatron-dsa[nothing]'",
         "nonsense",
     ],

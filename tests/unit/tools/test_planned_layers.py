@@ -1,6 +1,5 @@
 """Planned memory of one attention layer, against the peaks that were measured on an H200."""
 
-import csv
 import gc
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.ranks_cases import ONE, Case
-from benchmarks.ranks_layer import Layer
+from benchmarks.megatron_layer import Layer, LayerSpec
+from benchmarks.schema import read_csv
 from megatron_dsa.tools.planner.host import META, host, ranks
 from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 from tests import host as process
@@ -25,15 +24,15 @@ ONE_GPU = SimpleNamespace(
 
 
 def planned_mib(heads: int, rows: int, workspace_mib: int) -> float:
-    """Peak of a step above weights, input and gradients, as ``benchmarks/layer.py`` measures it."""
+    """Peak of a step above weights, input and gradients, as ``benchmarks/layer`` measures it."""
     nothing_is_drawn = SimpleNamespace(manual_seed=lambda _seed: None)
     with (
         host((9, 0)),
         ranks(ONE_GPU, 0),
         mock.patch.object(torch, "Generator", lambda _device: nothing_is_drawn),
     ):
-        case = Case("layers", "v3.2", rows, heads=heads)
-        layer = Layer(case, ONE, META, workspace_mib)
+        spec = LayerSpec("v3.2", rows, heads=heads, workspace_mib=workspace_mib)
+        layer = Layer(spec, META)
         before = [*layer.module.parameters(), *layer.module.buffers(), layer.x, layer.gradient]
         for tensor in (*layer.module.parameters(), layer.x):
             tensor.grad = torch.zeros_like(tensor)
@@ -55,11 +54,10 @@ def planned_mib(heads: int, rows: int, workspace_mib: int) -> float:
 def test_planned_is_measured(heads, rows):
     pytest.importorskip("tilelang", reason="tilelang is not installed")
     process.stop()
-    with MEASURED.open(encoding="utf-8") as file:
-        (measured,) = (
-            row for row in csv.DictReader(file)
-            if (row["way"], row["operation"]) == ("ours", "step")
-            and (int(row["heads"]), int(row["rows"])) == (heads, rows)
-        )  # fmt: skip
-    planned = planned_mib(heads, rows, int(measured["workspace_mib"]))
-    assert planned == pytest.approx(float(measured["peak_mib"]), rel=0.03)
+    (measured,) = (
+        row for row in read_csv(MEASURED)
+        if (row["way"], row["part"], row["metric"]) == ("ours", "step", "peak_mib")
+        and (row["case"].get("heads"), row["case"]["tokens"]) == (heads, rows)
+    )  # fmt: skip
+    planned = planned_mib(heads, rows, measured["case"]["workspace_mib"])
+    assert planned == pytest.approx(measured["value"], rel=0.03)

@@ -1,0 +1,109 @@
+"""Index lists of selected keys, as random or as like each other as an indexer's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+#: Every query selects this many keys right before it in a clustered list (fewer for a small K).
+RECENT = 64
+#: Share of the other keys of a clustered list that the next query keeps, unless said otherwise.
+CLUSTERED_SHARE = 0.8
+
+
+def parse_distribution(text: str) -> tuple[str, float]:
+    """Split ``"clustered:0.95"`` into kind and share; the share of the others means nothing."""
+    kind, colon, share = text.partition(":")
+    if kind in ("random", "sorted") and not colon:
+        return kind, 0.0
+    try:
+        value = float(share) if colon else CLUSTERED_SHARE
+    except ValueError:
+        value = -1.0
+    if kind == "clustered" and 0 <= value < 1:
+        return kind, value
+    raise ValueError(
+        "a distribution must be random, sorted, clustered or clustered:SHARE with 0 <= SHARE < 1, "
+        f"got {text!r}"
+    )
+
+
+def make_indices(distribution: str, queries: int, skv: int, topk: int, device, seed: int = 0):
+    """Return int32 ``[queries, topk]``: distinct, valid key rows for every query.
+
+    * ``random``: drawn uniformly from all keys, in random order, independent between queries.
+    * ``sorted``: the same sets, each in ascending order.
+    * ``clustered:SHARE``: see :func:`clustered_indices`; ascending, as an indexer returns them.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    kind, share = parse_distribution(distribution)
+    if kind == "clustered":
+        return clustered_indices(queries, skv, topk, share, generator)
+    indices = random_indices(queries, skv, topk, generator)
+    return indices.sort(dim=1).values if kind == "sorted" else indices
+
+
+def random_indices(queries: int, skv: int, topk: int, generator):
+    """``topk`` of ``skv`` keys for every query: the places of the largest of ``skv`` numbers."""
+    device = generator.device
+    indices = torch.empty(queries, topk, dtype=torch.int32, device=device)
+    for rows in _chunks(queries, 2**26 // skv):
+        noise = torch.rand(rows.stop - rows.start, skv, generator=generator, device=device)
+        chosen = noise.topk(topk, dim=1, sorted=False).indices
+        # topk returns its places in an order that depends on the device; shuffle them.
+        order = torch.rand(chosen.shape, generator=generator, device=device).argsort(dim=1)
+        indices[rows] = chosen.gather(1, order).int()
+    return indices
+
+
+def clustered_indices(queries: int, skv: int, topk: int, share: float, generator):
+    """The most recent 64 keys of every query, and older keys of which the next query keeps some.
+
+    Query ``t`` stands at position ``skv - queries + t`` (at ``topk - 1`` if that is later: with
+    fewer keys before it, a list could not be full) and selects only keys up to its position. The
+    list's other ``W = topk - 64`` entries are slots: slot ``w`` holds a key that is ``w`` modulo
+    ``W``, so that no two slots ever meet, starts at a random one of those and moves on to the next
+    one (cyclically) after every ``1 / (1 - share)`` queries on average. The slots move at
+    different queries, ``1 - share`` of them at each. Rows come in ascending order.
+    """
+    device = generator.device
+    recent = min(RECENT, topk // 2)
+    width = topk - recent
+    slot = torch.arange(width, device=device)
+    phase = torch.rand(width, generator=generator, device=device, dtype=torch.float64)
+    start = torch.randint(2**40, (width,), generator=generator, device=device)
+    indices = torch.empty(queries, topk, dtype=torch.int32, device=device)
+    for rows in _chunks(queries, 2**23 // topk):
+        t = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        moves = torch.floor(t * (1 - share) + phase).long()
+        # Keys are chosen among what was old when the slot moved last, so it moves only then.
+        moved = torch.ceil((moves - phase) / (1 - share)).long().clamp_min(0)
+        old = _position(moved, queries, skv, topk) + 1 - recent
+        choices = (old - slot + width - 1) // width
+        indices[rows, :width] = (slot + width * ((start + moves) % choices)).int()
+        newest = _position(t, queries, skv, topk)
+        indices[rows, width:] = (newest - torch.arange(recent, device=device)).int()
+    return indices.sort(dim=1).values
+
+
+def _position(t, queries: int, skv: int, topk: int):
+    return (skv - queries + t).clamp_min(topk - 1)
+
+
+def neighbour_share(indices) -> float:
+    """Mean share of a query's keys that the next query selects as well."""
+    queries, topk = indices.shape
+    shared = 0
+    for rows in _chunks(queries - 1, 2**25 // topk):
+        after = slice(rows.start + 1, rows.stop + 1)
+        both = torch.cat([indices[rows], indices[after]], dim=1).sort(dim=1).values
+        # No key is listed twice in a row, so equal neighbours come from the two rows.
+        shared += int((both[:, 1:] == both[:, :-1]).sum())
+    return shared / max(1, (queries - 1) * topk)
+
+
+def _chunks(total: int, size: int) -> Iterator[slice]:
+    size = max(1, size)
+    for first in range(0, total, size):
+        yield slice(first, min(total, first + size))

@@ -1,0 +1,135 @@
+"""Charts of whole layers: time against length, where the time goes, memory of the core."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from benchmarks.charts.drawing import (
+    Point,
+    draw_shares,
+    machine,
+    mark_lengths,
+    of_last_gpu,
+    pyplot,
+    save,
+    thousands,
+)
+
+#: Parts of a DSA layer's step -> operations of the trace. The last one has all others.
+GROUPS = {
+    "projections": ("matrix products",),
+    "index scores": ("indexer_scores",),
+    "selection": ("indexer_topk",),
+    "attention forward": ("sparse_attention_forward",),
+    "attention backward": ("sparse_attention_backward",),
+    "indexer loss and its backward": ("sparse_attention_probabilities", "sparse_indexer_loss"),
+    "rope, norms, copies": (),
+}
+
+
+def draw_layers(points: list[Point], folder: Path) -> list[Path]:
+    """Draw time against length of V3.2's layers, shares of all, and the core's memory."""
+    written = []
+    for preset in dict.fromkeys(point.case["preset"] for point in points):
+        mine = of_last_gpu([point for point in points if point.case["preset"] == preset])
+        if preset == "core":
+            written.append(draw_core(mine, folder / "layer_core_memory.png"))
+            continue
+        title = f"{preset}: an attention layer, "
+        name = "layer" if preset == "v3.2" else f"layer_{preset}"
+        if "ratio" not in mine[0].case:
+            target = folder / f"{name}_time.png"
+            written.append(
+                draw_times(mine, f"{title}forward and backward\n{machine(mine)}", target)
+            )
+        if bars := layer_bars(mine):
+            target, label = folder / f"{name}_shares.png", "share of the kernel time of a step, %"
+            title += f"where the time goes\n{machine(mine)}"
+            written.append(draw_shares(bars, label, title, target))
+    return written
+
+
+def step_times(points: list[Point], heads: int, way: str) -> dict[int, float]:
+    """Return tokens -> milliseconds of a step."""
+    found = {
+        p.case["tokens"]: p.values["ms"] for p in points
+        if (p.part, p.way, p.case.get("heads")) == ("step", way, heads)
+    }  # fmt: skip
+    return dict(sorted(found.items()))
+
+
+def break_even(ours: dict[int, float], peer: dict[int, float]) -> float | None:
+    """Return from how many tokens on ours is not slower, ``None`` if not at the longest.
+
+    Args:
+        ours, peer: tokens -> time, any unit.
+
+    Between two lengths the ratio of times is taken for a power of the length. If ours is not slower
+    anywhere, the result is the shortest length, and break-even may lie below.
+    """
+    lengths = sorted(set(ours) & set(peer))
+    ratios = [peer[n] / ours[n] for n in lengths]
+    slower = [place for place, ratio in enumerate(ratios) if ratio < 1]
+    if not lengths or slower[-1:] == [len(lengths) - 1]:
+        return None
+    if not slower:
+        return float(lengths[0])
+    place = slower[-1]
+    low, high = math.log(ratios[place]), math.log(ratios[place + 1])
+    return lengths[place] * (lengths[place + 1] / lengths[place]) ** (-low / (high - low))
+
+
+def draw_times(points: list[Point], title: str, target: Path) -> Path:
+    """Draw time against length, a panel per number of heads, a line per way."""
+    found_heads = sorted({point.case["heads"] for point in points}, reverse=True)
+    ways = list(dict.fromkeys(point.way for point in points))
+    figure, axes = pyplot.subplots(
+        1, len(found_heads), figsize=(1 + 5 * len(found_heads), 5), squeeze=False, sharey=True
+    )
+    for axis, heads in zip(axes[0], found_heads, strict=True):
+        ours = step_times(points, heads, "ours")
+        for number, way in enumerate(ways):
+            line = step_times(points, heads, way)
+            even = break_even(ours, line) if way == "dense" else None
+            label = f"{way}, ours not slower from {even / 1024:.3g}k" if even else way
+            axis.plot(list(line), list(line.values()), marker="o", color=f"C{number}", label=label)
+        axis.set(title=f"{heads} heads", xlabel="tokens", ylabel="ms", xscale="log", yscale="log")
+        mark_lengths(axis, sorted({p.case["tokens"] for p in points}))
+    return save(figure, title, target)
+
+
+def layer_bars(points: list[Point]) -> dict[str, dict[str, float]]:
+    """Return label -> operation or group of them -> milliseconds of kernels in a step."""
+    bars: dict[str, dict[str, float]] = {}
+    group_of = {name: group for group, names in GROUPS.items() for name in names}
+    for point in points:
+        top, _, operation = point.part.partition("/")
+        ms = point.values.get("ms")
+        if top != "step" or not operation or not ms:
+            continue
+        case, length = point.case, thousands(point.case["tokens"])
+        if "ratio" in case:
+            bars.setdefault(f"{length}, ratio {case['ratio']}, {point.way}", {})[operation] = ms
+        else:
+            times = bars.setdefault(f"{case['heads']} heads, {length}", dict.fromkeys(GROUPS, 0.0))
+            times[group_of.get(operation, list(GROUPS)[-1])] += ms
+    return bars
+
+
+def draw_core(points: list[Point], target: Path) -> Path:
+    """Draw peak memory against length, with the quadratic growth that is avoided."""
+    figure, axis = pyplot.subplots(figsize=(6, 4))
+    for workspace in sorted({point.case["workspace_mib"] for point in points}):
+        mine = [point for point in points if point.case["workspace_mib"] == workspace]
+        axis.plot([point.case["tokens"] for point in mine],
+                  [point.values["peak_mib"] for point in mine], "o-",
+                  label=f"peak, {workspace} MiB workspace")  # fmt: skip
+    found = {point.case["tokens"]: point.values["results_mib"] for point in points}
+    lengths = sorted(found)
+    axis.plot(lengths, [found[n] for n in lengths], "k:", label="results and gradients alone")
+    axis.plot(lengths, [n * n * 16 * 4 / 2**20 for n in lengths], "r--",
+              label="one S x S score buffer per head")  # fmt: skip
+    axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="MiB above the inputs")
+    mark_lengths(axis, lengths)
+    return save(figure, "Core of a layer in torch, forward and backward", target)

@@ -1,0 +1,52 @@
+"""Charts of several ranks: efficiency and exposed communication."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.charts.drawing import Point, machine, of_last_gpu, pyplot, save, thousands
+from benchmarks.ranks.cases import LAYERS, ONE_RANK
+
+#: Metric -> label of its bar.
+BARS = {"efficiency": "parallel efficiency, %", "exposed_share": "exposed communication, %"}
+
+
+def draw_ranks(points: list[Point], folder: Path) -> list[Path]:
+    """Draw the layers of every number of ranks."""
+    written = []
+    layers = [p for p in points if p.case["kind"] == LAYERS and p.part == "step"]
+    layers = [p for p in layers if "efficiency" in p.values]
+    for ranks in sorted({p.case["tp"] * p.case["cp"] for p in layers}):
+        mine = of_last_gpu([p for p in layers if p.case["tp"] * p.case["cp"] == ranks])
+        written.append(draw_layers(mine, folder / f"ranks_{ranks}gpus_layers.png"))
+    return written
+
+
+def draw_layers(points: list[Point], target: Path) -> Path:
+    """Draw two bars per way: efficiency, and the share of the step in which only NCCL runs."""
+    figure, axis = pyplot.subplots(figsize=(10, 2 + 0.5 * len(points)))
+    for number, (metric, label) in enumerate(BARS.items()):
+        values = [point.values.get(metric) for point in points]
+        places = [place + 0.4 * number for place in range(len(points))]
+        drawn = axis.barh(places, [100 * (v or 0) for v in values], 0.4, label=label)
+        # What was not traced has no bar, and no number either.
+        texts = ["" if v is None else f"{100 * v:.0f}" for v in values]
+        axis.bar_label(drawn, texts, fontsize=8)
+    axis.axvline(100, color="k", linewidth=1)
+    labels = [label_of(point) for point in points]
+    axis.set_yticks([place + 0.2 for place in range(len(points))], labels)
+    axis.invert_yaxis()
+    axis.grid(alpha=0.3, axis="x")
+    figure.legend(loc="lower center", ncols=2, fontsize=8, frameon=False)
+    title = f"Training steps of attention layers\n{machine(points)}"
+    return save(figure, title, target, bottom=0.3 / figure.get_figheight())
+
+
+def label_of(point: Point) -> str:
+    """Return the layer, its length, its ranks and the way."""
+    case, way = point.case, point.way
+    ratio = f" ratio {case['ratio']}" if "ratio" in case else ""
+    chain = f" x {case['layers']}" if case["layers"] > 1 else ""
+    grid = " ".join(f"{name}{case[name]}" for name in ("tp", "cp") if case[name] > 1)
+    how = way if way == ONE_RANK else f"{grid} {way}"
+    return f"{case['preset']}{ratio}{chain}, {thousands(case['tokens'])}, {how}"

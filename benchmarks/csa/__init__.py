@@ -1,0 +1,94 @@
+"""The memory-bound operations of DeepSeek-V4's attention: compressor, rope, lists of keys.
+
+    python -m benchmarks csa
+    python -m benchmarks csa --tokens 4096 --ways triton
+
+Every one is compared with the traffic that it cannot avoid and with a plain copy in the same
+process. Ways are this package's Triton kernel, its memory-bounded torch implementation, and
+``eager``, the torch expression that a user would write, with autograd. Whole layers are cases of
+the family ``layer``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.csa.pieces import SHAPES, Job, measure_piece, pieces_of
+from benchmarks.settings import Settings, Work
+from benchmarks.timing import Clock
+
+CEILINGS = ("copy",)
+ON_DEVICE = True
+#: Timed calls, at most: these are short.
+REPEATS = 20
+WAYS = ("triton", "torch", "eager")
+#: Queries of more heads than this are not measured: several copies of them fill a GPU.
+MOST_HEADS = 65536 * 64
+#: Cycles before each timed call, half a millisecond: longer than the launches of a fused one take.
+HEAD_START = 10**6
+
+
+@dataclass(frozen=True)
+class Case:
+    """All pieces of a model's layers.
+
+    Attributes:
+        preset: key of :data:`~benchmarks.csa.pieces.SHAPES`.
+        tokens: of one causal sequence.
+        workspace_mib: budget of torch implementations.
+    """
+
+    preset: str
+    tokens: int
+    workspace_mib: int = 256
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what tells the inputs."""
+    parser.add_argument("--presets", nargs="+", choices=SHAPES, help="v4-flash v4-pro")
+    parser.add_argument("--tokens", nargs="+", type=int,
+                        help="multiples of 128 (4096 16384 65536, with --quick 256)")  # fmt: skip
+
+
+def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
+    """Return a case per preset and length; what presets share is measured with the first."""
+    presets = options.presets or (["tiny"] if options.quick else ["v4-flash", "v4-pro"])
+    lengths = options.tokens or ([256] if options.quick else [4096, 16384, 65536])
+    if bad := [n for n in lengths if n < 128 or n % 128]:
+        # The eager compressor has no groups that are cut off, and every layer has a group.
+        raise ValueError(f"--tokens must be positive multiples of 128, got {bad[0]}")
+    cases, seen = [], set()
+    for tokens in lengths:
+        for preset in presets:
+            works = []
+            for piece in pieces_of(SHAPES[preset]):
+                too_long = tokens * (piece.heads or 0) > MOST_HEADS
+                if (tokens, piece) in seen or too_long:
+                    continue
+                seen.add((tokens, piece))
+                works += [Work(piece.name, way) for way in WAYS]
+            cases.append((Case(preset, tokens, options.workspace_mib), works))
+    return cases
+
+
+class _Measurer:
+    def __init__(self, case: Case, device: torch.device, settings: Settings):
+        self.case, self.device, self.settings = case, device, settings
+        self.clock = Clock(device, HEAD_START)
+        self.pieces = {piece.name: piece for piece in pieces_of(SHAPES[case.preset])}
+
+    def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
+        case = self.case
+        job = Job(
+            self.pieces[work.part], SHAPES[case.preset], case.tokens, work.way, case.workspace_mib
+        )
+        yield work.part, measure_piece(job, self.device, self.clock, self.settings)
+
+
+def prepare(case: Case, device: torch.device, settings: Settings) -> _Measurer:
+    """Return what measures the pieces; each draws its own inputs."""
+    return _Measurer(case, device, settings)

@@ -1,0 +1,322 @@
+"""The memory-bound pieces of V4's attention: inputs, calls, traffic that cannot be avoided, checks.
+
+The expressions of :mod:`benchmarks.csa.eager`, in float64 on a part of the tokens, are what all
+ways are checked against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from benchmarks.csa import eager
+from benchmarks.settings import Settings
+from benchmarks.timing import Clock, measure
+from benchmarks.verify import WrongResult, largest_error
+from megatron_dsa.dispatch import Policy
+from megatron_dsa.errors import ImplementationError
+from megatron_dsa.ops.compressor.api import compress
+from megatron_dsa.ops.key_lists.api import KeyLists
+from megatron_dsa.ops.rope.api import norm_rope, rotate
+from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.sequence.layout import bshd_layout
+
+DTYPE = torch.bfloat16
+#: Rows that are compared with float64: enough for many programs, few enough to cost nothing.
+CHECKED_ROWS = 4096
+#: Queries have ``heads * dim`` values per row; fewer rows are checked.
+CHECKED_QUERIES = 1024
+EPS = 1e-6
+#: Seconds of timed calls, at most.
+SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One memory-bound operation of a layer.
+
+    Attributes:
+        operation: name, with ``_forward`` or ``_backward`` where there are two.
+        ratio: compression ratio, of a compressor and of key lists.
+        heads, dim: of the tensor that is worked on.
+        topk: compressed keys that are selected for a list.
+    """
+
+    operation: str
+    ratio: int | None = None
+    heads: int | None = None
+    dim: int | None = None
+    topk: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What rows of results call it."""
+        given = {"ratio": self.ratio, "heads": self.heads, "dim": self.dim, "topk": self.topk}
+        texts = (f"{name} {value}" for name, value in given.items() if value is not None)
+        return ", ".join([self.operation, *texts])
+
+    @property
+    def overlap(self) -> bool:
+        """Groups of a CSA compressor also pool the group before them."""
+        return self.ratio == 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's dims as the pieces see them."""
+
+    heads: int
+    dim: int
+    index_dim: int
+    rope: int
+    topk: int
+    window: int
+
+
+SHAPES = {
+    "v4-flash": Shape(64, 512, 128, 64, 512, 128),
+    "v4-pro": Shape(128, 512, 128, 64, 1024, 128),
+    # For trying the benchmark itself on any machine.
+    "tiny": Shape(2, 32, 16, 8, 8, 8),
+}
+#: Compression ratios of the layers: window only, CSA, HCA.
+RATIOS = (0, 4, 128)
+
+
+def pieces_of(shape: Shape) -> Iterator[Piece]:
+    """Yield the pieces of a layer."""
+    for ratio, dim in ((4, shape.dim), (4, shape.index_dim), (128, shape.dim)):
+        for operation in ("compressor_forward", "compressor_backward"):
+            yield Piece(operation, ratio, dim=dim)
+    for operation in ("norm_rope_forward", "norm_rope_backward", "rotate_forward"):
+        yield Piece(operation, heads=shape.heads, dim=shape.dim)
+    for ratio in RATIOS:
+        yield Piece("key_lists", ratio, topk=shape.topk if ratio == 4 else None)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A piece with its inputs' size and the way to do it: ``triton``, ``torch`` or ``eager``."""
+
+    piece: Piece
+    shape: Shape
+    tokens: int
+    way: str
+    workspace_mib: int = 256
+
+
+@dataclass
+class Call:
+    """What is timed, its error, and the width of its lists."""
+
+    call: Callable
+    error: Callable
+    width: int | None = None
+
+
+def necessary_bytes(piece: Piece, tokens: int, width: int | None = None) -> int:
+    """Bytes that an operation cannot avoid to read or write: every input and output once.
+
+    * compressor: values and scores, ``c = 2`` parts wide with overlap, and the pooled keys; in the
+      backward also both gradients. ``ape`` and its gradient are small.
+    * norm and rope: forward x and y; backward y (of which the norm's gradient is a function), dy
+      and dx.
+    * key lists: the lists themselves; a selection is not counted, although it has to be read.
+    """
+    size = DTYPE.itemsize
+    if piece.operation == "key_lists":
+        return 4 * tokens * width
+    if piece.operation.startswith("compressor"):
+        parts = 2 if piece.overlap else 1
+        tensors = 4 if piece.operation == "compressor_backward" else 2
+        pooled = tokens // piece.ratio * piece.dim * size
+        return tensors * tokens * parts * piece.dim * size + pooled
+    tensors = 3 if piece.operation == "norm_rope_backward" else 2
+    return tensors * tokens * piece.heads * piece.dim * size
+
+
+def _policy(job: Job) -> Policy:
+    """Name the implementation: it runs, or says why it cannot."""
+    operation = job.piece.operation.removesuffix("_forward").removesuffix("_backward")
+    return Policy(workspace_bytes=job.workspace_mib * 2**20, named=((operation, job.way),))
+
+
+def _random(*shape: int, device, seed: int, dtype=DTYPE):
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
+
+
+def _double(*tensors):
+    """Copies in float64 that collect gradients."""
+    return tuple(x.detach().double().requires_grad_() for x in tensors)
+
+
+def _forward_error(out, expected) -> float:
+    """Error of the first rows."""
+    return largest_error((out.detach()[: expected.shape[0]], expected.detach()))
+
+
+def compressor_piece(job: Job, device) -> Call:
+    """Pooling, or its gradients."""
+    rows, ratio, piece = job.tokens, job.piece.ratio, job.piece
+    width = piece.dim * (2 if piece.overlap else 1)
+    values = _random(rows, width, device=device, seed=0).requires_grad_()
+    scores = _random(rows, width, device=device, seed=1).requires_grad_()
+    ape = _random(ratio, width, device=device, seed=2, dtype=torch.float32).requires_grad_()
+    if job.way == "eager":
+
+        def forward():
+            return eager.compress(values, scores, ape, ratio, piece.overlap)
+
+    else:
+        keys, policy = compressed_keys(bshd_layout(rows, 1, device), ratio), _policy(job)
+
+        def forward():
+            return compress(values, scores, ape, keys, overlap=piece.overlap, policy=policy)
+
+    # The last group's first rows also get a gradient from the group behind it.
+    checked = min(rows, CHECKED_ROWS // ratio * ratio)
+    taken = min(rows, checked + ratio)
+    wide = _double(values[:taken], scores[:taken], ape)
+
+    def expected():
+        return eager.compress(*wide, ratio, piece.overlap)
+
+    if piece.operation == "compressor_forward":
+        return Call(forward, lambda out: _forward_error(out, expected()))
+    out = forward()
+    dout = _random(*out.shape, device=device, seed=3)
+
+    def error(gradients):
+        right = torch.autograd.grad(expected(), wide, dout[: taken // ratio].double())
+        pairs = [(gradients[i][:checked], right[i][:checked]) for i in range(2)]
+        if checked == rows:  # otherwise other rows take part
+            pairs.append((gradients[2], right[2]))
+        return largest_error(*pairs)
+
+    leaves = (values, scores, ape)
+    return Call(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), error)
+
+
+def rope_piece(job: Job, device) -> Call:
+    """Norm and rope of queries, or its gradient, or the inverse rope of attention outputs."""
+    rows, half, piece = job.tokens, job.shape.rope // 2, job.piece
+    x = _random(rows, piece.heads, piece.dim, device=device, seed=0)
+    # A copy: in place the input does not survive the first call.
+    (wide,) = _double(x[:CHECKED_QUERIES])
+    pair = torch.arange(half, device=device, dtype=torch.float64)
+    angles = torch.arange(rows, device=device)[:, None] * 10000.0 ** (-pair / half)
+    cos, sin = angles.cos().float(), angles.sin().float()
+    x.requires_grad_()
+    policy = None if job.way == "eager" else _policy(job)
+
+    def forward():
+        if piece.operation == "rotate_forward":
+            if policy is None:
+                return eager.rotate(x, cos, sin, True)
+            return rotate(x, cos, sin, inverse=True, policy=policy)
+        if policy is None:
+            return eager.norm_rope(x, cos, sin, EPS)
+        return norm_rope(x, cos, sin, EPS, inplace=True, policy=policy)
+
+    tables = cos[:CHECKED_QUERIES].double(), sin[:CHECKED_QUERIES].double()
+
+    def expected():
+        if piece.operation == "rotate_forward":
+            return eager.rotate(wide, *tables, True)
+        return eager.norm_rope(wide, *tables, EPS)
+
+    if piece.operation != "norm_rope_backward":
+        return Call(forward, lambda out: _forward_error(out, expected()))
+    out = forward()
+    dout = _random(*out.shape, device=device, seed=1)
+
+    def error(gradients):
+        right = torch.autograd.grad(expected(), wide, dout[:CHECKED_QUERIES].double())
+        return largest_error((gradients[0][:CHECKED_QUERIES], right[0]))
+
+    return Call(lambda: torch.autograd.grad(out, x, dout, retain_graph=True), error)
+
+
+def random_selection(rows: int, topk: int, ratio: int, device):
+    """Compressed slots that rows see, ``[rows, topk]`` and their number.
+
+    All of them where they are no more than ``topk``, else random ones, possibly one twice: to a
+    list that makes no difference.
+    """
+    seen = (torch.arange(rows, device=device) + 1) // ratio
+    generator = torch.Generator(device).manual_seed(0)
+    drawn = torch.rand(rows, topk, generator=generator, device=device) * seen[:, None]
+    place = torch.arange(topk, device=device)
+    # Rounding up must not lead to a slot that is not seen.
+    slots = torch.minimum(drawn.long(), (seen - 1).clamp_min(0)[:, None])
+    slots = torch.where(seen[:, None] > topk, slots, place)
+    length = seen.clamp_max(topk)
+    return torch.where(place < length[:, None], slots, -1).int(), length.int()
+
+
+def lists_piece(job: Job, device) -> Call:
+    """Lists of window and compressed keys of all rows, block by block as in a layer."""
+    rows, ratio, window, topk = job.tokens, job.piece.ratio, job.shape.window, job.piece.topk
+    layout = bshd_layout(rows, 1, device)
+    keys = compressed_keys(layout, ratio) if ratio else None
+    selected = length = None
+    if topk is not None:
+        selected, length = random_selection(rows, topk, ratio, device)
+    lists = KeyLists(layout, window, keys, selected, length)
+    offset = keys.count if keys is not None else 0
+    slots = offset if selected is None else 0
+
+    def plain(position, selected):
+        return [eager.key_lists(position, window, offset, selected, ratio, slots)]
+
+    if job.way == "eager":
+
+        def call():
+            return plain(layout.position, selected)
+
+    else:
+        policy = _policy(job)
+
+        def call():
+            return [block[1:] for block in lists.blocks(policy)]
+
+    sample = torch.arange(0, rows, -(-rows // CHECKED_ROWS), device=device)
+
+    def error(parts):
+        blocks, lengths = zip(*parts, strict=True)
+        # Blocks of rows that see few keys may be narrower.
+        width = max(block.shape[1] for block in blocks)
+        found = torch.cat([pad(b, (0, width - b.shape[1]), value=-1) for b in blocks])[sample]
+        part = None if selected is None else selected[sample]
+        ((right, count),) = plain(layout.position[sample], part)
+        same = torch.equal(found, right[:, :width]) and bool((right[:, width:] < 0).all())
+        if not same or not torch.equal(torch.cat(lengths)[sample], count):
+            raise WrongResult("lists differ from those of the eager expression")
+        return 0.0
+
+    return Call(call, error, lists.full_width)
+
+
+def measure_piece(job: Job, device: torch.device, clock: Clock, settings: Settings) -> dict:
+    """Measure one piece; return its result.
+
+    Raises:
+        ImplementationError: the way cannot run here, or needs too much memory.
+    """
+    kinds = {"compressor": compressor_piece, "key": lists_piece}
+    make = kinds.get(job.piece.operation.split("_")[0], rope_piece)
+    try:
+        made = make(job, device)
+        limits = settings.repeats, min(settings.budget, SECONDS)
+        row = measure(made.call, made.error, clock, *limits)
+    except torch.OutOfMemoryError:
+        if job.way != "eager":
+            raise
+        raise ImplementationError("the temporaries do not fit in the GPU's memory") from None
+    if row["status"] == "ok":
+        row["tb_per_s"] = necessary_bytes(job.piece, job.tokens, made.width) / row["ms"] / 1e9
+    return row

@@ -1,0 +1,213 @@
+"""The indexer on whole sequences: selection, and its losses with their gradients.
+
+    python -m benchmarks indexer
+    python -m benchmarks indexer --tokens 8192 --operations select --ways tilelang cudnn
+
+``select`` scores every visible pair and keeps the best keys, ``loss:LISTS`` is the KL sum with all
+gradients over selected keys, ``dense`` that of the warm-up stage, all through dispatch as a layer
+calls them. A way names the implementations; what one lacks is left to dispatch. ``fp8`` selects
+through fp8 scores. The way ``megatron`` is megatron-core's own: its TileLang indexer
+(:mod:`benchmarks.indexer.bundled`), and its unfused dense loss (:mod:`benchmarks.indexer.dense`).
+The input is one causal sequence. FLOP count what is visible: 2 * heads * dim per pair for
+``select``, three products per selected pair for ``loss``; for ``dense`` the same per visible pair,
+and the teacher's scores. Peak memory includes the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.attention.lists import make_indices
+from benchmarks.indexer import bundled, dense
+from benchmarks.indexer.checks import draw, loss_error, selection_error
+from benchmarks.settings import Settings, Work
+from benchmarks.timing import Clock, measure, what_ran
+from megatron_dsa.dispatch import Policy, reset_report
+from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
+from megatron_dsa.errors import ImplementationError
+from megatron_dsa.metrics.flops import Keys
+from megatron_dsa.ops import OPERATIONS as DISPATCHED
+from megatron_dsa.sequence.layout import bshd_layout
+
+CEILINGS = ("gemm",)
+ON_DEVICE = True
+#: Operations of dispatch that a measurement runs.
+OPERATIONS = {
+    "select": ("indexer_scores", "indexer_topk"),
+    "loss": ("sparse_indexer_loss",),
+    "dense": ("dense_indexer_loss",),
+}
+#: Selection through fp8 candidates, with our kernels.
+FP8 = "fp8"
+WAYS = {
+    "select": ("tilelang", FP8, "cudnn", "torch", dense.BUNDLED),
+    "loss": ("tilelang", "cudnn", "torch", dense.BUNDLED),
+    "dense": ("triton", "torch", dense.BUNDLED),
+}
+#: The torch way of the loss gathers keys for every token: longer sequences take minutes.
+LONGEST_TORCH_LOSS = 8192
+
+
+@dataclass(frozen=True)
+class Case:
+    """One causal sequence.
+
+    Attributes:
+        tokens: of the sequence.
+        heads, dim: of the indexer; topk: keys selected per query.
+        teacher_heads: heads of the attention that the dense loss learns from.
+        workspace_mib: budget of torch implementations.
+    """
+
+    tokens: int
+    heads: int = 64
+    dim: int = 128
+    topk: int = 2048
+    teacher_heads: int = 128
+    workspace_mib: int = 256
+
+
+@dataclass
+class Call:
+    """What is timed, its error, and the operations that it cannot avoid."""
+
+    call: Callable
+    error: Callable
+    flop: int
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what tells the inputs and the operations."""
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", help="8192 32768 131072, with --quick 96")
+    add("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
+    add("--lists", nargs="+", default=["sorted", "clustered"], help="of the loss")
+    add("--heads", type=int, help="64, with --quick 4")
+    add("--teacher-heads", type=int, help="of the dense loss: 128, with --quick 3")
+    add("--topk", type=int, help="2048, with --quick 16")
+
+
+def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
+    """Return a case per length."""
+    quick = options.quick
+    given = {
+        "heads": options.heads or (4 if quick else 64),
+        "topk": options.topk or (16 if quick else 2048),
+        "teacher_heads": options.teacher_heads or (3 if quick else 128),
+        "workspace_mib": options.workspace_mib,
+    }
+    works = [
+        Work(f"loss:{lists}" if operation == "loss" else operation, way)
+        for operation in options.operations
+        for lists in (options.lists if operation == "loss" else (None,))
+        for way in WAYS[operation]
+    ]
+    lengths = options.tokens or ([96] if quick else [8192, 32768, 131072])
+    return [(Case(tokens, **given), works) for tokens in lengths]
+
+
+def named(operation: str, way: str) -> tuple[tuple[str, str], ...]:
+    """Return the implementations of a way; what it lacks is left to dispatch."""
+    there = {name: {c.name for c in DISPATCHED[name].candidates} for name in OPERATIONS[operation]}
+    return tuple((name, way) for name, names in there.items() if way in names)
+
+
+class _Measurer:
+    def __init__(self, case: Case, device: torch.device, settings: Settings):
+        self.case, self.settings, self.clock = case, settings, Clock(device)
+        self.inputs = draw(case.tokens, case.heads, case.dim, device)
+        self.layout = bshd_layout(case.tokens, 1, device)
+
+    def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
+        operation, _, lists = work.part.partition(":")
+        self._check(operation, work.way, lists)
+        fp8 = work.way == FP8
+        policy = Policy(
+            workspace_bytes=self.case.workspace_mib * 2**20, fp8_selection=fp8,
+            named=named(operation, "tilelang" if fp8 else work.way),
+        )  # fmt: skip
+        make = {"select": self.select, "loss": self.loss, "dense": self.dense}[operation]
+        made = make(policy, work.way == dense.BUNDLED, lists)
+        reset_report()
+        limits = self.settings.repeats, self.settings.budget
+        result = measure(made.call, made.error, self.clock, *limits)
+        result["ran"] = what_ran()
+        if result["status"] == "ok":
+            result["tflops"] = made.flop / result["ms"] / 1e9
+        yield work.part, result
+
+    def _check(self, operation: str, way: str, lists: str) -> None:
+        if operation != "loss":
+            return
+        if way == "torch" and self.case.tokens > LONGEST_TORCH_LOSS:
+            raise ImplementationError("torch gathers keys token by token: minutes")
+        if way == dense.BUNDLED and lists != "clustered":
+            raise ImplementationError("it masks keys behind the query; these lists have such")
+
+    def select(self, policy: Policy, is_bundled: bool, _lists: str) -> Call:
+        """Return the selection."""
+        case, inputs = self.case, self.inputs
+
+        def call():
+            if is_bundled:
+                return bundled.select(inputs, case.topk)
+            return indexer_topk(inputs, self.layout, case.topk, policy=policy)[0]
+
+        return Call(
+            call, lambda indices: selection_error(inputs, case.topk, indices, not is_bundled),
+            2 * case.heads * case.dim * Keys().pairs(case.tokens),
+        )  # fmt: skip
+
+    def loss(self, policy: Policy, is_bundled: bool, lists: str) -> Call:
+        """Return the sparse loss with the gradients of q, k and weights."""
+        case, inputs = self.case, self.inputs
+        indices = make_indices(lists, case.tokens, case.tokens, case.topk, inputs.q.device)
+        generator = torch.Generator(inputs.q.device).manual_seed(1)
+        teacher = torch.rand(indices.shape, generator=generator, device=indices.device)
+        teacher.masked_fill_(indices < 0, 0.0)
+        tensors = self._leaves()
+        scores = bundled.selected_scores(inputs, indices) if is_bundled else None
+
+        def call():
+            if is_bundled:
+                return bundled.loss_gradients(inputs, indices, teacher, scores)
+            value = sparse_indexer_loss(
+                IndexerInputs(*tensors), indices, teacher, self.layout, policy=policy
+            )
+            return torch.autograd.grad(value, tensors)
+
+        selected = int((indices >= 0).sum())
+        return Call(
+            call, lambda gradients: loss_error(inputs, indices, teacher, gradients),
+            6 * case.heads * case.dim * selected,
+        )  # fmt: skip
+
+    def dense(self, policy: Policy, is_bundled: bool, _lists: str) -> Call:
+        """Return the dense loss with the gradients of q, k and weights."""
+        inputs = IndexerInputs(*self._leaves())
+        teacher = dense.Teacher.draw(
+            self.case.tokens, self.case.teacher_heads, self.inputs.q.device
+        )
+
+        def call():
+            if is_bundled:
+                return dense.bundled(inputs, teacher)
+            return dense.ours(inputs, teacher, self.layout, policy)
+
+        return Call(
+            call, lambda gradients: dense.error(inputs, teacher, gradients),
+            dense.flops(inputs, teacher),
+        )  # fmt: skip
+
+    def _leaves(self) -> list[torch.Tensor]:
+        found = (self.inputs.q, self.inputs.k, self.inputs.weights)
+        return [x.detach().requires_grad_() for x in found]
+
+
+def prepare(case: Case, device: torch.device, settings: Settings) -> _Measurer:
+    """Draw the inputs; they are the same for every way."""
+    return _Measurer(case, device, settings)

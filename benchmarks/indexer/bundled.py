@@ -1,0 +1,109 @@
+"""megatron-core's own TileLang indexer for the benchmark of the indexer: selection, sparse loss.
+
+Both are called with the blocks of rows that its attention layer uses. Its selection keeps the
+scores of the selected keys for the loss, so they are given to the loss here and forming them is
+not part of its time; ours forms them again.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.dsa_kernels import IndexerInputs
+from megatron_dsa.errors import ImplementationError
+
+#: Rows whose scores megatron-core forms at a time, and rows of the loss.
+BLOCK, LOSS_BLOCK = 8192, 512
+
+
+def require_kernels(device: torch.device) -> None:
+    """Raise :class:`ImplementationError` where megatron-core's kernels cannot run."""
+    from megatron.core.transformer.experimental_attention_variant.ops import tilelang_dsa
+
+    if device.type != "cuda":
+        raise ImplementationError("megatron-core's TileLang indexer needs a CUDA GPU")
+    if tilelang_dsa.lighting_indexer is None or tilelang_dsa.SparseIndexerKLLoss is None:
+        raise ImplementationError("megatron-core's TileLang indexer needs tilelang")
+
+
+def _bounds(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    ends = torch.arange(1, rows + 1, dtype=torch.int32, device=device)
+    return torch.zeros_like(ends), ends
+
+
+def select(inputs: IndexerInputs, topk: int) -> torch.Tensor:
+    """Return the selected keys ``[rows, topk]`` in any order, ``-1`` where there are fewer.
+
+    Raises:
+        ImplementationError: megatron-core's kernels cannot run here, or decline.
+    """
+    from megatron.core.transformer.experimental_attention_variant.ops import tilelang_dsa
+
+    require_kernels(inputs.q.device)
+    q, k, weights = inputs.q[:, None], inputs.k[:, None], inputs.weights[:, None]
+    bounds = _bounds(len(inputs.q), inputs.q.device)
+    with torch.no_grad():
+        found = tilelang_dsa.run_fused_qk_topk(q, k, weights, topk, *bounds, BLOCK, inputs.relu)
+    if found is None:
+        raise ImplementationError("megatron-core's TileLang indexer declines these inputs")
+    return found[0]
+
+
+def selected_scores(inputs: IndexerInputs, indices: torch.Tensor) -> torch.Tensor:
+    """Return the index scores of the listed keys ``[rows, K]``, ``-inf`` for the entry ``-1``."""
+    from megatron.core.transformer.experimental_attention_variant.ops import tilelang_dsa
+
+    require_kernels(inputs.q.device)
+    starts, ends = _bounds(len(inputs.q), inputs.q.device)
+    weights = inputs.weights.float()
+    parts = []
+    with torch.no_grad():
+        for rows in _blocks(len(indices), BLOCK):
+            scores, _ = tilelang_dsa.lighting_indexer(
+                inputs.q[rows], inputs.k, weights[rows], starts[rows], ends[rows],
+                indices.shape[1], indices[rows], inputs.relu,
+            )  # fmt: skip
+            parts.append(scores)
+    return torch.cat(parts)
+
+
+def loss_gradients(
+    inputs: IndexerInputs, indices: torch.Tensor, teacher: torch.Tensor, scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Form the KL sum; return the gradients of q, k and weights.
+
+    Args:
+        inputs: the indexer's tensors.
+        indices, teacher: ``[rows, K]``, see :func:`megatron_dsa.dsa_kernels.sparse_indexer_loss`.
+        scores: of :func:`selected_scores`.
+    """
+    from megatron.core.transformer.experimental_attention_variant.ops import (
+        tilelang_dsa,
+        tilelang_indexer_bwd,
+    )
+
+    dq, dweights, dk = [], [], torch.zeros_like(inputs.k)
+    for rows in _blocks(len(indices), BLOCK):
+        # Slices of what a block selected, as there: of all rows, they would cost more.
+        own, lists = scores[rows].detach().requires_grad_(), indices[rows]
+        value = torch.zeros((), device=scores.device)
+        for part in _blocks(len(lists), LOSS_BLOCK):
+            value = tilelang_dsa._accumulate_topk_kl_chunk(
+                # Where the kernel does not fit it is normalised in place.
+                target_chunk=teacher[rows][part].clone(),
+                index_logits_chunk=own[part],
+                valid_seq=lists[part] >= 0,
+                kl_sum=value,
+            )
+        (grad_scores,) = torch.autograd.grad(value, own)
+        part_q, part_weights, part_k = tilelang_indexer_bwd.indexer_bwd_interface(
+            inputs.q[rows], inputs.weights[rows], inputs.k, lists, grad_scores, inputs.relu
+        )
+        dq.append(part_q)
+        dweights.append(part_weights)
+        dk += part_k
+    return torch.cat(dq), dk, torch.cat(dweights)
+
+
+def _blocks(rows: int, size: int) -> list[slice]:
+    return [slice(first, first + size) for first in range(0, rows, size)]

@@ -1,0 +1,217 @@
+"""Whole attention layers, forward and backward on one GPU: time, memory, where the time goes.
+
+    python -m benchmarks layer                     # V3.2's, and V4's of every ratio
+    python -m benchmarks layer --presets v3.2 --heads 128 --tokens 4096 131072 --ways ours dense
+    python -m benchmarks layer --presets core      # the workspace's bound, on the CPU
+
+A step is the forward in training mode of one causal sequence, and the backward of a random
+gradient, in the sparse ways with the indexer, its sparse loss and the loss's backward. Ways
+(:mod:`benchmarks.layer.peers`) have the same weights and inputs. Each compiles with a short step
+first. The first step tells the peak memory of torch's allocator above weights, input and their
+gradients; then forwards and steps are timed, the host's part included where the GPU waits for it.
+``out_error`` compares the output of the first tokens, which select every key that they see, with
+that of the first way, ``ours``: there all ways compute the same. ``end_error`` compares output and
+input gradient of the last tokens in sparse ways: some of their keys differ, where scores nearly
+tie; addresses that overflow give something else altogether. Ways that may fault come last.
+
+The kernels of one more step of the package's own ways are put down to the operations that launch
+them (:mod:`benchmarks.tracing`): ``step/matrix products`` are projections, ``step/other`` rope,
+norms and copies. The preset ``core`` is :mod:`benchmarks.layer.core`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.child import still_works
+from benchmarks.layer.peers import build, declined_hooks
+from benchmarks.megatron_layer import LayerSpec, shortened
+from benchmarks.settings import Settings, Work
+from benchmarks.timing import Clock, Peak, summary, what_ran
+from benchmarks.tracing import profiled
+from benchmarks.verify import largest_error
+from megatron_dsa.dispatch import reset_report
+from megatron_dsa.errors import ImplementationError
+
+CEILINGS = ()
+ON_DEVICE = True
+#: Ways of a DSA layer, of a CSA layer, and of the core.
+DSA_WAYS, CSA_WAYS, CORE_WAYS = ("ours", "dense", "bundled"), ("ours", "torch"), ("torch",)
+#: Left out if it is not asked for: kernels of megatron-core that need cuDNN and FlashMLA.
+OTHER_WAYS = ("bundled-cudnn",)
+RATIOS = (0, 4, 128)
+CORE = "core"
+PRESETS = ("v3.2", "v4-flash", "v4-pro", CORE, "tiny", "tiny-csa")
+LENGTHS = {
+    "v3.2": [4096 * 2**i for i in range(6)], CORE: [1024, 2048, 4096, 8192], "tiny": [64, 128],
+    "tiny-csa": [256],
+}  # fmt: skip
+CSA_LENGTHS = [4096, 16384, 65536]
+#: Layers without fused kernels of more tokens take seconds per step.
+LONGEST_TORCH = 16384
+#: Steps that only compile have so many tokens.
+PREPARE_TOKENS = 4096
+#: Timed calls, at least: of fewer, the median could be the straggler.
+FEWEST = 3
+#: Tokens of the output that are compared between ways.
+COMPARED_TOKENS = 64
+#: Several bf16 products lie between the weights and the output, and each way rounds its own.
+OUT_ERROR_LIMIT = 5e-2
+#: Other keys at the border of the selection make a tenth or two.
+END_ERROR_LIMIT = 0.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer.
+
+    Attributes:
+        preset: one of :data:`PRESETS`.
+        tokens: of one causal sequence.
+        heads: of a DSA layer.
+        ratio: compression ratio of a CSA layer.
+        workspace_mib: budget of torch implementations.
+    """
+
+    preset: str
+    tokens: int
+    heads: int | None = None
+    ratio: int | None = None
+    workspace_mib: int = 256
+
+    def spec(self) -> LayerSpec:
+        """Return what the layer is built from."""
+        return LayerSpec(
+            self.preset.removesuffix("-csa"), self.tokens, self.ratio, self.heads,
+            workspace_mib=self.workspace_mib,
+        )  # fmt: skip
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what tells the layers."""
+    add = parser.add_argument
+    add("--presets", nargs="+", choices=PRESETS,
+        help="v3.2 v4-flash v4-pro, with --quick tiny tiny-csa")  # fmt: skip
+    add("--tokens", type=int, nargs="+", help="default: depends on the preset")
+    add("--heads", type=int, nargs="+", default=[128, 16], help="of v3.2 (128 16)")
+    add("--ratios", type=int, nargs="+", choices=RATIOS, default=list(RATIOS),
+        help="of CSA layers (0 4 128)")  # fmt: skip
+
+
+def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
+    """Return the layers, short sequences first."""
+    default = ("tiny", "tiny-csa") if options.quick else ("v3.2", "v4-flash", "v4-pro")
+    found = []
+    for preset in options.presets or default:
+        lengths = options.tokens or LENGTHS.get(preset, CSA_LENGTHS)
+        csa, dsa = preset.startswith("v4") or preset == "tiny-csa", preset in ("v3.2", "tiny")
+        ways = CSA_WAYS if csa else DSA_WAYS if dsa else CORE_WAYS
+        if dsa:
+            ways += tuple(way for way in OTHER_WAYS if way in (options.ways or ()))
+        heads = options.heads if preset == "v3.2" else [4] if dsa else [None]
+        ratios = options.ratios if csa else [None]
+        found += [
+            (Case(preset, tokens, count, ratio, options.workspace_mib),
+             [Work("step", way) for way in ways])
+            for tokens, count, ratio in itertools.product(sorted(lengths), heads, ratios)
+        ]  # fmt: skip
+    return found
+
+
+class _Measurer:
+    def __init__(self, case: Case, device: torch.device, settings: Settings):
+        self.case, self.device, self.settings = case, device, settings
+        self.clock = Clock(device)
+        self._first: dict[str, torch.Tensor] | None = None
+
+    def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
+        way, case, spec = work.way, self.case, self.case.spec()
+        if case.preset == CORE:
+            yield from measure_core(case)
+            return
+        if way == "torch" and case.tokens > LONGEST_TORCH:
+            raise ImplementationError(f"more than {LONGEST_TORCH} tokens in torch: minutes")
+        build(way, shortened(spec, PREPARE_TOKENS), self.device)[0].step()
+        still_works(self.clock)  # gives the memory back
+        layer, remark = build(way, spec, self.device)
+        for tensor in (*layer.module.parameters(), layer.x):
+            tensor.grad = torch.zeros_like(tensor)
+        gc.collect()
+        result, once = self._first_step(way, layer, remark)
+        if result["status"] != "ok":
+            yield work.part, result
+            return
+        yield "forward", {"status": "ok", **self._times(layer.forward, once)}
+        times = self._times(layer.step, once)
+        yield work.part, result | times | {"tokens_per_s": case.tokens / times["ms"] * 1e3}
+        if way in CSA_WAYS:
+            yield from profiled(layer.step, self.device)
+
+    def _times(self, call, once: float) -> dict:
+        most = self.settings.repeats
+        count = max(min(FEWEST, most), min(most, int(self.settings.budget / once)))
+        return summary(self.clock.milliseconds(call, count))
+
+    def _first_step(self, way: str, layer, remark: str) -> tuple[dict, float]:
+        """Return the result of a step, not timed, and its seconds."""
+        reset_report()
+        begin = time.perf_counter()
+        with declined_hooks() as declined, Peak(self.clock) as peak:
+            out = layer.forward()
+            first = out.detach()[: layer.config.dsa_indexer_topk]
+            own = {"out": first[:: math.ceil(len(first) / COMPARED_TOKENS)].clone()}
+            own["end"] = out.detach()[-COMPARED_TOKENS:].clone()
+            out.backward(layer.gradient)
+            del out, first
+        own["end_gradient"] = layer.x.grad[-COMPARED_TOKENS:].clone()
+        once = time.perf_counter() - begin
+        parts = (remark, declined and f"declined={'+'.join(declined)}", what_ran())
+        result = {"peak_mib": peak.mib, "ran": "; ".join(filter(None, parts))}
+        return result | self.agreement(way, own), once
+
+    def agreement(self, way: str, own: dict[str, torch.Tensor]) -> dict:
+        """Return status and errors of a way's tensors; the first way's are kept."""
+        if not all(bool(tensor.isfinite().all()) for tensor in own.values()):
+            return {"status": "failed", "reason": "output or gradient is not finite"}
+        if self._first is None and way == "ours":
+            self._first = own
+            return {"status": "ok"}
+        if self._first is None:  # nothing to compare with
+            return {"status": "ok"}
+        pairs = {name: (tensor, self._first[name]) for name, tensor in own.items()}
+        row = {"status": "ok", "out_error": largest_error(pairs.pop("out"))}
+        limits = {"out_error": OUT_ERROR_LIMIT}
+        if way != "dense":
+            row["end_error"] = largest_error(*pairs.values())
+            limits["end_error"] = END_ERROR_LIMIT
+        for name, limit in limits.items():
+            if not row[name] <= limit:
+                reason = f"not the results of ours: {name} {row[name]:.3g} is above {limit}"
+                row |= {"status": "failed", "reason": reason}
+        return row
+
+
+def measure_core(case: Case) -> Iterator[tuple[str, dict]]:
+    """Yield the results of the core."""
+    from benchmarks.layer import core
+
+    yield from core.measure_core(case.tokens, case.workspace_mib)
+
+
+def prepare(case: Case, device: torch.device, settings: Settings) -> _Measurer:
+    """Start Megatron, unless the case needs none."""
+    if case.preset == CORE:
+        return _Measurer(case, torch.device("cpu"), settings)
+    from benchmarks.process_groups import alone
+
+    if (there := alone()).type != device.type:
+        raise ImplementationError(f"layers run on {there}, where Megatron puts them")
+    return _Measurer(case, device, settings)

@@ -1,0 +1,201 @@
+"""Ways to run one attention layer, with the same weights and inputs.
+
+* ``ours``: the layer of this package, everything left to dispatch. ``torch``: without fused
+  kernels.
+* ``bundled``: megatron-core's own DSA layer with its TileLang kernels (``bundled-cudnn``: with its
+  kernels from cuDNN and FlashMLA). Its Hadamard rotation of index queries and keys, which changes
+  no score, needs a package; where that is missing it goes without.
+* ``dense``: the layer of this package in stage ``dense``, with whatever attention of torch is the
+  fastest here.
+
+The last two are peers of DeepSeek-V3.2's layer. All have the linears and norms of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import logging
+import math
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.child import one_line
+from benchmarks.megatron_layer import Layer, LayerSpec
+from benchmarks.timing import Clock, quantile
+from megatron_dsa.errors import ImplementationError
+
+#: Way of megatron-core's -> the kernels that it is told to take.
+KERNELS = {"bundled": "tilelang", "bundled-cudnn": "cudnn"}
+#: Tokens with which dense attentions are compared.
+TRIAL_ROWS = 8192
+#: Most elements of a tensor that torch's attention takes.
+MOST_ELEMENTS = 2**31 - 1
+
+
+def build(way: str, spec: LayerSpec, device: torch.device) -> tuple[Layer, str]:
+    """Return a layer in training mode, its weights drawn from one seed, and what is special in it.
+
+    Raises:
+        ImplementationError: a way has nothing that runs here.
+    """
+    if way == "torch":
+        return Layer(dataclasses.replace(spec, fused=False), device), ""
+    layer = Layer(spec, device)
+    if way == "ours":
+        return layer, ""
+    make = dense_module if way == "dense" else bundled_module
+    module, remark = make(layer.config, KERNELS.get(way), device)
+    layer.module = with_weights(module.to(device).bfloat16().train(), layer.module)
+    return layer, remark
+
+
+def with_weights(module: torch.nn.Module, source: torch.nn.Module) -> torch.nn.Module:
+    """Fill all parameters of ``module`` with those of ``source`` that have the same name."""
+    weights = dict(source.named_parameters())
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(weights[name])
+    return module
+
+
+# Dense attention
+
+
+def dense_module(config, _kernels, device: torch.device):
+    """Return the dense layer of a configuration, and the name of its attention."""
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_dsa.specs import dsa_layer_spec
+
+    config = copy.copy(config)
+    config.dsa = dataclasses.replace(config.dsa, stage="dense")
+    spec = dsa_layer_spec(config).submodules.self_attention
+    module = build_module(spec, config=config, layer_number=1)
+    if device.type != "cuda":
+        return module, ""  # what dispatch takes; there is nothing to choose from
+    dims = (config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim)
+    name, attention = fastest_attention(config.num_attention_heads, *dims, device)
+    scale = module.core_attention.softmax_scale
+    # One sequence, no indexer: layout and index inputs have nothing to say.
+    module.core_attention.forward_dense = lambda q, k, v, *_: attention(q, k, v, scale)
+    return module, f"sdpa={name}"
+
+
+def attend(backend: SDPBackend, q, k, v, scale: float) -> torch.Tensor:
+    """Causal attention by one of torch's kernels: ``q, k [S, H, D]``, ``v [S, H, Dv]`` -> as v.
+
+    FlashAttention takes only values as wide as the keys: they get columns of zeros. Tensors of more
+    elements than 32 bits count are cut by heads, which kernels may not be able to address.
+    """
+    heads, width = v.shape[1:]
+    if backend == SDPBackend.FLASH_ATTENTION:
+        v = functional.pad(v, (0, q.shape[-1] - width))
+    at_once = math.ceil(heads / math.ceil(q.numel() / MOST_ELEMENTS))
+    parts = []
+    with sdpa_kernel(backend):
+        for own in zip(*(x.split(at_once, 1) for x in (q, k, v)), strict=True):
+            own = (x.transpose(0, 1)[None] for x in own)
+            out = functional.scaled_dot_product_attention(*own, is_causal=True, scale=scale)
+            parts.append(out[0, ..., :width].transpose(0, 1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+ATTENTIONS = {
+    "cudnn": functools.partial(attend, SDPBackend.CUDNN_ATTENTION),
+    "flash, padded": functools.partial(attend, SDPBackend.FLASH_ATTENTION),
+    "efficient": functools.partial(attend, SDPBackend.EFFICIENT_ATTENTION),
+}
+
+
+@functools.cache
+def fastest_attention(heads: int, qk_dim: int, v_dim: int, device: torch.device):
+    """Return name and function of the dense attention that is the fastest, forward and backward.
+
+    Raises:
+        ImplementationError: none can run; the message has the reasons.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(dim: int) -> torch.Tensor:
+        shape = (TRIAL_ROWS, heads, dim)
+        return torch.randn(*shape, dtype=torch.bfloat16, device=device, generator=generator)
+
+    tensors = [normal(dim).requires_grad_() for dim in (qk_dim, qk_dim, v_dim)]
+    gradient, clock = normal(v_dim), Clock(device)
+    times, reasons = {}, []
+    for name, attention in ATTENTIONS.items():
+
+        def call(attention=attention):
+            out = attention(*tensors, qk_dim**-0.5)
+            torch.autograd.grad(out, tensors, gradient)
+
+        try:
+            call()
+            times[name] = quantile(clock.milliseconds(call, 3), 0.5)
+        except RuntimeError as error:
+            reasons.append(f"{name}: {one_line(error)}")
+    if not times:
+        raise ImplementationError(f"no dense attention can run here: {'; '.join(reasons)}")
+    name = min(times, key=times.get)
+    return name, ATTENTIONS[name]
+
+
+# megatron-core's own DSA
+
+
+def bundled_module(config, kernels: str, device: torch.device):
+    """Return megatron-core's DSA layer of a configuration, and what differs from ``ours``."""
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+        get_dsa_module_spec_for_backend,
+    )
+    from megatron.core.transformer.experimental_attention_variant import dsa
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.utils import _validate_dsa_kernel_backend_dependencies
+
+    from megatron_dsa.specs import get_backend
+
+    config = copy.copy(config)
+    config.experimental_attention_variant = "dsa"
+    config.dsa_kernel_backend = kernels if device.type == "cuda" else "none"
+    _validate_dsa_kernel_backend_dependencies(config.dsa_kernel_backend)
+    remarks = [f"kernels={config.dsa_kernel_backend}"]
+    if config.dsa_indexer_rotate_activation and dsa.hadamard_transform is None:
+        config.dsa_indexer_rotate_activation = False
+        remarks.append("no Hadamard rotation (fast_hadamard_transform is missing)")
+    backend = get_backend(config.transformer_impl)
+    spec = get_dsa_module_spec_for_backend(config, backend)
+    # Without transformer-engine it takes column-parallel layers only.
+    down = backend.latent_linear()
+    spec.submodules.linear_q_down_proj = spec.submodules.linear_kv_down_proj = down
+    return build_module(spec, config=config, layer_number=1), "; ".join(remarks)
+
+
+@contextlib.contextmanager
+def declined_hooks():
+    """Collect which fused functions of megatron-core's DSA are declined inside, in a list.
+
+    It then goes on unfused, without a word in its log at usual levels.
+    """
+    found: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.extend(name for name in record.args[1:2] if name not in found)
+
+    name = "megatron.core.transformer.experimental_attention_variant.dsa_kernels"
+    logger, listener = logging.getLogger(name), Listener(logging.DEBUG)
+    before, forwards = logger.level, logger.propagate
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    logger.addHandler(listener)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(before)
+        logger.propagate = forwards

@@ -1,0 +1,137 @@
+"""Attention over several GPUs of one host: context parallelism, tokens against heads.
+
+    python -m benchmarks ranks                          # layers on 2 GPUs
+    python -m benchmarks ranks --grids tp1cp4 --layers v3.2 --tokens 65536 131072 --dry-run
+    python -m benchmarks ranks --kinds dense --grids tp1cp4
+
+A grid has one process per GPU (:mod:`benchmarks.ranks.worker`); a rank that fails or does not
+answer ends its measurement, for all ranks of the grid, in bounded time. All ranks begin a call
+together and the slowest counts. The way ``one rank`` measures the same on one GPU in the same run:
+efficiency is its time, divided by the ranks and by theirs. Communication is exposed where NCCL's
+kernels run and no other kernel does. Bytes are counted where collectives are called, and stand
+beside what the design says (:mod:`benchmarks.ranks.traffic`).
+
+``layers``: attention layers. Ways of context parallelism are ``zigzag`` and ``contiguous``, which
+say who holds what, and ``plain``: zigzag, with every collective waited for where it is launched
+(:mod:`benchmarks.ranks.plain`). Tensor-parallel ranks divide ``heads`` or ``rows`` (tokens).
+``--chain N`` measures N layers in a chain (:mod:`benchmarks.megatron_layer`).
+
+``dense``: dense causal attention, ways for keys and values to reach the queries
+(:mod:`benchmarks.ranks.dense`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.ranks.cases import (
+    DENSE,
+    DENSE_TOKENS,
+    LAYERS,
+    NAMED,
+    ONE,
+    QUICK_TOKENS,
+    Case,
+    Grid,
+    layer_cases,
+    works_of,
+)
+from benchmarks.ranks.merge import Judge, merge
+from benchmarks.ranks.pool import Ended, Pool
+from benchmarks.settings import Settings, Work
+from megatron_dsa.errors import ImplementationError
+
+CEILINGS = ()
+ON_DEVICE = False
+KINDS = (LAYERS, DENSE)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what tells the cases."""
+    add = parser.add_argument
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="default: all")
+    add("--grids", nargs="+", metavar="GRID", default=["tp1cp2", "tp2cp1"],
+        help="of several ranks (tp1cp2 tp2cp1)")  # fmt: skip
+    add(
+        "--layers",
+        nargs="+",
+        choices=list(NAMED),
+        help="default: all but tiny ones, with --quick tiny",
+    )
+    add("--tokens", nargs="+", type=int, help="of all ranks; default: depends on the case")
+    add("--chain", type=int, default=1, metavar="N",
+        help="layers in a chain: the host is ahead of the GPU, as in a model (1)")  # fmt: skip
+    add("--heads", type=int, help="of dense attention, on each GPU (128, with --quick 2)")
+
+
+def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
+    """Return the cases, kind by kind."""
+    quick, more = options.quick, {"workspace_mib": options.workspace_mib}
+    grids = [grid for grid in map(Grid.parse, options.grids) if grid != ONE]
+    if not grids:
+        raise ValueError("--grids must have a grid of several ranks: one rank is measured always")
+    step = 128 * max(grid.ranks for grid in grids)
+    if bad := [n for n in options.tokens or () if n < step or n % step]:
+        # Every rank has a group of every layer.
+        raise ValueError(f"--tokens must be positive multiples of {step}, got {bad[0]}")
+    if options.chain < 1:
+        raise ValueError(f"--chain must be positive, got {options.chain}")
+    usual = [name for name in NAMED if not name.startswith("tiny")]
+    names = options.layers or (["tiny"] if quick else usual)
+    cases = []
+    for kind in options.kinds:
+        if kind == LAYERS:
+            for grid in grids:
+                cases += layer_cases(grid, names, options.tokens, options.chain, **more)
+        else:
+            heads = options.heads or (2 if quick else 128)
+            cases += [
+                Case(DENSE, "v3.2", n, cp=grid.cp, heads=heads, **more)
+                for grid in grids if grid.tp == 1
+                for n in options.tokens or ([QUICK_TOKENS] if quick else DENSE_TOKENS)
+            ]  # fmt: skip
+    return [(case, works_of(case)) for case in cases]
+
+
+class _Measurer:
+    """Asks processes, one pool at a time: its memory is wanted by the next."""
+
+    def __init__(self, case: Case, device: torch.device, settings: Settings, pool=Pool):
+        self.case, self.settings, self._make = case, settings, pool
+        self._gpus = torch.cuda.device_count() if device.type == "cuda" else None
+        self._pool = None
+        self._judge = Judge(case)
+
+    def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
+        grid = self.case.grid_of(work.way)
+        if self._gpus is not None and grid.ranks > self._gpus:
+            raise ImplementationError(f"{grid.name} needs {grid.ranks} GPUs, not {self._gpus}")
+        try:
+            answers = self._ask(grid, work)
+        except Ended as error:
+            if error.gone:
+                self._pool = None
+            yield work.part, {"status": "failed", "reason": error.reason}
+            return
+        for part, result in merge(answers):
+            yield part, self._judge.judged(work.way, part, result, answers)
+
+    def _ask(self, grid: Grid, work: Work) -> list[dict]:
+        if self._pool is not None and self._pool.grid != grid:
+            self._pool.stop()
+            self._pool = None
+        if self._pool is None:
+            settings = {"repeats": self.settings.repeats, "budget": self.settings.budget}
+            # It answers before the process that asks is ended.
+            self._pool = self._make(grid, settings, 0.9 * self.settings.timeout)
+            self._pool.answers()
+        self._pool.ask(self.case, work)
+        return self._pool.answers()
+
+
+def prepare(case: Case, device: torch.device, settings: Settings) -> _Measurer:
+    """Return what measures a case; processes are started when they are needed."""
+    return _Measurer(case, device, settings)

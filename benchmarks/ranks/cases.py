@@ -1,0 +1,133 @@
+"""Cases of several ranks: grids, layers, variants of how they are sharded, and one rank beside."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from benchmarks.megatron_layer import LayerSpec
+from benchmarks.settings import Work
+
+#: Kinds of cases: attention layers; dense attention alone.
+LAYERS, DENSE = "layers", "dense"
+#: The way that the others are compared with.
+ONE_RANK = "one rank"
+#: Ways of context-parallel layers, and what they change; all but ``plain`` overlap collectives.
+CP_WAYS = {
+    "zigzag": {}, "contiguous": {"cp_layout": "contiguous"}, "plain": {},
+}  # fmt: skip
+#: Ways of tensor-parallel layers.
+TP_WAYS = {"heads": {"tp_mode": "heads"}, "rows": {"tp_mode": "rows"}}
+DENSE_WAYS = ("ring", "gathered latents", "contiguous ring")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Tensor- and context-parallel ranks."""
+
+    tp: int = 1
+    cp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.cp
+
+    @property
+    def name(self) -> str:
+        return f"tp{self.tp}cp{self.cp}"
+
+    @classmethod
+    def parse(cls, text: str) -> Grid:
+        """Read ``tp1cp2``."""
+        found = re.fullmatch(r"tp([1-9]\d*)cp([1-9]\d*)", text)
+        if not found:
+            raise ValueError(f"a grid must be tp<ranks>cp<ranks>, like tp1cp2, got {text!r}")
+        return cls(*map(int, found.groups()))
+
+
+ONE = Grid()
+
+
+@dataclass(frozen=True)
+class Case:
+    """The same work on one rank and on several.
+
+    Attributes:
+        kind: :data:`LAYERS` or :data:`DENSE`.
+        preset: of the model.
+        tokens: of all ranks.
+        tp, cp: ranks.
+        heads: of the attention; with dense attention, per rank.
+        ratio: compression ratio of a CSA layer.
+        layers: in a chain; times and bytes are per layer, memory is that of the chain.
+        workspace_mib: budget of torch implementations.
+    """
+
+    kind: str
+    preset: str
+    tokens: int
+    tp: int = 1
+    cp: int = 1
+    heads: int | None = None
+    ratio: int | None = None
+    layers: int = 1
+    workspace_mib: int = 256
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.tp, self.cp)
+
+    def grid_of(self, way: str) -> Grid:
+        """Return the ranks that a way runs on."""
+        return ONE if way == ONE_RANK else self.grid
+
+    def spec(self, way: str) -> LayerSpec:
+        """Return a rank's part of the layer."""
+        grid = self.grid_of(way)
+        return LayerSpec(
+            self.preset, self.tokens, self.ratio, self.heads, layers=self.layers, tp=grid.tp,
+            cp=grid.cp, workspace_mib=self.workspace_mib, **(CP_WAYS | TP_WAYS).get(way, {}),
+        )  # fmt: skip
+
+
+#: Name -> fields of a layer.
+NAMED = {
+    "v3.2": {"preset": "v3.2", "heads": 128},
+    "v3.2-h32": {"preset": "v3.2-h32", "heads": 32},
+    "v4-flash-r4": {"preset": "v4-flash", "ratio": 4},
+    "v4-flash-r128": {"preset": "v4-flash", "ratio": 128},
+    # For trying the benchmark itself on any machine.
+    "tiny": {"preset": "tiny"},
+    "tiny-r4": {"preset": "tiny", "ratio": 4},
+    "tiny-r128": {"preset": "tiny", "ratio": 128},
+}
+#: Lengths with context parallelism, and without: of the comparison of rows and heads.
+CP_TOKENS = {"v3.2": (32768, 65536, 131072), "v4-flash-r4": (65536,), "v4-flash-r128": (65536,)}
+TP_TOKENS = {"v3.2": (8192, 32768), "v3.2-h32": (8192, 32768)}
+DENSE_TOKENS = (32768, 65536)
+QUICK_TOKENS = 256
+
+
+def works_of(case: Case) -> list[Work]:
+    """Return the measurements of a case, one rank first."""
+    ways = DENSE_WAYS if case.kind == DENSE else CP_WAYS if case.cp > 1 else TP_WAYS
+    return [Work("step", way) for way in (ONE_RANK, *ways)]
+
+
+def layer_cases(grid: Grid, names, tokens=None, layers: int = 1, **more) -> list[Case]:
+    """Return the layers of a grid, short ones first.
+
+    Args:
+        grid: several ranks.
+        names: keys of :data:`NAMED`.
+        tokens: lengths, ``None`` for those of the grid and the layer.
+        layers: in a chain.
+        more: other fields of the cases.
+    """
+    known = CP_TOKENS if grid.cp > 1 else TP_TOKENS
+    cases = [
+        Case(LAYERS, tokens=n, tp=grid.tp, cp=grid.cp, layers=layers, **NAMED[name], **more)
+        for name in names
+        for n in tokens or ((QUICK_TOKENS,) if name.startswith("tiny") else known.get(name, ()))
+    ]
+    return sorted(cases, key=lambda case: case.tokens)

@@ -1,0 +1,41 @@
+"""One rank's measurements of an attention layer: times, memory, bytes sent, communication."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from benchmarks.megatron_layer import Layer
+from benchmarks.ranks.cases import Case
+from benchmarks.ranks.design import Design, formula_bytes, hidden_bytes
+from benchmarks.ranks.plain import OVERLAPPED, PLAIN, collectives
+from benchmarks.ranks.timing import measured, traced_shares
+from benchmarks.ranks.traffic import counted
+from benchmarks.timing import Clock
+
+
+def measure_layer(case: Case, way: str, device: torch.device, settings: dict) -> dict:
+    """Measure a layer on this rank; return the answer for :func:`benchmarks.ranks.merge.merge`."""
+    clock, spec = Clock(device), case.spec(way)
+    grid = case.grid_of(way)
+    layer, result = Layer(spec, device), {}
+    with collectives(PLAIN if way == PLAIN else OVERLAPPED):
+        # Also compiles, and makes the gradients' memory, which so is not part of a step's.
+        with counted() as traffic:
+            result["squares"] = layer.first_step()
+        clock.wait()
+        gc.collect()
+        result |= measured(layer.forward, layer.step, clock, device, settings)
+        if grid.ranks > 1 and clock.on_gpu:
+            result |= traced_shares(layer.step, clock, device)
+    for times in result["times"].values():
+        times[:] = [ms / case.layers for ms in times]
+    tokens = layer.own_tokens
+    design = Design(layer.config, case.ratio, tokens, grid.tp, grid.cp, layer.sharding.runs(None))
+    if grid.ranks > 1:
+        result["bytes_per_token"] = traffic.bytes / tokens / case.layers
+        result["formula_bytes_per_token"] = formula_bytes(design) / tokens
+    if grid.cp > 1 and grid.tp == 1:  # tensor-parallel linears gather hidden states anyway
+        result["hidden_bytes_per_token"] = hidden_bytes(design) / tokens
+    return result

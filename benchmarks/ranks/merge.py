@@ -1,0 +1,74 @@
+"""What the answers of all ranks to one measurement come to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.ranks.cases import ONE_RANK, Case
+from benchmarks.timing import summary
+
+#: The largest value over ranks counts. These belong to the whole step, not to its forward.
+OF_STEP = (
+    "communication_share", "exposed_share", "bytes_per_token", "formula_bytes_per_token",
+    "hidden_bytes_per_token", "peak_mib",
+)  # fmt: skip
+#: Outputs that differ by more than this are not outputs of the same layer. bf16 lands near 1e-3.
+NORM_LIMIT = 2e-2
+
+
+def slowest(answers: list[dict], part: str) -> list[float]:
+    """Milliseconds of every call: all ranks began it together, it took as long as the slowest."""
+    return [max(ranks) for ranks in zip(*(a["times"][part] for a in answers), strict=True)]
+
+
+def merge(answers: list[dict]) -> Iterator[tuple[str, dict]]:
+    """Yield parts and their results.
+
+    Args:
+        answers: of every rank: ``times`` (part -> ms of calls), any of :data:`OF_STEP`, ``ran``,
+            ``flop`` (part -> of one rank), ``difference``.
+    """
+    for part in answers[0]["times"]:
+        result = {"status": "ok", **summary(slowest(answers, part))}
+        if flop := answers[0].get("flop"):
+            result["tflops"] = flop[part] / result["ms"] / 1e9
+        if "difference" in answers[0]:
+            result["out_error"] = max(answer["difference"] for answer in answers)
+        if part != "forward":
+            result["ran"] = answers[0].get("ran")
+            for name in OF_STEP:
+                found = [a[name] for a in answers if a.get(name) is not None]
+                result[name] = max(found) if found else None
+        yield part, result
+
+
+def norms(answers: list[dict]) -> dict[str, float]:
+    """Return the norms of what all ranks have together."""
+    names = answers[0].get("squares", {})
+    return {name: sum(a["squares"][name] for a in answers) ** 0.5 for name in names}
+
+
+class Judge:
+    """Compares the ways of a case with one rank's, which comes first."""
+
+    def __init__(self, case: Case):
+        self._ranks = case.grid.ranks
+        self._alone: dict[str, float] = {}  # milliseconds of one rank
+        self._norms: dict[str, float] = {}
+
+    def judged(self, way: str, part: str, result: dict, answers: list[dict]) -> dict:
+        """Return a result with its efficiency, or a failed one with the reason."""
+        found = norms(answers)
+        if way == ONE_RANK:
+            self._alone[part], self._norms = result["ms"], found
+            return result
+        if found and self._norms:
+            wanted = self._norms
+            error = max(abs(found[n] - wanted[n]) / wanted[n] for n in found)
+            if not error <= NORM_LIMIT:
+                reason = f"wrong result: norms differ from one rank's by {error:.3g}"
+                return {"status": "failed", "reason": reason, "out_error": error}
+            result = result | {"out_error": error}
+        if self._alone.get(part):
+            result = result | {"efficiency": self._alone[part] / (self._ranks * result["ms"])}
+        return result

@@ -1,0 +1,163 @@
+"""Training: planned memory and operations, resumed runs, sparse beside dense attention.
+
+    python -m benchmarks train                              # memory of small models' steps
+    python -m benchmarks train --kinds operations           # needs Nsight Compute
+    python -m benchmarks train --kinds run                  # a stop and what comes after it
+    python -m benchmarks train --kinds convergence --runs 1 2
+
+``memory``: planned peak of a training step beside the measured (:mod:`benchmarks.train.memory`).
+``operations``: planned operations beside those that tensor cores counted
+(:mod:`benchmarks.train.operations`). ``run``: runs that are stopped and go on beside others
+(:mod:`benchmarks.train.resume`). ``convergence``: the same training with several attentions
+(:mod:`benchmarks.train.convergence`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.settings import Settings, Work
+from benchmarks.train import convergence, memory, operations, resume
+from benchmarks.train.models import CASES, command, model_of
+
+CEILINGS = ()
+ON_DEVICE = False
+#: Seconds until a run that does not answer is ended.
+TIMEOUT = 7200.0
+KINDS = ("memory", "operations", "run", "convergence")
+#: Models whose operations are counted: all stages, both models, experts, prediction,
+#: recomputation; by number in CASES.
+COUNTED = (0, 10, 7, 8, 9, 5, 6, 12)
+TOKENS = {"v3.2": 8192, "v4": 2048}
+OURS = "ours"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model to train.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        model: name in :data:`~benchmarks.train.models.CASES`, of a kind of attention, or of a size.
+        tokens: of a sequence; of a step of ``convergence``.
+        steps: optimizer steps.
+        run: number of the run; of ``convergence`` its seed.
+        indexer_loss_coeff: of a run that has another one than the script.
+    """
+
+    kind: str
+    model: str
+    tokens: int
+    steps: int = 1
+    run: int = 1
+    indexer_loss_coeff: float | None = None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what tells the models."""
+    add = parser.add_argument
+    add("--kinds", nargs="+", choices=KINDS, default=["memory"], help="default: memory")
+    add("--models", type=int, nargs="+", choices=range(len(CASES)), metavar="NUMBER",
+        help=f"of memory and operations, 0 to {len(CASES) - 1} (all; with --quick 0)")  # fmt: skip
+    add("--attentions", nargs="+", choices=TOKENS, default=list(TOKENS), help="of runs (all)")
+    add("--runs", type=int, nargs="+", default=[1], help="seeds of convergence (1)")
+    add("--steps", type=int, help="of runs and convergence (50; 300, a multiple of 12)")
+
+
+def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
+    """Return the cases, kind by kind."""
+    found, quick = [], options.quick
+    for kind in options.kinds:
+        if kind in ("memory", "operations"):
+            usual = (0,) if quick else range(len(CASES)) if kind == "memory" else COUNTED
+            for name, thousands, *_ in (CASES[number] for number in options.models or usual):
+                found.append((Case(kind, name, 1024 * thousands), [Work("step", OURS)]))
+        elif kind == "run":
+            steps = options.steps or (8 if quick else 50)
+            if steps <= resume.WARM_UP_STEPS:
+                raise ValueError(f"--steps must be above {resume.WARM_UP_STEPS}, got {steps}")
+            works = [Work("all", way) for way in resume.WAYS]
+            found += [(Case(kind, name, TOKENS[name], steps), works) for name in options.attentions]
+        else:
+            size = size_of(quick, options.steps)
+            works = [Work("all", way) for way in convergence.WAYS]
+            name, tokens = "tiny" if quick else "small", size.batch * size.length
+            found += [(Case(kind, name, tokens, size.steps, run), works) for run in options.runs]
+    return found
+
+
+def size_of(quick: bool, steps: int | None) -> convergence.Size:
+    """Return the size of the models to compare.
+
+    Raises:
+        ValueError: too few steps, or not as many between evaluations.
+    """
+    size = convergence.TINY if quick else convergence.SMALL
+    if steps in (None, size.steps):
+        return size
+    if steps < 24 or steps % 12:
+        raise ValueError(f"--steps must be a multiple of 12 and 24 at least, got {steps}")
+    return dataclasses.replace(size, steps=steps, every=steps // 12)
+
+
+class _Measurer:
+    def __init__(self, case: Case, settings: Settings):
+        self.case, self.settings = case, settings
+        self._folder = tempfile.TemporaryDirectory()
+        self._comparison: convergence.Comparison | None = None
+        self._straight: dict[str, dict] = {}
+
+    def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
+        kinds = {
+            "memory": self._memory, "operations": self._operations, "run": self._run,
+            "convergence": self._convergence,
+        }  # fmt: skip
+        yield from kinds[self.case.kind](work)
+
+    def _command(self) -> list[str]:
+        return command(*model_of(self.case.model, self.case.tokens), self.settings.quick)
+
+    def _memory(self, work: Work) -> Iterator[tuple[str, dict]]:
+        yield work.part, memory.compare(self._command())
+
+    def _operations(self, work: Work) -> Iterator[tuple[str, dict]]:
+        yield from operations.compare([*self._command(), "--global-batch-size", "1"])
+
+    def _run(self, work: Work) -> Iterator[tuple[str, dict]]:
+        models = resume.TINY_MODELS if self.settings.quick else resume.MODELS
+        trial = resume.Trial(models[self.case.model], Path(self._folder.name), self.case.steps)
+        found = list(trial.run(work.way))
+        yield from found
+        logged = {part: result for part, result in found if part != "all"}
+        if work.way == "straight":
+            self._straight = logged
+        if work.way == "resumed" and self._straight:
+            differ = resume.differences(self._straight, logged)
+            if differ:
+                yield work.part, {"status": "failed", "reason": "; ".join(differ[:5])}
+
+    def _convergence(self, work: Work) -> Iterator[tuple[str, dict]]:
+        if self._comparison is None:
+            size = size_of(self.settings.quick, self.case.steps)
+            self._comparison = convergence.Comparison(size, self.case.run, Path(self._folder.name))
+        yield from self._comparison.train(work.way)
+
+
+def prepare(case: Case, device: torch.device, settings: Settings) -> _Measurer:
+    """Let Megatron run on this machine, with or without a GPU."""
+    from megatron_dsa.patches import cpu_host
+
+    if cpu_host.needed():
+        cpu_host.activate()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    return _Measurer(case, settings)

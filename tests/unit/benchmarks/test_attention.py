@@ -1,0 +1,155 @@
+"""Cases, index lists, FLOP and verification of the family ``attention``."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from benchmarks.__main__ import plan_of
+from benchmarks.attention import lists
+from benchmarks.attention.inputs import Case, Inputs
+from benchmarks.attention.lists import make_indices, neighbour_share
+from benchmarks.attention.shapes import OPERATIONS, PRESETS, flops
+from benchmarks.attention.verify import Verifier
+from megatron_dsa.errors import ImplementationError
+from megatron_dsa.ops import OPERATIONS as DISPATCHED
+
+DISTRIBUTIONS = ["random", "sorted", "clustered", "clustered:0.95", "clustered:0"]
+
+
+def test_every_implementation_is_measured():
+    _, plan = plan_of("attention", ["--presets", "v3.2", "--skv", "8192"])
+    assert [case.distribution for case, _ in plan] == ["random", "clustered:0.8"]
+    for _, works in plan:
+        for operation, dispatched in OPERATIONS.items():
+            ways = {work.way for work in works if work.part == operation}
+            assert ways == {c.name for c in DISPATCHED[dispatched].candidates} and "torch" in ways
+
+
+def test_flops_by_hand():
+    v32, tiny = PRESETS["v3.2"], PRESETS["tiny"]
+    # 2 * 4096 queries * 2048 keys * 128 heads = 2^31
+    assert flops("forward", v32, 4096) == 2**31 * 1088
+    assert flops("backward", v32, 4096) == 2**31 * 2752
+    assert flops("teacher", v32, 4096) == 2**31 * 576
+    assert flops("forward", tiny, 10) == 2 * 10 * 16 * 4 * (48 + 32)
+
+
+# Verification
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return Inputs(Case("tiny", 32, 96, "clustered", 1), torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def verifier(inputs):
+    return Verifier(inputs)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_torch_passes_verification(inputs, verifier, operation):
+    assert verifier.error(operation, inputs.call(operation, "torch")()) < 4e-3
+
+
+def test_verification_finds_errors(inputs, verifier):
+    """Each output is looked at: a wrong one alone is enough."""
+
+    def result(operation):
+        found = inputs.call(operation, "torch")()
+        found = (found,) if isinstance(found, torch.Tensor) else tuple(found)
+        return [None if x is None else x.clone() for x in found]
+
+    for operation, count in (("forward", 2), ("teacher", 1), ("backward", 3)):
+        for place in range(count):
+            wrong = result(operation)
+            wrong[place] *= 1.03
+            error = verifier.error(operation, wrong if count > 1 else wrong[0])
+            assert 0.02 < error < 0.04, (operation, place)
+            wrong[place] *= float("nan")
+            assert verifier.error(operation, wrong if count > 1 else wrong[0]) == float("inf")
+    dkv = result("backward")
+    dkv[1][verifier.keys[0]] = 0
+    assert verifier.error("backward", dkv) > 0.02
+
+
+def test_an_implementation_that_cannot_run_says_why(inputs):
+    with pytest.raises(ImplementationError, match=r"wrong GPU.*the CPU"):
+        inputs.call("forward", "flashmla")
+
+
+# Index lists
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize(("queries", "skv", "topk"), [(40, 300, 128), (100, 128, 128), (7, 9, 1)])
+def test_rows_are_distinct_and_valid(distribution, queries, skv, topk):
+    indices = make_indices(distribution, queries, skv, topk, "cpu", seed=3)
+    assert indices.shape == (queries, topk) and indices.dtype == torch.int32
+    assert indices.min() >= 0 and indices.max() < skv
+    ascending = indices.sort(dim=1).values
+    assert (ascending[:, 1:] > ascending[:, :-1]).all()
+    assert torch.equal(ascending, indices) == (distribution != "random" or topk == 1)
+    # The same seed gives the same lists, to every implementation in every process.
+    assert torch.equal(indices, make_indices(distribution, queries, skv, topk, "cpu", seed=3))
+    if topk < skv / 2:
+        other = make_indices(distribution, queries, skv, topk, "cpu", seed=4)
+        assert not torch.equal(indices, other)
+
+
+def test_random_lists_are_uniform_over_all_keys():
+    indices = make_indices("random", 2000, 60, 15, "cpu")
+    counts = torch.bincount(indices.flatten().long(), minlength=60).double()
+    # Binomial with mean 500 and standard deviation 19.4
+    assert counts.min() > 500 - 5 * 19.4 and counts.max() < 500 + 5 * 19.4
+    first = torch.bincount(indices[:, 0].long(), minlength=60).double()
+    assert first.min() > 0 and first.max() < 33.3 + 6 * 5.7
+    assert neighbour_share(indices) == pytest.approx(15 / 60, abs=0.01)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.8, 0.999])
+def test_clustered_lists(share):
+    queries, skv, topk = 200, 1400, 256
+    indices = make_indices(f"clustered:{share}", queries, skv, topk, "cpu")
+    position = torch.arange(skv - queries, skv)[:, None]
+    assert (indices <= position).all()
+    # The most recent 64 are always there, the others are older.
+    assert torch.equal(indices[:, -64:].long(), position - torch.arange(63, -1, -1))
+    # 63 of the recent keys are shared; of the others, all but the slots that move.
+    expected = (63 + share * (topk - 64)) / topk
+    assert neighbour_share(indices) == pytest.approx(expected, abs=0.002)
+    if share < 0.9:  # over time the lists reach nearly the whole past
+        assert len(indices.unique()) > 0.9 * skv
+
+
+def test_clustered_lists_of_queries_with_few_keys_before_them():
+    """A query that cannot see 128 keys stands where it sees exactly 128."""
+    indices = make_indices("clustered", 200, 200, 128, "cpu")
+    assert torch.equal(indices[:128], torch.arange(128, dtype=torch.int32).expand(128, -1))
+    assert (indices[128:] <= torch.arange(128, 200)[:, None]).all()
+
+
+def test_neighbour_share_counts_sets():
+    indices = torch.tensor([[0, 1, 2, 3], [3, 2, 9, 8], [4, 5, 6, 7]], dtype=torch.int32)
+    assert neighbour_share(indices) == 2 / 8
+    lists = make_indices("random", 30, 50, 20, "cpu")
+    rows = [set(row) for row in lists.tolist()]
+    shared = sum(len(a & b) for a, b in pairwise(rows))
+    assert neighbour_share(lists) == pytest.approx(shared / (29 * 20))
+    assert neighbour_share(lists[:1]) == 0
+
+
+def test_chunks_cover_everything_once(monkeypatch):
+    assert list(lists._chunks(5, 2)) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert list(lists._chunks(2, 0)) == [slice(0, 1), slice(1, 2)]
+    whole = make_indices("clustered", 50, 90, 16, "cpu")
+    share = neighbour_share(whole)
+    monkeypatch.setattr(lists, "_chunks", lambda total, size: iter(list(_pieces(total))))
+    assert torch.equal(make_indices("clustered", 50, 90, 16, "cpu"), whole)
+    assert neighbour_share(whole) == share
+
+
+def _pieces(total):
+    for first in range(0, total, 7):
+        yield slice(first, min(total, first + 7))

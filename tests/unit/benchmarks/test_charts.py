@@ -1,0 +1,93 @@
+"""Charts: all are drawn from the committed files, and what they compute is right."""
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from benchmarks.charts import convergence, draw_all
+from benchmarks.charts.drawing import Point, machine
+from benchmarks.charts.layers import GROUPS, break_even, layer_bars
+from benchmarks.charts.ranks import label_of
+from benchmarks.tracing import PRODUCTS
+from megatron_dsa.ops import OPERATIONS
+
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
+
+
+def test_every_committed_chart_is_drawn(tmp_path):
+    for file in FOLDER.glob("*.csv"):
+        shutil.copy(file, tmp_path)
+    written = draw_all(tmp_path)
+    assert {file.name for file in written} == {file.name for file in FOLDER.glob("*.png")}
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in written)
+
+
+def point(case=None, part="step", way="ours", **values):
+    versions = {"torch": "2.11", "cuda": "13.0", "cudnn_frontend": "1.32", "flash_mla": "unknown"}
+    return Point(case or {}, part, way, "GPU 9000", versions, values)
+
+
+def test_the_machine_is_told():
+    assert machine([point()]) == "GPU 9000, torch 2.11, CUDA 13.0, FlashMLA, cuDNN front end 1.32"
+
+
+@pytest.mark.parametrize(
+    ("ours", "peer", "expected"),
+    [
+        # Ratios 1/2 and 2: half way, in logarithms.
+        ({4: 2.0, 16: 2.0}, {4: 1.0, 16: 4.0}, 8),
+        # Not slower anywhere, and slower at the end.
+        ({4: 1.0, 8: 1.0}, {4: 1.0, 8: 3.0}, 4),
+        ({4: 1.0, 8: 2.0}, {4: 2.0, 8: 1.0}, None),
+        # Only lengths that both have, and the last crossing.
+        ({4: 1.0, 8: 2.0, 32: 1.0, 64: 9.0}, {2: 9.0, 4: 9.0, 8: 1.0, 32: 2.0}, 16),
+        ({4: 1.0}, {8: 1.0}, None),
+    ],
+)
+def test_break_even_by_hand(ours, peer, expected):
+    found = break_even(ours, peer)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_shares_are_grouped():
+    known = {name for names in GROUPS.values() for name in names}
+    assert known <= {*OPERATIONS, PRODUCTS}
+    case = {"preset": "v3.2", "tokens": 4096, "heads": 16}
+    times = {"indexer_topk": 3.0, "sparse_indexer_loss": 1.0, "other": 2.0,
+             "sparse_attention_probabilities": 4.0, "a new one": 0.5}  # fmt: skip
+    points = [point(case, f"step/{name}", ms=ms) for name, ms in times.items()]
+    points += [point(case, ms=99.0), point(case, "forward", ms=9.0)]
+    ((label, groups),) = layer_bars(points).items()
+    assert label == "16 heads, 4k" and sum(groups.values()) == 10.5
+    assert groups["selection"] == 3 and groups["indexer loss and its backward"] == 5
+    assert groups["rope, norms, copies"] == 2.5
+
+
+def test_labels_of_ranks():
+    case = {"preset": "v3.2", "tokens": 65536, "tp": 1, "cp": 4, "layers": 1}
+    assert label_of(point(case, way="zigzag")) == "v3.2, 64k, cp4 zigzag"
+    chain = case | {"layers": 4, "ratio": 4}
+    assert label_of(point(chain, way="plain")) == "v3.2 ratio 4 x 4, 64k, cp4 plain"
+
+
+def test_the_gap_is_taken_seed_by_seed():
+    losses = {
+        ("dense", 1): (3.0, 2.0), ("dense", 2): (3.5, 2.5),
+        ("sparse", 1): (3.1, 2.1), ("sparse", 2): (3.7, 2.8), ("sparse", 3): (9.0, 9.0),
+    }  # fmt: skip
+    points = [
+        point({"run": seed}, str(step), way, validation_loss=bits * math.log(2))
+        for (way, seed), curve in losses.items()
+        for step, bits in zip((10, 20), curve, strict=True)
+    ]
+    assert convergence.gaps(points, "sparse") == {
+        10: pytest.approx([0.1, 0.2]),
+        20: pytest.approx([0.1, 0.3]),
+    }
+    low, high = convergence.noise(points)
+    assert low == pytest.approx({10: -0.25, 20: -0.25})
+    assert high == pytest.approx({10: 0.25, 20: 0.25})

@@ -1,0 +1,120 @@
+"""One tiny run of every family from the command line: what it writes, and that nothing fails."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.schema import METRICS, STATUSES, read_csv
+from benchmarks.settings import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[3]
+#: Family -> its command line, and pairs of part and way that have to be measured.
+RUNS = {
+    "attention": (
+        ["--distributions", "clustered:0.5"],
+        {("gemm", "torch"), ("copy", "torch"), ("forward", "torch"), ("teacher", "torch"),
+         ("backward", "torch")},
+    ),
+    "indexer": (
+        [],
+        {("select", "torch"), ("loss:sorted", "torch"), ("loss:clustered", "torch"),
+         ("dense", "torch"), ("dense", "megatron"), ("gemm", "torch")},
+    ),
+    "csa": (
+        ["--ways", "torch", "eager"],
+        {("copy", "torch"), ("compressor_forward, ratio 4, dim 32", "eager"),
+         ("norm_rope_backward, heads 2, dim 32", "torch"), ("key_lists, ratio 0", "torch")},
+    ),
+    "layer": (
+        ["--tokens", "128", "--ratios", "4"],
+        {("forward", "ours"), ("step", "ours"), ("step", "dense"), ("step", "bundled"),
+         ("step", "torch"), ("step/sparse_attention_backward", "ours")},
+    ),
+    "ranks": (
+        ["--grids", "tp1cp2"],
+        {("step", "one rank"), ("forward", "zigzag"), ("step", "contiguous"), ("step", "plain"),
+         ("step", "gathered latents")},
+    ),
+    "train": ([], {("step", "ours")}),
+}  # fmt: skip
+
+
+def run(family, output, *arguments):
+    """Rows of a quick run."""
+    command = [sys.executable, "-m", "benchmarks", family, "--quick", "--repeats", "2"]
+    done = subprocess.run(
+        [*command, "--output", str(output), *arguments], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert f"they are in {output}" in done.stdout
+    return read_csv(output)
+
+
+def test_every_family_is_run():
+    assert set(RUNS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quick(family, tmp_path):
+    arguments, expected = RUNS[family]
+    rows = run(family, tmp_path / "rows.csv", *arguments)
+    assert expected <= {(row["part"], row["way"]) for row in rows if row["status"] == "ok"}
+    assert {row["family"] for row in rows} == {family} and len({r["date"] for r in rows}) == 1
+    for row in rows:
+        assert row["status"] in STATUSES and row["metric"] in METRICS
+        assert row["gpu"].startswith("CPU") and row["versions"]["torch"]
+        if row["status"] != "ok":
+            assert row["value"] is None and row["reason"]
+        elif row["metric"] == "ms" and "/" not in row["part"]:
+            assert 0 < row["p10"] <= row["value"] <= row["p90"] and row["repeats"] <= 5
+        elif row["metric"] == "rel_error":
+            assert row["value"] < 4e-3
+    check = {"ranks": check_ranks, "train": check_train, "layer": check_layer}.get(family)
+    if check:
+        check(rows)
+
+
+def values(rows, part, metric):
+    return {row["way"]: row["value"] for row in rows
+            if (row["part"], row["metric"]) == (part, metric)}  # fmt: skip
+
+
+def check_layer(rows):
+    shares = [row for row in rows if row["metric"] == "share_of_time" and row["way"] == "ours"]
+    cases = {str(row["case"]) for row in shares}
+    total = sum(row["value"] for row in shares)
+    assert len(cases) == 2 and total == pytest.approx(2, rel=1e-3)
+    assert set(values(rows, "step", "out_error")) == {"dense", "bundled", "torch"}
+
+
+def check_ranks(rows):
+    """Bytes counted are those of the design; an efficiency is that of the same run.
+
+    A token's latent (16 + 8) and index key (16): bf16 to the other rank, fp32 back. Of contiguous
+    parts every second token is scored by the other rank: index query and weights (3 heads) in bf16
+    there, 12 selected keys back.
+    """
+    layers = [row for row in rows if row["case"]["kind"] == "layers"]
+    found = values(layers, "step", "bytes_per_token")
+    assert found == values(layers, "step", "formula_bytes_per_token")
+    keys = (16 + 8 + 16) * (2 + 4)
+    balanced = (3 * (16 + 1) * 2 + 12 * 4) / 2
+    assert found == {"zigzag": keys, "contiguous": keys + balanced, "plain": keys}
+    assert set(values(layers, "step", "hidden_bytes_per_token").values()) == {32 * (2 + 2)}
+    assert all(error < 1e-3 for error in values(layers, "step", "out_error").values())
+    times, efficiency = values(layers, "step", "ms"), values(layers, "step", "efficiency")
+    assert set(efficiency) == set(times) - {"one rank"}
+    for way, share in efficiency.items():
+        assert share == pytest.approx(times["one rank"] / 2 / times[way], rel=1e-3)
+    dense = [row for row in rows if row["case"]["kind"] == "dense"]
+    assert values(dense, "step", "out_error")["gathered latents"] < 1e-2
+
+
+def check_train(rows):
+    (planned,), (peak,) = (values(rows, "step", name).values() for name in
+                           ("planned_mib", "peak_mib"))  # fmt: skip
+    assert planned == pytest.approx(peak, rel=0.1)
