@@ -95,7 +95,7 @@ def tiny_model(config, stage="sparse", dtype=torch.float32, vocab=80, seed=5, **
     """A Megatron model of the shape of a Hugging Face configuration: random, on the CPU."""
     start()
     from megatron_dsa.huggingface.build import gpt_model, transformer_config
-    from megatron_dsa.huggingface.conventions import parse_config
+    from megatron_dsa.huggingface.config_json import parse_config
 
     hf = parse_config(config)
     ours = transformer_config(hf, stage, params_dtype=dtype, **changes)

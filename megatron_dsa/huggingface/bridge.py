@@ -27,8 +27,8 @@ from transformers import PretrainedConfig
 
 from megatron_dsa.config import DSAOptions, DSATransformerConfig, validate
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.config_json import HFModel
-from megatron_dsa.huggingface.conventions import parse_config
+from megatron_dsa.huggingface.config_json import HFModel, parse_config
+from megatron_dsa.huggingface.models import MODELS
 from megatron_dsa.huggingface.names import INDEXER, V3
 from megatron_dsa.modules.freezing import freeze_for_stage
 from megatron_dsa.modules.layers import ReplicatedLinear
@@ -39,24 +39,26 @@ AutoMapping.register_module_type(ReplicatedLinear.__name__, "replicated")
 register_allowed_target_prefix("megatron_dsa.")
 
 
-@MegatronModelBridge.register_bridge(
-    source="DeepseekV32ForCausalLM",
-    target=GPTModel,
-    provider=MLAModelProvider,
-    model_type="deepseek_v32",
-)
+def _registered(model_type: str) -> Callable[[type], type]:
+    return MegatronModelBridge.register_bridge(
+        source=MODELS[model_type].architecture,
+        target=GPTModel,
+        provider=MLAModelProvider,
+        model_type=model_type,
+    )
+
+
+@_registered("deepseek_v32")
 class DeepSeekV32Bridge(DeepSeekV3Bridge):
     """Bridge's DeepSeek-V3 with the indexers of V3.2."""
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """Return the mappings of V3 and those of the indexers."""
         mappings = super().mapping_registry().get_all_mappings()
-        layers = self.hf_config.num_hidden_layers
+        mtp = getattr(self.hf_config, "num_nextn_predict_layers", 0) or 0
         prefixes = [("decoder.layers.*.", V3.layer_prefix.format("*"))]
-        for layer in range(getattr(self.hf_config, "num_nextn_predict_layers", 0) or 0):
-            prefixes.append(
-                (f"mtp.layers.{layer}.mtp_model_layer.", V3.prefix(layer, True, layers))
-            )
+        for layer, theirs in enumerate(V3.mtp_prefixes(mtp, self.hf_config.num_hidden_layers)):
+            prefixes.append((f"mtp.layers.{layer}.mtp_model_layer.", theirs))
         mappings += [
             ReplicatedMapping(f"{ours}{line.megatron[0]}", f"{theirs}{line.hf[0]}")
             for line in V3.layer
@@ -73,9 +75,7 @@ class DeepSeekV32Bridge(DeepSeekV3Bridge):
         Without them Bridge's strict saving refuses every file that had one.
         """
         config = get_model_config(megatron_model[0])
-        prefixes = [
-            V3.prefix(layer, True, config.num_layers) for layer in range(config.mtp_num_layers or 0)
-        ]
+        prefixes = V3.mtp_prefixes(config.mtp_num_layers or 0, config.num_layers)
         for found in super().stream_weights_megatron_to_hf(megatron_model, *args, **kwargs):
             yield found
             for copy, original in V3.copies.items():
@@ -84,12 +84,7 @@ class DeepSeekV32Bridge(DeepSeekV3Bridge):
                         yield HFWeightTuple(prefix + copy, found.weight.clone())
 
 
-@MegatronModelBridge.register_bridge(
-    source="DeepseekV3ForCausalLM",
-    target=GPTModel,
-    provider=MLAModelProvider,
-    model_type="deepseek_v3",
-)
+@_registered("deepseek_v3")
 class DeepSeekV3WithIndexersBridge(DeepSeekV32Bridge):
     """DeepSeek-V3 into a model with or without indexers, which keep their initial values.
 

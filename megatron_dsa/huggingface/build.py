@@ -40,13 +40,7 @@ def transformer_config(hf: HFModel, stage: str, **settings: Any):
 
 
 def gpt_model(config, vocab_size: int, length: int):
-    """Return a GPT model of this configuration on one rank.
-
-    Args:
-        config: of the transformer.
-        vocab_size: rows of the embedding.
-        length: of the longest sequence.
-    """
+    """Return a GPT model on one rank for sequences up to ``length``."""
     from megatron.core.models.gpt import GPTModel
 
     return GPTModel(
@@ -65,7 +59,7 @@ def empty_model(
 ) -> torch.nn.Module:
     """Return the model that config.json describes, without memory for its parameters.
 
-    It is not for running: what kernels there are for it is neither asked nor logged.
+    It is not for running: no kernels are chosen for it.
 
     Args:
         hf: what config.json says.
@@ -92,13 +86,10 @@ def empty_model(
 def widest_dtype(
     model: torch.nn.Module, stored: Callable[[str], torch.dtype | None]
 ) -> torch.dtype:
-    """Return the dtype of a model that rounds nothing of what is stored.
+    """Return the dtype of an :func:`empty_model` that rounds nothing of what is stored.
 
-    Parameters that are fp32 in every model do not count.
-
-    Args:
-        model: of :func:`empty_model`.
-        stored: returns the dtype in which a parameter is stored; ``None``: it is not.
+    ``stored`` returns the dtype in which a parameter is stored; ``None``: it is not. Parameters
+    that are fp32 in every model do not count.
     """
     free = [
         name

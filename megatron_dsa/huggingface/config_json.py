@@ -1,29 +1,22 @@
-"""What is read the same way from the ``config.json`` of every model, and refused."""
+"""Read a ``config.json`` by the table of models, and compare a Megatron model with it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_dsa.huggingface.config_values import SIZE, refuse
+from megatron_dsa.config import options_of, uses_indexer
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.huggingface.files import read_json
+from megatron_dsa.huggingface.models import MODELS
 from megatron_dsa.huggingface.names import Names
 from megatron_dsa.huggingface.quantised import Quantisation
+from megatron_dsa.huggingface.rules import SIZE, check_only, check_values, refuse, required
 
-#: Key of config.json -> field of the transformer configuration, of the same meaning.
-_SAME_INDEXER = {
-    "index_n_heads": "dsa_indexer_n_heads",
-    "index_head_dim": "dsa_indexer_head_dim",
-    "index_topk": "dsa_indexer_topk",
-}
-_SAME_EXPERTS = {
-    "n_routed_experts": "num_moe_experts",
-    "moe_intermediate_size": "moe_ffn_hidden_size",
-    "num_experts_per_tok": "moe_router_topk",
-    "routed_scaling_factor": "moe_router_topk_scaling_factor",
-}
-#: Fields that no key of config.json says.
+#: Fields that all models share and no key of config.json says.
 _COMMON = {
     "qk_layernorm": True,
     "normalization": "RMSNorm",
@@ -31,22 +24,6 @@ _COMMON = {
     "activation_func": torch.nn.functional.silu,
     "add_bias_linear": False,
     "multi_latent_attention": True,
-}
-#: Keys that may be absent and otherwise have only one value that Megatron's layers implement.
-_ONLY = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "norm_topk_prob": True,
-    "topk_method": "noaux_tc",
-}
-_PLAIN_ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-#: Keys of the rope parameters by rope type.
-ROPE_KEYS = {
-    "default": _PLAIN_ROPE,
-    "yarn": _PLAIN_ROPE
-    | {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"},
 }
 
 
@@ -80,152 +57,82 @@ class HFModel:
     remarks: tuple[str, ...]
 
 
-def required(config: dict, key: str) -> Any:
-    """Return the value of a key that must be there."""
-    if config.get(key) is None:
-        refuse(key, None, "it must be given; use the config.json that came with the weights")
-    return config[key]
-
-
-def check_only(config: dict, only: dict[str, Any]) -> None:
-    """Raise for a key that has another value than the one that Megatron's layers implement.
+def read_config(path: str | Path) -> HFModel:
+    """Read a ``config.json``.
 
     Args:
-        config: config.json.
-        only: the value by key, besides those of all models.
+        path: of the file, or of the checkpoint directory that holds it.
+
+    Raises:
+        ConfigError: it is missing or broken, or says something that is not understood.
     """
-    for key, value in (_ONLY | only).items():
-        if config.get(key, value) not in (value, None):
-            refuse(key, config[key], f"only {value!r} is supported; such a model cannot be used")
+    path = Path(path)
+    if not path.is_file():
+        path /= "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing: it says what the weights mean; put it there")
+    return parse_config(read_json(path), str(path))
 
 
-def check_indexer_keys(config: dict, more: set[str] = frozenset()) -> None:
-    """Raise for a key of the indexer that is not one of all models, nor of ``more``."""
-    known = more.union(_SAME_INDEXER)
-    unknown = sorted(key for key in config if key.startswith("index") and key not in known)
-    if unknown:
-        refuse(unknown[0], config[unknown[0]], "this key of the indexer is not understood")
-
-
-def rope_type(rope: dict, keys: dict[str, set[str]], where: str) -> str:
-    """Return the type of rope parameters.
+def parse_config(config: dict[str, Any], source: str = "config.json") -> HFModel:
+    """Return what a config.json means.
 
     Args:
-        rope: the parameters.
-        keys: those that are understood, by type.
-        where: their name in config.json.
+        config: its content.
+        source: what errors call it.
+
+    Raises:
+        ConfigError: names the source, the key, the rule and the fix.
     """
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in tuple(keys):
-        refuse(f"{where}.rope_type", kind, f"must be {' or '.join(keys)}")
-    for key in sorted(set(rope) - keys[kind]):
-        refuse(f"{where}.{key}", rope[key], f"not understood for rope type {kind}")
-    return kind
+    try:
+        return _parsed(config)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
 
 
-def yarn_fields(rope: dict, where: str, more: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the fields of YaRN but for the base.
-
-    Args:
-        rope: the parameters.
-        where: their name in config.json.
-        more: keys that are required, too, and that are called like their fields.
-    """
-    for key in ("factor", "original_max_position_embeddings", *more):
-        if rope.get(key) is None:
-            refuse(f"{where}.{key}", None, "must be given with yarn")
-    if rope.get("truncate", True) is not True:
-        refuse(f"{where}.truncate", rope["truncate"], "must be true: Megatron rounds YaRN's range")
-    fast, slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
-    if fast <= slow:
-        refuse(f"{where}.beta_fast", fast, f"must be larger than beta_slow ({slow})")
-    return {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": rope["factor"],
-        "original_max_position_embeddings": rope["original_max_position_embeddings"],
-        "beta_fast": fast,
-        "beta_slow": slow,
-        **{key: rope[key] for key in more},
-    }
-
-
-def indexer_fields(config: dict, rope_interleaved: bool) -> dict[str, Any]:
-    """Return the fields of an indexer, whose rope pairs neighbouring dims or halves."""
-    fields = {field: required(config, key) for key, field in _SAME_INDEXER.items()}
-    return fields | {
-        "dsa_indexer_rope_interleaved": rope_interleaved,
-        "dsa_indexer_scoring_relu": True,
-    }
-
-
-def expert_fields(config: dict, pattern: list[int]) -> dict[str, Any]:
-    """Return the fields of experts and their router.
-
-    Args:
-        config: config.json.
-        pattern: 1 for every layer with experts, 0 for others.
-    """
-    fields = {field: required(config, key) for key, field in _SAME_EXPERTS.items()}
-    if fields["moe_router_topk"] < 2:
-        refuse(
-            "num_experts_per_tok",
-            fields["moe_router_topk"],
-            "must be 2 or more: Megatron does not normalise one",
-        )
-    shared = config.get("n_shared_experts") or 0
-    return fields | {
-        "moe_layer_freq": pattern,
-        "moe_shared_expert_intermediate_size": shared * fields["moe_ffn_hidden_size"] or None,
-        "moe_router_enable_expert_bias": True,
-        "moe_router_dtype": "fp32",
-    }
-
-
-def model_of(
-    config: dict,
-    fields: dict[str, Any],
-    names: Names,
-    latent_norm_epsilon: float | None = None,
-    remarks: tuple[str, ...] = (),
-) -> HFModel:
-    """Return a model; ``fields`` are those that not all models have in common."""
-    dtype = _unquantised_dtype(config)
+def _parsed(config: dict) -> HFModel:
+    kind = config.get("model_type")
+    if kind not in tuple(MODELS):
+        refuse("model_type", kind, f"must be one of {', '.join(MODELS)}; others are unknown")
+    model = MODELS[kind]
+    check_values(config)
+    check_only(config, model.only)
+    for check in model.checks:
+        check(config)
+    fields = {field: required(config, key) for key, field in model.fields.items()}
+    for converter in model.converters:
+        fields |= converter(config)
+    epsilon, dtype = model.latent_norm_epsilon, _unquantised_dtype(config)
     return HFModel(
         raw=config,
         fields=fields | _COMMON,
-        num_layers=required(config, "num_hidden_layers"),
+        num_layers=config["num_hidden_layers"],
         mtp_layers=config.get("num_nextn_predict_layers") or 0,
         vocab_size=required(config, "vocab_size"),
-        names=names,
-        has_indexer=not fields.keys().isdisjoint(_SAME_INDEXER.values()),
+        names=model.names,
+        has_indexer="dsa_indexer_topk" in fields,
         dtype=dtype,
-        quantisation=Quantisation(
-            _fp8_block(config), _has_fp4_experts(config), dtype or torch.bfloat16
-        ),
-        latent_norm_epsilon=latent_norm_epsilon,
-        remarks=remarks,
+        quantisation=_quantisation(config, dtype or torch.bfloat16),
+        latent_norm_epsilon=None if epsilon == fields["layernorm_epsilon"] else epsilon,
+        remarks=tuple(remark for key, remark in model.remarks.items() if config.get(key)),
     )
 
 
-def _fp8_block(config: dict) -> tuple[int, int] | None:
-    """Return rows and columns that share a scale; ``None`` if weights are not quantised."""
-    quantised = config.get("quantization_config")
-    if quantised is None:
-        return None
-    method, block = quantised.get("quant_method"), quantised.get("weight_block_size")
+def _quantisation(config: dict, dtype: torch.dtype) -> Quantisation:
+    """Return how weights are quantised; ``dtype`` is that of dequantised ones."""
+    said = config.get("quantization_config")
+    # The key of fp4 is at the top or with the quantisation.
+    fp4 = "fp4" in (config.get("expert_dtype"), (said or {}).get("expert_dtype"))
+    if said is None:
+        return Quantisation(None, fp4, dtype)
+    method, block = said.get("quant_method"), said.get("weight_block_size")
     if method != "fp8":
         refuse("quantization_config.quant_method", method, "must be fp8, or nothing quantised")
     if not (isinstance(block, list) and len(block) == 2 and all(map(SIZE.allows, block))):
         refuse(
             "quantization_config.weight_block_size", block, "must be [rows, columns], both positive"
         )
-    return tuple(block)
-
-
-def _has_fp4_experts(config: dict) -> bool:
-    """Whether the weights of experts are fp4; the key is at the top or with the quantisation."""
-    quantised = config.get("quantization_config") or {}
-    return "fp4" in (config.get("expert_dtype"), quantised.get("expert_dtype"))
+    return Quantisation(tuple(block), fp4, dtype)
 
 
 def _unquantised_dtype(config: dict) -> torch.dtype | None:
@@ -237,3 +144,36 @@ def _unquantised_dtype(config: dict) -> torch.dtype | None:
     if len(set(said.values())) > 1:
         refuse("dtype", said["dtype"], f"contradicts torch_dtype = {said['torch_dtype']!r}")
     return getattr(torch, next(iter(said.values()))) if said else None
+
+
+def check_model(hf: HFModel, config: Any) -> None:
+    """Raise unless a Megatron model's configuration describes the Hugging Face model.
+
+    Fields of the indexer are compared where the Megatron model has one.
+    """
+    complaints = []
+    for name, expected in hf.fields.items():
+        # The router's dtype says how it computes, not what.
+        if name == "moe_router_dtype" or (name.startswith("dsa_") and not uses_indexer(config)):
+            continue
+        actual = getattr(config, name, None)
+        if name == "moe_layer_freq" and isinstance(actual, int):
+            actual = [int(layer % actual == 0) for layer in range(config.num_layers)]
+        if name == "dsa_indexer_k_norm_epsilon" and actual is None:
+            actual = config.layernorm_epsilon
+        if name == "csa_compress_ratios" and actual is not None:
+            # Models may leave out multi-token prediction.
+            expected = expected[: hf.num_layers + (config.mtp_num_layers or 0)]
+        if actual != expected:
+            complaints.append(f"{name} is {actual!r} in the model, {expected!r} by config.json")
+    actual, of_all = options_of(config).latent_norm_epsilon, hf.fields["layernorm_epsilon"]
+    expected = hf.latent_norm_epsilon or of_all
+    if (actual or of_all) != expected:
+        complaints.append(
+            f"--dsa-latent-norm-epsilon is {actual!r} for the model, {expected!r} by config.json"
+        )
+    if complaints:
+        raise ConfigError(
+            "the Megatron model is not the model of the checkpoint; change its flags:\n"
+            + "\n".join(f"  - {complaint}" for complaint in complaints)
+        )

@@ -18,14 +18,11 @@ import torch
 
 from megatron_dsa.config import is_indexer_parameter
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.huggingface.config_json import HFModel
-from megatron_dsa.huggingface.conventions import check_model, parse_config, read_config
+from megatron_dsa.huggingface.checks import NonFinite, check_inventory, left_by_rank
+from megatron_dsa.huggingface.config_json import HFModel, check_model, parse_config, read_config
 from megatron_dsa.huggingface.files import CheckpointReader, CheckpointWriter
-from megatron_dsa.huggingface.finite import NonFinite
 from megatron_dsa.huggingface.hyper_connections import identity, is_identity
-from megatron_dsa.huggingface.inventory import check_inventory, left_by_rank
-from megatron_dsa.huggingface.names import Match, Split
-from megatron_dsa.huggingface.names_v4 import HASH_ROUTING, HYPER_CONNECTIONS
+from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, Match, Split
 from megatron_dsa.huggingface.ranks import Place, assemble, global_name, part
 
 logger = logging.getLogger(__name__)
@@ -84,7 +81,7 @@ class Import:
             raise ConfigError(
                 f"checkpoint {directory}: {len(unknown)} tensors have no place in Megatron's "
                 f"model, the first is {unknown[0]}; give them lines in "
-                "megatron_dsa/huggingface/names*.py"
+                "megatron_dsa/huggingface/names.py"
             )
         check_inventory(directory, names, self.hf)
         self.nonfinite = NonFinite(
@@ -184,12 +181,8 @@ class Import:
             locate, used = self.hf.names.locate, chain(*(x.hf for x in self._matches.values()))
             places = [[x for x in map(locate, names) if x is not None] for names in (unused, used)]
             unused = [x.name for x in left_by_rank(*places)]
-        left = [
-            name
-            for name in unused
-            # Models may leave out indexers (stage dense) and multi-token prediction.
-            if not is_indexer_parameter(name) and not self._is_mtp(name)
-        ]
+        # Models may leave out indexers (stage dense) and multi-token prediction.
+        left = [x for x in unused if not is_indexer_parameter(x) and not self._is_mtp(x)]
         if left:
             raise ConfigError(
                 f"{len(left)} tensors of the checkpoint are of no use to the model, the first is "
@@ -203,25 +196,23 @@ class Import:
         """Log what was imported, and what was not."""
         report = self.report
         logger.info("imported %d tensors of %s", len(report.filled), self._directory)
-        fresh = sum(is_indexer_parameter(name) for name in report.fresh)
-        if fresh:
-            logger.warning(
-                "the checkpoint has no indexers: %d tensors keep their initial values", fresh
-            )
-        if report.rounded:
-            logger.warning("%d tensors were rounded to the model's dtype", len(report.rounded))
-        indexers = sum(is_indexer_parameter(name) for name in report.unused)
-        prediction = sum(self._is_mtp(name) for name in report.unused)
-        if indexers:
-            logger.warning("%d tensors of indexers were not read: the model has none", indexers)
-        if prediction and not _mtp_layers(self._model):  # else: copies
-            logger.warning("%d tensors of multi-token prediction were not read", prediction)
-        if self.hf.mtp_layers and not self._has_mtp:
-            logger.warning(
+        fresh = sum(map(is_indexer_parameter, report.fresh))
+        indexers = sum(map(is_indexer_parameter, report.unused))
+        # A model that has these layers does not read the copies in them.
+        prediction = 0 if _mtp_layers(self._model) else sum(map(self._is_mtp, report.unused))
+        for count, message in (
+            (fresh, "the checkpoint has no indexers: %d tensors keep their initial values"),
+            (len(report.rounded), "%d tensors were rounded to the model's dtype"),
+            (indexers, "%d tensors of indexers were not read: the model has none"),
+            (prediction, "%d tensors of multi-token prediction were not read"),
+            (
+                0 if self._has_mtp else self.hf.mtp_layers,
                 "config.json says num_nextn_predict_layers = %d, and the checkpoint has no such "
                 "layers",
-                self.hf.mtp_layers,
-            )
+            ),
+        ):
+            if count:
+                logger.warning(message, count)
         for remark in self.hf.remarks:
             logger.warning("%s", remark)
 
@@ -262,11 +253,11 @@ def _piece(
     if found.entry.split is not Split.VOCABULARY:
         return reader.read(hf_name, part(found.entry, full, place))
     rows = shape[0] * place.shard(found.entry)[1]
-    if rows < full[0]:
-        raise ConfigError(
-            f"{hf_name} has {full[0]} rows, the model's vocabulary {rows}: build the "
-            "model with the vocab_size of config.json (padded, if need be)"
-        )
+    require(
+        rows >= full[0],
+        f"{hf_name} has {full[0]} rows, the model's vocabulary {rows}: build the model with the "
+        "vocab_size of config.json (padded, if need be)",
+    )
     wanted, *rest = part(found.entry, (rows, *full[1:]), place)
     start, stop = min(wanted.start, full[0]), min(wanted.stop, full[0])
     words = reader.read(hf_name, (slice(start, stop), *rest))
@@ -333,7 +324,7 @@ def export_model(
 
 def _write_plain_residuals(writer: CheckpointWriter, hf: HFModel, model) -> dict:
     """Write hyper-connections that do nothing; return what config.json has to say besides."""
-    mtp = [hf.names.prefix(layer, True, hf.num_layers) for layer in range(_mtp_layers(model))]
+    mtp = hf.names.mtp_prefixes(_mtp_layers(model), hf.num_layers)
     layers = [hf.names.prefix(layer, False, hf.num_layers) for layer in range(hf.num_layers)]
     streams = hf.raw.get("hc_mult") or 1
     for name, tensor in identity(streams, model.config.hidden_size, layers + mtp, ["", *mtp]):
@@ -372,11 +363,6 @@ def _mtp_layers(model) -> int:
 
 def _copies(hf_name: str, hf: HFModel, model) -> list[str]:
     """Return under which other names a released checkpoint holds the same tensor."""
-    if not hf.names.writes_copies:
-        return []
-    return [
-        hf.names.prefix(layer, True, hf.num_layers) + copy
-        for layer in range(_mtp_layers(model))
-        for copy, original in hf.names.copies.items()
-        if original == hf_name
-    ]
+    prefixes = hf.names.mtp_prefixes(_mtp_layers(model) * hf.names.writes_copies, hf.num_layers)
+    copies = [copy for copy, original in hf.names.copies.items() if original == hf_name]
+    return [prefix + copy for prefix in prefixes for copy in copies]

@@ -1,15 +1,15 @@
-"""Files: reading and writing the safetensors shards of a checkpoint, one tensor at a time."""
+"""Files of a checkpoint: JSON, and safetensors shards, read and written tensor by tensor."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.huggingface.json_files import read_json
 from megatron_dsa.huggingface.quantised import (
     PLAIN,
     Format,
@@ -22,6 +22,35 @@ from megatron_dsa.huggingface.quantised import (
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds, or raise an error that names the file."""
+    try:
+        content = json.loads(Path(path).read_text("utf-8"), object_pairs_hook=_unique)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    # UnicodeDecodeError and JSONDecodeError are ValueErrors.
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is not valid JSON ({error}): correct it, or download it again"
+        ) from error
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path} holds a {type(content).__name__} where a JSON object is expected: download "
+            "it again"
+        )
+    return content
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object's dictionary; json alone would keep the last of equal keys."""
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"key {key!r} is given twice")
+        content[key] = value
+    return content
 
 
 def _safetensors():
@@ -80,14 +109,15 @@ class CheckpointReader:
         if index.is_file():
             shard_of = read_json(index).get("weight_map")
             _check_weight_map(index, shard_of)
-            missing = sorted(x for x in set(shard_of.values()) if not self._path(x).is_file())
+            shards = sorted(set(shard_of.values()))
+            missing = [x for x in shards if not (self.directory / x).is_file()]
             if missing:
                 raise ConfigError(
                     f"{index} names {len(missing)} shards that are not there ({missing[0]}): "
                     "download the whole checkpoint"
                 )
             return shard_of
-        if self._path(SINGLE).is_file():
+        if (self.directory / SINGLE).is_file():
             return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)
         # Pickle files are never opened: loading one runs the code that it holds.
         pickles = sorted(x.name for x in self.directory.glob("*") if x.suffix in _PICKLES)
@@ -97,12 +127,9 @@ class CheckpointReader:
             "Hugging Face checkpoint in safetensors format"
         )
 
-    def _path(self, shard: str) -> Path:
-        return self.directory / shard
-
     def _shard(self, shard: str):
         if shard not in self._shards:
-            path = self._path(shard)
+            path = self.directory / shard
             try:
                 self._shards[shard] = self._open(str(path), framework="pt", device="cpu")
             except self._damaged as error:

@@ -32,21 +32,17 @@ _ALWAYS = (
 def flags_of(hf: HFModel) -> list[str]:
     """Return the flags of ``python -m megatron_dsa.pretrain`` that describe a model.
 
-    What they do not say is how to train it: parallel layout, data, precision, schedule.
+    How to train it is not among them: parallel layout, data, precision, schedule.
     """
-    flags = []
-    for field, value in hf.fields.items():
-        flags += _flag(field, value)
-    flags += _flag("dsa_latent_norm_epsilon", hf.latent_norm_epsilon)
-    if not hf.has_indexer:
-        flags += ["--dsa-stage", "dense"]
-    if hf.mtp_layers:
-        flags += ["--mtp-num-layers", str(hf.mtp_layers)]
-    # Exactly the model's rows: a tokenizer may know fewer words.
-    flags += ["--padded-vocab-size", str(hf.vocab_size)]
-    if length := hf.raw.get("max_position_embeddings"):
-        flags += ["--max-position-embeddings", str(length)]
-    return flags + list(_ALWAYS)
+    fields = hf.fields | {
+        "dsa_latent_norm_epsilon": hf.latent_norm_epsilon,
+        "dsa_stage": None if hf.has_indexer else "dense",
+        "mtp_num_layers": hf.mtp_layers or None,
+        # Exactly the model's rows: a tokenizer may know fewer words.
+        "padded_vocab_size": hf.vocab_size,
+        "max_position_embeddings": hf.raw.get("max_position_embeddings"),
+    }
+    return [x for field, value in fields.items() for x in _flag(field, value)] + list(_ALWAYS)
 
 
 def _flag(field: str, value: Any) -> list[str]:
@@ -57,19 +53,14 @@ def _flag(field: str, value: Any) -> list[str]:
         return [name]
     if value is False:
         return [_NEGATIVE[field]] if field in _NEGATIVE else []
-    if field == "moe_layer_freq":
-        return [name, _runs(value)]
+    if field == "moe_layer_freq":  # without blanks: ([0]*3+[1]*58)
+        runs = [f"[{kind}]*{len(list(group))}" for kind, group in groupby(value)]
+        return [name, f"({'+'.join(runs)})"]
     if isinstance(value, list):
         return [name, *map(str, value)]
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return [name, str(value)]
-
-
-def _runs(pattern: list[int]) -> str:
-    """Return a list as Megatron's flag takes it, without blanks: ``([0]*3+[1]*58)``."""
-    runs = [f"[{value}]*{len(list(group))}" for value, group in groupby(pattern)]
-    return f"({'+'.join(runs)})"
 
 
 def unsaid(hf: HFModel) -> list[str]:
@@ -78,15 +69,12 @@ def unsaid(hf: HFModel) -> list[str]:
     base = hf.fields["rotary_base"]
     if base != int(base):
         notes.append(f"rope_theta = {base}: --rotary-base takes whole numbers")
-    if not hf.has_indexer:
-        notes.append(
-            "the model has no indexers; --dsa-stage warmup adds them, with "
-            "--dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk of your choice"
-        )
-    else:
-        notes.append(
-            "--dsa-indexer-loss-coeff is yours to add: 1.0 trains the indexers, 0 freezes them"
-        )
+    notes.append(
+        "--dsa-indexer-loss-coeff is yours to add: 1.0 trains the indexers, 0 freezes them"
+        if hf.has_indexer
+        else "the model has no indexers; --dsa-stage warmup adds them, with "
+        "--dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk of your choice"
+    )
     if hf.names.lacking:
         notes.append(
             f"{hf.names.models} has {' and '.join(hf.names.lacking)}, which released Megatron has "

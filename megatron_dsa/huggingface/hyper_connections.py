@@ -18,16 +18,11 @@ from megatron_dsa.huggingface.files import CheckpointReader
 _LARGE = 200.0
 
 
-def _only_first(streams: int, value: float) -> torch.Tensor:
-    base = torch.full((streams,), -_LARGE)
-    base[0] = value
-    return base
-
-
 def _bases(streams: int) -> dict[str, torch.Tensor]:
-    read, add = _only_first(streams, _LARGE), _only_first(streams, 0.0)
-    mix = torch.full((streams, streams), -_LARGE).fill_diagonal_(_LARGE).flatten()
-    layer = torch.cat([read, add, mix])
+    mix = torch.full((streams, streams), -_LARGE).fill_diagonal_(_LARGE)
+    read = mix[0]
+    add = read.clamp(max=0)  # twice a sigmoid of 0
+    layer = torch.cat([read, add, mix.flatten()])
     return {"attn": layer, "ffn": layer, "head": read}
 
 
@@ -40,7 +35,7 @@ def identity(
         streams: ``hc_mult``.
         hidden: width of a stream.
         layers: prefixes of the names of layers.
-        heads: prefixes of what reads the streams at the end: of the model and of every
+        heads: prefixes of those that read the streams at the end: the model and every
             multi-token-prediction layer.
     """
     bases = _bases(streams)
@@ -53,13 +48,7 @@ def identity(
 
 
 def is_identity(reader: CheckpointReader, names: list[str], streams: int) -> bool:
-    """Whether the hyper-connections of a checkpoint leave plain residuals.
-
-    Args:
-        reader: of the checkpoint.
-        names: of all their tensors.
-        streams: ``hc_mult``.
-    """
+    """Whether the hyper-connections of a checkpoint, these ``names``, leave plain residuals."""
     bases = _bases(streams)
     for name in names:
         kind, part = name.rsplit("_", 2)[-2:]

@@ -1,10 +1,9 @@
 """Names: which tensors of a Hugging Face checkpoint make up which parameter of a Megatron model.
 
-One table for DeepSeek-V3, DeepSeek-V3.2 and GLM-5; that of DeepSeek-V4 is in ``names_v4.py``.
-Hugging Face's names are those of the released checkpoints (one tensor per expert); Megatron's are
-those of its MLA, MoE and bundled DSA, which Megatron-Bridge uses, too. Linears have the same
-orientation on both sides and no weight is permuted: all a conversion does is to join tensors, as
-the gate and the up projection.
+One table for DeepSeek-V3, DeepSeek-V3.2 and GLM-5, one for DeepSeek-V4. Hugging Face's names are
+those of the released checkpoints (one tensor per expert); Megatron's are those of its MLA, MoE and
+bundled DSA, which Megatron-Bridge uses, too. Linears have the same orientation on both sides and no
+weight is permuted: all a conversion does is to join tensors, as the gate and the up projection.
 """
 
 from __future__ import annotations
@@ -48,99 +47,6 @@ class Entry:
     def is_expert(self) -> bool:
         """Whether there is one such parameter per routed expert."""
         return "{expert}" in self.hf[0]
-
-
-def entry(
-    hf: str | tuple[str, ...], megatron: str | tuple[str, ...], split=Split.WHOLE, join: int = 0
-) -> Entry:
-    """Return an entry; single names may be given as they are."""
-
-    def as_tuple(names):
-        return (names,) if isinstance(names, str) else names
-
-    return Entry(as_tuple(hf), as_tuple(megatron), split, join)
-
-
-INDEXER = "self_attention.core_attention.indexer."
-#: Both linears of an expert; the second name is that of experts in one grouped linear.
-EXPERT_FC1 = (
-    "mlp.experts.local_experts.{expert}.linear_fc1.weight",
-    "mlp.experts.linear_fc1.weight{expert}",
-)
-EXPERT_FC2 = (
-    "mlp.experts.local_experts.{expert}.linear_fc2.weight",
-    "mlp.experts.linear_fc2.weight{expert}",
-)
-
-#: Parameters outside the layers.
-MODEL = (
-    entry("model.embed_tokens.weight", "embedding.word_embeddings.weight", Split.VOCABULARY),
-    entry("model.norm.weight", "decoder.final_layernorm.weight"),
-    entry("lm_head.weight", "output_layer.weight", Split.VOCABULARY),
-)
-
-#: Parameters of a layer, after ``model.layers.<n>.`` and ``decoder.layers.<n>.``. The second
-#: Megatron name is that of layers with the norm fused in.
-LAYER = (
-    entry("input_layernorm.weight", "input_layernorm.weight"),
-    entry("self_attn.q_a_proj.weight", "self_attention.linear_q_down_proj.weight", Split.LATENT),
-    entry(
-        "self_attn.q_a_layernorm.weight",
-        ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
-    ),
-    entry("self_attn.q_b_proj.weight", "self_attention.linear_q_up_proj.weight", Split.ROWS),
-    entry(
-        "self_attn.kv_a_proj_with_mqa.weight",
-        "self_attention.linear_kv_down_proj.weight",
-        Split.LATENT,
-    ),
-    entry(
-        "self_attn.kv_a_layernorm.weight",
-        (
-            "self_attention.kv_layernorm.weight",
-            "self_attention.linear_kv_up_proj.layer_norm_weight",
-        ),
-    ),
-    entry("self_attn.kv_b_proj.weight", "self_attention.linear_kv_up_proj.weight", Split.ROWS),
-    entry("self_attn.o_proj.weight", "self_attention.linear_proj.weight", Split.COLUMNS),
-    entry("self_attn.indexer.wq_b.weight", f"{INDEXER}linear_wq_b.weight"),
-    entry("self_attn.indexer.wk.weight", f"{INDEXER}linear_wk.weight"),
-    entry("self_attn.indexer.k_norm.weight", f"{INDEXER}k_norm.weight"),
-    entry("self_attn.indexer.k_norm.bias", f"{INDEXER}k_norm.bias"),
-    entry("self_attn.indexer.weights_proj.weight", f"{INDEXER}linear_weights_proj.weight"),
-    entry(
-        "post_attention_layernorm.weight",
-        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-    ),
-    entry(("mlp.gate_proj.weight", "mlp.up_proj.weight"), "mlp.linear_fc1.weight", Split.ROWS),
-    entry("mlp.down_proj.weight", "mlp.linear_fc2.weight", Split.COLUMNS),
-    entry("mlp.gate.weight", "mlp.router.weight"),
-    entry("mlp.gate.e_score_correction_bias", "mlp.router.expert_bias"),
-    entry(
-        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
-        EXPERT_FC1,
-        Split.ROWS,
-    ),
-    entry("mlp.experts.{expert}.down_proj.weight", EXPERT_FC2, Split.COLUMNS),
-    entry(
-        ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
-        "mlp.shared_experts.linear_fc1.weight",
-        Split.ROWS,
-    ),
-    entry(
-        "mlp.shared_experts.down_proj.weight",
-        "mlp.shared_experts.linear_fc2.weight",
-        Split.COLUMNS,
-    ),
-)
-
-#: What a multi-token-prediction layer (``mtp.layers.<n>.``) has besides a decoder layer.
-MTP = (
-    entry("enorm.weight", "enorm.weight"),
-    entry("hnorm.weight", "hnorm.weight"),
-    entry("eh_proj.weight", "eh_proj.weight", Split.ROWS),
-    entry("shared_head.norm.weight", "final_layernorm.weight"),
-)
 
 
 @dataclass(frozen=True)
@@ -215,7 +121,7 @@ class Names:
             return Match(found[0], found[0].hf)
         raise ConfigError(
             f"parameter {name} has no counterpart in Hugging Face checkpoints of {self.models}: "
-            "drop the flag that added it, or give it a line in megatron_dsa/huggingface/names*.py"
+            "drop the flag that added it, or give it a line in megatron_dsa/huggingface/names.py"
         )
 
     def prefix(self, layer: int, is_mtp: bool, num_layers: int) -> str:
@@ -224,13 +130,15 @@ class Names:
             return self.mtp_prefix.format(layer)
         return self.layer_prefix.format(layer + num_layers * is_mtp)
 
+    def mtp_prefixes(self, count: int, num_layers: int) -> list[str]:
+        """Return how the names of multi-token-prediction layers begin."""
+        return [self.prefix(layer, True, num_layers) for layer in range(count)]
+
     def _split(self, hf_name: str) -> tuple[int, bool, str] | None:
         """Return number, whether the prefix is that of prediction layers, and rest of a name."""
         for template, is_mtp in ((self.layer_prefix, False), (self.mtp_prefix, True)):
-            if template is None:
-                continue
-            before, after = map(re.escape, template.split("{}"))
-            if found := re.fullmatch(rf"{before}(\d+){after}(.*)", hf_name):
+            pattern = re.escape(template or "").replace(r"\{\}", r"(\d+)")
+            if template and (found := re.fullmatch(f"{pattern}(.*)", hf_name)):
                 return int(found[1]), is_mtp, found[2]
         return None
 
@@ -253,27 +161,21 @@ class Names:
         parts = self._split(hf_name)
         if parts is None:
             return None
-        rest = parts[2]
-        found = _find(self.layer + self.mtp, "hf", rest)
-        expert = found[1] if found else None
-        prefix = hf_name.removesuffix(rest)
-        return Location(hf_name, prefix, None if expert is None else int(expert))
+        found = _find(self.layer + self.mtp, "hf", parts[2])
+        expert = int(found[1]) if found and found[1] else None
+        return Location(hf_name, hf_name.removesuffix(parts[2]), expert)
 
     def lacked(self, hf_name: str) -> str | None:
         """Return the feature that a tensor belongs to and released Megatron lacks, if any."""
-        for feature, pattern in self.lacking.items():
-            if pattern.fullmatch(hf_name):
-                return feature
-        return None
-
-
-def _regex(pattern: str) -> str:
-    return re.escape(pattern).replace(r"\{expert\}", r"(?P<expert>\d+)")
+        return next((x for x, tensors in self.lacking.items() if tensors.fullmatch(hf_name)), None)
 
 
 @functools.cache
 def _compiled(table: tuple[Entry, ...], side: str) -> tuple[tuple[re.Pattern, Entry], ...]:
-    return tuple((re.compile(_regex(name)), line) for line in table for name in getattr(line, side))
+    def regex(name: str) -> re.Pattern:
+        return re.compile(re.escape(name).replace(r"\{expert\}", r"(?P<expert>\d+)"))
+
+    return tuple((regex(name), line) for line in table for name in getattr(line, side))
 
 
 def _find(table: tuple[Entry, ...], side: str, name: str) -> tuple[Entry, str | None] | None:
@@ -283,16 +185,168 @@ def _find(table: tuple[Entry, ...], side: str, name: str) -> tuple[Entry, str | 
     return None
 
 
-#: DeepSeek-V3, DeepSeek-V3.2 and GLM-5.
+def _entry(hf: str | tuple[str, ...], megatron: str | tuple[str, ...], *rest) -> Entry:
+    """Return an entry; single names may be given as they are."""
+
+    def as_tuple(names):
+        return (names,) if isinstance(names, str) else names
+
+    return Entry(as_tuple(hf), as_tuple(megatron), *rest)
+
+
+#: Linears of gated MLPs. The second name of an expert's is that of experts in one grouped linear.
+_DENSE = ("mlp.linear_{fc}.weight",)
+_SHARED = ("mlp.shared_experts.linear_{fc}.weight",)
+_EXPERT = (
+    "mlp.experts.local_experts.{expert}.linear_{fc}.weight",
+    "mlp.experts.linear_{fc}.weight{expert}",
+)
+
+
+def _mlp(prefix: str, ours: tuple[str, ...], gate: str, up: str, down: str) -> tuple[Entry, Entry]:
+    """Return both linears of a gated MLP."""
+    fc1, fc2 = (tuple(x.replace("{fc}", fc) for x in ours) for fc in ("fc1", "fc2"))
+    both = (f"{prefix}{gate}.weight", f"{prefix}{up}.weight")
+    return _entry(both, fc1, Split.ROWS), _entry(f"{prefix}{down}.weight", fc2, Split.COLUMNS)
+
+
+_ATTN = "self_attention."
+_CORE = f"{_ATTN}core_attention."
+INDEXER = f"{_CORE}indexer."
+
+# ------------------------------------------------------------ DeepSeek-V3, DeepSeek-V3.2, GLM-5
+# Where a parameter has two names, the second is that of layers with the norm fused in.
+
+_V3_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
 V3 = Names(
     models="DeepSeek-V3, DeepSeek-V3.2 and GLM-5",
-    model=MODEL,
-    layer=LAYER,
-    mtp=MTP,
+    model=(
+        _entry("model.embed_tokens.weight", "embedding.word_embeddings.weight", Split.VOCABULARY),
+        _entry("model.norm.weight", "decoder.final_layernorm.weight"),
+        _entry("lm_head.weight", "output_layer.weight", Split.VOCABULARY),
+    ),
+    layer=(
+        _entry("input_layernorm.weight", "input_layernorm.weight"),
+        _entry("self_attn.q_a_proj.weight", f"{_ATTN}linear_q_down_proj.weight", Split.LATENT),
+        _entry(
+            "self_attn.q_a_layernorm.weight",
+            (f"{_ATTN}q_layernorm.weight", f"{_ATTN}linear_q_up_proj.layer_norm_weight"),
+        ),
+        _entry("self_attn.q_b_proj.weight", f"{_ATTN}linear_q_up_proj.weight", Split.ROWS),
+        _entry(
+            "self_attn.kv_a_proj_with_mqa.weight",
+            f"{_ATTN}linear_kv_down_proj.weight",
+            Split.LATENT,
+        ),
+        _entry(
+            "self_attn.kv_a_layernorm.weight",
+            (f"{_ATTN}kv_layernorm.weight", f"{_ATTN}linear_kv_up_proj.layer_norm_weight"),
+        ),
+        _entry("self_attn.kv_b_proj.weight", f"{_ATTN}linear_kv_up_proj.weight", Split.ROWS),
+        _entry("self_attn.o_proj.weight", f"{_ATTN}linear_proj.weight", Split.COLUMNS),
+        _entry("self_attn.indexer.wq_b.weight", f"{INDEXER}linear_wq_b.weight"),
+        _entry("self_attn.indexer.wk.weight", f"{INDEXER}linear_wk.weight"),
+        _entry("self_attn.indexer.k_norm.weight", f"{INDEXER}k_norm.weight"),
+        _entry("self_attn.indexer.k_norm.bias", f"{INDEXER}k_norm.bias"),
+        _entry("self_attn.indexer.weights_proj.weight", f"{INDEXER}linear_weights_proj.weight"),
+        _entry(
+            "post_attention_layernorm.weight",
+            ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        ),
+        _entry("mlp.gate.weight", "mlp.router.weight"),
+        _entry("mlp.gate.e_score_correction_bias", "mlp.router.expert_bias"),
+        *_mlp("mlp.", _DENSE, *_V3_PROJECTIONS),
+        *_mlp("mlp.experts.{expert}.", _EXPERT, *_V3_PROJECTIONS),
+        *_mlp("mlp.shared_experts.", _SHARED, *_V3_PROJECTIONS),
+    ),
+    mtp=(
+        _entry("enorm.weight", "enorm.weight"),
+        _entry("hnorm.weight", "hnorm.weight"),
+        _entry("eh_proj.weight", "eh_proj.weight", Split.ROWS),
+        _entry("shared_head.norm.weight", "final_layernorm.weight"),
+    ),
     layer_prefix="model.layers.{}.",
     mtp_prefix=None,
     copies={
         "embed_tokens.weight": "model.embed_tokens.weight",
         "shared_head.head.weight": "lm_head.weight",
     },
+)
+
+# ----------------------------------------------------------------------------------- DeepSeek-V4
+# Sources: the conversion table of transformers (deepseek_v4) and Megatron-Bridge's
+# deepseek_v4_bridge.py, which agree. Not in released Megatron, and so without a place here:
+# hyper-connections and the tables of hash-routed experts.
+
+HYPER_CONNECTIONS, HASH_ROUTING = "hyper-connections", "hash-routing"
+
+#: How ``save_pretrained`` of transformers names tensors -> released names.
+_V4_SAVED = (
+    (r"^model\.", ""),
+    (r"^embed_tokens\.", "embed."),
+    (r"^lm_head\.", "head."),
+    (r"^hc_head\.hc_", "hc_head_"),
+    (r"\.attn\.norm\.", ".attn.kv_norm."),
+)
+
+
+def _v4_released(name: str) -> str:
+    for pattern, replacement in _V4_SAVED:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _v4_compressor(hf: str, ours: str) -> tuple[Entry, ...]:
+    return (
+        _entry(f"{hf}wkv.weight", f"{ours}linear_wkv.weight"),
+        _entry(f"{hf}wgate.weight", f"{ours}linear_wgate.weight"),
+        _entry(f"{hf}ape", f"{ours}ape"),
+        _entry(f"{hf}norm.weight", f"{ours}norm.weight"),
+    )
+
+
+V4 = Names(
+    models="DeepSeek-V4",
+    model=(
+        _entry("embed.weight", "embedding.word_embeddings.weight", Split.VOCABULARY),
+        _entry("norm.weight", "decoder.final_layernorm.weight"),
+        _entry("head.weight", "output_layer.weight", Split.VOCABULARY),
+    ),
+    layer=(
+        _entry("attn_norm.weight", "input_layernorm.weight"),
+        _entry("attn.wq_a.weight", f"{_ATTN}linear_q_down_proj.weight"),
+        _entry("attn.q_norm.weight", f"{_ATTN}q_layernorm.weight"),
+        _entry("attn.wq_b.weight", f"{_ATTN}linear_q_up_proj.weight", Split.ROWS),
+        _entry("attn.wkv.weight", f"{_ATTN}linear_kv_proj.weight"),
+        _entry("attn.kv_norm.weight", f"{_ATTN}kv_layernorm.weight"),
+        _entry("attn.attn_sink", f"{_CORE}attn_sink", Split.ROWS),
+        _entry("attn.wo_a.weight", f"{_ATTN}linear_o_group_proj.weight", Split.ROWS),
+        _entry("attn.wo_b.weight", f"{_ATTN}linear_proj.weight", Split.COLUMNS),
+        *_v4_compressor("attn.compressor.", f"{_CORE}compressor."),
+        _entry("attn.indexer.wq_b.weight", f"{INDEXER}linear_wq_b.weight"),
+        _entry("attn.indexer.weights_proj.weight", f"{INDEXER}linear_weights_proj.weight"),
+        *_v4_compressor("attn.indexer.compressor.", f"{INDEXER}compressor."),
+        _entry("ffn_norm.weight", "pre_mlp_layernorm.weight"),
+        _entry("ffn.gate.weight", "mlp.router.weight"),
+        _entry("ffn.gate.bias", "mlp.router.expert_bias"),
+        *_mlp("ffn.experts.{expert}.", _EXPERT, "w1", "w3", "w2"),
+        *_mlp("ffn.shared_experts.", _SHARED, "w1", "w3", "w2"),
+    ),
+    mtp=(
+        _entry("enorm.weight", "enorm.weight"),
+        _entry("hnorm.weight", "hnorm.weight"),
+        # The sum of two projections is one of both inputs side by side: embedding, hidden state.
+        _entry(("e_proj.weight", "h_proj.weight"), "eh_proj.weight", Split.ROWS, 1),
+        _entry("norm.weight", "final_layernorm.weight"),
+    ),
+    layer_prefix="layers.{}.",
+    mtp_prefix="mtp.{}.",
+    copies={"emb.tok_emb.weight": "embed.weight", "head.weight": "head.weight"},
+    writes_copies=False,
+    lacking={
+        HYPER_CONNECTIONS: re.compile(r"(.*\.)?hc_(attn|ffn|head)_(fn|base|scale)"),
+        HASH_ROUTING: re.compile(r".*\.ffn\.gate\.tid2eid"),
+    },
+    rename=_v4_released,
 )

@@ -62,10 +62,6 @@ class Quantisation:
             name: of the weight.
             stored: its dtype, as safetensors files call it.
             scale: name of the scales that lie beside it; ``None``: there are none.
-
-        Raises:
-            ConfigError: scales lie beside a weight that is not quantised or are missing, or the
-                dtype is not one of a weight.
         """
         if stored in PLAIN:
             require(
@@ -105,9 +101,6 @@ class Quantisation:
             shape: of the weight; of a packed one after unpacking.
             scales: shape of its scales.
             stored: dtype of its scales, as safetensors files call it.
-
-        Raises:
-            ConfigError: the scales are not numbers, or are not as many as there are blocks.
         """
         require(
             stored in _SCALES and len(shape) == len(scales) == 2 and min(scales) > 0,
@@ -150,20 +143,17 @@ def dequantise(
         block: rows and columns of a block; blocks at the edges may be smaller.
         dtype: of the result.
         offset: row and column of the full weight at which this part begins.
-
-    Raises:
-        ConfigError: there are not as many scales as there are blocks.
     """
-    for dim in (0, 1):
-        end = offset[dim] + weight.shape[dim]
-        if end > scale.shape[dim] * block[dim]:
-            raise ConfigError(
-                f"quantised weight: {scale.shape[dim]} scales for blocks of {block[dim]} do not "
-                f"cover dim {dim} up to {end}: check weight_block_size in the model's config.json"
-            )
-    rows, columns = (
-        torch.arange(offset[dim], offset[dim] + weight.shape[dim]) // block[dim] for dim in (0, 1)
-    )
+    indices = []
+    for dim, (start, size, count) in enumerate(zip(offset, block, scale.shape, strict=True)):
+        end = start + weight.shape[dim]
+        require(
+            end <= count * size,
+            f"quantised weight: {count} scales for blocks of {size} do not cover dim {dim} up to "
+            f"{end}: check weight_block_size in the model's config.json",
+        )
+        indices.append(torch.arange(start, end) // size)
+    rows, columns = indices
     scale = scale.float()[:, columns]
     result = torch.empty(weight.shape, dtype=dtype)
     for start in range(0, len(weight), _ROWS):

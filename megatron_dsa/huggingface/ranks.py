@@ -1,7 +1,4 @@
-"""Ranks: which slices of the full tensors a rank of a parallel model holds.
-
-Everything here is a function of a table entry and a rank's place; no process is asked.
-"""
+"""Ranks: which slices of the full tensors a rank of a parallel model holds, by its place alone."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.errors import require
 from megatron_dsa.huggingface.names import Entry, Split
 
 
@@ -59,51 +56,40 @@ _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 
 def global_name(name: str, place: Place) -> str:
     """Return a parameter's name with layer and expert numbered as in the whole model."""
+    rank, size = place.expert
     if layer := _LAYER.fullmatch(name):
         name = f"{layer[1]}{int(layer[2]) + place.first_layer}{layer[3]}"
-    if (expert := _EXPERT.fullmatch(name)) and place.expert[1] > 1:
-        if place.num_experts is None:
-            raise ConfigError(f"{name} under expert parallelism: Place needs num_experts")
-        rank, size = place.expert
-        number = int(expert[2]) + rank * (place.num_experts // size)
-        name = f"{expert[1]}{number}{expert[3]}"
+    if (expert := _EXPERT.fullmatch(name)) and size > 1:
+        experts = place.num_experts
+        require(experts is not None, f"{name} under expert parallelism: Place needs num_experts")
+        name = f"{expert[1]}{int(expert[2]) + rank * (experts // size)}{expert[3]}"
     return name
 
 
 def part(entry: Entry, shape: tuple[int, ...], place: Place) -> tuple[slice, ...]:
     """Return the slice that a rank holds of each full tensor in ``entry.hf``.
 
-    Args:
-        entry: the table's line of the parameter.
-        shape: of the full tensor (of a vocabulary: after padding).
-        place: the rank's place.
-
-    Raises:
-        ConfigError: the ranks cannot share the tensor evenly.
+    ``shape`` is that of the full tensor (of a vocabulary: after padding), which the ranks have to
+    be able to share evenly.
     """
     rank, size = place.shard(entry)
     whole = tuple(slice(0, extent) for extent in shape)
     if size == 1:
         return whole
     dim = 1 if entry.split is Split.COLUMNS else 0
-    if shape[dim] % size:
-        raise ConfigError(
-            f"{entry.hf[0]}: dim {dim} of {tuple(shape)} is no multiple of the {size} "
-            "tensor-parallel ranks that share it; choose a tensor-parallel size that divides it"
-        )
+    require(
+        shape[dim] % size == 0,
+        f"{entry.hf[0]}: dim {dim} of {tuple(shape)} is no multiple of the {size} "
+        "tensor-parallel ranks that share it; choose a tensor-parallel size that divides it",
+    )
     step = shape[dim] // size
     return whole[:dim] + (slice(rank * step, (rank + 1) * step),) + whole[dim + 1 :]
 
 
 def assemble(entry: Entry, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Put the parameters of all ranks that share one together; the inverse of taking parts.
+    """Return the full tensors of ``entry.hf``, contiguous; the inverse of :func:`part`.
 
-    Args:
-        entry: the table's line of the parameter.
-        pieces: in order of rank: one, where it is not split.
-
-    Returns:
-        the full tensors of ``entry.hf``, contiguous.
+    ``pieces`` are the parameters of the ranks that share it, in order of rank.
     """
     dim = 1 if entry.split is Split.COLUMNS else 0
     parts = [piece.chunk(len(entry.hf), dim=entry.join) for piece in pieces]

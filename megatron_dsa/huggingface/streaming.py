@@ -78,11 +78,7 @@ class _IntoTensor(DefaultLoadPlanner):
 
 
 class StoredParameters:
-    """Reads parameters of a distributed checkpoint.
-
-    Args:
-        directory: of the checkpoint.
-    """
+    """Reads parameters of a distributed checkpoint."""
 
     def __init__(self, directory: str | Path):
         self._reader = FileSystemReader(directory)
@@ -92,16 +88,11 @@ class StoredParameters:
     def read(self, entry: Entry) -> torch.Tensor:
         """Return a parameter, in the dtype that it is stored in.
 
-        Args:
-            entry: of the model's sharded state dict; only its place is looked at.
-
-        Raises:
-            ConfigError: it is stored in another shape.
+        Only the place of ``entry`` is looked at. Another stored shape is a :class:`ConfigError`.
         """
         if not _has_pieces(entry):
             return self._read(entry)
-        pieces = dict_list_map_inplace(self._read, entry.build())
-        return entry.merge_fn(pieces)
+        return entry.merge_fn(dict_list_map_inplace(self._read, entry.build()))
 
     def dtype(self, entry: Entry) -> torch.dtype:
         """Return the dtype in which a parameter is stored."""

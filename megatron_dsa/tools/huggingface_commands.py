@@ -81,7 +81,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
 
     from megatron_dsa.config import is_indexer_parameter
     from megatron_dsa.huggingface.build import empty_model, widest_dtype
-    from megatron_dsa.huggingface.conventions import read_config
+    from megatron_dsa.huggingface.config_json import read_config
     from megatron_dsa.huggingface.convert import Import, open_checkpoint
     from megatron_dsa.huggingface.streaming import write_checkpoint
 
@@ -129,7 +129,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
     """Write a Hugging Face checkpoint in the dtype that config.json says, or else as stored."""
     from megatron_dsa.config import is_indexer_parameter
     from megatron_dsa.huggingface.build import empty_model, widest_dtype
-    from megatron_dsa.huggingface.conventions import read_config
+    from megatron_dsa.huggingface.config_json import read_config
     from megatron_dsa.huggingface.convert import export_model
     from megatron_dsa.huggingface.streaming import StoredParameters
     from megatron_dsa.training.checkpoints import entries_of, redirect
@@ -180,7 +180,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
 
 def print_flags(arguments: argparse.Namespace) -> int:
     """Print one line of flags; what they do not say goes to the standard error."""
-    from megatron_dsa.huggingface.conventions import read_config
+    from megatron_dsa.huggingface.config_json import read_config
     from megatron_dsa.huggingface.flags import flags_of, unsaid
 
     hf = read_config(arguments.config)

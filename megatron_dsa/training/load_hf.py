@@ -9,7 +9,7 @@ import torch
 
 from megatron_dsa.config import is_indexer_parameter
 from megatron_dsa.errors import require
-from megatron_dsa.huggingface.conventions import read_config
+from megatron_dsa.huggingface.config_json import read_config
 from megatron_dsa.huggingface.convert import import_model
 from megatron_dsa.huggingface.ranks import Place
 from megatron_dsa.training.checkpoints import checkpoint_directory

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_dsa.config import CSATransformerConfig
-from megatron_dsa.huggingface.conventions import check_model, parse_config
+from megatron_dsa.huggingface.config_json import check_model, parse_config
 from megatron_dsa.presets import PRESETS
 from tests.host import parsed
 

@@ -10,11 +10,11 @@ import torch
 
 from megatron_dsa.config import DSAOptions, is_indexer_parameter
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.conventions import check_model, parse_config, read_config
+from megatron_dsa.huggingface.config_json import check_model, parse_config, read_config
 from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
 from megatron_dsa.huggingface.files import CheckpointReader
-from megatron_dsa.huggingface.names import INDEXER, V3, Split
-from megatron_dsa.huggingface.names_v4 import V4
+from megatron_dsa.huggingface.models import MODELS
+from megatron_dsa.huggingface.names import INDEXER, V3, V4, Split
 from megatron_dsa.training.load_hf import place_of
 from tests.host import start
 from tests.ranks import spawn
@@ -30,11 +30,6 @@ from megatron.bridge.models.conversion.param_mapping import AutoMapping  # noqa:
 
 from megatron_dsa.huggingface.bridge import DeepSeekV32Bridge, sparse_provider  # noqa: E402
 
-ARCHITECTURES = {
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "deepseek_v32": "DeepseekV32ForCausalLM",
-    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
-}
 #: Rope of the other kind than V3.2's, and norms of two epsilons.
 GLM = {"n_group": 1, "topk_group": 1, "rms_norm_eps": 0.01, "indexer_rope_interleave": True}
 SHARED = GLM | {"num_hidden_layers": 4, "index_topk_freq": 2, "index_skip_topk_offset": 2}
@@ -58,7 +53,7 @@ HERE = {
 
 def config_of(kind, **changes):
     """config.json as Bridge wants it."""
-    return tiny_config(kind, architectures=[ARCHITECTURES[kind]], **changes)
+    return tiny_config(kind, architectures=[MODELS[kind].architecture], **changes)
 
 
 def checkpoint(config, folder, stage="sparse", **changes):

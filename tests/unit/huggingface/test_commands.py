@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from megatron_dsa.huggingface.conventions import parse_config
+from megatron_dsa.huggingface.config_json import parse_config
 from megatron_dsa.huggingface.convert import export_model, open_checkpoint
 from megatron_dsa.tools.cli import main
 from tests.tiny_models import tensors_of, tiny_config, tiny_model

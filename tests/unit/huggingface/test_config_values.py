@@ -1,12 +1,14 @@
 """Numbers in config.json that no model has are refused, with the file, the key and the rule."""
 
+import dataclasses
 import json
 import math
 
 import pytest
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.conventions import parse_config, read_config
+from megatron_dsa.huggingface.config_json import parse_config, read_config
+from megatron_dsa.huggingface.models import MODELS
 from megatron_dsa.tools.cli import main
 from tests.tiny_models import tiny_config, tiny_v4
 
@@ -84,6 +86,25 @@ def test_yarn_of_no_model_is_refused(where, key, values, rule):
 def test_values_of_no_v4_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(tiny_v4(**changes))
+
+
+def test_another_model_is_one_entry(monkeypatch):
+    """The example of docs/guide/huggingface.md."""
+    like = MODELS["deepseek_v32"]
+    entry = dataclasses.replace(
+        like,
+        architecture="MyModelForCausalLM",
+        only={"rope_interleave": True, "scoring_func": "softmax", "my_key": None},
+        converters=(*like.converters, lambda _config: {"moe_router_score_function": "softmax"}),
+    )
+    monkeypatch.setitem(MODELS, "my_model", entry)
+    mine = parse_config(tiny_config("my_model", scoring_func="softmax"))
+    known = parse_config(tiny_config("deepseek_v32"))
+    assert mine.fields == known.fields | {"moe_router_score_function": "softmax"}
+    assert mine.names is known.names and mine.has_indexer
+    for key in ("scoring_func", "my_key"):
+        with pytest.raises(ConfigError, match=f"config.json: {key} = 'sigmoid': only "):
+            parse_config(tiny_config("my_model", **{key: "sigmoid"}))
 
 
 def test_blocks_of_scales_are_positive():

@@ -10,7 +10,7 @@ import torch
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.files import INDEX, SINGLE, CheckpointReader
-from megatron_dsa.huggingface.names_v4 import V4
+from megatron_dsa.huggingface.names import V4
 from megatron_dsa.tools.cli import main
 
 pytest.importorskip("safetensors")

@@ -79,7 +79,7 @@ def test_what_flags_cannot_say_is_noted(tmp_path, capsys):
 
 def test_released_shape_in_full():
     """DeepSeek-V4-Flash: flags as its launch script writes them by hand."""
-    from megatron_dsa.huggingface.conventions import parse_config
+    from megatron_dsa.huggingface.config_json import parse_config
 
     config = tiny_v4(
         num_hidden_layers=43, num_nextn_predict_layers=1, hidden_size=4096, head_dim=512,

@@ -11,8 +11,7 @@ from torch.distributed.checkpoint import save
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
-from megatron_dsa.huggingface.names import V3, Split
-from megatron_dsa.huggingface.names_v4 import V4
+from megatron_dsa.huggingface.names import V3, V4, Split
 from megatron_dsa.huggingface.ranks import Place, assemble, global_name, part
 from tests.tiny_models import tiny_config, tiny_model, tiny_v4
 

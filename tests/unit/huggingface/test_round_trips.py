@@ -4,13 +4,14 @@ import json
 import logging
 import os
 import stat
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_dsa.config import is_indexer_parameter
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.conventions import check_model, parse_config, read_config
+from megatron_dsa.huggingface.config_json import check_model, parse_config, read_config
 from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
 from megatron_dsa.huggingface.files import INDEX, CheckpointReader, CheckpointWriter
 from megatron_dsa.huggingface.names import V3
@@ -300,17 +301,20 @@ def test_the_rope_of_the_indexer_follows_the_model():
 
 
 def test_index_sharing_is_read_from_either_form():
-    def sharing(**changes):
-        fields = parse_config(tiny_config("glm_moe_dsa", num_hidden_layers=7, **changes)).fields
-        return fields["dsa_indexer_topk_freq"], fields["dsa_indexer_skip_topk_offset"]
-
     from megatron_dsa.config import computes_topk
-    from megatron_dsa.huggingface.conventions import _sharing
+
+    def rule(**changes):
+        hf = parse_config(tiny_config("glm_moe_dsa", num_hidden_layers=7, **changes))
+        return SimpleNamespace(**hf.fields)
+
+    def sharing(**changes):
+        fields = rule(**changes)
+        return fields.dsa_indexer_topk_freq, fields.dsa_indexer_skip_topk_offset
 
     assert sharing() == (1, 0)
     assert sharing(index_topk_freq=3, index_skip_topk_offset=2) == (3, 2)
-    rule = _sharing(*sharing(index_topk_pattern="FFSSFSS"))
-    assert [computes_topk(rule, layer) for layer in range(1, 8)] == [1, 1, 0, 0, 1, 0, 0]
+    listed = rule(index_topk_pattern="FFSSFSS")
+    assert [computes_topk(listed, layer) for layer in range(1, 8)] == [1, 1, 0, 0, 1, 0, 0]
 
 
 def test_another_model_is_refused():

@@ -7,10 +7,10 @@ import torch
 
 from megatron_dsa import dispatch
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.conventions import parse_config, read_config
+from megatron_dsa.huggingface.config_json import parse_config, read_config
 from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
 from megatron_dsa.huggingface.files import CheckpointReader, CheckpointWriter
-from megatron_dsa.huggingface.names_v4 import V4
+from megatron_dsa.huggingface.names import V4
 from megatron_dsa.tools.cli import main
 from tests.helpers import relative_error
 from tests.host import start

@@ -1,8 +1,9 @@
-"""Which numbers the keys of a ``config.json`` may have, for every model."""
+"""Rules for keys of a ``config.json`` that are the same for every model."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +15,16 @@ def refuse(key: str, value: Any, rule: str) -> None:
     raise ConfigError(f"{key} = {value!r}: {rule}")
 
 
+def required(config: dict, key: str) -> Any:
+    """Return the value of a key, or raise if it is absent or null."""
+    if config.get(key) is None:
+        refuse(key, None, "it must be given; use the config.json that came with the weights")
+    return config[key]
+
+
 @dataclass(frozen=True)
 class Number:
-    """A finite number within bounds.
-
-    Attributes:
-        least: the smallest allowed value.
-        above: the value must be larger than this one.
-        most: the largest allowed value.
-        whole: the value must be an integer.
-    """
+    """A finite number ``>= least``, ``> above`` and ``<= most``; an integer if ``whole``."""
 
     least: float | None = None
     above: float | None = None
@@ -33,33 +34,27 @@ class Number:
     def __str__(self) -> str:
         bounds = ((">=", self.least), (">", self.above), ("<=", self.most))
         rules = [f"{sign} {bound:g}" for sign, bound in bounds if bound is not None]
-        kind = "a whole number" if self.whole else "a finite number"
-        return f"must be {kind} {' and '.join(rules)}"
+        return f"must be a {'whole' if self.whole else 'finite'} number {' and '.join(rules)}"
 
     def allows(self, value: Any) -> bool:
         """Whether a value is such a number; ``True`` is none."""
         kinds = int if self.whole else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds):
             return False
+        try:
+            finite = math.isfinite(value)
+        except OverflowError:  # an integer beyond every float
+            return False
         return (
-            _is_finite(value)
+            finite
             and (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)
         )
 
 
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond every float
-        return False
-
-
-SIZE = Number(least=1, whole=True)
-COUNT = Number(least=0, whole=True)
-POSITIVE = Number(above=0)
-BASE = Number(above=1)
+SIZE, COUNT = Number(least=1, whole=True), Number(least=0, whole=True)
+_POSITIVE, _BASE = Number(above=0), Number(above=1)
 
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
@@ -78,43 +73,32 @@ _COUNTS = (
 _NUMBERS = (
     dict.fromkeys(_SIZES, SIZE)
     | dict.fromkeys(_COUNTS, COUNT)
+    | dict.fromkeys(("rope_theta", "compress_rope_theta"), _BASE)
+    | dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _POSITIVE)
+    | dict.fromkeys(("attention_factor", "routed_scaling_factor"), _POSITIVE)
     | {
         # Released models have 1e-6 and 1e-5; a hundredth outweighs activations.
         "rms_norm_eps": Number(above=0, most=0.01),
-        "rope_theta": BASE,
-        "compress_rope_theta": BASE,
         "factor": Number(least=1),
-        "beta_fast": POSITIVE,
-        "beta_slow": POSITIVE,
-        "mscale": POSITIVE,
-        "mscale_all_dim": POSITIVE,
-        "attention_factor": POSITIVE,
         "partial_rotary_factor": Number(above=0, most=1),
-        "routed_scaling_factor": POSITIVE,
         "swiglu_limit": Number(least=0),
     }
 )
-#: Keys with other values than numbers -> type, and what JSON calls it.
+#: Keys with other values than numbers -> type, and its name in JSON.
 _KINDS = {
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), (dict, "object")),
     **dict.fromkeys(("main", "compress", "compress_rates"), (dict, "object")),
     **dict.fromkeys(("mlp_layer_types", "layer_types", "compress_ratios"), (list, "list")),
-    **dict.fromkeys(("indexer_types",), (list, "list")),
-    **dict.fromkeys(("index_topk_pattern",), ((str, list), "string or list")),
+    "indexer_types": (list, "list"),
+    "index_topk_pattern": ((str, list), "string or list"),
 }
 
 
 def check_values(config: dict[str, Any], where: str = "") -> None:
     """Raise for a number out of its range, and for a value of another type.
 
-    Keys that are absent or null pass: whether a key is needed is not decided here.
-
-    Args:
-        config: config.json or an object in it.
-        where: the key of that object, with a dot behind.
-
-    Raises:
-        ConfigError: names the key, its value and the rule.
+    Keys that are absent or null pass: the table of models says which are required. ``where`` is
+    the key of an object in config.json, with a dot behind.
     """
     for key, value in config.items():
         if value is None:
@@ -127,3 +111,28 @@ def check_values(config: dict[str, Any], where: str = "") -> None:
             refuse(where + key, value, f"must be a JSON {called}")
         if isinstance(value, dict) and key in _KINDS:
             check_values(value, f"{where}{key}.")
+
+
+#: Keys that may be absent -> the only value that Megatron's layers implement.
+_ONLY = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "norm_topk_prob": True,
+    "topk_method": "noaux_tc",
+}
+
+
+def check_only(config: dict, only: dict[str, Any]) -> None:
+    """Raise unless optional keys have the one value of all models, or of this one (``only``)."""
+    for key, value in (_ONLY | only).items():
+        if config.get(key, value) not in (value, None):
+            refuse(key, config[key], f"only {value!r} is supported; such a model cannot be used")
+
+
+def check_indexer_keys(config: dict, known: Collection[str]) -> None:
+    """Raise for a key of the indexer that is not in ``known``."""
+    unknown = sorted(key for key in config if key.startswith("index") and key not in known)
+    if unknown:
+        refuse(unknown[0], config[unknown[0]], "this key of the indexer is not understood")

@@ -1,10 +1,13 @@
-"""Layers and experts of a checkpoint, counted by their names."""
+"""Layers and experts of a checkpoint, and values that are no numbers, counted and named."""
+
+import math
 
 import pytest
+import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.conventions import parse_config
-from megatron_dsa.huggingface.inventory import check_inventory, left_by_rank
+from megatron_dsa.huggingface.checks import NonFinite, check_inventory, left_by_rank
+from megatron_dsa.huggingface.config_json import parse_config
 from megatron_dsa.huggingface.names import V3
 from tests.tiny_models import tiny_config, tiny_v4
 
@@ -57,3 +60,19 @@ def test_ranks_read_all_of_their_own_layers():
         return [place for place in map(V3.locate, names) if place is not None]
 
     assert [x.name for x in left_by_rank(located(others + own), located(used))] == own
+
+
+def test_values_that_a_dtype_does_not_hold_are_named():
+    found = NonFinite("checkpoint here", "choose another")
+    found.count("fits", torch.tensor([65504.0, -1e-30]), torch.float16)
+    found.count("none", torch.ones(0, 4), torch.float16)
+    found.check()
+    found.count("large", torch.tensor([1e5, math.nan, 1.0]), torch.float16)
+    with pytest.raises(ConfigError, match=r"large: 1 NaN, 1 too large for float16 of 3 values"):
+        found.check()
+    for number in range(30):
+        found.count(f"x{number}", torch.tensor([math.inf]), torch.float32)
+    with pytest.raises(ConfigError, match="31 tensors") as error:
+        found.check()
+    assert "x18:" in str(error.value) and "x19:" not in str(error.value)
+    assert "and 11 more tensors" in str(error.value)

@@ -1,0 +1,109 @@
+"""Checks of a checkpoint: layers and experts are those of config.json, values are finite."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import torch
+
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.huggingface.config_json import HFModel
+from megatron_dsa.huggingface.names import Location
+
+#: Tensors that an error names.
+_NAMED = 20
+
+
+class NonFinite:
+    """Counts NaN and infinite values; conversions go on, so that the error names all tensors.
+
+    ``source`` and ``fix`` are for the error: what is read, and what to do about it.
+    """
+
+    def __init__(self, source: str, fix: str):
+        self._source, self._fix = source, fix
+        self._found: dict[str, str] = {}
+
+    def count(self, name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
+        """Look at the values of a tensor, which are about to be turned into ``dtype``."""
+        if not values.numel() or torch.stack(torch.aminmax(values)).to(dtype).isfinite().all():
+            return
+        counts = {"NaN": int(values.isnan().sum()), "infinite": int(values.isinf().sum())}
+        converted = int((~values.to(dtype).isfinite()).sum())
+        too_large = f"too large for {str(dtype).removeprefix('torch.')}"
+        counts[too_large] = converted - sum(counts.values())
+        said = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        self._found[name] = f"{said} of {values.numel()} values"
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` if a tensor had such values; the error counts and names."""
+        if not self._found:
+            return
+        lines = [f"  - {name}: {said}" for name, said in self._found.items()]
+        if len(lines) > _NAMED:
+            lines[_NAMED:] = [f"  - and {len(lines) - _NAMED} more tensors"]
+        raise ConfigError(
+            f"{self._source}: {len(self._found)} tensors hold values that are no numbers:\n"
+            + "\n".join(lines)
+            + f"\nA model with one of them computes NaN: {self._fix}"
+        )
+
+
+def check_inventory(directory: str | Path, names: Collection[str], hf: HFModel) -> None:
+    """Raise for tensors of layers and experts that the model of config.json does not have.
+
+    ``names`` are those of the checkpoint's tensors. Tensors that are missing are noticed when a
+    parameter needs them.
+    """
+    located = {name: place for name in names if (place := hf.names.locate(name)) is not None}
+    decoder = {hf.names.prefix(i, False, hf.num_layers) for i in range(hf.num_layers)}
+    prediction = hf.names.mtp_prefixes(hf.mtp_layers, hf.num_layers)
+    found = {place.prefix for place in located.values()}
+    if beyond := found - decoder.union(prediction):
+        count = sum(place.prefix in beyond for place in located.values())
+        first = sorted(prefix.rstrip(".") for prefix in beyond)
+        some = ", ".join(first[:4]) + (f" and {len(first) - 4} more" if len(first) > 4 else "")
+        raise ConfigError(
+            f"checkpoint {directory}: {count} tensors are of layers that config.json does not "
+            f"count ({some}): it says num_hidden_layers = {hf.num_layers} and "
+            f"num_nextn_predict_layers = {hf.mtp_layers}; use the config.json that came with the "
+            "weights, and count layers of multi-token prediction in num_nextn_predict_layers"
+        )
+    own = {line.hf[0] for line in hf.names.mtp}
+    for name, place in located.items():
+        if place.prefix in decoder and name.removeprefix(place.prefix) in own:
+            raise ConfigError(
+                f"checkpoint {directory}: {name} belongs to multi-token prediction, and by "
+                f"config.json (num_hidden_layers = {hf.num_layers}) that layer is one of the "
+                "decoder: use the config.json that came with the weights"
+            )
+    for prefix in prediction:
+        if prefix in found and not any(prefix + name in located for name in own):
+            raise ConfigError(
+                f"checkpoint {directory}: layer {prefix.rstrip('.')} has no tensors of multi-token "
+                f"prediction, and by config.json (num_hidden_layers = {hf.num_layers}) it is such "
+                "a layer: use the config.json that came with the weights"
+            )
+    experts = hf.fields["num_moe_experts"] or 0
+    more = [name for name, x in located.items() if x.expert is not None and x.expert >= experts]
+    if more:
+        raise ConfigError(
+            f"checkpoint {directory}: {len(more)} tensors are of experts that config.json does not "
+            f"count, the first is {min(more)}: it says n_routed_experts = {experts or None}; use "
+            "the config.json that came with the weights"
+        )
+
+
+def left_by_rank(unused: Iterable[Location], used: Collection[Location]) -> list[Location]:
+    """Return the tensors of a rank's own layers and experts that are ``unused`` by it."""
+    layers = {place.prefix for place in used}
+    experts = {(place.prefix, place.expert) for place in used if place.expert is not None}
+    with_experts = {prefix for prefix, _ in experts}
+
+    def is_own(place: Location) -> bool:
+        if place.expert is None or place.prefix not in with_experts:
+            return place.prefix in layers
+        return (place.prefix, place.expert) in experts
+
+    return [place for place in unused if is_own(place)]
