@@ -11,7 +11,11 @@ was called how often.
 This package knows no operation: they are declared in :mod:`megatron_dsa.ops`.
 """
 
-from megatron_dsa.dispatch.choice_log import collect_choices, log_all_candidates
+from megatron_dsa.dispatch.choice_log import (
+    choices_unlogged,
+    collect_choices,
+    log_all_candidates,
+)
 from megatron_dsa.dispatch.counts import count, report, reset_report, uncounted
 from megatron_dsa.dispatch.meta_dispatch import (
     MetaDispatch,
@@ -33,6 +37,7 @@ __all__ = [
     "OpCall",
     "MetaDispatch",
     "Support",
+    "choices_unlogged",
     "collect_choices",
     "count",
     "deterministic_mode",

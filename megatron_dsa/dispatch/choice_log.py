@@ -30,6 +30,18 @@ def log_all_candidates() -> None:
 
 
 @contextlib.contextmanager
+def choices_unlogged() -> Iterator[None]:
+    """Log errors alone, while it lasts: a table says what the log would."""
+    package = logging.getLogger("megatron_dsa")
+    level = package.level
+    package.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        package.setLevel(level)
+
+
+@contextlib.contextmanager
 def collect_choices() -> Iterator[list[Choice]]:
     """Collect the choices made inside, each once, for a table; only fallbacks log a line, too."""
     global _collected

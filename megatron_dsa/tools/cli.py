@@ -11,17 +11,16 @@ from megatron_dsa.errors import TRACEBACK_FLAG
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    import logging
-
-    logging.getLogger("megatron_dsa").setLevel(logging.ERROR)  # the table says it all
     if arguments.support_table:
         from megatron_dsa.tools.support_table import support_table
 
         print(support_table())
         return 0
+    from megatron_dsa.dispatch import choices_unlogged
     from megatron_dsa.tools.info import collect_info, print_info
 
-    info = collect_info()
+    with choices_unlogged():
+        info = collect_info()
     if arguments.json:
         print(json.dumps(info, indent=2))
     else:

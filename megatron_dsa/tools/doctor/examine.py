@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import platform
 
 import torch
 
 from megatron_dsa import __version__
-from megatron_dsa.dispatch import uncounted
+from megatron_dsa.dispatch import choices_unlogged, uncounted
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.tools.doctor.attention import check_attention
 from megatron_dsa.tools.doctor.indexer import check_loss, check_selection
@@ -44,14 +43,8 @@ def examine(arguments: argparse.Namespace) -> Report:
             + ". NOT checked: fused kernels, the shape that was asked for, times"
         )
     session = Session(device, arguments.tolerance, report)
-    logger = logging.getLogger("megatron_dsa")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # the report says what dispatch would log
-    try:
-        with uncounted():
-            _check_all(session, shapes)
-    finally:
-        logger.setLevel(level)
+    with choices_unlogged(), uncounted():
+        _check_all(session, shapes)
     return report
 
 
