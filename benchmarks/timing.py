@@ -102,7 +102,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def summary(times: list[float]) -> dict:
-    """Return ``ms`` (the median), its sharding and ``repeats`` of the times of calls, in ms."""
+    """Return ``ms`` (the median), its spread and ``repeats`` of the times of calls, in ms."""
     return {
         "ms": quantile(times, 0.5),
         "p10": quantile(times, 0.1),

@@ -206,7 +206,7 @@ def host_rules(config: Any, options: Any):
     local = config.transformer_impl == "local"
     yield (
         not getattr(config, "hybrid_context_parallel", False),
-        "--hybrid-context-parallel is not supported: drop it, every microbatch is sharded alike",
+        "--hybrid-context-parallel is not supported: drop it, every microbatch is divided alike",
     )
     exchange = config.cp_comm_type
     exchange = exchange if isinstance(exchange, list) else [exchange]

@@ -35,7 +35,7 @@ from megatron_dsa.sequence.layout import Layout
 
 
 def sample_rows(num_queries: int, count: int, device) -> torch.Tensor:
-    """Return up to ``count`` query rows, evenly sharding, the last one included."""
+    """Return up to ``count`` query rows, evenly spread, the last one included."""
     count = min(count, num_queries)
     return ((torch.arange(1, count + 1, device=device) * num_queries) // count) - 1
 

@@ -33,7 +33,7 @@ def _turn(
     if INVERSE:
         s = -s
     a, b = tl.split(tl.reshape(x, [BLOCK_H, BLOCK_D // 2, 2]))
-    # Other dims are not multiplied by 1 and 0: that would sharding an infinity to its neighbour.
+    # Other dims are not multiplied by 1 and 0: that would spread an infinity to its neighbour.
     first = tl.where(turned[None, :], a * c - b * s, a)
     second = tl.where(turned[None, :], a * s + b * c, b)
     return tl.reshape(tl.join(first, second), [BLOCK_H, BLOCK_D])

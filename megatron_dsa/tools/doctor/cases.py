@@ -31,7 +31,7 @@ def layout_of(shape: Shape, device: torch.device) -> Layout:
 
 
 def sampled_rows(shape: Shape, device: torch.device) -> torch.Tensor:
-    """Ascending query rows sharded over the sequence, its first and its last included."""
+    """Ascending query rows spread over the sequence, its first and its last included."""
     return torch.linspace(0, shape.seq - 1, shape.rows, device=device).long().unique()
 
 
@@ -157,7 +157,7 @@ class AttentionCase:
 
 
 def full_lists(shape: Shape, device: torch.device, seed: int = 3) -> Lists:
-    """Lists of ``timed_rows`` queries, each full of distinct keys sharded over all of them."""
+    """Lists of ``timed_rows`` queries, each full of distinct keys spread over all of them."""
     rows, keys = shape.timed_rows, min(shape.topk, shape.seq)
     generator = torch.Generator(device).manual_seed(seed)
     offset = torch.randint(shape.seq, (rows, 1), generator=generator, device=device)

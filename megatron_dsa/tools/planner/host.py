@@ -105,7 +105,7 @@ def host(capability: tuple[int, int] | None, device: torch.device = META) -> Ite
 
 @contextlib.contextmanager
 def ranks(args, rank: int, seed: int = 1) -> Iterator:
-    """Be one of ``args.world_size`` ranks, sharding as ``args`` say; yields Megatron's groups.
+    """Be one of ``args.world_size`` ranks, sharded as ``args`` say; yields Megatron's groups.
 
     Args:
         args: validated arguments.

@@ -112,8 +112,8 @@ def _layers(plan: Plan) -> Iterator[str]:
         found.setdefault(layer.kind, []).append(layer)
     for kind, some in found.items():
         kept = sorted({round(layer.kept / _MIB, 1) for layer in some})
-        sharding = f"{kept[0]}" if len(kept) == 1 else f"{kept[0]} to {kept[-1]}"
-        yield f"  {kind}: {sharding}"
+        spread = f"{kept[0]}" if len(kept) == 1 else f"{kept[0]} to {kept[-1]}"
+        yield f"  {kind}: {spread}"
 
 
 def _choices(plan: Plan) -> Iterator[str]:

@@ -52,7 +52,7 @@ def test_results_become_rows():
     assert set(rows) == {"ms", "tflops", "lm_loss"}
     assert {row["part"] for row in rows.values()} == {"step"}
     assert {row["ran"] for row in rows.values()} == {"x=y"}
-    # The sharding is that of the time, and runs are compared by all digits of their losses.
+    # The spread is that of the time, and runs are compared by all digits of their losses.
     assert (rows["ms"]["value"], rows["ms"]["p90"], rows["ms"]["repeats"]) == ("2", "3", 5)
     assert "p10" not in rows["tflops"] and rows["tflops"]["value"] == "0.33333"
     assert rows["lm_loss"]["value"] == "1.23456789"

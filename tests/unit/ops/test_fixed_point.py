@@ -16,10 +16,10 @@ from tests.helpers import relative_error
 from tests.unit.ops.test_sparse_attention import make_case
 
 
-def case(rows=40, keys=200, heads=16, dim=576, k=64, device="cpu", sharding=1.0):
+def case(rows=40, keys=200, heads=16, dim=576, k=64, device="cpu", spread=1.0):
     """A inputs with a sharp softmax, its forward, and the gradient of its output."""
     q, kv, indices = make_case(rows, keys, heads, dim, k, device=device, dtype=torch.bfloat16)
-    q = (q.detach() * sharding).contiguous()
+    q = (q.detach() * spread).contiguous()
     inputs = SparseAttentionInputs(q, kv.detach(), indices, 512, 0.05, None, None, 2**28)
     out, lse, _ = unfused.forward(inputs)
     generator = torch.Generator(device).manual_seed(1)
@@ -27,10 +27,10 @@ def case(rows=40, keys=200, heads=16, dim=576, k=64, device="cpu", sharding=1.0)
     return inputs, out.to(q.dtype), lse.float(), dout
 
 
-@pytest.mark.parametrize("sharding", [0.1, 1.0, 30.0])
-def test_no_sum_overflows_and_little_range_is_wasted(sharding):
+@pytest.mark.parametrize("spread", [0.1, 1.0, 30.0])
+def test_no_sum_overflows_and_little_range_is_wasted(spread):
     """What all rows contribute to one element, all with the same sign, stays below 2^62."""
-    inputs, out, lse, dout = case(sharding=sharding)
+    inputs, out, lse, dout = case(spread=spread)
     units = units_per_one(inputs, out, dout)
     assert math.log2(units.item()).is_integer()
     q, kv, out, dout = (x.double() for x in (inputs.q, inputs.kv, out, dout))

@@ -1,6 +1,6 @@
 """Compressor pooling in Triton where a thread holds all positions of a group.
 
-A tile is ``[groups, positions, channels]``. Channels are sharded over the threads of a warp first,
+A tile is ``[groups, positions, channels]``. Channels are spread over the threads of a warp first,
 then groups over the rest, so that the softmax needs no exchange between threads.
 
 Backward: the softmax is computed again, which costs no traffic. The program of a group writes the
@@ -35,7 +35,7 @@ def _tile(base, stride, first, shift, column, use, other):
 
 @triton.jit
 def _bias(ape, column, inside, like, WIDTH: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Scores of the positions, sharded over the groups of ``like``.
+    """Scores of the positions, spread over the groups of ``like``.
 
     Sharding before they are loaded, or they would change their layout in shared memory.
     """
