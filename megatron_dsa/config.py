@@ -284,6 +284,7 @@ class CSATransformerConfig(DSATransformerConfig):
 
     def ratio(self, layer_number: int, is_mtp: bool = False) -> int:
         """Return the compression ratio of a layer (numbered from 1)."""
+        assert self.csa_compress_ratios is not None
         return self.csa_compress_ratios[layer_number - 1 + (self.num_layers if is_mtp else 0)]
 
 

@@ -179,7 +179,8 @@ def _csa_ops(calls: _Calls, layer_number: int, is_mtp: bool) -> Iterator[Require
     indexer = ratio == CSA_RATIO and uses_indexer(config)
     selects = indexer and options.stage == "sparse"
     visible = selected = Keys(ratio)
-    topk, keys = config.csa_window_size, (Keys(limit=config.csa_window_size),)
+    topk = config.csa_window_size
+    keys: tuple[Keys, ...] = (Keys(limit=topk),)
     if selects:
         selected = Keys(ratio, config.dsa_indexer_topk)
         topk += config.dsa_indexer_topk

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
 import contextlib
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -72,7 +73,7 @@ class OperationTimes:
 
     def __init__(self):
         self.on = self.paused = False
-        self._done: list[tuple[str, str | None, object, object]] = []
+        self._done: list[tuple[str, str | None, Any, Any]] = []
         self._running = threading.local()  # the backward runs in threads of its own
 
     @contextlib.contextmanager
@@ -94,7 +95,7 @@ class OperationTimes:
     def take(self) -> dict[str, float]:
         """Return seconds by operation since the last call; waits for the GPU."""
         done, self._done = self._done, []
-        seconds: Counter[str] = Counter()
+        seconds: defaultdict[str, float] = defaultdict(float)
         for operation, around, begin, end in done:
             if isinstance(end, float):
                 elapsed = end - begin

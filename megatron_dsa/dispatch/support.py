@@ -6,6 +6,7 @@ One :class:`Support` per implementation and operation drives dispatch, the error
 
 from __future__ import annotations
 
+from typing import Any
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from megatron_dsa.dispatch.packages import Package
 
 HALF = (torch.bfloat16, torch.float16)
 #: What an implementation declares whose sums vary in order unless torch's deterministic mode is on.
-ATOMIC_SUMS = {"deterministic": False, "deterministic_mode": True}
+ATOMIC_SUMS: dict[str, Any] = {"deterministic": False, "deterministic_mode": True}
 
 
 @dataclass(frozen=True)

@@ -91,10 +91,11 @@ def widest_dtype(
     ``stored`` returns the dtype in which a parameter is stored; ``None``: it is not. Parameters
     that are fp32 in every model do not count.
     """
+    config: Any = model.config
     free = [
         name
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, torch.Tensor) and tensor.dtype == model.config.params_dtype
+        if isinstance(tensor, torch.Tensor) and tensor.dtype == config.params_dtype
     ]
     found = {dtype for dtype in map(stored, free) if dtype is not None}
-    return functools.reduce(torch.promote_types, found) if found else model.config.params_dtype
+    return functools.reduce(torch.promote_types, found) if found else config.params_dtype

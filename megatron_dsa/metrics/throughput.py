@@ -151,6 +151,7 @@ class Throughput:
             return batch_size * flops(work, lambda keys: keys.pairs(args.seq_length))
         if self._pairs is not None:
             return flops(work, self._pairs.__getitem__)
+        assert squares is not None  # Megatron gives both or none
         length = max(round(squares / tokens), 1) if tokens else 1
         return round(tokens / length * flops(work, lambda keys: keys.pairs(length)))
 

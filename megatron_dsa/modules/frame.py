@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_dsa.parallel.groups import Ranks
+from typing import Any
 import torch
 from megatron.core import tensor_parallel
 
@@ -16,6 +18,14 @@ class SelfAttentionFrame:
     They have ``ranks``, ``config``, ``linear_proj``, and what Megatron's MLA has for selective
     recompute: ``recompute_up_proj``, ``qkv_up_checkpoint`` and ``checkpoint_core_attention``.
     """
+
+    ranks: Ranks
+    config: Any
+    training: bool
+    linear_proj: Any
+    recompute_up_proj: bool
+    qkv_up_checkpoint: Any
+    checkpoint_core_attention: bool
 
     def forward(
         self,
@@ -75,7 +85,8 @@ def weight_of(linear: torch.nn.Module) -> torch.Tensor:
     """
     for hook in linear._forward_pre_hooks.values():
         hook(linear, ())
-    return linear.weight
+    weight: Any = linear.weight
+    return weight
 
 
 def refuse_unsupported(inference_context, key_value_states, megatron: dict) -> None:

@@ -6,6 +6,7 @@ what that takes. Here a layer is computed without gradients, and its loss hangs 
 
 from __future__ import annotations
 
+from typing import Any
 import functools
 import logging
 
@@ -26,6 +27,8 @@ def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
     To be called before the model is wrapped for data parallelism and before the optimizer is
     built (``pre_wrap_hooks`` of Megatron's model configuration), so that neither sees the rest.
     """
+    chunk: Any
+    module: Any
     for chunk in model:
         if trains_main(chunk.config):
             continue

@@ -69,6 +69,7 @@ class Fp32Parameters:
     """
 
     fp32_parameters: tuple[str, ...] = ()
+    _parameters: dict[str, torch.nn.Parameter | None]
 
     def _apply(self, fn, recurse: bool = True):
         kept = [self._parameters[name] for name in self.fp32_parameters]
@@ -80,4 +81,4 @@ class Fp32Parameters:
                 return tensor.to(device=out.device)
             return out
 
-        return super()._apply(cast, recurse)
+        return super()._apply(cast, recurse)  # type: ignore[misc]  # of the module

@@ -103,6 +103,7 @@ def _values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> None:
+    assert call.topk is not None
     q = _values(_ROWS, call.heads, call.qk_dim, dtype=call.dtype)
     kv = _values(_KEYS, call.qk_dim, dtype=call.dtype)
     place = torch.arange(call.topk, dtype=torch.int32, device="cuda")
@@ -121,6 +122,7 @@ def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> 
 
 
 def _index(fused: dict, call: OpCall, policy: Policy) -> None:
+    assert call.topk is not None
     # Scores are only needed where more is visible than selected.
     rows = _ROWS + (candidates_for(call.topk) if policy.fp8_selection else call.topk)
     inputs = IndexerInputs(
