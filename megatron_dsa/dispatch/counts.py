@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
 import contextlib
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 

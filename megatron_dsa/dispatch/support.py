@@ -6,9 +6,9 @@ One :class:`Support` per implementation and operation drives dispatch, the error
 
 from __future__ import annotations
 
-from typing import Any
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 

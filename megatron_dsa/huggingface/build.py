@@ -14,7 +14,7 @@ from megatron_dsa.modules.warm_up import without_kernels
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 
-def transformer_config(hf: HFModel, stage: str, **settings: Any):
+def transformer_config(hf: HFModel, stage: Any, **settings: Any):
     """Return the transformer configuration of a model, with ``settings`` on top.
 
     Without ``mtp_num_layers`` among them, the model has no multi-token prediction.

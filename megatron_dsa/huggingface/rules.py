@@ -85,7 +85,7 @@ _NUMBERS = (
     }
 )
 #: Keys with other values than numbers -> type, and its name in JSON.
-_KINDS: dict[str, tuple[type, str]] = {
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), (dict, "object")),
     **dict.fromkeys(("main", "compress", "compress_rates"), (dict, "object")),
     **dict.fromkeys(("mlp_layer_types", "layer_types", "compress_ratios"), (list, "list")),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 import functools
 import inspect
 import logging
@@ -11,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 import torch
 from megatron.core.utils import log_single_rank

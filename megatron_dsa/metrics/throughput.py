@@ -196,7 +196,7 @@ def installed(training_module: ModuleType | None = None) -> Throughput | None:
 
 def install_throughput(config: Any, training_module: ModuleType | None = None) -> None:
     """Let Megatron's training loop count the operations of the model that ``config`` describes."""
-    training = training_module or sys.modules.get("megatron.training.training")
+    training: Any = training_module or sys.modules.get("megatron.training.training")
     before = installed(training_module)
     if training is None or (before is not None and before.config is config):
         return  # no training loop, or another stage of the same model

@@ -6,9 +6,9 @@ window, and the stage says whether a CSA layer (ratio 4) selects among them or a
 
 from __future__ import annotations
 
-from typing import Any
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_dsa.parallel.groups import Ranks
 from typing import Any
+
 import torch
 from megatron.core import tensor_parallel
 
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.layout import Layout
 

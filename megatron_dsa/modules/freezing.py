@@ -6,9 +6,9 @@ what that takes. Here a layer is computed without gradients, and its loss hangs 
 
 from __future__ import annotations
 
-from typing import Any
 import functools
 import logging
+from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer

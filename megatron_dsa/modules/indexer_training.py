@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+
 import torch
 
 from megatron_dsa.config import by_sequence, indexer_is_trained, loss_is_sparse, options_of

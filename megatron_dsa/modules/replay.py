@@ -23,14 +23,14 @@ will need again.
 
 from __future__ import annotations
 
-from megatron_dsa.config import DSAOptions
-from typing import Any
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from megatron_dsa.config import DSAOptions
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.numerics.autograd import in_backward
 from megatron_dsa.parallel.groups import Ranks

@@ -123,9 +123,7 @@ class PositionRope:
         wide = accumulation_dtype(dtype)
         return angles.cos().to(wide), angles.sin().to(wide)
 
-    def of_rows(
-        self, layout: Layout, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_rows(self, layout: Layout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tables of all query rows, formed once per layout."""
         return self._cached(layout, "rows", layout.position, dtype)
 

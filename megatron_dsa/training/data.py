@@ -115,7 +115,7 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None):
     return BlendedMegatronDatasetBuilder(dataset_class, samples, on_this_rank, config).build()
 
 
-train_valid_test_datasets.is_distributed = True
+train_valid_test_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def check_prefixes(prefixes: Iterable[str]) -> None:

@@ -33,6 +33,7 @@ def reason(call: OpCall) -> str | None:
     why = common_reason(call, pads_values=True)
     if why is not None:
         return why
+    assert call.capability is not None
     if call.capability[0] not in (8, 9):
         return f"flash-attn 2 has kernels for compute capability 8 and 9, this is {call.on()}"
     if importlib.util.find_spec("flash_attn_2_cuda") is None:

@@ -34,6 +34,7 @@ def reason(call: OpCall) -> str | None:
     wide = max(call.qk_dim, call.v_dim) > 128
     hopper = call.capability == (9, 0) and version >= _WIDE_HOPPER
     dims = (call.qk_dim, call.v_dim)
+    assert call.capability is not None
     blackwell = call.capability[0] == 10 and version >= _WIDE_BLACKWELL and dims == (192, 128)
     if wide and not (hopper or blackwell):
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+
 import torch
 
 from megatron_dsa.dispatch import Candidate, Operation, Support

@@ -157,9 +157,11 @@ class _Block:
             )
             loss += value
             if grads is not None:
+                assert dq is not None and dscores is not None
                 dk = functions.backward(inputs, here, dscores, dq[inside], grads.weights[tile.rows])
                 grads.add_to_slots(layout, tile.slots, dk)
         if grads is not None:
+            assert dq is not None
             inputs = IndexerInputs(x.q[rows], x.k, x.weights[rows], x.relu)
             functions.finish(inputs, seen, dq, grads.q[rows], grads.weights[rows])
 

@@ -15,6 +15,7 @@ def build(inputs: ListInputs):
             if inputs.selected_length is not None:
                 slots = slots[: int(inputs.selected_length[row])]
         elif inputs.group_start is not None:
+            assert inputs.group_end is not None
             slots = list(range(int(inputs.group_start[row]), int(inputs.group_end[row])))
         else:
             slots = []

@@ -118,5 +118,6 @@ def backward(
         dkeys[..., :v_dim] += bmm(probs.to(q.dtype).transpose(1, 2), chunk_dout)
         dkv.index_add_(0, index.flatten(), dkeys.flatten(0, 1))
         if dsink is not None:
+            assert inputs.sink is not None
             dsink -= (torch.exp(inputs.sink.to(acc) - total) * delta).sum(0)
     return dq, dkv[:-1], dsink, p_sum

@@ -66,4 +66,5 @@ def gradients(dout, q, out, lse, payload, shard, blocks, kernel, scale):
                 dq[mine] += dq_part
             payload.add_gradients(block, part.keys, lambda s=source: collected.target(s), dk, dv)
             del dq_part, dk, dv
+    assert dq is not None
     return dq.to(q.dtype), collected.home()

@@ -81,6 +81,7 @@ class Session:
         """File a verdict, or that there is none because the GPU was lost before."""
         skipped = next((part for part in parts if part.skipped), None)
         if skipped is not None:
+            assert skipped.skipped is not None
             for operation, name in skipped.implementations:
                 self.skip(operation, name, label, skipped.skipped)
             return

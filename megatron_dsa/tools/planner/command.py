@@ -46,7 +46,7 @@ def dry_run(argv: list[str]) -> int:
             raise
         # What Megatron asserts while it builds modules is for the user to mend, too.
         known = explain(error) or Ending(refused_by_megatron(error))
-        notes = ()
+        notes: tuple[str, ...] = ()
         if own.dsa_dry_run_world is None and "WORLD_SIZE" not in os.environ:
             notes = ("(planned for one GPU: --dsa-dry-run-world names another number)",)
         print("error:", known.message, *notes, file=sys.stderr)

@@ -192,7 +192,7 @@ def _compressor(candidate, inputs):
         keeps_softmax = not is_few(inputs)
 
     def make(values, scores, ape):
-        softmax = ()
+        softmax: tuple[torch.Tensor, ...] = ()
         if keeps_softmax:
             softmax = (_acc(values, slots, inputs.dim), _acc(values, slots, inputs.dim))
         return values.new_empty(slots, inputs.dim), *softmax
@@ -274,7 +274,7 @@ def _dense_loss(_candidate, inputs):
     )
 
 
-_FAKE_KERNELS = {
+_FAKE_KERNELS: dict[str, Callable] = {
     "compressor": _compressor,
     "norm_rope": _norm_rope,
     "rotate": _rotate,

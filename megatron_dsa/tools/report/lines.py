@@ -39,7 +39,9 @@ def style_of(number: int) -> str:
     return ("-", "--", ":", "-.")[number // len(COLORS) % 4]
 
 
-def thinned(series: Series, points: int = POINTS, breaks: Sequence[int] = ()) -> Series:
+def thinned(
+    series: Series, points: int = POINTS, breaks: Sequence[int] = ()
+) -> list[tuple[float, float]]:
     """Return about ``points`` means of equal stretches of a series.
 
     Args:
@@ -47,7 +49,7 @@ def thinned(series: Series, points: int = POINTS, breaks: Sequence[int] = ()) ->
             and a value that is no number keeps matplotlib from drawing through.
     """
     stretch = -(-len(series) // points)
-    means: Series = []
+    means: list[tuple[float, float]] = []
     for _, part in itertools.groupby(series, key=lambda point: bisect(breaks, point[0])):
         piece = list(part)
         if means:
