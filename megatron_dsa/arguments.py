@@ -149,8 +149,9 @@ def _argparse_settings(each: dataclasses.Field, about: Option) -> dict[str, Any]
     """Return what ``add_argument`` is told about a field."""
     if each.type is bool:
         return {"action": "store_true", "help": about.help}
-    settings: dict[str, Any] = {
-        "default": each.default,
+    default: Any = each.default
+    settings = {
+        "default": default,
         "metavar": about.metavar,
         "help": about.help,
     }

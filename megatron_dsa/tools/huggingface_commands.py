@@ -6,13 +6,13 @@ Megatron checkpoint is a distributed one: runs of any parallel layout write and 
 
 from __future__ import annotations
 
-from typing import Any
 import argparse
 import contextlib
 import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 

@@ -198,12 +198,8 @@ def _draw_pair(axis, runs: list[RunLog], names: tuple[str, str], ylabel: str) ->
             figure = name.removeprefix("dsa ")
             # Of several runs, the legend tells the colours.
             label = figure if len(runs) == 1 else (run.name if style == "-" else None)
-            look: dict[str, Any] = {
-                "color": color_of(number),
-                "ls": style,
-                "lw": 1.3,
-                "label": label,
-            }
+            look: dict[str, Any] = {"color": color_of(number), "ls": style, "lw": 1.3}
+            look["label"] = label
             drawn.append(line(axis, run.scalars.get(FIGURES[name], []), **look))
     return _finish(axis, ylabel, drawn, True)
 
