@@ -42,7 +42,7 @@ class Keys:
     ratio: int = 1
     limit: int = 0
 
-    def pairs(self, length):
+    def pairs(self, length) -> Any:
         """Return how many pairs of a query and a key sequences have.
 
         Args:

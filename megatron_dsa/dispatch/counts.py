@@ -77,7 +77,7 @@ class OperationTimes:
         self._running = threading.local()  # the backward runs in threads of its own
 
     @contextlib.contextmanager
-    def measure(self, operation: str, cuda: bool):
+    def measure(self, operation: str, cuda: bool) -> Iterator[None]:
         """Measure what runs inside as ``operation``."""
         if not self.on or self.paused:
             yield

@@ -14,7 +14,9 @@ from megatron_dsa.modules.warm_up import without_kernels
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 
-def transformer_config(hf: HFModel, stage: Any, **settings: Any):
+def transformer_config(
+    hf: HFModel, stage: Any, **settings: Any
+) -> DSATransformerConfig | CSATransformerConfig:
     """Return the transformer configuration of a model, with ``settings`` on top.
 
     Without ``mtp_num_layers`` among them, the model has no multi-token prediction.
@@ -39,7 +41,7 @@ def transformer_config(hf: HFModel, stage: Any, **settings: Any):
     return kind(**fields | fixed | settings)
 
 
-def gpt_model(config, vocab_size: int, length: int):
+def gpt_model(config, vocab_size: int, length: int) -> Any:
     """Return a GPT model on one rank for sequences up to ``length``."""
     from megatron.core.models.gpt import GPTModel
 

@@ -230,7 +230,7 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
             topk_length=lists.selected_length, policy=policy,
         )  # fmt: skip
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, Any]:
         """Add that ``attn_sink`` is sharded over tensor-parallel ranks like the heads."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)

@@ -36,7 +36,7 @@ class SelfAttentionFrame:
         inference_context=None,
         packed_seq_params=None,
         **megatron,
-    ):
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(output, bias)`` for ``hidden_states [s, b, hidden]``.
 
         ``attention_mask`` is not read: attention is causal within each sequence, and packed
@@ -62,7 +62,7 @@ class SelfAttentionFrame:
         """Return what enters the output projection, ``[rows, ...]`` of the local heads."""
         raise NotImplementedError
 
-    def maybe_recomputed(self, up, *tensors):
+    def maybe_recomputed(self, up, *tensors) -> Any:
         """Return ``up(*tensors)``, to be computed again in the backward if that is asked for."""
         if not (self.recompute_up_proj and self.training):
             return up(*tensors)
@@ -71,7 +71,7 @@ class SelfAttentionFrame:
         )
         return self.qkv_up_checkpoint.checkpoint(up, *tensors)
 
-    def run_core(self, core, *tensors):
+    def run_core(self, core, *tensors) -> Any:
         """Return ``core(*tensors)``, to be computed again in the backward if that is asked for."""
         if self.checkpoint_core_attention and self.training:
             return tensor_parallel.checkpoint(core, False, *tensors)

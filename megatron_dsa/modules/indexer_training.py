@@ -74,7 +74,7 @@ class TrainsIndexer:
         """Whether this is an evaluation pass whose indexer loss is asked for."""
         return self.options.evaluate_indexer and not self.training and self.indexer is not None
 
-    def heads_group(self):
+    def heads_group(self) -> Any:
         """The group over which the heads of a query are sharded, or ``None``."""
         if by_sequence(self.config):
             return None

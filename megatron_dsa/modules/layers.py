@@ -6,6 +6,8 @@ With transformer-engine its own classes are used instead, see ``specs.py``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -47,7 +49,7 @@ class ReplicatedLinear(torch.nn.Linear):
         if config.perform_initialization:
             init_method(self.weight)
 
-    def forward(self, x: torch.Tensor):
+    def forward(self, x: torch.Tensor) -> Any:  # Megatron's linears return a bias as well
         """Return ``(x @ weight.T, None)``."""
         return super().forward(x), None
 

@@ -10,6 +10,7 @@ policies and of compilers, come at start-up. Models that only say which weights 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -55,7 +56,7 @@ def resolving() -> bool:
 
 
 @contextlib.contextmanager
-def without_kernels():
+def without_kernels() -> Iterator[None]:
     """Models built inside run no attention: no kernel is chosen, logged, refused or compiled.
 
     Should one be run after all, every operation is chosen, and logged, when it is called.

@@ -44,7 +44,7 @@ def reason(call: OpCall) -> str | None:
     return None
 
 
-def forward(q, k, v, causal, scale, sequences: Dense | Packed):
+def forward(q, k, v, causal, scale, sequences: Dense | Packed) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``out [Sq, H, Dv]`` in the dtype of ``q`` and ``lse`` fp32 ``[Sq, H]``."""
     from flash_attn import flash_attn_interface as flash
 
@@ -63,7 +63,9 @@ def forward(q, k, v, causal, scale, sequences: Dense | Packed):
     return from_kernel(out[..., :width], sequences), lse_from_kernel(lse, sequences)
 
 
-def backward(dout, q, k, v, out, lse, causal, scale, sequences: Dense | Packed):
+def backward(
+    dout, q, k, v, out, lse, causal, scale, sequences: Dense | Packed
+) -> tuple[torch.Tensor, ...]:
     """Return ``dq``, ``dk`` and ``dv`` in the dtype of ``q``; ``dv`` may be a strided view."""
     from flash_attn import flash_attn_interface as flash
 

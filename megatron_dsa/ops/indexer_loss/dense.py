@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -226,7 +226,7 @@ def _seen_columns(seen: Seen, tile: Tile) -> Seen:
     return Seen(start.clamp_(0, width), end.clamp_(0, width))
 
 
-def take(keys, layout: Layout, slots: slice):
+def take(keys, layout: Layout, slots: slice) -> Any:
     """Return the keys of some slots: a view, or a copy of no more than these rows."""
     if isinstance(keys, LatentKeys):
         return dataclasses.replace(keys, latents=take(keys.latents, layout, slots))

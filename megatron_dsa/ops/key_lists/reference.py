@@ -5,7 +5,7 @@ import torch
 from megatron_dsa.ops.key_lists.inputs import ListInputs
 
 
-def build(inputs: ListInputs):
+def build(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``indices`` int32 ``[rows, width]`` and ``length`` int32 ``[rows]``."""
     indices = torch.full((inputs.start.shape[0], inputs.width), -1, dtype=torch.int32)
     length = torch.zeros(inputs.start.shape[0], dtype=torch.int32)

@@ -73,7 +73,7 @@ class Settings:
             in_order=self.in_order,
         )
 
-    def run(self, operation: Operation, *args, teacher: bool = False):
+    def run(self, operation: Operation, *args, teacher: bool = False) -> Any:
         """Run an operation of this call; ``teacher``: the head sum is wanted along with it."""
         return operation.run(replace(self.call, teacher=teacher), self.policy, *args)
 
@@ -85,7 +85,9 @@ class Settings:
             lists = replace(self.lists, selected=indices, selected_length=length)
             yield from lists.blocks(self.policy)
 
-    def teacher_columns(self, p_sum: torch.Tensor, indices: torch.Tensor, rows: slice):
+    def teacher_columns(
+        self, p_sum: torch.Tensor, indices: torch.Tensor, rows: slice
+    ) -> torch.Tensor:
         """Return the part of ``p_sum`` that the indexer is responsible for."""
         if self.lists is None:
             return p_sum
@@ -108,9 +110,13 @@ class SparseAttention(torch.autograd.Function):
     """``q, kv, kv_grad, sink, index q, k, weights, ... -> out, lse, p_sum``."""
 
     @staticmethod
-    def forward(ctx, q, kv, kv_grad, sink, index_q, index_k, index_weights, indices, length, s):
+    def forward(
+        ctx, q, kv, kv_grad, sink, index_q, index_k, index_weights, indices, length, s
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return ``out``, ``lse`` and ``p_sum`` (``None`` unless asked for)."""
-        out = lse = p_sum = None
+        out: Any = None
+        lse: Any = None
+        p_sum = None
         for rows, part_indices, part_length in s.parts(indices, length):
             arguments = s.arguments(q[rows], kv, sink, part_indices, part_length, s.want_p_sum)
             part, part_lse, part_p_sum = s.run(FORWARD, arguments)
@@ -130,7 +136,7 @@ class SparseAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, _dlse, _dp_sum):
+    def backward(ctx, dout, _dlse, _dp_sum) -> tuple[torch.Tensor | None, ...]:
         """Return all gradients; the sparse indexer loss exists in here only."""
         s: Settings = ctx.settings
         q, kv, sink, *index_tensors, indices, length, out, lse = ctx.saved_tensors

@@ -11,6 +11,7 @@ import itertools
 import math
 from bisect import bisect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from megatron_dsa.tools.report.events import RunLog, Series
 
@@ -67,7 +68,7 @@ def line(axis, series: Series, breaks: Sequence[int] = (), **style) -> bool:
     return bool(series)
 
 
-def by_step(draw: Callable[[object, list[RunLog]], bool]):
+def by_step(draw: Callable[[object, list[RunLog]], bool]) -> Callable[[Any, list[RunLog]], bool]:
     """Have a chart by step show where the stage of training changes; of one run, to which."""
 
     @functools.wraps(draw)
