@@ -12,7 +12,15 @@ VERSION = re.search(
 
 REPORT = ["tensorboard>=2.18", "matplotlib>=3.9", "jinja2>=3"]
 TEST = [
-    *("build>=1", "hypothesis>=6", "pytest>=8", "pytest-xdist>=3", "pyyaml>=6", "ruff>=0.6"),
+    *(
+        "build>=1",
+        "hypothesis>=6",
+        "mypy>=1.15",
+        "pytest>=8",
+        "pytest-xdist>=3",
+        "pyyaml>=6",
+        "ruff>=0.6",
+    ),
     "safetensors>=0.6",
     *REPORT,
 ]
@@ -25,6 +33,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_dsa", "megatron_dsa.*"]),
+    package_data={"megatron_dsa": ["py.typed"]},
     python_requires=">=3.12",
     install_requires=["torch>=2.6", "numpy", "packaging"],
     extras_require={

@@ -96,6 +96,7 @@ def _repair_help(parser: argparse.ArgumentParser) -> None:
         try:
             action.help and formatter._expand_help(action)
         except (KeyError, TypeError, ValueError):
+            assert action.help is not None
             action.help = action.help.replace("%", "%%")
 
 
@@ -148,13 +149,18 @@ def _argparse_settings(each: dataclasses.Field, about: Option) -> dict[str, Any]
     """Return what ``add_argument`` is told about a field."""
     if each.type is bool:
         return {"action": "store_true", "help": about.help}
-    settings = {"default": each.default, "metavar": about.metavar, "help": about.help}
+    default: Any = each.default
+    settings = {
+        "default": default,
+        "metavar": about.metavar,
+        "help": about.help,
+    }
     if about.parse is not None:
-        return settings | {"nargs": "+", "default": list(each.default)}
+        return settings | {"nargs": "+", "default": list(default)}
     if each.default is not None:
         settings["help"] += " Default: %(default)s."
     if about.unit != 1:
-        settings["default"] = each.default // about.unit
+        settings["default"] = default // about.unit
     if (choices := choices_of(each)) is not None:
         return settings | {"choices": choices}
     kind = get_args(each.type)[0] if isinstance(each.type, UnionType) else each.type

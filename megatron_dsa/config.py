@@ -68,7 +68,7 @@ def choices_of(each: dataclasses.Field) -> tuple[str, ...] | None:
     return get_args(each.type) if get_origin(each.type) is Literal else None
 
 
-def option_rules(config_class: type, values: Any):
+def option_rules(config_class: type, values: Any) -> Iterator[tuple[Any, str]]:
     """Yield ``(ok, message)`` for the choices and ranges of the options of a class.
 
     Args:
@@ -284,6 +284,7 @@ class CSATransformerConfig(DSATransformerConfig):
 
     def ratio(self, layer_number: int, is_mtp: bool = False) -> int:
         """Return the compression ratio of a layer (numbered from 1)."""
+        assert self.csa_compress_ratios is not None
         return self.csa_compress_ratios[layer_number - 1 + (self.num_layers if is_mtp else 0)]
 
 
@@ -389,7 +390,7 @@ def validate(config: Any) -> None:
         rules = [*option_rules(CSATransformerConfig, config)]
         rules += csa_rules(config, options_of(config))
     else:
-        rules = dsa_rules(config, options_of(config))
+        rules = [*dsa_rules(config, options_of(config))]
     complaints = [message for ok, message in rules if not ok]
     if complaints:
         raise ConfigError(

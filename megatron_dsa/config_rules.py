@@ -7,6 +7,7 @@ They read a transformer configuration and its options, and know neither class, s
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 CSA_RATIO = 4
 
 
-def dsa_rules(config: Any, options: Any):
+def dsa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     """Yield every rule for a model with DSA layers.
 
     Args:
@@ -58,7 +59,7 @@ def _mla_rules(config: Any, options: Any):
     )
 
 
-def attention_rules(config: Any):
+def attention_rules(config: Any) -> Iterator[tuple[Any, str]]:
     """Yield what no attention of this package does."""
     yield (
         config.multi_latent_attention,
@@ -201,7 +202,7 @@ def _precision_rules(config: Any):
     )
 
 
-def host_rules(config: Any, options: Any):
+def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     """Yield what concerns every attention of this package: layouts, layer sets, features."""
     local = config.transformer_impl == "local"
     yield (
@@ -258,7 +259,7 @@ def host_rules(config: Any, options: Any):
     yield from _precision_rules(config)
 
 
-def indexer_rules(config: Any, options: Any):
+def indexer_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     """What the indexer needs to be given."""
     for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
         value = getattr(config, name)
@@ -305,7 +306,7 @@ def _loss_rules(coefficient: float | None, stage: str):
     )
 
 
-def csa_rules(config, options):
+def csa_rules(config, options) -> Iterator[tuple[Any, str]]:
     """Yield ``(ok, message)`` for layers of window, CSA and HCA attention (DeepSeek-V4)."""
     yield from _pattern_rules(config)
     yield from _shape_rules(config, options)

@@ -97,8 +97,10 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
                 hidden_states, q_latent, layout, rope, ranks
             )
         if self.sparse:
+            assert keys is not None
             return self._attend_sparse(q_latent, keys, layout, rope, index_inputs)
         if self.exchanges_latents:
+            assert keys is not None
             return self._attend_latents(q_latent, keys, layout, rope, index_inputs)
         return self._attend_dense(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
 

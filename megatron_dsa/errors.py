@@ -24,7 +24,7 @@ class ImplementationError(DSAError, RuntimeError):
     """An implementation was named for an operation and cannot run it here."""
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: object, message: str) -> None:
     """Raise a :class:`ConfigError` unless ``condition`` holds."""
     if not condition:
         raise ConfigError(message)

@@ -42,7 +42,7 @@ class Keys:
     ratio: int = 1
     limit: int = 0
 
-    def pairs(self, length):
+    def pairs(self, length) -> Any:
         """Return how many pairs of a query and a key sequences have.
 
         Args:
@@ -179,7 +179,8 @@ def _csa_ops(calls: _Calls, layer_number: int, is_mtp: bool) -> Iterator[Require
     indexer = ratio == CSA_RATIO and uses_indexer(config)
     selects = indexer and options.stage == "sparse"
     visible = selected = Keys(ratio)
-    topk, keys = config.csa_window_size, (Keys(limit=config.csa_window_size),)
+    topk = config.csa_window_size
+    keys: tuple[Keys, ...] = (Keys(limit=topk),)
     if selects:
         selected = Keys(ratio, config.dsa_indexer_topk)
         topk += config.dsa_indexer_topk

@@ -13,6 +13,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
@@ -112,7 +114,7 @@ def _te_backend():
     return TransformerEngineBackend()
 
 
-def get_backend(transformer_impl: str):
+def get_backend(transformer_impl: str) -> Any:
     """Return the set of layers for ``--transformer-impl``."""
     if transformer_impl == "transformer_engine":
         return _te_backend()
@@ -227,7 +229,9 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
     )
 
 
-def dsa_block_spec(config, vp_stage: int | None = None, pp_rank: int | None = None):
+def dsa_block_spec(
+    config, vp_stage: int | None = None, pp_rank: int | None = None
+) -> TransformerBlockSubmodules:
     """Return ``TransformerBlockSubmodules`` for the layers of this pipeline stage.
 
     Args:
@@ -269,7 +273,7 @@ def dsa_block_spec(config, vp_stage: int | None = None, pp_rank: int | None = No
     )
 
 
-def dsa_mtp_block_spec(config, vp_stage: int | None = None):
+def dsa_mtp_block_spec(config, vp_stage: int | None = None) -> Any:
     """Return the multi-token-prediction block spec, or ``None`` where there is no such layer."""
     config = _transformer_config(config)
     if config.mtp_num_layers is None:

@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$(scripts/environment.sh)}
 "$python" -m ruff check . && "$python" -m ruff format --check .
+"$python" -m mypy
 # Two files at a time where there is no GPU to share; every process gets one thread.
 workers=$("$python" -c 'import os, torch; print(0 if torch.cuda.is_available() or os.cpu_count() < 2 else 2)')
 export OMP_NUM_THREADS=1

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -72,11 +73,11 @@ class OperationTimes:
 
     def __init__(self):
         self.on = self.paused = False
-        self._done: list[tuple[str, str | None, object, object]] = []
+        self._done: list[tuple[str, str | None, Any, Any]] = []
         self._running = threading.local()  # the backward runs in threads of its own
 
     @contextlib.contextmanager
-    def measure(self, operation: str, cuda: bool):
+    def measure(self, operation: str, cuda: bool) -> Iterator[None]:
         """Measure what runs inside as ``operation``."""
         if not self.on or self.paused:
             yield
@@ -94,7 +95,7 @@ class OperationTimes:
     def take(self) -> dict[str, float]:
         """Return seconds by operation since the last call; waits for the GPU."""
         done, self._done = self._done, []
-        seconds: Counter[str] = Counter()
+        seconds: defaultdict[str, float] = defaultdict(float)
         for operation, around, begin, end in done:
             if isinstance(end, float):
                 elapsed = end - begin

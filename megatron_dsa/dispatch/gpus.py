@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
 #: What a kernel declares that is compiled for all of these and was run on Hopper only.
-PORTABLE = {
+PORTABLE: dict[str, Any] = {
     "capabilities": (AMPERE, ADA, HOPPER, BLACKWELL),
     "not_run": (AMPERE, ADA, BLACKWELL),
 }

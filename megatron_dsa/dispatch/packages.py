@@ -107,7 +107,9 @@ class Package:
 
     def untested(self) -> str | None:
         """Return a remark if the installed version is newer than what was run, else ``None``."""
-        if self.tested is None or self.version() <= parse_version(self.tested + ".999"):
+        if self.distribution is None or self.tested is None:
+            return None
+        if self.version() <= parse_version(self.tested + ".999"):
             return None
         return (
             f"{self.distribution} {installed_version(self.distribution)} is newer than "

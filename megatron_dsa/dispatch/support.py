@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from megatron_dsa.dispatch.packages import Package
 
 HALF = (torch.bfloat16, torch.float16)
 #: What an implementation declares whose sums vary in order unless torch's deterministic mode is on.
-ATOMIC_SUMS = {"deterministic": False, "deterministic_mode": True}
+ATOMIC_SUMS: dict[str, Any] = {"deterministic": False, "deterministic_mode": True}
 
 
 @dataclass(frozen=True)

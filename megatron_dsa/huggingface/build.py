@@ -14,7 +14,9 @@ from megatron_dsa.modules.warm_up import without_kernels
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 
-def transformer_config(hf: HFModel, stage: str, **settings: Any):
+def transformer_config(
+    hf: HFModel, stage: Any, **settings: Any
+) -> DSATransformerConfig | CSATransformerConfig:
     """Return the transformer configuration of a model, with ``settings`` on top.
 
     Without ``mtp_num_layers`` among them, the model has no multi-token prediction.
@@ -39,7 +41,7 @@ def transformer_config(hf: HFModel, stage: str, **settings: Any):
     return kind(**fields | fixed | settings)
 
 
-def gpt_model(config, vocab_size: int, length: int):
+def gpt_model(config, vocab_size: int, length: int) -> Any:
     """Return a GPT model on one rank for sequences up to ``length``."""
     from megatron.core.models.gpt import GPTModel
 
@@ -91,10 +93,11 @@ def widest_dtype(
     ``stored`` returns the dtype in which a parameter is stored; ``None``: it is not. Parameters
     that are fp32 in every model do not count.
     """
+    config: Any = model.config
     free = [
         name
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, torch.Tensor) and tensor.dtype == model.config.params_dtype
+        if isinstance(tensor, torch.Tensor) and tensor.dtype == config.params_dtype
     ]
     found = {dtype for dtype in map(stored, free) if dtype is not None}
-    return functools.reduce(torch.promote_types, found) if found else model.config.params_dtype
+    return functools.reduce(torch.promote_types, found) if found else config.params_dtype

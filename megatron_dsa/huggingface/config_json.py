@@ -91,7 +91,7 @@ def parse_config(config: dict[str, Any], source: str = "config.json") -> HFModel
 
 
 def _parsed(config: dict) -> HFModel:
-    kind = config.get("model_type")
+    kind: Any = config.get("model_type")
     if kind not in tuple(MODELS):
         refuse("model_type", kind, f"must be one of {', '.join(MODELS)}; others are unknown")
     model = MODELS[kind]

@@ -103,7 +103,9 @@ class Import:
                 fresh.append(name)
                 continue
             self._matches[name] = found
-            if torch.promote_types(self.stored_dtype(name), tensor.dtype) != tensor.dtype:
+            stored = self.stored_dtype(name)
+            assert stored is not None
+            if torch.promote_types(stored, tensor.dtype) != tensor.dtype:
                 rounded.append(name)
             if found.entry.split is Split.VOCABULARY:
                 self._check_vocabulary(found.hf[0])
@@ -174,7 +176,8 @@ class Import:
 
     def _judge_unused(self) -> None:
         """Raise if a tensor is not read that the layers and experts of this rank should have."""
-        place, model, unused = self.place, self._model, self.report.unused
+        place, model = self.place, self._model
+        unused: Iterable[str] = self.report.unused
         whole = place == Place(splits_latents=place.splits_latents, num_experts=place.num_experts)
         ends = [getattr(model, f"{end}_process", True) for end in ("pre", "post")]
         if not (whole and all(ends)):  # other ranks read the rest

@@ -93,7 +93,7 @@ class CheckpointReader:
         self._open, self._damaged = package.safe_open, (package.SafetensorError, OSError)
         self._shards: dict[str, object] = {}
         in_files = self._read_index()
-        self._in_file = {}
+        self._in_file: dict[str, str] = {}
         for there in in_files:
             name = rename(there)
             require(
@@ -107,7 +107,7 @@ class CheckpointReader:
     def _read_index(self) -> dict[str, str]:
         index = self.directory / INDEX
         if index.is_file():
-            shard_of = read_json(index).get("weight_map")
+            shard_of: Any = read_json(index).get("weight_map")
             _check_weight_map(index, shard_of)
             shards = sorted(set(shard_of.values()))
             missing = [x for x in shards if not (self.directory / x).is_file()]
@@ -177,7 +177,9 @@ class CheckpointReader:
         return (*shape[:-1], 2 * shape[-1]) if form is Format.FP4 and shape else shape
 
     def _block(self, name: str, form: Format) -> tuple[int, int]:
-        scale = self._slice(self._scale_name(name))
+        scale_name = self._scale_name(name)
+        assert scale_name is not None
+        scale = self._slice(scale_name)
         return self.quantisation.scale_block(
             name, form, self._shape(name, form), tuple(scale.get_shape()), scale.get_dtype()
         )
@@ -210,14 +212,16 @@ class CheckpointReader:
             values = unpack(tensor[rows, slice(columns.start // 2, (columns.stop + 1) // 2)])
             odd = columns.start % 2
             values = values[:, odd : odd + columns.stop - columns.start]
-        scale, offset = self._whole(self._scale_name(name)), (rows.start, columns.start)
+        scale_name = self._scale_name(name)
+        assert scale_name is not None
+        scale, offset = self._whole(scale_name), (rows.start, columns.start)
         return dequantise(values, scale, self._block(name, form), self.quantisation.dtype, offset)
 
     def _whole(self, name: str) -> torch.Tensor:
         return self._shard(self._shard_of[name]).get_tensor(self._in_file[name])
 
 
-def _check_weight_map(index: Path, shard_of: object) -> None:
+def _check_weight_map(index: Path, shard_of: Any) -> None:
     """Raise unless an index maps tensors to safetensors files inside its directory."""
     require(
         isinstance(shard_of, dict)
@@ -300,7 +304,7 @@ class CheckpointWriter:
             return
         if self._held:
             self._flush()
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, (path, names) in enumerate(self._shards, 1):
             shard = f"model-{number:05d}-of-{len(self._shards):05d}.safetensors"
             path.rename(self.directory / shard)

@@ -264,7 +264,7 @@ _DEEPSEEK_V3 = Model(
 
 def _with_indexer(architecture: str, interleaved: bool) -> Model:
     """Return DeepSeek-V3 with indexers, whose rope pairs neighbouring dims or halves."""
-    indexer = partial(_dsa_indexer, interleaved=interleaved)
+    indexer: Callable[[dict], Fields] = partial(_dsa_indexer, interleaved=interleaved)
     converters = (*_DEEPSEEK_V3.converters, indexer)
     return dataclasses.replace(_DEEPSEEK_V3, architecture=architecture, converters=converters)
 

@@ -108,6 +108,7 @@ class Quantisation:
             f"{', '.join(_SCALES)}: download the checkpoint again",
         )
         block = self.block if form is Format.FP8 else (1, max(1, shape[1] // scales[1]))
+        assert block is not None
         needed = tuple(-(-extent // size) for extent, size in zip(shape, block, strict=True))
         require(
             scales == needed,

@@ -62,6 +62,7 @@ def global_name(name: str, place: Place) -> str:
     if (expert := _EXPERT.fullmatch(name)) and size > 1:
         experts = place.num_experts
         require(experts is not None, f"{name} under expert parallelism: Place needs num_experts")
+        assert experts is not None
         name = f"{expert[1]}{int(expert[2]) + rank * (experts // size)}{expert[3]}"
     return name
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_dsa.errors import ConfigError
 
 
-def refuse(key: str, value: Any, rule: str) -> None:
+def refuse(key: str, value: Any, rule: str) -> NoReturn:
     """Raise :class:`ConfigError` for a key of config.json and its value."""
     raise ConfigError(f"{key} = {value!r}: {rule}")
 
@@ -85,7 +85,7 @@ _NUMBERS = (
     }
 )
 #: Keys with other values than numbers -> type, and its name in JSON.
-_KINDS = {
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), (dict, "object")),
     **dict.fromkeys(("main", "compress", "compress_rates"), (dict, "object")),
     **dict.fromkeys(("mlp_layer_types", "layer_types", "compress_ratios"), (list, "list")),

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_dsa.errors import require
 
-Entry = ShardedTensor | ShardedTensorFactory
+type Entry = ShardedTensor | ShardedTensorFactory
 
 
 def _chunk(part: ShardedTensor) -> ChunkStorageMetadata:
@@ -96,13 +96,13 @@ class StoredParameters:
 
     def dtype(self, entry: Entry) -> torch.dtype:
         """Return the dtype in which a parameter is stored."""
-        stored = self._metadata.state_dict_metadata
+        stored: dict[str, Any] = self._metadata.state_dict_metadata
         return functools.reduce(
             torch.promote_types, (stored[x.key].properties.dtype for x in _parts(entry))
         )
 
     def _read(self, part: ShardedTensor) -> torch.Tensor:
-        stored = self._metadata.state_dict_metadata[part.key]
+        stored: Any = self._metadata.state_dict_metadata[part.key]
         chunk = _chunk(part)
         tensor = torch.empty(chunk.sizes, dtype=stored.properties.dtype)
         items = create_read_items_for_chunk_list(part.key, stored, [chunk])
@@ -123,7 +123,7 @@ class _Lazily(DefaultSavePlanner):
 
     def __init__(self, make: Callable[[WriteItem], torch.Tensor]):
         super().__init__()
-        self.resolve_data = make
+        self.resolve_data = make  # type: ignore[assignment, method-assign]
 
 
 def write_checkpoint(
@@ -154,6 +154,7 @@ def write_checkpoint(
             made.clear()
             entry = entries[name]
             made[name] = _parts(dataclasses.replace(entry, data=values(name).to(entry.data.dtype)))
+        assert item.tensor_data is not None
         return made[name][number].data.reshape(item.tensor_data.chunk.sizes)
 
     plans, metadata = create_default_global_save_plan(plans)

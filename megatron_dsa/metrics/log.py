@@ -7,9 +7,10 @@ import inspect
 import logging
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 import torch
 from megatron.core.utils import log_single_rank
@@ -123,7 +124,7 @@ class IndexerLog:
         return True
 
     @classmethod
-    def record(cls, layer_index: int, metrics: dict[str, torch.Tensor | Mean]) -> None:
+    def record(cls, layer_index: int, metrics: Mapping[str, torch.Tensor | Mean]) -> None:
         """Add one microbatch's metrics of a layer (index from 0).
 
         A scalar counts once. A :class:`Mean` counts as much as it is over: a rank that has less of
@@ -131,10 +132,12 @@ class IndexerLog:
         """
         if not cls.is_on():
             return
+        state = cls._state
+        assert state.sums is not None and state.counts is not None
         for name, value in metrics.items():
             total, count = value if isinstance(value, Mean) else (value, 1)
-            cls._state.sums[layer_index, NAMES.index(name)] += total.detach().float()
-            cls._state.counts[layer_index, NAMES.index(name)] += count
+            state.sums[layer_index, NAMES.index(name)] += total.detach().float()
+            state.counts[layer_index, NAMES.index(name)] += count
 
     @classmethod
     def reduce(cls) -> dict[str, Mean]:
@@ -149,6 +152,7 @@ class IndexerLog:
         """
         state = cls._state
         state.sampled.clear()
+        assert state.sums is not None and state.counts is not None
         both = torch.cat([state.sums, state.counts], dim=1)
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(both)
@@ -261,7 +265,7 @@ def install_logging(config, device, training_module: ModuleType | None = None) -
     if not has_indexers(config):
         return
     IndexerLog.create(config.num_layers + (config.mtp_num_layers or 0), device)
-    training = training_module or sys.modules.get("megatron.training.training")
+    training: Any = training_module or sys.modules.get("megatron.training.training")
     if training is not None and not isinstance(training.training_log, TrainingLog):
         training.training_log = TrainingLog(training.training_log)
 

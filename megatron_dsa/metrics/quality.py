@@ -25,7 +25,7 @@ class Mean(NamedTuple):
     """A mean that can be continued: over ranks and microbatches, sums and counts are added."""
 
     total: torch.Tensor
-    count: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]  # tuples have a method of that name
 
     @property
     def value(self) -> torch.Tensor:

@@ -70,7 +70,7 @@ def write_operations(seconds: dict[str, float], iteration: int) -> None:
     from megatron.training import get_tensorboard_writer, get_wandb_writer
 
     writer, wandb_writer = get_tensorboard_writer(), get_wandb_writer()
-    metrics = {
+    metrics: dict[str, float] = {
         calls_tag(operation, name): count
         for operation, counts in report().items()
         for name, count in counts.items()

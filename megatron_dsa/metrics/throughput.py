@@ -151,6 +151,7 @@ class Throughput:
             return batch_size * flops(work, lambda keys: keys.pairs(args.seq_length))
         if self._pairs is not None:
             return flops(work, self._pairs.__getitem__)
+        assert squares is not None  # Megatron gives both or none
         length = max(round(squares / tokens), 1) if tokens else 1
         return round(tokens / length * flops(work, lambda keys: keys.pairs(length)))
 
@@ -195,7 +196,7 @@ def installed(training_module: ModuleType | None = None) -> Throughput | None:
 
 def install_throughput(config: Any, training_module: ModuleType | None = None) -> None:
     """Let Megatron's training loop count the operations of the model that ``config`` describes."""
-    training = training_module or sys.modules.get("megatron.training.training")
+    training: Any = training_module or sys.modules.get("megatron.training.training")
     before = installed(training_module)
     if training is None or (before is not None and before.config is config):
         return  # no training loop, or another stage of the same model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -50,7 +51,8 @@ class CoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
                 f"attn_mask_type must be causal, got {attn_mask_type}: a query sees the past only"
             )
         self.layer_number, self.is_mtp = layer_number, is_mtp
-        self.softmax_scale = softmax_scale
+        # None where nothing is compiled beforehand; whoever attends has one.
+        self.softmax_scale: Any = softmax_scale
         self.set_up_selecting(layer_number, is_mtp, selecting)
         self.set_up_loss(layer_number, is_mtp, pg_collection)
         self.indexer = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -74,8 +75,9 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         self.ratio = config.ratio(layer_number, is_mtp)
         local_heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.attn_sink = new_parameter(config, local_heads)
-        self.attn_sink.tensor_model_parallel = True
-        self.attn_sink.partition_dim, self.attn_sink.partition_stride = 0, 1
+        sink: Any = self.attn_sink
+        sink.tensor_model_parallel = True
+        sink.partition_dim, sink.partition_stride = 0, 1
         self.compressor = None
         if self.ratio:
             self.compressor = build_module(
@@ -125,12 +127,14 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         trains, evaluates = self.trains_indexer_now(), self.evaluates_indexer_now()
         given = None
         if self._selects():
+            assert keys is not None
             given = self.given_selection(layout, keys.layout, ranks)
         if (self._selects() and given is None) or trains or evaluates:
             with torch.set_grad_enabled(trains):
                 inputs = self.indexer(
                     hidden_states.detach(), q_latent.detach(), keys, layout, rope, ranks
                 )
+            assert keys is not None
             inputs = self.checked(inputs, keys.layout)
         lists = KeyLists(
             layout, self.config.csa_window_size, keys, held=None if halo is None else halo.held
@@ -139,6 +143,7 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
             lists = self._select(inputs, lists, ranks, given)
         training = None
         if trains and self.loss_is_sparse():
+            assert inputs is not None and keys is not None
             training = self.sparse_training(inputs, keys.layout, layout, self._selected_only())
         result = sparse_attention(
             q,
@@ -156,6 +161,7 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         if trains and not self.loss_is_sparse():
             out = self.attach(out, self._dense_loss(inputs, q, kv, lists, sink), layout)
         if self._selects() and inputs is not None and self.measures_selection_now():
+            assert keys is not None and lists.selected is not None
             total = torch.logaddexp(result.lse, sink.detach())
             attended = Attended(
                 inputs.detach(), keys.layout, self.config.dsa_indexer_topk, layout, q,
@@ -170,10 +176,14 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         self, inputs: IndexerInputs | None, lists: KeyLists, ranks: Ranks, given
     ) -> KeyLists:
         """Return lists of the compressed keys that are ``given``, or that the indexer selects."""
-        indices, length = given or balanced_topk(
-            inputs, lists.layout, self.config.dsa_indexer_topk, ranks,
-            compressed=lists.compressed, policy=self.options.policy,
-        )  # fmt: skip
+        assert lists.compressed is not None
+        if given is None:
+            assert inputs is not None
+            given = balanced_topk(
+                inputs, lists.layout, self.config.dsa_indexer_topk, ranks,
+                compressed=lists.compressed, policy=self.options.policy,
+            )  # fmt: skip
+        indices, length = given
         self.capture_selection(indices, lists.compressed.layout)
         self.record_overlap(indices, lists.compressed.layout)
         return dataclasses.replace(lists, selected=indices, selected_length=length)
@@ -190,6 +200,7 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
     def _dense_loss(self, inputs, q, kv, lists: KeyLists, sink: torch.Tensor) -> torch.Tensor:
         """KL sum over all visible compressed keys; window and sink share the teacher's softmax."""
         keys, other = lists.compressed, None
+        assert keys is not None
         if not self._selected_only():
             with torch.no_grad():
                 window = sparse_attention(
@@ -208,6 +219,7 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         if not self.loss_is_sparse():
             return self._dense_loss(inputs, q, kv, lists, sink)
         policy = self.options.policy
+        assert lists.selected is not None and lists.compressed is not None
         if p_sum is None:
             p_sum = sparse_attention(
                 q, kv, lists.selected, softmax_scale=self.softmax_scale, v_dim=q.shape[2],
@@ -218,7 +230,7 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
             topk_length=lists.selected_length, policy=policy,
         )  # fmt: skip
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, Any]:
         """Add that ``attn_sink`` is sharded over tensor-parallel ranks like the heads."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)

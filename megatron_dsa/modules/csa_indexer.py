@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -44,11 +45,13 @@ class CSAIndexer(MegatronModule):
 
         self.linear_wq_b = linear(config.q_lora_rank, self.heads * self.dim)
         # Of its own rows, or of all: averaging keeps equal gradients equal to the last bit.
-        self.linear_wq_b.weight.sequence_parallel = by_sequence(config)
-        self.linear_wq_b.weight.average_gradients_across_tp_domain = not by_sequence(config)
+        weight: Any = self.linear_wq_b.weight
+        weight.sequence_parallel = by_sequence(config)
+        weight.average_gradients_across_tp_domain = not by_sequence(config)
         self.linear_weights_proj = linear(config.hidden_size, self.heads)
         # Of its own rows only: the gradient is summed over ranks.
-        self.linear_weights_proj.weight.sequence_parallel = config.sequence_parallel
+        weight = self.linear_weights_proj.weight
+        weight.sequence_parallel = config.sequence_parallel
         self.compressor = build_module(
             submodules.compressor, config=config, ratio=CSA_RATIO, dim=self.dim
         )

@@ -136,6 +136,7 @@ class DSACoreAttention(CoreAttention):
         trains = index_inputs is not None and self.trains_indexer_now()
         training = None
         if trains and self.loss_is_sparse():
+            assert index_inputs is not None
             training = self.sparse_training(index_inputs, layout, layout)
         evaluates = index_inputs is not None and self.evaluates_indexer_now()
         result = sparse_attention(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core import tensor_parallel
 
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.layout import Layout
 
@@ -17,6 +20,14 @@ class SelfAttentionFrame:
     recompute: ``recompute_up_proj``, ``qkv_up_checkpoint`` and ``checkpoint_core_attention``.
     """
 
+    ranks: Ranks
+    config: Any
+    training: bool
+    linear_proj: Any
+    recompute_up_proj: bool
+    qkv_up_checkpoint: Any
+    checkpoint_core_attention: bool
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -25,7 +36,7 @@ class SelfAttentionFrame:
         inference_context=None,
         packed_seq_params=None,
         **megatron,
-    ):
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(output, bias)`` for ``hidden_states [s, b, hidden]``.
 
         ``attention_mask`` is not read: attention is causal within each sequence, and packed
@@ -51,7 +62,7 @@ class SelfAttentionFrame:
         """Return what enters the output projection, ``[rows, ...]`` of the local heads."""
         raise NotImplementedError
 
-    def maybe_recomputed(self, up, *tensors):
+    def maybe_recomputed(self, up, *tensors) -> Any:
         """Return ``up(*tensors)``, to be computed again in the backward if that is asked for."""
         if not (self.recompute_up_proj and self.training):
             return up(*tensors)
@@ -60,7 +71,7 @@ class SelfAttentionFrame:
         )
         return self.qkv_up_checkpoint.checkpoint(up, *tensors)
 
-    def run_core(self, core, *tensors):
+    def run_core(self, core, *tensors) -> Any:
         """Return ``core(*tensors)``, to be computed again in the backward if that is asked for."""
         if self.checkpoint_core_attention and self.training:
             return tensor_parallel.checkpoint(core, False, *tensors)
@@ -75,7 +86,8 @@ def weight_of(linear: torch.nn.Module) -> torch.Tensor:
     """
     for hook in linear._forward_pre_hooks.values():
         hook(linear, ())
-    return linear.weight
+    weight: Any = linear.weight
+    return weight
 
 
 def refuse_unsupported(inference_context, key_value_states, megatron: dict) -> None:

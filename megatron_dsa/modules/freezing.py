@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -26,6 +27,8 @@ def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
     To be called before the model is wrapped for data parallelism and before the optimizer is
     built (``pre_wrap_hooks`` of Megatron's model configuration), so that neither sees the rest.
     """
+    chunk: Any
+    module: Any
     for chunk in model:
         if trains_main(chunk.config):
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from megatron_dsa.config import by_sequence, indexer_is_trained, loss_is_sparse, options_of
@@ -24,6 +26,13 @@ class TrainsIndexer:
 
     They are :class:`~megatron_dsa.modules.replay.TakesSelections`, too.
     """
+
+    config: Any
+    indexer: Any
+    training: bool
+    selects: bool
+    selecting_layers: tuple[int, ...]
+    _kept_loss: torch.Tensor | None
 
     def set_up_loss(self, layer_number: int, is_mtp: bool, pg_collection) -> None:
         """Settle what the loss and the metrics need to know about the layer."""
@@ -65,7 +74,7 @@ class TrainsIndexer:
         """Whether this is an evaluation pass whose indexer loss is asked for."""
         return self.options.evaluate_indexer and not self.training and self.indexer is not None
 
-    def heads_group(self):
+    def heads_group(self) -> Any:
         """The group over which the heads of a query are sharded, or ``None``."""
         if by_sequence(self.config):
             return None

@@ -6,6 +6,8 @@ With transformer-engine its own classes are used instead, see ``specs.py``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -47,7 +49,7 @@ class ReplicatedLinear(torch.nn.Linear):
         if config.perform_initialization:
             init_method(self.weight)
 
-    def forward(self, x: torch.Tensor):
+    def forward(self, x: torch.Tensor) -> Any:  # Megatron's linears return a bias as well
         """Return ``(x @ weight.T, None)``."""
         return super().forward(x), None
 
@@ -69,6 +71,7 @@ class Fp32Parameters:
     """
 
     fp32_parameters: tuple[str, ...] = ()
+    _parameters: dict[str, torch.nn.Parameter | None]
 
     def _apply(self, fn, recurse: bool = True):
         kept = [self._parameters[name] for name in self.fp32_parameters]
@@ -80,4 +83,4 @@ class Fp32Parameters:
                 return tensor.to(device=out.device)
             return out
 
-        return super()._apply(cast, recurse)
+        return super()._apply(cast, recurse)  # type: ignore[misc]  # of the module

@@ -26,9 +26,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from megatron_dsa.config import DSAOptions
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.numerics.autograd import in_backward
 from megatron_dsa.parallel.groups import Ranks
@@ -98,6 +100,7 @@ class IndexReplay:
                 self._layers = None
 
     def _enqueue(self, indices: Mapping[int, torch.Tensor]) -> None:
+        assert self._layers is not None
         missing = [layer for layer in self._layers if layer not in indices]
         require(
             not missing,
@@ -200,6 +203,9 @@ class TakesSelections:
         selects: whether this one is among them (layers of multi-token prediction are not).
     """
 
+    config: Any
+    options: DSAOptions
+    training: bool
     replay: IndexReplay | None = None
     capture: IndexCapture | None = None
 

@@ -117,17 +117,21 @@ class PositionRope:
         ramp = ((pair - low) / ((high - low) or 0.001)).clamp(0, 1)
         return plain / factor * ramp + plain * (1 - ramp)
 
-    def tables(self, positions: torch.Tensor, dtype: torch.dtype):
+    def tables(
+        self, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``cos, sin [n, dim / 2]`` for int64 ``positions [n]``, fp32 (fp64 for fp64)."""
         angles = positions.double()[:, None] * self.frequencies(positions.device)
         wide = accumulation_dtype(dtype)
         return angles.cos().to(wide), angles.sin().to(wide)
 
-    def of_rows(self, layout: Layout, dtype: torch.dtype):
+    def of_rows(self, layout: Layout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tables of all query rows, formed once per layout."""
         return self._cached(layout, "rows", layout.position, dtype)
 
-    def of_groups(self, keys: CompressedKeys, dtype: torch.dtype):
+    def of_groups(
+        self, keys: CompressedKeys, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tables of all compressed keys, formed once per layout."""
         return self._cached(keys.layout, "groups", keys.groups.position, dtype)
 

@@ -10,6 +10,7 @@ policies and of compilers, come at start-up. Models that only say which weights 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -55,7 +56,7 @@ def resolving() -> bool:
 
 
 @contextlib.contextmanager
-def without_kernels():
+def without_kernels() -> Iterator[None]:
     """Models built inside run no attention: no kernel is chosen, logged, refused or compiled.
 
     Should one be run after all, every operation is chosen, and logged, when it is called.
@@ -103,6 +104,7 @@ def _values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> None:
+    assert call.topk is not None
     q = _values(_ROWS, call.heads, call.qk_dim, dtype=call.dtype)
     kv = _values(_KEYS, call.qk_dim, dtype=call.dtype)
     place = torch.arange(call.topk, dtype=torch.int32, device="cuda")
@@ -121,6 +123,7 @@ def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> 
 
 
 def _index(fused: dict, call: OpCall, policy: Policy) -> None:
+    assert call.topk is not None
     # Scores are only needed where more is visible than selected.
     rows = _ROWS + (candidates_for(call.topk) if policy.fp8_selection else call.topk)
     inputs = IndexerInputs(

@@ -41,7 +41,9 @@ def rows_in_budget(budget_bytes: int, bytes_per_row: int) -> int:
     return max(1, budget_bytes // max(1, bytes_per_row))
 
 
-def valid_entries(indices: torch.Tensor, topk_length: torch.Tensor | None, num_keys: int):
+def valid_entries(
+    indices: torch.Tensor, topk_length: torch.Tensor | None, num_keys: int
+) -> torch.Tensor:
     """Bool ``[Sq, K]``: entries that select a key."""
     valid = (indices >= 0) & (indices < num_keys)
     if topk_length is not None:

@@ -10,7 +10,9 @@ from megatron_dsa.dispatch.packages import TRITON
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 
 
-def scaled(gradient: torch.Tensor, factor: torch.Tensor | float, dtype: torch.dtype | None = None):
+def scaled(
+    gradient: torch.Tensor, factor: torch.Tensor | float, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Return ``factor * gradient``, multiplied in fp32, in ``dtype`` (default: the gradient's)."""
     dtype = gradient.dtype if dtype is None else dtype
     if isinstance(factor, torch.Tensor) and factor.device.type == "cpu":

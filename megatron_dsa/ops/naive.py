@@ -15,24 +15,24 @@ from torch.nn.functional import layer_norm, rms_norm
 EPS = 1e-6  # of all norms
 
 
-def linear(x, w, name):
+def linear(x, w, name) -> torch.Tensor:
     """Return ``x [..., inputs]`` times the weight ``[outputs, inputs]``: ``[..., outputs]``."""
     return x @ w[name + ".weight"].T
 
 
-def norm(x, w, name):
+def norm(x, w, name) -> torch.Tensor:
     """Return ``x [..., d]`` divided by its root mean square, times a weight ``[d]``."""
     return rms_norm(x, x.shape[-1:], w[name + ".weight"], EPS)
 
 
-def rope_tables(s, dim, base):
+def rope_tables(s, dim, base) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``cos, sin [s, dim / 2]`` of ``position * base^(-2i / dim)``."""
     pair = torch.arange(dim // 2, dtype=torch.float64)
     angles = torch.arange(s)[:, None] * base ** (-2 * pair / dim)
     return angles.cos(), angles.sin()
 
 
-def rotate(x, rope, interleaved=True):
+def rotate(x, rope, interleaved=True) -> torch.Tensor:
     """Rotate the last ``P`` dims of ``x [s, ..., d]`` by ``rope``, two ``[s, P / 2]``.
 
     Pairs of dims are neighbours, ``(2i, 2i + 1)``, or else ``(i, i + P / 2)``.
@@ -45,13 +45,13 @@ def rotate(x, rope, interleaved=True):
     return torch.cat([plain, x], -1)
 
 
-def index_scores(q, k, weights):
+def index_scores(q, k, weights) -> torch.Tensor:
     """``I[t, j] = sum_h w[t, h] relu(q[t, h] . k[j])`` of ``[s, HI, DI], [keys, DI], [s, HI]``."""
     weights = weights * (q.shape[1] * q.shape[2]) ** -0.5
     return torch.einsum("th,thj->tj", weights, torch.einsum("thd,jd->thj", q, k).relu())
 
 
-def indexer_topk(scores, visible, topk):
+def indexer_topk(scores, visible, topk) -> torch.Tensor:
     """Return which visible keys have the best ``scores [s, keys]``; masks are bool ``[s, keys]``.
 
     Equal scores, such as the zeros that relu makes, go to the key that comes first.
@@ -60,7 +60,9 @@ def indexer_topk(scores, visible, topk):
     return torch.zeros_like(visible).scatter(1, order[:, :topk], True) & visible
 
 
-def sparse_attention(q, kv, seen, softmax_scale, v_dim, attn_sink=None):
+def sparse_attention(
+    q, kv, seen, softmax_scale, v_dim, attn_sink=None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from ``q [s, H, d]`` to those of ``kv [keys, d]`` that are ``seen [s, keys]``, bool.
 
     The value is the first ``v_dim`` dims of the key; ``attn_sink [H]`` is a logit without a value.
@@ -74,7 +76,7 @@ def sparse_attention(q, kv, seen, softmax_scale, v_dim, attn_sink=None):
     return torch.einsum("thj,jd->thd", p, kv[:, :v_dim]), p.sum(1)
 
 
-def indexer_loss(scores, p_sum, keys):
+def indexer_loss(scores, p_sum, keys) -> torch.Tensor:
     """Return the mean over queries of ``KL(p || softmax(scores))`` over the given ``keys``.
 
     All are ``[s, keys]``; the teacher ``p`` is ``p_sum``, normalised. A query without keys adds 0.
@@ -87,7 +89,7 @@ def indexer_loss(scores, p_sum, keys):
     return (torch.xlogy(p, p) - p * student.masked_fill(outside, 0.0)).sum() / len(scores)
 
 
-def dsa_layer(x, w, rope, heads, topk, stage="sparse"):
+def dsa_layer(x, w, rope, heads, topk, stage="sparse") -> tuple[torch.Tensor, torch.Tensor | None]:
     """DeepSeek-V3.2: attend to the keys that the indexer selects, in the latent space.
 
     Returns the output ``[s, hidden]`` and the indexer's loss. The stages ``warmup`` and ``dense``
@@ -118,7 +120,7 @@ def dsa_layer(x, w, rope, heads, topk, stage="sparse"):
     return linear(out, w, "linear_proj"), loss
 
 
-def dsa_index_scores(x, q_latent, w, rope, indexer="core_attention.indexer."):
+def dsa_index_scores(x, q_latent, w, rope, indexer="core_attention.indexer.") -> torch.Tensor:
     """V3.2's index scores ``[s, s]``. The inputs are detached: the loss trains the indexer only."""
     q = linear(q_latent, w, indexer + "linear_wq_b")
     k = linear(x, w, indexer + "linear_wk")
@@ -130,7 +132,9 @@ def dsa_index_scores(x, q_latent, w, rope, indexer="core_attention.indexer."):
     return index_scores(q, k, linear(x, w, indexer + "linear_weights_proj"))
 
 
-def csa_layer(x, w, rope, heads, topk, window, ratio, o_groups, stage="sparse"):
+def csa_layer(
+    x, w, rope, heads, topk, window, ratio, o_groups, stage="sparse"
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """DeepSeek-V4: attend to a window and to compressed keys, of which a layer of ratio 4 selects.
 
     Returns the output ``[s, hidden]`` and the loss, None without an indexer. Ratio 0: the window
@@ -165,14 +169,14 @@ def csa_layer(x, w, rope, heads, topk, window, ratio, o_groups, stage="sparse"):
     return linear(out, w, "linear_proj"), loss
 
 
-def csa_index_scores(x, q_latent, w, rope, indexer="core_attention.indexer."):
+def csa_index_scores(x, q_latent, w, rope, indexer="core_attention.indexer.") -> torch.Tensor:
     """V4's index scores ``[s, s // 4]``: the indexer compresses keys of its own."""
     k = compress(x, w, rope, 4, indexer + "compressor.")
     q = linear(q_latent, w, indexer + "linear_wq_b").unflatten(-1, (-1, k.shape[1]))
     return index_scores(rotate(q, rope), k, linear(x, w, indexer + "linear_weights_proj"))
 
 
-def compress(x, w, rope, ratio, name):
+def compress(x, w, rope, ratio, name) -> torch.Tensor:
     """Pool every ``ratio`` positions of ``x [s, hidden]`` per channel: ``[s // ratio, d]``.
 
     With ratio 4 a group pools the positions before it, too: their first ``d`` channels of ``2d``,
@@ -188,7 +192,7 @@ def compress(x, w, rope, ratio, name):
     return rotate(pooled, [table[::ratio][:groups] for table in rope])  # by the first position
 
 
-def join_previous(x, nothing):
+def join_previous(x, nothing) -> torch.Tensor:
     """Turn ``x [groups, 4, 2d]`` into ``[groups, 8, d]``; ``nothing`` stands before group 0."""
     previous, own = x.chunk(2, -1)
     first = torch.full_like(previous[:1], nothing)

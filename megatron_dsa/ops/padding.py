@@ -21,7 +21,9 @@ def bucket(width: int) -> int:
     return -(-width // 512) * 512
 
 
-def masked_indices(indices: torch.Tensor, topk_length: torch.Tensor | None, keys: int):
+def masked_indices(
+    indices: torch.Tensor, topk_length: torch.Tensor | None, keys: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which entries ``[Sq, K]`` select a key, and the indices with -1 at all others.
 
     The indices come in their bucket of widths. ``keys`` is the number of rows they may select.

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -165,7 +166,7 @@ def balanced_topk(
         for x in (inputs.q, inputs.weights)
     ]
     selected = select(inputs.q[own], inputs.weights[own], kept)
-    for_other = select(*(message.wait() for message in there), taken)
+    for_other = select(there[0].wait(), there[1].wait(), taken)
     indices = for_other.new_empty(2 * half, topk)
     back = _Message(for_other, indices[given], swap.source, swap.to, group)
     indices[own] = selected
@@ -183,6 +184,7 @@ def worthwhile_swap(layout: Layout, topk: int, ratio: int, sharding: Sharding) -
     """
     if sharding.ranks == 1 or layout.real is not None:
         return None
+    assert layout.key_ownership is not None
     total = layout.all_tokens.num_queries // layout.key_ownership.batch
     mean_visible = total / 2 / ratio
     if mean_visible < VISIBLE_TO_TOPK * topk:
@@ -204,12 +206,14 @@ class _Message:
 
     def __init__(self, rows: torch.Tensor, received: torch.Tensor, to: int, source: int, group):
         # Kept until they have arrived: NCCL reads them from a stream of its own.
-        self._sent, self._received = rows.contiguous(), received
+        sent = rows.contiguous()
+        self._sent: torch.Tensor | None = sent
+        self._received = received
         splits = [[0] * group.size() for _ in range(2)]
         for split, rank in zip(splits, (source, to), strict=True):
             split[rank] = rows.shape[0]
-        self._work = torch.distributed.all_to_all_single(
-            received, self._sent, *splits, group=group, async_op=True
+        self._work: Any = torch.distributed.all_to_all_single(
+            received, sent, splits[0], splits[1], group=group, async_op=True
         )
 
     def wait(self) -> torch.Tensor:

@@ -50,6 +50,7 @@ def join_keys(
     if compressed is None:
         return buffer, grad_proxy
     pooled, pooled_channel = gather_keys(compressed, ranks.group)
+    assert keys is not None
     if keys.rows is not None:
         pooled, pooled_channel = _InOrder.apply(pooled, pooled_channel, keys.rows)
     return torch.cat([pooled, buffer]), _JoinChannels.apply(pooled_channel, grad_proxy)

@@ -16,7 +16,7 @@ after the backward of what was called in between.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,10 +29,11 @@ class _Travel:
     """A collective under way, and its result."""
 
     result: torch.Tensor | None = None
-    work: object = None
+    work: Any = None
 
     def begin(self, other: _Travel) -> torch.Size:
         """Take over a collective that was started; return the shape of its result."""
+        assert other.result is not None
         self.result, self.work = other.result, other.work
         return other.result.shape
 
@@ -42,6 +43,7 @@ class _Travel:
             self.work.wait()
             self.work = None
         result, self.result = self.result, None
+        assert result is not None
         return result
 
 

@@ -6,6 +6,7 @@ Keys are gathered by :mod:`megatron_dsa.parallel.gather`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -50,12 +51,12 @@ class Ranks:
         return self.sharding if self.by_sequence else self.sharding.whole()
 
     @property
-    def query_group(self):
+    def query_group(self) -> Any:
         """The ranks that have different query rows, or ``None``."""
         return self.group if self.by_sequence else self.cp
 
     @property
-    def row_group(self):
+    def row_group(self) -> Any:
         """The ranks whose rows are put together for queries, or ``None``."""
         return None if self.by_sequence else self.tp
 
@@ -66,7 +67,7 @@ class Ranks:
         if self.cp is not None:
             count("context_parallel_attention", self.sharding.cp_layout)
 
-    def own(self, tables):
+    def own(self, tables) -> Any:
         """Return the part of per-query-row tables that belongs to the rows this rank holds."""
         if self.row_group is None:
             return tables

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from typing import Any
 from unittest import mock
 
 import torch
@@ -80,8 +81,9 @@ def hide_transformer_engine() -> None:
     Megatron's norms, optimizers and clipping of gradients use it wherever it can be imported.
     """
     if "transformer_engine" not in sys.modules:
-        sys.modules["transformer_engine"] = None
-        sys.modules["transformer_engine_torch"] = None  # its PyTorch extension, a module of its own
+        modules: dict[str, Any] = sys.modules
+        modules["transformer_engine"] = None
+        modules["transformer_engine_torch"] = None  # its PyTorch extension, a module of its own
 
 
 class CudaTo(TorchFunctionMode):
@@ -138,11 +140,12 @@ class NoStream:
 
 def _patch_torch_cuda() -> None:
     """Answers to questions about the current device and stream, which have one answer here."""
-    torch.cuda.current_device = lambda: _CPU
-    torch.cuda.synchronize = lambda *_args, **_kwargs: None
-    torch.cuda.current_stream = lambda *_args, **_kwargs: NoStream()
-    torch.cuda.Stream = NoStream
-    torch.cuda.stream = lambda _stream: contextlib.nullcontext()
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: _CPU
+    cuda.synchronize = lambda *_args, **_kwargs: None
+    cuda.current_stream = lambda *_args, **_kwargs: NoStream()
+    cuda.Stream = NoStream
+    cuda.stream = lambda _stream: contextlib.nullcontext()
 
 
 def _patch_rng() -> None:
@@ -158,9 +161,10 @@ def _patch_rng() -> None:
     def set_state(state, *_args, **_kwargs):
         torch.set_rng_state(state)
 
-    torch.cuda.manual_seed = torch.manual_seed
-    torch.cuda.get_rng_state = get_state
-    torch.cuda.set_rng_state = set_state
+    cuda: Any = torch.cuda
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = get_state
+    cuda.set_rng_state = set_state
     megatron_random._get_cuda_rng_state = get_state
     megatron_random._set_cuda_rng_state = set_state
 

@@ -8,6 +8,7 @@ requests 5835 and 5929). Optimizers of one precision see no difference.
 from __future__ import annotations
 
 import functools
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,7 +24,7 @@ def repair_checkpoints_of_fp32_parameters() -> None:
     _repair_distributed(DistributedOptimizer)
 
 
-def _repair_plain(optimizer_class: type) -> None:
+def _repair_plain(optimizer_class: Any) -> None:
     """The states are numbered over all parameters, but only 16-bit ones are looked up.
 
     While it saves and loads, its lists of 16-bit parameters and of their fp32 copies therefore name
@@ -67,7 +68,7 @@ def _all_parameters_named(optimizer):
     )
 
 
-def _repair_distributed(optimizer_class: type) -> None:
+def _repair_distributed(optimizer_class: Any) -> None:
     """It notes every parameter's place in its group, and then puts the fp32 ones in front."""
     original = optimizer_class._build_optimizer_group_ranges.__func__
 

@@ -11,6 +11,7 @@ torch counts the steps of every parameter, transformer-engine and Apex those of 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ def repair_optimizer_steps() -> None:
     )
 
 
-def _repair_distributed(optimizer_class: type) -> None:
+def _repair_distributed(optimizer_class: Any) -> None:
     save, load = optimizer_class.state_dict, optimizer_class.load_state_dict
     set_states = optimizer_class._set_main_param_and_optimizer_states
 
@@ -72,7 +73,7 @@ def _initialise_states(optimizer) -> None:
         state["step"] = torch.tensor(0.0)
 
 
-def _repair_plain(optimizer_class: type, inner_state) -> None:
+def _repair_plain(optimizer_class: Any, inner_state) -> None:
     """``inner_state(state_dict)`` returns the part that belongs to the inner optimizer."""
     load = optimizer_class.load_state_dict
 

@@ -144,6 +144,7 @@ def _compress(layout: Layout, ratio: int, overlap: bool) -> CompressedKeys:
     visibility = visible_groups(layout, ratio)
     completes = global_layout.position % ratio == ratio - 1  # the last position of a group
     if layout.real is not None:  # packed
+        assert global_layout.real is not None
         completes &= global_layout.real
     slots = _first_slots(global_layout, ratio) + global_layout.position // ratio
     if layout.key_ownership is None:

@@ -59,6 +59,7 @@ def halo_of(layout: Layout, sharding: Sharding, reach: int) -> Halo:
 
 def _halo(layout: Layout, sharding: Sharding, reach: int) -> Halo:
     keys = layout.key_ownership
+    assert keys is not None and layout.sequences is not None
     global_layout = layout.all_tokens
     global_positions = keys.table.view(sharding.ranks, -1)
     ranks, rows = global_positions.shape

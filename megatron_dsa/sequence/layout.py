@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -250,7 +250,7 @@ class Layout:
         return self.all_tokens.num_queries // max(self.num_queries, 1)
 
     @torch.inference_mode(False)  # what is formed in evaluation is used in training, too
-    def derive(self, key, make: Callable):
+    def derive(self, key, make: Callable) -> Any:
         """Return what ``make()`` makes, once per ``key``: the layers of a microbatch share it."""
         if key not in self.derived:
             self.derived[key] = make()

@@ -196,9 +196,11 @@ def own_rows(indices: torch.Tensor, layout: Layout, queries: Sharding, name: str
     )
 
     def rows() -> torch.Tensor:
-        step = layout.key_ownership.batch
+        keys = layout.key_ownership
+        assert keys is not None
+        step = keys.batch
         element = torch.arange(step, device=device)
-        return (layout.key_ownership.of(queries)[:, None] * step + element).flatten()
+        return (keys.of(queries)[:, None] * step + element).flatten()
 
     return indices.to(device, non_blocking=True)[layout.derive(("own rows", queries), rows)]
 

@@ -95,7 +95,8 @@ class Sharding:
         else:
             parts = [(self.cp_rank * size, size), ((pieces - 1 - self.cp_rank) * size, size)]
         local = total // self.ranks
-        own, skip = [], self.sp_rank * local
+        own: list[tuple[int, int]] = []
+        skip = self.sp_rank * local
         for first, length in parts:
             begin = min(skip, length)
             take = min(length - begin, local - sum(n for _, n in own))
@@ -142,8 +143,9 @@ class Sharding:
         """
         if self.cp == 1 or self.cp_layout == "contiguous":
             return 1
-        by_document = self.cp_layout == "zigzag" and documents is not None
-        return 2 * (documents + 1) if by_document else 2
+        if self.cp_layout == "zigzag" and documents is not None:
+            return 2 * (documents + 1)
+        return 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,11 +194,11 @@ def sharded_layout(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> La
         f"{sharding} "
         f"and {keys.sharding}: take both from the same ranks",
     )
-    rows = keys.table.numel() * keys.batch
+    count = keys.table.numel() * keys.batch
     require(
-        rows == layout.num_queries == layout.num_keys,
+        count == layout.num_queries == layout.num_keys,
         f"keys must be of the {layout.num_queries} tokens of layout, got "
-        f"{rows} (positions times "
+        f"{count} (positions times "
         "batch): make both for the same batch",
     )
     if sharding.ranks == 1:
@@ -219,6 +221,7 @@ def run_layout(layout: Layout, first: int, length: int) -> Layout:
         first, length: of the global positions; rows of any rank.
     """
     keys, global_layout = layout.key_ownership, layout.all_tokens
+    assert keys is not None
     rows = slice(first * keys.batch, (first + length) * keys.batch)
     query_ranges = _chunk_ranges(global_layout, [(first, length)], keys.batch)
     return _some_rows(global_layout, rows, query_ranges, layout.key_rows, keys)
@@ -247,6 +250,7 @@ def padded_bound(layout: Layout) -> int:
 
     Megatron's ``max_seqlen`` bounds real lengths; how much padding follows is on the device.
     """
+    assert layout.sequences is not None
     padded = layout.sequences.cu_seqlens_padded is not None
     return layout.all_tokens.num_queries if padded else layout.max_length
 

@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -101,7 +102,8 @@ def import_hf(arguments: argparse.Namespace) -> int:
             dtype = _noted(widest_dtype(model, source.stored_dtype))
             model = empty_model(hf, stage, mtp, dtype)
             source = Import(model, arguments.input, without=arguments.without)
-        state = model.sharded_state_dict()
+        chunk: Any = model
+        state = chunk.sharded_state_dict()
         objects = {name: x for name, x in state.items() if isinstance(x, ShardedObject)}
         tensors = {name: x for name, x in state.items() if name not in objects}
 
@@ -157,7 +159,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
 
         def empty(dtype: torch.dtype | None = None):
             """Return a model and where its parameters are in the checkpoint."""
-            model = empty_model(hf, "sparse" if hf.has_indexer else "dense", mtp, dtype)
+            model: Any = empty_model(hf, "sparse" if hf.has_indexer else "dense", mtp, dtype)
             state = {"model": model.sharded_state_dict()}
             redirect(state, str(directory))
             return model, state["model"]

@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from megatron.core import dist_checkpointing
@@ -34,7 +36,7 @@ _NORM_NAMES = (
 )
 
 
-def prepare_loading(args: argparse.Namespace):
+def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
     """Set the loading flags for a change of stage; return a context manager for the run.
 
     Inside it, Megatron's loader accepts that a checkpoint has no indexers.
@@ -111,7 +113,7 @@ def checkpoint_directory(args) -> Path | None:
 _original_load = dist_checkpointing.load
 
 
-def load(sharded_state_dict, checkpoint_dir, *args, **kwargs):
+def load(sharded_state_dict, checkpoint_dir, *args, **kwargs) -> Any:
     """Megatron's ``dist_checkpointing.load``, same arguments, for checkpoints that may lack
     indexers or go by the names of other layer sets."""
     redirect(sharded_state_dict, checkpoint_dir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -71,7 +72,7 @@ class GPTDataset(gpt_dataset.GPTDataset):
         return super()._get_num_epochs(num_tokens_per_epoch)
 
 
-def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None):
+def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
     """Build Megatron's GPT data sets from the global arguments (its data-set provider)."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -115,7 +116,7 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None):
     return BlendedMegatronDatasetBuilder(dataset_class, samples, on_this_rank, config).build()
 
 
-train_valid_test_datasets.is_distributed = True
+train_valid_test_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def check_prefixes(prefixes: Iterable[str]) -> None:
@@ -180,7 +181,7 @@ _BATCH_KEYS = (
 _TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
-def get_batch(data_iterator, config, vp_stage: int | None = None):
+def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[str, Any], Any]:
     """Return this rank's ``(batch, packed_seq_params)``; middle stages get an empty batch.
 
     With ``--dataloader-inter-document-masking`` the documents of a batch are packed (THD) and do

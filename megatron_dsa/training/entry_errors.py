@@ -100,7 +100,7 @@ def refused_by_megatron(error: BaseException) -> str:
     """Return what Megatron's check of the flags says, else the check itself."""
     if isinstance(error, ZeroDivisionError) or not str(error):
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        check = linecache.getline(frame.filename, frame.lineno).strip()
+        check = linecache.getline(frame.filename, frame.lineno or 0).strip()
         if check == "assert args.hidden_size % args.num_attention_heads == 0":
             return (
                 "--hidden-size must be divisible by --num-attention-heads, or --kv-channels be "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -19,7 +20,8 @@ def place_of(model: torch.nn.Module) -> Place:
     """Return the place of this rank in Megatron's grid, for one chunk of a GPT model."""
     from megatron.core import parallel_state as grid
 
-    layers, config = model.decoder.layers, model.config
+    chunk: Any = model
+    layers, config = chunk.decoder.layers, chunk.config
     return Place(
         tensor=(
             grid.get_tensor_model_parallel_rank(),

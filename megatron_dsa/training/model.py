@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest import mock
 
 from megatron.training.models import gpt
@@ -23,14 +23,14 @@ class DSAModelConfig(gpt.GPTModelConfig):
 class DSAModelBuilder(gpt.GPTModelBuilder):
     """Builds a GPT model from :class:`DSAModelConfig`."""
 
-    def build_distributed_models(self, *args, **kwargs):
+    def build_distributed_models(self, *args, **kwargs) -> list[Any]:
         """Build all stages of this rank; like the parent, and print what runs their operations."""
         with collect_choices() as choices:
             models = super().build_distributed_models(*args, **kwargs)
         print_start_table(choices)
         return models
 
-    def build_model(self, *args, **kwargs):
+    def build_model(self, *args, **kwargs) -> Any:
         """Build one stage; like the parent, but MTP layers are sparse as well."""
         if self._model_config.transformer_layer_spec is None:
             self._model_config.transformer_layer_spec = dsa_block_spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -29,7 +30,9 @@ from megatron_dsa.training.flag_rules import (
 from megatron_dsa.training.model import DSAModelConfig
 
 
-def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor):
+def loss_function(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss sum over unmasked tokens, their number, and both for the log."""
     mask = loss_mask.reshape(-1).float()
     total = torch.sum(losses.reshape(-1).float() * mask)
@@ -37,7 +40,7 @@ def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor):
     return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
 
 
-def forward_step(data_iterator, model):
+def forward_step(data_iterator, model) -> tuple[torch.Tensor, Callable]:
     """Run one microbatch; return the per-token losses and the function that reduces them."""
     TIMES.paused = not model.training
     timers = get_timers()
@@ -60,7 +63,7 @@ def forward_step(data_iterator, model):
     return losses, functools.partial(loss_function, batch["loss_mask"])
 
 
-def model_config_from_args(args):
+def model_config_from_args(args) -> DSAModelConfig:
     """Return the :class:`.DSAModelConfig` that the parsed flags describe."""
     if not args.multi_latent_attention:
         raise ConfigError("--multi-latent-attention is required: DSA is built on MLA")

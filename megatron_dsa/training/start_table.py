@@ -16,7 +16,7 @@ def start_table(choices: Iterable[Choice]) -> list[str]:
 
     The reason is empty for fused implementations that nobody named.
     """
-    rows = {}
+    rows: dict[tuple[str, str], str] = {}
     for choice in choices:
         # Calls of several shapes may differ in their reasons: the first one stands.
         rows.setdefault((choice.operation, choice.candidate.name), choice.remark())

@@ -6,6 +6,8 @@ softmax again.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget
@@ -53,7 +55,8 @@ def _softmax(inputs: CompressorInputs, slots: slice):
     """Return the values and probabilities ``[g, positions, d]`` and the parts of a chunk."""
     dtype = accumulation_dtype(inputs.values.dtype)
     parts = list(_parts(inputs, slots))
-    values, scores = [], []
+    values: list[torch.Tensor] = []
+    scores: Any = []  # then all of them in one tensor
     for channels, rows, used in parts:
         unused = ~used[..., None]
         value = inputs.values[:, channels][rows].to(dtype)

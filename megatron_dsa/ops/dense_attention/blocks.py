@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from megatron_dsa.dispatch import OpCall, Policy
 from megatron_dsa.ops.dense_attention import flash2, torch_cudnn, torch_flash
@@ -72,7 +73,7 @@ def block_kernel(name: str, workspace_bytes: int) -> BlockAttention:
 
 def torch_kernel(workspace_bytes: int) -> BlockAttention:
     """Return torch's with another budget for temporary memory."""
-    given = {"workspace_bytes": workspace_bytes}
+    given: dict[str, Any] = {"workspace_bytes": workspace_bytes}
     forward, backward = (partial(f, **given) for f in (torch_block.forward, torch_block.backward))
     return BlockAttention("torch", False, False, torch_block.reason, forward, backward)
 

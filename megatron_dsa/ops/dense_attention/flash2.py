@@ -33,6 +33,7 @@ def reason(call: OpCall) -> str | None:
     why = common_reason(call, pads_values=True)
     if why is not None:
         return why
+    assert call.capability is not None
     if call.capability[0] not in (8, 9):
         return f"flash-attn 2 has kernels for compute capability 8 and 9, this is {call.on()}"
     if importlib.util.find_spec("flash_attn_2_cuda") is None:
@@ -43,7 +44,7 @@ def reason(call: OpCall) -> str | None:
     return None
 
 
-def forward(q, k, v, causal, scale, sequences: Dense | Packed):
+def forward(q, k, v, causal, scale, sequences: Dense | Packed) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``out [Sq, H, Dv]`` in the dtype of ``q`` and ``lse`` fp32 ``[Sq, H]``."""
     from flash_attn import flash_attn_interface as flash
 
@@ -62,7 +63,9 @@ def forward(q, k, v, causal, scale, sequences: Dense | Packed):
     return from_kernel(out[..., :width], sequences), lse_from_kernel(lse, sequences)
 
 
-def backward(dout, q, k, v, out, lse, causal, scale, sequences: Dense | Packed):
+def backward(
+    dout, q, k, v, out, lse, causal, scale, sequences: Dense | Packed
+) -> tuple[torch.Tensor, ...]:
     """Return ``dq``, ``dk`` and ``dv`` in the dtype of ``q``; ``dv`` may be a strided view."""
     from flash_attn import flash_attn_interface as flash
 

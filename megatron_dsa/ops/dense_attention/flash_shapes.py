@@ -22,6 +22,7 @@ def common_reason(call: OpCall, pads_values: bool = False) -> str | None:
     """
     if call.device != "cuda":
         return f"needs a CUDA GPU, this is {call.on()}"
+    assert call.capability is not None
     if call.capability < (8, 0):
         return f"needs compute capability 8.0 or later, this is {call.on()}"
     if call.dtype not in HALF:

@@ -3,7 +3,7 @@
 import torch
 
 
-def dense_attention(q, k, v, visible, softmax_scale):
+def dense_attention(q, k, v, visible, softmax_scale) -> torch.Tensor:
     """Return ``out [Sq, H, Dv]`` for ``visible`` bool ``[Sq, Skv]``; empty rows give 0."""
     logits = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
     logits = logits.masked_fill(~visible, float("-inf"))

@@ -84,4 +84,4 @@ def covering(
     for side in (0, 1):
         inside = torch.stack([pair[side] for pair in ends], dim=1).flatten()
         cu.append(torch.cat([last.new_zeros(1), inside, *(pair[side] for pair in behind)]).int())
-    return Packed(*cu, longest, reach)
+    return Packed(cu[0], cu[1], longest, reach)

@@ -19,7 +19,7 @@ def reason(call: OpCall) -> str | None:
 
 def forward(
     q, k, v, causal, scale, sequences: Dense | Packed, workspace_bytes=DEFAULT_WORKSPACE_BYTES
-):
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``out [Sq, H, Dv]`` and ``lse [Sq, H]`` in the accumulation dtype."""
     acc = accumulation_dtype(q.dtype)
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2], dtype=acc)
@@ -44,7 +44,7 @@ def backward(
     scale,
     sequences: Dense | Packed,
     workspace_bytes=DEFAULT_WORKSPACE_BYTES,
-):
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return ``dq``, ``dk`` and ``dv`` in the accumulation dtype."""
     acc = accumulation_dtype(q.dtype)
     dq = torch.empty_like(q, dtype=acc)

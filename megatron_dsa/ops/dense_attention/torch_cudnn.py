@@ -34,6 +34,7 @@ def reason(call: OpCall) -> str | None:
     wide = max(call.qk_dim, call.v_dim) > 128
     hopper = call.capability == (9, 0) and version >= _WIDE_HOPPER
     dims = (call.qk_dim, call.v_dim)
+    assert call.capability is not None
     blackwell = call.capability[0] == 10 and version >= _WIDE_BLACKWELL and dims == (192, 128)
     if wide and not (hopper or blackwell):
         return (
@@ -43,7 +44,7 @@ def reason(call: OpCall) -> str | None:
     return None
 
 
-def forward(q, k, v, causal, scale, sequences: Dense):
+def forward(q, k, v, causal, scale, sequences: Dense) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``out [Sq, H, Dv]`` in the dtype of ``q`` and ``lse`` fp32 ``[Sq, H]``."""
     q, k, v = (_heads_first(x, sequences) for x in (q, k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -52,7 +53,7 @@ def forward(q, k, v, causal, scale, sequences: Dense):
     return _rows(out), lse_from_kernel(lse.reshape(lse.shape[:3]), sequences)
 
 
-def backward(dout, q, k, v, out, lse, causal, scale, sequences: Dense):
+def backward(dout, q, k, v, out, lse, causal, scale, sequences: Dense) -> tuple[torch.Tensor, ...]:
     """Return ``dq``, ``dk`` and ``dv`` in the dtype of ``q``."""
     dout, q, k, v, out = (_heads_first(x, sequences) for x in (dout, q, k, v, out))
     lse = lse_to_kernel(lse, sequences)

@@ -30,7 +30,7 @@ def reason(call: OpCall) -> str | None:
     return None
 
 
-def forward(q, k, v, causal, scale, sequences: Dense | Packed):
+def forward(q, k, v, causal, scale, sequences: Dense | Packed) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``out [Sq, H, Dv]`` in the dtype of ``q`` and ``lse`` fp32 ``[Sq, H]``."""
     width = v.shape[-1]
     q, k, v = (to_kernel(x, sequences) for x in (q, k, padded(v, q.shape[-1])))
@@ -40,7 +40,9 @@ def forward(q, k, v, causal, scale, sequences: Dense | Packed):
     return from_kernel(out[..., :width], sequences), lse_from_kernel(lse, sequences)
 
 
-def backward(dout, q, k, v, out, lse, causal, scale, sequences: Dense | Packed):
+def backward(
+    dout, q, k, v, out, lse, causal, scale, sequences: Dense | Packed
+) -> tuple[torch.Tensor, ...]:
     """Return ``dq``, ``dk`` and ``dv`` in the dtype of ``q``; ``dv`` may be a strided view."""
     width, full = v.shape[-1], q.shape[-1]
     dout, v, out = (padded(x, full) for x in (dout, v, out))

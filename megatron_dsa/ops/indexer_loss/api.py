@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -63,7 +64,8 @@ class IndexerTraining:
 
     def without_tensors(self) -> IndexerTraining:
         """Return the same without the indexer's tensors, to be kept until the backward."""
-        return replace(self, inputs=IndexerInputs(None, None, None, self.inputs.relu))
+        nothing: Any = None
+        return replace(self, inputs=IndexerInputs(nothing, nothing, nothing, self.inputs.relu))
 
 
 @dataclass(frozen=True)

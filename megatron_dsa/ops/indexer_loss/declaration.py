@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from megatron_dsa.dispatch import Candidate, Operation, Support
@@ -11,7 +13,7 @@ from megatron_dsa.dispatch.support import ATOMIC_SUMS
 
 _HERE = __package__
 _BF16 = (torch.bfloat16,)
-_INDEXER = {"dims": ((128, 0),), "heads": (1, 64)}
+_INDEXER: dict[str, Any] = {"dims": ((128, 0),), "heads": (1, 64)}
 
 SPARSE_LOSS = Operation(
     "sparse_indexer_loss",

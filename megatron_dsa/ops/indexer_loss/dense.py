@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -157,9 +157,11 @@ class _Block:
             )
             loss += value
             if grads is not None:
+                assert dq is not None and dscores is not None
                 dk = functions.backward(inputs, here, dscores, dq[inside], grads.weights[tile.rows])
                 grads.add_to_slots(layout, tile.slots, dk)
         if grads is not None:
+            assert dq is not None
             inputs = IndexerInputs(x.q[rows], x.k, x.weights[rows], x.relu)
             functions.finish(inputs, seen, dq, grads.q[rows], grads.weights[rows])
 
@@ -224,7 +226,7 @@ def _seen_columns(seen: Seen, tile: Tile) -> Seen:
     return Seen(start.clamp_(0, width), end.clamp_(0, width))
 
 
-def take(keys, layout: Layout, slots: slice):
+def take(keys, layout: Layout, slots: slice) -> Any:
     """Return the keys of some slots: a view, or a copy of no more than these rows."""
     if isinstance(keys, LatentKeys):
         return dataclasses.replace(keys, latents=take(keys.latents, layout, slots))

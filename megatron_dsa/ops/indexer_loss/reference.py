@@ -3,7 +3,7 @@
 import torch
 
 
-def kl_sum(student_scores, teacher, mask):
+def kl_sum(student_scores, teacher, mask) -> torch.Tensor:
     """Sum over rows of ``KL(teacher / sum(teacher) || softmax(student_scores))`` over ``mask``.
 
     All arguments ``[rows, keys]``. Rows without any teacher mass contribute 0.
@@ -18,7 +18,7 @@ def kl_sum(student_scores, teacher, mask):
     return (torch.xlogy(teacher, teacher) - teacher * log_student).sum()
 
 
-def dense_teacher(q, k, visible, softmax_scale):
+def dense_teacher(q, k, visible, softmax_scale) -> torch.Tensor:
     """Head sum of the attention probabilities ``[Sq, Skv]``; ``k`` is ``[Skv, 1 or H, D]``."""
     k = k.expand(-1, q.shape[1], -1)
     logits = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale

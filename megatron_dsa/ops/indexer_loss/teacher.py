@@ -27,6 +27,7 @@ def teacher_tile(
         shift = -lse[heads, :, None]
         part = _add_scaled(shift, _head_scores(q, keys, heads), softmax_scale).exp_().sum(0)
         total = part if total is None else total.add_(part)
+    assert total is not None
     return total
 
 

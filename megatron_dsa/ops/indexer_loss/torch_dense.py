@@ -80,6 +80,7 @@ class TorchTiles:
             part = mm(flat.t(), weighted.to(x.q.dtype).flatten(0, 1))
             del flat  # before the products of the next heads exist
             dk = part if dk is None else dk.add_(part)
+        assert dk is not None
         return dk
 
     def finish(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -86,6 +86,7 @@ def selection_calls(call: OpCall, policy: Policy) -> Iterator[tuple[str, OpCall]
     yield "indexer_scores", call
     if not policy.fp8_selection:
         return
+    assert call.topk is not None
     more = dataclasses.replace(call, topk=candidates_for(call.topk))
     yield "indexer_scores", dataclasses.replace(more, dtype=FP8)
     yield "indexer_topk", more
@@ -133,8 +134,8 @@ class Exact:
 
     def _bytes_per_score(self, scoring: OpCall, selecting: OpCall) -> int:
         """Temporary bytes per score of the implementations that score and select."""
-        scores = SCORES.choose(scoring, self.policy).candidate.load()
-        select = TOPK.choose(selecting, self.policy).candidate.load()
+        scores: Any = SCORES.choose(scoring, self.policy).candidate.load()
+        select: Any = TOPK.choose(selecting, self.policy).candidate.load()
         itemsize = accumulation_dtype(self.inputs.q.dtype).itemsize
         return scores.bytes_per_score(scoring.heads, itemsize) + select.bytes_per_score()
 
@@ -167,6 +168,7 @@ class Candidates(Exact):
 
     def bytes_per_row(self, width: int) -> int:
         """The same; queries in fp32 and fp8, and candidates with their scores and places."""
+        assert self.cut is not None
         if width < self.cut:
             return super().bytes_per_row(width)
         heads, dim = self.inputs.q.shape[1:]
@@ -174,6 +176,7 @@ class Candidates(Exact):
         return width * self._fp8_bytes + 6 * heads * dim + lists
 
     def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
+        assert self.cut is not None
         if block.bound < self.cut:
             return super().__call__(block, seen)
         q, weights = self.inputs.q[block.rows], self.inputs.weights[block.rows]

@@ -78,14 +78,18 @@ def ascending(mask: torch.Tensor, topk: int) -> torch.Tensor:
     return out.scatter_(1, place, columns.expand_as(mask))[:, :topk]
 
 
-def head_products(inputs: IndexerInputs, rows: slice, keys: torch.Tensor, heads: slice):
+def head_products(
+    inputs: IndexerInputs, rows: slice, keys: torch.Tensor, heads: slice
+) -> torch.Tensor:
     """Return ``q[rows, heads] . keys`` as ``[r, h, w]``, after the relu if there is one."""
     q = inputs.q[rows, heads]
     products = mm(q.flatten(0, 1), keys.t()).unflatten(0, q.shape[:2])
     return products.relu_() if inputs.relu else products
 
 
-def block_scores(inputs: IndexerInputs, rows: slice, keys: torch.Tensor, heads_at_once: int):
+def block_scores(
+    inputs: IndexerInputs, rows: slice, keys: torch.Tensor, heads_at_once: int
+) -> torch.Tensor:
     """Return the scores ``[r, w]`` of query rows against ``keys [w, DI]``, in fp32 (or fp64).
 
     The sum over index heads is taken in a fixed order, so equal inputs give bitwise equal scores.
@@ -96,4 +100,5 @@ def block_scores(inputs: IndexerInputs, rows: slice, keys: torch.Tensor, heads_a
         products = head_products(inputs, rows, keys, heads)
         part = torch.bmm(weights[:, None, heads], products).squeeze(1)
         total = part if total is None else total.add_(part)
+    assert total is not None
     return total

@@ -73,6 +73,7 @@ class KeyLists:
             fix = "select for the same batch"
             int32 = (torch.int32,)
             require_tensor("selected", self.selected, (queries, "topk"), int32, start, fix)
+            assert self.selected_length is not None
             require_tensor("selected_length", self.selected_length, (queries,), int32, start, fix)
 
     @property
@@ -124,14 +125,18 @@ class KeyLists:
         if self.compressed is not None and self.selected is None:
             group_start = self.compressed.layout.start[rows]
             group_end = self.compressed.layout.end[rows]
+        selected = length = None
+        if self.selected is not None:
+            assert self.selected_length is not None
+            selected, length = self.selected[rows], self.selected_length[rows]
         return ListInputs(
             start=self.layout.start[rows],
             end=self.layout.end[rows],
             window=self.window,
             key_rows=self.layout.key_rows if self.held is None else self.held,
             offset=self.offset,
-            selected=None if self.selected is None else self.selected[rows],
-            selected_length=None if self.selected is None else self.selected_length[rows],
+            selected=selected,
+            selected_length=length,
             group_start=group_start,
             group_end=group_end,
             width=self.width(rows),

@@ -5,7 +5,7 @@ import torch
 from megatron_dsa.ops.key_lists.inputs import ListInputs
 
 
-def build(inputs: ListInputs):
+def build(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``indices`` int32 ``[rows, width]`` and ``length`` int32 ``[rows]``."""
     indices = torch.full((inputs.start.shape[0], inputs.width), -1, dtype=torch.int32)
     length = torch.zeros(inputs.start.shape[0], dtype=torch.int32)
@@ -15,6 +15,7 @@ def build(inputs: ListInputs):
             if inputs.selected_length is not None:
                 slots = slots[: int(inputs.selected_length[row])]
         elif inputs.group_start is not None:
+            assert inputs.group_end is not None
             slots = list(range(int(inputs.group_start[row]), int(inputs.group_end[row])))
         else:
             slots = []

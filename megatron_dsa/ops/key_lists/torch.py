@@ -17,6 +17,7 @@ def build(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
             count = (selected >= 0).sum(1, dtype=torch.int32)
         count = count.clamp(0, selected.shape[1])
     elif inputs.group_start is not None:
+        assert inputs.group_end is not None
         count = (inputs.group_end - inputs.group_start).clamp_min(0)
     else:
         count = torch.zeros_like(own)

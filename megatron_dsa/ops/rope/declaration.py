@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from megatron_dsa.dispatch import Candidate, Operation, Support
@@ -10,7 +12,7 @@ from megatron_dsa.dispatch.packages import TRITON
 from megatron_dsa.dispatch.support import HALF
 
 _HERE = __package__
-_TRITON = {"package": TRITON, **PORTABLE, "dtypes": (*HALF, torch.float32)}
+_TRITON: dict[str, Any] = {"package": TRITON, **PORTABLE, "dtypes": (*HALF, torch.float32)}
 
 NORM_ROPE = Operation(
     "norm_rope",

@@ -3,7 +3,7 @@
 import torch
 
 
-def rotate(x, cos, sin, inverse):
+def rotate(x, cos, sin, inverse) -> torch.Tensor:
     """Return ``x [rows, H, D]`` with pairs of its last dims rotated by ``cos, sin [rows, R / 2]``.
 
     ``inverse`` rotates the other way.
@@ -20,6 +20,6 @@ def rotate(x, cos, sin, inverse):
     return torch.stack(result, -1)
 
 
-def norm_rope(x, cos, sin, eps):
+def norm_rope(x, cos, sin, eps) -> torch.Tensor:
     """Return ``rotate(x * rsqrt(mean(x^2) + eps))``; ``x [rows, H, D]``."""
     return rotate(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps), cos, sin, False)

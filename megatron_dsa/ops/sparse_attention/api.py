@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,7 +73,7 @@ class Settings:
             in_order=self.in_order,
         )
 
-    def run(self, operation: Operation, *args, teacher: bool = False):
+    def run(self, operation: Operation, *args, teacher: bool = False) -> Any:
         """Run an operation of this call; ``teacher``: the head sum is wanted along with it."""
         return operation.run(replace(self.call, teacher=teacher), self.policy, *args)
 
@@ -85,7 +85,9 @@ class Settings:
             lists = replace(self.lists, selected=indices, selected_length=length)
             yield from lists.blocks(self.policy)
 
-    def teacher_columns(self, p_sum: torch.Tensor, indices: torch.Tensor, rows: slice):
+    def teacher_columns(
+        self, p_sum: torch.Tensor, indices: torch.Tensor, rows: slice
+    ) -> torch.Tensor:
         """Return the part of ``p_sum`` that the indexer is responsible for."""
         if self.lists is None:
             return p_sum
@@ -108,9 +110,13 @@ class SparseAttention(torch.autograd.Function):
     """``q, kv, kv_grad, sink, index q, k, weights, ... -> out, lse, p_sum``."""
 
     @staticmethod
-    def forward(ctx, q, kv, kv_grad, sink, index_q, index_k, index_weights, indices, length, s):
+    def forward(
+        ctx, q, kv, kv_grad, sink, index_q, index_k, index_weights, indices, length, s
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return ``out``, ``lse`` and ``p_sum`` (``None`` unless asked for)."""
-        out = lse = p_sum = None
+        out: Any = None
+        lse: Any = None
+        p_sum = None
         for rows, part_indices, part_length in s.parts(indices, length):
             arguments = s.arguments(q[rows], kv, sink, part_indices, part_length, s.want_p_sum)
             part, part_lse, part_p_sum = s.run(FORWARD, arguments)
@@ -130,13 +136,14 @@ class SparseAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, _dlse, _dp_sum):
+    def backward(ctx, dout, _dlse, _dp_sum) -> tuple[torch.Tensor | None, ...]:
         """Return all gradients; the sparse indexer loss exists in here only."""
         s: Settings = ctx.settings
         q, kv, sink, *index_tensors, indices, length, out, lse = ctx.saved_tensors
         trains = s.indexer is not None and any(ctx.needs_input_grad[4:7])
-        wants_p_sum = trains and not s.indexer.selected_only
-        dq = dkv = dsink = teacher = None
+        wants_p_sum = trains and s.indexer is not None and not s.indexer.selected_only
+        dq = dsink = teacher = None
+        dkv: Any = None
         dout = dout.contiguous()
         for rows, part_indices, part_length in s.parts(indices, length):
             arguments = s.arguments(q[rows], kv, sink, part_indices, part_length, wants_p_sum)
@@ -152,7 +159,7 @@ class SparseAttention(torch.autograd.Function):
                 if p_sum is None:
                     p_sum = s.run(PROBABILITIES, arguments, lse[rows])
                 teacher = _put(teacher, s.teacher_columns(p_sum, indices, rows), rows, q.shape[0])
-        index_grads = (None,) * 3
+        index_grads: tuple[torch.Tensor | None, ...] = (None,) * 3
         if trains:
             if teacher is None:
                 teacher = _probabilities_among(s, q, kv, indices, length)
@@ -174,11 +181,14 @@ def _probabilities_among(s: Settings, q, kv, indices, length) -> torch.Tensor:
 def _train(s: Settings, index_tensors, indices, length, teacher: torch.Tensor):
     """Return the gradients of the indexer's tensors and record the loss."""
     training = s.indexer
+    assert training is not None
     if training.head_group is not None:
         torch.distributed.all_reduce(teacher, group=training.head_group)
-    inputs = IndexerInputs(*index_tensors, training.inputs.relu)
+    q, k, weights = index_tensors
+    inputs = IndexerInputs(q, k, weights, training.inputs.relu)
     loss = SelectedKeysLoss(training.layout, indices, length, teacher, s.policy)
     value, gradients = loss.with_gradients(inputs)
+    assert gradients is not None
     training.record(value)
     weight = training.weight()
     return tuple(
@@ -234,15 +244,17 @@ def sparse_attention(
     """
     require_tensor("q", q, ("Sq", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
     require_tensor("kv", kv, ("Skv", q.shape[2]), (q.dtype,), q, "give it the D of q")
-    lists = indices if isinstance(indices, KeyLists) else None
-    if lists is not None:
+    lists: KeyLists | None = None
+    selected: torch.Tensor | None
+    if isinstance(indices, KeyLists):
+        lists = indices
         _check_lists(lists, q, kv, topk_length, want_p_sum or indexer is not None)
         width = lists.full_width
-        indices, topk_length = lists.selected, lists.selected_length
+        selected, topk_length = lists.selected, lists.selected_length
         lists, in_order = replace(lists, selected=None, selected_length=None), True
     else:
         check_indices(indices, q, topk_length)
-        width = indices.shape[1]
+        selected, width = indices, indices.shape[1]
     require(
         0 < v_dim <= kv.shape[1],
         f"v_dim must be in [1, {kv.shape[1]}] (the value is a slice of kv), got {v_dim}",
@@ -264,13 +276,13 @@ def sparse_attention(
     )
     if indexer is not None:
         check_indexer(indexer.inputs, indexer.layout, q=q)
-    trained = (None,) * 3
+    trained: tuple[torch.Tensor | None, ...] = (None,) * 3
     if indexer is not None:
         trained = indexer.tensors()
         indexer = indexer.without_tensors()
     settings = Settings(v_dim, softmax_scale, policy, call, want_p_sum, indexer, lists, in_order)
     return SparseAttentionOutput(
-        *SparseAttention.apply(q, kv, kv_grad, attn_sink, *trained, indices, topk_length, settings)
+        *SparseAttention.apply(q, kv, kv_grad, attn_sink, *trained, selected, topk_length, settings)
     )
 
 

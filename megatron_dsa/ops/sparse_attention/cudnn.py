@@ -31,7 +31,7 @@ _workspace_bytes: dict[tuple, int] = {}
 
 def backward(
     inputs: SparseAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
-):
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return ``dq`` (dtype of q), ``dkv`` fp32, ``dsink`` fp32 or ``None``, and ``None``."""
     from cudnn import DSA
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from megatron_dsa.dispatch import Candidate, OpCall, Operation, Policy, Support
@@ -13,7 +15,7 @@ from megatron_dsa.ops.sparse_attention import flashmla
 _HERE = __package__
 #: Absorbed MLA of V3.2 (512 latent dims, 64 of rope), and DeepSeek-V4.
 _LATENT = ((576, 512), (512, 512))
-_TILELANG = {
+_TILELANG: dict[str, Any] = {
     "package": TILELANG,
     **PORTABLE,
     "dtypes": (torch.bfloat16,),

@@ -77,7 +77,7 @@ def padded_heads(heads: int) -> int:
     return 64 if heads <= 64 else 128
 
 
-def forward(inputs: SparseAttentionInputs):
+def forward(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor, None]:
     """Return ``out``, ``lse`` and ``None`` (FlashMLA does not give the probabilities)."""
     from flash_mla import flash_mla_sparse_fwd
 

@@ -27,7 +27,9 @@ def caller_lists(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Ten
     return indices, lengths(indices, inputs.topk_length)
 
 
-def ascending_lists(inputs: SparseAttentionInputs, places: torch.Tensor | None = None):
+def ascending_lists(
+    inputs: SparseAttentionInputs, places: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return :func:`caller_lists` with every list in ascending order and without invalid entries.
 
     What is past a list's length is no row of the keys. ``places`` (int32, like the indices) is

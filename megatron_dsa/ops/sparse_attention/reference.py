@@ -3,7 +3,9 @@
 import torch
 
 
-def sparse_attention(q, kv, indices, *, v_dim, softmax_scale, topk_length=None, sink=None):
+def sparse_attention(
+    q, kv, indices, *, v_dim, softmax_scale, topk_length=None, sink=None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``out [Sq, H, v_dim]``, ``lse [Sq, H]`` (natural log, keys only, ``-inf`` if empty).
 
     Shapes as in :class:`megatron_dsa.ops.sparse_attention.inputs.SparseAttentionInputs`.

@@ -41,7 +41,9 @@ def _scores(inputs: SparseAttentionInputs, rows: slice, keys: torch.Tensor, vali
     return scores.masked_fill_(~valid[:, None], float("-inf"))
 
 
-def forward(inputs: SparseAttentionInputs):
+def forward(
+    inputs: SparseAttentionInputs,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return ``out``, ``lse`` and, if asked for, ``p_sum``, else ``None``.
 
     The probabilities are at hand here, so the indexer's teacher costs no second pass over the keys.
@@ -86,7 +88,7 @@ def _denominator(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tens
 
 def backward(
     inputs: SparseAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
-):
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return ``dq`` (dtype of q), ``dkv`` (accumulation dtype), ``dsink`` or ``None``, and
     ``p_sum`` if it is asked for, else ``None``.
 
@@ -118,5 +120,6 @@ def backward(
         dkeys[..., :v_dim] += bmm(probs.to(q.dtype).transpose(1, 2), chunk_dout)
         dkv.index_add_(0, index.flatten(), dkeys.flatten(0, 1))
         if dsink is not None:
+            assert inputs.sink is not None
             dsink -= (torch.exp(inputs.sink.to(acc) - total) * delta).sum(0)
     return dq, dkv[:-1], dsink, p_sum

@@ -181,6 +181,7 @@ class _LatentAttention(torch.autograd.Function):
         q, latent, w_uk, w_uv, out, lse = ctx.saved_tensors
         payload = Latent(latent, w_uk, w_uv)
         dq, d_latent = gradients(dout.contiguous(), q, out, lse, payload, *ctx.settings)
+        assert payload.dw_uk is not None and payload.dw_uv is not None
         dw_uk = payload.dw_uk.view(w_uk.shape).to(w_uk.dtype)
         dw_uv = payload.dw_uv.view(w_uv.shape).to(w_uv.dtype)
         to_latent, to_channel = None, d_latent

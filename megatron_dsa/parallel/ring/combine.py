@@ -7,6 +7,7 @@ pass; the first one none, and the last one writes the result in its own dtype.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -22,7 +23,9 @@ class Combined:
     """
 
     def __init__(self, dtype: torch.dtype):
-        self.dtype, self.out, self.lse = dtype, None, None
+        self.dtype = dtype
+        self.out: Any = None  # tensors once the first part is there
+        self.lse: Any = None
 
     def add(self, out: torch.Tensor, lse: torch.Tensor, rows: slice, last: bool) -> None:
         """Add a part ``out [n, H, Dv]``, ``lse [n, H]`` of the query rows ``rows``.

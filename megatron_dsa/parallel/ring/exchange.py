@@ -8,7 +8,7 @@ gathered them sends their gradients home (:mod:`megatron_dsa.parallel.gather`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import distributed
@@ -34,7 +34,7 @@ class RingExchange:
         self._group = group
         self._next = distributed.get_global_rank(group, (rank + 1) % cp)
         self._previous = distributed.get_global_rank(group, (rank - 1) % cp)
-        self._pending = None
+        self._pending: tuple[list[Any], torch.Tensor, torch.Tensor] | None = None
 
     def start(self, send: torch.Tensor, receive: torch.Tensor) -> None:
         """See :class:`Exchange`."""
@@ -50,6 +50,7 @@ class RingExchange:
 
     def wait(self) -> None:
         """See :class:`Exchange`; with NCCL the current stream waits, the host does not."""
+        assert self._pending is not None
         for request in self._pending[0]:
             request.wait()
         self._pending = None
@@ -74,14 +75,17 @@ class Ring:
         """
         exchange = self._exchange() if self._cp > 1 else None
         # One buffer is computed with and sent, another receives.
-        current, spares = own, []
+        current = own
+        spares: list[torch.Tensor] = []
         for step in range(self._cp):
             more = step + 1 < self._cp
             if more:
+                assert exchange is not None
                 received = spares.pop() if spares else torch.empty_like(own)
                 exchange.start(current, received)
             yield (self._rank - step) % self._cp, current
             if more:
+                assert exchange is not None
                 exchange.wait()
                 if disposable or step:
                     spares.append(current)
@@ -98,7 +102,8 @@ class RingGradients:
 
     def __init__(self, exchange: Exchange | None, buffer: torch.Tensor):
         self._exchange, self._fresh, self._coming = exchange, True, False
-        self._current, self._spare = buffer, None
+        self._current = buffer
+        self._spare: torch.Tensor | None = None
 
     def start(self) -> None:
         """Send the last block's gradient on; call it before computing with the next block."""
@@ -107,6 +112,7 @@ class RingGradients:
         self._arrive()
         if self._spare is None:
             self._spare = torch.empty_like(self._current)
+        assert self._exchange is not None
         self._exchange.start(self._current, self._spare)
         self._coming = True
 
@@ -132,6 +138,7 @@ class RingGradients:
     def _arrive(self) -> None:
         """Wait for the current block's gradient, once: nobody else does where nothing is added."""
         if self._coming:
+            assert self._exchange is not None and self._spare is not None
             self._exchange.wait()
             self._current, self._spare = self._spare, self._current
             self._coming = False

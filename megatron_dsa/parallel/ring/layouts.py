@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.parallel.ring.runs import PackedRuns
@@ -36,6 +37,7 @@ def token_shard(layout: Layout) -> TokenShard:
 
 def _rows(layout: Layout) -> TokenShard:
     sequences, count = layout.sequences, layout.num_queries
+    assert sequences is not None
     keys = layout.key_ownership
     sharding = Sharding() if keys is None else keys.sharding.whole()
     cp, rank = sharding.cp, sharding.cp_rank
@@ -47,7 +49,7 @@ def _rows(layout: Layout) -> TokenShard:
     if sequences.cu_seqlens is None:
         kind = ContiguousShard if sharding.cp_layout == "contiguous" else ZigzagShard
         return kind(cp, rank, sequences.batch, count // sequences.batch)
-    lengths = {
+    lengths: dict[str, Any] = {
         "cu_seqlens": sequences.cu_seqlens,
         "cu_seqlens_padded": sequences.cu_seqlens_padded,
     }

@@ -6,11 +6,15 @@ may be in them (:mod:`.payload`).
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.parallel.ring.combine import Combined
 
 
-def attend(q, payload, shard, blocks, kernel, scale):
+def attend(q, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the blocks of all ranks.
 
     Args:
@@ -39,7 +43,7 @@ def attend(q, payload, shard, blocks, kernel, scale):
     return combined.out, combined.lse
 
 
-def gradients(dout, q, out, lse, payload, shard, blocks, kernel, scale):
+def gradients(dout, q, out, lse, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, Any]:
     """Differentiate :func:`attend`.
 
     Args:
@@ -66,4 +70,5 @@ def gradients(dout, q, out, lse, payload, shard, blocks, kernel, scale):
                 dq[mine] += dq_part
             payload.add_gradients(block, part.keys, lambda s=source: collected.target(s), dk, dv)
             del dq_part, dk, dv
+    assert dq is not None
     return dq.to(q.dtype), collected.home()

@@ -30,7 +30,8 @@ class KeysAndValues:
 
     def _views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         parts = buffer[: self._keys], buffer[self._keys :]
-        return tuple(x.view(shape) for x, shape in zip(parts, self._shapes, strict=True))
+        k, v = (x.view(shape) for x, shape in zip(parts, self._shapes, strict=True))
+        return k, v
 
     def expand(self, buffer: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of ``rows`` of a block."""
@@ -45,7 +46,8 @@ class KeysAndValues:
 
     def split(self, gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradients of the own keys and values, in the dtype of the inputs."""
-        return tuple(x.to(self.own.dtype) for x in self._views(gradients))
+        dk, dv = (x.to(self.own.dtype) for x in self._views(gradients))
+        return dk, dv
 
 
 class Latent:
@@ -67,7 +69,8 @@ class Latent:
         self.own = latent.contiguous()
         self._heads, self._unrotated, self._rank = w_uk.shape
         self._w_uk, self._w_uv = w_uk.flatten(0, 1), w_uv.flatten(0, 1)
-        self.dw_uk, self.dw_uv = None, None
+        self.dw_uk: torch.Tensor | None = None
+        self.dw_uv: torch.Tensor | None = None
 
     def expand(self, buffer: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys ``[n, H, Dqk]`` and values ``[n, H, Dv]`` of ``rows`` of a block."""
@@ -91,7 +94,7 @@ class Latent:
         d_latent = mm(dk_latent, self._w_uk).add_(mm(dv_latent, self._w_uv))
         d_rope = dk[..., self._unrotated :].sum(1, dtype=acc)
         parts = mm(dk_latent.t(), latent), mm(dv_latent.t(), latent)
-        if self.dw_uk is None:
+        if self.dw_uk is None or self.dw_uv is None:
             self.dw_uk, self.dw_uv = parts
         else:
             self.dw_uk += parts[0]

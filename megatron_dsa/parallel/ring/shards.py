@@ -51,10 +51,14 @@ class TokenShard(Protocol):
         packed: whether they are of packed sequences.
     """
 
-    cp: int
-    rank: int
-    tokens: int
-    packed: bool
+    @property
+    def cp(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def packed(self) -> bool: ...
 
     def parts(self, source: int) -> tuple[Part, ...]:
         """Return what this rank does with the block of rank ``source``; empty for nothing.

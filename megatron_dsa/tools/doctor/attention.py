@@ -112,12 +112,13 @@ class _FullSize:
     def backward(self, pair) -> Part:
         """Return times and errors of a backward."""
         part = self.session.part(pair)
-        if self.outputs is None:
+        outputs = self.outputs
+        if outputs is None:
             part.remarks.append("not run at full size: no forward is right there")
             return part
 
         def call():
-            arguments = (self.case.inputs(), *self.outputs, self.case.dout)
+            arguments = (self.case.inputs(), *outputs, self.case.dout)
             return OPERATIONS[BACKWARD].run(self.op_call, named(pair), *arguments)[:3]
 
         def judge(dq, dkv, _dsink):
@@ -129,11 +130,12 @@ class _FullSize:
 
     def teacher(self, part: Part, pair) -> None:
         """Note times and errors of a teacher in ``part``."""
-        if self.outputs is None:
+        outputs = self.outputs
+        if outputs is None:
             return
 
         def call():
-            lse = self.outputs[1]
+            lse = outputs[1]
             return (OPERATIONS[TEACHER].run(self.op_call, named(pair), self.case.inputs(), lse),)
 
         def judge(p_sum):

@@ -50,9 +50,11 @@ def expected_attention(case: AttentionCase) -> ExpectedAttention:
             topk_length=length, sink=sink,
         )  # fmt: skip
         out.backward(case.dout[chunk].double())
+        assert q.grad is not None
         with torch.no_grad():
             results.append((out.detach(), lse.detach(), _p_sum(case, chunk, lse), q.grad))
     out, lse, p_sum, dq = (torch.cat(parts) for parts in zip(*results, strict=True))
+    assert kv.grad is not None
     return ExpectedAttention(out, lse, p_sum, dq, kv.grad, None if sink is None else sink.grad)
 
 
@@ -98,8 +100,10 @@ def expected_loss(inputs: IndexerInputs, lists: Lists, teacher: torch.Tensor) ->
         value = kl_sum(scores, teacher[chunk].double(), valid)
         value.backward()
         loss += value.detach()
+        assert q.grad is not None and weights.grad is not None
         dq.append(q.grad)
         dweights.append(weights.grad)
+    assert k.grad is not None
     return ExpectedLoss(loss, torch.cat(dq), k.grad, torch.cat(dweights))
 
 

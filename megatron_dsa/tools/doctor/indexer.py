@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -128,6 +129,7 @@ def check_selection(session: Session, shape: Shape) -> None:
 def _check_fp8(session: Session, shape: Shape, op_call: OpCall, ordinary, equal) -> None:
     """File a verdict on every pair of rough (fp8) scores and those that are formed again."""
     label = f"{shape.indexer_label()}, fp8"
+    assert op_call.topk is not None
     more = replace(op_call, topk=candidates_for(op_call.topk))
     parts = ((SCORES, replace(more, dtype=FP8)), (LISTED, more))
     picked = [session.choice(op, x, label) for op, x in parts]
@@ -143,7 +145,7 @@ def _check_fp8(session: Session, shape: Shape, op_call: OpCall, ordinary, equal)
 
         done = session.examine(part, call, lambda *result, p=part: ordinary.judge(p, *result))
         if done is not None:
-            session.once(part, lambda call=call: call(equal), judge_equal, warm=True)
+            session.once(part, partial(call, equal), judge_equal, warm=True)
             session.time(part, "selection", call)
         chosen = [candidate.name for _, candidate in pairs] == picked
         session.file("fp8 selection", label, shape, (part,), chosen)
@@ -209,16 +211,16 @@ def _teacher(indices: torch.Tensor, seed: int = 7) -> torch.Tensor:
 
 def _loss_and_gradients(inputs, lists, teacher, layout, pair):
     """Return the loss and the gradients of q, k and weights."""
-    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.weights)]
+    q, k, weights = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.weights))
     loss = sparse_indexer_loss(
-        IndexerInputs(*leaves, inputs.relu),
+        IndexerInputs(q, k, weights, inputs.relu),
         lists.indices,
         teacher,
         layout,
         topk_length=lists.length,
         policy=named(pair),
     )
-    return loss.detach(), *torch.autograd.grad(loss, leaves)
+    return loss.detach(), *torch.autograd.grad(loss, [q, k, weights])
 
 
 def _time_loss(session: Session, shape: Shape, part: Part, pair) -> None:

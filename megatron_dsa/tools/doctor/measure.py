@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds(device: torch.device, function):
+def seconds(device: torch.device, function) -> tuple[Any, float]:
     """Return what ``function`` returns, and how long it took including the device's work."""
     synchronize(device)
     begin = time.perf_counter()

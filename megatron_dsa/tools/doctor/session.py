@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ class Session:
         self.timed = device.type == "cuda"
         self.lost: str | None = None
 
-    def available(self, operation: str, call: OpCall, label: str):
+    def available(self, operation: str, call: OpCall, label: str) -> list[Any]:
         """Return pairs (operation, candidate) that can run ``call``; file the others."""
         found = []
         for candidate in OPERATIONS[operation].candidates:
@@ -77,16 +78,19 @@ class Session:
     def part(self, *pairs: tuple[str, Candidate]) -> Part:
         return Part.of(self.tolerance, *pairs)
 
-    def file(self, check: str, label: str, shape: Shape, parts: tuple[Part, ...], chosen: bool):
+    def file(
+        self, check: str, label: str, shape: Shape, parts: tuple[Part, ...], chosen: bool
+    ) -> None:
         """File a verdict, or that there is none because the GPU was lost before."""
         skipped = next((part for part in parts if part.skipped), None)
         if skipped is not None:
+            assert skipped.skipped is not None
             for operation, name in skipped.implementations:
                 self.skip(operation, name, label, skipped.skipped)
             return
         self.report.results.append(Result(check, label, shape, parts, chosen))
 
-    def attempt(self, part: Part, call: Callable):
+    def attempt(self, part: Part, call: Callable) -> tuple[Any, float] | None:
         """Return ``call()`` and its seconds, or ``None`` after noting in ``part`` what happened."""
         if self.lost is not None:
             part.skipped = f"not run: the GPU was lost when {self.lost} crashed"
@@ -109,7 +113,9 @@ class Session:
             return False
         return True
 
-    def once(self, part: Part, call: Callable[[], tuple], judge: Callable[..., None], warm=False):
+    def once(
+        self, part: Part, call: Callable[[], tuple], judge: Callable[..., None], warm=False
+    ) -> Any:
         """Run and judge ``call``; returns its result, ``None`` if either crashed.
 
         ``warm``: the same call was made before, so its time is no time of compilation.
@@ -123,7 +129,7 @@ class Session:
         # A result that cannot even be compared (wrong shape, missing parts) is no crash of ours.
         return None if self.attempt(part, lambda: judge(*result)) is None else result
 
-    def examine(self, part: Part, call: Callable[[], tuple], judge: Callable[..., None]):
+    def examine(self, part: Part, call: Callable[[], tuple], judge: Callable[..., None]) -> Any:
         """Run ``call`` several times into dirty memory; judge every result.
 
         Args:
@@ -145,7 +151,7 @@ class Session:
             part.same_bits = part.same_bits is not False and same_bits(first, again)
         return first
 
-    def full_size(self, part: Part, figure: str, call: Callable[[], tuple], judge=None):
+    def full_size(self, part: Part, figure: str, call: Callable[[], tuple], judge=None) -> Any:
         """Run ``call`` once at full size, judge it and take its time; returns its result.
 
         Too little memory for the full size is a remark and no fault of the implementation.

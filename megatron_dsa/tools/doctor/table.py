@@ -55,8 +55,8 @@ def _print_chosen(report: Report) -> None:
             for operation, choice in choices.items()
         ]
         where.setdefault(", ".join(said), []).append(label)
-    for said, labels in where.items():
-        print(f"  {said} [{'; '.join(labels)}]")
+    for line, labels in where.items():
+        print(f"  {line} [{'; '.join(labels)}]")
 
 
 def _row(result: Result) -> dict[str, str]:

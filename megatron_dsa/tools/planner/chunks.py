@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -90,7 +91,8 @@ def measure_rank(args, model, pg_collection) -> list[Chunk]:
     names = _group_names(pg_collection)
     builder = model.get_builder_cls()(model)
     size = args.virtual_pipeline_model_parallel_size
-    with torch.cuda.current_device():  # routers begin on the CPU
+    device: Any = torch.cuda.current_device()
+    with device:  # routers begin on the CPU
         chunks = build_virtual_pipeline_stages(builder.build_model, pg_collection, size)
     for hook in model.pre_wrap_hooks:
         chunks = hook(chunks) or chunks
@@ -111,7 +113,7 @@ def _group_names(pg_collection) -> Callable:
         "pp": "pipeline",
         "embd": "embedding",
     }
-    found = {}
+    found: dict[Any, Any] = {}
     for attribute, name in order.items():
         group = getattr(pg_collection, attribute, None)
         if isinstance(group, torch.distributed.ProcessGroup):
@@ -268,7 +270,7 @@ def kind_of(layer) -> str:
 
 
 def _weights(chunk) -> tuple[Weights, ...]:
-    counts: Counter = Counter()
+    counts: Counter[tuple[bool, bool, int]] = Counter()
     for parameter in chunk.parameters():
         expert = not getattr(parameter, "allreduce", True)
         kind = expert, parameter.requires_grad, parameter.element_size()

@@ -9,6 +9,8 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -19,7 +21,7 @@ from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, DSAError, require
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.tools.planner.attention_only import leave_out_flags
 from megatron_dsa.tools.planner.host import META, host
-from megatron_dsa.tools.planner.plan import make_plan
+from megatron_dsa.tools.planner.plan import Plan, make_plan
 from megatron_dsa.tools.planner.text import describe, shortage
 from megatron_dsa.training.entry_errors import Ending, explain, refused_by_megatron
 from megatron_dsa.training.preset_flags import preset_flags
@@ -46,7 +48,7 @@ def dry_run(argv: list[str]) -> int:
             raise
         # What Megatron asserts while it builds modules is for the user to mend, too.
         known = explain(error) or Ending(refused_by_megatron(error))
-        notes = ()
+        notes: tuple[str, ...] = ()
         if own.dsa_dry_run_world is None and "WORLD_SIZE" not in os.environ:
             notes = ("(planned for one GPU: --dsa-dry-run-world names another number)",)
         print("error:", known.message, *notes, file=sys.stderr)
@@ -81,7 +83,7 @@ def _own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return own, [argv[0], *job]
 
 
-def plan_of(argv: list[str], world: int, gpu: GPU, device: torch.device = META):
+def plan_of(argv: list[str], world: int, gpu: GPU, device: torch.device = META) -> Plan:
     """Return the :class:`~megatron_dsa.tools.planner.plan.Plan` of a command line.
 
     Args:
@@ -98,7 +100,7 @@ def plan_of(argv: list[str], world: int, gpu: GPU, device: torch.device = META):
 
 
 @contextlib.contextmanager
-def parsed(argv: list[str], world: int, planning: bool = True):
+def parsed(argv: list[str], world: int, planning: bool = True) -> Iterator[Any]:
     """Yield Megatron's validated arguments, of rank 0 of ``world``; nothing is printed meanwhile.
 
     Args:

@@ -9,6 +9,7 @@ around kernels that do nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,7 +24,7 @@ from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernel
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels, kernels_for
 
 
-def fake_kernel(operation: str, candidate: Candidate, *args, **kwargs):
+def fake_kernel(operation: str, candidate: Candidate, *args, **kwargs) -> Any:
     """Return meta tensors like those that ``candidate`` would; see
     :class:`dispatch.MetaDispatch`.
     """
@@ -192,7 +193,7 @@ def _compressor(candidate, inputs):
         keeps_softmax = not is_few(inputs)
 
     def make(values, scores, ape):
-        softmax = ()
+        softmax: tuple[torch.Tensor, ...] = ()
         if keeps_softmax:
             softmax = (_acc(values, slots, inputs.dim), _acc(values, slots, inputs.dim))
         return values.new_empty(slots, inputs.dim), *softmax
@@ -274,7 +275,7 @@ def _dense_loss(_candidate, inputs):
     )
 
 
-_FAKE_KERNELS = {
+_FAKE_KERNELS: dict[str, Callable] = {
     "compressor": _compressor,
     "norm_rope": _norm_rope,
     "rotate": _rotate,
@@ -307,6 +308,6 @@ class _RMSNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def fused_rms_norm(x, _shape, weight=None, eps=None):
+def fused_rms_norm(x, _shape, weight=None, eps=None) -> torch.Tensor:
     """Stand in for :func:`torch.nn.functional.rms_norm`."""
     return _RMSNorm.apply(x, weight)

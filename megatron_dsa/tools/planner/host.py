@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -59,7 +60,7 @@ def host(capability: tuple[int, int] | None, device: torch.device = META) -> Ite
         major=(capability or (10,))[0], multi_processor_count=1, L2_cache_size=50 * 2**20
     )
     # One kind of GPU, whose random state is the CPU's: nothing is drawn on the meta device.
-    answers = {
+    answers: dict[str, Any] = {
         "current_device": lambda: device,
         "get_device_capability": lambda *_args: capability or (0, 0),
         "get_device_properties": lambda *_args: properties,
@@ -73,13 +74,13 @@ def host(capability: tuple[int, int] | None, device: torch.device = META) -> Ite
         "get_rng_state": state,
         "set_rng_state": nothing,
     }
-    random = {
+    random: dict[str, Any] = {
         "_get_cuda_rng_state": state,
         "_set_cuda_rng_state": nothing,
         "_CUDA_RNG_STATE_TRACKER": megatron_random._CUDA_RNG_STATE_TRACKER,
         "_CUDA_RNG_STATE_TRACKER_INITIALIZED": False,
     }
-    patches = (
+    patches: tuple[Any, ...] = (
         mock.patch.multiple(torch.cuda, **answers),
         mock.patch.multiple(megatron_random, **random),
         # Made once per process, by the first layer.

@@ -45,7 +45,7 @@ def _job(plan: Plan) -> Iterator[str]:
     elif args.tensor_model_parallel_size > 1:
         sizes[0] += " (attention by heads)"
     if args.context_parallel_size > 1:
-        layout = options_of(config).cp_layout
+        layout: str = options_of(config).cp_layout
         if options_of(config).stage != "sparse" and not hasattr(config, "csa_compress_ratios"):
             layout += f", exchanging {'latents' if exchanges_latents(config) else 'keys'}"
         sizes.append(f"CP {args.context_parallel_size} ({layout})")
@@ -186,8 +186,8 @@ def _numbers(layers: Iterable[Layer]) -> str:
         if not numbers:
             continue
         runs = []
-        for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-            run = [number for _, number in run]
+        for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+            run = [number for _, number in group]
             runs.append(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}")
         texts.append(f"{name}{'s' if len(numbers) > 1 else ''} {', '.join(runs)}")
     return "; ".join(texts)

@@ -128,9 +128,9 @@ def read_run(name: str, folder: Path) -> RunLog:
     tags = events.Tags()
     scalars, restarts = {}, {}
     for tag in tags["scalars"]:
-        written = sorted(events.Scalars(tag), key=lambda event: event.wall_time)
-        restarts[tag] = [event.value for event in written]
-        scalars[tag] = sorted({event.step: event.value for event in written}.items())
+        seen = sorted(events.Scalars(tag), key=lambda event: event.wall_time)
+        restarts[tag] = [event.value for event in seen]
+        scalars[tag] = sorted({event.step: event.value for event in seen}.items())
     written = {
         tag.removesuffix("/text_summary"): [
             (event.step, event.tensor_proto.string_val[0].decode())

@@ -11,6 +11,7 @@ import itertools
 import math
 from bisect import bisect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from megatron_dsa.tools.report.events import RunLog, Series
 
@@ -39,7 +40,9 @@ def style_of(number: int) -> str:
     return ("-", "--", ":", "-.")[number // len(COLORS) % 4]
 
 
-def thinned(series: Series, points: int = POINTS, breaks: Sequence[int] = ()) -> Series:
+def thinned(
+    series: Series, points: int = POINTS, breaks: Sequence[int] = ()
+) -> list[tuple[float, float]]:
     """Return about ``points`` means of equal stretches of a series.
 
     Args:
@@ -47,7 +50,7 @@ def thinned(series: Series, points: int = POINTS, breaks: Sequence[int] = ()) ->
             and a value that is no number keeps matplotlib from drawing through.
     """
     stretch = -(-len(series) // points)
-    means: Series = []
+    means: list[tuple[float, float]] = []
     for _, part in itertools.groupby(series, key=lambda point: bisect(breaks, point[0])):
         piece = list(part)
         if means:
@@ -65,7 +68,7 @@ def line(axis, series: Series, breaks: Sequence[int] = (), **style) -> bool:
     return bool(series)
 
 
-def by_step(draw: Callable[[object, list[RunLog]], bool]):
+def by_step(draw: Callable[[object, list[RunLog]], bool]) -> Callable[[Any, list[RunLog]], bool]:
     """Have a chart by step show where the stage of training changes; of one run, to which."""
 
     @functools.wraps(draw)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -113,7 +114,7 @@ code { font-size: .85em; overflow-wrap: anywhere; }
 
 def write_html(runs: list[RunLog], title: str, path: Path) -> None:
     """Write the page: charts as vector graphics inside it, no scripts, nothing to fetch."""
-    described = [
+    described: list[dict[str, Any]] = [
         {
             "name": run.name,
             "color": color_of(number),
@@ -198,7 +199,7 @@ def write_png(runs: list[RunLog], title: str, path: Path) -> None:
         heights = [3.1] * rows + [_size(panel, runs)[1] for panel in wide]
         figure = pyplot.figure(figsize=(5.2 * columns, sum(heights) + 0.5), layout="constrained")
         grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
-        places = [divmod(number, columns) for number in range(len(normal))]
+        places: list[tuple[int, Any]] = [divmod(number, columns) for number in range(len(normal))]
         places += [(rows + number, slice(None)) for number in range(len(wide))]
         for panel, place in zip(normal + wide, places, strict=True):
             axis = figure.add_subplot(grid[place])

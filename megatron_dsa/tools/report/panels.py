@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 from matplotlib import ticker
@@ -48,13 +49,13 @@ class Panel:
 
 
 def _finish(axis, ylabel: str, drawn: Iterable[bool], percent: bool = False) -> bool:
-    drawn = any(list(drawn))
+    some = any(list(drawn))
     axis.set(xlabel="step", ylabel=ylabel)
     if percent:
         axis.yaxis.set_major_formatter(PERCENT)
-    if drawn and len(axis.get_legend_handles_labels()[1]) > 1:
+    if some and len(axis.get_legend_handles_labels()[1]) > 1:
         axis.legend(frameon=False, fontsize=8)
-    return drawn
+    return some
 
 
 def _lines(axis, runs: list[RunLog], series_of: Callable[[RunLog], Series]) -> list[bool]:
@@ -114,7 +115,8 @@ def draw_difference(axis, runs: list[RunLog]) -> bool:
             reference = dict(base.get(name, ()))
             apart = [(s, value - reference[s]) for s, value in series if s in reference]
             label = " ".join(filter(None, (run.name, name)))
-            style = {"color": color_of(number), "ls": style_of(number), "label": label}
+            style: dict[str, Any] = {"color": color_of(number), "label": label}
+            style["ls"] = style_of(number)
             drawn.append(line(axis, apart, lw=1.4, marker="o", ms=3, **style))
     if any(drawn):
         axis.axhline(0, color=color_of(0), lw=1.2, label=runs[0].name)
@@ -196,7 +198,8 @@ def _draw_pair(axis, runs: list[RunLog], names: tuple[str, str], ylabel: str) ->
             figure = name.removeprefix("dsa ")
             # Of several runs, the legend tells the colours.
             label = figure if len(runs) == 1 else (run.name if style == "-" else None)
-            look = {"color": color_of(number), "ls": style, "lw": 1.3, "label": label}
+            look: dict[str, Any] = {"color": color_of(number), "ls": style, "lw": 1.3}
+            look["label"] = label
             drawn.append(line(axis, run.scalars.get(FIGURES[name], []), **look))
     return _finish(axis, ylabel, drawn, True)
 

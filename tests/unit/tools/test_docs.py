@@ -265,7 +265,7 @@ def check_training(words):
 def check_command(words: list[str]) -> None:
     """Raise unless a command and the flags of ours that it gives exist."""
     program, *rest = itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words)
-    if program in ("cd", "export", "source", "git", "ruff", "pytest"):
+    if program in ("cd", "export", "source", "git", "ruff", "mypy", "pytest"):
         return
     if program == "pip":
         extras = re.findall(r"megatron-dsa\[([\w,]+)\]", " ".join(rest))
