@@ -15,7 +15,7 @@ from tests.functional.test_parity import (
     LAYOUTS,
     PACKED,
     TP2_HEADS,
-    TP2_ROWS,
+    TP2_SEQUENCE,
     check_layout,
     compare_curves,
 )
@@ -54,7 +54,7 @@ SHARED_LAYOUTS = (
     "small workspace",
 )
 HYBRID_LAYOUTS = {name: LAYOUTS[name] for name in SHARED_LAYOUTS} | {
-    "TP2 by sequence": (TP2_ROWS, 2),
+    "TP2 by sequence": (TP2_SEQUENCE, 2),
     "PP2, first stage without an indexer": (NO_INDEXER_IN_FIRST_STAGE, 2),
     # Trap 20: two microbatches are in flight.
     "PP2 with full recompute": (stages("Ett|tmL") | FULL_RECOMPUTE, 2),
