@@ -10,9 +10,8 @@ import torch
 from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD
+from tests.cases.sparse_attention import check, make_case, ragged_case
 from tests.helpers import leaf, relative_error, skip_unless_it_runs
-from tests.unit.ops.test_fused_backward import ragged_case
-from tests.unit.ops.test_sparse_attention import check, make_case
 
 TOLERANCE = 6e-3
 CASE = {"device": "cuda", "dtype": torch.bfloat16}

@@ -17,8 +17,8 @@ from megatron_dsa.ops.sparse_attention import torch as unfused
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.launch import key_lists
+from tests.cases.sparse_attention import make_case
 from tests.helpers import leaf, relative_error
-from tests.unit.ops.test_sparse_attention import make_case
 
 UNIONS = "megatron_dsa.ops.sparse_attention.tilelang.hopper.unions"
 LARGE = 2**28

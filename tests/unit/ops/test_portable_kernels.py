@@ -19,7 +19,9 @@ from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS, Kernels, kernels_for
+from tests.cases.sparse_attention import check, make_case, ragged_case
 from tests.helpers import (
+    deterministic,
     dynamic_shared_memory,
     leaf,
     needs_compiler,
@@ -27,9 +29,6 @@ from tests.helpers import (
     relative_error,
     skip_unless_it_runs,
 )
-from tests.unit.ops.test_fixed_point import deterministic
-from tests.unit.ops.test_fused_backward import ragged_case
-from tests.unit.ops.test_sparse_attention import check, make_case
 
 #: Module and arguments: heads, dim, v_dim, group in tiles of 64 and of 32 rows, with_sink.
 KERNELS = {
