@@ -10,15 +10,14 @@ from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.reference import sparse_attention as reference
 from tests.cases.sparse_attention import SMALL, check, make_case
 from tests.helpers import double_leaf, leaf, relative_error
-
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 6e-3}
+from tests.tolerances import SPARSE_ATTENTION
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [1, 2, 8, 24])
 def test_matches_float64(device, dtype, heads):
     q, kv, indices = make_case(37, 53, heads, 24, 19, device=device, dtype=dtype, causal=True)
-    check(q, kv, indices, v_dim=16, tolerance=TOLERANCE[dtype])
+    check(q, kv, indices, v_dim=16, tolerance=SPARSE_ATTENTION[dtype])
 
 
 @pytest.mark.parametrize("k", [1, 63, 64, 100])
