@@ -92,6 +92,7 @@ def computed(arguments, run=None):
 
 
 def check(got, want, of_value, of_gradients):
+    """Compare values and gradients, each with its own tolerance."""
     names = ("value", "q", "k", "weights")
     limits = (of_value, *3 * [of_gradients])
     for name, x, y, limit in zip(names, got, want, limits, strict=True):
@@ -119,6 +120,7 @@ def with_lse(inputs):
 
 
 def without_relu(inputs):
+    """Sum the scores of heads without a relu."""
     return dataclasses.replace(inputs, indexer=dataclasses.replace(inputs.indexer, relu=False))
 
 

@@ -27,11 +27,13 @@ def visible_rows(layout):
 
 
 def reference_scores(inputs):
+    """Return float64 leaves with the values of the inputs, and their scores."""
     copies = IndexerInputs(*map(double_leaf, (inputs.q, inputs.k, inputs.weights)), inputs.relu)
     return copies, index_scores(copies.q, copies.k, copies.weights, copies.relu)
 
 
 def check(inputs, copies, loss, expected, tolerance):
+    """Compare a loss and its gradients with those of the float64 copies."""
     assert relative_error(loss, expected) < tolerance
     (loss * 1.7).backward()
     (expected * 1.7).backward()

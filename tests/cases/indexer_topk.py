@@ -39,5 +39,6 @@ LAYOUTS = {
 
 
 def op_call(**changes):
+    """Describe a call of DeepSeek-V3.2's indexer on Hopper, with changes."""
     shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 2048, "dtype": torch.bfloat16}
     return OpCall(**{"device": "cuda", "capability": (9, 0)} | shape | changes)

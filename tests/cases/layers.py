@@ -63,6 +63,7 @@ ROWS = {
 
 
 def case(layer, rows, mode=""):
+    """Return a layer on rows; ``mode`` says how ranks divide rows and heads."""
     base, arguments, changes = LAYERS[layer]
     options = {
         key: changes[key] for key in ("csa_teacher", "stage", "cp_exchange") if key in changes

@@ -23,17 +23,20 @@ def gpt(config):
 
 
 def tokens(seed, batch=1):
+    """Draw a microbatch."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 96, (batch, 64), generator=generator).to(start())
 
 
 def forward(model, seed):
+    """Return the mean loss of a microbatch."""
     ids = tokens(seed)
     position = torch.arange(64, device=ids.device)[None]
     return model(ids, position, None, labels=ids).mean()
 
 
 def full(layers):
+    """Return the settings that recompute whole layers, so many at a time."""
     return {
         "recompute_granularity": "full",
         "recompute_method": "uniform",

@@ -11,6 +11,7 @@ SMALL = Policy(workspace_bytes=200_000)  # forces many chunks
 
 
 def make_case(sq, skv, heads, dim, k, *, device, dtype, seed=0, causal=False):
+    """Return random leaves ``q`` and ``kv``, and ascending lists of random keys."""
     q = leaf(sq, heads, dim, seed=seed, device=device, dtype=dtype)
     kv = leaf(skv, dim, seed=seed + 1, device=device, dtype=dtype)
     generator = torch.Generator().manual_seed(seed + 2)
