@@ -5,6 +5,9 @@ import importlib.util
 import pytest
 import torch
 
+# An assertion there says what it compared, as in a test.
+pytest.register_assert_rewrite("tests.cases", "tests.functional.comparisons")
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 EXAMPLES = 100
 

@@ -1,5 +1,6 @@
 """Small things that several test files need."""
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import Candidate, describe_call
+from megatron_dsa.ops import OPERATIONS
 
 
 @dataclass(frozen=True)
@@ -100,3 +102,44 @@ def peak_memory_above(call):
     result = call()
     torch.cuda.synchronize()
     return result, torch.cuda.max_memory_allocated() - before
+
+
+def peak_bytes(device, call):
+    """Most bytes that are allocated at the same time during ``call``, besides what is already."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiled:
+        call()
+    events = profiled.profiler.kineto_results.events()
+    live = peak = 0
+    for event in sorted((x for x in events if x.name() == "[memory]"), key=lambda x: x.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+@contextlib.contextmanager
+def deterministic():
+    """Torch's deterministic mode, for our kernels only: cuBLAS wants a variable of its own set."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+
+
+def skip_unless_they_run(*pairs):
+    """Skip where an implementation of an operation cannot run, with the reason."""
+    for operation, name in pairs:
+        (candidate,) = (c for c in OPERATIONS[operation].candidates if c.name == name)
+        shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 64}
+        reason = candidate.reason(describe_call("cuda", dtype=torch.bfloat16, **shape))
+        if reason is not None:
+            pytest.skip(reason)

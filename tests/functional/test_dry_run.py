@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
+from tests.cases.launch_scripts import V4, launch, launched
 from tests.functional.launch import ENTRY_POINT, REPOSITORY
-from tests.unit.test_examples import V4, launch, launched
 
 JOB = {
     "TP": "8", "PP": "4", "EP": "8", "NODES": "4", "MOE_LAYER_FREQ": "1", "NUM_EXPERTS": "16",

@@ -8,18 +8,16 @@ import pytest
 import torch
 
 from tests.functional.checkpoint_reader import read
+from tests.functional.comparisons import check_layout, check_resume, compare_curves
 from tests.functional.launch import train
-from tests.functional.test_parity import (
+from tests.functional.parallel_flags import (
     CP2,
     FULL_RECOMPUTE,
     LAYOUTS,
     PACKED,
     TP2_HEADS,
     TP2_SEQUENCE,
-    check_layout,
-    compare_curves,
 )
-from tests.functional.test_stages import check_resume
 from tests.helpers import relative_error
 
 HYBRID = {

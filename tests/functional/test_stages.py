@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.functional.checkpoint_reader import read
+from tests.functional.comparisons import check_resume, compare, compare_curves
 from tests.functional.launch import train
-from tests.functional.test_parity import CP2, FULL_RECOMPUTE, PACKED, compare, compare_curves
+from tests.functional.parallel_flags import CP2, FULL_RECOMPUTE, PACKED
 
 SHARED = {
     "--num-layers": 4,
@@ -22,29 +23,6 @@ CORE_RECOMPUTE = {
     "--recompute-granularity": "selective",
     "--recompute-modules": ["core_attn"],
 }
-
-
-def check_resume(flags, folder):
-    """Check that six steps in one go equal three, a checkpoint and three more; return the state.
-
-    Losses and everything that is saved have to be the same to the last bit.
-    """
-    # Dropout puts the random state to the test as well.
-    flags = flags | {"--train-iters": 6, "--save-interval": 3, "--hidden-dropout": 0.1}
-    flags |= {"--deterministic-mode": True}
-    whole = train(flags | {"--save": folder / "whole"})
-    train(flags | {"--save": folder / "part", "--exit-interval": 3})
-    rest = train(flags | {"--save": folder / "part", "--load": folder / "part"})
-    assert [step["iteration"] for step in rest.steps] == [4, 5, 6]
-    for name in ("lm loss", "indexer loss", "grad norm"):
-        resumed, straight = rest.column(name), whole.column(name)[3:]
-        # Not the second: Megatron averages the first two losses that it logs after a start.
-        assert (resumed[0], resumed[2]) == (straight[0], straight[2]), name
-    expected, state = read(folder / "whole"), read(folder / "part")
-    assert set(state) == set(expected)
-    for name, tensor in state.items():
-        assert tensor.equal(expected[name]), name
-    return state
 
 
 def test_resume_equals_uninterrupted(data, tmp_path):

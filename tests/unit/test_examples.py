@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,31 +12,8 @@ import torch
 from megatron_dsa.config import CSATransformerConfig
 from megatron_dsa.huggingface.config_json import check_model, parse_config
 from megatron_dsa.presets import PRESETS
+from tests.cases.launch_scripts import EXAMPLES, MODEL, TRAINING, V4, launch, launched, logs
 from tests.host import parsed
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-#: What the user has to fill in, with made-up values; and for V4, besides.
-TRAINING = {
-    "DATA_PATH": "data",
-    "TOKENIZER": "tokenizer",
-    "CHECKPOINTS": "checkpoints",
-    "TRAIN_STEPS": "10",
-    "GLOBAL_BATCH": "8",
-    "LR": "1e-4",
-}
-MODEL = {
-    "ROTARY_BASE": "10000",
-    "COMPRESS_ROTARY_BASE": "12345",
-    "YARN_FACTOR": "7",
-    "YARN_ORIGINAL_LENGTH": "1024",
-    "MOE_LAYER_FREQ": "1",
-    "NUM_EXPERTS": "16",
-    "EXPERTS_PER_TOKEN": "2",
-    "EXPERT_SIZE": "64",
-    "SHARED_EXPERT_SIZE": "64",
-}
-V4 = TRAINING | MODEL
 
 #: config.json of released models, as far as it says what weights mean.
 MOE = {
@@ -98,40 +74,6 @@ GLM_5 = MOE | {
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
 }
-
-
-def launch(script, folder, variables, *arguments, before=()):
-    """Run a script with a Python that only prints its arguments and ``WORLD_SIZE``."""
-    python = folder / "python"
-    python.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
-        "print(json.dumps([sys.argv[1:], os.environ.get('WORLD_SIZE')]))\n"
-    )
-    if "CHECKPOINTS" in variables:
-        variables = variables | {"CHECKPOINTS": str(folder / "checkpoints")}
-    python.chmod(0o755)
-    return subprocess.run(
-        [*before, EXAMPLES / script, *arguments],
-        env={"PATH": os.environ["PATH"], "PYTHON": str(python)} | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def launched(script, folder, *call, **more):
-    """Return what is launched, the flags of the training entry point, and ``WORLD_SIZE``."""
-    done = launch(script, folder, *call, **more)
-    assert done.returncode == 0, done.stderr
-    (said,) = [done.stdout] if done.stdout else [log.read_text() for log in logs(folder)]
-    launcher, world = json.loads(said)
-    module = launcher.index("megatron_dsa.pretrain")
-    return launcher[:module], launcher[module + 1 :], world
-
-
-def logs(folder):
-    """Return the logs of what was launched."""
-    return sorted((folder / "checkpoints").glob("train*.log"))
 
 
 def configured(flags, world, monkeypatch):

@@ -1,13 +1,15 @@
-"""The import structure: levels, no cycles, and which imports may wait inside functions."""
+"""The import structure: levels, no cycles, imports inside functions, and what tests share."""
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_dsa"
+TESTS = ROOT / "tests"
 
 #: Files and folders of the package, the lowest first. Imports go down only.
 LEVELS = (
@@ -111,3 +113,47 @@ def test_folders_of_operations_import_nothing():
 
 def test_few_files_lie_flat():
     assert len(list(PACKAGE.glob("*.py"))) <= 14
+
+
+def named_test_modules(source: str, tests: set[str]) -> list[str]:
+    """Return which test modules a source imports, or names in strings that are no docstrings."""
+    tree, names = ast.parse(source), []
+    alone = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module or ''}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in alone:
+            names += re.findall(r"[\w./]*[./]test_\w+", node.value)
+    return [name for name in names if tests & set(re.split(r"[./]", name))]
+
+
+def test_no_file_imports_a_test_module():
+    """What several tests need is a module: ``tests/cases``, ``tests/reference``, helpers."""
+    tests = {path.stem for path in TESTS.rglob("test_*.py")}
+    assert len(tests) > 80
+    found = {
+        str(path.relative_to(TESTS)): named
+        for path in TESTS.rglob("*.py")
+        if (named := named_test_modules(path.read_text(encoding="utf-8"), tests))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("from tests.unit.ops.test_it import check", ["tests.unit.ops.test_it.check"]),
+        ("from tests.unit.ops import test_it", ["tests.unit.ops.test_it"]),
+        ("from . import test_it", [".test_it"]),
+        ("from .test_it import check", ["test_it.check"]),
+        ("def f():\n    import tests.unit.test_it as it", ["tests.unit.test_it"]),
+        ("import_module('tests.unit.test_it')", ["tests.unit.test_it"]),
+        ("import_module('.test_it', 'tests.unit')", [".test_it"]),
+        ("spec_from_file_location('it', f'{root}/unit/test_it.py')", ["/unit/test_it"]),
+        ("'Like tests/unit/test_it.py.'\nfrom tests.cases.it import test_other", []),
+    ],
+)
+def test_imports_of_test_modules_are_found(source, named):
+    assert named_test_modules(source, {"test_it"}) == named

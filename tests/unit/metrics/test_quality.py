@@ -18,24 +18,10 @@ from megatron_dsa.metrics.quality import (
     through_fp8,
 )
 from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.from_megatron import layout_from_megatron
-from megatron_dsa.sequence.sharding import Sharding
+from tests.cases.layouts import LAYOUTS, SPREADS, TOTAL, indexer_inputs, layouts, sequence_places
+from tests.cases.models import CORE, MODELS, SELECTING, forward, full, gpt
 from tests.helpers import leaf, relative_error
-from tests.host import packed, small_config, small_csa_config, start
-
-TOTAL = 48
-LAYOUTS = {
-    "one": (1, None),
-    "two": (2, None),
-    "packed": (1, ((14, 3, 0, 20), (16, 4, 0, 20))),
-}
-SPREADS = {
-    "alone": (Sharding(),),
-    "zigzag": tuple(Sharding(2, rank, "zigzag") for rank in range(2)),
-    "zigzag_rows": tuple(Sharding(2, rank, "zigzag_rows") for rank in range(2)),
-    "contiguous": tuple(Sharding(2, rank, "contiguous") for rank in range(2)),
-    "by sequence": tuple(Sharding(2, rank // 2, "zigzag", 2, rank % 2) for rank in range(4)),
-}
+from tests.host import start
 
 
 @pytest.fixture(autouse=True)
@@ -46,23 +32,6 @@ def log():
     IndexerLog._state.sums = None
     yield IndexerLog
     IndexerLog._state.sums = None
-
-
-def layouts(name, sharding):
-    """The layout of every rank."""
-    batch, lengths = LAYOUTS[name]
-    params = None if lengths is None else packed(*lengths[0], padded_lengths=lengths[1])
-    rows = TOTAL // batch
-    return [
-        layout_from_megatron(rows // one.ranks, batch, start(), params, one)
-        for one in SPREADS[sharding]
-    ]
-
-
-def sequence_places(layout):
-    """``(sequence, position, padding)`` of every query row."""
-    real = [True] * layout.num_queries if layout.real is None else layout.real.tolist()
-    return list(zip(layout.start.tolist(), layout.position.tolist(), real, strict=True))
 
 
 def random_lists(rows, keys, width, seed):
@@ -147,20 +116,6 @@ def test_e4m3_rounds_to_the_nearest_number():
     expected = grid[nearest.indices] * x.sign() * scale
     assert relative_error(through_fp8(x), expected) < 1e-6
     assert through_fp8(x)[0].abs().max() == 0
-
-
-def indexer_inputs(layout, num_keys, dtype=torch.float64, heads=3):
-    """Random inputs by place in the sequence: the same for a row on any number of ranks."""
-    everywhere = layout.all_tokens
-    rows = everywhere.num_queries
-    q = leaf(rows, heads, 8, seed=1, dtype=torch.float64).detach()
-    k = leaf(num_keys, 8, seed=2, dtype=torch.float64).detach()
-    weights = leaf(rows, heads, seed=3, dtype=torch.float64).detach()
-    own = (layout.start + layout.position).cpu()
-    if layout.key_rows is not None and num_keys == layout.num_keys:  # of positions
-        k = k[torch.argsort(layout.key_rows.cpu())]
-    to = {"device": start(), "dtype": dtype}
-    return IndexerInputs(q[own].to(**to), k.to(**to), weights[own].to(**to))
 
 
 def best_keys(scores, topk):
@@ -284,55 +239,6 @@ def test_an_attention_that_is_nan_is_not_left_out():
 
 
 # Layers
-
-
-def gpt(config):
-    """A small GPT model of ``config`` with weights large enough to matter."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    from megatron_dsa.specs import dsa_block_spec
-
-    model = GPTModel(config, dsa_block_spec(config), 96, 64, position_embedding_type="rope")
-    model = model.to(start(), config.params_dtype).train()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for _, parameter in sorted(model.named_parameters()):
-            if parameter.dim() > 1:
-                values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.copy_(values * parameter.shape[1] ** -0.5)
-    return model
-
-
-def tokens(seed, batch=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 96, (batch, 64), generator=generator).to(start())
-
-
-def forward(model, seed):
-    ids = tokens(seed)
-    position = torch.arange(64, device=ids.device)[None]
-    return model(ids, position, None, labels=ids).mean()
-
-
-def full(layers):
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": layers,
-    }
-
-
-CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-MODELS = {
-    "DSA": (small_config, (), {"num_layers": 3}),
-    "shared": (small_config, (), {"num_layers": 4, "dsa_indexer_topk_freq": 2}),
-    "hybrid": (
-        small_csa_config,
-        (4,),
-        {"num_layers": 5, "csa_compress_ratios": [4, 0, 4, 6, 4]},
-    ),
-}
-SELECTING = {"DSA": [1, 2, 3], "shared": [1, 3], "hybrid": [1, 3, 5]}
 
 
 @pytest.mark.parametrize("recompute", [{}, full(1), full(2), CORE], ids=["", "1", "2", "core"])

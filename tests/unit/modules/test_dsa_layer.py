@@ -11,6 +11,7 @@ import torch
 from tests.helpers import relative_error
 from tests.host import attention_module, packed, small_config, start
 from tests.reference import dsa_float64
+from tests.reference.shapes import shape_of
 
 TOLERANCE = 3e-6
 SEQUENCE = 64  # more than 4 x topk: rope mistakes in the indexer hide while everything is selected
@@ -19,39 +20,6 @@ YARN = {
     "rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16,
     "beta_fast": 8.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.5,
 }  # fmt: skip
-
-
-def shape_of(config):
-    """The reference's description of the same model."""
-    yarn = None
-    if config.rope_type == "yarn":
-        yarn = {
-            "scaling_factor": config.rotary_scaling_factor,
-            "original_max_position": config.original_max_position_embeddings,
-            "beta_fast": config.beta_fast,
-            "beta_slow": config.beta_slow,
-            "mscale": config.mscale,
-            "mscale_all_dim": config.mscale_all_dim,
-        }
-    return dsa_float64.Shape(
-        heads=config.num_attention_heads,
-        hidden=config.hidden_size,
-        q_lora=config.q_lora_rank,
-        kv_lora=config.kv_lora_rank,
-        nope=config.qk_head_dim,
-        rope=config.qk_pos_emb_head_dim,
-        v=config.v_head_dim,
-        index_heads=config.dsa_indexer_n_heads,
-        index_dim=config.dsa_indexer_head_dim,
-        topk=config.dsa_indexer_topk,
-        rotary_base=config.rotary_base,
-        eps=config.layernorm_epsilon,
-        k_norm_eps=config.dsa_indexer_k_norm_epsilon,
-        index_rope_interleaved=config.dsa_indexer_rope_interleaved,
-        index_hadamard=config.dsa_indexer_rotate_activation,
-        index_relu=config.dsa_indexer_scoring_relu,
-        yarn=yarn,
-    )
 
 
 def hidden_states(config, rows=SEQUENCE, batch=1):

@@ -12,17 +12,10 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.modules.replay import IndexCapture, IndexReplay
 from megatron_dsa.numerics.autograd import in_backward
 from megatron_dsa.sequence.positions import positions_to_rows
+from tests.cases.layouts import shuffled
+from tests.cases.models import CORE, MODELS, SELECTING, forward, full, gpt
 from tests.host import attention_module, hidden_like, packed, small_config, start
 from tests.processes import run_ranks
-from tests.unit.metrics.test_quality import (
-    CORE,
-    MODELS,
-    SELECTING,
-    forward,
-    full,
-    gpt,
-)
-from tests.unit.sequence.test_positions import shuffled
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tests.cases.layers import case
 from tests.ranks import build, spawn
-from tests.unit.parallel.test_ranks import case
 
 #: Ranks -> (layer, rows, mode).
 CASES = {

@@ -156,7 +156,7 @@ def test_index_projections_match_the_reference(interleaved):
     from megatron_dsa.modules.rope import TokenRope
     from megatron_dsa.parallel.groups import Ranks
     from megatron_dsa.sequence.layout import bshd_layout
-    from tests.unit.modules.test_dsa_layer import shape_of
+    from tests.reference.shapes import shape_of
 
     config = small_config(dsa_indexer_rope_interleaved=interleaved)
     module = attention_module(config)

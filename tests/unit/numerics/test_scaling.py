@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_dsa.numerics.scaling import scaled
+from tests.cases.triton_kernels import interpret
 from tests.helpers import leaf
-from tests.unit.ops.test_compressor import interpret
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -22,8 +22,8 @@ from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
 from megatron_dsa.parallel.ring.exchange import Ring
 from megatron_dsa.parallel.ring.loop import attend, gradients
 from megatron_dsa.parallel.ring.payload import KeysAndValues, Latent
+from tests.cases.ring import CUTS, PACKED, WEIGHTS, WHOLE, Case, expected, together
 from tests.helpers import relative_error
-from tests.unit.parallel.test_ring import CUTS, PACKED, WEIGHTS, WHOLE, Case, expected, together
 
 BY_NAME = {kernel.name: kernel for kernel in BLOCK_KERNELS}
 FUSED = [kernel.name for kernel in BLOCK_KERNELS if kernel.fused]

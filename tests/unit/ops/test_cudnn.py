@@ -24,12 +24,10 @@ from megatron_dsa.ops.padding import bucket, masked_indices, padded_heads, with_
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
+from tests.cases.sparse_attention import CASE, make_case, ragged_case
 from tests.helpers import double_leaf, leaf, relative_error
-from tests.unit.ops.test_fused_backward import ragged_case
-from tests.unit.ops.test_sparse_attention import make_case
 
 TOLERANCE = 5e-3
-CASE = {"device": "cuda", "dtype": torch.bfloat16}
 WIDE = Policy(workspace_bytes=256 * 2**20)
 
 

@@ -7,8 +7,8 @@ from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dsa_kernels import dense_attention
 from megatron_dsa.ops.dense_attention.reference import dense_attention as reference
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
+from tests.cases.indexer_loss import LAYOUTS, visible_rows
 from tests.helpers import double_leaf, leaf, relative_error
-from tests.unit.ops.test_indexer_loss import LAYOUTS, visible_rows
 
 SMALL = Policy(fused=False, workspace_bytes=60_000)
 

@@ -15,9 +15,9 @@ from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from megatron_dsa.sequence.sharding import KeyOwnership, Sharding, sharded_layout
-from tests.helpers import leaf, relative_error
+from tests.cases.indexer_loss import check, reference_scores, visible_rows
+from tests.helpers import leaf, peak_bytes, relative_error
 from tests.processes import run_ranks
-from tests.unit.ops.test_indexer_loss import check, reference_scores, visible_rows
 
 SCALE = 0.37  # not 1, so that a scale applied twice shows
 HEADS, DIM, SHARED, RANK = 10, 12, 4, 6  # more heads than are handled at once
@@ -249,25 +249,6 @@ def test_pairs_that_cannot_see_each_other_are_skipped(device, monkeypatch, make_
     value_and_gradients(inputs, q, k, layout)
     assert len(sizes) > 20
     assert int(visible_rows(layout).sum()) <= sum(sizes) < most * 256**2
-
-
-def peak_bytes(device, call):
-    """Most bytes that are allocated at the same time during ``call``, besides what is already."""
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profiled:
-        call()
-    events = profiled.profiler.kineto_results.events()
-    live = peak = 0
-    for event in sorted((x for x in events if x.name() == "[memory]"), key=lambda x: x.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,7 @@ from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
-from tests.helpers import relative_error
-from tests.unit.ops.test_dense_indexer_loss import peak_bytes
-from tests.unit.ops.test_dense_loss_kernels import (
+from tests.cases.dense_loss import (
     MODULE,
     SCALE,
     Shape,
@@ -30,6 +28,7 @@ from tests.unit.ops.test_dense_loss_kernels import (
     with_others,
     without_relu,
 )
+from tests.helpers import peak_bytes, relative_error
 
 
 def packed(device, padded=True):

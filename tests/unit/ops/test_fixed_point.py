@@ -1,6 +1,5 @@
 """Key gradients in fixed point: no overflow, no wrong finite number, and on a GPU the same bits."""
 
-import contextlib
 import math
 from dataclasses import replace
 
@@ -12,8 +11,8 @@ from megatron_dsa.ops.sparse_attention import torch as unfused
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang.fixed_point import to_float, units_per_one
-from tests.helpers import relative_error
-from tests.unit.ops.test_sparse_attention import make_case
+from tests.cases.sparse_attention import make_case
+from tests.helpers import deterministic, relative_error
 
 
 def case(rows=40, keys=200, heads=16, dim=576, k=64, device="cpu", spread=1.0):
@@ -87,18 +86,6 @@ def test_no_queries_and_no_keys():
         inputs = SparseAttentionInputs(q, kv, ids, 512, 0.05, None, None, 2**28)
         units = units_per_one(inputs, q[..., :512], q[..., :512])
         assert (to_float(torch.zeros(2, 16, dtype=torch.int64), units) == 0).all()
-
-
-@contextlib.contextmanager
-def deterministic():
-    """Torch's deterministic mode, for our kernels only: cuBLAS wants a variable of its own set."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 def gradients(inputs, out, lse, dout):

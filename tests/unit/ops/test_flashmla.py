@@ -19,8 +19,8 @@ from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention import torch as unfused
 from megatron_dsa.ops.sparse_attention.declaration import FORWARD
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from tests.cases.sparse_attention import make_case
 from tests.helpers import leaf
-from tests.unit.ops.test_sparse_attention import make_case
 
 FLASHMLA = {c.name: c for c in FORWARD.candidates}["flashmla"]
 

@@ -16,9 +16,9 @@ from megatron_dsa.ops.indexer_topk.api import candidates_for, selection_calls
 from megatron_dsa.ops.indexer_topk.declaration import SCORES
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
+from tests.cases.indexer_topk import LAYOUTS, expected, integer_inputs
+from tests.cases.triton_kernels import Recorder, assembly, interpret, prepare_interpreter
 from tests.helpers import leaf, relative_error
-from tests.unit.ops.test_compressor import Recorder, assembly, interpret, prepare_interpreter
-from tests.unit.ops.test_indexer_topk import LAYOUTS, expected, integer_inputs
 
 KERNELS = "megatron_dsa.ops.indexer_topk.triton"
 #: Blocks of any width are worth their candidates here.

@@ -10,11 +10,10 @@ from megatron_dsa.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from tests.cases.sparse_attention import CASE, check, make_case, ragged_case
 from tests.helpers import leaf, relative_error, skip_unless_it_runs
-from tests.unit.ops.test_sparse_attention import check, make_case
 
 TOLERANCE = 5e-3
-CASE = {"device": "cuda", "dtype": torch.bfloat16}
 FUSED = {c.name: c for c in BACKWARD.candidates if c.fused}
 
 
@@ -75,19 +74,6 @@ def test_backward_last_group(backward, heads, queries):
     """1: a tile of several queries, of which the last one has fewer."""
     q, kv, indices = make_case(queries, 400, heads, 576, 128, causal=True, **CASE)
     check(q, kv, indices, v_dim=512, tolerance=TOLERANCE, scale=0.05, policy=policy_of(backward))
-
-
-def ragged_case(heads=64, dim=576):
-    """-1 in the middle, an id past the keys, empty rows, lengths of 0 and beyond K."""
-    q, kv, indices = make_case(24, 300, heads, dim, 128, **CASE)
-    indices[3] = -1
-    indices[:, 7] = -1
-    indices[4, 9] = 300
-    length = torch.full((24,), 128, dtype=torch.int32, device="cuda")
-    length[5], length[6], length[8] = 0, 2, 1000
-    place = torch.arange(128, device="cuda")
-    valid = (indices >= 0) & (indices < 300) & (place < length[:, None])
-    return q, kv, indices, length, valid
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,11 @@ import torch
 from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD
+from tests.cases.sparse_attention import CASE, check, make_case, ragged_case
 from tests.helpers import leaf, relative_error, skip_unless_it_runs
-from tests.unit.ops.test_fused_backward import ragged_case
-from tests.unit.ops.test_sparse_attention import check, make_case
+from tests.tolerances import SPARSE_ATTENTION
 
-TOLERANCE = 6e-3
-CASE = {"device": "cuda", "dtype": torch.bfloat16}
+TOLERANCE = SPARSE_ATTENTION[torch.bfloat16]
 FUSED = {c.name: c for c in FORWARD.candidates if c.fused}
 BACKWARDS = {c.name: c for c in BACKWARD.candidates if c.fused}
 UNFUSED = Policy(fused=False)

@@ -11,21 +11,12 @@ from megatron_dsa.dsa_kernels import (
     sparse_indexer_loss,
 )
 from megatron_dsa.ops.indexer_loss import reference
-from megatron_dsa.ops.indexer_topk.reference import index_scores
-from megatron_dsa.sequence.layout import bshd_layout, packed_layout
-from tests.helpers import double_leaf, leaf, relative_error
+from megatron_dsa.sequence.layout import bshd_layout
+from tests.cases.indexer_loss import LAYOUTS, check, reference_scores, visible_rows
+from tests.helpers import leaf, relative_error
 
 SMALL = Policy(workspace_bytes=60_000)
 SCALE = 0.37  # not 1, so that a scale applied twice shows (trap 7)
-
-LAYOUTS = {
-    "one sequence": lambda device: bshd_layout(48, 1, device),
-    "batch of 3": lambda device: bshd_layout(16, 3, device),
-    # a padded tail: rows without any visible key (trap 8)
-    "packed": lambda device: packed_layout(
-        torch.tensor([0, 3, 20, 41], device=device, dtype=torch.int32), 48, 21
-    ),
-}
 
 
 def make_inputs(device, dtype=torch.float64, relu=True):
@@ -35,30 +26,6 @@ def make_inputs(device, dtype=torch.float64, relu=True):
         leaf(48, 3, seed=3, device=device, dtype=dtype, scale=0.3),
         relu,
     )
-
-
-def visible_rows(layout):
-    """bool [Sq, Skv] over key *rows*."""
-    slots = torch.arange(layout.num_keys, device=layout.start.device)
-    by_slot = (slots >= layout.start[:, None]) & (slots < layout.end[:, None])
-    if layout.key_rows is None:
-        return by_slot
-    return torch.zeros_like(by_slot).index_copy_(1, layout.key_rows, by_slot)
-
-
-def reference_scores(inputs):
-    copies = IndexerInputs(*map(double_leaf, (inputs.q, inputs.k, inputs.weights)), inputs.relu)
-    return copies, index_scores(copies.q, copies.k, copies.weights, copies.relu)
-
-
-def check(inputs, copies, loss, expected, tolerance):
-    assert relative_error(loss, expected) < tolerance
-    (loss * 1.7).backward()
-    (expected * 1.7).backward()
-    for name in ("q", "k", "weights"):
-        got, want = getattr(inputs, name).grad, getattr(copies, name).grad
-        assert torch.isfinite(got).all(), name
-        assert relative_error(got, want) < tolerance, name
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

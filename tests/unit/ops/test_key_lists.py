@@ -17,12 +17,11 @@ from megatron_dsa.ops.sparse_attention import torch as unfused
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.launch import key_lists
+from tests.cases.sparse_attention import CASE, make_case
 from tests.helpers import leaf, relative_error
-from tests.unit.ops.test_sparse_attention import make_case
 
 UNIONS = "megatron_dsa.ops.sparse_attention.tilelang.hopper.unions"
 LARGE = 2**28
-CASE = {"device": "cuda", "dtype": torch.bfloat16}
 
 
 def list_inputs(indices, keys, topk_length=None, workspace_bytes=LARGE):

@@ -9,7 +9,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.key_lists import reference
 from megatron_dsa.ops.key_lists import torch as unfused
 from megatron_dsa.ops.key_lists.inputs import ListInputs
-from tests.unit.ops.test_compressor import Recorder, assembly, interpret, prepare_interpreter
+from tests.cases.triton_kernels import Recorder, assembly, interpret, prepare_interpreter
 
 KERNELS = "megatron_dsa.ops.key_lists.triton"
 

@@ -19,7 +19,9 @@ from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS, Kernels, kernels_for
+from tests.cases.sparse_attention import CASE, check, make_case, ragged_case
 from tests.helpers import (
+    deterministic,
     dynamic_shared_memory,
     leaf,
     needs_compiler,
@@ -27,9 +29,7 @@ from tests.helpers import (
     relative_error,
     skip_unless_it_runs,
 )
-from tests.unit.ops.test_fixed_point import deterministic
-from tests.unit.ops.test_fused_backward import ragged_case
-from tests.unit.ops.test_sparse_attention import check, make_case
+from tests.tolerances import SPARSE_ATTENTION
 
 #: Module and arguments: heads, dim, v_dim, group in tiles of 64 and of 32 rows, with_sink.
 KERNELS = {
@@ -41,8 +41,7 @@ KERNELS = {
 #: Tilings that differ, and all numbers of heads with dims and sinks: each goes with one of them.
 TILES = ("sm_80", "sm_89", "sm_90a")
 HEADS = (1, 8, 16, 24, 32, 48, 64, 96, 128)
-CASE = {"device": "cuda", "dtype": torch.bfloat16}
-TOLERANCE = 6e-3
+TOLERANCE = SPARSE_ATTENTION[torch.bfloat16]
 OURS = Policy(
     workspace_bytes=256 * 2**20,
     named=(

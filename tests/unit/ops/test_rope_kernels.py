@@ -6,14 +6,14 @@ import torch
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.rope import reference
 from megatron_dsa.ops.rope import torch as unfused
-from tests.helpers import double_leaf, leaf, relative_error
-from tests.unit.ops.test_compressor import (
+from tests.cases.triton_kernels import (
     assembly,
     assert_repeatable,
     interpret,
     prepare_interpreter,
     recorded,
 )
+from tests.helpers import double_leaf, leaf, relative_error
 
 EPS = 1e-6
 KERNELS = "megatron_dsa.ops.rope.triton"

@@ -11,16 +11,21 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import Policy, describe_call, report, reset_report
-from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.modules.warm_up import warm_up
-from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.indexer_topk import reference
 from megatron_dsa.ops.indexer_topk.declaration import SCORES
 from megatron_dsa.ops.indexer_topk.tilelang import launch as tilelang_kernels
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import Seen, bshd_layout, packed_layout
-from tests.helpers import dynamic_shared_memory, needs_compiler, ptxas, relative_error
+from tests.cases.indexer_topk import op_call
+from tests.helpers import (
+    dynamic_shared_memory,
+    needs_compiler,
+    ptxas,
+    relative_error,
+    skip_unless_they_run,
+)
 
 BF16, FP8 = "bfloat16", "float8_e4m3fn"
 #: Heads, dtype, relu.
@@ -80,11 +85,6 @@ def test_what_the_tiling_does_not_fit_is_refused():
         program().build(64, "float16")
 
 
-def op_call(**changes):
-    shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 2048, "dtype": torch.bfloat16}
-    return OpCall(**{"device": "cuda", "capability": (9, 0)} | shape | changes)
-
-
 def test_it_is_the_first_choice_on_hopper():
     pytest.importorskip("tilelang")
     ours = SCORES.candidates[0]
@@ -102,16 +102,6 @@ def test_it_is_the_first_choice_on_hopper():
 
 
 # On a GPU
-
-
-def skip_unless_they_run(*pairs):
-    """Skip where an implementation of an operation cannot run, with the reason."""
-    for operation, name in pairs:
-        (candidate,) = (c for c in OPERATIONS[operation].candidates if c.name == name)
-        shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 64}
-        reason = candidate.reason(describe_call(CUDA, dtype=torch.bfloat16, **shape))
-        if reason is not None:
-            pytest.skip(reason)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from megatron_dsa.ops.indexer_topk import reference
 from megatron_dsa.ops.indexer_topk.declaration import TOPK
 from megatron_dsa.ops.indexer_topk.tilelang import launch as tilelang_kernels
 from megatron_dsa.sequence.layout import Seen
+from tests.cases.indexer_topk import op_call
 from tests.helpers import needs_compiler, ptxas
-from tests.unit.ops.test_score_kernels import op_call
 
 TILINGS = ("narrow", "wide", "large")
 #: Of an SM: bytes of shared memory, of which each thread block takes 1024 more, and registers.

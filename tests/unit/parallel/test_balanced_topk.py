@@ -17,10 +17,10 @@ from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.sharding import Sharding
+from tests.cases.layers import DSA, HYBRID
 from tests.host import packed
 from tests.processes import run_ranks
 from tests.ranks import compare, run
-from tests.unit.parallel.test_ranks import DSA, HYBRID
 
 CPU = torch.device("cpu")
 TOTAL = 96

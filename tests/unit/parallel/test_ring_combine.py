@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_dsa.parallel.ring.combine import Combined, merge_torch
+from tests.cases.triton_kernels import Recorder, assembly, interpret, prepare_interpreter
 from tests.helpers import relative_error
-from tests.unit.ops.test_compressor import Recorder, assembly, interpret, prepare_interpreter
 
 KERNELS = "megatron_dsa.parallel.ring.combine_triton"
 SHAPES = [(52, 3, 24), (64, 128, 128)]

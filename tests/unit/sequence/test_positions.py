@@ -13,22 +13,8 @@ from megatron_dsa.sequence.positions import (
     rows_to_positions,
     validate_indices,
 )
+from tests.cases.layouts import LAYOUTS, SPREADS, indexer_inputs, layouts, sequence_places, shuffled
 from tests.host import start
-from tests.unit.metrics.test_quality import (
-    LAYOUTS,
-    SPREADS,
-    indexer_inputs,
-    layouts,
-    sequence_places,
-)
-
-
-def shuffled(positions, seed=7):
-    """The same lists in another order, -1 anywhere."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(positions.shape, generator=generator).argsort(-1).to(positions.device)
-    return positions.gather(1, order)
-
 
 # Positions
 

@@ -10,8 +10,7 @@ from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout
-from tests.helpers import peak_memory_above
-from tests.unit.ops.test_score_kernels import skip_unless_they_run
+from tests.helpers import peak_memory_above, skip_unless_they_run
 
 CUDA = torch.device("cuda")
 HEADS, DIM, TOPK, ROWS_CHECKED = 64, 128, 2048, 64

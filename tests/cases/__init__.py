@@ -1,0 +1,1 @@
+"""Inputs, cases and comparisons that several test files share."""

@@ -1,0 +1,147 @@
+"""Calls of the dense indexer loss that its kernels take, and their values in float64."""
+
+import dataclasses
+
+import torch
+
+from megatron_dsa.dispatch import Policy, report, reset_report
+from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
+from megatron_dsa.ops.indexer_loss import reference
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
+from megatron_dsa.ops.indexer_topk.reference import index_scores
+from tests.cases.indexer_loss import visible_rows
+from tests.helpers import double_leaf, leaf, relative_error
+
+MODULE = "megatron_dsa.ops.indexer_loss.triton.dense"
+SCALE = 0.11  # not 1, so that a scale applied twice shows
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Heads and dims; ``own`` dims of a latent key are its head's, of ``rank`` latents."""
+
+    index_heads: int = 5
+    index_dim: int = 16
+    heads: int = 3
+    dim: int = 80
+    own: int = 64
+    rank: int = 24
+
+
+def make(layout, shape, dtype, keys, relu=True):
+    """Return inputs of the largest workspace; scores have a deviation of about 1."""
+    device, rows, slots = layout.start.device, layout.num_queries, layout.num_keys
+
+    def draw(*sizes, seed, scale=1.0):
+        return leaf(*sizes, seed=seed, device=device, dtype=dtype, scale=scale)
+
+    inputs = IndexerInputs(
+        draw(rows, shape.index_heads, shape.index_dim, seed=1),
+        draw(slots, shape.index_dim, seed=2),
+        draw(rows, shape.index_heads, seed=3, scale=(shape.index_heads * shape.index_dim) ** -0.5),
+        relu,
+    )
+    if keys == "latent":
+        shared = shape.dim - shape.own
+        latents = draw(slots, shape.rank + shared, seed=5)
+        w_uk = draw(shape.heads, shape.own, shape.rank, seed=6, scale=shape.rank**-0.5)
+        k = LatentKeys(latents, w_uk).detach()
+    else:
+        k = draw(slots, 1 if keys == "one" else shape.heads, shape.dim, seed=5).detach()
+    q = draw(rows, shape.heads, shape.dim, seed=4).detach()
+    return DenseLossInputs(inputs, layout, q, k, SCALE, None, 2**28)
+
+
+def expected(inputs):
+    """Return value and gradients in float64."""
+    x, k = inputs.indexer, inputs.k
+    if isinstance(k, LatentKeys):
+        k = k.expanded()  # rounded as those of the projection
+    copies = IndexerInputs(*map(double_leaf, (x.q, x.k, x.weights)), x.relu)
+    mask = visible_rows(inputs.layout)
+    if inputs.other_lse is None:
+        teacher = reference.dense_teacher(inputs.q.double(), k.double(), mask, SCALE)
+    else:
+        logits = torch.einsum("qhd,khd->qhk", inputs.q.double(), k.double()) * SCALE
+        logits = logits.masked_fill(~mask[:, None], float("-inf"))
+        total = torch.logaddexp(logits.logsumexp(-1), inputs.other_lse.double())[..., None]
+        teacher = torch.where(mask[:, None], (logits - total).exp(), 0.0).sum(1)
+    scores = index_scores(copies.q, copies.k, copies.weights, copies.relu)
+    value = reference.kl_sum(scores, teacher, mask)
+    value.backward()
+    return value.detach(), copies.q.grad, copies.k.grad, copies.weights.grad
+
+
+def computed(arguments, run=None):
+    """Return value and gradients of ``run``, of dispatch's choice if it is None."""
+    tensors = (arguments.indexer.q, arguments.indexer.k, arguments.indexer.weights)
+    inputs = IndexerInputs(*(x.detach().requires_grad_() for x in tensors), arguments.indexer.relu)
+    arguments = dataclasses.replace(arguments, indexer=inputs)
+    if run is None:
+        reset_report()
+        value = dense_indexer_loss(
+            inputs, arguments.q, arguments.k, arguments.layout, softmax_scale=SCALE,
+            other_lse=arguments.other_lse, lse=arguments.lse,
+            policy=Policy(workspace_bytes=arguments.workspace_bytes),
+        )  # fmt: skip
+        assert report()["dense_indexer_loss"] == {"triton": 1}
+    else:
+        value = run(arguments)
+    value.backward()
+    return value.detach(), inputs.q.grad, inputs.k.grad, inputs.weights.grad
+
+
+def check(got, want, of_value, of_gradients):
+    """Compare values and gradients, each with its own tolerance."""
+    names = ("value", "q", "k", "weights")
+    limits = (of_value, *3 * [of_gradients])
+    for name, x, y, limit in zip(names, got, want, limits, strict=True):
+        assert relative_error(x, y) < limit, name
+
+
+def with_others(inputs):
+    """Mass besides the keys that differs by head; none in some rows, nothing else in others."""
+    rows, heads = inputs.q.shape[:2]
+    other = leaf(rows, heads, seed=8, device=inputs.q.device).detach() * 3
+    other[::5, -1] = float("-inf")
+    other[7] = float("-inf")
+    other[30] = 1e5
+    return dataclasses.replace(inputs, other_lse=other)
+
+
+def with_lse(inputs):
+    """Given log-sum-exps, with anything in rows that see nothing."""
+    k = inputs.k.expanded() if isinstance(inputs.k, LatentKeys) else inputs.k
+    mask = visible_rows(inputs.layout)
+    logits = torch.einsum("qhd,khd->qhk", inputs.q.double(), k.double()) * SCALE
+    lse = logits.masked_fill(~mask[:, None], float("-inf")).logsumexp(-1).float()
+    lse[~mask.any(-1)] = float("nan")
+    return dataclasses.replace(inputs, lse=lse)
+
+
+def without_relu(inputs):
+    """Sum the scores of heads without a relu."""
+    return dataclasses.replace(inputs, indexer=dataclasses.replace(inputs.indexer, relu=False))
+
+
+def with_nan(inputs):
+    """2: rows that see nothing, and keys that nobody sees, hold NaN."""
+    layout, x = inputs.layout, inputs.indexer.detach()
+    unseen_rows, unseen_keys = layout.start == layout.end, ~visible_rows(layout).any(0)
+    assert unseen_rows.any() and unseen_keys.any()
+
+    def spoilt(tensor, rows):
+        return tensor.clone().index_fill_(0, rows.nonzero().squeeze(1), float("nan"))
+
+    k = inputs.k
+    return dataclasses.replace(
+        inputs,
+        indexer=IndexerInputs(
+            spoilt(x.q, unseen_rows), spoilt(x.k, unseen_keys), spoilt(x.weights, unseen_rows),
+            x.relu,
+        ),
+        q=spoilt(inputs.q, unseen_rows),
+        k=LatentKeys(spoilt(k.latents, unseen_keys), k.w_uk)
+        if isinstance(k, LatentKeys)
+        else spoilt(k, unseen_keys),
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""Attention layers and rows that several ranks share."""
+
+import dataclasses
+
+import torch
+
+from megatron_dsa.config import DSAOptions
+from tests.ranks import Case
+
+DSA = Case(
+    config="small_config",
+    selector="modules.dsa_core",
+    by_sequence=(
+        "linear_q_down_proj",
+        "linear_q_up_proj",
+        "linear_kv_down_proj",
+        "linear_kv_up_proj",
+    ),
+    by_columns=("linear_proj",),
+    rows=96,
+)
+HYBRID = Case(
+    config="small_csa_config",
+    selector="modules.csa_core",
+    by_sequence=("linear_q_up_proj", "attn_sink", "linear_o_group_proj"),
+    by_columns=("linear_proj",),
+    rows=96,
+)
+#: Sequences shorter than the window, than a group, empty, and with padding behind.
+PACKED = {"lengths": (30, 3, 0, 40, 10), "padded": (32, 8, 0, 40, 16)}
+RECOMPUTED = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ["core_attn", "mla_up_proj"],
+}
+LAYERS = {
+    "DSA": (DSA, (), {}),
+    "DSA dense loss": (DSA, (), {"dsa_indexer_use_sparse_loss": False}),
+    "dense MLA": (DSA, (), {"stage": "dense"}),
+    "dense MLA, warm-up": (DSA, (), {"stage": "warmup", "dsa_indexer_use_sparse_loss": False}),
+    "dense MLA, keys in a ring": (
+        DSA,
+        (),
+        {"stage": "warmup", "cp_exchange": "keys", "dsa_indexer_use_sparse_loss": False},
+    ),
+    "window": (HYBRID, (0,), {}),
+    "CSA": (HYBRID, (4,), {}),
+    "CSA dense loss": (HYBRID, (4,), {"dsa_indexer_use_sparse_loss": False}),
+    "CSA old teacher": (HYBRID, (4,), {"csa_teacher": "compressed"}),
+    "CSA warm-up": (HYBRID, (4,), {"stage": "warmup", "dsa_indexer_use_sparse_loss": False}),
+    "HCA": (HYBRID, (6,), {}),
+    "HCA of long groups": (HYBRID, (20,), {}),
+    "DSA recomputed": (DSA, (), RECOMPUTED),
+    "CSA recomputed": (HYBRID, (4,), RECOMPUTED),
+    "DSA fp32": (DSA, (), {"dtype": torch.float32}),
+    "CSA fp32": (HYBRID, (4,), {"dtype": torch.float32}),
+    "HCA fp32": (HYBRID, (6,), {"dtype": torch.float32}),
+}
+ROWS = {
+    "one": {},
+    "two": {"batch": 2},
+    "packed": PACKED,
+}
+
+
+def case(layer, rows, mode=""):
+    """Return a layer on rows; ``mode`` says how ranks divide rows and heads."""
+    base, arguments, changes = LAYERS[layer]
+    options = {
+        key: changes[key] for key in ("csa_teacher", "stage", "cp_exchange") if key in changes
+    }
+    changes = {key: value for key, value in changes.items() if key not in options}
+    words = mode.split()
+    cp_layout = next((w for w in words if w in ("zigzag", "contiguous", "zigzag_rows")), "zigzag")
+    tp_mode = next((w for w in words if w in ("heads", "sequence")), "auto")
+    options = DSAOptions(cp_layout=cp_layout, tp_mode=tp_mode, **options)
+    return dataclasses.replace(
+        base, arguments=arguments, changes=changes | {"options": options}, cp_layout=cp_layout,
+        **ROWS[rows],
+    )  # fmt: skip

@@ -1,0 +1,57 @@
+"""Small GPT models whose layers select keys: their configurations, weights and microbatches."""
+
+import torch
+
+from tests.host import small_config, small_csa_config, start
+
+
+def gpt(config):
+    """A small GPT model of ``config`` with weights large enough to matter."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron_dsa.specs import dsa_block_spec
+
+    model = GPTModel(config, dsa_block_spec(config), 96, 64, position_embedding_type="rope")
+    model = model.to(start(), config.params_dtype).train()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            if parameter.dim() > 1:
+                values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(values * parameter.shape[1] ** -0.5)
+    return model
+
+
+def tokens(seed, batch=1):
+    """Draw a microbatch."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 96, (batch, 64), generator=generator).to(start())
+
+
+def forward(model, seed):
+    """Return the mean loss of a microbatch."""
+    ids = tokens(seed)
+    position = torch.arange(64, device=ids.device)[None]
+    return model(ids, position, None, labels=ids).mean()
+
+
+def full(layers):
+    """Return the settings that recompute whole layers, so many at a time."""
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": layers,
+    }
+
+
+CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+MODELS = {
+    "DSA": (small_config, (), {"num_layers": 3}),
+    "shared": (small_config, (), {"num_layers": 4, "dsa_indexer_topk_freq": 2}),
+    "hybrid": (
+        small_csa_config,
+        (4,),
+        {"num_layers": 5, "csa_compress_ratios": [4, 0, 4, 6, 4]},
+    ),
+}
+SELECTING = {"DSA": [1, 2, 3], "shared": [1, 3], "hybrid": [1, 3, 5]}

@@ -1,0 +1,173 @@
+"""Batches of ring attention, how ranks divide them, and the attention of one process."""
+
+import dataclasses
+
+import torch
+
+from megatron_dsa.parallel.ring import ContiguousShard, PackedRuns, PackedZigzagShard, ZigzagShard
+
+#: Heads; dims of keys, values, rope and latent.
+SMALL = (3, 12, 8, 4, 10)
+WEIGHTS = ("w_uk", "w_uv")
+#: A padded sequence of its own chunk or less, empty ones with and without padding, and rows after
+#: the last. Multiples of 8, the most chunks that are tested.
+REAL, PADDED, TAIL = (13, 0, 3, 0, 40, 22), (16, 0, 32, 8, 40, 24), 8
+WHOLE = (16, 0, 8, 40, 24)
+#: For layouts that cut between any two rows: uneven ones, empty ones, one shorter than a chunk, one
+#: on all ranks, padding inside and behind.
+ANY_REAL, ANY_PADDED, ANY_TAIL = (5, 0, 61, 0, 1, 9), (7, 3, 64, 0, 1, 13), 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A batch; ``real`` and ``padded`` are lengths of packed sequences, ``tail`` rows follow.
+
+    ``cut`` is how ranks divide it: ``zigzag`` cuts every sequence, the others cut all rows.
+    """
+
+    mode: str = "ring"
+    cut: str = "zigzag"
+    dtype: torch.dtype = torch.float64
+    batch: int = 1
+    length: int = 48
+    real: tuple[int, ...] | None = None
+    padded: tuple[int, ...] | None = None
+    tail: int = 0
+    workspace: int | None = None
+    dims: tuple[int, ...] = SMALL
+
+    @property
+    def scale(self):
+        return self.dims[1] ** -0.5
+
+    @property
+    def total(self):
+        """Rows of all ranks together."""
+        if self.real is None:
+            return self.batch * self.length
+        return sum(self.padded or self.real) + self.tail
+
+    def sequences(self):
+        """Per sequence its rows: ``(all of them, how many are real)``."""
+        if self.real is None:
+            rows = torch.arange(self.total)
+            return [(rows[b :: self.batch], self.length) for b in range(self.batch)]
+        padded, first, result = self.padded or self.real, 0, []
+        for real, width in zip(self.real, padded, strict=True):
+            result.append((torch.arange(first, first + width), real))
+            first += width
+        return result
+
+    def local_rows(self, cp, rank):
+        """Global rows that a rank holds, in its order."""
+        if self.cut != "zigzag":
+            places = [p for first, n in self.runs(cp)[rank] for p in range(first, first + n)]
+            return (torch.tensor(places)[:, None] * self.batch + torch.arange(self.batch)).flatten()
+        chunks = []
+        for rows, _ in self.sequences():
+            parts = rows.chunk(2 * cp) if len(rows) else [rows] * 2 * cp
+            chunks.append(torch.cat([parts[rank], parts[2 * cp - 1 - rank]]))
+        if self.real is None:
+            return torch.stack(chunks, dim=1).flatten()
+        end = self.total - self.tail
+        share = self.tail // cp
+        return torch.cat([*chunks, torch.arange(end + rank * share, end + (rank + 1) * share)])
+
+    def runs(self, cp):
+        """First places and lengths of what every rank holds, where all rows are cut."""
+        places = self.total // self.batch
+        if self.cut == "contiguous":
+            return tuple(((rank * places // cp, places // cp),) for rank in range(cp))
+        size = places // (2 * cp)
+        return tuple(
+            ((rank * size, size), ((2 * cp - 1 - rank) * size, size)) for rank in range(cp)
+        )
+
+    def describe(self, cp, rank, device="cpu"):
+        """The argument ``rows`` of the functions under test."""
+        if self.real is None:
+            kind = ContiguousShard if self.cut == "contiguous" else ZigzagShard
+            return kind(cp, rank, self.batch, self.length // cp)
+
+        def cumulated(lengths):
+            total = torch.tensor((0, *lengths)).cumsum(0)
+            return total.to(device=device, dtype=torch.int32)
+
+        kind, more = PackedZigzagShard, {}
+        if self.cut != "zigzag":
+            kind, more = PackedRuns, {"runs": self.runs(cp)}
+        padded = None if self.padded is None else cumulated(self.padded)
+        longest = max(self.padded or self.real)
+        return kind(cp, rank, self.total // cp, cumulated(self.real), longest, padded, **more)
+
+    def inputs(self):
+        """Global inputs in float64: rounded to the case's dtype first."""
+        heads, qk, v, rope, rank = self.dims
+        shapes = {"q": (self.total, heads, qk), "dout": (self.total, heads, v)}
+        if self.mode == "ring":
+            shapes |= {"k": (self.total, heads, qk), "v": (self.total, heads, v)}
+        else:
+            shapes |= {"latent": (self.total, rank + rope)}
+            shapes |= {"w_uk": (heads, qk - rope, rank), "w_uv": (heads, v, rank)}
+        generator = torch.Generator().manual_seed(5)
+        return {
+            name: self._random(name, shape, generator).to(self.dtype)
+            for name, shape in shapes.items()
+        }
+
+    def _random(self, name, shape, generator):
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        # Expanded keys and values of size 1.
+        return values * self.dims[-1] ** -0.5 if name in WEIGHTS else values
+
+
+PACKED = {"real": REAL, "padded": PADDED, "tail": TAIL}
+ANY = {"real": ANY_REAL, "padded": ANY_PADDED, "tail": ANY_TAIL}
+#: Batches that are cut without regard to sequences.
+CUTS = {
+    "contiguous": {"cut": "contiguous"},
+    "contiguous, two sequences": {"cut": "contiguous", "batch": 2},
+    "contiguous, packed": {"cut": "contiguous", "real": ANY_REAL, "tail": 20},
+    "contiguous, short ones": {"cut": "contiguous", "real": (11, 5) * 6},
+    "contiguous, with padding": {"cut": "contiguous", **ANY},
+    "rows, packed": {"cut": "zigzag_rows", "real": ANY_REAL, "tail": 20},
+    "rows, with padding": {"cut": "zigzag_rows", **ANY},
+}
+
+
+def expected(case):
+    """Attention over whole sequences in one process, written down plainly, in float64."""
+    leaves = {name: x.double().requires_grad_() for name, x in case.inputs().items()}
+    dout = leaves.pop("dout").detach()
+    q, heads, rank = leaves["q"], case.dims[0], case.dims[-1]
+    if case.mode == "ring":
+        k, v = leaves["k"], leaves["v"]
+    else:
+        latent = leaves["latent"]
+        rope = latent[:, None, rank:].expand(-1, heads, -1)
+        k = torch.cat([torch.einsum("sr,hdr->shd", latent[:, :rank], leaves["w_uk"]), rope], -1)
+        v = torch.einsum("sr,hdr->shd", latent[:, :rank], leaves["w_uv"])
+    out = torch.zeros(dout.shape, dtype=torch.float64)
+    lse = torch.full(dout.shape[:2], float("-inf"), dtype=torch.float64)
+    for rows, real in case.sequences():
+        rows = rows[:real]
+        logits = torch.einsum("ihd,jhd->hij", q[rows], k[rows]) * case.scale
+        future = torch.ones(real, real, dtype=torch.bool).triu(1)
+        logits = logits.masked_fill(future, float("-inf"))
+        attended = torch.einsum("hij,jhd->ihd", logits.softmax(-1), v[rows])
+        out = out.index_copy(0, rows, attended)
+        lse[rows] = logits.detach().logsumexp(-1).t()
+    out.backward(dout)
+    return {"out": out, "lse": lse, **{f"d{name}": x.grad for name, x in leaves.items()}}
+
+
+def together(case, several, what):
+    """Put the ranks' rows in global order; sum the gradients of weights, as Megatron does."""
+    world = len(several)
+    parts = [rank[what] for rank in several]
+    if what[1:] in WEIGHTS:
+        return sum(part.double() for part in parts)
+    whole = parts[0].new_full((case.total, *parts[0].shape[1:]), float("nan"))
+    for rank, part in enumerate(parts):
+        whole[case.local_rows(world, rank)] = part
+    return whole

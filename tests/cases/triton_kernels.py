@@ -1,0 +1,101 @@
+"""Triton kernels without a GPU: interpreted, recorded and compiled; and repeated on one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+
+def interpret(file):
+    """Run ``file`` as a script whose Triton kernels are interpreted on the CPU."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.getcwd()
+    done = subprocess.run(
+        [sys.executable, file], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def prepare_interpreter():
+    """Let kernels have loops: numpy 2.5 refuses the ``int()`` of an array of one entry in them.
+
+    Memory that no kernel writes shows from then on.
+    """
+    from triton.runtime import interpreter
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_repair(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_and_repair
+
+
+class Recorder:
+    """Stands in for a kernel and keeps the arguments of its launches."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launches = kernel, []
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.launches.append((args, kwargs))
+
+
+def recorded(monkeypatch, module, names):
+    """Replace kernels of ``module`` by recorders and return those."""
+    recorders = [Recorder(getattr(module, name)) for name in names]
+    for name, recorder in zip(names, recorders, strict=True):
+        monkeypatch.setattr(module, name, recorder)
+    return recorders
+
+
+def assembly(kernel, args, kwargs, capability):
+    """Compile a launch as Triton would on a GPU of ``capability``; return the compiled kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+    names[torch.float8_e4m3fn] = "fp8e4nv"
+    bound = dict(zip(kernel.arg_names, args, strict=False))
+    bound |= {k: v for k, v in kwargs.items() if k in kernel.arg_names}
+    options = {k: v for k, v in kwargs.items() if k not in kernel.arg_names}
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        value, free = bound[parameter.name], parameter.do_not_specialize
+        one = isinstance(value, int) and value == 1 and not free
+        if parameter.is_constexpr or value is None or one:
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + names[value.dtype]
+            aligned = value.data_ptr() % 16 == 0
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+            aligned = isinstance(value, int) and value % 16 == 0
+        if aligned and not free and not parameter.do_not_specialize_on_alignment:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def assert_repeatable(call, inputs):
+    """20 forwards and backwards give the same bits, and none of them waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        first, same = None, []
+        for _ in range(20):
+            out = call()
+            results = [out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+            first = first or results
+            same += [(x == y).all() for x, y in zip(first, results, strict=True)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.stack(same).all()
