@@ -259,14 +259,14 @@ class CSATransformerConfig(DSATransformerConfig):
         super().__post_init__()
 
     @classmethod
-    def from_mla(cls, config: MLATransformerConfig, options: DSAOptions, **hybrid: Any) -> Self:
-        """Return a finished MLA configuration as this class; ``hybrid`` has the fields above."""
+    def from_mla(cls, config: MLATransformerConfig, options: DSAOptions, **csa: Any) -> Self:
+        """Return a finished MLA configuration as this class; ``csa`` has the fields above."""
         ours = cls.__new__(cls)
         for each in dataclasses.fields(cls):
             if each.default is not dataclasses.MISSING:
                 setattr(ours, each.name, each.default)
         ours.__dict__.update(config.__dict__)
-        ours.__dict__.update(hybrid, dsa=options)
+        ours.__dict__.update(csa, dsa=options)
         ours._set_ratios()
         validate(ours)
         return ours
@@ -299,7 +299,7 @@ def uses_indexer(config: Any) -> bool:
 
 
 def uses_csa(config: Any) -> bool:
-    """Whether the layers are V4's hybrid attention."""
+    """Whether the layers are V4's attention."""
     return getattr(config, "csa_compress_ratios", None) is not None
 
 

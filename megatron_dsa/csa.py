@@ -26,7 +26,7 @@ from megatron_dsa.sequence.layout import Layout
 
 @dataclass
 class CSASelfAttentionSubmodules:
-    """Layers of hybrid attention."""
+    """Layers of V4's attention."""
 
     linear_q_down_proj: ModuleSpec | type = None
     q_layernorm: ModuleSpec | type = None

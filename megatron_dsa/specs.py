@@ -68,7 +68,7 @@ class LocalBackend(LocalSpecProvider):
 
 
 def csa_attention_spec(backend, *, is_mtp: bool = False) -> ModuleSpec:
-    """Return the spec of hybrid self-attention with the layers of ``backend``.
+    """Return the spec of V4's self-attention with the layers of ``backend``.
 
     One spec serves all layers: a layer's compression ratio decides which of its parts are built.
     """
@@ -167,9 +167,9 @@ def _layer_spec(
     moe_grouped_gemm: bool = False,
     is_mtp: bool = False,
     share_indices: bool = False,
-    hybrid: bool = False,
+    csa: bool = False,
 ) -> ModuleSpec:
-    if hybrid:
+    if csa:
         attention = csa_attention_spec(backend, is_mtp=is_mtp)
     else:
         attention = _attention_spec(
@@ -225,7 +225,7 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
         moe_grouped_gemm=config.moe_grouped_gemm,
         is_mtp=is_mtp,
         share_indices=shares_indices(config),
-        hybrid=uses_csa(config),
+        csa=uses_csa(config),
     )
 
 

@@ -317,6 +317,8 @@ def _v4_rope(config: dict) -> Fields:
     where, base, compressed_base = "rope_scaling", None, None
     if "compress" in rope:
         plain, rope, where = rope.get("main") or {}, rope["compress"], "rope_parameters.compress"
+        if rope is None:
+            refuse(where, rope, "must be a JSON object")
         _is_yarn(plain, "rope_parameters.main", None)
         base, compressed_base = plain.get("rope_theta"), rope.get("rope_theta")
     fields = {

@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step with DSA or hybrid attention.
+"""Floating-point operations of a training step with DSA or V4's attention.
 
 Counted are the matrix products that the mathematics asks for, each of them once, two operations per
 multiply-add: what is computed again (scores in a backward pass, recomputed layers), tiles that are

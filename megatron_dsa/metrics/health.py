@@ -2,7 +2,7 @@
 
 * attention mass captured: the share of the *dense* attention's probability that lies on what is
   attended to (mean over sampled rows and local heads). Falls when the indexer loses track. In
-  hybrid attention window and sink count as attended to.
+  V4's attention window and sink count as attended to.
 * zero scores: the share of visible index scores that are exactly 0 (all relus closed). A large
   share means that ties, not scores, decide the selection.
 * boundary ties: the share of rows whose last selected score equals a rejected one.

@@ -1,4 +1,4 @@
-"""The core of hybrid attention: compress keys, select among them, attend, train the selector.
+"""The core of V4's attention: compress keys, select among them, attend, train the selector.
 
 One forward path for all layers: a layer's compression ratio says which keys exist besides the
 window, and the stage says whether a CSA layer (ratio 4) selects among them or attends to all.

@@ -13,7 +13,7 @@ keys::
 (:mod:`megatron_dsa.sequence.positions`), so that what was captured replays to the last bit.
 
 Layers are numbered from 1 over all pipeline stages; those that select are meant: with index sharing
-the first of each group, in hybrid attention those of ratio 4, whose positions count groups. Layers
+the first of each group, in V4's attention those of ratio 4, whose positions count groups. Layers
 of multi-token prediction always select for themselves.
 
 Every schedule of Megatron takes the microbatches through a layer in order, in the forward as in the

@@ -1,4 +1,4 @@
-"""The key buffer of hybrid attention on several ranks: compressed keys of all, windows of a few.
+"""The key buffer of V4's attention on several ranks: compressed keys of all, windows of a few.
 
 Compressed keys are gathered from all ranks; of the keys of positions a rank holds those of its own
 query rows, and the last ones before each run of them (:mod:`megatron_dsa.sequence.halo`). Gradients

@@ -10,7 +10,7 @@ from megatron_dsa.errors import ConfigError, require
 
 
 def refuse_unused_csa_flags(args: argparse.Namespace) -> None:
-    """Raise for flags of hybrid attention without the one that asks for it."""
+    """Raise for flags of V4's attention without the one that asks for it."""
     options = [*option_fields(CSATransformerConfig)]
     options += [pair for pair in option_fields(DSAOptions) if pair[0].name.startswith("csa_")]
     given = [about.flag for each, about in options if getattr(args, about.dest) != each.default]
@@ -64,7 +64,7 @@ def apply_yarn_flags(args: argparse.Namespace, config) -> None:
     """Set on an MLA configuration what Megatron's YaRN flags say, which it ignores for MLA.
 
     Raises:
-        ConfigError: hybrid attention under YaRN without the original length, which cannot be
+        ConfigError: V4's attention under YaRN without the original length, which cannot be
             guessed: it decides which frequencies are stretched.
     """
     original = args.yarn_original_max_position_embeddings

@@ -89,8 +89,8 @@ def model_config_from_args(args) -> DSAModelConfig:
     apply_yarn_flags(args, mla)
     options = options_from_args(args)
     if args.csa_compress_ratios is not None:
-        hybrid = field_values(CSATransformerConfig, args)
-        config = CSATransformerConfig.from_mla(mla, options, **hybrid)
+        csa = field_values(CSATransformerConfig, args)
+        config = CSATransformerConfig.from_mla(mla, options, **csa)
     else:
         refuse_unused_csa_flags(args)
         config = DSATransformerConfig.from_mla(mla, options)

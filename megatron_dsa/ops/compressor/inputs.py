@@ -1,4 +1,4 @@
-"""Compressor pooling of DeepSeek-V4's hybrid attention: a group of tokens becomes one key row.
+"""Compressor pooling of DeepSeek-V4's attention: a group of tokens becomes one key row.
 
 Per channel a softmax over the positions of a group weighs their values. With overlap a group also
 pools the positions of the group before it, through the other half of the channels. What follows in

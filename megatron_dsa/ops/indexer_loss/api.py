@@ -48,7 +48,7 @@ class IndexerTraining:
         record: called in the backward pass with the KL sum (detached scalar), for the log.
         head_group: process group over which heads are sharded; the teacher is summed over it.
         selected_only: the teacher is a softmax over the selected keys alone, not what they get
-            beside window and sink in hybrid attention.
+            beside window and sink in V4's attention.
     """
 
     inputs: IndexerInputs
@@ -189,7 +189,7 @@ def dense_indexer_loss(
         layout: which keys each query row sees.
         softmax_scale: factor on ``q . k``, positive.
         other_lse: ``[Sq, H]``, log of the mass that the teacher's softmax has besides these keys
-            (window and sink of hybrid attention), ``-inf`` for none.
+            (window and sink of V4's attention), ``-inf`` for none.
         lse: ``[Sq, H]``, log-sum-exp (natural) of the scaled scores over the visible keys, as dense
             attention returns it: spares a pass over the teacher. ``None``: it is computed.
         head_group: process group that shares the heads; the teacher is summed over it.

@@ -1,4 +1,4 @@
-"""The keys of a query in hybrid attention, described by ranges and written out block by block.
+"""The keys of a query in V4's attention, described by ranges and written out block by block.
 
 A query attends to the last positions of its sequence (the window) and to compressed keys: those
 that the indexer selected, or all that it sees. Only the selection is a tensor; the rest are two

@@ -1,4 +1,4 @@
-"""Index lists of hybrid attention: the compressed keys of a query row, then its window."""
+"""Index lists of V4's attention: the compressed keys of a query row, then its window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Index lists of hybrid attention, stated as plainly as possible."""
+"""Index lists of V4's attention, stated as plainly as possible."""
 
 import torch
 

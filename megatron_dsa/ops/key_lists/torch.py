@@ -1,4 +1,4 @@
-"""Index lists of hybrid attention in torch: any device."""
+"""Index lists of V4's attention in torch: any device."""
 
 from __future__ import annotations
 

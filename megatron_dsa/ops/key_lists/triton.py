@@ -1,4 +1,4 @@
-"""Index lists of hybrid attention in one Triton kernel: every entry is written once."""
+"""Index lists of V4's attention in one Triton kernel: every entry is written once."""
 
 from __future__ import annotations
 

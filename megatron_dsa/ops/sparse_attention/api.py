@@ -2,7 +2,7 @@
 
 Forward and backward are dispatched independently; they share only ``out`` and ``lse``. What is
 saved is ``q, kv, out, lse, indices``: no scores, no gathered keys, nothing of the indexer's loss.
-Lists of hybrid attention (:mod:`megatron_dsa.ops.key_lists.api`) are written again in the backward.
+Lists of V4's attention (:mod:`megatron_dsa.ops.key_lists.api`) are written again in the backward.
 """
 
 from __future__ import annotations

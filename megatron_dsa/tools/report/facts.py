@@ -162,7 +162,7 @@ def attention(log: RunLog) -> str:
     stage, topk = _argument(log, "dsa_stage"), _argument(log, "dsa_indexer_topk")
     if ratios := _argument(log, "csa_compress_ratios"):
         ratios = ratios.strip("[]").replace(",", "")
-        kind = f"hybrid, ratios {ratios}" if len(ratios) < 40 else "hybrid"
+        kind = f"CSA, ratios {ratios}" if len(ratios) < 40 else "CSA"
     else:
         kind = "MLA" if stage == "dense" else "DSA"
     selects = f", K = {topk}" if stage == "sparse" and topk else ""

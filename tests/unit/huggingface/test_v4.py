@@ -225,6 +225,10 @@ def test_released_formats_are_dequantised(tmp_path):
         ({"layer_types": ["linear_attention"] * 4}, "layer_types = 'linear_attention'"),
         ({"compress_rates": {"compressed_sparse_attention": 8}}, "CSA's rate must be 4"),
         ({"compress_rope_theta": None}, "compress_rope_theta = None: it must be given"),
+        (
+            {"rope_parameters": {"compress": None}},
+            "rope_parameters.compress = None: must be a JSON",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.rope_type = 'linear'"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "original_max_position_embeddings"),
         ({"rope_scaling": {"type": "yarn", "mscale": 1.0}}, "rope_scaling.mscale = 1.0"),
