@@ -6,11 +6,10 @@ each rank's part to bf16 before that sum. :func:`finish_gather` therefore return
 with an fp32 tensor that stands for their gradient (a *grad_proxy*); the attention sends its fp32
 accumulator there and it is rounded once, after the reduction.
 
-:func:`start_gather` starts a gather, :func:`finish_gather` waits for it; what is called in between
-runs while the keys travel. Autograd runs backwards from the last call to the first: the reduction
-    of the
-gradient starts in the backward of ``finish_gather`` and is waited for in that of ``start_gather``,
-after the backward of what was called in between.
+:func:`start_gather` starts a gather, :func:`finish_gather` waits for it; calls in between run while
+the keys travel. Autograd runs backwards from the last call to the first: the reduction of the
+gradient starts in the backward of ``finish_gather``, and that of ``start_gather`` waits for it,
+after the backward of the calls in between.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The first pass forms the log-sum-exp of the student's scores, and of the teacher
 it. The second forms teacher, student, loss and gradients tile by tile. Memory is linear in the
 number of tokens; keys of all heads are made from latents for one tile and a few heads at a time.
 
-What is computed on a tile is left to :class:`TileFunctions`: in torch (:mod:`.dense_torch`) or in
-kernels (:mod:`.triton_dense`).
+What is computed on a tile is left to :class:`TileFunctions`: in torch (:mod:`.torch_dense`) or in
+kernels (:mod:`.triton.dense`).
 """
 
 from __future__ import annotations

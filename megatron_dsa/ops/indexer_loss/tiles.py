@@ -117,7 +117,7 @@ class TileBytes:
 
     @classmethod
     def of(cls, inputs: DenseLossInputs) -> TileBytes:
-        """Count what is alive at the same time in :mod:`~.indexer_loss.dense_torch`."""
+        """Count what is alive at the same time in :mod:`~.indexer_loss.torch_dense`."""
         x, q, k = inputs.indexer, inputs.q, inputs.k
         gathers = inputs.layout.key_rows is not None
         (index_heads, index_dim), (all_heads, dim) = x.q.shape[1:], q.shape[1:]

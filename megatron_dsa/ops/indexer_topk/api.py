@@ -62,7 +62,7 @@ def indexer_topk(
 class Selector(Protocol):
     """How the best keys of a block are found ."""
 
-    #: Blocks end where queries begin to see as many slots (:meth:`Window.bound`), or ``None``.
+    #: Blocks end where queries begin to see as many slots (:meth:`QueryRange.bound`), or ``None``.
     cut: int | None
 
     def bytes_per_row(self, width: int) -> int:

@@ -31,7 +31,7 @@ class IndexerInputs:
         relu: clamp each head's product at 0 (DeepSeek) or leave it.
         key_scales: fp32 ``[Skv]``, factor on the scores of each key; q and k are then fp8 (e4m3),
             the scales of q in ``weights`` (:mod:`.fp8`). ``None`` otherwise.
-        checked: :func:`~.finite.require_finite_scores` accepted them, it need not look again.
+        checked: :func:`require_finite_scores` accepted them, it need not look again.
     """
 
     q: torch.Tensor

@@ -166,8 +166,8 @@ class SparseAttention(torch.autograd.Function):
             index_grads = _train(s, index_tensors, indices, length, teacher)
         if dsink is not None:
             dsink = dsink.to(sink.dtype)
-        to_kv, to_channel = (None, dkv) if ctx.separate_kv_grad else (dkv.to(kv.dtype), None)
-        return dq, to_kv, to_channel, dsink, *index_grads, None, None, None
+        to_kv, to_proxy = (None, dkv) if ctx.separate_kv_grad else (dkv.to(kv.dtype), None)
+        return dq, to_kv, to_proxy, dsink, *index_grads, None, None, None
 
 
 def _probabilities_among(s: Settings, q, kv, indices, length) -> torch.Tensor:
