@@ -52,8 +52,8 @@ def prepare_host(argv: list[str]) -> None:
         ConfigError: what the launcher says of the processes cannot be.
     """
     silence_host_warnings()
-    # A fake process group has no other processes.
-    if "--fake-process-group" not in argv:
+    # Neither help nor a fake process group has other processes.
+    if not {"--fake-process-group", "-h", "--help", "--help-dsa"} & set(argv):
         check_launch()
     if cpu_host.needed():
         cpu_host.activate()

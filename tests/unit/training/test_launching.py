@@ -1,5 +1,9 @@
 """What a launcher says of the processes is checked: wrong numbers leave the others waiting."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -63,3 +67,13 @@ def test_rank_0_says_where_it_waits(launched, capsys):
 def test_a_launcher_that_shows_every_process_one_gpu(launched, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     launched(RANK="1", LOCAL_RANK=None)
+
+
+@pytest.mark.parametrize("flag", ["--help", "--help-dsa"])
+def test_help_needs_no_launcher(flag):
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_dsa.pretrain", flag]
+    unset = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"}
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
+    assert "--dsa-stage" in done.stdout
