@@ -24,7 +24,7 @@ from megatron_dsa.config import (
     uses_indexer,
 )
 from megatron_dsa.config_rules import CSA_RATIO
-from megatron_dsa.dispatch import Policy, describe_call
+from megatron_dsa.dispatch import Operation, Policy, describe_call
 from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk.api import selection_calls
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, gives_teacher
@@ -67,14 +67,14 @@ class RequiredOp:
         call: the description of the call on a rank.
         keys: the keys that every query has to do with, one kind after the other.
         in_training: whether training steps call it; else evaluation passes alone do.
-        unless_from: attention (the operation's name) whose teacher makes the call superfluous.
+        unless_from: attention whose teacher makes the call superfluous.
     """
 
     operation: str
     call: OpCall
     keys: tuple[Keys, ...] = ()
     in_training: bool = True
-    unless_from: str | None = None
+    unless_from: Operation | None = None
 
 
 def required_ops(
@@ -97,13 +97,13 @@ def required_ops(
 def called_ops(ops: list[RequiredOp], policy: Policy) -> Iterator[tuple[str, OpCall]]:
     """Yield ``(operation, call)`` for what is called on this machine under ``policy``."""
     for op in ops:
-        attention = {None: None, FORWARD.name: FORWARD, BACKWARD.name: BACKWARD}[op.unless_from]
+        attention = op.unless_from
         asked = replace(op.call, teacher=attention is BACKWARD)
         if attention is None or not gives_teacher(attention, asked, policy):
             yield op.operation, op.call
 
 
-def selects_keys(config: Any, layer_number: int, is_mtp: bool) -> bool:
+def selects_keys(config: Any, layer_number: int, is_mtp: bool = False) -> bool:
     """Whether a layer of V3.2's attention has an indexer of its own in the sparse stage."""
     return is_mtp or not shares_indices(config) or computes_topk(config, layer_number)
 
@@ -224,11 +224,14 @@ def _csa_ops(calls: _Calls, layer_number: int, is_mtp: bool) -> Iterator[Require
 
 def _teachers(attention: OpCall, keys: Keys, trained: bool, evaluated: bool) -> list[RequiredOp]:
     """Return the calls that form the teacher of a sparse loss where attention does not."""
-    when = [(BACKWARD, True)] * trained + [(FORWARD, False)] * evaluated
-    return [_probabilities(attention, keys, *each) for each in when]
+    teachers = []
+    if trained:
+        teachers.append(_probabilities(attention, keys, BACKWARD, True))
+    if evaluated:
+        teachers.append(_probabilities(attention, keys, FORWARD, False))
+    return teachers
 
 
-def _probabilities(call: OpCall, keys: Keys, attention, in_training: bool) -> RequiredOp:
-    return RequiredOp(
-        "sparse_attention_probabilities", call, (keys,), in_training, unless_from=attention.name
-    )
+def _probabilities(call: OpCall, keys: Keys, attention: Operation, in_training: bool) -> RequiredOp:
+    name = "sparse_attention_probabilities"
+    return RequiredOp(name, call, (keys,), in_training, unless_from=attention)

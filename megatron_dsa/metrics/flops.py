@@ -160,7 +160,8 @@ def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
             products = heads * (call.qk_dim + call.v_dim)
             yield Work(part, attended, heads * call.v_dim, main * products)
     losses = [ops[name] for name in ("sparse_indexer_loss", "dense_indexer_loss") if name in ops]
-    for op in [ops[name] for name in ("indexer_scores",) if name in ops] or losses:
+    # The dense loss forms the scores itself where nothing is selected.
+    for op in [ops["indexer_scores"]] if "indexer_scores" in ops else losses:
         yield Work("index scores", op.keys[0], op.call.heads * op.call.qk_dim)
     for op in losses:
         yield Work("indexer loss", op.keys[0], 0, 2 * op.call.heads * op.call.qk_dim)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.transformer.enums import AttnMaskType
@@ -28,7 +27,6 @@ class CoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
         pg_collection: process groups of the model.
         is_mtp: whether it is the attention of a multi-token-prediction layer, which logs behind the
             decoder layers and never shares indices.
-        selecting: numbers of the decoder layers that select keys.
 
     Raises:
         ConfigError: for what the package does not support.
@@ -42,7 +40,6 @@ class CoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
         softmax_scale: float | None,
         pg_collection,
         is_mtp: bool,
-        selecting: Sequence[int],
     ):
         super().__init__(config=config)
         validate(config)
@@ -53,9 +50,13 @@ class CoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
         self.layer_number, self.is_mtp = layer_number, is_mtp
         # None where nothing is compiled beforehand; whoever attends has one.
         self.softmax_scale: Any = softmax_scale
-        self.set_up_selecting(layer_number, is_mtp, selecting)
+        self.set_up_selecting(layer_number, is_mtp, self.selecting_numbers())
         self.set_up_loss(layer_number, is_mtp, pg_collection)
         self.indexer = None
+
+    def selecting_numbers(self) -> list[int]:
+        """Return the numbers of the decoder layers that select keys; asked after validation."""
+        raise NotImplementedError
 
     def build_indexer(self, spec: ModuleSpec | type) -> None:
         """Build the indexer; one that is not trained has no gradients."""

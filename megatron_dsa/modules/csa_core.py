@@ -68,10 +68,7 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         is_mtp: bool = False,
         **_megatron,
     ):
-        selecting = [n for n in range(1, config.num_layers + 1) if config.ratio(n) == CSA_RATIO]
-        super().__init__(
-            config, layer_number, attn_mask_type, softmax_scale, pg_collection, is_mtp, selecting
-        )
+        super().__init__(config, layer_number, attn_mask_type, softmax_scale, pg_collection, is_mtp)
         self.ratio = config.ratio(layer_number, is_mtp)
         local_heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.attn_sink = new_parameter(config, local_heads)
@@ -86,6 +83,11 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         if self.ratio == CSA_RATIO and uses_indexer(config):
             self.build_indexer(submodules.indexer)
         self.resolve_kernels()
+
+    def selecting_numbers(self) -> list[int]:
+        """See :class:`CoreAttention`."""
+        numbers = range(1, self.config.num_layers + 1)
+        return [number for number in numbers if self.config.ratio(number) == CSA_RATIO]
 
     def _selects(self) -> bool:
         return self.indexer is not None and self.options.stage == "sparse"

@@ -6,7 +6,6 @@ everything and trains the indexer on that; ``dense`` attends to everything and h
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,9 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_dsa.config import (
-    computes_topk,
     indexer_is_trained,
-    shares_indices,
     uses_indexer,
 )
 from megatron_dsa.dsa_kernels import (
@@ -35,9 +32,8 @@ from megatron_dsa.modules.core import CoreAttention
 from megatron_dsa.modules.rope import TokenRope
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.groups import Ranks, gather_rows
+from megatron_dsa.required_ops import selects_keys
 from megatron_dsa.sequence.layout import Layout
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -81,17 +77,16 @@ class DSACoreAttention(CoreAttention):
         is_mtp: bool = False,
         **_megatron,
     ):
-        shares = shares_indices(config)
-        # A layer that is built alone may have any number.
-        numbers = range(1, max(config.num_layers, layer_number) + 1)
-        selecting = [n for n in numbers if not shares or computes_topk(config, n)]
-        super().__init__(
-            config, layer_number, attn_mask_type, softmax_scale, pg_collection, is_mtp, selecting
-        )
+        super().__init__(config, layer_number, attn_mask_type, softmax_scale, pg_collection, is_mtp)
         self.computes_topk = is_mtp or self.selects
         if uses_indexer(config) and self.computes_topk:
             self.build_indexer(submodules.indexer)
         self.resolve_kernels()
+
+    def selecting_numbers(self) -> list[int]:
+        """See :class:`CoreAttention`; a layer that is built alone may have any number."""
+        numbers = range(1, max(self.config.num_layers, self.layer_number) + 1)
+        return [number for number in numbers if selects_keys(self.config, number)]
 
     def forward_sparse(
         self,

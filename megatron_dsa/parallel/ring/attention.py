@@ -171,7 +171,7 @@ class _LatentAttention(torch.autograd.Function):
         out, lse = attend(q, Latent(latent, w_uk, w_uv), shard, blocks, kernel, scale)
         ctx.save_for_backward(q, latent, w_uk, w_uv, out, lse)
         ctx.settings = (shard, blocks, kernel, scale)
-        ctx.has_channel = latent_grad is not None
+        ctx.has_proxy = latent_grad is not None
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -184,10 +184,10 @@ class _LatentAttention(torch.autograd.Function):
         assert payload.dw_uk is not None and payload.dw_uv is not None
         dw_uk = payload.dw_uk.view(w_uk.shape).to(w_uk.dtype)
         dw_uv = payload.dw_uv.view(w_uv.shape).to(w_uv.dtype)
-        to_latent, to_channel = None, d_latent
-        if not ctx.has_channel:
-            to_latent, to_channel = d_latent.to(latent.dtype), None
-        return dq, to_latent, to_channel, dw_uk, dw_uv, None, None, None, None
+        to_latent, to_proxy = None, d_latent
+        if not ctx.has_proxy:
+            to_latent, to_proxy = d_latent.to(latent.dtype), None
+        return dq, to_latent, to_proxy, dw_uk, dw_uv, None, None, None, None
 
 
 def _kernel_for(block, q: torch.Tensor, v_dim: int, shard: TokenShard) -> BlockAttention:

@@ -32,10 +32,10 @@ def token_shard(layout: Layout) -> TokenShard:
             "layout must be one of sequences, got ranges of slots: make it with bshd_layout, "
             "packed_layout or layout_from_megatron."
         )
-    return layout.derive("ring", lambda: _rows(layout))
+    return layout.derive("ring", lambda: _shard(layout))
 
 
-def _rows(layout: Layout) -> TokenShard:
+def _shard(layout: Layout) -> TokenShard:
     sequences, count = layout.sequences, layout.num_queries
     assert sequences is not None
     keys = layout.key_ownership

@@ -164,3 +164,13 @@ def test_nothing_is_long_enough_to_be_compressed():
 def test_fp32(ratio):
     config = small_csa_config(ratio, dtype=torch.float32)
     compare(config, loss="sparse" if ratio == 4 else None, tolerance=1e-5)
+
+
+def test_a_configuration_that_was_changed_is_refused_by_name():
+    """The rules are checked before anything is read from the list of ratios."""
+    from megatron_dsa.errors import ConfigError
+
+    config = small_csa_config(4)
+    config.csa_compress_ratios = [4]
+    with pytest.raises(ConfigError, match="csa-compress-ratios"):
+        attention_module(config)
