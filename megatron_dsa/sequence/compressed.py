@@ -117,7 +117,6 @@ def visible_groups(layout: Layout, ratio: int) -> Layout:
         global_layout=None,
         key_ownership=None,
         sequences=None,
-        derived={},
     )
 
 

@@ -210,8 +210,8 @@ class Layout:
     global_layout: Layout | None = None
     key_ownership: KeyOwnership | None = None
     sequences: Sequences | None = None
-    #: Kept by :meth:`derive`.
-    derived: dict = field(default_factory=dict, repr=False)
+    #: Kept by :meth:`derive`; ``replace`` begins with an empty one, since ranges may change.
+    derived: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         queries, keys = (self.num_queries,), (self.num_keys,)

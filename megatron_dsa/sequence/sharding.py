@@ -202,7 +202,7 @@ def sharded_layout(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> La
         "batch): make both for the same batch",
     )
     if sharding.ranks == 1:
-        return dataclasses.replace(layout, key_ownership=keys, derived={})
+        return dataclasses.replace(layout, key_ownership=keys)
     global_positions, batch = keys.table, keys.batch
     own = keys.of(sharding)
     element = torch.arange(batch, device=own.device)
@@ -241,7 +241,6 @@ def _some_rows(layout: Layout, rows: torch.Tensor | slice, query_ranges, key_row
         query_ranges=tuple(query_ranges),
         global_layout=layout,
         key_ownership=keys,
-        derived={},
     )
 
 

@@ -36,7 +36,7 @@ class Packed:
     cu_k: torch.Tensor
     longest: int
     reach: int | None = None
-    derived: dict = field(default_factory=dict, repr=False)
+    derived: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @torch.inference_mode(False)  # what is formed in evaluation is used in training, too
     def ranges(self, queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,5 +1,7 @@
 """Layouts: what a query row may see, in unpacked and packed batches, blocks included."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -89,6 +91,14 @@ def test_layout_is_built_once_per_microbatch():
     first = layout_from_megatron(4, 1, torch.device("cpu"), params)
     assert layout_from_megatron(4, 1, torch.device("cpu"), params) is first
     assert layout_from_megatron(4, 1, torch.device("cpu"), Packed()) is not first
+
+
+def test_a_changed_copy_derives_again():
+    """``replace`` must not hand on what was derived from other ranges."""
+    layout = bshd_layout(8, 1, torch.device("cpu"))
+    assert layout.derive("keys", lambda: layout.num_keys) == 8
+    fewer = replace(layout, num_keys=4, end=layout.end.clamp_max(4))
+    assert fewer.derive("keys", lambda: fewer.num_keys) == 4
 
 
 @pytest.mark.parametrize(
