@@ -24,7 +24,7 @@ from megatron_dsa.dispatch.meta_dispatch import (
     meta_dispatch,
     on_meta,
 )
-from megatron_dsa.dispatch.operation import Candidate, Choice, Operation, forget_choices
+from megatron_dsa.dispatch.operation import Candidate, Choice, First, Operation, forget_choices
 from megatron_dsa.dispatch.policy import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.dispatch.support import OpCall, Support
 
@@ -32,6 +32,7 @@ __all__ = [
     "Candidate",
     "Choice",
     "DEFAULT_WORKSPACE_BYTES",
+    "First",
     "Operation",
     "Policy",
     "OpCall",

@@ -56,6 +56,26 @@ def import_attribute(path: str) -> Any:
 
 
 @dataclass(frozen=True)
+class First:
+    """Calls for which one candidate is tried before the others: a benchmark shows it the fastest.
+
+    Attributes:
+        name: of the candidate.
+        heads: inclusive range.
+        teacher: only calls that want the head sum of the probabilities, too.
+    """
+
+    name: str
+    heads: tuple[int, int]
+    teacher: bool = False
+
+    def holds(self, call: OpCall) -> bool:
+        """Whether ``call`` is one of them."""
+        low, high = self.heads
+        return low <= call.heads <= high and (call.teacher or not self.teacher)
+
+
+@dataclass(frozen=True)
 class Choice:
     """The candidate that was chosen for a call, and why the others were not.
 
@@ -113,11 +133,13 @@ class Operation:
         name: used in flags, logs, reports and profiler ranges.
         title: what it does.
         candidates: the implementations in the order in which they are tried, torch's last.
+        first: exceptions from that order; the first rule that holds counts.
     """
 
     name: str
     title: str
     candidates: tuple[Candidate, ...]
+    first: tuple[First, ...] = ()
 
     def __post_init__(self):
         if self.name in _declared:
@@ -131,6 +153,9 @@ class Operation:
             raise ValueError(f"{self.name}: two of {', '.join(names)} have the same name")
         if [c.fused for c in candidates] != [True] * (len(names) - 1) + [False]:
             raise ValueError(f"{self.name}: one implementation must be torch's, the last one")
+        unknown = {rule.name for rule in self.first} - set(names)
+        if unknown:
+            raise ValueError(f"{self.name}: first names {unknown}, candidates are {names}")
 
     def add(self, candidate: Candidate) -> None:
         """Add a fused implementation of a user's own, tried after the other fused ones.
@@ -142,6 +167,14 @@ class Operation:
         self._check(candidates)
         self.candidates = candidates
         forget_choices()
+
+    def ranked(self, call: OpCall) -> list[Candidate]:
+        """Return the candidates in the order in which they are tried for ``call``.
+
+        Kernels that were never run on such a GPU are not moved to the front.
+        """
+        name = next((rule.name for rule in self.first if rule.holds(call)), None)
+        return sorted(self.candidates, key=lambda c: c.name != name or c.support.never_run(call))
 
     def choose(self, call: OpCall, policy: Policy) -> Choice:
         """Return what runs ``call`` under ``policy``.
@@ -208,7 +241,7 @@ def _choose_named(operation: Operation, call: OpCall, name: str) -> Choice:
 
 
 def _choose_first(operation: Operation, call: OpCall, policy: Policy) -> Choice:
-    usable = sorted(operation.candidates, key=lambda c: not c.support.is_preferred(call))
+    usable = operation.ranked(call)
     rejected = []
     if not policy.fused:
         rejected += [(c.name, "not asked for: dsa_unfused is torch") for c in usable if c.fused]

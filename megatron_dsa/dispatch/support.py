@@ -75,11 +75,6 @@ class Support:
         deterministic: whether equal inputs give bitwise equal results.
         deterministic_mode: whether ``torch.use_deterministic_algorithms(True)`` makes it so.
         gives_teacher: whether attention returns the head sum of the probabilities on request.
-        fastest: inclusive range of heads for which it goes before the others, because the committed
-            benchmark (``benchmarks/attention.csv``) shows it to be the fastest; of no meaning where
-            it was not run.
-        fastest_with_teacher: the same where the head sum of the probabilities is wanted, too, which
-            costs others an operation of its own; ``None``: as without.
         bridged: what the adapter does to fit the contract (padding, conversions).
         declined: why it is never used, for a kernel that exists and does not fit.
         probe: a last question ``OpCall -> reason or None``, asked only when the rest fits.
@@ -100,8 +95,6 @@ class Support:
     deterministic: bool = True
     deterministic_mode: bool = False
     gives_teacher: bool = False
-    fastest: tuple[int, int] | None = None
-    fastest_with_teacher: tuple[int, int] | None = None
     bridged: str = ""
     declined: str | None = None
     probe: Callable[[OpCall], str | None] | None = None
@@ -125,13 +118,6 @@ class Support:
             if reason is not None:
                 return reason
         return None
-
-    def is_preferred(self, call: OpCall) -> bool:
-        """Whether it goes before the others."""
-        if self.never_run(call):
-            return False
-        fastest = (call.teacher and self.fastest_with_teacher) or self.fastest
-        return fastest is not None and fastest[0] <= call.heads <= fastest[1]
 
     def never_run(self, call: OpCall) -> bool:
         """Whether its kernels were compiled for this GPU, but never run on one."""

@@ -101,9 +101,8 @@ _REMARKS = {
 def _by_heads(operation: str, call: OpCall) -> dict[str, str]:
     """What would run for how many heads, ``{"1-32": name, ...}``, where that makes a difference."""
     edges = {1}
-    for candidate in OPERATIONS[operation].candidates:
-        low, high = candidate.support.fastest or (1, 0)
-        edges |= {low, high + 1}
+    for rule in OPERATIONS[operation].first:
+        edges |= {rule.heads[0], rule.heads[1] + 1}
     starts = sorted(edge for edge in edges if edge <= call.heads)
     ends = [start - 1 for start in starts[1:]] + [call.heads]
     chosen = {

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from megatron_dsa.dispatch import Operation
 from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, TILELANG, TRITON, Package
 from megatron_dsa.dispatch.support import Support, short_dtype
 from megatron_dsa.ops import OPERATIONS
@@ -13,10 +14,10 @@ _HEAD = """# What every implementation can run
 
 Printed by `python -m megatron_dsa info --support-table` from `megatron_dsa/ops/*/declaration.py`.
 
-Dispatch tries the implementations of an operation in the order of this table, torch last. An
-implementation that the committed benchmark shows to be the fastest for some numbers of heads is
-tried first for these. "With the teacher": the backward also returns the indexer's teacher, the head
-sum of the probabilities, which other implementations compute as an operation of its own.
+Dispatch tries the implementations of an operation in the order of this table, torch last, but for
+the numbers of heads for which the committed benchmark shows another one to be the fastest. "With
+the teacher": the backward also returns the indexer's teacher, the head sum of the probabilities,
+which other implementations compute as an operation of its own.
 `--dsa-impl OPERATION=IMPLEMENTATION ...`, or `MEGATRON_DSA_IMPL=OPERATION=IMPLEMENTATION,...` in
 the environment, names implementations: they run, or start-up stops with the reason. "-" means any,
 except where the column "covers" names a condition.
@@ -24,7 +25,7 @@ except where the column "covers" names a condition.
 
 _COLUMNS = (
     "implementation", "package", "GPUs", "dtypes", "dims (qk, v)", "heads", "K", "packed", "sink",
-    "deterministic", "fastest for heads", "covers", "bridged by the adapter",
+    "deterministic", "tried first for heads", "covers", "bridged by the adapter",
 )  # fmt: skip
 
 
@@ -35,33 +36,38 @@ def support_table() -> str:
         parts.append(f"## {operation.name}\n\n{operation.title[0].upper()}{operation.title[1:]}.")
         parts.append("")
         rows = [_COLUMNS, ("---",) * len(_COLUMNS)]
-        rows += [(c.name, *_cells(c.support)) for c in OPERATIONS[operation.name].candidates]
+        for c in operation.candidates:
+            rows.append((c.name, *_cells(c.support, _first(operation, c.name))))
         parts.append("\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n")
     parts.append(_versions())
     return "\n".join(parts)
 
 
-def _cells(support: Support) -> tuple[str, ...]:
-    def span(limits):
-        return "-" if limits is None else f"{limits[0]}-{limits[1]}"
+def _span(limits: tuple[int, int] | None) -> str:
+    return "-" if limits is None else f"{limits[0]}-{limits[1]}"
 
+
+def _first(operation: Operation, name: str) -> str:
+    rules = [rule for rule in operation.first if rule.name == name]
+    with_teacher = ("", "with the teacher ")
+    return "; ".join(with_teacher[rule.teacher] + _span(rule.heads) for rule in rules) or "-"
+
+
+def _cells(support: Support, first: str) -> tuple[str, ...]:
     determinism = "yes" if support.deterministic else "no"
     if support.deterministic_mode:
         determinism = "on request"
-    fastest = span(support.fastest)
-    if support.fastest_with_teacher:
-        fastest += f"; with the teacher {span(support.fastest_with_teacher)}"
     return (
         _package(support),
         _gpus(support),
         ", ".join(map(short_dtype, support.dtypes)) if support.dtypes else "-",
         ", ".join(map(str, support.dims)) if support.dims else "-",
-        span(support.heads),
-        span(support.topk),
+        _span(support.heads),
+        _span(support.topk),
         "yes" if support.packed else "no",
         "yes" if support.sink else "no",
         determinism,
-        fastest,
+        first,
         f"declined: {support.declined}" if support.declined else support.covers,
         support.bridged or "-",
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.dispatch import Candidate, OpCall, Operation, Policy, Support
+from megatron_dsa.dispatch import Candidate, First, OpCall, Operation, Policy, Support
 from megatron_dsa.dispatch.gpus import BLACKWELL, HOPPER, PORTABLE
 from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, TILELANG
 from megatron_dsa.dispatch.support import ATOMIC_SUMS, HALF
@@ -15,14 +15,14 @@ from megatron_dsa.ops.sparse_attention import flashmla
 _HERE = __package__
 #: Absorbed MLA of V3.2 (512 latent dims, 64 of rope), and DeepSeek-V4.
 _LATENT = ((576, 512), (512, 512))
+#: A tile holds several queries.
+_FEW_HEADS = First("tilelang", heads=(1, 32))
 _TILELANG: dict[str, Any] = {
     "package": TILELANG,
     **PORTABLE,
     "dtypes": (torch.bfloat16,),
     "dims": _LATENT,
     "heads": (1, 128),
-    # Where a tile holds several queries.
-    "fastest": (1, 32),
 }
 
 FORWARD = Operation(
@@ -53,6 +53,7 @@ FORWARD = Operation(
             fused=False,
         ),
     ),
+    first=(_FEW_HEADS,),
 )
 
 BACKWARD = Operation(
@@ -81,7 +82,6 @@ BACKWARD = Operation(
                 covers="dq, dkv, dsink, p_sum",
                 **_TILELANG,
                 gives_teacher=True,
-                fastest_with_teacher=(1, 128),
                 **ATOMIC_SUMS,
             ),
         ),
@@ -92,6 +92,8 @@ BACKWARD = Operation(
             fused=False,
         ),
     ),
+    # Others need an operation of its own for the teacher.
+    first=(_FEW_HEADS, First("tilelang", heads=(1, 128), teacher=True)),
 )
 
 PROBABILITIES = Operation(

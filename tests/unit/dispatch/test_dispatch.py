@@ -12,7 +12,7 @@ import torch
 from benchmarks.attention.shapes import PRESETS
 from benchmarks.schema import read_csv
 from megatron_dsa import dispatch
-from megatron_dsa.dispatch import Operation, Policy, choice_log
+from megatron_dsa.dispatch import First, Operation, Policy, choice_log
 from megatron_dsa.dispatch import operation as module
 from megatron_dsa.dispatch.packages import Package
 from megatron_dsa.dispatch.support import OpCall, Support
@@ -54,7 +54,8 @@ def operation(operations):
 def having(operation, monkeypatch):
     """Function that gives the operation other candidates, and torch's; returns it."""
 
-    def having(*candidates):
+    def having(*candidates, first=()):
+        monkeypatch.setattr(operation, "first", first)
         monkeypatch.setattr(operation, "candidates", (*candidates, candidate("torch", False)))
         dispatch.forget_choices()
         return operation
@@ -345,7 +346,8 @@ def test_determinism_is_asked_for(monkeypatch):
 
 
 def test_the_fastest_goes_first_for_its_heads(having):
-    operation = having(candidate("usual", True), candidate("few heads", True, fastest=(1, 32)))
+    rules = (First("few heads", (1, 32)),)
+    operation = having(candidate("usual", True), candidate("few heads", True), first=rules)
     names = {
         heads: operation.choose(replace(HOPPER, heads=heads), Policy()).candidate.name
         for heads in (1, 32, 33)
@@ -355,8 +357,9 @@ def test_the_fastest_goes_first_for_its_heads(having):
 
 
 def test_the_fastest_with_the_teacher(having):
-    both = candidate("both at once", True, fastest=(1, 32), fastest_with_teacher=(1, 128))
-    operation = having(candidate("usual", True), both)
+    both = candidate("both at once", True)
+    rules = (First(both.name, (1, 32)), First(both.name, (1, 128), teacher=True))
+    operation = having(candidate("usual", True), both, first=rules)
     many = replace(HOPPER, heads=128)
     assert operation.choose(many, Policy()).candidate.name == "usual"
     assert operation.choose(replace(many, teacher=True), Policy()).candidate is both
@@ -404,11 +407,9 @@ def test_kernels_that_were_only_compiled(having):
     """They do not lead on a GPU that they never ran on, and all that names them says so."""
     made_up = [
         candidate("usual", True),
-        candidate(
-            "new", True, fastest=(1, 128), capabilities=((8, 0), (9, 0)), not_run=((8, 0),)
-        ),
-    ]  # fmt: skip
-    operation = having(*made_up)
+        candidate("new", True, capabilities=((8, 0), (9, 0)), not_run=((8, 0),)),
+    ]
+    operation = having(*made_up, first=(First("new", (1, 128)),))
     ampere = replace(HOPPER, capability=(8, 0))
     assert operation.choose(HOPPER, Policy()).candidate.name == "new"
     assert operation.choose(ampere, Policy()).candidate.name == "usual"
