@@ -67,7 +67,8 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
         self.ranks = ranks_of(config, pg_collection)
         self.heads = config.num_attention_heads // pg_collection.tp.size()
         self.groups = config.o_groups // pg_collection.tp.size()
-        self.softmax_scale = config.head_dim**-0.5
+        self.head_dim, self.policy = config.head_dim, options_of(config).policy
+        self.softmax_scale = self.head_dim**-0.5
         self.rope = PositionRope.for_ratio(config, config.ratio(layer_number, is_mtp))
         recomputed = config.recompute_modules or ()
         selective = config.recompute_granularity == "selective"
@@ -138,7 +139,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
         """See :class:`SelfAttentionFrame`."""
         ranks = self.ranks
-        policy = options_of(self.config).policy
+        policy = self.policy
         tables = self.rope.of_rows(layout, hidden_states.dtype)
 
         q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
@@ -147,7 +148,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
 
         def queries(q_latent):
             q, _ = self.linear_q_up_proj(q_latent)
-            q = q.view(-1, self.heads, self.config.head_dim)
+            q = q.view(-1, self.heads, self.head_dim)
             if ranks.by_sequence:
                 q = heads_to_sequence(q, ranks.tp)
             # Nobody else reads the projection, so its memory may become the queries'.

@@ -11,11 +11,7 @@ was called how often.
 This package knows no operation: they are declared in :mod:`megatron_dsa.ops`.
 """
 
-from megatron_dsa.dispatch.choice_log import (
-    choices_unlogged,
-    collect_choices,
-    log_all_candidates,
-)
+from megatron_dsa.dispatch.choice_log import choices_unlogged, log_all_candidates
 from megatron_dsa.dispatch.counts import count, report, reset_report, uncounted
 from megatron_dsa.dispatch.meta_dispatch import (
     MetaDispatch,
@@ -24,7 +20,14 @@ from megatron_dsa.dispatch.meta_dispatch import (
     meta_dispatch,
     on_meta,
 )
-from megatron_dsa.dispatch.operation import Candidate, Choice, First, Operation, forget_choices
+from megatron_dsa.dispatch.operation import (
+    Candidate,
+    Choice,
+    First,
+    Operation,
+    collect_choices,
+    forget_choices,
+)
 from megatron_dsa.dispatch.policy import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.dispatch.support import OpCall, Support
 

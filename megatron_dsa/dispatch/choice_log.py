@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("megatron_dsa.dispatch")
 
 _logged: set[str] = set()
-_collected: list[Choice] | None = None
 
 
 def log_all_candidates() -> None:
@@ -41,25 +40,11 @@ def choices_unlogged() -> Iterator[None]:
         package.setLevel(level)
 
 
-@contextlib.contextmanager
-def collect_choices() -> Iterator[list[Choice]]:
-    """Collect the choices made inside, each once, for a table; only fallbacks log a line, too."""
-    global _collected
-    before, _collected = _collected, []
-    try:
-        yield _collected
-    finally:
-        _collected = before
+def log_choice(choice: Choice, policy: Policy, call: OpCall, in_table: bool) -> None:
+    """Log a choice that was made for the first time, and what its package warns of.
 
-
-def collect(choice: Choice) -> None:
-    """Add a choice to what :func:`collect_choices` gave."""
-    if _collected is not None and choice not in _collected:
-        _collected.append(choice)
-
-
-def log_choice(choice: Choice, policy: Policy, call: OpCall) -> None:
-    """Log a choice that was made for the first time, and what its package warns of."""
+    ``in_table``: a table will have it, so only a fallback logs a line.
+    """
     package = choice.candidate.support.package
     remark = package.untested() if package is not None else None
     if remark is not None:
@@ -70,8 +55,8 @@ def log_choice(choice: Choice, policy: Policy, call: OpCall) -> None:
         # The same reason for every operation: one line says it.
         log_once(level, "no GPU: torch runs everything")
         level = logging.DEBUG
-    elif level == logging.INFO and _collected is not None:
-        level = logging.DEBUG  # the table says it
+    elif level == logging.INFO and in_table:
+        level = logging.DEBUG
     in_full = logger.isEnabledFor(logging.DEBUG)
     log_once(level, choice.describe() if in_full else choice.summary())
 

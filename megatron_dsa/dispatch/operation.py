@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from megatron_dsa.dispatch.choice_log import collect, log_choice, log_once
+from megatron_dsa.dispatch.choice_log import log_choice, log_once
 from megatron_dsa.dispatch.counts import TIMES, count, profiler_range
 from megatron_dsa.dispatch.meta_dispatch import current_meta_dispatch
 from megatron_dsa.dispatch.policy import FLAG, VARIABLE, Policy, check_environment
@@ -121,6 +122,8 @@ class Choice:
         return f"{line} (rejected: {reasons})" if reasons else line
 
 
+#: What :func:`collect_choices` gives, while it lasts.
+_collected: list[Choice] | None = None
 #: All operations, by name.
 _declared: dict[str, Operation] = {}
 
@@ -185,9 +188,9 @@ class Operation:
             ConfigError: an implementation was named that does not exist.
         """
         # What is chosen for a plan is not logged: its GPU is not there.
-        planned = current_meta_dispatch() is not None
-        choice = _choose(self, call, policy, policy.named_for(self.name), planned)
-        collect(choice)
+        choice = _choose(self, call, policy, planned=current_meta_dispatch() is not None)
+        if _collected is not None and choice not in _collected:
+            _collected.append(choice)
         return choice
 
     def run(self, call: OpCall, policy: Policy, *args: Any, **kwargs: Any) -> Any:
@@ -206,9 +209,8 @@ class Operation:
 
 
 @lru_cache(maxsize=512)
-def _choose(
-    operation: Operation, call: OpCall, policy: Policy, named: str | None, planned: bool
-) -> Choice:
+def _choose(operation: Operation, call: OpCall, policy: Policy, planned: bool) -> Choice:
+    named = policy.named_for(operation.name)
     for warning in check_environment(_declared):
         log_once(logging.WARNING, warning)
     if named is not None:
@@ -216,8 +218,19 @@ def _choose(
     else:
         choice = _choose_first(operation, call, policy)
     if not planned:
-        log_choice(choice, policy, call)
+        log_choice(choice, policy, call, in_table=_collected is not None)
     return choice
+
+
+@contextlib.contextmanager
+def collect_choices() -> Iterator[list[Choice]]:
+    """Collect the choices made inside, each once, for a table; only fallbacks log a line, too."""
+    global _collected
+    before, _collected = _collected, []
+    try:
+        yield _collected
+    finally:
+        _collected = before
 
 
 def forget_choices() -> None:

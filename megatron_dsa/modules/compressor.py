@@ -40,6 +40,7 @@ class Compressor(Fp32Parameters, MegatronModule):
     def __init__(self, config, submodules: CompressorSubmodules, *, ratio: int, dim: int):
         super().__init__(config=config)
         self.ratio, self.dim, self.overlap = ratio, dim, ratio == CSA_RATIO
+        self.policy = options_of(config).policy
         width = dim * (2 if self.overlap else 1)
         for name in ("linear_wkv", "linear_wgate"):
             linear = ReplicatedLinear(
@@ -65,13 +66,12 @@ class Compressor(Fp32Parameters, MegatronModule):
             rope: rotates a key by the position of its group's first token.
             ranks: who shares the microbatch.
         """
-        policy = options_of(self.config).policy
         values, scores = (
             linear(x)[0].flatten(0, 1) for linear in (self.linear_wkv, self.linear_wgate)
         )
         if keys.halo is not None:
             values, scores = extend((values, scores), keys.halo, x.shape[1], ranks)
-        pooled = compress(values, scores, self.ape, keys, overlap=self.overlap, policy=policy)
+        pooled = compress(values, scores, self.ape, keys, overlap=self.overlap, policy=self.policy)
         pooled = self.norm(pooled)
         tables = rope.of_groups(keys, pooled.dtype)
-        return rotate(pooled[:, None], *tables, policy=policy)[:, 0]
+        return rotate(pooled[:, None], *tables, policy=self.policy)[:, 0]

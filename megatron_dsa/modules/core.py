@@ -8,7 +8,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from megatron_dsa.config import indexer_is_trained, validate
+from megatron_dsa.config import validate
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.modules.indexer_training import TrainsIndexer
 from megatron_dsa.modules.replay import TakesSelections
@@ -61,7 +61,7 @@ class CoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
     def build_indexer(self, spec: ModuleSpec | type) -> None:
         """Build the indexer; one that is not trained has no gradients."""
         self.indexer = build_module(spec, config=self.config)
-        if not indexer_is_trained(self.config):
+        if not self.indexer_is_trained:
             # A parameter without a gradient would stall the overlapped gradient reduction.
             self.indexer.requires_grad_(False)
 
@@ -71,4 +71,4 @@ class CoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
 
     def resolve_kernels(self) -> None:
         """Choose and compile the kernels of the first step, or refuse what cannot run."""
-        resolve_kernels(self.required_ops(), self.options.policy, self.softmax_scale)
+        resolve_kernels(self.required_ops(), self.policy, self.softmax_scale)

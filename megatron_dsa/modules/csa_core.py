@@ -116,7 +116,7 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         Returns:
             ``[rows, H, D]``, not yet rotated back.
         """
-        policy = self.options.policy
+        policy = self.policy
         keys = compressed = inputs = None
         if self.compressor is not None:
             keys = compressed_keys(layout, self.ratio, self.compressor.overlap)
@@ -144,7 +144,7 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         if self._selects():
             lists = self._select(inputs, lists, ranks, given)
         training = None
-        if trains and self.loss_is_sparse():
+        if trains and self.loss_is_sparse:
             assert inputs is not None and keys is not None
             training = self.sparse_training(inputs, keys.layout, layout, self._selected_only())
         result = sparse_attention(
@@ -155,12 +155,12 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
             v_dim=q.shape[2],
             attn_sink=sink,
             kv_grad=kv_grad,
-            want_p_sum=evaluates and self.loss_is_sparse() and not self._selected_only(),
+            want_p_sum=evaluates and self.loss_is_sparse and not self._selected_only(),
             indexer=training,
             policy=policy,
         )
         out = result.out
-        if trains and not self.loss_is_sparse():
+        if trains and not self.loss_is_sparse:
             out = self.attach(out, self._dense_loss(inputs, q, kv, lists, sink), layout)
         if self._selects() and inputs is not None and self.measures_selection_now():
             assert keys is not None and lists.selected is not None
@@ -183,7 +183,7 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
             assert inputs is not None
             given = balanced_topk(
                 inputs, lists.layout, self.config.dsa_indexer_topk, ranks,
-                compressed=lists.compressed, policy=self.options.policy,
+                compressed=lists.compressed, policy=self.policy,
             )  # fmt: skip
         indices, length = given
         self.capture_selection(indices, lists.compressed.layout)
@@ -207,20 +207,20 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
             with torch.no_grad():
                 window = sparse_attention(
                     q, kv[keys.count :], dataclasses.replace(lists, compressed=None, selected=None),
-                    softmax_scale=self.softmax_scale, v_dim=q.shape[2], policy=self.options.policy,
+                    softmax_scale=self.softmax_scale, v_dim=q.shape[2], policy=self.policy,
                 )  # fmt: skip
                 other = torch.logaddexp(window.lse, sink.to(window.lse.dtype))
         return dense_indexer_loss(
             inputs, q, kv[: keys.count, None], keys.layout,
             softmax_scale=self.softmax_scale, other_lse=other, head_group=self.heads_group(),
-            policy=self.options.policy,
+            policy=self.policy,
         )  # fmt: skip
 
     def _evaluate(self, inputs, q, kv, lists: KeyLists, sink, p_sum) -> torch.Tensor:
         """KL sum of an evaluation pass, for which there is no backward."""
-        if not self.loss_is_sparse():
+        if not self.loss_is_sparse:
             return self._dense_loss(inputs, q, kv, lists, sink)
-        policy = self.options.policy
+        policy = self.policy
         assert lists.selected is not None and lists.compressed is not None
         if p_sum is None:
             p_sum = sparse_attention(

@@ -39,6 +39,7 @@ class CSAIndexer(MegatronModule):
     def __init__(self, config, submodules: CSAIndexerSubmodules):
         super().__init__(config=config)
         self.heads, self.dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        self.policy = options_of(config).policy
 
         def linear(inputs: int, outputs: int) -> ReplicatedLinear:
             return ReplicatedLinear(inputs, outputs, config=config, init_method=config.init_method)
@@ -78,9 +79,10 @@ class CSAIndexer(MegatronModule):
         Returns:
             queries and weights of the query rows, and one key per compressed slot of all ranks.
         """
-        config, policy = self.config, options_of(self.config).policy
+        config = self.config
         q, _ = self.linear_wq_b(gather_rows(qr, ranks.row_group).flatten(0, 1))
-        q = rotate(q.view(-1, self.heads, self.dim), *rope.of_rows(layout, q.dtype), policy=policy)
+        q = q.view(-1, self.heads, self.dim)
+        q = rotate(q, *rope.of_rows(layout, q.dtype), policy=self.policy)
         k = self.compressor(x, keys, rope, ranks)
         weights = gather_same(self.linear_weights_proj(x)[0], ranks.row_group).flatten(0, 1)
         weights = weights * (self.heads**-0.5 * self.dim**-0.5)

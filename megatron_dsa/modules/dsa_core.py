@@ -13,10 +13,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_dsa.config import (
-    indexer_is_trained,
-    uses_indexer,
-)
+from megatron_dsa.config import uses_indexer
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     LatentKeys,
@@ -112,7 +109,7 @@ class DSACoreAttention(CoreAttention):
         Returns:
             latent output ``[rows, H, kv_lora_rank]`` and the selection that was used.
         """
-        config, policy = self.config, self.options.policy
+        config, policy = self.config, self.policy
         if given is not None:
             selection = given
         elif index_inputs is not None:
@@ -130,7 +127,7 @@ class DSACoreAttention(CoreAttention):
             self.record_overlap(selection.indices, layout)
         trains = index_inputs is not None and self.trains_indexer_now()
         training = None
-        if trains and self.loss_is_sparse():
+        if trains and self.loss_is_sparse:
             assert index_inputs is not None
             training = self.sparse_training(index_inputs, layout, layout)
         evaluates = index_inputs is not None and self.evaluates_indexer_now()
@@ -142,13 +139,13 @@ class DSACoreAttention(CoreAttention):
             v_dim=config.kv_lora_rank,
             topk_length=selection.length,
             kv_grad=kv_grad,
-            want_p_sum=evaluates and self.loss_is_sparse(),
+            want_p_sum=evaluates and self.loss_is_sparse,
             in_order=True,
             indexer=training,
             policy=policy,
         )
         out = result.out
-        if trains and not self.loss_is_sparse():
+        if trains and not self.loss_is_sparse:
             loss_sum = self._dense_loss(index_inputs, q, kv[:, None], layout)
             out = self.attach(out, loss_sum, layout)
         if index_inputs is not None and self.measures_selection_now():
@@ -174,7 +171,7 @@ class DSACoreAttention(CoreAttention):
         group = self.pg_collection.cp if layout.num_shards > 1 else None
         out, lse = dense_attention(
             q, k, v, layout, softmax_scale=self.softmax_scale, group=group,
-            policy=self.options.policy,
+            policy=self.policy,
         )  # fmt: skip
         if group is not None and self._wants_dense_loss(index_inputs):
             k = gather_rows(k, group)
@@ -204,7 +201,7 @@ class DSACoreAttention(CoreAttention):
         """
         out, lse = gathered_latent_attention(
             q, latents, w_uk, w_uv, layout, softmax_scale=self.softmax_scale,
-            latent_grad=latent_grad, policy=self.options.policy,
+            latent_grad=latent_grad, policy=self.policy,
         )  # fmt: skip
         return self._with_loss(out, lse, index_inputs, q, LatentKeys(latents, w_uk), layout)
 
@@ -226,16 +223,16 @@ class DSACoreAttention(CoreAttention):
     def _dense_loss(self, index_inputs, q, k, layout, lse=None) -> torch.Tensor:
         return dense_indexer_loss(
             index_inputs, q, k, layout, softmax_scale=self.softmax_scale, lse=lse,
-            head_group=self.heads_group(), policy=self.options.policy,
+            head_group=self.heads_group(), policy=self.policy,
         )  # fmt: skip
 
     def _evaluate(self, index_inputs, q, kv, selection, layout, p_sum) -> torch.Tensor:
         """KL sum of an evaluation pass, for which there is no backward."""
-        if not self.loss_is_sparse():
+        if not self.loss_is_sparse:
             return self._dense_loss(index_inputs, q, kv[:, None], layout)
         return sparse_indexer_loss(
             index_inputs, selection.indices, self.sum_over_heads(p_sum), layout,
-            topk_length=selection.length, policy=self.options.policy,
+            topk_length=selection.length, policy=self.policy,
         )  # fmt: skip
 
     def needs_index_inputs(self) -> bool:
@@ -255,5 +252,5 @@ class DSACoreAttention(CoreAttention):
 
     def backward_dw(self) -> None:
         """Compute the indexer's delayed weight gradients, if it is trained."""
-        if self.indexer is not None and self.training and indexer_is_trained(self.config):
+        if self.indexer is not None and self.training and self.indexer_is_trained:
             self.indexer.backward_dw()

@@ -37,6 +37,12 @@ class TrainsIndexer:
     def set_up_loss(self, layer_number: int, is_mtp: bool, pg_collection) -> None:
         """Settle what the loss and the metrics need to know about the layer."""
         self.options = options_of(self.config)
+        self.policy = self.options.policy
+        self.loss_is_sparse, self.by_sequence = (
+            loss_is_sparse(self.config),
+            by_sequence(self.config),
+        )
+        self.indexer_is_trained = indexer_is_trained(self.config)
         self.pg_collection = pg_collection
         # Layers of multi-token prediction log behind the decoder's.
         self.layer_index = layer_number - 1 + (self.config.num_layers if is_mtp else 0)
@@ -48,10 +54,6 @@ class TrainsIndexer:
         before = [number for number in self.selecting_layers if number < layer_number]
         self.layer_overlap = LayerOverlap(self.config, layer_number, max(before, default=None))
 
-    def loss_is_sparse(self) -> bool:
-        """Whether the loss is taken over the selected keys only."""
-        return loss_is_sparse(self.config)
-
     def trains_indexer_now(self) -> bool:
         """Whether this forward pass trains the indexer.
 
@@ -60,7 +62,7 @@ class TrainsIndexer:
         return (
             self.indexer is not None
             and torch.is_grad_enabled()
-            and (self.training and indexer_is_trained(self.config))
+            and (self.training and self.indexer_is_trained)
         )
 
     def measures_selection_now(self) -> bool:
@@ -76,7 +78,7 @@ class TrainsIndexer:
 
     def heads_group(self) -> Any:
         """The group over which the heads of a query are sharded, or ``None``."""
-        if by_sequence(self.config):
+        if self.by_sequence:
             return None
         group = self.pg_collection.tp if self.pg_collection is not None else None
         return group if group is not None and group.size() > 1 else None

@@ -55,6 +55,15 @@ def require_tensor(
     )
 
 
+def require_lists(indices: torch.Tensor, q: torch.Tensor, topk_length: torch.Tensor | None) -> None:
+    """Raise a :class:`ConfigError` unless there is an int32 list of keys per query token."""
+    shape = (q.shape[0], "K")
+    require_tensor("indices", indices, shape, (torch.int32,), q, "give one list per query token")
+    if topk_length is not None:
+        fix = "give one length per query token"
+        require_tensor("topk_length", topk_length, q.shape[:1], (torch.int32,), q, fix)
+
+
 def require_layout(
     layout, queries: Mapping[str, torch.Tensor], keys: Mapping[str, torch.Tensor]
 ) -> None:

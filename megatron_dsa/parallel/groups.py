@@ -6,6 +6,7 @@ Keys are gathered by :mod:`megatron_dsa.parallel.gather`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class Ranks:
     cp: object = None
     by_sequence: bool = False
 
-    @property
+    @cached_property
     def queries(self) -> Sharding:
         """How query rows are sharded."""
         return self.sharding if self.by_sequence else self.sharding.whole()

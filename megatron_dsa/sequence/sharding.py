@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -63,7 +63,7 @@ class Sharding:
             "--dsa-cp-layout",
         )
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         """Number of ranks that hold different rows."""
         return self.cp * self.sp

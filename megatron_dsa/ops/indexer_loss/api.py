@@ -12,7 +12,7 @@ from megatron_dsa.dispatch import Policy
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor
+from megatron_dsa.numerics.checks import FLOATS, require_layout, require_lists, require_tensor
 from megatron_dsa.numerics.scaling import scaled
 from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, SPARSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import (
@@ -27,7 +27,6 @@ from megatron_dsa.ops.indexer_topk.inputs import (
     describe_index_call,
     require_finite_scores,
 )
-from megatron_dsa.ops.sparse_attention.inputs import check_indices
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -159,7 +158,7 @@ def sparse_indexer_loss(
         ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
     """
     check_indexer(inputs, layout)
-    check_indices(indices, inputs.q, topk_length)
+    require_lists(indices, inputs.q, topk_length)
     fix = "give one entry per entry of indices"
     require_tensor("teacher", teacher, tuple(indices.shape), FLOATS, inputs.q, fix)
     teacher = teacher.detach().to(accumulation_dtype(inputs.q.dtype), copy=True)

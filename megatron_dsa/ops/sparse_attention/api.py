@@ -18,13 +18,19 @@ from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor, require_values
+from megatron_dsa.numerics.checks import (
+    FLOATS,
+    require_layout,
+    require_lists,
+    require_tensor,
+    require_values,
+)
 from megatron_dsa.numerics.scaling import scaled
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, SelectedKeysLoss
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs, check_indexer
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs, check_indices
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 
 
 class SparseAttentionOutput(NamedTuple):
@@ -253,7 +259,7 @@ def sparse_attention(
         selected, topk_length = lists.selected, lists.selected_length
         lists, in_order = replace(lists, selected=None, selected_length=None), True
     else:
-        check_indices(indices, q, topk_length)
+        require_lists(indices, q, topk_length)
         selected, width = indices, indices.shape[1]
     require(
         0 < v_dim <= kv.shape[1],

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.numerics.checks import require_tensor
-
 
 @dataclass(frozen=True)
 class SparseAttentionInputs:
@@ -37,12 +35,3 @@ class SparseAttentionInputs:
     workspace_bytes: int
     want_p_sum: bool = False
     in_order: bool = False
-
-
-def check_indices(indices: torch.Tensor, q: torch.Tensor, topk_length: torch.Tensor | None) -> None:
-    """Raise a :class:`ConfigError` unless there is an int32 list per query token."""
-    shape = (q.shape[0], "K")
-    require_tensor("indices", indices, shape, (torch.int32,), q, "give one list per query token")
-    if topk_length is not None:
-        fix = "give one length per query token"
-        require_tensor("topk_length", topk_length, q.shape[:1], (torch.int32,), q, fix)
