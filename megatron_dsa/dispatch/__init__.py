@@ -17,14 +17,16 @@ from megatron_dsa.dispatch.choice_log import (
     log_all_candidates,
 )
 from megatron_dsa.dispatch.counts import count, report, reset_report, uncounted
-from megatron_dsa.dispatch.meta_dispatch import (
-    MetaDispatch,
+from megatron_dsa.dispatch.operation import (
+    Candidate,
+    Choice,
+    Operation,
     describe_call,
     deterministic_mode,
+    forget_choices,
     meta_dispatch,
     on_meta,
 )
-from megatron_dsa.dispatch.operation import Candidate, Choice, Operation, forget_choices
 from megatron_dsa.dispatch.policy import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.dispatch.support import OpCall, Support
 
@@ -35,7 +37,6 @@ __all__ = [
     "Operation",
     "Policy",
     "OpCall",
-    "MetaDispatch",
     "Support",
     "choices_unlogged",
     "collect_choices",

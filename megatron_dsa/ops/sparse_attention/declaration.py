@@ -53,6 +53,7 @@ FORWARD = Operation(
             fused=False,
         ),
     ),
+    meta=f"{_HERE}.meta:forward",
 )
 
 BACKWARD = Operation(
@@ -92,6 +93,7 @@ BACKWARD = Operation(
             fused=False,
         ),
     ),
+    meta=f"{_HERE}.meta:backward",
 )
 
 PROBABILITIES = Operation(
@@ -115,6 +117,7 @@ PROBABILITIES = Operation(
             "torch", f"{_HERE}.torch:probabilities", Support(covers="any shape"), fused=False
         ),
     ),
+    meta=f"{_HERE}.meta:probabilities",
 )
 
 
