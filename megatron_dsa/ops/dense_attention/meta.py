@@ -26,7 +26,4 @@ def attend(candidate: Candidate, attention: Callable, workspace_bytes: int, *arg
         del wide
         return gradients
 
-    block = BlockAttention(
-        candidate.name, candidate.fused, False, lambda call: None, forward, backward
-    )
-    return attention(*args, block=block, **options)
+    return attention(*args, block=BlockAttention(candidate.name, forward, backward), **options)
