@@ -39,6 +39,7 @@ def backward(candidate: Candidate, inputs: SparseAttentionInputs, out, lse, dout
     dq, delta = torch.empty_like(q), torch.empty_like(lse)
     dkv, p_sum = empty_sums(kv, *kv.shape), None
     if candidate.name == "cudnn":
+        # The gradient that cuDNN returns, and its accumulator brought to column order.
         rounded = torch.empty_like(kv)
         dkv = dkv.clone()
         del rounded
@@ -57,6 +58,7 @@ def probabilities(candidate: Candidate, inputs: SparseAttentionInputs, lse) -> t
     if not candidate.fused:
         take_workspace(inputs.q, inputs.workspace_bytes)
         return empty_sums(inputs.q, *inputs.indices.shape)
+    # cuDNN's normalised sums are multiplied back into a tensor of their own.
     masked, target = torch.empty_like(inputs.indices), empty_sums(inputs.q, *inputs.indices.shape)
     result = target.clone()
     del masked
