@@ -13,20 +13,17 @@ This package knows no operation: they are declared in :mod:`megatron_dsa.ops`.
 
 from megatron_dsa.dispatch.choice_log import choices_unlogged, log_all_candidates
 from megatron_dsa.dispatch.counts import count, report, reset_report, uncounted
-from megatron_dsa.dispatch.meta_dispatch import (
-    MetaDispatch,
-    describe_call,
-    deterministic_mode,
-    meta_dispatch,
-    on_meta,
-)
 from megatron_dsa.dispatch.operation import (
     Candidate,
     Choice,
     First,
     Operation,
     collect_choices,
+    describe_call,
+    deterministic_mode,
     forget_choices,
+    meta_dispatch,
+    on_meta,
 )
 from megatron_dsa.dispatch.policy import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.dispatch.support import OpCall, Support
@@ -39,7 +36,6 @@ __all__ = [
     "Operation",
     "Policy",
     "OpCall",
-    "MetaDispatch",
     "Support",
     "choices_unlogged",
     "collect_choices",

@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.dispatch.meta_dispatch import on_meta
-
 _calls: Counter[tuple[str, str]] = Counter()
 _counting = True
 
 
 def count(what: str, name: str) -> None:
     """Let :func:`report` tell that ``what`` was done by way of ``name``."""
-    if _counting and not on_meta():
+    if _counting:
         _calls[what, name] += 1
 
 
@@ -38,7 +36,7 @@ def reset_report() -> None:
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Calls inside do not show in :func:`report` (warm-up is not the run)."""
+    """Calls inside do not show in :func:`report` (warm-up and plans are not the run)."""
     global _counting
     before, _counting = _counting, False
     try:

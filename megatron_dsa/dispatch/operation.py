@@ -1,4 +1,4 @@
-"""Operations, their candidates, and the choice among them."""
+"""Operations: a call is described, one of the candidates is chosen and run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from megatron_dsa.dispatch.choice_log import log_choice, log_once
-from megatron_dsa.dispatch.counts import TIMES, count, profiler_range
-from megatron_dsa.dispatch.meta_dispatch import current_meta_dispatch
+from megatron_dsa.dispatch.counts import TIMES, count, profiler_range, uncounted
 from megatron_dsa.dispatch.policy import FLAG, VARIABLE, Policy, check_environment
 from megatron_dsa.dispatch.support import OpCall, Support
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
@@ -124,6 +125,50 @@ class Choice:
 
 #: What :func:`collect_choices` gives, while it lasts.
 _collected: list[Choice] | None = None
+#: Device and compute capability that a plan describes calls for, in place of the real ones.
+_planned_for: tuple[str, tuple[int, int] | None] | None = None
+
+
+@contextlib.contextmanager
+def meta_dispatch(capability: tuple[int, int] | None) -> Iterator[None]:
+    """Choose for a GPU of that compute capability (``None``: the CPU), and run meta functions.
+
+    Nothing is counted and no choice is logged, for the GPU is not there.
+    """
+    global _planned_for
+    before, _planned_for = _planned_for, ("cpu" if capability is None else "cuda", capability)
+    try:
+        with uncounted():
+            yield
+    finally:
+        _planned_for = before
+
+
+def on_meta() -> bool:
+    """Whether :func:`meta_dispatch` is in force: implementations are chosen and do not run."""
+    return _planned_for is not None
+
+
+def deterministic_mode() -> bool:
+    """Whether torch's deterministic mode is in force, and not only for warnings."""
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+
+
+def describe_call(device: torch.device | str, **properties) -> OpCall:
+    """Build a :class:`OpCall`, reading the compute capability off ``device``."""
+    properties.setdefault("deterministic", deterministic_mode())
+    if _planned_for is not None:
+        name, capability = _planned_for
+    else:
+        device = torch.device(device)
+        name = device.type
+        capability = torch.cuda.get_device_capability(device) if name == "cuda" else None
+    return OpCall(device=name, capability=capability, **properties)
+
+
 #: All operations, by name.
 _declared: dict[str, Operation] = {}
 
@@ -137,11 +182,15 @@ class Operation:
         title: what it does.
         candidates: the implementations in the order in which they are tried, torch's last.
         first: exceptions from that order; the first rule that holds counts.
+        meta: ``"module:function"`` of its meta function: called with a candidate and the arguments
+            of the implementations, it returns, keeps and allocates on the meta device what the
+            candidate would (:func:`meta_dispatch`).
     """
 
     name: str
     title: str
     candidates: tuple[Candidate, ...]
+    meta: str
     first: tuple[First, ...] = ()
 
     def __post_init__(self):
@@ -188,7 +237,7 @@ class Operation:
             ConfigError: an implementation was named that does not exist.
         """
         # What is chosen for a plan is not logged: its GPU is not there.
-        choice = _choose(self, call, policy, planned=current_meta_dispatch() is not None)
+        choice = _choose(self, call, policy, planned=on_meta())
         if _collected is not None and choice not in _collected:
             _collected.append(choice)
         return choice
@@ -196,9 +245,8 @@ class Operation:
     def run(self, call: OpCall, policy: Policy, *args: Any, **kwargs: Any) -> Any:
         """Run the implementation that :meth:`choose` picks, and count the call."""
         candidate = self.choose(call, policy).candidate
-        fake_kernel = current_meta_dispatch()
-        if fake_kernel is not None:
-            return fake_kernel.run(self.name, candidate, *args, **kwargs)
+        if on_meta():
+            return import_attribute(self.meta)(candidate, *args, **kwargs)
         count(self.name, candidate.name)
         on_gpu = call.device == "cuda"
         with (

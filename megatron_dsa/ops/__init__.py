@@ -1,7 +1,8 @@
 """The operations and their implementations, one folder per operation.
 
 ``declaration.py`` says what implements an operation, in the order in which dispatch tries it, and
-what each implementation can run. ``api.py`` is what callers use, ``inputs.py`` what a call holds.
+what each implementation can run. ``api.py`` is what callers use, ``inputs.py`` what a call holds,
+``meta.py`` what the implementations return, keep and allocate, for plans.
 ``reference.py`` is the plain, slow statement of what is computed; ``torch.py`` is the
 memory-bounded torch implementation that runs everywhere; files and folders named after a package
 hold fused ones.

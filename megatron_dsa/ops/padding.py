@@ -1,8 +1,8 @@
-"""What the adapters to cuDNN's front end share: list widths, invalid entries, head padding.
+"""What the adapters to other packages share: list widths, invalid entries, head padding.
 
-Its Hopper kernels are compiled per list width, head count and dims when they are first called, and
-kept in this process only. Widths are therefore rounded up to a few buckets, and every call passes a
-``topk_length``, so that a new ``K`` or a first packed batch does not compile again.
+cuDNN's Hopper kernels are compiled per list width, head count and dims when they are first called,
+and kept in this process only. Widths are therefore rounded up to a few buckets, and every call
+passes a ``topk_length``, so that a new ``K`` or a first packed batch does not compile again.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def test_all_unset_variables_are_named_at_once(script, tmp_path):
 
 @pytest.mark.parametrize("script", ["v4_flash.sh", "v4_pro.sh"])
 def test_v4_is_planned_without_variables(script, tmp_path):
-    """The attention; fake kernels for rope values and what is left out are said."""
+    """The attention; the rope values it assumes and what is left out are said."""
     done = launch(script, tmp_path, {"LR": ""}, "--dsa-dry-run")
     assert done.returncode == 0, done.stderr
     flags = json.loads(done.stdout)[0]

@@ -35,13 +35,13 @@ LEVELS = (
 LATE = {
     # Triton, TileLang, safetensors and matplotlib are optional.
     "numerics/scaling.py": "Triton",
+    "ops/compressor/meta.py": "Triton",
     "ops/indexer_loss/tilelang/launch.py": "TileLang",
     "ops/indexer_topk/fp8.py": "Triton",
     "ops/indexer_topk/listed.py": "Triton",
     "ops/indexer_topk/tilelang/launch.py": "TileLang",
     "ops/sparse_attention/tilelang/launch.py": "TileLang",
     "parallel/ring/combine.py": "Triton",
-    "tools/planner/fake_kernels.py": "TileLang, Triton",
     "tools/report/command.py": "matplotlib",
     "training/setup.py": "safetensors",
     # Without a GPU, Megatron is prepared before anything imports it.

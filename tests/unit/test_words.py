@@ -22,7 +22,7 @@ FORMER = {
     r"by_rows|to_rows|to_heads|RowRope": "by_sequence, heads_to_sequence, TokenRope",
     r"arrive|arrive_with_gradient|channel_for": "finish_gather, grad_proxy_for",
     r"settle|settling|unsettled": "resolve_kernels, without_kernels",
-    r"[Rr]ehears\w*|stand_ins?|Silent|Tally|tally": "MetaDispatch, fake kernels, MemoryTracker",
+    r"[Rr]ehears\w*|stand_ins?|Silent|Tally|tally": "meta functions, MemoryTracker",
     r"leads|untried": "first, never_run",
     r"judge[sd]_\w+": "evaluates_indexer_now, samples_selection",
     r"needs_indexer_backward|ring_latent_attention|ring_rows": "gone",

@@ -27,4 +27,5 @@ COMPRESSOR = Operation(
         ),
         Candidate("torch", f"{_HERE}.torch:compress", Support(covers="any shape"), fused=False),
     ),
+    meta=f"{_HERE}.meta:compress",
 )

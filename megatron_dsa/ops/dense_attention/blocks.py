@@ -24,35 +24,25 @@ class BlockAttention:
     """One implementation of attention to a block.
 
     Attributes:
-        name: short name.
-        fused: whether it is a fused kernel.
-        pads_values: whether it pads values to the key's width.
-        reason: why it cannot run a call, or ``None``.
+        name: the name of the candidate.
         forward, backward: see the module.
     """
 
     name: str
-    fused: bool
-    pads_values: bool
-    reason: Callable[[OpCall], str | None]
     forward: Callable
     backward: Callable
 
 
-def _kernel(name: str, module, fused: bool = True, pads_values: bool = False) -> BlockAttention:
-    return BlockAttention(name, fused, pads_values, module.reason, module.forward, module.backward)
-
-
-#: In the order in which they are tried: kernels for keys wider than values come first.
-BLOCK_KERNELS = (
-    _kernel("torch-cudnn", torch_cudnn),
-    _kernel("flash2", flash2, pads_values=True),
-    _kernel("torch-flash", torch_flash, pads_values=True),
-    _kernel("torch", torch_block, fused=False),
-)
-
-
-_BY_NAME = {kernel.name: kernel for kernel in BLOCK_KERNELS}
+_MODULES = {
+    "torch-cudnn": torch_cudnn,
+    "flash2": flash2,
+    "torch-flash": torch_flash,
+    "torch": torch_block,
+}
+#: By the name of the candidate.
+BLOCK_KERNELS = {
+    name: BlockAttention(name, module.forward, module.backward) for name, module in _MODULES.items()
+}
 
 
 def choose(call: OpCall, name: str | None = None) -> BlockAttention:
@@ -63,19 +53,19 @@ def choose(call: OpCall, name: str | None = None) -> BlockAttention:
         ImplementationError: it cannot run the call.
     """
     policy = Policy() if name is None else Policy(named=((DENSE_ATTENTION.name, name),))
-    return _BY_NAME[DENSE_ATTENTION.choose(call, policy).candidate.name]
+    return BLOCK_KERNELS[DENSE_ATTENTION.choose(call, policy).candidate.name]
 
 
 def block_kernel(name: str, workspace_bytes: int) -> BlockAttention:
     """Return the kernel of that name, with a budget for temporary memory if it needs much."""
-    return torch_kernel(workspace_bytes) if name == "torch" else _BY_NAME[name]
+    return torch_kernel(workspace_bytes) if name == "torch" else BLOCK_KERNELS[name]
 
 
 def torch_kernel(workspace_bytes: int) -> BlockAttention:
     """Return torch's with another budget for temporary memory."""
     given: dict[str, Any] = {"workspace_bytes": workspace_bytes}
     forward, backward = (partial(f, **given) for f in (torch_block.forward, torch_block.backward))
-    return BlockAttention("torch", False, False, torch_block.reason, forward, backward)
+    return BlockAttention("torch", forward, backward)
 
 
 def _attend_with(name: str) -> Callable:

@@ -48,4 +48,5 @@ DENSE_ATTENTION = Operation(
         ),
         Candidate("torch", f"{_HERE}.blocks:with_torch", Support(covers="any shape"), fused=False),
     ),
+    meta=f"{_HERE}.meta:attend",
 )

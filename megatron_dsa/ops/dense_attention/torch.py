@@ -7,14 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
-from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
-
-
-def reason(call: OpCall) -> str | None:
-    """Return ``None``: it runs everywhere."""
-    return None
 
 
 def forward(

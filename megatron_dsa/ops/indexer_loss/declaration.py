@@ -55,6 +55,7 @@ SPARSE_LOSS = Operation(
             fused=False,
         ),
     ),
+    meta=f"{_HERE}.meta:sparse",
 )
 
 DENSE_LOSS = Operation(
@@ -83,4 +84,5 @@ DENSE_LOSS = Operation(
         ),
         Candidate("torch", f"{_HERE}.torch_dense:dense", Support(covers="any shape"), fused=False),
     ),
+    meta=f"{_HERE}.meta:dense",
 )

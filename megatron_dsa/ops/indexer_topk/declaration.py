@@ -45,6 +45,7 @@ SCORES = Operation(
         ),
         Candidate("torch", f"{_HERE}.torch:Scores", Support(covers="any shape"), fused=False),
     ),
+    meta=f"{_HERE}.meta:scores",
 )
 
 LISTED_SCORES = Operation(
@@ -65,6 +66,7 @@ LISTED_SCORES = Operation(
         ),
         Candidate("torch", f"{_HERE}.listed:scores", Support(covers="any shape"), fused=False),
     ),
+    meta=f"{_HERE}.meta:listed_scores",
 )
 
 TOPK = Operation(
@@ -98,4 +100,5 @@ TOPK = Operation(
         ),
         Candidate("torch", f"{_HERE}.torch:Selection", Support(covers="any shape"), fused=False),
     ),
+    meta=f"{_HERE}.meta:select",
 )

@@ -19,4 +19,5 @@ KEY_LISTS = Operation(
         ),
         Candidate("torch", f"{_HERE}.torch:build", Support(covers="any shape"), fused=False),
     ),
+    meta=f"{_HERE}.meta:build",
 )

@@ -25,6 +25,7 @@ NORM_ROPE = Operation(
         ),
         Candidate("torch", f"{_HERE}.torch:norm_rope", Support(covers="any shape"), fused=False),
     ),
+    meta=f"{_HERE}.meta:norm_rope",
 )
 
 ROTATE = Operation(
@@ -38,4 +39,5 @@ ROTATE = Operation(
         ),
         Candidate("torch", f"{_HERE}.torch:rotate", Support(covers="any shape"), fused=False),
     ),
+    meta=f"{_HERE}.meta:rotate",
 )

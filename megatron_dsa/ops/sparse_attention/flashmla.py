@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from megatron_dsa.dispatch import on_meta
 from megatron_dsa.dispatch.packages import FLASH_MLA
 from megatron_dsa.dispatch.support import OpCall
+from megatron_dsa.ops.padding import padded_heads, with_heads
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 
 #: Widths of lists are multiples of it.
@@ -72,31 +73,29 @@ def _lse_complaint(function) -> str | None:
     )
 
 
-def padded_heads(heads: int) -> int:
-    """Return the heads, 64 or 128, with which FlashMLA runs ``heads`` (at most 128)."""
-    return 64 if heads <= 64 else 128
+def padded(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return q with as many heads, and lists as wide, as FlashMLA takes."""
+    q, indices = inputs.q, inputs.indices
+    q = with_heads(q, padded_heads(q.shape[1], (64, 128)), -2)
+    if indices.shape[1] % WIDTH:
+        indices = pad(indices, (0, -indices.shape[1] % WIDTH), value=-1)
+    return q, indices.contiguous()
 
 
 def forward(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor, None]:
     """Return ``out``, ``lse`` and ``None`` (FlashMLA does not give the probabilities)."""
     from flash_mla import flash_mla_sparse_fwd
 
-    q, indices, length = inputs.q, inputs.indices, inputs.topk_length
-    heads, width = q.shape[1], indices.shape[1]
-    padded = padded_heads(heads)
-    if heads < padded:
-        q = pad(q, (0, 0, 0, padded - heads))
-    sink = inputs.sink
+    heads, sink, length = inputs.q.shape[1], inputs.sink, inputs.topk_length
+    q, indices = padded(inputs)
     if sink is not None:
-        sink = pad(sink.float(), (0, padded - heads))
-    if width % WIDTH:
-        indices = pad(indices, (0, -width % WIDTH), value=-1)
+        sink = with_heads(sink.float(), q.shape[1], -1)
     if length is not None:
-        length = length.clamp(0, width)
+        length = length.clamp(0, inputs.indices.shape[1])
     out, _, lse = flash_mla_sparse_fwd(
-        q.contiguous(),
+        q,
         inputs.kv.contiguous().unsqueeze(1),
-        indices.contiguous().unsqueeze(1),
+        indices.unsqueeze(1),
         inputs.softmax_scale,
         d_v=inputs.v_dim,
         attn_sink=sink,

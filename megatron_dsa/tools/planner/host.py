@@ -14,10 +14,10 @@ from unittest import mock
 import torch
 from torch.nn import functional
 
-from megatron_dsa.dispatch import MetaDispatch, meta_dispatch
+from megatron_dsa.dispatch import meta_dispatch
 from megatron_dsa.metrics.log import IndexerLog
+from megatron_dsa.ops.meta import differentiable, empty_sums
 from megatron_dsa.patches.cpu_host import CudaTo, NoStream
-from megatron_dsa.tools.planner.fake_kernels import fake_kernel, fused_rms_norm
 
 META = torch.device("meta")
 
@@ -27,8 +27,20 @@ class _AsOnGPU(CudaTo):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (functional.rms_norm, torch.rms_norm):
-            return fused_rms_norm(*args, **(kwargs or {}))
+            return _fused_rms_norm(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _fused_rms_norm(x, _shape, weight=None, eps=None) -> torch.Tensor:
+    """torch's fused RMSNorm of GPUs on the meta device: keeps its input and a number per row."""
+
+    def forward(x, weight):
+        return (torch.empty_like(x),), (x, weight, empty_sums(x, *x.shape[:-1], 1))
+
+    def backward(x, weight, _rstd):
+        return torch.empty_like(x), torch.empty_like(weight)
+
+    return differentiable((x, weight), forward, backward)
 
 
 @contextlib.contextmanager
@@ -36,7 +48,7 @@ def host(capability: tuple[int, int] | None, device: torch.device = META) -> Ite
     """Build and run Megatron's modules on another device than a GPU.
 
     Args:
-        capability: of the GPU for which kernels are chosen and stood in for; ``None``: a CPU's.
+        capability: of the GPU for which kernels are chosen; ``None``: a CPU's.
         device: meta; or the CPU, where everything runs as it does there (to test what stands in).
     """
     from megatron.core.tensor_parallel import random as megatron_random
@@ -97,7 +109,7 @@ def host(capability: tuple[int, int] | None, device: torch.device = META) -> Ite
         for patch in patches:
             stack.enter_context(patch)
         if device == META:
-            stack.enter_context(meta_dispatch(MetaDispatch(capability, fake_kernel)))
+            stack.enter_context(meta_dispatch(capability))
         # torch.compile has nothing to compile for.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context((CudaTo if capability is None else _AsOnGPU)(device))

@@ -29,13 +29,17 @@ def candidate(name, fused, probe=None, **support):
     return MadeUp(name, "", Support("", probe=probe, **support), fused, lambda: name)
 
 
+def made_up_meta(candidate, *arguments):
+    return f"{candidate.name} on meta", *arguments
+
+
 @pytest.fixture
 def operations(monkeypatch):
     """Function that makes up an operation with these candidates."""
     dispatch.forget_choices()
     monkeypatch.setattr(choice_log, "_logged", set())
     monkeypatch.setattr(module, "_declared", dict(module._declared))
-    yield lambda name, *candidates: Operation(name, "", candidates)
+    yield lambda name, *candidates: Operation(name, "", candidates, f"{__name__}:made_up_meta")
     dispatch.forget_choices()
 
 
@@ -333,6 +337,25 @@ def test_warm_up_is_not_counted(operation):
     assert dispatch.report() == {}
 
 
+def test_a_plan_runs_meta_functions(operation):
+    """Of the candidate for the planned GPU, with the arguments of the implementation."""
+    dispatch.reset_report()
+    shape = {"dtype": torch.bfloat16, "heads": 64, "qk_dim": 576, "v_dim": 512}
+    with dispatch.meta_dispatch((9, 0)):
+        call = dispatch.describe_call("meta", **shape)
+        assert (call.device, call.capability) == ("cuda", (9, 0)) and dispatch.on_meta()
+        assert operation.run(call, Policy(), 1, 2) == ("second on meta", 1, 2)
+        with dispatch.meta_dispatch(None):
+            call = dispatch.describe_call("meta", **shape)
+            assert (call.device, call.capability) == ("cpu", None)
+            assert operation.run(call, Policy()) == ("torch on meta",)
+        assert dispatch.describe_call("meta", **shape).capability == (9, 0)
+    assert dispatch.describe_call("meta", **shape).device == "meta" and not dispatch.on_meta()
+    assert dispatch.report() == {}
+    assert operation.run(CPU, Policy()) == "torch"
+    assert dispatch.report() == {"made_up": {"torch": 1}}
+
+
 def test_determinism_is_asked_for(monkeypatch):
     """Kernels that add with atomics step aside under torch.use_deterministic_algorithms(True)."""
     torch.use_deterministic_algorithms(True)
@@ -354,6 +377,13 @@ def test_the_fastest_goes_first_for_its_heads(having):
     }
     assert names == {1: "few heads", 32: "few heads", 33: "usual"}
     assert operation.choose(HOPPER, Policy(fused=False)).candidate.name == "torch"
+
+
+def test_a_rule_names_a_candidate(monkeypatch):
+    monkeypatch.setattr(module, "_declared", {})
+    torch_alone, rules = (candidate("torch", False),), (First("fast", (1, 32)),)
+    with pytest.raises(ValueError, match=r"made_up: first names \{'fast'\}.*\['torch'\]"):
+        Operation("made_up", "", torch_alone, "", rules)
 
 
 def test_the_fastest_with_the_teacher(having):

@@ -31,7 +31,7 @@ def training_log(monkeypatch):
         lines, total, board = [], {}, Board()
         timers = mock.MagicMock()
         timers.return_value.elapsed.return_value = 1.0
-        fake_kernels = {
+        replaced = {
             "get_args": lambda: args,
             "get_timers": lambda: timers,
             "get_tensorboard_writer": lambda: board,
@@ -44,7 +44,7 @@ def training_log(monkeypatch):
             "one_logger_utils": mock.MagicMock(),
             "training_log": training.training_log,  # put back in the end
         }
-        for name, value in fake_kernels.items():
+        for name, value in replaced.items():
             monkeypatch.setattr(training, name, value)
         monkeypatch.setattr(
             sys.modules["megatron.training"], "get_tensorboard_writer", lambda: board

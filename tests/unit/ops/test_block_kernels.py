@@ -18,6 +18,7 @@ from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops.dense_attention import torch as torch_block
 from megatron_dsa.ops.dense_attention import torch_cudnn
 from megatron_dsa.ops.dense_attention.blocks import BLOCK_KERNELS, choose
+from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
 from megatron_dsa.parallel.ring.exchange import Ring
 from megatron_dsa.parallel.ring.loop import attend, gradients
@@ -25,8 +26,8 @@ from megatron_dsa.parallel.ring.payload import KeysAndValues, Latent
 from tests.cases.ring import CUTS, PACKED, WEIGHTS, WHOLE, Case, expected, together
 from tests.helpers import relative_error
 
-BY_NAME = {kernel.name: kernel for kernel in BLOCK_KERNELS}
-FUSED = [kernel.name for kernel in BLOCK_KERNELS if kernel.fused]
+DECLARED = {candidate.name: candidate for candidate in DENSE_ATTENTION.candidates}
+FUSED = [name for name, candidate in DECLARED.items() if candidate.fused]
 BATCHES = {
     "sbhd": {},
     "sbhd, two sequences": {"batch": 2},
@@ -244,12 +245,12 @@ def fake_kernel(name, patch, seen):
 @pytest.mark.parametrize("name", FUSED)
 def test_kernels_are_called_right(name, batch, cp, monkeypatch):
     """Also pins who pads values: that is for a kernel to do, and only for one that must."""
-    case, seen, kernel = Case(**BATCHES[batch]), set(), BY_NAME[name]
+    case, seen, kernel = Case(**BATCHES[batch]), set(), BLOCK_KERNELS[name]
     if name == "torch-cudnn" and case.real is not None:
         pytest.skip("unpacked batches only")
     fake_kernel(name, monkeypatch, seen)
     check(case, emulate(case, cp, kernel)(), 1e-11)
-    dims = (12, 12) if kernel.pads_values else (12, 8)
+    dims = (12, 8) if name == "torch-cudnn" else (12, 12)
     assert {pair[:2] for pair in seen} == {dims}
     assert all(len(set(pair)) == 1 for pair in seen if len(pair) > 2)
 
@@ -258,7 +259,7 @@ def test_kernels_are_called_right(name, batch, cp, monkeypatch):
 @pytest.mark.parametrize("batch", [1, 2])
 def test_arguments_fit_torch(name, batch):
     """Torch checks the arguments of its operators also where nothing is computed."""
-    kernel = BY_NAME[name]
+    kernel = BLOCK_KERNELS[name]
     meta = {"device": "meta", "dtype": torch.bfloat16}
     q, v = torch.empty(64, 4, 192, **meta), torch.empty(64, 4, 128, **meta)
     cu = torch.empty(5, dtype=torch.int32, device="meta")
@@ -278,30 +279,26 @@ def _hopper(**changes):
 
 def test_dims_are_compared_before_anything_is_padded():
     """Trap: padding values first makes 192/192 of 192/128, which native kernels do not take."""
-    assert {kernel.name for kernel in BLOCK_KERNELS if kernel.pads_values} == {
-        "flash2",
-        "torch-flash",
-    }
-    order = list(BY_NAME)
+    order = list(DECLARED)
     assert order.index("torch-cudnn") < order.index("flash2") < order.index("torch-flash")
     assert order[-1] == "torch"
-    available = [x for x in BLOCK_KERNELS if x.name in ("torch-cudnn", "torch-flash", "torch")]
+    available = [DECLARED[name] for name in ("torch-cudnn", "torch-flash", "torch")]
     assert next(x.name for x in available if x.reason(_hopper()) is None) == "torch-cudnn"
     packed = [x.name for x in available if x.reason(_hopper(packed=True)) is None]
     assert packed == ["torch-flash", "torch"]
     wide = _hopper(packed=True, qk_dim=128, v_dim=192)
     assert choose(wide).name == "torch"
-    assert "no wider" in BY_NAME["torch-flash"].reason(wide)
+    assert "no wider" in DECLARED["torch-flash"].reason(wide)
 
 
 def test_reasons_say_what_is_missing():
     cpu = describe_call("cpu", dtype=torch.bfloat16, heads=4, qk_dim=192, v_dim=128)
     assert choose(cpu).name == "torch"
-    assert all("needs a CUDA GPU" in BY_NAME[name].reason(cpu) for name in FUSED)
+    assert all("needs a CUDA GPU" in DECLARED[name].reason(cpu) for name in FUSED)
     for name in FUSED:
-        assert "needs bf16 or fp16" in BY_NAME[name].reason(_hopper(dtype=torch.float32))
-        assert "multiples of 8" in BY_NAME[name].reason(_hopper(qk_dim=100, v_dim=100))
-    assert "deterministic" in BY_NAME["torch-cudnn"].reason(_hopper(deterministic=True))
+        assert "needs bf16 or fp16" in DECLARED[name].reason(_hopper(dtype=torch.float32))
+        assert "multiples of 8" in DECLARED[name].reason(_hopper(qk_dim=100, v_dim=100))
+    assert "deterministic" in DECLARED["torch-cudnn"].reason(_hopper(deterministic=True))
     with pytest.raises(ImplementationError, match=r"cannot run .*: needs a CUDA GPU"):
         choose(cpu, "flash2")
 
@@ -309,7 +306,7 @@ def test_reasons_say_what_is_missing():
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("mode", ["ring", "latent"])
 @pytest.mark.parametrize("batch", LARGE)
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", BLOCK_KERNELS)
 @pytest.mark.parametrize("dims", [(4, 192, 128, 64, 512), (4, 128, 128, 64, 512)], ids=str)
 @pytest.mark.gpu
 def test_ranks_on_one_gpu(name, batch, mode, cp, dims):
@@ -317,12 +314,12 @@ def test_ranks_on_one_gpu(name, batch, mode, cp, dims):
     case = Case(mode=mode, dtype=torch.bfloat16, dims=dims, **LARGE[batch])
     shape = {"heads": dims[0], "qk_dim": dims[1], "v_dim": dims[2]}
     packed = case.real is not None
-    reason = BY_NAME[name].reason(
+    reason = DECLARED[name].reason(
         describe_call("cuda", dtype=case.dtype, packed=packed, **shape)
     )  # fmt: skip
     if reason is not None:
         pytest.skip(reason)
-    run = emulate(case, cp, BY_NAME[name], "cuda", checked=False)
+    run = emulate(case, cp, BLOCK_KERNELS[name], "cuda", checked=False)
     check(case, run(), 1.2e-2)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

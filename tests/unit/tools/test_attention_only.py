@@ -77,7 +77,7 @@ def test_the_attention_alone(capsys):
 
 
 def test_rope_values_change_no_figure():
-    """As the plan of the attention alone says: it gives them fake kernels."""
+    """As the plan of the attention alone says: it assumes values for them."""
     model = BF16 | HYBRID | ALONE | {"--rope-type": "yarn"}
     neutral = {"--rotary-scaling-factor": 1, "--yarn-original-max-position-embeddings": 96}
     other = {

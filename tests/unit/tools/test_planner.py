@@ -309,7 +309,7 @@ def test_what_a_plan_chose_is_chosen_anew_and_logged_by_a_run(add, monkeypatch, 
     caplog.set_level("INFO", "megatron_dsa.dispatch")
     shape = {"heads": 4, "qk_dim": 16, "v_dim": 16, "dtype": torch.float32}
     call = dispatch.describe_call("cpu", **shape)
-    with dispatch.meta_dispatch(dispatch.MetaDispatch(None, None)):
+    with dispatch.meta_dispatch(None):
         COMPRESSOR.choose(call, dispatch.Policy())
     assert asked == [True] and not caplog.messages
     COMPRESSOR.choose(call, dispatch.Policy())

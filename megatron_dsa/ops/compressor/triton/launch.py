@@ -190,6 +190,11 @@ def _programs(inputs: CompressorInputs, launch: Launch, blocks: int, others: int
     return min(blocks, max(1, launch.resident * processors // others))
 
 
+def softmax_sums(inputs: CompressorInputs, out: torch.Tensor) -> list[torch.Tensor]:
+    """Return memory for what the backward needs of the softmax: nothing of few positions."""
+    return [] if is_few(inputs) else [torch.empty_like(out, dtype=torch.float32) for _ in range(2)]
+
+
 def _run_forward(inputs: CompressorInputs, out: torch.Tensor) -> list[torch.Tensor]:
     """Write the pooled rows; return what the backward needs of the softmax."""
     values, scores, groups = inputs.values, inputs.scores, inputs.groups
@@ -198,9 +203,7 @@ def _run_forward(inputs: CompressorInputs, out: torch.Tensor) -> list[torch.Tens
     parts = triton.cdiv(dim, launch.tile["BLOCK_D"])
     blocks = triton.cdiv(slots, launch.tile.get("BLOCK_G", 1))
     programs = _programs(inputs, launch, blocks, parts)
-    softmax = []
-    if not is_few(inputs):
-        softmax = [out.new_empty(slots, dim, dtype=torch.float32) for _ in range(2)]
+    softmax = softmax_sums(inputs, out)
     kernel = few.pool_few if is_few(inputs) else many.pool_many
     if slots > 0:
         kernel[(programs * parts,)](

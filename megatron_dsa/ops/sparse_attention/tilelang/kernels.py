@@ -47,6 +47,11 @@ class Kernels:
         """Return the second of the two compiled for :func:`.hopper.key_gradient.build`'s."""
         return self._compiled("key_gradient", arguments)
 
+    def unions(self, *arguments):
+        """Return what :func:`.hopper.unions.build` describes, compiled for its arguments."""
+        unions = importlib.import_module(f"{__package__}.hopper.unions")
+        return unions.compiled(*arguments, self.target)
+
     def forward_rows(self) -> int:
         """Rows of a tile of the forward."""
         return self._rows("FORWARD")

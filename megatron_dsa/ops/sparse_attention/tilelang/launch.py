@@ -21,7 +21,7 @@ from megatron_dsa.ops.hopper.fragments import (
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.lists import ascending_lists, caller_lists, sorting_pays
 from megatron_dsa.ops.sparse_attention.tilelang.fixed_point import to_float, units_per_one
-from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels, kernels_for, target_of
+from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels, kernels_for
 
 
 def forward(inputs: SparseAttentionInputs, kernels: Kernels | None = None):
@@ -39,7 +39,7 @@ def forward(inputs: SparseAttentionInputs, kernels: Kernels | None = None):
     lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
     kernel = kernels.forward(heads, dim, inputs.v_dim, group, sink is not None)
     sink = torch.empty(1, device=q.device) if sink is None else sink.float().contiguous()
-    for part, lists, _ in key_lists(inputs, group):
+    for part, lists, _ in key_lists(inputs, group, kernels=kernels):
         kernel(
             _rows(q[part]),
             kv,
@@ -72,7 +72,9 @@ def backward(
     if plan.sums_heads:
         p_sum = torch.empty_like(inputs.indices, dtype=torch.float32)
     ascending = sorting_pays(inputs)
-    for part, lists, places in key_lists(inputs, plan.group, ascending, plan.sums_heads):
+    for part, lists, places in key_lists(
+        inputs, plan.group, ascending, plan.sums_heads, plan.kernels
+    ):
         if plan.sums_heads:
             count, width = lists[0].shape
             sums = torch.zeros(count, plan.group, width, device=out.device)
@@ -233,7 +235,11 @@ def _to_callers_lists(p_sum, sums, places, part, inputs) -> None:
 
 
 def key_lists(
-    inputs: SparseAttentionInputs, group: int, ascending: bool = False, with_places: bool = False
+    inputs: SparseAttentionInputs,
+    group: int,
+    ascending: bool = False,
+    with_places: bool = False,
+    kernels: Kernels | None = None,
 ):
     """Yield parts of the queries (slices) with the lists of keys that the kernels read for them.
 
@@ -253,9 +259,8 @@ def key_lists(
         lists = ascending_lists(inputs, places) if ascending else caller_lists(inputs)
         yield slice(0, queries), (lists[0], unused, lists[1]), places
         return
-    from megatron_dsa.ops.sparse_attention.tilelang.hopper.unions import compiled
-
     indices, length = caller_lists(inputs)
+    form_unions = (kernels or kernels_for(indices.device)).unions(group, with_places)
     capacity = group * width
     # Ids and members, the sums that go with places, and places with their int64 copy.
     bytes_per_group = capacity * (5 + (4 * group + 16 if with_places else 0))
@@ -270,9 +275,7 @@ def key_lists(
         members = torch.empty_like(ids, dtype=torch.uint8)
         count = torch.empty(groups, dtype=torch.int32, device=indices.device)
         places = torch.empty_like(indices[part]) if with_places else unused.int()
-        compiled(group, with_places, target_of(indices.device))(
-            indices[part], length[part], ids, members, count, places, inputs.kv.shape[0]
-        )
+        form_unions(indices[part], length[part], ids, members, count, places, inputs.kv.shape[0])
         yield part, (ids, members, count), places if with_places else None
 
 

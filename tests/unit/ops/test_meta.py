@@ -1,4 +1,4 @@
-"""What plans count for kernels, against what the adapters allocate when the kernels do nothing."""
+"""Meta functions against what the adapters allocate when the kernels do nothing."""
 
 import dataclasses
 import sys
@@ -7,12 +7,13 @@ import types
 import pytest
 import torch
 
+from megatron_dsa.dispatch.operation import import_attribute
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.meta import NoOpKernels
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS
-from megatron_dsa.tools.planner.fake_kernels import NoOpKernels, fake_kernel
 from megatron_dsa.tools.planner.host import host
 from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 
@@ -48,26 +49,37 @@ def peak(run, given, *more):
 
 def planned(capability, operation, name, given, *more):
     (candidate,) = (c for c in OPERATIONS[operation].candidates if c.name == name)
+    meta = import_attribute(OPERATIONS[operation].meta)
     with host(capability):
-        return peak(lambda *all: fake_kernel(operation, candidate, *all), given, *more)
+        return peak(lambda *all: meta(candidate, *all), given, *more)
+
+
+class FirstPlaces(NoOpKernels):
+    """Unions say that every key has the first place."""
+
+    def unions(self, *arguments):
+        return lambda *tensors: tensors[5].zero_()
 
 
 @pytest.fixture
-def kernels(monkeypatch):
+def kernels():
     """Ours for a compute capability, silent."""
     pytest.importorskip("tilelang", reason="tilelang is not installed")
-    from megatron_dsa.ops.sparse_attention.tilelang.hopper import unions
-
-    def first_places(*arguments):
-        arguments[5].zero_()
-
-    monkeypatch.setattr(unions, "compiled", lambda *_: first_places)
 
     def of(capability):
         target = TARGETS[capability]
-        return NoOpKernels(target, None if target == "sm_90a" else target)
+        return FirstPlaces(target, None if target == "sm_90a" else target)
 
     return of
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_meta_function_lies_beside_the_implementations(name):
+    operation = OPERATIONS[name]
+    assert callable(import_attribute(operation.meta))
+    folder = operation.meta.partition(".meta:")[0]
+    for candidate in operation.candidates:
+        assert candidate.kernel == "declined" or candidate.kernel.startswith(f"{folder}.")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -90,12 +102,12 @@ def test_our_sparse_attention(capability, heads, shape, kernels):
 
 def test_lists_in_parts_stay_within_the_workspace(kernels):
     """With the part before, which the caller holds while the next one is made."""
-    kernels((9, 0))
-    budget = 2**17
+    silent, budget = kernels((9, 0)), 2**17
     given = dataclasses.replace(sparse_inputs(16, "queries", "cpu"), workspace_bytes=budget)
 
     def run(given):
-        return [part for part, _lists, _places in tilelang_kernels.key_lists(given, 4)]
+        lists = tilelang_kernels.key_lists(given, 4, kernels=silent)
+        return [part for part, _lists, _places in lists]
 
     rows = [row for part in run(given) for row in range(part.start, part.stop)]
     assert rows == list(range(256)) and len(run(given)) > 2

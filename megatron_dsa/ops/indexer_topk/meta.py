@@ -1,0 +1,35 @@
+"""Index scores and their selection on the meta device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_dsa.dispatch import Candidate
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.meta import empty_sums, take_workspace
+from megatron_dsa.sequence.layout import Block, Seen
+
+
+def scores(
+    _candidate: Candidate, inputs: IndexerInputs, block: Block, _keys: torch.Tensor, _seen: Seen
+) -> torch.Tensor:
+    """Meta function of ``indexer_scores``; ``SCORES.run`` calls it in a plan."""
+    # q may be fp8; the weights never are.
+    return empty_sums(inputs.weights, inputs.q[block.rows].shape[0], block.width)
+
+
+def listed_scores(
+    _candidate: Candidate, inputs: IndexerInputs, columns: torch.Tensor, _workspace_bytes: int
+) -> torch.Tensor:
+    """Meta function of ``indexer_listed_scores``; ``LISTED_SCORES.run`` calls it in a plan."""
+    return empty_sums(inputs.weights, *columns.shape)
+
+
+def select(candidate: Candidate, scores: torch.Tensor, _seen: Seen, topk: int) -> torch.Tensor:
+    """Meta function of ``indexer_topk``; ``TOPK.run`` calls it in a plan."""
+    if not candidate.fused:
+        selection: Any = candidate.load()
+        take_workspace(scores, scores.numel() * selection.bytes_per_score())
+    return scores.new_empty(scores.shape[0], topk, dtype=torch.int32)

@@ -1,0 +1,14 @@
+"""Key lists on the meta device."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.dispatch import Candidate
+from megatron_dsa.ops.key_lists.inputs import ListInputs
+
+
+def build(_candidate: Candidate, inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Meta function of ``key_lists``; ``KEY_LISTS.run`` calls it in a plan."""
+    (rows,) = inputs.start.shape
+    return inputs.start.new_empty(rows, inputs.width), inputs.start.new_empty(rows)

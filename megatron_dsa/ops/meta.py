@@ -1,0 +1,63 @@
+"""What the meta functions of operations share (``meta.py`` in their folders).
+
+A meta function says what the implementations of an operation return, keep for the backward and
+allocate. It takes the chosen candidate, then the arguments of the implementations, and returns meta
+tensors. What it allocates and drops counts towards the peak, so it follows what adapters allocate;
+for packages that allocate by themselves, what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.numerics.autograd import once_differentiable
+
+
+def take_workspace(like: torch.Tensor, size: int) -> None:
+    """Allocate ``size`` bytes on the device of ``like`` and free them."""
+    like.new_empty(size, dtype=torch.uint8)
+
+
+def empty_sums(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return an empty tensor in the accumulation dtype of ``like``."""
+    return like.new_empty(shape, dtype=accumulation_dtype(like.dtype))
+
+
+def differentiable(
+    inputs: Sequence[torch.Tensor | None],
+    forward: Callable,
+    backward: Callable,
+    workspace_bytes: int = 0,
+) -> torch.Tensor:
+    """Return the first result of ``forward``, differentiable in ``inputs``.
+
+    Args:
+        inputs: tensors that get a gradient each.
+        forward: called with the inputs; returns a tuple of results and the tensors kept for the
+            backward. Autograd makes a gradient of zeros for each further result.
+        backward: called with the tensors kept; returns the gradients. What it refers to stays
+            alive until the backward.
+        workspace_bytes: temporary memory of the forward and of the backward.
+    """
+    return _Differentiable.apply(forward, backward, workspace_bytes, *inputs)[0]
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, forward, backward, workspace_bytes, *inputs):
+        results, kept = forward(*inputs)
+        ctx.save_for_backward(*kept)
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.rest = backward, workspace_bytes
+        take_workspace(inputs[0], workspace_bytes)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dresult, *_zeros):
+        backward, workspace_bytes = ctx.rest
+        take_workspace(dresult, workspace_bytes)
+        return None, None, None, *backward(*ctx.saved_tensors)
