@@ -186,20 +186,12 @@ def _differentiable(tensors, make, kept, gradients, workspace: int = 0):
 
 def _compressor(candidate, inputs):
     groups = inputs.groups
-    slots, keeps_softmax = groups.first_row.shape[0], False
-    if candidate.fused:
-        from megatron_dsa.ops.compressor.triton.launch import is_few
-
-        keeps_softmax = not is_few(inputs)
 
     def make(values, scores, ape):
-        softmax: tuple[torch.Tensor, ...] = ()
-        if keeps_softmax:
-            softmax = (_acc(values, slots, inputs.dim), _acc(values, slots, inputs.dim))
-        return values.new_empty(slots, inputs.dim), *softmax
+        return (values.new_empty(groups.first_row.shape[0], inputs.dim),)
 
     def kept(results, values, scores, ape):
-        return values, scores, ape, groups.first_row, groups.position, *results[1:]
+        return values, scores, ape, groups.first_row, groups.position
 
     def gradients(values, scores, ape, *_rest):
         return torch.empty_like(values), torch.empty_like(scores), torch.empty_like(ape)
