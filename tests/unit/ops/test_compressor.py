@@ -12,7 +12,7 @@ import torch
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.compressor import reference
 from megatron_dsa.ops.compressor import torch as unfused
-from megatron_dsa.ops.compressor.inputs import CompressorInputs
+from megatron_dsa.ops.compressor.api import CompressorInputs
 from megatron_dsa.sequence.compressed import Groups
 from tests.cases.triton_kernels import (
     assembly,

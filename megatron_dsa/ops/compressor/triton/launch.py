@@ -16,7 +16,7 @@ import triton
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.ops.compressor.inputs import CompressorInputs
+from megatron_dsa.ops.compressor.api import CompressorInputs
 from megatron_dsa.ops.compressor.triton import kernels
 from megatron_dsa.sequence.compressed import Groups
 
