@@ -2,7 +2,7 @@
 
 Compressed keys are gathered from all ranks; of the keys of positions a rank holds those of its own
 query rows, and the last ones before each run of them (:mod:`megatron_dsa.sequence.halo`). Gradients
-travel through channels in fp32 (:mod:`megatron_dsa.parallel.gather`).
+travel through proxies in fp32 (:mod:`megatron_dsa.parallel.gather`).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def join_keys(
         buffer, grad_proxy = _HoldKeys.apply(buffer, grad_proxy, halo, batch, ranks.query_group)
     if compressed is None:
         return buffer, grad_proxy
-    pooled, pooled_channel = gather_keys(compressed, ranks.group)
+    pooled, pooled_proxy = gather_keys(compressed, ranks.group)
     assert keys is not None
     if keys.rows is not None:
-        pooled, pooled_channel = _InOrder.apply(pooled, pooled_channel, keys.rows)
-    return torch.cat([pooled, buffer]), _JoinChannels.apply(pooled_channel, grad_proxy)
+        pooled, pooled_proxy = _InOrder.apply(pooled, pooled_proxy, keys.rows)
+    return torch.cat([pooled, buffer]), _JoinProxies.apply(pooled_proxy, grad_proxy)
 
 
 def index_keys(compressed: torch.Tensor, keys: CompressedKeys, ranks: Ranks) -> torch.Tensor:
@@ -136,8 +136,8 @@ class _InOrder(torch.autograd.Function):
         return None, back.index_copy_(0, rows, grad)[:-1], None
 
 
-class _JoinChannels(torch.autograd.Function):
-    """Concatenate two channels without giving them memory."""
+class _JoinProxies(torch.autograd.Function):
+    """Concatenate two gradient proxies without giving them memory."""
 
     @staticmethod
     def forward(ctx, first, second):

@@ -35,7 +35,6 @@ LEVELS = (
 LATE = {
     # Triton, TileLang, safetensors and matplotlib are optional.
     "numerics/scaling.py": "Triton",
-    "ops/compressor/meta.py": "Triton",
     "ops/indexer_loss/tilelang/launch.py": "TileLang",
     "ops/indexer_topk/fp8.py": "Triton",
     "ops/indexer_topk/listed.py": "Triton",

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_dsa.ops.compressor.inputs import CompressorInputs
+from megatron_dsa.ops.compressor.api import CompressorInputs
 
 
 def compress(inputs: CompressorInputs) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.ops.compressor.inputs import CompressorInputs
+from megatron_dsa.ops.compressor.api import CompressorInputs
 from megatron_dsa.sequence.compressed import Groups
 
 

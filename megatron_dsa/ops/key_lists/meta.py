@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.dispatch import Candidate
-from megatron_dsa.ops.key_lists.inputs import ListInputs
+from megatron_dsa.ops.key_lists.api import ListInputs
 
 
 def build(_candidate: Candidate, inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_dsa.ops.key_lists.inputs import ListInputs
+from megatron_dsa.ops.key_lists.api import ListInputs
 
 
 def build(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.ops.key_lists.inputs import ListInputs
+from megatron_dsa.ops.key_lists.api import ListInputs
 
 
 def build(inputs: ListInputs) -> tuple[torch.Tensor, torch.Tensor]:

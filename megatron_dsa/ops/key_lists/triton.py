@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dsa.ops.key_lists.inputs import ListInputs
+from megatron_dsa.ops.key_lists.api import ListInputs
 
 # All that follows the batch, and slices of rows with any alignment, must not compile it again.
 _ARGUMENTS = [

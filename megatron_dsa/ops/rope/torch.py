@@ -7,7 +7,6 @@ import torch
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.ops.rope.inputs import check_inputs
 
 
 def norm_rope(
@@ -22,7 +21,6 @@ def norm_rope(
 
     Differentiable in x. ``cos, sin``: ``[rows, R / 2]``. ``inplace`` is ignored.
     """
-    check_inputs(x, cos, sin)
     return _NormRope.apply(x, cos, sin, eps, workspace_bytes)
 
 
@@ -37,7 +35,6 @@ def rotate(
 
     Differentiable in x. ``cos, sin``: ``[rows, R / 2]``.
     """
-    check_inputs(x, cos, sin)
     return _Rotate.apply(x, cos, sin, inverse, workspace_bytes)
 
 

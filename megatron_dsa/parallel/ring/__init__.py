@@ -5,20 +5,19 @@ over a ring or out of what was gathered; it attends to each of them with an ordi
 kernel and combines the parts by their log-sum-exp. The backward goes the same way round and brings
 every block's gradient home.
 
-* :mod:`.shards` and :mod:`.runs` say which rows a rank holds and what they see of another rank's,
-  :mod:`.layouts` which of them a microbatch's layout wants;
+* :mod:`.shards` and :mod:`.runs` say which rows a rank holds and what they see of another rank's;
 * :mod:`megatron_dsa.ops.dense_attention.blocks` chooses the kernel that attends to one block;
 * :mod:`.exchange` moves blocks, :mod:`.payload` says what is in one (keys and values, or MLA's
   latent), :mod:`.combine` joins the parts;
 * :mod:`.loop` is the loop over blocks, :mod:`.attention` makes it differentiable and :mod:`.api`
-  describes its calls to dispatch.
+  makes shards of a layout and describes calls to dispatch.
 """
 
+from megatron_dsa.parallel.ring.api import token_shard
 from megatron_dsa.parallel.ring.attention import (
     gathered_latent_attention,
     ring_attention,
 )
-from megatron_dsa.parallel.ring.layouts import token_shard
 from megatron_dsa.parallel.ring.runs import PackedRuns
 from megatron_dsa.parallel.ring.shards import ContiguousShard, PackedZigzagShard, ZigzagShard
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 
 from megatron_dsa.dispatch import Policy
+from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor
 from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
-from megatron_dsa.ops.dense_attention.inputs import check_operands, describe_dense_call
 from megatron_dsa.parallel.ring import attention
-from megatron_dsa.parallel.ring.layouts import token_shard
+from megatron_dsa.parallel.ring.attention import describe_dense_call
+from megatron_dsa.parallel.ring.runs import PackedRuns
+from megatron_dsa.parallel.ring.shards import (
+    ContiguousShard,
+    PackedZigzagShard,
+    TokenShard,
+    ZigzagShard,
+)
 from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.sequence.sharding import Sharding, padded_bound
 
 
 def dense_attention(
@@ -42,7 +53,7 @@ def dense_attention(
     Raises:
         ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
     """
-    check_operands(q, k, v)
+    _check_operands(q, k, v)
     require_layout(layout, {"q": q, "k": k}, {})
     shard = token_shard(layout)
     arguments = (q, k, v, shard, group, softmax_scale)
@@ -94,3 +105,55 @@ def gathered_latent_attention(
         policy.workspace_bytes, q, latents, w_uk, w_uv, shard, softmax_scale,
         latent_grad=latent_grad,
     )  # fmt: skip
+
+
+def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise a :class:`ConfigError` unless shapes, dtypes and devices fit each other."""
+    require_tensor("q", q, ("Sq", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
+    fix = "repeat the heads of grouped queries' keys"
+    require_tensor("k", k, tuple(q.shape), (q.dtype,), q, fix)
+    require_tensor("v", v, (*q.shape[:2], "Dv"), (q.dtype,), q, fix)
+
+
+def token_shard(layout: Layout) -> TokenShard:
+    """Return the rows of the layout of a context-parallel rank, formed once per layout.
+
+    Args:
+        layout: of the query rows of a context-parallel rank (or of the only one), all parts of
+            sequence parallelism together; of any ``cp_layout``, packed or not.
+
+    Raises:
+        ConfigError: the layout does not say which sequences there are, or has other keys.
+    """
+    if layout.sequences is None:
+        raise ConfigError(
+            "layout must be one of sequences, got ranges of slots: make it with bshd_layout, "
+            "packed_layout or layout_from_megatron."
+        )
+    return layout.derive("ring", lambda: _shard(layout))
+
+
+def _shard(layout: Layout) -> TokenShard:
+    sequences, count = layout.sequences, layout.num_queries
+    assert sequences is not None
+    keys = layout.key_ownership
+    sharding = Sharding() if keys is None else keys.sharding.whole()
+    cp, rank = sharding.cp, sharding.cp_rank
+    if layout.num_keys != cp * count:
+        raise ConfigError(
+            f"layout must have as many keys as query tokens, {cp * count} on {cp} ranks, got "
+            f"{layout.num_keys}: make both for the same batch."
+        )
+    if sequences.cu_seqlens is None:
+        kind = ContiguousShard if sharding.cp_layout == "contiguous" else ZigzagShard
+        return kind(cp, rank, sequences.batch, count // sequences.batch)
+    lengths: dict[str, Any] = {
+        "cu_seqlens": sequences.cu_seqlens,
+        "cu_seqlens_padded": sequences.cu_seqlens_padded,
+    }
+    if sharding.cp_layout == "zigzag" and cp > 1:
+        return PackedZigzagShard(cp, rank, count, max_seqlen=padded_bound(layout), **lengths)
+    runs = (dataclasses.replace(sharding, cp_rank=r).chunks(count * cp) for r in range(cp))
+    return PackedRuns(
+        cp, rank, count, max_seqlen=layout.max_length, runs=tuple(map(tuple, runs)), **lengths
+    )

@@ -5,16 +5,24 @@ from __future__ import annotations
 import torch
 from torch import distributed
 
+from megatron_dsa.dispatch import describe_call
+from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.checks import FLOATS, require_tensor
 from megatron_dsa.ops.dense_attention.blocks import BlockAttention, choose
-from megatron_dsa.ops.dense_attention.inputs import describe_dense_call
 from megatron_dsa.parallel.ring.exchange import Gathered, Ring, RingExchange
 from megatron_dsa.parallel.ring.loop import attend, gradients
 from megatron_dsa.parallel.ring.payload import KeysAndValues, Latent
 from megatron_dsa.parallel.ring.shards import TokenShard
+
+
+def describe_dense_call(q: torch.Tensor, v_dim: int, packed: bool) -> OpCall:
+    """Describe a call of dense attention to dispatch."""
+    return describe_call(
+        q.device, dtype=q.dtype, heads=q.shape[1], qk_dim=q.shape[2], v_dim=v_dim, packed=packed
+    )
 
 
 def ring_attention(
@@ -30,7 +38,7 @@ def ring_attention(
 
     Args:
         q, k: ``[rows, H, Dqk]``, local rows; v: ``[rows, H, Dv]``. All of one dtype.
-        shard: the tokens of this rank; :func:`megatron_dsa.parallel.ring.layouts.token_shard` makes
+        shard: the tokens of this rank; :func:`megatron_dsa.parallel.ring.api.token_shard` makes
             them.
         group: the context-parallel process group; not used if ``shard.cp`` is 1.
         softmax_scale: factor on ``q . k``.

@@ -55,7 +55,7 @@ def merge_torch(sums, lse, part, part_lse, first: int, dtype: torch.dtype) -> to
     """
     acc, rows = accumulation_dtype(dtype), slice(first, first + part.shape[0])
     old = lse[rows]
-    # TokenShard that neither has seen: -inf minus -inf.
+    # Rows that neither has seen: -inf minus -inf.
     share = torch.sigmoid(part_lse - old).nan_to_num_(0.0)[..., None]
     torch.logaddexp(old, part_lse, out=old)
     merged = torch.lerp(sums[rows].to(acc), part.to(acc), share.to(acc))

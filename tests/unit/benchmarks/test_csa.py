@@ -13,7 +13,7 @@ from benchmarks.verify import ERROR_LIMIT, WrongResult
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.compressor import reference as compressor_reference
-from megatron_dsa.ops.compressor.inputs import CompressorInputs
+from megatron_dsa.ops.compressor.api import CompressorInputs
 from megatron_dsa.ops.key_lists import reference as lists_reference
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.rope import reference as rope_reference

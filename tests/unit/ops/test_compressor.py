@@ -12,7 +12,7 @@ import torch
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.compressor import reference
 from megatron_dsa.ops.compressor import torch as unfused
-from megatron_dsa.ops.compressor.inputs import CompressorInputs
+from megatron_dsa.ops.compressor.api import CompressorInputs
 from megatron_dsa.sequence.compressed import Groups
 from tests.cases.triton_kernels import (
     assembly,
@@ -203,7 +203,7 @@ def main():
     for ratio, overlap, dim in ((3, True, 48), (2, False, 16), (128, False, 80)):
         cases += [(ratio, overlap, dim, layout) for layout in ("packed", "batch of 3")]
     cases += [(5, True, 24, "packed"), (7, False, 40, "batch of 3")]
-    # Positions shared by threads, with overlap; more of them than a tile.
+    # Positions shared by threads, with overlap.
     cases += [(17, True, 48, "batch of 3"), (40, True, 80, "packed"), (130, True, 16, "packed")]
     for ratio, overlap, dim, layout in cases:
         rows, groups = layouts(ratio)[layout]
@@ -225,13 +225,12 @@ NARROW_LOAD = r"ld\.global\S*\.[bu](8|16)\b"
 )
 def test_compiles_without_a_gpu(monkeypatch, ratio, overlap, dim):
     """For Hopper and Blackwell: wide loads, and no exchange between threads for few positions."""
-    kernels = pytest.importorskip(KERNELS)
-    module, name = (kernels.few, "pool_few") if ratio == 4 else (kernels.many, "pool_many")
-    forward, backward = recorded(monkeypatch, module, (name, f"{name}_backward"))
-    (finish,) = recorded(monkeypatch, kernels, ("_finish_gradients",))
+    launch = pytest.importorskip(KERNELS)
+    names = ("pool", "pool_backward", "finish_gradients")
+    forward, backward, finish = recorded(monkeypatch, launch.kernels, names)
     rows, groups = batch_groups(512, 1, ratio)
     inputs = make_inputs(rows, groups, ratio, overlap, dim, dtype=torch.bfloat16)
-    kernels.compress(inputs).sum().backward()
+    launch.compress(inputs).sum().backward()
     for recorder in (forward, backward, finish):
         ((args, kwargs),) = recorder.launches
         for capability in (80, 89, 90, 100):

@@ -8,7 +8,7 @@ import torch
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.key_lists import reference
 from megatron_dsa.ops.key_lists import torch as unfused
-from megatron_dsa.ops.key_lists.inputs import ListInputs
+from megatron_dsa.ops.key_lists.api import ListInputs
 from tests.cases.triton_kernels import Recorder, assembly, interpret, prepare_interpreter
 
 KERNELS = "megatron_dsa.ops.key_lists.triton"

@@ -6,6 +6,7 @@ import torch
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.rope import reference
 from megatron_dsa.ops.rope import torch as unfused
+from megatron_dsa.ops.rope.api import rotate
 from tests.cases.triton_kernels import (
     assembly,
     assert_repeatable,
@@ -96,7 +97,7 @@ def test_bf16_is_rounded_once():
 def test_messages(x, tables, message):
     """Errors name the argument, the rule and the fix."""
     with pytest.raises(ConfigError, match=message):
-        unfused.rotate(torch.zeros(x), torch.zeros(tables), torch.zeros(tables), False)
+        rotate(torch.zeros(x), torch.zeros(tables), torch.zeros(tables))
 
 
 def check_in_place(kernels, x, cos, sin):

@@ -1,12 +1,13 @@
-"""Compressor pooling in Triton where a thread holds all positions of a group.
+"""Compressor pooling in Triton: forward, backward, and what is left of the gradients after it.
 
-A tile is ``[groups, positions, channels]``. Channels are spread over the threads of a warp first,
-then groups over the rest, so that the softmax needs no exchange between threads.
+A tile is ``[groups, positions, channels]`` and holds all positions of its groups: a few groups of
+the ratio 4, or some channels of one group of the ratio 128. Channels are spread over the threads of
+a warp first, then positions or groups: few positions lie in one thread and need no exchange.
 
 Backward: the softmax is computed again, which costs no traffic. The program of a group writes the
 last ``d`` channels of its own rows and the first ``d`` of the previous group's rows; the first
-``d`` channels of a group without a successor, which nobody would write, are zeroed by the group's
-own program.
+``d`` channels of a group without a successor, which no other program writes, are zeroed by the
+group's own program.
 """
 
 from __future__ import annotations
@@ -14,12 +15,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_dsa.ops.compressor.triton.softmax import (
-    LOWEST,
-    PER_BATCH,
-    exp_of_difference,
-    indices,
-)
+#: Least maximum of scores: unlike -inf it can be subtracted from -inf, and unlike the lowest number
+#: it can be multiplied by log2(e).
+_LOWEST = tl.constexpr(-1.0e38)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+# Sizes that follow the batch, and slices of index tensors, must not compile kernels again.
+_PER_BATCH = ["first_row", "position", "groups", "row_step", "programs", "parts"]
+
+
+@triton.jit
+def _exp_of_difference(x, y):
+    """``exp(x - y)`` for a ``y`` that many ``x`` share: a multiplication and addition, and exp2.
+
+    ``tl.exp`` takes three more instructions to keep denormal results.
+    """
+    return tl.exp2(x * _LOG2_E - y * _LOG2_E)
+
+
+@triton.jit
+def _indices(first_row, position, slot, groups):
+    """First rows of slots (-1: no group), and 1 where a previous group is, else 0.
+
+    As int32: a loop that reads them a turn ahead keeps them in registers.
+    """
+    first = tl.load(first_row + slot, mask=slot < groups, other=-1)
+    at = tl.load(position + slot, mask=slot < groups, other=0)
+    return first, (at > 0).to(tl.int32)
 
 
 @triton.jit
@@ -37,7 +59,7 @@ def _tile(base, stride, first, shift, column, use, other):
 def _bias(ape, column, inside, like, WIDTH: tl.constexpr, BLOCK_P: tl.constexpr):
     """Scores of the positions, spread over the groups of ``like``.
 
-    Sharding before they are loaded, or they would change their layout in shared memory.
+    Spread before they are loaded, or they would change their layout in shared memory.
     """
     at = tl.arange(0, BLOCK_P)[None, :, None] * WIDTH + column + tl.zeros_like(like).to(tl.int32)
     return tl.load(ape + at, mask=inside, other=0.0)
@@ -46,23 +68,22 @@ def _bias(ape, column, inside, like, WIDTH: tl.constexpr, BLOCK_P: tl.constexpr)
 @triton.jit
 def _softmax(u, s, v, t, OVERLAP: tl.constexpr):
     """Maximum, sum and weighted sum over positions, all ``[groups, channels]``."""
-    # Unlike -inf, a number can be subtracted from -inf.
-    top = tl.maximum(tl.max(s, 1), LOWEST)
+    top = tl.maximum(tl.max(s, 1), _LOWEST)
     if OVERLAP:
         top = tl.maximum(top, tl.max(t, 1))
-    p = exp_of_difference(s, top[:, None])
+    p = _exp_of_difference(s, top[:, None])
     total, pooled = tl.sum(p, 1), tl.sum(p * u, 1)
     if OVERLAP:
-        p = exp_of_difference(t, top[:, None])
+        p = _exp_of_difference(t, top[:, None])
         total += tl.sum(p, 1)
         pooled += tl.sum(p * v, 1)
     return top, total, pooled
 
 
-@triton.jit(do_not_specialize=PER_BATCH)
-def pool_few(
+@triton.jit(do_not_specialize=_PER_BATCH)
+def pool(
     values, scores, ape, first_row, position, out,
-    groups, row_step, programs, v_stride, s_stride, parts,
+    groups, row_step, v_stride, s_stride, parts,
     D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +95,7 @@ def pool_few(
     inside = (place < RATIO) & (column < D)
     shift = place * row_step.to(tl.int64)
     slot = (tl.program_id(0) // parts * BLOCK_G + tl.arange(0, BLOCK_G))[:, None, None]
-    first, at = indices(first_row, position, slot, groups)
+    first, at = _indices(first_row, position, slot, groups)
     row = first.to(tl.int64)
     use = inside & (first >= 0)
     u = _tile(values, v_stride, row, shift, column + (WIDTH - D), use, 0.0)
@@ -99,7 +120,7 @@ def _store_gradients(
     dvalues, dscores, u, s, top, weight, pooled, first, shift, column, use, WIDTH: tl.constexpr
 ):
     """Write the gradients of a tile; return that of its scores in fp32."""
-    dvalue = exp_of_difference(s, top) * weight
+    dvalue = _exp_of_difference(s, top) * weight
     dscore = dvalue * (u - pooled)
     to = first * WIDTH + column + shift * WIDTH
     tl.store(dvalues + to, dvalue.to(dvalues.dtype.element_ty), mask=use)
@@ -107,8 +128,8 @@ def _store_gradients(
     return dscore
 
 
-@triton.jit(do_not_specialize=PER_BATCH)
-def pool_few_backward(
+@triton.jit(do_not_specialize=_PER_BATCH)
+def pool_backward(
     values, scores, ape, first_row, position, dout, dvalues, dscores, partial,
     groups, row_step, programs, v_stride, s_stride, parts,
     D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
@@ -126,7 +147,7 @@ def pool_few_backward(
     dape_previous = tl.zeros([BLOCK_G, BLOCK_P, BLOCK_D], tl.float32)
     own: tl.constexpr = WIDTH - D
     slot = (program * BLOCK_G + tl.arange(0, BLOCK_G))[:, None, None]
-    first, at = indices(first_row, position, slot, groups)
+    first, at = _indices(first_row, position, slot, groups)
     # Several blocks in flight (num_stages) spill registers and are no faster.
     for block in tl.range(program, tl.cdiv(groups, BLOCK_G), programs, num_stages=1):
         slot = (block * BLOCK_G + tl.arange(0, BLOCK_G))[:, None, None]
@@ -144,10 +165,10 @@ def pool_few_backward(
             v = _tile(values, v_stride, row - group, shift, column, use_previous, 0.0)
             t = _tile(scores, s_stride, row - group, shift, column, use_previous, float("-inf"))
             t += _bias(ape, column, inside, first, WIDTH, BLOCK_P)
-            after, at_after = indices(first_row, position, slot + 1, groups)
+            after, at_after = _indices(first_row, position, slot + 1, groups)
             last = (after < 0) | (at_after == 0)
         # All loads wait for these: read them a block ahead.
-        first, at = indices(first_row, position, slot + programs * BLOCK_G, groups)
+        first, at = _indices(first_row, position, slot + programs * BLOCK_G, groups)
         top, total, pooled = _softmax(u, s, v, t, OVERLAP)
         scale = 1.0 / tl.where(total == 0.0, 1.0, total)
         pooled = (pooled * scale)[:, None]
@@ -170,3 +191,67 @@ def pool_few_backward(
     tl.store(to_partial + (WIDTH - D), tl.sum(dape, 0), mask=mask)
     if OVERLAP:
         tl.store(to_partial, tl.sum(dape_previous, 0), mask=mask)
+
+
+@triton.jit
+def _sum_partials(
+    partial, dape, program, programs, size,
+    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Add ``programs`` rows of ``size`` partial sums, in a fixed order."""
+    column = program * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.zeros([BLOCK_S, BLOCK_C], tl.float32)
+    for start in range(0, programs, BLOCK_S):
+        row = start + tl.arange(0, BLOCK_S)
+        at = row.to(tl.int64)[:, None] * size + column[None, :]
+        mask = (row < programs)[:, None] & (column < size)[None, :]
+        total += tl.load(partial + at, mask=mask, other=0.0)
+    tl.store(dape + column, tl.sum(total, 0).to(dape.dtype.element_ty), mask=column < size)
+
+
+@triton.jit
+def _zero_gaps(
+    dvalues, dscores, first_row, program, rows, groups, row_step,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Zero those of ``BLOCK_R`` rows that are in no group."""
+    row = program * BLOCK_R + tl.arange(0, BLOCK_R)
+    slots = groups // row_step
+    # A row's group has this number, or the one before (see Groups).
+    number = row // row_step // RATIO
+    near = first_row + row % row_step * slots + number
+    here = tl.load(near, mask=(row < rows) & (number < slots), other=-1)
+    before = tl.load(near - 1, mask=(row < rows) & (number > 0) & (number <= slots), other=-1)
+    # Rows of other batch elements lie between those of a group, so this counts rows, not positions.
+    span = RATIO * row_step
+    inside = (here >= 0) & (here <= row) & (row - here < span)
+    inside = inside | ((before >= 0) & (row - before < span))
+    gap = (row < rows) & ~inside
+    if tl.max(gap.to(tl.int32), 0) > 0:
+        block: tl.constexpr = 128
+        zero = tl.zeros([BLOCK_R, block], dvalues.dtype.element_ty)
+        for start in range(0, WIDTH, block):
+            column = start + tl.arange(0, block)
+            at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+            mask = gap[:, None] & (column < WIDTH)[None, :]
+            tl.store(dvalues + at, zero, mask=mask)
+            tl.store(dscores + at, zero, mask=mask)
+
+
+@triton.jit(do_not_specialize=["first_row", "programs", "rows", "groups", "row_step"])
+def finish_gradients(
+    partial, dape, dvalues, dscores, first_row, programs, rows, groups, row_step,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """What is left after the backward, in one launch: the first programs add, the others zero."""
+    size: tl.constexpr = RATIO * WIDTH
+    adding: tl.constexpr = (size + BLOCK_C - 1) // BLOCK_C
+    program = tl.program_id(0)
+    if program < adding:
+        _sum_partials(partial, dape, program, programs, size, BLOCK_S, BLOCK_C)
+    else:
+        _zero_gaps(
+            dvalues, dscores, first_row, program - adding, rows, groups, row_step,
+            RATIO, WIDTH, BLOCK_R,
+        )  # fmt: skip
