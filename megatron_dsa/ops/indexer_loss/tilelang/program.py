@@ -18,12 +18,11 @@ two of them share an SM: one multiplies while the other adds. A thread block has
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
-import functools
 from types import SimpleNamespace
 
-import tilelang
 from tilelang import language as T
 
+from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import ADDRESSES, GROUP, TILE
 from megatron_dsa.ops.indexer_loss.tilelang.source import SOURCE
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.key_gradient import SOURCE as ADDITIONS
@@ -285,14 +284,4 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
     return sparse_indexer_loss
 
 
-@functools.cache
-def compiled(heads: int, gradients: bool = True, fixed_point: bool = False, target: str = "sm_90a"):
-    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
-    return tilelang.compile(
-        build(heads, gradients, fixed_point),
-        target={"kind": "cuda", "arch": target},
-        pass_configs={
-            tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-            tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
-        },
-    )
+compiled = compiler(build, OWN_BARRIERS)

@@ -13,17 +13,15 @@ other.
 There is one thread block per SM. Each walks over an equal share of all pairs (tile of queries,
 block of keys) of which somebody in the tile sees a key (:mod:`.shares`); nothing else is computed.
 
-TileLang's own barriers between accesses to shared memory are switched off (:func:`compiled`): all
-that is shared is handed over at the barriers in ``done``.
+All that is shared is handed over at the barriers in ``done`` (:data:`.programs.OWN_BARRIERS`).
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
-import functools
 from types import SimpleNamespace
 
-import tilelang
 from tilelang import language as T
 
+from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import GROUP
 from megatron_dsa.ops.indexer_topk.tilelang import shares, sums
 
@@ -310,14 +308,4 @@ def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
     return index_scores
 
 
-@functools.cache
-def compiled(heads: int, dtype: str = "bfloat16", relu: bool = True, target: str = "sm_90a"):
-    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
-    return tilelang.compile(
-        build(heads, dtype, relu),
-        target={"kind": "cuda", "arch": target},
-        pass_configs={
-            tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-            tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
-        },
-    )
+compiled = compiler(build, OWN_BARRIERS)

@@ -14,12 +14,11 @@ What is in shared memory fills it: there is room for one block of keys.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
-import functools
 from types import SimpleNamespace
 
-import tilelang
 from tilelang import language as T
 
+from megatron_dsa.ops.hopper.programs import FAST_MATH, compiler
 from megatron_dsa.ops.hopper.tiles import (
     GROUP,
     LOG2_E,
@@ -308,19 +307,4 @@ def build(
     return sparse_mla_backward
 
 
-@functools.cache
-def compiled(
-    heads: int,
-    dim: int,
-    v_dim: int,
-    group: int = 1,
-    fixed_point: bool = False,
-    p_sum: bool = False,
-    target: str = "sm_90a",
-):
-    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
-    return tilelang.compile(
-        build(heads, dim, v_dim, group, fixed_point, p_sum),
-        target={"kind": "cuda", "arch": target},
-        pass_configs={tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True},
-    )
+compiled = compiler(build, FAST_MATH)

@@ -13,17 +13,15 @@ While one of them forms exponentials, the other keeps the tensor cores busy. EVE
 maximum up to its own block until ODD says what the second block adds, and corrects P0 and O_L then.
 A last block without a partner is EVEN's; ODD then only multiplies P0.
 
-TileLang's own barriers between accesses to shared memory are switched off (:func:`compiled`): it
-sees one warpgroup at a time, and all that is shared is handed over at the barriers in ``done``.
+All that is shared is handed over at the barriers in ``done`` (:data:`.programs.OWN_BARRIERS`).
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
-import functools
 from types import SimpleNamespace
 
-import tilelang
 from tilelang import language as T
 
+from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import (
     GROUP,
     LN_2,
@@ -361,21 +359,4 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
     return sparse_mla_forward
 
 
-@functools.cache
-def compiled(
-    heads: int,
-    dim: int,
-    v_dim: int,
-    group: int = 1,
-    with_sink: bool = False,
-    target: str = "sm_90a",
-):
-    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
-    return tilelang.compile(
-        build(heads, dim, v_dim, group, with_sink),
-        target={"kind": "cuda", "arch": target},
-        pass_configs={
-            tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-            tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
-        },
-    )
+compiled = compiler(build, OWN_BARRIERS)

@@ -16,12 +16,11 @@ The consumers multiply by turns, so that one of them adds meanwhile.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
-import functools
 from types import SimpleNamespace
 
-import tilelang
 from tilelang import language as T
 
+from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import (
     ADDRESSES,
     GROUP,
@@ -313,20 +312,4 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
     return sparse_mla_key_gradient
 
 
-@functools.cache
-def compiled(
-    heads: int,
-    dim: int,
-    v_dim: int,
-    fixed_point: bool = False,
-    target: str = "sm_90a",
-):
-    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
-    return tilelang.compile(
-        build(heads, dim, v_dim, fixed_point),
-        target={"kind": "cuda", "arch": target},
-        pass_configs={
-            tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-            tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
-        },
-    )
+compiled = compiler(build, OWN_BARRIERS)

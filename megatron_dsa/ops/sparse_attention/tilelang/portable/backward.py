@@ -11,12 +11,11 @@ of memory for one scalar instruction, and the columns keep their natural order.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
-import functools
 from types import SimpleNamespace
 
-import tilelang
 from tilelang import language as T
 
+from megatron_dsa.ops.hopper.programs import PORTABLE, compiler
 from megatron_dsa.ops.hopper.tiles import (
     LOG2_E,
     SLAB,
@@ -26,7 +25,6 @@ from megatron_dsa.ops.hopper.tiles import (
 )
 from megatron_dsa.ops.sparse_attention.tilelang.portable.tiles import (
     BACKWARD,
-    PASSES,
     check_memory,
     fetch_rows,
     gather,
@@ -257,23 +255,4 @@ def build(
     return portable_mla_backward
 
 
-@functools.cache
-def compiled(
-    heads: int,
-    dim: int,
-    v_dim: int,
-    group: int = 1,
-    fixed_point: bool = False,
-    p_sum: bool = False,
-    target: str = "sm_80",
-    tiles: str | None = None,
-):
-    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable.
-
-    ``tiles`` names a target with less shared memory whose tiling it is to have, for tests.
-    """
-    return tilelang.compile(
-        build(heads, dim, v_dim, group, fixed_point, p_sum, tiles or target),
-        target={"kind": "cuda", "arch": target},
-        pass_configs=PASSES,
-    )
+compiled = compiler(build, PORTABLE)

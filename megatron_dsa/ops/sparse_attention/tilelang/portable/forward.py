@@ -8,12 +8,11 @@ memory.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
-import functools
 from types import SimpleNamespace
 
-import tilelang
 from tilelang import language as T
 
+from megatron_dsa.ops.hopper.programs import PORTABLE, compiler
 from megatron_dsa.ops.hopper.tiles import (
     LN_2,
     LOG2_E,
@@ -23,7 +22,6 @@ from megatron_dsa.ops.hopper.tiles import (
 )
 from megatron_dsa.ops.sparse_attention.tilelang.portable.tiles import (
     FORWARD,
-    PASSES,
     check_memory,
     fetch_rows,
     gather,
@@ -179,22 +177,4 @@ def build(
     return portable_mla_forward
 
 
-@functools.cache
-def compiled(
-    heads: int,
-    dim: int,
-    v_dim: int,
-    group: int = 1,
-    with_sink: bool = False,
-    target: str = "sm_80",
-    tiles: str | None = None,
-):
-    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable.
-
-    ``tiles`` names a target with less shared memory whose tiling it is to have, for tests.
-    """
-    return tilelang.compile(
-        build(heads, dim, v_dim, group, with_sink, tiles or target),
-        target={"kind": "cuda", "arch": target},
-        pass_configs=PASSES,
-    )
+compiled = compiler(build, PORTABLE)
