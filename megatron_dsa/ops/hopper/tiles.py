@@ -149,12 +149,34 @@ def fetch_tile(copies, at, tile, threads, thread):
             fetch(copy[0], copy[1], row, from_row, row < at.rows, copy[2], thread)
 
 
+@dataclass(frozen=True)
+class Lists:
+    """The keys of a call, their lists, and registers of a thread that gathers them.
+
+    Attributes:
+        KV: the keys.
+        Ids: a list per tile or group of queries.
+        Members: which queries of a group selected an entry; not read with one query.
+        group: queries of a group.
+        ahead, members: entries that were read before they are needed.
+        ids: the keys of which the thread copies a part.
+    """
+
+    KV: Any
+    Ids: Any
+    Members: Any
+    group: int
+    ahead: Any
+    members: Any
+    ids: Any = None
+
+
 @T.macro
-def list_ahead(Ids, Members, at, i, keys, group, thread, ids, members):
+def list_ahead(lists, at, i, keys, thread):
     """Read part ``i`` of a list (``keys`` long) before it is needed; past its end is no key."""
-    ids[0] = -1
-    members[0] = T.cast(0, "uint8")
+    lists.ahead[0] = -1
+    lists.members[0] = T.cast(0, "uint8")
     if thread < keys and i * keys + thread < at.n:
-        ids[0] = Ids[at.list, i * keys + thread]
-        if group > 1:
-            members[0] = Members[at.list, i * keys + thread]
+        lists.ahead[0] = lists.Ids[at.list, i * keys + thread]
+        if lists.group > 1:
+            lists.members[0] = lists.Members[at.list, i * keys + thread]

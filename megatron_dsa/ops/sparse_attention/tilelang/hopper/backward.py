@@ -28,6 +28,7 @@ from megatron_dsa.ops.hopper.tiles import (
     SLAB,
     TILE,
     V_DIM,
+    Lists,
     Shape,
     list_ahead,
     place_of,
@@ -50,16 +51,16 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
     ids = T.alloc_local([TILE // ROWS], "int32")
     ahead = T.alloc_local([1], "int32")
     members = T.alloc_local([1], "uint8")
-    group, keys = shape.group, KV.shape[0]
-    list_ahead(Ids, Members, at, 0, TILE, group, thread, ahead, members)
+    lists = Lists(KV, Ids, Members, shape.group, ahead, members, ids)
+    list_ahead(lists, at, 0, TILE, thread)
     for i in T.serial(at.blocks()):
         for side in (0, 1):
             T.barrier_wait(done.keys_free[side], (i & 1) ^ 1)
             if side == 0:
                 # KV has read the ids of block i - 2: its P was overwritten since.
-                queries.next_ids(Ids, Members, m, at, i, keys, group, thread, ids, ahead, members)
+                queries.next_ids(lists, m, at, i, thread)
             columns = ((0, HALF), (HALF, shape.dim))[side]
-            queries.fetch_part(KV, m, done, side, columns, ids, thread)
+            queries.fetch_part(lists, m, done, side, columns, thread)
 
 
 @T.macro

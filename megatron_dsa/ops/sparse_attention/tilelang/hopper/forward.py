@@ -31,6 +31,7 @@ from megatron_dsa.ops.hopper.tiles import (
     SHARED,
     TILE,
     V_DIM,
+    Lists,
     Shape,
     fetch,
     fetch_tile,
@@ -92,13 +93,14 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
     ahead = T.alloc_local([1], "int32")
     members = T.alloc_local([1], "uint8")
     word = T.alloc_local([1], "uint32")
-    list_ahead(Ids, Members, at, 0, PAIR, shape.group, thread, ahead, members)
+    lists = Lists(KV, Ids, Members, shape.group, ahead, members)
+    list_ahead(lists, at, 0, PAIR, thread)
     for i in T.serial(at.blocks(PAIR)):
         # Nobody needs the words and ids of pair i - 2: its buffers were free since.
         ahead[0] = T.if_then_else(ahead[0] < KV.shape[0], ahead[0], -1)
         m.ids[i % 2, thread] = ahead[0]
-        note_members(m, i, ahead, members, word, shape.group, thread)
-        list_ahead(Ids, Members, at, i + 1, PAIR, shape.group, thread, ahead, members)
+        note_members(lists, m, i, word, thread)
+        list_ahead(lists, at, i + 1, PAIR, thread)
         T.sync_threads(8, GROUP)
         for r in T.unroll(PAIR // ROWS):
             ids[r] = m.ids[i % 2, r * ROWS + thread // 8]
@@ -116,12 +118,12 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
 
 
 @T.macro
-def note_members(m, i, ahead, members, word, group, thread):
+def note_members(lists, m, i, word, thread):
     """Write words for pair ``i``: per query of the group, a bit per key that it selected."""
-    for g in tuple(range(group)):
-        selected = ahead[0] >= 0
-        if group > 1:
-            selected = T.And(selected, (members[0] >> g & 1) != 0)
+    for g in tuple(range(lists.group)):
+        selected = lists.ahead[0] >= 0
+        if lists.group > 1:
+            selected = T.And(selected, (lists.members[0] >> g & 1) != 0)
         word[0] = T.cast(T.ballot(selected), "uint32")
         if thread % 32 == 0:
             m.selected[i % 2, thread // TILE, g, thread // 32 % 2] = word[0]

@@ -67,24 +67,27 @@ def start(Q, O, dO, Lse, Delta, m, done, at, dim, scale, tx):  # noqa: E741
 
 
 @T.macro
-def next_ids(Ids, Members, m, at, i, keys, group, thread, ids, ahead, members):
+def next_ids(lists, m, at, i, thread):
     """Hand over the ids of block ``i`` (-1: no key) in shared memory, and read the list ahead."""
     if thread < TILE:
-        m.ids[i % 2, thread] = T.if_then_else(ahead[0] < keys, ahead[0], -1)
-        if group > 1:
-            m.members[i % 2, thread] = members[0]
-        list_ahead(Ids, Members, at, i + 1, TILE, group, thread, ahead, members)
+        m.ids[i % 2, thread] = T.if_then_else(
+            lists.ahead[0] < lists.KV.shape[0], lists.ahead[0], -1
+        )
+        if lists.group > 1:
+            m.members[i % 2, thread] = lists.members[0]
+        list_ahead(lists, at, i + 1, TILE, thread)
     T.sync_threads(8, GROUP)
     for r in T.unroll(TILE // ROWS):
-        ids[r] = m.ids[i % 2, r * ROWS + thread // 8]
+        lists.ids[r] = m.ids[i % 2, r * ROWS + thread // 8]
 
 
 @T.macro
-def fetch_part(KV, m, done, part, columns, ids, thread):
+def fetch_part(lists, m, done, part, columns, thread):
     """Fetch ``columns`` of a block of keys, announced at the barrier of their part."""
     for r in tuple(range(TILE // ROWS)):
         row = r * ROWS + thread // 8
-        fetch(m.k, KV, row, T.max(ids[r], 0), ids[r] >= 0, columns, thread)
+        from_row = T.max(lists.ids[r], 0)
+        fetch(m.k, lists.KV, row, from_row, lists.ids[r] >= 0, columns, thread)
         call("dsa_no_hoisting")
     T.cp_async_barrier_noinc(done.keys[part])
     T.barrier_arrive(done.keys[part])

@@ -26,6 +26,7 @@ from megatron_dsa.ops.hopper.tiles import (
     ROWS,
     TILE,
     V_DIM,
+    Lists,
     Shape,
     list_ahead,
     place_of,
@@ -78,12 +79,13 @@ def gather(KV, Ids, m, done, at, dim, thread):
     ids = T.alloc_local([TILE // ROWS], "int32")
     ahead = T.alloc_local([1], "int32")
     unused = T.alloc_local([1], "uint8")
-    list_ahead(Ids, None, at, 0, TILE, 1, thread, ahead, unused)
+    lists = Lists(KV, Ids, None, 1, ahead, unused, ids)
+    list_ahead(lists, at, 0, TILE, thread)
     for i in T.serial(at.blocks()):
-        queries.next_ids(Ids, None, m, at, i, KV.shape[0], 1, thread, ids, ahead, unused)
+        queries.next_ids(lists, m, at, i, thread)
         for part in (0, 1, 2, 3):
             T.barrier_wait(done.keys_free[part], (i & 1) ^ 1)
-            queries.fetch_part(KV, m, done, part, key_parts(dim)[part], ids, thread)
+            queries.fetch_part(lists, m, done, part, key_parts(dim)[part], thread)
 
 
 @T.macro

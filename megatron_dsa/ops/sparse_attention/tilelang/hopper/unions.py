@@ -167,6 +167,6 @@ def build(group: int, with_places: bool = False):
 _compiled = compiler(build)
 
 
-def compiled(group: int, with_places: bool, target: str):
+def compiled(group: int, with_places: bool = False, target: str = "sm_90a"):
     """Return what :func:`build` describes, callable, compiled for ``target``."""
     return _compiled(group, with_places, target=target)

@@ -17,10 +17,9 @@ from tilelang import language as T
 
 from megatron_dsa.ops.hopper.cuda import call
 from megatron_dsa.ops.hopper.programs import PORTABLE, compiler
-from megatron_dsa.ops.hopper.tiles import LOG2_E, SLAB, V_DIM, Shape, fetch_tile, place_of
+from megatron_dsa.ops.hopper.tiles import LOG2_E, SLAB, V_DIM, Lists, Shape, fetch_tile, place_of
 from megatron_dsa.ops.sparse_attention.tilelang.portable.tiles import (
     BACKWARD,
-    Lists,
     check_memory,
     gather,
     gather_first,
@@ -193,13 +192,13 @@ def build(
             units = T.alloc_local([1], fp32)
             if fixed_point:
                 units[0] = Units[0]
-            source = Lists(KV, Ids, Members, ahead, members)
+            source = Lists(KV, Ids, Members, group, ahead, members)
             thread = T.get_thread_binding()
             at = place_of(block, Length, rows, shape)
             fetch_tile([(m.q, Q, (0, dim))], at, tile, tiling.threads, thread)
             fetch_tile([(m.do, dO, (0, v_dim))], at, tile, tiling.threads, thread)
             T.ptx_commit_group()
-            gather_first(source, m, at, tiling, group, thread)
+            gather_first(source, m, at, tiling, thread)
             T.ptx_wait_group(stages - 1)
             T.sync_threads()
             row_factors(O, Lse, Delta, m, at, tile, thread)
@@ -207,12 +206,12 @@ def build(
                 if stages == 1:
                     # Nobody reads the block before any more.
                     T.sync_threads()
-                    gather(source, m, at, i, tiling, group, thread)
+                    gather(source, m, at, i, tiling, thread)
                     T.ptx_commit_group()
                 T.ptx_wait_group(max(stages - 2, 0))
                 T.sync_threads()
                 if stages > 1:
-                    gather_next(source, m, at, i + stages - 1, tiling, group, thread)
+                    gather_next(source, m, at, i + stages - 1, tiling, thread)
                 at_key = i % stages * block_keys
                 block_of_keys = slice(at_key, at_key + block_keys)
                 T.gemm(m.q, m.k[block_of_keys, :], s, **to_scores)

@@ -13,10 +13,9 @@ from types import SimpleNamespace
 from tilelang import language as T
 
 from megatron_dsa.ops.hopper.programs import PORTABLE, compiler
-from megatron_dsa.ops.hopper.tiles import LOG2_E, Shape, fetch_tile, place_of
+from megatron_dsa.ops.hopper.tiles import LOG2_E, Lists, Shape, fetch_tile, place_of
 from megatron_dsa.ops.sparse_attention.tilelang.portable.tiles import (
     FORWARD,
-    Lists,
     check_memory,
     gather_first,
     gather_next,
@@ -131,11 +130,11 @@ def build(
             total = T.alloc_fragment([tile], fp32)
             ahead = T.alloc_local([block_keys // tiling.copied], int32)
             members = T.alloc_local([block_keys // tiling.copied], "uint8")
-            source = Lists(KV, Ids, Members, ahead, members)
+            source = Lists(KV, Ids, Members, group, ahead, members)
             thread = T.get_thread_binding()
             at = place_of(block, Length, rows, shape)
             fetch_tile([(m.q, Q, (0, dim))], at, tile, tiling.threads, thread)
-            gather_first(source, m, at, tiling, group, thread)
+            gather_first(source, m, at, tiling, thread)
             T.clear(o)
             T.clear(sums)
             T.fill(top, LOWEST)
@@ -143,7 +142,7 @@ def build(
                 # Block i has come, and nobody reads block i - 1 any more.
                 T.ptx_wait_group(stages - 2)
                 T.sync_threads()
-                gather_next(source, m, at, i + stages - 1, tiling, group, thread)
+                gather_next(source, m, at, i + stages - 1, tiling, thread)
                 at_key = i % stages * block_keys
                 T.gemm(
                     m.q,

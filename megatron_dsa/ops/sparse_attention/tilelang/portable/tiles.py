@@ -2,7 +2,6 @@
 
 # No postponed annotations here: TileLang reads the kernels' shapes from them.
 from dataclasses import dataclass
-from typing import Any
 
 from tilelang import language as T
 
@@ -76,19 +75,8 @@ def key_memory(tiling: Tiling, dim: int) -> int:
     return tiling.stages * tiling.keys * (2 * dim + 4 + 1)
 
 
-@dataclass(frozen=True)
-class Lists:
-    """The keys of a call, its lists of them, and what a thread has read of its list ahead."""
-
-    KV: Any
-    Ids: Any
-    Members: Any
-    ahead: Any
-    members: Any
-
-
 @T.macro
-def look_ahead(lists, at, i, tiling, group, thread):
+def look_ahead(lists, at, i, tiling, thread):
     """Read a thread's part of block ``i`` of the list before it is needed; -1 past the end."""
     for r in T.unroll(tiling.keys // tiling.copied):
         lists.ahead[r] = -1
@@ -96,12 +84,12 @@ def look_ahead(lists, at, i, tiling, group, thread):
         place = i * tiling.keys + r * tiling.copied + thread // COPIERS
         if place < at.n:
             lists.ahead[r] = lists.Ids[at.list, place]
-            if group > 1:
+            if lists.group > 1:
                 lists.members[r] = lists.Members[at.list, place]
 
 
 @T.macro
-def gather(lists, m, at, i, tiling, group, thread):
+def gather(lists, m, at, i, tiling, thread):
     """Fetch the keys of block ``i``, note which queries selected them, and look at the next one.
 
     A key is zeros where there is none. A backward also wants the ids, -1 for no key.
@@ -115,20 +103,20 @@ def gather(lists, m, at, i, tiling, group, thread):
                 m.ids[row] = key
             m.members[row] = T.if_then_else(key >= 0, lists.members[r], T.cast(0, "uint8"))
         fetch(m.k, lists.KV, row, T.max(key, 0), key >= 0, (0, lists.KV.shape[1]), thread)
-    look_ahead(lists, at, i + 1, tiling, group, thread)
+    look_ahead(lists, at, i + 1, tiling, thread)
 
 
 @T.macro
-def gather_first(lists, m, at, tiling, group, thread):
+def gather_first(lists, m, at, tiling, thread):
     """Start to fetch as many blocks of keys as there are buffers but one."""
-    look_ahead(lists, at, 0, tiling, group, thread)
+    look_ahead(lists, at, 0, tiling, thread)
     for i in tuple(range(tiling.stages - 1)):
-        gather_next(lists, m, at, i, tiling, group, thread)
+        gather_next(lists, m, at, i, tiling, thread)
 
 
 @T.macro
-def gather_next(lists, m, at, i, tiling, group, thread):
+def gather_next(lists, m, at, i, tiling, thread):
     """Start to fetch block ``i``, if there is one."""
     if i < at.blocks(tiling.keys):
-        gather(lists, m, at, i, tiling, group, thread)
+        gather(lists, m, at, i, tiling, thread)
     T.ptx_commit_group()
