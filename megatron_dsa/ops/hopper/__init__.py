@@ -1,1 +1,1 @@
-"""CUDA sources and tile helpers that the Hopper kernels of several operations share."""
+"""What the TileLang kernels of several operations share: tiles, CUDA sources, compiling."""

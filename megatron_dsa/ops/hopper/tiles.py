@@ -1,33 +1,26 @@
 """What our Hopper kernels share: tile sizes, copies of rows, lists of keys."""
 
 # No postponed annotations here: TileLang reads the kernels' shapes from them.
+from dataclasses import dataclass
+from typing import Any
+
 from tilelang import language as T
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 #: Rows of a tile, and keys of a block: what wgmma multiplies at once.
 TILE = 64
-#: Threads of a warpgroup, and rows that they copy at a time, 16 bytes per thread.
-GROUP, ROWS = 128, 16
+#: Threads that copy one row, 16 bytes each.
+COPIERS = 8
+#: Threads of a warpgroup, and rows that they copy at a time.
+GROUP, ROWS = 128, 128 // COPIERS
 #: Columns of a swizzled slab of shared memory.
 SLAB = 64
+#: Columns of a value, and the parts of them that warpgroups have.
+V_DIM, HALF, QUARTER = 512, 256, 128
 #: Bytes of shared memory that a thread block can have.
 SHARED = 227 * 1024
 #: Queries of a tile at most: a byte of a list's Members has a bit for each.
 MOST_QUERIES = 8
-
-#: Source of a fence that keeps the compiler from loading everything first, which costs registers
-#: that are not there.
-NO_HOISTING = r"""
-__device__ __forceinline__ void dsa_no_hoisting() { asm volatile("" ::: "memory"); }
-"""
-#: Source for kernels that use addresses in shared memory as integers.
-ADDRESSES = r"""
-__device__ __forceinline__ int dsa_here(const void* what) {
-  return static_cast<int>(__cvta_generic_to_shared(what));
-}
-// Keeps TileLang from giving a buffer's memory to others before here.
-__device__ __forceinline__ void dsa_keep(const void* a, const void* b) {}
-"""
 
 
 def queries_per_tile(heads: int, tile: int = TILE) -> int:
@@ -35,19 +28,50 @@ def queries_per_tile(heads: int, tile: int = TILE) -> int:
     return max(1, min(tile // heads, MOST_QUERIES))
 
 
-def check_tiling(heads: int, dim: int, v_dim: int, group: int, tile: int = TILE) -> None:
-    """Raise ``ValueError`` for dims, or a group of queries, that the tiling does not fit."""
-    if v_dim != 512 or dim not in (576, 512):
-        raise ValueError(
-            f"dim, v_dim must be (576, 512) or (512, 512), got ({dim}, {v_dim}): the warpgroups "
-            "split 512 value columns in halves and at most 64 more; use another implementation"
-        )
-    most = queries_per_tile(heads, tile)
-    if not 1 <= group <= most:
-        raise ValueError(
-            f"group must be 1 to {most} queries of {heads} heads, got {group}: "
-            f"a tile has {tile} rows, and Members a byte per key"
-        )
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel of sparse attention is built for.
+
+    Attributes:
+        heads: query heads.
+        dim, v_dim: columns of a key and of its value.
+        group: adjacent queries of a tile; with more than one, it holds all of their heads.
+        tile: rows of a tile.
+
+    Raises:
+        ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
+    """
+
+    heads: int
+    dim: int
+    v_dim: int
+    group: int = 1
+    tile: int = TILE
+
+    def __post_init__(self):
+        heads, dim, v_dim = self.heads, self.dim, self.v_dim
+        if v_dim != V_DIM or dim not in (V_DIM + SLAB, V_DIM):
+            raise ValueError(
+                f"dim, v_dim must be (576, 512) or (512, 512), got ({dim}, {v_dim}): the "
+                "warpgroups split 512 value columns in halves and at most 64 more; use another "
+                "implementation"
+            )
+        most = queries_per_tile(heads, self.tile)
+        if not 1 <= self.group <= most:
+            raise ValueError(
+                f"group must be 1 to {most} queries of {heads} heads, got {self.group}: "
+                f"a tile has {self.tile} rows, and Members a byte per key"
+            )
+
+    @property
+    def tail(self) -> int:
+        """Columns of a key past its value."""
+        return self.dim - self.v_dim
+
+    @property
+    def tiles(self) -> int:
+        """Tiles that the heads of one query take."""
+        return head_tiles(self.heads, self.tile)
 
 
 def head_tiles(heads: int, tile: int = TILE) -> int:
@@ -55,14 +79,45 @@ def head_tiles(heads: int, tile: int = TILE) -> int:
     return -(-heads // tile)
 
 
-def tile_of(block, heads: int, group: int, rows, tile: int = TILE):
-    """Return a thread block's list, its first head, its first row and how many rows it has."""
-    tiles = head_tiles(heads, tile)
-    place, head = block // tiles, block % tiles * tile
-    first = place * group * heads + head
+@dataclass(frozen=True)
+class Place:
+    """A thread block's place in the call.
+
+    Attributes:
+        list: its list of keys.
+        head: its first head.
+        first: its first row of queries.
+        rows: rows of its tile that exist.
+        n: entries of its list.
+        rank: which of a list's thread blocks it is.
+    """
+
+    list: Any
+    head: Any
+    first: Any
+    rows: Any
+    n: Any
+    rank: Any = 0
+
+    def blocks(self, keys: int = TILE):
+        """Return how many blocks of so many keys its list has."""
+        return T.ceildiv(self.n, keys)
+
+
+@T.macro
+def place_of(block, Length, rows, shape):
+    """Return the :class:`Place` of thread block ``block`` in a call with so many ``rows``."""
+    place, rank = block // shape.tiles, block % shape.tiles
+    head = rank * shape.tile
+    first = place * shape.group * shape.heads + head
     # The last group may have fewer queries than the others.
-    owned = T.min(heads - head, tile) if group == 1 else T.min(rows - first, group * heads)
-    return place, head, first, owned
+    owned = (
+        T.min(shape.heads - head, shape.tile)
+        if shape.group == 1
+        else T.min(rows - first, shape.group * shape.heads)
+    )
+    n = Length[place]
+    return Place(place, head, first, owned, n, rank)
 
 
 @T.macro
@@ -81,11 +136,47 @@ def fetch(target, source, row, from_row, wanted, columns, thread, offset=0):
 
 
 @T.macro
-def list_ahead(Ids, Members, at, i, keys, group, thread, ids, members):
+def fetch_tile(copies, at, tile, threads, thread):
+    """Copy rows of a tile asynchronously; zeros for rows that do not exist.
+
+    ``copies`` are tuples: target ``[tile, columns]``, source, and columns (first, last).
+    """
+    # A loop over their elements would rename the buffers in the generated source.
+    for r in T.unroll(tile // (threads // COPIERS)):
+        row = r * (threads // COPIERS) + thread // COPIERS
+        for copy in copies:
+            from_row = T.min(at.first + row, copy[1].shape[0] - 1)
+            fetch(copy[0], copy[1], row, from_row, row < at.rows, copy[2], thread)
+
+
+@dataclass(frozen=True)
+class Lists:
+    """The keys of a call, their lists, and registers of a thread that gathers them.
+
+    Attributes:
+        KV: the keys.
+        Ids: a list per tile or group of queries.
+        Members: which queries of a group selected an entry; not read with one query.
+        group: queries of a group.
+        ahead, members: entries that were read before they are needed.
+        ids: the keys of which the thread copies a part.
+    """
+
+    KV: Any
+    Ids: Any
+    Members: Any
+    group: int
+    ahead: Any
+    members: Any
+    ids: Any = None
+
+
+@T.macro
+def list_ahead(lists, at, i, keys, thread):
     """Read part ``i`` of a list (``keys`` long) before it is needed; past its end is no key."""
-    ids[0] = -1
-    members[0] = T.cast(0, "uint8")
+    lists.ahead[0] = -1
+    lists.members[0] = T.cast(0, "uint8")
     if thread < keys and i * keys + thread < at.n:
-        ids[0] = Ids[at.list, i * keys + thread]
-        if group > 1:
-            members[0] = Members[at.list, i * keys + thread]
+        lists.ahead[0] = lists.Ids[at.list, i * keys + thread]
+        if lists.group > 1:
+            lists.members[0] = lists.Members[at.list, i * keys + thread]

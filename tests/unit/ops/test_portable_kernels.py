@@ -61,7 +61,8 @@ def kernel(name, target):
     """The kernel compiled for ``target``."""
     module, heads, dim, groups, *rest = KERNELS[name]
     rows = getattr(portable("tiles"), module.upper())[target].rows
-    return portable(module).compiled(heads, dim, 512, groups[rows == 32], *rest, target=target)
+    group = groups[rows == 32]
+    return Kernels(target, target)._compiled(module, (heads, dim, 512, group, *rest))
 
 
 @needs_compiler

@@ -6,6 +6,7 @@ import torch
 
 from megatron_dsa.dispatch import deterministic_mode
 from megatron_dsa.numerics.arithmetic import lengths
+from megatron_dsa.ops.hopper.fixed_point import largest, units_for
 from megatron_dsa.ops.hopper.fragments import in_column_order_transposed
 from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLoss, SparseLossInputs
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
@@ -74,7 +75,5 @@ def units_per_one(inputs: IndexerInputs) -> torch.Tensor:
     q, weights = inputs.q, inputs.weights
     if q.numel() == 0:
         return q.new_ones(1, dtype=torch.float32)
-    per_row = torch.linalg.vector_norm(q, ord=float("inf")).float()
-    per_row = per_row * torch.linalg.vector_norm(weights.float(), ord=1, dim=1).max()
-    exponent = torch.floor(62 - torch.log2(2 * q.shape[0] * per_row)).clamp(max=100)
-    return torch.exp2(exponent).view(1)
+    per_row = largest(q) * torch.linalg.vector_norm(weights.float(), ord=1, dim=1).max()
+    return units_for(q.shape[0], per_row)

@@ -18,13 +18,13 @@ two of them share an SM: one multiplies while the other adds. A thread block has
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
-import functools
 from types import SimpleNamespace
 
-import tilelang
 from tilelang import language as T
 
-from megatron_dsa.ops.hopper.tiles import ADDRESSES, GROUP, TILE
+from megatron_dsa.ops.hopper.cuda import ADDRESSES, call
+from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
+from megatron_dsa.ops.hopper.tiles import GROUP, TILE, Place, fetch_tile
 from megatron_dsa.ops.indexer_loss.tilelang.source import SOURCE
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.key_gradient import SOURCE as ADDITIONS
 
@@ -36,6 +36,160 @@ REGISTERS = (216, 40)
 STAGES = 3
 #: Threads that gather: each copies 16 bytes of every eighth key.
 GATHERERS = 64
+
+
+# In the macros: `at` is the thread block's place in the call, `m` its shared memory, `here` the
+# addresses of it, `done` its barriers.
+
+
+@T.macro
+def gather(K, Ids, m, done, at, passes, thread):
+    """Fetch all blocks of keys, once per pass; their ids: -1 where an entry is no key."""
+    ahead = T.alloc_local([1], "int32")
+    ids = T.alloc_local([8], "int32")
+    ahead[0] = -1
+    if thread < at.n:
+        ahead[0] = Ids[at.list, thread]
+    for i in T.serial(at.blocks() * passes):
+        stage = i % STAGES
+        T.barrier_wait(done.free[stage], (i // STAGES & 1) ^ 1)
+        m.ids[stage, thread] = T.if_then_else(ahead[0] < K.shape[0], ahead[0], -1)
+        after = T.if_then_else(i + 1 >= at.blocks(), i + 1 - at.blocks(), i + 1) * TILE + thread
+        ahead[0] = -1
+        if after < at.n:
+            ahead[0] = Ids[at.list, after]
+        T.sync_threads(2, GATHERERS)
+        for r in T.unroll(8):
+            ids[r] = m.ids[stage, r * 8 + thread // 8]
+        for r in T.unroll(8):
+            for u in T.unroll(2):
+                column = u * 64 + thread % 8 * 8
+                T.ptx_cp_async(
+                    T.access_ptr(m.k[stage, r * 8 + thread // 8, column], "w", 8),
+                    T.access_ptr(K[T.max(ids[r], 0), column], "r", 8),
+                    8,
+                    predicate=ids[r] >= 0,
+                )
+        T.cp_async_barrier_noinc(done.full[stage])
+        T.barrier_arrive(done.full[stage])
+
+
+@T.macro
+def mask(m, done, at, here, thread):
+    """Form the operand of each block's gradients, as soon as the differences are there."""
+    T.barrier_wait(done.differences, 0)
+    for i in T.serial(at.blocks()):
+        T.barrier_wait(done.mask_free[i % 2], (i // 2 & 1) ^ 1)
+        for half in T.unroll(2):
+            call(
+                "dsa_masked_differences",
+                here.words + i * (GROUP * 4),
+                here.scores + i * (TILE * 4),
+                here.mask + i % 2 * (TILE * TILE * 2),
+                thread // 32 * 2 + half,
+                thread % 32,
+            )
+        T.fence_proxy_async()
+        T.barrier_arrive(done.mask[i % 2])
+
+
+@T.macro
+def start(Q, Weights, m, at, heads, thread):
+    """Fetch the query; heads that do not exist are 0."""
+    fetch_tile([(m.q, Q, (0, DIM))], at, TILE, GROUP, thread)
+    T.ptx_commit_group()
+    if thread < TILE:
+        m.weights[thread] = 0.0
+        if thread < heads:
+            m.weights[thread] = Weights[at.first + thread]
+    T.ptx_wait_group(0)
+    T.fence_proxy_async()
+    T.sync_threads(1, GROUP)
+
+
+@T.macro
+def scores(m, done, at, here, thread):
+    """Scores of all blocks of keys, and the words of positive products."""
+    s = T.alloc_fragment([TILE, TILE], "float32")
+    weights = T.alloc_local([TILE // 4], "float32")
+    call("dsa_read_weights", weights.data, here.weights, thread)
+    for i in T.serial(at.blocks()):
+        stage = i % STAGES
+        T.barrier_wait(done.full[stage], i // STAGES & 1)
+        T.wgmma_gemm(m.k[stage, :, :], m.q, s, transpose_B=True, clear_accum=True)
+        T.wait_wgmma(0)
+        T.barrier_arrive(done.free[stage])
+        to = (here.scores + i * (TILE * 4), here.words + i * (GROUP * 4))
+        call("dsa_index_scores", s.data, weights.data, *to, thread)
+    T.sync_threads(1, GROUP)
+
+
+@T.macro
+def differences(Ids, Teacher, Value, at, keys, gradients, here, thread):
+    """Softmax, KL and what they differ by."""
+    value = T.alloc_local([1], "float32")
+    value[0] = call(
+        "dsa_differences",
+        here.scores,
+        T.address_of(Ids[at.list, 0]),
+        T.address_of(Teacher[at.list, 0]),
+        at.n,
+        keys,
+        here.scratch,
+        thread,
+        of=(MOST // GROUP, gradients),
+        returns="float32",
+    )
+    if thread == 0:
+        Value[at.list] = value[0]
+
+
+@T.macro
+def differentiate(Q, dQ, dW, dK, Units, m, done, at, heads, here, thread):
+    """G, dK of a block of keys at a time, and what the query gets of G."""
+    dk = T.alloc_fragment([DIM, TILE], "float32")
+    g = T.alloc_fragment([TILE, DIM], "float32")
+    ids = T.alloc_local([TILE // 4], "int32")
+    base = T.alloc_local([1], "int64")
+    units = T.alloc_local([1], "float32")
+    T.clear(g)
+    fixed = Units is not None
+    units[0] = Units[0] if fixed else 0.0
+    base[0] = call("dsa_target", T.address_of(dK[0, 0]), 0, thread, of=(2,), returns="int64")
+    add = (fixed, 2, TILE, 0, DIM * (8 if fixed else 4))
+    for i in T.serial(at.blocks()):
+        stage = (at.blocks() + i) % STAGES
+        T.barrier_wait(done.full[stage], (at.blocks() + i) // STAGES & 1)
+        call("dsa_read_ids", ids.data, here.ids + stage * (TILE * 4) + thread % 4 * 8)
+        T.barrier_wait(done.mask[i % 2], i // 2 & 1)
+        T.wgmma_gemm(
+            m.q, m.mask[i % 2, :, :], dk, transpose_A=True, transpose_B=True, clear_accum=True
+        )
+        T.wgmma_gemm(m.mask[i % 2, :, :], m.k[stage, :, :], g, transpose_A=True)
+        T.wait_wgmma(0)
+        T.barrier_arrive(done.mask_free[i % 2])
+        T.barrier_arrive(done.free[stage])
+        call("dsa_add_keys", dk.data, ids.data, base[0], 0, units[0], of=add)
+    call(
+        "dsa_query_results",
+        g.data,
+        T.address_of(Q[at.first, 0]),
+        T.address_of(dQ[at.first, 0]),
+        T.address_of(dW[at.first]),
+        here.weights,
+        heads,
+        thread,
+    )
+
+
+@T.macro
+def addresses_of(m):
+    """Return addresses of the buffers of ``m`` that CUDA functions use, by name."""
+    names = ("q", "mask", "scores", "words", "ids", "weights", "scratch")
+    address = T.alloc_local([len(names)], "int32")
+    for i, name in enumerate(names):
+        address[i] = call("dsa_here", getattr(m, name).access_ptr("r"), returns="int32")
+    return SimpleNamespace(**{name: address[i] for i, name in enumerate(names)})
 
 
 def build(heads: int, gradients: bool = True, fixed_point: bool = False):
@@ -56,166 +210,7 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
     if not 1 <= heads <= TILE:
         raise ValueError(f"heads must be 1 to {TILE}, got {heads}: a tile has {TILE} rows")
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
-    stride = DIM * (8 if fixed_point else 4)
-    passes = 2 if gradients else 1
     rows, keys, lists, width = T.dynamic("rows, keys, lists, width")
-
-    # In the macros: `at` is the thread block's place in the call (its list, how many keys it
-    # has and how many blocks of them), `m` its shared memory, `done` its barriers.
-
-    @T.macro
-    def gather(K, Ids, m, done, at, thread):
-        """Fetch all blocks of keys, once per pass; their ids: -1 where an entry is no key."""
-        ahead = T.alloc_local([1], int32)
-        ids = T.alloc_local([8], int32)
-        ahead[0] = -1
-        if thread < at.n:
-            ahead[0] = Ids[at.list, thread]
-        for i in T.serial(at.blocks * passes):
-            stage = i % STAGES
-            T.barrier_wait(done.free[stage], (i // STAGES & 1) ^ 1)
-            m.ids[stage, thread] = T.if_then_else(ahead[0] < keys, ahead[0], -1)
-            after = T.if_then_else(i + 1 >= at.blocks, i + 1 - at.blocks, i + 1) * TILE + thread
-            ahead[0] = -1
-            if after < at.n:
-                ahead[0] = Ids[at.list, after]
-            T.sync_threads(2, GATHERERS)
-            for r in T.unroll(8):
-                ids[r] = m.ids[stage, r * 8 + thread // 8]
-            for r in T.unroll(8):
-                for u in T.unroll(2):
-                    T.ptx_cp_async(
-                        T.access_ptr(
-                            m.k[stage, r * 8 + thread // 8, u * 64 + thread % 8 * 8], "w", 8
-                        ),
-                        T.access_ptr(K[T.max(ids[r], 0), u * 64 + thread % 8 * 8], "r", 8),
-                        8,
-                        predicate=ids[r] >= 0,
-                    )
-            T.cp_async_barrier_noinc(done.full[stage])
-            T.barrier_arrive(done.full[stage])
-
-    @T.macro
-    def mask(m, done, at, here, thread):
-        """Form the operand of each block's gradients, as soon as the differences are there."""
-        T.barrier_wait(done.differences, 0)
-        for i in T.serial(at.blocks):
-            T.barrier_wait(done.mask_free[i % 2], (i // 2 & 1) ^ 1)
-            for half in T.unroll(2):
-                T.call_extern(
-                    "handle",
-                    "dsa_masked_differences",
-                    here.words + i * (GROUP * 4),
-                    here.scores + i * (TILE * 4),
-                    here.mask + i % 2 * (TILE * TILE * 2),
-                    thread // 32 * 2 + half,
-                    thread % 32,
-                )
-            T.fence_proxy_async()
-            T.barrier_arrive(done.mask[i % 2])
-
-    @T.macro
-    def start(Q, Weights, m, at, thread):
-        """Fetch the query; heads that do not exist are 0."""
-        for r in T.unroll(TILE // 16):
-            row = r * 16 + thread // 8
-            source = T.min(at.list * heads + row, rows - 1)
-            for u in T.unroll(2):
-                T.ptx_cp_async(
-                    T.access_ptr(m.q[row, u * 64 + thread % 8 * 8], "w", 8),
-                    T.access_ptr(Q[source, u * 64 + thread % 8 * 8], "r", 8),
-                    8,
-                    predicate=row < heads,
-                )
-        T.ptx_commit_group()
-        if thread < TILE:
-            m.weights[thread] = 0.0
-            if thread < heads:
-                m.weights[thread] = Weights[at.list * heads + thread]
-        T.ptx_wait_group(0)
-        T.fence_proxy_async()
-        T.sync_threads(1, GROUP)
-
-    @T.macro
-    def scores(m, done, at, here, thread):
-        """Scores of all blocks of keys, and the words of positive products."""
-        s = T.alloc_fragment([TILE, TILE], fp32)
-        weights = T.alloc_local([TILE // 4], fp32)
-        T.call_extern("handle", "dsa_read_weights", weights.data, here.weights, thread)
-        for i in T.serial(at.blocks):
-            stage = i % STAGES
-            T.barrier_wait(done.full[stage], i // STAGES & 1)
-            T.wgmma_gemm(m.k[stage, :, :], m.q, s, transpose_B=True, clear_accum=True)
-            T.wait_wgmma(0)
-            T.barrier_arrive(done.free[stage])
-            T.call_extern(
-                "handle",
-                "dsa_index_scores",
-                s.data,
-                weights.data,
-                here.scores + i * (TILE * 4),
-                here.words + i * (GROUP * 4),
-                thread,
-            )
-        T.sync_threads(1, GROUP)
-
-    @T.macro
-    def differences(Ids, Teacher, Value, at, here, thread):
-        """Softmax, KL and what they differ by."""
-        value = T.alloc_local([1], fp32)
-        value[0] = T.call_extern(
-            fp32,
-            f"dsa_differences<{MOST // GROUP}, {str(gradients).lower()}>",
-            here.scores,
-            T.address_of(Ids[at.list, 0]),
-            T.address_of(Teacher[at.list, 0]),
-            at.n,
-            keys,
-            here.scratch,
-            thread,
-        )
-        if thread == 0:
-            Value[at.list] = value[0]
-
-    @T.macro
-    def differentiate(Q, dQ, dW, dK, Units, m, done, at, here, thread):
-        """G, dK of a block of keys at a time, and what the query gets of G."""
-        dk = T.alloc_fragment([DIM, TILE], fp32)
-        g = T.alloc_fragment([TILE, DIM], fp32)
-        ids = T.alloc_local([TILE // 4], int32)
-        base = T.alloc_local([1], "int64")
-        units = T.alloc_local([1], fp32)
-        T.clear(g)
-        units[0] = Units[0] if fixed_point else 0.0
-        base[0] = T.call_extern("int64", "dsa_target<2>", T.address_of(dK[0, 0]), 0, thread)
-        add = f"dsa_add_keys<{str(fixed_point).lower()}, 2, {TILE}, 0, {stride}>"
-        for i in T.serial(at.blocks):
-            stage = (at.blocks + i) % STAGES
-            T.barrier_wait(done.full[stage], (at.blocks + i) // STAGES & 1)
-            T.call_extern(
-                "handle", "dsa_read_ids", ids.data, here.ids + stage * (TILE * 4) + thread % 4 * 8
-            )
-            T.barrier_wait(done.mask[i % 2], i // 2 & 1)
-            T.wgmma_gemm(
-                m.q, m.mask[i % 2, :, :], dk, transpose_A=True, transpose_B=True,
-                clear_accum=True,
-            )  # fmt: skip
-            T.wgmma_gemm(m.mask[i % 2, :, :], m.k[stage, :, :], g, transpose_A=True)
-            T.wait_wgmma(0)
-            T.barrier_arrive(done.mask_free[i % 2])
-            T.barrier_arrive(done.free[stage])
-            T.call_extern("handle", add, dk.data, ids.data, base[0], 0, units[0])
-        T.call_extern(
-            "handle",
-            "dsa_query_results",
-            g.data,
-            T.address_of(Q[at.list * heads, 0]),
-            T.address_of(dQ[at.list * heads, 0]),
-            T.address_of(dW[at.list * heads]),
-            here.weights,
-            heads,
-            thread,
-        )
 
     @T.prim_func
     def sparse_indexer_loss(
@@ -253,46 +248,35 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
                 mask=T.alloc_barrier(arrive_count=[GROUP - GATHERERS] * 2),
                 mask_free=T.alloc_barrier(arrive_count=[GROUP] * 2),
             )
-            addresses = ("q", "mask", "scores", "words", "ids", "weights", "scratch")
-            address = T.alloc_local([len(addresses)], int32)
-            for i, name in enumerate(addresses):
-                address[i] = T.call_extern(int32, "dsa_here", getattr(m, name).access_ptr("r"))
-            here = SimpleNamespace(**{name: address[i] for i, name in enumerate(addresses)})
+            here = addresses_of(m)
             tx = T.get_thread_binding()
             thread = tx % GROUP
             n = Length[block]
-            at = SimpleNamespace(list=block, n=n, blocks=T.ceildiv(n, TILE))
+            at = Place(block, 0, block * heads, heads, n)
             if tx >= GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)
                 if thread < GATHERERS:
-                    gather(K, Ids, m, done, at, thread)
+                    gather(K, Ids, m, done, at, 2 if gradients else 1, thread)
                 elif gradients:
                     mask(m, done, at, here, thread - GATHERERS)
             else:
                 T.set_max_nreg(REGISTERS[0], 1)
-                start(Q, Weights, m, at, thread)
+                start(Q, Weights, m, at, heads, thread)
                 scores(m, done, at, here, thread)
-                differences(Ids, Teacher, Value, at, here, thread)
+                differences(Ids, Teacher, Value, at, keys, gradients, here, thread)
                 if gradients:
-                    T.call_extern("handle", "dsa_weigh_queries", here.q, here.weights, thread)
+                    call("dsa_weigh_queries", here.q, here.weights, thread)
                     T.fence_proxy_async()
                     T.barrier_arrive(done.differences)
                     T.sync_threads(1, GROUP)
-                    differentiate(Q, dQ, dW, dK, Units, m, done, at, here, thread)
+                    differentiate(
+                        Q, dQ, dW, dK, Units if fixed_point else None, m, done, at, heads, here,
+                        thread,
+                    )  # fmt: skip
             for buffer in vars(m).values():
-                T.call_extern("handle", "dsa_keep", buffer.access_ptr("r"), buffer.access_ptr("r"))
+                call("dsa_keep", buffer.access_ptr("r"), buffer.access_ptr("r"))
 
     return sparse_indexer_loss
 
 
-@functools.cache
-def compiled(heads: int, gradients: bool = True, fixed_point: bool = False, target: str = "sm_90a"):
-    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
-    return tilelang.compile(
-        build(heads, gradients, fixed_point),
-        target={"kind": "cuda", "arch": target},
-        pass_configs={
-            tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-            tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
-        },
-    )
+compiled = compiler(build, OWN_BARRIERS)

@@ -13,17 +13,17 @@ other.
 There is one thread block per SM. Each walks over an equal share of all pairs (tile of queries,
 block of keys) of which somebody in the tile sees a key (:mod:`.shares`); nothing else is computed.
 
-TileLang's own barriers between accesses to shared memory are switched off (:func:`compiled`): all
-that is shared is handed over at the barriers in ``done``.
+All that is shared is handed over at the barriers in ``done`` (:data:`.programs.OWN_BARRIERS`).
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
-import functools
+from dataclasses import dataclass
 from types import SimpleNamespace
 
-import tilelang
 from tilelang import language as T
 
+from megatron_dsa.ops.hopper.cuda import call
+from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import GROUP
 from megatron_dsa.ops.indexer_topk.tilelang import shares, sums
 
@@ -41,6 +41,230 @@ HEADS = (16, 32, 64)
 #: Per dtype: tiles of q that shared memory has room for, and how the relu is taken. Products of
 #: fp8 take half as long, so the unit that compares would be the limit there.
 DTYPES = {"bfloat16": (1, sums.RELU_MAX), "float8_e4m3fn": (2, sums.RELU_MIXED)}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a kernel is built for.
+
+    Attributes:
+        heads: index heads.
+        dtype: of queries and keys.
+        relu: one of the ways to take it in :mod:`.sums`.
+        buffers: tiles of q in shared memory.
+    """
+
+    heads: int
+    dtype: str
+    relu: int
+    buffers: int
+
+    @property
+    def scaled(self) -> bool:
+        """Whether keys have scales."""
+        return self.dtype == "float8_e4m3fn"
+
+    @property
+    def own(self) -> int:
+        """Queries of an accumulator that a thread writes."""
+        return max(COLUMNS // self.heads // 4, 1)
+
+    @property
+    def of_tile(self) -> tuple[int, int]:
+        """Queries of a tile and keys of a block, constants of :mod:`.shares`."""
+        return TILE // self.heads, KEYS
+
+    @property
+    def of_unit(self) -> tuple[int, int]:
+        """Heads and rows of q of an accumulator, constants of :mod:`.sums`."""
+        return self.heads, COLUMNS
+
+
+# In the macros: `at` is the call (Start, End), `m` the shared memory, `done` its barriers; `share`
+# is what is left of the thread block's share: tile, blocks of it that are others', blocks; and how
+# many blocks and tiles were done. `span`: first block and blocks.
+
+
+def walk():
+    """Return new ``share`` and ``span``."""
+    return T.alloc_local([5], "int32"), T.alloc_local([2], "int32")
+
+
+@T.macro
+def begin(share, m):
+    """Read the thread block's share."""
+    for i in T.unroll(3):
+        share[i] = m.share[i]
+    share[3] = 0
+    share[4] = 0
+
+
+@T.macro
+def look(share, span, at, kind):
+    """Find the blocks of the next tile."""
+    call(
+        "dsa_span",
+        span.data,
+        T.address_of(at.start[0]),
+        T.address_of(at.end[0]),
+        share[0],
+        at.start.shape[0],
+        share[1],
+        share[2],
+        of=kind.of_tile,
+    )
+
+
+@T.macro
+def advance(share, span):
+    """Go on to the next tile."""
+    share[0] += 1
+    share[1] = 0
+    share[2] -= span[1]
+    share[3] += span[1]
+    share[4] += T.if_then_else(span[1] > 0, 1, 0)
+
+
+@T.macro
+def fetch_queries(Q, m, done, share, c, buffers):
+    """Fetch a chunk of q, when the consumer is done with what is there."""
+    slot = share[4] % buffers * CHUNKS + c
+    row = share[0] * TILE + c * COLUMNS
+    T.barrier_wait(done.q_free[slot], (share[4] // buffers & 1) ^ 1)
+    source = Q[row : row + COLUMNS, :]
+    T.tma_copy(source, m.q[slot, :, :], barrier=done.q[slot], leader_scope_threads=32)
+    T.barrier_arrive(done.q[slot])
+
+
+@T.macro
+def fetch_keys(K, m, done, share, span, b):
+    """Fetch a block of keys."""
+    i = share[3] + b
+    key = (span[0] + b) * KEYS
+    T.barrier_wait(done.k_free[i % STAGES], (i // STAGES & 1) ^ 1)
+    source = K[key : key + KEYS, :]
+    T.tma_copy(source, m.k[i % STAGES, :, :], barrier=done.k[i % STAGES], leader_scope_threads=32)
+    T.barrier_arrive(done.k[i % STAGES])
+
+
+@T.macro
+def produce(Q, K, m, done, at, kind):
+    """PRODUCE: rows of q and keys. The first consumer gets what it needs to begin first."""
+    share, span = walk()
+    begin(share, m)
+    while share[2] > 0:
+        look(share, span, at, kind)
+        if span[1] > 0:
+            for c in tuple(range(PARTS)):
+                fetch_queries(Q, m, done, share, c, kind.buffers)
+            fetch_keys(K, m, done, share, span, 0)
+            for c in tuple(range(PARTS, CHUNKS)):
+                fetch_queries(Q, m, done, share, c, kind.buffers)
+            for b in T.serial(1, span[1]):
+                fetch_keys(K, m, done, share, span, b)
+        advance(share, span)
+
+
+@T.macro
+def multiply(m, acc, slot, i, part):
+    """Start the products of a chunk of q and a share's i-th block of keys."""
+    T.wgmma_gemm(
+        m.k[i % STAGES, :, :], m.q[slot + part, :, :], acc[part], transpose_B=True, clear_accum=True
+    )
+
+
+@T.macro
+def write(acc, part, values, column, kind):
+    """Write the weighted sums of an accumulator."""
+    call(
+        "dsa_write",
+        acc[part].data,
+        T.address_of(values.weights[part * COLUMNS // 4]),
+        values.scales.data,
+        T.address_of(values.target[part * kind.own]),
+        T.address_of(values.seen[part * kind.own * 2]),
+        column,
+        of=(*kind.of_unit, kind.relu, kind.scaled),
+    )
+
+
+@T.macro
+def prepare(Weights, Scores, values, at, chunk, part, kind):
+    """Read what belongs to the queries of a chunk."""
+    call(
+        "dsa_weights",
+        T.address_of(values.weights[part * COLUMNS // 4]),
+        T.address_of(Weights[0]),
+        chunk * COLUMNS,
+        Weights.shape[0],
+        of=(COLUMNS, kind.relu),
+    )
+    call(
+        "dsa_rows",
+        T.address_of(values.target[part * kind.own]),
+        T.address_of(values.seen[part * kind.own * 2]),
+        T.address_of(Scores[0, 0]),
+        Scores.strides[0],
+        T.address_of(at.start[0]),
+        T.address_of(at.end[0]),
+        chunk * (COLUMNS // kind.heads),
+        Scores.shape[0],
+        of=kind.of_unit,
+    )
+
+
+@T.macro
+def multiply_and_sum(KeyScales, m, done, share, span, slot, acc, values, kind):
+    """Blocks of a tile: sum one accumulator while the products of the other are under way."""
+    for b in T.serial(span[1]):
+        i = share[3] + b
+        column = (span[0] + b) * KEYS
+        if kind.scaled:
+            call(
+                "dsa_scales",
+                values.scales.data,
+                T.address_of(KeyScales[0]),
+                column,
+                KeyScales.shape[0],
+                of=kind.of_unit,
+            )
+        T.barrier_wait(done.k[i % STAGES], i // STAGES & 1)
+        # Nothing is under way where the loop begins: ptxas would wait for every product.
+        multiply(m, acc, slot, i, 0)
+        multiply(m, acc, slot, i, 1)
+        T.wait_wgmma(1)
+        write(acc, 0, values, column, kind)
+        T.wait_wgmma(0)
+        T.barrier_arrive(done.k_free[i % STAGES])
+        if b + 1 == span[1]:
+            T.barrier_arrive(done.q_free[slot])
+            T.barrier_arrive(done.q_free[slot + 1])
+        write(acc, 1, values, column, kind)
+
+
+@T.macro
+def consume(Weights, KeyScales, Scores, m, done, at, wg, kind):
+    """CONSUME: products and their weighted sums."""
+    acc = [T.alloc_fragment([KEYS, COLUMNS], "float32") for _ in range(PARTS)]
+    values = SimpleNamespace(
+        weights=T.alloc_local([PARTS * COLUMNS // 4], "float32"),
+        scales=T.alloc_local([2], "float32"),
+        target=T.alloc_local([PARTS * kind.own], "int64"),
+        seen=T.alloc_local([PARTS * kind.own * 2], "int32"),
+    )
+    share, span = walk()
+    begin(share, m)
+    while share[2] > 0:
+        look(share, span, at, kind)
+        if span[1] > 0:
+            slot = share[4] % kind.buffers * CHUNKS + wg * PARTS
+            for part in tuple(range(PARTS)):
+                chunk = share[0] * CHUNKS + wg * PARTS + part
+                prepare(Weights, Scores, values, at, chunk, part, kind)
+            for part in tuple(range(PARTS)):
+                T.barrier_wait(done.q[slot + part], share[4] // kind.buffers & 1)
+            multiply_and_sum(KeyScales, m, done, share, span, slot, acc, values, kind)
+        advance(share, span)
 
 
 def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
@@ -61,210 +285,16 @@ def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype}")
     buffers, with_relu = DTYPES[dtype]
-    relu_kind = with_relu if relu else sums.RELU_NONE
-    scaled = dtype == "float8_e4m3fn"
-    queries = COLUMNS // heads
-    own = max(queries // 4, 1)  # queries of an accumulator that a thread writes
+    kind = Kind(heads, dtype, with_relu if relu else sums.RELU_NONE, buffers)
     fp32, int32 = "float32", "int32"
     rows, q_rows, keys, stride = T.dynamic("rows, q_rows, keys, stride")
-    of_tile, of_unit = f"<{TILE // heads}, {KEYS}", f"<{heads}, {COLUMNS}"
-
-    # In the macros: `at` is the call (Start, End), `m` the shared memory, `done` its barriers;
-    # `share` is what is left of the thread block's share: tile, blocks of it that are others',
-    # blocks; and how many blocks and tiles were done. `span`: first block and blocks.
-
-    def walk():
-        """Return new ``share`` and ``span``."""
-        return T.alloc_local([5], int32), T.alloc_local([2], int32)
-
-    @T.macro
-    def begin(share, m):
-        for i in T.unroll(3):
-            share[i] = m.share[i]
-        share[3] = 0
-        share[4] = 0
-
-    @T.macro
-    def look(share, span, at):
-        """Find the blocks of the next tile."""
-        T.call_extern(
-            "handle",
-            f"dsa_span{of_tile}>",
-            span.data,
-            T.address_of(at.start[0]),
-            T.address_of(at.end[0]),
-            share[0],
-            rows,
-            share[1],
-            share[2],
-        )
-
-    @T.macro
-    def advance(share, span):
-        """Go on to the next tile."""
-        share[0] += 1
-        share[1] = 0
-        share[2] -= span[1]
-        share[3] += span[1]
-        share[4] += T.if_then_else(span[1] > 0, 1, 0)
-
-    @T.macro
-    def fetch_queries(Q, m, done, share, c):
-        """Fetch a chunk of q, when the consumer is done with what is there."""
-        slot = share[4] % buffers * CHUNKS + c
-        row = share[0] * TILE + c * COLUMNS
-        T.barrier_wait(done.q_free[slot], (share[4] // buffers & 1) ^ 1)
-        T.tma_copy(
-            Q[row : row + COLUMNS, :],
-            m.q[slot, :, :],
-            barrier=done.q[slot],
-            leader_scope_threads=32,
-        )
-        T.barrier_arrive(done.q[slot])
-
-    @T.macro
-    def fetch_keys(K, m, done, share, span, b):
-        """Fetch a block of keys."""
-        i = share[3] + b
-        key = (span[0] + b) * KEYS
-        T.barrier_wait(done.k_free[i % STAGES], (i // STAGES & 1) ^ 1)
-        T.tma_copy(
-            K[key : key + KEYS, :],
-            m.k[i % STAGES, :, :],
-            barrier=done.k[i % STAGES],
-            leader_scope_threads=32,
-        )
-        T.barrier_arrive(done.k[i % STAGES])
-
-    @T.macro
-    def produce(Q, K, m, done, at):
-        """PRODUCE: rows of q and keys. The first consumer gets what it needs to begin first."""
-        share, span = walk()
-        begin(share, m)
-        while share[2] > 0:
-            look(share, span, at)
-            if span[1] > 0:
-                for c in tuple(range(PARTS)):
-                    fetch_queries(Q, m, done, share, c)
-                fetch_keys(K, m, done, share, span, 0)
-                for c in tuple(range(PARTS, CHUNKS)):
-                    fetch_queries(Q, m, done, share, c)
-                for b in T.serial(1, span[1]):
-                    fetch_keys(K, m, done, share, span, b)
-            advance(share, span)
-
-    @T.macro
-    def multiply(m, acc, slot, i, part):
-        """Start the products of a chunk of q and a share's i-th block of keys."""
-        T.wgmma_gemm(
-            m.k[i % STAGES, :, :],
-            m.q[slot + part, :, :],
-            acc[part],
-            transpose_B=True,
-            clear_accum=True,
-        )
-
-    @T.macro
-    def read_scales(KeyScales, scales, column):
-        """Read the scales of a block of keys before they are needed."""
-        if scaled:
-            T.call_extern(
-                "handle",
-                f"dsa_scales{of_unit}>",
-                scales.data,
-                T.address_of(KeyScales[0]),
-                column,
-                keys,
-            )
-
-    @T.macro
-    def write(acc, part, values, column):
-        """Write the weighted sums of an accumulator."""
-        T.call_extern(
-            "handle",
-            f"dsa_write{of_unit}, {relu_kind}, {str(scaled).lower()}>",
-            acc[part].data,
-            T.address_of(values.weights[part * COLUMNS // 4]),
-            values.scales.data,
-            T.address_of(values.target[part * own]),
-            T.address_of(values.seen[part * own * 2]),
-            column,
-        )
-
-    @T.macro
-    def prepare(Weights, Scores, values, at, chunk, part):
-        """Read what belongs to the queries of a chunk."""
-        T.call_extern(
-            "handle",
-            f"dsa_weights<{COLUMNS}, {relu_kind}>",
-            T.address_of(values.weights[part * COLUMNS // 4]),
-            T.address_of(Weights[0]),
-            chunk * COLUMNS,
-            q_rows,
-        )
-        T.call_extern(
-            "handle",
-            f"dsa_rows{of_unit}>",
-            T.address_of(values.target[part * own]),
-            T.address_of(values.seen[part * own * 2]),
-            T.address_of(Scores[0, 0]),
-            stride,
-            T.address_of(at.start[0]),
-            T.address_of(at.end[0]),
-            chunk * queries,
-            rows,
-        )
-
-    @T.macro
-    def multiply_and_sum(KeyScales, m, done, share, span, slot, acc, values):
-        """Blocks of a tile: sum one accumulator while the products of the other are under way."""
-        for b in T.serial(span[1]):
-            i = share[3] + b
-            column = (span[0] + b) * KEYS
-            read_scales(KeyScales, values.scales, column)
-            T.barrier_wait(done.k[i % STAGES], i // STAGES & 1)
-            # Nothing is under way where the loop begins: ptxas would wait for every product.
-            multiply(m, acc, slot, i, 0)
-            multiply(m, acc, slot, i, 1)
-            T.wait_wgmma(1)
-            write(acc, 0, values, column)
-            T.wait_wgmma(0)
-            T.barrier_arrive(done.k_free[i % STAGES])
-            if b + 1 == span[1]:
-                T.barrier_arrive(done.q_free[slot])
-                T.barrier_arrive(done.q_free[slot + 1])
-            write(acc, 1, values, column)
-
-    @T.macro
-    def consume(Weights, KeyScales, Scores, m, done, at, wg):
-        """CONSUME: products and their weighted sums."""
-        acc = [T.alloc_fragment([KEYS, COLUMNS], fp32) for _ in range(PARTS)]
-        values = SimpleNamespace(
-            weights=T.alloc_local([PARTS * COLUMNS // 4], fp32),
-            scales=T.alloc_local([2], fp32),
-            target=T.alloc_local([PARTS * own], "int64"),
-            seen=T.alloc_local([PARTS * own * 2], int32),
-        )
-        share, span = walk()
-        begin(share, m)
-        while share[2] > 0:
-            look(share, span, at)
-            if span[1] > 0:
-                slot = share[4] % buffers * CHUNKS + wg * PARTS
-                for part in tuple(range(PARTS)):
-                    chunk = share[0] * CHUNKS + wg * PARTS + part
-                    prepare(Weights, Scores, values, at, chunk, part)
-                for part in tuple(range(PARTS)):
-                    T.barrier_wait(done.q[slot + part], share[4] // buffers & 1)
-                multiply_and_sum(KeyScales, m, done, share, span, slot, acc, values)
-            advance(share, span)
 
     @T.prim_func
     def index_scores(
         Q: T.Tensor([q_rows, DIM], dtype),
         K: T.Tensor([keys, DIM], dtype),
         Weights: T.Tensor([q_rows], fp32),
-        KeyScales: T.Tensor([keys if scaled else 1], fp32),
+        KeyScales: T.Tensor([keys if kind.scaled else 1], fp32),
         Start: T.Tensor([rows], int32),
         End: T.Tensor([rows], int32),
         Scores: T.StridedTensor([rows, keys], (stride, 1), fp32),
@@ -287,37 +317,27 @@ def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
             )
             at = SimpleNamespace(start=Start, end=End)
             tx = T.get_thread_binding()
-            T.call_extern(
-                "handle",
-                f"dsa_share{of_tile}, {3 * GROUP}>",
+            call(
+                "dsa_share",
                 T.address_of(Start[0]),
                 T.address_of(End[0]),
                 rows,
                 T.address_of(m.sums[0]),
                 T.address_of(m.share[0]),
+                of=(*kind.of_tile, 3 * GROUP),
             )
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)
                 if tx < 2 * GROUP + 32:
-                    produce(Q, K, m, done, at)
+                    produce(Q, K, m, done, at, kind)
             elif tx < GROUP:
                 T.set_max_nreg(REGISTERS[0], 1)
-                consume(Weights, KeyScales, Scores, m, done, at, 0)
+                consume(Weights, KeyScales, Scores, m, done, at, 0, kind)
             else:
                 T.set_max_nreg(REGISTERS[0], 1)
-                consume(Weights, KeyScales, Scores, m, done, at, 1)
+                consume(Weights, KeyScales, Scores, m, done, at, 1, kind)
 
     return index_scores
 
 
-@functools.cache
-def compiled(heads: int, dtype: str = "bfloat16", relu: bool = True, target: str = "sm_90a"):
-    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
-    return tilelang.compile(
-        build(heads, dtype, relu),
-        target={"kind": "cuda", "arch": target},
-        pass_configs={
-            tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-            tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
-        },
-    )
+compiled = compiler(build, OWN_BARRIERS)

@@ -6,14 +6,13 @@ best candidates are found. Rows may be of any length, and any number of their sc
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
-import functools
 import math
 from dataclasses import dataclass
 
-import tilelang
 from tilelang import language as T
 
 from megatron_dsa.ops.hopper import prefix_sums
+from megatron_dsa.ops.hopper.programs import compiler
 from megatron_dsa.ops.indexer_topk.tilelang import selection_refine, selection_stream
 from megatron_dsa.ops.indexer_topk.tilelang.selection_refine import BINS
 from megatron_dsa.ops.indexer_topk.tilelang.selection_stream import VECTORS
@@ -117,10 +116,7 @@ def aim(name: str, topk: int) -> int:
     return math.isqrt(topk * TILINGS[name].candidates)
 
 
-@functools.cache
-def compiled(name: str, target: str = "sm_90a"):
-    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
-    return tilelang.compile(build(name), target={"kind": "cuda", "arch": target})
+compiled = compiler(build)
 
 
 def kernel_for(width: int, topk: int):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_dsa.ops.hopper.fixed_point import largest, units_for
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 
 
@@ -32,20 +33,13 @@ def units_per_one(
     It is NaN or 0 where an input is not finite, and so are all gradients then. Rows of keys that
     are not finite do not count: nobody may have selected them, and who did has such an output.
     """
-
-    def largest(x):
-        if x.numel() == 0:
-            return x.new_zeros((), dtype=torch.float32)
-        return torch.linalg.vector_norm(x, ord=float("inf")).float()
-
     values = inputs.kv[:, : inputs.v_dim]
     values = largest(torch.where(values.isfinite(), values, 0.0))
     gradient = largest(dout)
     per_row = inputs.softmax_scale * inputs.v_dim * gradient * (values + largest(out))
     per_row = per_row * largest(inputs.q) + gradient
     rows = inputs.q.shape[0] * inputs.q.shape[1]
-    exponent = torch.floor(62 - torch.log2(2 * rows * per_row)).clamp(max=100)
-    return torch.exp2(exponent).view(1)
+    return units_for(rows, per_row)
 
 
 def to_float(fixed: torch.Tensor, units: torch.Tensor) -> torch.Tensor:

@@ -61,10 +61,11 @@ class Kernels:
         return self._rows("BACKWARD")
 
     def _compiled(self, part: str, arguments: tuple):
-        if self.tiles is None:
-            return importlib.import_module(f"{__package__}.hopper.{part}").compiled(*arguments)
-        module = importlib.import_module(f"{__package__}.portable.{part}")
-        return module.compiled(*arguments, target=self.target, tiles=self.tiles)
+        folder, options = "hopper", {}
+        if self.tiles is not None:
+            folder, options = "portable", {"tiles": self.tiles}
+        module = importlib.import_module(f"{__package__}.{folder}.{part}")
+        return module.compiled(*arguments, target=self.target, **options)
 
     def _rows(self, table: str) -> int:
         if self.tiles is None:

@@ -8,7 +8,7 @@ finite then spoils all queries of the tile, not only the one that selects it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,15 +40,8 @@ def forward(inputs: SparseAttentionInputs, kernels: Kernels | None = None):
     kernel = kernels.forward(heads, dim, inputs.v_dim, group, sink is not None)
     sink = torch.empty(1, device=q.device) if sink is None else sink.float().contiguous()
     for part, lists, _ in key_lists(inputs, group, kernels=kernels):
-        kernel(
-            _rows(q[part]),
-            kv,
-            *lists,
-            sink,
-            _rows(out[part]),
-            lse[part].view(-1),
-            inputs.softmax_scale,
-        )
+        rows = (x[part].flatten(0, 1) for x in (out, lse))
+        kernel(q[part].flatten(0, 1), kv, *lists, sink, *rows, inputs.softmax_scale)
     return out, lse, None
 
 
@@ -128,6 +121,13 @@ class _Tensors:
     delta: torch.Tensor
     units: torch.Tensor
 
+    def rows(self, part: slice) -> _Tensors:
+        """Return the rows ``[queries * heads, ...]`` of some queries; what is per key stays."""
+        per_query = ("q", "out", "dout", "total", "dq", "delta")
+        return replace(
+            self, **{name: getattr(self, name)[part].flatten(0, 1) for name in per_query}
+        )
+
 
 def _backward_tensors(inputs: SparseAttentionInputs, out, lse, dout, fixed: bool) -> _Tensors:
     q, kv = inputs.q.contiguous(), inputs.kv.contiguous()
@@ -152,20 +152,13 @@ def _one_kernel(
     plan: _Plan, inputs: SparseAttentionInputs, work: _Tensors, part: slice, lists, sums
 ):
     heads, dim = work.q.shape[1:]
-    plan.kernels.backward(heads, dim, inputs.v_dim, plan.group, plan.fixed_point, plan.sums_heads)(
-        _rows(work.q[part]),
-        work.kv,
-        _rows(work.out[part]),
-        _rows(work.dout[part]),
-        work.total[part].view(-1),
-        *lists,
-        _rows(work.dq[part]),
-        work.dkv,
-        work.units,
-        work.delta[part].view(-1),
-        sums,
-        inputs.softmax_scale,
+    kernel = plan.kernels.backward(
+        heads, dim, inputs.v_dim, plan.group, plan.fixed_point, plan.sums_heads
     )
+    x, scale = work.rows(part), inputs.softmax_scale
+    kernel(
+        x.q, x.kv, x.out, x.dout, x.total, *lists, x.dq, x.dkv, x.units, x.delta, sums, scale
+    )  # fmt: skip
 
 
 def _two_kernels(
@@ -177,34 +170,30 @@ def _two_kernels(
     heads, dim = work.q.shape[1:]
     ids, _, length = lists
     tiles, blocks = head_tiles(heads), -(-ids.shape[1] // TILE)
-    step = rows_in_budget(inputs.workspace_bytes, blocks * tiles * 2 * TILE * TILE * 2)
-    if step < ids.shape[0]:
-        # A thread block per tile of a query: as many as fill the GPU some times over.
-        device = torch.cuda.get_device_properties(ids.device)
-        wave = max(1, device.multi_processor_count // tiles)
-        step = step // wave * wave or step
-    step = min(step, ids.shape[0])
+    step = _queries_at_once(inputs, tiles, blocks * tiles * 2 * TILE * TILE * 2)
     pds = work.q.new_empty(step, blocks, tiles, 2, TILE, TILE)
     first_half = plan.kernels.query_gradient(heads, dim, inputs.v_dim, plan.sums_heads)
     second_half = plan.kernels.key_gradient(heads, dim, inputs.v_dim, plan.fixed_point)
     for first in range(0, ids.shape[0], step):
         some = slice(first, first + step)
-        q, dout, count = _rows(work.q[some]), _rows(work.dout[some]), length[some].shape[0]
+        x, own, n, scale = work.rows(some), ids[some], length[some], inputs.softmax_scale
+        own_pds, own_sums = pds[: n.shape[0]], sums[some] if plan.sums_heads else sums
         first_half(
-            q,
-            work.kv,
-            _rows(work.out[some]),
-            dout,
-            work.total[some].view(-1),
-            ids[some],
-            length[some],
-            _rows(work.dq[some]),
-            pds[:count],
-            work.delta[some].view(-1),
-            sums[some] if plan.sums_heads else sums,
-            inputs.softmax_scale,
+            x.q, x.kv, x.out, x.dout, x.total, own, n, x.dq, own_pds, x.delta, own_sums, scale
         )
-        second_half(q, dout, ids[some], length[some], pds[:count], work.dkv, work.units)
+        second_half(x.q, x.dout, own, n, own_pds, x.dkv, x.units)
+
+
+def _queries_at_once(inputs: SparseAttentionInputs, tiles: int, bytes_per_query: int) -> int:
+    """Return how many queries, of ``tiles`` thread blocks each, fit in the workspace at a time."""
+    queries = inputs.indices.shape[0]
+    step = rows_in_budget(inputs.workspace_bytes, bytes_per_query)
+    if step < queries:
+        # As many thread blocks as fill the GPU some times over.
+        device = torch.cuda.get_device_properties(inputs.q.device)
+        wave = max(1, device.multi_processor_count // tiles)
+        step = step // wave * wave or step
+    return min(step, queries)
 
 
 def _key_gradient(plan: _Plan, inputs: SparseAttentionInputs, work: _Tensors) -> torch.Tensor:
@@ -277,7 +266,3 @@ def key_lists(
         places = torch.empty_like(indices[part]) if with_places else unused.int()
         form_unions(indices[part], length[part], ids, members, count, places, inputs.kv.shape[0])
         yield part, (ids, members, count), places if with_places else None
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1, x.shape[-1])

@@ -4,7 +4,7 @@ Addresses in shared memory are plain integers here: given a pointer inside a loo
 memory barrier before each product. ``delta = rowsum(dO * O)``.
 """
 
-from megatron_dsa.ops.hopper.tiles import ADDRESSES
+from megatron_dsa.ops.hopper.cuda import ADDRESSES
 
 SOURCE = (
     ADDRESSES

@@ -14,31 +14,169 @@ What is in shared memory fills it: there is room for one block of keys.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
-import functools
 from types import SimpleNamespace
 
-import tilelang
 from tilelang import language as T
 
+from megatron_dsa.ops.hopper.cuda import NO_HOISTING, call, shared_address
+from megatron_dsa.ops.hopper.programs import FAST_MATH, compiler
 from megatron_dsa.ops.hopper.tiles import (
     GROUP,
+    HALF,
     LOG2_E,
-    NO_HOISTING,
     ROWS,
     SLAB,
     TILE,
-    check_tiling,
-    fetch,
-    head_tiles,
+    V_DIM,
+    Lists,
+    Shape,
     list_ahead,
-    tile_of,
+    place_of,
 )
+from megatron_dsa.ops.sparse_attention.tilelang.hopper import queries
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import SOURCE as ACCUMULATORS
-from megatron_dsa.ops.sparse_attention.tilelang.hopper.queries import start_macro, write_columns
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.reduction import SOURCE
 
 #: Registers per thread of the warpgroups S, DP, KV and GATHER; 512 is all there is.
 REGISTERS = {576: (192, 224, 64, 32), 512: (192, 200, 88, 32)}
+
+
+# In the macros: `at` is the thread block's place in the call, `m` its shared memory, `done` its
+# barriers.
+
+
+@T.macro
+def gather(KV, Ids, Members, m, done, at, shape, thread):
+    """GATHER: keys of a block, as soon as their half of the buffer is free."""
+    ids = T.alloc_local([TILE // ROWS], "int32")
+    ahead = T.alloc_local([1], "int32")
+    members = T.alloc_local([1], "uint8")
+    lists = Lists(KV, Ids, Members, shape.group, ahead, members, ids)
+    list_ahead(lists, at, 0, TILE, thread)
+    for i in T.serial(at.blocks()):
+        for side in (0, 1):
+            T.barrier_wait(done.keys_free[side], (i & 1) ^ 1)
+            if side == 0:
+                # KV has read the ids of block i - 2: its P was overwritten since.
+                queries.next_ids(lists, m, at, i, thread)
+            columns = ((0, HALF), (HALF, shape.dim))[side]
+            queries.fetch_part(lists, m, done, side, columns, thread)
+
+
+@T.macro
+def key_gradient(dKV, Units, m, done, at, thread):
+    """KV: ``dKV += dS Q + P dO``, a slab of columns at a time; integers if there are ``Units``."""
+    dkv = T.alloc_fragment([TILE, SLAB], "float32")
+    target = T.alloc_local([2], "int64")
+    units = T.alloc_local([1], "float32")
+    fixed, dim = Units is not None, dKV.shape[1]
+    if fixed:
+        units[0] = Units[0]
+    for i in T.serial(at.blocks()):
+        T.barrier_wait(done.p, i & 1)
+        for r in T.unroll(2):
+            target[r] = call(
+                "dsa_row",
+                T.address_of(dKV[0, 0]),
+                m.ids[i % 2, thread // 32 * 16 + r * 8 + thread % 32 // 4],
+                dim,
+                thread % 4 * (1 if fixed else 4),
+                returns="int64",
+            )
+        for first in tuple(range(0, dim, SLAB)):
+            slab = slice(first, first + SLAB)
+            if first < V_DIM:
+                T.wgmma_gemm(m.p, m.do[:, slab], dkv, clear_accum=True)
+            if first == 0:
+                T.barrier_wait(done.ds, i & 1)
+            T.wgmma_gemm(m.ds, m.q[:, slab], dkv, clear_accum=first >= V_DIM)
+            T.wait_wgmma(0)
+            if first + SLAB == dim:
+                T.barrier_arrive(done.p_free)
+            of = (SLAB, first)
+            if fixed:
+                call("dsa_add_fixed_rows", dkv.data, target[0], target[1], units[0], of=of)
+            else:
+                call("dsa_add_rows", dkv.data, target[0], target[1], of=of)
+
+
+@T.macro
+def exponentials(s, m, i, members, shape, scale):
+    """P from the scores of keys that the rows select."""
+    if shape.group > 1:
+        for k in T.Parallel(TILE):
+            members[k] = m.members[i % 2, k]
+    T.wait_wgmma(0)
+    for part in tuple(range(0, TILE, 16)):
+        for k, h in T.Parallel(TILE, 16):
+            # Entries that select nothing have zeros as key, so any finite P will do: their
+            # dS meets that zero key in dQ and no row of dKV.
+            s[k, part + h] = T.exp2(T.min(s[k, part + h] * (scale * LOG2_E) - m.lse[part + h], 1.0))
+            if shape.group > 1:
+                member = members[k] >> T.cast((part + h) // shape.heads, "uint8") & 1
+                s[k, part + h] = T.if_then_else(member != 0, s[k, part + h], 0.0)
+        call("dsa_no_hoisting")
+
+
+@T.macro
+def scores(dQ, PSum, m, done, at, shape, scale, thread):
+    """S: scores, P and the left half of dQ."""
+    s = T.alloc_fragment([TILE, TILE], "float32")
+    dq = queries.left_columns()
+    if shape.group > 1:
+        members = T.alloc_fragment([TILE], "uint8")
+    T.barrier_wait(done.queries, 0)
+    for i in T.serial(at.blocks()):
+        T.barrier_wait(done.keys[0], i & 1)
+        T.wgmma_gemm(m.k[:, :HALF], m.q[:, :HALF], s, transpose_B=True, clear_accum=True)
+        T.barrier_wait(done.keys[1], i & 1)
+        T.wgmma_gemm(m.k[:, HALF:], m.q[:, HALF:], s, transpose_B=True)
+        exponentials(s, m, i, members if shape.group > 1 else None, shape, scale)
+        if PSum is not None:
+            queries.sum_heads(PSum, s, at, i, shape, thread)
+        T.barrier_wait(done.p_free, (i & 1) ^ 1)
+        T.copy(s, m.p)
+        T.fence_proxy_async()
+        T.barrier_arrive(done.p)
+        T.barrier_wait(done.ds, i & 1)
+        queries.add_keys(m, dq)
+        T.wait_wgmma(0)
+        T.barrier_arrive(done.keys_free[0])
+    # Only this warpgroup still used the left columns of the keys.
+    queries.write_columns(dQ, m, dq, at, 9)
+
+
+@T.macro
+def score_gradients(dQ, m, done, at, dim, scale, thread):
+    """DP: dP, dS and the other columns of dQ."""
+    dp = T.alloc_fragment([TILE, TILE], "float32")
+    dq = queries.right_columns(dim)
+    here = T.alloc_local([3], "int32")
+    here[0] = shared_address(m.ds[0, 0])
+    here[0] = call("dsa_place", here[0], thread, returns="int32")
+    here[1] = shared_address(m.p[0, 0])
+    here[1] = call("dsa_place", here[1], thread, returns="int32")
+    here[2] = shared_address(m.delta[0]) + thread % 4 * 8
+    T.barrier_wait(done.queries, 0)
+    for i in T.serial(at.blocks()):
+        T.barrier_wait(done.keys[0], i & 1)
+        T.wgmma_gemm(m.k[:, :HALF], m.do[:, :HALF], dp, transpose_B=True, clear_accum=True)
+        T.barrier_wait(done.keys[1], i & 1)
+        T.wgmma_gemm(m.k[:, HALF:V_DIM], m.do[:, HALF:], dp, transpose_B=True)
+        T.wait_wgmma(0)
+        call("dsa_less_delta", dp.data, here[2], scale)
+        T.barrier_wait(done.p, i & 1)
+        # Nobody reads the old dS: P was written after KV and S were done with it.
+        for side in (0, 1):
+            call("dsa_times_p", dp.data, here[1], here[0], of=(side,))
+        T.fence_proxy_async()
+        T.barrier_arrive(done.ds)
+        # A product reads what the other warps have stored, too.
+        T.barrier_wait(done.ds, i & 1)
+        queries.add_keys(m, dq)
+        T.wait_wgmma(0)
+        T.barrier_arrive(done.keys_free[1])
+    queries.write_columns(dQ, m, dq, at, 10)
 
 
 def build(
@@ -63,181 +201,10 @@ def build(
     Raises:
         ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
     """
-    check_tiling(heads, dim, v_dim, group)
+    shape = Shape(heads, dim, v_dim, group)
     for_s, for_dp, for_kv, for_gather = REGISTERS[dim]
-    half, tail = v_dim // 2, dim - v_dim
-    quarter = half // 2
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
     rows, keys, lists, width = T.dynamic("rows, keys, lists, width")
-    start = start_macro(dim, v_dim)
-
-    # In the macros: `at` is the thread block's place in the call (its list, first row, number of
-    # rows, of keys in the list and of blocks of keys), `m` its shared memory, `done` its barriers.
-
-    @T.macro
-    def gather(KV, Ids, Members, m, done, at, thread):
-        """GATHER: keys of a block, as soon as their half of the buffer is free."""
-        ids = T.alloc_local([TILE // ROWS], int32)
-        ahead = T.alloc_local([1], int32)
-        members = T.alloc_local([1], "uint8")
-        list_ahead(Ids, Members, at, 0, TILE, group, thread, ahead, members)
-        for i in T.serial(at.blocks):
-            for side in (0, 1):
-                T.barrier_wait(done.keys_free[side], (i & 1) ^ 1)
-                if side == 0:
-                    # KV has read the ids of block i - 2: its P was overwritten since.
-                    if thread < TILE:
-                        m.ids[i % 2, thread] = T.if_then_else(ahead[0] < keys, ahead[0], -1)
-                        if group > 1:
-                            m.members[i % 2, thread] = members[0]
-                        list_ahead(Ids, Members, at, i + 1, TILE, group, thread, ahead, members)
-                    T.sync_threads(8, GROUP)
-                    for r in T.unroll(TILE // ROWS):
-                        ids[r] = m.ids[i % 2, r * ROWS + thread // 8]
-                columns = ((0, half), (half, dim))[side]
-                for r in tuple(range(TILE // ROWS)):
-                    row = r * ROWS + thread // 8
-                    fetch(m.k, KV, row, T.max(ids[r], 0), ids[r] >= 0, columns, thread)
-                    T.call_extern("handle", "dsa_no_hoisting")
-                T.cp_async_barrier_noinc(done.keys[side])
-                T.barrier_arrive(done.keys[side])
-
-    @T.macro
-    def key_gradient(dKV, Units, m, done, at, thread):
-        """KV: ``dKV += dS Q + P dO``, a slab of columns at a time."""
-        dkv = T.alloc_fragment([TILE, SLAB], fp32)
-        target = T.alloc_local([2], "int64")
-        units = T.alloc_local([1], fp32)
-        if fixed_point:
-            units[0] = Units[0]
-        for i in T.serial(at.blocks):
-            T.barrier_wait(done.p, i & 1)
-            for r in T.unroll(2):
-                target[r] = T.call_extern(
-                    "int64",
-                    "dsa_row",
-                    T.address_of(dKV[0, 0]),
-                    m.ids[i % 2, thread // 32 * 16 + r * 8 + thread % 32 // 4],
-                    dim,
-                    thread % 4 * (1 if fixed_point else 4),
-                )
-            for first in tuple(range(0, dim, SLAB)):
-                slab = slice(first, first + SLAB)
-                if first < v_dim:
-                    T.wgmma_gemm(m.p, m.do[:, slab], dkv, clear_accum=True)
-                if first == 0:
-                    T.barrier_wait(done.ds, i & 1)
-                T.wgmma_gemm(m.ds, m.q[:, slab], dkv, clear_accum=first >= v_dim)
-                T.wait_wgmma(0)
-                if first + SLAB == dim:
-                    T.barrier_arrive(done.p_free)
-                if fixed_point:
-                    add = f"dsa_add_fixed_rows<{SLAB}, {first}>"
-                    T.call_extern("handle", add, dkv.data, target[0], target[1], units[0])
-                else:
-                    add = f"dsa_add_rows<{SLAB}, {first}>"
-                    T.call_extern("handle", add, dkv.data, target[0], target[1])
-
-    @T.macro
-    def scores(dQ, PSum, m, done, at, scale, thread):
-        """S: scores, P and the left half of dQ."""
-        s = T.alloc_fragment([TILE, TILE], fp32)
-        # Quarters: an instruction must not need more registers than a thread starts with.
-        dq_0 = T.alloc_fragment([TILE, quarter], fp32)
-        dq_1 = T.alloc_fragment([TILE, quarter], fp32)
-        T.clear(dq_0)
-        T.clear(dq_1)
-        if group > 1:
-            members = T.alloc_fragment([TILE], "uint8")
-        T.barrier_wait(done.queries, 0)
-        for i in T.serial(at.blocks):
-            T.barrier_wait(done.keys[0], i & 1)
-            T.wgmma_gemm(m.k[:, :half], m.q[:, :half], s, transpose_B=True, clear_accum=True)
-            T.barrier_wait(done.keys[1], i & 1)
-            T.wgmma_gemm(m.k[:, half:], m.q[:, half:], s, transpose_B=True)
-            if group > 1:
-                for k in T.Parallel(TILE):
-                    members[k] = m.members[i % 2, k]
-            T.wait_wgmma(0)
-            for part in tuple(range(0, TILE, 16)):
-                for k, h in T.Parallel(TILE, 16):
-                    # Entries that select nothing have zeros as key, so any finite P will do: their
-                    # dS meets that zero key in dQ and no row of dKV.
-                    s[k, part + h] = T.exp2(
-                        T.min(s[k, part + h] * (scale * LOG2_E) - m.lse[part + h], 1.0)
-                    )
-                    if group > 1:
-                        member = members[k] >> T.cast((part + h) // heads, "uint8") & 1
-                        s[k, part + h] = T.if_then_else(member != 0, s[k, part + h], 0.0)
-                T.call_extern("handle", "dsa_no_hoisting")
-            if p_sum:
-                T.call_extern(
-                    "handle",
-                    f"dsa_head_sums<{heads}, {group}, {str(heads > TILE).lower()}>",
-                    s.data,
-                    T.address_of(PSum[at.list, 0, i * TILE]),
-                    width,
-                    at.n - i * TILE,
-                    thread,
-                )
-            T.barrier_wait(done.p_free, (i & 1) ^ 1)
-            T.copy(s, m.p)
-            T.fence_proxy_async()
-            T.barrier_arrive(done.p)
-            T.barrier_wait(done.ds, i & 1)
-            T.wgmma_gemm(m.ds, m.k[:, :quarter], dq_0, transpose_A=True)
-            T.wgmma_gemm(m.ds, m.k[:, quarter:half], dq_1, transpose_A=True)
-            T.wait_wgmma(0)
-            T.barrier_arrive(done.keys_free[0])
-        # Through the left columns of the keys, which only this warpgroup still used.
-        T.copy(dq_0, m.k[:, :quarter])
-        T.copy(dq_1, m.k[:, quarter:half])
-        write_columns(dQ, m.k, (0, half), at, 9)
-
-    @T.macro
-    def score_gradients(dQ, m, done, at, scale, thread):
-        """DP: dP, dS and the other columns of dQ."""
-        dp = T.alloc_fragment([TILE, TILE], fp32)
-        dq_2 = T.alloc_fragment([TILE, quarter], fp32)
-        dq_3 = T.alloc_fragment([TILE, quarter], fp32)
-        T.clear(dq_2)
-        T.clear(dq_3)
-        if tail:
-            dq_tail = T.alloc_fragment([TILE, tail], fp32)
-            T.clear(dq_tail)
-        here = T.alloc_local([3], int32)
-        here[0] = T.call_extern(int32, "dsa_here", T.address_of(m.ds[0, 0]))
-        here[0] = T.call_extern(int32, "dsa_place", here[0], thread)
-        here[1] = T.call_extern(int32, "dsa_here", T.address_of(m.p[0, 0]))
-        here[1] = T.call_extern(int32, "dsa_place", here[1], thread)
-        here[2] = T.call_extern(int32, "dsa_here", T.address_of(m.delta[0])) + thread % 4 * 8
-        T.barrier_wait(done.queries, 0)
-        for i in T.serial(at.blocks):
-            T.barrier_wait(done.keys[0], i & 1)
-            T.wgmma_gemm(m.k[:, :half], m.do[:, :half], dp, transpose_B=True, clear_accum=True)
-            T.barrier_wait(done.keys[1], i & 1)
-            T.wgmma_gemm(m.k[:, half:v_dim], m.do[:, half:], dp, transpose_B=True)
-            T.wait_wgmma(0)
-            T.call_extern("handle", "dsa_less_delta", dp.data, here[2], scale)
-            T.barrier_wait(done.p, i & 1)
-            # Nobody reads the old dS: P was written after KV and S were done with it.
-            for side in (0, 1):
-                T.call_extern("handle", f"dsa_times_p<{side}>", dp.data, here[1], here[0])
-            T.fence_proxy_async()
-            T.barrier_arrive(done.ds)
-            # A product reads what the other warps have stored, too.
-            T.barrier_wait(done.ds, i & 1)
-            T.wgmma_gemm(m.ds, m.k[:, half : half + quarter], dq_2, transpose_A=True)
-            T.wgmma_gemm(m.ds, m.k[:, half + quarter : v_dim], dq_3, transpose_A=True)
-            if tail:
-                T.wgmma_gemm(m.ds, m.k[:, v_dim:], dq_tail, transpose_A=True)
-            T.wait_wgmma(0)
-            T.barrier_arrive(done.keys_free[1])
-        T.copy(dq_2, m.k[:, half : half + quarter])
-        T.copy(dq_3, m.k[:, half + quarter : v_dim])
-        if tail:
-            T.copy(dq_tail, m.k[:, v_dim:])
-        write_columns(dQ, m.k, (half, dim), at, 10)
 
     @T.prim_func
     def sparse_mla_backward(
@@ -257,19 +224,9 @@ def build(
         scale: T.float32,
     ):
         """One thread block per tile of rows; arguments as :func:`build` describes."""
-        with T.Kernel(lists * head_tiles(heads), threads=4 * GROUP) as block:
+        with T.Kernel(lists * shape.tiles, threads=4 * GROUP) as block:
             T.import_source(NO_HOISTING + SOURCE + ACCUMULATORS)
-            m = SimpleNamespace(
-                q=T.alloc_shared([TILE, dim], bf16),
-                do=T.alloc_shared([TILE, v_dim], bf16),
-                k=T.alloc_shared([TILE, dim], bf16),
-                p=T.alloc_shared([TILE, TILE], bf16),
-                ds=T.alloc_shared([TILE, TILE], bf16),
-                lse=T.alloc_shared([TILE], fp32),
-                delta=T.alloc_shared([TILE], fp32),
-                ids=T.alloc_shared([2, TILE], int32),
-                members=T.alloc_shared([2, TILE], "uint8"),
-            )
+            m = queries.tile_memory(dim, with_members=True)
             # Of the left and of the other columns of the keys; the copies arrive and the threads.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
@@ -281,46 +238,22 @@ def build(
             )
             tx = T.get_thread_binding()
             thread = tx % GROUP
-            place, _, first, owned = tile_of(block, heads, group, rows)
-            n = Length[place]
-            at = SimpleNamespace(
-                list=place,
-                first=first,
-                rows=owned,
-                all_tokens=rows,
-                n=n,
-                blocks=T.ceildiv(n, TILE),
-            )
-            start(Q, O, dO, Lse, Delta, m, done.queries, at, scale, tx)
+            at = place_of(block, Length, rows, shape)
+            queries.start(Q, O, dO, Lse, Delta, m, done, at, dim, scale, tx)
             if tx >= 3 * GROUP:
                 T.set_max_nreg(for_gather, 0)
-                gather(KV, Ids, Members, m, done, at, thread)
+                gather(KV, Ids, Members, m, done, at, shape, thread)
             elif tx >= 2 * GROUP:
                 T.set_max_nreg(for_kv, 0)
-                key_gradient(dKV, Units, m, done, at, thread)
+                key_gradient(dKV, Units if fixed_point else None, m, done, at, thread)
             elif tx < GROUP:
                 T.set_max_nreg(for_s, 1)
-                scores(dQ, PSum, m, done, at, scale, thread)
+                scores(dQ, PSum if p_sum else None, m, done, at, shape, scale, thread)
             else:
                 T.set_max_nreg(for_dp, 1)
-                score_gradients(dQ, m, done, at, scale, thread)
+                score_gradients(dQ, m, done, at, dim, scale, thread)
 
     return sparse_mla_backward
 
 
-@functools.cache
-def compiled(
-    heads: int,
-    dim: int,
-    v_dim: int,
-    group: int = 1,
-    fixed_point: bool = False,
-    p_sum: bool = False,
-    target: str = "sm_90a",
-):
-    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
-    return tilelang.compile(
-        build(heads, dim, v_dim, group, fixed_point, p_sum),
-        target={"kind": "cuda", "arch": target},
-        pass_configs={tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True},
-    )
+compiled = compiler(build, FAST_MATH)

@@ -13,30 +13,36 @@ While one of them forms exponentials, the other keeps the tensor cores busy. EVE
 maximum up to its own block until ODD says what the second block adds, and corrects P0 and O_L then.
 A last block without a partner is EVEN's; ODD then only multiplies P0.
 
-TileLang's own barriers between accesses to shared memory are switched off (:func:`compiled`): it
-sees one warpgroup at a time, and all that is shared is handed over at the barriers in ``done``.
+All that is shared is handed over at the barriers in ``done`` (:data:`.programs.OWN_BARRIERS`).
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
-import functools
 from types import SimpleNamespace
 
-import tilelang
 from tilelang import language as T
 
+from megatron_dsa.ops.hopper.cuda import NO_HOISTING, call
+from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import (
     GROUP,
-    LN_2,
+    HALF,
     LOG2_E,
-    NO_HOISTING,
     ROWS,
     SHARED,
     TILE,
-    check_tiling,
+    V_DIM,
+    Lists,
+    Shape,
     fetch,
-    head_tiles,
+    fetch_tile,
     list_ahead,
-    tile_of,
+    place_of,
+)
+from megatron_dsa.ops.sparse_attention.tilelang.softmax import (
+    LOWEST,
+    divisors,
+    raise_top,
+    write_lse,
 )
 
 #: Registers per thread of EVEN, ODD and GATHER; 504 is all there is.
@@ -44,8 +50,8 @@ REGISTERS = (216, 216, 72)
 #: Halves of a buffer of keys, and the order in which (buffer, half) get free and are needed.
 LEFT, RIGHT = 0, 1
 REFILLS = ((0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT))
-#: A maximum of no scores: finite, so that the exponent of a score that is not selected is -inf.
-LOWEST = -1e30
+#: Keys of a pair of blocks.
+PAIR = 2 * TILE
 
 SOURCE = (
     NO_HOISTING
@@ -69,6 +75,222 @@ __device__ __forceinline__ void dsa_select(float* score, const void* first, cons
 )
 
 
+# In the macros: `at` is the thread block's place in the call, `m` its shared memory, `done` its
+# barriers.
+
+
+@T.macro
+def start(Q, m, done, at, dim, tx):
+    """Fetch the queries; EVEN and ODD do this."""
+    fetch_tile([(m.q, Q, (0, dim))], at, TILE, 2 * GROUP, tx)
+    T.cp_async_barrier_noinc(done.queries)
+
+
+@T.macro
+def gather(KV, Ids, Members, m, done, at, shape, thread):
+    """GATHER: keys of a pair, each half of a buffer as soon as it is free."""
+    ids = T.alloc_local([PAIR // ROWS], "int32")
+    ahead = T.alloc_local([1], "int32")
+    members = T.alloc_local([1], "uint8")
+    word = T.alloc_local([1], "uint32")
+    lists = Lists(KV, Ids, Members, shape.group, ahead, members)
+    list_ahead(lists, at, 0, PAIR, thread)
+    for i in T.serial(at.blocks(PAIR)):
+        # Nobody needs the words and ids of pair i - 2: its buffers were free since.
+        ahead[0] = T.if_then_else(ahead[0] < KV.shape[0], ahead[0], -1)
+        m.ids[i % 2, thread] = ahead[0]
+        note_members(lists, m, i, word, thread)
+        list_ahead(lists, at, i + 1, PAIR, thread)
+        T.sync_threads(8, GROUP)
+        for r in T.unroll(PAIR // ROWS):
+            ids[r] = m.ids[i % 2, r * ROWS + thread // 8]
+        for buffer, side in REFILLS:
+            if 2 * i + buffer < at.blocks():
+                T.barrier_wait(done.keys_free[2 * buffer + side], (i & 1) ^ 1)
+                for r in tuple(range(TILE // ROWS)):
+                    key = ids[buffer * TILE // ROWS + r]
+                    row = r * ROWS + thread // 8
+                    columns = ((0, HALF), (HALF, shape.dim))[side]
+                    fetch(m.k[buffer], KV, row, T.max(key, 0), key >= 0, columns, thread)
+                    call("dsa_no_hoisting")
+                T.cp_async_barrier_noinc(done.keys[2 * buffer + side])
+                T.barrier_arrive(done.keys[2 * buffer + side])
+
+
+@T.macro
+def note_members(lists, m, i, word, thread):
+    """Write words for pair ``i``: per query of the group, a bit per key that it selected."""
+    for g in tuple(range(lists.group)):
+        selected = lists.ahead[0] >= 0
+        if lists.group > 1:
+            selected = T.And(selected, (lists.members[0] >> g & 1) != 0)
+        word[0] = T.cast(T.ballot(selected), "uint32")
+        if thread % 32 == 0:
+            m.selected[i % 2, thread // TILE, g, thread // 32 % 2] = word[0]
+
+
+@T.macro
+def select(s, m, i, buffer, shape, tx):
+    """Scores of keys that a row does not select become -inf."""
+    row = tx % GROUP // 32 * 16 + tx % 32 // 4
+    first, second = (
+        T.address_of(m.selected[i % 2, buffer, T.min(r // shape.heads, shape.group - 1), 0])
+        for r in (row, row + 8)
+    )
+    call("dsa_select", s.data, first, second)
+
+
+@T.macro
+def finish(O, Lse, Sink, o, top, total, m, at, shape, side):  # noqa: E741
+    """EVEN and ODD, last: divide by the sum of P, write their half of O, and ODD the lse."""
+    factor = T.alloc_fragment([TILE], "float32")
+    T.copy(total, m.tops[side, :])
+    # Nobody multiplies any more when both have come here: the buffers of keys are free.
+    T.sync_threads(9, 2 * GROUP)
+    for r in T.Parallel(TILE):
+        total[r] = m.tops[0, r] + m.tops[1, r]
+    divisors(factor, Sink, top, total, at, shape)
+    scale_rows(o, factor)
+    T.copy(o, m.k[side][:, :HALF])
+    T.sync_threads(10 + side, GROUP)
+    for r, c in T.Parallel(TILE, HALF):
+        if r < at.rows:
+            O[at.first + r, side * HALF + c] = m.k[side][r, c]
+    if side == RIGHT:
+        write_lse(Lse, top, total, at, shape)
+
+
+def fragments():
+    """What EVEN and ODD hold: scores, P, their half of O, and four numbers per row."""
+    matrices = ((TILE, "float32"), (TILE, "bfloat16"), (HALF, "float32"))
+    numbers = (T.alloc_fragment([TILE], "float32") for _ in range(4))
+    return *(T.alloc_fragment([TILE, n], dtype) for n, dtype in matrices), *numbers
+
+
+@T.macro
+def scale_rows(x, factors):
+    """Multiply the rows of ``x`` by their factors."""
+    for r, c in T.Parallel(TILE, x.shape[1]):
+        x[r, c] *= factors[r]
+
+
+@T.macro
+def begin(o, top, total, done):
+    """EVEN and ODD, first: nothing is summed yet; wait for the queries."""
+    T.clear(o)
+    T.clear(total)
+    T.fill(top, LOWEST)
+    T.barrier_wait(done.queries, 0)
+
+
+@T.macro
+def exponentials(s, p, o, top, decay, scale):
+    """P from the scores, and O's part of the blocks before."""
+    for r, k in T.Parallel(TILE, TILE):
+        s[r, k] = T.exp2(s[r, k] * (scale * LOG2_E) - top[r])
+    T.copy(s, p)
+    scale_rows(o, decay)
+
+
+@T.macro
+def add_up(s, peak, decay, total):
+    """Add P's row sums to ``total``."""
+    T.reduce_sum(s, peak, dim=1)
+    for r in T.Parallel(TILE):
+        total[r] = total[r] * decay[r] + peak[r]
+
+
+@T.macro
+def even_scores(s, m, done, i, multiplying):
+    """``S0 = Q K0^T``, and say when V1_L is free if it was still being multiplied."""
+    T.barrier_wait(done.keys[LEFT], i & 1)
+    T.wgmma_gemm(m.q[:, :HALF], m.k[0][:, :HALF], s, transpose_B=True, clear_accum=True)
+    if multiplying:
+        T.wait_wgmma(1)
+        T.barrier_arrive(done.keys_free[2 + LEFT])
+    T.barrier_wait(done.keys[RIGHT], i & 1)
+    T.wgmma_gemm(m.q[:, HALF:], m.k[0][:, HALF:], s, transpose_B=True)
+    T.wait_wgmma(0)
+
+
+@T.macro
+def even(O, Lse, Sink, m, done, at, shape, scale, tx):  # noqa: E741
+    """EVEN: scores of the even blocks and the left half of the output."""
+    s, p, o, peak, top, decay, total = fragments()
+    begin(o, top, total, done)
+    if at.blocks(PAIR) > 0:
+        even_scores(s, m, done, 0, False)
+    for i in T.serial(at.blocks(PAIR)):
+        select(s, m, i, 0, shape, tx)
+        T.reduce_max(s, peak, dim=1)
+        raise_top(peak, top, decay, scale)
+        T.copy(top, m.tops[0, :])
+        T.barrier_arrive(done.tops[0])
+        exponentials(s, p, o, top, decay, scale)
+        T.wgmma_gemm(p, m.k[0][:, :HALF], o)
+        add_up(s, peak, decay, total)
+        T.wait_wgmma(0)
+        T.barrier_arrive(done.keys_free[LEFT])
+        T.barrier_wait(done.tops[1], i & 1)
+        for r in T.Parallel(TILE):
+            peak[r] = m.tops[1, r]
+            decay[r] = T.exp2(top[r] - peak[r])
+            top[r] = peak[r]
+            total[r] *= decay[r]
+        scale_rows(s, decay)
+        T.copy(s, m.p[0])
+        T.fence_proxy_async()
+        T.barrier_arrive(done.p[0])
+        scale_rows(o, decay)
+        T.barrier_wait(done.p[1], i & 1)
+        if 2 * i + 1 < at.blocks():
+            T.wgmma_gemm(m.p[1], m.k[1][:, :HALF], o)
+        if i + 1 < at.blocks(PAIR):
+            even_scores(s, m, done, i + 1, True)
+        else:
+            T.wait_wgmma(0)
+    finish(O, Lse, Sink, o, top, total, m, at, shape, LEFT)
+
+
+@T.macro
+def odd(O, Lse, Sink, m, done, at, shape, scale, tx):  # noqa: E741
+    """ODD: scores of the odd blocks and the right half of the output."""
+    s, p, o, peak, top, decay, total = fragments()
+    begin(o, top, total, done)
+    for i in T.serial(at.blocks(PAIR)):
+        if 2 * i + 1 < at.blocks():
+            T.barrier_wait(done.keys[2 + RIGHT], i & 1)
+            T.wgmma_gemm(m.q[:, HALF:], m.k[1][:, HALF:], s, transpose_B=True, clear_accum=True)
+            T.barrier_wait(done.keys[2 + LEFT], i & 1)
+            T.wgmma_gemm(m.q[:, :HALF], m.k[1][:, :HALF], s, transpose_B=True)
+            T.wait_wgmma(0)
+            select(s, m, i, 1, shape, tx)
+        else:
+            T.fill(s, -T.infinity("float32"))
+        T.reduce_max(s, peak, dim=1)
+        T.barrier_wait(done.tops[0], i & 1)
+        for r in T.Parallel(TILE):
+            peak[r] = T.max(peak[r] * (scale * LOG2_E), m.tops[0, r])
+            decay[r] = T.exp2(top[r] - peak[r])
+            top[r] = peak[r]
+        T.copy(top, m.tops[1, :])
+        T.barrier_arrive(done.tops[1])
+        exponentials(s, p, o, top, decay, scale)
+        if 2 * i + 1 < at.blocks():
+            T.wgmma_gemm(p, m.k[1][:, HALF:V_DIM], o)
+        T.copy(s, m.p[1])
+        T.fence_proxy_async()
+        T.barrier_arrive(done.p[1])
+        add_up(s, peak, decay, total)
+        T.barrier_wait(done.p[0], i & 1)
+        T.wgmma_gemm(m.p[0], m.k[0][:, HALF:V_DIM], o)
+        T.wait_wgmma(1)
+        T.barrier_arrive(done.keys_free[2 + RIGHT])
+        T.wait_wgmma(0)
+        T.barrier_arrive(done.keys_free[RIGHT])
+    finish(O, Lse, Sink, o, top, total, m, at, shape, RIGHT)
+
+
 def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = False):
     """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
 
@@ -86,219 +308,14 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
     Raises:
         ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
     """
-    check_tiling(heads, dim, v_dim, group)
-    for_even, for_odd, for_gather = REGISTERS
-    half, tail = v_dim // 2, dim - v_dim
+    shape = Shape(heads, dim, v_dim, group)
     # P0 takes the place of K0's columns past the values, if there are any: only S0 needs them.
-    slots = 1 if tail else 2
+    slots = 1 if shape.tail else 2
     needed = 2 * TILE * (3 * dim + slots * TILE) + 4 * (4 * TILE + 2 * TILE + 8 * group) + 1024
     if needed > SHARED:
         raise ValueError(f"{needed} bytes of shared memory needed, a thread block has {SHARED}")
-    bf16, fp32, int32, uint32 = "bfloat16", "float32", "int32", "uint32"
+    bf16, fp32, int32 = "bfloat16", "float32", "int32"
     rows, keys, lists, width = T.dynamic("rows, keys, lists, width")
-
-    # In the macros: `at` is the thread block's place in the call (its list, first row, number of
-    # rows, of keys, blocks and pairs of blocks), `m` its shared memory, `done` its barriers.
-
-    @T.macro
-    def start(Q, m, done, at, tx):
-        """Fetch the queries; EVEN and ODD do this."""
-        for r in T.unroll(2):
-            row = r * 32 + tx // 8
-            source = T.min(at.first + row, rows - 1)
-            fetch(m.q, Q, row, source, row < at.rows, (0, dim), tx)
-        T.cp_async_barrier_noinc(done.queries)
-
-    @T.macro
-    def gather(KV, Ids, Members, m, done, at, thread):
-        """GATHER: keys of a pair, each half of a buffer as soon as it is free."""
-        ids = T.alloc_local([2 * TILE // ROWS], int32)
-        ahead = T.alloc_local([1], int32)
-        members = T.alloc_local([1], "uint8")
-        word = T.alloc_local([1], uint32)
-        list_ahead(Ids, Members, at, 0, 2 * TILE, group, thread, ahead, members)
-        for i in T.serial(at.pairs):
-            # Nobody needs the words and ids of pair i - 2: its buffers were free since.
-            ahead[0] = T.if_then_else(ahead[0] < keys, ahead[0], -1)
-            m.ids[i % 2, thread] = ahead[0]
-            for g in tuple(range(group)):
-                selected = ahead[0] >= 0
-                if group > 1:
-                    selected = T.And(selected, (members[0] >> g & 1) != 0)
-                word[0] = T.cast(T.ballot(selected), uint32)
-                if thread % 32 == 0:
-                    m.selected[i % 2, thread // TILE, g, thread // 32 % 2] = word[0]
-            list_ahead(Ids, Members, at, i + 1, 2 * TILE, group, thread, ahead, members)
-            T.sync_threads(8, GROUP)
-            for r in T.unroll(2 * TILE // ROWS):
-                ids[r] = m.ids[i % 2, r * ROWS + thread // 8]
-            for buffer, side in REFILLS:
-                if 2 * i + buffer < at.blocks:
-                    columns = ((0, half), (half, dim))[side]
-                    T.barrier_wait(done.keys_free[2 * buffer + side], (i & 1) ^ 1)
-                    for r in tuple(range(TILE // ROWS)):
-                        key = ids[buffer * TILE // ROWS + r]
-                        row = r * ROWS + thread // 8
-                        fetch(m.k[buffer], KV, row, T.max(key, 0), key >= 0, columns, thread)
-                        T.call_extern("handle", "dsa_no_hoisting")
-                    T.cp_async_barrier_noinc(done.keys[2 * buffer + side])
-                    T.barrier_arrive(done.keys[2 * buffer + side])
-
-    @T.macro
-    def select(s, m, i, buffer, tx):
-        """Scores of keys that a row does not select become -inf."""
-        row = tx % GROUP // 32 * 16 + tx % 32 // 4
-        first, second = (
-            T.address_of(m.selected[i % 2, buffer, T.min(r // heads, group - 1), 0])
-            for r in (row, row + 8)
-        )
-        T.call_extern("handle", "dsa_select", s.data, first, second)
-
-    @T.macro
-    def finish(O, Lse, Sink, o, top, total, m, at, side):  # noqa: E741
-        """EVEN and ODD, last: divide by the sum of P, write their half of O, and ODD the lse."""
-        factor = T.alloc_fragment([TILE], fp32)
-        T.copy(total, m.tops[side, :])
-        # Nobody multiplies any more when both have come here: the buffers of keys are free.
-        T.sync_threads(9, 2 * GROUP)
-        for r in T.Parallel(TILE):
-            total[r] = m.tops[0, r] + m.tops[1, r]
-        for r in T.Parallel(TILE):
-            factor[r] = total[r]
-            if with_sink:
-                head = r % heads if group > 1 else T.min(at.head + r, heads - 1)
-                factor[r] += T.exp2(Sink[head] * LOG2_E - top[r])
-            factor[r] = T.if_then_else(total[r] == 0, 0.0, 1 / factor[r])
-        for r, c in T.Parallel(TILE, half):
-            o[r, c] *= factor[r]
-        T.copy(o, m.k[side][:, :half])
-        T.sync_threads(10 + side, GROUP)
-        for r, c in T.Parallel(TILE, half):
-            if r < at.rows:
-                O[at.first + r, side * half + c] = m.k[side][r, c]
-        if side == RIGHT:
-            for r in T.Parallel(TILE):
-                if r < at.rows:
-                    Lse[at.first + r] = T.if_then_else(
-                        total[r] == 0, -T.infinity(fp32), (top[r] + T.log2(total[r])) * LN_2
-                    )
-
-    def fragments():
-        """What EVEN and ODD hold: scores, P, their half of O, and four numbers per row."""
-        matrices = ((TILE, fp32), (TILE, bf16), (half, fp32))
-        numbers = (T.alloc_fragment([TILE], fp32) for _ in range(4))
-        return *(T.alloc_fragment([TILE, n], dtype) for n, dtype in matrices), *numbers
-
-    @T.macro
-    def even_scores(s, m, done, i, multiplying):
-        """``S0 = Q K0^T``, and say when V1_L is free if it was still being multiplied."""
-        T.barrier_wait(done.keys[LEFT], i & 1)
-        T.wgmma_gemm(m.q[:, :half], m.k[0][:, :half], s, transpose_B=True, clear_accum=True)
-        if multiplying:
-            T.wait_wgmma(1)
-            T.barrier_arrive(done.keys_free[2 + LEFT])
-        T.barrier_wait(done.keys[RIGHT], i & 1)
-        T.wgmma_gemm(m.q[:, half:], m.k[0][:, half:], s, transpose_B=True)
-        T.wait_wgmma(0)
-
-    @T.macro
-    def even(O, Lse, Sink, m, done, at, scale, tx):  # noqa: E741
-        """EVEN: scores of the even blocks and the left half of the output."""
-        s, p, o, peak, top, decay, total = fragments()
-        T.clear(o)
-        T.clear(total)
-        T.fill(top, LOWEST)
-        T.barrier_wait(done.queries, 0)
-        if at.pairs > 0:
-            even_scores(s, m, done, 0, False)
-        for i in T.serial(at.pairs):
-            select(s, m, i, 0, tx)
-            T.reduce_max(s, peak, dim=1)
-            for r in T.Parallel(TILE):
-                peak[r] = T.max(peak[r] * (scale * LOG2_E), top[r])
-                decay[r] = T.exp2(top[r] - peak[r])
-                top[r] = peak[r]
-            T.copy(top, m.tops[0, :])
-            T.barrier_arrive(done.tops[0])
-            for r, k in T.Parallel(TILE, TILE):
-                s[r, k] = T.exp2(s[r, k] * (scale * LOG2_E) - top[r])
-            T.copy(s, p)
-            for r, c in T.Parallel(TILE, half):
-                o[r, c] *= decay[r]
-            T.wgmma_gemm(p, m.k[0][:, :half], o)
-            T.reduce_sum(s, peak, dim=1)
-            for r in T.Parallel(TILE):
-                total[r] = total[r] * decay[r] + peak[r]
-            T.wait_wgmma(0)
-            T.barrier_arrive(done.keys_free[LEFT])
-            T.barrier_wait(done.tops[1], i & 1)
-            for r in T.Parallel(TILE):
-                peak[r] = m.tops[1, r]
-                decay[r] = T.exp2(top[r] - peak[r])
-                top[r] = peak[r]
-                total[r] *= decay[r]
-            for r, k in T.Parallel(TILE, TILE):
-                s[r, k] *= decay[r]
-            T.copy(s, m.p[0])
-            T.fence_proxy_async()
-            T.barrier_arrive(done.p[0])
-            for r, c in T.Parallel(TILE, half):
-                o[r, c] *= decay[r]
-            T.barrier_wait(done.p[1], i & 1)
-            if 2 * i + 1 < at.blocks:
-                T.wgmma_gemm(m.p[1], m.k[1][:, :half], o)
-            if i + 1 < at.pairs:
-                even_scores(s, m, done, i + 1, True)
-            else:
-                T.wait_wgmma(0)
-        finish(O, Lse, Sink, o, top, total, m, at, LEFT)
-
-    @T.macro
-    def odd(O, Lse, Sink, m, done, at, scale, tx):  # noqa: E741
-        """ODD: scores of the odd blocks and the right half of the output."""
-        s, p, o, peak, top, decay, total = fragments()
-        T.clear(o)
-        T.clear(total)
-        T.fill(top, LOWEST)
-        T.barrier_wait(done.queries, 0)
-        for i in T.serial(at.pairs):
-            if 2 * i + 1 < at.blocks:
-                T.barrier_wait(done.keys[2 + RIGHT], i & 1)
-                T.wgmma_gemm(m.q[:, half:], m.k[1][:, half:], s, transpose_B=True, clear_accum=True)
-                T.barrier_wait(done.keys[2 + LEFT], i & 1)
-                T.wgmma_gemm(m.q[:, :half], m.k[1][:, :half], s, transpose_B=True)
-                T.wait_wgmma(0)
-                select(s, m, i, 1, tx)
-            else:
-                T.fill(s, -T.infinity(fp32))
-            T.reduce_max(s, peak, dim=1)
-            T.barrier_wait(done.tops[0], i & 1)
-            for r in T.Parallel(TILE):
-                peak[r] = T.max(peak[r] * (scale * LOG2_E), m.tops[0, r])
-                decay[r] = T.exp2(top[r] - peak[r])
-                top[r] = peak[r]
-            T.copy(top, m.tops[1, :])
-            T.barrier_arrive(done.tops[1])
-            for r, k in T.Parallel(TILE, TILE):
-                s[r, k] = T.exp2(s[r, k] * (scale * LOG2_E) - top[r])
-            T.copy(s, p)
-            for r, c in T.Parallel(TILE, half):
-                o[r, c] *= decay[r]
-            if 2 * i + 1 < at.blocks:
-                T.wgmma_gemm(p, m.k[1][:, half:v_dim], o)
-            T.copy(s, m.p[1])
-            T.fence_proxy_async()
-            T.barrier_arrive(done.p[1])
-            T.reduce_sum(s, peak, dim=1)
-            for r in T.Parallel(TILE):
-                total[r] = total[r] * decay[r] + peak[r]
-            T.barrier_wait(done.p[0], i & 1)
-            T.wgmma_gemm(m.p[0], m.k[0][:, half:v_dim], o)
-            T.wait_wgmma(1)
-            T.barrier_arrive(done.keys_free[2 + RIGHT])
-            T.wait_wgmma(0)
-            T.barrier_arrive(done.keys_free[RIGHT])
-        finish(O, Lse, Sink, o, top, total, m, at, RIGHT)
 
     @T.prim_func
     def sparse_mla_forward(
@@ -313,17 +330,17 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
         scale: T.float32,
     ):
         """One thread block per tile of rows; arguments as :func:`build` describes."""
-        with T.Kernel(lists * head_tiles(heads), threads=3 * GROUP) as block:
+        with T.Kernel(lists * shape.tiles, threads=3 * GROUP) as block:
             T.import_source(SOURCE)
             k = (T.alloc_shared([TILE, dim], bf16), T.alloc_shared([TILE, dim], bf16))
             p = T.alloc_shared([slots, TILE, TILE], bf16)
             m = SimpleNamespace(
                 q=T.alloc_shared([TILE, dim], bf16),
                 k=k,
-                p=(k[0][:, v_dim:] if tail else p[1, :, :], p[0, :, :]),
+                p=(k[0][:, v_dim:] if shape.tail else p[1, :, :], p[0, :, :]),
                 tops=T.alloc_shared([2, TILE], fp32),
                 ids=T.alloc_shared([2, 2 * TILE], int32),
-                selected=T.alloc_shared([2, 2, group, 2], uint32),
+                selected=T.alloc_shared([2, 2, group, 2], "uint32"),
             )
             # Of keys: left and right half of the first, then of the second buffer; the copies
             # arrive and the threads. Of the others: by EVEN, by ODD.
@@ -335,47 +352,20 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
                 p=T.alloc_barrier(arrive_count=[GROUP] * 2),
             )
             tx = T.get_thread_binding()
-            place, head, first, owned = tile_of(block, heads, group, rows)
-            n = Length[place]
-            at = SimpleNamespace(
-                list=place,
-                head=head,
-                first=first,
-                rows=owned,
-                n=n,
-                blocks=T.ceildiv(n, TILE),
-                pairs=T.ceildiv(n, 2 * TILE),
-            )
+            at = place_of(block, Length, rows, shape)
             if tx >= 2 * GROUP:
-                T.set_max_nreg(for_gather, 0)
-                gather(KV, Ids, Members, m, done, at, tx % GROUP)
+                T.set_max_nreg(REGISTERS[2], 0)
+                gather(KV, Ids, Members, m, done, at, shape, tx % GROUP)
             elif tx < GROUP:
-                T.set_max_nreg(for_even, 1)
-                start(Q, m, done, at, tx)
-                even(O, Lse, Sink, m, done, at, scale, tx)
+                T.set_max_nreg(REGISTERS[0], 1)
+                start(Q, m, done, at, dim, tx)
+                even(O, Lse, Sink if with_sink else None, m, done, at, shape, scale, tx)
             else:
-                T.set_max_nreg(for_odd, 1)
-                start(Q, m, done, at, tx)
-                odd(O, Lse, Sink, m, done, at, scale, tx)
+                T.set_max_nreg(REGISTERS[1], 1)
+                start(Q, m, done, at, dim, tx)
+                odd(O, Lse, Sink if with_sink else None, m, done, at, shape, scale, tx)
 
     return sparse_mla_forward
 
 
-@functools.cache
-def compiled(
-    heads: int,
-    dim: int,
-    v_dim: int,
-    group: int = 1,
-    with_sink: bool = False,
-    target: str = "sm_90a",
-):
-    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
-    return tilelang.compile(
-        build(heads, dim, v_dim, group, with_sink),
-        target={"kind": "cuda", "arch": target},
-        pass_configs={
-            tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-            tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
-        },
-    )
+compiled = compiler(build, OWN_BARRIERS)

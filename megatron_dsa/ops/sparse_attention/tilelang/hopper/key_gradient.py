@@ -16,29 +16,24 @@ The consumers multiply by turns, so that one of them adds meanwhile.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
-import functools
 from types import SimpleNamespace
 
-import tilelang
 from tilelang import language as T
 
-from megatron_dsa.ops.hopper.tiles import (
-    ADDRESSES,
-    GROUP,
-    TILE,
-    check_tiling,
-    fetch,
-    head_tiles,
-)
+from megatron_dsa.ops.hopper.cuda import ADDRESSES, call, shared_address
+from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
+from megatron_dsa.ops.hopper.tiles import GROUP, HALF, TILE, V_DIM, Place, Shape, fetch
 
 #: Registers per thread of the two consumers and the producer; 504 is all there is.
 REGISTERS = (216, 216, 72)
-#: Value columns of a consumer, and of an accumulator.
-HALF, COLUMNS = 256, 128
+#: Value columns of an accumulator; a consumer has two.
+COLUMNS = 128
 #: Blocks of P and dS in shared memory, by number of tiles.
 STAGES = {1: 4, 2: 2}
 #: Bytes of a tile of P and of one of dS.
 TILE_BYTES = 2 * TILE * TILE * 2
+#: Of the products, which are transposed.
+TRANSPOSED = {"transpose_A": True, "transpose_B": True}
 
 SOURCE = r"""
 // One thread: a block of P and dS to shared memory, announced to and counted at a barrier. Nobody
@@ -121,6 +116,119 @@ __device__ __forceinline__ void dsa_add_keys(const float* acc, const int* ids, l
 """
 
 
+# In the macros: `at` is the thread block's place in the call, `m` its shared memory, `done` its
+# barriers.
+
+
+@T.macro
+def start(Q, dO, m, at, shape, tx):
+    """Fetch the columns of the queries and their gradients; the consumers do this."""
+    owned, tail = V_DIM // shape.tiles, shape.tail
+    for t, r in tuple((t, r) for t in range(shape.tiles) for r in range(2)):
+        row = r * 32 + tx // 8
+        source = T.min(at.first + t * TILE + row, Q.shape[0] - 1)
+        wanted = t * TILE + row < at.rows
+        offset = at.rank * owned
+        fetch(m.do[t], dO, row, source, wanted, (0, owned), tx, offset)
+        fetch(m.q[t], Q, row, source, wanted, (0, owned), tx, offset)
+        if tail:
+            fetch(m.q[t], Q, row, source, wanted, (owned, owned + tail), tx, V_DIM - owned)
+    T.ptx_commit_group()
+    T.ptx_wait_group(0)
+    T.fence_proxy_async()
+    T.sync_threads(1, 2 * GROUP)
+
+
+@T.macro
+def produce(Ids, PdS, m, done, at, keys, tiles, thread):
+    """Fetch blocks of P and dS, and their ids: -1 where an entry is no key."""
+    ahead = T.alloc_local([1], "int32")
+    here = T.alloc_local([2], "int32")
+    here[0] = shared_address(m.pds[0, 0, 0])
+    here[1] = shared_address(done.full[0])
+    stages = STAGES[tiles]
+    if thread < TILE:
+        ahead[0] = -1
+        if thread < at.n:
+            ahead[0] = Ids[at.list, thread]
+        for i in T.serial(at.blocks()):
+            stage = i % stages
+            T.barrier_wait(done.free[stage], (i // stages & 1) ^ 1)
+            if thread == 0:
+                call(
+                    "dsa_bring",
+                    here[0] + stage * (tiles * TILE_BYTES),
+                    T.address_of(PdS[0, 0, 0, 0, 0, 0]),
+                    at.list,
+                    PdS.shape[1],
+                    i,
+                    tiles * TILE_BYTES,
+                    here[1] + stage * 8,
+                )
+            m.ids[stage, thread] = T.if_then_else(ahead[0] < keys, ahead[0], -1)
+            T.barrier_arrive(done.full[stage])
+            ahead[0] = -1
+            if (i + 1) * TILE + thread < at.n:
+                ahead[0] = Ids[at.list, (i + 1) * TILE + thread]
+
+
+@T.macro
+def consume(dKV, Units, m, done, at, tiles, wg, thread):
+    """Multiply, give P and dS back, and add."""
+    part = at.rank if tiles == 2 else wg  # of the columns, and of the tail's keys
+    first = 0 if tiles == 2 else wg * HALF  # of them, of those in shared memory
+    owned, dim, fixed = V_DIM // tiles, dKV.shape[1], Units is not None
+    tail = dim - V_DIM
+    acc_0 = T.alloc_fragment([COLUMNS, TILE], "float32")
+    acc_1 = T.alloc_fragment([COLUMNS, TILE], "float32")
+    if tail:
+        acc_tail = T.alloc_fragment([tail, TILE // 2], "float32")
+    ids = T.alloc_local([TILE // 4], "int32")
+    here = T.alloc_local([1], "int32")
+    base = T.alloc_local([2], "int64")
+    units = T.alloc_local([1], "float32")
+    here[0] = shared_address(m.ids[0, 0]) + thread % 4 * 8
+    for f, column in ((0, part * HALF), (1, V_DIM)):
+        base[f] = call(
+            "dsa_target", T.address_of(dKV[0, 0]), column, thread, of=(2 - f,), returns="int64"
+        )
+    units[0] = Units[0] if fixed else 0.0
+    stride = dim * (8 if fixed else 4)
+    for i in T.serial((at.blocks() + 1 - wg) // 2 if tiles == 2 else at.blocks()):
+        stage = wg if tiles == 2 else i % STAGES[1]
+        T.barrier_wait(done.full[stage], i & 1 if tiles == 2 else i // STAGES[1] & 1)
+        call("dsa_read_ids", ids.data, here[0] + stage * (TILE * 4))
+        T.barrier_wait(done.turn[wg], (i & 1) ^ 1 ^ wg)
+        b = stage * (tiles * 2)
+        for acc, c in ((acc_0, first), (acc_1, first + COLUMNS)):
+            columns = slice(c, c + COLUMNS)
+            for t in tuple(range(tiles)):
+                p, ds = b + t * 2, b + t * 2 + 1
+                T.wgmma_gemm(
+                    m.do[t][:, columns], m.pds[p, :, :], acc, **TRANSPOSED, clear_accum=t == 0
+                )
+                T.wgmma_gemm(m.q[t][:, columns], m.pds[ds, :, :], acc, **TRANSPOSED)
+        if tail:
+            for t in tuple(range(tiles)):
+                T.wgmma_gemm(
+                    m.q[t][:, owned:],
+                    m.pds[b + t * 2 + 1, part * 32 : part * 32 + 32, :],
+                    acc_tail,
+                    **TRANSPOSED,
+                    clear_accum=t == 0,
+                )
+        T.wait_wgmma((3 if tail else 2) * tiles)
+        to = (ids.data, base[0], 0, units[0])
+        call("dsa_add_keys", acc_0.data, *to, of=(fixed, 2, TILE, 0, stride))
+        T.wait_wgmma(0)
+        T.barrier_arrive(done.free[stage])
+        T.barrier_arrive(done.turn[1 - wg])
+        call("dsa_add_keys", acc_1.data, *to, of=(fixed, 2, TILE, COLUMNS, stride))
+        if tail:
+            to = (ids.data, base[1], part, units[0])
+            call("dsa_add_keys", acc_tail.data, *to, of=(fixed, 1, TILE // 2, 0, stride))
+
+
 def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
     """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
 
@@ -136,126 +244,15 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
     Raises:
         ValueError: dims that the tiling does not fit, or more than 128 heads.
     """
-    check_tiling(heads, dim, v_dim, 1)
-    tiles = head_tiles(heads)
+    shape = Shape(heads, dim, v_dim)
+    tiles = shape.tiles
     if tiles not in STAGES:
         raise ValueError(
             f"heads must be 1 to {max(STAGES) * TILE}, got {heads}: shared memory is full"
         )
-    tail = dim - v_dim
-    stages, owned = STAGES[tiles], v_dim // tiles
+    stages, owned = STAGES[tiles], V_DIM // tiles
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
-    stride = dim * (8 if fixed_point else 4)
-    transposed = {"transpose_A": True, "transpose_B": True}
     rows, keys, lists, width, most = T.dynamic("rows, keys, lists, width, most")
-
-    # In the macros: `at` is the thread block's place in the call (its list, first row, number of
-    # rows, of keys in the list and of blocks of keys, which of a list's thread blocks it is), `m`
-    # its shared memory, `done` its barriers.
-
-    @T.macro
-    def start(Q, dO, m, at, tx):
-        """Fetch the columns of the queries and their gradients; the consumers do this."""
-        for t, r in tuple((t, r) for t in range(tiles) for r in range(2)):
-            row = r * 32 + tx // 8
-            source = T.min(at.first + t * TILE + row, rows - 1)
-            wanted = t * TILE + row < at.rows
-            offset = at.rank * owned
-            fetch(m.do[t], dO, row, source, wanted, (0, owned), tx, offset)
-            fetch(m.q[t], Q, row, source, wanted, (0, owned), tx, offset)
-            if tail:
-                fetch(m.q[t], Q, row, source, wanted, (owned, owned + tail), tx, v_dim - owned)
-        T.ptx_commit_group()
-        T.ptx_wait_group(0)
-        T.fence_proxy_async()
-        T.sync_threads(1, 2 * GROUP)
-
-    @T.macro
-    def produce(Ids, PdS, m, done, at, thread):
-        """Fetch blocks of P and dS, and their ids: -1 where an entry is no key."""
-        ahead = T.alloc_local([1], int32)
-        here = T.alloc_local([2], int32)
-        here[0] = T.call_extern(int32, "dsa_here", T.address_of(m.pds[0, 0, 0]))
-        here[1] = T.call_extern(int32, "dsa_here", T.address_of(done.full[0]))
-        if thread < TILE:
-            ahead[0] = -1
-            if thread < at.n:
-                ahead[0] = Ids[at.list, thread]
-            for i in T.serial(at.blocks):
-                stage = i % stages
-                T.barrier_wait(done.free[stage], (i // stages & 1) ^ 1)
-                if thread == 0:
-                    T.call_extern(
-                        "handle",
-                        "dsa_bring",
-                        here[0] + stage * (tiles * TILE_BYTES),
-                        T.address_of(PdS[0, 0, 0, 0, 0, 0]),
-                        at.list,
-                        most,
-                        i,
-                        tiles * TILE_BYTES,
-                        here[1] + stage * 8,
-                    )
-                m.ids[stage, thread] = T.if_then_else(ahead[0] < keys, ahead[0], -1)
-                T.barrier_arrive(done.full[stage])
-                ahead[0] = -1
-                if (i + 1) * TILE + thread < at.n:
-                    ahead[0] = Ids[at.list, (i + 1) * TILE + thread]
-
-    @T.macro
-    def consume(dKV, Units, m, done, at, wg, thread):
-        """Multiply, give P and dS back, and add."""
-        part = at.rank if tiles == 2 else wg  # of the columns, and of the tail's keys
-        first = 0 if tiles == 2 else wg * HALF  # of them, of those in shared memory
-        acc_0 = T.alloc_fragment([COLUMNS, TILE], fp32)
-        acc_1 = T.alloc_fragment([COLUMNS, TILE], fp32)
-        if tail:
-            acc_tail = T.alloc_fragment([tail, TILE // 2], fp32)
-        ids = T.alloc_local([TILE // 4], int32)
-        here = T.alloc_local([1], int32)
-        base = T.alloc_local([2], "int64")
-        units = T.alloc_local([1], fp32)
-        here[0] = T.call_extern(int32, "dsa_here", T.address_of(m.ids[0, 0])) + thread % 4 * 8
-        for f, column in ((0, part * HALF), (1, v_dim)):
-            target = f"dsa_target<{2 - f}>"
-            base[f] = T.call_extern("int64", target, T.address_of(dKV[0, 0]), column, thread)
-        units[0] = Units[0] if fixed_point else 0.0
-        for i in T.serial((at.blocks + 1 - wg) // 2 if tiles == 2 else at.blocks):
-            stage = wg if tiles == 2 else i % stages
-            T.barrier_wait(done.full[stage], i & 1 if tiles == 2 else i // stages & 1)
-            T.call_extern("handle", "dsa_read_ids", ids.data, here[0] + stage * (TILE * 4))
-            T.barrier_wait(done.turn[wg], (i & 1) ^ 1 ^ wg)
-            b = stage * (tiles * 2)
-            for acc, c in ((acc_0, first), (acc_1, first + COLUMNS)):
-                columns = slice(c, c + COLUMNS)
-                for t in tuple(range(tiles)):
-                    p, ds = b + t * 2, b + t * 2 + 1
-                    T.wgmma_gemm(
-                        m.do[t][:, columns], m.pds[p, :, :], acc, **transposed, clear_accum=t == 0
-                    )
-                    T.wgmma_gemm(m.q[t][:, columns], m.pds[ds, :, :], acc, **transposed)
-            if tail:
-                for t in tuple(range(tiles)):
-                    T.wgmma_gemm(
-                        m.q[t][:, owned:],
-                        m.pds[b + t * 2 + 1, part * 32 : part * 32 + 32, :],
-                        acc_tail,
-                        **transposed,
-                        clear_accum=t == 0,
-                    )
-            add = f"dsa_add_keys<{str(fixed_point).lower()}, 2, {TILE}, "
-            T.wait_wgmma((3 if tail else 2) * tiles)
-            args = (acc_0.data, ids.data, base[0], 0, units[0])
-            T.call_extern("handle", add + f"0, {stride}>", *args)
-            T.wait_wgmma(0)
-            T.barrier_arrive(done.free[stage])
-            T.barrier_arrive(done.turn[1 - wg])
-            args = (acc_1.data, ids.data, base[0], 0, units[0])
-            T.call_extern("handle", add + f"{COLUMNS}, {stride}>", *args)
-            if tail:
-                add = f"dsa_add_keys<{str(fixed_point).lower()}, 1, {TILE // 2}, 0, {stride}>"
-                args = (acc_tail.data, ids.data, base[1], part, units[0])
-                T.call_extern("handle", add, *args)
 
     @T.prim_func
     def sparse_mla_key_gradient(
@@ -272,7 +269,7 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
             T.import_source(ADDRESSES + SOURCE)
             m = SimpleNamespace(
                 # One per tile: wgmma_gemm misplaces columns past 64 of some rows of a buffer.
-                q=[T.alloc_shared([TILE, owned + tail], bf16) for _ in range(tiles)],
+                q=[T.alloc_shared([TILE, owned + shape.tail], bf16) for _ in range(tiles)],
                 do=[T.alloc_shared([TILE, owned], bf16) for _ in range(tiles)],
                 pds=T.alloc_shared([stages * tiles * 2, TILE, TILE], bf16),
                 ids=T.alloc_shared([stages, TILE], int32),
@@ -287,46 +284,21 @@ def build(heads: int, dim: int, v_dim: int, fixed_point: bool = False):
             thread = tx % GROUP
             place = block // tiles
             n = Length[place]
-            at = SimpleNamespace(
-                list=place,
-                rank=block % tiles,
-                first=place * heads,
-                rows=heads,
-                n=n,
-                blocks=T.ceildiv(n, TILE),
-            )
+            at = Place(place, 0, place * heads, heads, n, block % tiles)
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[2], 0)
-                produce(Ids, PdS, m, done, at, thread)
+                produce(Ids, PdS, m, done, at, keys, tiles, thread)
             elif tx < GROUP:
                 T.set_max_nreg(REGISTERS[0], 1)
-                start(Q, dO, m, at, tx)
-                consume(dKV, Units, m, done, at, 0, thread)
+                start(Q, dO, m, at, shape, tx)
+                consume(dKV, Units if fixed_point else None, m, done, at, tiles, 0, thread)
             else:
                 T.set_max_nreg(REGISTERS[1], 1)
-                start(Q, dO, m, at, tx)
-                consume(dKV, Units, m, done, at, 1, thread)
-            T.call_extern(
-                "handle", "dsa_keep", T.address_of(m.pds[0, 0, 0]), T.address_of(m.ids[0, 0])
-            )
+                start(Q, dO, m, at, shape, tx)
+                consume(dKV, Units if fixed_point else None, m, done, at, tiles, 1, thread)
+            call("dsa_keep", T.address_of(m.pds[0, 0, 0]), T.address_of(m.ids[0, 0]))
 
     return sparse_mla_key_gradient
 
 
-@functools.cache
-def compiled(
-    heads: int,
-    dim: int,
-    v_dim: int,
-    fixed_point: bool = False,
-    target: str = "sm_90a",
-):
-    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
-    return tilelang.compile(
-        build(heads, dim, v_dim, fixed_point),
-        target={"kind": "cuda", "arch": target},
-        pass_configs={
-            tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-            tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
-        },
-    )
+compiled = compiler(build, OWN_BARRIERS)

@@ -1,64 +1,154 @@
-"""What the backwards begin and end with: a tile of queries, their gradients, lse, delta; dQ."""
+"""What the backwards share: a tile of queries, their gradients, lse and delta; blocks of keys; dQ.
+
+In the macros, ``at`` is the thread block's place in the call, ``m`` its shared memory
+(:func:`tile_memory`), and ``done`` its barriers.
+"""
 
 # No postponed annotations here: TileLang reads the kernels' shapes from them.
+from types import SimpleNamespace
+
 from tilelang import language as T
 
-from megatron_dsa.ops.hopper.tiles import GROUP, LOG2_E, TILE, fetch
+from megatron_dsa.ops.hopper.cuda import call
+from megatron_dsa.ops.hopper.tiles import (
+    GROUP,
+    HALF,
+    QUARTER,
+    ROWS,
+    TILE,
+    V_DIM,
+    fetch,
+    fetch_tile,
+    list_ahead,
+)
+from megatron_dsa.ops.sparse_attention.tilelang.softmax import read_lse
 
 
-def start_macro(dim: int, v_dim: int):
-    """Return the macro ``start`` for queries of ``dim`` and values of ``v_dim``.
-
-    Its arguments: Q, O, dO, Lse, Delta of the program; ``m``: shared memory (q, do, lse, delta);
-    ``queries``: a barrier of 256 arrivals; ``at``: the tile's first row, its number of rows and
-    that of all; scale; the thread. In shared memory, lse is in units of log 2, and delta times
-    scale.
-    """
-    fp32 = "float32"
-
-    @T.macro
-    def start(Q, O, dO, Lse, Delta, m, queries, at, scale, tx):  # noqa: E741
-        """Fetch the queries and their gradients, compute delta; 256 threads do this."""
-        if tx < 2 * GROUP:
-            for r in T.unroll(2):
-                row = r * 32 + tx // 8
-                source = T.min(at.first + row, at.all_tokens - 1)
-                fetch(m.q, Q, row, source, row < at.rows, (0, dim), tx)
-                fetch(m.do, dO, row, source, row < at.rows, (0, v_dim), tx)
-            T.cp_async_barrier_noinc(queries)
-            delta = T.alloc_local([1], fp32)
-            row = tx // 4
-            delta[0] = 0.0
-            if row < at.rows:
-                delta[0] = T.call_extern(
-                    fp32,
-                    f"dsa_row_product<{v_dim}>",
-                    T.address_of(O[0, 0]),
-                    T.address_of(dO[0, 0]),
-                    at.first + row,
-                    tx % 4,
-                )
-            delta[0] += T.shfl_xor(delta[0], 1)
-            delta[0] += T.shfl_xor(delta[0], 2)
-            if tx % 4 == 0:
-                m.delta[row] = delta[0] * scale
-                if row < at.rows:
-                    Delta[at.first + row] = delta[0]
-        if tx < TILE:
-            # P = exp2(S - inf) = 0 for rows without keys and heads that do not exist.
-            m.lse[tx] = T.infinity(fp32)
-            if tx < at.rows:  # noqa: SIM102 (the next condition reads memory)
-                if Lse[at.first + tx] > -T.infinity(fp32):
-                    m.lse[tx] = Lse[at.first + tx] * LOG2_E
-        T.sync_threads()
-
-    return start
+def tile_memory(dim: int, with_members: bool) -> SimpleNamespace:
+    """Allocate shared memory for a tile of queries and a block of keys with their ids, P and dS."""
+    bf16, fp32 = "bfloat16", "float32"
+    return SimpleNamespace(
+        q=T.alloc_shared([TILE, dim], bf16),
+        do=T.alloc_shared([TILE, V_DIM], bf16),
+        k=T.alloc_shared([TILE, dim], bf16),
+        p=T.alloc_shared([TILE, TILE], bf16),
+        ds=T.alloc_shared([TILE, TILE], bf16),
+        lse=T.alloc_shared([TILE], fp32),
+        delta=T.alloc_shared([TILE], fp32),
+        ids=T.alloc_shared([2, TILE], "int32"),
+        members=T.alloc_shared([2, TILE], "uint8") if with_members else None,
+    )
 
 
 @T.macro
-def write_columns(dQ, staged, columns, at, barrier):
-    """Write columns of dQ that one warpgroup has put in shared memory."""
+def start(Q, O, dO, Lse, Delta, m, done, at, dim, scale, tx):  # noqa: E741
+    """Fetch the queries and their gradients, compute delta; 256 threads do this.
+
+    In shared memory, lse is in units of log 2, and delta times scale.
+    """
+    if tx < 2 * GROUP:
+        copies = ((m.q, Q, (0, dim)), (m.do, dO, (0, V_DIM)))
+        fetch_tile(copies, at, TILE, 2 * GROUP, tx)
+        T.cp_async_barrier_noinc(done.queries)
+        delta = T.alloc_local([1], "float32")
+        row = tx // 4
+        delta[0] = 0.0
+        if row < at.rows:
+            arguments = (T.address_of(O[0, 0]), T.address_of(dO[0, 0]), at.first + row, tx % 4)
+            delta[0] = call("dsa_row_product", *arguments, of=(V_DIM,), returns="float32")
+        delta[0] += T.shfl_xor(delta[0], 1)
+        delta[0] += T.shfl_xor(delta[0], 2)
+        if tx % 4 == 0:
+            m.delta[row] = delta[0] * scale
+            if row < at.rows:
+                Delta[at.first + row] = delta[0]
+    read_lse(Lse, m, at, TILE, tx)
+    T.sync_threads()
+
+
+@T.macro
+def next_ids(lists, m, at, i, thread):
+    """Hand over the ids of block ``i`` (-1: no key) in shared memory, and read the list ahead."""
+    if thread < TILE:
+        m.ids[i % 2, thread] = T.if_then_else(
+            lists.ahead[0] < lists.KV.shape[0], lists.ahead[0], -1
+        )
+        if lists.group > 1:
+            m.members[i % 2, thread] = lists.members[0]
+        list_ahead(lists, at, i + 1, TILE, thread)
+    T.sync_threads(8, GROUP)
+    for r in T.unroll(TILE // ROWS):
+        lists.ids[r] = m.ids[i % 2, r * ROWS + thread // 8]
+
+
+@T.macro
+def fetch_part(lists, m, done, part, columns, thread):
+    """Fetch ``columns`` of a block of keys, announced at the barrier of their part."""
+    for r in tuple(range(TILE // ROWS)):
+        row = r * ROWS + thread // 8
+        from_row = T.max(lists.ids[r], 0)
+        fetch(m.k, lists.KV, row, from_row, lists.ids[r] >= 0, columns, thread)
+        call("dsa_no_hoisting")
+    T.cp_async_barrier_noinc(done.keys[part])
+    T.barrier_arrive(done.keys[part])
+
+
+@T.macro
+def left_columns():
+    """Return zeros for the left half of dQ: accumulators, each with its columns.
+
+    An instruction must not need more registers than a thread starts with, so they are quarters.
+    """
+    dq_0 = T.alloc_fragment([TILE, QUARTER], "float32")
+    dq_1 = T.alloc_fragment([TILE, QUARTER], "float32")
+    T.clear(dq_0)
+    T.clear(dq_1)
+    return [(dq_0, slice(0, QUARTER)), (dq_1, slice(QUARTER, HALF))]
+
+
+@T.macro
+def right_columns(dim):
+    """Return zeros for the other columns of dQ, as :func:`left_columns` does."""
+    dq_2 = T.alloc_fragment([TILE, QUARTER], "float32")
+    dq_3 = T.alloc_fragment([TILE, QUARTER], "float32")
+    T.clear(dq_2)
+    T.clear(dq_3)
+    dq = [(dq_2, slice(HALF, HALF + QUARTER)), (dq_3, slice(HALF + QUARTER, V_DIM))]
+    if dim > V_DIM:
+        dq_tail = T.alloc_fragment([TILE, dim - V_DIM], "float32")
+        T.clear(dq_tail)
+        dq = [*dq, (dq_tail, slice(V_DIM, dim))]
+    return dq
+
+
+@T.macro
+def add_keys(m, dq):
+    """Start ``dQ += dS^T K`` for the columns ``dq``."""
+    for part in dq:
+        T.wgmma_gemm(m.ds, m.k[:, part[1]], part[0], transpose_A=True)
+
+
+@T.macro
+def write_columns(dQ, m, dq, at, barrier):
+    """Write the columns ``dq`` of one warpgroup, through the same columns of the keys."""
+    for part in dq:
+        T.copy(part[0], m.k[:, part[1]])
     T.sync_threads(barrier, GROUP)
-    for r, c in T.Parallel(TILE, columns[1] - columns[0]):
+    first, last = dq[0][1].start, dq[-1][1].stop
+    for r, c in T.Parallel(TILE, last - first):
         if r < at.rows:
-            dQ[at.first + r, columns[0] + c] = staged[r, columns[0] + c]
+            dQ[at.first + r, first + c] = m.k[r, first + c]
+
+
+@T.macro
+def sum_heads(PSum, s, at, i, shape, thread):
+    """Write or add the sums of P over heads for block ``i`` of the keys."""
+    call(
+        "dsa_head_sums",
+        s.data,
+        T.address_of(PSum[at.list, 0, i * TILE]),
+        PSum.shape[2],
+        at.n - i * TILE,
+        thread,
+        of=(shape.heads, shape.group, shape.tiles > 1),
+    )

@@ -12,26 +12,27 @@ There is room for one block of keys. Their columns come and go in four parts.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
-import functools
 from types import SimpleNamespace
 
-import tilelang
 from tilelang import language as T
 
+from megatron_dsa.ops.hopper.cuda import NO_HOISTING, call, shared_address
+from megatron_dsa.ops.hopper.programs import OWN_BARRIERS, compiler
 from megatron_dsa.ops.hopper.tiles import (
     GROUP,
+    HALF,
     LOG2_E,
-    NO_HOISTING,
+    QUARTER,
     ROWS,
     TILE,
-    check_tiling,
-    fetch,
-    head_tiles,
+    V_DIM,
+    Lists,
+    Shape,
     list_ahead,
-    tile_of,
+    place_of,
 )
+from megatron_dsa.ops.sparse_attention.tilelang.hopper import queries
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import SOURCE as ACCUMULATORS
-from megatron_dsa.ops.sparse_attention.tilelang.hopper.queries import start_macro, write_columns
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.reduction import SOURCE as REDUCTION
 
 #: Registers per thread of the warpgroups S, DP and GATHER; 504 is all there is.
@@ -63,6 +64,141 @@ __device__ __forceinline__ long long dsa_global(const void* what) {
 """
 
 
+# In the macros: `at` is the thread block's place in the call, `m` its shared memory, `done` its
+# barriers.
+
+
+def key_parts(dim: int) -> tuple[tuple[int, int], ...]:
+    """Columns of the keys by part, in the order in which dQ is done with them."""
+    return (HALF, HALF + QUARTER), (0, QUARTER), (HALF + QUARTER, dim), (QUARTER, HALF)
+
+
+@T.macro
+def gather(KV, Ids, m, done, at, dim, thread):
+    """GATHER: keys of a block, as soon as their part of the buffer is free."""
+    ids = T.alloc_local([TILE // ROWS], "int32")
+    ahead = T.alloc_local([1], "int32")
+    unused = T.alloc_local([1], "uint8")
+    lists = Lists(KV, Ids, None, 1, ahead, unused, ids)
+    list_ahead(lists, at, 0, TILE, thread)
+    for i in T.serial(at.blocks()):
+        queries.next_ids(lists, m, at, i, thread)
+        for part in (0, 1, 2, 3):
+            T.barrier_wait(done.keys_free[part], (i & 1) ^ 1)
+            queries.fetch_part(lists, m, done, part, key_parts(dim)[part], thread)
+
+
+@T.macro
+def store(i, barrier, target, tile, thread):
+    """Send a tile of P or dS to global memory, once it is complete."""
+    if thread < 32:
+        T.barrier_wait(barrier, i & 1)
+        if thread == 0:
+            call("dsa_store_tile", target, tile, BYTES)
+
+
+@T.macro
+def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
+    """S: scores, P and the left half of dQ."""
+    s = T.alloc_fragment([TILE, TILE], "float32")
+    dq = queries.left_columns()
+    here = T.alloc_local([2], "int32")
+    target = T.alloc_local([1], "int64")
+    here[0] = shared_address(m.p[0, 0])
+    here[1] = call("dsa_place", here[0], thread, returns="int32")
+    target[0] = call("dsa_global", T.address_of(PdS[at.list, 0, at.rank, 0, 0, 0]), returns="int64")
+    lse = T.alloc_local([TILE // 4], "float32")
+    for r in T.unroll(TILE // 4):
+        lse[r] = m.lse[r // 2 * 8 + thread % 4 * 2 + r % 2]
+    T.barrier_wait(done.queries, 0)
+    for i in T.serial(at.blocks()):
+        for n, (left, right) in enumerate(key_parts(shape.dim)):
+            T.barrier_wait(done.keys[n], i & 1)
+            # Copies write as threads do; products read through the async proxy.
+            T.fence_proxy_async()
+            T.wgmma_gemm(
+                m.k[:, left:right], m.q[:, left:right], s, transpose_B=True, clear_accum=n == 0
+            )
+        T.barrier_arrive(done.s_issued)
+        T.wait_wgmma(0)
+        # DP has read the old P, and so has its copy.
+        if thread == 0:
+            call("dsa_tile_is_read")
+        T.sync_threads(9, GROUP)
+        for side in (0, 1):
+            call("dsa_probabilities", s.data, lse.data, scale * LOG2_E, of=(side,))
+            call("dsa_store_half", s.data, here[1], of=(side,))
+            T.barrier_arrive(done.p[side])
+        # Copies read through the async proxy; DP does not.
+        T.fence_proxy_async()
+        T.barrier_arrive(done.p_stored)
+        store(i, done.p_stored, target[0], here[0], thread)
+        target[0] += shape.tiles * 2 * BYTES
+        if PSum is not None:
+            queries.sum_heads(PSum, s, at, i, shape, thread)
+        T.barrier_wait(done.ds, i & 1)
+        # One part after the other, so that the first is free early.
+        T.barrier_wait(done.keys_free[0], i & 1)
+        queries.add_keys(m, dq)
+        T.wait_wgmma(1)
+        T.barrier_arrive(done.keys_free[1])
+        T.wait_wgmma(0)
+        T.barrier_arrive(done.keys_free[3])
+    # Only this warpgroup still used the left columns of the keys.
+    T.sync_threads(9, GROUP)
+    queries.write_columns(dQ, m, dq, at, 9)
+    call("dsa_tiles_are_stored")
+
+
+@T.macro
+def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
+    """DP: dP, dS and the other columns of dQ."""
+    dp = T.alloc_fragment([TILE, TILE], "float32")
+    dq = queries.right_columns(shape.dim)
+    here = T.alloc_local([4], "int32")
+    here[3] = shared_address(m.delta[0]) + thread % 4 * 8
+    target = T.alloc_local([1], "int64")
+    here[0] = shared_address(m.ds[0, 0])
+    here[1] = call("dsa_place", here[0], thread, returns="int32")
+    here[2] = shared_address(m.p[0, 0])
+    here[2] = call("dsa_place", here[2], thread, returns="int32")
+    target[0] = call("dsa_global", T.address_of(PdS[at.list, 0, at.rank, 1, 0, 0]), returns="int64")
+    T.barrier_wait(done.queries, 0)
+    for i in T.serial(at.blocks()):
+        for n, (left, right) in enumerate(key_parts(V_DIM)):
+            T.barrier_wait(done.keys[n], i & 1)
+            if n == 3:
+                # The scores are wanted first.
+                T.barrier_wait(done.s_issued, i & 1)
+            T.fence_proxy_async()
+            T.wgmma_gemm(
+                m.k[:, left:right], m.do[:, left:right], dp, transpose_B=True, clear_accum=n == 0
+            )
+        T.wait_wgmma(0)
+        call("dsa_less_delta", dp.data, here[3], scale)
+        # S is done with the old dS: it has written P since. Its copy may be not.
+        if thread == 0:
+            call("dsa_tile_is_read")
+        T.sync_threads(10, GROUP)
+        for side in (0, 1):
+            T.barrier_wait(done.p[side], i & 1)
+            call("dsa_times_p", dp.data, here[2], here[1], of=(side,))
+        T.fence_proxy_async()
+        T.barrier_arrive(done.ds)
+        # A product reads what the other warps have stored, too.
+        T.barrier_wait(done.ds, i & 1)
+        queries.add_keys(m, dq)
+        store(i, done.ds, target[0], here[0], thread)
+        target[0] += shape.tiles * 2 * BYTES
+        T.wait_wgmma(len(dq) - 1)
+        T.barrier_arrive(done.keys_free[0])
+        T.wait_wgmma(0)
+        T.barrier_arrive(done.keys_free[2])
+    T.sync_threads(10, GROUP)
+    queries.write_columns(dQ, m, dq, at, 10)
+    call("dsa_tiles_are_stored")
+
+
 def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
     """Return the TileLang program for ``heads`` query heads of ``dim``, values of ``v_dim``.
 
@@ -75,186 +211,10 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
     Raises:
         ValueError: dims that the tiling does not fit.
     """
-    check_tiling(heads, dim, v_dim, 1)
+    shape = Shape(heads, dim, v_dim)
     for_s, for_dp, for_gather = REGISTERS[dim]
-    half, tail = v_dim // 2, dim - v_dim
-    quarter = half // 2
-    tiles = head_tiles(heads)
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
     rows, keys, lists, width, most = T.dynamic("rows, keys, lists, width, most")
-    start = start_macro(dim, v_dim)
-    # Columns of the keys by part, in the order in which dQ is done with them.
-    parts = ((half, half + quarter), (0, quarter), (half + quarter, dim), (quarter, half))
-
-    @T.macro
-    def gather(KV, Ids, m, done, at, thread):
-        """GATHER: keys of a block, as soon as their part of the buffer is free."""
-        ids = T.alloc_local([TILE // ROWS], int32)
-        ahead = T.alloc_local([1], int32)
-        unused = T.alloc_local([1], "uint8")
-        list_ahead(Ids, None, at, 0, TILE, 1, thread, ahead, unused)
-        for i in T.serial(at.blocks):
-            if thread < TILE:
-                m.ids[i % 2, thread] = T.if_then_else(ahead[0] < keys, ahead[0], -1)
-                list_ahead(Ids, None, at, i + 1, TILE, 1, thread, ahead, unused)
-            T.sync_threads(8, GROUP)
-            for r in T.unroll(TILE // ROWS):
-                ids[r] = m.ids[i % 2, r * ROWS + thread // 8]
-            for part in (0, 1, 2, 3):
-                T.barrier_wait(done.keys_free[part], (i & 1) ^ 1)
-                for r in tuple(range(TILE // ROWS)):
-                    row = r * ROWS + thread // 8
-                    fetch(m.k, KV, row, T.max(ids[r], 0), ids[r] >= 0, parts[part], thread)
-                    T.call_extern("handle", "dsa_no_hoisting")
-                T.cp_async_barrier_noinc(done.keys[part])
-                T.barrier_arrive(done.keys[part])
-
-    @T.macro
-    def store(i, barrier, target, tile, thread):
-        """Send a tile of P or dS to global memory, once it is complete."""
-        if thread < 32:
-            T.barrier_wait(barrier, i & 1)
-            if thread == 0:
-                T.call_extern("handle", "dsa_store_tile", target, tile, BYTES)
-
-    @T.macro
-    def scores(dQ, PSum, PdS, m, done, at, scale, thread):
-        """S: scores, P and the left half of dQ."""
-        s = T.alloc_fragment([TILE, TILE], fp32)
-        # Quarters: an instruction must not need more registers than a thread starts with.
-        dq_0 = T.alloc_fragment([TILE, quarter], fp32)
-        dq_1 = T.alloc_fragment([TILE, quarter], fp32)
-        T.clear(dq_0)
-        T.clear(dq_1)
-        here = T.alloc_local([2], int32)
-        target = T.alloc_local([1], "int64")
-        here[0] = T.call_extern(int32, "dsa_here", T.address_of(m.p[0, 0]))
-        here[1] = T.call_extern(int32, "dsa_place", here[0], thread)
-        target[0] = T.call_extern(
-            "int64", "dsa_global", T.address_of(PdS[at.list, 0, at.tile, 0, 0, 0])
-        )
-        lse = T.alloc_local([TILE // 4], fp32)
-        for r in T.unroll(TILE // 4):
-            lse[r] = m.lse[r // 2 * 8 + thread % 4 * 2 + r % 2]
-        T.barrier_wait(done.queries, 0)
-        for i in T.serial(at.blocks):
-            for n, (left, right) in enumerate(parts):
-                T.barrier_wait(done.keys[n], i & 1)
-                # Copies write as threads do; products read through the async proxy.
-                T.fence_proxy_async()
-                T.wgmma_gemm(
-                    m.k[:, left:right], m.q[:, left:right], s, transpose_B=True, clear_accum=n == 0
-                )
-            T.barrier_arrive(done.s_issued)
-            T.wait_wgmma(0)
-            # DP has read the old P, and so has its copy.
-            if thread == 0:
-                T.call_extern("handle", "dsa_tile_is_read")
-            T.sync_threads(9, GROUP)
-            for side in (0, 1):
-                T.call_extern(
-                    "handle", f"dsa_probabilities<{side}>", s.data, lse.data, scale * LOG2_E
-                )
-                T.call_extern("handle", f"dsa_store_half<{side}>", s.data, here[1])
-                T.barrier_arrive(done.p[side])
-            # Copies read through the async proxy; DP does not.
-            T.fence_proxy_async()
-            T.barrier_arrive(done.p_stored)
-            store(i, done.p_stored, target[0], here[0], thread)
-            target[0] += tiles * 2 * BYTES
-            if p_sum:
-                T.call_extern(
-                    "handle",
-                    f"dsa_head_sums<{heads}, 1, {str(tiles > 1).lower()}>",
-                    s.data,
-                    T.address_of(PSum[at.list, 0, i * TILE]),
-                    width,
-                    at.n - i * TILE,
-                    thread,
-                )
-            T.barrier_wait(done.ds, i & 1)
-            # One part after the other, so that the first is free early.
-            T.barrier_wait(done.keys_free[0], i & 1)
-            T.wgmma_gemm(m.ds, m.k[:, :quarter], dq_0, transpose_A=True)
-            T.wgmma_gemm(m.ds, m.k[:, quarter:half], dq_1, transpose_A=True)
-            T.wait_wgmma(1)
-            T.barrier_arrive(done.keys_free[1])
-            T.wait_wgmma(0)
-            T.barrier_arrive(done.keys_free[3])
-        # Through the left columns of the keys, which only this warpgroup still used.
-        T.sync_threads(9, GROUP)
-        T.copy(dq_0, m.k[:, :quarter])
-        T.copy(dq_1, m.k[:, quarter:half])
-        write_columns(dQ, m.k, (0, half), at, 9)
-        T.call_extern("handle", "dsa_tiles_are_stored")
-
-    @T.macro
-    def score_gradients(dQ, PdS, m, done, at, scale, thread):
-        """DP: dP, dS and the other columns of dQ."""
-        dp = T.alloc_fragment([TILE, TILE], fp32)
-        dq_2 = T.alloc_fragment([TILE, quarter], fp32)
-        dq_3 = T.alloc_fragment([TILE, quarter], fp32)
-        T.clear(dq_2)
-        T.clear(dq_3)
-        if tail:
-            dq_tail = T.alloc_fragment([TILE, tail], fp32)
-            T.clear(dq_tail)
-        here = T.alloc_local([4], int32)
-        here[3] = T.call_extern(int32, "dsa_here", T.address_of(m.delta[0])) + thread % 4 * 8
-        target = T.alloc_local([1], "int64")
-        here[0] = T.call_extern(int32, "dsa_here", T.address_of(m.ds[0, 0]))
-        here[1] = T.call_extern(int32, "dsa_place", here[0], thread)
-        here[2] = T.call_extern(int32, "dsa_here", T.address_of(m.p[0, 0]))
-        here[2] = T.call_extern(int32, "dsa_place", here[2], thread)
-        target[0] = T.call_extern(
-            "int64", "dsa_global", T.address_of(PdS[at.list, 0, at.tile, 1, 0, 0])
-        )
-        T.barrier_wait(done.queries, 0)
-        for i in T.serial(at.blocks):
-            for n, (left, right) in enumerate(parts):
-                T.barrier_wait(done.keys[n], i & 1)
-                if n == 3:
-                    # The scores are wanted first.
-                    T.barrier_wait(done.s_issued, i & 1)
-                T.fence_proxy_async()
-                right = min(right, v_dim)
-                T.wgmma_gemm(
-                    m.k[:, left:right],
-                    m.do[:, left:right],
-                    dp,
-                    transpose_B=True,
-                    clear_accum=n == 0,
-                )
-            T.wait_wgmma(0)
-            T.call_extern("handle", "dsa_less_delta", dp.data, here[3], scale)
-            # S is done with the old dS: it has written P since. Its copy may be not.
-            if thread == 0:
-                T.call_extern("handle", "dsa_tile_is_read")
-            T.sync_threads(10, GROUP)
-            for side in (0, 1):
-                T.barrier_wait(done.p[side], i & 1)
-                T.call_extern("handle", f"dsa_times_p<{side}>", dp.data, here[2], here[1])
-            T.fence_proxy_async()
-            T.barrier_arrive(done.ds)
-            # A product reads what the other warps have stored, too.
-            T.barrier_wait(done.ds, i & 1)
-            T.wgmma_gemm(m.ds, m.k[:, half : half + quarter], dq_2, transpose_A=True)
-            T.wgmma_gemm(m.ds, m.k[:, half + quarter : v_dim], dq_3, transpose_A=True)
-            if tail:
-                T.wgmma_gemm(m.ds, m.k[:, v_dim:], dq_tail, transpose_A=True)
-            store(i, done.ds, target[0], here[0], thread)
-            target[0] += tiles * 2 * BYTES
-            T.wait_wgmma(2 if tail else 1)
-            T.barrier_arrive(done.keys_free[0])
-            T.wait_wgmma(0)
-            T.barrier_arrive(done.keys_free[2])
-        T.sync_threads(10, GROUP)
-        T.copy(dq_2, m.k[:, half : half + quarter])
-        T.copy(dq_3, m.k[:, half + quarter : v_dim])
-        if tail:
-            T.copy(dq_tail, m.k[:, v_dim:])
-        write_columns(dQ, m.k, (half, dim), at, 10)
-        T.call_extern("handle", "dsa_tiles_are_stored")
 
     @T.prim_func
     def sparse_mla_query_gradient(
@@ -266,24 +226,15 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
         Ids: T.Tensor([lists, width], int32),
         Length: T.Tensor([lists], int32),
         dQ: T.Tensor([rows, dim], bf16),
-        PdS: T.Tensor([lists, most, tiles, 2, TILE, TILE], bf16),
+        PdS: T.Tensor([lists, most, shape.tiles, 2, TILE, TILE], bf16),
         Delta: T.Tensor([rows], fp32),
         PSum: T.Tensor([lists, 1, width] if p_sum else [1, 1, 1], fp32),
         scale: T.float32,
     ):
         """One thread block per tile of rows; arguments as :func:`build` describes."""
-        with T.Kernel(lists * tiles, threads=3 * GROUP) as block:
+        with T.Kernel(lists * shape.tiles, threads=3 * GROUP) as block:
             T.import_source(NO_HOISTING + REDUCTION + ACCUMULATORS + SOURCE)
-            m = SimpleNamespace(
-                q=T.alloc_shared([TILE, dim], bf16),
-                do=T.alloc_shared([TILE, v_dim], bf16),
-                k=T.alloc_shared([TILE, dim], bf16),
-                p=T.alloc_shared([TILE, TILE], bf16),
-                ds=T.alloc_shared([TILE, TILE], bf16),
-                lse=T.alloc_shared([TILE], fp32),
-                delta=T.alloc_shared([TILE], fp32),
-                ids=T.alloc_shared([2, TILE], int32),
-            )
+            m = queries.tile_memory(dim, with_members=False)
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP] * 4),
@@ -297,40 +248,20 @@ def build(heads: int, dim: int, v_dim: int, p_sum: bool = False):
             )
             tx = T.get_thread_binding()
             thread = tx % GROUP
-            place, head, first, owned = tile_of(block, heads, 1, rows)
-            n = Length[place]
-            at = SimpleNamespace(
-                list=place,
-                tile=head // TILE,
-                first=first,
-                rows=owned,
-                all_tokens=rows,
-                n=n,
-                blocks=T.ceildiv(n, TILE),
-            )
-            start(Q, O, dO, Lse, Delta, m, done.queries, at, scale, tx)
+            at = place_of(block, Length, rows, shape)
+            queries.start(Q, O, dO, Lse, Delta, m, done, at, dim, scale, tx)
             if tx >= 2 * GROUP:
                 T.set_max_nreg(for_gather, 0)
-                gather(KV, Ids, m, done, at, thread)
+                gather(KV, Ids, m, done, at, dim, thread)
             elif tx < GROUP:
                 T.set_max_nreg(for_s, 1)
-                scores(dQ, PSum, PdS, m, done, at, scale, thread)
+                scores(dQ, PSum if p_sum else None, PdS, m, done, at, shape, scale, thread)
             else:
                 T.set_max_nreg(for_dp, 1)
-                score_gradients(dQ, PdS, m, done, at, scale, thread)
-            T.call_extern("handle", "dsa_keep", T.address_of(m.p[0, 0]), T.address_of(m.ds[0, 0]))
+                score_gradients(dQ, PdS, m, done, at, shape, scale, thread)
+            call("dsa_keep", T.address_of(m.p[0, 0]), T.address_of(m.ds[0, 0]))
 
     return sparse_mla_query_gradient
 
 
-@functools.cache
-def compiled(heads: int, dim: int, v_dim: int, p_sum: bool = False, target: str = "sm_90a"):
-    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
-    return tilelang.compile(
-        build(heads, dim, v_dim, p_sum),
-        target={"kind": "cuda", "arch": target},
-        pass_configs={
-            tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-            tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
-        },
-    )
+compiled = compiler(build, OWN_BARRIERS)

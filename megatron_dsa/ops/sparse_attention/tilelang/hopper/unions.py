@@ -12,12 +12,10 @@ Every thread block marks the keys of its queries in bitmaps in shared memory, a 
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
-import functools
-
-import tilelang
 from tilelang import language as T
 
 from megatron_dsa.ops.hopper import prefix_sums
+from megatron_dsa.ops.hopper.programs import compiler
 
 #: Keys whose bitmaps fit in shared memory at once: 8 KiB per query of a group.
 RANGE = 65536
@@ -166,7 +164,9 @@ def build(group: int, with_places: bool = False):
     return key_unions
 
 
-@functools.cache
+_compiled = compiler(build)
+
+
 def compiled(group: int, with_places: bool = False, target: str = "sm_90a"):
-    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable."""
-    return tilelang.compile(build(group, with_places), target={"kind": "cuda", "arch": target})
+    """Return what :func:`build` describes, callable, compiled for ``target``."""
+    return _compiled(group, with_places, target=target)

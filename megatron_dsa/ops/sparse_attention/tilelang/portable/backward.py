@@ -11,29 +11,25 @@ of memory for one scalar instruction, and the columns keep their natural order.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
-import functools
 from types import SimpleNamespace
 
-import tilelang
 from tilelang import language as T
 
-from megatron_dsa.ops.hopper.tiles import (
-    LOG2_E,
-    SLAB,
-    check_tiling,
-    head_tiles,
-    tile_of,
-)
+from megatron_dsa.ops.hopper.cuda import call
+from megatron_dsa.ops.hopper.programs import PORTABLE, compiler
+from megatron_dsa.ops.hopper.tiles import LOG2_E, SLAB, V_DIM, Lists, Shape, fetch_tile, place_of
 from megatron_dsa.ops.sparse_attention.tilelang.portable.tiles import (
     BACKWARD,
-    PASSES,
     check_memory,
-    fetch_rows,
     gather,
+    gather_first,
+    gather_next,
     key_memory,
-    look_ahead,
     tiling_of,
 )
+from megatron_dsa.ops.sparse_attention.tilelang.softmax import read_lse
+
+FULL_ROW, FULL_COL = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
 
 #: Columns of dKV that are formed at once.
 CHUNK = 128
@@ -44,6 +40,86 @@ __device__ __forceinline__ long long dsa_fixed(float value, float units) {
   return __float2ll_rn(value * units);
 }
 """
+
+
+# In the macros: `at` is the thread block's place in the call, `m` its shared memory.
+
+
+@T.macro
+def row_factors(O, Lse, Delta, m, at, tile, thread):  # noqa: E741
+    """``delta = rowsum(dO * O)``, and the lse in base 2."""
+    o = T.alloc_fragment([tile, SLAB], "bfloat16")
+    products = T.alloc_fragment([tile, SLAB], "float32")
+    delta = T.alloc_fragment([tile], "float32")
+    T.clear(products)
+    for u in T.serial(V_DIM // SLAB):
+        for r, c in T.Parallel(tile, SLAB):
+            o[r, c] = T.if_then_else(
+                r < at.rows, O[at.first + r, u * SLAB + c], T.cast(0, "bfloat16")
+            )
+        for r, c in T.Parallel(tile, SLAB):
+            products[r, c] += T.cast(o[r, c], "float32") * T.cast(m.do[r, u * SLAB + c], "float32")
+    T.reduce_sum(products, delta, dim=1)
+    T.copy(delta, m.delta)
+    for r in T.Parallel(tile):
+        if r < at.rows:
+            Delta[at.first + r] = delta[r]
+    read_lse(Lse, m, at, tile, thread)
+
+
+@T.macro
+def probabilities(s, dp, m, at_key, shape, scale):
+    """P from a block's scores ``s``, dS from ``dp``."""
+    for r, k in T.Parallel(s.shape[0], s.shape[1]):
+        query = T.cast(T.min(r // shape.heads, shape.group - 1), "uint8")
+        s[r, k] = T.if_then_else(
+            (m.members[at_key + k] >> query & 1) != 0,
+            T.exp2(s[r, k] * (scale * LOG2_E) - m.lse[r]),
+            0.0,
+        )
+    for r, k in T.Parallel(s.shape[0], s.shape[1]):
+        dp[r, k] = s[r, k] * (dp[r, k] - m.delta[r]) * scale
+    T.copy(s, m.p)
+    T.copy(dp, m.ds)
+
+
+@T.macro
+def head_sums(PSum, s, m, at, i, shape, thread):
+    """Sums of P over the heads of each query of the tile."""
+    block_keys = s.shape[1]
+    part = T.alloc_fragment([shape.tile, block_keys], "float32")
+    sums = T.alloc_fragment([block_keys], "float32")
+    for g in tuple(range(shape.group)):
+        for r, k in T.Parallel(shape.tile, block_keys):
+            part[r, k] = T.if_then_else(r // shape.heads == g or shape.group == 1, s[r, k], 0.0)
+        T.reduce_sum(part, sums, dim=0)
+        T.sync_threads()
+        T.copy(sums, m.sums)
+        T.sync_threads()
+        if thread < block_keys and i * block_keys + thread < at.n:
+            if shape.tiles > 1:
+                T.atomic_add(PSum[at.list, g, i * block_keys + thread], m.sums[thread])
+            else:
+                PSum[at.list, g, i * block_keys + thread] = m.sums[thread]
+
+
+@T.macro
+def key_gradient(dKV, m, at_key, columns, units):
+    """``dKV += (Q^T dS + dO^T P)^T`` for some columns; in integers if there are ``units``."""
+    first, count, block_keys = columns.start, columns.stop - columns.start, m.p.shape[1]
+    dkv = T.alloc_fragment([count, block_keys], "float32")
+    ids = T.alloc_fragment([block_keys], "int32")
+    T.gemm(m.q[:, columns], m.ds, dkv, transpose_A=True, clear_accum=True, policy=FULL_ROW)
+    if first < V_DIM:
+        T.gemm(m.do[:, columns], m.p, dkv, transpose_A=True, policy=FULL_ROW)
+    for k in T.Parallel(block_keys):
+        ids[k] = m.ids[at_key + k]
+    for c, k in T.Parallel(count, block_keys):
+        if ids[k] >= 0:
+            share = dkv[c, k]
+            if units is not None:
+                share = call("dsa_fixed", share, units[0], returns="int64")
+            T.atomic_add(dKV[ids[k], first + c], share)
 
 
 def build(
@@ -64,79 +140,13 @@ def build(
         ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
     """
     tiling = tiling_of(BACKWARD, tiles)
-    check_tiling(heads, dim, v_dim, group, tiling.rows)
-    tile, block_keys, stages = tiling.rows, tiling.keys, tiling.stages
-    tail = dim - v_dim
+    shape = Shape(heads, dim, v_dim, group, tiling.rows)
+    tile, block_keys, stages, tail = tiling.rows, tiling.keys, tiling.stages, shape.tail
     needed = key_memory(tiling, dim) + 2 * tile * (dim + v_dim + 2 * block_keys) + 4 * 2 * tile
     check_memory(needed + (4 * block_keys if p_sum else 0), tiles)
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
     rows, keys, lists, width = T.dynamic("rows, keys, lists, width")
-    full_row, full_col = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
-
-    # In the macros: `at` is the thread block's place in the call (its list, first row, number of
-    # rows and of keys in the list), `m` its shared memory.
-
-    @T.macro
-    def row_factors(O, Lse, Delta, m, at, thread):  # noqa: E741
-        """``delta = rowsum(dO * O)``, and the lse in base 2."""
-        o = T.alloc_fragment([tile, SLAB], bf16)
-        products = T.alloc_fragment([tile, SLAB], fp32)
-        delta = T.alloc_fragment([tile], fp32)
-        T.clear(products)
-        for u in T.serial(v_dim // SLAB):
-            for r, c in T.Parallel(tile, SLAB):
-                o[r, c] = T.if_then_else(
-                    r < at.rows, O[at.first + r, u * SLAB + c], T.cast(0, bf16)
-                )
-            for r, c in T.Parallel(tile, SLAB):
-                products[r, c] += T.cast(o[r, c], fp32) * T.cast(m.do[r, u * SLAB + c], fp32)
-        T.reduce_sum(products, delta, dim=1)
-        T.copy(delta, m.delta)
-        for r in T.Parallel(tile):
-            if r < at.rows:
-                Delta[at.first + r] = delta[r]
-        if thread < tile:
-            # P = exp2(S - inf) = 0 for rows without keys and heads that do not exist.
-            m.lse[thread] = T.infinity(fp32)
-            if thread < at.rows:  # noqa: SIM102 (the next condition reads memory)
-                if Lse[at.first + thread] > -T.infinity(fp32):
-                    m.lse[thread] = Lse[at.first + thread] * LOG2_E
-
-    @T.macro
-    def head_sums(PSum, s, m, at, i, thread):
-        """Sums of P over the heads of each query of the tile."""
-        part = T.alloc_fragment([tile, block_keys], fp32)
-        sums = T.alloc_fragment([block_keys], fp32)
-        for g in tuple(range(group)):
-            for r, k in T.Parallel(tile, block_keys):
-                part[r, k] = T.if_then_else(r // heads == g or group == 1, s[r, k], 0.0)
-            T.reduce_sum(part, sums, dim=0)
-            T.sync_threads()
-            T.copy(sums, m.sums)
-            T.sync_threads()
-            if thread < block_keys and i * block_keys + thread < at.n:
-                if head_tiles(heads, tile) > 1:
-                    T.atomic_add(PSum[at.list, g, i * block_keys + thread], m.sums[thread])
-                else:
-                    PSum[at.list, g, i * block_keys + thread] = m.sums[thread]
-
-    @T.macro
-    def key_gradient(dKV, m, at_key, first, columns, units):
-        """``dKV += (Q^T dS + dO^T P)^T`` for some columns."""
-        dkv = T.alloc_fragment([columns, block_keys], fp32)
-        ids = T.alloc_fragment([block_keys], int32)
-        chunk = slice(first, first + columns)
-        T.gemm(m.q[:, chunk], m.ds, dkv, transpose_A=True, clear_accum=True, policy=full_row)
-        if first < v_dim:
-            T.gemm(m.do[:, chunk], m.p, dkv, transpose_A=True, policy=full_row)
-        for k in T.Parallel(block_keys):
-            ids[k] = m.ids[at_key + k]
-        for c, k in T.Parallel(columns, block_keys):
-            if ids[k] >= 0:
-                share = dkv[c, k]
-                if fixed_point:
-                    share = T.call_extern("int64", "dsa_fixed", share, units[0])
-                T.atomic_add(dKV[ids[k], first + c], share)
+    to_scores = {"transpose_B": True, "clear_accum": True, "policy": FULL_ROW}
 
     @T.prim_func
     def portable_mla_backward(
@@ -156,7 +166,7 @@ def build(
         scale: T.float32,
     ):
         """One thread block per tile of rows; arguments as :func:`build` describes."""
-        with T.Kernel(lists * head_tiles(heads, tile), threads=tiling.threads) as block:
+        with T.Kernel(lists * shape.tiles, threads=tiling.threads) as block:
             T.import_source(SOURCE)
             m = SimpleNamespace(
                 q=T.alloc_shared([tile, dim], bf16),
@@ -182,68 +192,40 @@ def build(
             units = T.alloc_local([1], fp32)
             if fixed_point:
                 units[0] = Units[0]
+            source = Lists(KV, Ids, Members, group, ahead, members)
             thread = T.get_thread_binding()
-            place, _, first_row, owned = tile_of(block, heads, group, rows, tile)
-            n = Length[place]
-            at = SimpleNamespace(list=place, first=first_row, rows=owned, n=n)
-            blocks = T.ceildiv(n, block_keys)
-            fetch_rows(m.q, Q, dim, at, tiling, rows, thread)
-            fetch_rows(m.do, dO, v_dim, at, tiling, rows, thread)
+            at = place_of(block, Length, rows, shape)
+            fetch_tile([(m.q, Q, (0, dim))], at, tile, tiling.threads, thread)
+            fetch_tile([(m.do, dO, (0, v_dim))], at, tile, tiling.threads, thread)
             T.ptx_commit_group()
-            look_ahead(Ids, Members, at, 0, tiling, group, ahead, members, thread)
-            for i in tuple(range(stages - 1)):
-                if i < blocks:
-                    gather(KV, m, i, tiling, dim, keys, ahead, members, thread)
-                    look_ahead(Ids, Members, at, i + 1, tiling, group, ahead, members, thread)
-                T.ptx_commit_group()
+            gather_first(source, m, at, tiling, thread)
             T.ptx_wait_group(stages - 1)
             T.sync_threads()
-            row_factors(O, Lse, Delta, m, at, thread)
-            for i in T.serial(blocks):
+            row_factors(O, Lse, Delta, m, at, tile, thread)
+            for i in T.serial(at.blocks(block_keys)):
                 if stages == 1:
                     # Nobody reads the block before any more.
                     T.sync_threads()
-                    gather(KV, m, i, tiling, dim, keys, ahead, members, thread)
-                    look_ahead(Ids, Members, at, i + 1, tiling, group, ahead, members, thread)
+                    gather(source, m, at, i, tiling, thread)
                     T.ptx_commit_group()
                 T.ptx_wait_group(max(stages - 2, 0))
                 T.sync_threads()
                 if stages > 1:
-                    if i + stages - 1 < blocks:
-                        gather(KV, m, i + stages - 1, tiling, dim, keys, ahead, members, thread)
-                        look_ahead(
-                            Ids, Members, at, i + stages, tiling, group, ahead, members, thread
-                        )
-                    T.ptx_commit_group()
+                    gather_next(source, m, at, i + stages - 1, tiling, thread)
                 at_key = i % stages * block_keys
                 block_of_keys = slice(at_key, at_key + block_keys)
-                T.gemm(
-                    m.q, m.k[block_of_keys, :], s,
-                    transpose_B=True, clear_accum=True, policy=full_row,
-                )  # fmt: skip
-                T.gemm(
-                    m.do, m.k[block_of_keys, :v_dim], dp,
-                    transpose_B=True, clear_accum=True, policy=full_row,
-                )  # fmt: skip
-                for r, k in T.Parallel(tile, block_keys):
-                    query = T.cast(T.min(r // heads, group - 1), "uint8")
-                    s[r, k] = T.if_then_else(
-                        (m.members[at_key + k] >> query & 1) != 0,
-                        T.exp2(s[r, k] * (scale * LOG2_E) - m.lse[r]),
-                        0.0,
-                    )
-                for r, k in T.Parallel(tile, block_keys):
-                    dp[r, k] = s[r, k] * (dp[r, k] - m.delta[r]) * scale
-                T.copy(s, m.p)
-                T.copy(dp, m.ds)
+                T.gemm(m.q, m.k[block_of_keys, :], s, **to_scores)
+                T.gemm(m.do, m.k[block_of_keys, :v_dim], dp, **to_scores)
+                probabilities(s, dp, m, at_key, shape, scale)
                 if p_sum:
-                    head_sums(PSum, s, m, at, i, thread)
+                    head_sums(PSum, s, m, at, i, shape, thread)
                 T.sync_threads()
                 for first in tuple(range(0, dim, CHUNK)):
-                    key_gradient(dKV, m, at_key, first, min(CHUNK, dim - first), units)
-                T.gemm(m.ds, m.k[block_of_keys, :v_dim], dq, policy=full_col)
+                    columns = slice(first, min(first + CHUNK, dim))
+                    key_gradient(dKV, m, at_key, columns, units if fixed_point else None)
+                T.gemm(m.ds, m.k[block_of_keys, :v_dim], dq, policy=FULL_COL)
                 if tail:
-                    T.gemm(m.ds, m.k[block_of_keys, v_dim:], dq_tail, policy=full_col)
+                    T.gemm(m.ds, m.k[block_of_keys, v_dim:], dq_tail, policy=FULL_COL)
             # Without a block of keys the queries' copies were waited for before row_factors.
             T.sync_threads()
             T.copy(dq, m.q[:, :v_dim])
@@ -257,23 +239,4 @@ def build(
     return portable_mla_backward
 
 
-@functools.cache
-def compiled(
-    heads: int,
-    dim: int,
-    v_dim: int,
-    group: int = 1,
-    fixed_point: bool = False,
-    p_sum: bool = False,
-    target: str = "sm_80",
-    tiles: str | None = None,
-):
-    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable.
-
-    ``tiles`` names a target with less shared memory whose tiling it is to have, for tests.
-    """
-    return tilelang.compile(
-        build(heads, dim, v_dim, group, fixed_point, p_sum, tiles or target),
-        target={"kind": "cuda", "arch": target},
-        pass_configs=PASSES,
-    )
+compiled = compiler(build, PORTABLE)

@@ -8,32 +8,70 @@ memory.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
-import functools
 from types import SimpleNamespace
 
-import tilelang
 from tilelang import language as T
 
-from megatron_dsa.ops.hopper.tiles import (
-    LN_2,
-    LOG2_E,
-    check_tiling,
-    head_tiles,
-    tile_of,
-)
+from megatron_dsa.ops.hopper.programs import PORTABLE, compiler
+from megatron_dsa.ops.hopper.tiles import LOG2_E, Lists, Shape, fetch_tile, place_of
 from megatron_dsa.ops.sparse_attention.tilelang.portable.tiles import (
     FORWARD,
-    PASSES,
     check_memory,
-    fetch_rows,
-    gather,
+    gather_first,
+    gather_next,
     key_memory,
-    look_ahead,
     tiling_of,
 )
+from megatron_dsa.ops.sparse_attention.tilelang.softmax import (
+    LOWEST,
+    divisors,
+    raise_top,
+    write_lse,
+)
 
-#: A maximum of no scores: finite, so that the exponent of a score that is not selected is -inf.
-LOWEST = -1e30
+# In the macros: `at` is the thread block's place in the call, `m` its shared memory.
+
+
+@T.macro
+def probabilities(s, m, at_key, top, sums, peak, factor, shape, scale):
+    """P from a block's scores, by an online softmax."""
+    for r, k in T.Parallel(s.shape[0], s.shape[1]):
+        query = T.min(r // shape.heads, shape.group - 1)
+        member = m.members[at_key + k] >> T.cast(query, "uint8")
+        s[r, k] = T.if_then_else((member & 1) != 0, s[r, k], -T.infinity("float32"))
+    T.reduce_max(s, peak, dim=1)
+    raise_top(peak, top, factor, scale)
+    for r, k in T.Parallel(s.shape[0], s.shape[1]):
+        s[r, k] = T.exp2(s[r, k] * (scale * LOG2_E) - top[r])
+        sums[r, k] = sums[r, k] * factor[r] + s[r, k]
+    T.copy(s, m.p)
+    T.copy(factor, m.factor)
+    T.sync_threads()
+
+
+@T.macro
+def scale_rows(o, m):
+    """Multiply the rows of ``o`` by factors that crossed through shared memory."""
+    for r, c in T.Parallel(o.shape[0], o.shape[1]):
+        o[r, c] *= m.factor[r]
+
+
+@T.macro
+def finish(O, Lse, Sink, o, top, total, factor, m, at, shape):  # noqa: E741
+    """Divide by the sum of P and write O and the lse."""
+    divisors(factor, Sink, top, total, at, shape)
+    # Without a block of keys the queries may still be arriving where O passes through.
+    T.ptx_wait_group(0)
+    T.sync_threads()
+    T.copy(factor, m.factor)
+    T.sync_threads()
+    scale_rows(o, m)
+    T.copy(o, m.q[:, : shape.v_dim])
+    T.sync_threads()
+    for r, c in T.Parallel(shape.tile, shape.v_dim):
+        if r < at.rows:
+            O[at.first + r, c] = m.q[r, c]
+    write_lse(Lse, top, total, at, shape)
 
 
 def build(
@@ -53,39 +91,12 @@ def build(
         ValueError: dims that the tiling does not fit, or a group that does not fit in a tile.
     """
     tiling = tiling_of(FORWARD, tiles)
-    check_tiling(heads, dim, v_dim, group, tiling.rows)
+    shape = Shape(heads, dim, v_dim, group, tiling.rows)
     tile, block_keys, stages = tiling.rows, tiling.keys, tiling.stages
     needed = key_memory(tiling, dim) + 2 * tile * (dim + block_keys) + 4 * tile
     check_memory(needed, tiles)
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
     rows, keys, lists, width = T.dynamic("rows, keys, lists, width")
-
-    @T.macro
-    def finish(O, Lse, Sink, o, top, total, factor, m, at):  # noqa: E741
-        """Divide by the sum of P and write O and the lse."""
-        for r in T.Parallel(tile):
-            factor[r] = total[r]
-            if with_sink:
-                head = r % heads if group > 1 else T.min(at.head + r, heads - 1)
-                factor[r] += T.exp2(Sink[head] * LOG2_E - top[r])
-            factor[r] = T.if_then_else(total[r] == 0, 0.0, 1 / factor[r])
-        # Without a block of keys the queries may still be arriving where O passes through.
-        T.ptx_wait_group(0)
-        T.sync_threads()
-        T.copy(factor, m.factor)
-        T.sync_threads()
-        for r, c in T.Parallel(tile, v_dim):
-            o[r, c] *= m.factor[r]
-        T.copy(o, m.q[:, :v_dim])
-        T.sync_threads()
-        for r, c in T.Parallel(tile, v_dim):
-            if r < at.rows:
-                O[at.first + r, c] = m.q[r, c]
-        for r in T.Parallel(tile):
-            if r < at.rows:
-                Lse[at.first + r] = T.if_then_else(
-                    total[r] == 0, -T.infinity(fp32), (top[r] + T.log2(total[r])) * LN_2
-                )
 
     @T.prim_func
     def portable_mla_forward(
@@ -100,7 +111,7 @@ def build(
         scale: T.float32,
     ):
         """One thread block per tile of rows; arguments as :func:`build` describes."""
-        with T.Kernel(lists * head_tiles(heads, tile), threads=tiling.threads) as block:
+        with T.Kernel(lists * shape.tiles, threads=tiling.threads) as block:
             m = SimpleNamespace(
                 q=T.alloc_shared([tile, dim], bf16),
                 k=T.alloc_shared([stages * block_keys, dim], bf16),
@@ -119,29 +130,19 @@ def build(
             total = T.alloc_fragment([tile], fp32)
             ahead = T.alloc_local([block_keys // tiling.copied], int32)
             members = T.alloc_local([block_keys // tiling.copied], "uint8")
+            source = Lists(KV, Ids, Members, group, ahead, members)
             thread = T.get_thread_binding()
-            place, head, first, owned = tile_of(block, heads, group, rows, tile)
-            n = Length[place]
-            at = SimpleNamespace(list=place, head=head, first=first, rows=owned, n=n)
-            blocks = T.ceildiv(n, block_keys)
-            fetch_rows(m.q, Q, dim, at, tiling, rows, thread)
-            look_ahead(Ids, Members, at, 0, tiling, group, ahead, members, thread)
-            for i in tuple(range(stages - 1)):
-                if i < blocks:
-                    gather(KV, m, i, tiling, dim, keys, ahead, members, thread)
-                    look_ahead(Ids, Members, at, i + 1, tiling, group, ahead, members, thread)
-                T.ptx_commit_group()
+            at = place_of(block, Length, rows, shape)
+            fetch_tile([(m.q, Q, (0, dim))], at, tile, tiling.threads, thread)
+            gather_first(source, m, at, tiling, thread)
             T.clear(o)
             T.clear(sums)
             T.fill(top, LOWEST)
-            for i in T.serial(blocks):
+            for i in T.serial(at.blocks(block_keys)):
                 # Block i has come, and nobody reads block i - 1 any more.
                 T.ptx_wait_group(stages - 2)
                 T.sync_threads()
-                if i + stages - 1 < blocks:
-                    gather(KV, m, i + stages - 1, tiling, dim, keys, ahead, members, thread)
-                    look_ahead(Ids, Members, at, i + stages, tiling, group, ahead, members, thread)
-                T.ptx_commit_group()
+                gather_next(source, m, at, i + stages - 1, tiling, thread)
                 at_key = i % stages * block_keys
                 T.gemm(
                     m.q,
@@ -151,22 +152,8 @@ def build(
                     clear_accum=True,
                     policy=T.GemmWarpPolicy.FullRow,
                 )
-                for r, k in T.Parallel(tile, block_keys):
-                    member = m.members[at_key + k] >> T.cast(T.min(r // heads, group - 1), "uint8")
-                    s[r, k] = T.if_then_else((member & 1) != 0, s[r, k], -T.infinity(fp32))
-                T.reduce_max(s, peak, dim=1)
-                for r in T.Parallel(tile):
-                    peak[r] = T.max(peak[r] * (scale * LOG2_E), top[r])
-                    factor[r] = T.exp2(top[r] - peak[r])
-                    top[r] = peak[r]
-                for r, k in T.Parallel(tile, block_keys):
-                    s[r, k] = T.exp2(s[r, k] * (scale * LOG2_E) - top[r])
-                    sums[r, k] = sums[r, k] * factor[r] + s[r, k]
-                T.copy(s, m.p)
-                T.copy(factor, m.factor)
-                T.sync_threads()
-                for r, c in T.Parallel(tile, v_dim):
-                    o[r, c] *= m.factor[r]
+                probabilities(s, m, at_key, top, sums, peak, factor, shape, scale)
+                scale_rows(o, m)
                 T.gemm(
                     m.p,
                     m.k[at_key : at_key + block_keys, :v_dim],
@@ -174,27 +161,9 @@ def build(
                     policy=T.GemmWarpPolicy.FullCol,
                 )
             T.reduce_sum(sums, total, dim=1)
-            finish(O, Lse, Sink, o, top, total, factor, m, at)
+            finish(O, Lse, Sink if with_sink else None, o, top, total, factor, m, at, shape)
 
     return portable_mla_forward
 
 
-@functools.cache
-def compiled(
-    heads: int,
-    dim: int,
-    v_dim: int,
-    group: int = 1,
-    with_sink: bool = False,
-    target: str = "sm_80",
-    tiles: str | None = None,
-):
-    """Compile for ``target`` (no GPU needed) and return what :func:`build` describes, callable.
-
-    ``tiles`` names a target with less shared memory whose tiling it is to have, for tests.
-    """
-    return tilelang.compile(
-        build(heads, dim, v_dim, group, with_sink, tiles or target),
-        target={"kind": "cuda", "arch": target},
-        pass_configs=PASSES,
-    )
+compiled = compiler(build, PORTABLE)

@@ -3,13 +3,9 @@
 # No postponed annotations here: TileLang reads the kernels' shapes from them.
 from dataclasses import dataclass
 
-import tilelang
 from tilelang import language as T
 
-from megatron_dsa.ops.hopper.tiles import fetch
-
-#: Threads that copy one row of keys or queries, 16 bytes each.
-COPIERS = 8
+from megatron_dsa.ops.hopper.tiles import COPIERS, fetch
 
 
 @dataclass(frozen=True)
@@ -49,11 +45,6 @@ BACKWARD = {
     "sm_90a": _LARGE_BACKWARD,
     "sm_100a": _LARGE_BACKWARD,
 }
-#: Only TileLang's wgmma would not run elsewhere; barriers that it inserts stay.
-PASSES = {
-    tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-    tilelang.PassConfigKey.TL_DISABLE_WGMMA: True,
-}
 
 
 def tiling_of(tilings: dict[str, Tiling], target: str) -> Tiling:
@@ -84,44 +75,48 @@ def key_memory(tiling: Tiling, dim: int) -> int:
     return tiling.stages * tiling.keys * (2 * dim + 4 + 1)
 
 
-def fetch_rows(target, source, columns, at, tiling, rows, thread):
-    """Copy a tile's rows of ``source`` ``[rows, columns]`` asynchronously, zeros past the tile."""
-
-    @T.macro
-    def copy(target, source, at, thread):
-        for r in T.unroll(tiling.rows // tiling.copied):
-            row = r * tiling.copied + thread // COPIERS
-            from_row = T.min(at.first + row, rows - 1)
-            fetch(target, source, row, from_row, row < at.rows, (0, columns), thread)
-
-    copy(target, source, at, thread)
-
-
 @T.macro
-def look_ahead(Ids, Members, at, i, tiling, group, ahead, members, thread):
+def look_ahead(lists, at, i, tiling, thread):
     """Read a thread's part of block ``i`` of the list before it is needed; -1 past the end."""
     for r in T.unroll(tiling.keys // tiling.copied):
-        ahead[r] = -1
-        members[r] = T.cast(1, "uint8")
+        lists.ahead[r] = -1
+        lists.members[r] = T.cast(1, "uint8")
         place = i * tiling.keys + r * tiling.copied + thread // COPIERS
         if place < at.n:
-            ahead[r] = Ids[at.list, place]
-            if group > 1:
-                members[r] = Members[at.list, place]
+            lists.ahead[r] = lists.Ids[at.list, place]
+            if lists.group > 1:
+                lists.members[r] = lists.Members[at.list, place]
 
 
 @T.macro
-def gather(KV, m, i, tiling, dim, keys, ahead, members, thread):
-    """Fetch the keys of block ``i``, and note which queries selected them; zeros for no key.
+def gather(lists, m, at, i, tiling, thread):
+    """Fetch the keys of block ``i``, note which queries selected them, and look at the next one.
 
-    A backward also wants their ids, -1 for no key.
+    A key is zeros where there is none. A backward also wants the ids, -1 for no key.
     """
     first = i % tiling.stages * tiling.keys
     for r in T.unroll(tiling.keys // tiling.copied):
         row = first + r * tiling.copied + thread // COPIERS
-        key = T.if_then_else(ahead[r] < keys, ahead[r], -1)
+        key = T.if_then_else(lists.ahead[r] < lists.KV.shape[0], lists.ahead[r], -1)
         if thread % COPIERS == 0:
             if m.ids is not None:
                 m.ids[row] = key
-            m.members[row] = T.if_then_else(key >= 0, members[r], T.cast(0, "uint8"))
-        fetch(m.k, KV, row, T.max(key, 0), key >= 0, (0, dim), thread)
+            m.members[row] = T.if_then_else(key >= 0, lists.members[r], T.cast(0, "uint8"))
+        fetch(m.k, lists.KV, row, T.max(key, 0), key >= 0, (0, lists.KV.shape[1]), thread)
+    look_ahead(lists, at, i + 1, tiling, thread)
+
+
+@T.macro
+def gather_first(lists, m, at, tiling, thread):
+    """Start to fetch as many blocks of keys as there are buffers but one."""
+    look_ahead(lists, at, 0, tiling, thread)
+    for i in tuple(range(tiling.stages - 1)):
+        gather_next(lists, m, at, i, tiling, thread)
+
+
+@T.macro
+def gather_next(lists, m, at, i, tiling, thread):
+    """Start to fetch block ``i``, if there is one."""
+    if i < at.blocks(tiling.keys):
+        gather(lists, m, at, i, tiling, thread)
+    T.ptx_commit_group()
