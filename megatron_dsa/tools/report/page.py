@@ -154,7 +154,7 @@ def draw_svg(panel: Panel, runs: list[RunLog]) -> Markup | None:
     colors |= {"xtick.color": INK, "ytick.color": INK, "grid.color": GRID}
     with pyplot.rc_context(LOOK | colors):
         figure, axis = pyplot.subplots(figsize=_size(panel, runs), layout="constrained")
-        drawn = panel.draw(axis, runs)
+        drawn = panel.show(axis, runs)
         buffer = io.StringIO()
         if drawn:
             figure.savefig(
@@ -186,7 +186,7 @@ def write_png(runs: list[RunLog], title: str, path: Path) -> None:
     with pyplot.rc_context(LOOK | {"grid.color": "#dfe3e8"}):
         # Drawing tells whether there is anything to draw.
         probe = pyplot.figure()
-        panels = [panel for panel in PANELS if panel.draw(probe.add_subplot(), runs)]
+        panels = [panel for panel in PANELS if panel.show(probe.add_subplot(), runs)]
         pyplot.close(probe)
         require(
             bool(panels),
@@ -203,7 +203,7 @@ def write_png(runs: list[RunLog], title: str, path: Path) -> None:
         places += [(rows + number, slice(None)) for number in range(len(wide))]
         for panel, place in zip(normal + wide, places, strict=True):
             axis = figure.add_subplot(grid[place])
-            panel.draw(axis, runs)
+            panel.show(axis, runs)
             axis.set_title(panel.title, loc="left", weight="bold")
         figure.suptitle(title, fontsize=13, weight="bold", x=0.01, ha="left")
         figure.savefig(path, dpi=100)

@@ -18,14 +18,10 @@ from torch.utils.tensorboard import SummaryWriter
 from megatron_dsa.tools.report import facts
 from megatron_dsa.tools.report.events import RunLog, read_run
 from megatron_dsa.tools.report.lines import thinned
-from megatron_dsa.tools.report.panels import (
-    draw_indexer_loss,
-    draw_shares,
-    draw_speed,
-    draw_throughput,
-)
+from megatron_dsa.tools.report.panels import PANELS, draw_shares
 
 LAYERS = (2, 3, 10)
+PANEL = {panel.title: panel for panel in PANELS}
 
 
 def write_stage(folder, stage, loaded, times, operations=()):
@@ -98,9 +94,9 @@ def test_only_compilation_is_left_out_of_speed(tmp_path):
     run = read_run("run", tmp_path)
     assert run.starts == ((1, ""), (41, ""))
     lines = []
-    for draw in (draw_throughput, draw_speed):
+    for title in ("Throughput", "Speed"):
         figure, axis = pyplot.subplots()
-        assert draw(axis, [run])
+        assert PANEL[title].show(axis, [run])
         lines.append(axis.lines[0].get_xydata().tolist())
         pyplot.close(figure)
     values = [(20, 300), (30, 300), (40, 300), (60, 300), (70, 3), (80, 300), (90, 300), (100, 300)]
@@ -138,7 +134,7 @@ def test_stages_are_marked_and_end_the_lines_of_layers(tmp_path):
     assert facts.attention(run) == f"DSA, stage sparse {stages}"
     for runs, lines in (([run], len(LAYERS)), ([run, run], 2)):
         figure, axis = pyplot.subplots()
-        assert draw_indexer_loss(axis, runs)
+        assert PANEL["Indexer loss"].show(axis, runs)
         curves, marks = axis.lines[:lines], axis.lines[lines:]
         for curve in curves:
             steps, values = curve.get_data()
