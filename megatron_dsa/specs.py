@@ -201,7 +201,7 @@ def _transformer_config(config):
 def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> ModuleSpec:
     """Return the spec of one decoder layer with sparse attention.
 
-    Hybrid attention (DeepSeek-V4) if the configuration has ``csa_compress_ratios``, else DSA.
+    V4's attention if the configuration has ``csa_compress_ratios``, else DSA.
 
     Args:
         config: a transformer configuration, or a model configuration with one inside.

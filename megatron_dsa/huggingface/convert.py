@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -77,19 +76,21 @@ class Import:
         names = set(self.reader.names())
         lacking = self._lacking(names, set(without))
         names -= {name for group in lacking.values() for name in group}
-        if unknown := sorted(name for name in names if not self.hf.names.is_known(name)):
+        located = {name: self.hf.names.locate(name, self.hf.num_layers) for name in names}
+        self._places = {name: place for name, place in located.items() if place is not None}
+        if unknown := sorted(names - self._places.keys()):
             raise ConfigError(
                 f"checkpoint {directory}: {len(unknown)} tensors have no place in Megatron's "
                 f"model, the first is {unknown[0]}; give them lines in "
                 "megatron_dsa/huggingface/names.py"
             )
-        check_inventory(directory, names, self.hf)
+        check_inventory(directory, self._places.values(), self.hf)
         self.nonfinite = NonFinite(
             f"checkpoint {directory}",
             "download it again, or take an earlier one; if values are too large, choose a wider "
             "dtype",
         )
-        self._has_mtp = any(map(self._is_mtp, names))
+        self._has_mtp = any(place.is_mtp for place in self._places.values())
         has_indexers = any(is_indexer_parameter(name) for name in names)
         self._matches: dict[str, Match] = {}
         self._tensors = dict(model_tensors(model))
@@ -177,23 +178,19 @@ class Import:
     def _judge_unused(self) -> None:
         """Raise if a tensor is not read that the layers and experts of this rank should have."""
         place, model = self.place, self._model
-        unused: Iterable[str] = self.report.unused
+        unused = [self._places[name] for name in self.report.unused]
         whole = place == Place(splits_latents=place.splits_latents, num_experts=place.num_experts)
         ends = [getattr(model, f"{end}_process", True) for end in ("pre", "post")]
         if not (whole and all(ends)):  # other ranks read the rest
-            locate, used = self.hf.names.locate, chain(*(x.hf for x in self._matches.values()))
-            places = [[x for x in map(locate, names) if x is not None] for names in (unused, used)]
-            unused = [x.name for x in left_by_rank(*places)]
+            used = [self._places[name] for match in self._matches.values() for name in match.hf]
+            unused = left_by_rank(unused, used)
         # Models may leave out indexers (stage dense) and multi-token prediction.
-        left = [x for x in unused if not is_indexer_parameter(x) and not self._is_mtp(x)]
+        left = [x.name for x in unused if not is_indexer_parameter(x.name) and not x.is_mtp]
         if left:
             raise ConfigError(
                 f"{len(left)} tensors of the checkpoint are of no use to the model, the first is "
                 f"{left[0]}: it is not the model of the checkpoint"
             )
-
-    def _is_mtp(self, hf_name: str) -> bool:
-        return self.hf.names.is_mtp(hf_name, self.hf.num_layers)
 
     def log(self) -> None:
         """Log what was imported, and what was not."""
@@ -202,7 +199,8 @@ class Import:
         fresh = sum(map(is_indexer_parameter, report.fresh))
         indexers = sum(map(is_indexer_parameter, report.unused))
         # A model that has these layers does not read the copies in them.
-        prediction = 0 if _mtp_layers(self._model) else sum(map(self._is_mtp, report.unused))
+        unused = () if _mtp_layers(self._model) else report.unused
+        prediction = sum(self._places[name].is_mtp for name in unused)
         for count, message in (
             (fresh, "the checkpoint has no indexers: %d tensors keep their initial values"),
             (len(report.rounded), "%d tensors were rounded to the model's dtype"),

@@ -59,11 +59,19 @@ class Match:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a tensor of a Hugging Face checkpoint belongs: prefix of its layer, routed expert."""
+    """Where a tensor of a Hugging Face checkpoint belongs.
+
+    Attributes:
+        name: of the tensor.
+        prefix: how the names of its layer begin; empty outside the layers.
+        is_mtp: whether the layer is one of multi-token prediction.
+        expert: number of its routed expert.
+    """
 
     name: str
-    prefix: str
-    expert: int | None
+    prefix: str = ""
+    is_mtp: bool = False
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -134,36 +142,27 @@ class Names:
         """Return how the names of multi-token-prediction layers begin."""
         return [self.prefix(layer, True, num_layers) for layer in range(count)]
 
-    def _split(self, hf_name: str) -> tuple[int, bool, str] | None:
-        """Return number, whether the prefix is that of prediction layers, and rest of a name."""
+    def locate(self, hf_name: str, num_layers: int) -> Location | None:
+        """Return where a tensor of a checkpoint belongs; ``None``: the table does not know it.
+
+        Args:
+            hf_name: released name of the tensor.
+            num_layers: decoder layers of the whole model.
+        """
+        if _find(self.model, "hf", hf_name):
+            return Location(hf_name)
         for template, is_mtp in ((self.layer_prefix, False), (self.mtp_prefix, True)):
             pattern = re.escape(template or "").replace(r"\{\}", r"(\d+)")
-            if template and (found := re.fullmatch(f"{pattern}(.*)", hf_name)):
-                return int(found[1]), is_mtp, found[2]
+            layer = re.fullmatch(f"({pattern})(.*)", hf_name) if template else None
+            if layer is None:
+                continue
+            prefix, number, rest = layer.groups()
+            found = _find(self.layer + self.mtp, "hf", rest)
+            if found is None and rest not in self.copies:
+                return None
+            expert = int(found[1]) if found and found[1] else None
+            return Location(hf_name, prefix, is_mtp or int(number) >= num_layers, expert)
         return None
-
-    def is_known(self, hf_name: str) -> bool:
-        """Whether the table has a place for a tensor of a Hugging Face checkpoint."""
-        if _find(self.model, "hf", hf_name):
-            return True
-        parts = self._split(hf_name)
-        return parts is not None and (
-            parts[2] in self.copies or _find(self.layer + self.mtp, "hf", parts[2]) is not None
-        )
-
-    def is_mtp(self, hf_name: str, num_layers: int) -> bool:
-        """Whether a tensor of a checkpoint belongs to multi-token prediction."""
-        parts = self._split(hf_name)
-        return parts is not None and (parts[1] or parts[0] >= num_layers)
-
-    def locate(self, hf_name: str) -> Location | None:
-        """Return where a tensor of a checkpoint belongs; ``None``: outside the layers."""
-        parts = self._split(hf_name)
-        if parts is None:
-            return None
-        found = _find(self.layer + self.mtp, "hf", parts[2])
-        expert = int(found[1]) if found and found[1] else None
-        return Location(hf_name, hf_name.removesuffix(parts[2]), expert)
 
     def lacked(self, hf_name: str) -> str | None:
         """Return the feature that a tensor belongs to and released Megatron lacks, if any."""

@@ -16,7 +16,8 @@ from megatron_dsa.presets import NEEDED_FOR_V4, preset
 from megatron_dsa.required_ops import RequiredOp, required_ops
 from megatron_dsa.versions import (
     OPTIONAL_PACKAGES,
-    check_host,
+    host_problem,
+    installed_version,
     optional_version,
     untested_versions,
     why_not_transformer_engine,
@@ -25,13 +26,15 @@ from megatron_dsa.versions import (
 
 def collect_info() -> dict:
     """Return versions, GPU, and for every operation what would run and why the rest would not."""
-    host = check_host()
-    info = {
+    return {
         "megatron_dsa": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "megatron-core": {"version": host.found, "problem": host.problem},
+        "megatron-core": {
+            "version": installed_version("megatron-core"),
+            "problem": host_problem(),
+        },
         "untested": untested_versions(),
         "transformer_engine_unused": why_not_transformer_engine(torch.cuda.is_available()),
         "packages": {name: optional_version(name) for name in OPTIONAL_PACKAGES},
@@ -44,7 +47,6 @@ def collect_info() -> dict:
         ],
         "operations": {model: _operations(model_ops(*source)) for model, source in MODELS.items()},
     }
-    return info
 
 
 #: Models whose operations are listed, and what their presets leave open.

@@ -25,6 +25,7 @@ SEGMENTS = (
 #: The rest of a bar.
 GRAY = "#9aa0a6"
 
+
 def color_of(number: int) -> str:
     """Colour of a report's run ``number``."""
     return COLORS[number % len(COLORS)]
