@@ -51,11 +51,9 @@ def _chunk(part: ShardedTensor) -> ChunkStorageMetadata:
 
 def _parts(entry: Entry) -> list[ShardedTensor]:
     """Return what a parameter is stored as: itself, or the pieces of its factory."""
-    return list(nested_values(entry.build())) if _has_pieces(entry) else [entry]
-
-
-def _has_pieces(entry: Entry) -> bool:
-    return isinstance(entry, ShardedTensorFactory)
+    if isinstance(entry, ShardedTensorFactory):
+        return list(nested_values(entry.build()))
+    return [entry]
 
 
 class _IntoTensor(DefaultLoadPlanner):
@@ -65,16 +63,9 @@ class _IntoTensor(DefaultLoadPlanner):
         super().__init__()
         self.tensor = tensor
 
-    def resolve_tensor(self, read_item) -> torch.Tensor:
-        tensor = self.tensor
-        for dim, (start, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            tensor = tensor.narrow(dim, start, length)
-        return tensor
-
-    def commit_tensor(self, read_item, tensor) -> None:
-        pass
+    def lookup_tensor(self, index) -> torch.Tensor:
+        """Return the tensor of which torch takes a part."""
+        return self.tensor
 
 
 class StoredParameters:
@@ -90,9 +81,9 @@ class StoredParameters:
 
         Only the place of ``entry`` is looked at. Another stored shape is a :class:`ConfigError`.
         """
-        if not _has_pieces(entry):
-            return self._read(entry)
-        return entry.merge_fn(dict_list_map_inplace(self._read, entry.build()))
+        if isinstance(entry, ShardedTensorFactory):
+            return entry.merge_fn(dict_list_map_inplace(self._read, entry.build()))
+        return self._read(entry)
 
     def dtype(self, entry: Entry) -> torch.dtype:
         """Return the dtype in which a parameter is stored."""

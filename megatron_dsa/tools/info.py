@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import platform
 from dataclasses import replace
 
@@ -10,10 +12,11 @@ import torch
 from megatron_dsa import __version__
 from megatron_dsa.config import DSAOptions, uses_csa
 from megatron_dsa.config_rules import CSA_RATIO
-from megatron_dsa.dispatch import OpCall, Policy
+from megatron_dsa.dispatch import OpCall, Policy, choices_unlogged
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.presets import NEEDED_FOR_V4, preset
 from megatron_dsa.required_ops import RequiredOp, required_ops
+from megatron_dsa.tools.support_table import support_table
 from megatron_dsa.versions import (
     OPTIONAL_PACKAGES,
     host_problem,
@@ -117,8 +120,21 @@ def _by_heads(operation: str, call: OpCall) -> dict[str, str]:
     return chosen if len(set(chosen.values())) > 1 else {}
 
 
-def print_info(info: dict) -> None:
-    """Print :func:`collect_info` for people."""
+def print_info(arguments: argparse.Namespace) -> int:
+    """Run the command: print for people, as JSON, or the support table; return the exit code."""
+    if arguments.support_table:
+        print(support_table())
+        return 0
+    with choices_unlogged():
+        info = collect_info()
+    if arguments.json:
+        print(json.dumps(info, indent=2))
+    else:
+        _print_info(info)
+    return 0 if info["megatron-core"]["problem"] is None else 1
+
+
+def _print_info(info: dict) -> None:
     print(f"megatron_dsa {info['megatron_dsa']}")
     print(f"  Python {info['python']}, torch {info['torch']} (CUDA {info['cuda']})")
     megatron = info["megatron-core"]

@@ -255,35 +255,32 @@ def take_tokens(batch: dict, sharding: Sharding, offsets: torch.Tensor | None = 
         batch[key] = tokens.index_select(1, places[sharding.rank])
 
 
-def check_spread(args) -> None:
+def check_cp_layout(args) -> None:
     """Refuse data that the layout of context parallelism does not fit.
 
     Raises:
         ConfigError: for packed documents or multi-token prediction in the wrong layout.
     """
-    if args.context_parallel_size == 1:
+    ranks, layout = args.context_parallel_size, args.dsa_cp_layout
+    packed = args.dataloader_inter_document_masking
+    if ranks == 1:
         return
-    layout, packed = args.dsa_cp_layout, args.dataloader_inter_document_masking
-    if packed and layout == "zigzag":
-        raise ConfigError(
-            "--dsa-cp-layout must be zigzag_rows (or contiguous) with "
-            "--dataloader-inter-document-masking and --context-parallel-size "
-            f"{args.context_parallel_size}, got zigzag: it cuts every document into "
-            f"{2 * args.context_parallel_size} equal chunks, and the documents of Megatron's data "
-            "sets have any length. Add --dsa-cp-layout zigzag_rows"
-        )
-    if args.mtp_num_layers and (packed or layout == "contiguous"):
-        raise ConfigError(
-            f"--mtp-num-layers must be unset with --context-parallel-size "
-            f"{args.context_parallel_size} and "
-            f"{'packed documents' if packed else '--dsa-cp-layout contiguous'}: Megatron shifts "
-            "tokens from rank to rank as if every sequence lay in zigzag order. "
-            + (
-                "Drop --dataloader-inter-document-masking or --mtp-num-layers"
-                if packed
-                else "Use --dsa-cp-layout zigzag"
-            )
-        )
+    require(
+        not packed or layout != "zigzag",
+        "--dsa-cp-layout must be zigzag_rows (or contiguous) with "
+        f"--dataloader-inter-document-masking and --context-parallel-size {ranks}, got zigzag: it "
+        f"cuts every document into {2 * ranks} equal chunks, and the documents of Megatron's data "
+        "sets have any length. Add --dsa-cp-layout zigzag_rows",
+    )
+    data, fix = "--dsa-cp-layout contiguous", "Use --dsa-cp-layout zigzag"
+    if packed:
+        data = "packed documents"
+        fix = "Drop --dataloader-inter-document-masking or --mtp-num-layers"
+    require(
+        not (args.mtp_num_layers and (packed or layout == "contiguous")),
+        f"--mtp-num-layers must be unset with --context-parallel-size {ranks} and {data}: Megatron "
+        "shifts tokens from rank to rank as if every sequence lay in zigzag order. " + fix,
+    )
 
 
 def _pack(batch: dict) -> PackedSeqParams:
