@@ -115,7 +115,7 @@ class IndexerLog:
     def samples_selection(cls, layer_index: int) -> bool:
         """Whether a layer's selection is to be sampled now: in one microbatch per iteration.
 
-        Some hundred small kernels on a few rows: for every microbatch they would take the host
+        Some hundred small kernels on a few queries: for every microbatch they would take the host
         longer than a short sequence takes the GPU.
         """
         if not cls.is_on() or layer_index in cls._state.sampled:
@@ -207,7 +207,7 @@ class IndexerLog:
         """Put what Megatron divides by its advanced iterations into ``total_loss_dict``.
 
         That is the mean over the iterations that have the figure, times that divisor: a skipped
-        iteration has none, nor has one whose rows see no more keys than they select.
+        iteration has none, nor has one whose queries see no more keys than they select.
         """
         line = cls._state.line
         advanced = total_loss_dict.get("advanced iterations", 0)

@@ -141,7 +141,7 @@ def check_prefixes(prefixes: Iterable[str]) -> None:
 
 
 def check_tokens(batch: dict, vocabulary: int) -> None:
-    """Check that the embedding has a row for every token; reads tensors of the host only.
+    """Check that the embedding has a row for every token id; reads tensors of the host only.
 
     Args:
         batch: integer ``tokens`` and ``labels`` ``[b, s]``, as a data loader gives them.
