@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from megatron_dsa.errors import DSAError, VersionError
 from megatron_dsa.versions import MEGATRON_RUN_WITH, installed_version
 
-#: What the CPU cannot do or what would only cost time there.
+#: Flags for what the CPU cannot do, or what would only cost time there.
 FLAGS = [
     "--distributed-backend",
     "gloo",
@@ -124,17 +124,13 @@ class NoStream:
     def __init__(self, *_args, **_kwargs):
         pass
 
-    def wait_stream(self, _other) -> None:
-        """Nothing to wait for."""
+    def wait_stream(self, _other=None) -> None:
+        """Return at once: there is nothing to wait for."""
 
-    def wait_event(self, _event) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    wait_event = synchronize = wait_stream
 
     def record_event(self) -> NoStream:
-        """Return what can be waited for alike."""
+        """Return an object that can be waited for."""
         return self
 
 
