@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from megatron_dsa.errors import ConfigError
 
-
 LARGEST = sys.float_info.max
 
 

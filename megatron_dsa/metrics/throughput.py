@@ -17,7 +17,7 @@ import torch
 from megatron_dsa.config import trains_main
 from megatron_dsa.dispatch.counts import TIMES
 from megatron_dsa.metrics.flops import TOKEN, Work, flops, flops_by_part, model_work
-from megatron_dsa.metrics.tags import MFU, write, write_operations
+from megatron_dsa.metrics.tags import MFU, operation_metrics, write
 from megatron_dsa.required_ops import Keys
 
 #: Dense products in bf16, TFLOP/s, by torch's name of the GPU; source: NVIDIA's data sheets of H100
@@ -171,15 +171,14 @@ class Throughput:
         iteration = args.curr_iteration + 1
         steps = 1 if self._logged is None else max(iteration - self._logged, 1)
         self._logged = iteration
-        seconds = {name: value / steps for name, value in TIMES.take().items()}
-        write_operations(seconds, iteration)
+        metrics = operation_metrics({name: value / steps for name, value in TIMES.take().items()})
         peak = peak_tflops(self.config, self.device)
-        if not log_throughput or throughput is None or peak is None:
-            return
-        share = throughput / peak
-        self.megatron.print_last(f"> iteration {iteration}: MFU {100 * share:.1f} %")
-        if args.log_timers_to_tensorboard:
-            write({MFU: share}, iteration, get_tensorboard_writer(), get_wandb_writer())
+        if log_throughput and throughput is not None and peak is not None:
+            share = throughput / peak
+            self.megatron.print_last(f"> iteration {iteration}: MFU {100 * share:.1f} %")
+            if args.log_timers_to_tensorboard:
+                metrics[MFU] = share
+        write(metrics, iteration, get_tensorboard_writer(), get_wandb_writer())
 
     def _announce(self, work, length: int) -> None:
         if self._announced:

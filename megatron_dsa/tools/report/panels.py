@@ -179,28 +179,30 @@ def draw_shares(axis, runs: list[RunLog]) -> bool:
     bars = {run.name: shares for run in runs if (shares := step_shares(run))}
     if not bars:
         return False
-    names = list(dict.fromkeys(share.name for shares in bars.values() for share in shares[:-1]))
+    names = list(dict.fromkeys(name for shares in bars.values() for name in shares if name != REST))
     names.append(REST)
     # An operation has its colour in every report.
     order = [name.replace("_", " ") for name in OPERATIONS]
     order += [name for name in names if name not in order]
     colors = {name: SEGMENTS[order.index(name) % len(SEGMENTS)] for name in names[:-1]}
     colors[REST] = GRAY
-    longest = max(sum(share.seconds for share in shares) for shares in bars.values())
+    longest = max(sum(shares.values()) for shares in bars.values())
     labels = []
-    for place, shares in enumerate(bars.values()):
-        left, total = 0.0, sum(share.seconds for share in shares)
-        over = -shares[-1].seconds / total
+    for place, (run_name, shares) in enumerate(bars.items()):
+        left, total = 0.0, sum(shares.values())
+        over = -shares[REST] / total
         said = f"\nmeasured {100 * (1 + over):.4g} % of the step" if over > 0.001 else ""
-        labels.append(list(bars)[place] + said)
-        for share in shares if over <= 0 else shares[:-1]:
-            width = 1e3 * share.seconds
-            axis.barh(place, width, left=1e3 * left, height=0.62, color=colors[share.name], lw=0)
-            if share.seconds > 0.045 * longest:
+        labels.append(run_name + said)
+        for name, seconds in shares.items():
+            if name == REST and over > 0:
+                continue
+            width = 1e3 * seconds
+            axis.barh(place, width, left=1e3 * left, height=0.62, color=colors[name], lw=0)
+            if seconds > 0.045 * longest:
                 middle = 1e3 * left + width / 2
-                said = f"{100 * share.seconds / total:.0f} %"
+                said = f"{100 * seconds / total:.0f} %"
                 axis.text(middle, place, said, ha="center", va="center", size=8, color="#111111")
-            left += share.seconds
+            left += seconds
     handles = [matplotlib.patches.Patch(color=colors[name], label=name) for name in names]
     axis.figure.legend(
         handles=handles, frameon=False, fontsize=8, ncols=4, loc="outside lower center"
