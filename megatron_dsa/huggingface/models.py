@@ -66,10 +66,7 @@ _YARN_KEYS = {"factor", "original_max_position_embeddings", "beta_fast", "beta_s
 def _is_yarn(rope: dict, where: str, yarn: set[str] | None) -> bool:
     """Whether rope parameters are YaRN's, or raise for a key or type that is not understood.
 
-    Args:
-        rope: the parameters.
-        where: their name in config.json.
-        yarn: keys that YaRN has in this model besides those of all; ``None``: it has no YaRN.
+    ``yarn`` has the keys of this model's YaRN besides :data:`_YARN_KEYS`; ``None``: no YaRN.
     """
     keys = {"default": _PLAIN_KEYS}
     if yarn is not None:
@@ -127,7 +124,7 @@ def _experts(config: dict, pattern: list[int]) -> Fields:
 
 # ------------------------------------------------------------ DeepSeek-V3, DeepSeek-V3.2, GLM-5
 
-#: Of the norms of the latents and of the indexer's keys; config.json does not say it.
+#: Epsilon of the norms of latents and of the indexer's keys; config.json does not say it.
 _LATENT_NORM_EPSILON = 1e-6
 _MSCALES = ("mscale", "mscale_all_dim")
 

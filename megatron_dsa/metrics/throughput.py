@@ -145,7 +145,10 @@ class Throughput:
         are known; they count as documents of one length.
         """
         work = model_work(self.config, args.padded_vocab_size)
-        self._announce(work, args.seq_length)
+        if not self._announced:
+            self._announced = True
+            said = describe(self.config, work, args.seq_length, self.device)
+            self.megatron.print_first("> " + said)
         tokens, squares = total_real_tokens_in_batch, seqlen_squared_sum_in_batch
         if tokens is None:
             return batch_size * flops(work, lambda keys: keys.pairs(args.seq_length))
@@ -179,12 +182,6 @@ class Throughput:
             if args.log_timers_to_tensorboard:
                 metrics[MFU] = share
         write(metrics, iteration, get_tensorboard_writer(), get_wandb_writer())
-
-    def _announce(self, work, length: int) -> None:
-        if self._announced:
-            return
-        self._announced = True
-        self.megatron.print_first("> " + describe(self.config, work, length, self.device))
 
 
 def installed(training_module: ModuleType | None = None) -> Throughput | None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +35,8 @@ def _one_process():
     if torch.distributed.is_initialized():
         yield
         return
-    handle, store = tempfile.mkstemp()
-    os.close(handle)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=0, world_size=1
-    )
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel()
         yield
@@ -100,7 +95,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
     directory = _distributed_checkpoint(arguments.input, arguments.step)
     hf = read_config(arguments.config)
     keys = entries_of(directory)
-    has_indexer = any(is_indexer_parameter(key) for key in keys)
+    has_indexer = any(map(is_indexer_parameter, keys))
     found = {True: "indexers", False: "no indexers"}
     require(
         hf.has_indexer == has_indexer,
@@ -126,9 +121,8 @@ def export_hf(arguments: argparse.Namespace) -> int:
 
         model, entries = empty()
         if hf.dtype is None:
-            model, entries = empty(
-                _noted(widest_dtype(model, lambda name: stored.dtype(entries[name])))
-            )
+            dtype = widest_dtype(model, lambda name: stored.dtype(entries[name]))
+            model, entries = empty(_noted(dtype))
         export_model(
             model,
             arguments.output,

@@ -72,7 +72,7 @@ def model_ops(name: str, missing: dict) -> dict[str, RequiredOp]:
             name, dsa=options, dsa_indexer_loss_coeff=0.01, params_dtype=torch.bfloat16,
             dsa_indexer_use_sparse_loss=options.stage == "sparse", **missing,
         )  # fmt: skip
-        # Of V4 the layers with an indexer call everything that the others do.
+        # V4's layers with an indexer call everything that the others do.
         ratios = config.csa_compress_ratios if uses_csa(config) else [CSA_RATIO]
         for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
             ops.setdefault(op.operation, op)

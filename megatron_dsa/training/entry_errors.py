@@ -73,10 +73,10 @@ def told_in_a_sentence(argv: Sequence[str] | None = None) -> Iterator[None]:
 
 def explain(error: BaseException) -> Ending | None:
     """Return how to end on an error, or ``None`` for one that needs its traceback."""
-    if isinstance(error, ImportError) and not isinstance(error, DSAError):
-        return None  # of what is asked below, perhaps
     if isinstance(error, DSAError):
         return Ending("\n".join([str(error) or "no message", *getattr(error, "__notes__", ())]))
+    if isinstance(error, ImportError):
+        return None  # the checks below import, too
     for known in (
         _rejected_result,
         _refused_flags,
@@ -157,13 +157,11 @@ def _processes(error: BaseException) -> Ending | None:
 def _unreadable_checkpoint(error: BaseException) -> Ending | None:
     """Errors of damaged files, which sizes do not show."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
-    from torch.distributed.checkpoint.api import CheckpointException
 
     where = _functions(error)
     if not where & {"load_checkpoint", "prepare_loading", "export_hf"}:
         return None
-    failures = error.failures if isinstance(error, CheckpointException) else {}
-    cause = next((each[0] for each in failures.values()), error)
+    cause = _cause(error)
     damaged = isinstance(
         cause, EOFError | OSError | pickle.UnpicklingError | CheckpointingException
     ) or (isinstance(cause, RuntimeError) and "PytorchStreamReader" in str(cause))
@@ -176,6 +174,12 @@ def _unreadable_checkpoint(error: BaseException) -> Ending | None:
     )
 
 
+def _cause(error: BaseException) -> BaseException:
+    """Return the first error where torch collects those of all ranks."""
+    failures = getattr(error, "failures", {})
+    return next((each[0] for each in failures.values()), error)
+
+
 def _failed_save(error: BaseException) -> Ending | None:
     """Errors of writing a checkpoint; what torch says of a full disk does not name it."""
     from torch.distributed.checkpoint.api import CheckpointException
@@ -186,10 +190,9 @@ def _failed_save(error: BaseException) -> Ending | None:
         return None
     folder = _training_arguments().save
     free = shutil.disk_usage(folder).free / 2**20
-    failures = error.failures if isinstance(error, CheckpointException) else {}
-    cause = next((each[0] for each in failures.values()), error)
     return Ending(
-        f"no checkpoint could be saved to {folder}, which has {free:.0f} MiB free: {cause}. "
+        f"no checkpoint could be saved to {folder}, which has {free:.0f} MiB free: "
+        f"{_cause(error)}. "
         f"{TRACKER} still names the last whole one: make room, and start the same command again "
         "(docs/guide/resume.md)"
     )
@@ -208,12 +211,9 @@ def _optimizer_groups(error: BaseException) -> Ending | None:
 
 def _file(error: BaseException) -> Ending | None:
     """Files that a command was told to read or write."""
-    where = _functions(error)
-    if "run_command" not in where:
+    if "run_command" not in _functions(error) or not isinstance(error, OSError):
         return None
-    if isinstance(error, OSError) and error.filename is not None:
-        return Ending(f"{error.filename}: {error.strerror}")
-    return None
+    return None if error.filename is None else Ending(f"{error.filename}: {error.strerror}")
 
 
 def _rejected_result(error: BaseException) -> Ending | None:

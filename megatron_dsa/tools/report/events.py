@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,11 +43,8 @@ class RunLog:
 
     def layers(self, tag: str) -> dict[int, Series]:
         """Return ``<tag>/layer-N`` by ``N``."""
-        found = {}
-        for name, series in self.scalars.items():
-            if match := re.fullmatch(re.escape(tag) + r"/layer-(\d+)", name):
-                found[int(match[1])] = series
-        return dict(sorted(found.items()))
+        found = self.under(f"{tag}/layer-")
+        return dict(sorted((int(layer), series) for layer, series in found.items()))
 
     def under(self, prefix: str) -> dict[str, Series]:
         """Return the tags that begin with ``prefix``, without it."""

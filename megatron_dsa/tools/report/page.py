@@ -168,9 +168,7 @@ def draw_svg(panel: Panel, runs: list[RunLog]) -> Markup | None:
     svg = svg[svg.index("<svg") :].replace(INK, "var(--ink)").replace(GRID, "var(--grid)")
     # Ids are unique within a page only with a mark of their own.
     mark = re.sub(r"\W+", "-", panel.title.lower())
-    svg = re.sub(r'id="', f'id="{mark}-', svg)
-    svg = re.sub(r'href="#', f'href="#{mark}-', svg)
-    return Markup(re.sub(r"url\(#", f"url(#{mark}-", svg))
+    return Markup(re.sub(r'(id="|href="#|url\(#)', rf"\1{mark}-", svg))
 
 
 def _size(panel: Panel, runs: list[RunLog]) -> tuple[float, float]:
