@@ -26,7 +26,7 @@ FULL_TILE = 64
 class Option:
     """The flag of a field, its help text, and the rule for its values.
 
-    Choices are those of the field's type, ``Literal[...]``.
+    Choices come from the field's type, ``Literal[...]``.
 
     Attributes:
         flag: name of the flag. A flag of a boolean field reverses the default.
@@ -227,7 +227,7 @@ class CSATransformerConfig(DSATransformerConfig):
     """Megatron's MLA configuration for layers of window, CSA and HCA attention (DeepSeek-V4).
 
     The one key/value head has ``v_head_dim`` dims, of which the last ``qk_pos_emb_head_dim`` are
-    rotated; ``kv_lora_rank`` has no meaning. Names are those of Megatron's development branch.
+    rotated; ``kv_lora_rank`` has no meaning. Names come from Megatron's development branch.
     """
 
     csa_compress_ratios: list[int] | None = option(

@@ -1,4 +1,4 @@
-"""What is refused: rules as ``(ok, message)``; a message names the argument, the rule and the fix.
+"""Refused configurations: rules ``(ok, message)``; messages name argument, rule and fix.
 
 They read a transformer configuration and its options, and know neither class, so that
 ``config.py`` builds on them.
@@ -144,7 +144,7 @@ def _ignored_rules(config: Any):
     yield (
         not (config.use_kitchen or config.use_kitchen_attention),
         "--kitchen-config-file, --kitchen-recipe-number and --use-kitchen-attention are not "
-        "supported: the layers are those of --transformer-impl; drop them",
+        "supported: --transformer-impl chooses the layers; drop them",
     )
     offloaded = {"qkv_linear", "core_attn", "attn_proj"} & set(config.offload_modules or ())
     yield (

@@ -47,7 +47,7 @@ def _v4(*, layers: int, groups: int, first: int) -> dict[str, Any]:
 
 
 #: Attention shapes of released models as keyword arguments of their configuration's class.
-#: GLM-5 gives what is public and verified; the rest has to come from the model's own config.
+#: GLM-5 has the public and verified ones; the rest has to come from the model's own config.
 PRESETS: dict[str, dict[str, Any]] = {
     "deepseek-v3.2": _shapes(layers=61, hidden=7168, heads=128, q_lora=1536, topk=2048)
     | {"qk_head_dim": 128, "v_head_dim": 128, "dsa_indexer_rope_interleaved": False},
@@ -70,7 +70,7 @@ NEEDED_FOR_V4 = (
 def preset(name: str, **changes: Any) -> DSATransformerConfig:
     """Return the configuration of a released model, with ``changes`` on top.
 
-    Those of V4 are :class:`CSATransformerConfig` and need :data:`NEEDED_FOR_V4`.
+    V4's are :class:`CSATransformerConfig` and need :data:`NEEDED_FOR_V4`.
 
     Raises:
         ConfigError: for an unknown name or field, or a field that is needed and missing.

@@ -105,8 +105,8 @@ def finish() -> None:
     """End a training script: print how often each implementation ran, and leave together.
 
     To be called once, on every rank, as the last thing after Megatron's ``pretrain()``: the process
-    group is destroyed. A run that silently did something else cannot pass for a result; the counts
-    are those of rank 0 (:func:`megatron_dsa.dispatch.report` gives them as numbers, on any rank).
+    group is destroyed. A run that silently did something else cannot pass for a result. Rank 0
+    prints its counts; :func:`megatron_dsa.dispatch.report` returns them on any rank.
     """
     _print_report()
     if torch.distributed.is_initialized():

@@ -1,4 +1,4 @@
-"""Checks of a checkpoint: layers and experts are those of config.json, values are finite."""
+"""Checks of a checkpoint: config.json counts its layers and experts, its values are finite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMED = 20
 class NonFinite:
     """Counts NaN and infinite values; conversions go on, so that the error names all tensors.
 
-    ``source`` and ``fix`` are for the error: what is read, and what to do about it.
+    The error names ``source`` (a checkpoint, a model) and says how to ``fix`` it.
     """
 
     def __init__(self, source: str, fix: str):
@@ -54,8 +54,8 @@ class NonFinite:
 def check_inventory(directory: str | Path, places: Iterable[Location], hf: HFModel) -> None:
     """Raise for tensors of layers and experts that the model of config.json does not have.
 
-    ``places`` are those of the checkpoint's tensors. Tensors that are missing are noticed when a
-    parameter needs them.
+    ``places`` locate the checkpoint's tensors. Missing tensors are noticed when a parameter needs
+    them.
     """
 
     def refuse(complaint: str) -> NoReturn:

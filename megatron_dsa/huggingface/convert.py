@@ -1,7 +1,7 @@
 """Conversion: a Hugging Face checkpoint into a Megatron model, and back.
 
-The model's own parameters say what is read. Each is filled with its slice of the checkpoint's
-tensors, one after the other: a rank of a parallel model reads no more than what it holds.
+Each parameter of the model is filled with its slice of the checkpoint's tensors, one after the
+other: a rank of a parallel model reads no more than it holds.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class Import:
     """A checkpoint as seen from a model: which tensors fill which parameter, read when asked for.
 
-    A checkpoint without indexers leaves those of the model as they are; all else has to be there.
+    A checkpoint without indexers leaves the model's indexers as they are; all else has to be there.
 
     Args:
         model: ``GPTModel`` (unwrapped); only names, shapes and dtypes are looked at.
-        directory: config.json and safetensors files.
-        place: of this rank.
+        directory: directory of config.json and safetensors files.
+        place: place of this rank.
         without: features of the checkpoint that released Megatron lacks and that are left out.
 
     Raises:
@@ -201,16 +201,13 @@ class Import:
         # A model that has these layers does not read the copies in them.
         unused = () if _mtp_layers(self._model) else report.unused
         prediction = sum(self._places[name].is_mtp for name in unused)
+        announced = 0 if self._has_mtp else self.hf.mtp_layers
         for count, message in (
             (fresh, "the checkpoint has no indexers: %d tensors keep their initial values"),
             (len(report.rounded), "%d tensors were rounded to the model's dtype"),
             (indexers, "%d tensors of indexers were not read: the model has none"),
             (prediction, "%d tensors of multi-token prediction were not read"),
-            (
-                0 if self._has_mtp else self.hf.mtp_layers,
-                "config.json says num_nextn_predict_layers = %d, and the checkpoint has no such "
-                "layers",
-            ),
+            (announced, "num_nextn_predict_layers = %d, and the checkpoint has no such layers"),
         ):
             if count:
                 logger.warning(message, count)
@@ -231,8 +228,8 @@ def import_model(
 ) -> Report:
     """Fill a Megatron GPT model, in its own dtype, with the weights of a Hugging Face checkpoint.
 
-    Arguments and errors are those of :class:`Import`; shapes that differ and values that are no
-    numbers are an error, too, and the model may be filled by then.
+    See :class:`Import` for arguments and errors. Shapes that differ and values that are no numbers
+    are errors, too; the model may be filled by then.
     """
     source = Import(model, directory, place, without)
     tensors = dict(model_tensors(model))

@@ -1,9 +1,9 @@
 """Names: which tensors of a Hugging Face checkpoint make up which parameter of a Megatron model.
 
-One table for DeepSeek-V3, DeepSeek-V3.2 and GLM-5, one for DeepSeek-V4. Hugging Face's names are
-those of the released checkpoints (one tensor per expert); Megatron's are those of its MLA, MoE and
-bundled DSA, which Megatron-Bridge uses, too. Linears have the same orientation on both sides and no
-weight is permuted: all a conversion does is to join tensors, as the gate and the up projection.
+One table for DeepSeek-V3, DeepSeek-V3.2 and GLM-5, one for DeepSeek-V4. Hugging Face's names come
+from released checkpoints (one tensor per expert), Megatron's from its MLA, MoE and bundled DSA, as
+in Megatron-Bridge. Linears have the same orientation on both sides and no weight is permuted: a
+conversion only joins tensors, such as the gate and the up projection.
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ class Names:
     """The table of a family of models.
 
     Attributes:
-        models: what the family is called in messages.
+        models: name of the family in messages.
         model: parameters outside the layers.
-        layer: those of a layer, without the layer's prefix.
-        mtp: what a multi-token-prediction layer has besides a decoder layer.
-        layer_prefix: of a layer's tensors, with ``{}`` for its number.
-        mtp_prefix: of a multi-token-prediction layer's; ``None``: these layers are numbered on
-            behind the decoder's.
-        copies: what checkpoints keep a second time in their multi-token-prediction layers, and of
-            which tensor. Megatron shares the parameter itself.
-        writes_copies: an export writes them.
+        layer: parameters of a layer, without the layer's prefix.
+        mtp: parameters that a multi-token-prediction layer has besides a decoder layer's.
+        layer_prefix: prefix of a layer's tensors, with ``{}`` for its number.
+        mtp_prefix: prefix of a multi-token-prediction layer's; ``None``: these layers are numbered
+            on behind the decoder's.
+        copies: tensor in multi-token-prediction layers of checkpoints -> the tensor that it
+            repeats. Megatron shares the parameter itself.
+        writes_copies: whether an export writes them.
         lacking: feature that released Megatron lacks -> pattern of the tensors that belong to it.
         rename: turns the name in a file into the released one.
     """

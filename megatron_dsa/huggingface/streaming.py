@@ -1,8 +1,8 @@
 """Megatron's distributed checkpoints, one tensor at a time: no model has to be held.
 
-A model without memory (``build.empty_model``) says by its ``sharded_state_dict`` which slice of
-which stored tensor a parameter is. Reading and writing are torch's, as in Megatron itself
-(``torch.distributed.checkpoint``); what is here hands them one parameter after the other.
+The ``sharded_state_dict`` of a model without memory (``build.empty_model``) says which slice of
+which stored tensor a parameter is. This module hands one parameter after the other to torch's
+reader and writer (``torch.distributed.checkpoint``), which Megatron uses, too.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _parts(entry: Entry) -> list[ShardedTensor]:
 
 
 class _IntoTensor(DefaultLoadPlanner):
-    """Puts what is read into one tensor."""
+    """Reads into one tensor."""
 
     def __init__(self, tensor: torch.Tensor):
         super().__init__()
@@ -128,8 +128,8 @@ def write_checkpoint(
 
     Args:
         directory: must be empty.
-        entries: of the model's sharded state dict, by the names that ``values`` takes. Their
-            dtypes are those of the checkpoint.
+        entries: entries of the model's sharded state dict, by the names that ``values`` takes.
+            The checkpoint gets their dtypes.
         values: returns a parameter.
         others: the rest of the state dict, small.
         file_bytes: size of a file, about; as much is held.

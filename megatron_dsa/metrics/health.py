@@ -1,8 +1,8 @@
 """Cheap metrics about the selection, measured on a few queries, once per iteration.
 
-* attention mass captured: the share of the *dense* attention's probability that lies on what is
-  attended to (mean over sampled queries and local heads). Falls when the indexer loses track. In
-  V4's attention window and sink count as attended to.
+* attention mass captured: the share of the *dense* attention's probability that lies on the
+  attended keys (mean over sampled queries and local heads). Falls when the indexer loses track. In
+  V4's attention, window and sink count as attended to.
 * zero scores: the share of visible index scores that are exactly 0 (all relus closed). A large
   share means that ties, not scores, decide the selection.
 * boundary ties: the share of queries whose last selected score equals a rejected one.

@@ -119,7 +119,7 @@ def captured_mass(
     queries: torch.Tensor | None = None,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
 ) -> torch.Tensor:
-    """Return ``[r, H]``: the share of dense attention's probability on what is attended to.
+    """Return ``[r, H]``: the share of dense attention's probability on the attended keys.
 
     NaN for queries that see no key.
 

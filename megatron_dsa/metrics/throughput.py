@@ -1,8 +1,7 @@
 """Megatron's throughput log, with the operations of this package's layers; and the MFU.
 
-Megatron counts an MLA model as if every layer attended to all visible keys. Where a model has
-layers of this package, its training loop calls what is here instead; the first iteration says what
-is counted.
+Megatron counts an MLA model as if every layer attended to all visible keys. A model with layers of
+this package is counted here instead; the first iteration prints which products count.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ def peak_tflops(config: Any, device: str) -> float | None:
 
 
 def describe(config: Any, work: list[Work], length: int, device: str = "") -> str:
-    """Say what is counted, where it goes, and what the MFU refers to.
+    """Return the line that says which operations count and to which peak the MFU refers.
 
     Args:
         config: the model's transformer configuration.
-        work: what it does, see :func:`megatron_dsa.metrics.flops.model_work`.
+        work: its products, see :func:`megatron_dsa.metrics.flops.model_work`.
         length: tokens of a sequence.
         device: torch's name of the GPU.
     """
@@ -141,8 +140,8 @@ class Throughput:
         """Return the operations of a global batch, as Megatron's ``num_floating_point_operations``.
 
         Exact for sequences that fill ``args.seq_length`` and for documents that
-        :meth:`count_documents` saw. Of those that another script hands to Megatron, only two sums
-        are known; they count as documents of one length.
+        :meth:`count_documents` saw. Documents that another script hands to Megatron are known by
+        two sums only; they count as documents of one length.
         """
         work = model_work(self.config, args.padded_vocab_size)
         if not self._announced:

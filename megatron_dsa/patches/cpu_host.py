@@ -43,7 +43,7 @@ def needed() -> bool:
 def activate() -> None:
     """Install the shims, for the rest of the process; calling it again changes nothing.
 
-    torch's function modes are those of a thread: call it in the one that builds and trains.
+    torch keeps function modes per thread: call it in the thread that builds and trains.
 
     Raises:
         VersionError: on a megatron-core version on which the shims were not run.

@@ -1,6 +1,6 @@
 """Adam's count of steps, which megatron-core 0.19 loses between optimizers of different packages.
 
-torch counts the steps of every parameter, transformer-engine and Apex those of a parameter group.
+torch counts steps per parameter, transformer-engine and Apex per parameter group.
 
 * The distributed optimizer with torch's Adam saves its state and cannot load it: it asks for the
   count before there is one, loads one tensor as the count of all parameters, each of which then

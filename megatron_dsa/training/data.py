@@ -123,7 +123,7 @@ def check_prefixes(prefixes: Iterable[str]) -> None:
     """Check that the files of data sets are there.
 
     Args:
-        prefixes: what ``--data-path`` names; those of object stores are left to Megatron.
+        prefixes: prefixes that ``--data-path`` names; object stores are left to Megatron.
 
     Raises:
         ConfigError: a ``.bin`` or ``.idx`` file is missing.
@@ -238,21 +238,21 @@ def take_tokens(batch: dict, sharding: Sharding, offsets: torch.Tensor | None = 
     without transformer-engine, packed documents.
 
     Args:
-        batch: tensors ``[b, s]`` by name, or ``None``; others than one-per-token are left alone.
-        sharding: which rank of how many, and the layout.
-        offsets: int ``[n + 1]`` cumulative lengths (padded, if there is padding) of packed
-            documents, or ``None``.
+        batch: tensors ``[b, s]`` by name, or ``None``; only tensors with an entry per token change.
+        sharding: rank, number of ranks and layout.
+        offsets: int ``[n + 1]``, cumulative lengths of packed documents (padded, if there is
+            padding), or ``None``.
     """
     whole = {key: batch[key] for key in _TOKEN_KEYS if batch.get(key) is not None}
     if not whole:
         return
     some = next(iter(whole.values()))
     if offsets is None:
-        places = global_positions_of(sharding, some.shape[1], some.device)
+        positions = global_positions_of(sharding, some.shape[1], some.device)
     else:
-        places = sharding.global_positions(some.shape[1], offsets, some.device)
+        positions = sharding.global_positions(some.shape[1], offsets, some.device)
     for key, tokens in whole.items():
-        batch[key] = tokens.index_select(1, places[sharding.rank])
+        batch[key] = tokens.index_select(1, positions[sharding.rank])
 
 
 def check_cp_layout(args) -> None:

@@ -32,7 +32,7 @@ _RERUN, _REJECTED = 16, 17
 
 @dataclass(frozen=True)
 class Ending:
-    """What is printed, and the exit code."""
+    """A message and an exit code."""
 
     message: str
     code: int = USAGE
@@ -175,7 +175,7 @@ def _unreadable_checkpoint(error: BaseException) -> Ending | None:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the first error where torch collects those of all ranks."""
+    """Return the first error where torch collects the errors of all ranks."""
     failures = getattr(error, "failures", {})
     return next((each[0] for each in failures.values()), error)
 

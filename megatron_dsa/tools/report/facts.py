@@ -10,7 +10,7 @@ from megatron_dsa.metrics.tags import CALLS, MFU, TIME, time_tag
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.tools.report.events import RunLog, Series
 
-#: What is logged only on request: what for -> tags that show that it was, and flags to get it.
+#: Figures that are logged only on request -> beginning of their tags, and flags to get them.
 ON_REQUEST = {
     "validation loss": ("lm loss validation", "--eval-interval, --eval-iters"),
     "step time": ("iteration-time", "--log-timers-to-tensorboard"),
@@ -22,7 +22,7 @@ ON_REQUEST = {
 #: Megatron's timers (``--timing-log-level 2``) that together make up most of a step.
 TIMERS = ("batch-generator", "forward-compute", "backward-compute", "all-grads-sync", "optimizer")
 
-#: What is left of a step beside the operations or timers.
+#: The rest of a step beside the operations or timers.
 REST = "everything else"
 
 #: Characters of an argument that is the same for all runs; lists of data can be very long.

@@ -37,7 +37,7 @@ class Panel:
     """One chart.
 
     Attributes:
-        title: what is shown, with its unit.
+        title: name of the chart.
         text: how to read it, one sentence.
         draw: draws the runs on an axis, returns whether there was anything.
         ylabel, xlabel: of the axes. A chart by step shows where the stage of training changes.
