@@ -97,8 +97,6 @@ def _parsed(config: dict) -> HFModel:
     model = MODELS[kind]
     check_values(config)
     check_only(config, model.only)
-    for check in model.checks:
-        check(config)
     fields = {field: required(config, key) for key, field in model.fields.items()}
     for converter in model.converters:
         fields |= converter(config)
