@@ -108,7 +108,14 @@ def finish() -> None:
     group is destroyed. A run that silently did something else cannot pass for a result. Rank 0
     prints its counts; :func:`megatron_dsa.dispatch.report` returns them on any rank.
     """
-    _print_report()
+    from megatron.training import print_rank_0
+
+    from megatron_dsa.dispatch import report
+
+    print_rank_0("> megatron_dsa ran, calls per implementation:")
+    for operation, counts in report().items():
+        runs = ", ".join(f"{name} {count}" for name, count in counts.items())
+        print_rank_0(f">   {operation}: {runs}")
     if torch.distributed.is_initialized():
         # Without the barrier a rank may leave while another still waits for it.
         torch.distributed.barrier()
@@ -122,18 +129,6 @@ def _use_compiled_dataset_helper() -> None:
     makefile = os.path.join(os.path.dirname(utils.__file__), "Makefile")
     if not os.path.exists(makefile):
         utils.compile_helpers = lambda: None
-
-
-def _print_report() -> None:
-    """Print the counts of rank 0, one line per operation."""
-    from megatron.training import print_rank_0
-
-    from megatron_dsa.dispatch import report
-
-    print_rank_0("> megatron_dsa ran, calls per implementation:")
-    for operation, counts in report().items():
-        runs = ", ".join(f"{name} {count}" for name, count in counts.items())
-        print_rank_0(f">   {operation}: {runs}")
 
 
 # Saving a checkpoint spawns processes that import this module again.

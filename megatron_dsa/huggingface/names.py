@@ -186,11 +186,8 @@ def _find(table: tuple[Entry, ...], side: str, name: str) -> tuple[Entry, str | 
 
 def _entry(hf: str | tuple[str, ...], megatron: str | tuple[str, ...], *rest) -> Entry:
     """Return an entry; single names may be given as they are."""
-
-    def as_tuple(names):
-        return (names,) if isinstance(names, str) else names
-
-    return Entry(as_tuple(hf), as_tuple(megatron), *rest)
+    hf, megatron = ((x,) if isinstance(x, str) else x for x in (hf, megatron))
+    return Entry(hf, megatron, *rest)
 
 
 #: Linears of gated MLPs. The second name of an expert's is that of experts in one grouped linear.

@@ -10,6 +10,7 @@ import itertools
 import math
 from bisect import bisect
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_dsa.tools.report.events import RunLog, Series
 
@@ -31,7 +32,7 @@ def color_of(number: int) -> str:
     return COLORS[number % len(COLORS)]
 
 
-def look_of(number: int) -> dict[str, str]:
+def look_of(number: int) -> dict[str, Any]:
     """Colour and line style of run ``number``: where colours repeat, the style changes."""
     style = ("-", "--", ":", "-.")[number // len(COLORS) % 4]
     return {"color": color_of(number), "ls": style}
