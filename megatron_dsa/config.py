@@ -2,7 +2,7 @@
 
 # Without ``from __future__ import annotations``: flags are made from the types of fields.
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, Self, get_args, get_origin
@@ -368,11 +368,10 @@ def validate(config: Any) -> None:
 
     Called when the configuration or a layer is built: nothing of this is left to the first step.
     """
+    options = options_of(config)
+    rules: Iterable[tuple[Any, str]] = dsa_rules(config, options)
     if uses_csa(config):
-        own = option_rules(CSATransformerConfig, config)
-        rules = chain(own, csa_rules(config, options_of(config)))
-    else:
-        rules = dsa_rules(config, options_of(config))
+        rules = chain(option_rules(CSATransformerConfig, config), csa_rules(config, options))
     complaints = [f"  - {message}" for ok, message in rules if not ok]
     require(not complaints, "\n".join(["unsupported configuration:", *complaints]))
 

@@ -156,18 +156,19 @@ def _ignored_rules(config: Any):
 
 def _precision_rules(config: Any):
     """What quantisation and mixed precision need of the set of layers."""
-    local = config.transformer_impl == "local"
-    for flag, value in (("--fp8-format", config.fp8), ("--fp4-format", config.fp4)):
+    local, bf16 = config.transformer_impl == "local", "torch's linears would silently use --bf16"
+    norms = "layernorm" in (config.recompute_modules or ())
+    for flag, value, reason in (
+        ("--fp8-format", config.fp8, bf16),
+        ("--fp4-format", config.fp4, bf16),
+        ("--te-precision-config-file", config.quant_recipe, "torch's linears do not read it"),
+        ("--apply-layernorm-1p", config.layernorm_zero_centered_gamma, "torch's norms ignore it"),
+        ("--recompute-modules layernorm", norms, "megatron-core 0.19 cannot recompute torch's"),
+    ):
         yield (
             not (local and value),
-            f"{flag} needs --transformer-impl transformer_engine: torch's linears would train in "
-            "--bf16 and say nothing",
+            f"{flag} needs --transformer-impl transformer_engine: {reason}; drop it",
         )
-    yield (
-        not (local and config.quant_recipe is not None),
-        "--te-precision-config-file needs --transformer-impl transformer_engine: torch's linears "
-        "do not read it",
-    )
     gathered = (("--fp8-param-gather", config.fp8_param), ("--fp4-param-gather", config.fp4_param))
     for flag, value in gathered:
         yield (
@@ -183,7 +184,6 @@ def _precision_rules(config: Any):
 
 def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     """Yield what concerns every attention of this package: layouts, layer sets, features."""
-    local = config.transformer_impl == "local"
     yield (
         # A string, or one per layer.
         config.context_parallel_size == 1 or "a2a" not in str(config.cp_comm_type),
@@ -215,15 +215,6 @@ def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     yield (
         config.cuda_graph_impl == "none",
         f"--cuda-graph-impl must be none, got {config.cuda_graph_impl}: not supported yet",
-    )
-    yield (
-        not (local and config.layernorm_zero_centered_gamma),
-        "--apply-layernorm-1p needs --transformer-impl transformer_engine",
-    )
-    yield (
-        not (local and "layernorm" in (config.recompute_modules or ())),
-        "--recompute-modules layernorm needs transformer-engine: megatron-core 0.19's recompute of "
-        "norms fails without it; drop it",
     )
     yield (
         config.gtp_weight_remat_size == 1,
