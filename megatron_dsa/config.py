@@ -1,4 +1,4 @@
-"""Configuration: what this package adds to Megatron's MLA configuration."""
+"""Configuration: options and fields beside Megatron's MLA configuration."""
 
 # Without ``from __future__ import annotations``: flags are made from the types of fields.
 import dataclasses
@@ -205,7 +205,7 @@ class DSATransformerConfig(MLATransformerConfig):
         validate(self)
 
     def _derive(self) -> None:
-        """Set what follows from the fields of a subclass."""
+        """Set fields that follow from the fields of a subclass."""
 
     @classmethod
     def from_mla(cls, config: MLATransformerConfig, options: DSAOptions, **own: Any) -> Self:
@@ -310,7 +310,7 @@ def by_sequence(config: Any) -> bool:
     heads.
     """
     ranks, mode = config.tensor_model_parallel_size, options_of(config).tp_mode
-    dense = options_of(config).stage != "sparse" and not hasattr(config, "csa_compress_ratios")
+    dense = options_of(config).stage != "sparse" and not uses_csa(config)
     if ranks == 1 or not config.sequence_parallel or dense or mode == "heads":
         return False
     return mode == "sequence" or config.num_attention_heads // ranks < FULL_TILE

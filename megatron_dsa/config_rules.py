@@ -72,7 +72,7 @@ def _mla_rules(config: Any, options: Any):
 
 
 def attention_rules(config: Any) -> Iterator[tuple[Any, str]]:
-    """Yield what no attention of this package does."""
+    """Yield rules for features that no attention of this package has."""
     for flag, reason in UNSUPPORTED.items():
         given = getattr(config, flag.removeprefix("--").replace("-", "_"), None)
         yield not given, f"{flag} is not supported: {reason}; drop it"

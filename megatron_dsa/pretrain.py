@@ -16,7 +16,7 @@ import torch
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.training.entry_errors import told_in_a_sentence
 from megatron_dsa.training.host_warnings import silence_host_warnings
-from megatron_dsa.training.launching import check_launch
+from megatron_dsa.training.launching import check_launch, this_rank
 from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.versions import untested_versions
 
@@ -58,7 +58,7 @@ def prepare_host(argv: list[str]) -> None:
     if cpu_host.needed():
         cpu_host.activate()
     preset_flags(argv)
-    if os.environ.get("RANK", "0") == "0":
+    if this_rank() == 0:
         for warning in untested_versions():
             print(f"> warning: {warning}")
     _use_compiled_dataset_helper()

@@ -193,7 +193,7 @@ class Import:
             )
 
     def log(self) -> None:
-        """Log what was imported, and what was not."""
+        """Log the imported tensors, and the remarks about all others."""
         report = self.report
         logger.info("imported %d tensors of %s", len(report.filled), self._directory)
         fresh = sum(map(is_indexer_parameter, report.fresh))
@@ -244,7 +244,7 @@ def import_model(
 def _piece(
     reader: CheckpointReader, found: Match, hf_name: str, shape: tuple[int, ...], place: Place
 ) -> torch.Tensor:
-    """Return what a rank holds of one tensor of a parameter, which has this ``shape`` there."""
+    """Return a rank's part of one tensor of a parameter, which has this ``shape`` on the rank."""
     full = reader.shape(hf_name)
     if len(full) != len(shape):
         _refuse_shape(hf_name, full, shape)
@@ -307,7 +307,7 @@ def export_model(
                 for target in (hf_name, *_copies(hf_name, hf, model)):
                     writer.add(target, full)
             dtypes.add(tensor.dtype)
-        nonfinite.check()  # without its index, what was written is no checkpoint
+        nonfinite.check()  # without its index, the directory is no checkpoint
         written = {k: v for k, v in config.items() if k != "quantization_config"}
         if hf.mtp_layers != _mtp_layers(model):
             written["num_nextn_predict_layers"] = _mtp_layers(model)
@@ -350,8 +350,8 @@ def _check_exportable(model: torch.nn.Module, hf: HFModel) -> None:
     require(
         hf.has_indexer == has_indexer,
         f"config.json: model_type = {hf.raw['model_type']!r} does not fit a model with {found}: "
-        "give the config.json of deepseek_v3 for a dense model, of deepseek_v32 or glm_moe_dsa "
-        "else; deepseek_v4 needs its indexers trained (--dsa-stage warmup)",
+        "give the config.json of deepseek_v3 for a dense model, else of deepseek_v32 or "
+        "glm_moe_dsa; deepseek_v4 needs its indexers trained (--dsa-stage warmup)",
     )
 
 

@@ -194,7 +194,7 @@ class CheckpointReader:
         return _Stored(tensor, form, shape, self.quantisation.dtype, scale, block)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, of a packed one after unpacking, without reading it."""
+        """Return the shape of a tensor (unpacked, if it is packed) without reading it."""
         return self._stored(name).shape
 
     def read_dtype(self, name: str) -> torch.dtype:
@@ -295,8 +295,8 @@ class CheckpointWriter:
 
     def _flush(self) -> None:
         path = self.directory / f"incomplete-{len(self._shards) + 1:05d}.safetensors"
-        # safetensors writes a temporary file, which only its owner may read, and renames it: take
-        # what a file that is opened here gets, as config.json and the index do.
+        # safetensors renames a temporary file that only its owner may read: give the shard the
+        # mode of a new file, as config.json and the index have it.
         path.touch()
         mode = path.stat().st_mode
         self._save(self._held, str(path), metadata={"format": "pt"})

@@ -27,11 +27,11 @@ class Model:
 
     Attributes:
         architecture: class of ``transformers``, which Megatron-Bridge asks for.
-        names: of tensors.
+        names: names of the tensors.
         fields: required key -> field of the same meaning.
         only: optional key -> the only value that Megatron's layers implement.
         converters: called in order with config.json; they return further fields, or raise.
-        latent_norm_epsilon: of the norms of the latents, if it is not ``rms_norm_eps``.
+        latent_norm_epsilon: epsilon of the norms of latents, if it is not ``rms_norm_eps``.
         remarks: optional key -> where Megatron's layers differ a little if it is set.
     """
 
@@ -167,7 +167,7 @@ def _grouped_experts(config: dict) -> Fields:
         refuse(
             "topk_group",
             chosen,
-            f"must be half of num_experts_per_tok ({fields['moe_router_topk']}): Megatron judges a "
+            f"must be half of num_experts_per_tok ({fields['moe_router_topk']}): Megatron ranks a "
             "group by its best num_experts_per_tok / topk_group experts, the model by its best two",
         )
     return fields | {

@@ -51,7 +51,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Match:
-    """What a parameter of a Megatron model is made of: its entry and the full names of ``hf``."""
+    """The tensors of a parameter of a Megatron model: its entry and the full names of ``hf``."""
 
     entry: Entry
     hf: tuple[str, ...]
@@ -62,7 +62,7 @@ class Location:
     """Where a tensor of a Hugging Face checkpoint belongs.
 
     Attributes:
-        name: of the tensor.
+        name: name of the tensor.
         prefix: how the names of its layer begin; empty outside the layers.
         is_mtp: whether the layer is one of multi-token prediction.
         expert: number of its routed expert.
@@ -105,7 +105,7 @@ class Names:
     rename: Callable[[str], str] = str
 
     def match(self, name: str, num_layers: int) -> Match:
-        """Return what the Megatron parameter ``name`` is made of.
+        """Return the tensors that make up the Megatron parameter ``name``.
 
         Args:
             name: with the numbers of layers and experts in the whole model, see

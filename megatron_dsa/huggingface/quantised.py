@@ -132,7 +132,7 @@ def dequantise(
         scale: ``[full rows / block, full columns / block]`` rounded up; the *multiplier*, in spite
             of the name that it goes by in checkpoints.
         block: rows and columns of a block; blocks at the edges may be smaller.
-        dtype: of the result.
+        dtype: dtype of the result.
         offset: row and column of the full weight at which this part begins.
     """
     indices = []

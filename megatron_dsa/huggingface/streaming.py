@@ -50,7 +50,7 @@ def _chunk(part: ShardedTensor) -> ChunkStorageMetadata:
 
 
 def _parts(entry: Entry) -> list[ShardedTensor]:
-    """Return what a parameter is stored as: itself, or the pieces of its factory."""
+    """Return the stored tensors of a parameter: itself, or the pieces of its factory."""
     if isinstance(entry, ShardedTensorFactory):
         return list(nested_values(entry.build()))
     return [entry]
@@ -134,7 +134,7 @@ def write_checkpoint(
         others: the rest of the state dict, small.
         file_bytes: size of a file, about; as much is held.
     """
-    dist_checkpointing.save(others, str(directory))  # with the files that say what this is
+    dist_checkpointing.save(others, str(directory))  # with the files that describe a checkpoint
     saved = FileSystemReader(directory).read_metadata()
     made: dict[str, list[ShardedTensor]] = {}
     plans, where = _plans(entries, file_bytes)
@@ -151,7 +151,7 @@ def write_checkpoint(
     plans, metadata = create_default_global_save_plan(plans)
     writer = FileSystemWriter(directory)
     writer.set_up_storage_writer(is_coordinator=True)
-    # Torch keeps what it writes to a file until the file is complete. So every file gets a plan,
+    # Torch keeps all tensors of a file until the file is complete. So every file gets a plan,
     # as if ranks wrote them; the first has been written.
     plans = writer.prepare_global_plan([SavePlan([]), *plans])[1:]
     results = [writer.write_data(plan, _Lazily(make)).wait() for plan in plans]

@@ -38,7 +38,7 @@ class Work(NamedTuple):
     """Products of one kind.
 
     Attributes:
-        part: what they belong to, for reports.
+        part: name of the part of the model, for reports.
         keys: they happen once for each of these keys of every query.
         forward, backward: multiply-adds per key in the forward and in the backward pass.
     """
@@ -64,7 +64,7 @@ def flops_by_part(work: Iterable[Work], pairs: Callable[[Keys], int]) -> dict[st
 
 
 def model_work(config: Any, vocabulary: int) -> list[Work]:
-    """Return what a model does per sequence.
+    """Return the products of a model.
 
     Args:
         config: a validated transformer configuration of this package.
@@ -183,7 +183,7 @@ def _mlp_work(config, moe: bool) -> list[Work]:
 
 
 def _linear(part: str, products: int, gradients: int) -> Work:
-    """A product with weights, of which ``gradients`` gradients (0 to 2) are needed."""
+    """Return a product with weights that needs 0 to 2 ``gradients``."""
     return Work(part, TOKEN, products, gradients * products)
 
 

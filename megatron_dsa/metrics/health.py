@@ -121,7 +121,7 @@ class LayerOverlap:
     stage has no figure, nor have layers of multi-token prediction, whose queries are other tokens.
 
     Args:
-        owner: what the layers of one model have in common (their configuration).
+        owner: object that all layers of a model share (their configuration).
         layer: number of this layer; before: that of the selecting layer before it, or ``None``.
     """
 

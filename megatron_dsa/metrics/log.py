@@ -81,7 +81,7 @@ NAMES = tuple(FIGURES)
 
 @dataclass
 class _State:
-    # [2, layers, metrics] on the device: sums, and numbers of what they are over.
+    # [2, layers, metrics] on the device: sums and counts.
     sums: torch.Tensor | None = None
     sampled: set[int] = field(default_factory=set)  # layers whose selection was sampled since
     # Figure -> sum and number of its iterations since Megatron's last log line.

@@ -81,7 +81,7 @@ def adjacent_overlap(
 
     Args:
         indices: lists ``[num_queries, K]``.
-        layout: of the queries. For compressed keys, too, that of the positions.
+        layout: layout of the positions of the queries, also for compressed keys.
         queries: int64 ``[r]``, tokens to look at; all by default.
     """
     require(
@@ -216,7 +216,7 @@ def score_recall(
         rough, scores: ``[r, Skv]`` of these queries, from :func:`query_scores`.
         layout, topk: as for :func:`~megatron_dsa.dsa_kernels.indexer_topk`.
         queries: int64 ``[r]``, their tokens.
-        candidates: rough scores choose that many, of which exact ones keep the best ``topk``
+        candidates: rough scores choose that many, and exact scores keep the best ``topk``
             (``--dsa-fp8-selection``: :func:`megatron_dsa.ops.indexer_topk.api.candidates_for`);
             by default ``topk``, the rough scores decide.
     """

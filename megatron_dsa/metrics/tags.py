@@ -62,7 +62,7 @@ def write(metrics: dict[str, float], iteration: int, writer: Any, wandb_writer: 
 
 
 def operation_metrics(seconds: dict[str, float]) -> dict[str, float]:
-    """Return by tag what ran so far in this process.
+    """Return the calls and times of operations in this process by tag.
 
     Args:
         seconds: measured time per iteration, by operation; empty if it is not measured.

@@ -82,7 +82,7 @@ class Throughput:
 
     Args:
         config: the model's transformer configuration.
-        megatron: what the training loop called before.
+        megatron: functions that the training loop called before.
         device: torch's name of the GPU, empty on a CPU.
     """
 
@@ -160,7 +160,7 @@ class Throughput:
         return round(tokens / length * flops(work, lambda keys: keys.pairs(length)))
 
     def track(self, log_throughput: bool = False, throughput: float | None = None) -> None:
-        """Write what ran since the last log line, and the MFU, as ``track_e2e_metrics``.
+        """Write calls and times of operations and the MFU, as ``track_e2e_metrics``.
 
         Args:
             log_throughput: whether Megatron logs it.

@@ -3,7 +3,7 @@
 Megatron says ``device="cuda"`` in a few hundred places. On a machine without a GPU, and only there,
 :func:`activate` redirects those to the CPU, so that the same entry point, flags, schedules,
 optimizer and checkpoints can be used, over gloo, for quick starts and tests. It never pretends that
-CUDA is available. Each shim says what it is for.
+CUDA is available. Each shim states its purpose.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from megatron_dsa.errors import DSAError, VersionError
 from megatron_dsa.versions import MEGATRON_RUN_WITH, installed_version
 
-#: Flags for what the CPU cannot do, or what would only cost time there.
+#: Flags that turn off features that the CPU lacks or is slow at.
 FLAGS = [
     "--distributed-backend",
     "gloo",

@@ -112,6 +112,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code.
 
     Raises:
-        ConfigError: what the user can mend; ``python -m megatron_dsa`` says it in a sentence.
+        ConfigError: an error that the user can mend; ``python -m megatron_dsa`` prints a sentence.
     """
     return run_command(build_parser().parse_args(argv))

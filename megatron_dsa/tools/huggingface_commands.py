@@ -70,14 +70,14 @@ def import_hf(arguments: argparse.Namespace) -> int:
         tensors = {name: x for name, x in state.items() if name not in objects}
 
         def values(name: str):
-            # Fresh is what the layers of a whole model would start from: a bias of zeros.
+            # Fresh tensors start as in the layers of a whole model: a bias of zeros.
             fresh = name in source.report.fresh
             return torch.zeros(tensors[name].data.shape) if fresh else source.values(name)
 
         (output / "release").mkdir(parents=True, exist_ok=True)
         others = {"model": objects, "checkpoint_version": 3.0, "iteration": 0}
         write_checkpoint(output / "release", tensors, values, others, file_bytes)
-    source.nonfinite.check()  # without the tracker, no run loads what was written
+    source.nonfinite.check()  # without the tracker, no run loads the checkpoint
     tracker.write_text("release")
     source.log()
     print(f"{len(tensors)} tensors of {arguments.input} in {output}; load them with")
@@ -135,7 +135,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
 
 
 def print_flags(arguments: argparse.Namespace) -> int:
-    """Print one line of flags; what they do not say goes to the standard error."""
+    """Print one line of flags; notes on the rest go to the standard error."""
     hf = read_config(arguments.config)
     print(" ".join(flags_of(hf)))
     for note in unsaid(hf):

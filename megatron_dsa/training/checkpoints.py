@@ -129,7 +129,7 @@ def entries_of(checkpoint_dir) -> dict[str, ShardedBase]:
 def redirect(sharded_state_dict, checkpoint_dir) -> None:
     """Make entries of models and optimizers point to where a checkpoint keeps them.
 
-    Prints what was changed. Entries of indexers are removed where the checkpoint has none.
+    Prints the changes. Entries of indexers are removed where the checkpoint has none.
 
     Raises:
         ConfigError: the checkpoint lacks anything else.

@@ -1,8 +1,8 @@
 """How a command or a training ends when it cannot go on: a sentence on stderr and an exit code.
 
-What users can mend (:class:`~megatron_dsa.errors.DSAError`) and what they meet of Megatron's own
-bare errors is said in a sentence; any other error keeps its traceback. ``--traceback`` on the
-command line shows all of them.
+Errors that users can mend (:class:`~megatron_dsa.errors.DSAError`) and common bare errors of
+Megatron end in a sentence; any other error keeps its traceback. ``--traceback`` on the command line
+shows all tracebacks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from megatron_dsa.errors import TRACEBACK_FLAG, DSAError
 from megatron_dsa.training.checkpoint_files import TRACKER
 
-#: Exit code of what the user has to change before it can run.
+#: Exit code of errors that the user has to mend.
 USAGE = 2
 #: Megatron's exit codes after a result that is not a number: save and rerun; give up.
 _RERUN, _REJECTED = 16, 17
@@ -181,7 +181,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _failed_save(error: BaseException) -> Ending | None:
-    """Errors of writing a checkpoint; what torch says of a full disk does not name it."""
+    """Errors of writing a checkpoint; torch's error of a full disk does not name the disk."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     if "save_checkpoint" not in _functions(error):
@@ -242,7 +242,7 @@ def _training_arguments():
 
 
 def _after_a_rejected_result(machine, code: int) -> str:
-    """Say what was no number, in which step, and what to do."""
+    """Return the result that was no number, its step, and the way on."""
     call = machine.failed_validation_call
     what = call.caller.message if call is not None else "a result of another rank was rejected"
     args = _training_arguments()
@@ -263,7 +263,7 @@ def _after_a_rejected_result(machine, code: int) -> str:
 
 
 def _say(message: str) -> None:
-    """Print on stderr what no other rank has printed; leave it for torchrun's summary."""
+    """Print a message on stderr, unless another rank has, and leave it for torchrun's summary."""
     from megatron_dsa.training.launching import this_rank, world_size
 
     sys.stdout.flush()
@@ -276,7 +276,7 @@ def _say(message: str) -> None:
 
 
 def _leave_for_launcher(message: str) -> None:
-    """Write the file that torchrun reads for its summary, which has a hint to its manual else."""
+    """Write the file that torchrun's summary shows; without it the summary names a manual."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

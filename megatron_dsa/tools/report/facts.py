@@ -1,4 +1,4 @@
-"""What a report says about a run in words and numbers: model, results, what ran."""
+"""The words and numbers of a report about a run: model, results, calls, arguments."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def attention(log: RunLog) -> str:
 
 
 def calls(log: RunLog) -> dict[str, dict[str, int]]:
-    """Return what ran: operation -> implementation -> calls, over all restarts."""
+    """Return the calls by operation and implementation, over all restarts."""
     found: dict[str, dict[str, int]] = {}
     for name in log.under(CALLS):
         operation, implementation = name.split("/", 1)
@@ -173,7 +173,7 @@ def calls(log: RunLog) -> dict[str, dict[str, int]]:
 
 
 def results(log: RunLog) -> dict[str, str]:
-    """Return the figures of the overview by column, written out; what was not logged is empty."""
+    """Return the figures of the overview by column, written out; empty if not logged."""
     losses, speed = log.scalars.get("lm loss", []), settled(tokens_per_second(log))
     seconds, throughput, share = (
         settled(log.scalars.get(tag, [])) for tag in ("iteration-time", "throughput", MFU)
@@ -195,7 +195,7 @@ def results(log: RunLog) -> dict[str, str]:
 
 
 def missing(runs: list[RunLog]) -> dict[str, str]:
-    """Return what no run logged, and the flags that would have it logged."""
+    """Return the figures that no run logged, and the flags to log them."""
     return {
         what: flags
         for what, (tag, flags) in ON_REQUEST.items()

@@ -40,8 +40,8 @@ class Panel:
         title: name of the chart.
         text: how to read it, one sentence.
         draw: draws the runs on an axis, returns whether there was anything.
-        ylabel, xlabel: of the axes. A chart by step shows where the stage of training changes.
-        format: of the numbers on the y axis.
+        ylabel, xlabel: labels of the axes. A chart by step shows changes of the training stage.
+        format: format of the numbers on the y axis.
         wide: as wide as the page.
     """
 
@@ -89,7 +89,7 @@ def draw_loss(axis, runs: list[RunLog]) -> bool:
             label = " ".join(filter(None, (run.name, "validation", name)))
             drawn.append(line(axis, series, **look, lw=1.6, marker="o", ms=3, label=label))
     later = [value for run in runs for value in _later(run.scalars.get("lm loss", []))]
-    if later:  # what a model has before it has learnt anything would flatten all the rest
+    if later:  # losses of an untrained model would flatten the rest
         room = 0.05 * (max(later) - min(later)) or 0.1
         axis.set_ylim(top=max(later) + room)
     return any(drawn)
