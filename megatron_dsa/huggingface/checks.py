@@ -51,21 +51,21 @@ class NonFinite:
         )
 
 
-def check_inventory(directory: str | Path, places: Iterable[Location], hf: HFModel) -> None:
+def check_inventory(directory: str | Path, locations: Iterable[Location], hf: HFModel) -> None:
     """Raise for tensors of layers and experts that the model of config.json does not have.
 
-    ``places`` locate the checkpoint's tensors. Missing tensors are noticed when a parameter needs
-    them.
+    ``locations`` has one entry per tensor of the checkpoint. Missing tensors are noticed when a
+    parameter needs them.
     """
 
     def refuse(complaint: str) -> NoReturn:
         fix = "use the config.json that came with the weights"
         raise ConfigError(f"checkpoint {directory}: {complaint}; {fix}")
 
-    located = {place.name: place for place in places if place.prefix}
+    located = {x.name: x for x in locations if x.prefix}
     decoder = {hf.names.prefix(i, False, hf.num_layers) for i in range(hf.num_layers)}
     prediction = hf.names.mtp_prefixes(hf.mtp_layers, hf.num_layers)
-    found = [place.prefix for place in located.values()]
+    found = [x.prefix for x in located.values()]
     if beyond := [prefix for prefix in found if prefix not in decoder.union(prediction)]:
         layers = sorted({prefix.rstrip(".") for prefix in beyond})
         some = ", ".join(layers[:4]) + (f" and {len(layers) - 4} more" if len(layers) > 4 else "")
@@ -76,8 +76,8 @@ def check_inventory(directory: str | Path, places: Iterable[Location], hf: HFMod
         )
     says = f"by config.json (num_hidden_layers = {hf.num_layers})"
     own = {line.hf[0] for line in hf.names.mtp}
-    for name, place in located.items():
-        if place.prefix in decoder and name.removeprefix(place.prefix) in own:
+    for name, x in located.items():
+        if x.prefix in decoder and name.removeprefix(x.prefix) in own:
             refuse(f"{name} belongs to multi-token prediction, and {says} to a decoder layer")
     for prefix in prediction:
         if prefix in found and not any(prefix + name in located for name in own):
@@ -96,13 +96,13 @@ def check_inventory(directory: str | Path, places: Iterable[Location], hf: HFMod
 
 def left_by_rank(unused: Iterable[Location], used: Collection[Location]) -> list[Location]:
     """Return the tensors of a rank's own layers and experts that are ``unused`` by it."""
-    layers = {place.prefix for place in used} - {""}
-    experts = {(place.prefix, place.expert) for place in used if place.expert is not None}
+    layers = {x.prefix for x in used} - {""}
+    experts = {(x.prefix, x.expert) for x in used if x.expert is not None}
     with_experts = {prefix for prefix, _ in experts}
 
-    def is_own(place: Location) -> bool:
-        if place.expert is None or place.prefix not in with_experts:
-            return place.prefix in layers
-        return (place.prefix, place.expert) in experts
+    def is_own(x: Location) -> bool:
+        if x.expert is None or x.prefix not in with_experts:
+            return x.prefix in layers
+        return (x.prefix, x.expert) in experts
 
-    return [place for place in unused if is_own(place)]
+    return [x for x in unused if is_own(x)]

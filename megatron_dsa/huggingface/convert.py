@@ -77,20 +77,20 @@ class Import:
         lacking = self._lacking(names, set(without))
         names -= {name for group in lacking.values() for name in group}
         located = {name: self.hf.names.locate(name, self.hf.num_layers) for name in names}
-        self._places = {name: place for name, place in located.items() if place is not None}
-        if unknown := sorted(names - self._places.keys()):
+        self._locations = {name: x for name, x in located.items() if x is not None}
+        if unknown := sorted(names - self._locations.keys()):
             raise ConfigError(
                 f"checkpoint {directory}: {len(unknown)} tensors have no place in Megatron's "
                 f"model, the first is {unknown[0]}; give them lines in "
                 "megatron_dsa/huggingface/names.py"
             )
-        check_inventory(directory, self._places.values(), self.hf)
+        check_inventory(directory, self._locations.values(), self.hf)
         self.nonfinite = NonFinite(
             f"checkpoint {directory}",
             "download it again, or take an earlier one; if values are too large, choose a wider "
             "dtype",
         )
-        self._has_mtp = any(place.is_mtp for place in self._places.values())
+        self._has_mtp = any(x.is_mtp for x in self._locations.values())
         has_indexers = any(is_indexer_parameter(name) for name in names)
         self._matches: dict[str, Match] = {}
         self._tensors = dict(model_tensors(model))
@@ -114,7 +114,7 @@ class Import:
         self.report = Report(
             tuple(self._matches), tuple(fresh), tuple(rounded), tuple(sorted(names - used))
         )
-        self._judge_unused()
+        self._check_unused()
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
         """Return the dtype that holds a parameter as it is stored; ``None``: it is not filled."""
@@ -175,14 +175,14 @@ class Import:
             )
         return lacking
 
-    def _judge_unused(self) -> None:
+    def _check_unused(self) -> None:
         """Raise if a tensor is not read that the layers and experts of this rank should have."""
         place, model = self.place, self._model
-        unused = [self._places[name] for name in self.report.unused]
+        unused = [self._locations[name] for name in self.report.unused]
         whole = place == Place(splits_latents=place.splits_latents, num_experts=place.num_experts)
         ends = [getattr(model, f"{end}_process", True) for end in ("pre", "post")]
         if not (whole and all(ends)):  # other ranks read the rest
-            used = [self._places[name] for match in self._matches.values() for name in match.hf]
+            used = [self._locations[name] for match in self._matches.values() for name in match.hf]
             unused = left_by_rank(unused, used)
         # Models may leave out indexers (stage dense) and multi-token prediction.
         left = [x.name for x in unused if not is_indexer_parameter(x.name) and not x.is_mtp]
@@ -200,7 +200,7 @@ class Import:
         indexers = sum(map(is_indexer_parameter, report.unused))
         # A model that has these layers does not read the copies in them.
         unused = () if _mtp_layers(self._model) else report.unused
-        prediction = sum(self._places[name].is_mtp for name in unused)
+        prediction = sum(self._locations[name].is_mtp for name in unused)
         announced = 0 if self._has_mtp else self.hf.mtp_layers
         for count, message in (
             (fresh, "the checkpoint has no indexers: %d tensors keep their initial values"),

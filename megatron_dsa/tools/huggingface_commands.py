@@ -55,8 +55,8 @@ def import_hf(arguments: argparse.Namespace) -> int:
     hf = read_config(arguments.input)
     names = open_checkpoint(arguments.input, hf).names()
     stage = "sparse" if any(is_indexer_parameter(name) for name in names) else "dense"
-    places = [hf.names.locate(name, hf.num_layers) for name in names]
-    mtp = any(place is not None and place.is_mtp for place in places)
+    locations = [hf.names.locate(name, hf.num_layers) for name in names]
+    mtp = any(x is not None and x.is_mtp for x in locations)
     with _one_process():
         model = empty_model(hf, stage, mtp)
         source = Import(model, arguments.input, without=arguments.without)

@@ -14,11 +14,11 @@ from tests.tiny_models import tiny_config, tiny_v4
 
 def test_kinds_of_layers_are_not_mixed_up(checkpoint):
     """The same layers with other counts: the sum alone does not tell."""
-    places = [V3.locate(name, 2) for name in checkpoint.tensors]
+    locations = [V3.locate(name, 2) for name in checkpoint.tensors]
 
     def check(layers, prediction):
         counts = {"num_hidden_layers": layers, "num_nextn_predict_layers": prediction}
-        check_inventory("here", places, parse_config(tiny_config(**counts)))
+        check_inventory("here", locations, parse_config(tiny_config(**counts)))
 
     check(2, 1)
     with pytest.raises(ConfigError, match=r"model\.layers\.2\.\S+ belongs to multi-token"):
