@@ -18,7 +18,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_dsa.errors import TRACEBACK_FLAG, DSAError
@@ -77,18 +77,14 @@ def explain(error: BaseException) -> Ending | None:
         return Ending("\n".join([str(error) or "no message", *getattr(error, "__notes__", ())]))
     if isinstance(error, ImportError):
         return None  # the checks below import, too
-    for known in (
-        _rejected_result,
-        _refused_flags,
-        _processes,
-        _unreadable_checkpoint,
-        _failed_save,
-        _optimizer_groups,
-        _file,
-    ):
-        if (ending := known(error)) is not None:
-            return ending
-    return None
+    if (message := _rejected_result(error)) is not None:
+        return Ending(message, _REJECTED)
+    passed = _functions(error)
+    for functions, message_of in _KNOWN:
+        if passed & functions and (message := message_of(error)) is not None:
+            return Ending(message)
+    message = _processes(error)
+    return None if message is None else Ending(message)
 
 
 def _functions(error: BaseException) -> set[str]:
@@ -122,17 +118,13 @@ def refused_by_megatron(error: BaseException) -> str:
     return f"Megatron refuses these flags: {error}"
 
 
-def _refused_flags(error: BaseException) -> Ending | None:
+def _refused_flags(error: BaseException) -> str | None:
     """Errors of Megatron's validation of the command line, and of its configurations."""
-    if not isinstance(error, AssertionError | ValueError | ZeroDivisionError):
-        return None
-    where = _functions(error)
-    if where & {"validate_args", "core_transformer_config_from_args", "gpt_config_from_args"}:
-        return Ending(refused_by_megatron(error))
-    return None
+    is_check = isinstance(error, AssertionError | ValueError | ZeroDivisionError)
+    return refused_by_megatron(error) if is_check else None
 
 
-def _processes(error: BaseException) -> Ending | None:
+def _processes(error: BaseException) -> str | None:
     """Errors of processes that look for each other at the start."""
     from torch.distributed import DistNetworkError, DistStoreError, is_initialized
 
@@ -151,16 +143,13 @@ def _processes(error: BaseException) -> Ending | None:
             "not all processes of WORLD_SIZE have met at MASTER_ADDR:MASTER_PORT. Start as many as "
             "it says, each with its own RANK, where this address can be reached"
         )
-    return Ending(f"{reason} ({told}): {first}")
+    return f"{reason} ({told}): {first}"
 
 
-def _unreadable_checkpoint(error: BaseException) -> Ending | None:
+def _unreadable_checkpoint(error: BaseException) -> str | None:
     """Errors of damaged files, which sizes do not show."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
-    where = _functions(error)
-    if not where & {"load_checkpoint", "prepare_loading", "export_hf"}:
-        return None
     cause = _cause(error)
     damaged = isinstance(
         cause, EOFError | OSError | pickle.UnpicklingError | CheckpointingException
@@ -168,7 +157,7 @@ def _unreadable_checkpoint(error: BaseException) -> Ending | None:
     if not damaged:
         return None
     reason = (str(cause).splitlines() or [""])[0] or "a file ends too early"
-    return Ending(
+    return (
         f"the checkpoint of --load cannot be read: {type(cause).__name__}: {reason}. Copy it "
         "again, or load an earlier one with --ckpt-step (docs/guide/resume.md)"
     )
@@ -180,50 +169,58 @@ def _cause(error: BaseException) -> BaseException:
     return next((each[0] for each in failures.values()), error)
 
 
-def _failed_save(error: BaseException) -> Ending | None:
+def _failed_save(error: BaseException) -> str | None:
     """Errors of writing a checkpoint; torch's error of a full disk does not name the disk."""
     from torch.distributed.checkpoint.api import CheckpointException
 
-    if "save_checkpoint" not in _functions(error):
-        return None
     if not isinstance(error, CheckpointException | OSError):
         return None
     folder = _training_arguments().save
     free = shutil.disk_usage(folder).free / 2**20
-    return Ending(
+    return (
         f"no checkpoint could be saved to {folder}, which has {free:.0f} MiB free: "
-        f"{_cause(error)}. "
-        f"{TRACKER} still names the last whole one: make room, and start the same command again "
-        "(docs/guide/resume.md)"
+        f"{_cause(error)}. {TRACKER} still names the last whole one: make room, and start the "
+        "same command again (docs/guide/resume.md)"
     )
 
 
-def _optimizer_groups(error: BaseException) -> Ending | None:
+def _optimizer_groups(error: BaseException) -> str:
     """Megatron finds the groups of an optimizer by their learning rates."""
-    if "_filter_and_reorder_param_groups" not in _functions(error):
-        return None
-    return Ending(
+    return (
         "the optimizer's state in the checkpoint of --load is of other learning rates (--lr, "
         "--min-lr and the like), by which Megatron finds it: give the ones of then, or start "
         f"the optimizer anew with --no-load-optim ({str(error).splitlines()[0]})"
     )
 
 
-def _file(error: BaseException) -> Ending | None:
+def _file(error: BaseException) -> str | None:
     """Files that a command was told to read or write."""
-    if "run_command" not in _functions(error) or not isinstance(error, OSError):
-        return None
-    return None if error.filename is None else Ending(f"{error.filename}: {error.strerror}")
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return None
 
 
-def _rejected_result(error: BaseException) -> Ending | None:
+#: Functions that an error came through -> returns the message for it, or ``None``.
+_KNOWN: tuple[tuple[set[str], Callable[[BaseException], str | None]], ...] = (
+    (
+        {"validate_args", "core_transformer_config_from_args", "gpt_config_from_args"},
+        _refused_flags,
+    ),
+    ({"load_checkpoint", "prepare_loading", "export_hf"}, _unreadable_checkpoint),
+    ({"save_checkpoint"}, _failed_save),
+    ({"_filter_and_reorder_param_groups"}, _optimizer_groups),
+    ({"run_command"}, _file),
+)
+
+
+def _rejected_result(error: BaseException) -> str | None:
     """Megatron saves a state to examine, which fails where there is no ``--save``."""
     machine = _rerun_state_machine()
     if machine is None or machine.state.name != "WILL_RERUN_FROM_CHECKPOINT":
         return None
     if _training_arguments().save is not None:
         return None
-    return Ending(_after_a_rejected_result(machine, _REJECTED), _REJECTED)
+    return _after_a_rejected_result(machine, _REJECTED)
 
 
 def _rerun_state_machine():
