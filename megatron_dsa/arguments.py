@@ -43,7 +43,7 @@ _FORMER_NAMES = {
     "dense-loss": "dense_indexer_loss",
     "indexer-backward": "sparse_indexer_loss",
 }
-#: Flags of earlier versions, and what they are called now.
+#: Flags of earlier versions -> their names now.
 RENAMED = {f"--dsa-{old}-impl": f"{FLAG} {new}=NAME" for old, new in _FORMER_NAMES.items()}
 RENAMED["--csa-dense-mode"] = "--dsa-stage dense"
 RENAMED["--dsa-health-fp8"] = "metrics.quality.score_recall"
@@ -187,7 +187,7 @@ def _field_value(each: dataclasses.Field, about: Option, given: Any) -> Any:
 
 
 def _add_run_arguments(group) -> None:
-    """Add the flags of what a run starts from and of what it reports."""
+    """Add the flags for the start of a run and for its reports."""
     group.add_argument(
         "--dsa-load-hf",
         metavar="DIR",
@@ -213,7 +213,7 @@ def _add_run_arguments(group) -> None:
     group.add_argument(
         TRACEBACK_FLAG,
         action="store_true",
-        help="Show where an error comes from, which is said in a sentence else.",
+        help="Show the traceback of an error that otherwise ends in a sentence.",
     )
 
 
@@ -229,7 +229,7 @@ def add_dry_run_arguments(group) -> None:
 
 
 def add_setting_arguments(group) -> None:
-    """Add the flags of what a plan is made for, which is not the model."""
+    """Add the flags for the machine of a plan."""
     group.add_argument(
         "--dsa-dry-run",
         action="store_true",
@@ -287,7 +287,7 @@ def options_from_args(args: argparse.Namespace) -> DSAOptions:
     """Return the :class:`DSAOptions` that the parsed flags ask for.
 
     Raises:
-        ConfigError: ``--dsa-impl`` names what does not exist.
+        ConfigError: ``--dsa-impl`` names an unknown operation or implementation.
     """
     options = DSAOptions(
         fused=args.dsa_attention_backend != "dsa_unfused", **field_values(DSAOptions, args)

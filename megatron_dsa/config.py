@@ -1,9 +1,10 @@
-"""Configuration: what this package adds to Megatron's MLA configuration."""
+"""Configuration: options and fields beside Megatron's MLA configuration."""
 
 # Without ``from __future__ import annotations``: flags are made from the types of fields.
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, Self, get_args, get_origin
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -11,7 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_dsa.config_rules import CSA_RATIO, csa_rules, dsa_rules
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.dispatch.policy import FLAG, VARIABLE, parse_named
-from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.errors import require
 from megatron_dsa.sequence.sharding import CPLayout
 from megatron_dsa.versions import require_supported_megatron
 
@@ -25,7 +26,7 @@ FULL_TILE = 64
 class Option:
     """The flag of a field, its help text, and the rule for its values.
 
-    Choices are those of the field's type, ``Literal[...]``.
+    Choices come from the field's type, ``Literal[...]``.
 
     Attributes:
         flag: name of the flag. A flag of a boolean field reverses the default.
@@ -122,7 +123,7 @@ class DSAOptions:
     health_rows: int = option(
         16,
         "--dsa-health-rows",
-        "Query rows per layer on which the selection is judged for the log, once per iteration; 0 "
+        "Queries per layer on which the selection is measured for the log, once per iteration; 0 "
         "turns this off.",
         minimum=0,
     )
@@ -134,8 +135,8 @@ class DSAOptions:
     cp_layout: CPLayout = option(
         "zigzag",
         "--dsa-cp-layout",
-        "How context parallelism shards rows: two chunks per rank, of every document (zigzag) or "
-        "of packed rows (zigzag_rows), or one part per rank (contiguous).",
+        "How context parallelism shards tokens: two chunks per rank, of every document (zigzag) or "
+        "of all packed tokens (zigzag_rows), or one part per rank (contiguous).",
     )
     tp_mode: Literal["auto", "heads", "sequence"] = option(
         "auto",
@@ -199,19 +200,24 @@ class DSATransformerConfig(MLATransformerConfig):
     dsa: DSAOptions = field(default_factory=DSAOptions)
 
     def __post_init__(self):
+        self._derive()
         super().__post_init__()
         validate(self)
 
+    def _derive(self) -> None:
+        """Set fields that follow from the fields of a subclass."""
+
     @classmethod
-    def from_mla(cls, config: MLATransformerConfig, options: DSAOptions) -> Self:
-        """Return ``config`` as this class.
+    def from_mla(cls, config: MLATransformerConfig, options: DSAOptions, **own: Any) -> Self:
+        """Return ``config`` as this class; ``own`` has the fields of a subclass that are given.
 
         Megatron's ``__post_init__`` rewrites fields and may not run twice, so the finished fields
         are taken over as they are.
         """
         ours = cls.__new__(cls)
-        ours.__dict__.update(config.__dict__)
-        ours.dsa = options
+        defaults = {each.name: each.default for each, _ in option_fields(cls)}
+        ours.__dict__.update(defaults | config.__dict__ | own, dsa=options)
+        ours._derive()
         validate(ours)
         return ours
 
@@ -221,7 +227,7 @@ class CSATransformerConfig(DSATransformerConfig):
     """Megatron's MLA configuration for layers of window, CSA and HCA attention (DeepSeek-V4).
 
     The one key/value head has ``v_head_dim`` dims, of which the last ``qk_pos_emb_head_dim`` are
-    rotated; ``kv_lora_rank`` has no meaning. Names are those of Megatron's development branch.
+    rotated; ``kv_lora_rank`` has no meaning. Names come from Megatron's development branch.
     """
 
     csa_compress_ratios: list[int] | None = option(
@@ -244,34 +250,11 @@ class CSATransformerConfig(DSATransformerConfig):
         "from the model. --rotary-base is that of the others.",
     )
     o_groups: int = option(
-        8,
-        "--o-groups",
-        "Groups of heads with a low-rank output projection each.",
+        8, "--o-groups", "Groups of heads with a low-rank output projection each."
     )
-    o_lora_rank: int = option(
-        1024,
-        "--o-lora-rank",
-        "Rank of a group's output projection.",
-    )
+    o_lora_rank: int = option(1024, "--o-lora-rank", "Rank of a group's output projection.")
 
-    def __post_init__(self):
-        self._set_ratios()
-        super().__post_init__()
-
-    @classmethod
-    def from_mla(cls, config: MLATransformerConfig, options: DSAOptions, **csa: Any) -> Self:
-        """Return a finished MLA configuration as this class; ``csa`` has the fields above."""
-        ours = cls.__new__(cls)
-        for each in dataclasses.fields(cls):
-            if each.default is not dataclasses.MISSING:
-                setattr(ours, each.name, each.default)
-        ours.__dict__.update(config.__dict__)
-        ours.__dict__.update(csa, dsa=options)
-        ours._set_ratios()
-        validate(ours)
-        return ours
-
-    def _set_ratios(self) -> None:
+    def _derive(self) -> None:
         if self.csa_compress_ratios is not None:
             self.csa_compress_ratios = [int(ratio) for ratio in self.csa_compress_ratios]
             # Layers of different kinds cannot be stacked in one checkpoint tensor.
@@ -321,13 +304,13 @@ def loss_is_sparse(config: Any) -> bool:
 
 
 def by_sequence(config: Any) -> bool:
-    """Whether tensor-parallel ranks attend for rows of their own with all heads.
+    """Whether tensor-parallel ranks attend for tokens of their own with all heads.
 
-    Only selected keys make rows independent of each other's: stages with dense attention go by
+    Only selected keys make tokens independent of each other: stages with dense attention go by
     heads.
     """
     ranks, mode = config.tensor_model_parallel_size, options_of(config).tp_mode
-    dense = options_of(config).stage != "sparse" and not hasattr(config, "csa_compress_ratios")
+    dense = options_of(config).stage != "sparse" and not uses_csa(config)
     if ranks == 1 or not config.sequence_parallel or dense or mode == "heads":
         return False
     return mode == "sequence" or config.num_attention_heads // ranks < FULL_TILE
@@ -335,9 +318,8 @@ def by_sequence(config: Any) -> bool:
 
 def query_heads(config: Any) -> int:
     """Return how many heads attention has on a rank."""
-    return config.num_attention_heads // (
-        1 if by_sequence(config) else config.tensor_model_parallel_size
-    )
+    ranks = 1 if by_sequence(config) else config.tensor_model_parallel_size
+    return config.num_attention_heads // ranks
 
 
 def exchanges_latents(config: Any) -> bool:
@@ -386,16 +368,12 @@ def validate(config: Any) -> None:
 
     Called when the configuration or a layer is built: nothing of this is left to the first step.
     """
+    options = options_of(config)
+    rules: Iterable[tuple[Any, str]] = dsa_rules(config, options)
     if uses_csa(config):
-        rules = [*option_rules(CSATransformerConfig, config)]
-        rules += csa_rules(config, options_of(config))
-    else:
-        rules = [*dsa_rules(config, options_of(config))]
-    complaints = [message for ok, message in rules if not ok]
-    if complaints:
-        raise ConfigError(
-            "unsupported configuration:\n" + "\n".join(f"  - {p}" for p in complaints)
-        )
+        rules = chain(option_rules(CSATransformerConfig, config), csa_rules(config, options))
+    complaints = [f"  - {message}" for ok, message in rules if not ok]
+    require(not complaints, "\n".join(["unsupported configuration:", *complaints]))
 
 
 def is_indexer_parameter(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What is refused: rules as ``(ok, message)``; a message names the argument, the rule and the fix.
+"""Refused configurations: rules ``(ok, message)``; messages name argument, rule and fix.
 
 They read a transformer configuration and its options, and know neither class, so that
 ``config.py`` builds on them.
@@ -14,6 +14,19 @@ import torch
 
 #: Compression ratio of the layers that select among their compressed keys (CSA). Groups overlap.
 CSA_RATIO = 4
+
+#: Megatron's flags that are refused in every case, and why. The field has the name of the flag.
+UNSUPPORTED = {
+    "--cache-mla-latents": "it is for inference, which this package does not do",
+    "--mla-down-proj-fusion": "the indexer reads the query latent",
+    "--qk-clip": "the sparse kernels do not report the largest logit",
+    "--log-max-attention-logit": "the sparse kernels do not report it",
+    "--no-rope-freq": "every layer of this attention has rope",
+    "--qk-l2-norm": "MLA normalises its latents (--qk-layernorm)",
+    "--batch-invariant-mode": "kernels of sparse attention do not promise it",
+    "--use-transformer-engine-op-fuser": "it would have no effect on these layers",
+    "--hybrid-context-parallel": "every microbatch is divided alike",
+}
 
 
 def dsa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
@@ -33,12 +46,11 @@ def dsa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 def _mla_rules(config: Any, options: Any):
     """What the absorbed MLA of DSA needs."""
     local, shards = config.transformer_impl == "local", config.tensor_model_parallel_size
-    latents = {
-        "--q-lora-rank": config.q_lora_rank or 0,
-        "--kv-lora-rank plus --qk-pos-emb-head-dim": config.kv_lora_rank
-        + config.qk_pos_emb_head_dim,
-    }
-    for name, size in latents.items():
+    kv = config.kv_lora_rank + config.qk_pos_emb_head_dim
+    for name, size in (
+        ("--q-lora-rank", config.q_lora_rank or 0),
+        ("--kv-lora-rank plus --qk-pos-emb-head-dim", kv),
+    ):
         yield (
             not local or size % shards == 0,
             f"{name} ({size}) must be a multiple of --tensor-model-parallel-size ({shards}) "
@@ -60,7 +72,10 @@ def _mla_rules(config: Any, options: Any):
 
 
 def attention_rules(config: Any) -> Iterator[tuple[Any, str]]:
-    """Yield what no attention of this package does."""
+    """Yield rules for features that no attention of this package has."""
+    for flag, reason in UNSUPPORTED.items():
+        given = getattr(config, flag.removeprefix("--").replace("-", "_"), None)
+        yield not given, f"{flag} is not supported: {reason}; drop it"
     yield (
         config.multi_latent_attention,
         "--multi-latent-attention is required: its configuration has the fields for this attention",
@@ -75,18 +90,6 @@ def attention_rules(config: Any) -> Iterator[tuple[Any, str]]:
         "biases are not supported: pass --disable-bias-linear and drop --add-qkv-bias",
     )
     yield (
-        not config.cache_mla_latents,
-        "--cache-mla-latents is for inference, which this package does not do: drop it",
-    )
-    yield (
-        not getattr(config, "mla_down_proj_fusion", False),
-        "--mla-down-proj-fusion is not supported: the indexer reads the query latent; drop it",
-    )
-    yield (
-        not config.qk_clip,
-        "--qk-clip is not supported: the sparse kernels do not report the largest logit; drop it",
-    )
-    yield (
         config.softmax_type == "vanilla"
         and config.window_size is None
         and config.window_attn_skip_freq is None,
@@ -94,10 +97,6 @@ def attention_rules(config: Any) -> Iterator[tuple[Any, str]]:
         "selection is the mask",
     )
     yield from _ignored_rules(config)
-    yield (
-        not config.log_max_attention_logit,
-        "--log-max-attention-logit is not supported: the sparse kernels do not report it; drop it",
-    )
     yield (
         config.attention_dropout == 0.0,
         f"--attention-dropout must be 0, got {config.attention_dropout}: sparse attention kernels "
@@ -112,10 +111,6 @@ def attention_rules(config: Any) -> Iterator[tuple[Any, str]]:
 def _ignored_rules(config: Any):
     """Settings of Megatron's attentions that this one would not read."""
     yield (
-        not config.no_rope_freq,
-        "--no-rope-freq is not supported: every layer of this attention has rope; drop it",
-    )
-    yield (
         config.rotary_percent == 1.0 or config.rope_type == "rope",
         f"--rotary-percent must be 1 with --rope-type yarn, got {config.rotary_percent}: YaRN "
         "rotates all of --qk-pos-emb-head-dim",
@@ -124,10 +119,6 @@ def _ignored_rules(config: Any):
         config.softmax_scale is None,
         "--use-mup (and softmax_scale) are not supported: the softmax scale is that of MLA's head "
         "dims; drop it",
-    )
-    yield (
-        not config.qk_l2_norm,
-        "--qk-l2-norm is not supported: MLA normalises its latents (--qk-layernorm); drop it",
     )
     yield (
         config.num_query_groups in (None, config.num_attention_heads),
@@ -153,12 +144,7 @@ def _ignored_rules(config: Any):
     yield (
         not (config.use_kitchen or config.use_kitchen_attention),
         "--kitchen-config-file, --kitchen-recipe-number and --use-kitchen-attention are not "
-        "supported: the layers are those of --transformer-impl; drop them",
-    )
-    yield (
-        not config.batch_invariant_mode,
-        "--batch-invariant-mode is not supported: kernels of sparse attention do not promise it; "
-        "drop it",
+        "supported: --transformer-impl chooses the layers; drop them",
     )
     offloaded = {"qkv_linear", "core_attn", "attn_proj"} & set(config.offload_modules or ())
     yield (
@@ -170,22 +156,21 @@ def _ignored_rules(config: Any):
 
 def _precision_rules(config: Any):
     """What quantisation and mixed precision need of the set of layers."""
-    local = config.transformer_impl == "local"
-    for flag, value in (("--fp8-format", config.fp8), ("--fp4-format", config.fp4)):
+    local, bf16 = config.transformer_impl == "local", "torch's linears would silently use --bf16"
+    norms = "layernorm" in (config.recompute_modules or ())
+    for flag, value, reason in (
+        ("--fp8-format", config.fp8, bf16),
+        ("--fp4-format", config.fp4, bf16),
+        ("--te-precision-config-file", config.quant_recipe, "torch's linears do not read it"),
+        ("--apply-layernorm-1p", config.layernorm_zero_centered_gamma, "torch's norms ignore it"),
+        ("--recompute-modules layernorm", norms, "megatron-core 0.19 cannot recompute torch's"),
+    ):
         yield (
             not (local and value),
-            f"{flag} needs --transformer-impl transformer_engine: torch's linears would train in "
-            "--bf16 and say nothing",
+            f"{flag} needs --transformer-impl transformer_engine: {reason}; drop it",
         )
-    yield (
-        not (local and config.quant_recipe is not None),
-        "--te-precision-config-file needs --transformer-impl transformer_engine: torch's linears "
-        "do not read it",
-    )
-    for flag, value in (
-        ("--fp8-param-gather", config.fp8_param),
-        ("--fp4-param-gather", config.fp4_param),
-    ):
+    gathered = (("--fp8-param-gather", config.fp8_param), ("--fp4-param-gather", config.fp4_param))
+    for flag, value in gathered:
         yield (
             not value,
             f"{flag} is not supported: absorption reads the up-projection weight in bf16",
@@ -195,24 +180,13 @@ def _precision_rules(config: Any):
         "--fp32-residual-connection is not supported: neither torch's norms nor "
         "transformer-engine's take fp32 beside weights of 16 bits; drop it",
     )
-    yield (
-        not config.use_transformer_engine_op_fuser,
-        "--use-transformer-engine-op-fuser is not supported: it would have no effect on these "
-        "layers; drop it",
-    )
 
 
 def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     """Yield what concerns every attention of this package: layouts, layer sets, features."""
-    local = config.transformer_impl == "local"
     yield (
-        not getattr(config, "hybrid_context_parallel", False),
-        "--hybrid-context-parallel is not supported: drop it, every microbatch is divided alike",
-    )
-    exchange = config.cp_comm_type
-    exchange = exchange if isinstance(exchange, list) else [exchange]
-    yield (
-        config.context_parallel_size == 1 or not any("a2a" in (kind or "") for kind in exchange),
+        # A string, or one per layer.
+        config.context_parallel_size == 1 or "a2a" not in str(config.cp_comm_type),
         f"--cp-comm-type must be p2p or allgather, got {config.cp_comm_type}: this attention "
         "gathers keys and leaves queries where they are",
     )
@@ -241,15 +215,6 @@ def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     yield (
         config.cuda_graph_impl == "none",
         f"--cuda-graph-impl must be none, got {config.cuda_graph_impl}: not supported yet",
-    )
-    yield (
-        not (local and config.layernorm_zero_centered_gamma),
-        "--apply-layernorm-1p needs --transformer-impl transformer_engine",
-    )
-    yield (
-        not (local and "layernorm" in (config.recompute_modules or ())),
-        "--recompute-modules layernorm needs transformer-engine: megatron-core 0.19's recompute of "
-        "norms fails without it; drop it",
     )
     yield (
         config.gtp_weight_remat_size == 1,
@@ -307,13 +272,17 @@ def _loss_rules(coefficient: float | None, stage: str):
 
 
 def csa_rules(config, options) -> Iterator[tuple[Any, str]]:
-    """Yield ``(ok, message)`` for layers of window, CSA and HCA attention (DeepSeek-V4)."""
+    """Yield every rule for a model with window, CSA and HCA layers (DeepSeek-V4)."""
     yield from _pattern_rules(config)
     yield from _shape_rules(config, options)
     yield from attention_rules(config)
     yield from host_rules(config, options)
-    if options.stage != "dense":
-        yield from _csa_indexer_rules(config, options)
+    if options.stage != "dense" and CSA_RATIO in (config.csa_compress_ratios or ()):
+        yield from indexer_rules(config, options)
+        yield (
+            config.dsa_indexer_rope_interleaved,
+            "--dsa-indexer-rope-interleaved is required: V4's indexer pairs neighbouring dims",
+        )
 
 
 def _pattern_rules(config):
@@ -377,14 +346,4 @@ def _shape_rules(config, options):
     yield (
         config.dsa_indexer_topk_freq == 1,
         "--dsa-indexer-topk-freq must be 1: V4's layers do not share selections",
-    )
-
-
-def _csa_indexer_rules(config, options):
-    if CSA_RATIO not in (config.csa_compress_ratios or ()):
-        return
-    yield from indexer_rules(config, options)
-    yield (
-        config.dsa_indexer_rope_interleaved,
-        "--dsa-indexer-rope-interleaved is required: V4's indexer pairs neighbouring dims",
     )

@@ -16,7 +16,7 @@ import torch
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.training.entry_errors import told_in_a_sentence
 from megatron_dsa.training.host_warnings import silence_host_warnings
-from megatron_dsa.training.launching import check_launch
+from megatron_dsa.training.launching import check_launch, this_rank
 from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.versions import untested_versions
 
@@ -58,7 +58,7 @@ def prepare_host(argv: list[str]) -> None:
     if cpu_host.needed():
         cpu_host.activate()
     preset_flags(argv)
-    if os.environ.get("RANK", "0") == "0":
+    if this_rank() == 0:
         for warning in untested_versions():
             print(f"> warning: {warning}")
     _use_compiled_dataset_helper()
@@ -105,10 +105,17 @@ def finish() -> None:
     """End a training script: print how often each implementation ran, and leave together.
 
     To be called once, on every rank, as the last thing after Megatron's ``pretrain()``: the process
-    group is destroyed. A run that silently did something else cannot pass for a result; the counts
-    are those of rank 0 (:func:`megatron_dsa.dispatch.report` gives them as numbers, on any rank).
+    group is destroyed. A run that silently did something else cannot pass for a result. Rank 0
+    prints its counts; :func:`megatron_dsa.dispatch.report` returns them on any rank.
     """
-    _print_report()
+    from megatron.training import print_rank_0
+
+    from megatron_dsa.dispatch import report
+
+    print_rank_0("> megatron_dsa ran, calls per implementation:")
+    for operation, counts in report().items():
+        runs = ", ".join(f"{name} {count}" for name, count in counts.items())
+        print_rank_0(f">   {operation}: {runs}")
     if torch.distributed.is_initialized():
         # Without the barrier a rank may leave while another still waits for it.
         torch.distributed.barrier()
@@ -122,18 +129,6 @@ def _use_compiled_dataset_helper() -> None:
     makefile = os.path.join(os.path.dirname(utils.__file__), "Makefile")
     if not os.path.exists(makefile):
         utils.compile_helpers = lambda: None
-
-
-def _print_report() -> None:
-    """Print the counts of rank 0, one line per operation."""
-    from megatron.training import print_rank_0
-
-    from megatron_dsa.dispatch import report
-
-    print_rank_0("> megatron_dsa ran, calls per implementation:")
-    for operation, counts in report().items():
-        runs = ", ".join(f"{name} {count}" for name, count in counts.items())
-        print_rank_0(f">   {operation}: {runs}")
 
 
 # Saving a checkpoint spawns processes that import this module again.

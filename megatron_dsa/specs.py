@@ -125,7 +125,9 @@ def get_backend(transformer_impl: str) -> Any:
     )
 
 
-def _attention_spec(backend, *, rms_norm: bool, qk_layernorm: bool, is_mtp: bool) -> ModuleSpec:
+def _attention_spec(
+    backend, *, rms_norm: bool = True, qk_layernorm: bool = True, is_mtp: bool = False
+) -> ModuleSpec:
     indexer = ModuleSpec(
         module=DSAIndexer,
         submodules=DSAIndexerSubmodules(
@@ -160,26 +162,18 @@ def _attention_spec(backend, *, rms_norm: bool, qk_layernorm: bool, is_mtp: bool
 
 def _layer_spec(
     backend,
+    attention: ModuleSpec,
     *,
+    layer: type = TransformerLayer,
     rms_norm: bool = True,
-    qk_layernorm: bool = True,
     num_experts: int | None = None,
     moe_grouped_gemm: bool = False,
-    is_mtp: bool = False,
-    share_indices: bool = False,
-    csa: bool = False,
 ) -> ModuleSpec:
-    if csa:
-        attention = csa_attention_spec(backend, is_mtp=is_mtp)
-    else:
-        attention = _attention_spec(
-            backend, rms_norm=rms_norm, qk_layernorm=qk_layernorm, is_mtp=is_mtp
-        )
     norm = backend.layer_norm(rms_norm=rms_norm, has_residual=True)
     # With transformer-engine the norm before a dense MLP is fused into its first linear.
     fused_mlp_norm = backend.fuse_layernorm_and_linear() and num_experts is None
     return ModuleSpec(
-        module=IndexSharingLayer if share_indices and not is_mtp else TransformerLayer,
+        module=layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=attention,
@@ -201,7 +195,7 @@ def _transformer_config(config):
 def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> ModuleSpec:
     """Return the spec of one decoder layer with sparse attention.
 
-    Hybrid attention (DeepSeek-V4) if the configuration has ``csa_compress_ratios``, else DSA.
+    V4's attention if the configuration has ``csa_compress_ratios``, else DSA.
 
     Args:
         config: a transformer configuration, or a model configuration with one inside.
@@ -215,17 +209,21 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
     validate(config)
     install_loss_scale(config)
     install_checkpoint_repairs()
+    backend, rms_norm = get_backend(config.transformer_impl), config.normalization == "RMSNorm"
     if uses_csa(config):
         repair_checkpoints_of_fp32_parameters()
+        attention = csa_attention_spec(backend, is_mtp=is_mtp)
+    else:
+        attention = _attention_spec(
+            backend, rms_norm=rms_norm, qk_layernorm=config.qk_layernorm, is_mtp=is_mtp
+        )
     return _layer_spec(
-        get_backend(config.transformer_impl),
-        rms_norm=config.normalization == "RMSNorm",
-        qk_layernorm=config.qk_layernorm,
+        backend,
+        attention,
+        layer=IndexSharingLayer if shares_indices(config) and not is_mtp else TransformerLayer,
+        rms_norm=rms_norm,
         num_experts=config.num_moe_experts if moe else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
-        is_mtp=is_mtp,
-        share_indices=shares_indices(config),
-        csa=uses_csa(config),
     )
 
 
@@ -285,14 +283,19 @@ def dsa_mtp_block_spec(config, vp_stage: int | None = None) -> Any:
     )
 
 
+def _dense_layer_spec(transformer_impl: str) -> ModuleSpec:
+    backend = get_backend(transformer_impl)
+    return _layer_spec(backend, _attention_spec(backend))
+
+
 def __getattr__(name: str):
     """Explain the one object that exists only with transformer-engine."""
     if name == "dsa_te_layer_spec":
-        return _layer_spec(get_backend("transformer_engine"))
+        return _dense_layer_spec("transformer_engine")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # Megatron resolves ``--spec`` through vars(module), which does not see __getattr__.
-dsa_local_layer_spec = _layer_spec(LocalBackend())
+dsa_local_layer_spec = _dense_layer_spec("local")
 if why_not_transformer_engine(torch.cuda.is_available()) is None:
-    dsa_te_layer_spec = _layer_spec(get_backend("transformer_engine"))
+    dsa_te_layer_spec = _dense_layer_spec("transformer_engine")

@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-from dataclasses import dataclass
 
 from megatron_dsa.errors import VersionError
 
@@ -81,7 +80,7 @@ def why_not_transformer_engine(has_gpu: bool) -> str | None:
 def untested_versions() -> list[str]:
     """Return a warning for each of torch and megatron-core whose version was never run with.
 
-    Versions outside the supported ranges are refused by :func:`check_host` instead.
+    Versions outside the supported ranges are refused by :func:`host_problem` instead.
     """
     warnings = []
     torch_version, (first, last) = installed_version("torch"), TORCH_RUN_WITH
@@ -100,54 +99,35 @@ def untested_versions() -> list[str]:
     return warnings
 
 
-@dataclass(frozen=True)
-class HostCheck:
-    """Result of :func:`check_host`: the version that was found and, if refused, why."""
-
-    found: str | None
-    problem: str | None
-
-
-def check_host() -> HostCheck:
-    """Compare the installed Python, torch and megatron-core with the supported ranges."""
-    found = installed_version("megatron-core")
-    supported = f"megatron-core >= {MEGATRON_MIN}, < {MEGATRON_BELOW}"
+def host_problem() -> str | None:
+    """Return why Python, torch or megatron-core is refused here, or ``None`` if none is."""
     if sys.version_info < PYTHON_MIN:
         wanted = ".".join(map(str, PYTHON_MIN))
         have = ".".join(map(str, sys.version_info[:3]))
-        return HostCheck(
-            found, f"Python {have} found, >= {wanted} needed: create the environment with it."
-        )
+        return f"Python {have} found, >= {wanted} needed: create the environment with it."
     torch_version = installed_version("torch")
     if torch_version is None or parse_version(torch_version) < parse_version(TORCH_MIN):
-        return HostCheck(
-            found,
+        return (
             f"torch {torch_version or 'not installed'} found, >= {TORCH_MIN} needed: "
-            f"pip install 'torch>={TORCH_MIN}'.",
+            f"pip install 'torch>={TORCH_MIN}'."
         )
+    found = installed_version("megatron-core")
+    supported = f"megatron-core >= {MEGATRON_MIN}, < {MEGATRON_BELOW}"
+    install = f"pip install 'megatron-core>={MEGATRON_MIN},<{MEGATRON_BELOW}'."
     if found is None:
-        return HostCheck(
-            None,
-            f"megatron-core is not installed; supported: {supported}: "
-            f"pip install 'megatron-core>={MEGATRON_MIN},<{MEGATRON_BELOW}'.",
-        )
+        return f"megatron-core is not installed; supported: {supported}: {install}"
     if parse_version(found) < parse_version(MEGATRON_MIN):
-        return HostCheck(
-            found,
-            f"megatron-core {found} is too old; supported: {supported}: "
-            f"pip install 'megatron-core>={MEGATRON_MIN},<{MEGATRON_BELOW}'.",
-        )
+        return f"megatron-core {found} is too old; supported: {supported}: {install}"
     if parse_version(found) >= parse_version(MEGATRON_BELOW):
-        return HostCheck(
-            found,
+        return (
             f"megatron-core {found} is newer than what this release supports ({supported}): "
-            f"pip install 'megatron-core<{MEGATRON_BELOW}', or install a newer megatron-dsa.",
+            f"pip install 'megatron-core<{MEGATRON_BELOW}', or install a newer megatron-dsa."
         )
-    return HostCheck(found, None)
+    return None
 
 
 def require_supported_megatron() -> None:
     """Raise :class:`VersionError` unless the installed megatron-core is in the supported range."""
-    problem = check_host().problem
+    problem = host_problem()
     if problem is not None:
         raise VersionError(problem)

@@ -6,7 +6,7 @@
 * ``flags.py``, ``build.py`` - the model of a config.json as flags, and as a model without memory
 * ``ranks.py`` - which slices of the tensors a rank holds
 * ``files.py``, ``quantised.py`` - JSON, safetensors shards; fp8 and fp4 weights with block scales
-* ``convert.py``, ``checks.py`` - the conversion, and what it checks of layers, experts, values
+* ``convert.py``, ``checks.py`` - the conversion, and its checks of layers, experts and values
 * ``hyper_connections.py`` - V4's, where they leave plain residuals
 * ``streaming.py`` - Megatron's distributed checkpoints, one tensor at a time
 * ``bridge.py`` - Megatron-Bridge's conversion instead, where it is installed

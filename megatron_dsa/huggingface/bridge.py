@@ -1,8 +1,8 @@
 """Megatron-Bridge: its conversion and its providers, for models with sparse layers.
 
-Importing this module needs ``megatron.bridge``. It teaches Bridge what it does not know: the
-architecture DeepSeek-V3.2, whose names are those of V3 and, for the indexer, of our table; that a
-DeepSeek-V3 may gain indexers; and that our replicated linears are not split.
+Importing this module needs ``megatron.bridge``. It adds to Bridge the architecture DeepSeek-V3.2,
+with V3's names and our table's for the indexer; DeepSeek-V3 with new indexers; and our replicated
+linears, which are not split.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DeepSeekV32Bridge(DeepSeekV3Bridge):
     """Bridge's DeepSeek-V3 with the indexers of V3.2."""
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """Return the mappings of V3 and those of the indexers."""
+        """Return the mappings of V3 and of the indexers."""
         mappings = super().mapping_registry().get_all_mappings()
         mtp = getattr(self.hf_config, "num_nextn_predict_layers", 0) or 0
         prefixes = [("decoder.layers.*.", V3.layer_prefix.format("*"))]
@@ -103,7 +103,7 @@ class SparseModelProvider(MLAModelProvider, DSATransformerConfig):
     transformer_layer_spec: Callable = dsa_block_spec
 
     def finalize(self) -> None:
-        """Derive what follows from the fields, and refuse what is not supported."""
+        """Derive fields from others, and refuse unsupported ones."""
         super().finalize()
         validate(self)
 
@@ -127,13 +127,13 @@ def sparse_provider(
     as ``import-hf`` takes it, the rest from Bridge.
 
     Args:
-        bridge: of DeepSeek-V3, DeepSeek-V3.2 or GLM-5.
-        options: ours; ``latent_norm_epsilon`` is that of the model.
-        load_weights: those of the checkpoint fill the model when it is built.
+        bridge: the bridge of DeepSeek-V3, DeepSeek-V3.2 or GLM-5.
+        options: ours; ``latent_norm_epsilon`` is taken from the model.
+        load_weights: whether the checkpoint fills the model when it is built.
 
     Raises:
-        ConfigError: config.json is not understood, or is that of a DeepSeek-V4, whose names in
-            Bridge are those of Megatron's development branch.
+        ConfigError: config.json is not understood, or describes a DeepSeek-V4, for which Bridge
+            has the names of Megatron's development branch.
     """
     hf = _described(bridge)
     if hf.names is not V3:

@@ -64,10 +64,10 @@ def empty_model(
     It is not for running: no kernels are chosen for it.
 
     Args:
-        hf: what config.json says.
-        stage: of training.
-        mtp: the model has the layers of multi-token prediction.
-        dtype: of its parameters, but for those that are fp32 in every model; ``None``: that of
+        hf: the content of config.json.
+        stage: stage of training.
+        mtp: whether the model has the layers of multi-token prediction.
+        dtype: dtype of the parameters that are not fp32 in every model; ``None``: the dtype of
             config.json, or else bfloat16.
     """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -88,10 +88,10 @@ def empty_model(
 def widest_dtype(
     model: torch.nn.Module, stored: Callable[[str], torch.dtype | None]
 ) -> torch.dtype:
-    """Return the dtype of an :func:`empty_model` that rounds nothing of what is stored.
+    """Return the dtype of an :func:`empty_model` that rounds no stored parameter.
 
-    ``stored`` returns the dtype in which a parameter is stored; ``None``: it is not. Parameters
-    that are fp32 in every model do not count.
+    ``stored`` returns the dtype in which a parameter is stored; ``None``: it is not stored.
+    Parameters that are fp32 in every model do not count.
     """
     config: Any = model.config
     free = [

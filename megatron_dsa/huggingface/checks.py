@@ -1,9 +1,10 @@
-"""Checks of a checkpoint: layers and experts are those of config.json, values are finite."""
+"""Checks of a checkpoint: config.json counts its layers and experts, its values are finite."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -18,7 +19,7 @@ _NAMED = 20
 class NonFinite:
     """Counts NaN and infinite values; conversions go on, so that the error names all tensors.
 
-    ``source`` and ``fix`` are for the error: what is read, and what to do about it.
+    The error names ``source`` (a checkpoint, a model) and says how to ``fix`` it.
     """
 
     def __init__(self, source: str, fix: str):
@@ -50,60 +51,58 @@ class NonFinite:
         )
 
 
-def check_inventory(directory: str | Path, names: Collection[str], hf: HFModel) -> None:
+def check_inventory(directory: str | Path, locations: Iterable[Location], hf: HFModel) -> None:
     """Raise for tensors of layers and experts that the model of config.json does not have.
 
-    ``names`` are those of the checkpoint's tensors. Tensors that are missing are noticed when a
+    ``locations`` has one entry per tensor of the checkpoint. Missing tensors are noticed when a
     parameter needs them.
     """
-    located = {name: place for name in names if (place := hf.names.locate(name)) is not None}
+
+    def refuse(complaint: str) -> NoReturn:
+        fix = "use the config.json that came with the weights"
+        raise ConfigError(f"checkpoint {directory}: {complaint}; {fix}")
+
+    located = {x.name: x for x in locations if x.prefix}
     decoder = {hf.names.prefix(i, False, hf.num_layers) for i in range(hf.num_layers)}
     prediction = hf.names.mtp_prefixes(hf.mtp_layers, hf.num_layers)
-    found = {place.prefix for place in located.values()}
-    if beyond := found - decoder.union(prediction):
-        count = sum(place.prefix in beyond for place in located.values())
-        first = sorted(prefix.rstrip(".") for prefix in beyond)
-        some = ", ".join(first[:4]) + (f" and {len(first) - 4} more" if len(first) > 4 else "")
-        raise ConfigError(
-            f"checkpoint {directory}: {count} tensors are of layers that config.json does not "
-            f"count ({some}): it says num_hidden_layers = {hf.num_layers} and "
-            f"num_nextn_predict_layers = {hf.mtp_layers}; use the config.json that came with the "
-            "weights, and count layers of multi-token prediction in num_nextn_predict_layers"
+    found = [x.prefix for x in located.values()]
+    if beyond := [prefix for prefix in found if prefix not in decoder.union(prediction)]:
+        layers = sorted({prefix.rstrip(".") for prefix in beyond})
+        some = ", ".join(layers[:4]) + (f" and {len(layers) - 4} more" if len(layers) > 4 else "")
+        refuse(
+            f"{len(beyond)} tensors are of layers that config.json does not count ({some}): it "
+            f"says num_hidden_layers = {hf.num_layers} and num_nextn_predict_layers = "
+            f"{hf.mtp_layers}, which counts layers of multi-token prediction"
         )
+    says = f"by config.json (num_hidden_layers = {hf.num_layers})"
     own = {line.hf[0] for line in hf.names.mtp}
-    for name, place in located.items():
-        if place.prefix in decoder and name.removeprefix(place.prefix) in own:
-            raise ConfigError(
-                f"checkpoint {directory}: {name} belongs to multi-token prediction, and by "
-                f"config.json (num_hidden_layers = {hf.num_layers}) that layer is one of the "
-                "decoder: use the config.json that came with the weights"
-            )
+    for name, x in located.items():
+        if x.prefix in decoder and name.removeprefix(x.prefix) in own:
+            refuse(f"{name} belongs to multi-token prediction, and {says} to a decoder layer")
     for prefix in prediction:
         if prefix in found and not any(prefix + name in located for name in own):
-            raise ConfigError(
-                f"checkpoint {directory}: layer {prefix.rstrip('.')} has no tensors of multi-token "
-                f"prediction, and by config.json (num_hidden_layers = {hf.num_layers}) it is such "
-                "a layer: use the config.json that came with the weights"
+            refuse(
+                f"layer {prefix.rstrip('.')} has no tensors of multi-token prediction, and {says} "
+                "it is such a layer"
             )
     experts = hf.fields["num_moe_experts"] or 0
     more = [name for name, x in located.items() if x.expert is not None and x.expert >= experts]
     if more:
-        raise ConfigError(
-            f"checkpoint {directory}: {len(more)} tensors are of experts that config.json does not "
-            f"count, the first is {min(more)}: it says n_routed_experts = {experts or None}; use "
-            "the config.json that came with the weights"
+        refuse(
+            f"{len(more)} tensors are of experts that config.json does not count, the first is "
+            f"{min(more)}: it says n_routed_experts = {experts or None}"
         )
 
 
 def left_by_rank(unused: Iterable[Location], used: Collection[Location]) -> list[Location]:
     """Return the tensors of a rank's own layers and experts that are ``unused`` by it."""
-    layers = {place.prefix for place in used}
-    experts = {(place.prefix, place.expert) for place in used if place.expert is not None}
+    layers = {x.prefix for x in used} - {""}
+    experts = {(x.prefix, x.expert) for x in used if x.expert is not None}
     with_experts = {prefix for prefix, _ in experts}
 
-    def is_own(place: Location) -> bool:
-        if place.expert is None or place.prefix not in with_experts:
-            return place.prefix in layers
-        return (place.prefix, place.expert) in experts
+    def is_own(x: Location) -> bool:
+        if x.expert is None or x.prefix not in with_experts:
+            return x.prefix in layers
+        return (x.prefix, x.expert) in experts
 
-    return [place for place in unused if is_own(place)]
+    return [x for x in unused if is_own(x)]

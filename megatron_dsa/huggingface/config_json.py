@@ -38,9 +38,9 @@ class HFModel:
         vocab_size: without padding.
         names: the table of the model's tensors.
         has_indexer: the model type has indexers.
-        dtype: of weights that are not quantised; ``None``: that in which they are stored.
-        quantisation: how quantised weights are stored, and what they become.
-        latent_norm_epsilon: of the norms of MLA's latents; ``None``: that of all norms.
+        dtype: dtype of weights that are not quantised; ``None``: as they are stored.
+        quantisation: how quantised weights are stored and dequantised.
+        latent_norm_epsilon: epsilon of the norms of MLA's latents; ``None``: as in all norms.
         remarks: where Megatron's layers differ a little from the model.
     """
 
@@ -61,7 +61,7 @@ def read_config(path: str | Path) -> HFModel:
     """Read a ``config.json``.
 
     Args:
-        path: of the file, or of the checkpoint directory that holds it.
+        path: the file, or the checkpoint directory that holds it.
 
     Raises:
         ConfigError: it is missing or broken, or says something that is not understood.
@@ -75,7 +75,7 @@ def read_config(path: str | Path) -> HFModel:
 
 
 def parse_config(config: dict[str, Any], source: str = "config.json") -> HFModel:
-    """Return what a config.json means.
+    """Return the model that a config.json describes.
 
     Args:
         config: its content.
@@ -97,8 +97,6 @@ def _parsed(config: dict) -> HFModel:
     model = MODELS[kind]
     check_values(config)
     check_only(config, model.only)
-    for check in model.checks:
-        check(config)
     fields = {field: required(config, key) for key, field in model.fields.items()}
     for converter in model.converters:
         fields |= converter(config)

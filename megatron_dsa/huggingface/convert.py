@@ -1,7 +1,7 @@
 """Conversion: a Hugging Face checkpoint into a Megatron model, and back.
 
-The model's own parameters say what is read. Each is filled with its slice of the checkpoint's
-tensors, one after the other: a rank of a parallel model reads no more than what it holds.
+Each parameter of the model is filled with its slice of the checkpoint's tensors, one after the
+other: a rank of a parallel model reads no more than it holds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -50,12 +49,12 @@ def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class Import:
     """A checkpoint as seen from a model: which tensors fill which parameter, read when asked for.
 
-    A checkpoint without indexers leaves those of the model as they are; all else has to be there.
+    A checkpoint without indexers leaves the model's indexers as they are; all else has to be there.
 
     Args:
         model: ``GPTModel`` (unwrapped); only names, shapes and dtypes are looked at.
-        directory: config.json and safetensors files.
-        place: of this rank.
+        directory: directory of config.json and safetensors files.
+        place: place of this rank.
         without: features of the checkpoint that released Megatron lacks and that are left out.
 
     Raises:
@@ -77,19 +76,21 @@ class Import:
         names = set(self.reader.names())
         lacking = self._lacking(names, set(without))
         names -= {name for group in lacking.values() for name in group}
-        if unknown := sorted(name for name in names if not self.hf.names.is_known(name)):
+        located = {name: self.hf.names.locate(name, self.hf.num_layers) for name in names}
+        self._locations = {name: x for name, x in located.items() if x is not None}
+        if unknown := sorted(names - self._locations.keys()):
             raise ConfigError(
                 f"checkpoint {directory}: {len(unknown)} tensors have no place in Megatron's "
                 f"model, the first is {unknown[0]}; give them lines in "
                 "megatron_dsa/huggingface/names.py"
             )
-        check_inventory(directory, names, self.hf)
+        check_inventory(directory, self._locations.values(), self.hf)
         self.nonfinite = NonFinite(
             f"checkpoint {directory}",
             "download it again, or take an earlier one; if values are too large, choose a wider "
             "dtype",
         )
-        self._has_mtp = any(map(self._is_mtp, names))
+        self._has_mtp = any(x.is_mtp for x in self._locations.values())
         has_indexers = any(is_indexer_parameter(name) for name in names)
         self._matches: dict[str, Match] = {}
         self._tensors = dict(model_tensors(model))
@@ -113,7 +114,7 @@ class Import:
         self.report = Report(
             tuple(self._matches), tuple(fresh), tuple(rounded), tuple(sorted(names - used))
         )
-        self._judge_unused()
+        self._check_unused()
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
         """Return the dtype that holds a parameter as it is stored; ``None``: it is not filled."""
@@ -174,45 +175,39 @@ class Import:
             )
         return lacking
 
-    def _judge_unused(self) -> None:
+    def _check_unused(self) -> None:
         """Raise if a tensor is not read that the layers and experts of this rank should have."""
         place, model = self.place, self._model
-        unused: Iterable[str] = self.report.unused
+        unused = [self._locations[name] for name in self.report.unused]
         whole = place == Place(splits_latents=place.splits_latents, num_experts=place.num_experts)
         ends = [getattr(model, f"{end}_process", True) for end in ("pre", "post")]
         if not (whole and all(ends)):  # other ranks read the rest
-            locate, used = self.hf.names.locate, chain(*(x.hf for x in self._matches.values()))
-            places = [[x for x in map(locate, names) if x is not None] for names in (unused, used)]
-            unused = [x.name for x in left_by_rank(*places)]
+            used = [self._locations[name] for match in self._matches.values() for name in match.hf]
+            unused = left_by_rank(unused, used)
         # Models may leave out indexers (stage dense) and multi-token prediction.
-        left = [x for x in unused if not is_indexer_parameter(x) and not self._is_mtp(x)]
+        left = [x.name for x in unused if not is_indexer_parameter(x.name) and not x.is_mtp]
         if left:
             raise ConfigError(
                 f"{len(left)} tensors of the checkpoint are of no use to the model, the first is "
                 f"{left[0]}: it is not the model of the checkpoint"
             )
 
-    def _is_mtp(self, hf_name: str) -> bool:
-        return self.hf.names.is_mtp(hf_name, self.hf.num_layers)
-
     def log(self) -> None:
-        """Log what was imported, and what was not."""
+        """Log the imported tensors, and the remarks about all others."""
         report = self.report
         logger.info("imported %d tensors of %s", len(report.filled), self._directory)
         fresh = sum(map(is_indexer_parameter, report.fresh))
         indexers = sum(map(is_indexer_parameter, report.unused))
         # A model that has these layers does not read the copies in them.
-        prediction = 0 if _mtp_layers(self._model) else sum(map(self._is_mtp, report.unused))
+        unused = () if _mtp_layers(self._model) else report.unused
+        prediction = sum(self._locations[name].is_mtp for name in unused)
+        announced = 0 if self._has_mtp else self.hf.mtp_layers
         for count, message in (
             (fresh, "the checkpoint has no indexers: %d tensors keep their initial values"),
             (len(report.rounded), "%d tensors were rounded to the model's dtype"),
             (indexers, "%d tensors of indexers were not read: the model has none"),
             (prediction, "%d tensors of multi-token prediction were not read"),
-            (
-                0 if self._has_mtp else self.hf.mtp_layers,
-                "config.json says num_nextn_predict_layers = %d, and the checkpoint has no such "
-                "layers",
-            ),
+            (announced, "num_nextn_predict_layers = %d, and the checkpoint has no such layers"),
         ):
             if count:
                 logger.warning(message, count)
@@ -233,8 +228,8 @@ def import_model(
 ) -> Report:
     """Fill a Megatron GPT model, in its own dtype, with the weights of a Hugging Face checkpoint.
 
-    Arguments and errors are those of :class:`Import`; shapes that differ and values that are no
-    numbers are an error, too, and the model may be filled by then.
+    See :class:`Import` for arguments and errors. Shapes that differ and values that are no numbers
+    are errors, too; the model may be filled by then.
     """
     source = Import(model, directory, place, without)
     tensors = dict(model_tensors(model))
@@ -249,7 +244,7 @@ def import_model(
 def _piece(
     reader: CheckpointReader, found: Match, hf_name: str, shape: tuple[int, ...], place: Place
 ) -> torch.Tensor:
-    """Return what a rank holds of one tensor of a parameter, which has this ``shape`` there."""
+    """Return a rank's part of one tensor of a parameter, which has this ``shape`` on the rank."""
     full = reader.shape(hf_name)
     if len(full) != len(shape):
         _refuse_shape(hf_name, full, shape)
@@ -312,7 +307,7 @@ def export_model(
                 for target in (hf_name, *_copies(hf_name, hf, model)):
                     writer.add(target, full)
             dtypes.add(tensor.dtype)
-        nonfinite.check()  # without its index, what was written is no checkpoint
+        nonfinite.check()  # without its index, the directory is no checkpoint
         written = {k: v for k, v in config.items() if k != "quantization_config"}
         if hf.mtp_layers != _mtp_layers(model):
             written["num_nextn_predict_layers"] = _mtp_layers(model)
@@ -355,8 +350,8 @@ def _check_exportable(model: torch.nn.Module, hf: HFModel) -> None:
     require(
         hf.has_indexer == has_indexer,
         f"config.json: model_type = {hf.raw['model_type']!r} does not fit a model with {found}: "
-        "give the config.json of deepseek_v3 for a dense model, of deepseek_v32 or glm_moe_dsa "
-        "else; deepseek_v4 needs its indexers trained (--dsa-stage warmup)",
+        "give the config.json of deepseek_v3 for a dense model, else of deepseek_v32 or "
+        "glm_moe_dsa; deepseek_v4 needs its indexers trained (--dsa-stage warmup)",
     )
 
 

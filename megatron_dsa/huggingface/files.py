@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -65,6 +66,21 @@ def _safetensors():
     return safetensors
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor that has not been read: its shape, and the dtype in which it will be returned.
+
+    A quantised one has scales, by name, and the rows and columns that share one.
+    """
+
+    tensor: Any
+    form: Format
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    scale: str = ""
+    block: tuple[int, int] = (1, 1)
+
+
 class CheckpointReader:
     """The tensors of a checkpoint directory by name.
 
@@ -91,18 +107,17 @@ class CheckpointReader:
         self.quantisation = quantisation
         package = _safetensors()
         self._open, self._damaged = package.safe_open, (package.SafetensorError, OSError)
-        self._shards: dict[str, object] = {}
-        in_files = self._read_index()
-        self._in_file: dict[str, str] = {}
-        for there in in_files:
+        self._shards: dict[str, Any] = {}
+        # Name -> shard, and name in it.
+        self._where: dict[str, tuple[str, str]] = {}
+        for there, shard in self._read_index().items():
             name = rename(there)
             require(
-                name not in self._in_file,
-                f"checkpoint {directory}: {self._in_file.get(name)} and {there} are two names of "
-                f"one tensor, {name}: remove the one that is out of date",
+                name not in self._where,
+                f"checkpoint {directory}: {self._where.get(name, ('', ''))[1]} and {there} are two "
+                f"names of one tensor, {name}: remove the one that is out of date",
             )
-            self._in_file[name] = there
-        self._shard_of = {name: in_files[there] for name, there in self._in_file.items()}
+            self._where[name] = shard, there
 
     def _read_index(self) -> dict[str, str]:
         index = self.directory / INDEX
@@ -140,19 +155,19 @@ class CheckpointReader:
 
     def names(self) -> list[str]:
         """Return the names of all tensors but scales."""
-        scales = {scale for name in self._shard_of for scale in scale_names(name)}
-        return [name for name in self._shard_of if name not in scales]
+        scales = {scale for name in self._where for scale in scale_names(name)}
+        return [name for name in self._where if name not in scales]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._shard_of
+        return name in self._where
 
     def _slice(self, name: str):
-        if name not in self._shard_of:
+        if name not in self._where:
             raise ConfigError(
                 f"checkpoint {self.directory} has no tensor {name}: it is incomplete, or of "
                 "another shape than its config.json says"
             )
-        shard, there = self._shard_of[name], self._in_file[name]
+        shard, there = self._where[name]
         try:
             return self._shard(shard).get_slice(there)
         except self._damaged as error:
@@ -161,37 +176,30 @@ class CheckpointReader:
                 "it: download both again"
             ) from error
 
-    def _scale_name(self, name: str) -> str | None:
-        return next((scale for scale in scale_names(name) if scale in self), None)
-
-    def _format(self, name: str) -> Format:
+    def _stored(self, name: str) -> _Stored:
         """Return how a weight is stored, after a look at its scales."""
-        tensor, scale = self._slice(name), self._scale_name(name)
-        form = self.quantisation.format(name, tensor.get_dtype(), scale)
-        if form is not Format.PLAIN:
-            self._block(name, form)
-        return form
-
-    def _shape(self, name: str, form: Format) -> tuple[int, ...]:
-        shape = tuple(self._slice(name).get_shape())
-        return (*shape[:-1], 2 * shape[-1]) if form is Format.FP4 and shape else shape
-
-    def _block(self, name: str, form: Format) -> tuple[int, int]:
-        scale_name = self._scale_name(name)
-        assert scale_name is not None
-        scale = self._slice(scale_name)
-        return self.quantisation.scale_block(
-            name, form, self._shape(name, form), tuple(scale.get_shape()), scale.get_dtype()
+        tensor = self._slice(name)
+        scale = next((scale for scale in scale_names(name) if scale in self), None)
+        dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
+        form = self.quantisation.format(name, dtype, scale)
+        if form is Format.PLAIN:
+            return _Stored(tensor, form, shape, PLAIN[dtype])
+        assert scale is not None
+        if form is Format.FP4 and shape:  # two columns to a byte
+            shape = (*shape[:-1], 2 * shape[-1])
+        scales = self._slice(scale)
+        block = self.quantisation.scale_block(
+            name, form, shape, tuple(scales.get_shape()), scales.get_dtype()
         )
+        return _Stored(tensor, form, shape, self.quantisation.dtype, scale, block)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, of a packed one after unpacking, without reading it."""
-        return self._shape(name, self._format(name))
+        """Return the shape of a tensor (unpacked, if it is packed) without reading it."""
+        return self._stored(name).shape
 
     def read_dtype(self, name: str) -> torch.dtype:
         """Return the dtype that :meth:`read` returns, without reading."""
-        plain = self._format(name) is Format.PLAIN
-        return PLAIN[self._slice(name).get_dtype()] if plain else self.quantisation.dtype
+        return self._stored(name).dtype
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
         """Return a tensor or a part of it; quantised weights are dequantised.
@@ -200,25 +208,25 @@ class CheckpointReader:
             name: as :meth:`names` has it.
             part: one slice per dim with both ends given; ``None`` for all of it.
         """
-        tensor, form = self._slice(name), self._format(name)
+        stored = self._stored(name)
         if part is None:
-            part = tuple(slice(0, extent) for extent in self._shape(name, form))
-        if form is Format.PLAIN:
-            return tensor[part] if part else self._whole(name)
+            part = tuple(slice(0, extent) for extent in stored.shape)
+        if stored.form is Format.PLAIN:
+            return stored.tensor[part] if part else self._whole(name)
         rows, columns = part
-        if form is Format.FP8:
-            values = tensor[part]
-        else:  # two columns to a byte
-            values = unpack(tensor[rows, slice(columns.start // 2, (columns.stop + 1) // 2)])
+        if stored.form is Format.FP8:
+            values = stored.tensor[part]
+        else:
+            bytes_ = slice(columns.start // 2, (columns.stop + 1) // 2)
             odd = columns.start % 2
+            values = unpack(stored.tensor[rows, bytes_])
             values = values[:, odd : odd + columns.stop - columns.start]
-        scale_name = self._scale_name(name)
-        assert scale_name is not None
-        scale, offset = self._whole(scale_name), (rows.start, columns.start)
-        return dequantise(values, scale, self._block(name, form), self.quantisation.dtype, offset)
+        scale, offset = self._whole(stored.scale), (rows.start, columns.start)
+        return dequantise(values, scale, stored.block, stored.dtype, offset)
 
     def _whole(self, name: str) -> torch.Tensor:
-        return self._shard(self._shard_of[name]).get_tensor(self._in_file[name])
+        shard, there = self._where[name]
+        return self._shard(shard).get_tensor(there)
 
 
 def _check_weight_map(index: Path, shard_of: Any) -> None:
@@ -287,8 +295,8 @@ class CheckpointWriter:
 
     def _flush(self) -> None:
         path = self.directory / f"incomplete-{len(self._shards) + 1:05d}.safetensors"
-        # safetensors writes a temporary file, which only its owner may read, and renames it: take
-        # what a file that is opened here gets, as config.json and the index do.
+        # safetensors renames a temporary file that only its owner may read: give the shard the
+        # mode of a new file, as config.json and the index have it.
         path.touch()
         mode = path.stat().st_mode
         self._save(self._held, str(path), metadata={"format": "pt"})

@@ -27,12 +27,11 @@ class Model:
 
     Attributes:
         architecture: class of ``transformers``, which Megatron-Bridge asks for.
-        names: of tensors.
+        names: names of the tensors.
         fields: required key -> field of the same meaning.
         only: optional key -> the only value that Megatron's layers implement.
-        checks: called first with config.json; they raise.
-        converters: called in order with config.json; they return further fields.
-        latent_norm_epsilon: of the norms of the latents, if it is not ``rms_norm_eps``.
+        converters: called in order with config.json; they return further fields, or raise.
+        latent_norm_epsilon: epsilon of the norms of latents, if it is not ``rms_norm_eps``.
         remarks: optional key -> where Megatron's layers differ a little if it is set.
     """
 
@@ -40,7 +39,6 @@ class Model:
     names: Names
     fields: dict[str, str]
     only: dict[str, Any]
-    checks: tuple[Callable[[dict], Any], ...]
     converters: tuple[Callable[[dict], Fields], ...]
     latent_norm_epsilon: float | None = None
     remarks: dict[str, str] = field(default_factory=dict)
@@ -66,10 +64,7 @@ _YARN_KEYS = {"factor", "original_max_position_embeddings", "beta_fast", "beta_s
 def _is_yarn(rope: dict, where: str, yarn: set[str] | None) -> bool:
     """Whether rope parameters are YaRN's, or raise for a key or type that is not understood.
 
-    Args:
-        rope: the parameters.
-        where: their name in config.json.
-        yarn: keys that YaRN has in this model besides those of all; ``None``: it has no YaRN.
+    ``yarn`` has the keys of this model's YaRN besides :data:`_YARN_KEYS`; ``None``: no YaRN.
     """
     keys = {"default": _PLAIN_KEYS}
     if yarn is not None:
@@ -127,23 +122,18 @@ def _experts(config: dict, pattern: list[int]) -> Fields:
 
 # ------------------------------------------------------------ DeepSeek-V3, DeepSeek-V3.2, GLM-5
 
-#: Of the norms of the latents and of the indexer's keys; config.json does not say it.
+#: Epsilon of the norms of latents and of the indexer's keys; config.json does not say it.
 _LATENT_NORM_EPSILON = 1e-6
 _MSCALES = ("mscale", "mscale_all_dim")
 
 
-def _mla_heads(config: dict) -> None:
-    heads = required(config, "num_attention_heads")
-    if config.get("num_key_value_heads", heads) != heads:
-        refuse(
-            "num_key_value_heads",
-            config["num_key_value_heads"],
-            f"must be num_attention_heads ({heads}): multi-latent attention shares no heads",
-        )
-
-
-def _mla_rope(config: dict) -> Fields:
-    """Attention's rope pairs neighbouring dims on both sides."""
+def _mla(config: dict) -> Fields:
+    """Return the fields of rope, which pairs neighbouring dims on both sides."""
+    heads = config["num_attention_heads"]
+    key_heads = config.get("num_key_value_heads", heads)
+    if key_heads != heads:
+        rule = f"must be num_attention_heads ({heads}): multi-latent attention shares no heads"
+        refuse("num_key_value_heads", key_heads, rule)
     where = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(where) or {}
     is_yarn = _is_yarn(rope, where, set(_MSCALES))
@@ -177,7 +167,7 @@ def _grouped_experts(config: dict) -> Fields:
         refuse(
             "topk_group",
             chosen,
-            f"must be half of num_experts_per_tok ({fields['moe_router_topk']}): Megatron judges a "
+            f"must be half of num_experts_per_tok ({fields['moe_router_topk']}): Megatron ranks a "
             "group by its best num_experts_per_tok / topk_group experts, the model by its best two",
         )
     return fields | {
@@ -252,8 +242,7 @@ _DEEPSEEK_V3 = Model(
         "scoring_func": "sigmoid",
         "moe_layer_freq": 1,
     },
-    checks=(_mla_heads,),
-    converters=(_mla_rope, _grouped_experts),
+    converters=(_mla, _grouped_experts),
     latent_norm_epsilon=_LATENT_NORM_EPSILON,
     remarks={
         "index_share_for_mtp_iteration": "index_share_for_mtp_iteration has no counterpart: layers "
@@ -281,7 +270,7 @@ _LAYER_TYPES = {
 }
 
 
-def _v4_keys(config: dict) -> None:
+def _check_v4_keys(config: dict) -> None:
     """Raise for keys that later models of the family have, and that change what weights mean."""
     check_indexer_keys(config, _INDEXER)
     known = ("compress_ratios", "compress_rates", "compress_rope_theta")
@@ -348,6 +337,7 @@ def _v4_experts(config: dict) -> Fields:
 
 def _csa(config: dict) -> Fields:
     """Ratios, dims that rotate, and the indexer, if a layer has one."""
+    _check_v4_keys(config)
     ratios, head = _ratios(config), config["head_dim"]
     dims, factor = config.get("qk_rope_head_dim"), config.get("partial_rotary_factor")
     if dims is None:
@@ -378,7 +368,6 @@ _DEEPSEEK_V4 = Model(
         "scoring_func": "moe_router_score_function",
     },
     only={"num_key_value_heads": 1, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
-    checks=(_v4_keys, _ratios),
     converters=(_v4_rope, _v4_experts, _csa),
 )
 

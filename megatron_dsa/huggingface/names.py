@@ -1,9 +1,9 @@
 """Names: which tensors of a Hugging Face checkpoint make up which parameter of a Megatron model.
 
-One table for DeepSeek-V3, DeepSeek-V3.2 and GLM-5, one for DeepSeek-V4. Hugging Face's names are
-those of the released checkpoints (one tensor per expert); Megatron's are those of its MLA, MoE and
-bundled DSA, which Megatron-Bridge uses, too. Linears have the same orientation on both sides and no
-weight is permuted: all a conversion does is to join tensors, as the gate and the up projection.
+One table for DeepSeek-V3, DeepSeek-V3.2 and GLM-5, one for DeepSeek-V4. Hugging Face's names come
+from released checkpoints (one tensor per expert), Megatron's from its MLA, MoE and bundled DSA, as
+in Megatron-Bridge. Linears have the same orientation on both sides and no weight is permuted: a
+conversion only joins tensors, such as the gate and the up projection.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Match:
-    """What a parameter of a Megatron model is made of: its entry and the full names of ``hf``."""
+    """The tensors of a parameter of a Megatron model: its entry and the full names of ``hf``."""
 
     entry: Entry
     hf: tuple[str, ...]
@@ -59,11 +59,19 @@ class Match:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a tensor of a Hugging Face checkpoint belongs: prefix of its layer, routed expert."""
+    """Where a tensor of a Hugging Face checkpoint belongs.
+
+    Attributes:
+        name: name of the tensor.
+        prefix: how the names of its layer begin; empty outside the layers.
+        is_mtp: whether the layer is one of multi-token prediction.
+        expert: number of its routed expert.
+    """
 
     name: str
-    prefix: str
-    expert: int | None
+    prefix: str = ""
+    is_mtp: bool = False
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,16 +79,16 @@ class Names:
     """The table of a family of models.
 
     Attributes:
-        models: what the family is called in messages.
+        models: name of the family in messages.
         model: parameters outside the layers.
-        layer: those of a layer, without the layer's prefix.
-        mtp: what a multi-token-prediction layer has besides a decoder layer.
-        layer_prefix: of a layer's tensors, with ``{}`` for its number.
-        mtp_prefix: of a multi-token-prediction layer's; ``None``: these layers are numbered on
-            behind the decoder's.
-        copies: what checkpoints keep a second time in their multi-token-prediction layers, and of
-            which tensor. Megatron shares the parameter itself.
-        writes_copies: an export writes them.
+        layer: parameters of a layer, without the layer's prefix.
+        mtp: parameters that a multi-token-prediction layer has besides a decoder layer's.
+        layer_prefix: prefix of a layer's tensors, with ``{}`` for its number.
+        mtp_prefix: prefix of a multi-token-prediction layer's; ``None``: these layers are numbered
+            on behind the decoder's.
+        copies: tensor in multi-token-prediction layers of checkpoints -> the tensor that it
+            repeats. Megatron shares the parameter itself.
+        writes_copies: whether an export writes them.
         lacking: feature that released Megatron lacks -> pattern of the tensors that belong to it.
         rename: turns the name in a file into the released one.
     """
@@ -97,7 +105,7 @@ class Names:
     rename: Callable[[str], str] = str
 
     def match(self, name: str, num_layers: int) -> Match:
-        """Return what the Megatron parameter ``name`` is made of.
+        """Return the tensors that make up the Megatron parameter ``name``.
 
         Args:
             name: with the numbers of layers and experts in the whole model, see
@@ -134,36 +142,27 @@ class Names:
         """Return how the names of multi-token-prediction layers begin."""
         return [self.prefix(layer, True, num_layers) for layer in range(count)]
 
-    def _split(self, hf_name: str) -> tuple[int, bool, str] | None:
-        """Return number, whether the prefix is that of prediction layers, and rest of a name."""
+    def locate(self, hf_name: str, num_layers: int) -> Location | None:
+        """Return where a tensor of a checkpoint belongs; ``None``: the table does not know it.
+
+        Args:
+            hf_name: released name of the tensor.
+            num_layers: decoder layers of the whole model.
+        """
+        if _find(self.model, "hf", hf_name):
+            return Location(hf_name)
         for template, is_mtp in ((self.layer_prefix, False), (self.mtp_prefix, True)):
             pattern = re.escape(template or "").replace(r"\{\}", r"(\d+)")
-            if template and (found := re.fullmatch(f"{pattern}(.*)", hf_name)):
-                return int(found[1]), is_mtp, found[2]
+            layer = re.fullmatch(f"({pattern})(.*)", hf_name) if template else None
+            if layer is None:
+                continue
+            prefix, number, rest = layer.groups()
+            found = _find(self.layer + self.mtp, "hf", rest)
+            if found is None and rest not in self.copies:
+                return None
+            expert = int(found[1]) if found and found[1] else None
+            return Location(hf_name, prefix, is_mtp or int(number) >= num_layers, expert)
         return None
-
-    def is_known(self, hf_name: str) -> bool:
-        """Whether the table has a place for a tensor of a Hugging Face checkpoint."""
-        if _find(self.model, "hf", hf_name):
-            return True
-        parts = self._split(hf_name)
-        return parts is not None and (
-            parts[2] in self.copies or _find(self.layer + self.mtp, "hf", parts[2]) is not None
-        )
-
-    def is_mtp(self, hf_name: str, num_layers: int) -> bool:
-        """Whether a tensor of a checkpoint belongs to multi-token prediction."""
-        parts = self._split(hf_name)
-        return parts is not None and (parts[1] or parts[0] >= num_layers)
-
-    def locate(self, hf_name: str) -> Location | None:
-        """Return where a tensor of a checkpoint belongs; ``None``: outside the layers."""
-        parts = self._split(hf_name)
-        if parts is None:
-            return None
-        found = _find(self.layer + self.mtp, "hf", parts[2])
-        expert = int(found[1]) if found and found[1] else None
-        return Location(hf_name, hf_name.removesuffix(parts[2]), expert)
 
     def lacked(self, hf_name: str) -> str | None:
         """Return the feature that a tensor belongs to and released Megatron lacks, if any."""
@@ -187,11 +186,8 @@ def _find(table: tuple[Entry, ...], side: str, name: str) -> tuple[Entry, str | 
 
 def _entry(hf: str | tuple[str, ...], megatron: str | tuple[str, ...], *rest) -> Entry:
     """Return an entry; single names may be given as they are."""
-
-    def as_tuple(names):
-        return (names,) if isinstance(names, str) else names
-
-    return Entry(as_tuple(hf), as_tuple(megatron), *rest)
+    hf, megatron = ((x,) if isinstance(x, str) else x for x in (hf, megatron))
+    return Entry(hf, megatron, *rest)
 
 
 #: Linears of gated MLPs. The second name of an expert's is that of experts in one grouped linear.

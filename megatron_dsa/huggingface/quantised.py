@@ -9,7 +9,7 @@ import torch
 
 from megatron_dsa.errors import ConfigError, require
 
-#: Of the values that a 4-bit code stands for (e2m1: sign, two exponent bits, one bit of mantissa).
+#: Values of the 4-bit codes without a sign (e2m1: sign, two exponent bits, one mantissa bit).
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 #: Rows that are dequantised at a time.
@@ -56,13 +56,7 @@ class Quantisation:
     dtype: torch.dtype = torch.bfloat16
 
     def format(self, name: str, stored: str, scale: str | None) -> Format:
-        """Return how a weight is stored.
-
-        Args:
-            name: of the weight.
-            stored: its dtype, as safetensors files call it.
-            scale: name of the scales that lie beside it; ``None``: there are none.
-        """
+        """Return how the weight ``name`` is stored, by its dtype and the scales beside it."""
         if stored in PLAIN:
             require(
                 scale is None,
@@ -95,12 +89,8 @@ class Quantisation:
     ) -> tuple[int, int]:
         """Return rows and columns that share a scale of a quantised weight.
 
-        Args:
-            name: of the weight.
-            form: how it is stored.
-            shape: of the weight; of a packed one after unpacking.
-            scales: shape of its scales.
-            stored: dtype of its scales, as safetensors files call it.
+        ``shape`` is that of the weight, if packed after unpacking; ``scales`` and ``stored`` are
+        shape and dtype of its scales.
         """
         require(
             stored in _SCALES and len(shape) == len(scales) == 2 and min(scales) > 0,
@@ -142,7 +132,7 @@ def dequantise(
         scale: ``[full rows / block, full columns / block]`` rounded up; the *multiplier*, in spite
             of the name that it goes by in checkpoints.
         block: rows and columns of a block; blocks at the edges may be smaller.
-        dtype: of the result.
+        dtype: dtype of the result.
         offset: row and column of the full weight at which this part begins.
     """
     indices = []

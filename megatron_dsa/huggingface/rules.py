@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megatron_dsa.errors import ConfigError
+
+LARGEST = sys.float_info.max
 
 
 def refuse(key: str, value: Any, rule: str) -> NoReturn:
@@ -26,14 +29,14 @@ def required(config: dict, key: str) -> Any:
 class Number:
     """A finite number ``>= least``, ``> above`` and ``<= most``; an integer if ``whole``."""
 
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
+    least: float = -LARGEST
+    above: float = -math.inf
+    most: float = LARGEST
     whole: bool = False
 
     def __str__(self) -> str:
         bounds = ((">=", self.least), (">", self.above), ("<=", self.most))
-        rules = [f"{sign} {bound:g}" for sign, bound in bounds if bound is not None]
+        rules = [f"{sign} {bound:g}" for sign, bound in bounds if abs(bound) < LARGEST]
         return f"must be a {'whole' if self.whole else 'finite'} number {' and '.join(rules)}"
 
     def allows(self, value: Any) -> bool:
@@ -41,16 +44,7 @@ class Number:
         kinds = int if self.whole else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds):
             return False
-        try:
-            finite = math.isfinite(value)
-        except OverflowError:  # an integer beyond every float
-            return False
-        return (
-            finite
-            and (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-        )
+        return self.least <= value <= self.most and value > self.above
 
 
 SIZE, COUNT = Number(least=1, whole=True), Number(least=0, whole=True)

@@ -1,8 +1,8 @@
 """Megatron's distributed checkpoints, one tensor at a time: no model has to be held.
 
-A model without memory (``build.empty_model``) says by its ``sharded_state_dict`` which slice of
-which stored tensor a parameter is. Reading and writing are torch's, as in Megatron itself
-(``torch.distributed.checkpoint``); what is here hands them one parameter after the other.
+The ``sharded_state_dict`` of a model without memory (``build.empty_model``) says which slice of
+which stored tensor a parameter is. This module hands one parameter after the other to torch's
+reader and writer (``torch.distributed.checkpoint``), which Megatron uses, too.
 """
 
 from __future__ import annotations
@@ -50,31 +50,22 @@ def _chunk(part: ShardedTensor) -> ChunkStorageMetadata:
 
 
 def _parts(entry: Entry) -> list[ShardedTensor]:
-    """Return what a parameter is stored as: itself, or the pieces of its factory."""
-    return list(nested_values(entry.build())) if _has_pieces(entry) else [entry]
-
-
-def _has_pieces(entry: Entry) -> bool:
-    return isinstance(entry, ShardedTensorFactory)
+    """Return the stored tensors of a parameter: itself, or the pieces of its factory."""
+    if isinstance(entry, ShardedTensorFactory):
+        return list(nested_values(entry.build()))
+    return [entry]
 
 
 class _IntoTensor(DefaultLoadPlanner):
-    """Puts what is read into one tensor."""
+    """Reads into one tensor."""
 
     def __init__(self, tensor: torch.Tensor):
         super().__init__()
         self.tensor = tensor
 
-    def resolve_tensor(self, read_item) -> torch.Tensor:
-        tensor = self.tensor
-        for dim, (start, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            tensor = tensor.narrow(dim, start, length)
-        return tensor
-
-    def commit_tensor(self, read_item, tensor) -> None:
-        pass
+    def lookup_tensor(self, index) -> torch.Tensor:
+        """Return the tensor of which torch takes a part."""
+        return self.tensor
 
 
 class StoredParameters:
@@ -90,9 +81,9 @@ class StoredParameters:
 
         Only the place of ``entry`` is looked at. Another stored shape is a :class:`ConfigError`.
         """
-        if not _has_pieces(entry):
-            return self._read(entry)
-        return entry.merge_fn(dict_list_map_inplace(self._read, entry.build()))
+        if isinstance(entry, ShardedTensorFactory):
+            return entry.merge_fn(dict_list_map_inplace(self._read, entry.build()))
+        return self._read(entry)
 
     def dtype(self, entry: Entry) -> torch.dtype:
         """Return the dtype in which a parameter is stored."""
@@ -137,13 +128,13 @@ def write_checkpoint(
 
     Args:
         directory: must be empty.
-        entries: of the model's sharded state dict, by the names that ``values`` takes. Their
-            dtypes are those of the checkpoint.
+        entries: entries of the model's sharded state dict, by the names that ``values`` takes.
+            The checkpoint gets their dtypes.
         values: returns a parameter.
         others: the rest of the state dict, small.
         file_bytes: size of a file, about; as much is held.
     """
-    dist_checkpointing.save(others, str(directory))  # with the files that say what this is
+    dist_checkpointing.save(others, str(directory))  # with the files that describe a checkpoint
     saved = FileSystemReader(directory).read_metadata()
     made: dict[str, list[ShardedTensor]] = {}
     plans, where = _plans(entries, file_bytes)
@@ -160,7 +151,7 @@ def write_checkpoint(
     plans, metadata = create_default_global_save_plan(plans)
     writer = FileSystemWriter(directory)
     writer.set_up_storage_writer(is_coordinator=True)
-    # Torch keeps what it writes to a file until the file is complete. So every file gets a plan,
+    # Torch keeps all tensors of a file until the file is complete. So every file gets a plan,
     # as if ranks wrote them; the first has been written.
     plans = writer.prepare_global_plan([SavePlan([]), *plans])[1:]
     results = [writer.write_data(plan, _Lazily(make)).wait() for plan in plans]

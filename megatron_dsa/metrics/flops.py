@@ -1,10 +1,10 @@
 """Floating-point operations of a training step with DSA or V4's attention.
 
-Counted are the matrix products that the mathematics asks for, each of them once, two operations per
-multiply-add: what is computed again (scores in a backward pass, recomputed layers), tiles that are
-partly masked, and everything elementwise (norms, rope, softmax, pooling, Hadamard transforms, sums
-over index heads) is not. Divided by time and by a GPU's peak this is the model FLOPs utilization of
-PaLM (appendix B).
+Counted are the matrix products that the mathematics asks for, each once, with two operations per
+multiply-add. Not counted are products that are computed again (scores in a backward pass,
+recomputed layers), masked parts of tiles, and everything elementwise (norms, rope, softmax,
+pooling, Hadamard transforms, sums over index heads). Divided by time and by a GPU's peak this is
+the model FLOPs utilization of PaLM (appendix B).
 
 * A product with a trained weight counts three times, forward and both gradients; one of the
   indexer, whose inputs are detached, twice; one of a frozen main model once.
@@ -13,7 +13,7 @@ PaLM (appendix B).
 * Attention, forward and backward, counts the keys that are attended to. A dense loss on top of
   sparse attention needs the attention's own scores of all visible keys, too: once, forward.
 * In the sparse stage products with ``W_uk`` and ``W_uv`` act on queries and outputs.
-* Of the experts, those that a token is sent to.
+* Experts count if a token is sent to them.
 
 In a frozen ``warmup`` no gradient of the main model is needed, so none is counted.
 """
@@ -38,7 +38,7 @@ class Work(NamedTuple):
     """Products of one kind.
 
     Attributes:
-        part: what they belong to, for reports.
+        part: name of the part of the model, for reports.
         keys: they happen once for each of these keys of every query.
         forward, backward: multiply-adds per key in the forward and in the backward pass.
     """
@@ -64,11 +64,11 @@ def flops_by_part(work: Iterable[Work], pairs: Callable[[Keys], int]) -> dict[st
 
 
 def model_work(config: Any, vocabulary: int) -> list[Work]:
-    """Return what a model does per sequence.
+    """Return the products of a model.
 
     Args:
         config: a validated transformer configuration of this package.
-        vocabulary: rows of the output layer, padding included.
+        vocabulary: words of the output layer, padding included.
     """
     main = _main_gradients(config)
     logits = config.hidden_size * vocabulary
@@ -183,7 +183,7 @@ def _mlp_work(config, moe: bool) -> list[Work]:
 
 
 def _linear(part: str, products: int, gradients: int) -> Work:
-    """A product with weights, of which ``gradients`` gradients (0 to 2) are needed."""
+    """Return a product with weights that needs 0 to 2 ``gradients``."""
     return Work(part, TOKEN, products, gradients * products)
 
 

@@ -1,16 +1,16 @@
-"""Cheap metrics about the selection, measured on a few query rows, once per iteration.
+"""Cheap metrics about the selection, measured on a few queries, once per iteration.
 
-* attention mass captured: the share of the *dense* attention's probability that lies on what is
-  attended to (mean over sampled rows and local heads). Falls when the indexer loses track. In
-  V4's attention window and sink count as attended to.
+* attention mass captured: the share of the *dense* attention's probability that lies on the
+  attended keys (mean over sampled queries and local heads). Falls when the indexer loses track. In
+  V4's attention, window and sink count as attended to.
 * zero scores: the share of visible index scores that are exactly 0 (all relus closed). A large
   share means that ties, not scores, decide the selection.
-* boundary ties: the share of rows whose last selected score equals a rejected one.
-* query overlap: the share of a row's keys that the row before selected as well. How far lists of
-  neighbouring rows could be shared.
-* layer overlap: the share of a row's keys that the layer before selected as well.
+* boundary ties: the share of queries whose last selected score equals a rejected one.
+* query overlap: the share of a query's keys that the query before selected as well. How far
+  lists of neighbouring queries could be shared.
+* layer overlap: the share of a query's keys that the layer before selected as well.
 
-All but the first two are means over rows that see more keys than they select: others have no
+All but the first two are means over queries that see more keys than they select: others have no
 choice. The functions behind them are in :mod:`megatron_dsa.metrics.quality`.
 """
 
@@ -25,8 +25,8 @@ from megatron_dsa.metrics.quality import (
     adjacent_overlap,
     captured_mass,
     chooses,
+    query_scores,
     recall,
-    row_scores,
     visible_keys,
 )
 from megatron_dsa.numerics.autograd import in_backward
@@ -34,8 +34,8 @@ from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.sequence.layout import Layout
 
 
-def sample_rows(num_queries: int, count: int, device) -> torch.Tensor:
-    """Return up to ``count`` query rows, evenly spread, the last one included."""
+def sample_queries(num_queries: int, count: int, device) -> torch.Tensor:
+    """Return up to ``count`` queries, evenly spread, the last one included."""
     count = min(count, num_queries)
     return ((torch.arange(1, count + 1, device=device) * num_queries) // count) - 1
 
@@ -50,7 +50,7 @@ class Attended:
         positions: the layout of positions, which is ``layout`` unless keys are compressed.
         q, kv: ``[Sq, H, D]`` and ``[Skv, D]`` of the sparse attention, ``Skv`` the keys of the
             indexer.
-        indices: int32 ``[Sq, K]``, the selection, rows of kv.
+        indices: int32 ``[Sq, K]``, the selected key rows.
         lse: ``[Sq, H]``, log of all mass that the attention had in its denominator.
         softmax_scale: factor on ``q . kv``.
     """
@@ -72,25 +72,25 @@ def selection_health(attended: Attended, count: int, workspace_bytes: int) -> di
 
     Args:
         attended: selection and attention of a layer.
-        count: number of rows to sample.
+        count: number of queries to sample.
         workspace_bytes: budget for temporary memory.
     """
     layout, topk, inputs = attended.layout, attended.topk, attended.inputs
-    rows = sample_rows(layout.num_queries, count, attended.q.device)
+    queries = sample_queries(layout.num_queries, count, attended.q.device)
     captured = captured_mass(
         attended.q, attended.kv, attended.indices, attended.lse, layout,
-        softmax_scale=attended.softmax_scale, rows=rows, workspace_bytes=workspace_bytes,
+        softmax_scale=attended.softmax_scale, queries=queries, workspace_bytes=workspace_bytes,
     )  # fmt: skip
 
-    visible = visible_keys(layout, rows)
-    scores = row_scores(inputs, rows, workspace_bytes=workspace_bytes)
+    visible = visible_keys(layout, queries)
+    scores = query_scores(inputs, queries, workspace_bytes=workspace_bytes)
     zero = Mean(((scores == 0) & visible).sum(), visible.sum())
     ranked = scores.masked_fill(~visible, float("-inf"))
     kth = torch.topk(ranked, min(topk, ranked.shape[1]), dim=-1).values[:, -1:]
-    rejects = chooses(layout, rows, topk)
+    rejects = chooses(layout, queries, topk)
     tied = rejects & (((ranked >= kth) & visible).sum(-1) > topk)
 
-    overlap = adjacent_overlap(attended.indices, attended.positions, rows)
+    overlap = adjacent_overlap(attended.indices, attended.positions, queries)
     return {
         # An attention that is NaN is not left out.
         "dsa attention mass captured": Mean.of(captured, visible.any(-1, keepdim=True)),
@@ -115,14 +115,13 @@ class _Left:
 class LayerOverlap:
     """How much of a layer's selection the selecting layer before it had selected as well.
 
-    Layers of a pipeline stage run one after the other for a microbatch, so a layer leaves the keys
-    of its sampled rows behind and the next selecting one of the same kind compares them with its
+    Layers of a pipeline stage run one after the other for a microbatch. A layer leaves the keys of
+    its sampled queries behind, and the next selecting layer of the same kind compares them with its
     own. Nothing else is held, and nothing travels between ranks: the first selecting layer of a
-    stage has no figure. Layers of multi-token prediction, whose rows stand for other tokens, take
-    no part.
+    stage has no figure, nor have layers of multi-token prediction, whose queries are other tokens.
 
     Args:
-        owner: what the layers of one model have in common (their configuration).
+        owner: object that all layers of a model share (their configuration).
         layer: number of this layer; before: that of the selecting layer before it, or ``None``.
     """
 
@@ -142,16 +141,16 @@ class LayerOverlap:
         the layer before it is another microbatch's or has not run yet: nothing is done.
 
         Args:
-            indices: int32 ``[Sq, K]``, rows of the key buffer.
+            indices: int32 ``[Sq, K]``, key rows.
             layout, topk: as given to the selection.
-            count: number of rows to sample.
+            count: number of queries to sample.
         """
         if in_backward():
             return {}
         self.forwards += 1
         left = LayerOverlap._left
-        rows = sample_rows(layout.num_queries, count, indices.device)
-        keys = indices[rows]
+        queries = sample_queries(layout.num_queries, count, indices.device)
+        keys = indices[queries]
         LayerOverlap._left = _Left(self.owner, self.layer, self.forwards, keys)
         if left is None or left.owner is not self.owner or left.layer != self.before:
             return {}
@@ -161,5 +160,5 @@ class LayerOverlap:
             return {}
         share = recall(left.keys, keys)
         return {
-            LAYER_OVERLAP: Mean.of(torch.where(chooses(layout, rows, topk), share, float("nan")))
+            LAYER_OVERLAP: Mean.of(torch.where(chooses(layout, queries, topk), share, float("nan")))
         }

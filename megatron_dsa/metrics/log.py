@@ -81,8 +81,8 @@ NAMES = tuple(FIGURES)
 
 @dataclass
 class _State:
-    sums: torch.Tensor | None = None  # [layers, metrics], on the device
-    counts: torch.Tensor | None = None  # [layers, metrics], what the sums are over
+    # [2, layers, metrics] on the device: sums and counts.
+    sums: torch.Tensor | None = None
     sampled: set[int] = field(default_factory=set)  # layers whose selection was sampled since
     # Figure -> sum and number of its iterations since Megatron's last log line.
     line: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -102,9 +102,8 @@ class IndexerLog:
     def create(cls, num_layers: int, device) -> None:
         """Make room for ``num_layers`` layers (decoder plus MTP)."""
         cls._state.sampled.clear()
-        if cls._state.sums is None or cls._state.sums.shape[0] != num_layers:
-            cls._state.sums = torch.zeros(num_layers, len(NAMES), device=device)
-            cls._state.counts = torch.zeros_like(cls._state.sums)
+        if cls._state.sums is None or cls._state.sums.shape[1] != num_layers:
+            cls._state.sums = torch.zeros(2, num_layers, len(NAMES), device=device)
 
     @classmethod
     def is_on(cls) -> bool:
@@ -115,7 +114,7 @@ class IndexerLog:
     def samples_selection(cls, layer_index: int) -> bool:
         """Whether a layer's selection is to be sampled now: in one microbatch per iteration.
 
-        Some hundred small kernels on a few rows: for every microbatch they would take the host
+        Some hundred small kernels on a few queries: for every microbatch they would take the host
         longer than a short sequence takes the GPU.
         """
         if not cls.is_on() or layer_index in cls._state.sampled:
@@ -130,14 +129,13 @@ class IndexerLog:
         A scalar counts once. A :class:`Mean` counts as much as it is over: a rank that has less of
         it (padding, short sequences) weighs less, one that has nothing does not count.
         """
-        if not cls.is_on():
+        sums = cls._state.sums
+        if sums is None:
             return
-        state = cls._state
-        assert state.sums is not None and state.counts is not None
         for name, value in metrics.items():
             total, count = value if isinstance(value, Mean) else (value, 1)
-            state.sums[layer_index, NAMES.index(name)] += total.detach().float()
-            state.counts[layer_index, NAMES.index(name)] += count
+            sums[0, layer_index, NAMES.index(name)] += total.detach().float()
+            sums[1, layer_index, NAMES.index(name)] += count
 
     @classmethod
     def reduce(cls) -> dict[str, Mean]:
@@ -150,16 +148,13 @@ class IndexerLog:
             Sums and counts, each ``[layers]``; a layer that did not record a figure has a count of
             0, one that recorded NaN a sum of NaN.
         """
-        state = cls._state
-        state.sampled.clear()
-        assert state.sums is not None and state.counts is not None
-        both = torch.cat([state.sums, state.counts], dim=1)
+        cls._state.sampled.clear()
+        assert cls._state.sums is not None
+        both = cls._state.sums.clone()
+        cls._state.sums.zero_()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(both)
-        state.sums.zero_()
-        state.counts.zero_()
-        sums, counts = both.chunk(2, dim=1)
-        return {name: Mean(sums[:, i], counts[:, i]) for i, name in enumerate(NAMES)}
+        return {name: Mean(*both[:, :, i]) for i, name in enumerate(NAMES)}
 
     @classmethod
     def log(
@@ -207,7 +202,7 @@ class IndexerLog:
         """Put what Megatron divides by its advanced iterations into ``total_loss_dict``.
 
         That is the mean over the iterations that have the figure, times that divisor: a skipped
-        iteration has none, nor has one whose rows see no more keys than they select.
+        iteration has none, nor has one whose queries see no more keys than they select.
         """
         line = cls._state.line
         advanced = total_loss_dict.get("advanced iterations", 0)

@@ -1,9 +1,8 @@
 """How good a selection is: recall, overlap, captured mass, what rougher scores would find.
 
-Plain functions on tensors, usable without Megatron. They return one value per query row, NaN where
-a row has none, and never synchronise with the host. *Lists* are int32 ``[r, K]``: names of keys
-(rows of the key buffer, or slots: all lists of a call the same) in any order, none twice, negative
-entries select nothing.
+Plain functions on tensors, usable without Megatron. They return one value per query, NaN where a
+query has none, and never synchronise with the host. *Lists* are int32 ``[r, K]``: key rows or slots
+(the same in all lists of a call) in any order, none twice; negative entries select nothing.
 """
 
 from __future__ import annotations
@@ -49,20 +48,20 @@ def recall(selected: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Return fp32 ``[r]``: the share of the keys in ``reference`` that ``selected`` has as well.
 
     Args:
-        selected, reference: lists ``[r, K]`` and ``[r, K']`` of the same rows.
+        selected, reference: lists ``[r, K]`` and ``[r, K']`` of the same queries.
 
     Raises:
-        ConfigError: lists that are not int32 or of different rows.
+        ConfigError: lists that are not int32 or of different queries.
     """
     for name, lists in (("selected", selected), ("reference", reference)):
         require(
             lists.dim() == 2 and lists.dtype == torch.int32 and lists.shape[1] > 0,
-            f"{name} must be int32 [rows, K] with K > 0, got {lists.dtype} {tuple(lists.shape)}",
+            f"{name} must be int32 [queries, K] with K > 0, got {lists.dtype} {tuple(lists.shape)}",
         )
     require(
         len(selected) == len(reference),
-        f"selected and reference must have the same rows, got {len(selected)} and "
-        f"{len(reference)}: take the rows that both have",
+        f"selected and reference must have the same queries, got {len(selected)} and "
+        f"{len(reference)}: take the queries that both have",
     )
     ordered = selected.sort(dim=-1).values
     wanted = reference.contiguous()
@@ -73,39 +72,39 @@ def recall(selected: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def adjacent_overlap(
-    indices: torch.Tensor, layout: Layout, rows: torch.Tensor | None = None
+    indices: torch.Tensor, layout: Layout, queries: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return fp32 ``[r]``: the share of a row's keys that the row before selected as well.
+    """Return fp32 ``[r]``: the share of a query's keys that the query before selected as well.
 
-    NaN for the first row of a sequence, where the row before is not among ``layout``'s (another
-    rank holds it), and for rows that select nothing.
+    NaN for the first query of a sequence, where the query before is not among ``layout``'s (another
+    rank holds it), and for queries that select nothing.
 
     Args:
         indices: lists ``[num_queries, K]``.
-        layout: of the query rows. For compressed keys, too, that of the positions.
-        rows: int64 ``[r]``, query rows to look at; all by default.
+        layout: layout of the positions of the queries, also for compressed keys.
+        queries: int64 ``[r]``, tokens to look at; all by default.
     """
     require(
         len(indices) == layout.num_queries,
-        f"indices must have the {layout.num_queries} query rows of the layout, got {len(indices)}",
+        f"indices must have the {layout.num_queries} queries of the layout, got {len(indices)}",
     )
-    if rows is None:
-        rows = torch.arange(layout.num_queries, device=indices.device)
+    if queries is None:
+        queries = torch.arange(layout.num_queries, device=indices.device)
     # Neighbours in a sequence are as far apart as the elements of a batch are many.
-    before = rows - layout.query_ranges[0].rows.step
+    before = queries - layout.query_ranges[0].rows.step
     exists = before >= 0
     before = before.clamp_min(0)
-    exists &= layout.start[before] == layout.start[rows]
-    exists &= layout.position[before] == layout.position[rows] - 1
-    exists &= layout.end[rows] > layout.start[rows]
-    return torch.where(exists, recall(indices[before], indices[rows]), float("nan"))
+    exists &= layout.start[before] == layout.start[queries]
+    exists &= layout.position[before] == layout.position[queries] - 1
+    exists &= layout.end[queries] > layout.start[queries]
+    return torch.where(exists, recall(indices[before], indices[queries]), float("nan"))
 
 
-def visible_keys(layout: Layout, rows: torch.Tensor) -> torch.Tensor:
-    """Return bool ``[r, num_keys]``: which rows of the key buffer the query rows ``rows`` see."""
-    # Columns are rows of the key buffer, which may be large: only their slots are looked up.
+def visible_keys(layout: Layout, queries: torch.Tensor) -> torch.Tensor:
+    """Return bool ``[r, num_keys]``: which key rows the queries see."""
+    # The key buffer may be large: only the slots of its rows are looked up.
     slots = layout.slots_of_key_rows()
-    return (slots >= layout.start[rows, None]) & (slots < layout.end[rows, None])
+    return (slots >= layout.start[queries, None]) & (slots < layout.end[queries, None])
 
 
 @torch.no_grad()
@@ -117,31 +116,31 @@ def captured_mass(
     layout: Layout,
     *,
     softmax_scale: float,
-    rows: torch.Tensor | None = None,
+    queries: torch.Tensor | None = None,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
 ) -> torch.Tensor:
-    """Return ``[r, H]``: the share of dense attention's probability on what is attended to.
+    """Return ``[r, H]``: the share of dense attention's probability on the attended keys.
 
-    NaN for rows that see no key.
+    NaN for queries that see no key.
 
     Args:
         q, kv: ``[Sq, H, D]`` and ``[Skv, D]`` of the sparse attention.
-        indices: int32 ``[Sq, K]``, rows of kv that are attended to; negative entries are none.
+        indices: int32 ``[Sq, K]``, key rows that are attended to; negative entries are no key.
         lse: ``[Sq, H]``, natural log of all mass that the attention had in its denominator.
-        layout: which keys each query row sees.
+        layout: which keys each query sees.
         softmax_scale: factor on ``q . kv``.
-        rows: int64 ``[r]``, query rows to look at; all by default.
+        queries: int64 ``[r]``, tokens to look at; all by default.
         workspace_bytes: budget for temporary memory.
     """
-    if rows is None:
-        rows = torch.arange(layout.num_queries, device=q.device)
-    shares = torch.full((len(rows), q.shape[1]), float("nan"), dtype=lse.dtype, device=q.device)
-    bytes_per_row = 3 * layout.num_keys * accumulation_dtype(q.dtype).itemsize
-    for block in slices(len(rows), rows_in_budget(workspace_bytes, bytes_per_row)):
-        some = rows[block]
+    if queries is None:
+        queries = torch.arange(layout.num_queries, device=q.device)
+    shares = torch.full((len(queries), q.shape[1]), float("nan"), dtype=lse.dtype, device=q.device)
+    bytes_per_query = 3 * layout.num_keys * accumulation_dtype(q.dtype).itemsize
+    for block in slices(len(queries), rows_in_budget(workspace_bytes, bytes_per_query)):
+        some = queries[block]
         visible = visible_keys(layout, some)
         missed = visible & ~_selected(indices[some], layout.num_keys)
-        heads_at_once = rows_in_budget(workspace_bytes, bytes_per_row * len(some))
+        heads_at_once = rows_in_budget(workspace_bytes, bytes_per_query * len(some))
         for heads in slices(q.shape[1], heads_at_once):
             block_q = q[some][:, heads].transpose(0, 1)
             logits = mm(block_q.flatten(0, 1), kv.t()).unflatten(0, block_q.shape[:2])
@@ -167,26 +166,28 @@ def through_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def row_scores(
+def query_scores(
     inputs: IndexerInputs,
-    rows: torch.Tensor,
+    queries: torch.Tensor,
     *,
     fp8: bool = False,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
 ) -> torch.Tensor:
-    """Return the index scores ``[r, Skv]`` of some query rows, fp32 (fp64 for fp64 inputs).
+    """Return the index scores ``[r, Skv]`` of some queries, fp32 (fp64 for fp64 inputs).
 
-    Columns are rows of the key buffer; what a row does not see is scored, too.
+    Columns are key rows; keys that a query does not see are scored, too.
 
     Args:
         inputs: the indexer's tensors.
-        rows: int64 ``[r]``, query rows.
-        fp8: of q and k as fp8 holds them (:func:`through_fp8`: a scale per query row and index
-            head, and per key), multiplied and summed as before.
+        queries: int64 ``[r]``, tokens.
+        fp8: of q and k as fp8 holds them (:func:`through_fp8`: a scale per query and index head,
+            and per key), multiplied and summed as before.
         workspace_bytes: budget for temporary memory besides the result.
     """
     through = through_fp8 if fp8 else torch.Tensor.detach
-    sampled = IndexerInputs(through(inputs.q[rows]), inputs.k, inputs.weights[rows], inputs.relu)
+    sampled = IndexerInputs(
+        through(inputs.q[queries]), inputs.k, inputs.weights[queries], inputs.relu
+    )
     number, heads, dim = sampled.q.shape
     itemsize = accumulation_dtype(inputs.q.dtype).itemsize
     keys_at_once = rows_in_budget(workspace_bytes, itemsize * (2 * number * heads + 4 * dim))
@@ -203,28 +204,28 @@ def score_recall(
     scores: torch.Tensor,
     layout: Layout,
     topk: int,
-    rows: torch.Tensor,
+    queries: torch.Tensor,
     *,
     candidates: int | None = None,
 ) -> torch.Tensor:
     """Return fp32 ``[r]``: the share of the keys selected by ``scores`` that ``rough`` ones find.
 
-    NaN for rows that see no more than ``topk`` keys: they have no choice.
+    NaN for queries that see no more than ``topk`` keys: they have no choice.
 
     Args:
-        rough, scores: ``[r, Skv]`` of these rows, from :func:`row_scores` with and without fp8.
+        rough, scores: ``[r, Skv]`` of these queries, from :func:`query_scores`.
         layout, topk: as for :func:`~megatron_dsa.dsa_kernels.indexer_topk`.
-        rows: int64 ``[r]``, their query rows.
-        candidates: rough scores choose that many, of which exact ones keep the best ``topk``
+        queries: int64 ``[r]``, their tokens.
+        candidates: rough scores choose that many, and exact scores keep the best ``topk``
             (``--dsa-fp8-selection``: :func:`megatron_dsa.ops.indexer_topk.api.candidates_for`);
             by default ``topk``, the rough scores decide.
     """
-    slot = torch.arange(layout.num_keys, device=rows.device)
-    visible = (slot >= layout.start[rows, None]) & (slot < layout.end[rows, None])
+    slot = torch.arange(layout.num_keys, device=queries.device)
+    visible = (slot >= layout.start[queries, None]) & (slot < layout.end[queries, None])
 
     def chosen(scores: torch.Tensor, count: int) -> torch.Tensor:
-        # In slot order: ties go to the key that comes first. A few rows of scores are less to
-        # reorder than the keys.
+        # In slot order: ties go to the key that comes first. The scores of a few queries are less
+        # to reorder than the keys.
         if layout.key_rows is not None:
             scores = scores.index_select(1, layout.key_rows)
         return best(scores.masked_fill(~visible, float("-inf")), visible, count)
@@ -232,9 +233,9 @@ def score_recall(
     wanted = chosen(scores, topk)
     found = chosen(rough, topk if candidates is None else candidates)
     share = (wanted & found).sum(-1).float() / wanted.sum(-1)
-    return torch.where(chooses(layout, rows, topk), share, float("nan"))
+    return torch.where(chooses(layout, queries, topk), share, float("nan"))
 
 
-def chooses(layout: Layout, rows: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return bool ``[r]``: which of the query rows see more keys than they select."""
-    return layout.end[rows] - layout.start[rows] > topk
+def chooses(layout: Layout, queries: torch.Tensor, topk: int) -> torch.Tensor:
+    """Return bool ``[r]``: which of the queries see more keys than they select."""
+    return layout.end[queries] - layout.start[queries] > topk

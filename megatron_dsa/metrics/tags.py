@@ -61,19 +61,15 @@ def write(metrics: dict[str, float], iteration: int, writer: Any, wandb_writer: 
         wandb_writer.log(metrics, iteration)
 
 
-def write_operations(seconds: dict[str, float], iteration: int) -> None:
-    """Write what ran so far in this process, the one that has a writer.
+def operation_metrics(seconds: dict[str, float]) -> dict[str, float]:
+    """Return the calls and times of operations in this process by tag.
 
     Args:
         seconds: measured time per iteration, by operation; empty if it is not measured.
     """
-    from megatron.training import get_tensorboard_writer, get_wandb_writer
-
-    writer, wandb_writer = get_tensorboard_writer(), get_wandb_writer()
-    metrics: dict[str, float] = {
+    calls: dict[str, float] = {
         calls_tag(operation, name): count
         for operation, counts in report().items()
         for name, count in counts.items()
     }
-    metrics |= {time_tag(operation): value for operation, value in seconds.items()}
-    write(metrics, iteration, writer, wandb_writer)
+    return calls | {time_tag(operation): value for operation, value in seconds.items()}

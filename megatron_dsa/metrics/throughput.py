@@ -1,8 +1,7 @@
 """Megatron's throughput log, with the operations of this package's layers; and the MFU.
 
-Megatron counts an MLA model as if every layer attended to all visible keys. Where a model has
-layers of this package, its training loop calls what is here instead; the first iteration says what
-is counted.
+Megatron counts an MLA model as if every layer attended to all visible keys. A model with layers of
+this package is counted here instead; the first iteration prints which products count.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from megatron_dsa.config import trains_main
 from megatron_dsa.dispatch.counts import TIMES
 from megatron_dsa.metrics.flops import TOKEN, Work, flops, flops_by_part, model_work
-from megatron_dsa.metrics.tags import MFU, write, write_operations
+from megatron_dsa.metrics.tags import MFU, operation_metrics, write
 from megatron_dsa.required_ops import Keys
 
 #: Dense products in bf16, TFLOP/s, by torch's name of the GPU; source: NVIDIA's data sheets of H100
@@ -42,11 +41,11 @@ def peak_tflops(config: Any, device: str) -> float | None:
 
 
 def describe(config: Any, work: list[Work], length: int, device: str = "") -> str:
-    """Say what is counted, where it goes, and what the MFU refers to.
+    """Return the line that says which operations count and to which peak the MFU refers.
 
     Args:
         config: the model's transformer configuration.
-        work: what it does, see :func:`megatron_dsa.metrics.flops.model_work`.
+        work: its products, see :func:`megatron_dsa.metrics.flops.model_work`.
         length: tokens of a sequence.
         device: torch's name of the GPU.
     """
@@ -83,7 +82,7 @@ class Throughput:
 
     Args:
         config: the model's transformer configuration.
-        megatron: what the training loop called before.
+        megatron: functions that the training loop called before.
         device: torch's name of the GPU, empty on a CPU.
     """
 
@@ -141,11 +140,14 @@ class Throughput:
         """Return the operations of a global batch, as Megatron's ``num_floating_point_operations``.
 
         Exact for sequences that fill ``args.seq_length`` and for documents that
-        :meth:`count_documents` saw. Of those that another script hands to Megatron, only two sums
-        are known; they count as documents of one length.
+        :meth:`count_documents` saw. Documents that another script hands to Megatron are known by
+        two sums only; they count as documents of one length.
         """
         work = model_work(self.config, args.padded_vocab_size)
-        self._announce(work, args.seq_length)
+        if not self._announced:
+            self._announced = True
+            said = describe(self.config, work, args.seq_length, self.device)
+            self.megatron.print_first("> " + said)
         tokens, squares = total_real_tokens_in_batch, seqlen_squared_sum_in_batch
         if tokens is None:
             return batch_size * flops(work, lambda keys: keys.pairs(args.seq_length))
@@ -158,7 +160,7 @@ class Throughput:
         return round(tokens / length * flops(work, lambda keys: keys.pairs(length)))
 
     def track(self, log_throughput: bool = False, throughput: float | None = None) -> None:
-        """Write what ran since the last log line, and the MFU, as ``track_e2e_metrics``.
+        """Write calls and times of operations and the MFU, as ``track_e2e_metrics``.
 
         Args:
             log_throughput: whether Megatron logs it.
@@ -171,21 +173,14 @@ class Throughput:
         iteration = args.curr_iteration + 1
         steps = 1 if self._logged is None else max(iteration - self._logged, 1)
         self._logged = iteration
-        seconds = {name: value / steps for name, value in TIMES.take().items()}
-        write_operations(seconds, iteration)
+        metrics = operation_metrics({name: value / steps for name, value in TIMES.take().items()})
         peak = peak_tflops(self.config, self.device)
-        if not log_throughput or throughput is None or peak is None:
-            return
-        share = throughput / peak
-        self.megatron.print_last(f"> iteration {iteration}: MFU {100 * share:.1f} %")
-        if args.log_timers_to_tensorboard:
-            write({MFU: share}, iteration, get_tensorboard_writer(), get_wandb_writer())
-
-    def _announce(self, work, length: int) -> None:
-        if self._announced:
-            return
-        self._announced = True
-        self.megatron.print_first("> " + describe(self.config, work, length, self.device))
+        if log_throughput and throughput is not None and peak is not None:
+            share = throughput / peak
+            self.megatron.print_last(f"> iteration {iteration}: MFU {100 * share:.1f} %")
+            if args.log_timers_to_tensorboard:
+                metrics[MFU] = share
+        write(metrics, iteration, get_tensorboard_writer(), get_wandb_writer())
 
 
 def installed(training_module: ModuleType | None = None) -> Throughput | None:

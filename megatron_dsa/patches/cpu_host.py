@@ -3,7 +3,7 @@
 Megatron says ``device="cuda"`` in a few hundred places. On a machine without a GPU, and only there,
 :func:`activate` redirects those to the CPU, so that the same entry point, flags, schedules,
 optimizer and checkpoints can be used, over gloo, for quick starts and tests. It never pretends that
-CUDA is available. Each shim says what it is for.
+CUDA is available. Each shim states its purpose.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from megatron_dsa.errors import DSAError, VersionError
 from megatron_dsa.versions import MEGATRON_RUN_WITH, installed_version
 
-#: What the CPU cannot do or what would only cost time there.
+#: Flags that turn off features that the CPU lacks or is slow at.
 FLAGS = [
     "--distributed-backend",
     "gloo",
@@ -43,7 +43,7 @@ def needed() -> bool:
 def activate() -> None:
     """Install the shims, for the rest of the process; calling it again changes nothing.
 
-    torch's function modes are those of a thread: call it in the one that builds and trains.
+    torch keeps function modes per thread: call it in the thread that builds and trains.
 
     Raises:
         VersionError: on a megatron-core version on which the shims were not run.
@@ -124,17 +124,13 @@ class NoStream:
     def __init__(self, *_args, **_kwargs):
         pass
 
-    def wait_stream(self, _other) -> None:
-        """Nothing to wait for."""
+    def wait_stream(self, _other=None) -> None:
+        """Return at once: there is nothing to wait for."""
 
-    def wait_event(self, _event) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    wait_event = synchronize = wait_stream
 
     def record_event(self) -> NoStream:
-        """Return what can be waited for alike."""
+        """Return an object that can be waited for."""
         return self
 
 

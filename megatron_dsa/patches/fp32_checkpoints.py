@@ -81,7 +81,3 @@ def _repair_distributed(optimizer_class: Any) -> None:
         return places, ranges
 
     optimizer_class._build_optimizer_group_ranges = classmethod(build_optimizer_group_ranges)
-    # The shard of an fp32 parameter is a view of it, which takes no values while autograd looks on.
-    optimizer_class._set_main_param_and_optimizer_states = torch.no_grad()(
-        optimizer_class._set_main_param_and_optimizer_states
-    )

@@ -1,6 +1,6 @@
 """Adam's count of steps, which megatron-core 0.19 loses between optimizers of different packages.
 
-torch counts the steps of every parameter, transformer-engine and Apex those of a parameter group.
+torch counts steps per parameter, transformer-engine and Apex per parameter group.
 
 * The distributed optimizer with torch's Adam saves its state and cannot load it: it asks for the
   count before there is one, loads one tensor as the count of all parameters, each of which then
@@ -42,7 +42,9 @@ def _repair_distributed(optimizer_class: Any) -> None:
         if not isinstance(self.optimizer, _PER_PARAMETER):
             return save(self)
         if not self.optimizer.state:
-            _initialise_states(self)
+            self.init_state_fn(self.optimizer, self.config)
+            for state in self.optimizer.state.values():
+                state["step"] = torch.tensor(0.0)
         state = save(self)
         for group in state["optimizer"]["param_groups"]:
             group["step"] = int(group["step"])  # transformer-engine takes no other
@@ -66,13 +68,6 @@ def _repair_distributed(optimizer_class: Any) -> None:
     optimizer_class._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
 
 
-def _initialise_states(optimizer) -> None:
-    """Give the inner optimizer the state of before its first step."""
-    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-    for state in optimizer.optimizer.state.values():
-        state["step"] = torch.tensor(0.0)
-
-
 def _repair_plain(optimizer_class: Any, inner_state) -> None:
     """``inner_state(state_dict)`` returns the part that belongs to the inner optimizer."""
     load = optimizer_class.load_state_dict
@@ -81,20 +76,17 @@ def _repair_plain(optimizer_class: Any, inner_state) -> None:
     def load_state_dict(self, state_dict):
         saved = inner_state(state_dict)
         per_parameter = isinstance(self.optimizer, _PER_PARAMETER)
+        per_group = type(self.optimizer).__name__ == "FusedAdam"  # transformer-engine's, Apex's
         of_groups = {int(group["step"]) for group in saved["param_groups"] if "step" in group}
         if per_parameter and of_groups and not _counts_parameters(saved["state"]):
             saved["state"]["common_step"] = torch.tensor(float(max(of_groups)))
-        elif _counts_groups(self.optimizer) and "common_step" in saved["state"]:
+        elif per_group and "common_step" in saved["state"]:
             step = int(saved["state"].pop("common_step"))
             for group in saved["param_groups"]:
                 group["step"] = step
         load(self, state_dict)
 
     optimizer_class.load_state_dict = load_state_dict
-
-
-def _counts_groups(optimizer) -> bool:
-    return type(optimizer).__name__ == "FusedAdam"  # transformer-engine's and Apex's
 
 
 def _counts_parameters(states: dict) -> bool:

@@ -4,28 +4,21 @@ makes a data set, ``import-hf`` and ``export-hf`` convert checkpoints, ``report`
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dsa.errors import TRACEBACK_FLAG
 
 
-def _info(arguments: argparse.Namespace) -> int:
-    if arguments.support_table:
-        from megatron_dsa.tools.support_table import support_table
+def _run(module: str, function: str) -> Callable[[argparse.Namespace], int]:
+    """Return a command that imports its module when it runs: the host is prepared before."""
 
-        print(support_table())
-        return 0
-    from megatron_dsa.dispatch import choices_unlogged
-    from megatron_dsa.tools.info import collect_info, print_info
+    def run(arguments: argparse.Namespace) -> int:
+        tools = importlib.import_module(f"megatron_dsa.tools.{module}")
+        return getattr(tools, function)(arguments)
 
-    with choices_unlogged():
-        info = collect_info()
-    if arguments.json:
-        print(json.dumps(info, indent=2))
-    else:
-        print_info(info)
-    return 0 if info["megatron-core"]["problem"] is None else 1
+    return run
 
 
 def _prepare_data(arguments: argparse.Namespace) -> int:
@@ -60,8 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     info = commands.add_parser("info", help="versions, GPU, and what every operation would run")
     info.add_argument("--json", action="store_true", help="machine-readable")
-    info.set_defaults(run=_info)
     info.add_argument("--support-table", action="store_true", help="what everything can run")
+    info.set_defaults(run=_run("info", "print_info"))
     from megatron_dsa.tools import doctor
 
     check = commands.add_parser(
@@ -73,9 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--output", required=True, help="path prefix of the .bin and .idx files")
     data.add_argument("--input", nargs="*", help="text files (default: Python's documentation)")
     data.set_defaults(run=_prepare_data)
-    from megatron_dsa.tools.huggingface_commands import add_commands
-
-    add_commands(commands)
+    _add_conversions(commands)
     from megatron_dsa.tools.report import command
 
     command.add_command(commands)
@@ -86,10 +77,41 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_conversions(commands) -> None:
+    """Add the commands between Hugging Face and Megatron."""
+    into = commands.add_parser(
+        "import-hf", help="Megatron checkpoint from a Hugging Face checkpoint (V3, V3.2, GLM-5, V4)"
+    )
+    into.add_argument("--input", required=True, help="directory of config.json and safetensors")
+    into.add_argument("--output", required=True, help="directory for --load")
+    into.add_argument(
+        "--without",
+        nargs="+",
+        default=[],
+        metavar="FEATURE",
+        help="leave out what released Megatron lacks: hyper-connections, hash-routing (V4)",
+    )
+    out = commands.add_parser(
+        "export-hf", help="Hugging Face checkpoint from a Megatron checkpoint"
+    )
+    out.add_argument("--input", required=True, help="what --save of the training run was")
+    out.add_argument("--step", type=int, help="iteration (default: the latest)")
+    out.add_argument("--config", required=True, help="config.json of the model, or its directory")
+    out.add_argument("--output", required=True, help="directory for config.json and safetensors")
+    for command, function in ((into, "import_hf"), (out, "export_hf")):
+        command.add_argument(
+            "--shard-gb", type=float, default=5.0, help="size of a file of the result, in GB (5)"
+        )
+        command.set_defaults(run=_run("huggingface_commands", function))
+    flags = commands.add_parser("flags", help="Megatron's flags for the model of a config.json")
+    flags.add_argument("config", help="config.json of the model, or its directory")
+    flags.set_defaults(run=_run("huggingface_commands", "print_flags"))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code.
 
     Raises:
-        ConfigError: what the user can mend; ``python -m megatron_dsa`` says it in a sentence.
+        ConfigError: an error that the user can mend; ``python -m megatron_dsa`` prints a sentence.
     """
     return run_command(build_parser().parse_args(argv))

@@ -8,66 +8,35 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from megatron_dsa.config import is_indexer_parameter
 from megatron_dsa.errors import ConfigError, require
-
-
-def add_commands(commands) -> None:
-    """Add them to the subparsers of ``python -m megatron_dsa``."""
-    into = commands.add_parser(
-        "import-hf", help="Megatron checkpoint from a Hugging Face checkpoint (V3, V3.2, GLM-5, V4)"
-    )
-    into.add_argument("--input", required=True, help="directory of config.json and safetensors")
-    into.add_argument("--output", required=True, help="directory for --load")
-    into.add_argument(
-        "--without",
-        nargs="+",
-        default=[],
-        metavar="FEATURE",
-        help="leave out what released Megatron lacks: hyper-connections, hash-routing (V4)",
-    )
-    into.set_defaults(run=import_hf)
-    out = commands.add_parser(
-        "export-hf", help="Hugging Face checkpoint from a Megatron checkpoint"
-    )
-    out.add_argument("--input", required=True, help="what --save of the training run was")
-    out.add_argument("--step", type=int, help="iteration (default: the latest)")
-    out.add_argument("--config", required=True, help="config.json of the model, or its directory")
-    out.add_argument("--output", required=True, help="directory for config.json and safetensors")
-    flags = commands.add_parser("flags", help="Megatron's flags for the model of a config.json")
-    flags.add_argument("config", help="config.json of the model, or its directory")
-    flags.set_defaults(run=print_flags)
-    for command in (into, out):
-        command.add_argument(
-            "--shard-gb", type=float, default=5.0, help="size of a file of the result, in GB (5)"
-        )
-    out.set_defaults(run=export_hf)
+from megatron_dsa.huggingface.build import empty_model, widest_dtype
+from megatron_dsa.huggingface.config_json import read_config
+from megatron_dsa.huggingface.convert import Import, export_model, open_checkpoint
+from megatron_dsa.huggingface.flags import flags_of, unsaid
+from megatron_dsa.huggingface.streaming import StoredParameters, write_checkpoint
+from megatron_dsa.patches import cpu_host
+from megatron_dsa.training.checkpoints import checkpoint_directory, entries_of, redirect
 
 
 @contextlib.contextmanager
 def _one_process():
     """Megatron's process groups with this process as the only rank."""
-    from megatron_dsa.patches import cpu_host
-
     if cpu_host.needed():
         cpu_host.activate()
-    from megatron.core import parallel_state
-
     if torch.distributed.is_initialized():
         yield
         return
-    handle, store = tempfile.mkstemp()
-    os.close(handle)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=0, world_size=1
-    )
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel()
         yield
@@ -78,14 +47,6 @@ def _one_process():
 
 def import_hf(arguments: argparse.Namespace) -> int:
     """Write a Megatron checkpoint without optimizer state; Megatron calls that a release."""
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-    from megatron_dsa.config import is_indexer_parameter
-    from megatron_dsa.huggingface.build import empty_model, widest_dtype
-    from megatron_dsa.huggingface.config_json import read_config
-    from megatron_dsa.huggingface.convert import Import, open_checkpoint
-    from megatron_dsa.huggingface.streaming import write_checkpoint
-
     output = Path(arguments.output)
     tracker = output / "latest_checkpointed_iteration.txt"
     if tracker.exists():
@@ -94,7 +55,8 @@ def import_hf(arguments: argparse.Namespace) -> int:
     hf = read_config(arguments.input)
     names = open_checkpoint(arguments.input, hf).names()
     stage = "sparse" if any(is_indexer_parameter(name) for name in names) else "dense"
-    mtp = any(hf.names.is_mtp(name, hf.num_layers) for name in names)
+    locations = [hf.names.locate(name, hf.num_layers) for name in names]
+    mtp = any(x is not None and x.is_mtp for x in locations)
     with _one_process():
         model = empty_model(hf, stage, mtp)
         source = Import(model, arguments.input, without=arguments.without)
@@ -108,14 +70,14 @@ def import_hf(arguments: argparse.Namespace) -> int:
         tensors = {name: x for name, x in state.items() if name not in objects}
 
         def values(name: str):
-            # Fresh is what the layers of a whole model would start from: a bias of zeros.
+            # Fresh tensors start as in the layers of a whole model: a bias of zeros.
             fresh = name in source.report.fresh
             return torch.zeros(tensors[name].data.shape) if fresh else source.values(name)
 
         (output / "release").mkdir(parents=True, exist_ok=True)
         others = {"model": objects, "checkpoint_version": 3.0, "iteration": 0}
         write_checkpoint(output / "release", tensors, values, others, file_bytes)
-    source.nonfinite.check()  # without the tracker, no run loads what was written
+    source.nonfinite.check()  # without the tracker, no run loads the checkpoint
     tracker.write_text("release")
     source.log()
     print(f"{len(tensors)} tensors of {arguments.input} in {output}; load them with")
@@ -129,18 +91,11 @@ def import_hf(arguments: argparse.Namespace) -> int:
 
 def export_hf(arguments: argparse.Namespace) -> int:
     """Write a Hugging Face checkpoint in the dtype that config.json says, or else as stored."""
-    from megatron_dsa.config import is_indexer_parameter
-    from megatron_dsa.huggingface.build import empty_model, widest_dtype
-    from megatron_dsa.huggingface.config_json import read_config
-    from megatron_dsa.huggingface.convert import export_model
-    from megatron_dsa.huggingface.streaming import StoredParameters
-    from megatron_dsa.training.checkpoints import entries_of, redirect
-
     file_bytes = _bytes(arguments.shard_gb)
     directory = _distributed_checkpoint(arguments.input, arguments.step)
     hf = read_config(arguments.config)
     keys = entries_of(directory)
-    has_indexer = any(is_indexer_parameter(key) for key in keys)
+    has_indexer = any(map(is_indexer_parameter, keys))
     found = {True: "indexers", False: "no indexers"}
     require(
         hf.has_indexer == has_indexer,
@@ -166,9 +121,8 @@ def export_hf(arguments: argparse.Namespace) -> int:
 
         model, entries = empty()
         if hf.dtype is None:
-            model, entries = empty(
-                _noted(widest_dtype(model, lambda name: stored.dtype(entries[name])))
-            )
+            dtype = widest_dtype(model, lambda name: stored.dtype(entries[name]))
+            model, entries = empty(_noted(dtype))
         export_model(
             model,
             arguments.output,
@@ -181,10 +135,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
 
 
 def print_flags(arguments: argparse.Namespace) -> int:
-    """Print one line of flags; what they do not say goes to the standard error."""
-    from megatron_dsa.huggingface.config_json import read_config
-    from megatron_dsa.huggingface.flags import flags_of, unsaid
-
+    """Print one line of flags; notes on the rest go to the standard error."""
     hf = read_config(arguments.config)
     print(" ".join(flags_of(hf)))
     for note in unsaid(hf):
@@ -204,8 +155,6 @@ def _noted(dtype: torch.dtype) -> torch.dtype:
 
 def _distributed_checkpoint(root: str, step: int | None) -> Path:
     """Return the directory of the latest checkpoint of a run, or of one iteration."""
-    from megatron_dsa.training.checkpoints import checkpoint_directory
-
     directory = checkpoint_directory(
         argparse.Namespace(load=root, pretrained_checkpoint=None, ckpt_step=step)
     )

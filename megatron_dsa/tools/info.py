@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import platform
 from dataclasses import replace
 
@@ -10,13 +12,15 @@ import torch
 from megatron_dsa import __version__
 from megatron_dsa.config import DSAOptions, uses_csa
 from megatron_dsa.config_rules import CSA_RATIO
-from megatron_dsa.dispatch import OpCall, Policy
+from megatron_dsa.dispatch import OpCall, Policy, choices_unlogged
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.presets import NEEDED_FOR_V4, preset
 from megatron_dsa.required_ops import RequiredOp, required_ops
+from megatron_dsa.tools.support_table import support_table
 from megatron_dsa.versions import (
     OPTIONAL_PACKAGES,
-    check_host,
+    host_problem,
+    installed_version,
     optional_version,
     untested_versions,
     why_not_transformer_engine,
@@ -25,13 +29,15 @@ from megatron_dsa.versions import (
 
 def collect_info() -> dict:
     """Return versions, GPU, and for every operation what would run and why the rest would not."""
-    host = check_host()
-    info = {
+    return {
         "megatron_dsa": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "megatron-core": {"version": host.found, "problem": host.problem},
+        "megatron-core": {
+            "version": installed_version("megatron-core"),
+            "problem": host_problem(),
+        },
         "untested": untested_versions(),
         "transformer_engine_unused": why_not_transformer_engine(torch.cuda.is_available()),
         "packages": {name: optional_version(name) for name in OPTIONAL_PACKAGES},
@@ -44,7 +50,6 @@ def collect_info() -> dict:
         ],
         "operations": {model: _operations(model_ops(*source)) for model, source in MODELS.items()},
     }
-    return info
 
 
 #: Models whose operations are listed, and what their presets leave open.
@@ -67,7 +72,7 @@ def model_ops(name: str, missing: dict) -> dict[str, RequiredOp]:
             name, dsa=options, dsa_indexer_loss_coeff=0.01, params_dtype=torch.bfloat16,
             dsa_indexer_use_sparse_loss=options.stage == "sparse", **missing,
         )  # fmt: skip
-        # Of V4 the layers with an indexer call everything that the others do.
+        # V4's layers with an indexer call everything that the others do.
         ratios = config.csa_compress_ratios if uses_csa(config) else [CSA_RATIO]
         for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
             ops.setdefault(op.operation, op)
@@ -114,8 +119,21 @@ def _by_heads(operation: str, call: OpCall) -> dict[str, str]:
     return chosen if len(set(chosen.values())) > 1 else {}
 
 
-def print_info(info: dict) -> None:
-    """Print :func:`collect_info` for people."""
+def print_info(arguments: argparse.Namespace) -> int:
+    """Run the command: print for people, as JSON, or the support table; return the exit code."""
+    if arguments.support_table:
+        print(support_table())
+        return 0
+    with choices_unlogged():
+        info = collect_info()
+    if arguments.json:
+        print(json.dumps(info, indent=2))
+    else:
+        _print_info(info)
+    return 0 if info["megatron-core"]["problem"] is None else 1
+
+
+def _print_info(info: dict) -> None:
     print(f"megatron_dsa {info['megatron_dsa']}")
     print(f"  Python {info['python']}, torch {info['torch']} (CUDA {info['cuda']})")
     megatron = info["megatron-core"]

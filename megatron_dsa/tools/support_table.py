@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from megatron_dsa.dispatch import Operation
-from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, TILELANG, TRITON, Package
+from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, TILELANG, TRITON
 from megatron_dsa.dispatch.support import Support, short_dtype
 from megatron_dsa.ops import OPERATIONS
 
@@ -33,8 +33,8 @@ def support_table() -> str:
     """Return the whole page as Markdown."""
     parts = [_HEAD]
     for operation in OPERATIONS.values():
-        parts.append(f"## {operation.name}\n\n{operation.title[0].upper()}{operation.title[1:]}.")
-        parts.append("")
+        title = operation.title[0].upper() + operation.title[1:]
+        parts.append(f"## {operation.name}\n\n{title}.\n")
         rows = [_COLUMNS, ("---",) * len(_COLUMNS)]
         for c in operation.candidates:
             rows.append((c.name, *_cells(c.support, _first(operation, c.name))))
@@ -92,7 +92,8 @@ def _package(support: Support) -> str:
 def _versions() -> str:
     lines = ["## Versions of the packages\n"]
     for package in (FLASH_MLA, CUDNN, TILELANG, TRITON):
-        lines.append(f"**{package.module}**: {_install(package)}.\n")
+        install = package.install.format(floor=package.minimum)
+        lines.append(f"**{package.module}**: {install}.\n")
         lines += [f"* before {fix.version}: {fix.what}" for fix in package.history]
         lines += [f"* {bad.version} is refused: {bad.what}" for bad in package.known_bad]
         lines += [
@@ -102,7 +103,3 @@ def _versions() -> str:
             lines.append(f"* newest version that was run: {package.tested}")
         lines.append("")
     return "\n".join(lines).rstrip()
-
-
-def _install(package: Package) -> str:
-    return package.install.format(floor=package.minimum)

@@ -129,7 +129,7 @@ def entries_of(checkpoint_dir) -> dict[str, ShardedBase]:
 def redirect(sharded_state_dict, checkpoint_dir) -> None:
     """Make entries of models and optimizers point to where a checkpoint keeps them.
 
-    Prints what was changed. Entries of indexers are removed where the checkpoint has none.
+    Prints the changes. Entries of indexers are removed where the checkpoint has none.
 
     Raises:
         ConfigError: the checkpoint lacks anything else.
@@ -142,7 +142,8 @@ def redirect(sharded_state_dict, checkpoint_dir) -> None:
 def _redirect_models(sharded_state_dict, checkpoint_dir, available: dict) -> None:
     has_indexers = any(is_indexer_parameter(key) for key in available)
     fresh, missing, renamed = [], [], []
-    for parent, name, entry in list(_model_entries(sharded_state_dict)):
+    models = [part for name, part in sharded_state_dict.items() if name.startswith("model")]
+    for parent, name, entry in list(_nested_entries(models)):
         if entry.key in available:
             continue
         if name.endswith("_extra_state"):
@@ -200,15 +201,6 @@ def _nested_entries(content):
             yield content, name, entry
         else:
             yield from _nested_entries(entry)
-
-
-def _model_entries(sharded_state_dict):
-    """Yield ``(dict, name, entry)`` of everything sharded in every model chunk."""
-    for part, content in sharded_state_dict.items():
-        if part.startswith("model") and isinstance(content, dict):
-            for name, entry in content.items():
-                if isinstance(entry, ShardedBase):
-                    yield content, name, entry
 
 
 def _same_under_another_name(entry, available: dict):

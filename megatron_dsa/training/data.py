@@ -123,7 +123,7 @@ def check_prefixes(prefixes: Iterable[str]) -> None:
     """Check that the files of data sets are there.
 
     Args:
-        prefixes: what ``--data-path`` names; those of object stores are left to Megatron.
+        prefixes: prefixes that ``--data-path`` names; object stores are left to Megatron.
 
     Raises:
         ConfigError: a ``.bin`` or ``.idx`` file is missing.
@@ -141,7 +141,7 @@ def check_prefixes(prefixes: Iterable[str]) -> None:
 
 
 def check_tokens(batch: dict, vocabulary: int) -> None:
-    """Check that the embedding has a row for every token; reads tensors of the host only.
+    """Check that the embedding has a row for every token id; reads tensors of the host only.
 
     Args:
         batch: integer ``tokens`` and ``labels`` ``[b, s]``, as a data loader gives them.
@@ -238,52 +238,49 @@ def take_tokens(batch: dict, sharding: Sharding, offsets: torch.Tensor | None = 
     without transformer-engine, packed documents.
 
     Args:
-        batch: tensors ``[b, s]`` by name, or ``None``; others than one-per-token are left alone.
-        sharding: which rank of how many, and the layout.
-        offsets: int ``[n + 1]`` cumulative lengths (padded, if there is padding) of packed
-            documents, or ``None``.
+        batch: tensors ``[b, s]`` by name, or ``None``; only tensors with an entry per token change.
+        sharding: rank, number of ranks and layout.
+        offsets: int ``[n + 1]``, cumulative lengths of packed documents (padded, if there is
+            padding), or ``None``.
     """
     whole = {key: batch[key] for key in _TOKEN_KEYS if batch.get(key) is not None}
     if not whole:
         return
     some = next(iter(whole.values()))
     if offsets is None:
-        places = global_positions_of(sharding, some.shape[1], some.device)
+        positions = global_positions_of(sharding, some.shape[1], some.device)
     else:
-        places = sharding.global_positions(some.shape[1], offsets, some.device)
+        positions = sharding.global_positions(some.shape[1], offsets, some.device)
     for key, tokens in whole.items():
-        batch[key] = tokens.index_select(1, places[sharding.rank])
+        batch[key] = tokens.index_select(1, positions[sharding.rank])
 
 
-def check_spread(args) -> None:
+def check_cp_layout(args) -> None:
     """Refuse data that the layout of context parallelism does not fit.
 
     Raises:
         ConfigError: for packed documents or multi-token prediction in the wrong layout.
     """
-    if args.context_parallel_size == 1:
+    ranks, layout = args.context_parallel_size, args.dsa_cp_layout
+    packed = args.dataloader_inter_document_masking
+    if ranks == 1:
         return
-    layout, packed = args.dsa_cp_layout, args.dataloader_inter_document_masking
-    if packed and layout == "zigzag":
-        raise ConfigError(
-            "--dsa-cp-layout must be zigzag_rows (or contiguous) with "
-            "--dataloader-inter-document-masking and --context-parallel-size "
-            f"{args.context_parallel_size}, got zigzag: it cuts every document into "
-            f"{2 * args.context_parallel_size} equal chunks, and the documents of Megatron's data "
-            "sets have any length. Add --dsa-cp-layout zigzag_rows"
-        )
-    if args.mtp_num_layers and (packed or layout == "contiguous"):
-        raise ConfigError(
-            f"--mtp-num-layers must be unset with --context-parallel-size "
-            f"{args.context_parallel_size} and "
-            f"{'packed documents' if packed else '--dsa-cp-layout contiguous'}: Megatron shifts "
-            "tokens from rank to rank as if every sequence lay in zigzag order. "
-            + (
-                "Drop --dataloader-inter-document-masking or --mtp-num-layers"
-                if packed
-                else "Use --dsa-cp-layout zigzag"
-            )
-        )
+    require(
+        not packed or layout != "zigzag",
+        "--dsa-cp-layout must be zigzag_rows (or contiguous) with "
+        f"--dataloader-inter-document-masking and --context-parallel-size {ranks}, got zigzag: it "
+        f"cuts every document into {2 * ranks} equal chunks, and the documents of Megatron's data "
+        "sets have any length. Add --dsa-cp-layout zigzag_rows",
+    )
+    data, fix = "--dsa-cp-layout contiguous", "Use --dsa-cp-layout zigzag"
+    if packed:
+        data = "packed documents"
+        fix = "Drop --dataloader-inter-document-masking or --mtp-num-layers"
+    require(
+        not (args.mtp_num_layers and (packed or layout == "contiguous")),
+        f"--mtp-num-layers must be unset with --context-parallel-size {ranks} and {data}: Megatron "
+        "shifts tokens from rank to rank as if every sequence lay in zigzag order. " + fix,
+    )
 
 
 def _pack(batch: dict) -> PackedSeqParams:

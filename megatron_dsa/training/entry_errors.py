@@ -1,8 +1,8 @@
 """How a command or a training ends when it cannot go on: a sentence on stderr and an exit code.
 
-What users can mend (:class:`~megatron_dsa.errors.DSAError`) and what they meet of Megatron's own
-bare errors is said in a sentence; any other error keeps its traceback. ``--traceback`` on the
-command line shows all of them.
+Errors that users can mend (:class:`~megatron_dsa.errors.DSAError`) and common bare errors of
+Megatron end in a sentence; any other error keeps its traceback. ``--traceback`` on the command line
+shows all tracebacks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_dsa.errors import TRACEBACK_FLAG, DSAError
 from megatron_dsa.training.checkpoint_files import TRACKER
 
-#: Exit code of what the user has to change before it can run.
+#: Exit code of errors that the user has to mend.
 USAGE = 2
 #: Megatron's exit codes after a result that is not a number: save and rerun; give up.
 _RERUN, _REJECTED = 16, 17
@@ -32,7 +32,7 @@ _RERUN, _REJECTED = 16, 17
 
 @dataclass(frozen=True)
 class Ending:
-    """What is printed, and the exit code."""
+    """A message and an exit code."""
 
     message: str
     code: int = USAGE
@@ -73,22 +73,18 @@ def told_in_a_sentence(argv: Sequence[str] | None = None) -> Iterator[None]:
 
 def explain(error: BaseException) -> Ending | None:
     """Return how to end on an error, or ``None`` for one that needs its traceback."""
-    if isinstance(error, ImportError) and not isinstance(error, DSAError):
-        return None  # of what is asked below, perhaps
     if isinstance(error, DSAError):
         return Ending("\n".join([str(error) or "no message", *getattr(error, "__notes__", ())]))
-    for known in (
-        _rejected_result,
-        _refused_flags,
-        _processes,
-        _unreadable_checkpoint,
-        _failed_save,
-        _optimizer_groups,
-        _file,
-    ):
-        if (ending := known(error)) is not None:
-            return ending
-    return None
+    if isinstance(error, ImportError):
+        return None  # the checks below import, too
+    if (message := _rejected_result(error)) is not None:
+        return Ending(message, _REJECTED)
+    passed = _functions(error)
+    for functions, message_of in _KNOWN:
+        if passed & functions and (message := message_of(error)) is not None:
+            return Ending(message)
+    message = _processes(error)
+    return None if message is None else Ending(message)
 
 
 def _functions(error: BaseException) -> set[str]:
@@ -122,17 +118,13 @@ def refused_by_megatron(error: BaseException) -> str:
     return f"Megatron refuses these flags: {error}"
 
 
-def _refused_flags(error: BaseException) -> Ending | None:
+def _refused_flags(error: BaseException) -> str | None:
     """Errors of Megatron's validation of the command line, and of its configurations."""
-    if not isinstance(error, AssertionError | ValueError | ZeroDivisionError):
-        return None
-    where = _functions(error)
-    if where & {"validate_args", "core_transformer_config_from_args", "gpt_config_from_args"}:
-        return Ending(refused_by_megatron(error))
-    return None
+    is_check = isinstance(error, AssertionError | ValueError | ZeroDivisionError)
+    return refused_by_megatron(error) if is_check else None
 
 
-def _processes(error: BaseException) -> Ending | None:
+def _processes(error: BaseException) -> str | None:
     """Errors of processes that look for each other at the start."""
     from torch.distributed import DistNetworkError, DistStoreError, is_initialized
 
@@ -151,79 +143,84 @@ def _processes(error: BaseException) -> Ending | None:
             "not all processes of WORLD_SIZE have met at MASTER_ADDR:MASTER_PORT. Start as many as "
             "it says, each with its own RANK, where this address can be reached"
         )
-    return Ending(f"{reason} ({told}): {first}")
+    return f"{reason} ({told}): {first}"
 
 
-def _unreadable_checkpoint(error: BaseException) -> Ending | None:
+def _unreadable_checkpoint(error: BaseException) -> str | None:
     """Errors of damaged files, which sizes do not show."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
-    from torch.distributed.checkpoint.api import CheckpointException
 
-    where = _functions(error)
-    if not where & {"load_checkpoint", "prepare_loading", "export_hf"}:
-        return None
-    failures = error.failures if isinstance(error, CheckpointException) else {}
-    cause = next((each[0] for each in failures.values()), error)
+    cause = _cause(error)
     damaged = isinstance(
         cause, EOFError | OSError | pickle.UnpicklingError | CheckpointingException
     ) or (isinstance(cause, RuntimeError) and "PytorchStreamReader" in str(cause))
     if not damaged:
         return None
     reason = (str(cause).splitlines() or [""])[0] or "a file ends too early"
-    return Ending(
+    return (
         f"the checkpoint of --load cannot be read: {type(cause).__name__}: {reason}. Copy it "
         "again, or load an earlier one with --ckpt-step (docs/guide/resume.md)"
     )
 
 
-def _failed_save(error: BaseException) -> Ending | None:
-    """Errors of writing a checkpoint; what torch says of a full disk does not name it."""
+def _cause(error: BaseException) -> BaseException:
+    """Return the first error where torch collects the errors of all ranks."""
+    failures = getattr(error, "failures", {})
+    return next((each[0] for each in failures.values()), error)
+
+
+def _failed_save(error: BaseException) -> str | None:
+    """Errors of writing a checkpoint; torch's error of a full disk does not name the disk."""
     from torch.distributed.checkpoint.api import CheckpointException
 
-    if "save_checkpoint" not in _functions(error):
-        return None
     if not isinstance(error, CheckpointException | OSError):
         return None
     folder = _training_arguments().save
     free = shutil.disk_usage(folder).free / 2**20
-    failures = error.failures if isinstance(error, CheckpointException) else {}
-    cause = next((each[0] for each in failures.values()), error)
-    return Ending(
-        f"no checkpoint could be saved to {folder}, which has {free:.0f} MiB free: {cause}. "
-        f"{TRACKER} still names the last whole one: make room, and start the same command again "
-        "(docs/guide/resume.md)"
+    return (
+        f"no checkpoint could be saved to {folder}, which has {free:.0f} MiB free: "
+        f"{_cause(error)}. {TRACKER} still names the last whole one: make room, and start the "
+        "same command again (docs/guide/resume.md)"
     )
 
 
-def _optimizer_groups(error: BaseException) -> Ending | None:
+def _optimizer_groups(error: BaseException) -> str:
     """Megatron finds the groups of an optimizer by their learning rates."""
-    if "_filter_and_reorder_param_groups" not in _functions(error):
-        return None
-    return Ending(
+    return (
         "the optimizer's state in the checkpoint of --load is of other learning rates (--lr, "
         "--min-lr and the like), by which Megatron finds it: give the ones of then, or start "
         f"the optimizer anew with --no-load-optim ({str(error).splitlines()[0]})"
     )
 
 
-def _file(error: BaseException) -> Ending | None:
+def _file(error: BaseException) -> str | None:
     """Files that a command was told to read or write."""
-    where = _functions(error)
-    if "run_command" not in where:
-        return None
     if isinstance(error, OSError) and error.filename is not None:
-        return Ending(f"{error.filename}: {error.strerror}")
+        return f"{error.filename}: {error.strerror}"
     return None
 
 
-def _rejected_result(error: BaseException) -> Ending | None:
+#: Functions that an error came through -> returns the message for it, or ``None``.
+_KNOWN: tuple[tuple[set[str], Callable[[BaseException], str | None]], ...] = (
+    (
+        {"validate_args", "core_transformer_config_from_args", "gpt_config_from_args"},
+        _refused_flags,
+    ),
+    ({"load_checkpoint", "prepare_loading", "export_hf"}, _unreadable_checkpoint),
+    ({"save_checkpoint"}, _failed_save),
+    ({"_filter_and_reorder_param_groups"}, _optimizer_groups),
+    ({"run_command"}, _file),
+)
+
+
+def _rejected_result(error: BaseException) -> str | None:
     """Megatron saves a state to examine, which fails where there is no ``--save``."""
     machine = _rerun_state_machine()
     if machine is None or machine.state.name != "WILL_RERUN_FROM_CHECKPOINT":
         return None
     if _training_arguments().save is not None:
         return None
-    return Ending(_after_a_rejected_result(machine, _REJECTED), _REJECTED)
+    return _after_a_rejected_result(machine, _REJECTED)
 
 
 def _rerun_state_machine():
@@ -242,7 +239,7 @@ def _training_arguments():
 
 
 def _after_a_rejected_result(machine, code: int) -> str:
-    """Say what was no number, in which step, and what to do."""
+    """Return the result that was no number, its step, and the way on."""
     call = machine.failed_validation_call
     what = call.caller.message if call is not None else "a result of another rank was rejected"
     args = _training_arguments()
@@ -263,7 +260,7 @@ def _after_a_rejected_result(machine, code: int) -> str:
 
 
 def _say(message: str) -> None:
-    """Print on stderr what no other rank has printed; leave it for torchrun's summary."""
+    """Print a message on stderr, unless another rank has, and leave it for torchrun's summary."""
     from megatron_dsa.training.launching import this_rank, world_size
 
     sys.stdout.flush()
@@ -276,7 +273,7 @@ def _say(message: str) -> None:
 
 
 def _leave_for_launcher(message: str) -> None:
-    """Write the file that torchrun reads for its summary, which has a hint to its manual else."""
+    """Write the file that torchrun's summary shows; without it the summary names a manual."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

@@ -53,18 +53,9 @@ RECORDS: tuple[tuple[str, str], ...] = (
 )
 
 
-class _Drop(logging.Filter):
-    """Drops records that begin with a text."""
-
-    def __init__(self, beginning: str):
-        super().__init__()
-        self.beginning = beginning
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(self.beginning)
-
-
-_FILTERS = tuple((logger, _Drop(beginning)) for logger, beginning in RECORDS)
+def _is_shown(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return not any(name == record.name and message.startswith(text) for name, text in RECORDS)
 
 
 def silence_host_warnings() -> None:
@@ -78,5 +69,5 @@ def silence_host_warnings() -> None:
         return
     for beginning, category, module in WARNINGS:
         warnings.filterwarnings("ignore", re.escape(beginning), category, module, append=True)
-    for logger, drop in _FILTERS:
-        logging.getLogger(logger).addFilter(drop)
+    for logger, _ in RECORDS:
+        logging.getLogger(logger).addFilter(_is_shown)

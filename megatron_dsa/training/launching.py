@@ -1,4 +1,4 @@
-"""Check what a launcher tells a process: which rank it is, of how many, and where they meet.
+"""Check the launcher's variables: the rank of a process, their number, and where they meet.
 
 A number that does not fit leaves the other processes waiting, for minutes and without a word.
 """

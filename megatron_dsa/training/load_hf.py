@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.training import get_tokenizer, print_rank_0
 
 from megatron_dsa.config import is_indexer_parameter
 from megatron_dsa.errors import require
@@ -18,23 +20,18 @@ from megatron_dsa.training.checkpoints import checkpoint_directory
 
 def place_of(model: torch.nn.Module) -> Place:
     """Return the place of this rank in Megatron's grid, for one chunk of a GPT model."""
-    from megatron.core import parallel_state as grid
-
     chunk: Any = model
     layers, config = chunk.decoder.layers, chunk.config
+
+    def rank_and_size(name: str) -> tuple[int, int]:
+        ask = (f"get_{name}_parallel_rank", f"get_{name}_parallel_world_size")
+        rank, size = (getattr(parallel_state, function)() for function in ask)
+        return rank, size
+
     return Place(
-        tensor=(
-            grid.get_tensor_model_parallel_rank(),
-            grid.get_tensor_model_parallel_world_size(),
-        ),
-        expert_tensor=(
-            grid.get_expert_tensor_parallel_rank(),
-            grid.get_expert_tensor_parallel_world_size(),
-        ),
-        expert=(
-            grid.get_expert_model_parallel_rank(),
-            grid.get_expert_model_parallel_world_size(),
-        ),
+        tensor=rank_and_size("tensor_model"),
+        expert_tensor=rank_and_size("expert_tensor"),
+        expert=rank_and_size("expert_model"),
         first_layer=layers[0].layer_number - 1 if len(layers) else 0,
         num_experts=config.num_moe_experts,
         splits_latents=config.transformer_impl == "local",
@@ -47,9 +44,10 @@ def importing_hook(args: argparse.Namespace) -> Callable[[list], list]:
     A run that finds a Megatron checkpoint of its own resumes from that.
     """
 
-    def check_tokenizer() -> None:
-        from megatron.training import get_tokenizer
-
+    def fill(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        if (found := checkpoint_directory(args)) is not None:
+            print_rank_0(f"> {found} is loaded, --dsa-load-hf is not")
+            return model
         tokens, words = get_tokenizer().vocab_size, read_config(args.dsa_load_hf).vocab_size
         require(
             tokens <= words,
@@ -57,19 +55,10 @@ def importing_hook(args: argparse.Namespace) -> Callable[[list], list]:
             f"for {words} (vocab_size of config.json): give the tokenizer of the checkpoint, or "
             "add tokens to the checkpoint first",
         )
-
-    def new_indexer_tensors(chunk: torch.nn.Module) -> int:
-        report = import_model(chunk, args.dsa_load_hf, place_of(chunk), args.dsa_hf_without)
-        return sum(is_indexer_parameter(name) for name in report.fresh)
-
-    def fill(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        from megatron.training import print_rank_0
-
-        if (found := checkpoint_directory(args)) is not None:
-            print_rank_0(f"> {found} is loaded, --dsa-load-hf is not")
-            return model
-        check_tokenizer()
-        fresh = sum(map(new_indexer_tensors, model))
+        fresh = 0
+        for chunk in model:
+            report = import_model(chunk, args.dsa_load_hf, place_of(chunk), args.dsa_hf_without)
+            fresh += sum(map(is_indexer_parameter, report.fresh))
         print_rank_0(f"> weights of {args.dsa_load_hf} are loaded")
         if fresh:
             print_rank_0(f"> it has no indexers: {fresh} tensors keep their initial values")

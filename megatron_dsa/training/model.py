@@ -1,16 +1,17 @@
-"""The whole GPT model: Megatron's model configuration and builder, with sparse layers."""
+"""The whole GPT model with sparse layers, and the table of what runs its operations."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
 
+from megatron.training import print_rank_0
 from megatron.training.models import gpt
 
-from megatron_dsa.dispatch import collect_choices
+from megatron_dsa.dispatch import Choice, collect_choices
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
-from megatron_dsa.training.start_table import print_start_table
 
 
 @dataclass(kw_only=True)
@@ -41,3 +42,30 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
         # The parent derives MTP layers from Megatron's dense spec, through a module function.
         with mock.patch.object(gpt, "mtp_block_spec", mtp_block_spec):
             return super().build_model(*args, **kwargs)
+
+
+def start_table(choices: Iterable[Choice]) -> list[str]:
+    """Return the lines of the table; a line per operation and implementation, sorted.
+
+    The reason is empty for fused implementations that no flag named.
+    """
+    remarks: dict[tuple[str, str], str] = {}
+    for choice in choices:
+        # Calls of several shapes may differ in their reasons: the first one stands.
+        remarks.setdefault((choice.operation, choice.candidate.name), choice.remark())
+    table = [("operation", "implementation", "reason")]
+    table += sorted((*key, remark) for key, remark in remarks.items())
+    widths = [max(len(row[column]) for row in table) for column in (0, 1)]
+    return [
+        f"{operation:{widths[0]}}  {implementation:{widths[1]}}  {remark}".rstrip()
+        for operation, implementation, remark in table
+    ]
+
+
+def print_start_table(choices: Iterable[Choice]) -> None:
+    """Print the table of rank 0's model; nothing if no operation was chosen."""
+    choices = list(choices)
+    if choices:
+        print_rank_0("> megatron_dsa runs (--dsa-log-dispatch: all rejected candidates):")
+        for line in start_table(choices):
+            print_rank_0(f">   {line}")

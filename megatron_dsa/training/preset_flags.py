@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 
 from megatron_dsa.patches import cpu_host
+from megatron_dsa.training.launching import this_rank
 from megatron_dsa.versions import why_not_transformer_engine
 
 #: Masks select keys by index, so S x S masks are never read; rope is this package's own.
@@ -44,5 +44,5 @@ def preset_flags(argv: list[str], planning: bool = False) -> None:
         reasons.append("no GPU (running on the CPU over gloo)")
         flags += cpu_host.FLAGS
     argv[1:1] = flags
-    if reasons and os.environ.get("RANK", "0") == "0":
+    if reasons and this_rank() == 0:
         print(f"> {', '.join(reasons)}: preset flags {' '.join(flags)}")

@@ -1,8 +1,8 @@
 """Leaves out the longest of what Megatron prints at every start; level DEBUG shows all of it.
 
-Of a small model's first thousand lines, nine hundred are the values of Megatron's arguments and the
-names of parameters. Each entry here replaces one function or shortens one record of one logger;
-everything else is shown as before.
+The values of Megatron's arguments and the names of parameters make up nine hundred of a small
+model's first thousand lines. Each entry here replaces one function or shortens one record of one
+logger; everything else is shown as before.
 """
 
 from __future__ import annotations

@@ -17,16 +17,10 @@ from megatron_dsa.arguments import field_values, options_from_args
 from megatron_dsa.config import CSATransformerConfig, DSATransformerConfig
 from megatron_dsa.dispatch import log_all_candidates
 from megatron_dsa.dispatch.counts import TIMES
-from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.throughput import installed
 from megatron_dsa.modules.freezing import freeze_for_stage
-from megatron_dsa.training.data import check_spread, get_batch
-from megatron_dsa.training.flag_rules import (
-    apply_yarn_flags,
-    refuse_dry_run_flags,
-    refuse_ignored_flags,
-    refuse_unused_csa_flags,
-)
+from megatron_dsa.training.data import check_cp_layout, get_batch
+from megatron_dsa.training.flag_rules import apply_yarn_flags, check_flags
 from megatron_dsa.training.model import DSAModelConfig
 
 
@@ -65,23 +59,8 @@ def forward_step(data_iterator, model) -> tuple[torch.Tensor, Callable]:
 
 def model_config_from_args(args) -> DSAModelConfig:
     """Return the :class:`.DSAModelConfig` that the parsed flags describe."""
-    if not args.multi_latent_attention:
-        raise ConfigError("--multi-latent-attention is required: DSA is built on MLA")
-    packed = args.dataloader_inter_document_masking
-    if packed and args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:
-        raise ConfigError(
-            f"--micro-batch-size must be 1 with --dataloader-inter-document-masking and pipeline "
-            f"parallelism, got {args.micro_batch_size}: Megatron sends unpacked shapes between "
-            "stages"
-        )
-    if (args.reset_attention_mask or args.reset_position_ids) and not packed:
-        raise ConfigError(
-            "--reset-attention-mask and --reset-position-ids have no effect here: attention is "
-            "masked by indices. Use --dataloader-inter-document-masking to keep documents apart"
-        )
-    refuse_dry_run_flags(args)
-    refuse_ignored_flags(args)
-    check_spread(args)
+    check_flags(args)
+    check_cp_layout(args)
     TIMES.on = args.dsa_time_operations
     if args.dsa_log_dispatch:
         log_all_candidates()
@@ -92,7 +71,6 @@ def model_config_from_args(args) -> DSAModelConfig:
         csa = field_values(CSATransformerConfig, args)
         config = CSATransformerConfig.from_mla(mla, options, **csa)
     else:
-        refuse_unused_csa_flags(args)
         config = DSATransformerConfig.from_mla(mla, options)
     model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)
     if args.dsa_load_hf is not None:

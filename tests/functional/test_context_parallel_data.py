@@ -8,7 +8,7 @@ import torch
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.sequence.sharding import CP_LAYOUTS, Sharding
-from megatron_dsa.training.data import check_spread, take_tokens
+from megatron_dsa.training.data import check_cp_layout, take_tokens
 
 CP = 4
 FLAGS = {
@@ -76,13 +76,13 @@ def test_every_token_is_on_one_rank(layout, offsets):
 )
 def test_refusals(changes, rule, fix):
     with pytest.raises(ConfigError, match=rule) as refusal:
-        check_spread(argparse.Namespace(**FLAGS | changes))
+        check_cp_layout(argparse.Namespace(**FLAGS | changes))
     assert fix in str(refusal.value)
-    check_spread(argparse.Namespace(**FLAGS | changes | {"context_parallel_size": 1}))
+    check_cp_layout(argparse.Namespace(**FLAGS | changes | {"context_parallel_size": 1}))
 
 
 @pytest.mark.parametrize("layout", ["zigzag_rows", "contiguous"])
 def test_documents_of_any_length_fit_in_every_stage(layout):
     changes = {"dataloader_inter_document_masking": True, "dsa_cp_layout": layout}
     for stage in ("dense", "warmup", "sparse"):
-        check_spread(argparse.Namespace(**FLAGS | changes, dsa_stage=stage))
+        check_cp_layout(argparse.Namespace(**FLAGS | changes, dsa_stage=stage))

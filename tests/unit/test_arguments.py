@@ -249,19 +249,22 @@ def test_a_training_is_not_taken_for_a_plan(flags, message):
             ["--rotary-seq-len-interpolation-factor", "2"],
             "--rotary-seq-len-interpolation-factor have no effect on MLA",
         ),
+        (["--o-groups", "4"], "--o-groups: has a meaning only with --csa-compress-ratios"),
     ],
 )
 def test_flags_without_an_effect_are_named(flags, message):
     start()
     from megatron_dsa.pretrain import model_config_from_args
-    from megatron_dsa.training.flag_rules import refuse_ignored_flags
+    from megatron_dsa.training.flag_rules import check_flags
 
     with pytest.raises(ConfigError, match=message):
         model_config_from_args(parse("--multi-latent-attention", *flags))
-    refuse_ignored_flags(
-        parse("--dsa-stage", "warmup", "--dsa-warmup-train-all", "--dsa-evaluate-indexer")
-    )
-    refuse_ignored_flags(parse("--dsa-load-hf", "somewhere", "--dsa-hf-without", "hash-routing"))
+    for allowed in (
+        [],
+        ["--dsa-stage", "warmup", "--dsa-warmup-train-all", "--dsa-evaluate-indexer"],
+        ["--dsa-load-hf", "somewhere", "--dsa-hf-without", "hash-routing"],
+    ):
+        check_flags(parse("--multi-latent-attention", *allowed))
 
 
 @pytest.mark.parametrize(

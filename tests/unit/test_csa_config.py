@@ -56,19 +56,6 @@ def test_dense_stage_has_no_indexers():
     assert any(".compressor." in name for name in names)
 
 
-def test_flags_without_the_one_that_asks_for_hybrid_attention():
-    from megatron_dsa.training.flag_rules import refuse_unused_csa_flags
-
-    args = argparse.Namespace(
-        csa_compress_ratios=None, csa_window_size=128,
-        csa_compress_rotary_base=None, o_groups=8, o_lora_rank=1024, dsa_csa_teacher="attention",
-    )  # fmt: skip
-    refuse_unused_csa_flags(args)
-    args.o_groups = 4
-    with pytest.raises(ConfigError, match="--o-groups: has a meaning only with"):
-        refuse_unused_csa_flags(args)
-
-
 def test_yarn_flags_reach_the_configuration():
     """Megatron's own flags, which it ignores with --multi-latent-attention."""
     from megatron_dsa.training.flag_rules import apply_yarn_flags

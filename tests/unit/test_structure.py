@@ -47,7 +47,6 @@ LATE = {
     "pretrain.py": "the host is prepared",
     "tools/cli.py": "the host is prepared",
     "tools/doctor/__init__.py": "the host is prepared",
-    "tools/huggingface_commands.py": "the host is prepared",
     # The message about a missing torch comes before torch is imported.
     "__main__.py": "torch is found missing",
     "training/entry_errors.py": "torch is found missing",

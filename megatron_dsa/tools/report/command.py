@@ -25,22 +25,16 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the runs and write the report."""
-    return write_report(arguments.folders, arguments.output, arguments.title)
-
-
-def write_report(folders: list[Path], outputs: list[Path], title: str) -> int:
     """Read the runs and write the report.
 
     Raises:
         ConfigError: nothing to read, or an output that is neither page nor picture.
         VersionError: packages are missing.
     """
+    folders, outputs = arguments.folders, arguments.output
     for path in outputs:
-        require(
-            path.suffix in (".html", ".png"),
-            f"--output must end in .html or .png, got {path}",
-        )
+        ending = path.suffix in (".html", ".png")
+        require(ending, f"--output must end in .html or .png, got {path}")
         require(path.parent.is_dir(), f"--output {path}: there is no folder {path.parent}, make it")
     try:
         from megatron_dsa.tools.report.page import write_html, write_png
@@ -57,6 +51,6 @@ def write_report(folders: list[Path], outputs: list[Path], title: str) -> int:
         if not run.scalars:
             print(f"left out: {run.name} holds no scalars")
     for path in outputs:
-        (write_html if path.suffix == ".html" else write_png)(runs, title, path)
+        (write_html if path.suffix == ".html" else write_png)(runs, arguments.title, path)
         print(f"{path}: {len(runs)} run(s): {', '.join(run.name for run in runs)}")
     return 0

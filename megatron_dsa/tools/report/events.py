@@ -1,8 +1,7 @@
-"""Reading what runs wrote to TensorBoard."""
+"""Reading TensorBoard's files of runs."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,11 +43,8 @@ class RunLog:
 
     def layers(self, tag: str) -> dict[int, Series]:
         """Return ``<tag>/layer-N`` by ``N``."""
-        found = {}
-        for name, series in self.scalars.items():
-            if match := re.fullmatch(re.escape(tag) + r"/layer-(\d+)", name):
-                found[int(match[1])] = series
-        return dict(sorted(found.items()))
+        found = self.under(f"{tag}/layer-")
+        return dict(sorted((int(layer), series) for layer, series in found.items()))
 
     def under(self, prefix: str) -> dict[str, Series]:
         """Return the tags that begin with ``prefix``, without it."""
@@ -76,7 +72,8 @@ def missing_package(name: str) -> VersionError:
 def find_runs(folders: list[Path]) -> dict[str, Path]:
     """Return the folders with event files, in and below ``folders``, by the names of the runs.
 
-    A run is a folder that holds event files. Its name is its path below what all have in common.
+    A run is a folder that holds event files. Its name is its path below their common
+    parent.
 
     Raises:
         ConfigError: a folder does not exist, or there are no event files.
@@ -96,7 +93,7 @@ def find_runs(folders: list[Path]) -> dict[str, Path]:
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """Shorten paths to what tells them apart: the same parts in front and behind are left out."""
+    """Shorten paths: the parts that all have in front and behind are left out."""
     if len(paths) == 1:
         return ["/".join(paths[0].parts[-2:])]
     parts = [path.parts for path in paths]

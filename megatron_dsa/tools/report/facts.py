@@ -1,17 +1,16 @@
-"""What a report says about a run in words and numbers: model, results, what ran."""
+"""The words and numbers of a report about a run: model, results, calls, arguments."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
 from functools import partial
 
 from megatron_dsa.metrics.tags import CALLS, MFU, TIME, time_tag
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.tools.report.events import RunLog, Series
 
-#: What is logged only on request: what for -> tags that show that it was, and flags to get it.
+#: Figures that are logged only on request -> beginning of their tags, and flags to get them.
 ON_REQUEST = {
     "validation loss": ("lm loss validation", "--eval-interval, --eval-iters"),
     "step time": ("iteration-time", "--log-timers-to-tensorboard"),
@@ -23,19 +22,11 @@ ON_REQUEST = {
 #: Megatron's timers (``--timing-log-level 2``) that together make up most of a step.
 TIMERS = ("batch-generator", "forward-compute", "backward-compute", "all-grads-sync", "optimizer")
 
-#: What is left of a step beside the operations or timers.
+#: The rest of a step beside the operations or timers.
 REST = "everything else"
 
 #: Characters of an argument that is the same for all runs; lists of data can be very long.
 SHOWN = 200
-
-
-@dataclass(frozen=True)
-class Share:
-    """Part of a step: its name, and seconds per iteration."""
-
-    name: str
-    seconds: float
 
 
 def settled(series: Series) -> float | None:
@@ -67,20 +58,20 @@ def compiled(log: RunLog, series: Series) -> Series:
     return kept or series
 
 
-def step_shares(log: RunLog) -> list[Share]:
-    """Return where the time of a step goes, by operation, else by Megatron's timers.
+def step_shares(log: RunLog) -> dict[str, float]:
+    """Return the seconds of a step by operation, else by Megatron's timers.
 
     Operations are what dispatch timed (``--dsa-time-operations``); the rest of the step is the
     last entry. It is negative if they were measured to take longer than the step. Empty if
     nothing was measured.
 
-    All are means over the same log points: of those of the last stage that hold a value of each,
-    the second half, without the quarter of the shortest and that of the longest steps. Medians,
+    All are means over the same log points. They come from the last stage and hold a value of each;
+    the first half and the quarters of the shortest and of the longest steps are left out. Medians,
     each of its own, would not add up to a step.
     """
     times = log.scalars.get("iteration-time", [])
     if not times:
-        return []
+        return {}
     end = times[-1][0]
 
     def written_last(tags: dict[str, str]) -> dict[str, dict[int, float]]:
@@ -91,7 +82,7 @@ def step_shares(log: RunLog) -> list[Share]:
     parts = written_last({name.replace("_", " "): time_tag(name) for name in OPERATIONS})
     parts = parts or written_last({name: f"{name}-time" for name in TIMERS})
     if not parts:
-        return []
+        return {}
     first = max((step for step, _ in log.stages() if step <= end), default=0)
     common = [
         (step, seconds)
@@ -102,12 +93,11 @@ def step_shares(log: RunLog) -> list[Share]:
     later = sorted(common[len(common) // 2 :], key=lambda point: point[1])
     cut = len(later) // 4
     middle = later[cut : len(later) - cut]
-    shares = [
-        Share(name, statistics.fmean(values[step] for step, _ in middle))
-        for name, values in parts.items()
-    ]
+    shares = {
+        name: statistics.fmean(values[step] for step, _ in middle) for name, values in parts.items()
+    }
     whole = statistics.fmean(seconds for _, seconds in middle)
-    return [*shares, Share(REST, whole - sum(share.seconds for share in shares))]
+    return shares | {REST: whole - sum(shares.values())}
 
 
 def tokens_per_second(log: RunLog) -> Series:
@@ -157,7 +147,7 @@ def model(log: RunLog) -> str:
 def attention(log: RunLog) -> str:
     """Describe the attention by the arguments in the log; empty if they are not there.
 
-    Of a run of several stages, that of the last one, and where each began.
+    A run of several stages gets the attention of the last one, and where each stage began.
     """
     stage, topk = _argument(log, "dsa_stage"), _argument(log, "dsa_indexer_topk")
     if ratios := _argument(log, "csa_compress_ratios"):
@@ -173,7 +163,7 @@ def attention(log: RunLog) -> str:
 
 
 def calls(log: RunLog) -> dict[str, dict[str, int]]:
-    """Return what ran: operation -> implementation -> calls, over all restarts."""
+    """Return the calls by operation and implementation, over all restarts."""
     found: dict[str, dict[str, int]] = {}
     for name in log.under(CALLS):
         operation, implementation = name.split("/", 1)
@@ -183,26 +173,29 @@ def calls(log: RunLog) -> dict[str, dict[str, int]]:
 
 
 def results(log: RunLog) -> dict[str, str]:
-    """Return the figures of the overview by column, written out; what was not logged is empty."""
-    steps = log.scalars.get("lm loss", [])
-    seconds = settled(log.scalars.get("iteration-time", []))
-    speed, throughput = settled(tokens_per_second(log)), settled(log.scalars.get("throughput", []))
-    share, memory = settled(log.scalars.get(MFU, [])), last(log, "mem-max-allocated-bytes")
-    validation, loss = last(log, "lm loss validation"), settled(steps[-20:])
+    """Return the figures of the overview by column, written out; empty if not logged."""
+    losses, speed = log.scalars.get("lm loss", []), settled(tokens_per_second(log))
+    seconds, throughput, share = (
+        settled(log.scalars.get(tag, [])) for tag in ("iteration-time", "throughput", MFU)
+    )
+
+    def written(value: float | None, form: str, factor: float = 1) -> str:
+        return "" if value is None else form.format(factor * value)
+
     return {
-        "steps": f"{steps[-1][0]}" if steps else "",
-        "lm loss": "" if loss is None else f"{loss:.3f}",
-        "validation": "" if validation is None else f"{validation:.3f}",
-        "ms per step": "" if seconds is None else f"{1e3 * seconds:.0f}",
-        "tokens/s": "" if speed is None else f"{speed:,.0f}",
-        "TFLOP/s per GPU": "" if throughput is None else f"{throughput:.3g}",
-        "MFU": "" if share is None else f"{100 * share:.1f} %",
-        "peak memory": "" if memory is None else f"{memory / 2**30:.1f} GiB",
+        "steps": f"{losses[-1][0]}" if losses else "",
+        "lm loss": written(settled(losses[-20:]), "{:.3f}"),
+        "validation": written(last(log, "lm loss validation"), "{:.3f}"),
+        "ms per step": written(seconds, "{:.0f}", 1e3),
+        "tokens/s": written(speed, "{:,.0f}"),
+        "TFLOP/s per GPU": written(throughput, "{:.3g}"),
+        "MFU": written(share, "{:.1f} %", 100),
+        "peak memory": written(last(log, "mem-max-allocated-bytes"), "{:.1f} GiB", 2**-30),
     }
 
 
 def missing(runs: list[RunLog]) -> dict[str, str]:
-    """Return what no run logged, and the flags that would have it logged."""
+    """Return the figures that no run logged, and the flags to log them."""
     return {
         what: flags
         for what, (tag, flags) in ON_REQUEST.items()

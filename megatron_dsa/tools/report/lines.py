@@ -6,11 +6,10 @@ of training changes.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_dsa.tools.report.events import RunLog, Series
@@ -26,8 +25,6 @@ SEGMENTS = (
 )  # fmt: skip
 #: The rest of a bar.
 GRAY = "#9aa0a6"
-#: Of a line.
-POINTS = 400
 
 
 def color_of(number: int) -> str:
@@ -35,13 +32,14 @@ def color_of(number: int) -> str:
     return COLORS[number % len(COLORS)]
 
 
-def style_of(number: int) -> str:
-    """Line style of a run: where colours repeat, it changes."""
-    return ("-", "--", ":", "-.")[number // len(COLORS) % 4]
+def look_of(number: int) -> dict[str, Any]:
+    """Colour and line style of run ``number``: where colours repeat, the style changes."""
+    style = ("-", "--", ":", "-.")[number // len(COLORS) % 4]
+    return {"color": color_of(number), "ls": style}
 
 
 def thinned(
-    series: Series, points: int = POINTS, breaks: Sequence[int] = ()
+    series: Series, points: int = 400, breaks: Sequence[int] = ()
 ) -> list[tuple[float, float]]:
     """Return about ``points`` means of equal stretches of a series.
 
@@ -68,23 +66,17 @@ def line(axis, series: Series, breaks: Sequence[int] = (), **style) -> bool:
     return bool(series)
 
 
-def by_step(draw: Callable[[object, list[RunLog]], bool]) -> Callable[[Any, list[RunLog]], bool]:
-    """Have a chart by step show where the stage of training changes; of one run, to which."""
-
-    @functools.wraps(draw)
-    def marked(axis, runs: list[RunLog]) -> bool:
-        drawn = draw(axis, runs)
-        low, high = axis.get_xlim()
-        for number, run in enumerate(runs):
-            for step, stage in run.stages()[1:]:
-                if not drawn or not low <= step <= high:
-                    continue
-                axis.axvline(step, color=color_of(number) if len(runs) > 1 else GRAY, ls=":", lw=1)
-                if len(runs) == 1:
-                    axis.annotate(
-                        stage, (step, 1), (2, -2), xycoords=axis.get_xaxis_transform(),
-                        textcoords="offset points", va="top", size=7,
-                    )  # fmt: skip
-        return drawn
-
-    return marked
+def mark_stages(axis, runs: list[RunLog]) -> None:
+    """Show where the stage of training changes; with one run, also to which."""
+    low, high = axis.get_xlim()
+    alone = len(runs) == 1
+    for number, run in enumerate(runs):
+        for step, stage in run.stages()[1:]:
+            if not low <= step <= high:
+                continue
+            axis.axvline(step, color=GRAY if alone else color_of(number), ls=":", lw=1)
+            if alone:
+                axis.annotate(
+                    stage, (step, 1), (2, -2), xycoords=axis.get_xaxis_transform(),
+                    textcoords="offset points", va="top", size=7,
+                )  # fmt: skip

@@ -8,17 +8,17 @@ import torch
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.checks import NonFinite, check_inventory, left_by_rank
 from megatron_dsa.huggingface.config_json import parse_config
-from megatron_dsa.huggingface.names import V3
+from megatron_dsa.huggingface.names import V3, V4
 from tests.tiny_models import tiny_config, tiny_v4
 
 
 def test_kinds_of_layers_are_not_mixed_up(checkpoint):
     """The same layers with other counts: the sum alone does not tell."""
-    names = checkpoint.tensors.keys()
+    locations = [V3.locate(name, 2) for name in checkpoint.tensors]
 
     def check(layers, prediction):
         counts = {"num_hidden_layers": layers, "num_nextn_predict_layers": prediction}
-        check_inventory("here", names, parse_config(tiny_config(**counts)))
+        check_inventory("here", locations, parse_config(tiny_config(**counts)))
 
     check(2, 1)
     with pytest.raises(ConfigError, match=r"model\.layers\.2\.\S+ belongs to multi-token"):
@@ -30,11 +30,11 @@ def test_kinds_of_layers_are_not_mixed_up(checkpoint):
 def test_layers_of_v4_are_counted_by_kind():
     hf = parse_config(tiny_v4(num_nextn_predict_layers=1))
     known = ["embed.weight", "layers.3.attn.wkv.weight", "mtp.0.enorm.weight"]
-    check_inventory("here", known, hf)
+    check_inventory("here", [V4.locate(name, 4) for name in known], hf)
     for name in ("layers.4.attn.wkv.weight", "mtp.1.enorm.weight"):
         layer = name.rsplit(".", 3 if "attn" in name else 2)[0]
         with pytest.raises(ConfigError, match=rf"1 tensors are of layers .* \({layer}\)"):
-            check_inventory("here", [*known, name], hf)
+            check_inventory("here", [V4.locate(x, 4) for x in (*known, name)], hf)
 
 
 def test_ranks_read_all_of_their_own_layers():
@@ -57,7 +57,7 @@ def test_ranks_read_all_of_their_own_layers():
     ]
 
     def located(names):
-        return [place for place in map(V3.locate, names) if place is not None]
+        return [V3.locate(name, 4) for name in names]
 
     assert [x.name for x in left_by_rank(located(others + own), located(used))] == own
 

@@ -190,7 +190,7 @@ def test_training_run_starts_from_a_checkpoint(tmp_path, capsys, monkeypatch):
         dsa_hf_without=[],
     )
     tokenizer = argparse.Namespace(vocab_size=71)
-    monkeypatch.setattr("megatron.training.get_tokenizer", lambda: tokenizer)
+    monkeypatch.setattr("megatron_dsa.training.load_hf.get_tokenizer", lambda: tokenizer)
     with pytest.raises(ConfigError, match=r"the tokenizer has 71 tokens, .* has weights for 70"):
         importing_hook(args)([other])
     tokenizer.vocab_size = 70

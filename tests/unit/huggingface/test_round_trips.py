@@ -56,8 +56,8 @@ def test_names_are_those_of_released_checkpoints():
     }
     for name, names in expected.items():
         assert list(V3.match(name, 61).hf) == names
-        assert all(V3.is_known(x) for x in names)
-    assert not V3.is_known("model.layers.0.self_attn.q_a_proj.bias")
+        assert all(V3.locate(x, 61) is not None for x in names)
+    assert V3.locate("model.layers.0.self_attn.q_a_proj.bias", 61) is None
     with pytest.raises(ConfigError, match=r"linear_fc1\.bias has no counterpart"):
         V3.match("decoder.layers.0.mlp.linear_fc1.bias", 61)
 

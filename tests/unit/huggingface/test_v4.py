@@ -57,10 +57,9 @@ def test_names_are_those_of_released_checkpoints():
     }
     for name, names in expected.items():
         assert list(V4.match(name, 43).hf) == names
-        assert all(V4.is_known(x) for x in names)
-        assert all(V4.is_mtp(x, 43) == name.startswith("mtp") for x in names)
+        assert all(V4.locate(x, 43).is_mtp == name.startswith("mtp") for x in names)
     for name in ("layers.0.hc_attn_fn", "hc_head_base", "mtp.0.hc_head_scale"):
-        assert V4.lacked(name) == "hyper-connections" and not V4.is_known(name)
+        assert V4.lacked(name) == "hyper-connections" and V4.locate(name, 43) is None
     assert V4.lacked("layers.0.ffn.gate.tid2eid") == "hash-routing"
 
 

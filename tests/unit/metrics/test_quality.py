@@ -7,13 +7,13 @@ import torch
 
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_attention
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.metrics.health import Attended, sample_rows, selection_health
+from megatron_dsa.metrics.health import Attended, sample_queries, selection_health
 from megatron_dsa.metrics.quality import (
     Mean,
     adjacent_overlap,
     captured_mass,
+    query_scores,
     recall,
-    row_scores,
     score_recall,
     through_fp8,
 )
@@ -71,7 +71,11 @@ def test_recall_of_lists_in_any_order():
     [
         (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int32), "selected must be int32"),
         (torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), "reference must"),
-        (torch.zeros(2, 3, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32), "same rows"),
+        (
+            torch.zeros(2, 3, dtype=torch.int32),
+            torch.zeros(1, 3, dtype=torch.int32),
+            "same queries",
+        ),
     ],
 )
 def test_recall_refuses_what_is_no_list(selected, reference, match):
@@ -93,7 +97,7 @@ def test_rows_are_compared_with_the_row_before_of_their_sequence(name, sharding)
             before = rows.get((sequence, position - 1)) if real else None
             expected.append(math.nan if before is None else share(sets[before], sets[row]))
         same(adjacent_overlap(lists, layout), expected)
-        some = sample_rows(layout.num_queries, 5, lists.device)
+        some = sample_queries(layout.num_queries, 5, lists.device)
         same(adjacent_overlap(lists, layout, some), [expected[i] for i in some.tolist()])
         compared += sum(not math.isnan(x) for x in expected)
     assert compared > TOTAL // 2
@@ -143,9 +147,9 @@ def test_fp8_recall_against_plain_python(name, sharding, candidates):
             found = best_keys(slots[1][row][first:last], candidates or topk)
             expected.append(share(found, exact) if last - first > topk else math.nan)
         for count in (6, layout.num_queries):
-            rows = sample_rows(layout.num_queries, count, start())
+            rows = sample_queries(layout.num_queries, count, start())
             scores, rough = (
-                row_scores(inputs, rows, fp8=fp8, workspace_bytes=2000) for fp8 in (False, True)
+                query_scores(inputs, rows, fp8=fp8, workspace_bytes=2000) for fp8 in (False, True)
             )
             got = score_recall(rough, scores, layout, topk, rows, candidates=candidates)
             same(got, [expected[i] for i in rows.tolist()])
@@ -157,7 +161,7 @@ def test_fp8_recall_against_plain_python(name, sharding, candidates):
 
 def test_of_equal_scores_both_select_the_first():
     (layout,) = layouts("two", "alone")
-    rows = sample_rows(layout.num_queries, 30, start())
+    rows = sample_queries(layout.num_queries, 30, start())
     equal = torch.ones(len(rows), layout.num_keys, device=start())
     got = score_recall(equal, 2 * equal, layout, 4, rows)
     assert got[~got.isnan()].eq(1).all() and (~got.isnan()).any()
@@ -166,11 +170,11 @@ def test_of_equal_scores_both_select_the_first():
     assert float(score_recall(better, equal, layout, 4, rows)[-1]) == 0.75
 
 
-def test_row_scores_of_bf16_stay_exact_products():
+def test_query_scores_of_bf16_stay_exact_products():
     (layout,) = layouts("one", "alone")
     inputs = indexer_inputs(layout, layout.num_keys, torch.bfloat16)
-    rows = sample_rows(layout.num_queries, 7, start())
-    got = row_scores(inputs, rows, workspace_bytes=3000)
+    rows = sample_queries(layout.num_queries, 7, start())
+    got = query_scores(inputs, rows, workspace_bytes=3000)
     q, k, w = (x.double() for x in (inputs.q[rows], inputs.k, inputs.weights[rows]))
     expected = torch.einsum("qhk,qh->qk", torch.einsum("qhd,kd->qhk", q, k).relu(), w)
     assert got.dtype == torch.float32
@@ -226,7 +230,7 @@ def test_an_attention_that_is_nan_is_not_left_out():
     )
     q, kv = draw(tokens, 3, 8, seed=4), draw(tokens, 8, seed=5)
     indices, length = indexer_topk(inputs, layout, 4)
-    rows = sample_rows(tokens, count, start())
+    rows = sample_queries(tokens, count, start())
     real = layout.real[rows]
     assert 0 < real.sum() < count
     for wrong in (False, True):
@@ -259,7 +263,7 @@ def test_layers_are_compared_with_the_selecting_layer_before(kind, recompute, lo
                 loss.backward()
     figures = {name: mean.value.tolist() for name, mean in log.reduce().items()}
     ratio, topk = (4 if kind == "hybrid" else 1), config.dsa_indexer_topk
-    rows = [r for r in sample_rows(64, 9, "cpu").tolist() if (r + 1) // ratio > topk]
+    rows = [r for r in sample_queries(64, 9, "cpu").tolist() if (r + 1) // ratio > topk]
     assert len(rows) > 4 and len(capture.microbatches) == 4
     layers = SELECTING[kind]
     for layer in range(1, config.num_layers + 1):

@@ -18,14 +18,10 @@ from torch.utils.tensorboard import SummaryWriter
 from megatron_dsa.tools.report import facts
 from megatron_dsa.tools.report.events import RunLog, read_run
 from megatron_dsa.tools.report.lines import thinned
-from megatron_dsa.tools.report.panels import (
-    draw_indexer_loss,
-    draw_shares,
-    draw_speed,
-    draw_throughput,
-)
+from megatron_dsa.tools.report.panels import PANELS, draw_shares
 
 LAYERS = (2, 3, 10)
+PANEL = {panel.title: panel for panel in PANELS}
 
 
 def write_stage(folder, stage, loaded, times, operations=()):
@@ -43,7 +39,7 @@ def test_shares_are_of_the_steps_of_the_last_stage(tmp_path, before):
     operations = {"indexer_topk": 0.25, "sparse_attention_forward": 0.5}
     write_stage(tmp_path, "dense", 0, [before] * 100)
     write_stage(tmp_path, "sparse", 100, [9.0] + [1.0] * 10 + [5.0], operations)
-    found = {share.name: share.seconds for share in facts.step_shares(read_run("run", tmp_path))}
+    found = facts.step_shares(read_run("run", tmp_path))
     assert found == pytest.approx(
         {"indexer topk": 0.25, "sparse attention forward": 0.5, "everything else": 0.25}
     )
@@ -57,7 +53,7 @@ def test_timers_are_those_of_the_last_stage(tmp_path):
         for step in range(1, 35):
             writer.add_scalar("forward-compute-time", 0.5 if step < 31 else 2.0, step)
     shares = facts.step_shares(read_run("run", tmp_path))
-    assert [share.seconds for share in shares] == pytest.approx([2.0, 1.0])
+    assert list(shares.values()) == pytest.approx([2.0, 1.0])
 
 
 def test_operations_that_take_turns_do_not_exceed_the_step():
@@ -67,7 +63,7 @@ def test_operations_that_take_turns_do_not_exceed_the_step():
     for name, turn in turns.items():
         scalars[f"dsa/time/{name}"] = [(step, 0.5 * turn[step % 3]) for step in range(1, 25)]
     shares = facts.step_shares(RunLog("run", scalars, {}, {}))
-    assert [share.seconds for share in shares] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
+    assert list(shares.values()) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
 
 
 def test_operations_longer_than_the_step_are_told():
@@ -75,7 +71,7 @@ def test_operations_longer_than_the_step_are_told():
     runs = [RunLog("long", scalars, {}, {})]
     scalars = {"iteration-time": [(1, 1.0)], "dsa/time/indexer_topk": [(1, 0.5)]}
     runs.append(RunLog("short", scalars, {}, {}))
-    assert facts.step_shares(runs[0])[-1].seconds == pytest.approx(-0.25)
+    assert facts.step_shares(runs[0])[facts.REST] == pytest.approx(-0.25)
     figure, axis = pyplot.subplots()
     assert draw_shares(axis, runs)
     labels = [label.get_text() for label in axis.get_yticklabels()]
@@ -98,9 +94,9 @@ def test_only_compilation_is_left_out_of_speed(tmp_path):
     run = read_run("run", tmp_path)
     assert run.starts == ((1, ""), (41, ""))
     lines = []
-    for draw in (draw_throughput, draw_speed):
+    for title in ("Throughput", "Speed"):
         figure, axis = pyplot.subplots()
-        assert draw(axis, [run])
+        assert PANEL[title].show(axis, [run])
         lines.append(axis.lines[0].get_xydata().tolist())
         pyplot.close(figure)
     values = [(20, 300), (30, 300), (40, 300), (60, 300), (70, 3), (80, 300), (90, 300), (100, 300)]
@@ -138,7 +134,7 @@ def test_stages_are_marked_and_end_the_lines_of_layers(tmp_path):
     assert facts.attention(run) == f"DSA, stage sparse {stages}"
     for runs, lines in (([run], len(LAYERS)), ([run, run], 2)):
         figure, axis = pyplot.subplots()
-        assert draw_indexer_loss(axis, runs)
+        assert PANEL["Indexer loss"].show(axis, runs)
         curves, marks = axis.lines[:lines], axis.lines[lines:]
         for curve in curves:
             steps, values = curve.get_data()

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_dsa.dispatch import Candidate, Choice, Support
-from megatron_dsa.training.start_table import print_start_table, start_table
+from megatron_dsa.training.model import print_start_table, start_table
 from tests.host import start
 
 FUSED = Candidate("fast", "", Support(""))
