@@ -84,6 +84,12 @@ class Peak:
             torch.cuda.reset_peak_memory_stats()
         return self
 
+    def restart(self) -> None:
+        """Forget the peak so far; the beginning stays."""
+        if self._clock.on_gpu:
+            self._clock.wait()
+            torch.cuda.reset_peak_memory_stats()
+
     def __exit__(self, *_) -> None:
         if self._clock.on_gpu:
             self._clock.wait()
