@@ -13,11 +13,10 @@ from benchmarks.attention.shapes import OPERATIONS, PRESETS
 from megatron_dsa.dispatch import Policy, describe_call
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
-from megatron_dsa.tools.verify.comparison import Comparison
+from megatron_dsa.tools.verify.comparison import Comparison, comparison_at_model_shapes
 from megatron_dsa.tools.verify.lists import Lists
 from megatron_dsa.tools.verify.shapes import Shape
 from megatron_dsa.tools.verify.sparse_attention import AttentionReference, attention_case
-from megatron_dsa.tools.verify.tolerances import MODEL_SHAPES, by_figure
 
 
 @dataclass(frozen=True)
@@ -87,8 +86,7 @@ class Inputs:
 
     def compare(self, operation: str, result) -> Comparison:
         """Compare what ``operation`` returned with float64."""
-        tolerance = MODEL_SHAPES[self.case.q.dtype]
-        found = Comparison(tolerance, by_figure(tolerance))
+        found = comparison_at_model_shapes(self.case.q.dtype)
         if operation == "teacher":
             self._reference.teacher(found, result)
         else:

@@ -31,7 +31,7 @@ from megatron_dsa.errors import ImplementationError
 from megatron_dsa.metrics.flops import Keys
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
 from megatron_dsa.sequence.layout import bshd_layout
-from megatron_dsa.tools.verify.comparison import Comparison
+from megatron_dsa.tools.verify.comparison import comparison_at_model_shapes
 from megatron_dsa.tools.verify.indexer_loss import (
     ExpectedLoss,
     expected_dense_loss,
@@ -42,7 +42,6 @@ from megatron_dsa.tools.verify.indexer_topk import SelectionCase, random_index_i
 from megatron_dsa.tools.verify.layouts import layout_of_tokens, sampled_tokens
 from megatron_dsa.tools.verify.lists import Lists
 from megatron_dsa.tools.verify.shapes import Shape
-from megatron_dsa.tools.verify.tolerances import MODEL_SHAPES, by_figure
 
 CEILINGS = ("gemm",)
 ON_DEVICE = True
@@ -129,6 +128,8 @@ def named(operation: str, way: str) -> tuple[tuple[str, str], ...]:
 
 
 class _Measurer:
+    """Draws the inputs once; they are the same for every way."""
+
     def __init__(self, case: Case, device: torch.device, settings: Settings):
         self.case, self.settings, self.clock = case, settings, Clock(device)
         shape = Shape(1, 1, 1, case.heads, case.dim, case.topk, case.tokens, case.tokens)
@@ -173,7 +174,7 @@ class _Measurer:
             return indexer_topk(inputs, self.layout, case.topk, policy=policy)
 
         def check(result):
-            found = comparison()
+            found = comparison_at_model_shapes(torch.bfloat16)
             selected = bundled.sorted_lists(result) if is_bundled else result
             SelectionCase(inputs, self.layout, self.checked, case.topk).compare(found, *selected)
             return found
@@ -225,7 +226,7 @@ class _Measurer:
         """Return what compares gradients with those of the sampled tokens; keys have others."""
 
         def check(gradients):
-            found, right = comparison(), expected()
+            found, right = comparison_at_model_shapes(torch.bfloat16), expected()
             found.compare("dq", gradients[0][self.checked], right.q)
             found.compare("dweights", gradients[2][self.checked], right.weights)
             return found
@@ -233,12 +234,4 @@ class _Measurer:
         return check
 
 
-def comparison() -> Comparison:
-    """Return what takes errors of results in bf16."""
-    tolerance = MODEL_SHAPES[torch.bfloat16]
-    return Comparison(tolerance, by_figure(tolerance))
-
-
-def prepare(case: Case, device: torch.device, settings: Settings) -> _Measurer:
-    """Draw the inputs; they are the same for every way."""
-    return _Measurer(case, device, settings)
+prepare = _Measurer

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_dsa.tools.verify.tolerances import MODEL_SHAPES, by_figure
+
 #: A root mean square of float64 results that is nothing but rounding.
 ROUNDING = 1e-14
 
@@ -78,3 +80,9 @@ class Comparison:
             if not error <= self.tolerances.get(figure, self.tolerance)
         ]
         return far + self.complaints
+
+
+def comparison_at_model_shapes(dtype: torch.dtype) -> Comparison:
+    """Return a comparison with the tolerances of results at the shapes of models."""
+    tolerance = MODEL_SHAPES[dtype]
+    return Comparison(tolerance, by_figure(tolerance))
