@@ -40,7 +40,7 @@ def test_matches_float64(device, name):
     assert run_case(LAYOUTS[name](device), device, torch.float64, SMALL) < 1e-12
 
 
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 3e-6), (torch.bfloat16, 6e-3)])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 3e-6), (torch.bfloat16, 5e-3)])
 def test_lower_precision(device, dtype, tolerance):
     assert run_case(bshd_layout(48, 1, device), device, dtype, SMALL) < tolerance
 
