@@ -54,7 +54,7 @@ METRICS = {
     "rel_error": "largest norm(x - reference) / norm(reference), references in float64",
     "out_error": "the same of outputs, against the first way of the case",
     "end_error": "the same of the last tokens' outputs and input gradients",
-    "neighbour_share": "share of a query's keys that the next query selects as well",
+    "neighbour_share": "share of keys that the next query selects as well; in former rows",
     "efficiency": "time of one rank over ranks times their time, in the same process",
     "communication_share": "share of a step in which NCCL runs",
     "exposed_share": "share of a step in which nothing but NCCL runs",

@@ -16,6 +16,7 @@ import torch
 
 from megatron_dsa.dispatch import Candidate, describe_call
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.tools.verify import comparison as verify
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:
     A reference that is 0 but for rounding (root mean square below 1e-4) counts as size 1 per entry.
     """
     x, reference = x.detach().double().cpu(), reference.detach().double().cpu()
-    norm, unit = reference.norm(), reference.numel() ** 0.5
-    return float((x - reference).norm() / (norm if norm > 1e-4 * unit else max(unit, 1.0)))
+    if reference.norm() > 1e-4 * reference.numel() ** 0.5:
+        return verify.relative_error(x, reference)
+    return verify.relative_error(x - reference, torch.zeros_like(reference))
 
 
 def leaf(*shape, seed, device="cpu", dtype=torch.float32, scale=1.0):

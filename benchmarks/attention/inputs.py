@@ -1,7 +1,8 @@
-"""The inputs of the sparse operations, and calls of their implementations."""
+"""The inputs of sparse attention's operations, calls of implementations, checks of results."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,8 +13,10 @@ from benchmarks.attention.shapes import OPERATIONS, PRESETS
 from megatron_dsa.dispatch import Policy, describe_call
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
-from megatron_dsa.ops.sparse_attention.declaration import FORWARD
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.tools.verify.comparison import Comparison, comparison_at_model_shapes
+from megatron_dsa.tools.verify.lists import Lists
+from megatron_dsa.tools.verify.shapes import Shape
+from megatron_dsa.tools.verify.sparse_attention import AttentionReference, attention_case
 
 
 @dataclass(frozen=True)
@@ -37,62 +40,30 @@ class Case:
 class Inputs:
     """The tensors of one case, in bf16, the same for every implementation.
 
-    ``out``, ``lse`` and ``p_sum`` come from the torch implementation, so that a backward is not
-    measured on (or blamed for) what some forward kernel made.
+    What a backward is given comes from the torch implementation, so that it is not measured on (or
+    blamed for) what some forward kernel made.
     """
 
-    def __init__(self, case: Case, device: torch.device, seed: int = 0):
+    def __init__(self, case: Case, device: torch.device):
         p = PRESETS[case.preset]
-        self.preset, self.v_dim, self.softmax_scale = p, p.v_dim, p.softmax_scale
-        self.workspace_bytes = case.workspace_mib * 2**20
-        generator = torch.Generator(device).manual_seed(seed)
-
-        def normal(*shape, dtype=torch.bfloat16):
-            return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
-
-        self.q = normal(case.queries, p.heads, p.qk_dim)
-        self.kv = normal(case.skv, p.qk_dim)
-        self.dout = normal(case.queries, p.heads, p.v_dim)
-        self.sink = normal(p.heads, dtype=torch.float32) if p.sink else None
-        self.indices = make_indices(case.distribution, case.queries, case.skv, p.topk, device, seed)
-        self.op_call = describe_call(
-            device,
-            dtype=self.q.dtype,
-            heads=p.heads,
-            qk_dim=p.qk_dim,
-            v_dim=p.v_dim,
-            topk=p.topk,
-            packed=False,
-            sink=p.sink,
+        indices = make_indices(case.distribution, case.queries, case.skv, p.topk, device)
+        shape = Shape(p.heads, p.qk_dim, p.v_dim, 1, 1, p.topk, case.skv, case.queries, sink=p.sink)
+        self.case = dataclasses.replace(
+            attention_case(shape, Lists(indices, None, case.skv), p.softmax_scale),
+            workspace_bytes=case.workspace_mib * 2**20,
         )
-
-    def sparse_inputs(self, want_p_sum: bool = False) -> SparseAttentionInputs:
-        return SparseAttentionInputs(
-            self.q, self.kv, self.indices, self.v_dim, self.softmax_scale, None, self.sink,
-            self.workspace_bytes, want_p_sum,
+        self.op_call = describe_call(
+            device, dtype=shape.dtype, heads=p.heads, qk_dim=p.qk_dim, v_dim=p.v_dim, topk=p.topk,
+            packed=False, sink=p.sink,
         )  # fmt: skip
 
     @cached_property
-    def _forward(self):
-        policy = self.policy("forward", "torch")
-        return FORWARD.run(self.op_call, policy, self.sparse_inputs(want_p_sum=True))
+    def _forward(self) -> tuple:
+        return self.call("forward", "torch")()
 
-    @property
-    def out(self) -> torch.Tensor:
-        return self._forward[0]
-
-    @property
-    def lse(self) -> torch.Tensor:
-        return self._forward[1]
-
-    @property
-    def p_sum(self) -> torch.Tensor:
-        return self._forward[2]
-
-    def policy(self, operation: str, name: str) -> Policy:
-        """Name the implementation: it runs, or says why it cannot."""
-        named = ((OPERATIONS[operation], name),)
-        return Policy(workspace_bytes=self.workspace_bytes, named=named)
+    @cached_property
+    def _reference(self) -> AttentionReference:
+        return AttentionReference(self.case)
 
     def call(self, operation: str, name: str):
         """Return a function without arguments that runs the operation once.
@@ -104,10 +75,21 @@ class Inputs:
         (candidate,) = (c for c in dispatched.candidates if c.name == name)
         if reason := candidate.reason(self.op_call):
             raise ImplementationError(reason)
-        policy = self.policy(operation, name)
-        tensors = {
-            "forward": lambda: (),
-            "teacher": lambda: (self.lse,),
-            "backward": lambda: (self.out, self.lse, self.dout),
-        }[operation]()
-        return lambda: dispatched.run(self.op_call, policy, self.sparse_inputs(), *tensors)
+        policy = Policy(
+            workspace_bytes=self.case.workspace_bytes, named=((OPERATIONS[operation], name),)
+        )
+        tensors: tuple = ()
+        if operation != "forward":
+            out, lse = self._forward[:2]
+            tensors = (lse,) if operation == "teacher" else (out, lse, self.case.dout)
+        return lambda: dispatched.run(self.op_call, policy, self.case.inputs(), *tensors)
+
+    def compare(self, operation: str, result) -> Comparison:
+        """Compare what ``operation`` returned with float64."""
+        found = comparison_at_model_shapes(self.case.q.dtype)
+        if operation == "teacher":
+            self._reference.teacher(found, result)
+        else:
+            outputs = result[: 2 if operation == "forward" else 3]
+            getattr(self._reference, operation)(found, *outputs)
+        return found

@@ -91,18 +91,6 @@ def _position(t, queries: int, skv: int, topk: int):
     return (skv - queries + t).clamp_min(topk - 1)
 
 
-def neighbour_share(indices) -> float:
-    """Mean share of a query's keys that the next query selects as well."""
-    queries, topk = indices.shape
-    shared = 0
-    for rows in _chunks(queries - 1, 2**25 // topk):
-        after = slice(rows.start + 1, rows.stop + 1)
-        both = torch.cat([indices[rows], indices[after]], dim=1).sort(dim=1).values
-        # No key is listed twice in a row, so equal neighbours come from the two rows.
-        shared += int((both[:, 1:] == both[:, :-1]).sum())
-    return shared / max(1, (queries - 1) * topk)
-
-
 def _chunks(total: int, size: int) -> Iterator[slice]:
     size = max(1, size)
     for first in range(0, total, size):

@@ -7,43 +7,37 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Preset:
-    """One sparse layer: attention and indexer.
+    """The attention of one sparse layer.
 
     Attributes:
         heads: query heads of one rank.
         qk_dim, v_dim: dims of a query (and key) and of a value.
         topk: keys selected per query.
-        index_heads, index_dim: the indexer's.
         softmax_scale: factor on ``q . k``.
         sink: the softmax has a learned sink per head.
     """
 
-    name: str
     heads: int
     qk_dim: int
     v_dim: int
     topk: int
-    index_heads: int
-    index_dim: int
     softmax_scale: float
     sink: bool = False
 
 
-_V32 = Preset("v3.2", 128, 576, 512, 2048, 64, 128, 192**-0.5)
-_PRESETS = (
-    _V32,
+_V32 = Preset(128, 576, 512, 2048, 192**-0.5)
+PRESETS = {
+    "v3.2": _V32,
     # What a rank holds of V3.2 with 2, 4 and 8 tensor-parallel ranks.
-    replace(_V32, name="v3.2-h64", heads=64),
-    replace(_V32, name="v3.2-h32", heads=32),
-    replace(_V32, name="v3.2-h16", heads=16),
-    replace(_V32, name="glm-5", heads=64, index_heads=32, softmax_scale=256**-0.5),
+    "v3.2-h64": replace(_V32, heads=64),
+    "v3.2-h32": replace(_V32, heads=32),
+    "v3.2-h16": replace(_V32, heads=16),
     # V4's lists hold the window of 128 keys and the selected compressed keys (512 or 1024).
-    Preset("v4-flash", 64, 512, 512, 640, 64, 128, 512**-0.5, sink=True),
-    Preset("v4-pro", 128, 512, 512, 1152, 64, 128, 512**-0.5, sink=True),
+    "v4-flash": Preset(64, 512, 512, 640, 512**-0.5, sink=True),
+    "v4-pro": Preset(128, 512, 512, 1152, 512**-0.5, sink=True),
     # For trying the benchmark itself on any machine.
-    Preset("tiny", 4, 48, 32, 16, 4, 16, 48**-0.5, sink=True),
-)
-PRESETS = {preset.name: preset for preset in _PRESETS}
+    "tiny": Preset(4, 48, 32, 16, 48**-0.5, sink=True),
+}
 DEFAULT_PRESETS = ("v3.2", "v3.2-h64", "v3.2-h32", "v3.2-h16", "v4-flash", "v4-pro")
 
 #: Measured operation -> the dispatched operation that it runs.

@@ -76,6 +76,8 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
 
 
 class _Measurer:
+    """Measures pieces; each draws its own inputs."""
+
     def __init__(self, case: Case, device: torch.device, settings: Settings):
         self.case, self.device, self.settings = case, device, settings
         self.clock = Clock(device, HEAD_START)
@@ -89,6 +91,4 @@ class _Measurer:
         yield work.part, measure_piece(job, self.device, self.clock, self.settings)
 
 
-def prepare(case: Case, device: torch.device, settings: Settings) -> _Measurer:
-    """Return what measures the pieces; each draws its own inputs."""
-    return _Measurer(case, device, settings)
+prepare = _Measurer

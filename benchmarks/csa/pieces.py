@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 from benchmarks.csa import eager
 from benchmarks.settings import Settings
 from benchmarks.timing import Clock, measure
-from benchmarks.verify import WrongResult, largest_error
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops.compressor.api import compress
@@ -23,6 +22,8 @@ from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.rope.api import norm_rope, rotate
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout
+from megatron_dsa.tools.verify.comparison import Comparison
+from megatron_dsa.tools.verify.tolerances import MODEL_SHAPES
 
 DTYPE = torch.bfloat16
 #: Rows that are compared with float64: enough for many programs, few enough to cost nothing.
@@ -110,10 +111,10 @@ class Job:
 
 @dataclass
 class Call:
-    """What is timed, its error, and the width of its lists."""
+    """What is timed, the check of its result, and the width of its lists."""
 
     call: Callable
-    error: Callable
+    check: Callable
     width: int | None = None
 
 
@@ -154,9 +155,12 @@ def _double(*tensors):
     return tuple(x.detach().double().requires_grad_() for x in tensors)
 
 
-def _forward_error(out, expected) -> float:
-    """Error of the first rows."""
-    return largest_error((out.detach()[: expected.shape[0]], expected.detach()))
+def compare(**pairs) -> Comparison:
+    """Compare results with what is right: name -> ``(found, right)``."""
+    found = Comparison(MODEL_SHAPES[DTYPE])
+    for name, (x, right) in pairs.items():
+        found.compare(name, x, right)
+    return found
 
 
 def compressor_piece(job: Job, device) -> Call:
@@ -186,19 +190,21 @@ def compressor_piece(job: Job, device) -> Call:
         return eager.compress(*wide, ratio, piece.overlap)
 
     if piece.operation == "compressor_forward":
-        return Call(forward, lambda out: _forward_error(out, expected()))
+        return Call(forward, lambda out: compare(out=(out[: taken // ratio], expected())))
     out = forward()
     dout = _random(*out.shape, device=device, seed=3)
 
-    def error(gradients):
+    def check(gradients):
         right = torch.autograd.grad(expected(), wide, dout[: taken // ratio].double())
-        pairs = [(gradients[i][:checked], right[i][:checked]) for i in range(2)]
-        if checked == rows:  # otherwise other rows take part
-            pairs.append((gradients[2], right[2]))
-        return largest_error(*pairs)
+        names = ("dvalues", "dscores", "dape")
+        pairs = dict(zip(names, zip(gradients, right, strict=True), strict=True))
+        dape = pairs.pop("dape")
+        pairs = {name: (x[:checked], y[:checked]) for name, (x, y) in pairs.items()}
+        # Otherwise other tokens take part in the gradient of ape.
+        return compare(**pairs, dape=dape) if checked == rows else compare(**pairs)
 
     leaves = (values, scores, ape)
-    return Call(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), error)
+    return Call(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), check)
 
 
 def rope_piece(job: Job, device) -> Call:
@@ -230,15 +236,15 @@ def rope_piece(job: Job, device) -> Call:
         return eager.norm_rope(wide, *tables, EPS)
 
     if piece.operation != "norm_rope_backward":
-        return Call(forward, lambda out: _forward_error(out, expected()))
+        return Call(forward, lambda out: compare(out=(out[:CHECKED_QUERIES], expected())))
     out = forward()
     dout = _random(*out.shape, device=device, seed=1)
 
-    def error(gradients):
-        right = torch.autograd.grad(expected(), wide, dout[:CHECKED_QUERIES].double())
-        return largest_error((gradients[0][:CHECKED_QUERIES], right[0]))
+    def check(gradients):
+        (right,) = torch.autograd.grad(expected(), wide, dout[:CHECKED_QUERIES].double())
+        return compare(dx=(gradients[0][:CHECKED_QUERIES], right))
 
-    return Call(lambda: torch.autograd.grad(out, x, dout, retain_graph=True), error)
+    return Call(lambda: torch.autograd.grad(out, x, dout, retain_graph=True), check)
 
 
 def random_selection(rows: int, topk: int, ratio: int, device):
@@ -286,7 +292,7 @@ def lists_piece(job: Job, device) -> Call:
 
     sample = torch.arange(0, rows, -(-rows // CHECKED_ROWS), device=device)
 
-    def error(parts):
+    def check(parts):
         blocks, lengths = zip(*parts, strict=True)
         # Blocks of rows that see few keys may be narrower.
         width = max(block.shape[1] for block in blocks)
@@ -294,11 +300,12 @@ def lists_piece(job: Job, device) -> Call:
         part = None if selected is None else selected[sample]
         ((right, count),) = plain(layout.position[sample], part)
         same = torch.equal(found, right[:, :width]) and bool((right[:, width:] < 0).all())
-        if not same or not torch.equal(torch.cat(lengths)[sample], count):
-            raise WrongResult("lists differ from those of the eager expression")
-        return 0.0
+        same = same and torch.equal(torch.cat(lengths)[sample], count)
+        result = compare()
+        result.require(same, "lists differ from those of the eager expression")
+        return result
 
-    return Call(call, error, lists.full_width)
+    return Call(call, check, lists.full_width)
 
 
 def measure_piece(job: Job, device: torch.device, clock: Clock, settings: Settings) -> dict:
@@ -312,7 +319,7 @@ def measure_piece(job: Job, device: torch.device, clock: Clock, settings: Settin
     try:
         made = make(job, device)
         limits = settings.repeats, min(settings.budget, SECONDS)
-        row = measure(made.call, made.error, clock, *limits)
+        row = measure(made.call, made.check, clock, *limits)
     except torch.OutOfMemoryError:
         if job.way != "eager":
             raise

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks.attention.lists import make_indices
 from benchmarks.indexer import bundled, dense
-from benchmarks.indexer.checks import draw, loss_error, selection_error
 from benchmarks.settings import Settings, Work
 from benchmarks.timing import Clock, measure, what_ran
 from megatron_dsa.dispatch import Policy, reset_report
@@ -32,6 +31,17 @@ from megatron_dsa.errors import ImplementationError
 from megatron_dsa.metrics.flops import Keys
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
 from megatron_dsa.sequence.layout import bshd_layout
+from megatron_dsa.tools.verify.comparison import comparison_at_model_shapes
+from megatron_dsa.tools.verify.indexer_loss import (
+    ExpectedLoss,
+    expected_dense_loss,
+    expected_loss,
+    random_teacher,
+)
+from megatron_dsa.tools.verify.indexer_topk import SelectionCase, random_index_inputs
+from megatron_dsa.tools.verify.layouts import layout_of_tokens, sampled_tokens
+from megatron_dsa.tools.verify.lists import Lists
+from megatron_dsa.tools.verify.shapes import Shape
 
 CEILINGS = ("gemm",)
 ON_DEVICE = True
@@ -44,12 +54,13 @@ OPERATIONS = {
 #: Selection through fp8 candidates, with our kernels.
 FP8 = "fp8"
 WAYS = {
-    "select": ("tilelang", FP8, "cudnn", "torch", dense.BUNDLED),
-    "loss": ("tilelang", "cudnn", "torch", dense.BUNDLED),
-    "dense": ("triton", "torch", dense.BUNDLED),
+    "select": ("tilelang", FP8, "cudnn", "torch", bundled.WAY),
+    "loss": ("tilelang", "cudnn", "torch", bundled.WAY),
+    "dense": ("triton", "torch", bundled.WAY),
 }
 #: The torch way of the loss gathers keys for every token: longer sequences take minutes.
 LONGEST_TORCH_LOSS = 8192
+CHECKED_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -73,10 +84,10 @@ class Case:
 
 @dataclass
 class Call:
-    """What is timed, its error, and the operations that it cannot avoid."""
+    """What is timed, the check of its result, and the operations that it cannot avoid."""
 
     call: Callable
-    error: Callable
+    check: Callable
     flop: int
 
 
@@ -117,10 +128,15 @@ def named(operation: str, way: str) -> tuple[tuple[str, str], ...]:
 
 
 class _Measurer:
+    """Draws the inputs once; they are the same for every way."""
+
     def __init__(self, case: Case, device: torch.device, settings: Settings):
         self.case, self.settings, self.clock = case, settings, Clock(device)
-        self.inputs = draw(case.tokens, case.heads, case.dim, device)
+        shape = Shape(1, 1, 1, case.heads, case.dim, case.topk, case.tokens, case.tokens)
+        self.inputs = random_index_inputs(shape, case.tokens, device)
         self.layout = bshd_layout(case.tokens, 1, device)
+        #: Query tokens whose result is compared with float64.
+        self.checked = sampled_tokens(case.tokens, CHECKED_TOKENS + 1, device)[1:]
 
     def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
         operation, _, lists = work.part.partition(":")
@@ -131,10 +147,10 @@ class _Measurer:
             named=named(operation, "tilelang" if fp8 else work.way),
         )  # fmt: skip
         make = {"select": self.select, "loss": self.loss, "dense": self.dense}[operation]
-        made = make(policy, work.way == dense.BUNDLED, lists)
+        made = make(policy, work.way == bundled.WAY, lists)
         reset_report()
         limits = self.settings.repeats, self.settings.budget
-        result = measure(made.call, made.error, self.clock, *limits)
+        result = measure(made.call, made.check, self.clock, *limits)
         result["ran"] = what_ran()
         if result["status"] == "ok":
             result["tflops"] = made.flop / result["ms"] / 1e9
@@ -145,7 +161,7 @@ class _Measurer:
             return
         if way == "torch" and self.case.tokens > LONGEST_TORCH_LOSS:
             raise ImplementationError("torch gathers keys token by token: minutes")
-        if way == dense.BUNDLED and lists != "clustered":
+        if way == bundled.WAY and lists != "clustered":
             raise ImplementationError("it masks keys behind the query; these lists have such")
 
     def select(self, policy: Policy, is_bundled: bool, _lists: str) -> Call:
@@ -155,59 +171,67 @@ class _Measurer:
         def call():
             if is_bundled:
                 return bundled.select(inputs, case.topk)
-            return indexer_topk(inputs, self.layout, case.topk, policy=policy)[0]
+            return indexer_topk(inputs, self.layout, case.topk, policy=policy)
 
-        return Call(
-            call, lambda indices: selection_error(inputs, case.topk, indices, not is_bundled),
-            2 * case.heads * case.dim * Keys().pairs(case.tokens),
-        )  # fmt: skip
+        def check(result):
+            found = comparison_at_model_shapes(torch.bfloat16)
+            selected = bundled.sorted_lists(result) if is_bundled else result
+            SelectionCase(inputs, self.layout, self.checked, case.topk).compare(found, *selected)
+            return found
+
+        return Call(call, check, 2 * case.heads * case.dim * Keys().pairs(case.tokens))
 
     def loss(self, policy: Policy, is_bundled: bool, lists: str) -> Call:
         """Return the sparse loss with the gradients of q, k and weights."""
-        case, inputs = self.case, self.inputs
+        case, inputs = self.case, self._leaves()
         indices = make_indices(lists, case.tokens, case.tokens, case.topk, inputs.q.device)
-        generator = torch.Generator(inputs.q.device).manual_seed(1)
-        teacher = torch.rand(indices.shape, generator=generator, device=indices.device)
-        teacher.masked_fill_(indices < 0, 0.0)
-        tensors = self._leaves()
+        teacher = random_teacher(indices)
         scores = bundled.selected_scores(inputs, indices) if is_bundled else None
 
         def call():
             if is_bundled:
                 return bundled.loss_gradients(inputs, indices, teacher, scores)
-            value = sparse_indexer_loss(
-                IndexerInputs(*tensors), indices, teacher, self.layout, policy=policy
-            )
-            return torch.autograd.grad(value, tensors)
+            value = sparse_indexer_loss(inputs, indices, teacher, self.layout, policy=policy)
+            return torch.autograd.grad(value, [inputs.q, inputs.k, inputs.weights])
 
-        selected = int((indices >= 0).sum())
-        return Call(
-            call, lambda gradients: loss_error(inputs, indices, teacher, gradients),
-            6 * case.heads * case.dim * selected,
-        )  # fmt: skip
+        def expected():
+            some = Lists(indices[self.checked], None, case.tokens)
+            return expected_loss(self._sampled(), some, teacher[self.checked])
+
+        return Call(call, self._checks(expected), 6 * case.heads * case.dim * indices.numel())
 
     def dense(self, policy: Policy, is_bundled: bool, _lists: str) -> Call:
         """Return the dense loss with the gradients of q, k and weights."""
-        inputs = IndexerInputs(*self._leaves())
-        teacher = dense.Teacher.draw(
-            self.case.tokens, self.case.teacher_heads, self.inputs.q.device
-        )
+        inputs = dense.draw(self._leaves(), self.layout, self.case.teacher_heads)
 
         def call():
-            if is_bundled:
-                return dense.bundled(inputs, teacher)
-            return dense.ours(inputs, teacher, self.layout, policy)
+            return dense.bundled(inputs) if is_bundled else dense.ours(inputs, policy)
 
-        return Call(
-            call, lambda gradients: dense.error(inputs, teacher, gradients),
-            dense.flops(inputs, teacher),
-        )  # fmt: skip
+        def expected():
+            layout = layout_of_tokens(self.layout, self.checked)
+            some = replace(inputs, indexer=self._sampled(), layout=layout, q=inputs.q[self.checked])
+            return expected_dense_loss(some)
 
-    def _leaves(self) -> list[torch.Tensor]:
+        return Call(call, self._checks(expected), dense.flops(inputs))
+
+    def _leaves(self) -> IndexerInputs:
         found = (self.inputs.q, self.inputs.k, self.inputs.weights)
-        return [x.detach().requires_grad_() for x in found]
+        return IndexerInputs(*(x.detach().requires_grad_() for x in found))
+
+    def _sampled(self) -> IndexerInputs:
+        x, tokens = self.inputs, self.checked
+        return IndexerInputs(x.q[tokens], x.k, x.weights[tokens])
+
+    def _checks(self, expected: Callable[[], ExpectedLoss]) -> Callable:
+        """Return what compares gradients with those of the sampled tokens; keys have others."""
+
+        def check(gradients):
+            found, right = comparison_at_model_shapes(torch.bfloat16), expected()
+            found.compare("dq", gradients[0][self.checked], right.q)
+            found.compare("dweights", gradients[2][self.checked], right.weights)
+            return found
+
+        return check
 
 
-def prepare(case: Case, device: torch.device, settings: Settings) -> _Measurer:
-    """Draw the inputs; they are the same for every way."""
-    return _Measurer(case, device, settings)
+prepare = _Measurer

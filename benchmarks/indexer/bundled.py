@@ -12,6 +12,8 @@ import torch
 from megatron_dsa.dsa_kernels import IndexerInputs
 from megatron_dsa.errors import ImplementationError
 
+#: The way of megatron-core's own functions.
+WAY = "megatron"
 #: Rows whose scores megatron-core forms at a time, and rows of the loss.
 BLOCK, LOSS_BLOCK = 8192, 512
 
@@ -47,6 +49,13 @@ def select(inputs: IndexerInputs, topk: int) -> torch.Tensor:
     if found is None:
         raise ImplementationError("megatron-core's TileLang indexer declines these inputs")
     return found[0]
+
+
+def sorted_lists(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return lists in the form of ours, ascending and ``-1`` last, and their lengths."""
+    behind = torch.iinfo(indices.dtype).max
+    lists = torch.where(indices < 0, behind, indices).sort(-1).values
+    return torch.where(lists == behind, -1, lists), (indices >= 0).sum(-1)
 
 
 def selected_scores(inputs: IndexerInputs, indices: torch.Tensor) -> torch.Tensor:

@@ -37,16 +37,14 @@ from benchmarks.megatron_layer import LayerSpec, shortened
 from benchmarks.settings import Settings, Work
 from benchmarks.timing import Clock, Peak, summary, what_ran
 from benchmarks.tracing import profiled
-from benchmarks.verify import largest_error
 from megatron_dsa.dispatch import reset_report
 from megatron_dsa.errors import ImplementationError
+from megatron_dsa.tools.verify.comparison import relative_error
 
 CEILINGS = ()
 ON_DEVICE = True
 #: Ways of a DSA layer, of a CSA layer, and of the core.
 DSA_WAYS, CSA_WAYS, CORE_WAYS = ("ours", "dense", "bundled"), ("ours", "torch"), ("torch",)
-#: Left out if it is not asked for: kernels of megatron-core that need cuDNN and FlashMLA.
-OTHER_WAYS = ("bundled-cudnn",)
 RATIOS = (0, 4, 128)
 CORE = "core"
 PRESETS = ("v3.2", "v4-flash", "v4-pro", CORE, "tiny", "tiny-csa")
@@ -114,8 +112,6 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
         lengths = options.tokens or LENGTHS.get(preset, CSA_LENGTHS)
         csa, dsa = preset.startswith("v4") or preset == "tiny-csa", preset in ("v3.2", "tiny")
         ways = CSA_WAYS if csa else DSA_WAYS if dsa else CORE_WAYS
-        if dsa:
-            ways += tuple(way for way in OTHER_WAYS if way in (options.ways or ()))
         heads = options.heads if preset == "v3.2" else [4] if dsa else [None]
         ratios = options.ratios if csa else [None]
         found += [
@@ -187,10 +183,10 @@ class _Measurer:
         if self._first is None:  # nothing to compare with
             return {"status": "ok"}
         pairs = {name: (tensor, self._first[name]) for name, tensor in own.items()}
-        row = {"status": "ok", "out_error": largest_error(pairs.pop("out"))}
+        row = {"status": "ok", "out_error": relative_error(*pairs.pop("out"))}
         limits = {"out_error": OUT_ERROR_LIMIT}
         if way != "dense":
-            row["end_error"] = largest_error(*pairs.values())
+            row["end_error"] = max(relative_error(*pair) for pair in pairs.values())
             limits["end_error"] = END_ERROR_LIMIT
         for name, limit in limits.items():
             if not row[name] <= limit:

@@ -2,9 +2,9 @@
 
 * ``ours``: the layer of this package, everything left to dispatch. ``torch``: without fused
   kernels.
-* ``bundled``: megatron-core's own DSA layer with its TileLang kernels (``bundled-cudnn``: with its
-  kernels from cuDNN and FlashMLA). Its Hadamard rotation of index queries and keys, which changes
-  no score, needs a package; where that is missing it goes without.
+* ``bundled``: megatron-core's own DSA layer with its TileLang kernels. Its Hadamard rotation of
+  index queries and keys, which changes no score, needs a package; where that is missing it goes
+  without.
 * ``dense``: the layer of this package in stage ``dense``, with whatever attention of torch is the
   fastest here.
 
@@ -29,8 +29,6 @@ from benchmarks.megatron_layer import Layer, LayerSpec
 from benchmarks.timing import Clock, quantile
 from megatron_dsa.errors import ImplementationError
 
-#: Way of megatron-core's -> the kernels that it is told to take.
-KERNELS = {"bundled": "tilelang", "bundled-cudnn": "cudnn"}
 #: Tokens with which dense attentions are compared.
 TRIAL_ROWS = 8192
 #: Most elements of a tensor that torch's attention takes.
@@ -49,7 +47,7 @@ def build(way: str, spec: LayerSpec, device: torch.device) -> tuple[Layer, str]:
     if way == "ours":
         return layer, ""
     make = dense_module if way == "dense" else bundled_module
-    module, remark = make(layer.config, KERNELS.get(way), device)
+    module, remark = make(layer.config, device)
     layer.module = with_weights(module.to(device).bfloat16().train(), layer.module)
     return layer, remark
 
@@ -66,7 +64,7 @@ def with_weights(module: torch.nn.Module, source: torch.nn.Module) -> torch.nn.M
 # Dense attention
 
 
-def dense_module(config, _kernels, device: torch.device):
+def dense_module(config, device: torch.device):
     """Return the dense layer of a configuration, and the name of its attention."""
     from megatron.core.transformer.spec_utils import build_module
 
@@ -148,7 +146,7 @@ def fastest_attention(heads: int, qk_dim: int, v_dim: int, device: torch.device)
 # megatron-core's own DSA
 
 
-def bundled_module(config, kernels: str, device: torch.device):
+def bundled_module(config, device: torch.device):
     """Return megatron-core's DSA layer of a configuration, and what differs from ``ours``."""
     from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
         get_dsa_module_spec_for_backend,
@@ -161,7 +159,7 @@ def bundled_module(config, kernels: str, device: torch.device):
 
     config = copy.copy(config)
     config.experimental_attention_variant = "dsa"
-    config.dsa_kernel_backend = kernels if device.type == "cuda" else "none"
+    config.dsa_kernel_backend = "tilelang" if device.type == "cuda" else "none"
     _validate_dsa_kernel_backend_dependencies(config.dsa_kernel_backend)
     remarks = [f"kernels={config.dsa_kernel_backend}"]
     if config.dsa_indexer_rotate_activation and dsa.hadamard_transform is None:

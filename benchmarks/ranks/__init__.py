@@ -4,7 +4,7 @@
     python -m benchmarks ranks --grids tp1cp4 --layers v3.2 --tokens 65536 131072 --dry-run
     python -m benchmarks ranks --kinds dense --grids tp1cp4
 
-A grid has one process per GPU (:mod:`benchmarks.ranks.worker`); a rank that fails or does not
+A grid has one process per GPU (:mod:`benchmarks.ranks.processes`); a rank that fails or does not
 answer ends its measurement, for all ranks of the grid, in bounded time. All ranks begin a call
 together and the slowest counts. The way ``one rank`` measures the same on one GPU in the same run:
 efficiency is its time, divided by the ranks and by theirs. Communication is exposed where NCCL's
@@ -40,7 +40,7 @@ from benchmarks.ranks.cases import (
     works_of,
 )
 from benchmarks.ranks.merge import Judge, merge
-from benchmarks.ranks.pool import Ended, Pool
+from benchmarks.ranks.processes import RankFailed, measured
 from benchmarks.settings import Settings, Work
 from megatron_dsa.errors import ImplementationError
 
@@ -97,41 +97,25 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
 
 
 class _Measurer:
-    """Asks processes, one pool at a time: its memory is wanted by the next."""
-
-    def __init__(self, case: Case, device: torch.device, settings: Settings, pool=Pool):
-        self.case, self.settings, self._make = case, settings, pool
+    def __init__(self, case: Case, device: torch.device, settings: Settings, measured=measured):
+        self.case, self.settings, self._measured = case, settings, measured
         self._gpus = torch.cuda.device_count() if device.type == "cuda" else None
-        self._pool = None
         self._judge = Judge(case)
 
     def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
         grid = self.case.grid_of(work.way)
         if self._gpus is not None and grid.ranks > self._gpus:
             raise ImplementationError(f"{grid.name} needs {grid.ranks} GPUs, not {self._gpus}")
+        settings = {"repeats": self.settings.repeats, "budget": self.settings.budget}
+        # Ranks are ended before the process that asks is.
+        timeout = 0.9 * self.settings.timeout
         try:
-            answers = self._ask(grid, work)
-        except Ended as error:
-            if error.gone:
-                self._pool = None
-            yield work.part, {"status": "failed", "reason": error.reason}
+            answers = self._measured(self.case, work.way, settings, timeout)
+        except RankFailed as error:
+            yield work.part, {"status": "failed", "reason": str(error)}
             return
         for part, result in merge(answers):
             yield part, self._judge.judged(work.way, part, result, answers)
 
-    def _ask(self, grid: Grid, work: Work) -> list[dict]:
-        if self._pool is not None and self._pool.grid != grid:
-            self._pool.stop()
-            self._pool = None
-        if self._pool is None:
-            settings = {"repeats": self.settings.repeats, "budget": self.settings.budget}
-            # It answers before the process that asks is ended.
-            self._pool = self._make(grid, settings, 0.9 * self.settings.timeout)
-            self._pool.answers()
-        self._pool.ask(self.case, work)
-        return self._pool.answers()
 
-
-def prepare(case: Case, device: torch.device, settings: Settings) -> _Measurer:
-    """Return what measures a case; processes are started when they are needed."""
-    return _Measurer(case, device, settings)
+prepare = _Measurer

@@ -17,7 +17,7 @@ CP_WAYS = {
     "zigzag": {}, "contiguous": {"cp_layout": "contiguous"}, "plain": {},
 }  # fmt: skip
 #: Ways of tensor-parallel layers.
-TP_WAYS = {"heads": {"tp_mode": "heads"}, "rows": {"tp_mode": "rows"}}
+TP_WAYS = {"heads": {"tp_mode": "heads"}, "rows": {"tp_mode": "sequence"}}
 DENSE_WAYS = ("ring", "gathered latents", "contiguous ring")
 
 

@@ -17,16 +17,15 @@ Every run is ``python -m megatron_dsa.pretrain`` with TensorBoard.
 from __future__ import annotations
 
 import math
-import os
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.train.models import launch
 from benchmarks.train.text import prepare_text
 from megatron_dsa.metrics.tags import FIGURES
 from megatron_dsa.tools.report.events import RunLog, read_run
@@ -145,11 +144,9 @@ class Run:
         Raises:
             RuntimeError: training failed; the text is the end of its log.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
         log = self.folder / "log.txt"
-        with log.open("w") as file:
-            for flags in self.commands():
-                launch(flags, file)
+        for flags in self.commands():
+            train(flags, log)
         # A checkpoint between two stages is large.
         shutil.rmtree(self.folder / "checkpoint", ignore_errors=True)
         parameters = re.findall(r"number of parameters on .*: (\d+)", log.read_text())
@@ -212,38 +209,22 @@ def training_flags(size: Size, data: Path, seed: int) -> list[str]:
     ).split()
 
 
-def launch(flags: list[str], log) -> None:
-    """Train in a process of its own.
-
-    Raises:
-        RuntimeError: it failed; the text is the end of its log.
-    """
+def train(flags: list[str], log: Path) -> None:
+    """Train in a process of its own; see :func:`benchmarks.train.models.launch`."""
     places = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    places["MASTER_PORT"] = "0"  # whichever is free: several may run at once
     quiet = {"PYTHONWARNINGS": "ignore", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_dsa.pretrain", *flags],
-        env=os.environ | places | quiet,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )
-    if done.returncode:
-        lines = Path(log.name).read_text().split("\n")
-        said = [line.strip() for line in lines if line.strip()][-3:]
-        raise RuntimeError(f"training ended with {done.returncode}: " + " | ".join(said))
+    launch([sys.executable, "-m", "megatron_dsa.pretrain", *flags], log, **places, **quiet)
 
 
 def make_start(folder: Path, size: Size, data: Path, seed: int) -> None:
     """Save the weights that the dense model of a seed starts from."""
-    folder.mkdir(parents=True, exist_ok=True)
     flags = [*f"{size.model} {size.mla}".split(), *training_flags(size, data, seed)]
     flags += ["--dsa-stage", "dense"]
     # Megatron saves nothing before a step: one that changes nothing.
     flags += ["--lr", "0", "--min-lr", "0", "--exit-interval", "1", "--no-save-optim"]
     flags += ["--eval-iters", "0"]
     flags += ["--save", str(folder), "--save-interval", str(size.steps)]
-    with (folder / "log.txt").open("w") as log:
-        launch(flags, log)
+    train(flags, folder / "log.txt")
 
 
 class Comparison:

@@ -11,18 +11,10 @@ import gc
 import torch
 
 from benchmarks.process_groups import one_rank
-from benchmarks.train.models import trainer
+from benchmarks.timing import Clock, Peak
+from benchmarks.train.models import plan, trainer
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "step")
-
-
-def planned(argv: list[str]):
-    """Return the planned :class:`~megatron_dsa.tools.planner.memory.RankMemory`."""
-    from megatron_dsa.dispatch.gpus import GPU, GPUS, gpu_here
-    from megatron_dsa.tools.planner.command import plan_of
-
-    gpu = GPUS[gpu_here()] if torch.cuda.is_available() else GPU("CPU", None, 1e3)
-    return plan_of(argv, 1, gpu).stages[0].memory
 
 
 def planned_peak(memory) -> int:
@@ -32,55 +24,35 @@ def planned_peak(memory) -> int:
     return memory.peak if torch.cuda.is_available() else memory.peak - LIBRARIES
 
 
-class Peak:
-    """The most bytes that torch holds inside of the context, on top of what was there before."""
-
-    def __enter__(self) -> Peak:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-            self._before = torch.cuda.memory_allocated()
-            return self
-        from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
-
-        self._tally = MemoryTracker()
-        self._tally.__enter__()
-        return self
-
-    def settled(self) -> None:
-        """Count from here on."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            self._tally.restart()
-
-    def __exit__(self, *error) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-            self.bytes = torch.cuda.max_memory_allocated() - self._before
-        else:
-            self._tally.__exit__(*error)
-            self.bytes = self._tally.peak
-
-
-def measured(argv: list[str]) -> int:
-    """Return the peak bytes of a training step on this machine."""
+def measured(argv: list[str]) -> float:
+    """Return the peak of a training step on this machine, in MiB above what was there before."""
     from megatron_dsa.tools.planner.command import parsed
+    from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 
-    with Peak() as peak, parsed(argv, 1, planning=False) as args:
+    gc.collect()
+    if not torch.cuda.is_available():
+        with MemoryTracker() as tracker, parsed(argv, 1, planning=False) as args:
+            step = trainer(args)
+            step()
+            tracker.restart()
+            step()
+            del step
+        return tracker.peak / 2**20
+    torch.cuda.empty_cache()
+    with Peak(Clock(torch.device("cuda"))) as peak, parsed(argv, 1, planning=False) as args:
         step = trainer(args)
         step()
-        peak.settled()
+        peak.restart()
         step()
         del step
-    return peak.bytes
+    assert peak.mib is not None
+    return peak.mib
 
 
 def compare(argv: list[str]) -> dict:
     """Plan and measure the step of a command line; return the result."""
-    memory = planned(argv)  # needs process groups of its own
+    memory = plan(argv).stages[0].memory  # needs process groups of its own
     with one_rank():
         peak = measured(argv)
-    result = {"status": "ok", "planned_mib": planned_peak(memory) / 2**20, "peak_mib": peak / 2**20}
+    result = {"status": "ok", "planned_mib": planned_peak(memory) / 2**20, "peak_mib": peak}
     return result | {f"{part}_mib": getattr(memory, part) / 2**20 for part in PARTS}

@@ -6,6 +6,9 @@ They are built as the entry point does, with Megatron's data parallel wrapper an
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+from pathlib import Path
 
 import torch
 
@@ -26,12 +29,12 @@ _HYBRID = """
   --o-groups 8 --o-lora-rank 1024 --csa-compress-ratios 0 4 128 4 --csa-window-size 128
   --csa-compress-rotary-base 10000 --dsa-indexer-topk 512 --dsa-indexer-rope-interleaved
 """
-_TINY = """
+TINY = """
   --num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --q-lora-rank 32
   --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 --dsa-indexer-topk 16 --vocab-size 500
   --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --dsa-workspace-mib 1
 """
-_TINY_HYBRID = """
+TINY_HYBRID = """
   --v-head-dim 24 --csa-compress-ratios 0 4 16 4 --csa-window-size 16 --o-groups 2 --o-lora-rank 16
   --csa-compress-rotary-base 10000 --dsa-indexer-rope-interleaved
 """
@@ -71,11 +74,37 @@ def model_of(name: str, tokens: int) -> tuple[int, bool, str]:
 def command(thousands: int, hybrid: bool, flags: str, tiny: bool) -> list[str]:
     """Return the command line of a model; ``tiny`` has 64 tokens where it has 1024."""
     tokens = 64 * thousands if tiny else 1024 * thousands
-    parts = [_BASE, _TINY if tiny else "", flags]
+    parts = [_BASE, TINY if tiny else "", flags]
     if hybrid:
-        parts.insert(2, _TINY_HYBRID if tiny else _HYBRID)
+        parts.insert(2, TINY_HYBRID if tiny else _HYBRID)
     length = f"--seq-length {tokens} --max-position-embeddings {tokens}"
     return ["memory", *" ".join([*parts, length]).split()]
+
+
+def plan(argv: list[str]):
+    """Return the plan of a command line's step on this machine, as ``--dsa-dry-run`` makes it."""
+    from megatron_dsa.dispatch.gpus import GPU, GPUS, gpu_here
+    from megatron_dsa.tools.planner.command import plan_of
+
+    gpu = GPUS[gpu_here()] if torch.cuda.is_available() else GPU("CPU", None, 1e3)
+    return plan_of(argv, 1, gpu)
+
+
+def launch(command: list[str], log: Path, **variables: str) -> None:
+    """Run training in a process of its own; its output is appended to ``log``.
+
+    Raises:
+        RuntimeError: it failed; the text is the end of its log.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as file:
+        done = subprocess.run(
+            command, env=os.environ | {"MASTER_PORT": "0"} | variables, stdout=file,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    if done.returncode:
+        said = [line.strip() for line in log.read_text().split("\n") if line.strip()][-3:]
+        raise RuntimeError(f"training ended with {done.returncode}: " + " | ".join(said))
 
 
 def trainer(args):

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.process_groups import one_rank
-from benchmarks.train.models import trainer
+from benchmarks.train.models import plan, trainer
 from megatron_dsa.errors import ImplementationError
 
 METRIC = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
@@ -94,14 +94,9 @@ def by_group(kernels: list[tuple[str, int]]) -> Counter[str]:
 
 def planned(argv: list[str]) -> Counter[str]:
     """Return the operations of a step by group, as ``--dsa-dry-run`` counts them."""
-    from megatron_dsa.dispatch.gpus import GPU, GPUS, gpu_here
-    from megatron_dsa.tools.planner.command import plan_of
-
-    gpu = GPUS[gpu_here()] if torch.cuda.is_available() else GPU("CPU", None, 1e3)
-    plan = plan_of(argv, 1, gpu)
-    groups = Counter()
-    for part, operations in plan.operations.items():
-        groups[PARTS.get(part, WEIGHTS)] += operations * plan.args.global_batch_size
+    made, groups = plan(argv), Counter()
+    for part, operations in made.operations.items():
+        groups[PARTS.get(part, WEIGHTS)] += operations * made.args.global_batch_size
     return groups
 
 
@@ -162,12 +157,12 @@ def compare(argv: list[str]) -> Iterator[tuple[str, dict]]:
     yield from results(planned(argv), by_group(profile(argv)))
 
 
-def results(plan: Counter[str], executed: Counter[str]) -> Iterator[tuple[str, dict]]:
+def results(expected: Counter[str], executed: Counter[str]) -> Iterator[tuple[str, dict]]:
     """Yield groups and their operations, planned and executed."""
-    sums = {group: (plan[group], executed[group]) for group in plan | executed}
-    sums["all"] = plan.total(), executed.total()
-    for group, (expected, ran) in sums.items():
-        yield group, {"status": "ok", "planned_gflop": expected / 1e9, "executed_gflop": ran / 1e9}
+    sums = {group: (expected[group], executed[group]) for group in expected | executed}
+    sums["all"] = expected.total(), executed.total()
+    for group, (count, ran) in sums.items():
+        yield group, {"status": "ok", "planned_gflop": count / 1e9, "executed_gflop": ran / 1e9}
 
 
 if __name__ == "__main__":

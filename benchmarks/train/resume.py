@@ -8,15 +8,15 @@ last two log has to be the same to the bit.
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from benchmarks.train.models import TINY, TINY_HYBRID, launch
 
 SCRIPT = Path(__file__).parents[2] / "examples/train_bf16.sh"
 #: The learning rate's, in the script: Megatron refuses runs that are no longer.
@@ -43,21 +43,9 @@ MODELS = {
         "--dsa-indexer-rope-interleaved"
     ),
 }
+_SHORT = "--seq-length 64 --max-position-embeddings 64 --global-batch-size 1 --dsa-indexer-topk 12"
 #: Flags of tiny models with the same attention, for a CPU.
-TINY = (
-    "--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --q-lora-rank 32 "
-    "--seq-length 64 --max-position-embeddings 64 --global-batch-size 1 --kv-lora-rank 32 "
-    "--qk-head-dim 16 --qk-pos-emb-head-dim 8 --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 "
-    "--dsa-indexer-topk 12 "
-)
-TINY_MODELS = {
-    "v3.2": TINY + "--v-head-dim 16",
-    "v4": TINY
-    + (
-        "--v-head-dim 24 --csa-compress-ratios 0 4 16 4 --csa-window-size 16 --o-groups 2 "
-        "--o-lora-rank 16 --csa-compress-rotary-base 10000 --dsa-indexer-rope-interleaved"
-    ),
-}
+TINY_MODELS = {"v3.2": f"{TINY} {_SHORT}", "v4": f"{TINY} {TINY_HYBRID} {_SHORT}"}
 
 
 @dataclass(frozen=True)
@@ -87,21 +75,11 @@ class Trial:
             RuntimeError: it failed; the text is the end of its log.
         """
         run = self.folder / name
-        run.mkdir(parents=True, exist_ok=True)
         fixed = [*self.flags.split(), "--train-iters", str(self.steps), "--log-interval", "1"]
         fixed += ["--tensorboard-dir", str(run / "events"), "--log-timers-to-tensorboard", *flags]
         if torch.cuda.is_available():
             fixed.append("--log-memory-to-tensorboard")
-        places = {"PYTHON": sys.executable, "RUN_DIR": str(run), "MASTER_PORT": "0"}
-        with (run / "log.txt").open("a") as log:
-            done = subprocess.run(
-                [str(SCRIPT), *fixed],
-                env=os.environ | places, stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-        if done.returncode:
-            lines = (run / "log.txt").read_text().split("\n")
-            said = [line.strip() for line in lines if line.strip()][-3:]
-            raise RuntimeError(f"{name}: " + " | ".join(said))
+        launch([str(SCRIPT), *fixed], run / "log.txt", PYTHON=sys.executable, RUN_DIR=str(run))
 
     def in_two_parts(self) -> None:
         """Train half of the steps in a process, and the rest in another."""

@@ -1,4 +1,4 @@
-"""Calls of the dense indexer loss that its kernels take, and their values in float64."""
+"""Calls of the dense indexer loss that its kernels take, and their comparison with float64."""
 
 import dataclasses
 
@@ -6,11 +6,10 @@ import torch
 
 from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
-from megatron_dsa.ops.indexer_loss import reference
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
-from megatron_dsa.ops.indexer_topk.reference import index_scores
-from tests.cases.indexer_loss import visible_rows
-from tests.helpers import double_leaf, leaf, relative_error
+from megatron_dsa.tools.verify.comparison import Comparison
+from megatron_dsa.tools.verify.layouts import visible_keys
+from tests.helpers import leaf
 
 MODULE = "megatron_dsa.ops.indexer_loss.triton.dense"
 SCALE = 0.11  # not 1, so that a scale applied twice shows
@@ -52,26 +51,6 @@ def make(layout, shape, dtype, keys, relu=True):
     return DenseLossInputs(inputs, layout, q, k, SCALE, None, 2**28)
 
 
-def expected(inputs):
-    """Return value and gradients in float64."""
-    x, k = inputs.indexer, inputs.k
-    if isinstance(k, LatentKeys):
-        k = k.expanded()  # rounded as those of the projection
-    copies = IndexerInputs(*map(double_leaf, (x.q, x.k, x.weights)), x.relu)
-    mask = visible_rows(inputs.layout)
-    if inputs.other_lse is None:
-        teacher = reference.dense_teacher(inputs.q.double(), k.double(), mask, SCALE)
-    else:
-        logits = torch.einsum("qhd,khd->qhk", inputs.q.double(), k.double()) * SCALE
-        logits = logits.masked_fill(~mask[:, None], float("-inf"))
-        total = torch.logaddexp(logits.logsumexp(-1), inputs.other_lse.double())[..., None]
-        teacher = torch.where(mask[:, None], (logits - total).exp(), 0.0).sum(1)
-    scores = index_scores(copies.q, copies.k, copies.weights, copies.relu)
-    value = reference.kl_sum(scores, teacher, mask)
-    value.backward()
-    return value.detach(), copies.q.grad, copies.k.grad, copies.weights.grad
-
-
 def computed(arguments, run=None):
     """Return value and gradients of ``run``, of dispatch's choice if it is None."""
     tensors = (arguments.indexer.q, arguments.indexer.k, arguments.indexer.weights)
@@ -92,11 +71,10 @@ def computed(arguments, run=None):
 
 
 def check(got, want, of_value, of_gradients):
-    """Compare values and gradients, each with its own tolerance."""
-    names = ("value", "q", "k", "weights")
-    limits = (of_value, *3 * [of_gradients])
-    for name, x, y, limit in zip(names, got, want, limits, strict=True):
-        assert relative_error(x, y) < limit, name
+    """Compare value and gradients with an ``ExpectedLoss``, each with its own tolerance."""
+    found = Comparison(of_gradients, {"loss": of_value})
+    want.compare(found, *got)
+    assert not found.wrong()
 
 
 def with_others(inputs):
@@ -112,7 +90,7 @@ def with_others(inputs):
 def with_lse(inputs):
     """Given log-sum-exps, with anything in rows that see nothing."""
     k = inputs.k.expanded() if isinstance(inputs.k, LatentKeys) else inputs.k
-    mask = visible_rows(inputs.layout)
+    mask = visible_keys(inputs.layout)
     logits = torch.einsum("qhd,khd->qhk", inputs.q.double(), k.double()) * SCALE
     lse = logits.masked_fill(~mask[:, None], float("-inf")).logsumexp(-1).float()
     lse[~mask.any(-1)] = float("nan")
@@ -127,7 +105,7 @@ def without_relu(inputs):
 def with_nan(inputs):
     """2: rows that see nothing, and keys that nobody sees, hold NaN."""
     layout, x = inputs.layout, inputs.indexer.detach()
-    unseen_rows, unseen_keys = layout.start == layout.end, ~visible_rows(layout).any(0)
+    unseen_rows, unseen_keys = layout.start == layout.end, ~visible_keys(layout).any(0)
     assert unseen_rows.any() and unseen_keys.any()
 
     def spoilt(tensor, rows):

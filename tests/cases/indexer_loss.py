@@ -1,11 +1,9 @@
-"""Layouts of the indexer losses, and their comparison with a float64 reference."""
+"""Layouts of the indexer losses, and their comparison with float64."""
 
 import torch
 
-from megatron_dsa.dsa_kernels import IndexerInputs
-from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
-from tests.helpers import double_leaf, relative_error
+from megatron_dsa.tools.verify.comparison import Comparison
 
 LAYOUTS = {
     "one sequence": lambda device: bshd_layout(48, 1, device),
@@ -17,27 +15,14 @@ LAYOUTS = {
 }
 
 
-def visible_rows(layout):
-    """bool [Sq, Skv] over key *rows*."""
-    slots = torch.arange(layout.num_keys, device=layout.start.device)
-    by_slot = (slots >= layout.start[:, None]) & (slots < layout.end[:, None])
-    if layout.key_rows is None:
-        return by_slot
-    return torch.zeros_like(by_slot).index_copy_(1, layout.key_rows, by_slot)
+#: fp32 sums, whatever the dtype of the inputs.
+OF_VALUE = 1e-5
 
 
-def reference_scores(inputs):
-    """Return float64 leaves with the values of the inputs, and their scores."""
-    copies = IndexerInputs(*map(double_leaf, (inputs.q, inputs.k, inputs.weights)), inputs.relu)
-    return copies, index_scores(copies.q, copies.k, copies.weights, copies.relu)
-
-
-def check(inputs, copies, loss, expected, tolerance):
-    """Compare a loss and its gradients with those of the float64 copies."""
-    assert relative_error(loss, expected) < tolerance
+def check(inputs, loss, expected, tolerance):
+    """Compare a loss and its gradients with an ``ExpectedLoss``."""
     (loss * 1.7).backward()
-    (expected * 1.7).backward()
-    for name in ("q", "k", "weights"):
-        got, want = getattr(inputs, name).grad, getattr(copies, name).grad
-        assert torch.isfinite(got).all(), name
-        assert relative_error(got, want) < tolerance, name
+    found = Comparison(tolerance, {"loss": min(tolerance, OF_VALUE)})
+    gradients = [x.grad.double() / 1.7 for x in (inputs.q, inputs.k, inputs.weights)]
+    expected.compare(found, loss, *gradients)
+    assert not found.wrong()

@@ -1,32 +1,29 @@
 """Inputs of the index selection that make scores exact, layouts, and what is selected."""
 
+import dataclasses
+
 import torch
 
 from megatron_dsa.dispatch.support import OpCall
-from megatron_dsa.dsa_kernels import IndexerInputs
 from megatron_dsa.ops.indexer_topk import reference
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
+from megatron_dsa.tools.verify.indexer_topk import expected_scores, integer_index_inputs
+from megatron_dsa.tools.verify.layouts import visible_keys
+from megatron_dsa.tools.verify.shapes import Shape
 
 
-def integer_inputs(rows, heads=3, dim=4, *, device, seed=0, span=2, relu=True):
+def integer_inputs(tokens, *, device, relu=True):
     """Small integers: scores are exact in fp32 whatever the order of sums, and ties abound."""
-    generator = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randint(-span, span + 1, shape, generator=generator).float()  # noqa: E731
-    return IndexerInputs(
-        draw(rows, heads, dim).to(device), draw(rows, dim).to(device),
-        draw(rows, heads).to(device), relu,
-    )  # fmt: skip
+    shape = Shape(1, 1, 1, 3, 4, 1, tokens, tokens, dtype=torch.float32)
+    return integer_index_inputs(shape, tokens, torch.device(device), span=2, relu=relu)
 
 
 def expected(inputs, layout, k):
     """Selection per the reference, in slot order mapped to rows."""
-    keys = layout.keys_in_slot_order(inputs.k)
-    scores = reference.index_scores(
-        inputs.q.double(), keys.double(), inputs.weights.double(), inputs.relu
-    )
-    slots = torch.arange(layout.num_keys, device=scores.device)
-    visible = (slots >= layout.start[:, None]) & (slots < layout.end[:, None])
-    return layout.to_key_rows(reference.topk(scores, visible, k))
+    slots = dataclasses.replace(layout, key_rows=None)
+    by_slot = dataclasses.replace(inputs, k=layout.keys_in_slot_order(inputs.k))
+    scores = expected_scores(by_slot, torch.arange(len(inputs.q), device=inputs.q.device))
+    return layout.to_key_rows(reference.topk(scores, visible_keys(slots), k))
 
 
 LAYOUTS = {

@@ -4,8 +4,11 @@ import torch
 
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import sparse_attention
-from megatron_dsa.ops.sparse_attention.reference import sparse_attention as reference
-from tests.helpers import double_leaf, leaf, relative_error
+from megatron_dsa.tools.verify.comparison import Comparison
+from megatron_dsa.tools.verify.lists import Lists
+from megatron_dsa.tools.verify.sparse_attention import AttentionCase, AttentionReference
+from megatron_dsa.tools.verify.tolerances import by_figure
+from tests.helpers import leaf
 
 SMALL = Policy(workspace_bytes=200_000)  # forces many chunks
 
@@ -26,29 +29,20 @@ def make_case(sq, skv, heads, dim, k, *, device, dtype, seed=0, causal=False):
 def check(
     q, kv, indices, *, v_dim, tolerance, sink=None, topk_length=None, scale=0.3, policy=SMALL
 ):
-    """Compare the op with the float64 reference; return the op's outputs."""
-    q64, kv64 = double_leaf(q), double_leaf(kv)
-    sink64 = None if sink is None else double_leaf(sink)
+    """Compare the op with float64; return the op's outputs."""
     result = sparse_attention(
         q, kv, indices, softmax_scale=scale, v_dim=v_dim, topk_length=topk_length,
         attn_sink=sink, want_p_sum=True, policy=policy,
     )  # fmt: skip
-    out64, lse64 = reference(
-        q64, kv64, indices, v_dim=v_dim, softmax_scale=scale, topk_length=topk_length, sink=sink64
-    )
-    grad = torch.randn(out64.shape, generator=torch.Generator().manual_seed(9)).to(q.device)
-    result.out.backward(grad.to(q.dtype))
-    out64.backward(grad.to(q.dtype).double())
-    assert relative_error(result.out, out64) < tolerance
-    empty = lse64 == float("-inf")
-    assert torch.equal(result.lse == float("-inf"), empty)
-    assert relative_error(result.lse[~empty], lse64[~empty]) < tolerance
-    pairs = [("dq", q.grad, q64.grad), ("dkv", kv.grad, kv64.grad)]
-    if sink is not None:
-        pairs.append(("dsink", sink.grad, sink64.grad))
-    for name, got, expected in pairs:
-        assert torch.isfinite(got).all(), name
-        assert relative_error(got, expected) < tolerance, name
+    dout = torch.randn(result.out.shape, generator=torch.Generator().manual_seed(9))
+    dout = dout.to(q.device, q.dtype)
+    result.out.backward(dout)
+    lists = Lists(indices, topk_length, len(kv))
+    case = AttentionCase(q.detach(), kv.detach(), lists, sink, dout, v_dim, scale)
+    reference, found = AttentionReference(case), Comparison(tolerance, by_figure(tolerance))
+    reference.forward(found, result.out, result.lse, result.p_sum)
+    reference.backward(found, q.grad, kv.grad, None if sink is None else sink.grad)
+    assert not found.wrong()
     return result
 
 

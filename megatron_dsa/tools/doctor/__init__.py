@@ -5,9 +5,9 @@ index scores and top-k and every indexer loss with its gradients likewise, at th
 and compared with float64. The inputs hold what kernels are known to fail on: empty rows, holes,
 ids out of range, stale ids, lists of different lengths, keys that are NaN and must not be touched.
 
-``options`` and ``shapes`` are what is asked for, ``cases`` the inputs, ``expected`` what is right,
-``attention`` and ``indexer`` the checks (run by ``session``, in the order of ``examine``),
-``results`` what they say, ``table`` how it is printed.
+``options`` and ``shapes`` are what is asked for, ``attention`` and ``indexer`` the checks (run by
+``session``, in the order of ``examine``) by :mod:`megatron_dsa.tools.verify`, ``results`` what they
+say, ``table`` how it is printed.
 """
 
 from __future__ import annotations

@@ -7,20 +7,16 @@ import torch
 from megatron_dsa.dispatch import describe_call
 from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops import OPERATIONS
-from megatron_dsa.tools.doctor.cases import (
-    AttentionCase,
-    Lists,
-    attention_case,
-    difficult_lists,
-    full_lists,
-    layout_of,
-    layout_of_rows,
-    sampled_rows,
-)
-from megatron_dsa.tools.doctor.expected import ExpectedAttention, expected_attention
 from megatron_dsa.tools.doctor.results import Part
 from megatron_dsa.tools.doctor.session import Session, named
-from megatron_dsa.tools.doctor.shapes import Shape
+from megatron_dsa.tools.verify.layouts import layout_of_tokens, sampled_tokens
+from megatron_dsa.tools.verify.lists import difficult_lists, full_lists, layout_of
+from megatron_dsa.tools.verify.shapes import Shape
+from megatron_dsa.tools.verify.sparse_attention import (
+    AttentionReference,
+    attention_case,
+    expected_attention,
+)
 
 FORWARD, BACKWARD, TEACHER = (
     "sparse_attention_forward",
@@ -45,52 +41,13 @@ def attention_call(shape: Shape, device: torch.device) -> OpCall:
     )
 
 
-class _Judge:
-    """Compares results with float64 and with the rules of the contract."""
-
-    def __init__(self, case: AttentionCase, lists: Lists):
-        self.case, self.lists = case, lists
-        self.expected: ExpectedAttention = expected_attention(case)
-
-    def lse(self) -> torch.Tensor:
-        """The right lse, as a forward hands it on."""
-        return self.expected.lse.float()
-
-    def forward(self, part: Part, out, lse, p_sum=None) -> None:
-        empty, dtype = self.lists.empty, self.case.q.dtype
-        part.compare("out", out, self.expected.out)
-        part.require(out.dtype == dtype, f"out is {out.dtype}, not {dtype}")
-        part.require((out[empty] == 0).all(), "out of an empty row is not 0")
-        part.require((lse[empty] == float("-inf")).all(), "lse of an empty row is not -inf")
-        part.compare("lse", lse[~empty], self.expected.lse[~empty])
-        if p_sum is not None:
-            self.teacher(part, p_sum)
-
-    def backward(self, part: Part, dq, dkv, dsink, p_sum=None) -> None:
-        lists, expected = self.lists, self.expected
-        part.compare("dq", dq, expected.dq)
-        part.compare("dkv", dkv, expected.dkv)
-        part.require(dkv.dtype == torch.float32, f"dkv is {dkv.dtype}, not float32")
-        part.require((dq[lists.empty] == 0).all(), "dq of an empty row is not 0")
-        part.require((dkv[lists.unselected] == 0).all(), "dkv of an unselected key is not 0")
-        if expected.dsink is not None:
-            part.compare("dsink", dsink, expected.dsink)
-        if p_sum is not None:
-            self.teacher(part, p_sum)
-
-    def teacher(self, part: Part, p_sum) -> None:
-        part.compare("p_sum", p_sum, self.expected.p_sum)
-        part.require((p_sum[~self.lists.valid] == 0).all(), "p_sum of an invalid entry is not 0")
-
-
 class _FullSize:
     """One case with as many query rows as a training step has; some of them are compared."""
 
     def __init__(self, session: Session, call: OpCall, shape: Shape):
         self.session, self.op_call = session, call
         self.case = attention_case(shape, full_lists(shape, session.device))
-        rows = torch.linspace(0, len(self.case.q) - 1, FULL_SIZE_ROWS, device=session.device)
-        self.rows = rows.long().unique()
+        self.rows = sampled_tokens(len(self.case.q), FULL_SIZE_ROWS, session.device)
         self.expected = expected_attention(self.case.take(self.rows))
         #: out and lse of a forward that is right, for the backwards and the teachers.
         self.outputs: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -150,15 +107,14 @@ def check_attention(session: Session, shape: Shape) -> None:
     call = attention_call(shape, device)
     picked = {op: session.choice(op, call, label) for op in (FORWARD, BACKWARD, TEACHER)}
     usable = {op: session.available(op, call, label) for op in (FORWARD, BACKWARD, TEACHER)}
-    lists = difficult_lists(
-        shape, layout_of_rows(layout_of(shape, device), sampled_rows(shape, device))
-    )
-    case = attention_case(shape, lists)
-    judge = _Judge(case, lists)
-    forwards = [_forward(session, call, case, judge, pair) for pair in usable[FORWARD]]
-    teachers = [_teacher(session, call, case, judge, pair) for pair in usable[TEACHER]]
+    sampled = sampled_tokens(shape.seq, shape.rows, device)
+    layout = layout_of_tokens(layout_of(shape, device), sampled)
+    case = attention_case(shape, difficult_lists(shape, layout))
+    reference = AttentionReference(case)
+    forwards = [_forward(session, call, case, reference, pair) for pair in usable[FORWARD]]
+    teachers = [_teacher(session, call, case, reference, pair) for pair in usable[TEACHER]]
     backwards = {
-        (forward.name, pair[1].name): _backward(session, call, case, judge, pair, outputs)
+        (forward.name, pair[1].name): _backward(session, call, case, reference, pair, outputs)
         for forward, outputs in forwards
         if outputs is not None
         for pair in usable[BACKWARD]
@@ -187,7 +143,7 @@ def check_attention(session: Session, shape: Shape) -> None:
         session.file("teacher", label, shape, (part,), part.name == picked[TEACHER])
 
 
-def _forward(session, op_call, case, judge, pair):
+def _forward(session, op_call, case, reference, pair):
     """Return the verdict and, unless it crashed, ``(out, lse)``."""
     part = session.part(pair)
 
@@ -195,32 +151,37 @@ def _forward(session, op_call, case, judge, pair):
         return OPERATIONS[FORWARD].run(op_call, named(pair), case.inputs(want_p_sum))
 
     outputs = session.examine(
-        part, lambda: call()[:2], lambda *result: judge.forward(part, *result)
+        part, lambda: call()[:2], lambda *result: reference.forward(part, *result)
     )
     if outputs is not None:
-        session.once(part, lambda: call(True), lambda *result: judge.forward(part, *result))
+        session.once(part, lambda: call(True), lambda *result: reference.forward(part, *result))
     return part, None if part.crashed or part.skipped else outputs
 
 
-def _backward(session, op_call, case, judge, pair, outputs) -> Part:
+def _backward(session, op_call, case, reference, pair, outputs) -> Part:
     part = session.part(pair)
 
     def call(want_p_sum=False):
         arguments = (case.inputs(want_p_sum), *outputs, case.dout)
         return OPERATIONS[BACKWARD].run(op_call, named(pair), *arguments)
 
-    done = session.examine(part, lambda: call()[:3], lambda *result: judge.backward(part, *result))
+    def compare(*result):
+        reference.backward(part, *result)
+        dtype = result[1].dtype
+        part.require(dtype == torch.float32, f"dkv is {dtype}, not float32")
+
+    done = session.examine(part, lambda: call()[:3], compare)
     if done is not None:
         # Asking for the probabilities may take another kernel: everything is compared again.
-        session.once(part, lambda: call(True), lambda *result: judge.backward(part, *result))
+        session.once(part, lambda: call(True), compare)
     return part
 
 
-def _teacher(session, op_call, case, judge, pair) -> Part:
+def _teacher(session, op_call, case, reference, pair) -> Part:
     part = session.part(pair)
 
     def call():
-        return (OPERATIONS[TEACHER].run(op_call, named(pair), case.inputs(), judge.lse()),)
+        return (OPERATIONS[TEACHER].run(op_call, named(pair), case.inputs(), reference.lse()),)
 
-    session.examine(part, call, lambda p_sum: judge.teacher(part, p_sum))
+    session.examine(part, call, lambda p_sum: reference.teacher(part, p_sum))
     return part

@@ -14,7 +14,8 @@ from megatron_dsa.tools.doctor.attention import check_attention
 from megatron_dsa.tools.doctor.indexer import check_loss, check_selection
 from megatron_dsa.tools.doctor.results import Report
 from megatron_dsa.tools.doctor.session import Session
-from megatron_dsa.tools.doctor.shapes import Shape, shapes_from
+from megatron_dsa.tools.doctor.shapes import shapes_from
+from megatron_dsa.tools.verify.shapes import Shape
 from megatron_dsa.versions import OPTIONAL_PACKAGES, optional_version
 
 
@@ -42,7 +43,7 @@ def examine(arguments: argparse.Namespace) -> Report:
             + "; ".join(_cpu_label(s) for s in shapes)
             + ". NOT checked: fused kernels, the shape that was asked for, times"
         )
-    session = Session(device, arguments.tolerance, report)
+    session = Session(device, shapes[0].dtype, arguments.tolerance, report)
     with choices_unlogged(), uncounted():
         _check_all(session, shapes)
     return report

@@ -1,4 +1,4 @@
-"""How results are compared and calls are timed."""
+"""How repeated calls are compared, and timed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,6 @@ import time
 from typing import Any
 
 import torch
-
-
-def relative_error(x: torch.Tensor, expected: torch.Tensor) -> float:
-    """``norm(x - expected) / norm(expected)`` in float64; NaN wherever ``x`` has one."""
-    expected = expected.double()
-    norm = expected.norm()
-    # Nothing is expected (say, a head without any gradient): then the size itself is the error.
-    return float((x.double() - expected).norm() / torch.where(norm > 0, norm, 1.0))
 
 
 def same_bits(first, second) -> bool:

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
-from megatron_dsa.dispatch import Candidate
-from megatron_dsa.tools.doctor.measure import relative_error
-from megatron_dsa.tools.doctor.shapes import Shape
+from megatron_dsa.tools.verify.comparison import Comparison
+from megatron_dsa.tools.verify.shapes import Shape
 
 OK, WRONG, NOT_PROVEN = 0, 1, 2
 
 
-@dataclass
-class Part:
+@dataclass(kw_only=True)
+class Part(Comparison):
     """What was found out about one implementation, or about several that only run together.
 
     Attributes:
         implementations: pairs (operation, name).
         fused: whether one of them is fused.
         deterministic: whether all of them are declared deterministic.
-        tolerance: largest relative error that passes.
-        errors: relative error against float64 by figure; the worst of all runs.
-        figures: other figures of merit, with bounds of their own or none.
-        complaints: broken rules, in words.
         crashed: the exception, in words.
         skipped: why it was not run at all.
         same_bits: whether repeats agreed bit for bit; ``None`` if it was not repeated.
@@ -36,10 +29,6 @@ class Part:
     implementations: tuple[tuple[str, str], ...]
     fused: bool
     deterministic: bool
-    tolerance: float
-    errors: dict[str, float] = field(default_factory=dict)
-    figures: dict[str, float] = field(default_factory=dict)
-    complaints: list[str] = field(default_factory=list)
     crashed: str | None = None
     skipped: str | None = None
     same_bits: bool | None = None
@@ -47,41 +36,9 @@ class Part:
     warmup_s: float = 0.0
     remarks: list[str] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, tolerance: float, *candidates: tuple[str, Candidate]) -> Part:
-        return cls(
-            implementations=tuple((operation, c.name) for operation, c in candidates),
-            fused=any(c.fused for _, c in candidates),
-            deterministic=all(c.support.deterministic for _, c in candidates),
-            tolerance=tolerance,
-        )
-
     @property
     def name(self) -> str:
         return " + ".join(name for _, name in self.implementations)
-
-    def require(self, rule: bool | torch.Tensor, complaint: str) -> bool:
-        """Note ``complaint`` unless ``rule`` holds; returns whether it holds."""
-        holds = bool(rule)
-        if not holds and complaint not in self.complaints:
-            self.complaints.append(complaint)
-        return holds
-
-    def compare(self, figure: str, got, expected: torch.Tensor) -> None:
-        """Note the relative error of ``got``; it must have the shape of ``expected``."""
-        if not self.require(got is not None, f"{figure} is missing"):
-            return
-        shape, wanted = tuple(got.shape), tuple(expected.shape)
-        if not self.require(shape == wanted, f"{figure} has shape {shape}, not {wanted}"):
-            return
-        self.keep_worst(figure, relative_error(got, expected))
-
-    def keep_worst(self, figure: str, error: float) -> None:
-        """Note an error unless a worse one is known."""
-        known = self.errors.get(figure)
-        # NaN is the worst error there is, and every comparison with it is false.
-        if known is None or (known == known and not error <= known):
-            self.errors[figure] = error
 
     def add(self, other: Part) -> None:
         """Take over what was found out about the same implementations elsewhere."""
@@ -95,15 +52,11 @@ class Part:
         self.remarks += other.remarks
 
     def wrong(self) -> list[str]:
-        """Everything that is not as it must be, in words; empty if all is well."""
-        far = [
-            f"{figure} {error:.1e}" if error == error else f"{figure} not finite"
-            for figure, error in self.errors.items()
-            if not error <= self.tolerance
-        ]
+        """Return everything that is not as it must be, in words; empty if all is well."""
+        said = super().wrong()
         if self.deterministic and self.same_bits is False:
-            far.append("repeats differ, though declared deterministic")
-        return far + self.complaints
+            said.append("repeats differ, though declared deterministic")
+        return said
 
 
 @dataclass

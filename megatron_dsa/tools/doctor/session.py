@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from megatron_dsa.tools.doctor.measure import (
     synchronize,
 )
 from megatron_dsa.tools.doctor.results import NotChecked, Part, Report, Result
-from megatron_dsa.tools.doctor.shapes import Shape
+from megatron_dsa.tools.verify.shapes import Shape
+from megatron_dsa.tools.verify.tolerances import MODEL_SHAPES, by_figure
 
 #: Equal calls whose results are compared bit for bit.
 REPEATS = 3
@@ -35,14 +37,21 @@ class Session:
     """Runs implementations on ``device`` and files what they did in ``report``.
 
     Attributes:
-        tolerance: largest relative error that passes.
+        tolerance, tolerances: largest relative error that passes, and those of some figures.
         timed: whether full-size calls are made and timed (on a GPU).
         lost: which implementation left the GPU unusable, if one did; nothing runs after that.
     """
 
-    def __init__(self, device: torch.device, tolerance: float, report: Report):
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        tolerance: float | None,
+        report: Report,
+    ):
         self.device = device
-        self.tolerance = tolerance
+        self.tolerance = MODEL_SHAPES[dtype] if tolerance is None else tolerance
+        self.tolerances = by_figure(self.tolerance) if tolerance is None else {}
         self.report = report
         self.timed = device.type == "cuda"
         self.lost: str | None = None
@@ -76,7 +85,14 @@ class Session:
         return choice.candidate.name
 
     def part(self, *pairs: tuple[str, Candidate]) -> Part:
-        return Part.of(self.tolerance, *pairs)
+        """Return what notes the verdict on implementations, pairs (operation, candidate)."""
+        return Part(
+            tolerance=self.tolerance,
+            tolerances=self.tolerances,
+            implementations=tuple((operation, c.name) for operation, c in pairs),
+            fused=any(c.fused for _, c in pairs),
+            deterministic=all(c.support.deterministic for _, c in pairs),
+        )
 
     def file(
         self, check: str, label: str, shape: Shape, parts: tuple[Part, ...], chosen: bool
@@ -158,7 +174,7 @@ class Session:
         """
         if not self.timed or part.crashed or part.skipped:
             return None
-        trial = Part(part.implementations, part.fused, part.deterministic, part.tolerance)
+        trial = replace(part)
         done = self.attempt(trial, call)
         if done is None:
             if trial.crashed and trial.crashed.startswith("OutOfMemoryError"):

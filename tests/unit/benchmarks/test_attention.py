@@ -1,5 +1,6 @@
 """Cases, index lists, FLOP and verification of the family ``attention``."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -8,9 +9,8 @@ import torch
 from benchmarks.__main__ import plan_of
 from benchmarks.attention import lists
 from benchmarks.attention.inputs import Case, Inputs
-from benchmarks.attention.lists import make_indices, neighbour_share
+from benchmarks.attention.lists import make_indices
 from benchmarks.attention.shapes import OPERATIONS, PRESETS, flops
-from benchmarks.attention.verify import Verifier
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
 
@@ -43,17 +43,13 @@ def inputs():
     return Inputs(Case("tiny", 32, 96, "clustered", 1), torch.device("cpu"))
 
 
-@pytest.fixture(scope="module")
-def verifier(inputs):
-    return Verifier(inputs)
-
-
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_torch_passes_verification(inputs, verifier, operation):
-    assert verifier.error(operation, inputs.call(operation, "torch")()) < 4e-3
+def test_torch_passes_verification(inputs, operation):
+    found = inputs.compare(operation, inputs.call(operation, "torch")())
+    assert not found.wrong() and 0 < found.worst_error < 4e-3
 
 
-def test_verification_finds_errors(inputs, verifier):
+def test_verification_finds_errors(inputs):
     """Each output is looked at: a wrong one alone is enough."""
 
     def result(operation):
@@ -64,14 +60,10 @@ def test_verification_finds_errors(inputs, verifier):
     for operation, count in (("forward", 2), ("teacher", 1), ("backward", 3)):
         for place in range(count):
             wrong = result(operation)
-            wrong[place] *= 1.03
-            error = verifier.error(operation, wrong if count > 1 else wrong[0])
-            assert 0.02 < error < 0.04, (operation, place)
-            wrong[place] *= float("nan")
-            assert verifier.error(operation, wrong if count > 1 else wrong[0]) == float("inf")
-    dkv = result("backward")
-    dkv[1][verifier.keys[0]] = 0
-    assert verifier.error("backward", dkv) > 0.02
+            for factor, error in ((1.03, pytest.approx(0.03, abs=0.01)), (math.nan, math.inf)):
+                wrong[place] *= factor
+                found = inputs.compare(operation, wrong if count > 1 else wrong[0])
+                assert found.wrong() and found.worst_error == error, (operation, place)
 
 
 def test_an_implementation_that_cannot_run_says_why(inputs):
@@ -105,7 +97,6 @@ def test_random_lists_are_uniform_over_all_keys():
     assert counts.min() > 500 - 5 * 19.4 and counts.max() < 500 + 5 * 19.4
     first = torch.bincount(indices[:, 0].long(), minlength=60).double()
     assert first.min() > 0 and first.max() < 33.3 + 6 * 5.7
-    assert neighbour_share(indices) == pytest.approx(15 / 60, abs=0.01)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.8, 0.999])
@@ -117,8 +108,9 @@ def test_clustered_lists(share):
     # The most recent 64 are always there, the others are older.
     assert torch.equal(indices[:, -64:].long(), position - torch.arange(63, -1, -1))
     # 63 of the recent keys are shared; of the others, all but the slots that move.
-    expected = (63 + share * (topk - 64)) / topk
-    assert neighbour_share(indices) == pytest.approx(expected, abs=0.002)
+    shared = [len(set(a) & set(b)) for a, b in pairwise(indices.tolist())]
+    expected = 63 + share * (topk - 64)
+    assert sum(shared) / len(shared) == pytest.approx(expected, abs=0.002 * topk)
     if share < 0.9:  # over time the lists reach nearly the whole past
         assert len(indices.unique()) > 0.9 * skv
 
@@ -130,24 +122,12 @@ def test_clustered_lists_of_queries_with_few_keys_before_them():
     assert (indices[128:] <= torch.arange(128, 200)[:, None]).all()
 
 
-def test_neighbour_share_counts_sets():
-    indices = torch.tensor([[0, 1, 2, 3], [3, 2, 9, 8], [4, 5, 6, 7]], dtype=torch.int32)
-    assert neighbour_share(indices) == 2 / 8
-    lists = make_indices("random", 30, 50, 20, "cpu")
-    rows = [set(row) for row in lists.tolist()]
-    shared = sum(len(a & b) for a, b in pairwise(rows))
-    assert neighbour_share(lists) == pytest.approx(shared / (29 * 20))
-    assert neighbour_share(lists[:1]) == 0
-
-
 def test_chunks_cover_everything_once(monkeypatch):
     assert list(lists._chunks(5, 2)) == [slice(0, 2), slice(2, 4), slice(4, 5)]
     assert list(lists._chunks(2, 0)) == [slice(0, 1), slice(1, 2)]
     whole = make_indices("clustered", 50, 90, 16, "cpu")
-    share = neighbour_share(whole)
     monkeypatch.setattr(lists, "_chunks", lambda total, size: iter(list(_pieces(total))))
     assert torch.equal(make_indices("clustered", 50, 90, 16, "cpu"), whole)
-    assert neighbour_share(whole) == share
 
 
 def _pieces(total):

@@ -13,7 +13,7 @@ from benchmarks.ranks.cases import ONE_RANK, Case, Grid
 from benchmarks.ranks.exposed import STEP, communication_shares, length, outside, union
 from benchmarks.ranks.merge import Judge, merge
 from benchmarks.ranks.plain import OVERLAPPED, PLAIN, collectives
-from benchmarks.ranks.pool import Ended
+from benchmarks.ranks.processes import RankFailed
 from benchmarks.settings import Settings, Work
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.parallel.gather import finish_gather, start_gather
@@ -50,7 +50,7 @@ def test_a_rank_holds_its_part():
     assert (alone.cp, alone.cp_layout) == (1, "zigzag")
     assert (sharding.cp, sharding.cp_layout, sharding.layers) == (4, "contiguous", 3)
     assert alone.workspace_mib == sharding.workspace_mib == 7
-    assert Case("layers", "v3.2", 8192, tp=2).spec("rows").tp_mode == "rows"
+    assert Case("layers", "v3.2", 8192, tp=2).spec("rows").tp_mode == "sequence"
 
 
 # Traffic and traces
@@ -198,51 +198,25 @@ def test_another_result_is_no_result(out):
     assert all("norms differ" in result["reason"] for result in found.values())
 
 
-class FakePool:
-    """Answers what it was told to, in the order of requests, over all pools."""
+def test_a_way_that_failed_is_recorded():
+    script = {ONE_RANK: answers([[6.0]], [[30.0]]), "zigzag": answers([[4.0]] * 2, [[20.0]] * 2)}
 
-    script: list = []  # noqa: RUF012
-    log: list = []  # noqa: RUF012
+    def measured(case, way, settings, timeout):
+        assert settings == {"repeats": 5, "budget": 5.0} and timeout == 540.0
+        if way not in script:
+            raise RankFailed("signal 6")
+        return script[way]
 
-    def __init__(self, grid, settings, timeout):
-        self.grid, self.todo = grid, [[{"status": "ok"}]]
-        self.log.append((grid.name, "start"))
-
-    def ask(self, case, work):
-        self.log.append((self.grid.name, work.way))
-        self.todo.append(self.script.pop(0))
-
-    def answers(self):
-        answer = self.todo.pop(0)
-        if isinstance(answer, Ended):
-            raise answer
-        return answer
-
-    def stop(self):
-        self.log.append((self.grid.name, "stop"))
-
-
-def test_ranks_that_ended_are_started_anew(monkeypatch):
-    alone, both = answers([[6.0]], [[30.0]]), answers([[4.0]] * 2, [[20.0]] * 2)
-    script = [alone, Ended("signal 6"), both, Ended("no memory", gone=False), both]
-    monkeypatch.setattr(FakePool, "script", script)
-    monkeypatch.setattr(FakePool, "log", [])
-    measurer = ranks._Measurer(CP2, torch.device("cpu"), Settings("cpu"), FakePool)
-    ways = [ONE_RANK, "zigzag", "contiguous", "plain", "zigzag"]
+    measurer = ranks._Measurer(CP2, torch.device("cpu"), Settings("cpu"), measured)
+    ways = (ONE_RANK, "contiguous", "zigzag")
     found = [dict(measurer.measure(Work("step", way)))["step"] for way in ways]
-    assert [result["status"] for result in found] == ["ok", "failed", "ok", "failed", "ok"]
-    assert found[1]["reason"] == "signal 6" and found[4]["efficiency"] == 0.75
-    # One grid at a time; after a lack of memory that all ranks survived, it goes on.
-    assert FakePool.log == [
-        ("tp1cp1", "start"), ("tp1cp1", ONE_RANK), ("tp1cp1", "stop"),
-        ("tp1cp2", "start"), ("tp1cp2", "zigzag"), ("tp1cp2", "start"), ("tp1cp2", "contiguous"),
-        ("tp1cp2", "plain"), ("tp1cp2", "zigzag"),
-    ]  # fmt: skip
+    assert [result["status"] for result in found] == ["ok", "failed", "ok"]
+    assert found[1]["reason"] == "signal 6" and found[2]["efficiency"] == 0.75
 
 
 def test_ranks_that_need_more_gpus_are_skipped(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    measurer = ranks._Measurer(CP2, torch.device("cuda"), Settings("cuda"), FakePool)
+    measurer = ranks._Measurer(CP2, torch.device("cuda"), Settings("cuda"))
     with pytest.raises(ImplementationError, match="tp1cp2 needs 2 GPUs, not 1"):
         list(measurer.measure(Work("step", "zigzag")))
 

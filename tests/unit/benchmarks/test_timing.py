@@ -4,17 +4,26 @@ import pytest
 import torch
 
 from benchmarks import timing
-from benchmarks.verify import largest_error
+from megatron_dsa.tools.verify.comparison import Comparison
+
+
+def with_error(error):
+    return Comparison(5e-3, errors={"out": error})
 
 
 def test_measure_checks_before_it_times():
     clock = timing.Clock(torch.device("cpu"))
     calls = []
     call = lambda: calls.append(1) or torch.ones(2)  # noqa: E731
-    row = timing.measure(call, lambda result: 0.5, clock, 3, 1.0)
-    assert row["status"] == "failed" and "0.5 is above 0.01" in row["reason"] and len(calls) == 1
-    assert timing.measure(call, lambda r: float("nan"), clock, 3, 1.0)["status"] == "failed"
-    row = timing.measure(call, lambda result: float(result.sum()) - 2, clock, 3, 1.0)
+    row = timing.measure(call, lambda result: with_error(0.5), clock, 3, 1.0)
+    assert row["status"] == "failed" and len(calls) == 1
+    assert row["reason"] == "wrong result: out 5.0e-01" and row["rel_error"] == 0.5
+    row = timing.measure(call, lambda r: with_error(float("nan")), clock, 3, 1.0)
+    assert row["status"] == "failed" and row["rel_error"] == float("inf")
+    broken = Comparison(5e-3, complaints=["not ascending"])
+    row = timing.measure(call, lambda r: broken, clock, 3, 1.0)
+    assert row["reason"] == "wrong result: not ascending"
+    row = timing.measure(call, lambda result: with_error(float(result.sum()) - 2), clock, 3, 1.0)
     assert row["status"] == "ok" and row["repeats"] == 3 and row["rel_error"] == 0
     assert 0 < row["p10"] <= row["ms"] <= row["p90"]
 
@@ -41,9 +50,3 @@ def test_summary_of_times():
     assert timing.summary([3.0, 1.0, 2.0]) == {
         "ms": 2.0, "p10": pytest.approx(1.2), "p90": pytest.approx(2.8), "repeats": 3,
     }  # fmt: skip
-
-
-def test_largest_error():
-    one = torch.ones(4)
-    assert largest_error((one, one), (one * 1.5, one)) == pytest.approx(0.5)
-    assert largest_error((one * float("inf"), one)) == float("inf")

@@ -11,6 +11,7 @@ from megatron_dsa.config import DSAOptions
 from tests.helpers import relative_error
 from tests.host import attention_module, packed, small_csa_config, start
 from tests.reference import csa_float64
+from tests.reference.shapes import csa_shape
 
 SEQUENCE = 96  # CSA: 24 compressed keys, more than 4 x topk; several windows
 
@@ -18,39 +19,6 @@ YARN = {
     "rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 128,
     "beta_fast": 8.0, "beta_slow": 1.0,
 }  # fmt: skip
-
-
-def shape_of(config):
-    """The reference's description of the same layer."""
-    yarn = None
-    if config.rope_type == "yarn":
-        yarn = {
-            "scaling_factor": config.rotary_scaling_factor,
-            "original_max_position": config.original_max_position_embeddings,
-            "beta_fast": config.beta_fast,
-            "beta_slow": config.beta_slow,
-        }
-    return csa_float64.Shape(
-        heads=config.num_attention_heads,
-        hidden=config.hidden_size,
-        q_lora=config.q_lora_rank,
-        head_dim=config.v_head_dim,
-        rope=config.qk_pos_emb_head_dim,
-        window=config.csa_window_size,
-        ratio=config.csa_compress_ratios[0],
-        o_groups=config.o_groups,
-        o_lora=config.o_lora_rank,
-        index_heads=config.dsa_indexer_n_heads,
-        index_dim=config.dsa_indexer_head_dim,
-        topk=config.dsa_indexer_topk,
-        rotary_base=config.rotary_base,
-        compress_rotary_base=config.csa_compress_rotary_base,
-        yarn=yarn,
-        eps=config.layernorm_epsilon,
-        index_hadamard=config.dsa_indexer_rotate_activation,
-        index_relu=config.dsa_indexer_scoring_relu,
-        index_rope_interleaved=config.dsa_indexer_rope_interleaved,
-    )
 
 
 def hidden_states(config, rows=SEQUENCE, batch=1):
@@ -72,7 +40,7 @@ def compare(config, *, loss=None, batch=1, seq_lengths=None, rows=SEQUENCE, tole
     }
     x64 = x.detach().cpu().double().requires_grad_()
     result = csa_float64.attention_layer(
-        weights, x64, shape_of(config), loss=loss, seq_lengths=seq_lengths,
+        weights, x64, csa_shape(config), loss=loss, seq_lengths=seq_lengths,
         mode="sparse" if config.dsa.stage == "sparse" else "dense",
         teacher="compressed" if config.dsa.csa_teacher == "compressed" else "all",
     )  # fmt: skip

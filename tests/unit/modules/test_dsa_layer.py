@@ -11,7 +11,7 @@ import torch
 from tests.helpers import relative_error
 from tests.host import attention_module, packed, small_config, start
 from tests.reference import dsa_float64
-from tests.reference.shapes import shape_of
+from tests.reference.shapes import dsa_shape
 
 TOLERANCE = 3e-6
 SEQUENCE = 64  # more than 4 x topk: rope mistakes in the indexer hide while everything is selected
@@ -40,7 +40,7 @@ def compare(config, *, mode, loss, batch=1, packed_seq_params=None, seq_lengths=
     }
     x64 = x.detach().cpu().clone().requires_grad_()
     result = dsa_float64.attention_layer(
-        params, x64, shape_of(config), mode=mode, loss=loss, seq_lengths=seq_lengths
+        params, x64, dsa_shape(config), mode=mode, loss=loss, seq_lengths=seq_lengths
     )
     assert relative_error(out, result.out) < TOLERANCE
     generator = torch.Generator().manual_seed(12)

@@ -156,7 +156,7 @@ def test_index_projections_match_the_reference(interleaved):
     from megatron_dsa.modules.rope import TokenRope
     from megatron_dsa.parallel.groups import Ranks
     from megatron_dsa.sequence.layout import bshd_layout
-    from tests.reference.shapes import shape_of
+    from tests.reference.shapes import dsa_shape
 
     config = small_config(dsa_indexer_rope_interleaved=interleaved)
     module = attention_module(config)
@@ -165,7 +165,7 @@ def test_index_projections_match_the_reference(interleaved):
     qr = leaf(64, config.q_lora_rank, seed=8, device=x.device, dtype=torch.float64).detach()
     rope = TokenRope(module.rotary_pos_emb, bshd_layout(64, 1, x.device))
     got = module.core_attention.indexer(x[:, None], qr[:, None], rope, Ranks())
-    q, k, w = dsa_float64.indexer_inputs(params, x.cpu(), qr.cpu(), shape_of(config))
+    q, k, w = dsa_float64.indexer_inputs(params, x.cpu(), qr.cpu(), dsa_shape(config))
     for a, b in ((got.q, q), (got.k, k), (got.weights, w)):
         assert relative_error(a, b) < 3e-6
 

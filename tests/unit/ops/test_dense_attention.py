@@ -7,7 +7,8 @@ from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dsa_kernels import dense_attention
 from megatron_dsa.ops.dense_attention.reference import dense_attention as reference
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
-from tests.cases.indexer_loss import LAYOUTS, visible_rows
+from megatron_dsa.tools.verify.layouts import visible_keys
+from tests.cases.indexer_loss import LAYOUTS
 from tests.helpers import double_leaf, leaf, relative_error
 
 SMALL = Policy(fused=False, workspace_bytes=60_000)
@@ -20,11 +21,11 @@ def run_case(layout, device, dtype, policy, *, dim=24, v_dim=16, rows=48):
     )
     copies = [double_leaf(x) for x in (q, k, v)]
     out, lse = dense_attention(q, k, v, layout, softmax_scale=0.3, policy=policy)
-    expected = reference(*copies, visible_rows(layout), 0.3)
+    expected = reference(*copies, visible_keys(layout), 0.3)
     grad = leaf(rows, 4, v_dim, seed=4, device=device, dtype=dtype).detach()
     out.backward(grad)
     expected.backward(grad.double())
-    seen = visible_rows(layout)
+    seen = visible_keys(layout)
     logits = torch.einsum("qhd,khd->qhk", copies[0], copies[1]) * 0.3
     right = logits.masked_fill(~seen[:, None], float("-inf")).logsumexp(-1).detach()
     finite = right.isfinite()
@@ -39,7 +40,7 @@ def test_matches_float64(device, name):
     assert run_case(LAYOUTS[name](device), device, torch.float64, SMALL) < 1e-12
 
 
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 3e-6), (torch.bfloat16, 6e-3)])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 3e-6), (torch.bfloat16, 5e-3)])
 def test_lower_precision(device, dtype, tolerance):
     assert run_case(bshd_layout(48, 1, device), device, dtype, SMALL) < tolerance
 

@@ -9,13 +9,16 @@ from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.arithmetic import slices
-from megatron_dsa.ops.indexer_loss import reference, tiles
+from megatron_dsa.ops.indexer_loss import tiles
 from megatron_dsa.ops.indexer_loss import torch_dense as dense_torch
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from megatron_dsa.sequence.sharding import KeyOwnership, Sharding, sharded_layout
-from tests.cases.indexer_loss import check, reference_scores, visible_rows
+from megatron_dsa.tools.verify.indexer_loss import expected_dense_loss
+from megatron_dsa.tools.verify.layouts import visible_keys
+from megatron_dsa.tools.verify.tolerances import INDEXER_LOSS
+from tests.cases.indexer_loss import check
 from tests.helpers import leaf, peak_bytes, relative_error
 from tests.processes import run_ranks
 
@@ -108,10 +111,8 @@ def test_against_autograd(device, name, keys):
     layout = LAYOUTS[name](device)
     inputs, q, k = make(device, layout, keys=keys)
     loss = dense_indexer_loss(inputs, q, k, layout, softmax_scale=SCALE, policy=SMALL)
-    copies, scores = reference_scores(inputs)
-    mask = visible_rows(layout)
-    teacher = reference.dense_teacher(q, every_key(k), mask, SCALE)
-    check(inputs, copies, loss, reference.kl_sum(scores, teacher, mask), 1e-11)
+    expected = expected_dense_loss(DenseLossInputs(inputs, layout, q, k, SCALE, None, 0))
+    check(inputs, loss, expected, INDEXER_LOSS[torch.float64])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -119,7 +120,7 @@ def test_given_lse(device, name):
     """The lse of a dense attention spares a pass; rows that see nothing may hold anything."""
     layout = LAYOUTS[name](device)
     inputs, q, k = make(device, layout)
-    mask = visible_rows(layout)
+    mask = visible_keys(layout)
     lse = attention_lse(q, k, mask)
     computed = value_and_gradients(inputs, q, k, layout, policy=SMALL)
     assert_same(value_and_gradients(inputs, q, k, layout, lse=lse, policy=SMALL), computed, 1e-12)
@@ -132,7 +133,7 @@ def test_given_lse(device, name):
 def test_given_lse_is_not_computed_again(device, monkeypatch):
     layout = LAYOUTS["one sequence"](device)
     inputs, q, k = make(device, layout)
-    lse = attention_lse(q, k, visible_rows(layout))
+    lse = attention_lse(q, k, visible_keys(layout))
     monkeypatch.setattr(dense_torch, "teacher_lse", None)
     value_and_gradients(inputs, q, k, layout, lse=lse)
     with pytest.raises(TypeError):
@@ -166,7 +167,7 @@ def test_other_mass(device, name, given):
     """
     layout = LAYOUTS[name](device)
     inputs, q, k = make(device, layout)
-    mask = visible_rows(layout)
+    mask = visible_keys(layout)
     other = leaf(layout.num_queries, HEADS, seed=8, device=device, dtype=torch.float64).detach() * 3
     other[::5, 2] = float("-inf")
     other[7] = float("-inf")
@@ -175,13 +176,9 @@ def test_other_mass(device, name, given):
     loss = dense_indexer_loss(
         inputs, q, k, layout, softmax_scale=SCALE, other_lse=other, lse=lse, policy=SMALL
     )
-    copies, scores = reference_scores(inputs)
-    logits = torch.einsum("qhd,khd->qhk", q, every_key(k)) * SCALE
-    total = attention_lse(q, k, mask, other)[..., None]
-    logits = logits.masked_fill(~mask[:, None], float("-inf"))
-    teacher = torch.where(mask[:, None], (logits - total).exp(), 0.0).sum(1)
-    assert (teacher[30] == 0).all()
-    check(inputs, copies, loss, reference.kl_sum(scores, teacher, mask), 1e-11)
+    expected = expected_dense_loss(DenseLossInputs(inputs, layout, q, k, SCALE, None, 0, other))
+    assert (expected.q[30] == 0).all()
+    check(inputs, loss, expected, INDEXER_LOSS[torch.float64])
     assert (inputs.q.grad[30] == 0).all()
 
 
@@ -192,13 +189,9 @@ def test_lower_precision(device, dtype):
     inputs, q, k = make(device, layout, dtype)
     k = LatentKeys(k.latents, k.w_uk * 0.5)
     loss = dense_indexer_loss(inputs, q, k, layout, softmax_scale=SCALE, policy=SMALL)
-    copies, scores = reference_scores(inputs)
-    mask = visible_rows(layout)
-    teacher = reference.dense_teacher(q.double(), k.expanded().double(), mask, SCALE)
-    expected = reference.kl_sum(scores, teacher, mask)
-    assert relative_error(loss, expected) < 1e-5
-    assert relative_error(k.expanded(), every_key(k)) < 1e-2
-    check(inputs, copies, loss, expected, 1e-5 if dtype == torch.float32 else 8e-3)
+    assert relative_error(k.expanded(), every_key(k)) < INDEXER_LOSS[torch.bfloat16]
+    expected = expected_dense_loss(DenseLossInputs(inputs, layout, q, k, SCALE, None, 0))
+    check(inputs, loss, expected, INDEXER_LOSS[dtype])
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (16, 16), (64, 8), (7, 1024)])
@@ -248,7 +241,7 @@ def test_pairs_that_cannot_see_each_other_are_skipped(device, monkeypatch, make_
     monkeypatch.setattr(dense_torch, "tile_shape", lambda inputs: (32, 16))
     value_and_gradients(inputs, q, k, layout)
     assert len(sizes) > 20
-    assert int(visible_rows(layout).sum()) <= sum(sizes) < most * 256**2
+    assert int(visible_keys(layout).sum()) <= sum(sizes) < most * 256**2
 
 
 @pytest.mark.parametrize(
@@ -328,7 +321,7 @@ def _of_group(name, group):
     other[30] = 1e5
     # Mass on these keys exists on the second rank only.
     other[31, : HEADS // 2] = 1e5
-    lse = attention_lse(q, k, visible_rows(layout)) if given else None
+    lse = attention_lse(q, k, visible_keys(layout)) if given else None
     heads = slice(None)
     if group is not None:
         (heads,) = list(slices(HEADS, HEADS // 2))[group.rank() :][:1]

@@ -15,12 +15,12 @@ from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
+from megatron_dsa.tools.verify.indexer_loss import expected_dense_loss
 from tests.cases.dense_loss import (
     MODULE,
     Shape,
     check,
     computed,
-    expected,
     make,
     with_lse,
     with_nan,
@@ -64,7 +64,7 @@ def main():
         (compressed_keys(bshd_layout(96, 1, cpu), 4, True).layout, small, "one", without_relu),
     ):
         inputs = make(layout, shape, torch.float32, keys)
-        want = expected(change(inputs) if change is not with_nan else inputs)
+        want = expected_dense_loss(change(inputs) if change is not with_nan else inputs)
         inputs = change(inputs)
         # Two heads are expanded at a time.
         inputs = dataclasses.replace(inputs, workspace_bytes=2**15)

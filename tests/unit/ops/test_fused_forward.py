@@ -10,9 +10,9 @@ import torch
 from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD
+from megatron_dsa.tools.verify.tolerances import SPARSE_ATTENTION
 from tests.cases.sparse_attention import CASE, check, make_case, ragged_case
 from tests.helpers import leaf, relative_error, skip_unless_it_runs
-from tests.tolerances import SPARSE_ATTENTION
 
 TOLERANCE = SPARSE_ATTENTION[torch.bfloat16]
 FUSED = {c.name: c for c in FORWARD.candidates if c.fused}

@@ -10,9 +10,13 @@ from megatron_dsa.dsa_kernels import (
     indexer_topk,
     sparse_indexer_loss,
 )
-from megatron_dsa.ops.indexer_loss import reference
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
+from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.sequence.layout import bshd_layout
-from tests.cases.indexer_loss import LAYOUTS, check, reference_scores, visible_rows
+from megatron_dsa.tools.verify.indexer_loss import expected_dense_loss, expected_loss
+from megatron_dsa.tools.verify.lists import Lists
+from megatron_dsa.tools.verify.tolerances import INDEXER_LOSS
+from tests.cases.indexer_loss import LAYOUTS, check
 from tests.helpers import leaf, relative_error
 
 SMALL = Policy(workspace_bytes=60_000)
@@ -36,10 +40,8 @@ def test_dense_loss(device, name, relu, key_heads):
     q = leaf(48, 4, 12, seed=4, device=device, dtype=torch.float64)
     k = leaf(48, key_heads, 12, seed=5, device=device, dtype=torch.float64)
     loss = dense_indexer_loss(inputs, q, k, layout, softmax_scale=SCALE, policy=SMALL)
-    copies, scores = reference_scores(inputs)
-    mask = visible_rows(layout)
-    teacher = reference.dense_teacher(q.double(), k.double(), mask, SCALE)
-    check(inputs, copies, loss, reference.kl_sum(scores, teacher, mask), 1e-11)
+    expected = expected_dense_loss(DenseLossInputs(inputs, layout, q, k, SCALE, None, 0))
+    check(inputs, loss, expected, INDEXER_LOSS[torch.float64])
     assert q.grad is None and k.grad is None  # the loss trains the indexer only
 
 
@@ -52,10 +54,8 @@ def test_sparse_loss(device, name, relu, k):
     teacher = torch.rand(48, k, dtype=torch.float64, device=device)
     teacher[4] = 0  # a row without any teacher mass contributes nothing
     loss = sparse_indexer_loss(inputs, indices, teacher, layout, topk_length=length, policy=SMALL)
-    copies, scores = reference_scores(inputs)
-    valid = indices >= 0
-    gathered = scores.gather(1, indices.clamp_min(0).long())
-    check(inputs, copies, loss, reference.kl_sum(gathered, teacher, valid), 1e-11)
+    expected = expected_loss(inputs, Lists(indices, length, 48), teacher)
+    check(inputs, loss, expected, INDEXER_LOSS[torch.float64])
 
 
 def test_sparse_loss_ignores_invalid_entries(device):
@@ -69,13 +69,9 @@ def test_sparse_loss_ignores_invalid_entries(device):
     poisoned = IndexerInputs(inputs.q, poisoned_k.requires_grad_(), inputs.weights)
     loss = sparse_indexer_loss(poisoned, indices, teacher, layout)
     loss.backward()
-    copies, scores = reference_scores(inputs)
-    valid = (indices >= 0) & (indices < 48)
-    gathered = scores.gather(1, torch.where(valid, indices, 0).long())
-    expected = reference.kl_sum(gathered, teacher, valid)
-    expected.backward()
-    assert relative_error(loss, expected) < 1e-12
-    assert relative_error(poisoned_k.grad, copies.k.grad) < 1e-12
+    expected = expected_loss(inputs, Lists(indices, None, 48), teacher)
+    assert relative_error(loss, expected.loss) < 1e-12
+    assert relative_error(poisoned_k.grad, expected.k) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -85,20 +81,16 @@ def test_lower_precision(device, dtype):
     q = leaf(48, 4, 12, seed=4, device=device, dtype=dtype)
     k = leaf(48, 1, 12, seed=5, device=device, dtype=dtype)
     loss = dense_indexer_loss(inputs, q, k, layout, softmax_scale=SCALE)
-    copies, scores = reference_scores(inputs)
-    mask = visible_rows(layout)
-    teacher = reference.dense_teacher(q.double(), k.double(), mask, SCALE)
-    expected = reference.kl_sum(scores, teacher, mask)
     assert loss.dtype == torch.float32
-    assert relative_error(loss, expected) < 1e-5
-    check(inputs, copies, loss, expected, 1e-5 if dtype == torch.float32 else 8e-3)
+    expected = expected_dense_loss(DenseLossInputs(inputs, layout, q, k, SCALE, None, 0))
+    check(inputs, loss, expected, INDEXER_LOSS[dtype])
 
 
 def test_perfect_student_has_no_loss(device):
     """KL(p || p) is 0 and so is its gradient: the teacher is normalised, not just summed."""
     inputs, layout = make_inputs(device), bshd_layout(48, 1, device)
     indices, length = indexer_topk(inputs, layout, 8)
-    _, scores = reference_scores(inputs)
+    scores = index_scores(inputs.q, inputs.k, inputs.weights)
     gathered = scores.gather(1, indices.clamp_min(0).long()).detach()
     gathered = gathered.masked_fill(indices < 0, float("-inf"))
     teacher = torch.softmax(gathered, -1) * 4  # four heads' worth of mass
@@ -130,6 +122,5 @@ def test_the_loss_forms_its_gradients(add, fused):
     reset_report()
     value = sparse_indexer_loss(inputs, indices, teacher, layout, topk_length=length)
     assert report() == {"sparse_indexer_loss": {"made_up" if fused else "torch": 1}}
-    copies, scores = reference_scores(inputs)
-    gathered = scores.gather(1, indices.clamp_min(0).long())
-    check(inputs, copies, value, reference.kl_sum(gathered, teacher, indices >= 0), 1e-11)
+    expected = expected_loss(inputs, Lists(indices, length, len(inputs.k)), teacher)
+    check(inputs, value, expected, INDEXER_LOSS[torch.float64])

@@ -19,6 +19,7 @@ from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS, Kernels, kernels_for
+from megatron_dsa.tools.verify.tolerances import SPARSE_ATTENTION
 from tests.cases.sparse_attention import CASE, check, make_case, ragged_case
 from tests.helpers import (
     deterministic,
@@ -29,7 +30,6 @@ from tests.helpers import (
     relative_error,
     skip_unless_it_runs,
 )
-from tests.tolerances import SPARSE_ATTENTION
 
 #: Module and arguments: heads, dim, v_dim, group in tiles of 64 and of 32 rows, with_sink.
 KERNELS = {

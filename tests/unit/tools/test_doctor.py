@@ -8,10 +8,11 @@ import torch
 from megatron_dsa.tools import doctor
 from megatron_dsa.tools.doctor import examine as examination
 from megatron_dsa.tools.doctor import session as sessions
-from megatron_dsa.tools.doctor.cases import difficult_lists, layout_of, layout_of_rows, sampled_rows
 from megatron_dsa.tools.doctor.measure import same_bits
 from megatron_dsa.tools.doctor.results import Part, Report
 from megatron_dsa.tools.doctor.shapes import shapes_from
+from megatron_dsa.tools.verify.layouts import layout_of_tokens, sampled_tokens
+from megatron_dsa.tools.verify.lists import difficult_lists, layout_of
 from tests.doctor_harness import (
     BACKWARD,
     FORWARD,
@@ -95,7 +96,8 @@ def test_full_size_that_fails(capsys, add, as_if_on_gpu, error, code):
 def test_the_inputs_are_as_difficult_as_promised(packed):
     (shape,) = shapes_from(parse(f"{SMALL} --packed {packed}"))
     device = torch.device("cpu")
-    layout = layout_of_rows(layout_of(shape, device), sampled_rows(shape, device))
+    sampled = sampled_tokens(shape.seq, shape.rows, device)
+    layout = layout_of_tokens(layout_of(shape, device), sampled)
     lists = difficult_lists(shape, layout)
     listed = torch.arange(shape.topk) < lists.length[:, None]
     has_key = (lists.indices >= 0) & (lists.indices < shape.seq)
@@ -152,7 +154,7 @@ def test_exit_codes_of_a_report():
 
 
 def test_nan_is_the_worst_error():
-    part = Part((("operation", "name"),), True, True, 1e-3)
+    part = Part(1e-3, implementations=(("operation", "name"),), fused=True, deterministic=True)
     expected = torch.ones(3)
     for values in ([1.0, 1.0, 1.0], [math.nan, 1.0, 1.0], [1.0, 1.0, 1.0]):
         part.compare("x", torch.tensor(values), expected)

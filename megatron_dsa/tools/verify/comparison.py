@@ -1,0 +1,88 @@
+"""What a comparison with float64 finds: relative errors, and rules that are broken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_dsa.tools.verify.tolerances import MODEL_SHAPES, by_figure
+
+#: A root mean square of float64 results that is nothing but rounding.
+ROUNDING = 1e-14
+
+
+def relative_error(x: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return ``norm(x - expected) / norm(expected)`` in float64; NaN wherever ``x`` has one.
+
+    Where ``expected`` is 0 but for rounding (say, the gradient of a query with a single key), the
+    root mean square of the difference is returned.
+    """
+    expected = expected.detach().double()
+    norm, size = expected.norm(), max(expected.numel(), 1) ** 0.5
+    difference = (x.detach().double() - expected).norm()
+    return float(difference / torch.where(norm > ROUNDING * size, norm, size))
+
+
+@dataclass
+class Comparison:
+    """Errors and complaints about one result, or about several of the same implementation.
+
+    Attributes:
+        tolerance: largest relative error that passes.
+        tolerances: the same by figure, where it is another.
+        errors: relative error against float64 by figure; the worst of all results.
+        figures: other figures of merit, with bounds of their own or none.
+        complaints: broken rules, in words.
+    """
+
+    tolerance: float
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)
+
+    def require(self, rule: bool | torch.Tensor, complaint: str) -> bool:
+        """Note ``complaint`` unless ``rule`` holds; return whether it holds."""
+        holds = bool(rule)
+        if not holds and complaint not in self.complaints:
+            self.complaints.append(complaint)
+        return holds
+
+    def compare(self, figure: str, got, expected: torch.Tensor) -> None:
+        """Note the relative error of ``got``; it must have the shape of ``expected``."""
+        if not self.require(got is not None, f"{figure} is missing"):
+            return
+        shape, wanted = tuple(got.shape), tuple(expected.shape)
+        if not self.require(shape == wanted, f"{figure} has shape {shape}, not {wanted}"):
+            return
+        self.keep_worst(figure, relative_error(got, expected))
+
+    def keep_worst(self, figure: str, error: float) -> None:
+        """Note an error unless a worse one is known."""
+        known = self.errors.get(figure)
+        # NaN is the worst error there is, and every comparison with it is false.
+        if known is None or (known == known and not error <= known):
+            self.errors[figure] = error
+
+    @property
+    def worst_error(self) -> float:
+        """The largest relative error, infinity if one is not finite, 0 if none was compared."""
+        return max((e if math.isfinite(e) else math.inf for e in self.errors.values()), default=0.0)
+
+    def wrong(self) -> list[str]:
+        """Return everything that is not as it must be, in words; empty if all is well."""
+        far = [
+            f"{figure} {error:.1e}" if error == error else f"{figure} not finite"
+            for figure, error in self.errors.items()
+            if not error <= self.tolerances.get(figure, self.tolerance)
+        ]
+        return far + self.complaints
+
+
+def comparison_at_model_shapes(dtype: torch.dtype) -> Comparison:
+    """Return a comparison with the tolerances of results at the shapes of models."""
+    tolerance = MODEL_SHAPES[dtype]
+    return Comparison(tolerance, by_figure(tolerance))

@@ -1,0 +1,98 @@
+"""The indexer's losses: float64 values with gradients, and the comparison with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, LatentKeys
+from megatron_dsa.ops.indexer_loss.reference import dense_teacher, kl_sum
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_topk.reference import index_scores
+from megatron_dsa.tools.verify.comparison import Comparison
+from megatron_dsa.tools.verify.layouts import chunks, visible_keys
+from megatron_dsa.tools.verify.lists import Lists
+
+
+@dataclass(frozen=True)
+class ExpectedLoss:
+    """Float64 loss (a scalar) and gradients of the indexer's inputs."""
+
+    loss: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    weights: torch.Tensor
+
+    def compare(self, found: Comparison, loss, dq, dk, dweights) -> None:
+        """Compare a loss and its gradients."""
+        found.compare("loss", loss, self.loss)
+        found.compare("dq", dq, self.q)
+        found.compare("dk", dk, self.k)
+        found.compare("dweights", dweights, self.weights)
+
+
+def random_teacher(indices: torch.Tensor, seed: int = 7) -> torch.Tensor:
+    """Draw something like a head sum of probabilities ``[Sq, K]``: positive, not normalised."""
+    generator = torch.Generator(indices.device).manual_seed(seed)
+    return torch.randn(indices.shape, generator=generator, device=indices.device).exp_()
+
+
+def expected_loss(inputs: IndexerInputs, lists: Lists, teacher: torch.Tensor) -> ExpectedLoss:
+    """Compute the sparse indexer loss and its gradients by autograd; ``teacher`` is ``[Sq, K]``."""
+    k = inputs.k.detach().double().requires_grad_()
+    tokens, heads, dim = inputs.q.shape
+    indices, valid = lists.indices, lists.valid
+    loss = torch.zeros((), dtype=torch.float64, device=k.device)
+    dq, dweights = [], []
+    for chunk in chunks(tokens, 8 * indices.shape[1] * (3 * dim + 5 * heads)):
+        q, weights = _leaves(inputs.q[chunk], inputs.weights[chunk])
+        # Invalid entries take a row of zeros: NaN times a gradient of 0 would be NaN.
+        table = torch.cat([k, k.new_zeros(1, dim)])
+        keys = table[torch.where(valid[chunk], indices[chunk], len(k)).long()]
+        products = torch.einsum("qhd,qkd->qhk", q, keys)
+        products = products.relu() if inputs.relu else products
+        scores = torch.einsum("qh,qhk->qk", weights, products)
+        value = kl_sum(scores, teacher[chunk].double(), valid[chunk])
+        value.backward()
+        loss += value.detach()
+        assert q.grad is not None and weights.grad is not None
+        dq.append(q.grad)
+        dweights.append(weights.grad)
+    assert k.grad is not None
+    return ExpectedLoss(loss, torch.cat(dq), k.grad, torch.cat(dweights))
+
+
+def expected_dense_loss(inputs: DenseLossInputs) -> ExpectedLoss:
+    """Compute the dense indexer loss and its gradients by autograd."""
+    x, visible = inputs.indexer, visible_keys(inputs.layout)
+    q, k, weights = _leaves(x.q, x.k, x.weights)
+    value = kl_sum(index_scores(q, k, weights, x.relu), _dense_teacher(inputs, visible), visible)
+    value.backward()
+    assert q.grad is not None and k.grad is not None and weights.grad is not None
+    return ExpectedLoss(value.detach(), q.grad, k.grad, weights.grad)
+
+
+def _dense_teacher(inputs: DenseLossInputs, visible: torch.Tensor) -> torch.Tensor:
+    """Head sum of the attention's probabilities ``[Sq, Skv]``, head by head to save memory."""
+    q, total = inputs.q.detach().double(), torch.zeros(visible.shape, dtype=torch.float64)
+    total = total.to(visible.device)
+    for head in range(q.shape[1]):
+        one = slice(head, head + 1)
+        if isinstance(inputs.k, LatentKeys):
+            k = inputs.k.expanded(one)  # rounded like those of the projection
+        else:
+            k = inputs.k if inputs.k.shape[1] == 1 else inputs.k[:, one]
+        k = k.detach().double()
+        if inputs.other_lse is None:
+            total += dense_teacher(q[:, one], k, visible, inputs.softmax_scale)
+            continue
+        logits = torch.einsum("qd,kd->qk", q[:, head], k[:, 0]) * inputs.softmax_scale
+        logits = logits.masked_fill(~visible, float("-inf"))
+        mass = torch.logaddexp(logits.logsumexp(-1), inputs.other_lse[:, head].double())
+        total += torch.where(visible, (logits - mass[:, None]).exp(), 0.0)
+    return total
+
+
+def _leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [x.detach().double().requires_grad_() for x in tensors]

@@ -1,0 +1,177 @@
+"""Sparse attention: inputs of a call, its float64 results, and the comparison with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.reference import sparse_attention
+from megatron_dsa.tools.verify.comparison import Comparison
+from megatron_dsa.tools.verify.layouts import chunks
+from megatron_dsa.tools.verify.lists import Lists
+from megatron_dsa.tools.verify.shapes import Shape
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Inputs of sparse attention, forward and backward; shapes as in ``SparseAttentionInputs``."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    lists: Lists
+    sink: torch.Tensor | None
+    dout: torch.Tensor
+    v_dim: int
+    softmax_scale: float
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
+
+    def inputs(self, want_p_sum: bool = False) -> SparseAttentionInputs:
+        """Return the inputs of an implementation."""
+        return SparseAttentionInputs(
+            q=self.q,
+            kv=self.kv,
+            indices=self.lists.indices,
+            v_dim=self.v_dim,
+            softmax_scale=self.softmax_scale,
+            topk_length=self.lists.length,
+            sink=self.sink,
+            workspace_bytes=self.workspace_bytes,
+            want_p_sum=want_p_sum,
+        )
+
+    def take(self, tokens: torch.Tensor | slice) -> AttentionCase:
+        """Return the case of some of its query tokens."""
+        return dataclasses.replace(
+            self, q=self.q[tokens], lists=self.lists.take(tokens), dout=self.dout[tokens]
+        )
+
+
+def attention_case(
+    shape: Shape, lists: Lists, softmax_scale: float | None = None, seed: int = 2
+) -> AttentionCase:
+    """Draw queries and keys for ``lists``; keys that no query selects are NaN.
+
+    ``softmax_scale``: by default that of logits with standard deviation 1.
+    """
+    draw, tokens = normal(lists.indices.device, seed), len(lists.indices)
+    # Logits of standard deviation 1: neither a plain mean of the values nor a single one, which
+    # would leave dq to the cancellation of two bf16 numbers.
+    q = draw(tokens, shape.heads, shape.qk_dim).to(shape.dtype)
+    # A mean in the values and one (of either sign) in every token's dout keep out . dout, and with
+    # it the sink's gradient, from being a difference of which little but rounding is left. One
+    # sign for all would drown dkv in the sum of the probabilities.
+    kv = draw(shape.seq, shape.qk_dim).add_(0.1).to(shape.dtype)
+    kv[lists.unselected] = float("nan")
+    dout = draw(tokens, shape.heads, shape.v_dim) + draw(tokens, shape.heads, 1).sign()
+    return AttentionCase(
+        q=q,
+        kv=kv,
+        lists=lists,
+        sink=draw(shape.heads) + math.log(min(shape.topk, shape.seq)) if shape.sink else None,
+        dout=dout.to(shape.dtype),
+        v_dim=shape.v_dim,
+        softmax_scale=shape.qk_dim**-0.5 if softmax_scale is None else softmax_scale,
+    )
+
+
+def normal(device: torch.device, seed: int) -> Callable[..., torch.Tensor]:
+    """Return a function that draws fp32 normals ``(*size, scale=1.0)``."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(*size, scale=1.0):
+        return torch.randn(*size, generator=generator, device=device).mul_(scale)
+
+    return draw
+
+
+@dataclass(frozen=True)
+class ExpectedAttention:
+    """Float64 results of an :class:`AttentionCase`; ``dsink`` is ``None`` without a sink."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    p_sum: torch.Tensor
+    dq: torch.Tensor
+    dkv: torch.Tensor
+    dsink: torch.Tensor | None
+
+
+def expected_attention(case: AttentionCase) -> ExpectedAttention:
+    """Compute values and gradients by autograd."""
+    kv = case.kv.detach().double().requires_grad_()
+    sink = None if case.sink is None else case.sink.detach().double().requires_grad_()
+    (tokens, heads, dim), width = case.q.shape, case.lists.indices.shape[1]
+    results = []
+    # gathered keys with their gradients, and several matrices of logits
+    for chunk in chunks(tokens, 8 * width * (6 * dim + 8 * heads)):
+        part = case.take(chunk)
+        q = part.q.detach().double().requires_grad_()
+        out, lse = sparse_attention(
+            q, kv, part.lists.indices, v_dim=case.v_dim, softmax_scale=case.softmax_scale,
+            topk_length=part.lists.length, sink=sink,
+        )  # fmt: skip
+        out.backward(part.dout.double())
+        assert q.grad is not None
+        with torch.no_grad():
+            results.append((out.detach(), lse.detach(), _p_sum(part, lse), q.grad))
+    out, lse, p_sum, dq = (torch.cat(parts) for parts in zip(*results, strict=True))
+    assert kv.grad is not None
+    return ExpectedAttention(out, lse, p_sum, dq, kv.grad, None if sink is None else sink.grad)
+
+
+def _p_sum(case: AttentionCase, lse: torch.Tensor) -> torch.Tensor:
+    """Head sum of the probabilities ``[Sq, K]``; 0 where nothing is selected."""
+    valid = case.lists.valid
+    keys = case.kv[torch.where(valid, case.lists.indices, 0).long()].double()
+    logits = torch.einsum("qhd,qkd->qhk", case.q.double(), keys) * case.softmax_scale
+    if case.sink is not None:
+        lse = torch.logaddexp(lse, case.sink.double().expand_as(lse))
+    return torch.exp(logits - lse[..., None]).sum(1).masked_fill(~valid, 0.0)
+
+
+class AttentionReference:
+    """Compares results with float64 and with the rules of the contract."""
+
+    def __init__(self, case: AttentionCase):
+        self.case = case
+        self.expected = expected_attention(case)
+
+    def lse(self) -> torch.Tensor:
+        """Return the right lse, as a forward hands it on."""
+        return self.expected.lse.float()
+
+    def forward(self, found: Comparison, out, lse, p_sum=None) -> None:
+        """Compare what a forward returned; ``p_sum`` is ``None`` if it was not wanted."""
+        empty, dtype = self.case.lists.empty, self.case.q.dtype
+        found.compare("out", out, self.expected.out)
+        found.require(out.dtype == dtype, f"out is {out.dtype}, not {dtype}")
+        found.require((out[empty] == 0).all(), "out of an empty row is not 0")
+        found.require((lse[empty] == float("-inf")).all(), "lse of an empty row is not -inf")
+        found.compare("lse", lse[~empty], self.expected.lse[~empty])
+        if p_sum is not None:
+            self.teacher(found, p_sum)
+
+    def backward(self, found: Comparison, dq, dkv, dsink, p_sum=None) -> None:
+        """Compare what a backward returned; ``p_sum`` is ``None`` if it was not wanted."""
+        lists, expected = self.case.lists, self.expected
+        found.compare("dq", dq, expected.dq)
+        found.compare("dkv", dkv, expected.dkv)
+        found.require((dq[lists.empty] == 0).all(), "dq of an empty row is not 0")
+        found.require((dkv[lists.unselected] == 0).all(), "dkv of an unselected key is not 0")
+        if expected.dsink is not None:
+            found.compare("dsink", dsink, expected.dsink)
+        if p_sum is not None:
+            self.teacher(found, p_sum)
+
+    def teacher(self, found: Comparison, p_sum) -> None:
+        """Compare the head sum of the probabilities."""
+        found.compare("p_sum", p_sum, self.expected.p_sum)
+        found.require(
+            (p_sum[~self.case.lists.valid] == 0).all(), "p_sum of an invalid entry is not 0"
+        )

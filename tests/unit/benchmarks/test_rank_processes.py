@@ -1,0 +1,72 @@
+"""The processes of several ranks: one that fails ends the measurement in bounded time."""
+
+import importlib
+import multiprocessing
+import sys
+
+import pytest
+import torch
+
+from benchmarks.ranks import processes
+from benchmarks.ranks.cases import LAYERS, ONE_RANK, Case
+from benchmarks.ranks.processes import RankFailed, failure, measured
+
+CASE = Case(LAYERS, "tiny", 256, cp=2)
+
+#: A rank that does what ``way`` says: of a module of its own, which spawned processes import.
+ACTORS = """
+import os, time
+import torch
+def act(case, way, device, settings):
+    rank = torch.distributed.get_rank()
+    if way == "lack on one":
+        if rank == 1:
+            raise torch.OutOfMemoryError(f"rank {rank}")
+        time.sleep(600)
+    elif way == "die" and rank == 1:
+        os.abort()
+    elif way == "hang" and rank == 0:
+        time.sleep(600)
+    return {"rank": rank, "device": str(device), **settings}
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    (tmp_path / "rank_actors.py").write_text(ACTORS)
+    monkeypatch.syspath_prepend(tmp_path)
+    act = importlib.import_module("rank_actors").act
+    monkeypatch.setattr(processes, "GRACE", 0.5)
+    yield lambda way, timeout=60.0: measured(CASE, way, {"repeats": 3}, timeout, act)
+    sys.modules.pop("rank_actors")
+    assert not multiprocessing.active_children()
+
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are on the CPU")
+
+
+def test_every_rank_answers(run):
+    common = {"status": "ok", "device": "cpu", "repeats": 3}
+    assert run("measure") == [common | {"rank": 0}, common | {"rank": 1}]
+    assert run(ONE_RANK) == [common | {"rank": 0}]
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [("lack on one", "OutOfMemoryError: rank 1"), ("die", "process of rank 1 ended by signal 6")],
+)
+def test_a_rank_that_fails_ends_all(run, way, reason):
+    with pytest.raises(RankFailed, match=reason):
+        run(way)
+
+
+def test_a_rank_that_hangs_is_named(run):
+    with pytest.raises(RankFailed, match=r"no answer of rank 0.* in 12 s \(--timeout\)"):
+        run("hang", timeout=12.0)
+
+
+def test_what_libraries_say_about_memory():
+    assert failure(torch.OutOfMemoryError("x"))["status"] == "out of memory"
+    nccl = failure(RuntimeError("NCCL error: CUDA failure 2 'out of memory'\nmore"))
+    assert nccl["status"] == "out of memory" and "more" not in nccl["reason"]
+    assert failure(ValueError("shape")) == {"status": "failed", "reason": "ValueError: shape"}
