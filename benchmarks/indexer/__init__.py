@@ -185,7 +185,7 @@ class _Measurer:
         """Return the sparse loss with the gradients of q, k and weights."""
         case, inputs = self.case, self._leaves()
         indices = make_indices(lists, case.tokens, case.tokens, case.topk, inputs.q.device)
-        teacher = random_teacher(indices)
+        teacher = random_teacher(indices).masked_fill_(indices < 0, 0.0)
         scores = bundled.selected_scores(inputs, indices) if is_bundled else None
 
         def call():
