@@ -44,7 +44,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
     Input and output are ``[s, b, hidden]`` (``s / tensor-parallel size`` under sequence
     parallelism; packed batches have ``b == 1``). Heads and output groups are sharded over
     tensor-parallel ranks; the key/value head, the compressors and the indexer are replicated, but
-    every rank projects only its own rows for them. Attention runs by heads or by sequence
+    every rank projects only its own tokens for them. Attention runs by heads or by sequence
     (``--dsa-tp-mode``).
     """
 
@@ -88,7 +88,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
                 spec, inputs, outputs, skip_weight_param_allocation=False,
                 parallel_mode="duplicated",
             )  # fmt: skip
-            # It sees this rank's rows only: the gradient is summed over tensor-parallel ranks.
+            # It sees this rank's tokens only: the gradient is summed over tensor-parallel ranks.
             layer.weight.sequence_parallel = config.sequence_parallel
             return layer
 
@@ -166,7 +166,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
         return self._project_groups(out)
 
     def _project_groups(self, out: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, groups * o_lora_rank]`` of this rank's groups of heads."""
+        """Return ``[tokens, groups * o_lora_rank]`` of this rank's groups of heads."""
         weight = weight_of(self.linear_o_group_proj)
         weight = weight.view(self.groups, self.config.o_lora_rank, -1)
         out = out.reshape(out.shape[0], self.groups, -1)

@@ -105,7 +105,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return self._attend_dense(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
 
     def _latents(self, hidden_states: torch.Tensor):
-        """Return the normalised latents of this rank's rows: q, kv, and the raw rope key.
+        """Return the normalised latents of this rank's tokens: q, kv, and the raw rope key.
 
         Shapes ``[s / ranks, b, q_lora_rank | kv_lora_rank | 64]``.
         """
@@ -113,7 +113,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         q_latent, kv = self._qkv_down_projection(hidden_states)
         latent_dims = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
         if kv.shape[-1] != sum(latent_dims):
-            # A column-parallel down projection leaves every rank all rows of some columns.
+            # A column-parallel down projection leaves every rank all tokens of some columns.
             # Rows are scattered again, rope key included: its gradient has to be summed over ranks.
             kv = gather_from_tensor_model_parallel_region(kv)
             if config.sequence_parallel:
@@ -126,7 +126,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
     def _queries(
         self, q_latent: torch.Tensor, rope: TokenRope
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``q_nope [rows, H, 128]`` and roped ``q_pe [rows, H, 64]`` of the query rows."""
+        """Return ``q_nope [tokens, H, 128]`` and roped ``q_pe [tokens, H, 64]`` of the queries."""
         up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
         q, _ = up(q_latent)
         q = q.view(-1, self.num_attention_heads_per_partition, self.q_head_dim)
@@ -142,7 +142,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return weight.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
 
     def _attend_sparse(self, q_latent, keys: Gathering, layout, rope, index_inputs):
-        """Weight-absorbed attention over selected keys; returns ``[rows, H, v_head_dim]``."""
+        """Weight-absorbed attention over selected keys; returns ``[tokens, H, v_head_dim]``."""
         w_uk, w_uv = self._up_weights()
         # By sequence, a rank attends with the heads of all tensor-parallel ranks.
         sharing = self.ranks.tp if self.ranks.by_sequence else None
@@ -176,7 +176,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return None if replayed is None else TopKIndices(*replayed)
 
     def _attend_dense(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
-        """Plain MLA over all visible keys; returns ``[rows, H, v_head_dim]``."""
+        """Plain MLA over all visible keys; returns ``[tokens, H, v_head_dim]``."""
         if self.ranks.tp is not None:
             k_pe = gather_from_sequence_parallel_region(k_pe, group=self.ranks.tp)
 

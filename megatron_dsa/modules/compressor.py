@@ -31,8 +31,8 @@ class Compressor(Fp32Parameters, MegatronModule):
 
     Groups overlap iff ``ratio`` is 4. Parameter names are those of Megatron's development branch:
     ``linear_wkv``, ``linear_wgate`` ``[c * dim, hidden]``, ``ape`` fp32 ``[ratio, c * dim]``,
-    ``norm``. Every rank projects its own rows and pools the groups that end in them; what it needs
-    of neighbours are a few projected rows.
+    ``norm``. Every rank projects its own tokens and pools the groups that end in them; what it
+    needs of neighbours are a few projected tokens.
     """
 
     fp32_parameters = ("ape",)

@@ -106,15 +106,15 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
 
         Args:
             hidden_states: ``[s, b, hidden]``, q_latent: ``[s, b, q_lora_rank]`` and kv: ``[s, b,
-                D]``, rotated, of the rows that this rank holds.
-            q: ``[rows, H, D]``, rotated queries: of all heads for these rows, or of the local heads
-                for the rows of all tensor-parallel ranks (``ranks.by_sequence``).
-            layout: which rows belong together.
+                D]``, rotated, of the tokens that this rank holds.
+            q: ``[tokens, H, D]``, rotated queries: of all heads for these tokens, or of the local
+                heads for the tokens of all tensor-parallel ranks (``ranks.by_sequence``).
+            layout: which tokens belong together.
             rope: the layer's rope, for compressed keys.
             ranks: who shares the microbatch.
 
         Returns:
-            ``[rows, H, D]``, not yet rotated back.
+            ``[tokens, H, D]``, not yet rotated back.
         """
         policy = self.policy
         keys = compressed = inputs = None

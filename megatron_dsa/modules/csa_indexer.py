@@ -45,12 +45,12 @@ class CSAIndexer(MegatronModule):
             return ReplicatedLinear(inputs, outputs, config=config, init_method=config.init_method)
 
         self.linear_wq_b = linear(config.q_lora_rank, self.heads * self.dim)
-        # Of its own rows, or of all: averaging keeps equal gradients equal to the last bit.
+        # Of its own tokens, or of all: averaging keeps equal gradients equal to the last bit.
         weight: Any = self.linear_wq_b.weight
         weight.sequence_parallel = by_sequence(config)
         weight.average_gradients_across_tp_domain = not by_sequence(config)
         self.linear_weights_proj = linear(config.hidden_size, self.heads)
-        # Of its own rows only: the gradient is summed over ranks.
+        # Of its own tokens only: the gradient is summed over ranks.
         weight = self.linear_weights_proj.weight
         weight.sequence_parallel = config.sequence_parallel
         self.compressor = build_module(
@@ -70,14 +70,14 @@ class CSAIndexer(MegatronModule):
 
         Args:
             x: ``[s, b, hidden]``, qr: ``[s, b, q_lora_rank]``, detached hidden states and
-                normalised query latent of the rows that this rank holds.
+                normalised query latent of the tokens that this rank holds.
             keys: the groups.
-            layout: gives the positions of the query rows.
+            layout: gives the positions of the query tokens.
             rope: the layer's rope.
             ranks: who shares the microbatch.
 
         Returns:
-            queries and weights of the query rows, and one key per compressed slot of all ranks.
+            queries and weights of the query tokens, and one key per compressed slot of all ranks.
         """
         config = self.config
         q, _ = self.linear_wq_b(gather_rows(qr, ranks.row_group).flatten(0, 1))

@@ -41,13 +41,13 @@ class DSACoreAttentionSubmodules:
 
 
 class TopKIndices(NamedTuple):
-    """Keys of every query row: selected, handed on by an earlier layer, or replayed."""
+    """Keys of every query token: selected, handed on by an earlier layer, or replayed."""
 
-    indices: torch.Tensor  # int32 [rows, K], rows of the key buffer, -1 padded
-    length: torch.Tensor  # int32 [rows]
+    indices: torch.Tensor  # int32 [tokens, K], rows of the key buffer, -1 padded
+    length: torch.Tensor  # int32 [tokens]
 
     def pack(self) -> torch.Tensor:
-        """Return both as one int32 tensor ``[rows, K + 1]``."""
+        """Return both as one int32 tensor ``[tokens, K + 1]``."""
         return torch.cat([self.indices, self.length[:, None]], dim=1)
 
     @classmethod
@@ -98,16 +98,16 @@ class DSACoreAttention(CoreAttention):
         """Attend to selected keys.
 
         Args:
-            q: ``[rows, H, 576]`` absorbed queries, of the local heads or (by sequence) of all.
+            q: ``[tokens, H, 576]`` absorbed queries, of the local heads or (by sequence) of all.
             kv: ``[keys, 576]`` latent keys; kv_grad: the fp32 proxy for their gradient.
-            layout: which keys each row sees.
+            layout: which keys each token sees.
             index_inputs: the indexer's projections, ``None`` if nothing is scored.
             given: the selection to use in place of the indexer's: of an earlier layer, for layers
                 that reuse one, or replayed.
             ranks: who shares the microbatch.
 
         Returns:
-            latent output ``[rows, H, kv_lora_rank]`` and the selection that was used.
+            latent output ``[tokens, H, kv_lora_rank]`` and the selection that was used.
         """
         config, policy = self.config, self.policy
         if given is not None:
@@ -167,7 +167,7 @@ class DSACoreAttention(CoreAttention):
         layout: Layout,
         index_inputs: IndexerInputs | None,
     ) -> torch.Tensor:
-        """Attend to every visible key: ``q, k [rows, H, 192]``, ``v [rows, H, 128]`` -> like v."""
+        """Attend to all visible keys: ``q, k [tokens, H, 192]``, ``v [tokens, H, 128]`` -> as v."""
         group = self.pg_collection.cp if layout.num_shards > 1 else None
         out, lse = dense_attention(
             q, k, v, layout, softmax_scale=self.softmax_scale, group=group,
@@ -190,14 +190,14 @@ class DSACoreAttention(CoreAttention):
         """Attend to every visible key of all context-parallel ranks.
 
         Args:
-            q: ``[rows, H, 192]``.
+            q: ``[tokens, H, 192]``.
             latents: ``[keys, 576]``; latent_grad: the fp32 proxy for their gradient.
             w_uk, w_uv: ``[H, 128, 512]``, which expand latents to keys and values.
-            layout: which keys each row sees.
+            layout: which keys each token sees.
             index_inputs: the indexer's projections or ``None``.
 
         Returns:
-            ``[rows, H, 128]``.
+            ``[tokens, H, 128]``.
         """
         out, lse = gathered_latent_attention(
             q, latents, w_uk, w_uv, layout, softmax_scale=self.softmax_scale,

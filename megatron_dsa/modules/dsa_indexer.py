@@ -83,12 +83,12 @@ class DSAIndexer(MegatronModule):
 
         Args:
             x: ``[s, b, hidden]``, qr: ``[s, b, q_lora_rank]``, detached hidden states and
-                normalised query latent of the rows that this rank holds.
-            rope: rope angles of the query rows.
+                normalised query latent of the tokens that this rank holds.
+            rope: rope angles of the query tokens.
             ranks: who shares the microbatch.
 
         Returns:
-            queries and weights of the query rows, keys of the rows of all ranks.
+            queries and weights of the query tokens, keys of the tokens of all ranks.
         """
         config = self.config
         k, _ = self.linear_wk(x.flatten(0, 1))

@@ -59,7 +59,7 @@ class SelfAttentionFrame:
         return self.linear_proj(out)
 
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return what enters the output projection, ``[rows, ...]`` of the local heads."""
+        """Return what enters the output projection, ``[tokens, ...]`` of the local heads."""
         raise NotImplementedError
 
     def maybe_recomputed(self, up, *tensors) -> Any:

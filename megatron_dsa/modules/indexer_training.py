@@ -103,7 +103,7 @@ class TrainsIndexer:
     ) -> IndexerTraining:
         """Return the sparse loss, whose value and gradients are formed in the attention's backward.
 
-        ``keys`` is the layout of the indexer's keys, ``rows`` the one that counts the query rows.
+        ``keys`` is the layout of the indexer's keys, ``rows`` the one that counts the query tokens.
         """
         coeff = self.config.dsa_indexer_loss_coeff
 
@@ -166,7 +166,7 @@ class TrainsIndexer:
 
 
 def _row_count(layout: Layout) -> torch.Tensor | int:
-    """Number of real rows on all ranks, at least 1.
+    """Number of real tokens on all ranks, at least 1.
 
     The log averages over ranks, so it is given the mean over a rank's share of them.
     """

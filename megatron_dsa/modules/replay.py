@@ -62,10 +62,10 @@ class IndexReplay:
         """Append a microbatch; before or while the replay is in use.
 
         Args:
-            indices: by layer number: positions, int32 ``[rows, K]`` with ``K`` at most the model's
-                top-k. Rows are this rank's query rows, or those of all ranks that share the
-                microbatch, of which it takes its own. Layers of other pipeline stages may be there
-                or not. Tensors on the host (best pinned) are moved when their layer runs.
+            indices: by layer number: positions, int32 ``[tokens, K]`` with ``K`` at most the
+                model's top-k. Rows are this rank's query tokens, or those of all ranks that share
+                the microbatch, of which it takes its own. Layers of other pipeline stages may be
+                there or not. Tensors on the host (best pinned) are moved when their layer runs.
 
         Raises:
             ConfigError: for what is not of this form, or does not fit the model in use.
@@ -166,8 +166,8 @@ class IndexCapture:
     """Positions that the layers of a model select, microbatch by microbatch.
 
     Attributes:
-        microbatches: by layer number, for this rank's query rows and selecting layers: int32
-            ``[rows, topk]``, ascending, ``-1`` padded, on the model's device.
+        microbatches: by layer number, for this rank's query tokens and selecting layers: int32
+            ``[tokens, topk]``, ascending, ``-1`` padded, on the model's device.
     """
 
     def __init__(self):
@@ -223,7 +223,7 @@ class TakesSelections:
         To be called once per forward pass.
 
         Args:
-            layout: of the query rows; keys: the one that a selection is made with.
+            layout: of the query tokens; keys: the one that a selection is made with.
             ranks: who shares the microbatch.
         """
         if self.replay is None:

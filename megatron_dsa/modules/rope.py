@@ -28,11 +28,11 @@ from megatron_dsa.sequence.layout import Layout
 
 
 class TokenRope:
-    """Rope angles of one microbatch: one row of the table per query row.
+    """Rope angles of one microbatch: one row of the table per query token.
 
     Args:
         embedding: Megatron's ``RotaryEmbedding`` or ``YarnRotaryEmbedding``.
-        layout: gives the position of every row.
+        layout: gives the position of every token.
     """
 
     def __init__(self, embedding, layout: Layout):
@@ -40,16 +40,16 @@ class TokenRope:
         table = embedding(layout.max_length, packed_seq=True)
         # YaRN also returns its concentration factor (mscale), which scales cos and sin.
         table, self.mscale = table if isinstance(table, tuple) else (table, 1.0)
-        self.angles = table.flatten(0, 2)[layout.position]  # [rows, dim]
+        self.angles = table.flatten(0, 2)[layout.position]  # [tokens, dim]
 
     def own(self, ranks: Ranks) -> TokenRope:
-        """Return the angles of the rows that this rank holds."""
+        """Return the angles of the tokens that this rank holds."""
         part = copy.copy(self)
         (part.angles,) = ranks.own((self.angles,))
         return part
 
     def __call__(self, x: torch.Tensor, interleaved: bool = True) -> torch.Tensor:
-        """Rotate ``x [rows, ..., dim]``; ``interleaved`` pairs neighbouring dims (MLA, GLM)."""
+        """Rotate ``x [tokens, ..., dim]``; ``interleaved`` pairs neighbouring dims (MLA, GLM)."""
         angles = self.angles.view(-1, *[1] * (x.dim() - 2), self.angles.shape[-1])
         return _apply_rotary_pos_emb_bshd(
             x, angles, mla_rotary_interleaved=interleaved, mscale=self.mscale
@@ -126,7 +126,7 @@ class PositionRope:
         return angles.cos().to(wide), angles.sin().to(wide)
 
     def of_rows(self, layout: Layout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tables of all query rows, formed once per layout."""
+        """Return the tables of all query tokens, formed once per layout."""
         return self._cached(layout, "rows", layout.position, dtype)
 
     def of_groups(

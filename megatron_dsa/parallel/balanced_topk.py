@@ -1,9 +1,9 @@
-"""Selection with the same work on all ranks: they score query rows for each other.
+"""Selection with the same work on all ranks: they score query tokens for each other.
 
-A row is scored against every key that it sees, so that late rows cost more than early ones; all
-other work is the same for every row. Where the rows of a rank are neighbours (context parallelism
-in contiguous parts, sequence parallelism by sequence), the last rank would score up to twice the
-mean and all others would wait for it.
+A token is scored against every key that it sees, so that late tokens cost more than early ones; all
+other work is the same for every token. Where the tokens of a rank are neighbours (context
+parallelism in contiguous parts, sequence parallelism by sequence), the last rank would score up to
+twice the mean and all others would wait for it.
 
 The places of a sequence are cut into ``2 n`` halves, two for each of ``n`` ranks. Half ``k`` costs
 in proportion to ``k + 1/2``, so a rank that scores the halves ``k`` and ``2 n - 1 - k`` does the
@@ -51,7 +51,7 @@ class Swap:
         size: places of a half.
         kept, given: own halves: the one that the rank scores itself, and the other.
         taken: the half that it scores besides ``kept``.
-        kept_second: whether ``kept`` is behind ``given`` in the rank's rows.
+        kept_second: whether ``kept`` is behind ``given`` in the rank's tokens.
         to: rank that scores ``given``; source: rank whose half ``taken`` is. Either may be the rank
             itself.
         longest_to_mean: work of the rank with most of it over the mean, without exchange.
@@ -72,7 +72,7 @@ def swap_of(sharding: Sharding, total: int) -> Swap | None:
     """Return what the rank of ``sharding`` exchanges, ``None`` where halves would not be equal.
 
     Args:
-        sharding: of the query rows.
+        sharding: of the query tokens.
         total: places of all ranks.
     """
     size, rest = divmod(total, 2 * sharding.ranks)
@@ -109,7 +109,7 @@ def swap_of(sharding: Sharding, total: int) -> Swap | None:
 
 
 def _held_halves(sharding: Sharding, rank: int, total: int, size: int) -> list[int]:
-    """Return the numbers of the two halves that a rank holds, in the order of its rows."""
+    """Return the numbers of the two halves that a rank holds, in the order of its tokens."""
     one = dataclasses.replace(sharding, cp_rank=rank // sharding.sp, sp_rank=rank % sharding.sp)
     # Chunks begin and end between halves.
     return [
@@ -133,8 +133,8 @@ def balanced_topk(
     All ranks of ``ranks.query_group`` call it together.
 
     Args:
-        inputs: of this rank's query rows and of the keys of all ranks.
-        layout: of the query rows.
+        inputs: of this rank's query tokens and of the keys of all ranks.
+        layout: of the query tokens.
         topk: keys per query.
         ranks: who shares the microbatch.
         compressed: the keys are these compressed ones; ``None``: of single positions.
@@ -179,8 +179,8 @@ def worthwhile_swap(layout: Layout, topk: int, ratio: int, sharding: Sharding) -
     """Return what to exchange, if anything, by a rule that comes out the same on all ranks.
 
     Args:
-        layout: of this rank's query rows; topk: keys per query; ratio: positions per key.
-        sharding: of the query rows.
+        layout: of this rank's query tokens; topk: keys per query; ratio: positions per key.
+        sharding: of the query tokens.
     """
     if sharding.ranks == 1 or layout.real is not None:
         return None
@@ -194,7 +194,7 @@ def worthwhile_swap(layout: Layout, topk: int, ratio: int, sharding: Sharding) -
 
 
 def halves(layout: Layout, swap: Swap, ratio: int) -> tuple[Layout, Layout]:
-    """Return the layouts of the rows that the rank scores: kept ones, taken ones."""
+    """Return the layouts of the tokens that the rank scores: kept ones, taken ones."""
     kept, taken = (run_layout(layout, k * swap.size, swap.size) for k in (swap.kept, swap.taken))
     if ratio == 1:
         return kept, taken

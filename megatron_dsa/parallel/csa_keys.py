@@ -1,8 +1,8 @@
 """The key buffer of V4's attention on several ranks: compressed keys of all, windows of a few.
 
 Compressed keys are gathered from all ranks; of the keys of positions a rank holds those of its own
-query rows, and the last ones before each run of them (:mod:`megatron_dsa.sequence.halo`). Gradients
-travel through proxies in fp32 (:mod:`megatron_dsa.parallel.gather`).
+query tokens, and the last ones before each run of them (:mod:`megatron_dsa.sequence.halo`).
+Gradients travel through proxies in fp32 (:mod:`megatron_dsa.parallel.gather`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def join_keys(
         kv: ``[s, b, D]``, the keys of this rank's positions.
         compressed: ``[G, D]``, this rank's compressed keys, or ``None``.
         keys: says where they belong.
-        halo: of the query rows; ``None`` if one rank has all of them.
+        halo: of the query tokens; ``None`` if one rank has all of them.
         ranks: who shares the microbatch.
 
     Returns:
-        ``buffer``: compressed keys in the order of their slots, query rows, shared rows of all
+        ``buffer``: compressed keys in the order of their slots, query tokens, shared rows of all
         ranks; and ``grad_proxy`` as in :func:`megatron_dsa.parallel.gather.finish_gather`. Without
-        ``halo`` the query rows are all rows.
+        ``halo`` the query tokens are all tokens.
     """
     batch = kv.shape[1]
     buffer, grad_proxy = gather_keys(kv, ranks.row_group)
@@ -68,11 +68,11 @@ def index_keys(compressed: torch.Tensor, keys: CompressedKeys, ranks: Ranks) -> 
 def extend(
     tensors: tuple[torch.Tensor, ...], halo: Halo, batch: int, ranks: Ranks
 ) -> tuple[torch.Tensor, ...]:
-    """Put the rows of neighbours before each run of this rank's rows.
+    """Put the tokens of neighbours before each run of this rank's tokens.
 
     Args:
-        tensors: ``[rows * batch, width]`` each, of one dtype.
-        halo: of the rows that this rank holds; batch: rows per place.
+        tensors: ``[tokens * batch, width]`` each, of one dtype.
+        halo: of the tokens that this rank holds; batch: rows per place.
         ranks: who shares the microbatch.
 
     Returns:
@@ -90,18 +90,18 @@ def _rows(places: torch.Tensor, batch: int) -> torch.Tensor:
 
 
 def _share(x: torch.Tensor, halo: Halo, batch: int, group) -> torch.Tensor:
-    """Return ``[own rows, shared rows of all ranks]``."""
+    """Return ``[own tokens, shared rows of all ranks]``."""
     return torch.cat([x, gather_rows(x.index_select(0, _rows(halo.shared, batch)), group)])
 
 
 def _unshare(grad: torch.Tensor, rows: int, halo: Halo, batch: int, group) -> torch.Tensor:
-    """Return the gradient of the own rows from that of :func:`_share`'s result, in its dtype."""
+    """Return the gradient of the own tokens from that of :func:`_share`'s result, in its dtype."""
     own = grad[:rows].clone()
     return own.index_add_(0, _rows(halo.shared, batch), scatter_sum(grad[rows:], group))
 
 
 class _HoldKeys(torch.autograd.Function):
-    """Keys of the own query rows and shared ones of others, and the grad_proxy of both."""
+    """Keys of the own query tokens and shared ones of others, and the grad_proxy of both."""
 
     @staticmethod
     def forward(ctx, keys, grad_proxy, halo, batch, group):
@@ -152,7 +152,7 @@ class _JoinProxies(torch.autograd.Function):
 
 
 class _Extend(torch.autograd.Function):
-    """Each channel of a row is pooled by one group: gradients have one term, exact in any dtype."""
+    """One group pools each channel of a token: gradients have one term, exact in any dtype."""
 
     @staticmethod
     def forward(ctx, halo, batch, group, *tensors):

@@ -1,6 +1,6 @@
 """Gathering keys under other work, with an fp32 way back.
 
-Under sequence and context parallelism each rank makes the keys of some rows. All ranks need all
+Under sequence and context parallelism each rank makes the keys of some tokens. All ranks need all
 keys, and the gradient of a key is the sum over all queries: over all ranks. Autograd would round
 each rank's part to bf16 before that sum. :func:`finish_gather` therefore returns the keys together
 with an fp32 tensor that stands for their gradient (a *grad_proxy*); the attention sends its fp32
@@ -56,7 +56,7 @@ class Gathering(NamedTuple):
 
 
 def start_gather(keys: torch.Tensor, group) -> Gathering:
-    """Start to gather ``keys [rows, ...]`` of every rank of ``group`` (``None``: one rank)."""
+    """Start to gather ``keys [tokens, ...]`` of every rank of ``group`` (``None``: one rank)."""
     out, back = all_gather_async(keys, group), _Travel()
     return Gathering(_Launch.apply(keys, back), out, back, group)
 
@@ -65,7 +65,7 @@ def finish_gather(gathering: Gathering) -> tuple[torch.Tensor, torch.Tensor]:
     """Wait for the keys.
 
     Returns:
-        ``keys [rows * ranks, D]`` without gradient, one rank's after the other (leading dims
+        ``keys [tokens * ranks, D]`` without gradient, one rank's after the other (leading dims
         flattened), and ``grad_proxy``, alike, in fp32 without content: what is sent to it as a
         gradient is summed over the group in fp32 and becomes that of this rank's keys.
     """
@@ -77,9 +77,9 @@ def finish_gather_with_gradient(gathering: Gathering, own=None, group=None) -> t
 
     Args:
         gathering: from :func:`start_gather`.
-        own: picks the rows whose gradient is summed over ``group``: of all rows ``[rows * ranks,
-            D]`` those of one rank of ``group`` after the other. ``None``: all rows, and the sum is
-            over the gathering's group.
+        own: picks the tokens whose gradient is summed over ``group``: of all rows ``[tokens *
+            ranks, D]`` those of one rank of ``group`` after the other. ``None``: all tokens, and
+            the sum is over the gathering's group.
         group: see ``own``.
     """
     group = gathering.group if own is None else group
@@ -87,7 +87,7 @@ def finish_gather_with_gradient(gathering: Gathering, own=None, group=None) -> t
 
 
 def grad_proxy_for(keys: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without memory that stands for the fp32 gradient of ``keys [rows, D]``."""
+    """Return a tensor without memory that stands for the fp32 gradient of ``keys [tokens, D]``."""
     return keys.new_zeros((), dtype=accumulation_dtype(keys.dtype)).expand(keys.shape)
 
 
@@ -168,13 +168,13 @@ def head_product(x: torch.Tensor, weight: torch.Tensor, group=None) -> torch.Ten
     ranks in fp32 and rounded once.
 
     Args:
-        x: ``[rows, H, A]``.
+        x: ``[tokens, H, A]``.
         weight: ``[H, A, B]``, or ``[H / ranks, A, B]`` if ``group`` is given: of the heads of this
             rank, which come in the order of ranks.
         group: the ranks that share the heads.
 
     Returns:
-        ``[rows, H, B]`` in the dtype of ``x``.
+        ``[tokens, H, B]`` in the dtype of ``x``.
     """
     if group is None:
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)

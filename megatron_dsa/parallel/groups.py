@@ -31,13 +31,13 @@ class Ranks:
     """The ranks that share a microbatch.
 
     Attributes:
-        sharding: which rows this rank holds, and so makes keys of.
-        group: all ranks that hold different rows; ``None`` if one holds all.
+        sharding: which tokens this rank holds, and so makes keys of.
+        group: all ranks that hold different tokens; ``None`` if one holds all.
         tp: the part of ``group`` with one context-parallel rank (sequence parallelism), or
             ``None``.
         cp: the part of ``group`` at one place of sequence parallelism, or ``None``.
-        by_sequence: whether attention is computed for this rank's rows and all heads; otherwise for
-            the rows of all of ``tp`` and the local heads.
+        by_sequence: whether attention is computed for this rank's tokens and all heads; otherwise
+            for the tokens of all of ``tp`` and the local heads.
     """
 
     sharding: Sharding = field(default_factory=Sharding)
@@ -48,28 +48,28 @@ class Ranks:
 
     @cached_property
     def queries(self) -> Sharding:
-        """How query rows are sharded."""
+        """How query tokens are sharded."""
         return self.sharding if self.by_sequence else self.sharding.whole()
 
     @property
     def query_group(self) -> Any:
-        """The ranks that have different query rows, or ``None``."""
+        """The ranks that have different query tokens, or ``None``."""
         return self.group if self.by_sequence else self.cp
 
     @property
     def row_group(self) -> Any:
-        """The ranks whose rows are put together for queries, or ``None``."""
+        """The ranks whose tokens are put together for queries, or ``None``."""
         return None if self.by_sequence else self.tp
 
     def count(self) -> None:
-        """Let the dispatch report tell how heads and rows are divided."""
+        """Let the dispatch report tell how heads and tokens are divided."""
         if self.tp is not None:
             count("tensor_parallel_attention", "sequence" if self.by_sequence else "heads")
         if self.cp is not None:
             count("context_parallel_attention", self.sharding.cp_layout)
 
     def own(self, tables) -> Any:
-        """Return the part of per-query-row tables that belongs to the rows this rank holds."""
+        """Return the part of per-query tables that belongs to the tokens this rank holds."""
         if self.row_group is None:
             return tables
         return tuple(table.chunk(self.sharding.sp)[self.sharding.sp_rank] for table in tables)
@@ -114,7 +114,7 @@ def gather_rows(x: torch.Tensor, group) -> torch.Tensor:
 
 
 def gather_same(x: torch.Tensor, group) -> torch.Tensor:
-    """All-gather rows for what every rank computes alike: in the backward it takes its rows."""
+    """All-gather tokens. Every rank computes the same gradient, so the backward slices."""
     if group is None or group.size() == 1:
         return x
     return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)
@@ -133,7 +133,7 @@ def gather_keys(kv: torch.Tensor, group) -> tuple[torch.Tensor, torch.Tensor]:
 def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
     """Wait for the indexer's keys of all ranks; each rank gets the gradient of its own.
 
-    Where attention runs by heads, the ranks of ``ranks.tp`` have the same query rows and form the
+    Where attention runs by heads, the ranks of ``ranks.tp`` have the same query tokens and form the
     same gradient: the sum is over ``ranks.cp`` alone.
     """
     if ranks.by_sequence or ranks.tp is None:
@@ -148,20 +148,20 @@ def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
 
 
 def heads_to_sequence(x: torch.Tensor, group) -> torch.Tensor:
-    """Turn "all rows of the group, local heads" into "this rank's rows, all heads".
+    """Turn "all tokens of the group, local heads" into "this rank's tokens, all heads".
 
     Args:
-        x: ``[rows * ranks, H / ranks, D]``.
+        x: ``[tokens * ranks, H / ranks, D]``.
         group: the tensor-parallel group; rows and heads lie in the order of its ranks.
 
     Returns:
-        ``[rows, H, D]``. One all-to-all; its backward is :func:`sequence_to_heads`.
+        ``[tokens, H, D]``. One all-to-all; its backward is :func:`sequence_to_heads`.
     """
     return _Exchange.apply(x, group, True)
 
 
 def sequence_to_heads(x: torch.Tensor, group) -> torch.Tensor:
-    """Turn ``[rows, H, D]`` into ``[rows * ranks, H / ranks, D]``; undoes
+    """Turn ``[tokens, H, D]`` into ``[tokens * ranks, H / ranks, D]``; undoes
     :func:`heads_to_sequence`."""
     return _Exchange.apply(x, group, False)
 

@@ -1,11 +1,11 @@
-"""Which groups of positions are compressed into a key, and which query row sees which of them.
+"""Which groups of positions are compressed into a key, and which query token sees which of them.
 
 DeepSeek-V4 pools ``ratio`` consecutive positions of a sequence into one compressed key. Group ``g``
 of a sequence holds its positions ``g * ratio ... (g + 1) * ratio - 1``; the tail of a sequence is
 not compressed. A query at position ``t`` sees the groups that end at or before ``t``:
 ``g < floor((t + 1) / ratio)``.
 
-The compressed keys of all sequences lie in order in *compressed slots*, so that every query row
+The compressed keys of all sequences lie in order in *compressed slots*, so that every query token
 sees a contiguous range of them: to the indexer and its losses they are a
 :class:`~megatron_dsa.sequence.layout.Layout` like any other. A packed sequence that starts at row
 ``o`` has the slots from ``o // ratio`` on: no two groups meet there, and nobody has to count the
@@ -28,7 +28,7 @@ from megatron_dsa.sequence.layout import Layout
 class Groups:
     """Which rows each compressed slot pools.
 
-    Where a group is found follows from its rows, so that nobody has to search. With
+    Where a group is found follows from its tokens, so that nobody has to search. With
     ``row_step == 1``, group ``g`` of the sequence that starts at row ``o`` has the slot
     ``o // ratio + g``; a row ``r`` is then in the group of slot ``r // ratio``, of the slot before,
     or in none. With ``row_step > 1`` the slots of one batch element follow those of the one before
@@ -53,12 +53,12 @@ class CompressedKeys:
 
     Attributes:
         ratio: positions per key.
-        layout: visibility of compressed slots for the query rows; slots are rows of the compressed
-            keys.
-        groups: the rows that each group of this rank pools: of the microbatch, or of ``halo``'s
+        layout: visibility of compressed slots for the query tokens; slots are rows of the
+            compressed keys.
+        groups: the tokens that each group of this rank pools: of the microbatch, or of ``halo``'s
             order if rows are sharded over ranks.
-        halo: the rows of neighbours that belong to groups of this rank; ``None`` if one rank holds
-            all rows.
+        halo: the tokens of neighbours that belong to groups of this rank; ``None`` if one rank
+            holds all tokens.
         rows: int64 ``[count]``, where the key of a slot lies when those of all ranks are put
             together; behind the last if there is none. ``None`` like ``halo``.
     """
@@ -83,7 +83,7 @@ class CompressedKeys:
 
 
 def compressed_keys(layout: Layout, ratio: int, overlap: bool = False) -> CompressedKeys:
-    """Return the compressed keys of ``layout`` (of all its rows) at ``ratio``.
+    """Return the compressed keys of ``layout`` (of all its tokens) at ``ratio``.
 
     ``overlap``: a group also pools the positions of the group before it. Without a host
     synchronisation.
@@ -130,7 +130,7 @@ def _slot_counts(layout: Layout, ratio: int) -> tuple[int, int]:
 
 
 def _first_slots(layout: Layout, ratio: int) -> torch.Tensor:
-    """Return int64 ``[num_queries]``: the first compressed slot of each row's sequence."""
+    """Return int64 ``[num_queries]``: the first compressed slot of each token's sequence."""
     start = layout.start.long()
     if layout.real is not None:  # packed
         return start // ratio
@@ -187,7 +187,7 @@ def _groups(
     """Return the groups that rows complete, in the slots that :class:`Groups` asks for.
 
     ``alone``: bool, for which of them the previous group, if there is one, is another rank's. It is
-    pooled here, too, for nobody (and as if nothing were before it): a group that shares its rows
+    pooled here, too, for nobody (and as if nothing were before it): a group that shares its tokens
     must have a slot for the pooling's backward to know who writes what.
     """
     first = rows - (ratio - 1) * step

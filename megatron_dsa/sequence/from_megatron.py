@@ -34,7 +34,7 @@ def layout_from_megatron(
         packed_seq_params: Megatron's ``PackedSeqParams`` with ``qkv_format == "thd"``, or ``None``.
             Its lengths are those of whole sequences, over all ranks.
         keys: how hidden states, and so keys, are sharded over ranks; by default one holds all.
-        queries: how query rows are, by default like the keys.
+        queries: how query tokens are, by default like the keys.
 
     Raises:
         ConfigError: for packed parameters that this package does not support.

@@ -24,13 +24,13 @@ class Halo:
     second run, ...]``.
 
     Attributes:
-        reach: how far before its rows a rank needs others'.
-        shared: int64 ``[C]``, which of its rows a rank shares, in order; unused entries are 0.
-        held: int64 ``[slots]``, where a slot's row lies in ``[own rows, shared rows of rank 0, of
+        reach: how far before its tokens a rank needs others'.
+        shared: int64 ``[C]``, which of its tokens a rank shares, in order; unused entries are 0.
+        held: int64 ``[slots]``, where a slot's row lies in ``[own tokens, shared rows of rank 0, of
             rank 1, ...]``; negative if it is not among them.
-        runs: int64 ``[ranks, rows]``, for every rank's row the number of its run.
-        own: int64 ``[rows]``, which extended rows are this rank's own.
-        before: int64 ``[most runs * reach]``, the extended rows that are not own rows.
+        runs: int64 ``[ranks, rows]``, for every rank's token the number of its run.
+        own: int64 ``[tokens]``, which extended rows are this rank's own.
+        before: int64 ``[most runs * reach]``, the extended rows that are not own tokens.
         source: int64 like ``before``: their global_positions among the shared rows of all ranks, -1
             where nothing is before.
     """
@@ -70,7 +70,8 @@ def _halo(layout: Layout, sharding: Sharding, reach: int) -> Halo:
     begins = torch.ones_like(global_positions, dtype=torch.bool)
     begins[:, 1:] = global_positions[:, 1:] != global_positions[:, :-1] + 1
     runs = begins.cumsum(1) - 1
-    # The last row of each row's run: the nearest one from here on that the next does not continue.
+    # The last row of each token's run: the nearest one from here on that the next does not
+    # continue.
     ends = torch.ones_like(begins)
     ends[:, :-1] = begins[:, 1:]
     last = torch.where(ends, row, rows - 1).flip(1).cummin(1).values.flip(1)

@@ -1,16 +1,16 @@
-"""Which query row may see which key rows: one object for unpacked and packed batches.
+"""Which query token may see which key rows: one object for unpacked and packed batches.
 
 Indexer, selection, sparse attention and losses know no batches, sequences or masks. They work on
-flattened rows, and this object says which rows belong together. Dense attention also reads
+flattened rows, and this object says which tokens belong together. Dense attention also reads
 :attr:`Layout.sequences`: :mod:`megatron_dsa.parallel.ring` builds the segments of every block of
 keys from it.
 
-* a *row* is an index into the flattened ``[rows, ...]`` query or key tensor. Megatron's
+* a *row* is an index into the flattened ``[tokens, ...]`` query or key tensor. Megatron's
   ``[s, b, ...]`` flattens to rows ``s * B + b`` without a copy;
 * a *slot* is an index into the keys in sequence order, one sequence after the other. Every query
   sees a contiguous range of slots ``[start, end)``, which is what makes masks unnecessary.
   ``key_rows`` maps a slot to its row;
-* a *query_range* is a run of query rows whose visible slots are bounded by numbers that the host
+* a *query_range* is a run of query tokens whose visible slots are bounded by numbers that the host
   knows, so that blocks above the diagonal are skipped without asking the device.
 
 Everything on the device is computed without a host synchronisation.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QueryRange:
-    """Bounds, known on the host, of what some query rows see.
+    """Bounds, known on the host, of what some query tokens see.
 
     The i-th query of ``rows`` is at a position within ``slack`` of ``place + i * step``, counted
     from the slot ``origin``. It sees no slot behind its own and none before ``origin`` or ``origin
@@ -43,7 +43,7 @@ class QueryRange:
     (:mod:`megatron_dsa.sequence.compressed`), all but ``origin`` still count positions.
 
     Attributes:
-        rows: slice of query rows.
+        rows: slice of query tokens.
         origin: lowest slot that any of them sees.
         place: position of the first query.
         lookback: upper bound of the sequence length.
@@ -111,7 +111,7 @@ class QueryRange:
 
 @dataclass(frozen=True)
 class Block:
-    """Some query rows of one query_range with the slots ``[lo, hi)`` that cover what they see.
+    """Some query tokens of one query_range with the slots ``[lo, hi)`` that cover what they see.
 
     Attributes:
         ratio: positions behind a slot.
@@ -134,7 +134,7 @@ class Seen:
     """What the queries of a block see: the i-th one the columns ``[start[i], end[i])``.
 
     Attributes:
-        start, end: int32 ``[rows]``, contiguous, ``start <= end``, both within ``[0, width]`` of
+        start, end: int32 ``[tokens]``, contiguous, ``start <= end``, both within ``[0, width]`` of
             the block. A column is a slot, counted from the block's first.
     """
 
@@ -142,12 +142,12 @@ class Seen:
     end: torch.Tensor
 
     def columns(self, width: int) -> torch.Tensor:
-        """Return bool ``[rows, width]``: which columns each query sees."""
+        """Return bool ``[tokens, width]``: which columns each query sees."""
         columns = torch.arange(width, device=self.start.device)
         return (columns >= self.start[:, None]) & (columns < self.end[:, None])
 
     def first(self, count: int) -> torch.Tensor:
-        """Return int32 ``[rows, count]``: the first columns that each query sees, then -1."""
+        """Return int32 ``[tokens, count]``: the first columns that each query sees, then -1."""
         place = torch.arange(count, dtype=torch.int32, device=self.start.device)
         columns = self.start[:, None] + place
         return torch.where(columns < self.end[:, None], columns, -1)
@@ -176,19 +176,20 @@ class Sequences:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Visibility of keys for flattened query rows.
+    """Visibility of keys for flattened query tokens.
 
     Attributes:
         num_queries: rows of the query tensor.
         num_keys: rows (and slots) of the key buffer.
         start, end: int32 ``[num_queries]``; query row ``i`` sees the slots ``[start[i], end[i])``.
-            ``start == end`` for padding rows.
+            ``start == end`` for padding tokens.
         position: int64 ``[num_queries]``, place of the row in its own sequence (for rope).
         key_rows: int64 ``[num_keys]`` slot -> row of the key buffer, ``None`` for the identity.
-        real: bool ``[num_queries]``, ``False`` for padding rows; ``None`` if there are none.
-        query_ranges: host-side bounds that cover every query row exactly once.
+        real: bool ``[num_queries]``, ``False`` for padding tokens; ``None`` if there are none.
+        query_ranges: host-side bounds that cover every query token exactly once.
         max_length: host-side upper bound of the number of slots that a row sees.
-        global_layout: layout of all query rows, if they are sharded over ranks and these are some.
+        global_layout: layout of all query tokens, if they are sharded over ranks and these are
+            some.
         key_ownership: who makes which keys, if they are sharded over ranks.
         sequences: lengths of the sequences; ``None`` for ranges of slots that are not sequences.
 
@@ -241,12 +242,12 @@ class Layout:
 
     @property
     def all_tokens(self) -> Layout:
-        """The layout of the query rows of all ranks."""
+        """The layout of the query tokens of all ranks."""
         return self if self.global_layout is None else self.global_layout
 
     @property
     def num_shards(self) -> int:
-        """Number of ranks that the query rows are sharded over."""
+        """Number of ranks that the query tokens are sharded over."""
         return self.all_tokens.num_queries // max(self.num_queries, 1)
 
     @torch.inference_mode(False)  # what is formed in evaluation is used in training, too
@@ -257,7 +258,7 @@ class Layout:
         return self.derived[key]
 
     def real_tokens(self) -> torch.Tensor | int:
-        """Number of query rows on all ranks that are not padding: an int if there is no padding."""
+        """Number of query tokens on all ranks but padding: an int if there is none."""
         rows = self.all_tokens
         return rows.num_queries if rows.real is None else rows.real.sum()
 
@@ -287,7 +288,7 @@ class Layout:
         """Cut the query_ranges into blocks of queries, skipping what lies above the diagonal.
 
         Args:
-            rows_for_width: ``rows_for_width(width)`` returns how many query rows may be handled at
+            rows_for_width: ``rows_for_width(width)`` returns how many queries may be handled at
                 a time when their visible slots span ``width``; it is asked for the width at the end
                 of the block.
             cut: blocks also end where :meth:`QueryRange.bound` reaches this.
@@ -330,7 +331,7 @@ class Layout:
         return Seen(start.clamp_(0, block.width), end.clamp_(0, block.width))
 
     def visible(self, block: Block) -> torch.Tensor:
-        """Return bool ``[rows, width]``: which slots of the block each of its queries sees."""
+        """Return bool ``[tokens, width]``: which slots of the block each of its queries sees."""
         return self.seen(block).columns(block.width)
 
 

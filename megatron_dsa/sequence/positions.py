@@ -1,11 +1,11 @@
 """Selections as positions: the form that does not depend on ranks, packing or key buffers.
 
 Inside this package a selection lists rows of the key buffer. Outside (a rollout engine, a file, a
-run on other ranks) it lists *positions*: int32 ``[rows, K]``, for every query row positions of keys
-within its own sequence, from 0, in any order, ``-1`` for no key. Compressed keys (ratio 4) are
+run on other ranks) it lists *positions*: int32 ``[tokens, K]``, for every query token positions of
+keys within its own sequence, from 0, in any order, ``-1`` for no key. Compressed keys (ratio 4) are
 counted the same way: group ``g`` of a sequence is ``g``.
 
-``rows`` are the query rows of a layout: Megatron's ``[s, b]`` flattened to ``s * b``, or the
+``rows`` are the query tokens of a layout: Megatron's ``[s, b]`` flattened to ``s * b``, or the
 packed tokens, padding included.
 """
 
@@ -36,7 +36,7 @@ RULES = {
 
 
 def check_form(indices: torch.Tensor, name: str = "indices") -> None:
-    """Raise :class:`ConfigError` unless ``indices`` is int32 ``[rows, K]`` with ``K > 0``."""
+    """Raise :class:`ConfigError` unless ``indices`` is int32 ``[tokens, K]`` with ``K > 0``."""
     require(
         isinstance(indices, torch.Tensor)
         and indices.dtype == torch.int32
@@ -63,8 +63,8 @@ def validate_indices(
     """Check positions against a layout; waits for the device.
 
     Args:
-        indices: positions, int32 ``[rows, K]`` (see the module). Rows of padding are not read.
-        layout: of the query rows:
+        indices: positions, int32 ``[tokens, K]`` (see the module). Rows of padding are not read.
+        layout: of the query tokens:
             :func:`~megatron_dsa.sequence.from_megatron.layout_from_megatron`,
             :func:`~megatron_dsa.sequence.layout.bshd_layout` or ``packed_layout``; for compressed
             keys ``compressed_keys(layout, 4).layout``.
@@ -181,8 +181,8 @@ def own_rows(indices: torch.Tensor, layout: Layout, queries: Sharding, name: str
     """Return the rows of this rank's queries, of indices for these or for those of all ranks.
 
     Args:
-        indices: ``[rows, K]``, moved to the layout's device.
-        layout: of this rank's query rows; queries: how they are sharded.
+        indices: ``[tokens, K]``, moved to the layout's device.
+        layout: of this rank's query tokens; queries: how they are sharded.
         name: what the message calls the indices.
     """
     total = layout.all_tokens.num_queries
@@ -211,7 +211,7 @@ def _blocks(indices: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
 
 
 def _real(given: torch.Tensor, layout: Layout, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions, -1 in rows of padding, and how many keys each row sees."""
+    """Return the positions, -1 in rows of padding, and how many keys each token sees."""
     if layout.real is not None:
         given = torch.where(layout.real[rows, None].to(given.device), given, -1)
     return given, (layout.end[rows] - layout.start[rows]).to(given.device)

@@ -1,8 +1,8 @@
-"""How the rows of a microbatch are sharded over ranks, and what follows for the rows of one rank.
+"""How the tokens of a microbatch are sharded over ranks, and what follows for those of one rank.
 
 Context parallelism cuts sequences into pieces; sequence parallelism cuts the piece of a
 context-parallel rank again. A *place* is an index into dim 0 of Megatron's ``[s, b, ...]`` as it
-would be on one rank. Everything else (who holds which key, what a query sees, which rows a
+would be on one rank. Everything else (who holds which key, what a query sees, which tokens a
 neighbour needs) follows from the table of global positions, on the device and without a host
 synchronisation.
 """
@@ -22,7 +22,7 @@ from megatron_dsa.numerics.checks import require_tensor
 from megatron_dsa.sequence.layout import Layout, QueryRange
 
 #: ``zigzag``: a rank holds chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp``, of every document in
-#: packed batches; ``zigzag_rows``: of the packed rows, whatever documents they belong to;
+#: packed batches; ``zigzag_rows``: of the packed tokens, whatever documents they belong to;
 #: ``contiguous``: the ``r``-th of ``cp`` equal parts of the rows.
 CPLayout = Literal["zigzag", "zigzag_rows", "contiguous"]
 CP_LAYOUTS = get_args(CPLayout)
@@ -30,13 +30,13 @@ CP_LAYOUTS = get_args(CPLayout)
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which part of the rows a rank holds.
+    """Which part of the tokens a rank holds.
 
     Attributes:
         cp, cp_rank: size of the context-parallel group and the place in it.
         cp_layout: one of :data:`CP_LAYOUTS`.
-        sp, sp_rank: into how many equal parts (of neighbouring rows) sequence parallelism cuts the
-            rows of a context-parallel rank, and which of them this is.
+        sp, sp_rank: into how many equal parts (of neighbouring tokens) sequence parallelism cuts
+            the rows of a context-parallel rank, and which of them this is.
 
     Raises:
         ConfigError: there is no such rank or ``cp_layout``.
@@ -65,7 +65,7 @@ class Sharding:
 
     @cached_property
     def ranks(self) -> int:
-        """Number of ranks that hold different rows."""
+        """Number of ranks that hold different tokens."""
         return self.cp * self.sp
 
     @property
@@ -74,11 +74,11 @@ class Sharding:
         return self.cp_rank * self.sp + self.sp_rank
 
     def whole(self) -> Sharding:
-        """Return the sharding of the context-parallel rank's rows, all parts together."""
+        """Return the sharding of the context-parallel rank's tokens, all parts together."""
         return dataclasses.replace(self, sp=1, sp_rank=0)
 
     def chunks(self, total: int) -> list[tuple[int, int]]:
-        """Return ``(first place, length)`` of this rank's rows in unpacked batches.
+        """Return ``(first place, length)`` of this rank's tokens in unpacked batches.
 
         Raises:
             ConfigError: if ``total`` rows cannot be cut like this.
@@ -106,7 +106,7 @@ class Sharding:
         return own
 
     def global_positions(self, total: int, offsets: torch.Tensor | None, device) -> torch.Tensor:
-        """Return int64 ``[ranks, total / ranks]``: the global positions of every rank's rows.
+        """Return int64 ``[ranks, total / ranks]``: the global positions of every rank's tokens.
 
         Args:
             total: rows on all ranks.
@@ -155,7 +155,7 @@ class KeyOwnership:
     Attributes:
         sharding: how rows are sharded over the ranks that make keys, and which of them this is.
         table: int64 ``[ranks, rows]``, see :meth:`Sharding.global_positions`.
-        batch: micro-batch size: every place is that many rows.
+        batch: micro-batch size: every place is that many tokens.
 
     Raises:
         ConfigError: the table is not one of the ranks of ``sharding``.
@@ -178,11 +178,11 @@ class KeyOwnership:
 
 
 def sharded_layout(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> Layout:
-    """Return the layout of one rank's query rows over all keys, which lie rank after rank.
+    """Return the layout of one rank's query tokens over all keys, which lie rank after rank.
 
     Args:
-        layout: of all rows.
-        sharding: which query rows are wanted; differs from ``keys.sharding`` at most in ``sp``.
+        layout: of all tokens.
+        sharding: which query tokens are wanted; differs from ``keys.sharding`` at most in ``sp``.
         keys: who makes which keys.
 
     Raises:
@@ -217,7 +217,7 @@ def run_layout(layout: Layout, first: int, length: int) -> Layout:
     """Return the layout of query tokens at neighbouring global positions, over all keys.
 
     Args:
-        layout: of the rows of a rank, in an unpacked batch.
+        layout: of the tokens of a rank, in an unpacked batch.
         first, length: of the global positions; rows of any rank.
     """
     keys, global_layout = layout.key_ownership, layout.all_tokens
@@ -255,7 +255,7 @@ def padded_bound(layout: Layout) -> int:
 
 
 def _query_ranges(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> Iterator[QueryRange]:
-    """Yield the bounds of this rank's rows."""
+    """Yield the bounds of this rank's tokens."""
     packed = layout.real is not None
     if packed and sharding.cp_layout == "zigzag" and sharding.cp > 1:
         # Lengths are on the device. The rows of a rank are sharded evenly, up to half a sequence.

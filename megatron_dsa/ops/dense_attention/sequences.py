@@ -1,8 +1,10 @@
-"""Which query rows of a block see which of its key rows, in the terms that attention kernels take.
+"""Which query tokens of a block see which of its key rows, in the terms that attention kernels
+take.
 
-Unpacked batches are dense. For packed ones the rows are cut into segments, as many of queries as of
+Unpacked batches are dense. For packed ones the tokens are cut into segments, as many of queries as
+of
 keys: the queries of segment ``i`` see the keys of segment ``i``. Rows that see nothing, and keys
-that nobody sees, stand in segments of their own whose other side is empty. So every row is in a
+that nobody sees, stand in segments of their own whose other side is empty. So every token is in a
 segment and no row has to be moved for the kernel's ``cu_seqlens``.
 """
 
@@ -22,7 +24,7 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Segments of packed rows.
+    """Segments of packed tokens.
 
     Attributes:
         cu_q, cu_k: int32 ``[segments + 1]`` on the device; they start at 0 and end at the number
@@ -66,8 +68,8 @@ def covering(
     """Return the segments that end where sequences say; rows behind them see nothing.
 
     Args:
-        ends: int ``[sequences]`` twice per segment: where it ends among the query rows and among
-            the key rows, in ascending order. The last ones end at the sequence's last row.
+        ends: int ``[sequences]`` twice per segment: where it ends among the query tokens and among
+            the key rows, in ascending order. The last ones end at the sequence's last token.
         rows: of queries, and of keys.
         longest: host-side upper bound of the rows of such a segment.
         reach: see :class:`Packed`.

@@ -1,4 +1,4 @@
-"""Attention to one block in torch: any device and dtype, a block of query rows at a time."""
+"""Attention to one block in torch: any device and dtype, a block of query tokens at a time."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _scores(q, k, hidden, scale) -> torch.Tensor:
 
 
 def _tiles(q, k, causal, sequences, copies, workspace_bytes) -> Iterator[tuple]:
-    """Cut the work into ``(query rows, key rows, what is hidden or None)`` within the budget."""
+    """Cut the work into ``(query tokens, key rows, what is hidden or None)`` within the budget."""
     bytes_per_key = copies * q.shape[1] * accumulation_dtype(q.dtype).itemsize
 
     def fitting(keys: int) -> int:

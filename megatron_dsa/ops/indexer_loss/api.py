@@ -42,7 +42,7 @@ class IndexerTraining:
         inputs: the indexer's tensors; gradients flow to q, k and weights.
         layout: the layout that the selection was made with.
         weight: called in the backward pass; returns the factor on the gradient of the KL *sum* over
-            query rows (coefficient, mean over rows, scale of auxiliary losses), a number or a
+            query tokens (coefficient, mean over rows, scale of auxiliary losses), a number or a
             scalar tensor on the device.
         record: called in the backward pass with the KL sum (detached scalar), for the log.
         head_group: process group over which heads are sharded; the teacher is summed over it.
@@ -152,7 +152,7 @@ def sparse_indexer_loss(
         policy: which implementations may run.
 
     Returns:
-        fp32 scalar. Divide by the number of real rows for the mean.
+        fp32 scalar. Divide by the number of real tokens for the mean.
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
@@ -185,7 +185,7 @@ def dense_indexer_loss(
         q: ``[Sq, H, D]`` and k ``[Skv, 1 or H, D]`` of the attention whose distribution is the
             teacher; absorbed (one key head) and plain MLA (``H``) give the same result. With
             :class:`LatentKeys` the keys of all heads never exist at once.
-        layout: which keys each query row sees.
+        layout: which keys each query token sees.
         softmax_scale: factor on ``q . k``, positive.
         other_lse: ``[Sq, H]``, log of the mass that the teacher's softmax has besides these keys
             (window and sink of V4's attention), ``-inf`` for none.
@@ -195,7 +195,7 @@ def dense_indexer_loss(
         policy: which implementations may run.
 
     Returns:
-        fp32 scalar. Divide by the number of real rows for the mean.
+        fp32 scalar. Divide by the number of real tokens for the mean.
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above, a layout of other tensors, or scores

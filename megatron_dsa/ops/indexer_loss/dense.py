@@ -1,4 +1,4 @@
-"""The dense indexer loss as two streaming passes over tiles of (query rows x keys).
+"""The dense indexer loss as two streaming passes over tiles of (query tokens x keys).
 
 The first pass forms the log-sum-exp of the student's scores, and of the teacher's where nobody has
 it. The second forms teacher, student, loss and gradients tile by tile. Memory is linear in the
@@ -31,12 +31,12 @@ class TileFunctions(Protocol):
     """What an implementation computes on a tile of ``r`` rows and ``w`` slots.
 
     ``x`` holds the index queries and weights of the rows and the index keys of the slots, ``seen``
-    says in columns of the tile what each row sees. Scores, log-sum-exps and gradients are fp32
+    says in columns of the tile what each token sees. Scores, log-sum-exps and gradients are fp32
     (fp64 for fp64 inputs). What teachers and score gradients are kept in is theirs to choose; a
     sum over ranks adds the teachers up as they are.
     """
 
-    #: Query rows and slots that a tile may have.
+    #: Query tokens and slots that a tile may have.
     shape: tuple[int, int]
 
     def index_keys(self, layout: Layout, slots: slice) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _kl_sum(
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """Some query rows of a window, with the tiles of what they see."""
+    """Some query tokens of a window, with the tiles of what they see."""
 
     given: DenseLossInputs
     functions: TileFunctions
@@ -137,7 +137,7 @@ class _Block:
     tiles: list[Tile]
 
     def add(self, loss: torch.Tensor, grads: Gradients | None) -> None:
-        """Add the KL sum of these rows to ``loss``, and their gradients to ``grads``."""
+        """Add the KL sum of these tokens to ``loss``, and their gradients to ``grads``."""
         arguments, functions, rows = self.given, self.functions, self.block.rows
         x, layout = arguments.indexer, arguments.layout
         # In slots: of a tile they are counted from its first.
@@ -227,7 +227,7 @@ def _seen_columns(seen: Seen, tile: Tile) -> Seen:
 
 
 def take(keys, layout: Layout, slots: slice) -> Any:
-    """Return the keys of some slots: a view, or a copy of no more than these rows."""
+    """Return the keys of some slots: a view, or a copy of no more than these tokens."""
     if isinstance(keys, LatentKeys):
         return dataclasses.replace(keys, latents=take(keys.latents, layout, slots))
     if layout.key_rows is None:

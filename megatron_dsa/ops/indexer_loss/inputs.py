@@ -1,7 +1,7 @@
 """KL divergence from the attention's own distribution to the indexer's (DeepSeek-V3.2, eq. 4, 5).
 
 Both losses return the *sum* over query rows of ``KL(teacher || student)``; the mean, the
-coefficient and the scale of an auxiliary loss are applied by the caller. The gradient of a row on
+coefficient and the scale of an auxiliary loss are applied by the caller. The gradient of a token on
 its scores is ``student - teacher``, so an implementation forms the gradients along with the value.
 """
 
@@ -88,7 +88,7 @@ class DenseLossInputs:
 
     Attributes:
         indexer: the indexer's tensors; gradients flow to q, k and weights.
-        layout: which slots each query row sees.
+        layout: which slots each query token sees.
         q: ``[Sq, H, D]`` and k: ``[Skv, Hk, D]`` with ``Hk`` 1 or ``H``, or :class:`LatentKeys`:
             what the attention scores are made of (the teacher). No gradient flows to them.
         softmax_scale: factor on ``q . k``.

@@ -1,4 +1,4 @@
-"""Tiles of (query rows x slots) that cover every visible pair, and how large they may be."""
+"""Tiles of (query tokens x slots) that cover every visible pair, and how large they may be."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST_EDGE = 1024
 
 @dataclass(frozen=True)
 class Tile:
-    """Some query rows and some slots.
+    """Some query tokens and some slots.
 
     Attributes:
         rows: slice of the query tensor.
@@ -79,17 +79,17 @@ def query_blocks(layout: Layout, rows: int) -> Iterator[QueryBlock]:
 
 
 def tile_shape(inputs: DenseLossInputs) -> tuple[int, int]:
-    """Return how many query rows and how many slots a tile of the torch implementation may have."""
+    """Return how many query tokens and slots a tile of the torch implementation may have."""
     return fitting_shape(TileBytes.of(inputs), inputs.workspace_bytes, LONGEST_EDGE)
 
 
 def fitting_shape(
     costs: TileBytes, budget: int, longest: int, shortest: int = 1
 ) -> tuple[int, int]:
-    """Return how many query rows and how many slots a tile may have to fit the workspace.
+    """Return how many query tokens and how many slots a tile may have to fit the workspace.
 
     Edges are ``longest`` at most and never below ``shortest``. Rows are given up last, up to four
-    per slot: the keys of a tile are expanded once for all its rows, which is cheap from several
+    per slot: the keys of a tile are expanded once for all its tokens, which is cheap from several
     hundred rows on.
     """
     rows = width = longest
@@ -105,7 +105,7 @@ def fitting_shape(
 
 @dataclass(frozen=True)
 class TileBytes:
-    """Temporary bytes of the loss: per pair of a tile, per query row, per slot, and at all."""
+    """Temporary bytes of the loss: per pair of a tile, per query token, per slot, and at all."""
 
     pair: int
     row: int

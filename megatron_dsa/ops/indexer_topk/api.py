@@ -30,7 +30,7 @@ from megatron_dsa.sequence.layout import Block, Layout, Seen
 def indexer_topk(
     inputs: IndexerInputs, layout: Layout, topk: int, *, policy: Policy = Policy()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select the ``min(topk, visible)`` best visible keys of every query row.
+    """Select the ``min(topk, visible)`` best visible keys of every query token.
 
     Scores are ``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` in fp32. The selection is exact
     and deterministic; equal scores go to the key that comes first in its sequence. With
@@ -39,7 +39,7 @@ def indexer_topk(
 
     Args:
         inputs: see :class:`IndexerInputs`.
-        layout: which keys each query row sees.
+        layout: which keys each query token sees.
         topk: keys per query, at least 1.
         policy: which implementations may run.
 
@@ -69,7 +69,7 @@ class Selector(Protocol):
         """Temporary bytes per query of a block ``width`` slots wide, the result included."""
 
     def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
-        """Return int32 ``[rows, topk]``: ascending columns of the block, then -1.
+        """Return int32 ``[tokens, topk]``: ascending columns of the block, then -1.
 
         The block is wider than ``topk``.
         """

@@ -65,7 +65,8 @@ class BlockScores(Protocol):
     def __call__(
         self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
     ) -> torch.Tensor:
-        """Return the scores ``[rows, width]`` of the block's queries, fp32 (fp64 for fp64 inputs).
+        """Return the scores ``[tokens, width]`` of the block's queries, fp32 (fp64 for fp64
+        inputs).
 
         ``keys [slots, DI]`` are all keys in slot order. What a query does not see (``seen``) may
         hold anything, NaN and memory that nobody wrote included. The caller may overwrite them.
@@ -79,9 +80,9 @@ class BlockSelection(Protocol):
         """Temporary bytes per score besides the score itself, for the budget."""
 
     def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
-        """Return int32 ``[rows, topk]``: ascending columns of the best seen scores, then -1.
+        """Return int32 ``[tokens, topk]``: ascending columns of the best seen scores, then -1.
 
-        ``scores [rows, width]``, ``width > topk``, may be overwritten. Ties go to the smallest
+        ``scores [tokens, width]``, ``width > topk``, may be overwritten. Ties go to the smallest
         column, ``-0`` and ``+0`` are equal. What is not ``seen`` may hold anything.
         """
 

@@ -2,8 +2,8 @@
 
 A query attends to the last positions of its sequence (the window) and to compressed keys: those
 that the indexer selected, or all that it sees. Only the selection is a tensor; the rest are two
-ranges per query row. The attention kernels want one list per query, so lists are written for as
-many rows at a time as fit the workspace, in the forward and again in the backward, never stored.
+ranges per query token. The attention kernels want one list per query, so lists are written for as
+many tokens at a time as fit the workspace, in the forward and again in the backward, never stored.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _BYTES_UNFUSED, _BYTES_FUSED = 48, 8
 
 @dataclass(frozen=True, eq=False)
 class KeyLists:
-    """Window and compressed keys of every query row of a microbatch.
+    """Window and compressed keys of every query token of a microbatch.
 
     The key buffer holds the compressed keys, then the ``layout.num_keys`` rows of the sequence.
-    So do lists: the columns of a selection are the same in all rows, and where nothing is selected
+    So do lists: the columns of a selection are the same in all tokens, and where nothing is
+        selected
     lists are ascending, as the backward likes them.
 
     Attributes:
@@ -95,7 +96,7 @@ class KeyLists:
 
     @property
     def full_width(self) -> int:
-        """The width that fits every row."""
+        """The width that fits every token."""
         window = min(self.window, self.layout.max_length)
         if self.compressed is None:
             return max(window, 1)
@@ -104,7 +105,7 @@ class KeyLists:
         return max(window + self.compressed.layout.max_length, 1)
 
     def blocks(self, policy: Policy) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield ``rows, indices int32 [r, width], length int32 [r]`` for all query rows.
+        """Yield ``rows, indices int32 [r, width], length int32 [r]`` for all query tokens.
 
         Rows of the key buffer, compact, ``-1`` padded.
         """
@@ -144,7 +145,7 @@ class KeyLists:
 
 @dataclass(frozen=True, eq=False)
 class ListInputs:
-    """Ranges and selections of a block of query rows, as every implementation receives them.
+    """Ranges and selections of a block of query tokens, as every implementation receives them.
 
     The key buffer holds the compressed keys in the order of their slots, then the keys of
     positions. The list of row ``r`` has ``n`` compressed slots, then the last ``w = min(window, end
@@ -153,17 +154,17 @@ class ListInputs:
     of rows (with step 1) of larger ones.
 
     Attributes:
-        start, end: int32 ``[rows]``; slots ``[start, end)`` are the row's own sequence up to and
-            including the row itself. ``start == end`` for padding rows.
+        start, end: int32 ``[tokens]``; slots ``[start, end)`` are the token's own sequence up to
+            and including the token itself. ``start == end`` for padding tokens.
         window: how many of them, from behind, belong to the list.
         key_rows: int64 ``[slots]`` slot -> row behind ``offset``; ``None`` for the identity.
         offset: row of the key buffer where the keys of positions start.
-        selected: int32 ``[rows, topk]`` or ``None``; compressed slots chosen by the indexer, valid
-            ones first, -1 behind.
-        selected_length: int32 ``[rows]`` or ``None``; how many of ``selected`` are valid. ``None``:
-            those that are not negative.
-        group_start, group_end: int32 ``[rows]`` or ``None``, used if ``selected`` is ``None``: all
-            compressed slots ``[group_start, group_end)``. Both ``None``: no compressed keys.
+        selected: int32 ``[tokens, topk]`` or ``None``; compressed slots chosen by the indexer,
+            valid ones first, -1 behind.
+        selected_length: int32 ``[tokens]`` or ``None``; how many of ``selected`` are valid.
+            ``None``: those that are not negative.
+        group_start, group_end: int32 ``[tokens]`` or ``None``, used if ``selected`` is ``None``:
+            all compressed slots ``[group_start, group_end)``. Both ``None``: no compressed keys.
         width: columns of the result, at least the longest list.
     """
 

@@ -72,8 +72,8 @@ def _describe(x: torch.Tensor):
 
 
 def _check(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Raise :class:`ConfigError` unless ``x [rows, H, D]`` and ``cos, sin [rows, R / 2]`` fit."""
-    require_tensor("x", x, ("rows", "H", "D"), FLOATS, fix="flatten sequence and batch into rows")
+    """Raise :class:`ConfigError` unless ``x [tokens, H, D]`` and ``cos, sin [tokens, R / 2]`` fit."""
+    require_tensor("x", x, ("tokens", "H", "D"), FLOATS, fix="flatten sequence and batch to tokens")
     if x.shape[2] % 2:
         raise ConfigError(f"x must have an even dim, got {x.shape[2]}: pad the heads.")
     fix, dtypes = "gather the rope tables by position", (accumulation_dtype(x.dtype),)

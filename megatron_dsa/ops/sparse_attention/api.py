@@ -36,7 +36,7 @@ from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 class SparseAttentionOutput(NamedTuple):
     """What :func:`sparse_attention` returns."""
 
-    #: ``[Sq, H, v_dim]`` in q's dtype; 0 for rows that select nothing.
+    #: ``[Sq, H, v_dim]`` in q's dtype; 0 for tokens that select nothing.
     out: torch.Tensor
     #: ``[Sq, H]`` fp32, natural log over the selected keys (sink excluded), ``-inf`` if none.
     lse: torch.Tensor
@@ -218,7 +218,7 @@ def sparse_attention(
     indexer: IndexerTraining | None = None,
     policy: Policy = Policy(),
 ) -> SparseAttentionOutput:
-    """Attend from every query row to its own list of key rows (one key/value head).
+    """Attend from every query token to its own list of key rows (one key/value head).
 
     Args:
         q: ``[Sq, H, D]``, bf16, fp16, fp32 or fp64.

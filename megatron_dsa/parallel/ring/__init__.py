@@ -5,7 +5,7 @@ over a ring or out of what was gathered; it attends to each of them with an ordi
 kernel and combines the parts by their log-sum-exp. The backward goes the same way round and brings
 every block's gradient home.
 
-* :mod:`.shards` and :mod:`.runs` say which rows a rank holds and what they see of another rank's;
+* :mod:`.shards` and :mod:`.runs` say which tokens a rank holds and what they see of another rank's;
 * :mod:`megatron_dsa.ops.dense_attention.blocks` chooses the kernel that attends to one block;
 * :mod:`.exchange` moves blocks, :mod:`.payload` says what is in one (keys and values, or MLA's
   latent), :mod:`.combine` joins the parts;

@@ -39,16 +39,16 @@ def dense_attention(
     Keys and values of other context-parallel ranks come over a ring.
 
     Args:
-        q, k: ``[rows, H, D]``, this rank's; v: ``[rows, H, Dv]``; ``Dv`` may differ from ``D``.
-        layout: which keys each query row sees, of unpacked or packed sequences.
+        q, k: ``[tokens, H, D]``, this rank's; v: ``[tokens, H, Dv]``; ``Dv`` may differ from ``D``.
+        layout: which keys each query token sees, of unpacked or packed sequences.
         softmax_scale: factor on ``q . k``.
         group: the context-parallel process group that ``layout`` is sharded over; not used if one
-            rank holds all rows.
+            rank holds all tokens.
         policy: which implementations may run.
 
     Returns:
-        ``out [rows, H, Dv]`` in q's dtype, 0 for rows that see nothing, and ``lse [rows, H]`` fp32
-        (fp64 for fp64), natural log, ``-inf`` for such rows, without gradient.
+        ``out [tokens, H, Dv]`` in q's dtype, 0 for tokens that see nothing, and ``lse [tokens, H]``
+        fp32 (fp64 for fp64), natural log, ``-inf`` for such tokens, without gradient.
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
@@ -75,17 +75,17 @@ def gathered_latent_attention(
     """:func:`dense_attention` over context-parallel ranks whose MLA latents were gathered.
 
     Head ``h`` has keys ``[latents[:, :R] @ w_uk[h].T, latents[:, R:]]`` and values
-    ``latents[:, :R] @ w_uv[h].T``. They exist of one rank's rows at a time; nothing is sent.
+    ``latents[:, :R] @ w_uv[h].T``. They exist of one rank's tokens at a time; nothing is sent.
 
     Args:
-        q: ``[rows, H, D]`` of this rank's rows, rotated.
-        latents: ``[cp * rows, R + P]``, of all context-parallel ranks, one after the other:
+        q: ``[tokens, H, D]`` of this rank's tokens, rotated.
+        latents: ``[cp * tokens, R + P]``, of all context-parallel ranks, one after the other:
             normalised, and the ``P`` rope dims rotated.
         w_uk: ``[H, D - P, R]``; w_uv: ``[H, Dv, R]``, of the local heads. Their gradients are of
             this rank's queries.
-        layout: of this rank's rows, sharded over context-parallel ranks.
+        layout: of this rank's tokens, sharded over context-parallel ranks.
         softmax_scale: factor on ``q . k``.
-        latent_grad: fp32 ``[cp * rows, R + P]``: if given, the gradient of ``latents`` is sent
+        latent_grad: fp32 ``[cp * tokens, R + P]``: if given, the gradient of ``latents`` is sent
             here, unrounded, instead of to ``latents`` (see
             :func:`megatron_dsa.parallel.gather.finish_gather`).
         policy: which implementations may run, as of the operation ``dense_attention``.
@@ -96,7 +96,9 @@ def gathered_latent_attention(
     Raises:
         ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
     """
-    require_tensor("q", q, ("rows", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
+    require_tensor(
+        "q", q, ("tokens", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]"
+    )
     require_tensor("w_uv", w_uv, (q.shape[1], "Dv", "R"), (q.dtype,), q, "split it by heads")
     require_layout(layout, {"q": q}, {})
     shard = token_shard(layout)
@@ -119,7 +121,7 @@ def token_shard(layout: Layout) -> TokenShard:
     """Return the rows of the layout of a context-parallel rank, formed once per layout.
 
     Args:
-        layout: of the query rows of a context-parallel rank (or of the only one), all parts of
+        layout: of the query tokens of a context-parallel rank (or of the only one), all parts of
             sequence parallelism together; of any ``cp_layout``, packed or not.
 
     Raises:

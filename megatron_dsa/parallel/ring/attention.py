@@ -37,7 +37,7 @@ def ring_attention(
     """Attend causally to the keys of all ranks, whose keys and values go round a ring.
 
     Args:
-        q, k: ``[rows, H, Dqk]``, local rows; v: ``[rows, H, Dv]``. All of one dtype.
+        q, k: ``[tokens, H, Dqk]``, local tokens; v: ``[tokens, H, Dv]``. All of one dtype.
         shard: the tokens of this rank; :func:`megatron_dsa.parallel.ring.api.token_shard` makes
             them.
         group: the context-parallel process group; not used if ``shard.cp`` is 1.
@@ -45,8 +45,9 @@ def ring_attention(
         block: attention to one block, or its name; ``None`` takes the best one that can run.
 
     Returns:
-        ``out [rows, H, Dv]`` in the dtype of ``q``, 0 for rows without keys, and the natural-log
-        ``lse [rows, H]`` in fp32 (fp64 for fp64), ``-inf`` for such rows. ``lse`` has no gradient.
+        ``out [tokens, H, Dv]`` in the dtype of ``q``, 0 for tokens without keys, and the
+        natural-log ``lse [tokens, H]`` in fp32 (fp64 for fp64), ``-inf`` for such tokens. ``lse``
+        has no gradient.
 
     Raises:
         ConfigError: shapes, dtypes, rows and group do not fit together, or no block has that name.
@@ -87,8 +88,8 @@ def gathered_latent_attention(
 
     Args:
         q, shard, softmax_scale, block: see :func:`ring_attention`; ``q`` is rotated.
-        latents: ``[cp * rows, R + P]``, one rank's after the other: normalised, and the ``P`` rope
-            dims rotated.
+        latents: ``[cp * tokens, R + P]``, one rank's after the other: normalised, and the ``P``
+            rope dims rotated.
         w_uk: ``[H, Dqk - P, R]``; w_uv: ``[H, Dv, R]``, weights of the local heads. Their gradients
             are summed over blocks in fp32; they are of this rank's queries, so that they want the
             sum over context-parallel ranks that Megatron's gradient reduction does.

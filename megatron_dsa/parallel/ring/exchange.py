@@ -120,7 +120,7 @@ class RingGradients:
         """Return the current block's gradient so far, and how to put a part there.
 
         The second is ``torch.Tensor.copy_`` where nothing is there yet, else ``Tensor.add_``. What
-        is put there first must be of all rows.
+        is put there first must be of all tokens.
         """
         if self._fresh:
             self._fresh = False

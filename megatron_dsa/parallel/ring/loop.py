@@ -18,7 +18,7 @@ def attend(q, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, torc
     """Attend to the blocks of all ranks.
 
     Args:
-        q: ``[rows, H, Dqk]``.
+        q: ``[tokens, H, Dqk]``.
         payload: :class:`~megatron_dsa.parallel.ring.payload.KeysAndValues` or ``Latent``.
         shard: the tokens of this rank, :mod:`megatron_dsa.parallel.ring.shards`.
         blocks: :class:`~megatron_dsa.parallel.ring.exchange.Ring` or ``Gathered``; the own block is
@@ -28,7 +28,8 @@ def attend(q, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, torc
         scale: factor on ``q . k``.
 
     Returns:
-        ``out [rows, H, Dv]`` in the dtype of ``q`` and ``lse [rows, H]`` in its accumulation dtype.
+        ``out [tokens, H, Dv]`` in the dtype of ``q`` and ``lse [tokens, H]`` in its accumulation
+        dtype.
     """
     combined = Combined(q.dtype)
     left = sum(len(shard.parts(source)) for source in range(shard.cp))

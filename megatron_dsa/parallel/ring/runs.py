@@ -1,10 +1,10 @@
-"""Packed rows that are cut without regard to sequences.
+"""Packed tokens that are cut without regard to sequences.
 
-A rank holds *runs* of neighbouring global positions of the packed rows. A sequence may begin and
-end anywhere in them. Two facts keep the work small: local rows are in the order of
+A rank holds *runs* of neighbouring global positions of the packed tokens. A sequence may begin and
+end anywhere in them. Two facts keep the work small: local tokens are in the order of
     global_positions, so what a rank has of
-a sequence are neighbouring rows also across its runs; and of the sequences at most one goes on from
-keys before a run into that run, the one that holds the run's first place.
+a sequence are neighbouring tokens also across its runs; and of the sequences at most one goes on
+from keys before a run into that run, the one that holds the run's first place.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PackedRuns(PackedShard):
                 yield part
 
     def _part(self, source: int, first: int, end: int, seen: int) -> Part | None:
-        """Return what own rows at ``[first, end)`` do with the ``seen`` rows of another before."""
+        """Return what own tokens at ``[first, end)`` do with the first ``seen`` of another rank."""
         reach = self.max_seqlen - 1
         keys = slice(self._rows_before(source, first - reach), seen)
         if keys.start == keys.stop:
@@ -107,7 +107,7 @@ class PackedRuns(PackedShard):
         return start, torch.minimum(start + self.cu_seqlens.diff(), end), end
 
     def _rows_before(self, rank: int, place):
-        """How many rows of a rank lie before a place: an int, or a tensor of global positions."""
+        """How many tokens of a rank lie before a place: an int, or a tensor of global positions."""
         rows = 0
         for first, length in self.runs[rank]:
             inside = place - first

@@ -1,13 +1,15 @@
-"""The rows of a context-parallel rank, and what they see of another rank's rows.
+"""The tokens of a context-parallel rank, and what they see of another rank's tokens.
 
 Zigzag: a sequence is cut into ``2 * cp`` chunks and rank ``r`` holds chunks ``r`` and
-``2 * cp - 1 - r`` in this order. So of a rank before it all its rows see the first chunk and
-nothing else, and of a rank after it the rows of its second chunk see everything: the same amount of
+``2 * cp - 1 - r`` in this order. So of a rank before it all its tokens see the first chunk and
+nothing else, and of a rank after it the tokens of its second chunk see everything: the same amount
+    of
 work for all. Contiguous: rank ``r`` holds the ``r``-th of ``cp`` parts; it sees everything of a
 rank before it and nothing of a rank after it.
 
-Local rows are always in the order of the sequence. So a rank's own rows are causal in their local
-order: its own block is one part, of all its rows. Packed rows that are cut without regard to
+Local tokens are always in the order of the sequence. So a rank's own tokens are causal in their
+local
+order: its own block is one part, of all its tokens. Packed tokens that are cut without regard to
 sequences are in :mod:`megatron_dsa.parallel.ring.runs`.
 """
 
@@ -31,7 +33,7 @@ class Part:
     """Work of one rank on the block of another.
 
     Attributes:
-        queries: the local query rows that take part; keys: the rows of the block that do.
+        queries: the local query tokens that take part; keys: the rows of the block that do.
         causal: whether a query sees the keys up to its own place in the sequence only.
         sequences: which of these queries see which of these keys.
     """
@@ -43,7 +45,7 @@ class Part:
 
 
 class TokenShard(Protocol):
-    """What attention over ranks asks of a rank's rows.
+    """What attention over ranks asks of a rank's tokens.
 
     Attributes:
         cp, rank: context-parallel ranks, and which of them this is.
@@ -63,7 +65,7 @@ class TokenShard(Protocol):
     def parts(self, source: int) -> tuple[Part, ...]:
         """Return what this rank does with the block of rank ``source``; empty for nothing.
 
-        Of the own block the first part is of all rows, of queries and of keys.
+        Of the own block the first part is of all tokens, of queries and of keys.
         """
 
 
@@ -153,7 +155,7 @@ class PackedShard:
 
     Attributes:
         cp, rank: context-parallel ranks, and which of them this is.
-        tokens: local rows of the packed tensors.
+        tokens: local tokens of the packed tensors.
         cu_seqlens: int32 ``[sequences + 1]`` on the device, cumulative real lengths of the whole
             sequences.
         max_seqlen: host-side upper bound of a whole sequence's length, see the classes.
@@ -249,7 +251,7 @@ class PackedZigzagShard(PackedShard):
                 return [(end, middle), (end, end)]
             return [(middle, start), (end, end)]
         if source > self.rank:
-            # Where the second chunk has a real row, all chunks before it are full.
+            # Where the second chunk has a real token, all chunks before it are full.
             queries = middle + self._real(start, end, 2 * self.cp - 1 - self.rank)
             keys = start + self._real_rows(start, end, source)
             return [(middle, start), (queries, keys), (end, keys), (end, end)]
@@ -258,12 +260,12 @@ class PackedZigzagShard(PackedShard):
         return [(queries, keys), (end, keys), (end, end)]
 
     def _real(self, start, end, chunk: int) -> torch.Tensor:
-        """Real rows of a chunk, per sequence."""
+        """Real tokens of a chunk, per sequence."""
         size = (end - start) // 2
         return torch.minimum((self.cu_seqlens.diff() - chunk * size).clamp_min(0), size)
 
     def _real_rows(self, start, end, rank: int) -> torch.Tensor:
-        """Real rows of a rank, per sequence; they come first."""
+        """Real tokens of a rank, per sequence; they come first."""
         if self.cp == 1:
             return torch.minimum(self.cu_seqlens.diff(), end - start)
         return self._real(start, end, rank) + self._real(start, end, 2 * self.cp - 1 - rank)
