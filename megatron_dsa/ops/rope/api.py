@@ -72,7 +72,7 @@ def _describe(x: torch.Tensor):
 
 
 def _check(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Raise :class:`ConfigError` unless ``x [tokens, H, D]`` and ``cos, sin [tokens, R / 2]`` fit."""
+    """Raise unless ``x [tokens, H, D]`` and ``cos, sin [tokens, R / 2]`` fit."""
     require_tensor("x", x, ("tokens", "H", "D"), FLOATS, fix="flatten sequence and batch to tokens")
     if x.shape[2] % 2:
         raise ConfigError(f"x must have an even dim, got {x.shape[2]}: pad the heads.")
