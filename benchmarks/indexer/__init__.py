@@ -53,10 +53,16 @@ OPERATIONS = {
 }
 #: Selection through fp8 candidates, with our kernels.
 FP8 = "fp8"
+
+
+def _ways(operation: str, *more: str) -> tuple[str, ...]:
+    return (*(each.name for each in DISPATCHED[operation].candidates), *more, bundled.WAY)
+
+
 WAYS = {
-    "select": ("tilelang", FP8, "cudnn", "torch", bundled.WAY),
-    "loss": ("tilelang", "cudnn", "torch", bundled.WAY),
-    "dense": ("triton", "torch", bundled.WAY),
+    "select": _ways("indexer_topk", FP8),
+    "loss": _ways("sparse_indexer_loss"),
+    "dense": _ways("dense_indexer_loss"),
 }
 #: The torch way of the loss gathers keys for every token: longer sequences take minutes.
 LONGEST_TORCH_LOSS = 8192

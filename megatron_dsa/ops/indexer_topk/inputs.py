@@ -74,7 +74,7 @@ class BlockScores(Protocol):
 
 
 class BlockSelection(Protocol):
-    """An implementation of ``indexer_topk``."""
+    """An implementation of ``indexer_topk``; its call is described by the indexer's q."""
 
     def bytes_per_score(self) -> int:
         """Temporary bytes per score besides the score itself, for the budget."""

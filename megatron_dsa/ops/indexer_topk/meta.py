@@ -29,7 +29,6 @@ def listed_scores(
 
 def select(candidate: Candidate, scores: torch.Tensor, _seen: Seen, topk: int) -> torch.Tensor:
     """Meta function of ``indexer_topk``; ``TOPK.run`` calls it in a plan."""
-    if not candidate.fused:
-        selection: Any = candidate.load()
-        take_workspace(scores, scores.numel() * selection.bytes_per_score())
+    selection: Any = candidate.load()
+    take_workspace(scores, scores.numel() * selection.bytes_per_score())
     return scores.new_empty(scores.shape[0], topk, dtype=torch.int32)
