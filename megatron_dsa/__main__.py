@@ -5,7 +5,8 @@ import sys
 from megatron_dsa.training.entry_errors import told_in_a_sentence
 from megatron_dsa.training.host_warnings import silence_host_warnings
 
-#: What commands cannot do without: module -> distribution. Of ``megatron`` others may hold a part.
+#: What commands cannot do without: module -> distribution. Other distributions may hold a part of
+#: ``megatron``.
 _NEEDED = {"torch": "torch", "megatron": "megatron-core", "megatron.core": "megatron-core"}
 
 

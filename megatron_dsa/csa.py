@@ -151,7 +151,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             q = q.view(-1, self.heads, self.head_dim)
             if ranks.by_sequence:
                 q = heads_to_sequence(q, ranks.tp)
-            # Nobody else reads the projection, so its memory may become the queries'.
+            # Nothing else reads the projection, so its memory may become the queries'.
             return norm_rope(q, *tables, self.config.layernorm_epsilon, inplace=True, policy=policy)
 
         q = self.maybe_recomputed(queries, q_latent)

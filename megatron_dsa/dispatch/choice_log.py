@@ -49,7 +49,7 @@ def log_choice(choice: Choice, policy: Policy, call: OpCall, in_table: bool) -> 
     remark = package.untested() if package is not None else None
     if remark is not None:
         log_once(logging.WARNING, remark)
-    # A fallback that nobody asked for is a warning: it must show at default log levels.
+    # A fallback is a warning unless it was asked for: it must show at default log levels.
     level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
     if level == logging.WARNING and _without_gpu(call):
         # The same reason for every operation: one line says it.

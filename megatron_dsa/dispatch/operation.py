@@ -92,7 +92,7 @@ class Choice:
 
     @property
     def is_fallback(self) -> bool:
-        """Whether torch runs although nobody named it."""
+        """Whether torch runs without being named."""
         return not self.candidate.fused and not self.named
 
     def remark(self) -> str:

@@ -52,7 +52,7 @@ class Compressor(Fp32Parameters, MegatronModule):
             submodules.norm, config=config, hidden_size=dim, eps=config.layernorm_epsilon
         )
         for parameter in self.parameters():
-            # Of its own groups only: the gradient is summed over tensor-parallel ranks.
+            # The gradient comes from its own groups only: it is summed over tensor-parallel ranks.
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(

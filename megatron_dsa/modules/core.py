@@ -48,7 +48,7 @@ class CoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
                 f"attn_mask_type must be causal, got {attn_mask_type}: a query sees the past only"
             )
         self.layer_number, self.is_mtp = layer_number, is_mtp
-        # None where nothing is compiled beforehand; whoever attends has one.
+        # None where nothing is compiled beforehand; attention itself has one.
         self.softmax_scale: Any = softmax_scale
         self.set_up_selecting(layer_number, is_mtp, self.selecting_numbers())
         self.set_up_loss(layer_number, is_mtp, pg_collection)

@@ -45,12 +45,12 @@ class CSAIndexer(MegatronModule):
             return ReplicatedLinear(inputs, outputs, config=config, init_method=config.init_method)
 
         self.linear_wq_b = linear(config.q_lora_rank, self.heads * self.dim)
-        # Of its own tokens, or of all: averaging keeps equal gradients equal to the last bit.
+        # From its own tokens, or from all: averaging keeps equal gradients equal to the last bit.
         weight: Any = self.linear_wq_b.weight
         weight.sequence_parallel = by_sequence(config)
         weight.average_gradients_across_tp_domain = not by_sequence(config)
         self.linear_weights_proj = linear(config.hidden_size, self.heads)
-        # Of its own tokens only: the gradient is summed over ranks.
+        # From its own tokens only: the gradient is summed over ranks.
         weight = self.linear_weights_proj.weight
         weight.sequence_parallel = config.sequence_parallel
         self.compressor = build_module(

@@ -68,7 +68,7 @@ class TrainsIndexer:
     def measures_selection_now(self) -> bool:
         """Whether this is a training pass whose selection may be measured for the log.
 
-        A frozen indexer's is, too. Of a recomputed layer's two passes, the one with gradients.
+        A frozen indexer's is, too. In a recomputed layer it is the pass with gradients.
         """
         return self.training and torch.is_grad_enabled() and bool(self.options.health_rows)
 

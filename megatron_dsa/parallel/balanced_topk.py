@@ -84,7 +84,7 @@ def swap_of(sharding: Sharding, total: int) -> Swap | None:
 
     # Two halves whose numbers add up to ``last`` are a pair. Going from a half to its partner, and
     # on to the other half of the partner's rank, ends where it began: every rank on the way scores
-    # the half that it was left with, and its partner. So nobody gives away more than one.
+    # the half that it was left with, and its partner. So no rank gives away more than one.
     kept: dict[int, int] = {}
     for start in range(sharding.ranks):
         # The longer one first: there is more to do while the other travels.

@@ -131,7 +131,7 @@ class _InOrder(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, _dkeys, grad):
         (rows,) = ctx.saved_tensors
-        # Nobody sees a slot without a key: what all of them write to the spare row is cut off.
+        # No query sees a slot without a key: what all of them write to the spare row is cut off.
         back = grad.new_zeros(ctx.count + 1, grad.shape[1])
         return None, back.index_copy_(0, rows, grad)[:-1], None
 

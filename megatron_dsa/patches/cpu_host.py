@@ -100,8 +100,8 @@ class CudaTo(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # The optimizers compare this string with 'torch.cuda.FloatTensor' and friends. Of
-            # two modes, the inner one has replaced it already.
+            # The optimizers compare this string with 'torch.cuda.FloatTensor' and friends.
+            # The inner one of two modes has replaced it already.
             name = func(*args)
             return name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
         if _is_cuda(kwargs.get("device")):

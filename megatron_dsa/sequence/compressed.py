@@ -8,7 +8,7 @@ not compressed. A query at position ``t`` sees the groups that end at or before 
 The compressed keys of all sequences lie in order in *compressed slots*, so that every query token
 sees a contiguous range of them: to the indexer and its losses they are a
 :class:`~megatron_dsa.sequence.layout.Layout` like any other. A packed sequence that starts at row
-``o`` has the slots from ``o // ratio`` on: no two groups meet there, and nobody has to count the
+``o`` has the slots from ``o // ratio`` on: no two groups meet there, without counting the
 groups of the sequences before. Some slots in between hold no group.
 """
 
@@ -28,7 +28,7 @@ from megatron_dsa.sequence.layout import Layout
 class Groups:
     """Which rows each compressed slot pools.
 
-    Where a group is found follows from its tokens, so that nobody has to search. With
+    Where a group is found follows from its tokens, without a search. With
     ``row_step == 1``, group ``g`` of the sequence that starts at row ``o`` has the slot
     ``o // ratio + g``; a row ``r`` is then in the group of slot ``r // ratio``, of the slot before,
     or in none. With ``row_step > 1`` the slots of one batch element follow those of the one before
@@ -186,9 +186,9 @@ def _groups(
 ) -> Groups:
     """Return the groups that rows complete, in the slots that :class:`Groups` asks for.
 
-    ``alone``: bool, for which of them the previous group, if there is one, is another rank's. It is
-    pooled here, too, for nobody (and as if nothing were before it): a group that shares its tokens
-    must have a slot for the pooling's backward to know who writes what.
+    ``alone``: bool, for which of them the previous group, if there is one, is another rank's. We
+    pool it here as well (as if nothing were before it) and discard the result: the backward needs a
+    slot for every group that shares these tokens.
     """
     first = rows - (ratio - 1) * step
     slot = first % step * per_element + first.div(step * ratio, rounding_mode="floor")

@@ -10,7 +10,7 @@ keys from it.
 * a *slot* is an index into the keys in sequence order, one sequence after the other. Every query
   sees a contiguous range of slots ``[start, end)``, which is what makes masks unnecessary.
   ``key_rows`` maps a slot to its row;
-* a *query_range* is a run of query tokens whose visible slots are bounded by numbers that the host
+* a *query range* is a run of query tokens whose visible slots are bounded by numbers that the host
   knows, so that blocks above the diagonal are skipped without asking the device.
 
 Everything on the device is computed without a host synchronisation.
@@ -74,7 +74,7 @@ class QueryRange:
         return min(place + 1, self.lookback) // self.ratio
 
     def cut(self, bound: int) -> tuple[QueryRange, ...]:
-        """Return this query_range in two: queries with a smaller :meth:`bound`, and the others."""
+        """Return this query range in two: queries with a smaller :meth:`bound`, and the others."""
         count = len(self)
         first = bisect_left(range(count), bound, key=self.bound)
         if first in (0, count):
@@ -111,7 +111,7 @@ class QueryRange:
 
 @dataclass(frozen=True)
 class Block:
-    """Some query tokens of one query_range with the slots ``[lo, hi)`` that cover what they see.
+    """Some query tokens of one query range with the slots ``[lo, hi)`` that cover what they see.
 
     Attributes:
         ratio: positions behind a slot.

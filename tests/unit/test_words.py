@@ -1,5 +1,6 @@
 """Former identifiers do not come back (``docs/design/glossary.md`` says what replaced them)."""
 
+import ast
 import io
 import re
 import tokenize
@@ -56,3 +57,25 @@ def test_a_problem_is_a_complaint():
         text = path.read_text(encoding="utf-8")
         found = re.findall(r"\bproblems?\b(?!\()", text)
         assert not found or place in complaints, place
+
+
+def prose(path: Path) -> list[str]:
+    """Return the comments and docstrings of a file."""
+    text = path.read_text(encoding="utf-8")
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+    return comments + [found for node in nodes if (found := ast.get_docstring(node))]
+
+
+def test_sentences_are_plain():
+    """As in the pages (``tests/unit/tools/test_docs.py``): who acts is named."""
+    pattern = re.compile(r"\b[Nn]obody\b|\b[Ww]hoever\b|(?:^|[.:#] )Of\b")
+    found = [
+        f"{path.relative_to(PACKAGE)}: {text[:80]}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for text in prose(path)
+        if pattern.search(text)
+    ]
+    assert not found

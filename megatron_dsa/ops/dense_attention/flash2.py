@@ -1,7 +1,7 @@
 """Attention to one block with the flash-attn 2 package.
 
-Its kernels know one head dim. Narrower values are padded, here and nowhere else: whoever pads them
-earlier takes the kernels that need no padding out of the choice.
+Its kernels know one head dim. Narrower values are padded here and nowhere else: padding
+them earlier would exclude the kernels that need none.
 """
 
 from __future__ import annotations

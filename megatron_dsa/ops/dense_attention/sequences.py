@@ -4,7 +4,7 @@ take.
 Unpacked batches are dense. For packed ones the tokens are cut into segments, as many of queries as
 of
 keys: the queries of segment ``i`` see the keys of segment ``i``. Rows that see nothing, and keys
-that nobody sees, stand in segments of their own whose other side is empty. So every token is in a
+that no query sees, stand in segments of their own whose other side is empty. So every token is in a
 segment and no row has to be moved for the kernel's ``cu_seqlens``.
 """
 

@@ -1,7 +1,7 @@
 """The dense indexer loss as two streaming passes over tiles of (query tokens x keys).
 
-The first pass forms the log-sum-exp of the student's scores, and of the teacher's where nobody has
-it. The second forms teacher, student, loss and gradients tile by tile. Memory is linear in the
+The first pass forms the log-sum-exp of the student's scores, and of the teacher's unless it is
+given. The second forms teacher, student, loss and gradients tile by tile. Memory is linear in the
 number of tokens; keys of all heads are made from latents for one tile and a few heads at a time.
 
 What is computed on a tile is left to :class:`TileFunctions`: in torch (:mod:`.torch_dense`) or in

@@ -69,7 +69,7 @@ class BlockScores(Protocol):
         inputs).
 
         ``keys [slots, DI]`` are all keys in slot order. What a query does not see (``seen``) may
-        hold anything, NaN and memory that nobody wrote included. The caller may overwrite them.
+        hold anything, NaN and uninitialised memory included. The caller may overwrite them.
         """
 
 

@@ -36,7 +36,7 @@ def norm_rope(
         cos, sin: ``[rows, R / 2]`` fp32 (fp64 for fp64 x); the last ``R`` dims are rotated in
             neighbouring pairs, which stay in place.
         eps: added to the mean square.
-        inplace: the result may take the memory of x, which nobody else reads.
+        inplace: the result may take the memory of x, which nothing else reads.
         policy: which implementations may run.
 
     Returns:

@@ -172,7 +172,7 @@ def norm_rope(
     """Return ``x [rows, H, D]`` (bf16, fp16, fp32) normalised over ``D`` and rotated.
 
     Differentiable in x. ``cos, sin``: fp32 ``[rows, R / 2]``. With ``inplace`` the result takes the
-    memory of x, whose content nobody else may need. There are no temporaries to bound.
+    memory of x, whose content nothing else may need. There are no temporaries to bound.
     """
     x, cos, sin = _tables(x, cos, sin)
     return _NormRope.apply(x, cos, sin, float(eps), inplace)

@@ -1,8 +1,8 @@
 """How blocks of keys come to a rank and their gradients go home: over a ring, or all at once.
 
 On the ring, the next block is on its way while the current one is computed with, and the gradient
-of the last block while that of the current one is. Gathered blocks are there before, and whoever
-gathered them sends their gradients home (:mod:`megatron_dsa.parallel.gather`).
+of the last block while that of the current one is. Gathered blocks are there before; their gather
+sends their gradients home (:mod:`megatron_dsa.parallel.gather`).
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class RingGradients:
         return self._current
 
     def _arrive(self) -> None:
-        """Wait for the current block's gradient, once: nobody else does where nothing is added."""
+        """Wait for the current block's gradient, once, where nothing was added."""
         if self._coming:
             assert self._exchange is not None and self._spare is not None
             self._exchange.wait()

@@ -95,7 +95,7 @@ class PackedRuns(PackedShard):
         counts = queries.stop - queries.start, keys.stop - keys.start
         busy = self._rows_before(self.rank, last_query) - queries.start
         idle = self._rows_before(source, first_key) - keys.start
-        # Keys that nobody sees, then the sequence's, then queries that see nothing.
+        # Keys that no query sees, then the sequence's, then queries that see nothing.
         none = torch.zeros_like(busy)
         cu_q = torch.stack([none, none, busy.clamp_max(counts[0]), none + counts[0]])
         cu_k = torch.stack([none, idle.clamp(0, counts[1]), none + counts[1], none + counts[1]])

@@ -65,7 +65,7 @@ class TokenShard(Protocol):
     def parts(self, source: int) -> tuple[Part, ...]:
         """Return what this rank does with the block of rank ``source``; empty for nothing.
 
-        Of the own block the first part is of all tokens, of queries and of keys.
+        The first part of the own block has all tokens, as queries and as keys.
         """
 
 
@@ -84,7 +84,7 @@ def _check_rank(cp: int, rank: int) -> None:
 
 @dataclass(frozen=True)
 class UnpackedShard:
-    """TokenShard ``s * batch + b`` of Megatron's ``[s_local, b, ...]``: ``batch`` causal sequences.
+    """Tokens ``s * batch + b`` of Megatron's ``[s_local, b, ...]``: ``batch`` causal sequences.
 
     Attributes:
         cp, rank: context-parallel ranks, and which of them this is.
@@ -147,10 +147,10 @@ class ContiguousShard(UnpackedShard):
 
 @dataclass(frozen=True, eq=False)
 class PackedShard:
-    """TokenShard of packed sequences.
+    """Tokens of packed sequences.
 
-    TokenShard past a sequence's real length, and rows after the last sequence, see nothing and are
-    seen by nobody. Nothing here asks the device for a number. Parts are built once, so the layers
+    Tokens past a sequence's real length, and tokens after the last sequence, see nothing and no
+    query sees them. Nothing here asks the device for a number. Parts are built once, so the layers
     of a microbatch should share it.
 
     Attributes:

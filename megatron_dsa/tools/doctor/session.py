@@ -200,5 +200,5 @@ class Session:
 
 
 def say(line: str) -> None:
-    """Progress, for whoever waits for a compiler; results go to stdout."""
+    """Progress, while kernels are compiled; results go to stdout."""
     print(f"  ... {line}", file=sys.stderr, flush=True)

@@ -110,7 +110,7 @@ class TritonTiles:
         self._launches = launches(self._keys.device)
 
     def index_keys(self, layout: Layout, slots: slice) -> torch.Tensor:
-        """A copy, 0 where nobody sees the key: it may hold NaN there, which times 0 is NaN."""
+        """A copy, 0 where no query sees the key: it may hold NaN there, which times 0 is NaN."""
         keys = take(self._keys, layout, slots)
         return keys.masked_fill(~self._covered[slots, None], 0.0).contiguous()
 

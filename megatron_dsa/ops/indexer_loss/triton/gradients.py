@@ -25,7 +25,7 @@ def query_gradient(
     """``dq[t, h] += sum_s dS[t, s] 1[q[t, h] . k[s] > 0] k[s]``.
 
     Args:
-        q: ``[rows, HEADS, DIM]``; keys: ``[width, DIM]``, finite in rows that nobody sees.
+        q: ``[rows, HEADS, DIM]``; keys: ``[width, DIM]``, finite in rows that no query sees.
         dscores: 0 where not seen, in whole blocks of rows and columns, ``stride`` per row.
         dq: fp32 ``[rows, HEADS, DIM]``, contiguous.
     """

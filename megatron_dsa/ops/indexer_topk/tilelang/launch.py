@@ -44,8 +44,8 @@ class Selection:
     def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
         """Return int32 ``[rows, topk]``: ascending columns of the best seen scores, then -1.
 
-        ``scores`` (fp32) are left as they are; their rows may have any stride. Of scores that are
-        NaN any may be selected, each at most once.
+        ``scores`` (fp32) are left as they are; their rows may have any stride. Scores that are
+        NaN may be selected, each at most once.
 
         Raises:
             ValueError: ``topk`` is above what the kernel has room for (4096).
@@ -79,7 +79,7 @@ def scores(
 ) -> torch.Tensor:
     """Return fp32 ``[rows, width]``: ``sum_h w[t, h] relu(q[t, h] . k[s])`` where it is seen.
 
-    Sums are fp32 in a fixed order. Entries that are not seen are memory that nobody wrote.
+    Sums are fp32 in a fixed order. Entries that are not seen are uninitialised.
 
     Args:
         q: ``[rows, HI, 128]`` bf16 or fp8 (e4m3), HI at most 64.

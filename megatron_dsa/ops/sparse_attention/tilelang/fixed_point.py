@@ -4,7 +4,7 @@ Every contribution (of a tile of rows, or of all heads of a query) is a fp32 num
 ``units``, a power of two, and rounded to an integer it is added atomically. Integer addition is
 associative, so any order gives the same bits.
 
-Overflow is impossible by construction. Of one query row r, key k gets ``dS Q_r + P dO_r`` with
+Overflow is impossible by construction. From one query row r, key k gets ``dS Q_r + P dO_r`` with
 ``|dS| = scale P |dO_r . (V_k - O_r)|``, and all P of a row sum to at most 1, so each element of the
 whole sum is at most
 
@@ -31,7 +31,7 @@ def units_per_one(
     """Return how many integers are one: fp32 ``[1]``, a power of two, without synchronisation.
 
     It is NaN or 0 where an input is not finite, and so are all gradients then. Rows of keys that
-    are not finite do not count: nobody may have selected them, and who did has such an output.
+    are not finite do not count: a query that selected one has such an output.
     """
     values = inputs.kv[:, : inputs.v_dim]
     values = largest(torch.where(values.isfinite(), values, 0.0))

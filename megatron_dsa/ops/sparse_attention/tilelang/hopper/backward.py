@@ -166,7 +166,7 @@ def score_gradients(dQ, m, done, at, dim, scale, thread):
         T.wait_wgmma(0)
         call("dsa_less_delta", dp.data, here[2], scale)
         T.barrier_wait(done.p, i & 1)
-        # Nobody reads the old dS: P was written after KV and S were done with it.
+        # Nothing reads the old dS: P was written after KV and S were done with it.
         for side in (0, 1):
             call("dsa_times_p", dp.data, here[1], here[0], of=(side,))
         T.fence_proxy_async()
@@ -227,7 +227,7 @@ def build(
         with T.Kernel(lists * shape.tiles, threads=4 * GROUP) as block:
             T.import_source(NO_HOISTING + SOURCE + ACCUMULATORS)
             m = queries.tile_memory(dim, with_members=True)
-            # Of the left and of the other columns of the keys; the copies arrive and the threads.
+            # Keys: the left and the other columns; the copies arrive and the threads.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP, 2 * GROUP]),

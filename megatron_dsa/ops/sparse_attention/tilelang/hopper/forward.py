@@ -96,7 +96,7 @@ def gather(KV, Ids, Members, m, done, at, shape, thread):
     lists = Lists(KV, Ids, Members, shape.group, ahead, members)
     list_ahead(lists, at, 0, PAIR, thread)
     for i in T.serial(at.blocks(PAIR)):
-        # Nobody needs the words and ids of pair i - 2: its buffers were free since.
+        # Nothing needs the words and ids of pair i - 2: its buffers were free since.
         ahead[0] = T.if_then_else(ahead[0] < KV.shape[0], ahead[0], -1)
         m.ids[i % 2, thread] = ahead[0]
         note_members(lists, m, i, word, thread)
@@ -145,7 +145,7 @@ def finish(O, Lse, Sink, o, top, total, m, at, shape, side):  # noqa: E741
     """EVEN and ODD, last: divide by the sum of P, write their half of O, and ODD the lse."""
     factor = T.alloc_fragment([TILE], "float32")
     T.copy(total, m.tops[side, :])
-    # Nobody multiplies any more when both have come here: the buffers of keys are free.
+    # Nothing multiplies any more when both have come here: the buffers of keys are free.
     T.sync_threads(9, 2 * GROUP)
     for r in T.Parallel(TILE):
         total[r] = m.tops[0, r] + m.tops[1, r]
@@ -342,8 +342,8 @@ def build(heads: int, dim: int, v_dim: int, group: int = 1, with_sink: bool = Fa
                 ids=T.alloc_shared([2, 2 * TILE], int32),
                 selected=T.alloc_shared([2, 2, group, 2], "uint32"),
             )
-            # Of keys: left and right half of the first, then of the second buffer; the copies
-            # arrive and the threads. Of the others: by EVEN, by ODD.
+            # Keys: left and right half of the first, then of the second buffer; the copies
+            # arrive and the threads. The others: by EVEN, by ODD.
             done = SimpleNamespace(
                 queries=T.alloc_barrier(arrive_count=2 * GROUP),
                 keys=T.alloc_barrier(arrive_count=[2 * GROUP] * 4),

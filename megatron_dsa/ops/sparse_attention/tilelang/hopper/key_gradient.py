@@ -32,7 +32,7 @@ COLUMNS = 128
 STAGES = {1: 4, 2: 2}
 #: Bytes of a tile of P and of one of dS.
 TILE_BYTES = 2 * TILE * TILE * 2
-#: Of the products, which are transposed.
+#: Options of the products, whose operands are transposed.
 TRANSPOSED = {"transpose_A": True, "transpose_B": True}
 
 SOURCE = r"""

@@ -204,7 +204,7 @@ def build(
             row_factors(O, Lse, Delta, m, at, tile, thread)
             for i in T.serial(at.blocks(block_keys)):
                 if stages == 1:
-                    # Nobody reads the block before any more.
+                    # Nothing reads the block before any more.
                     T.sync_threads()
                     gather(source, m, at, i, tiling, thread)
                     T.ptx_commit_group()

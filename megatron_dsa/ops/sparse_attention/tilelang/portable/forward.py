@@ -125,7 +125,7 @@ def build(
             peak = T.alloc_fragment([tile], fp32)
             top = T.alloc_fragment([tile], fp32)
             factor = T.alloc_fragment([tile], fp32)
-            # Of P, each thread's own columns: one sum over threads at the end is enough.
+            # Each thread sums its own columns of P: one sum over threads at the end is enough.
             sums = T.alloc_fragment([tile, block_keys], fp32)
             total = T.alloc_fragment([tile], fp32)
             ahead = T.alloc_local([block_keys // tiling.copied], int32)
@@ -139,7 +139,7 @@ def build(
             T.clear(sums)
             T.fill(top, LOWEST)
             for i in T.serial(at.blocks(block_keys)):
-                # Block i has come, and nobody reads block i - 1 any more.
+                # Block i has come, and nothing reads block i - 1 any more.
                 T.ptx_wait_group(stages - 2)
                 T.sync_threads()
                 gather_next(source, m, at, i + stages - 1, tiling, thread)
