@@ -37,9 +37,10 @@ def run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     act = importlib.import_module("rank_actors").act
     monkeypatch.setattr(processes, "GRACE", 0.5)
+    before = set(multiprocessing.active_children())  # of tests that ran in this process
     yield lambda way, timeout=60.0: measured(CASE, way, {"repeats": 3}, timeout, act)
     sys.modules.pop("rank_actors")
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before
 
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are on the CPU")
