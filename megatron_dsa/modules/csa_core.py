@@ -228,8 +228,8 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
                 topk_length=lists.selected_length, want_p_sum=True, policy=policy,
             ).p_sum  # fmt: skip
         return sparse_indexer_loss(
-            inputs, lists.selected, self.sum_over_heads(p_sum), lists.compressed.layout,
-            topk_length=lists.selected_length, policy=policy,
+            inputs, lists.selected, p_sum, lists.compressed.layout,
+            topk_length=lists.selected_length, head_group=self.heads_group(), policy=policy,
         )  # fmt: skip
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, Any]:

@@ -231,8 +231,8 @@ class DSACoreAttention(CoreAttention):
         if not self.loss_is_sparse:
             return self._dense_loss(index_inputs, q, kv[:, None], layout)
         return sparse_indexer_loss(
-            index_inputs, selection.indices, self.sum_over_heads(p_sum), layout,
-            topk_length=selection.length, policy=self.policy,
+            index_inputs, selection.indices, p_sum, layout, topk_length=selection.length,
+            head_group=self.heads_group(), policy=self.policy,
         )  # fmt: skip
 
     def needs_index_inputs(self) -> bool:

@@ -83,13 +83,6 @@ class TrainsIndexer:
         group = self.pg_collection.tp if self.pg_collection is not None else None
         return group if group is not None and group.size() > 1 else None
 
-    def sum_over_heads(self, p_sum: torch.Tensor) -> torch.Tensor:
-        """Complete the teacher's head sum over tensor-parallel ranks."""
-        group = self.heads_group()
-        if group is not None:
-            torch.distributed.all_reduce(p_sum, group=group)
-        return p_sum
-
     def checked(self, inputs: IndexerInputs, layout: Layout) -> IndexerInputs:
         """Return the indexer's inputs if their scores are finite.
 

@@ -66,6 +66,24 @@ class IndexerTraining:
         nothing: Any = None
         return replace(self, inputs=IndexerInputs(nothing, nothing, nothing, self.inputs.relu))
 
+    def gradients(
+        self, tensors, indices, topk_length, teacher: torch.Tensor, policy: Policy
+    ) -> tuple[torch.Tensor, ...]:
+        """Record the loss and return the weighted gradients of ``tensors``, in their dtypes.
+
+        Args:
+            tensors: what :meth:`tensors` returned, as saved for the backward.
+            indices, topk_length, teacher: as of :class:`SelectedKeysLoss`; local heads' teacher.
+            policy: which implementations may run.
+        """
+        q, k, weights = tensors
+        loss = SelectedKeysLoss(self.layout, indices, topk_length, teacher, policy, self.head_group)
+        value, gradients = loss.with_gradients(IndexerInputs(q, k, weights, self.inputs.relu))
+        assert gradients is not None
+        self.record(value)
+        weight = self.weight()
+        return tuple(scaled(g, weight, x.dtype) for g, x in zip(gradients, tensors, strict=True))
+
 
 @dataclass(frozen=True)
 class SelectedKeysLoss:
@@ -77,6 +95,7 @@ class SelectedKeysLoss:
             :class:`~megatron_dsa.ops.indexer_loss.inputs.SparseLossInputs`; the teacher is
             overwritten.
         policy: which implementations may run.
+        head_group: process group over which heads are sharded; the teacher is summed over it.
     """
 
     layout: Layout
@@ -84,6 +103,7 @@ class SelectedKeysLoss:
     topk_length: torch.Tensor | None
     teacher: torch.Tensor
     policy: Policy
+    head_group: Any = None
 
     def value(self, inputs: IndexerInputs) -> torch.Tensor:
         """Return the KL sum, without gradients."""
@@ -106,6 +126,8 @@ class SelectedKeysLoss:
             inputs = IndexerInputs(
                 inputs.q.float(), inputs.k.float(), inputs.weights.float(), inputs.relu
             )
+        if self.head_group is not None:
+            torch.distributed.all_reduce(self.teacher, group=self.head_group)
         call = describe_index_call(inputs, self.layout, self.indices.shape[1])
         arguments = SparseLossInputs(
             inputs, self.indices, self.topk_length, self.teacher, self.policy.workspace_bytes,
@@ -138,6 +160,7 @@ def sparse_indexer_loss(
     layout: Layout,
     *,
     topk_length: torch.Tensor | None = None,
+    head_group=None,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
     """Sum over query rows of ``KL(teacher || student)`` over the selected keys.
@@ -145,10 +168,11 @@ def sparse_indexer_loss(
     Args:
         inputs: the indexer's tensors; the result is differentiable in q, k and weights.
         indices: int32 ``[Sq, K]``, rows of ``inputs.k``, as from :func:`indexer_topk`.
-        teacher: ``[Sq, K]``: ``p_sum`` of :func:`sparse_attention`, summed over tensor-parallel
-            ranks. Normalised here; no gradient flows to it.
+        teacher: ``[Sq, K]``: ``p_sum`` of :func:`sparse_attention`. Normalised here; no gradient
+            flows to it.
         layout: the layout the selection was made with.
         topk_length: int32 ``[Sq]`` or ``None``.
+        head_group: process group that shares the heads; the teacher is summed over it.
         policy: which implementations may run.
 
     Returns:
@@ -162,7 +186,7 @@ def sparse_indexer_loss(
     fix = "give one entry per entry of indices"
     require_tensor("teacher", teacher, tuple(indices.shape), FLOATS, inputs.q, fix)
     teacher = teacher.detach().to(accumulation_dtype(inputs.q.dtype), copy=True)
-    loss = SelectedKeysLoss(layout, indices, topk_length, teacher, policy)
+    loss = SelectedKeysLoss(layout, indices, topk_length, teacher, policy, head_group)
     return loss.differentiable(inputs)
 
 

@@ -25,9 +25,8 @@ from megatron_dsa.numerics.checks import (
     require_tensor,
     require_values,
 )
-from megatron_dsa.numerics.scaling import scaled
-from megatron_dsa.ops.indexer_loss.api import IndexerTraining, SelectedKeysLoss
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs, check_indexer
+from megatron_dsa.ops.indexer_loss.api import IndexerTraining
+from megatron_dsa.ops.indexer_topk.inputs import check_indexer
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
@@ -169,7 +168,8 @@ class SparseAttention(torch.autograd.Function):
         if trains:
             if teacher is None:
                 teacher = _probabilities_among(s, q, kv, indices, length)
-            index_grads = _train(s, index_tensors, indices, length, teacher)
+            assert s.indexer is not None
+            index_grads = s.indexer.gradients(index_tensors, indices, length, teacher, s.policy)
         if dsink is not None:
             dsink = dsink.to(sink.dtype)
         to_kv, to_proxy = (None, dkv) if ctx.separate_kv_grad else (dkv.to(kv.dtype), None)
@@ -182,25 +182,6 @@ def _probabilities_among(s: Settings, q, kv, indices, length) -> torch.Tensor:
     arguments = s.arguments(q, kv, None, indices, length, True)
     _, lse, p_sum = s.run(FORWARD, arguments)
     return s.run(PROBABILITIES, arguments, lse) if p_sum is None else p_sum
-
-
-def _train(s: Settings, index_tensors, indices, length, teacher: torch.Tensor):
-    """Return the gradients of the indexer's tensors and record the loss."""
-    training = s.indexer
-    assert training is not None
-    if training.head_group is not None:
-        torch.distributed.all_reduce(teacher, group=training.head_group)
-    q, k, weights = index_tensors
-    inputs = IndexerInputs(q, k, weights, training.inputs.relu)
-    loss = SelectedKeysLoss(training.layout, indices, length, teacher, s.policy)
-    value, gradients = loss.with_gradients(inputs)
-    assert gradients is not None
-    training.record(value)
-    weight = training.weight()
-    return tuple(
-        scaled(gradient, weight, x.dtype)
-        for gradient, x in zip(gradients, index_tensors, strict=True)
-    )
 
 
 def sparse_attention(
