@@ -38,10 +38,8 @@ class TrainsIndexer:
         """Settle what the loss and the metrics need to know about the layer."""
         self.options = options_of(self.config)
         self.policy = self.options.policy
-        self.loss_is_sparse, self.by_sequence = (
-            loss_is_sparse(self.config),
-            by_sequence(self.config),
-        )
+        self.loss_is_sparse = loss_is_sparse(self.config)
+        self.by_sequence = by_sequence(self.config)
         self.indexer_is_trained = indexer_is_trained(self.config)
         self.pg_collection = pg_collection
         # Layers of multi-token prediction log behind the decoder's.
@@ -145,11 +143,10 @@ class TrainsIndexer:
             IndexerLog.record(self.layer_index, figure)
 
     def record_health(self, attended: Attended) -> None:
-        """Record how well the selection does on a few rows, in an iteration's first microbatch."""
-        options = self.options
+        """Record how good the selection of a few queries is, in an iteration's first microbatch."""
         if IndexerLog.samples_selection(self.layer_index):
-            workspace = options.policy.workspace_bytes
-            health = selection_health(attended, options.health_rows, workspace)
+            count, workspace = self.options.health_rows, self.policy.workspace_bytes
+            health = selection_health(attended, count, workspace)
             IndexerLog.record(self.layer_index, health)
 
     def record_evaluation(self, loss_sum: torch.Tensor, layout: Layout) -> None:
