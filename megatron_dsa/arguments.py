@@ -47,6 +47,7 @@ _FORMER_NAMES = {
 RENAMED = {f"--dsa-{old}-impl": f"{FLAG} {new}=NAME" for old, new in _FORMER_NAMES.items()}
 RENAMED["--csa-dense-mode"] = "--dsa-stage dense"
 RENAMED["--dsa-health-fp8"] = "metrics.quality.score_recall"
+RENAMED["--dsa-health-rows"] = "--dsa-health-tokens"
 
 
 class _BackendAction(argparse.Action):

@@ -120,9 +120,9 @@ class DSAOptions:
         unit=2**20,
         minimum=1,
     )
-    health_rows: int = option(
+    health_tokens: int = option(
         16,
-        "--dsa-health-rows",
+        "--dsa-health-tokens",
         "Queries per layer on which the selection is measured for the log, once per iteration; 0 "
         "turns this off.",
         minimum=0,

@@ -24,7 +24,7 @@ RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 
 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 1 --train-iters 2 --lr 1e-3
 --eval-iters 0 --eval-interval 1000 --attention-backend dsa_fused --mock-data --tokenizer-type
 NullTokenizer --vocab-size 257 --num-workers 0 --qk-layernorm --dsa-indexer-n-heads 4
---dsa-indexer-head-dim 16 --dsa-indexer-topk 8 --dsa-health-rows 0 --dsa-indexer-loss-coeff 1
+--dsa-indexer-head-dim 16 --dsa-indexer-topk 8 --dsa-health-tokens 0 --dsa-indexer-loss-coeff 1
 --dsa-indexer-use-sparse-loss --rope-type rope --position-embedding-type rope
 """
 LAYERS = {

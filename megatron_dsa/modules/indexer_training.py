@@ -68,7 +68,7 @@ class TrainsIndexer:
 
         A frozen indexer's is, too. In a recomputed layer it is the pass with gradients.
         """
-        return self.training and torch.is_grad_enabled() and bool(self.options.health_rows)
+        return self.training and torch.is_grad_enabled() and bool(self.options.health_tokens)
 
     def evaluates_indexer_now(self) -> bool:
         """Whether this is an evaluation pass whose indexer loss is asked for."""
@@ -135,17 +135,17 @@ class TrainsIndexer:
         Not only in passes with gradients: the first pass of a recomputed layer is the one that
         follows the layer before.
         """
-        if not (self.training and self.options.health_rows and IndexerLog.is_on()):
+        if not (self.training and self.options.health_tokens and IndexerLog.is_on()):
             return
         if self.selects:
-            topk, count = self.config.dsa_indexer_topk, self.options.health_rows
+            topk, count = self.config.dsa_indexer_topk, self.options.health_tokens
             figure = self.layer_overlap.compare(indices, keys, topk, count)
             IndexerLog.record(self.layer_index, figure)
 
     def record_health(self, attended: Attended) -> None:
         """Record how good the selection of a few queries is, in an iteration's first microbatch."""
         if IndexerLog.samples_selection(self.layer_index):
-            count, workspace = self.options.health_rows, self.policy.workspace_bytes
+            count, workspace = self.options.health_tokens, self.policy.workspace_bytes
             health = selection_health(attended, count, workspace)
             IndexerLog.record(self.layer_index, health)
 

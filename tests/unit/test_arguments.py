@@ -72,12 +72,12 @@ def test_options():
 
     args = parse(
         "--dsa-stage", "warmup", "--dsa-warmup-train-all", "--dsa-strict",
-        "--dsa-workspace-mib", "64", "--dsa-health-rows", "0",
+        "--dsa-workspace-mib", "64", "--dsa-health-tokens", "0",
         "--dsa-indexer-topk", "77", "--dsa-indexer-use-sparse-loss",
     )  # fmt: skip
     options = options_from_args(args)
     assert (options.stage, options.freeze_main, options.strict) == ("warmup", False, True)
-    assert (options.workspace_bytes, options.health_rows) == (64 * 2**20, 0)
+    assert (options.workspace_bytes, options.health_tokens) == (64 * 2**20, 0)
     # Megatron's own flags, name and meaning unchanged.
     assert (args.dsa_indexer_topk, args.dsa_indexer_use_sparse_loss) == (77, True)
 
@@ -114,7 +114,7 @@ GIVEN = {
     "--dsa-warmup-train-all": ("", False),
     "--dsa-strict": ("", True),
     "--dsa-workspace-mib": ("3", 3 * 2**20),
-    "--dsa-health-rows": ("0", 0),
+    "--dsa-health-tokens": ("0", 0),
     "--dsa-evaluate-indexer": ("", True),
     "--dsa-cp-layout": ("contiguous", "contiguous"),
     "--dsa-tp-mode": ("heads", "heads"),

@@ -160,7 +160,7 @@ def test_warmup_needs_a_loss():
     [
         ({"stage": "spares"}, "--dsa-stage must be one of"),
         ({"workspace_bytes": 10}, "--dsa-workspace-mib must be at least 1"),
-        ({"health_rows": -1}, "--dsa-health-rows"),
+        ({"health_tokens": -1}, "--dsa-health-tokens"),
         ({"latent_norm_epsilon": 0.0}, "--dsa-latent-norm-epsilon must be positive"),
     ],
 )

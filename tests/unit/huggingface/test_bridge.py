@@ -326,11 +326,11 @@ def test_bridge_reads_back_the_provider_that_it_saved(tmp_path):
 
     config = config_of("glm_moe_dsa", **GLM)
     checkpoint(config, tmp_path)
-    options = DSAOptions(health_rows=3, named=(("indexer_topk", "torch"),))
+    options = DSAOptions(health_tokens=3, named=(("indexer_topk", "torch"),))
     provider = sparse_provider(AutoBridge.from_hf_pretrained(tmp_path), options)
     with safe_yaml_representers():
         text = yaml.safe_dump(training._ConfigContainerBase._convert_value_to_dict(provider))
     again = instantiate(yaml.safe_load(text))
     assert type(again) is type(provider) and again.dsa == provider.dsa
-    assert again.dsa.latent_norm_epsilon == 1e-6 and again.dsa.health_rows == 3
+    assert again.dsa.latent_norm_epsilon == 1e-6 and again.dsa.health_tokens == 3
     import_model(built(again)[0], tmp_path)

@@ -14,14 +14,14 @@ from tests.host import small_config, small_csa_config, start
 SEQUENCE, VOCABULARY = 21, 64
 #: Options and fields of a configuration; one indexer is not trained, one loss is dense.
 STAGES = {
-    "dense": (DSAOptions("dense", health_rows=0), {}),
-    "warmup, frozen": (DSAOptions("warmup", health_rows=0), {}),
-    "warmup, all trained": (DSAOptions("warmup", freeze_main=False, health_rows=0), {}),
-    "sparse": (DSAOptions("sparse", health_rows=0), {}),
+    "dense": (DSAOptions("dense", health_tokens=0), {}),
+    "warmup, frozen": (DSAOptions("warmup", health_tokens=0), {}),
+    "warmup, all trained": (DSAOptions("warmup", freeze_main=False, health_tokens=0), {}),
+    "sparse": (DSAOptions("sparse", health_tokens=0), {}),
     "sparse, dense loss": (
-        DSAOptions("sparse", health_rows=0), {"dsa_indexer_use_sparse_loss": False},
+        DSAOptions("sparse", health_tokens=0), {"dsa_indexer_use_sparse_loss": False},
     ),
-    "sparse, no loss": (DSAOptions("sparse", health_rows=0), {"dsa_indexer_loss_coeff": 0.0}),
+    "sparse, no loss": (DSAOptions("sparse", health_tokens=0), {"dsa_indexer_loss_coeff": 0.0}),
 }  # fmt: skip
 RATIOS = [0, 4, 7]
 # Rotations of index queries and keys are products with a constant matrix, which do not count.

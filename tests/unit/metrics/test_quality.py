@@ -253,7 +253,7 @@ def test_layers_are_compared_with_the_selecting_layer_before(kind, recompute, lo
     from megatron_dsa.modules.replay import IndexCapture
 
     config, arguments, changes = MODELS[kind]
-    options = DSAOptions(health_rows=9)
+    options = DSAOptions(health_tokens=9)
     config = config(*arguments, **changes, **recompute, options=options)
     model = gpt(config)
     with IndexCapture().on(model) as capture:
