@@ -1,4 +1,4 @@
-"""The public operations: sparse attention, index selection, indexer losses, dense attention.
+"""The public operations: sparse, masked and dense attention, index selection, indexer losses.
 
 Each function takes plain tensors on flattened tokens (:mod:`megatron_dsa.sequence.layout` says
 which tokens belong together), picks an implementation (:mod:`megatron_dsa.dispatch`) and is
@@ -13,6 +13,7 @@ from megatron_dsa.ops.indexer_loss.api import (
 from megatron_dsa.ops.indexer_loss.inputs import LatentKeys
 from megatron_dsa.ops.indexer_topk.api import indexer_topk
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.masked_attention.api import MaskedAttentionOutput, masked_attention
 from megatron_dsa.ops.sparse_attention.api import SparseAttentionOutput, sparse_attention
 from megatron_dsa.parallel.ring.api import dense_attention, gathered_latent_attention
 
@@ -20,11 +21,13 @@ __all__ = [
     "IndexerInputs",
     "IndexerTraining",
     "LatentKeys",
+    "MaskedAttentionOutput",
     "SparseAttentionOutput",
     "dense_attention",
     "dense_indexer_loss",
     "gathered_latent_attention",
     "indexer_topk",
+    "masked_attention",
     "sparse_attention",
     "sparse_indexer_loss",
 ]

@@ -14,6 +14,10 @@ from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
 from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, SPARSE_LOSS
 from megatron_dsa.ops.indexer_topk.declaration import LISTED_SCORES, SCORES, TOPK
 from megatron_dsa.ops.key_lists.declaration import KEY_LISTS
+from megatron_dsa.ops.masked_attention.declaration import BACKWARD as MASKED_BACKWARD
+from megatron_dsa.ops.masked_attention.declaration import FORWARD as MASKED_FORWARD
+from megatron_dsa.ops.masked_attention.declaration import KEY_BITS
+from megatron_dsa.ops.masked_attention.declaration import PROBABILITIES as MASKED_PROBABILITIES
 from megatron_dsa.ops.rope.declaration import NORM_ROPE, ROTATE
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 
@@ -31,6 +35,10 @@ OPERATIONS: dict[str, Operation] = {
         FORWARD,
         BACKWARD,
         PROBABILITIES,
+        KEY_BITS,
+        MASKED_FORWARD,
+        MASKED_BACKWARD,
+        MASKED_PROBABILITIES,
         DENSE_ATTENTION,
         SPARSE_LOSS,
         DENSE_LOSS,

@@ -85,6 +85,24 @@ class IndexerTraining:
         return tuple(scaled(g, weight, x.dtype) for g, x in zip(gradients, tensors, strict=True))
 
 
+def separate_tensors(
+    indexer: IndexerTraining | None, q: torch.Tensor
+) -> tuple[IndexerTraining | None, tuple[torch.Tensor | None, ...]]:
+    """Return ``indexer`` without its tensors, and these, for an attention that autograd saves.
+
+    Args:
+        indexer: of a call, or ``None``: three times ``None`` are its tensors.
+        q: the attention's queries, one per query token of ``indexer.layout``.
+
+    Raises:
+        ConfigError: the indexer's tensors, its layout and ``q`` do not fit.
+    """
+    if indexer is None:
+        return None, (None,) * 3
+    check_indexer(indexer.inputs, indexer.layout, q=q)
+    return indexer.without_tensors(), indexer.tensors()
+
+
 @dataclass(frozen=True)
 class SelectedKeysLoss:
     """One evaluation of the sparse loss, its operations left to dispatch.

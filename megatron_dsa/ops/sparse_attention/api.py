@@ -25,8 +25,7 @@ from megatron_dsa.numerics.checks import (
     require_tensor,
     require_values,
 )
-from megatron_dsa.ops.indexer_loss.api import IndexerTraining
-from megatron_dsa.ops.indexer_topk.inputs import check_indexer
+from megatron_dsa.ops.indexer_loss.api import IndexerTraining, separate_tensors
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
@@ -261,12 +260,7 @@ def sparse_attention(
         topk=width,
         sink=attn_sink is not None,
     )
-    if indexer is not None:
-        check_indexer(indexer.inputs, indexer.layout, q=q)
-    trained: tuple[torch.Tensor | None, ...] = (None,) * 3
-    if indexer is not None:
-        trained = indexer.tensors()
-        indexer = indexer.without_tensors()
+    indexer, trained = separate_tensors(indexer, q)
     settings = Settings(v_dim, softmax_scale, policy, call, want_p_sum, indexer, lists, in_order)
     return SparseAttentionOutput(
         *SparseAttention.apply(q, kv, kv_grad, attn_sink, *trained, selected, topk_length, settings)

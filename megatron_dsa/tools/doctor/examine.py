@@ -30,7 +30,8 @@ def examine(arguments: argparse.Namespace) -> Report:
     shapes = asked if device.type == "cuda" else list(dict.fromkeys(s.on_cpu() for s in asked))
     report = Report(_environment(device), asked, shapes)
     report.remarks.append(
-        "dense_attention and dense_indexer_loss are not checked here, they are by the unit tests"
+        "masked_attention, dense_attention and dense_indexer_loss are not checked here, they are "
+        "by the unit tests"
     )
     if device.type == "cuda":
         report.remarks.append(

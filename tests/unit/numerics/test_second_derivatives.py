@@ -14,6 +14,7 @@ from megatron_dsa.dsa_kernels import (
     LatentKeys,
     dense_attention,
     dense_indexer_loss,
+    masked_attention,
     sparse_attention,
     sparse_indexer_loss,
 )
@@ -88,6 +89,17 @@ OPERATIONS = {
     "sparse_attention, indexer": (
         lambda: [double(*Q, seed=1), double(*KV, seed=2), *index_inputs()],
         lambda q, kv, *inputs: attend(q, kv, indexer=trained(inputs)),
+    ),
+    "masked_attention": (
+        lambda: [double(*Q, seed=1), double(TOKENS, HEADS, 7, seed=2), double(TOKENS, 2, seed=3)],
+        lambda *x: masked_attention(*x, selection(), softmax_scale=0.3).out,
+    ),
+    "masked_attention, indexer": (
+        lambda: [double(*Q, seed=1), double(TOKENS, HEADS, 7, seed=2), double(TOKENS, 2, seed=3),
+                 *index_inputs()],
+        lambda q, kv, k_pe, *inputs: masked_attention(
+            q, kv, k_pe, selection(), softmax_scale=0.3, indexer=trained(inputs)
+        ).out,
     ),
     "sparse_indexer_loss": (
         lambda: list(index_inputs()),

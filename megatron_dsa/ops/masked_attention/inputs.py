@@ -1,0 +1,55 @@
+"""What the implementations of masked dense attention receive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class KeyBitsInputs:
+    """Index lists, of which bits are made (:mod:`.bits`).
+
+    Attributes:
+        indices: int32 ``[Sq, K]``; entries ``< 0`` or ``>= num_keys`` select nothing.
+        topk_length: int32 ``[Sq]`` or ``None``; entries of ``indices`` from there on are ignored.
+        num_keys: number of keys, ``Skv``.
+        workspace_bytes: budget for temporary memory.
+    """
+
+    indices: torch.Tensor
+    topk_length: torch.Tensor | None
+    num_keys: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True)
+class MaskedAttentionInputs:
+    """Inputs of one masked dense attention, as every implementation receives them.
+
+    ``Dn`` dims of a query and a key have no rope, ``R`` have it; ``Dn = Dk - v_dim``.
+
+    Attributes:
+        q: ``[Sq, H, Dn + R]``, the dims without rope first.
+        kv: ``[Skv, H, Dk]``, per head the key without rope, then the value: what MLA's up
+            projection returns. Finite, keys that no query selects included.
+        k_pe: ``[Skv, R]``, the rope key of all heads; finite.
+        bits: int32 ``[Sq, ceil(Skv / 128), 4]``, the keys of each query (:mod:`.bits`).
+        v_dim: dims of the value.
+        softmax_scale: factor on ``q . k``.
+        workspace_bytes: budget for temporary memory.
+    """
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    k_pe: torch.Tensor
+    bits: torch.Tensor
+    v_dim: int
+    softmax_scale: float
+    workspace_bytes: int
+
+    @property
+    def nope_dim(self) -> int:
+        """Dims of a key without rope, ``Dn``."""
+        return self.kv.shape[2] - self.v_dim

@@ -1,0 +1,182 @@
+"""Masked dense attention in torch: any device, any dims, temporary memory bounded by a budget.
+
+Scores exist for a block of queries and a block of keys at a time. The backward forms them once for
+the gradient of the queries and once for that of the keys: each gradient is then summed in one
+place and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron_dsa.numerics.arithmetic import (
+    accumulation_dtype,
+    bmm,
+    rows_in_budget,
+    slices,
+    valid_entries,
+)
+from megatron_dsa.ops.masked_attention.bits import GROUP, WORDS, groups, pack, unpack
+from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs, MaskedAttentionInputs
+
+#: Temporary bytes per key of a query: of :func:`pack` beside the mask, and of :func:`unpack`.
+_BYTES_PACK, _BYTES_UNPACK = 16, 16
+
+
+def key_bits(inputs: KeyBitsInputs) -> torch.Tensor:
+    """Return int32 ``[Sq, G, 4]``, the bits of the listed keys (:mod:`.bits`)."""
+    queries, width = inputs.indices.shape
+    bits = inputs.indices.new_empty(queries, groups(inputs.num_keys), WORDS)
+    per_query = bits.shape[1] * GROUP * (1 + _BYTES_PACK) + width * 16
+    for tokens in slices(queries, rows_in_budget(inputs.workspace_bytes, per_query)):
+        indices = inputs.indices[tokens]
+        length = None if inputs.topk_length is None else inputs.topk_length[tokens]
+        valid = valid_entries(indices, length, inputs.num_keys)
+        # What selects nothing goes to a column behind the keys.
+        mask = valid.new_zeros(len(indices), inputs.num_keys + 1)
+        mask.scatter_(1, torch.where(valid, indices, inputs.num_keys).long(), True)
+        bits[tokens] = pack(mask[:, :-1])
+    return bits
+
+
+def forward(inputs: MaskedAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``out [Sq, H, v_dim]`` and ``lse [Sq, H]``."""
+    q = inputs.q
+    dtype = accumulation_dtype(q.dtype)
+    out = q.new_empty(*q.shape[:2], inputs.v_dim)
+    lse = q.new_empty(q.shape[:2], dtype=dtype)
+    for tokens in _query_blocks(inputs):
+        heads_first = out[tokens].transpose(0, 1)
+        sums = heads_first.new_zeros(heads_first.shape, dtype=dtype)
+        total = sums.new_full(sums.shape[:2], float("-inf"))
+        for keys in _key_blocks(inputs):
+            key, value = _heads_first(inputs, keys)
+            scores = _scores(inputs, tokens, keys, key)
+            before, total = total, torch.logaddexp(total, torch.logsumexp(scores, dim=-1))
+            shift = _finite(total)
+            sums.mul_(torch.exp(before - shift)[..., None])
+            probs = scores.sub_(shift[..., None]).exp_()
+            sums.add_(bmm(probs.to(q.dtype), value))
+        heads_first.copy_(sums)
+        lse[tokens] = total.t()
+    return out, lse
+
+
+def probabilities(inputs: MaskedAttentionInputs, lse: torch.Tensor, width: int) -> torch.Tensor:
+    """Return ``p_sum [Sq, width]``: the head sum of the probabilities of the selected keys, in
+    ascending order of the keys, 0 behind them.
+    """
+    p_sum = inputs.q.new_zeros(len(inputs.q), width, dtype=accumulation_dtype(inputs.q.dtype))
+    for tokens in _query_blocks(inputs):
+        # The last column takes what is not selected.
+        block = p_sum.new_zeros(len(lse[tokens]), width + 1)
+        count = torch.zeros_like(block[:, :1], dtype=torch.int64)
+        for keys in _key_blocks(inputs):
+            key, _ = _heads_first(inputs, keys)
+            probs = _probabilities(inputs, tokens, keys, key, lse).sum(0)
+            mask = _mask(inputs, tokens, keys)
+            place = mask.cumsum(1).add_(count)
+            count = place[:, -1:]
+            column = torch.where(mask, place - 1, width).clamp_max_(width)
+            block.scatter_(1, column, probs)
+        p_sum[tokens] = block[:, :width]
+    return p_sum
+
+
+def backward(
+    inputs: MaskedAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ``dq`` (dtype of q), ``dkv`` (dtype of kv) and ``dk_pe`` (accumulation dtype).
+
+    With ``P`` the probabilities, ``dV = P^T dO``, ``dP = dO V^T``,
+    ``dS = P * (dP - rowsum(dO * O))``, ``dQ = dS K`` and ``dK = dS^T Q``.
+    """
+    q, nope = inputs.q, inputs.nope_dim
+    dtype = accumulation_dtype(q.dtype)
+    dq, dkv = torch.empty_like(q), torch.empty_like(inputs.kv)
+    dk_pe = torch.empty_like(inputs.k_pe, dtype=dtype)
+
+    def differentiated(tokens: slice, keys: slice, key, value):
+        """Return the probabilities, the gradient of the scores, and ``dout``, heads first."""
+        grad = dout[tokens].to(q.dtype).transpose(0, 1)
+        delta = (grad.to(dtype) * out[tokens].transpose(0, 1).to(dtype)).sum(-1, keepdim=True)
+        probs = _probabilities(inputs, tokens, keys, key, lse)
+        dscores = bmm(grad, value.transpose(1, 2)).sub_(delta).mul_(probs)
+        return probs.to(q.dtype), dscores.mul_(inputs.softmax_scale).to(q.dtype), grad
+
+    for tokens in _query_blocks(inputs):
+        dquery = q[tokens].transpose(0, 1)
+        dquery = dquery.new_zeros(dquery.shape, dtype=dtype)
+        for keys in _key_blocks(inputs):
+            key, value = _heads_first(inputs, keys)
+            _, dscores, _ = differentiated(tokens, keys, key, value)
+            dquery.add_(bmm(dscores, key))
+        dq[tokens] = dquery.transpose(0, 1)
+    for keys in _key_blocks(inputs):
+        key, value = _heads_first(inputs, keys)
+        dkey, dvalue = (x.new_zeros(x.shape, dtype=dtype) for x in (key, value))
+        for tokens in _query_blocks(inputs):
+            probs, dscores, grad = differentiated(tokens, keys, key, value)
+            dkey.add_(bmm(dscores.transpose(1, 2), q[tokens].transpose(0, 1)))
+            dvalue.add_(bmm(probs.transpose(1, 2), grad))
+        dkv[keys, :, :nope] = dkey[..., :nope].transpose(0, 1)
+        dkv[keys, :, nope:] = dvalue.transpose(0, 1)
+        torch.sum(dkey[..., nope:], dim=0, out=dk_pe[keys])
+    return dq, dkv, dk_pe
+
+
+def _block_of_keys(inputs: MaskedAttentionInputs) -> int:
+    """Return how many keys, in whole groups, take half of the workspace.
+
+    A copy in the dtype of the inputs, one in that of sums, and the gradients with an addend.
+    """
+    heads, dim = inputs.q.shape[1:]
+    sums = accumulation_dtype(inputs.q.dtype).itemsize
+    per_key = heads * (dim + inputs.v_dim) * (inputs.q.element_size() + 3 * sums)
+    fitting = rows_in_budget(inputs.workspace_bytes // 2, per_key * GROUP)
+    return GROUP * max(1, min(fitting, groups(len(inputs.kv))))
+
+
+def _key_blocks(inputs: MaskedAttentionInputs) -> Iterator[slice]:
+    yield from slices(len(inputs.kv), _block_of_keys(inputs))
+
+
+def _query_blocks(inputs: MaskedAttentionInputs) -> Iterator[slice]:
+    """Yield queries whose scores with a block of keys take half of the workspace."""
+    heads, dim = inputs.q.shape[1:]
+    sums, keys = accumulation_dtype(inputs.q.dtype).itemsize, _block_of_keys(inputs)
+    per_query = heads * sums * (4 * keys + 4 * (dim + inputs.v_dim)) + keys * _BYTES_UNPACK
+    yield from slices(len(inputs.q), rows_in_budget(inputs.workspace_bytes // 2, per_query))
+
+
+def _heads_first(inputs: MaskedAttentionInputs, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys ``[H, k, Dn + R]`` and the values ``[H, k, v_dim]`` of a block."""
+    kv = inputs.kv[keys].transpose(0, 1)
+    k_pe = inputs.k_pe[keys].expand(len(kv), -1, -1)
+    return torch.cat([kv[..., : inputs.nope_dim], k_pe], dim=-1), kv[..., inputs.nope_dim :]
+
+
+def _mask(inputs: MaskedAttentionInputs, tokens: slice, keys: slice) -> torch.Tensor:
+    """Return bool ``[q, k]``; a block of keys begins with a group."""
+    first = keys.start // GROUP
+    bits = inputs.bits[tokens, first : groups(keys.stop)]
+    return unpack(bits, keys.stop - keys.start)
+
+
+def _scores(inputs: MaskedAttentionInputs, tokens: slice, keys: slice, key) -> torch.Tensor:
+    """Return scaled logits ``[H, q, k]`` in the accumulation dtype, ``-inf`` where not selected."""
+    scores = bmm(inputs.q[tokens].transpose(0, 1), key.transpose(1, 2)).mul_(inputs.softmax_scale)
+    return scores.masked_fill_(~_mask(inputs, tokens, keys), float("-inf"))
+
+
+def _probabilities(inputs, tokens: slice, keys: slice, key, lse: torch.Tensor) -> torch.Tensor:
+    """Return probabilities ``[H, q, k]`` from the log-sum-exp ``[Sq, H]`` of a forward."""
+    scores = _scores(inputs, tokens, keys, key)
+    return scores.sub_(_finite(lse[tokens]).t()[..., None]).exp_()
+
+
+def _finite(lse: torch.Tensor) -> torch.Tensor:
+    """Return ``lse``, 0 for queries without keys: their scores are -inf and stay so."""
+    return torch.where(lse == float("-inf"), 0.0, lse)

@@ -1,0 +1,1 @@
+"""Key bits and tiles of masked dense attention in Triton."""

@@ -1,0 +1,162 @@
+"""Masked dense attention: inputs of a call, its float64 results, and the comparison with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
+from megatron_dsa.ops.masked_attention import reference
+from megatron_dsa.ops.masked_attention.bits import pack
+from megatron_dsa.ops.masked_attention.inputs import MaskedAttentionInputs
+from megatron_dsa.tools.verify.comparison import Comparison
+from megatron_dsa.tools.verify.layouts import chunks
+from megatron_dsa.tools.verify.lists import Lists
+from megatron_dsa.tools.verify.sparse_attention import normal
+
+
+@dataclass(frozen=True)
+class MaskedDims:
+    """Dims of a masked dense attention; those of V3.2, per rank, are the default.
+
+    Attributes:
+        heads: query heads.
+        nope, rope, v: dims of a key without and with rope, and of a value.
+    """
+
+    heads: int = 128
+    nope: int = 128
+    rope: int = 64
+    v: int = 128
+
+
+@dataclass(frozen=True)
+class MaskedCase:
+    """Inputs of masked dense attention, forward and backward; shapes as in
+    ``MaskedAttentionInputs``.
+    """
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    k_pe: torch.Tensor
+    lists: Lists
+    dout: torch.Tensor
+    softmax_scale: float
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
+
+    @cached_property
+    def mask(self) -> torch.Tensor:
+        """Bool ``[Sq, Skv]``: the keys of the lists."""
+        lists = self.lists
+        mask = lists.valid.new_zeros(len(lists.indices), lists.num_keys + 1)
+        column = torch.where(lists.valid, lists.indices, lists.num_keys).long()
+        return mask.scatter_(1, column, True)[:, :-1]
+
+    def inputs(self) -> MaskedAttentionInputs:
+        """Return the inputs of an implementation."""
+        return MaskedAttentionInputs(
+            q=self.q,
+            kv=self.kv,
+            k_pe=self.k_pe,
+            bits=pack(self.mask),
+            v_dim=self.dout.shape[2],
+            softmax_scale=self.softmax_scale,
+            workspace_bytes=self.workspace_bytes,
+        )
+
+
+def masked_case(
+    dims: MaskedDims, lists: Lists, dtype: torch.dtype = torch.bfloat16, seed: int = 2
+) -> MaskedCase:
+    """Draw queries and keys for ``lists``, with logits of standard deviation 1."""
+    draw, tokens = normal(lists.indices.device, seed), len(lists.indices)
+    dim = dims.nope + dims.rope
+    q = draw(tokens, dims.heads, dim)
+    # As for sparse attention: results must not be differences of which rounding is left.
+    kv = draw(lists.num_keys, dims.heads, dims.nope + dims.v).add_(0.1)
+    k_pe = draw(lists.num_keys, dims.rope).add_(0.1)
+    dout = draw(tokens, dims.heads, dims.v) + draw(tokens, dims.heads, 1).sign()
+    q, kv, k_pe, dout = (x.to(dtype) for x in (q, kv, k_pe, dout))
+    return MaskedCase(q, kv, k_pe, lists, dout, dim**-0.5)
+
+
+@dataclass(frozen=True)
+class ExpectedMasked:
+    """Float64 results of a :class:`MaskedCase`; ``p_sum [Sq, Skv]`` is of all keys."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    p_sum: torch.Tensor
+    dq: torch.Tensor
+    dkv: torch.Tensor
+    dk_pe: torch.Tensor
+
+
+def expected_masked(case: MaskedCase) -> ExpectedMasked:
+    """Compute values and gradients by autograd."""
+    kv, k_pe = (x.detach().double().requires_grad_() for x in (case.kv, case.k_pe))
+    results = []
+    # Several matrices of logits.
+    for tokens in chunks(len(case.q), 8 * 8 * max(1, case.mask.shape[1]) * case.q.shape[1]):
+        q = case.q[tokens].detach().double().requires_grad_()
+        out, lse, p_sum = reference.masked_attention(
+            q, kv, k_pe, case.mask[tokens], case.softmax_scale
+        )
+        grads = torch.autograd.grad(out, (q, kv, k_pe), case.dout[tokens].double())
+        results.append((out.detach(), lse.detach(), p_sum.detach(), *grads))
+    out, lse, p_sum, dq, dkv, dk_pe = zip(*results, strict=True)
+    return ExpectedMasked(
+        *(torch.cat(parts) for parts in (out, lse, p_sum, dq)),
+        torch.stack(dkv).sum(0),
+        torch.stack(dk_pe).sum(0),
+    )
+
+
+class MaskedReference:
+    """Compares results with float64 and with the rules of the contract."""
+
+    def __init__(self, case: MaskedCase):
+        self.case = case
+        self.expected = expected_masked(case)
+
+    def forward(self, found: Comparison, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Compare what a forward returned."""
+        empty, dtype = self.case.lists.empty, self.case.q.dtype
+        found.compare("out", out, self.expected.out)
+        found.require(out.dtype == dtype, f"out is {out.dtype}, not {dtype}")
+        found.require((out[empty] == 0).all(), "out of a query without keys is not 0")
+        found.require((lse[empty] == float("-inf")).all(), "lse without keys is not -inf")
+        found.compare("lse", lse[~empty], self.expected.lse[~empty])
+
+    def backward(
+        self, found: Comparison, dq: torch.Tensor, dkv: torch.Tensor, dk_pe: torch.Tensor
+    ) -> None:
+        """Compare what a backward returned."""
+        lists = self.case.lists
+        found.compare("dq", dq, self.expected.dq)
+        found.compare("dkv", dkv, self.expected.dkv)
+        found.compare("dk_pe", dk_pe, self.expected.dk_pe)
+        found.require((dq[lists.empty] == 0).all(), "dq of a query without keys is not 0")
+        for name, gradient in (("dkv", dkv), ("dk_pe", dk_pe)):
+            rule = f"{name} of an unselected key is not 0"
+            found.require((gradient[lists.unselected] == 0).all(), rule)
+
+    def compact_teacher(self, found: Comparison, p_sum: torch.Tensor) -> None:
+        """Compare the head sum of the probabilities in ascending order of the keys."""
+        mask, width = self.case.mask, p_sum.shape[1]
+        found.compare("p_sum", p_sum, reference.compact(self.expected.p_sum, mask, width))
+        behind = torch.arange(width, device=mask.device) >= mask.sum(1, keepdim=True)
+        found.require((p_sum[behind] == 0).all(), "p_sum behind the selected keys is not 0")
+
+    def teacher(self, found: Comparison, p_sum: torch.Tensor) -> None:
+        """Compare the head sum of the probabilities at the entries of the lists."""
+        valid = self.case.lists.valid
+        if not valid.any():
+            found.require((p_sum == 0).all(), "p_sum of an invalid entry is not 0")
+            return
+        keys = torch.where(valid, self.case.lists.indices, 0).long()
+        expected = self.expected.p_sum.gather(1, keys).masked_fill(~valid, 0.0)
+        found.compare("p_sum", p_sum, expected)
+        found.require((p_sum[~valid] == 0).all(), "p_sum of an invalid entry is not 0")

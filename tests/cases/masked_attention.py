@@ -1,0 +1,56 @@
+"""Calls of masked dense attention: lists of every kind, and their comparison with float64."""
+
+import torch
+
+from megatron_dsa.dispatch import Policy
+from megatron_dsa.dsa_kernels import masked_attention
+from megatron_dsa.tools.verify.comparison import Comparison
+from megatron_dsa.tools.verify.lists import Lists
+from megatron_dsa.tools.verify.masked_attention import MaskedDims, MaskedReference, masked_case
+from megatron_dsa.tools.verify.tolerances import SPARSE_ATTENTION, by_figure
+
+DIMS = MaskedDims(heads=3, nope=8, rope=4, v=6)
+#: Several blocks of queries and of keys.
+SMALL = Policy(workspace_bytes=40_000)
+
+
+def ascending_lists(queries, keys, width, seed=0):
+    """Return random lists in ascending order, then -1; every fifth query has no key."""
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.full((queries, width), -1, dtype=torch.int32)
+    for token in range(queries):
+        chosen = torch.randperm(keys, generator=generator)[: width - token % 3]
+        indices[token, : len(chosen)] = chosen.sort().values.int()
+    indices[2::5] = -1
+    return Lists(indices, None, keys)
+
+
+def mixed_lists(queries, keys, width, seed=0):
+    """Return lists in any order, with -1 and ids past the keys among them, and with lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    indices = ascending_lists(queries, keys, width, seed).indices
+    for token in range(queries):
+        indices[token] = indices[token, torch.randperm(width, generator=generator)]
+    indices[1::4, :1] = keys
+    indices[3::4, -1:] = 2**31 - 1
+    length = torch.randint(-1, width + 2, (queries,), generator=generator).int()
+    return Lists(indices, length, keys)
+
+
+def check(lists, dtype=torch.float64, in_order=False, policy=SMALL):
+    """Compare values, head sums and all gradients with float64."""
+    case = masked_case(DIMS, lists, dtype)
+    leaves = [x.clone().requires_grad_() for x in (case.q, case.kv, case.k_pe)]
+    result = masked_attention(
+        *leaves, lists.indices, softmax_scale=case.softmax_scale, topk_length=lists.length,
+        want_p_sum=True, in_order=in_order, policy=policy,
+    )  # fmt: skip
+    grads = torch.autograd.grad(result.out, leaves, case.dout)
+    tolerance = SPARSE_ATTENTION[dtype]
+    reference, found = MaskedReference(case), Comparison(tolerance, by_figure(tolerance))
+    reference.forward(found, result.out, result.lse)
+    reference.backward(found, *grads)
+    reference.teacher(found, result.p_sum)
+    assert not found.wrong()
+    assert [x.dtype for x in grads] == [dtype] * 3
+    return result

@@ -1,0 +1,188 @@
+"""Key bits and the tiles made of them: torch and Triton against masks."""
+
+import pytest
+import torch
+
+from megatron_dsa.ops.masked_attention import reference
+from megatron_dsa.ops.masked_attention import torch as unfused
+from megatron_dsa.ops.masked_attention.bits import pack, unpack
+from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs
+from tests.cases.masked_attention import ascending_lists, mixed_lists
+from tests.cases.triton_kernels import assembly, interpret, prepare_interpreter, recorded
+
+SIZES = (1, 127, 128, 129, 300)
+BITS = "megatron_dsa.ops.masked_attention.triton.bits"
+TILES = "megatron_dsa.ops.masked_attention.triton.tiles"
+
+
+def masked(queries, keys, density=0.3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(queries, keys, generator=generator) < density
+
+
+@pytest.mark.parametrize("keys", [0, *SIZES])
+@pytest.mark.parametrize("queries", [0, 1, 5])
+def test_round_trip(queries, keys):
+    mask = masked(queries, keys)
+    bits = pack(mask)
+    assert bits.dtype == torch.int32 and bits.shape == (queries, -(-keys // 128), 4)
+    assert torch.equal(unpack(bits, keys), mask)
+
+
+def test_the_order_of_the_bits():
+    """As documented, and 0 for keys that do not exist."""
+    mask = torch.ones(1, 300, dtype=torch.bool)
+    bits = pack(mask)[0].long() & 0xFFFFFFFF
+    for g in range(3):
+        for word in range(4):
+            for n in range(16):
+                for e in range(2):
+                    exists = 128 * g + 8 * n + 2 * word + e < 300
+                    assert (int(bits[g, word]) >> (2 * n + e)) & 1 == exists
+    mask[0] = False
+    mask[0, 128 + 8 * 15 + 2 * 3 + 1] = True
+    assert pack(mask)[0].tolist() == [[0] * 4, [0, 0, 0, -(2**31)], [0] * 4]
+
+
+def check_bits(build, lists, workspace=10_000):
+    """Compare with the packed mask of the lists."""
+    mask = torch.zeros(len(lists.indices), lists.num_keys, dtype=torch.bool)
+    for token, (ids, valid) in enumerate(zip(lists.indices, lists.valid, strict=True)):
+        mask[token, ids[valid].long()] = True
+    bits = build(KeyBitsInputs(lists.indices, lists.length, lists.num_keys, workspace))
+    assert bits.dtype == torch.int32 and torch.equal(bits, pack(mask))
+
+
+def check_all_bits(build):
+    """Ragged sizes, invalid entries, lengths, strided lists, no query, no entry."""
+    for keys in SIZES:
+        check_bits(build, ascending_lists(7, keys, 20))
+        check_bits(build, mixed_lists(33, keys, 9))
+    wide = mixed_lists(5, 3000, 2500)
+    check_bits(build, wide)
+    for part in (slice(0), slice(None, None, 2)):
+        check_bits(build, wide.take(part))
+    narrow = ascending_lists(5, 100, 8)
+    for columns in (slice(0), slice(1, 5), slice(None, None, 3)):
+        part = type(narrow)(narrow.indices[:, columns], None, 100)
+        check_bits(build, part)
+
+
+def test_unfused_bits():
+    check_all_bits(unfused.key_bits)
+
+
+def test_the_transposed_bits_by_hand():
+    """One pair: query 128 + 8 * 3 + 2 * 2 + 1 selects key 5."""
+    mask = torch.zeros(200, 130, dtype=torch.bool)
+    mask[157, 5] = True
+    bits_t, flags = reference.transpose(pack(mask), 130)
+    assert bits_t.shape == (256, 2, 4) and flags.shape == (4, 2)
+    assert bits_t.nonzero().tolist() == [[5, 1, 2]] and bits_t[5, 1, 2] == 1 << 7
+    assert flags.nonzero().tolist() == [[2, 0]]
+    ids, count = reference.tile_lists(flags)
+    assert count.tolist() == [0, 0, 1, 0] and ids[2, 0] == 0
+
+
+def check_tiles(tiles, queries, keys, density):
+    """Compare transposed bits, flags and lists with the reference; empty tiles among them."""
+    mask = masked(queries, keys, density)
+    mask[64:128] = False
+    mask[:, 128:256] &= torch.arange(queries)[:, None] % 128 == 3
+    bits = pack(mask)
+    bits_t, flags = tiles.transpose(bits, keys)
+    expected_bits, expected_flags = reference.transpose(bits, keys)
+    assert bits_t.dtype == torch.int32 and torch.equal(bits_t, expected_bits)
+    assert flags.dtype == torch.uint8 and torch.equal(flags, expected_flags)
+    key_flags = expected_flags[0::2] | expected_flags[1::2]
+    for with_queries in (False, True):
+        found = tiles.tiles_for(bits, keys, with_queries)
+        same_lists((found.key_groups, found.key_group_count), key_flags)
+        assert (found.bits_t is not None) == with_queries
+        if with_queries:
+            assert torch.equal(found.bits_t, expected_bits)
+            same_lists((found.query_blocks, found.query_block_count), expected_flags.t())
+
+
+def same_lists(found, flags):
+    """Compare lists up to their counts."""
+    (ids, count), (expected, expected_count) = found, reference.tile_lists(flags)
+    assert ids.dtype == count.dtype == torch.int32 and ids.shape == expected.shape
+    assert torch.equal(count, expected_count)
+    for row, some in enumerate(count.tolist()):
+        assert torch.equal(ids[row, :some], expected[row, :some])
+
+
+def test_triton_interpreted():
+    """The kernels, see :func:`main`."""
+    interpret(__file__)
+
+
+def main():
+    """What runs in the interpreter."""
+    from megatron_dsa.ops.masked_attention.triton import bits, tiles
+
+    prepare_interpreter()
+    check_all_bits(bits.key_bits)
+    for queries in SIZES:
+        for keys in SIZES:
+            check_tiles(tiles, queries, keys, 0.3 if queries > 1 else 0.01)
+    check_tiles(tiles, 0, 130, 0.3)
+    check_tiles(tiles, 300, 300, 0.0)
+    for columns in (1, 511, 512, 513, 4096):
+        flags = masked(3, columns, 0.4).to(torch.uint8)
+        same_lists(tiles.tile_lists(flags), flags)
+        wide = masked(columns, 4, 0.4).to(torch.uint8) * 255
+        same_lists(tiles.tile_lists(wide[:, ::2].t()), wide[:, ::2].t())
+
+
+def test_compile_once_without_a_gpu(monkeypatch):
+    """For Hopper and Blackwell; the same code for other sizes and strides."""
+    kernels = pytest.importorskip(BITS), pytest.importorskip(TILES)
+    names = (("_set_bits",), ("_transpose", "_list_tiles"))
+    recorders = [
+        recorder
+        for module, some in zip(kernels, names, strict=True)
+        for recorder in recorded(monkeypatch, module, some)
+    ]
+    bits, tiles = kernels
+    for queries, keys, width in ((1, 1, 1), (256, 256, 16), (37, 301, 5)):
+        lists = ascending_lists(queries, keys, width)
+        packed = bits.key_bits(KeyBitsInputs(lists.indices, None, keys, 0))
+        tiles.tiles_for(packed, keys, True)
+    for recorder, variants in zip(recorders, (1, 1, 1), strict=True):
+        assert len(recorder.launches) >= 3
+        for capability in (80, 90, 100):
+            compiled = [
+                assembly(recorder.kernel, args, kwargs, capability)
+                for args, kwargs in recorder.launches
+            ]
+            assert len({one.hash for one in compiled}) == variants
+            assert all(".local" not in one.asm["ptx"] for one in compiled)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("queries", "keys", "width"), [(4096, 4096, 2048), (1000, 9001, 333)])
+def test_triton_on_the_gpu(queries, keys, width):
+    """Equal to torch's, without waiting for the device."""
+    bits, tiles = pytest.importorskip(BITS), pytest.importorskip(TILES)
+    lists = mixed_lists(queries, keys, width)
+    given = KeyBitsInputs(lists.indices.cuda(), lists.length.cuda(), keys, 2**28)
+    expected = unfused.key_bits(given)
+    tiles.tiles_for(bits.key_bits(given), keys, True)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = bits.key_bits(given)
+        transposed, flags = tiles.transpose(found, keys)
+        bundle = tiles.tiles_for(found, keys, True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, expected)
+    expected_bits, expected_flags = reference.transpose(expected, keys)
+    assert torch.equal(transposed, expected_bits) and torch.equal(flags, expected_flags)
+    same_lists((bundle.key_groups, bundle.key_group_count), flags[0::2] | flags[1::2])
+    same_lists((bundle.query_blocks, bundle.query_block_count), flags.t())
+
+
+if __name__ == "__main__":
+    main()

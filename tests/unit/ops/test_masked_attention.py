@@ -1,0 +1,266 @@
+"""Masked dense attention against float64: values, teacher, all gradients, and wrong arguments."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_dsa.dispatch.operation import import_attribute
+from megatron_dsa.dsa_kernels import (
+    IndexerInputs,
+    IndexerTraining,
+    masked_attention,
+    sparse_attention,
+)
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.masked_attention import torch as unfused
+from megatron_dsa.ops.masked_attention.declaration import (
+    BACKWARD,
+    FORWARD,
+    KEY_BITS,
+    PROBABILITIES,
+)
+from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs
+from megatron_dsa.sequence.layout import bshd_layout
+from megatron_dsa.tools.verify.comparison import Comparison
+from megatron_dsa.tools.verify.lists import Lists
+from megatron_dsa.tools.verify.masked_attention import MaskedReference, masked_case
+from tests.cases.masked_attention import DIMS, SMALL, ascending_lists, check, mixed_lists
+from tests.helpers import leaf, peak_bytes, relative_error
+
+SIZES = (1, 127, 128, 129, 300)
+
+
+@pytest.mark.parametrize("keys", SIZES)
+@pytest.mark.parametrize("queries", [1, 40])
+def test_lists_in_order(queries, keys):
+    lists = ascending_lists(queries, keys, 17)
+    result = check(lists, in_order=True)
+    assert torch.equal(result.p_sum != 0, lists.valid)
+
+
+@pytest.mark.parametrize("keys", SIZES)
+@pytest.mark.parametrize("queries", SIZES)
+def test_lists_in_any_order(queries, keys):
+    """With -1 in the middle, ids past the keys, lengths below 0 and beyond K."""
+    check(mixed_lists(queries, keys, 9))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtypes(dtype):
+    result = check(mixed_lists(40, 300, 30), dtype)
+    assert result.lse.dtype == result.p_sum.dtype == torch.float32
+
+
+def test_fp16_results_and_gradients():
+    case = masked_case(DIMS, ascending_lists(20, 150, 30), torch.float16)
+    found = Comparison(2e-3)
+    inputs, reference = case.inputs(), MaskedReference(case)
+    out, lse = unfused.forward(inputs)
+    reference.forward(found, out, lse)
+    grads = unfused.backward(inputs, out, lse, case.dout)
+    reference.backward(found, *grads)
+    assert not found.wrong()
+    assert [x.dtype for x in grads] == [torch.float16, torch.float16, torch.float32]
+
+
+def test_no_queries():
+    lists = Lists(torch.zeros(0, 5, dtype=torch.int32), None, 130)
+    case = masked_case(DIMS, lists, torch.float64)
+    leaves = [x.requires_grad_() for x in (case.q, case.kv, case.k_pe)]
+    result = masked_attention(*leaves, lists.indices, softmax_scale=0.3, want_p_sum=True)
+    assert result.out.shape == (0, 3, 6) and result.p_sum.shape == (0, 5)
+    grads = torch.autograd.grad(result.out, leaves, case.dout)
+    assert all((x == 0).all() and x.shape == y.shape for x, y in zip(grads, leaves, strict=True))
+
+
+def test_no_keys_of_any_query():
+    """out, all gradients and the head sum are 0, lse is -inf."""
+    result = check(Lists(torch.full((10, 4), -1, dtype=torch.int32), None, 20))
+    assert (result.p_sum == 0).all()
+
+
+def test_probabilities_in_ascending_order_of_the_keys():
+    """Wider than the longest list, with several blocks of keys."""
+    case = masked_case(DIMS, mixed_lists(40, 300, 30), torch.float64)
+    reference, found = MaskedReference(case), Comparison(1e-12)
+    for workspace in (1, 40_000, 10**9):
+        inputs = dataclasses.replace(case, workspace_bytes=workspace).inputs()
+        reference.compact_teacher(found, unfused.probabilities(inputs, reference.expected.lse, 50))
+    assert not found.wrong()
+
+
+def test_all_keys_selected_equals_dense_attention():
+    case = masked_case(DIMS, ascending_lists(7, 130, 8), torch.float64)
+    indices = torch.arange(150, dtype=torch.int32).expand(7, -1)
+    result = masked_attention(
+        case.q, case.kv, case.k_pe, indices, softmax_scale=0.3, want_p_sum=True, policy=SMALL
+    )
+    k = torch.cat([case.kv[..., :8], case.k_pe[:, None].expand(-1, 3, -1)], -1)
+    p = torch.softmax(torch.einsum("qhd,khd->hqk", case.q, k) * 0.3, -1)
+    dense = torch.einsum("hqk,khd->qhd", p, case.kv[..., 8:])
+    assert relative_error(result.out, dense) < 1e-12
+    assert relative_error(result.p_sum[:, :130], p.sum(0)) < 1e-12
+    assert (result.p_sum[:, 130:] == 0).all()
+
+
+def causal_lists(tokens, width):
+    """Up to ``width`` of the visible keys of every token, in descending order."""
+    last = torch.arange(tokens, dtype=torch.int32)[:, None]
+    return (last - 2 * torch.arange(width, dtype=torch.int32)).clamp_min(-1)
+
+
+@pytest.mark.parametrize("descending", [True, False])
+def test_equals_sparse_attention_on_latents(descending):
+    """Outputs, head sum, loss, gradients of queries, latents, weights and of the indexer."""
+    tokens, heads, nope, rope, v, rank = 40, 2, 6, 4, 5, 7
+    indices = causal_lists(tokens, 6)
+    if not descending:
+        ordered = torch.where(indices < 0, tokens, indices).sort(1).values
+        indices = torch.where(ordered == tokens, -1, ordered)
+    results = []
+    for masked in (True, False):
+        shapes = [(tokens, heads, nope), (tokens, heads, rope), (tokens, rank), (tokens, rope)]
+        shapes += [(heads, nope, rank), (heads, v, rank)]
+        shapes += [(tokens, 2, 4), (tokens, 4), (tokens, 2)]  # the indexer's
+        leaves = [leaf(*shape, seed=i, dtype=torch.float64) for i, shape in enumerate(shapes)]
+        q_nope, q_pe, latent, k_pe, w_uk, w_uv, *index = leaves
+        recorded = []
+        layout = bshd_layout(tokens, 1, torch.device("cpu"))
+        settings = {
+            "softmax_scale": 0.3, "want_p_sum": True, "policy": SMALL, "in_order": not descending,
+            "indexer": IndexerTraining(
+                IndexerInputs(*index), layout, lambda: 0.7, recorded.append
+            ),
+        }  # fmt: skip
+        if masked:
+            up = torch.cat([w_uk, w_uv], 1)
+            kv = torch.einsum("kr,hdr->khd", latent, up)
+            q = torch.cat([q_nope, q_pe], -1)
+            out, lse, p_sum = masked_attention(q, kv, k_pe, indices, **settings)
+        else:
+            q = torch.cat([torch.einsum("qhd,hdr->qhr", q_nope, w_uk), q_pe], -1)
+            kv = torch.cat([latent, k_pe], -1)
+            out, lse, p_sum = sparse_attention(q, kv, indices, v_dim=rank, **settings)
+            out = torch.einsum("qhr,hdr->qhd", out, w_uv)
+        grads = torch.autograd.grad((out * torch.arange(1, v + 1)).sum(), leaves)
+        (loss,) = recorded
+        results.append([out, lse, p_sum, loss, *grads])
+    for got, expected in zip(*results, strict=True):
+        assert expected.norm() > 0
+        assert relative_error(got, expected) < 1e-11
+
+
+def test_gradcheck():
+    case = masked_case(DIMS, ascending_lists(4, 131, 7), torch.float64)
+    lists = case.lists.indices
+
+    def attend(q, kv, k_pe):
+        return masked_attention(q, kv, k_pe, lists, softmax_scale=0.3, policy=SMALL).out
+
+    leaves = [x.requires_grad_() for x in (case.q, case.kv, case.k_pe)]
+    assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
+
+
+def test_strided_tensors():
+    case = masked_case(DIMS, mixed_lists(20, 140, 9), torch.float64)
+    tensors = (case.q, case.kv, case.k_pe)
+    strided = [torch.stack([x, x + 1], -1)[..., 0] for x in tensors]
+    assert not any(x.is_contiguous() for x in strided)
+    plain, other = (
+        masked_attention(*x, case.lists.indices, softmax_scale=0.3) for x in (tensors, strided)
+    )
+    assert torch.equal(plain.out, other.out)
+
+
+def test_temporary_memory_fits_the_workspace():
+    """Forward, probabilities and backward, besides what they return."""
+    case = masked_case(DIMS, ascending_lists(2000, 2000, 40), torch.float32)
+    inputs = dataclasses.replace(case, workspace_bytes=2**20).inputs()
+    out, lse = unfused.forward(inputs)
+    for run in (
+        lambda: unfused.forward(inputs),
+        lambda: (unfused.probabilities(inputs, lse, 40),),
+        lambda: unfused.backward(inputs, out, lse, case.dout),
+    ):
+        returned = sum(x.numel() * x.element_size() for x in run())
+        assert peak_bytes(torch.device("cpu"), run) < returned + 2**20
+
+
+def test_what_is_kept_for_the_backward():
+    """No bits and no probabilities."""
+    case = masked_case(DIMS, mixed_lists(20, 140, 9), torch.float32)
+    lists = case.lists
+    q = case.q.requires_grad_()
+    out, lse, _ = masked_attention(
+        q, case.kv, case.k_pe, lists.indices, softmax_scale=0.3, topk_length=lists.length,
+        want_p_sum=True,
+    )  # fmt: skip
+    kept = [x for x in out.grad_fn.saved_tensors if x is not None]
+    expected = [q, case.kv, case.k_pe, lists.indices, lists.length, out, lse]
+    assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in expected]
+
+
+def properties(result):
+    """Shapes and dtypes of what an implementation returned."""
+    results = result if isinstance(result, tuple) else (result,)
+    return [(x.shape, x.dtype) for x in results]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_plan_returns_the_same(dtype):
+    case = masked_case(DIMS, mixed_lists(20, 140, 9), dtype)
+    lists, inputs = case.lists, case.inputs()
+    out, lse = unfused.forward(inputs)
+    given = KeyBitsInputs(lists.indices, lists.length, 140, 10**6)
+    for operation, *arguments in (
+        (KEY_BITS, given),
+        (FORWARD, inputs),
+        (BACKWARD, inputs, out, lse, case.dout),
+        (PROBABILITIES, inputs, lse, 12),
+    ):
+        planned = [to_meta(x) for x in arguments]
+        for candidate in operation.candidates:
+            meta = import_attribute(operation.meta)(candidate, *planned)
+            real = operation.candidates[-1].load()(*arguments)
+            assert properties(meta) == properties(real)
+
+
+def to_meta(x):
+    """Return a tensor, or inputs, on the meta device."""
+    if isinstance(x, torch.Tensor):
+        return x.to("meta")
+    if dataclasses.is_dataclass(x):
+        fields = {field.name: to_meta(getattr(x, field.name)) for field in dataclasses.fields(x)}
+        return dataclasses.replace(x, **fields)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(4, 8)}, "q must be"),
+        ({"q": torch.zeros(4, 2, 3)}, "q must have more than the 3 dims of k_pe"),
+        ({"q": torch.zeros(4, 2, 13)}, "q must have more than .* fewer beyond them than the 10"),
+        ({"kv": torch.zeros(9, 3, 10)}, "kv must be"),
+        ({"kv": torch.zeros(9, 2, 10, dtype=torch.float64)}, "kv must have dtype"),
+        ({"k_pe": torch.zeros(8, 3)}, "k_pe must be"),
+        ({"k_pe": torch.zeros(9, 3, dtype=torch.bfloat16)}, "k_pe must have dtype"),
+        ({"indices": torch.zeros(4, 3, dtype=torch.int64)}, "indices must have dtype int32"),
+        ({"indices": torch.zeros(5, 3, dtype=torch.int32)}, "indices must be"),
+        ({"topk_length": torch.zeros(3, dtype=torch.int32)}, "topk_length must be"),
+        ({"indexer": IndexerTraining(
+            IndexerInputs(torch.zeros(4, 1, 2), torch.zeros(4, 2), torch.zeros(4, 1)),
+            bshd_layout(5, 1, torch.device("cpu")), lambda: 1.0)}, "the 5 query tokens"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(change, message):
+    arguments = {
+        "q": torch.zeros(4, 2, 8),
+        "kv": torch.zeros(9, 2, 10),
+        "k_pe": torch.zeros(9, 3),
+        "indices": torch.zeros(4, 3, dtype=torch.int32),
+        "softmax_scale": 1.0,
+    }
+    with pytest.raises(ConfigError, match=message):
+        masked_attention(**arguments | change)
