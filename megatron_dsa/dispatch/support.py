@@ -29,6 +29,7 @@ class OpCall:
         dtype: dtype of queries and keys (the wider one where inputs differ).
         heads: local query heads, or index heads.
         qk_dim, v_dim: dims of a query/key and of a value (0 where there is no value).
+        rope_dim: dims of ``qk_dim`` that the keys of all heads share; ``None``: not asked.
         topk: keys selected per query; ``None`` where nothing is selected.
         packed: sequences of different lengths share the batch.
         sink: a learned sink takes part in the softmax.
@@ -43,6 +44,7 @@ class OpCall:
     heads: int
     qk_dim: int
     v_dim: int
+    rope_dim: int | None = None
     topk: int | None = None
     packed: bool = False
     sink: bool = False
@@ -69,6 +71,7 @@ class Support:
         not_run: those of them for which the kernels were only compiled, never run.
         dtypes: dtypes of queries and keys.
         dims: pairs ``(qk_dim, v_dim)``.
+        rope_dim: of which so many are shared by all heads' keys.
         heads, topk: inclusive ranges.
         packed, sink: whether it takes them.
         without_relu: whether it takes index scores without the relu.
@@ -87,6 +90,7 @@ class Support:
     not_run: tuple[tuple[int, int], ...] = ()
     dtypes: tuple[torch.dtype, ...] | None = None
     dims: tuple[tuple[int, int], ...] | None = None
+    rope_dim: int | None = None
     heads: tuple[int, int] | None = None
     topk: tuple[int, int] | None = None
     packed: bool = True
@@ -147,10 +151,12 @@ class Support:
         return f"needs {' or '.join(map(short_dtype, self.dtypes))}, got {call.dtype}"
 
     def _dims(self, call: OpCall) -> str | None:
-        if self.dims is None or (call.qk_dim, call.v_dim) in self.dims:
-            return None
-        wanted = " or ".join(f"{qk_dim}/{v_dim}" for qk_dim, v_dim in self.dims)
-        return f"needs dims {wanted} (query and key/value), got {call.qk_dim}/{call.v_dim}"
+        if self.dims is not None and (call.qk_dim, call.v_dim) not in self.dims:
+            wanted = " or ".join(f"{qk_dim}/{v_dim}" for qk_dim, v_dim in self.dims)
+            return f"needs dims {wanted} (query and key/value), got {call.qk_dim}/{call.v_dim}"
+        if self.rope_dim is not None and call.rope_dim != self.rope_dim:
+            return f"needs {self.rope_dim} rope dims of all heads, got {call.rope_dim}"
+        return None
 
     def _counts(self, call: OpCall) -> str | None:
         for name, limits, value in (

@@ -173,6 +173,7 @@ def masked_attention(
         heads=q.shape[1],
         qk_dim=q.shape[2],
         v_dim=kv.shape[2] - nope,
+        rope_dim=k_pe.shape[1],
         topk=indices.shape[1],
     )
     indexer, trained = separate_tensors(indexer, q)

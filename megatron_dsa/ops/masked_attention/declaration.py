@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from megatron_dsa.dispatch import Candidate, Operation, Support
-from megatron_dsa.dispatch.gpus import PORTABLE
-from megatron_dsa.dispatch.packages import TRITON
+from megatron_dsa.dispatch.gpus import HOPPER, PORTABLE
+from megatron_dsa.dispatch.packages import TILELANG, TRITON
+from megatron_dsa.dispatch.support import ATOMIC_SUMS
 
 _HERE = __package__
+#: Plain MLA of V3.2 (128 dims without rope, 64 with it), in our own kernels.
+_TILELANG: dict[str, Any] = {
+    "package": TILELANG,
+    "capabilities": (HOPPER,),
+    "dtypes": (torch.bfloat16,),
+    "dims": ((192, 128),),
+    "rope_dim": 64,
+    "sink": False,
+}
+
+
+def _ours(name: str, **support: Any) -> Candidate:
+    return Candidate("tilelang", f"{_HERE}.tilelang.launch:{name}", Support(**support, **_TILELANG))
+
 
 KEY_BITS = Operation(
     "key_bits",
@@ -26,6 +45,7 @@ FORWARD = Operation(
     "masked_attention_forward",
     "masked dense attention forward",
     (
+        _ours("forward", covers="out, lse"),
         Candidate(
             "torch",
             f"{_HERE}.torch:forward",
@@ -40,6 +60,7 @@ BACKWARD = Operation(
     "masked_attention_backward",
     "masked dense attention backward",
     (
+        _ours("backward", covers="dq, dkv, dk_pe", **ATOMIC_SUMS),
         Candidate(
             "torch",
             f"{_HERE}.torch:backward",
@@ -54,6 +75,7 @@ PROBABILITIES = Operation(
     "masked_attention_probabilities",
     "head sum of the probabilities of masked dense attention",
     (
+        _ours("probabilities", covers="p_sum from q, kv, k_pe, lse"),
         Candidate(
             "torch",
             f"{_HERE}.torch:probabilities",

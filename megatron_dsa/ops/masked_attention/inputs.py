@@ -53,3 +53,10 @@ class MaskedAttentionInputs:
     def nope_dim(self) -> int:
         """Dims of a key without rope, ``Dn``."""
         return self.kv.shape[2] - self.v_dim
+
+    def head_parts(self) -> list[slice]:
+        """Return equal parts of the heads, one at least, whose fp32 ``dq`` fits the workspace."""
+        queries, heads, dim = self.q.shape
+        most = max(1, self.workspace_bytes // (4 * max(1, queries) * dim))
+        count = -(-heads // -(-heads // most))
+        return [slice(first, min(first + count, heads)) for first in range(0, heads, count)]

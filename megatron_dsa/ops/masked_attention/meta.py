@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.dispatch import Candidate
-from megatron_dsa.ops.masked_attention.bits import WORDS, groups
+from megatron_dsa.ops.masked_attention.bits import GROUP, WORDS, groups
 from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs, MaskedAttentionInputs
 from megatron_dsa.ops.meta import empty_sums, take_workspace
 
@@ -18,26 +18,46 @@ def key_bits(candidate: Candidate, inputs: KeyBitsInputs) -> torch.Tensor:
     return bits
 
 
-def forward(_candidate: Candidate, inputs: MaskedAttentionInputs):
+def forward(candidate: Candidate, inputs: MaskedAttentionInputs):
     """Meta function of ``masked_attention_forward``; ``FORWARD.run`` calls it in a plan."""
-    q = inputs.q
+    q = inputs.q.contiguous()
     out, lse = q.new_empty(*q.shape[:2], inputs.v_dim), empty_sums(q, *q.shape[:2])
-    take_workspace(q, inputs.workspace_bytes)
+    if not candidate.fused:
+        take_workspace(q, inputs.workspace_bytes)
     return out, lse
 
 
-def backward(_candidate: Candidate, inputs: MaskedAttentionInputs, out, lse, dout):
+def backward(candidate: Candidate, inputs: MaskedAttentionInputs, out, lse, dout):
     """Meta function of ``masked_attention_backward``; ``BACKWARD.run`` calls it in a plan."""
-    dq, dkv = torch.empty_like(inputs.q), torch.empty_like(inputs.kv)
+    q, kv = inputs.q.contiguous(), inputs.kv.contiguous()
+    dq, dkv = torch.empty_like(q), torch.empty_like(kv)
     dk_pe = empty_sums(inputs.k_pe, *inputs.k_pe.shape)
-    take_workspace(inputs.q, inputs.workspace_bytes)
+    if not candidate.fused:
+        take_workspace(q, inputs.workspace_bytes)
+        return dq, dkv, dk_pe
+    numbers, bits_t = _numbers(q), inputs.bits.new_empty(groups(len(kv)) * GROUP, groups(len(q)), 4)
+    for part in inputs.head_parts():
+        count = part.stop - part.start
+        sums = q.new_empty(len(q), count, q.shape[2], dtype=torch.float32)
+        dk_rope = inputs.k_pe.new_empty(len(kv), count, inputs.k_pe.shape[1])
+        total = empty_sums(inputs.k_pe, *inputs.k_pe.shape)
+        del sums, dk_rope, total
+    del numbers, bits_t
     return dq, dkv, dk_pe
 
 
-def probabilities(_candidate: Candidate, inputs: MaskedAttentionInputs, lse, width: int):
+def probabilities(candidate: Candidate, inputs: MaskedAttentionInputs, lse, width: int):
     """Meta function of ``masked_attention_probabilities``; ``PROBABILITIES.run`` calls it in a
     plan.
     """
     p_sum = empty_sums(inputs.q, len(inputs.q), width)
-    take_workspace(inputs.q, inputs.workspace_bytes)
+    if not candidate.fused:
+        take_workspace(inputs.q, inputs.workspace_bytes)
+        return p_sum
+    numbers, before = _numbers(inputs.q), inputs.bits.new_empty(inputs.bits.shape[:2])
+    del numbers, before
     return p_sum
+
+
+def _numbers(q: torch.Tensor) -> torch.Tensor:
+    return q.new_empty(q.shape[1], 2, groups(len(q)) * GROUP, dtype=torch.float32)

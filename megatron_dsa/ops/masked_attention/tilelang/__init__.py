@@ -1,0 +1,1 @@
+"""Masked dense attention on Hopper (sm_90a) in TileLang."""

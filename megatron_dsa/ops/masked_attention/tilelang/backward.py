@@ -1,0 +1,266 @@
+"""Backward of masked dense attention for 128 keys of one head per thread block (sm_90a).
+
+* ``CONSUME``: two warpgroups of 64 keys each, whose gradients they keep in registers, while tiles
+  of 64 queries come past. Rows of products are keys, so that P and dS are operands as they lie in
+  registers. The gradient of the queries takes dS of both warpgroups: each multiplies all keys with
+  half of the columns, one tile later, so that neither waits for the other;
+* ``PRODUCE``: one warp that fetches the keys, then queries, their gradients and their numbers.
+
+Gradients of queries are added in fp32. In order (``ordered``), a thread block adds to a tile after
+those of earlier keys: then equal inputs give equal sums.
+"""
+
+# No postponed annotations here: TileLang reads the tensors' shapes from them.
+from types import SimpleNamespace
+
+from tilelang import language as T
+
+from megatron_dsa.ops.hopper.cuda import call, shared_address
+from megatron_dsa.ops.hopper.programs import compiler
+from megatron_dsa.ops.hopper.tiles import GROUP, LOG2_E
+from megatron_dsa.ops.masked_attention.tilelang.gradients import SOURCE
+from megatron_dsa.ops.masked_attention.tilelang.tiles import (
+    BY_COLUMNS,
+    BY_ROWS,
+    KEYS,
+    PASSES,
+    PLACE,
+    REGISTERS,
+    STAGES,
+    THREADS,
+    Dims,
+    fetch,
+    own_row,
+    place_of,
+)
+
+#: Queries of a tile: with more, the accumulators would not fit in the registers.
+QUERIES = 64
+#: Bytes of a tile's lse, and of its delta.
+NUMBERS = 4 * QUERIES
+
+
+@T.macro
+def produce(Q, KV, Kpe, dO, Numbers, Tiles, m, done, at, dims):
+    """PRODUCE: the keys, then tiles of queries from the last to the first."""
+    last = at.first + KEYS
+    fetch(KV[at.first : last, at.head, 0 : dims.nope], m.k[:, 0 : dims.nope], done.k[0])
+    fetch(Kpe[at.first : last, :], m.k[:, dims.nope : dims.qk], done.k[0])
+    fetch(KV[at.first : last, at.head, dims.nope : dims.nope + dims.v], m.v, done.k[0])
+    T.barrier_arrive(done.k[0])
+    for i in T.serial(at.n):
+        query = Tiles[at.block, at.n - 1 - i] * QUERIES
+        slot = i % STAGES
+        T.barrier_wait(done.q_free[slot], (i // STAGES & 1) ^ 1)
+        fetch(Q[query : query + QUERIES, at.head, :], m.q[slot, :, :], done.q[slot])
+        numbers = Numbers[at.head, 0:2, query : query + QUERIES]
+        fetch(numbers, m.numbers[slot, :, :], done.q[slot])
+        T.barrier_arrive(done.q[slot])
+        fetch(dO[query : query + QUERIES, at.head, :], m.do[slot, :, :], done.do[slot])
+        T.barrier_arrive(done.do[slot])
+
+
+@T.macro
+def read_bits(BitsT, words, tile, at, tx):
+    """Read the words of the thread's keys for the queries of a tile."""
+    key = at.first + own_row(tx)
+    half = T.cast(tile % 2 * 16, "uint32")
+    for r in tuple(range(2)):
+        words[r] = T.reinterpret(BitsT[key + 8 * r, tile // 2, tx % 4], "uint32") >> half
+
+
+@T.macro
+def add_queries(dQ, Turns, Order, m, done, dq, tile, i, at, dims, ordered, tx):
+    """``dQ += dS K`` of the i-th tile: half of the columns per warpgroup."""
+    T.barrier_wait(done.ds[i % STAGES], i // STAGES & 1)
+    T.wgmma_gemm(
+        m.ds[i % STAGES, :, :], m.k, dq, transpose_A=True, clear_accum=True, policy=BY_COLUMNS
+    )
+    T.wait_wgmma(0)
+    T.barrier_arrive(done.ds_free[i % STAGES])
+    if ordered:
+        call(
+            "dsa_wait_turn",
+            T.address_of(Turns[at.own, tile, tx // GROUP]),
+            Order[at.block, at.n - 1 - i],
+            4 + tx // GROUP,
+        )
+    row = tile * QUERIES + own_row(tx % GROUP)
+    call(
+        "dsa_add",
+        T.address_of(dQ[row, at.own, tx // GROUP * (dims.qk // 2)]),
+        dq.data,
+        T.cast(dQ.strides[0], "int64"),
+        dQ.shape[0] - row,
+        of=(dims.qk // 16,),
+    )
+    if ordered:
+        call("dsa_end_turn", T.address_of(Turns[at.own, tile, tx // GROUP]), 4 + tx // GROUP)
+
+
+@T.macro
+def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordered, scale, tx):
+    """CONSUME: gradients of 64 keys per warpgroup."""
+    s, dp = (T.alloc_fragment([KEYS, QUERIES], "float32") for _ in range(2))
+    p, ds = (T.alloc_fragment([KEYS, QUERIES], "bfloat16") for _ in range(2))
+    dk = T.alloc_fragment([KEYS, dims.qk], "float32")
+    dv = T.alloc_fragment([KEYS, dims.v], "float32")
+    dq = T.alloc_fragment([QUERIES, dims.qk], "float32")
+    words = T.alloc_local([2], "uint32")
+    # The tile before, this one, and the next.
+    tile = T.alloc_local([3], "int32")
+    numbers = T.alloc_local([1], "int32")
+    numbers[0] = shared_address(m.numbers[0, 0, 0])
+    T.clear(dk)
+    T.clear(dv)
+    if at.n > 0:
+        tile[1] = Tiles[at.block, at.n - 1]
+        tile[2] = tile[1]
+        read_bits(BitsT, words, tile[1], at, tx)
+    T.barrier_wait(done.k[0], 0)
+    for i in T.serial(at.n):
+        slot = i % STAGES
+        lse = numbers[0] + slot * (2 * NUMBERS)
+        if i + 1 < at.n:
+            tile[2] = Tiles[at.block, at.n - 2 - i]
+        T.barrier_wait(done.q[slot], i // STAGES & 1)
+        T.wgmma_gemm(m.k, m.q[slot, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+        T.wait_wgmma(0)
+        call(
+            "dsa_probabilities", s.data, lse, words[0], words[1], scale * LOG2_E,
+            of=(QUERIES // 8,),
+        )  # fmt: skip
+        T.copy(s, p)
+        T.barrier_wait(done.do[slot], i // STAGES & 1)
+        T.wgmma_gemm(m.v, m.do[slot, :, :], dp, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+        T.wgmma_gemm(p, m.do[slot, :, :], dv, policy=BY_ROWS)
+        T.wait_wgmma(1)
+        call("dsa_score_gradient", p.data, dp.data, lse + NUMBERS, of=(QUERIES // 8,))
+        read_bits(BitsT, words, tile[2], at, tx)
+        T.copy(dp, ds)
+        T.barrier_wait(done.ds_free[slot], (i // STAGES & 1) ^ 1)
+        T.copy(ds, m.ds[slot, :, :])
+        T.fence_proxy_async()
+        T.barrier_arrive(done.ds[slot])
+        T.wgmma_gemm(ds, m.q[slot, :, :], dk, policy=BY_ROWS)
+        # With dQ's product under way as well, ptxas would not find enough registers.
+        T.wait_wgmma(0)
+        T.barrier_arrive(done.q_free[slot])
+        if i > 0:
+            add_queries(dQ, Turns, Order, m, done, dq, tile[0], i - 1, at, dims, ordered, tx)
+        tile[0] = tile[1]
+        tile[1] = tile[2]
+    if at.n > 0:
+        add_queries(dQ, Turns, Order, m, done, dq, tile[0], at.n - 1, at, dims, ordered, tx)
+    call("dsa_times", dk.data, scale, of=(dims.qk // 8,))
+    write(dKV, dKpe, m, dk, dv, at, dims, tx)
+
+
+@T.macro
+def write(dKV, dKpe, m, dk, dv, at, dims, tx):
+    """Write the gradients of the keys that exist, in the place of these in shared memory."""
+    # Both warpgroups multiply all keys.
+    T.sync_threads(3, 2 * GROUP)
+    T.copy(dv, m.v)
+    T.copy(dk, m.k)
+    T.sync_threads(3, 2 * GROUP)
+    for r in T.unroll(KEYS // 16):
+        row = r * 16 + tx // 16
+        if at.first + row < dKV.shape[0]:
+            for c in T.vectorized(8):
+                dKV[at.first + row, at.head, tx % 16 * 8 + c] = m.k[row, tx % 16 * 8 + c]
+            for c in T.vectorized(8):
+                dKV[at.first + row, at.head, dims.nope + tx % 16 * 8 + c] = m.v[
+                    row, tx % 16 * 8 + c
+                ]
+    for r in T.unroll(KEYS // 32):
+        row = r * 32 + tx // 8
+        if at.first + row < dKV.shape[0]:
+            for c in T.vectorized(8):
+                dKpe[at.first + row, at.own, tx % 8 * 8 + c] = m.k[row, dims.nope + tx % 8 * 8 + c]
+
+
+def build(nope: int, rope: int, v: int, ordered: bool = False):
+    """Return the TileLang program for keys of ``nope`` dims and ``rope`` dims, values of ``v``.
+
+    A launch does the heads ``first`` to ``first + part``, where ``part`` is dQ's number of heads.
+
+    Its arguments (all contiguous; sizes are dynamic):
+        Q ``[Sq, H, nope + rope]``, KV ``[Skv, H, nope + v]``, Kpe ``[Skv, rope]``, dO
+        ``[Sq, H, v]`` bf16; Numbers fp32 ``[H, 2, N]``, lse in base 2 (``inf`` for queries without
+        keys and past the last one) and delta; BitsT int32 ``[128 G, Gq, 4]``, the bits along
+        queries; Tiles int32 ``[G, W]``, the tiles of queries of each group of keys, and Count
+        int32, how many; Turns int32 ``[part, tiles, 2]`` zeros and Order int32 ``[G, W]``, which
+        thread block of a tile of queries this is (``[1, 1, 2]``, ``[1, 1]`` and not read unless
+        ordered); dQ fp32 ``[Sq, part, nope + rope]``, which is added to, in the order of fragments
+        (:func:`megatron_dsa.ops.hopper.fragments.in_column_order`) and not yet times scale; dKV
+        like KV; dKpe bf16 ``[Skv, part, rope]``; scale, positive; together: heads at a time.
+
+    Raises:
+        ValueError: dims that the tiling does not fit.
+    """
+    dims = Dims(nope, rope, v)
+    bf16, fp32, int32 = "bfloat16", "float32", "int32"
+    queries, keys, heads, part = T.dynamic("queries, keys, heads, part")
+    padded, count, groups, blocks, width = T.dynamic("padded, count, groups, blocks, width")
+    tiles, turns, places = T.dynamic("tiles, turns, places")
+
+    @T.prim_func
+    def masked_attention_backward(
+        Q: T.Tensor([queries, heads, nope + rope], bf16),
+        KV: T.Tensor([keys, heads, nope + v], bf16),
+        Kpe: T.Tensor([keys, rope], bf16),
+        dO: T.Tensor([queries, heads, v], bf16),
+        Numbers: T.Tensor([heads, 2, count], fp32),
+        BitsT: T.Tensor([padded, groups, 4], int32),
+        Tiles: T.Tensor([blocks, width], int32),
+        Count: T.Tensor([blocks], int32),
+        Turns: T.Tensor([turns, tiles, 2], int32),
+        Order: T.Tensor([places, width] if ordered else [1, 1], int32),
+        dQ: T.Tensor([queries, part, nope + rope], fp32),
+        dKV: T.Tensor([keys, heads, nope + v], bf16),
+        dKpe: T.Tensor([keys, part, rope], bf16),
+        first: T.int32,
+        scale: T.float32,
+        together: T.int32,
+    ):
+        """One thread block per group of keys and head; arguments as :func:`build` describes."""
+        with T.Kernel(blocks * part, threads=THREADS) as number:
+            T.import_source(SOURCE + PLACE)
+            m = SimpleNamespace(
+                k=T.alloc_shared([KEYS, nope + rope], bf16),
+                v=T.alloc_shared([KEYS, v], bf16),
+                q=T.alloc_shared([STAGES, QUERIES, nope + rope], bf16),
+                do=T.alloc_shared([STAGES, QUERIES, v], bf16),
+                ds=T.alloc_shared([STAGES, KEYS, QUERIES], bf16),
+                numbers=T.alloc_shared([STAGES, 2, QUERIES], fp32),
+            )
+            done = SimpleNamespace(
+                k=T.alloc_barrier(arrive_count=[32]),
+                q=T.alloc_barrier(arrive_count=[32] * STAGES),
+                do=T.alloc_barrier(arrive_count=[32] * STAGES),
+                q_free=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
+                ds=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
+                ds_free=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
+            )
+            tx = T.get_thread_binding()
+            # The first keys have the most tiles, as a rule, and others wait for them.
+            place = place_of(Count, number, part, together, KEYS, False)
+            at = SimpleNamespace(
+                block=place.block, first=place.first, n=place.n, own=place.head,
+                head=first + place.head,
+            )  # fmt: skip
+            if tx >= 2 * GROUP:
+                T.set_max_nreg(REGISTERS[1], 0)
+                if tx < 2 * GROUP + 32:
+                    produce(Q, KV, Kpe, dO, Numbers, Tiles, m, done, at, dims)
+            else:
+                T.set_max_nreg(REGISTERS[0], 1)
+                consume(
+                    BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordered, scale, tx
+                )  # fmt: skip
+
+    return masked_attention_backward
+
+
+compiled = compiler(build, PASSES)

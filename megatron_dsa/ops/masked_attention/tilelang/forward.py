@@ -1,0 +1,219 @@
+"""Forward of masked dense attention for 128 queries of one head per thread block (sm_90a).
+
+* ``CONSUME``: two warpgroups of 64 queries each. While the product ``O += P V`` of one tile of keys
+  is under way, a warpgroup forms P of the next;
+* ``PRODUCE``: one warp that fetches queries and tiles of keys and values.
+
+Only tiles of keys of which a query of the block selects any are visited.
+"""
+
+# No postponed annotations here: TileLang reads the tensors' shapes from them.
+from types import SimpleNamespace
+
+from tilelang import language as T
+
+from megatron_dsa.ops.hopper.cuda import call, shared_address
+from megatron_dsa.ops.hopper.programs import compiler
+from megatron_dsa.ops.hopper.tiles import GROUP, LN_2, LOG2_E
+from megatron_dsa.ops.masked_attention.tilelang.softmax import SOURCE
+from megatron_dsa.ops.masked_attention.tilelang.tiles import (
+    BY_ROWS,
+    KEYS,
+    PASSES,
+    PLACE,
+    REGISTERS,
+    STAGES,
+    THREADS,
+    Dims,
+    fetch,
+    own_row,
+    place_of,
+)
+
+#: Queries of a thread block.
+QUERIES = 128
+#: A maximum of no scores: finite, so that the exponent of a score that is not selected is -inf.
+LOWEST = -1e30
+
+
+@T.macro
+def produce(Q, KV, Kpe, Tiles, m, done, at, dims):
+    """PRODUCE: the queries, then keys and values, each as soon as there is room."""
+    if at.n > 0:
+        last = at.first + QUERIES
+        fetch(Q[at.first : last, at.head, 0 : dims.nope], m.q_nope, done.q[0])
+        fetch(Q[at.first : last, at.head, dims.nope : dims.qk], m.q_rope, done.q[0])
+        T.barrier_arrive(done.q[0])
+    for i in T.serial(at.n):
+        key = Tiles[at.block, i] * KEYS
+        slot = i % STAGES
+        T.barrier_wait(done.k_free[slot], (i // STAGES & 1) ^ 1)
+        fetch(KV[key : key + KEYS, at.head, 0 : dims.nope], m.k_nope[slot, :, :], done.k[slot])
+        fetch(Kpe[key : key + KEYS, :], m.k_rope[slot, :, :], done.k[slot])
+        T.barrier_arrive(done.k[slot])
+        T.barrier_wait(done.v_free[slot], (i // STAGES & 1) ^ 1)
+        values = KV[key : key + KEYS, at.head, dims.nope : dims.nope + dims.v]
+        fetch(values, m.v[slot, :, :], done.v[slot])
+        T.barrier_arrive(done.v[slot])
+
+
+@T.macro
+def read_bits(Bits, Tiles, words, group, at, i, tx):
+    """Read the words of tile ``i``, whose group was read before, and the next one's group."""
+    row = at.first + own_row(tx)
+    for r in tuple(range(2)):
+        words[r] = T.cast(0, "uint32")
+        if row + 8 * r < Bits.shape[0]:
+            words[r] = T.reinterpret(Bits[row + 8 * r, group[0], tx % 4], "uint32")
+    if i + 1 < at.n:
+        group[0] = Tiles[at.block, i + 1]
+
+
+@T.macro
+def multiply_keys(m, s, slot):
+    """Start ``S = Q K^T``."""
+    T.wgmma_gemm(
+        m.q_nope, m.k_nope[slot, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS
+    )
+    T.wgmma_gemm(m.q_rope, m.k_rope[slot, :, :], s, transpose_B=True, policy=BY_ROWS)
+
+
+@T.macro
+def softmax(s, words, top, total, decay, scale):
+    """P in place of the scores; ``decay``: what is left of the sums until now."""
+    call("dsa_select", s.data, words[0], words[1], of=(KEYS // 8,))
+    call("dsa_softmax", s.data, top.data, total.data, decay.data, scale * LOG2_E, of=(KEYS // 8,))
+
+
+@T.macro
+def consume(Bits, Tiles, O, Lse, m, done, at, dims, scale, tx):  # noqa: E741
+    """CONSUME: the output of 64 queries per warpgroup."""
+    s = T.alloc_fragment([QUERIES, KEYS], "float32")
+    p = T.alloc_fragment([QUERIES, KEYS], "bfloat16")
+    o = T.alloc_fragment([QUERIES, dims.v], "float32")
+    words, group = T.alloc_local([2], "uint32"), T.alloc_local([1], "int32")
+    top, total, decay = (T.alloc_local([2], "float32") for _ in range(3))
+    formed = T.alloc_local([1], "int32")
+    formed[0] = shared_address(done.formed[0])
+    T.clear(o)
+    for r in tuple(range(2)):
+        top[r] = LOWEST
+        total[r] = 0.0
+    if at.n > 0:
+        group[0] = Tiles[at.block, 0]
+        read_bits(Bits, Tiles, words, group, at, 0, tx)
+        T.barrier_wait(done.q[0], 0)
+        T.barrier_wait(done.k[0], 0)
+        multiply_keys(m, s, 0)
+        T.wait_wgmma(0)
+        T.barrier_arrive(done.k_free[0])
+        softmax(s, words, top, total, decay, scale)
+        T.copy(s, p)
+        for i in T.serial(1, at.n):
+            slot, before = i % STAGES, (i - 1) % STAGES
+            read_bits(Bits, Tiles, words, group, at, i, tx)
+            T.barrier_wait(done.k[slot], i // STAGES & 1)
+            multiply_keys(m, s, slot)
+            T.barrier_wait(done.v[before], (i - 1) // STAGES & 1)
+            T.wgmma_gemm(p, m.v[before, :, :], o, policy=BY_ROWS)
+            T.wait_wgmma(1)
+            T.barrier_arrive(done.k_free[slot])
+            softmax(s, words, top, total, decay, scale)
+            call("dsa_formed", formed[0], total.data)
+            T.wait_wgmma(0)
+            T.barrier_arrive(done.v_free[before])
+            T.copy(s, p)
+            call("dsa_rescale", o.data, decay.data, of=(dims.v // 8,))
+        last = (at.n - 1) % STAGES
+        T.barrier_wait(done.v[last], (at.n - 1) // STAGES & 1)
+        T.wgmma_gemm(p, m.v[last, :, :], o, policy=BY_ROWS)
+        T.wait_wgmma(0)
+    call("dsa_finish", total.data, decay.data)
+    call("dsa_scale", o.data, decay.data, of=(dims.v // 8,))
+    write(O, Lse, m, o, top, total, at, tx)
+
+
+@T.macro
+def write(O, Lse, m, o, top, total, at, tx):  # noqa: E741
+    """Write output and lse of the queries that exist."""
+    # A warpgroup's output takes the place of its own queries, which it needs no more.
+    T.copy(o, m.q_nope)
+    T.sync_threads(1 + tx // GROUP, GROUP)
+    for r in T.unroll(64 // 8):
+        row = tx // GROUP * 64 + r * 8 + tx % GROUP // 16
+        if at.first + row < O.shape[0]:
+            for c in T.vectorized(8):
+                O[at.first + row, at.head, tx % 16 * 8 + c] = m.q_nope[row, tx % 16 * 8 + c]
+    if tx % 4 == 0:
+        for r in tuple(range(2)):
+            row = at.first + own_row(tx) + 8 * r
+            if row < O.shape[0]:
+                Lse[row, at.head] = T.if_then_else(
+                    total[r] == 0, -T.infinity("float32"), (top[r] + T.log2(total[r])) * LN_2
+                )
+
+
+def build(nope: int, rope: int, v: int):
+    """Return the TileLang program for keys of ``nope`` dims and ``rope`` dims, values of ``v``.
+
+    Its arguments (all contiguous; sizes are dynamic):
+        Q ``[Sq, H, nope + rope]``, KV ``[Skv, H, nope + v]``, Kpe ``[Skv, rope]`` bf16; Bits int32
+        ``[Sq, G, 4]``, key bits; Tiles int32 ``[ceil(Sq / 128), W]``, the groups of keys of each
+        block of queries, and Count int32, how many; O ``[Sq, H, v]`` bf16; Lse ``[Sq, H]`` fp32,
+        natural, ``-inf`` for queries without keys; scale, positive; together: heads at a time.
+
+    Raises:
+        ValueError: dims that the tiling does not fit.
+    """
+    dims = Dims(nope, rope, v)
+    bf16, fp32, int32 = "bfloat16", "float32", "int32"
+    queries, keys, heads, groups, blocks, width = T.dynamic(
+        "queries, keys, heads, groups, blocks, width"
+    )
+
+    @T.prim_func
+    def masked_attention_forward(
+        Q: T.Tensor([queries, heads, nope + rope], bf16),
+        KV: T.Tensor([keys, heads, nope + v], bf16),
+        Kpe: T.Tensor([keys, rope], bf16),
+        Bits: T.Tensor([queries, groups, 4], int32),
+        Tiles: T.Tensor([blocks, width], int32),
+        Count: T.Tensor([blocks], int32),
+        O: T.Tensor([queries, heads, v], bf16),  # noqa: E741
+        Lse: T.Tensor([queries, heads], fp32),
+        scale: T.float32,
+        together: T.int32,
+    ):
+        """One thread block per block of queries and head; arguments as :func:`build` describes."""
+        with T.Kernel(blocks * heads, threads=THREADS) as number:
+            T.import_source(SOURCE + PLACE)
+            m = SimpleNamespace(
+                q_nope=T.alloc_shared([QUERIES, nope], bf16),
+                q_rope=T.alloc_shared([QUERIES, rope], bf16),
+                k_nope=T.alloc_shared([STAGES, KEYS, nope], bf16),
+                k_rope=T.alloc_shared([STAGES, KEYS, rope], bf16),
+                v=T.alloc_shared([STAGES, KEYS, v], bf16),
+            )
+            done = SimpleNamespace(
+                q=T.alloc_barrier(arrive_count=[32]),
+                k=T.alloc_barrier(arrive_count=[32] * STAGES),
+                v=T.alloc_barrier(arrive_count=[32] * STAGES),
+                k_free=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
+                v_free=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
+                formed=T.alloc_barrier(arrive_count=[2 * GROUP]),
+            )
+            tx = T.get_thread_binding()
+            # The last queries have the most tiles, as a rule.
+            at = place_of(Count, number, heads, together, QUERIES, True)
+            if tx >= 2 * GROUP:
+                T.set_max_nreg(REGISTERS[1], 0)
+                if tx < 2 * GROUP + 32:
+                    produce(Q, KV, Kpe, Tiles, m, done, at, dims)
+            else:
+                T.set_max_nreg(REGISTERS[0], 1)
+                consume(Bits, Tiles, O, Lse, m, done, at, dims, scale, tx)
+
+    return masked_attention_forward
+
+
+compiled = compiler(build, PASSES)

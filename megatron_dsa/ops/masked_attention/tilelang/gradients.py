@@ -1,0 +1,93 @@
+"""Steps of the backward on the registers of a thread.
+
+A thread has two rows of an accumulator, ``[columns / 8][2 rows][2 neighbours]``. Rows are keys and
+columns queries, but for the gradient of the queries. Bit ``2 n + e`` of a row's word of key bits is
+about its column ``(n, e)``.
+"""
+
+from megatron_dsa.ops.hopper.cuda import ADDRESSES
+
+SOURCE = (
+    ADDRESSES
+    + r"""
+// Two neighbours in shared memory.
+__device__ __forceinline__ float2 dsa_two(int address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
+  return x;
+}
+// P = exp2(S * scale - lse) where a row is selected, else 0, in place.
+template <int N>
+__device__ __forceinline__ void dsa_probabilities(float* s, int lse, unsigned upper, unsigned lower,
+                                                  float scale) {
+  lse += threadIdx.x % 4 * 8;
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    const float2 own = dsa_two(lse + 32 * n);
+#pragma unroll
+    for (int i = 4 * n; i < 4 * n + 4; i++) {
+      const unsigned word = i % 4 / 2 ? lower : upper;
+      const float p = exp2f(fmaf(s[i], scale, -(i % 2 ? own.y : own.x)));
+      s[i] = word & 1u << (i / 4 * 2 + i % 2) ? p : 0;
+    }
+  }
+}
+// dS = P * (dP - delta) in dP's place, of P in bf16.
+template <int N>
+__device__ __forceinline__ void dsa_score_gradient(const void* bf16, float* dp, int delta) {
+  delta += threadIdx.x % 4 * 8;
+  const unsigned* p = static_cast<const unsigned*>(bf16);
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    const float2 own = dsa_two(delta + 32 * n);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const unsigned two = p[2 * n + r];
+      float* own_dp = dp + 4 * n + 2 * r;
+      own_dp[0] = __uint_as_float(two << 16) * (own_dp[0] - own.x);
+      own_dp[1] = __uint_as_float(two & 0xffff0000u) * (own_dp[1] - own.y);
+    }
+  }
+}
+// Adds 8 N columns of two rows, as far as these exist (`left` rows from `target` on), to a sum
+// whose 16 columns come in the order of a fragment.
+template <int N>
+__device__ __forceinline__ void dsa_add(float* target, const float* x, int64_t stride, int left) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    if (8 * r < left) {
+      float* row = target + 8 * r * stride + threadIdx.x % 4 * 4;
+#pragma unroll
+      for (int n = 0; n < N; n += 2) {
+        const float *a = x + 4 * n + 2 * r, *b = a + 4;
+        asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(row + 8 * n), "f"(a[0]),
+                     "f"(a[1]), "f"(b[0]), "f"(b[1])
+                     : "memory");
+      }
+    }
+  }
+}
+template <int N>
+__device__ __forceinline__ void dsa_times(float* x, float factor) {
+#pragma unroll
+  for (int i = 0; i < 4 * N; i++) x[i] *= factor;
+}
+// A warpgroup's turn to add to a tile of queries: `turn` counts who has been there.
+__device__ __forceinline__ void dsa_wait_turn(const int* turn, int own, int barrier) {
+  if (threadIdx.x % 128 == 0) {
+    int now;
+    do {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    } while (now != own);
+  }
+  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void dsa_end_turn(int* turn, int barrier) {
+  __threadfence();
+  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+  if (threadIdx.x % 128 == 0) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+  }
+}
+"""
+)

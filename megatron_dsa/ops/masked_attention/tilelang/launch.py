@@ -1,0 +1,125 @@
+"""Masked dense attention through this package's own kernels for Hopper (bf16, V3.2's dims).
+
+Kernels visit the tiles of 128 keys of which a block of queries selects any. The backward does some
+heads at a time: the fp32 gradient of their queries fits the workspace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dsa.dispatch import deterministic_mode
+from megatron_dsa.ops.masked_attention.bits import GROUP
+from megatron_dsa.ops.masked_attention.inputs import MaskedAttentionInputs
+from megatron_dsa.ops.masked_attention.tilelang import backward as backward_program
+from megatron_dsa.ops.masked_attention.tilelang import forward as forward_program
+from megatron_dsa.ops.masked_attention.tilelang import probabilities as probabilities_program
+from megatron_dsa.ops.masked_attention.triton.numbers import keys_before, numbers, round_gradient
+from megatron_dsa.ops.masked_attention.triton.tiles import Tiles, tiles_for
+
+
+def forward(inputs: MaskedAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``out`` (dtype of q) and ``lse`` fp32."""
+    call = _Call.of(inputs)
+    queries, heads = call.q.shape[:2]
+    out = call.q.new_empty(queries, heads, inputs.v_dim)
+    lse = call.q.new_empty(queries, heads, dtype=torch.float32)
+    if queries > 0 and len(call.kv) > 0:
+        tiles = tiles_for(inputs.bits, len(call.kv), with_queries=False)
+        forward_program.compiled(*call.dims)(
+            call.q, call.kv, call.k_pe, inputs.bits, tiles.key_groups, tiles.key_group_count, out,
+            lse, inputs.softmax_scale, call.heads_together(len(tiles.key_groups)),
+        )  # fmt: skip
+    else:
+        out.zero_()
+        lse.fill_(float("-inf"))
+    return out, lse
+
+
+def backward(
+    inputs: MaskedAttentionInputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ``dq``, ``dkv`` (dtype of theirs) and ``dk_pe`` fp32.
+
+    In torch's deterministic mode equal inputs give bitwise equal gradients.
+    """
+    call = _Call.of(inputs)
+    q, kv, k_pe = call.q, call.kv, call.k_pe
+    dq, dkv = torch.empty_like(q), torch.empty_like(kv)
+    dk_pe = k_pe.new_zeros(k_pe.shape, dtype=torch.float32)
+    if len(q) == 0 or len(kv) == 0:
+        return dq.zero_(), dkv.zero_(), dk_pe
+    dout = dout.to(q.dtype).contiguous()
+    tiles = tiles_for(inputs.bits, len(kv), with_queries=True)
+    per_query = numbers(lse, out.contiguous(), dout)
+    ordered = deterministic_mode()
+    kernel = backward_program.compiled(*call.dims, ordered)
+    together = call.heads_together(len(tiles.bits_t) // GROUP)
+    for part in inputs.head_parts():
+        count = part.stop - part.start
+        sums = q.new_zeros(len(q), count, q.shape[2], dtype=torch.float32)
+        dk_rope = k_pe.new_empty(len(kv), count, k_pe.shape[1])
+        kernel(
+            q, kv, k_pe, dout, per_query, *_lists(tiles), *_turns(tiles, count, ordered), sums,
+            dkv, dk_rope, part.start, inputs.softmax_scale, together,
+        )  # fmt: skip
+        round_gradient(dq, sums, part.start, inputs.softmax_scale)
+        dk_pe += dk_rope.sum(1, dtype=torch.float32)
+    return dq, dkv, dk_pe
+
+
+def probabilities(inputs: MaskedAttentionInputs, lse: torch.Tensor, width: int) -> torch.Tensor:
+    """Return ``p_sum`` fp32 ``[Sq, width]``, of selected keys one after the other."""
+    call = _Call.of(inputs)
+    p_sum = call.q.new_zeros(len(call.q), width, dtype=torch.float32)
+    if p_sum.numel() > 0 and len(call.kv) > 0:
+        tiles = tiles_for(inputs.bits, len(call.kv), with_queries=False)
+        probabilities_program.compiled(*call.dims)(
+            call.q, call.kv, call.k_pe, numbers(lse, None, None), inputs.bits,
+            keys_before(inputs.bits), tiles.key_groups, tiles.key_group_count, p_sum,
+            inputs.softmax_scale,
+        )  # fmt: skip
+    return p_sum
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The tensors of a call as kernels take them, and the dims that they are compiled for."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    k_pe: torch.Tensor
+    dims: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, inputs: MaskedAttentionInputs) -> _Call:
+        q, kv, k_pe = (x.contiguous() for x in (inputs.q, inputs.kv, inputs.k_pe))
+        return cls(q, kv, k_pe, (inputs.nope_dim, k_pe.shape[1], inputs.v_dim))
+
+    def heads_together(self, blocks: int) -> int:
+        """Return how many heads' blocks fill the GPU once: these share keys in the L2 cache."""
+        processors = torch.cuda.get_device_properties(self.q.device).multi_processor_count
+        return max(1, processors // blocks)
+
+
+def _lists(tiles: Tiles) -> tuple[torch.Tensor, ...]:
+    assert tiles.bits_t is not None
+    assert tiles.query_blocks is not None and tiles.query_block_count is not None
+    return tiles.bits_t, tiles.query_blocks, tiles.query_block_count
+
+
+def _turns(tiles: Tiles, heads: int, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``Turns`` and ``Order`` of :func:`.backward.build`."""
+    assert tiles.query_blocks is not None and tiles.query_block_count is not None
+    ids, count = tiles.query_blocks, tiles.query_block_count
+    if not ordered:
+        return ids.new_empty(1, 1, 2), ids.new_empty(1, 1)
+    blocks, columns = ids.shape
+    listed = torch.arange(columns, device=ids.device) < count[:, None]
+    ids = torch.where(listed, ids, 0).long()
+    present = torch.zeros(blocks, columns, dtype=torch.int32, device=ids.device)
+    present.scatter_add_(1, ids, listed.int())
+    earlier = present.cumsum(0, dtype=torch.int32) - present
+    return ids.new_zeros(heads, columns, 2, dtype=torch.int32), earlier.gather(1, ids)

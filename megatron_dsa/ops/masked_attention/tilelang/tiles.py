@@ -1,0 +1,107 @@
+"""What the kernels share: tiles, the call's tensors, a thread block's place, products.
+
+In the macros, ``at`` is the thread block's place in the call, ``m`` its shared memory, ``done`` its
+barriers, ``tx`` the thread. All that is shared is handed over at barriers of our own.
+"""
+
+# No postponed annotations here: TileLang reads the tensors' shapes from them.
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang
+from tilelang import language as T
+
+from megatron_dsa.ops.hopper.cuda import call
+from megatron_dsa.ops.hopper.programs import OWN_BARRIERS
+from megatron_dsa.ops.hopper.tiles import GROUP
+
+#: Keys of a tile: a group of key bits.
+KEYS = 128
+#: Tiles of what is streamed that are in shared memory at a time.
+STAGES = 2
+#: Registers per thread of the consumers and the producer; 504 is all there is.
+REGISTERS = (240, 24)
+#: Consumers and the warpgroup that fetches.
+THREADS = 3 * GROUP
+#: Accesses outside of a tensor are guarded by hand: TileLang's guards cost registers.
+PASSES = OWN_BARRIERS | {tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
+#: Each warpgroup has half of the rows of a product, or half of its columns.
+BY_ROWS, BY_COLUMNS = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
+
+#: A thread block's place: its block of queries or keys, its head, how many tiles it has. Heads come
+#: ``together`` at a time, whose keys the L2 cache holds.
+PLACE = r"""
+__device__ __forceinline__ void dsa_place(int* place, const int* count, int number, int blocks,
+                                          int heads, int together, bool last_first) {
+  const int some = number / (together * blocks) * together;
+  const int left = min(together, heads - some);
+  const int own = number % (together * blocks);
+  place[0] = last_first ? blocks - 1 - own / left : own / left;
+  place[1] = some + own % left;
+  place[2] = count[place[0]];
+}
+"""
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Dims of a key without rope, of its rope, and of a value.
+
+    Raises:
+        ValueError: dims that the tiling does not fit.
+    """
+
+    nope: int
+    rope: int
+    v: int
+
+    def __post_init__(self):
+        if (self.nope, self.rope, self.v) != (128, 64, 128):
+            raise ValueError(
+                "dims must be (128, 64, 128) (key without rope, rope, value), got "
+                f"{(self.nope, self.rope, self.v)}: the accumulators of 128 keys fill the "
+                "registers; use another implementation"
+            )
+
+    @property
+    def qk(self) -> int:
+        """Dims of a query."""
+        return self.nope + self.rope
+
+
+@dataclass(frozen=True)
+class Place:
+    """A thread block's place in the call.
+
+    Attributes:
+        block: its block of queries or keys.
+        first: the first of these.
+        head: its head.
+        n: how many tiles it has.
+    """
+
+    block: Any
+    first: Any
+    head: Any
+    n: Any
+
+
+@T.macro
+def place_of(Count, number, heads, together, size, last_first):
+    """Return the :class:`Place` of thread block ``number``; blocks have ``size`` rows."""
+    place = T.alloc_local([3], "int32")
+    blocks = Count.shape[0]
+    call(
+        "dsa_place", place.data, T.address_of(Count[0]), number, blocks, heads, together, last_first
+    )
+    return Place(place[0], place[0] * size, place[1], place[2])
+
+
+def fetch(source, target, barrier):
+    """Fetch a box of a tensor; rows past its end are zeros. One warp does this."""
+    return T.tma_copy(source, target, barrier=barrier, leader_scope_threads=32)
+
+
+def own_row(tx):
+    """Return the first of a thread's two rows of a tile by rows; the other is 8 further."""
+    return tx // 32 * 16 + tx % 32 // 4

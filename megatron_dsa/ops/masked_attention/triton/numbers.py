@@ -1,0 +1,117 @@
+"""What the TileLang kernels need beside the tiles: numbers per query and head, counts, rounding."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_dsa.ops.masked_attention.bits import GROUP, groups
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_BLOCK = 64
+
+
+def numbers(lse: torch.Tensor, out: torch.Tensor | None, dout: torch.Tensor | None) -> torch.Tensor:
+    """Return fp32 ``[H, 2, N]``: lse in base 2, and delta, the row sums of ``out * dout``.
+
+    ``N`` is ``Sq`` rounded up to whole groups of queries. The lse of queries without keys and of
+    those past the last one is ``inf``, so that their probabilities are 0.
+
+    Args:
+        lse: fp32 ``[Sq, H]``, natural.
+        out, dout: ``[Sq, H, Dv]``; ``None``: delta is not written.
+    """
+    queries, heads = lse.shape
+    count = groups(queries) * GROUP
+    result = lse.new_empty(heads, 2, count)
+    if result.numel() > 0:
+        dims = 0 if out is None else out.shape[2]
+        _numbers[(count // _BLOCK, heads)](
+            lse, out, dout, result, queries, heads, count, DIMS=dims, BLOCK=_BLOCK
+        )
+    return result
+
+
+# Sizes follow the batch and must not compile kernels again.
+@triton.jit(do_not_specialize=["queries", "heads", "count"])
+def _numbers(
+    lse, out, dout, result, queries, heads, count, DIMS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program per head and ``BLOCK`` queries."""
+    query = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    inside = query < queries
+    row = query * heads + head
+    own = tl.load(lse + row, mask=inside, other=float("-inf"))
+    own = tl.where(own == float("-inf"), float("inf"), own * _LOG2_E)
+    target = result + head * 2 * count + query
+    tl.store(target, own)
+    if DIMS > 0:
+        at = row[:, None] * DIMS + tl.arange(0, DIMS)[None, :]
+        a = tl.load(out + at, mask=inside[:, None], other=0).to(tl.float32)
+        b = tl.load(dout + at, mask=inside[:, None], other=0).to(tl.float32)
+        tl.store(target + count, tl.sum(a * b, 1))
+
+
+def keys_before(bits: torch.Tensor) -> torch.Tensor:
+    """Return int32 ``[Sq, G]``: how many keys a query selects of the groups before each.
+
+    Args:
+        bits: int32 ``[Sq, G, 4]``, key bits.
+    """
+    queries, key_groups = bits.shape[:2]
+    before = bits.new_empty(queries, key_groups)
+    if before.numel() > 0:
+        _keys_before[(queries,)](bits.contiguous(), before, key_groups, BLOCK=128)
+    return before
+
+
+@triton.jit(do_not_specialize=["key_groups"])
+def _keys_before(bits, before, key_groups, BLOCK: tl.constexpr):
+    """One program per query."""
+    row = tl.program_id(0).to(tl.int64) * key_groups
+    found = 0
+    for first in range(0, key_groups, BLOCK):
+        group = first + tl.arange(0, BLOCK)
+        inside = group < key_groups
+        at = (row + group)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        x = tl.load(bits + at, mask=inside[:, None], other=0).to(tl.uint32, bitcast=True)
+        # Set bits of a word: sums of 2, 4 and 8 neighbours, then of all bytes.
+        x = x - ((x >> 1) & 0x55555555)
+        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+        x = (x + (x >> 4)) & 0x0F0F0F0F
+        count = tl.sum(((x * 0x01010101) >> 24).to(tl.int32), 1)
+        total = tl.cumsum(count, 0)
+        tl.store(before + row + group, found + total - count, mask=inside)
+        found += tl.sum(count, 0)
+
+
+def round_gradient(dq: torch.Tensor, sums: torch.Tensor, first: int, scale: float) -> None:
+    """Write ``sums * scale`` to the heads of ``dq`` from ``first`` on, in column order.
+
+    Args:
+        dq: ``[Sq, H, D]``, contiguous; D a multiple of 16.
+        sums: fp32 ``[Sq, part, D]``, contiguous, in the order of fragments
+            (:func:`megatron_dsa.ops.hopper.fragments.in_column_order`).
+        first: first head.
+        scale: factor.
+    """
+    queries, part, dims = sums.shape
+    if sums.numel() > 0:
+        grid = (queries, triton.cdiv(part * dims, 1024))
+        _round[grid](dq, sums, first * dims, dq.stride(0), part * dims, scale, BLOCK=1024)
+
+
+@triton.jit(do_not_specialize=["first", "stride", "columns"])
+def _round(dq, sums, first, stride, columns, scale, BLOCK: tl.constexpr):
+    """One program per query and ``BLOCK`` columns of its heads."""
+    query = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    # A thread of a fragment has two neighbours in each half of 16 columns: [half, thread, 2] here,
+    # [thread, half, 2] there.
+    place = column % 16
+    source = column - place + place % 8 // 2 * 4 + place // 8 * 2 + place % 2
+    x = tl.load(sums + query * columns + source, mask=inside, other=0.0)
+    tl.store(dq + query * stride + first + column, (x * scale).to(dq.dtype.element_ty), mask=inside)

@@ -1,0 +1,356 @@
+"""Masked dense attention's own kernels: compiled without a GPU, run on one against float64.
+
+Numbers in docstrings are rows of the list of bugs that other systems shipped.
+"""
+
+import dataclasses
+import functools
+import importlib
+import re
+
+import pytest
+import torch
+
+from megatron_dsa.dispatch import Policy, describe_call
+from megatron_dsa.dsa_kernels import (
+    IndexerInputs,
+    IndexerTraining,
+    indexer_topk,
+    masked_attention,
+)
+from megatron_dsa.ops.masked_attention.bits import pack
+from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
+from megatron_dsa.ops.masked_attention.inputs import MaskedAttentionInputs
+from megatron_dsa.sequence.layout import packed_layout
+from megatron_dsa.tools.verify.comparison import Comparison
+from megatron_dsa.tools.verify.lists import Lists
+from megatron_dsa.tools.verify.masked_attention import MaskedDims, MaskedReference, masked_case
+from megatron_dsa.tools.verify.tolerances import SPARSE_ATTENTION, by_figure
+from tests.helpers import (
+    deterministic,
+    dynamic_shared_memory,
+    needs_compiler,
+    peak_memory_above,
+    ptxas,
+    relative_error,
+)
+
+DIMS = (128, 64, 128)
+KERNELS = {
+    "forward": ("forward", *DIMS),
+    "backward": ("backward", *DIMS),
+    "backward in order": ("backward", *DIMS, True),
+    "probabilities": ("probabilities", *DIMS),
+}
+#: Products of a kernel, and those with P or dS from registers.
+PRODUCTS = {
+    "forward": (6, 2),
+    "backward": (6, 2),
+    "backward in order": (6, 2),
+    "probabilities": (2, 0),
+}
+#: Bytes that a kernel may keep in memory for want of registers.
+SPILLED = {"backward": 8, "backward in order": 32}
+TOLERANCE = SPARSE_ATTENTION[torch.bfloat16]
+
+
+def program(module):
+    return importlib.import_module(f"megatron_dsa.ops.masked_attention.tilelang.{module}")
+
+
+@functools.cache
+def kernel(name):
+    """The kernel compiled for sm_90a."""
+    module, *arguments = KERNELS[name]
+    return program(module).compiled(*arguments)
+
+
+def kernels():
+    """Forward, backward and head sums; skip where they cannot run, with the reason."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = {"heads": 16, "qk_dim": 192, "v_dim": 128, "rope_dim": 64, "topk": 128}
+    candidates = [operation.candidates[0] for operation in (FORWARD, BACKWARD, PROBABILITIES)]
+    for candidate in candidates:
+        reason = candidate.reason(describe_call(device, dtype=torch.bfloat16, **shape))
+        if reason is not None:
+            pytest.skip(reason)
+    return [candidate.load() for candidate in candidates]
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_for_hopper(name):
+    """23: products are wgmma; accumulators fit in the registers, tiles in shared memory."""
+    source = kernel(name).get_kernel_source()
+    assert "mma_sync" not in source and "mma.sync" not in source
+    products = len(re.findall(r"tl::wgmma_", source)), len(re.findall(r"tl::wgmma_rs", source))
+    assert products == PRODUCTS[name]
+    assert dynamic_shared_memory(kernel(name)) <= 227 * 1024
+    output = ptxas(source, "sm_90a")
+    assert "serialized" not in output
+    spilled = int(re.search(r"(\d+) bytes spill stores", output).group(1))
+    assert spilled <= SPILLED.get(name, 0)
+
+
+@needs_compiler
+def test_other_dims_are_refused():
+    with pytest.raises(ValueError, match=r"dims must be \(128, 64, 128\)"):
+        program("forward").build(192, 64, 256)
+
+
+def random_lists(tokens, topk, causal=True, keys=None, seed=0):
+    """Random ascending lists of at most ``topk`` keys, on the GPU."""
+    keys = keys or tokens
+    generator = torch.Generator("cuda").manual_seed(seed)
+    score = torch.rand(tokens, keys, device="cuda", generator=generator)
+    if causal:
+        visible = torch.ones(tokens, keys, dtype=torch.bool, device="cuda").tril(keys - tokens)
+        score.masked_fill_(~visible, -1.0)
+    best = score.topk(min(topk, keys), 1)
+    indices = torch.where(best.values >= 0, best.indices, keys).sort(1).values
+    indices = torch.where(indices == keys, -1, indices).int()
+    return Lists(indices, None, keys)
+
+
+def run(case, width=None):
+    """Forward, backward and head sums of our kernels."""
+    forward, backward, probabilities = kernels()
+    inputs = case.inputs()
+    out, lse = forward(inputs)
+    width = width or case.lists.indices.shape[1]
+    return out, lse, backward(inputs, out, lse, case.dout), probabilities(inputs, lse, width)
+
+
+def check(case):
+    reference, found = MaskedReference(case), Comparison(TOLERANCE, by_figure(TOLERANCE))
+    out, lse, grads, p_sum = run(case)
+    reference.forward(found, out, lse)
+    reference.backward(found, *grads)
+    reference.compact_teacher(found, p_sum)
+    assert not found.wrong(), found.errors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [1, 2, 3, 16, 17, 128])
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128, 129, 300, 777])
+def test_lengths_that_no_tile_divides(tokens, heads):
+    """1."""
+    check(masked_case(MaskedDims(heads), random_lists(tokens, 100)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("topk", [1, 63, 64, 100, 640, 2048])
+def test_widths(topk):
+    """4: also more keys selected than there are."""
+    check(masked_case(MaskedDims(8), random_lists(700, topk, causal=False, keys=900)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "keys"), [(5, 1000), (1000, 5), (129, 4097)])
+def test_other_numbers_of_queries_and_keys(tokens, keys):
+    check(masked_case(MaskedDims(4), random_lists(tokens, 200, causal=False, keys=keys)))
+
+
+@pytest.mark.gpu
+def test_queries_and_keys_that_select_nothing():
+    """2, 3: whole tiles of queries and of keys as well; -1 and ids past the keys in the middle."""
+    lists = random_lists(900, 100)
+    indices = lists.indices.clone()
+    indices[5] = -1
+    indices[128:256] = -1
+    indices[(indices >= 256) & (indices < 384)] = -1
+    indices[7, 3], indices[8, 4] = 900, 2**31 - 1
+    check(masked_case(MaskedDims(4), Lists(indices, None, 900)))
+
+
+@pytest.mark.gpu
+def test_no_queries_and_no_keys():
+    for tokens, keys in ((0, 300), (300, 0)):
+        lists = Lists(torch.full((tokens, 4), -1, dtype=torch.int32, device="cuda"), None, keys)
+        case = masked_case(MaskedDims(2), lists)
+        out, lse, (dq, dkv, dk_pe), p_sum = run(case)
+        assert out.shape == (tokens, 2, 128) and not out.any()
+        assert (lse == float("-inf")).all()
+        assert not any(x.any() for x in (dq, dkv, dk_pe, p_sum))
+
+
+@pytest.mark.gpu
+def test_packed_documents():
+    """Documents of one token, of none, and of lengths that no tile divides."""
+    lengths = [1, 130, 0, 1, 64, 300, 5]
+    tokens, first = sum(lengths), 0
+    mask = torch.zeros(tokens, tokens, dtype=torch.bool, device="cuda")
+    for length in lengths:
+        own = slice(first, first + length)
+        mask[own, own] = torch.ones(length, length, dtype=torch.bool, device="cuda").tril()
+        first += length
+    lists = Lists(
+        torch.where(mask, torch.arange(tokens, device="cuda"), tokens).sort(1).values.int(), None,
+        tokens,
+    )  # fmt: skip
+    check(masked_case(MaskedDims(4), lists))
+
+
+@pytest.mark.gpu
+def test_all_keys_are_dense_attention():
+    """K >= S: torch's own causal attention, in value and gradients."""
+    tokens, heads = 515, 4
+    case = masked_case(MaskedDims(heads), random_lists(tokens, tokens))
+    out, _, grads, _ = run(case)
+    q, kv, k_pe = (x.detach().float().requires_grad_() for x in (case.q, case.kv, case.k_pe))
+    k = torch.cat([kv[..., :128], k_pe[:, None].expand(-1, heads, -1)], -1)
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in (q, k, kv[..., 128:])), is_causal=True,
+        scale=case.softmax_scale,
+    )[0].transpose(0, 1)  # fmt: skip
+    dense.backward(case.dout.float())
+    assert relative_error(out, dense) < TOLERANCE
+    for got, leaf in zip(grads, (q, kv, k_pe), strict=True):
+        assert relative_error(got, leaf.grad) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shift", [-300.0, 300.0])
+def test_scores_far_from_zero(shift):
+    """Rescaled sums: every query's first keys have far smaller scores than its last ones."""
+    case = masked_case(MaskedDims(2), random_lists(600, 400))
+    case.k_pe[:, 0] = torch.linspace(0, shift, 600, device="cuda").to(case.k_pe.dtype)
+    case.q[..., 128] = 1.0
+    check(case)
+
+
+@pytest.mark.gpu
+def test_results_do_not_depend_on_memory_or_order():
+    """6: fresh memory is NaN, and a second call gives the same forward."""
+    case = masked_case(MaskedDims(8), random_lists(900, 200))
+    first = run(case)
+    poison = [torch.full((2**26,), float("nan"), device="cuda") for _ in range(2)]
+    del poison
+    again = run(case)
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    assert torch.equal(first[3], again[3])
+    for one, other in zip(first[2], again[2], strict=True):
+        assert relative_error(one, other) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [3, 16])
+def test_deterministic_mode(heads):
+    """Bitwise equal, and right; also with heads in parts."""
+    case = masked_case(MaskedDims(heads), random_lists(3000, 500))
+    with deterministic():
+        first = run(case)
+        for _ in range(4):
+            again = run(case)
+            for one, other in zip(first[2], again[2], strict=True):
+                assert torch.equal(one, other)
+        small = masked_case(MaskedDims(heads), random_lists(700, 300))
+        check(small)
+
+
+@pytest.mark.gpu
+def test_parts_of_the_heads():
+    """The fp32 gradient of the queries is bounded; parts give what all heads at once give."""
+    whole = masked_case(MaskedDims(7), random_lists(900, 200))
+    parts = dataclasses.replace(whole, workspace_bytes=3 * 900 * 192 * 4)
+    with deterministic():
+        for one, other in zip(run(whole)[2], run(parts)[2], strict=True):
+            assert relative_error(one, other) < 1e-6
+    check(parts)
+
+
+@pytest.mark.gpu
+def test_memory_of_the_backward():
+    """Beside the results: the fp32 gradient of a part of the heads, and what is small."""
+    tokens, heads = 4096, 32
+    lists = random_lists(tokens, 512)
+    case = masked_case(MaskedDims(heads), lists)
+    inputs = case.inputs()
+    forward, backward, _ = kernels()
+    out, lse = forward(inputs)
+    backward(inputs, out, lse, case.dout)
+    results = 2 * (case.q.numel() + case.kv.numel()) + 4 * case.k_pe.numel()
+    peak = peak_memory_above(lambda: backward(inputs, out, lse, case.dout))
+    part = 4 * case.q.numel() + 2 * tokens * heads * 64
+    assert peak <= results + part + 32 * 2**20
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_gpu():
+    """24."""
+    case = masked_case(MaskedDims(4), random_lists(700, 300))
+    run(case)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        leaves = [x.detach().clone().requires_grad_() for x in (case.q, case.kv, case.k_pe)]
+        result = masked_attention(
+            *leaves, case.lists.indices, softmax_scale=case.softmax_scale, want_p_sum=True,
+            in_order=True,
+        )  # fmt: skip
+        result.out.backward(case.dout)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+    """25: offsets past 32 bits, and many blocks of queries, against a part of the heads."""
+    tokens, heads = 90_000, 128
+    forward, backward, _ = kernels()
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.bfloat16, device="cuda", generator=generator)
+
+    q, kv, k_pe, dout = (
+        draw(tokens, heads, 192), draw(tokens, heads, 256), draw(tokens, 64),
+        draw(tokens, heads, 128),
+    )  # fmt: skip
+    near = torch.arange(tokens, device="cuda")[:, None] - torch.arange(64, device="cuda")
+    bits = torch.zeros(tokens, -(-tokens // 128), 4, dtype=torch.int32, device="cuda")
+    for first in range(0, tokens, 9000):
+        rows = slice(first, first + 9000)
+        mask = torch.zeros(9000, tokens + 1, dtype=torch.bool, device="cuda")
+        mask.scatter_(1, torch.where(near[rows] < 0, tokens, near[rows]), True)
+        bits[rows] = pack(mask[:, :-1])
+    results = []
+    for own in (slice(0, heads), slice(heads - 2, heads)):
+        part = MaskedAttentionInputs(
+            q[:, own].contiguous(), kv[:, own].contiguous(), k_pe, bits, 128, 0.07, 2**31
+        )
+        out, lse = forward(part)
+        dq, dkv, _ = backward(part, out, lse, dout[:, own].contiguous())
+        results.append([x[:, -2:].clone() for x in (out, lse, dq, dkv)])
+        del out, lse, dq, dkv, part
+    for whole, part in zip(*results, strict=True):
+        assert whole.isfinite().all()
+        assert relative_error(whole, part) < 1e-3
+
+
+@pytest.mark.gpu
+def test_the_public_function_takes_the_kernels():
+    """Packed, with the indexer's loss: values and gradients of torch's implementation."""
+    kernels()
+    lengths = torch.tensor([0, 1, 200, 513], dtype=torch.int32, device="cuda")
+    tokens, generator = 513, torch.Generator("cuda").manual_seed(3)
+    layout = packed_layout(lengths, tokens, 313)
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.bfloat16, device="cuda", generator=generator)
+
+    tensors = draw(tokens, 4, 192), draw(tokens, 4, 256), draw(tokens, 64)
+    index = draw(tokens, 16, 128), draw(tokens, 128), draw(tokens, 16)
+    indices, length = indexer_topk(IndexerInputs(*index), layout, 100)
+    found = []
+    for policy in (Policy(), Policy(fused=False)):
+        leaves = [x.detach().clone().requires_grad_() for x in (*tensors, *index)]
+        training = IndexerTraining(IndexerInputs(*leaves[3:]), layout, lambda: 0.5, lambda kl: None)
+        result = masked_attention(
+            *leaves[:3], indices, softmax_scale=0.07, topk_length=length, in_order=True,
+            indexer=training, policy=policy,
+        )  # fmt: skip
+        result.out.float().square().sum().backward()
+        found.append([result.out, result.lse, *(x.grad for x in leaves)])
+    for ours, torchs in zip(*found, strict=True):
+        assert relative_error(ours, torchs) < 2 * TOLERANCE
