@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -39,6 +40,7 @@ class MaskedAttentionInputs:
         v_dim: dims of the value.
         softmax_scale: factor on ``q . k``.
         workspace_bytes: budget for temporary memory.
+        kept: what an implementation keeps for the next operation on the same inputs.
     """
 
     q: torch.Tensor
@@ -48,6 +50,7 @@ class MaskedAttentionInputs:
     v_dim: int
     softmax_scale: float
     workspace_bytes: int
+    kept: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def nope_dim(self) -> int:

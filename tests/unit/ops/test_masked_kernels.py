@@ -212,10 +212,10 @@ def test_all_keys_are_dense_attention():
 @pytest.mark.gpu
 @pytest.mark.parametrize("shift", [-300.0, 300.0])
 def test_scores_far_from_zero(shift):
-    """Rescaled sums: every query's first keys have far smaller scores than its last ones."""
+    """Rescaled sums: a query's first keys have far smaller (or larger) scores than its last."""
     case = masked_case(MaskedDims(2), random_lists(600, 400))
-    case.k_pe[:, 0] = torch.linspace(0, shift, 600, device="cuda").to(case.k_pe.dtype)
-    case.q[..., 128] = 1.0
+    case.k_pe[:, 0] = torch.linspace(0, 3, 600, device="cuda").to(case.k_pe.dtype)
+    case.q[..., 128] = shift / 3
     check(case)
 
 
@@ -270,7 +270,7 @@ def test_memory_of_the_backward():
     out, lse = forward(inputs)
     backward(inputs, out, lse, case.dout)
     results = 2 * (case.q.numel() + case.kv.numel()) + 4 * case.k_pe.numel()
-    peak = peak_memory_above(lambda: backward(inputs, out, lse, case.dout))
+    _, peak = peak_memory_above(lambda: backward(inputs, out, lse, case.dout))
     part = 4 * case.q.numel() + 2 * tokens * heads * 64
     assert peak <= results + part + 32 * 2**20
 

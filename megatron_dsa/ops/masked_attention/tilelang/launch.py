@@ -27,7 +27,7 @@ def forward(inputs: MaskedAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
     out = call.q.new_empty(queries, heads, inputs.v_dim)
     lse = call.q.new_empty(queries, heads, dtype=torch.float32)
     if queries > 0 and len(call.kv) > 0:
-        tiles = tiles_for(inputs.bits, len(call.kv), with_queries=False)
+        tiles = _tiles(inputs, with_queries=False)
         forward_program.compiled(*call.dims)(
             call.q, call.kv, call.k_pe, inputs.bits, tiles.key_groups, tiles.key_group_count, out,
             lse, inputs.softmax_scale, call.heads_together(len(tiles.key_groups)),
@@ -52,7 +52,7 @@ def backward(
     if len(q) == 0 or len(kv) == 0:
         return dq.zero_(), dkv.zero_(), dk_pe
     dout = dout.to(q.dtype).contiguous()
-    tiles = tiles_for(inputs.bits, len(kv), with_queries=True)
+    tiles = _tiles(inputs, with_queries=True)
     per_query = numbers(lse, out.contiguous(), dout)
     ordered = deterministic_mode()
     kernel = backward_program.compiled(*call.dims, ordered)
@@ -75,7 +75,7 @@ def probabilities(inputs: MaskedAttentionInputs, lse: torch.Tensor, width: int) 
     call = _Call.of(inputs)
     p_sum = call.q.new_zeros(len(call.q), width, dtype=torch.float32)
     if p_sum.numel() > 0 and len(call.kv) > 0:
-        tiles = tiles_for(inputs.bits, len(call.kv), with_queries=False)
+        tiles = _tiles(inputs, with_queries=False)
         probabilities_program.compiled(*call.dims)(
             call.q, call.kv, call.k_pe, numbers(lse, None, None), inputs.bits,
             keys_before(inputs.bits), tiles.key_groups, tiles.key_group_count, p_sum,
@@ -102,6 +102,14 @@ class _Call:
         """Return how many heads' blocks fill the GPU once: these share keys in the L2 cache."""
         processors = torch.cuda.get_device_properties(self.q.device).multi_processor_count
         return max(1, processors // blocks)
+
+
+def _tiles(inputs: MaskedAttentionInputs, with_queries: bool) -> Tiles:
+    """Return the tiles of the inputs; those of a backward serve the head sums after it."""
+    found = inputs.kept.get("tiles")
+    if found is None or (with_queries and found.bits_t is None):
+        found = inputs.kept["tiles"] = tiles_for(inputs.bits, len(inputs.kv), with_queries)
+    return found
 
 
 def _lists(tiles: Tiles) -> tuple[torch.Tensor, ...]:

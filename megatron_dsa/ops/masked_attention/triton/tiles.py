@@ -109,28 +109,38 @@ def _tile_flags(bits: torch.Tensor, bits_t: torch.Tensor | None) -> torch.Tensor
 def _transpose(bits, bits_t, flags, queries, key_groups, query_groups):
     """One program per tile of 128 queries and 128 keys; neighbours share the queries."""
     query_group, key_group = tl.program_id(0) // key_groups, tl.program_id(0) % key_groups
-    word = tl.arange(0, 4)[None, :]
-    for half in tl.static_range(2):
-        query = query_group * 128 + half * 64 + tl.arange(0, 64)[:, None]
-        at = (query.to(tl.int64) * key_groups + key_group) * 4 + word
-        words = tl.load(bits + at, mask=query < queries, other=0)
-        any_key = tl.max(tl.max((words != 0).to(tl.int32), 1), 0)
-        row = (query_group * 2 + half).to(tl.int64)
-        tl.store(flags + row * key_groups + key_group, any_key.to(tl.uint8))
+    # 16 matrices of 32 x 32 bits: a word of queries (a column's quarter) by a word of keys.
+    row, column = tl.arange(0, 32)[:, None], tl.arange(0, 16)[None, :]
+    key_word, query_word = column % 4, column // 4
+    query = query_group * 128 + row // 2 * 8 + query_word * 2 + row % 2
+    at = (query.to(tl.int64) * key_groups + key_group) * 4 + key_word
+    x = tl.load(bits + at, mask=query < queries, other=0).to(tl.uint32, bitcast=True)
+    # The first 16 rows are the first 64 queries.
+    some = tl.max((x != 0).to(tl.int32), 1)
+    half = tl.arange(0, 32) // 16
+    for side in tl.static_range(2):
+        found = tl.max(tl.where(half == side, some, 0), 0)
+        flag = (query_group * 2 + side).to(tl.int64) * key_groups + key_group
+        tl.store(flags + flag, found.to(tl.uint8))
     if bits_t is not None:
-        key = tl.arange(0, 128)
-        position = tl.arange(0, 32)[:, None]
-        result = tl.zeros([128, 4], tl.int32)
-        for part in tl.static_range(4):
-            query = query_group * 128 + position // 2 * 8 + part * 2 + position % 2
-            at = (query.to(tl.int64) * key_groups + key_group) * 4 + (key % 8 // 2)[None, :]
-            words = tl.load(bits + at, mask=query < queries, other=0)
-            selected = (words >> (key // 8 * 2 + key % 2)[None, :]) & 1
-            # Bits are disjoint, so their sum is their union.
-            of_queries = tl.sum(selected << position, 0)
-            result = tl.where(word == part, of_queries[:, None], result)
-        row = (key_group * 128 + key).to(tl.int64)[:, None]
-        tl.store(bits_t + (row * query_groups + query_group) * 4 + word, result)
+        x = _swap(x, row, 16, 0x0000FFFF)
+        x = _swap(x, row, 8, 0x00FF00FF)
+        x = _swap(x, row, 4, 0x0F0F0F0F)
+        x = _swap(x, row, 2, 0x33333333)
+        x = _swap(x, row, 1, 0x55555555)
+        key = key_group * 128 + row // 2 * 8 + key_word * 2 + row % 2
+        at = (key.to(tl.int64) * query_groups + query_group) * 4 + query_word
+        tl.store(bits_t + at, x.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _swap(x, row, distance: tl.constexpr, low: tl.constexpr):
+    """Swap the off-diagonal quarters of all ``2 * distance`` square blocks of bits."""
+    other = tl.gather(x, (row ^ distance).broadcast_to(x.shape), 0)
+    is_low = (row & distance) == 0
+    upper, lower = tl.where(is_low, x, other), tl.where(is_low, other, x)
+    change = ((upper >> distance) ^ lower) & low
+    return x ^ tl.where(is_low, change << distance, change)
 
 
 @triton.jit(do_not_specialize=["columns", "row_stride", "column_stride"])
