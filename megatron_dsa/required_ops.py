@@ -208,7 +208,10 @@ class _Calls:
     def masked_attention(self) -> OpCall:
         config = self.config
         key = config.qk_head_dim + config.qk_pos_emb_head_dim
-        return self.of(query_heads(config), key, config.v_head_dim, topk=config.dsa_indexer_topk)
+        return self.of(
+            query_heads(config), key, config.v_head_dim, rope_dim=config.qk_pos_emb_head_dim,
+            topk=config.dsa_indexer_topk,
+        )  # fmt: skip
 
     def selection(self, visible: Keys) -> Iterator[RequiredOp]:
         topk, policy = self.config.dsa_indexer_topk, options_of(self.config).policy
