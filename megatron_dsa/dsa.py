@@ -30,6 +30,7 @@ from megatron_dsa.dispatch import count
 from megatron_dsa.modules.dsa_core import TopKIndices
 from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
 from megatron_dsa.modules.rope import TokenRope
+from megatron_dsa.ops.rope.api import rotate
 from megatron_dsa.parallel.gather import Gathering, finish_gather, head_product, start_gather
 from megatron_dsa.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
 from megatron_dsa.required_ops import selected_attention
@@ -127,17 +128,25 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             q_latent = self.q_layernorm(q_latent)
         return q_latent, self.kv_layernorm(kv_latent), k_pe
 
+    def _projected_queries(self, q_latent: torch.Tensor) -> torch.Tensor:
+        """Return the queries ``[tokens, H, 192]`` before rope."""
+        up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
+        q, _ = up(q_latent)
+        q = q.view(-1, self.num_attention_heads_per_partition, self.q_head_dim)
+        return heads_to_sequence(q, self.ranks.tp) if self.ranks.by_sequence else q
+
     def _queries(
         self, q_latent: torch.Tensor, rope: TokenRope
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``q_nope [tokens, H, 128]`` and roped ``q_pe [tokens, H, 64]`` of the queries."""
-        up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
-        q, _ = up(q_latent)
-        q = q.view(-1, self.num_attention_heads_per_partition, self.q_head_dim)
-        if self.ranks.by_sequence:
-            q = heads_to_sequence(q, self.ranks.tp)
+        q = self._projected_queries(q_latent)
         q_nope, q_pe = q.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
         return q_nope, rope(q_pe, interleaved=True)
+
+    def _keys_and_values(self, kv_latent: torch.Tensor) -> torch.Tensor:
+        """Return per head the key without rope, then the value, ``[tokens, H, 256]``."""
+        kv, _ = self.linear_kv_up_proj(kv_latent)
+        return kv.view(kv.shape[:2].numel(), self.num_attention_heads_per_partition, -1)
 
     def _up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``W_uk`` and ``W_uv [H, 128, latent]`` of this rank's heads."""
@@ -176,7 +185,12 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             k_pe = gather_from_sequence_parallel_region(k_pe, group=self.ranks.tp)
 
         def up(q_latent, kv_latent, k_pe):
-            return self._up_projected(q_latent, kv_latent, k_pe, rope)
+            # Pairs of rotated dims stay in place, in queries and keys: products are the same.
+            q = self._projected_queries(q_latent)
+            tables, policy = rope.tables(q.dtype), self.core_attention.policy
+            q = rotate(q, *tables, policy=policy)
+            k_pe = rotate(k_pe.flatten(0, 1)[:, None], *tables, policy=policy)[:, 0]
+            return q, self._keys_and_values(kv_latent), k_pe
 
         q, kv, k_pe = self.maybe_recomputed(up, q_latent, kv_latent, k_pe)
         given = self._given_selection(layout)  # of this microbatch, also when recomputed later
@@ -196,17 +210,6 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             self.used_selection = TopKIndices(*selection)
         return out
 
-    def _up_projected(self, q_latent, kv_latent, k_pe, rope: TokenRope):
-        """Return ``q [tokens, H, 192]``, ``[tokens, H, 256]`` of keys and values, roped ``k_pe``.
-
-        ``k_pe`` is ``[tokens, 64]``, one for all heads.
-        """
-        q = torch.cat(self._queries(q_latent, rope), dim=-1)
-        kv, _ = self.linear_kv_up_proj(kv_latent)
-        kv = kv.view(q.shape[0], self.num_attention_heads_per_partition, -1)
-        k_pe = rope(k_pe.flatten(0, 1)[:, None], interleaved=True).squeeze(1)
-        return q, kv, k_pe
-
     def _given_selection(self, layout) -> TopKIndices | None:
         """Return what is to be attended to in place of the indexer's selection, if anything."""
         if not self.core_attention.computes_topk:
@@ -220,10 +223,11 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             k_pe = gather_from_sequence_parallel_region(k_pe, group=self.ranks.tp)
 
         def up(q_latent, kv_latent, k_pe):
-            q, kv, k_pe = self._up_projected(q_latent, kv_latent, k_pe, rope)
+            q = torch.cat(self._queries(q_latent, rope), dim=-1)
+            kv = self._keys_and_values(kv_latent)
             k_nope, v = kv.split([self.config.qk_head_dim, self.config.v_head_dim], dim=-1)
-            k_pe = k_pe[:, None].expand(-1, q.shape[1], -1)
-            return q, torch.cat([k_nope, k_pe], dim=-1), v.contiguous()
+            k_pe = rope(k_pe.flatten(0, 1)[:, None], interleaved=True)
+            return q, torch.cat([k_nope, k_pe.expand(-1, q.shape[1], -1)], dim=-1), v.contiguous()
 
         q, k, v = self.maybe_recomputed(up, q_latent, kv_latent, k_pe)
 

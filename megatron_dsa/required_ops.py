@@ -267,6 +267,8 @@ def _dsa_ops(calls: _Calls, layer_number: int, is_mtp: bool) -> Iterator[Require
 def _masked_ops(calls: _Calls, indexer: bool, visible: Keys, selected: Keys):
     """Yield masked dense attention, which reads all visible keys, and the indexer's loss."""
     config, call = calls.config, calls.masked_attention()
+    yield RequiredOp("rotate", calls.of(call.heads, call.qk_dim))
+    yield RequiredOp("rotate", calls.of(1, config.qk_pos_emb_head_dim))
     yield RequiredOp("key_bits", call)
     yield RequiredOp("masked_attention_forward", call, (visible,))
     yield RequiredOp("masked_attention_backward", call, (visible,))

@@ -48,6 +48,16 @@ class TokenRope:
         (part.angles,) = ranks.own((self.angles,))
         return part
 
+    def tables(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``cos, sin [tokens, dim / 2]`` of :func:`megatron_dsa.ops.rope.api.rotate`.
+
+        It leaves pairs of neighbouring dims in place, where a call moves the even dims in front.
+        Tables are fp32, fp64 for fp64 ``dtype``; the concentration factor is in them.
+        """
+        angles, wide = self.angles[:, : self.angles.shape[-1] // 2], accumulation_dtype(dtype)
+        # Formed in fp32 for fp64, too, as in a call.
+        return (angles.cos() * self.mscale).to(wide), (angles.sin() * self.mscale).to(wide)
+
     def __call__(self, x: torch.Tensor, interleaved: bool = True) -> torch.Tensor:
         """Rotate ``x [tokens, ..., dim]``; ``interleaved`` pairs neighbouring dims (MLA, GLM)."""
         angles = self.angles.view(-1, *[1] * (x.dim() - 2), self.angles.shape[-1])
