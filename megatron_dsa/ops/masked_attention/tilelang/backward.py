@@ -7,7 +7,8 @@
 * ``PRODUCE``: one warp that fetches the keys, then queries, their gradients and their numbers.
 
 Gradients of queries are added in fp32. In order (``ordered``), a thread block adds to a tile after
-those of earlier keys: then equal inputs give equal sums.
+those of later keys: then equal inputs give equal sums. It begins at its first tile, where later
+keys were before it, so that thread blocks that begin together do not wait.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
@@ -42,14 +43,14 @@ NUMBERS = 4 * QUERIES
 
 @T.macro
 def produce(Q, KV, Kpe, dO, Numbers, Tiles, m, done, at, dims):
-    """PRODUCE: the keys, then tiles of queries from the last to the first."""
+    """PRODUCE: the keys, then tiles of queries."""
     last = at.first + KEYS
     fetch(KV[at.first : last, at.head, 0 : dims.nope], m.k[:, 0 : dims.nope], done.k[0])
     fetch(Kpe[at.first : last, :], m.k[:, dims.nope : dims.qk], done.k[0])
     fetch(KV[at.first : last, at.head, dims.nope : dims.nope + dims.v], m.v, done.k[0])
     T.barrier_arrive(done.k[0])
     for i in T.serial(at.n):
-        query = Tiles[at.block, at.n - 1 - i] * QUERIES
+        query = Tiles[at.block, i] * QUERIES
         slot = i % STAGES
         T.barrier_wait(done.q_free[slot], (i // STAGES & 1) ^ 1)
         fetch(Q[query : query + QUERIES, at.head, :], m.q[slot, :, :], done.q[slot])
@@ -82,7 +83,7 @@ def add_queries(dQ, Turns, Order, m, done, dq, tile, i, at, dims, ordered, tx):
         call(
             "dsa_wait_turn",
             T.address_of(Turns[at.own, tile, tx // GROUP]),
-            Order[at.block, at.n - 1 - i],
+            Order[at.block, i],
             4 + tx // GROUP,
         )
     row = tile * QUERIES + own_row(tx % GROUP)
@@ -114,7 +115,7 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
     T.clear(dk)
     T.clear(dv)
     if at.n > 0:
-        tile[1] = Tiles[at.block, at.n - 1]
+        tile[1] = Tiles[at.block, 0]
         tile[2] = tile[1]
         read_bits(BitsT, words, tile[1], at, tx)
     T.barrier_wait(done.k[0], 0)
@@ -122,7 +123,7 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
         slot = i % STAGES
         lse = numbers[0] + slot * (2 * NUMBERS)
         if i + 1 < at.n:
-            tile[2] = Tiles[at.block, at.n - 2 - i]
+            tile[2] = Tiles[at.block, i + 1]
         T.barrier_wait(done.q[slot], i // STAGES & 1)
         T.wgmma_gemm(m.k, m.q[slot, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS)
         T.wait_wgmma(0)
@@ -244,8 +245,8 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
                 ds_free=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
             )
             tx = T.get_thread_binding()
-            # The first keys have the most tiles, as a rule, and others wait for them.
-            place = place_of(Count, number, part, together, KEYS, False)
+            # The first keys have the most tiles, as a rule; in order they wait for the others.
+            place = place_of(Count, number, part, together, KEYS, ordered)
             at = SimpleNamespace(
                 block=place.block, first=place.first, n=place.n, own=place.head,
                 head=first + place.head,

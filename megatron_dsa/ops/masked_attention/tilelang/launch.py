@@ -129,5 +129,5 @@ def _turns(tiles: Tiles, heads: int, ordered: bool) -> tuple[torch.Tensor, torch
     ids = torch.where(listed, ids, 0).long()
     present = torch.zeros(blocks, columns, dtype=torch.int32, device=ids.device)
     present.scatter_add_(1, ids, listed.int())
-    earlier = present.cumsum(0, dtype=torch.int32) - present
-    return ids.new_zeros(heads, columns, 2, dtype=torch.int32), earlier.gather(1, ids)
+    later = present.flip(0).cumsum(0, dtype=torch.int32).flip(0) - present
+    return ids.new_zeros(heads, columns, 2, dtype=torch.int32), later.gather(1, ids)
