@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, get_args, get_origin
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron_dsa.config_rules import CSA_RATIO, csa_rules, dsa_rules
+from megatron_dsa.config_rules import CSA_RATIO, csa_rules, dsa_rules, masked_rules
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.dispatch.policy import FLAG, VARIABLE, parse_named
 from megatron_dsa.errors import require
@@ -145,6 +145,18 @@ class DSAOptions:
         "the sequence with all heads; auto: the sequence where it would have less than 64 heads, "
         "which leave a GPU's tile empty.",
     )
+    selected_attention: Literal["auto", "masked", "sparse"] = option(
+        "auto",
+        "--dsa-selected-attention",
+        "How DSA attends to selected keys in stage sparse: by absorbed attention to lists of "
+        "latents (sparse), or by plain MLA over all keys under a bit mask (masked), which is "
+        "faster for short sequences; auto: masked where fused kernels can run it and it is "
+        "cheaper.",
+    )
+    #: Tokens of the longest sequence (``--seq-length``), by which ``auto`` above decides.
+    sequence_length: int | None = None
+    #: Sequences of a microbatch whose tokens alternate: those of an unpacked one.
+    interleaved_sequences: int = 1
     cp_exchange: Literal["auto", "latents", "keys"] = option(
         "auto",
         "--dsa-cp-exchange",
@@ -184,6 +196,13 @@ class DSAOptions:
     def __post_init__(self):
         for ok, message in option_rules(DSAOptions, self):
             require(ok, message)
+        for name in ("sequence_length", "interleaved_sequences"):
+            value = getattr(self, name)
+            require(
+                value is None or value >= 1,
+                f"DSAOptions.{name} must be at least 1, got {value}: give --seq-length or "
+                "--micro-batch-size",
+            )
         # Configuration files give lists back, and dispatch looks its choices up by these.
         object.__setattr__(self, "named", tuple(tuple(pair) for pair in self.named))
 
@@ -372,6 +391,7 @@ def validate(config: Any) -> None:
     rules: Iterable[tuple[Any, str]] = dsa_rules(config, options)
     if uses_csa(config):
         rules = chain(option_rules(CSATransformerConfig, config), csa_rules(config, options))
+    rules = chain(rules, masked_rules(config, options, by_sequence(config)))
     complaints = [f"  - {message}" for ok, message in rules if not ok]
     require(not complaints, "\n".join(["unsupported configuration:", *complaints]))
 

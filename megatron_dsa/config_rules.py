@@ -224,6 +224,35 @@ def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     yield from _precision_rules(config)
 
 
+def masked_rules(config: Any, options: Any, by_sequence: bool) -> Iterator[tuple[Any, str]]:
+    """Yield where masked dense attention cannot be asked for.
+
+    Args:
+        config: the transformer configuration.
+        options: its :class:`~megatron_dsa.config.DSAOptions`.
+        by_sequence: whether tensor-parallel ranks attend for tokens of their own.
+    """
+    if options.selected_attention != "masked" or options.stage != "sparse":
+        return
+    flag = "--dsa-selected-attention must not be masked"
+    yield (
+        getattr(config, "csa_compress_ratios", None) is None,
+        f"{flag} with --csa-compress-ratios: V4's layers attend to lists of window and compressed "
+        "keys; drop it",
+    )
+    yield (
+        config.context_parallel_size == 1,
+        f"{flag} with --context-parallel-size > 1, got {config.context_parallel_size}: a rank "
+        "would need the expanded keys of all; use auto or sparse",
+    )
+    yield (
+        not by_sequence,
+        f"{flag} where tensor-parallel ranks attend by sequence (--dsa-tp-mode "
+        f"{options.tp_mode}): a rank expands the keys of its own heads only; add --dsa-tp-mode "
+        "heads, or use auto or sparse",
+    )
+
+
 def indexer_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     """What the indexer needs to be given."""
     for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):

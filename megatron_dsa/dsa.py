@@ -2,8 +2,8 @@
 
 The layers are those of Megatron's ``MLASelfAttention``, built by it, with its parameter names. What
 differs is the forward pass: the sparse stage attends in the latent space (weight absorption), where
-all heads share one 576-dim key, and rope works on rows, so that packed batches need no host
-synchronisation.
+all heads share one 576-dim key, or to all keys under a bit mask; and rope works on rows, so that
+packed batches need no host synchronisation.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
 from megatron_dsa.modules.rope import TokenRope
 from megatron_dsa.parallel.gather import Gathering, finish_gather, head_product, start_gather
 from megatron_dsa.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
+from megatron_dsa.required_ops import selected_attention
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -70,7 +71,9 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             pg_collection=self.pg_collection,
         )
         self.ranks = ranks_of(config, self.pg_collection)
-        self.sparse = options_of(config).stage == "sparse"
+        # How selected keys are attended to, if the stage selects: over latents, or under a mask.
+        self.masked = selected_attention(config).masked
+        self.sparse = options_of(config).stage == "sparse" and not self.masked
         # Whether latents travel, and keys are made of them where they are used.
         self.exchanges_latents = exchanges_latents(config)
         # TopKIndices handed from layer to layer during one forward call, see IndexSharingLayer.
@@ -102,7 +105,8 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         if self.exchanges_latents:
             assert keys is not None
             return self._attend_latents(q_latent, keys, layout, rope, index_inputs)
-        return self._attend_dense(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
+        attend = self._attend_masked if self.masked else self._attend_dense
+        return attend(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
 
     def _latents(self, hidden_states: torch.Tensor):
         """Return the normalised latents of this rank's tokens: q, kv, and the raw rope key.
@@ -162,11 +166,46 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             )
             return out, *selection
 
-        out, *selection = self.run_core(core, q, kv, kv_grad, *_tensors(index_inputs))
-        if self.hands_on_selection:
-            self.used_selection = TopKIndices(*selection)
+        out = self._run_selecting(core, q, kv, kv_grad, *_tensors(index_inputs))
         out = head_product(out, w_uv.transpose(1, 2), sharing)
         return sequence_to_heads(out, sharing) if self.ranks.by_sequence else out
+
+    def _attend_masked(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
+        """Plain MLA over all keys under a mask of those selected; ``[tokens, H, v_head_dim]``."""
+        if self.ranks.tp is not None:
+            k_pe = gather_from_sequence_parallel_region(k_pe, group=self.ranks.tp)
+
+        def up(q_latent, kv_latent, k_pe):
+            return self._up_projected(q_latent, kv_latent, k_pe, rope)
+
+        q, kv, k_pe = self.maybe_recomputed(up, q_latent, kv_latent, k_pe)
+        given = self._given_selection(layout)  # of this microbatch, also when recomputed later
+
+        def core(q, kv, k_pe, *index_tensors):
+            out, selection = self.core_attention.forward_masked(
+                q, kv, k_pe, layout, _rebuild(index_inputs, index_tensors), given, self.ranks
+            )
+            return out, *selection
+
+        return self._run_selecting(core, q, kv, k_pe, *_tensors(index_inputs))
+
+    def _run_selecting(self, core, *tensors) -> torch.Tensor:
+        """Run ``core``, which returns its output and a selection; hand that on if it is shared."""
+        out, *selection = self.run_core(core, *tensors)
+        if self.hands_on_selection:
+            self.used_selection = TopKIndices(*selection)
+        return out
+
+    def _up_projected(self, q_latent, kv_latent, k_pe, rope: TokenRope):
+        """Return ``q [tokens, H, 192]``, ``[tokens, H, 256]`` of keys and values, roped ``k_pe``.
+
+        ``k_pe`` is ``[tokens, 64]``, one for all heads.
+        """
+        q = torch.cat(self._queries(q_latent, rope), dim=-1)
+        kv, _ = self.linear_kv_up_proj(kv_latent)
+        kv = kv.view(q.shape[0], self.num_attention_heads_per_partition, -1)
+        k_pe = rope(k_pe.flatten(0, 1)[:, None], interleaved=True).squeeze(1)
+        return q, kv, k_pe
 
     def _given_selection(self, layout) -> TopKIndices | None:
         """Return what is to be attended to in place of the indexer's selection, if anything."""
@@ -181,12 +220,10 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             k_pe = gather_from_sequence_parallel_region(k_pe, group=self.ranks.tp)
 
         def up(q_latent, kv_latent, k_pe):
-            q = torch.cat(self._queries(q_latent, rope), dim=-1)
-            kv, _ = self.linear_kv_up_proj(kv_latent)
-            kv = kv.view(q.shape[0], self.num_attention_heads_per_partition, -1)
+            q, kv, k_pe = self._up_projected(q_latent, kv_latent, k_pe, rope)
             k_nope, v = kv.split([self.config.qk_head_dim, self.config.v_head_dim], dim=-1)
-            k_pe = rope(k_pe.flatten(0, 1)[:, None], interleaved=True)
-            return q, torch.cat([k_nope, k_pe.expand(-1, q.shape[1], -1)], dim=-1), v.contiguous()
+            k_pe = k_pe[:, None].expand(-1, q.shape[1], -1)
+            return q, torch.cat([k_nope, k_pe], dim=-1), v.contiguous()
 
         q, k, v = self.maybe_recomputed(up, q_latent, kv_latent, k_pe)
 
@@ -219,7 +256,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         """Compute delayed weight gradients of every layer that ran as a linear, indexer included.
 
         The up projection of keys is not among them where its weight enters as a plain tensor
-        (absorbed in the sparse stage, or with latents): autograd has its gradient already.
+        (absorbed in sparse attention, or with latents): autograd has its gradient already.
         """
         config = self.config
         linears = [self.linear_kv_down_proj, self.linear_proj]

@@ -2,7 +2,7 @@
 
 Start-up chooses and compiles them (:mod:`.modules.warm_up`), ``info`` and the planner list them,
 FLOP counts add them up (:mod:`.metrics.flops`). A test compares them with the calls of real steps,
-for every stage and preset.
+for every stage and preset. Which attention selected keys get is decided here, too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron_dsa.config import (
+    by_sequence,
     computes_topk,
     indexer_is_trained,
     loss_is_sparse,
@@ -26,7 +27,9 @@ from megatron_dsa.config import (
 from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.dispatch import Operation, Policy, describe_call
 from megatron_dsa.dispatch.support import OpCall
+from megatron_dsa.ops.attention_costs import attention_costs
 from megatron_dsa.ops.indexer_topk.api import selection_calls
+from megatron_dsa.ops.masked_attention import declaration as masked
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, gives_teacher
 
 
@@ -88,10 +91,84 @@ def required_ops(
         is_mtp: whether it is a layer of multi-token prediction.
         device: ``cuda`` or ``cpu``; by default the one that training would use here.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     declare = _csa_ops if uses_csa(config) else _dsa_ops
-    return list(declare(_Calls(config, device), layer_number, is_mtp))
+    return list(declare(_Calls(config, device or _default_device()), layer_number, is_mtp))
+
+
+@dataclass(frozen=True)
+class SelectedAttention:
+    """How a configuration attends to selected keys.
+
+    Attributes:
+        masked: by masked dense attention; else by sparse attention, or nothing is selected.
+        reason: why, in one clause.
+        crossover: the longest sequence for which masked dense attention is cheaper, where it can
+            run.
+    """
+
+    masked: bool
+    reason: str
+    crossover: int | None = None
+
+    def describe(self) -> str:
+        """One line: which, why, and for which sequences masked dense attention is cheaper."""
+        name = "masked dense attention" if self.masked else "sparse attention"
+        line = f"selected keys: {name} ({self.reason})"
+        if self.crossover is None:
+            return line
+        return f"{line}; masked is cheaper up to about {self.crossover // 1000}k tokens"
+
+
+def selected_attention(config: Any, device: str | None = None) -> SelectedAttention:
+    """Decide how a configuration attends to selected keys; the same for all its layers.
+
+    Masked dense attention has to be asked for, or to run fused on the device and be cheaper for the
+    longest sequence of the configuration.
+
+    Args:
+        config: a validated transformer configuration of this package.
+        device: as of :func:`required_ops`.
+    """
+    options = options_of(config)
+    if options.stage != "sparse":
+        return SelectedAttention(False, f"nothing is selected in stage {options.stage}")
+    if uses_csa(config):
+        return SelectedAttention(False, "V4's layers attend to lists of keys")
+    if config.context_parallel_size > 1:
+        return SelectedAttention(False, "context-parallel ranks exchange latents")
+    if by_sequence(config):
+        return SelectedAttention(False, "tensor-parallel ranks attend by sequence")
+    asked, length, topk = options.selected_attention, options.sequence_length, _topk(config)
+    if asked == "sparse":
+        return SelectedAttention(False, "asked for")
+    call = _Calls(config, device or _default_device()).masked_attention()
+    if asked == "auto":
+        for operation in MASKED_OPERATIONS:
+            reason = operation.why_not_fused(call, options.policy)
+            if reason is not None:
+                return SelectedAttention(False, f"{operation.name} is not fused here: {reason}")
+    costs = attention_costs(call.heads, options.interleaved_sequences)
+    crossover = costs.crossover(topk)
+    if asked == "masked":
+        return SelectedAttention(True, "asked for", crossover)
+    if length is None:
+        return SelectedAttention(False, "no sequence length is given", crossover)
+    cheaper = costs.masked_is_cheaper(length, topk)
+    reason = f"sequences of {length} tokens, {call.heads} heads on a rank"
+    return SelectedAttention(cheaper, reason, crossover)
+
+
+#: What masked dense attention calls.
+MASKED_OPERATIONS = (masked.KEY_BITS, masked.FORWARD, masked.BACKWARD, masked.PROBABILITIES)
+
+
+def _topk(config: Any) -> int:
+    topk: int = config.dsa_indexer_topk
+    return topk
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def called_ops(ops: list[RequiredOp], policy: Policy) -> Iterator[tuple[str, OpCall]]:
@@ -128,6 +205,11 @@ class _Calls:
             relu=config.dsa_indexer_scoring_relu,
         )  # fmt: skip
 
+    def masked_attention(self) -> OpCall:
+        config = self.config
+        key = config.qk_head_dim + config.qk_pos_emb_head_dim
+        return self.of(query_heads(config), key, config.v_head_dim, topk=config.dsa_indexer_topk)
+
     def selection(self, visible: Keys) -> Iterator[RequiredOp]:
         topk, policy = self.config.dsa_indexer_topk, options_of(self.config).policy
         for name, call in selection_calls(self.indexer(topk), policy):
@@ -160,6 +242,9 @@ def _dsa_ops(calls: _Calls, layer_number: int, is_mtp: bool) -> Iterator[Require
     selected, latent = Keys(limit=config.dsa_indexer_topk), config.kv_lora_rank
     if indexer:
         yield from calls.selection(visible)
+    if selected_attention(config, calls.device).masked:
+        yield from _masked_ops(calls, indexer, visible, selected)
+        return
     attention = calls.of(heads, latent + rope, latent, topk=config.dsa_indexer_topk)
     teaches = indexer and indexer_is_trained(config) and loss_is_sparse(config)
     yield RequiredOp("sparse_attention_forward", attention, (selected,))
@@ -170,6 +255,22 @@ def _dsa_ops(calls: _Calls, layer_number: int, is_mtp: bool) -> Iterator[Require
         if loss_is_sparse(config):
             teachers = _teachers(attention, selected, teaches, options.evaluate_indexer)
         yield from calls.loss(visible, selected, teachers)
+
+
+def _masked_ops(calls: _Calls, indexer: bool, visible: Keys, selected: Keys):
+    """Yield masked dense attention, which reads all visible keys, and the indexer's loss."""
+    config, call = calls.config, calls.masked_attention()
+    yield RequiredOp("key_bits", call)
+    yield RequiredOp("masked_attention_forward", call, (visible,))
+    yield RequiredOp("masked_attention_backward", call, (visible,))
+    if not indexer:
+        return
+    teachers = []
+    if loss_is_sparse(config):
+        trained = indexer_is_trained(config)
+        name = "masked_attention_probabilities"
+        teachers.append(RequiredOp(name, call, (visible,), trained))
+    yield from calls.loss(visible, selected, teachers)
 
 
 def _csa_ops(calls: _Calls, layer_number: int, is_mtp: bool) -> Iterator[RequiredOp]:

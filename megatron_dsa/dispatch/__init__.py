@@ -11,7 +11,7 @@ was called how often.
 This package knows no operation: they are declared in :mod:`megatron_dsa.ops`.
 """
 
-from megatron_dsa.dispatch.choice_log import choices_unlogged, log_all_candidates
+from megatron_dsa.dispatch.choice_log import choices_unlogged, log_all_candidates, log_once
 from megatron_dsa.dispatch.counts import count, report, reset_report, uncounted
 from megatron_dsa.dispatch.operation import (
     Candidate,
@@ -44,6 +44,7 @@ __all__ = [
     "describe_call",
     "forget_choices",
     "log_all_candidates",
+    "log_once",
     "meta_dispatch",
     "on_meta",
     "report",

@@ -8,7 +8,7 @@ import logging
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -241,6 +241,20 @@ class Operation:
         if _collected is not None and choice not in _collected:
             _collected.append(choice)
         return choice
+
+    def why_not_fused(self, call: OpCall, policy: Policy) -> str | None:
+        """Return why no fused implementation that was run on such a GPU would run ``call``.
+
+        ``None``: one would. Nothing is logged and no fallback is refused: who asks may call another
+        operation instead.
+
+        Raises:
+            ImplementationError, ConfigError: as :meth:`choose`, for a named implementation.
+        """
+        choice = _choose(self, call, replace(policy, strict=False), planned=True)
+        if choice.candidate.fused and not choice.never_run:
+            return None
+        return choice.remark() or "torch was asked for"
 
     def run(self, call: OpCall, policy: Policy, *args: Any, **kwargs: Any) -> Any:
         """Run the implementation that :meth:`choose` picks, and count the call."""

@@ -12,7 +12,8 @@ the model FLOPs utilization of PaLM (appendix B).
   for selected keys (sparse loss) or for all visible ones (dense loss).
 * Attention, forward and backward, counts the keys that are attended to. A dense loss on top of
   sparse attention needs the attention's own scores of all visible keys, too: once, forward.
-* In the sparse stage products with ``W_uk`` and ``W_uv`` act on queries and outputs.
+* Masked dense attention counts all visible keys, as what it computes.
+* In sparse attention products with ``W_uk`` and ``W_uv`` act on queries and outputs.
 * Experts count if a token is sent to them.
 
 In a frozen ``warmup`` no gradient of the main model is needed, so none is counted.
@@ -147,7 +148,7 @@ def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
             ops.setdefault(op.operation, op)
     main, heads = _main_gradients(config), config.num_attention_heads  # of all ranks
     dense_loss = ops.get("dense_indexer_loss")
-    for name in ("dense_attention", "sparse_attention_forward"):
+    for name in ("dense_attention", "sparse_attention_forward", "masked_attention_forward"):
         if name not in ops:
             continue
         call, kinds = ops[name].call, ops[name].keys

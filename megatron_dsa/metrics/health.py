@@ -48,11 +48,12 @@ class Attended:
         inputs: the indexer's tensors.
         layout, topk: as given to the selection.
         positions: the layout of positions, which is ``layout`` unless keys are compressed.
-        q, kv: ``[Sq, H, D]`` and ``[Skv, D]`` of the sparse attention, ``Skv`` the keys of the
-            indexer.
+        q, kv: ``[Sq, H, D]`` and ``[Skv, D]`` of sparse attention, ``Skv`` the keys of the
+            indexer; ``kv [Skv, H, Dk]`` of masked dense attention.
         indices: int32 ``[Sq, K]``, the selected key rows.
         lse: ``[Sq, H]``, log of all mass that the attention had in its denominator.
         softmax_scale: factor on ``q . kv``.
+        k_pe: ``[Skv, R]``, the rope key of masked dense attention; ``None`` otherwise.
     """
 
     inputs: IndexerInputs
@@ -64,6 +65,15 @@ class Attended:
     indices: torch.Tensor
     lse: torch.Tensor
     softmax_scale: float
+    k_pe: torch.Tensor | None = None
+
+    def keys(self) -> torch.Tensor:
+        """Return the keys ``[Skv, 1, D]``, or of every head ``[Skv, H, D]``."""
+        if self.k_pe is None:
+            return self.kv[:, None]
+        nope = self.kv[..., : self.q.shape[2] - self.k_pe.shape[1]]
+        rope = self.k_pe[:, None].expand(-1, self.kv.shape[1], -1)
+        return torch.cat([nope, rope], dim=-1)
 
 
 @torch.no_grad()
@@ -79,7 +89,8 @@ def selection_health(attended: Attended, count: int, workspace_bytes: int) -> di
     queries = sample_queries(layout.num_queries, count, attended.q.device)
     captured = captured_mass(
         attended.q, attended.kv, attended.indices, attended.lse, layout,
-        softmax_scale=attended.softmax_scale, queries=queries, workspace_bytes=workspace_bytes,
+        softmax_scale=attended.softmax_scale, k_pe=attended.k_pe, queries=queries,
+        workspace_bytes=workspace_bytes,
     )  # fmt: skip
 
     visible = visible_keys(layout, queries)

@@ -13,7 +13,13 @@ import torch
 
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm, rows_in_budget, slices
+from megatron_dsa.numerics.arithmetic import (
+    accumulation_dtype,
+    bmm,
+    mm,
+    rows_in_budget,
+    slices,
+)
 from megatron_dsa.ops.indexer_topk.fp8 import quantized
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.torch import best, block_scores
@@ -116,6 +122,7 @@ def captured_mass(
     layout: Layout,
     *,
     softmax_scale: float,
+    k_pe: torch.Tensor | None = None,
     queries: torch.Tensor | None = None,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
 ) -> torch.Tensor:
@@ -124,11 +131,13 @@ def captured_mass(
     NaN for queries that see no key.
 
     Args:
-        q, kv: ``[Sq, H, D]`` and ``[Skv, D]`` of the sparse attention.
+        q, kv: ``[Sq, H, D]`` and ``[Skv, D]`` of sparse attention; with ``k_pe``, ``kv`` is
+            ``[Skv, H, Dk]`` of masked dense attention.
         indices: int32 ``[Sq, K]``, key rows that are attended to; negative entries are no key.
         lse: ``[Sq, H]``, natural log of all mass that the attention had in its denominator.
         layout: which keys each query sees.
         softmax_scale: factor on ``q . kv``.
+        k_pe: ``[Skv, R]``, the rope key of masked dense attention, for the last dims of ``q``.
         queries: int64 ``[r]``, tokens to look at; all by default.
         workspace_bytes: budget for temporary memory.
     """
@@ -136,20 +145,33 @@ def captured_mass(
         queries = torch.arange(layout.num_queries, device=q.device)
     shares = torch.full((len(queries), q.shape[1]), float("nan"), dtype=lse.dtype, device=q.device)
     bytes_per_query = 3 * layout.num_keys * accumulation_dtype(q.dtype).itemsize
+    # Keys of a head are copied for its product.
+    bytes_per_head = 0 if k_pe is None else layout.num_keys * q.shape[2] * 4
     for block in slices(len(queries), rows_in_budget(workspace_bytes, bytes_per_query)):
         some = queries[block]
         visible = visible_keys(layout, some)
         missed = visible & ~_selected(indices[some], layout.num_keys)
-        heads_at_once = rows_in_budget(workspace_bytes, bytes_per_query * len(some))
+        bytes_per_block = bytes_per_query * len(some) + bytes_per_head
+        heads_at_once = rows_in_budget(workspace_bytes, bytes_per_block)
         for heads in slices(q.shape[1], heads_at_once):
             block_q = q[some][:, heads].transpose(0, 1)
-            logits = mm(block_q.flatten(0, 1), kv.t()).unflatten(0, block_q.shape[:2])
+            if k_pe is None:
+                logits = _shared_key_logits(block_q, kv)
+            else:
+                nope, rope = block_q.split([q.shape[2] - k_pe.shape[1], k_pe.shape[1]], dim=-1)
+                logits = _shared_key_logits(rope, k_pe)
+                logits += bmm(nope, kv[:, heads, : nope.shape[2]].permute(1, 2, 0))
             logits.mul_(softmax_scale)
             missed_lse = torch.logsumexp(logits.masked_fill_(~missed, float("-inf")), dim=-1).t()
             share = torch.sigmoid(lse[some][:, heads] - missed_lse)
             seen = visible.any(-1, keepdim=True)
             shares[block, heads] = torch.where(seen, share, float("nan"))
     return shares
+
+
+def _shared_key_logits(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return ``[h, r, Skv]``, the products of ``q [h, r, D]`` with the keys of all heads."""
+    return mm(q.flatten(0, 1), keys.t()).unflatten(0, q.shape[:2])
 
 
 def _selected(indices: torch.Tensor, keys: int) -> torch.Tensor:

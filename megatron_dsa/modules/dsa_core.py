@@ -6,6 +6,7 @@ everything and trains the indexer on that; ``dense`` attends to everything and h
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,12 +15,15 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_dsa.config import uses_indexer
+from megatron_dsa.dispatch import log_once, on_meta
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
+    IndexerTraining,
     LatentKeys,
     dense_attention,
     dense_indexer_loss,
     gathered_latent_attention,
+    masked_attention,
     sparse_attention,
     sparse_indexer_loss,
 )
@@ -27,9 +31,10 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.health import Attended
 from megatron_dsa.modules.core import CoreAttention
 from megatron_dsa.modules.rope import TokenRope
+from megatron_dsa.modules.warm_up import resolving
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.groups import Ranks, gather_rows
-from megatron_dsa.required_ops import selects_keys
+from megatron_dsa.required_ops import selected_attention, selects_keys
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -78,6 +83,8 @@ class DSACoreAttention(CoreAttention):
         self.computes_topk = is_mtp or self.selects
         if uses_indexer(config) and self.computes_topk:
             self.build_indexer(submodules.indexer)
+        if self.options.stage == "sparse" and resolving() and not on_meta():
+            log_once(logging.INFO, selected_attention(config).describe())
         self.resolve_kernels()
 
     def selecting_numbers(self) -> list[int]:
@@ -109,12 +116,69 @@ class DSACoreAttention(CoreAttention):
         Returns:
             latent output ``[tokens, H, kv_lora_rank]`` and the selection that was used.
         """
-        config, policy = self.config, self.policy
+        selection = self._select(layout, index_inputs, given, ranks)
+        result = sparse_attention(
+            q,
+            kv,
+            selection.indices,
+            softmax_scale=self.softmax_scale,
+            v_dim=self.config.kv_lora_rank,
+            topk_length=selection.length,
+            kv_grad=kv_grad,
+            want_p_sum=self._evaluates_sparse_loss(index_inputs),
+            in_order=True,
+            indexer=self._loss_in_backward(index_inputs, layout),
+            policy=self.policy,
+        )
+        return self._trained_and_measured(result, index_inputs, layout, selection, q, kv), selection
+
+    def forward_masked(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        k_pe: torch.Tensor,
+        layout: Layout,
+        index_inputs: IndexerInputs | None,
+        given: TopKIndices | None,
+        ranks: Ranks,
+    ) -> tuple[torch.Tensor, TopKIndices]:
+        """Attend to selected keys by plain MLA under a bit mask.
+
+        Args:
+            q: ``[tokens, H, 192]`` queries of the local heads.
+            kv: ``[tokens, H, 256]``, per head the key without rope, then the value.
+            k_pe: ``[tokens, 64]``, the rope key of all heads.
+            layout, index_inputs, given, ranks: as of :meth:`forward_sparse`; the tokens are those
+                of all ranks, in one key buffer.
+
+        Returns:
+            output ``[tokens, H, v_head_dim]`` and the selection that was used.
+        """
+        selection = self._select(layout, index_inputs, given, ranks)
+        result = masked_attention(
+            q,
+            kv,
+            k_pe,
+            selection.indices,
+            softmax_scale=self.softmax_scale,
+            topk_length=selection.length,
+            want_p_sum=self._evaluates_sparse_loss(index_inputs),
+            in_order=True,
+            indexer=self._loss_in_backward(index_inputs, layout),
+            policy=self.policy,
+        )
+        out = self._trained_and_measured(result, index_inputs, layout, selection, q, kv, k_pe)
+        return out, selection
+
+    def _select(self, layout, index_inputs, given, ranks) -> TopKIndices:
+        """Return the keys to attend to, in the order of their sequence; captured and compared."""
+        config = self.config
         if given is not None:
             selection = given
         elif index_inputs is not None:
+            topk = config.dsa_indexer_topk
             selection = TopKIndices(
-                *balanced_topk(index_inputs, layout, config.dsa_indexer_topk, ranks, policy=policy)
+                *balanced_topk(index_inputs, layout, topk, ranks, policy=self.policy)
             )
         else:
             raise ConfigError(
@@ -125,39 +189,40 @@ class DSACoreAttention(CoreAttention):
         if self.computes_topk:
             self.capture_selection(selection.indices, layout)
             self.record_overlap(selection.indices, layout)
-        trains = index_inputs is not None and self.trains_indexer_now()
-        training = None
-        if trains and self.loss_is_sparse:
-            assert index_inputs is not None
-            training = self.sparse_training(index_inputs, layout, layout)
-        evaluates = index_inputs is not None and self.evaluates_indexer_now()
-        result = sparse_attention(
-            q,
-            kv,
-            selection.indices,
-            softmax_scale=self.softmax_scale,
-            v_dim=config.kv_lora_rank,
-            topk_length=selection.length,
-            kv_grad=kv_grad,
-            want_p_sum=evaluates and self.loss_is_sparse,
-            in_order=True,
-            indexer=training,
-            policy=policy,
-        )
+        return selection
+
+    def _evaluates_sparse_loss(self, index_inputs) -> bool:
+        return index_inputs is not None and self.evaluates_indexer_now() and self.loss_is_sparse
+
+    def _loss_in_backward(self, index_inputs, layout) -> IndexerTraining | None:
+        """Return the sparse loss, if this pass trains the indexer with it."""
+        if index_inputs is None or not (self.trains_indexer_now() and self.loss_is_sparse):
+            return None
+        return self.sparse_training(index_inputs, layout, layout)
+
+    def _trained_and_measured(
+        self, result, index_inputs, layout, selection, q, kv, k_pe=None
+    ) -> torch.Tensor:
+        """Return the output of attention, with an indexer loss over all keys hung onto it.
+
+        Figures and losses that the log asks for are recorded.
+        """
+        if index_inputs is None:
+            return result.out
+        attended = Attended(
+            index_inputs, layout, self.config.dsa_indexer_topk, layout, q, kv, selection.indices,
+            result.lse, self.softmax_scale, k_pe,
+        )  # fmt: skip
         out = result.out
-        if trains and not self.loss_is_sparse:
-            loss_sum = self._dense_loss(index_inputs, q, kv[:, None], layout)
+        if self.trains_indexer_now() and not self.loss_is_sparse:
+            loss_sum = self._dense_loss(index_inputs, q, attended.keys(), layout)
             out = self.attach(out, loss_sum, layout)
-        if index_inputs is not None and self.measures_selection_now():
-            attended = Attended(
-                index_inputs, layout, config.dsa_indexer_topk, layout, q, kv, selection.indices,
-                result.lse, self.softmax_scale,
-            )  # fmt: skip
+        if self.measures_selection_now():
             self.record_health(attended)
-        if evaluates:
-            loss_sum = self._evaluate(index_inputs, q, kv, selection, layout, result.p_sum)
+        if self.evaluates_indexer_now():
+            loss_sum = self._evaluate(attended, selection.length, result.p_sum)
             self.record_evaluation(loss_sum, layout)
-        return out, selection
+        return out
 
     def forward_dense(
         self,
@@ -226,12 +291,12 @@ class DSACoreAttention(CoreAttention):
             head_group=self.heads_group(), policy=self.policy,
         )  # fmt: skip
 
-    def _evaluate(self, index_inputs, q, kv, selection, layout, p_sum) -> torch.Tensor:
+    def _evaluate(self, attended: Attended, length, p_sum) -> torch.Tensor:
         """KL sum of an evaluation pass, for which there is no backward."""
         if not self.loss_is_sparse:
-            return self._dense_loss(index_inputs, q, kv[:, None], layout)
+            return self._dense_loss(attended.inputs, attended.q, attended.keys(), attended.layout)
         return sparse_indexer_loss(
-            index_inputs, selection.indices, p_sum, layout, topk_length=selection.length,
+            attended.inputs, attended.indices, p_sum, attended.layout, topk_length=length,
             head_group=self.heads_group(), policy=self.policy,
         )  # fmt: skip
 

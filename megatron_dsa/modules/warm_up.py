@@ -18,7 +18,12 @@ import torch
 
 from megatron_dsa.dispatch import Policy, on_meta, uncounted
 from megatron_dsa.dispatch.support import OpCall
-from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
+from megatron_dsa.dsa_kernels import (
+    IndexerInputs,
+    indexer_topk,
+    masked_attention,
+    sparse_indexer_loss,
+)
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.indexer_topk.api import candidates_for
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
@@ -27,6 +32,8 @@ from megatron_dsa.required_ops import RequiredOp, called_ops
 from megatron_dsa.sequence.layout import bshd_layout
 
 _ROWS, _KEYS = 64, 256
+#: Dims with rope of a key of every released model, which the description of a call leaves out.
+_ROPE = 64
 _resolving = True
 
 
@@ -90,6 +97,9 @@ def warm_up(calls: tuple[tuple[str, OpCall], ...], policy: Policy, softmax_scale
         attention = [name for name in fused if name.startswith("sparse_attention")]
         if attention:
             _attend(fused, fused[attention[0]], policy, softmax_scale)
+    if "masked_attention_forward" in fused:
+        with uncounted(), torch.enable_grad():
+            _attend_masked(fused, fused["masked_attention_forward"], policy, softmax_scale)
     selects = {"indexer_topk", "indexer_scores", "indexer_listed_scores"}
     if fused.keys() & (selects | {"sparse_indexer_loss"}):
         inputs = next(x for name, x in calls if name in ("sparse_indexer_loss", "indexer_topk"))
@@ -107,8 +117,7 @@ def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> 
     assert call.topk is not None
     q = _values(_ROWS, call.heads, call.qk_dim, dtype=call.dtype)
     kv = _values(_KEYS, call.qk_dim, dtype=call.dtype)
-    place = torch.arange(call.topk, dtype=torch.int32, device="cuda")
-    indices = torch.where(place < _KEYS, place, -1).expand(_ROWS, -1).contiguous()
+    indices = _first_keys(call.topk)
     sink = torch.zeros(call.heads, device="cuda") if call.sink else None
     sp = SparseAttentionInputs(
         q, kv, indices, call.v_dim, softmax_scale, None, sink, policy.workspace_bytes
@@ -120,6 +129,26 @@ def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> 
         BACKWARD.run(backward, policy, sp, out, lse, out)
     if "sparse_attention_probabilities" in fused:
         PROBABILITIES.run(call, policy, sp, lse)
+
+
+def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> None:
+    assert call.topk is not None
+    rope = min(_ROPE, call.qk_dim // 2)
+    q = _values(_ROWS, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_()
+    kv = _values(_KEYS, call.heads, call.qk_dim - rope + call.v_dim, dtype=call.dtype)
+    k_pe = _values(_KEYS, rope, dtype=call.dtype)
+    result = masked_attention(
+        q, kv, k_pe, _first_keys(call.topk), softmax_scale=softmax_scale,
+        want_p_sum="masked_attention_probabilities" in fused, in_order=True, policy=policy,
+    )  # fmt: skip
+    if "masked_attention_backward" in fused:
+        torch.autograd.grad(result.out, q, result.out.detach())
+
+
+def _first_keys(topk: int) -> torch.Tensor:
+    """Return lists ``[_ROWS, topk]`` of as many of the first keys as there are."""
+    place = torch.arange(topk, dtype=torch.int32, device="cuda")
+    return torch.where(place < _KEYS, place, -1).expand(_ROWS, -1).contiguous()
 
 
 def _index(fused: dict, call: OpCall, policy: Policy) -> None:

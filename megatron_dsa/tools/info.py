@@ -10,12 +10,17 @@ from dataclasses import replace
 import torch
 
 from megatron_dsa import __version__
-from megatron_dsa.config import DSAOptions, uses_csa
+from megatron_dsa.config import DSAOptions, DSATransformerConfig, uses_csa
 from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.dispatch import OpCall, Policy, choices_unlogged
 from megatron_dsa.ops import OPERATIONS
-from megatron_dsa.presets import NEEDED_FOR_V4, preset
-from megatron_dsa.required_ops import RequiredOp, required_ops
+from megatron_dsa.presets import NEEDED_FOR_V4, PRESETS, preset
+from megatron_dsa.required_ops import (
+    MASKED_OPERATIONS,
+    RequiredOp,
+    required_ops,
+    selected_attention,
+)
 from megatron_dsa.tools.support_table import support_table
 from megatron_dsa.versions import (
     OPTIONAL_PACKAGES,
@@ -49,6 +54,11 @@ def collect_info() -> dict:
             for i in range(torch.cuda.device_count())
         ],
         "operations": {model: _operations(model_ops(*source)) for model, source in MODELS.items()},
+        "selected_attention": {
+            model: _selected_attention(*source)
+            for model, source in MODELS.items()
+            if not _is_v4(source[0])
+        },
     }
 
 
@@ -60,6 +70,7 @@ MODELS = {
 #: Options that call all operations between them.
 SETTINGS = (
     DSAOptions(stage="sparse", fp8_selection=True, evaluate_indexer=True),
+    DSAOptions(stage="sparse", selected_attention="masked"),
     DSAOptions(stage="warmup"),
 )
 
@@ -68,15 +79,31 @@ def model_ops(name: str, missing: dict) -> dict[str, RequiredOp]:
     """Return one call of every operation that a model's layers need in any stage."""
     ops: dict[str, RequiredOp] = {}
     for options in SETTINGS:
-        config = preset(
-            name, dsa=options, dsa_indexer_loss_coeff=0.01, params_dtype=torch.bfloat16,
-            dsa_indexer_use_sparse_loss=options.stage == "sparse", **missing,
-        )  # fmt: skip
+        if options.selected_attention == "masked" and _is_v4(name):
+            continue
+        config = _config(name, options, missing)
         # V4's layers with an indexer call everything that the others do.
         ratios = config.csa_compress_ratios if uses_csa(config) else [CSA_RATIO]
         for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
             ops.setdefault(op.operation, op)
     return {operation: ops[operation] for operation in OPERATIONS if operation in ops}
+
+
+def _is_v4(name: str) -> bool:
+    return "csa_compress_ratios" in PRESETS[name]
+
+
+def _config(name: str, options: DSAOptions, missing: dict) -> DSATransformerConfig:
+    return preset(
+        name, dsa=options, dsa_indexer_loss_coeff=0.01, params_dtype=torch.bfloat16,
+        dsa_indexer_use_sparse_loss=options.stage == "sparse", **missing,
+    )  # fmt: skip
+
+
+def _selected_attention(name: str, missing: dict) -> dict:
+    """How one rank that holds all heads would attend to selected keys."""
+    choice = selected_attention(_config(name, DSAOptions(), missing))
+    return {"masked_up_to_tokens": choice.crossover, "says": choice.describe()}
 
 
 def _operations(ops: dict[str, RequiredOp]) -> dict:
@@ -98,6 +125,7 @@ def _operations(ops: dict[str, RequiredOp]) -> dict:
 #: When an operation is not called, or only if asked for.
 _REMARKS = {
     "indexer_listed_scores": "with --dsa-fp8-selection",
+    **dict.fromkeys((op.name for op in MASKED_OPERATIONS), "with masked dense attention"),
     "sparse_attention_backward": "where it trains the indexer",
     "sparse_attention_probabilities": "where the backward does not give them",
 }
@@ -152,6 +180,8 @@ def _print_info(info: dict) -> None:
     for model, operations in info["operations"].items():
         print(f"operations ({model} shapes, bf16, --attention-backend dsa_fused)")
         _print_operations(operations)
+        if (attention := info["selected_attention"].get(model)) is not None:
+            print(f"  {attention['says']}")
 
 
 def _print_operations(operations: dict) -> None:

@@ -10,7 +10,9 @@ from unittest import mock
 from megatron.training import print_rank_0
 from megatron.training.models import gpt
 
+from megatron_dsa.config import options_of, uses_csa
 from megatron_dsa.dispatch import Choice, collect_choices
+from megatron_dsa.required_ops import SelectedAttention, selected_attention
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 
@@ -28,7 +30,9 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
         """Build all stages of this rank; like the parent, and print what runs their operations."""
         with collect_choices() as choices:
             models = super().build_distributed_models(*args, **kwargs)
-        print_start_table(choices)
+        config = self._model_config.transformer
+        selects = options_of(config).stage == "sparse" and not uses_csa(config)
+        print_start_table(choices, selected_attention(config) if selects else None)
         return models
 
     def build_model(self, *args, **kwargs) -> Any:
@@ -62,10 +66,19 @@ def start_table(choices: Iterable[Choice]) -> list[str]:
     ]
 
 
-def print_start_table(choices: Iterable[Choice]) -> None:
-    """Print the table of rank 0's model; nothing if no operation was chosen."""
+def print_start_table(
+    choices: Iterable[Choice], attention: SelectedAttention | None = None
+) -> None:
+    """Print the table of rank 0's model; nothing if no operation was chosen.
+
+    Args:
+        choices: what runs the operations.
+        attention: how the model attends to selected keys, if it selects.
+    """
     choices = list(choices)
     if choices:
         print_rank_0("> megatron_dsa runs (--dsa-log-dispatch: all rejected candidates):")
         for line in start_table(choices):
             print_rank_0(f">   {line}")
+        if attention is not None:
+            print_rank_0(f">   {attention.describe()}")

@@ -32,9 +32,13 @@ RECOMPUTED = {
     "recompute_granularity": "selective",
     "recompute_modules": ["core_attn", "mla_up_proj"],
 }
+MASKED = {"selected_attention": "masked"}
 LAYERS = {
     "DSA": (DSA, (), {}),
     "DSA dense loss": (DSA, (), {"dsa_indexer_use_sparse_loss": False}),
+    "DSA masked": (DSA, (), MASKED),
+    "DSA masked dense loss": (DSA, (), MASKED | {"dsa_indexer_use_sparse_loss": False}),
+    "DSA masked recomputed": (DSA, (), MASKED | RECOMPUTED),
     "dense MLA": (DSA, (), {"stage": "dense"}),
     "dense MLA, warm-up": (DSA, (), {"stage": "warmup", "dsa_indexer_use_sparse_loss": False}),
     "dense MLA, keys in a ring": (
@@ -65,9 +69,8 @@ ROWS = {
 def case(layer, rows, mode=""):
     """Return a layer on rows; ``mode`` says how ranks divide rows and heads."""
     base, arguments, changes = LAYERS[layer]
-    options = {
-        key: changes[key] for key in ("csa_teacher", "stage", "cp_exchange") if key in changes
-    }
+    names = ("csa_teacher", "stage", "cp_exchange", "selected_attention")
+    options = {key: changes[key] for key in names if key in changes}
     changes = {key: value for key, value in changes.items() if key not in options}
     words = mode.split()
     cp_layout = next((w for w in words if w in ("zigzag", "contiguous", "zigzag_rows")), "zigzag")

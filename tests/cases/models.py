@@ -2,6 +2,7 @@
 
 import torch
 
+from megatron_dsa.config import DSAOptions
 from tests.host import small_config, small_csa_config, start
 
 
@@ -45,13 +46,19 @@ def full(layers):
 
 
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+MASKED = DSAOptions(selected_attention="masked")
 MODELS = {
     "DSA": (small_config, (), {"num_layers": 3}),
     "shared": (small_config, (), {"num_layers": 4, "dsa_indexer_topk_freq": 2}),
+    "masked": (
+        small_config,
+        (),
+        {"num_layers": 4, "dsa_indexer_topk_freq": 2, "options": MASKED},
+    ),
     "hybrid": (
         small_csa_config,
         (4,),
         {"num_layers": 5, "csa_compress_ratios": [4, 0, 4, 6, 4]},
     ),
 }
-SELECTING = {"DSA": [1, 2, 3], "shared": [1, 3], "hybrid": [1, 3, 5]}
+SELECTING = {"DSA": [1, 2, 3], "shared": [1, 3], "masked": [1, 3], "hybrid": [1, 3, 5]}

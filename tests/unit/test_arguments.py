@@ -26,6 +26,9 @@ def both_parsers():
     return add_dsa_arguments(add_megatron_arguments(parser))
 
 
+PACKING = ("--dataloader-inter-document-masking",)
+
+
 def parse(*flags):
     return both_parsers().parse_args(list(flags))
 
@@ -82,8 +85,17 @@ def test_options():
     assert (args.dsa_indexer_topk, args.dsa_indexer_use_sparse_loss) == (77, True)
 
 
+@pytest.mark.parametrize(("flags", "interleaved"), [((), 3), (PACKING, 1)])
+def test_options_know_the_sequences_of_a_microbatch(flags, interleaved):
+    from megatron_dsa.arguments import options_from_args
+
+    args = parse("--seq-length", "4096", "--micro-batch-size", "3", *flags)
+    options = options_from_args(args)
+    assert (options.sequence_length, options.interleaved_sequences) == (4096, interleaved)
+
+
 def test_every_option_has_a_flag():
-    """``fused`` is set by ``--attention-backend``, which is Megatron's flag."""
+    """But those that flags of Megatron set: ``--attention-backend``, ``--seq-length``, ..."""
     from megatron_dsa.config import (
         CSATransformerConfig,
         DSAOptions,
@@ -92,7 +104,9 @@ def test_every_option_has_a_flag():
     )
 
     names = {each.name for each in dataclasses.fields(DSAOptions)}
-    assert names - {each.name for each, _ in option_fields(DSAOptions)} == {"fused"}
+    assert names - {each.name for each, _ in option_fields(DSAOptions)} == {
+        "fused", "sequence_length", "interleaved_sequences",
+    }  # fmt: skip
     inherited = len(dataclasses.fields(DSATransformerConfig))
     own = dataclasses.fields(CSATransformerConfig)[inherited:]
     assert own == tuple(each for each, _ in option_fields(CSATransformerConfig))

@@ -37,6 +37,17 @@ SETTINGS = {
         {},
     ),
     "sparse, fp8 selection": ({"fp8_selection": True}, {}),
+    "masked": ({"selected_attention": "masked"}, {}),
+    "masked, dense loss": (
+        {"selected_attention": "masked"},
+        {"dsa_indexer_use_sparse_loss": False},
+    ),
+    "masked, frozen indexer": ({"selected_attention": "masked"}, {"dsa_indexer_loss_coeff": 0.0}),
+    "masked, evaluated": ({"selected_attention": "masked", "evaluate_indexer": True}, {}),
+    "masked, frozen and evaluated": (
+        {"selected_attention": "masked", "evaluate_indexer": True},
+        {"dsa_indexer_loss_coeff": 0.0},
+    ),
 }
 
 
@@ -87,6 +98,8 @@ def test_what_runs_is_what_is_declared(name, setting, monkeypatch):
 
     if "teacher alone" in setting and not name.startswith("deepseek-v4"):
         pytest.skip("an option of V4")
+    if "masked" in setting and name.startswith("deepseek-v4"):
+        pytest.skip("refused for V4")
     policy = DSAOptions.policy.fget
     # Narrow blocks take the exact path otherwise.
     wide = property(lambda options: dataclasses.replace(policy(options), fp8_least_ratio=2))

@@ -1,5 +1,6 @@
 """Figures of the selection against plain Python, on any layout; what a log line averages."""
 
+import dataclasses
 import math
 
 import pytest
@@ -253,8 +254,8 @@ def test_layers_are_compared_with_the_selecting_layer_before(kind, recompute, lo
     from megatron_dsa.modules.replay import IndexCapture
 
     config, arguments, changes = MODELS[kind]
-    options = DSAOptions(health_tokens=9)
-    config = config(*arguments, **changes, **recompute, options=options)
+    options = dataclasses.replace(changes.get("options", DSAOptions()), health_tokens=9)
+    config = config(*arguments, **changes | recompute | {"options": options})
     model = gpt(config)
     with IndexCapture().on(model) as capture:
         for step in range(2):

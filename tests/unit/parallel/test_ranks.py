@@ -21,6 +21,8 @@ def names():
 
 def exists(layer, rows, mode, ranks):
     """Whether it is worth a run: variants that say little about ranks run on two ranks only."""
+    if layer.startswith("DSA masked"):
+        return mode == "heads"
     other = bool({"contiguous", "zigzag_rows"} & set(mode.split()))
     if layer.startswith("dense MLA") and other:
         return ranks == 2

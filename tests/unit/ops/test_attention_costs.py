@@ -1,0 +1,71 @@
+"""Costs of attention to selected keys, and the lengths at which they cross."""
+
+import pytest
+
+from megatron_dsa.ops.attention_costs import (
+    MASKED_PS,
+    SPARSE_PS,
+    AttentionCosts,
+    attention_costs,
+)
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "topk", "masked"),
+    [
+        (128, 1, 2048, True),
+        (128, 2048, 2048, True),
+        (128, 8192, 2048, True),
+        (128, 16384, 2048, False),
+        (128, 131072, 2048, False),
+        (64, 12288, 2048, True),
+        (64, 13312, 2048, False),
+        (32, 16384, 2048, True),
+        (32, 24576, 2048, False),
+        (16, 24576, 2048, True),
+        (16, 32768, 2048, False),
+        (8, 24576, 2048, True),
+        (128, 4096, 512, False),
+    ],
+)
+def test_which_is_cheaper(heads, length, topk, masked):
+    assert attention_costs(heads).masked_is_cheaper(length, topk) == masked
+
+
+@pytest.mark.parametrize(
+    ("heads", "least", "most"),
+    [(128, 12000, 13000), (64, 12000, 13000), (32, 21500, 22500), (16, 28000, 40000)],
+)
+def test_crossover_of_2048_keys(heads, least, most):
+    assert least < attention_costs(heads).crossover(2048) < most
+
+
+@pytest.mark.parametrize("heads", [1, 16, 24, 48, 64, 128])
+@pytest.mark.parametrize("topk", [1, 7, 512, 2048])
+def test_crossover_is_the_last_length_that_is_cheaper(heads, topk):
+    costs = attention_costs(heads)
+    length = costs.crossover(topk)
+    assert costs.masked_is_cheaper(length, topk)
+    assert not costs.masked_is_cheaper(length + 1, topk)
+
+
+def test_costs_are_those_of_pairs_one_by_one():
+    costs = AttentionCosts(masked=2.0, sparse=5.0)
+    for length in range(1, 60):
+        visible = sum(t + 1 for t in range(length))
+        selected = sum(min(t + 1, 6) for t in range(length))
+        assert costs.masked_is_cheaper(length, 6) == (2.0 * visible < 5.0 * selected)
+
+
+def test_heads_between_two_measurements():
+    sparse = [attention_costs(heads).sparse for heads in (1, 16, 24, 32, 48, 64, 128)]
+    assert sparse == sorted(sparse, reverse=True)
+    assert sparse[0] == sparse[1] == SPARSE_PS[16] and sparse[5] == sparse[6] == SPARSE_PS[64]
+    assert SPARSE_PS[16] > sparse[2] > sparse[3] == SPARSE_PS[32] > sparse[4] > SPARSE_PS[64]
+
+
+def test_alternating_sequences_are_computed_against_each_other():
+    one, two, four = (attention_costs(128, count) for count in (1, 2, 4))
+    assert two.masked == 2 * MASKED_PS
+    assert one.crossover(2048) > two.crossover(2048) > 2048
+    assert four.crossover(2048) == 0 and not four.masked_is_cheaper(100, 2048)
