@@ -116,7 +116,9 @@ class SelectedAttention:
         line = f"selected keys: {name} ({self.reason})"
         if self.crossover is None:
             return line
-        return f"{line}; masked is cheaper up to about {self.crossover // 1000}k tokens"
+        most = self.crossover
+        tokens = f"{most // 1000}k" if most >= 10_000 else f"{most}"
+        return f"{line}; masked is cheaper up to about {tokens} tokens"
 
 
 def selected_attention(config: Any, device: str | None = None) -> SelectedAttention:

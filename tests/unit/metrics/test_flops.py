@@ -21,6 +21,11 @@ STAGES = {
     "sparse, dense loss": (
         DSAOptions("sparse", health_tokens=0), {"dsa_indexer_use_sparse_loss": False},
     ),
+    "sparse, masked": (DSAOptions("sparse", health_tokens=0, selected_attention="masked"), {}),
+    "sparse, masked, dense loss": (
+        DSAOptions("sparse", health_tokens=0, selected_attention="masked"),
+        {"dsa_indexer_use_sparse_loss": False},
+    ),
     "sparse, no loss": (DSAOptions("sparse", health_tokens=0), {"dsa_indexer_loss_coeff": 0.0}),
 }  # fmt: skip
 RATIOS = [0, 4, 7]
@@ -35,6 +40,8 @@ EXPERTS = {
 
 def configuration(stage, hybrid, **changes):
     options, fields = STAGES[stage]
+    if hybrid and options.selected_attention == "masked":
+        pytest.skip("refused for V4")
     if hybrid:
         fields = fields | {"csa_compress_ratios": RATIOS, "dsa_indexer_topk": 3}
         changes = MODEL | fields | changes
@@ -79,7 +86,8 @@ def pairs_one_by_one(config, number, stage):
     """Operations on pairs of queries and keys in one layer, from the definitions of its kind."""
     hybrid = hasattr(config, "csa_compress_ratios")
     ratio = config.csa_compress_ratios[number - 1] if hybrid else 1
-    latent = stage.startswith("sparse") and not hybrid
+    masked = "masked" in stage
+    latent = stage.startswith("sparse") and not hybrid and not masked
     qk = v = config.v_head_dim
     if not hybrid:
         rope, v = config.qk_pos_emb_head_dim, config.kv_lora_rank if latent else v
@@ -88,19 +96,19 @@ def pairs_one_by_one(config, number, stage):
     if config.dsa_indexer_topk_freq > 1 and stage.startswith("sparse") and number == 2:
         indexer = False  # it reuses the selection of the layer before
     selects = stage.startswith("sparse") and ratio == (4 if hybrid else 1)
-    trains_main, dense_loss = stage != "warmup, frozen", stage == "sparse, dense loss"
+    trains_main, dense_loss = stage != "warmup, frozen", stage.endswith("dense loss")
     attention = Products(config.num_attention_heads, qk)
     index = Products(config.dsa_indexer_n_heads, config.dsa_indexer_head_dim)
     for t in range(SEQUENCE):
         visible = [g for g in range(SEQUENCE) if ratio and ratio * (g + 1) - 1 <= t]
         selected = visible[-config.dsa_indexer_topk :] if selects else visible
         window = [s for s in range(t + 1) if t - s < config.csa_window_size] if hybrid else []
-        both = len(window) + len(selected)
+        both = len(window) + len(visible if masked else selected)
         attention.run(both, v, forward=True, backward=trains_main)
         if not indexer:
             continue
         index.run(len(visible), 0, forward=True, backward=False)
-        if dense_loss:  # its teacher
+        if dense_loss and not masked:  # its teacher
             attention.run(len(visible) - len(selected), 0, forward=True, backward=False)
         if stage != "sparse, no loss":
             learnt = visible if dense_loss else selected
@@ -140,6 +148,13 @@ def no_pairs(monkeypatch):
         out = touch(q[..., :v_dim], kv, *(() if kv_grad is None else (kv_grad,)), *learns)
         return SimpleNamespace(out=out, lse=torch.zeros(q.shape[:2]), p_sum=None)
 
+    def masked(q, kv, k_pe, _keys, *, softmax_scale, indexer=None, **_settings):
+        learns = () if indexer is None else indexer.tensors()
+        value = kv[..., q.shape[2] - k_pe.shape[1] :]
+        return SimpleNamespace(
+            out=touch(value, q, kv, k_pe, *learns), lse=torch.zeros(q.shape[:2]), p_sum=None
+        )
+
     def select(inputs, _layout, topk, *_ranks, **_settings):
         rows = inputs.q.shape[0]
         chosen = torch.zeros(rows, topk, dtype=torch.int32)
@@ -157,9 +172,9 @@ def no_pairs(monkeypatch):
         monkeypatch.setattr(module, "sparse_attention", sparse)
         monkeypatch.setattr(module, "balanced_topk", select)
         monkeypatch.setattr(module, "dense_indexer_loss", loss)
-    monkeypatch.setattr(
-        importlib.import_module("megatron_dsa.modules.dsa_core"), "dense_attention", dense
-    )
+    core = importlib.import_module("megatron_dsa.modules.dsa_core")
+    monkeypatch.setattr(core, "dense_attention", dense)
+    monkeypatch.setattr(core, "masked_attention", masked)
 
 
 def step(config):

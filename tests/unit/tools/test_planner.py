@@ -34,8 +34,15 @@ def no_layouts_yet():
     forget_layouts()
 
 
+MASKED = {"--dsa-selected-attention": "masked"}
+CORE = {"--recompute-granularity": "selective", "--recompute-modules": "core_attn"}
+UP = {"--recompute-granularity": "selective", "--recompute-modules": "mla_up_proj"}
 CASES = {
     "sparse": {},
+    "masked": MASKED,
+    "masked, dense loss": MASKED | {"--dsa-indexer-use-sparse-loss": None},
+    "masked, core recomputed": MASKED | CORE,
+    "masked, up projection recomputed": MASKED | UP,
     "dense loss": {"--dsa-indexer-use-sparse-loss": None},
     "warmup": {"--dsa-stage": "warmup"},
     "dense": {"--dsa-stage": "dense"},
@@ -45,11 +52,8 @@ CASES = {
     "experts": EXPERTS,
     "prediction": {"--mtp-num-layers": 1},
     "bf16": {"--bf16": True},
-    "core recomputed": {"--recompute-granularity": "selective", "--recompute-modules": "core_attn"},
-    "up projection recomputed": {
-        "--recompute-granularity": "selective",
-        "--recompute-modules": "mla_up_proj",
-    },
+    "core recomputed": CORE,
+    "up projection recomputed": UP,
     "all recomputed": {
         "--recompute-granularity": "full",
         "--recompute-method": "uniform",

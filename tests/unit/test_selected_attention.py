@@ -1,0 +1,201 @@
+"""The choice between sparse and masked dense attention: conditions, and who reads it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_dsa import dispatch
+from megatron_dsa.config import DSAOptions
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.required_ops import MASKED_OPERATIONS, selected_attention
+from megatron_dsa.tools import info
+from megatron_dsa.tools.planner.text import describe
+from megatron_dsa.training.model import print_start_table
+from tests.host import attention_module, hidden_like, small_config, small_csa_config, start, stop
+from tests.plans import BF16, only_chunk, plan
+
+#: The small configuration selects 12 keys with 4 heads, so masked dense attention wins up to:
+CROSSOVER = 174
+
+
+@pytest.fixture
+def fused(add):
+    """Make masked operations fused on every device: all, or those that are named."""
+
+    def make(*names, **support):
+        for name in names or [operation.name for operation in MASKED_OPERATIONS]:
+            add(name, lambda torchs: torchs, **support)
+
+    return make
+
+
+def choice(**options):
+    changes = options.pop("config", {})
+    return selected_attention(small_config(options=DSAOptions(**options), **changes))
+
+
+@pytest.mark.parametrize("length", [1, 12, 64, CROSSOVER])
+def test_masked_where_it_is_fused_and_cheaper(fused, length):
+    assert not choice(sequence_length=length).masked
+    fused()
+    found = choice(sequence_length=length)
+    assert found.masked and found.crossover == CROSSOVER
+    assert found.reason == f"sequences of {length} tokens, 4 heads on a rank"
+
+
+def test_sparse_for_long_sequences(fused):
+    fused()
+    found = choice(sequence_length=CROSSOVER + 1)
+    assert not found.masked and found.crossover == CROSSOVER
+    assert not choice(sequence_length=100, interleaved_sequences=8).masked
+    assert choice(sequence_length=100, selected_attention="masked").masked
+    assert choice(sequence_length=10**6, selected_attention="masked").masked
+    assert not choice(sequence_length=100, selected_attention="sparse").masked
+
+
+def test_a_configuration_without_a_length_stays_sparse(fused):
+    fused()
+    found = choice()
+    assert not found.masked and "no sequence length" in found.reason
+
+
+@pytest.mark.parametrize("missing", [operation.name for operation in MASKED_OPERATIONS])
+def test_every_operation_has_to_be_fused(fused, missing):
+    fused(*(op.name for op in MASKED_OPERATIONS if op.name != missing))
+    found = choice(sequence_length=64)
+    assert not found.masked and missing in found.reason and found.crossover is None
+    # Also under a strict policy, which refuses what would run and not what was asked about.
+    assert not choice(sequence_length=64, strict=True).masked
+
+
+def test_what_does_not_ask_for_fused_kernels_stays_sparse(fused):
+    fused()
+    assert not choice(sequence_length=64, fused=False).masked
+    named = (("masked_attention_backward", "torch"),)
+    found = choice(sequence_length=64, named=named)
+    assert not found.masked and "named by --dsa-impl" in found.reason
+
+
+def test_kernels_that_never_ran_on_the_gpu_are_not_taken(fused):
+    with dispatch.meta_dispatch((9, 0)):
+        fused(capabilities=((9, 0), (10, 0)), not_run=((10, 0),))
+        assert choice(sequence_length=64).masked
+    with dispatch.meta_dispatch((10, 0)):
+        found = choice(sequence_length=64)
+    assert not found.masked and "not run on one" in found.reason
+
+
+BY_HEADS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+def test_what_ranks_divide(fused):
+    """Heads of a rank count; other divisions stay sparse."""
+    fused()
+    found = choice(sequence_length=64, config=BY_HEADS, tp_mode="heads")
+    assert found.masked and "2 heads on a rank" in found.reason
+    for mode in ("auto", "sequence"):  # which is by sequence: a rank has few heads
+        found = choice(sequence_length=64, config=BY_HEADS, tp_mode=mode)
+        assert not found.masked and "by sequence" in found.reason
+    found = choice(sequence_length=64, config={"context_parallel_size": 2})
+    assert not found.masked and "context-parallel" in found.reason
+
+
+@pytest.mark.parametrize("stage", ["dense", "warmup"])
+def test_other_stages_and_v4_select_otherwise(fused, stage):
+    fused()
+    for asked in ("auto", "masked"):
+        options = DSAOptions(stage=stage, selected_attention=asked, sequence_length=64)
+        assert not selected_attention(small_config(options=options)).masked
+    options = DSAOptions(sequence_length=64)
+    assert not selected_attention(small_csa_config(4, options=options)).masked
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"context_parallel_size": 2}, {}, "--context-parallel-size > 1, got 2.* use auto or"),
+        (BY_HEADS, {}, "by sequence .--dsa-tp-mode auto.* add --dsa-tp-mode heads"),
+        (BY_HEADS, {"tp_mode": "sequence"}, "--dsa-tp-mode sequence.* add --dsa-tp-mode heads"),
+    ],
+)
+def test_where_it_cannot_be_asked_for(changes, options, message):
+    with pytest.raises(ConfigError, match=f"must not be masked.*{message}"):
+        small_config(options=DSAOptions(selected_attention="masked", **options), **changes)
+    small_config(options=DSAOptions(**options), **changes)
+
+
+def test_v4_refuses_it():
+    with pytest.raises(
+        ConfigError, match=r"must not be masked with --csa-compress-ratios.*drop it"
+    ):
+        small_csa_config(4, options=DSAOptions(selected_attention="masked"))
+
+
+@pytest.mark.parametrize("name", ["sequence_length", "interleaved_sequences"])
+def test_sizes_are_positive(name):
+    with pytest.raises(ConfigError, match=f"DSAOptions.{name} must be at least 1, got 0"):
+        DSAOptions(**{name: 0})
+
+
+def test_a_layer_runs_what_was_chosen_and_says_so(fused, monkeypatch, caplog):
+    fused()
+    monkeypatch.setattr(dispatch.choice_log, "_logged", set())
+    caplog.set_level("INFO", "megatron_dsa.dispatch")
+    for length, kind in ((64, "masked"), (10**6, "sparse")):
+        module = attention_module(small_config(options=DSAOptions(sequence_length=length)))
+        dispatch.reset_report()
+        module(hidden_like(module, 20), None)[0].sum().backward()
+        ran = dispatch.report()
+        assert {name for name in ran if "_attention_backward" in name} == {
+            f"{kind}_attention_backward"
+        }
+    lines = [line for line in caplog.messages if "selected keys" in line]
+    assert lines == [
+        "megatron_dsa selected keys: masked dense attention (sequences of 64 tokens, 4 heads on a "
+        "rank); masked is cheaper up to about 174 tokens",
+        "megatron_dsa selected keys: sparse attention (sequences of 1000000 tokens, 4 heads on a "
+        "rank); masked is cheaper up to about 174 tokens",
+    ]
+
+
+def test_plans_choose_for_their_gpu(fused):
+    """A preset's plan changes only where the kernels are."""
+    stop()  # plans have process groups of their own
+    before = plan(BF16)
+    fused(capabilities=((9, 0),))
+    after = plan(BF16)
+    assert after.attention.masked and not before.attention.masked
+    kinds = [layer.kind for layer in only_chunk(after).layers]
+    assert all(kind.startswith("DSA (masked)") for kind in kinds)
+    ran = {c.operation for layer in only_chunk(after).layers for c in layer.choices}
+    assert {operation.name for operation in MASKED_OPERATIONS} <= ran
+    assert not any(name.startswith("sparse_attention") for name in ran)
+    assert "selected keys: masked dense attention" in describe(after)
+    assert "selected keys" not in describe(before)
+    assert only_chunk(after).kept != only_chunk(before).kept
+    assert after.operations["attention"] != before.operations["attention"]
+
+
+def test_info_says_which(fused, capsys):
+    (model,) = info.collect_info()["selected_attention"]
+    assert model == "DeepSeek-V3.2"
+    fused()
+    found = info.collect_info()
+    assert 12000 < found["selected_attention"][model]["masked_up_to_tokens"] < 13000
+    assert found["operations"][model]["masked_attention_forward"]["runs"] == "made_up"
+    assert "masked_attention_forward" not in found["operations"]["DeepSeek-V4-Pro"]
+    info.print_info(SimpleNamespace(support_table=False, json=False))
+    out = capsys.readouterr().out
+    assert "selected keys: sparse attention (no sequence length is given); masked is" in out
+    assert "cheaper up to about 12k tokens" in out
+
+
+def test_the_table_at_start_up_says_which(capsys):
+    start()
+    candidate = dispatch.Candidate("torch", "", dispatch.Support(""), fused=False)
+    chosen = dispatch.Choice("one", candidate)
+    found = choice(selected_attention="masked")
+    print_start_table([chosen], found)
+    assert capsys.readouterr().out.splitlines()[-1] == f">   {found.describe()}"
+    print_start_table([chosen])
+    assert "selected keys" not in capsys.readouterr().out
