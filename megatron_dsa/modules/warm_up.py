@@ -31,7 +31,7 @@ from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.required_ops import RequiredOp, called_ops
 from megatron_dsa.sequence.layout import bshd_layout
 
-_ROWS, _KEYS = 64, 256
+_DEVICE, _ROWS, _KEYS = "cuda", 64, 256
 #: Dims with rope of a key of every released model, which the description of a call leaves out.
 _ROPE = 64
 _resolving = True
@@ -110,7 +110,7 @@ def warm_up(calls: tuple[tuple[str, OpCall], ...], policy: Policy, softmax_scale
 def _values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Numbers that differ from each other, without touching a random generator."""
     count = torch.Size(shape).numel()
-    return torch.sin(torch.arange(count, device="cuda").float()).view(shape).to(dtype)
+    return torch.sin(torch.arange(count, device=_DEVICE).float()).view(shape).to(dtype)
 
 
 def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> None:
@@ -118,7 +118,7 @@ def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> 
     q = _values(_ROWS, call.heads, call.qk_dim, dtype=call.dtype)
     kv = _values(_KEYS, call.qk_dim, dtype=call.dtype)
     indices = _first_keys(call.topk)
-    sink = torch.zeros(call.heads, device="cuda") if call.sink else None
+    sink = torch.zeros(call.heads, device=_DEVICE) if call.sink else None
     sp = SparseAttentionInputs(
         q, kv, indices, call.v_dim, softmax_scale, None, sink, policy.workspace_bytes
     )
@@ -147,7 +147,7 @@ def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: flo
 
 def _first_keys(topk: int) -> torch.Tensor:
     """Return lists ``[_ROWS, topk]`` of as many of the first keys as there are."""
-    place = torch.arange(topk, dtype=torch.int32, device="cuda")
+    place = torch.arange(topk, dtype=torch.int32, device=_DEVICE)
     return torch.where(place < _KEYS, place, -1).expand(_ROWS, -1).contiguous()
 
 
@@ -169,6 +169,6 @@ def _index(fused: dict, call: OpCall, policy: Policy) -> None:
             indexer_topk(inputs, layout, call.topk, policy=replace(policy, fp8_least_ratio=0))
     if "sparse_indexer_loss" in fused:
         inputs.q.requires_grad_()
-        teacher = torch.ones(indices.shape, device="cuda")
+        teacher = torch.ones(indices.shape, device=_DEVICE)
         with torch.enable_grad():
             sparse_indexer_loss(inputs, indices, teacher, layout, topk_length=length, policy=policy)

@@ -3,11 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_dsa import dispatch
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.required_ops import MASKED_OPERATIONS, selected_attention
+from megatron_dsa.modules import warm_up
+from megatron_dsa.required_ops import MASKED_OPERATIONS, required_ops, selected_attention
 from megatron_dsa.tools import info
 from megatron_dsa.tools.planner.text import describe
 from megatron_dsa.training.model import print_start_table
@@ -156,6 +158,30 @@ def test_a_layer_runs_what_was_chosen_and_says_so(fused, monkeypatch, caplog):
         "megatron_dsa selected keys: sparse attention (sequences of 1000000 tokens, 4 heads on a "
         "rank); masked is cheaper up to about 174 tokens",
     ]
+
+
+@pytest.mark.parametrize("loss", [0.7, 0.0])
+def test_warm_up_runs_what_a_step_calls(add, monkeypatch, loss):
+    """On the CPU in place of a GPU: all operations once, with lists as wide as the step's."""
+    start()
+    ran = []
+
+    def noting(name):
+        return lambda torchs: lambda *args: ran.append((name, args)) or torchs(*args)
+
+    for operation in MASKED_OPERATIONS:
+        add(operation.name, noting(operation.name))
+    options = DSAOptions(selected_attention="masked")
+    config = small_config(options=options, dtype=torch.float32, dsa_indexer_loss_coeff=loss)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: None)
+    ops = required_ops(config, 1, device="cuda")
+    calls = tuple((op.operation, op.call) for op in ops if "indexer" not in op.operation)
+    monkeypatch.setattr(warm_up, "_DEVICE", "cpu")
+    warm_up.warm_up.__wrapped__(calls, options.policy, 0.3)
+    assert {name for name, _ in ran} == {name for name, _ in calls}
+    lists, inputs = ran[0][1][0], ran[1][1][0]
+    assert lists.indices.shape[1] == 12 and lists.num_keys == len(inputs.k_pe)
+    assert inputs.q.shape[1:] == (4, 20) and inputs.v_dim == 10
 
 
 def test_plans_choose_for_their_gpu(fused):

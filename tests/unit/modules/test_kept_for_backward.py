@@ -25,7 +25,8 @@ MODES = {
     "up": ("mla_up_proj",),
     "both": ("core_attn", "mla_up_proj"),
 }
-STAGES = ("dense", "warmup", "frozen", "sparse")
+#: Stages of DSA; "masked" is stage sparse by masked dense attention.
+STAGES = ("dense", "warmup", "frozen", "sparse", "masked")
 RATIOS = (0, 4, 128)
 
 
@@ -144,10 +145,11 @@ def recomputing(mode: str) -> dict:
 
 def small_dsa(stage: str, mode: str = "none"):
     """A DSA layer whose sizes have few common products, and its sizes by symbol."""
-    frozen = stage == "frozen"
+    frozen, attention = stage == "frozen", "masked" if stage == "masked" else "auto"
+    stage = {"frozen": "warmup", "masked": "sparse"}.get(stage, stage)
     config = small_config(
         dtype=torch.bfloat16,
-        options=DSAOptions(stage="warmup" if frozen else stage, freeze_main=frozen),
+        options=DSAOptions(stage=stage, freeze_main=frozen, selected_attention=attention),
         hidden_size=35,
         num_attention_heads=5,
         q_lora_rank=23,
@@ -186,7 +188,7 @@ def small_csa(ratio: int, mode: str = "none"):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("stage", ["dense", "warmup", "sparse"])
+@pytest.mark.parametrize("stage", ["dense", "warmup", "sparse", "masked"])
 def test_dsa(stage, mode):
     module, sizes = small_dsa(stage, mode)
     check(dsa_rows(), saved(module, sizes["s"]), sizes, stage, mode)
