@@ -27,7 +27,7 @@ from megatron_dsa.config import (
 from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.dispatch import Operation, Policy, describe_call
 from megatron_dsa.dispatch.support import OpCall
-from megatron_dsa.ops.attention_costs import attention_costs
+from megatron_dsa.ops.attention_costs import PairDims, attention_costs
 from megatron_dsa.ops.indexer_topk.api import selection_calls
 from megatron_dsa.ops.masked_attention import declaration as masked
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, gives_teacher
@@ -149,7 +149,9 @@ def selected_attention(config: Any, device: str | None = None) -> SelectedAttent
             reason = operation.why_not_fused(call, options.policy)
             if reason is not None:
                 return SelectedAttention(False, f"{operation.name} is not fused here: {reason}")
-    costs = attention_costs(call.heads, options.interleaved_sequences)
+    latent = config.kv_lora_rank
+    dims = PairDims(call.qk_dim + call.v_dim, 2 * latent + config.qk_pos_emb_head_dim)
+    costs = attention_costs(call.heads, options.interleaved_sequences, dims)
     crossover = costs.crossover(topk)
     if asked == "masked":
         return SelectedAttention(True, "asked for", crossover)

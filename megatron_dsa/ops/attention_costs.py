@@ -12,10 +12,27 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 #: Picoseconds per pair and head of forward, backward and teacher together, on one H200 with the
-#: dims of DeepSeek-V3.2, bf16: ``docs/performance.md``.
+#: dims of DeepSeek-V3.2, in bf16: ``docs/performance.md``.
 MASKED_PS = 5.3
 #: Likewise by heads: fewer than 64 do not fill the tiles of the kernels.
 SPARSE_PS = {16: 40.0, 32: 30.0, 64: 17.9}
+
+
+@dataclass(frozen=True)
+class PairDims:
+    """Dims of a key and of a value together, which the products of a pair grow with.
+
+    Attributes:
+        masked: of a head in plain MLA.
+        sparse: of a latent.
+    """
+
+    masked: int
+    sparse: int
+
+
+#: Those of DeepSeek-V3.2, of which the costs were measured.
+MEASURED_DIMS = PairDims(192 + 128, 576 + 512)
 
 
 @dataclass(frozen=True)
@@ -50,7 +67,9 @@ class AttentionCosts:
         ]
 
 
-def attention_costs(heads: int, interleaved: int = 1) -> AttentionCosts:
+def attention_costs(
+    heads: int, interleaved: int = 1, dims: PairDims = MEASURED_DIMS
+) -> AttentionCosts:
     """Return the costs on an H200.
 
     Args:
@@ -58,8 +77,11 @@ def attention_costs(heads: int, interleaved: int = 1) -> AttentionCosts:
             interpolated, linear in the logarithm of the heads.
         interleaved: sequences whose tokens alternate, as in unpacked batches of several. No tile of
             masked dense attention holds one of them alone, so all are computed against all.
+        dims: of keys and values. Costs of others than those measured are taken to be proportional.
     """
-    return AttentionCosts(MASKED_PS * interleaved, _sparse_ps(heads))
+    masked = MASKED_PS * dims.masked / MEASURED_DIMS.masked
+    sparse = _sparse_ps(heads) * dims.sparse / MEASURED_DIMS.sparse
+    return AttentionCosts(masked * interleaved, sparse)
 
 
 def _sparse_ps(heads: int) -> float:

@@ -17,7 +17,7 @@ from tests.host import attention_module, hidden_like, small_config, small_csa_co
 from tests.plans import BF16, only_chunk, plan
 
 #: The small configuration selects 12 keys with 4 heads, so masked dense attention wins up to:
-CROSSOVER = 174
+CROSSOVER = 63
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def choice(**options):
     return selected_attention(small_config(options=DSAOptions(**options), **changes))
 
 
-@pytest.mark.parametrize("length", [1, 12, 64, CROSSOVER])
+@pytest.mark.parametrize("length", [1, 12, 40, CROSSOVER])
 def test_masked_where_it_is_fused_and_cheaper(fused, length):
     assert not choice(sequence_length=length).masked
     fused()
@@ -49,10 +49,10 @@ def test_sparse_for_long_sequences(fused):
     fused()
     found = choice(sequence_length=CROSSOVER + 1)
     assert not found.masked and found.crossover == CROSSOVER
-    assert not choice(sequence_length=100, interleaved_sequences=8).masked
-    assert choice(sequence_length=100, selected_attention="masked").masked
+    assert not choice(sequence_length=40, interleaved_sequences=3).masked
+    assert choice(sequence_length=40, selected_attention="masked").masked
     assert choice(sequence_length=10**6, selected_attention="masked").masked
-    assert not choice(sequence_length=100, selected_attention="sparse").masked
+    assert not choice(sequence_length=40, selected_attention="sparse").masked
 
 
 def test_a_configuration_without_a_length_stays_sparse(fused):
@@ -64,26 +64,26 @@ def test_a_configuration_without_a_length_stays_sparse(fused):
 @pytest.mark.parametrize("missing", [operation.name for operation in MASKED_OPERATIONS])
 def test_every_operation_has_to_be_fused(fused, missing):
     fused(*(op.name for op in MASKED_OPERATIONS if op.name != missing))
-    found = choice(sequence_length=64)
+    found = choice(sequence_length=40)
     assert not found.masked and missing in found.reason and found.crossover is None
     # Also under a strict policy, which refuses what would run and not what was asked about.
-    assert not choice(sequence_length=64, strict=True).masked
+    assert not choice(sequence_length=40, strict=True).masked
 
 
 def test_what_does_not_ask_for_fused_kernels_stays_sparse(fused):
     fused()
-    assert not choice(sequence_length=64, fused=False).masked
+    assert not choice(sequence_length=40, fused=False).masked
     named = (("masked_attention_backward", "torch"),)
-    found = choice(sequence_length=64, named=named)
+    found = choice(sequence_length=40, named=named)
     assert not found.masked and "named by --dsa-impl" in found.reason
 
 
 def test_kernels_that_never_ran_on_the_gpu_are_not_taken(fused):
     with dispatch.meta_dispatch((9, 0)):
         fused(capabilities=((9, 0), (10, 0)), not_run=((10, 0),))
-        assert choice(sequence_length=64).masked
+        assert choice(sequence_length=40).masked
     with dispatch.meta_dispatch((10, 0)):
-        found = choice(sequence_length=64)
+        found = choice(sequence_length=40)
     assert not found.masked and "not run on one" in found.reason
 
 
@@ -93,12 +93,12 @@ BY_HEADS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 def test_what_ranks_divide(fused):
     """Heads of a rank count; other divisions stay sparse."""
     fused()
-    found = choice(sequence_length=64, config=BY_HEADS, tp_mode="heads")
+    found = choice(sequence_length=40, config=BY_HEADS, tp_mode="heads")
     assert found.masked and "2 heads on a rank" in found.reason
     for mode in ("auto", "sequence"):  # which is by sequence: a rank has few heads
-        found = choice(sequence_length=64, config=BY_HEADS, tp_mode=mode)
+        found = choice(sequence_length=40, config=BY_HEADS, tp_mode=mode)
         assert not found.masked and "by sequence" in found.reason
-    found = choice(sequence_length=64, config={"context_parallel_size": 2})
+    found = choice(sequence_length=40, config={"context_parallel_size": 2})
     assert not found.masked and "context-parallel" in found.reason
 
 
@@ -106,9 +106,9 @@ def test_what_ranks_divide(fused):
 def test_other_stages_and_v4_select_otherwise(fused, stage):
     fused()
     for asked in ("auto", "masked"):
-        options = DSAOptions(stage=stage, selected_attention=asked, sequence_length=64)
+        options = DSAOptions(stage=stage, selected_attention=asked, sequence_length=40)
         assert not selected_attention(small_config(options=options)).masked
-    options = DSAOptions(sequence_length=64)
+    options = DSAOptions(sequence_length=40)
     assert not selected_attention(small_csa_config(4, options=options)).masked
 
 
@@ -143,7 +143,7 @@ def test_a_layer_runs_what_was_chosen_and_says_so(fused, monkeypatch, caplog):
     fused()
     monkeypatch.setattr(dispatch.choice_log, "_logged", set())
     caplog.set_level("INFO", "megatron_dsa.dispatch")
-    for length, kind in ((64, "masked"), (10**6, "sparse")):
+    for length, kind in ((40, "masked"), (10**6, "sparse")):
         module = attention_module(small_config(options=DSAOptions(sequence_length=length)))
         dispatch.reset_report()
         module(hidden_like(module, 20), None)[0].sum().backward()
@@ -153,10 +153,10 @@ def test_a_layer_runs_what_was_chosen_and_says_so(fused, monkeypatch, caplog):
         }
     lines = [line for line in caplog.messages if "selected keys" in line]
     assert lines == [
-        "megatron_dsa selected keys: masked dense attention (sequences of 64 tokens, 4 heads on a "
-        "rank); masked is cheaper up to about 174 tokens",
+        "megatron_dsa selected keys: masked dense attention (sequences of 40 tokens, 4 heads on a "
+        "rank); masked is cheaper up to about 63 tokens",
         "megatron_dsa selected keys: sparse attention (sequences of 1000000 tokens, 4 heads on a "
-        "rank); masked is cheaper up to about 174 tokens",
+        "rank); masked is cheaper up to about 63 tokens",
     ]
 
 
@@ -187,9 +187,11 @@ def test_warm_up_runs_what_a_step_calls(add, monkeypatch, loss):
 def test_plans_choose_for_their_gpu(fused):
     """A preset's plan changes only where the kernels are."""
     stop()  # plans have process groups of their own
-    before = plan(BF16)
+    flags = BF16 | {"--dsa-indexer-topk": 32}  # of 96 tokens
+    before = plan(flags)
     fused(capabilities=((9, 0),))
-    after = plan(BF16)
+    after = plan(flags)
+    long = plan(flags | {"--dsa-indexer-topk": 4})
     assert after.attention.masked and not before.attention.masked
     kinds = [layer.kind for layer in only_chunk(after).layers]
     assert all(kind.startswith("DSA (masked)") for kind in kinds)
@@ -198,6 +200,8 @@ def test_plans_choose_for_their_gpu(fused):
     assert not any(name.startswith("sparse_attention") for name in ran)
     assert "selected keys: masked dense attention" in describe(after)
     assert "selected keys" not in describe(before)
+    assert not long.attention.masked and long.attention.crossover < 96
+    assert "selected keys: sparse attention (sequences of 96 tokens" in describe(long)
     assert only_chunk(after).kept != only_chunk(before).kept
     assert after.operations["attention"] != before.operations["attention"]
 

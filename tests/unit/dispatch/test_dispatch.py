@@ -337,6 +337,18 @@ def test_warm_up_is_not_counted(operation):
     assert dispatch.report() == {}
 
 
+def test_asking_whether_kernels_are_fused_neither_logs_nor_refuses(operation, caplog):
+    caplog.set_level("INFO", "megatron_dsa.dispatch")
+    strict = Policy(strict=True)
+    with dispatch.collect_choices() as choices:
+        assert operation.why_not_fused(HOPPER, strict) is None
+        assert operation.why_not_fused(CPU, strict)
+        assert operation.why_not_fused(HOPPER, Policy(fused=False))
+        named = Policy(named=(("made_up", "torch"),))
+        assert "named" in operation.why_not_fused(HOPPER, named)
+    assert not choices and not caplog.messages
+
+
 def test_a_plan_runs_meta_functions(operation):
     """Of the candidate for the planned GPU, with the arguments of the implementation."""
     dispatch.reset_report()

@@ -6,6 +6,7 @@ from megatron_dsa.ops.attention_costs import (
     MASKED_PS,
     SPARSE_PS,
     AttentionCosts,
+    PairDims,
     attention_costs,
 )
 
@@ -62,6 +63,13 @@ def test_heads_between_two_measurements():
     assert sparse == sorted(sparse, reverse=True)
     assert sparse[0] == sparse[1] == SPARSE_PS[16] and sparse[5] == sparse[6] == SPARSE_PS[64]
     assert SPARSE_PS[16] > sparse[2] > sparse[3] == SPARSE_PS[32] > sparse[4] > SPARSE_PS[64]
+
+
+def test_wider_heads_cost_more():
+    """GLM-5's, whose latents are those of V3.2."""
+    wide = attention_costs(64, dims=PairDims(256 + 256, 576 + 512))
+    assert wide.masked == pytest.approx(MASKED_PS * 1.6) and wide.sparse == SPARSE_PS[64]
+    assert 2048 < wide.crossover(2048) < attention_costs(64).crossover(2048)
 
 
 def test_alternating_sequences_are_computed_against_each_other():
