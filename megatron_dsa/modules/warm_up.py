@@ -32,8 +32,6 @@ from megatron_dsa.required_ops import RequiredOp, called_ops
 from megatron_dsa.sequence.layout import bshd_layout
 
 _DEVICE, _ROWS, _KEYS = "cuda", 64, 256
-#: Dims with rope of a key of every released model, which the description of a call leaves out.
-_ROPE = 64
 _resolving = True
 
 
@@ -132,8 +130,8 @@ def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> 
 
 
 def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> None:
-    assert call.topk is not None
-    rope = min(_ROPE, call.qk_dim // 2)
+    assert call.topk is not None and call.rope_dim is not None
+    rope = call.rope_dim
     q = _values(_ROWS, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_()
     kv = _values(_KEYS, call.heads, call.qk_dim - rope + call.v_dim, dtype=call.dtype)
     k_pe = _values(_KEYS, rope, dtype=call.dtype)

@@ -81,4 +81,4 @@ def print_start_table(
         for line in start_table(choices):
             print_rank_0(f">   {line}")
         if attention is not None:
-            print_rank_0(f">   {attention.describe()}")
+            print_rank_0(f"> megatron_dsa {attention.describe()}")

@@ -39,13 +39,14 @@ def test_few_lines_besides_those_of_the_training(data):
     "changes",
     [
         {},
+        {"--dsa-selected-attention": "masked"},
         {"--dsa-stage": "dense"},
         {"--dsa-stage": "warmup"},
         {"--attention-backend": "dsa_unfused"},
         HYBRID,
         HYBRID | {"--dsa-stage": "dense"},
     ],
-    ids=["sparse", "dense", "warmup", "unfused", "hybrid", "hybrid dense"],
+    ids=["sparse", "masked", "dense", "warmup", "unfused", "hybrid", "hybrid dense"],
 )
 def test_the_table_names_every_operation_that_ran(changes, data):
     log = train({"--data-path": data, "--train-iters": 1} | changes).log
@@ -59,6 +60,13 @@ def test_the_table_names_every_operation_that_ran(changes, data):
         if operation in OPERATIONS:
             ran |= {(operation, count.split()[0]) for count in counts.split(", ")}
     assert ran and ran <= chosen
+    attention = [line for line in log.splitlines() if "selected keys: " in line]
+    if changes.get("--dsa-stage") or "--csa-compress-ratios" in changes:
+        assert not attention
+    else:
+        masked = "--dsa-selected-attention" in changes
+        assert f"selected keys: {'masked dense' if masked else 'sparse'} attention" in attention[0]
+        assert ("masked_attention_forward", "torch") in ran or not masked
     if changes.get("--attention-backend") == "dsa_unfused":
         assert "WARNING:megatron_dsa" not in log
         assert all("not asked for: dsa_unfused" in row for row in table)

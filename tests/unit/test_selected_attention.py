@@ -226,6 +226,6 @@ def test_the_table_at_start_up_says_which(capsys):
     chosen = dispatch.Choice("one", candidate)
     found = choice(selected_attention="masked")
     print_start_table([chosen], found)
-    assert capsys.readouterr().out.splitlines()[-1] == f">   {found.describe()}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"> megatron_dsa {found.describe()}"
     print_start_table([chosen])
     assert "selected keys" not in capsys.readouterr().out
