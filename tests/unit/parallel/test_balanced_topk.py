@@ -183,7 +183,8 @@ def _ranks(rank, cp, cp_layout, sp, by_sequence):
         return None
     sharding = Sharding(cp, rank // sp, cp_layout, sp, rank % sp)
     tp = object() if sp > 1 else None  # not used by the selection
-    return Ranks(sharding, group, tp, across[rank % sp] if cp > 1 else None, by_sequence)
+    mode = "sequence" if by_sequence else "heads"
+    return Ranks(sharding, group, tp, across[rank % sp] if cp > 1 else None, mode)
 
 
 def _selections(ranks, batch, ratio):
