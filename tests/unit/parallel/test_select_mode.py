@@ -173,8 +173,16 @@ def _attend(policy, tp, cp):
         *leaves[:3], lists[own], softmax_scale=0.3, topk_length=length[own], want_p_sum=True,
         indexer=training, group=group, policy=policy,
     )  # fmt: skip
+    kept = [x for x in out.grad_fn.saved_tensors if x is not None and x.dtype == torch.int32]
     grads = torch.autograd.grad((out * torch.arange(1, 1 + out.shape[2])).sum(), leaves)
-    return {"out": out.detach(), "lse": lse, "p_sum": p_sum, "loss": recorded[0], "grads": grads}
+    return {
+        "out": out.detach(),
+        "lse": lse,
+        "p_sum": p_sum,
+        "loss": recorded[0],
+        "grads": grads,
+        "kept": kept,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +204,8 @@ def test_the_operation_equals_one_rank(name, attended):
 
     q, kv, k_pe, *index = one["grads"]
     for rank, found in enumerate(several):
+        # No bits, and the lists of its own tokens.
+        assert [x.shape for x in found["kept"]] == [(KEYS // 2, WIDTH), (KEYS // 2,)]
         equals(found["out"], one["out"].chunk(2, 1)[rank])
         equals(found["lse"], one["lse"].chunk(2, 1)[rank])
         equals(found["p_sum"], one["p_sum"].chunk(2)[rank])
