@@ -9,7 +9,13 @@ from typing import Any, Literal, Self, get_args, get_origin
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron_dsa.config_rules import CSA_RATIO, csa_rules, dsa_rules, masked_rules
+from megatron_dsa.config_rules import (
+    CSA_RATIO,
+    csa_rules,
+    dsa_rules,
+    masked_rules,
+    tp_mode_rules,
+)
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.dispatch.policy import FLAG, VARIABLE, parse_named
 from megatron_dsa.errors import require
@@ -20,6 +26,8 @@ require_supported_megatron()
 
 #: Heads that fill the tiles of the attention kernels.
 FULL_TILE = 64
+#: What tensor-parallel ranks divide: heads, tokens, or attention's heads and the indexer's tokens.
+TPMode = Literal["heads", "sequence", "select"]
 
 
 @dataclass(frozen=True)
@@ -138,12 +146,14 @@ class DSAOptions:
         "How context parallelism shards tokens: two chunks per rank, of every document (zigzag) or "
         "of all packed tokens (zigzag_rows), or one part per rank (contiguous).",
     )
-    tp_mode: Literal["auto", "heads", "sequence"] = option(
+    tp_mode: Literal["auto", "heads", "sequence", "select"] = option(
         "auto",
         "--dsa-tp-mode",
-        "Under tensor parallelism a rank attends for all tokens with its heads, or for its part of "
-        "the sequence with all heads; auto: the sequence where it would have less than 64 heads, "
-        "which leave a GPU's tile empty.",
+        "Under tensor parallelism a rank attends for all tokens with its heads (heads), or for its "
+        "part of the sequence with all heads (sequence), or selects keys for its own tokens and "
+        "attends with its own heads (select, masked attention only); auto: select where attention "
+        "is masked, else sequence where a rank would have less than 64 heads, which leave a GPU's "
+        "tile empty.",
     )
     selected_attention: Literal["auto", "masked", "sparse"] = option(
         "auto",
@@ -322,21 +332,39 @@ def loss_is_sparse(config: Any) -> bool:
     return options_of(config).stage == "sparse" and config.dsa_indexer_use_sparse_loss
 
 
+def has_dense_loss(config: Any) -> bool:
+    """Whether an indexer's loss is taken over all visible keys, in training or evaluation."""
+    computed = indexer_is_trained(config) or options_of(config).evaluate_indexer
+    return uses_indexer(config) and computed and not loss_is_sparse(config)
+
+
 def by_sequence(config: Any) -> bool:
     """Whether tensor-parallel ranks attend for tokens of their own with all heads.
 
-    Only selected keys make tokens independent of each other: stages with dense attention go by
-    heads.
+    Only lists of selected keys make tokens independent of each other: stages with dense attention
+    go by heads. Masked dense attention does not go by sequence either:
+    :func:`megatron_dsa.required_ops.tensor_parallel_mode` knows which attention there is.
     """
     ranks, mode = config.tensor_model_parallel_size, options_of(config).tp_mode
     dense = options_of(config).stage != "sparse" and not uses_csa(config)
-    if ranks == 1 or not config.sequence_parallel or dense or mode == "heads":
+    if ranks == 1 or not config.sequence_parallel or dense or mode in ("heads", "select"):
         return False
     return mode == "sequence" or config.num_attention_heads // ranks < FULL_TILE
 
 
+def selects_by_sequence(config: Any) -> bool:
+    """Whether tensor-parallel ranks select keys for tokens of their own, if attention is masked.
+
+    A dense loss goes by heads: its teacher needs the queries of all heads.
+    """
+    mode, several = options_of(config).tp_mode, config.tensor_model_parallel_size > 1
+    if not (several and config.sequence_parallel) or has_dense_loss(config):
+        return False
+    return mode in ("auto", "select")
+
+
 def query_heads(config: Any) -> int:
-    """Return how many heads attention has on a rank."""
+    """Return how many heads attention has on a rank, unless it is masked: then, the rank's own."""
     ranks = 1 if by_sequence(config) else config.tensor_model_parallel_size
     return config.num_attention_heads // ranks
 
@@ -391,7 +419,8 @@ def validate(config: Any) -> None:
     rules: Iterable[tuple[Any, str]] = dsa_rules(config, options)
     if uses_csa(config):
         rules = chain(option_rules(CSATransformerConfig, config), csa_rules(config, options))
-    rules = chain(rules, masked_rules(config, options, by_sequence(config)))
+    rules = chain(rules, masked_rules(config, options))
+    rules = chain(rules, tp_mode_rules(config, options, has_dense_loss(config)))
     complaints = [f"  - {message}" for ok, message in rules if not ok]
     require(not complaints, "\n".join(["unsupported configuration:", *complaints]))
 

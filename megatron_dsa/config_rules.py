@@ -224,13 +224,12 @@ def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     yield from _precision_rules(config)
 
 
-def masked_rules(config: Any, options: Any, by_sequence: bool) -> Iterator[tuple[Any, str]]:
+def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     """Yield where masked dense attention cannot be asked for.
 
     Args:
         config: the transformer configuration.
         options: its :class:`~megatron_dsa.config.DSAOptions`.
-        by_sequence: whether tensor-parallel ranks attend for tokens of their own.
     """
     if options.selected_attention != "masked" or options.stage != "sparse":
         return
@@ -246,10 +245,43 @@ def masked_rules(config: Any, options: Any, by_sequence: bool) -> Iterator[tuple
         "would need the expanded keys of all; use auto or sparse",
     )
     yield (
-        not by_sequence,
-        f"{flag} where tensor-parallel ranks attend by sequence (--dsa-tp-mode "
-        f"{options.tp_mode}): a rank expands the keys of its own heads only; add --dsa-tp-mode "
-        "heads, or use auto or sparse",
+        config.tensor_model_parallel_size == 1 or options.tp_mode != "sequence",
+        f"{flag} where tensor-parallel ranks attend by sequence (--dsa-tp-mode sequence): a rank "
+        "expands the keys of its own heads only; add --dsa-tp-mode heads or select, or use auto or "
+        "sparse",
+    )
+
+
+def tp_mode_rules(config: Any, options: Any, dense_loss: bool) -> Iterator[tuple[Any, str]]:
+    """Yield where tensor-parallel ranks cannot select by sequence and attend by heads.
+
+    Args:
+        config, options: as of :func:`masked_rules`.
+        dense_loss: whether an indexer's loss is taken over all visible keys.
+    """
+    if options.tp_mode != "select" or config.tensor_model_parallel_size == 1:
+        return
+    flag = "--dsa-tp-mode must not be select"
+    if getattr(config, "csa_compress_ratios", None) is not None:
+        yield (
+            False,
+            f"{flag} with --csa-compress-ratios: V4's layers attend to lists of keys; use auto, "
+            "heads or sequence",
+        )
+        return
+    if options.stage != "sparse":
+        return
+    attention = options.selected_attention
+    yield (
+        attention == "masked",
+        f"{flag} without masked dense attention, got --dsa-selected-attention {attention}: sparse "
+        "attention goes by heads or by sequence; add --dsa-selected-attention masked, or use auto, "
+        "which selects like this where attention is masked",
+    )
+    yield (
+        not dense_loss,
+        f"{flag} with an indexer loss over all visible keys: its teacher needs the queries of all "
+        "heads; add --dsa-indexer-use-sparse-loss, or --dsa-tp-mode heads",
     )
 
 

@@ -21,6 +21,7 @@ from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
 from megatron_dsa.modules.rope import PositionRope
 from megatron_dsa.ops.rope.api import norm_rope, rotate
 from megatron_dsa.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
+from megatron_dsa.required_ops import tensor_parallel_mode
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -64,7 +65,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.pg_collection = pg_collection
-        self.ranks = ranks_of(config, pg_collection)
+        self.ranks = ranks_of(config, pg_collection, tensor_parallel_mode(config))
         self.heads = config.num_attention_heads // pg_collection.tp.size()
         self.groups = config.o_groups // pg_collection.tp.size()
         self.head_dim, self.policy = config.head_dim, options_of(config).policy

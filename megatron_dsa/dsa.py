@@ -33,7 +33,7 @@ from megatron_dsa.modules.rope import TokenRope
 from megatron_dsa.ops.rope.api import rotate
 from megatron_dsa.parallel.gather import Gathering, finish_gather, head_product, start_gather
 from megatron_dsa.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
-from megatron_dsa.required_ops import selected_attention
+from megatron_dsa.required_ops import selected_attention, tensor_parallel_mode
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -71,9 +71,10 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             softmax_scale=self.softmax_scale,
             pg_collection=self.pg_collection,
         )
-        self.ranks = ranks_of(config, self.pg_collection)
         # How selected keys are attended to, if the stage selects: over latents, or under a mask.
-        self.masked = selected_attention(config).masked
+        attention = selected_attention(config)
+        self.masked = attention.masked
+        self.ranks = ranks_of(config, self.pg_collection, tensor_parallel_mode(config, attention))
         self.sparse = options_of(config).stage == "sparse" and not self.masked
         # Whether latents travel, and keys are made of them where they are used.
         self.exchanges_latents = exchanges_latents(config)
@@ -183,6 +184,9 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         """Plain MLA over all keys under a mask of those selected; ``[tokens, H, v_head_dim]``."""
         if self.ranks.tp is not None:
             k_pe = gather_from_sequence_parallel_region(k_pe, group=self.ranks.tp)
+        if self.ranks.attention_group is not None:
+            # The layout is of the tokens that this rank selects for, attention is for all.
+            rope = TokenRope(self.rotary_pos_emb, layout.all_tokens)
 
         def up(q_latent, kv_latent, k_pe):
             # Pairs of rotated dims stay in place, in queries and keys: products are the same.

@@ -2,7 +2,8 @@
 
 Start-up chooses and compiles them (:mod:`.modules.warm_up`), ``info`` and the planner list them,
 FLOP counts add them up (:mod:`.metrics.flops`). A test compares them with the calls of real steps,
-for every stage and preset. Which attention selected keys get is decided here, too.
+for every stage and preset. Which attention selected keys get, and what tensor-parallel ranks
+divide, is decided here, too.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from typing import Any
 import torch
 
 from megatron_dsa.config import (
+    TPMode,
     by_sequence,
     computes_topk,
     indexer_is_trained,
     loss_is_sparse,
     options_of,
     query_heads,
+    selects_by_sequence,
     shares_indices,
     uses_csa,
     uses_indexer,
@@ -138,9 +141,9 @@ def selected_attention(config: Any, device: str | None = None) -> SelectedAttent
         return SelectedAttention(False, "V4's layers attend to lists of keys")
     if config.context_parallel_size > 1:
         return SelectedAttention(False, "context-parallel ranks exchange latents")
-    if by_sequence(config):
-        return SelectedAttention(False, "tensor-parallel ranks attend by sequence")
     asked, length, topk = options.selected_attention, options.sequence_length, _topk(config)
+    if asked != "masked" and by_sequence(config) and not selects_by_sequence(config):
+        return SelectedAttention(False, "tensor-parallel ranks attend by sequence")
     if asked == "sparse":
         return SelectedAttention(False, "asked for")
     call = _Calls(config, device or _default_device()).masked_attention()
@@ -151,7 +154,7 @@ def selected_attention(config: Any, device: str | None = None) -> SelectedAttent
                 return SelectedAttention(False, f"{operation.name} is not fused here: {reason}")
     latent = config.kv_lora_rank
     dims = PairDims(call.qk_dim + call.v_dim, 2 * latent + config.qk_pos_emb_head_dim)
-    costs = attention_costs(call.heads, options.interleaved_sequences, dims)
+    costs = attention_costs(query_heads(config), options.interleaved_sequences, dims)
     crossover = costs.crossover(topk)
     if asked == "masked":
         return SelectedAttention(True, "asked for", crossover)
@@ -160,6 +163,24 @@ def selected_attention(config: Any, device: str | None = None) -> SelectedAttent
     cheaper = costs.masked_is_cheaper(length, topk)
     reason = f"sequences of {length} tokens, {call.heads} heads on a rank"
     return SelectedAttention(cheaper, reason, crossover)
+
+
+def tensor_parallel_mode(config: Any, attention: SelectedAttention | None = None) -> TPMode:
+    """Decide what tensor-parallel ranks divide; the same for all layers of a configuration.
+
+    * ``heads``: a rank attends for all tokens with its own heads, and repeats the indexer's work.
+    * ``sequence``: it does everything for its own tokens, with all heads.
+    * ``select``: it selects keys and trains the indexer for its own tokens, and attends for all
+      tokens with its own heads.
+
+    Args:
+        config: a validated transformer configuration.
+        attention: what :func:`selected_attention` decides, if it is known.
+    """
+    attention = selected_attention(config) if attention is None else attention
+    if attention.masked:
+        return "select" if selects_by_sequence(config) else "heads"
+    return "sequence" if by_sequence(config) else "heads"
 
 
 #: What masked dense attention calls.
@@ -212,8 +233,9 @@ class _Calls:
     def masked_attention(self) -> OpCall:
         config = self.config
         key = config.qk_head_dim + config.qk_pos_emb_head_dim
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
         return self.of(
-            query_heads(config), key, config.v_head_dim, rope_dim=config.qk_pos_emb_head_dim,
+            heads, key, config.v_head_dim, rope_dim=config.qk_pos_emb_head_dim,
             topk=config.dsa_indexer_topk,
         )  # fmt: skip
 

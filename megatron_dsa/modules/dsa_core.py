@@ -148,8 +148,9 @@ class DSACoreAttention(CoreAttention):
             q: ``[tokens, H, 192]`` queries of the local heads.
             kv: ``[tokens, H, 256]``, per head the key without rope, then the value.
             k_pe: ``[tokens, 64]``, the rope key of all heads.
-            layout, index_inputs, given, ranks: as of :meth:`forward_sparse`; the tokens are those
-                of all ranks, in one key buffer.
+            layout, index_inputs, given, ranks: as of :meth:`forward_sparse`. The tokens of ``q``
+                are those of all ranks; where ranks select for their own
+                (``ranks.attention_group``), layout, index_inputs and given are of these.
 
         Returns:
             output ``[tokens, H, v_head_dim]`` and the selection that was used.
@@ -165,8 +166,11 @@ class DSACoreAttention(CoreAttention):
             want_p_sum=self._evaluates_sparse_loss(index_inputs),
             in_order=True,
             indexer=self._loss_in_backward(index_inputs, layout),
+            group=ranks.attention_group,
             policy=self.policy,
         )
+        result = result._replace(lse=ranks.own_attended(result.lse))
+        q = ranks.own_attended(q)
         out = self._trained_and_measured(result, index_inputs, layout, selection, q, kv, k_pe)
         return out, selection
 

@@ -9,11 +9,11 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from megatron_dsa.config import by_sequence
 from megatron_dsa.dsa_kernels import IndexerInputs
 from megatron_dsa.modules.rope import TokenRope, hadamard
 from megatron_dsa.parallel.gather import start_gather
 from megatron_dsa.parallel.groups import Ranks, finish_index_gather, gather_rows, gather_same
+from megatron_dsa.required_ops import tensor_parallel_mode
 
 
 @dataclass
@@ -53,13 +53,12 @@ class DSAIndexer(MegatronModule):
             hidden_size=self.dim,
             eps=config.layernorm_epsilon if eps is None else eps,
         )
+        own_queries = tensor_parallel_mode(config) != "heads"
         for name, parameter in self.named_parameters():
-            # Keys and weights are projected by who holds a row, and so are queries if attention
-            # runs by sequence: gradients are summed over tensor-parallel ranks. Otherwise ranks
-            # compute the same gradient; averaging keeps them equal to the last bit.
-            own = (
-                by_sequence(config) if name.startswith("linear_wq_b") else config.sequence_parallel
-            )
+            # Keys and weights are projected by who holds a token, and so are queries unless
+            # everything runs by heads: gradients are summed over tensor-parallel ranks. Otherwise
+            # ranks compute the same gradient; averaging keeps them equal to the last bit.
+            own = own_queries if name.startswith("linear_wq_b") else config.sequence_parallel
             parameter.sequence_parallel = own
             parameter.average_gradients_across_tp_domain = not own
 

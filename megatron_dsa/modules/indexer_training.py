@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config import by_sequence, indexer_is_trained, loss_is_sparse, options_of
+from megatron_dsa.config import indexer_is_trained, loss_is_sparse, options_of
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining
 from megatron_dsa.metrics.health import Attended, LayerOverlap, selection_health
 from megatron_dsa.metrics.log import (
@@ -18,6 +18,7 @@ from megatron_dsa.metrics.log import (
 )
 from megatron_dsa.modules.warm_up import resolving
 from megatron_dsa.ops.indexer_topk.inputs import require_finite_scores
+from megatron_dsa.required_ops import tensor_parallel_mode
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -39,7 +40,7 @@ class TrainsIndexer:
         self.options = options_of(self.config)
         self.policy = self.options.policy
         self.loss_is_sparse = loss_is_sparse(self.config)
-        self.by_sequence = by_sequence(self.config)
+        self.tp_mode = tensor_parallel_mode(self.config)
         self.indexer_is_trained = indexer_is_trained(self.config)
         self.pg_collection = pg_collection
         # Layers of multi-token prediction log behind the decoder's.
@@ -75,8 +76,12 @@ class TrainsIndexer:
         return self.options.evaluate_indexer and not self.training and self.indexer is not None
 
     def heads_group(self) -> Any:
-        """The group over which the heads of a query are sharded, or ``None``."""
-        if self.by_sequence:
+        """The group over which a teacher is still to be summed, or ``None``.
+
+        By sequence a rank has all heads of its queries. Where ranks select for their own tokens,
+        attention returns sums over all heads.
+        """
+        if self.tp_mode != "heads":
             return None
         group = self.pg_collection.tp if self.pg_collection is not None else None
         return group if group is not None and group.size() > 1 else None

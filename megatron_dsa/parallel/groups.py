@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from megatron_dsa.config import by_sequence, options_of
+from megatron_dsa.config import TPMode, options_of
 from megatron_dsa.dispatch import count
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.parallel.gather import (
@@ -36,35 +36,47 @@ class Ranks:
         tp: the part of ``group`` with one context-parallel rank (sequence parallelism), or
             ``None``.
         cp: the part of ``group`` at one place of sequence parallelism, or ``None``.
-        by_sequence: whether attention is computed for this rank's tokens and all heads; otherwise
-            for the tokens of all of ``tp`` and the local heads.
+        tp_mode: what the ranks of ``tp`` divide, see
+            :func:`megatron_dsa.required_ops.tensor_parallel_mode`. Query tokens, below, are those
+            that the indexer selects keys for.
     """
 
     sharding: Sharding = field(default_factory=Sharding)
     group: object = None
     tp: object = None
     cp: object = None
-    by_sequence: bool = False
+    tp_mode: TPMode = "heads"
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether attention is computed for this rank's tokens and all heads; otherwise for the
+        tokens of all of ``tp`` and the local heads."""
+        return self.tp_mode == "sequence"
 
     @cached_property
     def queries(self) -> Sharding:
         """How query tokens are sharded."""
-        return self.sharding if self.by_sequence else self.sharding.whole()
+        return self.sharding.whole() if self.tp_mode == "heads" else self.sharding
 
     @property
     def query_group(self) -> Any:
         """The ranks that have different query tokens, or ``None``."""
-        return self.group if self.by_sequence else self.cp
+        return self.cp if self.tp_mode == "heads" else self.group
 
     @property
     def row_group(self) -> Any:
         """The ranks whose tokens are put together for queries, or ``None``."""
-        return None if self.by_sequence else self.tp
+        return self.tp if self.tp_mode == "heads" else None
+
+    @property
+    def attention_group(self) -> Any:
+        """The ranks whose query tokens are put together for attention alone, or ``None``."""
+        return self.tp if self.tp_mode == "select" else None
 
     def count(self) -> None:
         """Let the dispatch report tell how heads and tokens are divided."""
         if self.tp is not None:
-            count("tensor_parallel_attention", "sequence" if self.by_sequence else "heads")
+            count("tensor_parallel_attention", self.tp_mode)
         if self.cp is not None:
             count("context_parallel_attention", self.sharding.cp_layout)
 
@@ -74,8 +86,14 @@ class Ranks:
             return tables
         return tuple(table.chunk(self.sharding.sp)[self.sharding.sp_rank] for table in tables)
 
+    def own_attended(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the part of ``x``, one entry per token attended for, of the query tokens."""
+        if self.attention_group is None:
+            return x
+        return x.chunk(self.sharding.sp)[self.sharding.sp_rank]
 
-def ranks_of(config, pg_collection) -> Ranks:
+
+def ranks_of(config, pg_collection, tp_mode: TPMode) -> Ranks:
     """Return the ranks of an attention module, from Megatron's process groups."""
     tp = pg_collection.tp if config.sequence_parallel else None
     cp = pg_collection.cp if config.context_parallel_size > 1 else None
@@ -96,7 +114,7 @@ def ranks_of(config, pg_collection) -> Ranks:
                 "Megatron's tensor-and-context-parallel group has another order than tp before cp: "
                 "create the process groups in the order 'tp-cp-ep-dp-pp'."
             )
-    return Ranks(sharding, group, tp, cp, by_sequence(config))
+    return Ranks(sharding, group, tp, cp, tp_mode)
 
 
 def _both(pg_collection):
@@ -133,10 +151,10 @@ def gather_keys(kv: torch.Tensor, group) -> tuple[torch.Tensor, torch.Tensor]:
 def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
     """Wait for the indexer's keys of all ranks; each rank gets the gradient of its own.
 
-    Where attention runs by heads, the ranks of ``ranks.tp`` have the same query tokens and form the
-    same gradient: the sum is over ``ranks.cp`` alone.
+    Where everything runs by heads, the ranks of ``ranks.tp`` have the same query tokens and form
+    the same gradient: the sum is over ``ranks.cp`` alone.
     """
-    if ranks.by_sequence or ranks.tp is None:
+    if ranks.row_group is None:
         return finish_gather_with_gradient(gathering)
     sharding = ranks.sharding
 

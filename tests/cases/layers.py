@@ -39,6 +39,7 @@ LAYERS = {
     "DSA masked": (DSA, (), MASKED),
     "DSA masked dense loss": (DSA, (), MASKED | {"dsa_indexer_use_sparse_loss": False}),
     "DSA masked recomputed": (DSA, (), MASKED | RECOMPUTED),
+    "DSA masked fp32": (DSA, (), MASKED | {"dtype": torch.float32}),
     "dense MLA": (DSA, (), {"stage": "dense"}),
     "dense MLA, warm-up": (DSA, (), {"stage": "warmup", "dsa_indexer_use_sparse_loss": False}),
     "dense MLA, keys in a ring": (
@@ -74,7 +75,7 @@ def case(layer, rows, mode=""):
     changes = {key: value for key, value in changes.items() if key not in options}
     words = mode.split()
     cp_layout = next((w for w in words if w in ("zigzag", "contiguous", "zigzag_rows")), "zigzag")
-    tp_mode = next((w for w in words if w in ("heads", "sequence")), "auto")
+    tp_mode = next((w for w in words if w in ("heads", "sequence", "select")), "auto")
     options = DSAOptions(cp_layout=cp_layout, tp_mode=tp_mode, **options)
     return dataclasses.replace(
         base, arguments=arguments, changes=changes | {"options": options}, cp_layout=cp_layout,

@@ -17,6 +17,9 @@ PACKED = {"--dataloader-inter-document-masking": True, "--dsa-cp-layout": "zigza
 LAYOUTS = {
     "TP2 by heads": (TP2_HEADS, 2),
     "TP2 by sequence and CP2": (TP2_SEQUENCE | CP2, 4),
+    "TP2, selection by sequence, masked attention by heads": (
+        TP2_HEADS | {"--dsa-tp-mode": "select", "--dsa-selected-attention": "masked"}, 2,
+    ),
     # Starting processes is what takes the time: several features share a run.
     "CP2 contiguous, full recompute, per-token loss, one microbatch of 8": (
         CP2

@@ -86,20 +86,21 @@ class IndexerTraining:
 
 
 def separate_tensors(
-    indexer: IndexerTraining | None, q: torch.Tensor
+    indexer: IndexerTraining | None, **queries: torch.Tensor
 ) -> tuple[IndexerTraining | None, tuple[torch.Tensor | None, ...]]:
     """Return ``indexer`` without its tensors, and these, for an attention that autograd saves.
 
     Args:
         indexer: of a call, or ``None``: three times ``None`` are its tensors.
-        q: the attention's queries, one per query token of ``indexer.layout``.
+        queries: what has one entry per query token of ``indexer.layout``, by the name of its
+            argument.
 
     Raises:
-        ConfigError: the indexer's tensors, its layout and ``q`` do not fit.
+        ConfigError: the indexer's tensors, its layout and ``queries`` do not fit.
     """
     if indexer is None:
         return None, (None,) * 3
-    check_indexer(indexer.inputs, indexer.layout, q=q)
+    check_indexer(indexer.inputs, indexer.layout, **queries)
     return indexer.without_tensors(), indexer.tensors()
 
 

@@ -1,13 +1,14 @@
 """Masked dense attention as one differentiable function.
 
 What is saved is ``q, kv, k_pe, out, lse`` and the index lists: the bits are formed from the lists
-again in the backward, as the probabilities are.
+again in the backward, as the probabilities are. Ranks that share tokens gather them again, too:
+kept, they would take an eighth of a byte per query and key in every layer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +24,7 @@ from megatron_dsa.ops.masked_attention.declaration import (
     KEY_BITS,
     PROBABILITIES,
 )
+from megatron_dsa.ops.masked_attention.exchange import gather_tokens, sum_own_tokens
 from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs, MaskedAttentionInputs
 
 
@@ -33,8 +35,9 @@ class MaskedAttentionOutput(NamedTuple):
     out: torch.Tensor
     #: ``[Sq, H]`` fp32 (fp64 for fp64), natural log over the selected keys, ``-inf`` if none.
     lse: torch.Tensor
-    #: ``[Sq, K]`` in the dtype of ``lse``, sum over the local heads of the probabilities of the
-    #: listed keys, 0 at invalid entries; ``None`` unless it was asked for.
+    #: As ``indices``, in the dtype of ``lse``: sum over all heads of the group (those of ``q``
+    #: without one) of the probabilities of the listed keys, 0 at invalid entries; ``None`` unless
+    #: it was asked for.
     p_sum: torch.Tensor | None
 
 
@@ -48,19 +51,21 @@ class _Settings:
     want_p_sum: bool
     in_order: bool
     indexer: IndexerTraining | None  # without its tensors
+    group: Any
 
     def inputs(self, q, kv, k_pe, indices, length) -> MaskedAttentionInputs:
         """Put the tensors of a call together, the bits of its lists among them."""
         workspace = self.policy.workspace_bytes
         lists = KeyBitsInputs(indices, length, kv.shape[0], workspace)
-        bits = KEY_BITS.run(self.call, self.policy, lists)
+        bits = gather_tokens(KEY_BITS.run(self.call, self.policy, lists), self.group)
         v_dim = self.call.v_dim
         return MaskedAttentionInputs(q, kv, k_pe, bits, v_dim, self.softmax_scale, workspace)
 
     def p_sum(self, inputs: MaskedAttentionInputs, lse, indices, length) -> torch.Tensor:
-        """Return the head sum of the probabilities ``[Sq, K]`` at the entries of the lists."""
+        """Return the head sum of the probabilities at the entries of the lists, like these."""
         width = indices.shape[1]
         p_sum = PROBABILITIES.run(self.call, self.policy, inputs, lse, width)
+        p_sum = sum_own_tokens(p_sum, self.group)
         if not self.in_order:
             _to_list_order(p_sum, indices, length, inputs)
         return p_sum
@@ -125,6 +130,7 @@ def masked_attention(
     want_p_sum: bool = False,
     in_order: bool = False,
     indexer: IndexerTraining | None = None,
+    group: Any = None,
     policy: Policy = Policy(),
 ) -> MaskedAttentionOutput:
     """Attend from every query token to its own list of keys, by plain MLA under a bit mask.
@@ -133,27 +139,37 @@ def masked_attention(
     read, whether it is selected or not, with fewer dims than a latent: the fewer keys there are
     besides those selected, the better.
 
+    Ranks that attend for the same tokens with different heads may each give the lists of some of
+    the tokens: with ``group``, bits are gathered over it, and head sums are summed over it and go
+    to the rank whose lists they belong to.
+
     Args:
         q: ``[Sq, H, Dn + R]``, bf16, fp16, fp32 or fp64; the dims without rope first.
         kv: ``[Skv, H, Dn + Dv]``, same dtype: per head the key without rope, then the value. It
             must be finite, keys that no query selects included.
         k_pe: ``[Skv, R]``, same dtype: the rope key of all heads; finite, too.
-        indices: int32 ``[Sq, K]``, key tokens. Entries ``< 0`` or ``>= Skv`` select nothing. A key
-            must not be listed twice for one query. Masking is by indices only.
+        indices: int32 ``[Sq, K]``, key tokens; with ``group`` ``[Sq / ranks, K]``, of the tokens
+            that are this rank's if all are divided evenly in the order of ranks. Entries ``< 0``
+            or ``>= Skv`` select nothing. A key must not be listed twice for one query. Masking is
+            by indices only.
         softmax_scale: factor on ``q . k`` before the softmax.
-        topk_length: int32 ``[Sq]``: entries of ``indices`` from there on are ignored.
+        topk_length: int32, one per list: entries of ``indices`` from there on are ignored.
         want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
         in_order: the caller knows that all lists are ascending, with invalid entries at the end
             only: spares the head sum from sorting them.
         indexer: train the indexer on these probabilities in the backward pass (see
-            :class:`~megatron_dsa.ops.indexer_loss.api.IndexerTraining`).
+            :class:`~megatron_dsa.ops.indexer_loss.api.IndexerTraining`), whose query tokens are
+            those of ``indices``.
+        group: process group of ranks that have the same tokens and other heads each. All of them
+            call together, forward and backward, with the same ``K``.
         policy: which implementations may run.
 
     Returns:
         :class:`MaskedAttentionOutput`; ``out`` is differentiable in q, kv and k_pe.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above.
+        ConfigError: for shapes or dtypes outside of the above, or an ``indexer`` with a
+            ``head_group`` beside ``group``.
     """
     require_tensor("q", q, ("Sq", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
     fix = "give it the H and dtype of q"
@@ -166,7 +182,7 @@ def masked_attention(
         f"q must have more than the {k_pe.shape[1]} dims of k_pe, and fewer beyond them than the "
         f"{kv.shape[2]} of kv (key and value), got {q.shape[2]}: give it those of a key with rope",
     )
-    require_lists(indices, q, topk_length)
+    require_lists(indices, _with_lists(q, indexer, group), topk_length)
     call = describe_call(
         q.device,
         dtype=q.dtype,
@@ -176,8 +192,26 @@ def masked_attention(
         rope_dim=k_pe.shape[1],
         topk=indices.shape[1],
     )
-    indexer, trained = separate_tensors(indexer, q)
-    settings = _Settings(softmax_scale, policy, call, want_p_sum, in_order, indexer)
+    indexer, trained = separate_tensors(indexer, indices=indices)
+    settings = _Settings(softmax_scale, policy, call, want_p_sum, in_order, indexer, group)
     return MaskedAttentionOutput(
         *_MaskedAttention.apply(q, kv, k_pe, *trained, indices, topk_length, settings)
     )
+
+
+def _with_lists(q: torch.Tensor, indexer: IndexerTraining | None, group: Any) -> torch.Tensor:
+    """Return the queries that this rank has lists for, after the checks of ``group``."""
+    if group is None:
+        return q
+    own, rest = divmod(len(q), group.size())
+    require(
+        rest == 0,
+        f"q must have equally many tokens for each of the {group.size()} ranks of group, got "
+        f"{len(q)}: pad the sequences",
+    )
+    require(
+        indexer is None or indexer.head_group is None,
+        "indexer.head_group must be None with group, over which head sums are summed already: "
+        "drop it",
+    )
+    return q.narrow(0, group.rank() * own, own)

@@ -260,7 +260,7 @@ def sparse_attention(
         topk=width,
         sink=attn_sink is not None,
     )
-    indexer, trained = separate_tensors(indexer, q)
+    indexer, trained = separate_tensors(indexer, q=q)
     settings = Settings(v_dim, softmax_scale, policy, call, want_p_sum, indexer, lists, in_order)
     return SparseAttentionOutput(
         *SparseAttention.apply(q, kv, kv_grad, attn_sink, *trained, selected, topk_length, settings)

@@ -7,14 +7,20 @@ from itertools import groupby
 
 import torch
 
-from megatron_dsa.config import by_sequence, exchanges_latents, options_of
+from megatron_dsa.config import exchanges_latents, options_of
 from megatron_dsa.dispatch import Choice
 from megatron_dsa.metrics.throughput import peak_tflops, shares
+from megatron_dsa.required_ops import tensor_parallel_mode
 from megatron_dsa.tools.planner.chunks import Layer
 from megatron_dsa.tools.planner.plan import Plan
 from megatron_dsa.versions import OPTIONAL_PACKAGES, optional_version
 
 _GIB, _MIB = 2**30, 2**20
+_TP_MODES = {
+    "heads": "attention by heads",
+    "sequence": "attention by sequence",
+    "select": "selection by sequence, attention by heads",
+}
 
 
 def shortage(plan: Plan) -> str | None:
@@ -40,10 +46,8 @@ def describe(plan: Plan) -> str:
 def _job(plan: Plan) -> Iterator[str]:
     args, config = plan.args, plan.config
     sizes = [f"TP {args.tensor_model_parallel_size}"]
-    if by_sequence(config):
-        sizes[0] += " (attention by sequence)"
-    elif args.tensor_model_parallel_size > 1:
-        sizes[0] += " (attention by heads)"
+    if args.tensor_model_parallel_size > 1:
+        sizes[0] += f" ({_TP_MODES[tensor_parallel_mode(config, plan.attention)]})"
     if args.context_parallel_size > 1:
         layout: str = options_of(config).cp_layout
         if options_of(config).stage != "sparse" and not hasattr(config, "csa_compress_ratios"):

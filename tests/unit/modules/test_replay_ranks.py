@@ -14,6 +14,10 @@ CASES = {
         ("CSA", "packed", "zigzag_rows"),
         ("CSA recomputed", "two", "zigzag"),
     ],
+    (2, 1): [
+        ("DSA masked", "packed", "select"),
+        ("DSA masked recomputed", "two", "select"),
+    ],
     (2, 2): [
         ("DSA", "packed", "zigzag heads"),
         ("DSA recomputed", "two", "zigzag rows"),

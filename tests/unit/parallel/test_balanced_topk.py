@@ -183,7 +183,8 @@ def _ranks(rank, cp, cp_layout, sp, by_sequence):
         return None
     sharding = Sharding(cp, rank // sp, cp_layout, sp, rank % sp)
     tp = object() if sp > 1 else None  # not used by the selection
-    return Ranks(sharding, group, tp, across[rank % sp] if cp > 1 else None, by_sequence)
+    mode = "sequence" if by_sequence else "heads"
+    return Ranks(sharding, group, tp, across[rank % sp] if cp > 1 else None, mode)
 
 
 def _selections(ranks, batch, ratio):
@@ -274,8 +275,9 @@ RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["core_
 
 def layer(kind, cp_layout, tp_mode="auto", batch=1, **changes):
     """A layer that sees enough keys for rows to be exchanged."""
-    options = DSAOptions(cp_layout=cp_layout, tp_mode=tp_mode)
-    base, arguments, topk = (DSA, (), 12) if kind == "DSA" else (HYBRID, (4,), 3)
+    attention = "masked" if kind == "DSA masked" else "auto"
+    options = DSAOptions(cp_layout=cp_layout, tp_mode=tp_mode, selected_attention=attention)
+    base, arguments, topk = (HYBRID, (4,), 3) if kind == "CSA" else (DSA, (), 12)
     changes |= {"options": options, "dsa_indexer_topk": topk}
     return dataclasses.replace(
         base, arguments=arguments, rows=TOTAL, batch=batch, changes=changes, cp_layout=cp_layout
@@ -290,6 +292,10 @@ STEPS = {
         "DSA recomputed": (layer("DSA", "contiguous", **RECOMPUTED), 2),
         "CSA recomputed": (layer("CSA", "contiguous", **RECOMPUTED), 2),
         "DSA zigzag": (layer("DSA", "zigzag"), 0),
+    },
+    (2, 1): {
+        "DSA masked select": (layer("DSA masked", "zigzag", "select"), 1),
+        "DSA masked heads": (layer("DSA masked", "zigzag", "heads"), 0),
     },
     (2, 2): {
         "DSA contiguous rows": (layer("DSA", "contiguous", "sequence"), 1),

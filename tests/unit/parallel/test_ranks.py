@@ -10,7 +10,8 @@ VARIANTS = ("CSA old teacher", "CSA warm-up", "HCA of long groups", "dense MLA, 
 GRIDS = {
     (1, 2): ("zigzag", "contiguous", "zigzag_rows"),
     (1, 4): ("zigzag", "contiguous"),
-    (2, 1): ("heads", "sequence"),
+    (2, 1): ("heads", "sequence", "select"),
+    (4, 1): ("select",),
     (2, 2): ("zigzag heads", "zigzag sequence", "contiguous sequence"),
 }
 
@@ -21,6 +22,8 @@ def names():
 
 def exists(layer, rows, mode, ranks):
     """Whether it is worth a run: variants that say little about ranks run on two ranks only."""
+    if mode == "select":
+        return layer.startswith("DSA masked") and "dense loss" not in layer
     if layer.startswith("DSA masked"):
         return mode == "heads"
     other = bool({"contiguous", "zigzag_rows"} & set(mode.split()))
@@ -77,5 +80,9 @@ def test_ranks_equal_one(tp, cp, mode, layer, rows, single, grid):
     several = [rank[layer, rows, mode] for rank in grid(tp, cp)]
     tolerance = 1e-5 if layer.endswith("fp32") else 1e-12
     compare(case(layer, rows, mode), single[layer, rows], several, tolerance, tp=tp, cp=cp)
+    if tp > 1:
+        counted = several[0]["report"]["tensor_parallel_attention"]
+        divided = "heads" if layer.startswith("dense") else mode.split()[-1]
+        assert list(counted) == [divided]
     selects = layer.startswith(("DSA", "CSA")) and "warm-up" not in layer
     assert len(several[0]["slots"]) == selects * (2 if layer.endswith("recomputed") else 1)

@@ -1,0 +1,248 @@
+"""Ranks that select for their own tokens and attend with their own heads, beyond one layer's step.
+
+Layers that share a selection, figures of the log, evaluation, and the operation's own arguments.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatron_dsa.config import DSAOptions
+from megatron_dsa.dispatch import Policy
+from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining, masked_attention
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.sequence.layout import bshd_layout
+from tests.cases.layers import DSA, PACKED, RECOMPUTED
+from tests.helpers import relative_error
+from tests.ranks import build, spawn
+
+SHARING = {"num_layers": 2, "dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1}
+#: All tokens are sampled for the log, so that ranks together sample what one rank does.
+OPTIONS = DSAOptions(selected_attention="masked", health_tokens=192, evaluate_indexer=True)
+CASES = {
+    "two sequences": {"batch": 2},
+    "packed": PACKED,
+    "recomputed": {"changes": RECOMPUTED},
+}
+#: Means over tokens; the others are of a rank's heads, or of neighbours.
+SAME = ("indexer loss", "dsa zero scores", "dsa boundary ties")
+
+
+def sharing_layers(name):
+    changes = CASES[name].get("changes", {}) | SHARING | {"options": OPTIONS}
+    return dataclasses.replace(DSA, **CASES[name] | {"changes": changes})
+
+
+def _figures():
+    from megatron_dsa.metrics.log import IndexerLog
+
+    means = IndexerLog.reduce()
+    return {name: float(x.value[0]) for name, x in means.items() if x.count[0]}
+
+
+def _run_layers(case, tp, cp):
+    """Two layers, of which the second attends to the keys of the first."""
+    from megatron.core import parallel_state
+
+    from megatron_dsa.dispatch import report, reset_report
+    from megatron_dsa.metrics.log import IndexerLog
+    from megatron_dsa.modules.dsa_core import TopKIndices
+    from tests import host
+
+    first, x, packing = build(case, tp, cp)
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    second = host.attention_module(
+        first.config, 2, 4, lambda name, weight: case.part(name, weight, tp_rank, tp)
+    ).train()
+    IndexerLog._state.sums = None
+    IndexerLog.create(2, x.device)
+    first.hands_on_selection = True
+
+    def run(x):
+        out, _ = first(x, None, packed_seq_params=packing)
+        packed = first.used_selection.pack()
+        second.shared_selection = TopKIndices.unpack(packed)
+        return second(x + out, None, packed_seq_params=packing)[0], packed
+
+    reset_report()
+    out, packed = run(x)
+    out.square().sum().backward()
+    ran, trained = report(), _figures()
+    with torch.no_grad():
+        first.eval(), second.eval()
+        run(x)
+    gradients = {}
+    for number, module in enumerate((first, second)):
+        for name, parameter in module.named_parameters():
+            if getattr(parameter, "sequence_parallel", False) and tp > 1:
+                group = parallel_state.get_tensor_model_parallel_group()
+                torch.distributed.all_reduce(parameter.grad, group=group)
+            gradients[number, name] = parameter.grad
+    return {
+        "out": out.detach(), "dx": x.grad, "lists": packed, "gradients": gradients, "report": ran,
+        "trained": trained, "evaluated": _figures(),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What every rank found, by the number of ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        # On the CPU also where there is a GPU: NCCL wants one GPU per rank.
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        cases = {name: sharing_layers(name) for name in CASES}
+        folder = tmp_path_factory.mktemp("select")
+        return {tp: spawn(_run_layers, cases, tp, folder) for tp in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_layers_that_share_selections_equal_one_rank(name, tp, results):
+    (one,), several = ([rank[name] for rank in results[n]] for n in (1, tp))
+    case, size = sharing_layers(name), len(one["lists"]) // tp
+    assert len(one["gradients"]) > 15
+    for index, rank in enumerate(several):
+        for what in ("out", "dx"):
+            expected = one[what].chunk(tp)[index]
+            assert relative_error(rank[what], expected) < 1e-12, (what, index)
+        # Own lists alone are handed on.
+        assert rank["lists"].equal(one["lists"][index * size : (index + 1) * size])
+        for (number, name_), full in one["gradients"].items():
+            part, expected = rank["gradients"][number, name_], case.part(name_, full, index, tp)
+            assert expected.norm() > 0
+            assert relative_error(part, expected) < 1e-12, (number, name_, index)
+        assert list(rank["report"]["tensor_parallel_attention"]) == ["select"]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_the_log_says_the_same_as_on_one_rank(name, tp, results):
+    (one,), several = ([rank[name] for rank in results[n]] for n in (1, tp))
+    for rank in several:
+        for figure in SAME:
+            assert rank["trained"][figure] == pytest.approx(one["trained"][figure], rel=1e-6)
+        assert rank["trained"].keys() == one["trained"].keys()
+        assert 0 < rank["trained"]["dsa attention mass captured"] < 1
+        # The same loss, of an evaluation pass.
+        assert rank["evaluated"].keys() == one["evaluated"].keys() and len(one["evaluated"]) == 1
+        for figure, value in one["evaluated"].items():
+            assert rank["evaluated"][figure] == pytest.approx(value, rel=1e-6)
+    assert one["trained"]["indexer loss"] > 0
+
+
+# The operation
+
+
+HEADS, KEYS, WIDTH, INDEX_HEADS = 4, 24, 6, 2
+
+
+def _tensors():
+    """q, kv, k_pe, the indexer's tensors, and lists in any order with lengths; of all tokens."""
+    generator = torch.Generator().manual_seed(9)
+    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    tensors = [draw(KEYS, HEADS, 7), draw(KEYS, HEADS, 9), draw(KEYS, 3)]
+    tensors += [draw(KEYS, INDEX_HEADS, 5), draw(KEYS, 5), draw(KEYS, INDEX_HEADS).abs()]
+    last = torch.arange(KEYS, dtype=torch.int32)[:, None]
+    lists = (last - 2 * torch.arange(WIDTH, dtype=torch.int32)).clamp_min(-1)
+    return tensors, lists, (last[:, 0] % 5 + 1).int()
+
+
+def _attend(policy, tp, cp):
+    """Output, head sums, recorded loss and gradients of a rank's heads and tokens."""
+    from megatron.core import parallel_state
+
+    from megatron_dsa.sequence.sharding import KeyOwnership, Sharding, sharded_layout
+
+    group = parallel_state.get_tensor_model_parallel_group() if tp > 1 else None
+    rank = 0 if group is None else group.rank()
+    tensors, lists, length = _tensors()
+    q, kv, k_pe, index_q, index_k, weights = tensors
+    heads, own = (slice(rank * n // tp, (rank + 1) * n // tp) for n in (HEADS, KEYS))
+    layout = bshd_layout(KEYS, 1, q.device)
+    if group is not None:
+        sharding = Sharding(sp=tp, sp_rank=rank)
+        table = sharding.global_positions(KEYS, None, q.device)
+        layout = sharded_layout(layout, sharding, KeyOwnership(sharding, table, 1))
+    leaves = [q[:, heads], kv[:, heads], k_pe, index_q[own], index_k, weights[own]]
+    leaves = [x.detach().clone().requires_grad_() for x in leaves]
+    recorded = []
+    training = IndexerTraining(IndexerInputs(*leaves[3:]), layout, lambda: 0.7, recorded.append)
+    out, lse, p_sum = masked_attention(
+        *leaves[:3], lists[own], softmax_scale=0.3, topk_length=length[own], want_p_sum=True,
+        indexer=training, group=group, policy=policy,
+    )  # fmt: skip
+    kept = [x for x in out.grad_fn.saved_tensors if x is not None and x.dtype == torch.int32]
+    grads = torch.autograd.grad((out * torch.arange(1, 1 + out.shape[2])).sum(), leaves)
+    return {
+        "out": out.detach(),
+        "lse": lse,
+        "p_sum": p_sum,
+        "loss": recorded[0],
+        "grads": grads,
+        "kept": kept,
+    }
+
+
+@pytest.fixture(scope="module")
+def attended(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("masked")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        cases = {"one block": Policy(), "blocks": Policy(workspace_bytes=4000)}
+        return {tp: spawn(_attend, cases, tp, folder) for tp in (1, 2)}
+
+
+@pytest.mark.parametrize("name", ["one block", "blocks"])
+def test_the_operation_equals_one_rank(name, attended):
+    (one,), several = ([rank[name] for rank in attended[n]] for n in (1, 2))
+
+    def equals(got, expected):
+        assert expected.norm() > 0
+        assert relative_error(got, expected) < 1e-12
+
+    q, kv, k_pe, *index = one["grads"]
+    for rank, found in enumerate(several):
+        # No bits, and the lists of its own tokens.
+        assert [x.shape for x in found["kept"]] == [(KEYS // 2, WIDTH), (KEYS // 2,)]
+        equals(found["out"], one["out"].chunk(2, 1)[rank])
+        equals(found["lse"], one["lse"].chunk(2, 1)[rank])
+        equals(found["p_sum"], one["p_sum"].chunk(2)[rank])
+        equals(found["grads"][0], q.chunk(2, 1)[rank])
+        equals(found["grads"][1], kv.chunk(2, 1)[rank])
+        equals(found["grads"][3], index[0].chunk(2)[rank])
+        equals(found["grads"][5], index[2].chunk(2)[rank])
+    for place, expected in ((2, k_pe), (4, index[1])):  # of a rank's heads, of its tokens
+        equals(sum(found["grads"][place] for found in several), expected)
+    assert math.isclose(sum(f["loss"] for f in several), one["loss"], rel_tol=1e-12)
+
+
+class Group:
+    """Two ranks, of which nothing is sent."""
+
+    def size(self):
+        return 2
+
+    def rank(self):
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lists", "head_group", "message"),
+    [
+        (5, 2, None, "q must have equally many tokens for each of the 2 ranks of group, got 5"),
+        (4, 4, None, "indices must be .2, K., got shape .4, 3."),
+        (4, 2, Group(), "indexer.head_group must be None with group"),
+    ],
+)
+def test_wrong_arguments_are_named(tokens, lists, head_group, message):
+    inputs = IndexerInputs(torch.zeros(lists, 1, 2), torch.zeros(9, 2), torch.zeros(lists, 1))
+    layout = bshd_layout(lists, 1, torch.device("cpu"))
+    training = IndexerTraining(inputs, layout, lambda: 1.0, head_group=head_group)
+    with pytest.raises(ConfigError, match=message):
+        masked_attention(
+            torch.zeros(tokens, 2, 8), torch.zeros(9, 2, 10), torch.zeros(9, 3),
+            torch.zeros(lists, 3, dtype=torch.int32), softmax_scale=1.0, indexer=training,
+            group=Group(),
+        )  # fmt: skip

@@ -1,0 +1,115 @@
+"""What tensor-parallel ranks divide: the choice, what is refused, and who reads it."""
+
+import pytest
+
+from megatron_dsa.config import DSAOptions
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.required_ops import (
+    SelectedAttention,
+    required_ops,
+    selected_attention,
+    tensor_parallel_mode,
+)
+from megatron_dsa.tools.planner.text import describe
+from tests.host import small_config, small_csa_config, stop
+from tests.plans import BF16, plan
+
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+DENSE_LOSS = {"dsa_indexer_use_sparse_loss": False}
+NO_LOSS = {"dsa_indexer_loss_coeff": 0.0}
+
+
+def mode_of(changes=TP2, **options):
+    return tensor_parallel_mode(small_config(options=DSAOptions(**options), **changes))
+
+
+@pytest.mark.parametrize(
+    ("asked", "attention", "changes", "expected"),
+    [
+        ("auto", "masked", TP2, "select"),
+        ("select", "masked", TP2, "select"),
+        ("heads", "masked", TP2, "heads"),
+        ("auto", "masked", TP2 | DENSE_LOSS, "heads"),
+        ("auto", "masked", TP2 | DENSE_LOSS | NO_LOSS, "select"),
+        ("select", "masked", TP2 | DENSE_LOSS | NO_LOSS, "select"),
+        ("auto", "masked", {}, "heads"),
+        ("select", "masked", {}, "heads"),
+        ("select", "auto", {}, "heads"),
+        ("auto", "sparse", TP2, "sequence"),
+        ("auto", "sparse", TP2 | {"num_attention_heads": 128}, "heads"),
+        ("sequence", "sparse", TP2, "sequence"),
+        ("heads", "sparse", TP2, "heads"),
+    ],
+)
+def test_modes(asked, attention, changes, expected):
+    assert mode_of(changes, tp_mode=asked, selected_attention=attention) == expected
+
+
+@pytest.mark.parametrize("stage", ["dense", "warmup"])
+def test_other_stages_go_by_heads(stage):
+    changes = TP2 | DENSE_LOSS
+    assert mode_of(changes, tp_mode="select", stage=stage) == "heads"
+    assert mode_of(changes, tp_mode="auto", stage=stage) == "heads"
+
+
+def test_what_is_known_is_not_decided_again():
+    config = small_config(options=DSAOptions(selected_attention="masked"), **TP2)
+    assert tensor_parallel_mode(config, SelectedAttention(False, "")) == "sequence"
+    assert tensor_parallel_mode(config, selected_attention(config)) == "select"
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "message"),
+    [
+        (
+            {"selected_attention": "sparse"},
+            {},
+            "got --dsa-selected-attention sparse.* add --dsa-se",
+        ),
+        ({}, {}, "without masked dense attention, got --dsa-selected-attention auto.* use auto"),
+        ({"selected_attention": "masked"}, DENSE_LOSS, "all visible keys.* add --dsa-indexer-use"),
+        (
+            {"selected_attention": "masked", "evaluate_indexer": True},
+            DENSE_LOSS | NO_LOSS,
+            "all visible keys.* or --dsa-tp-mode heads",
+        ),
+    ],
+)
+def test_what_is_refused(options, changes, message):
+    changes = TP2 | changes
+    with pytest.raises(ConfigError, match=f"--dsa-tp-mode must not be select .*{message}"):
+        small_config(options=DSAOptions(tp_mode="select", **options), **changes)
+    small_config(options=DSAOptions(tp_mode="heads", **options), **changes)
+
+
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
+def test_v4_refuses_it(stage):
+    options = DSAOptions(tp_mode="select", stage=stage)
+    with pytest.raises(
+        ConfigError, match=r"select with --csa-compress-ratios.* use auto, heads or"
+    ):
+        small_csa_config(4, options=options, **TP2 | DENSE_LOSS)
+
+
+@pytest.mark.parametrize("mode", ["heads", "select"])
+def test_operations_have_the_heads_of_a_rank(mode):
+    options = DSAOptions(tp_mode=mode, selected_attention="masked")
+    config = small_config(options=options, **TP2)
+    heads = {op.operation: op.call.heads for op in required_ops(config, 1)}
+    assert heads["masked_attention_forward"] == heads["masked_attention_probabilities"] == 2
+    assert heads["indexer_scores"] == config.dsa_indexer_n_heads
+
+
+def test_plans_tell_and_count_it():
+    """A rank that selects for its own tokens keeps fewer lists and index queries."""
+    stop()  # plans have process groups of their own
+    flags = BF16 | {
+        "--dsa-selected-attention": "masked", "--tensor-model-parallel-size": 2,
+        "--sequence-parallel": True,
+    }  # fmt: skip
+    found = {mode: plan(flags | {"--dsa-tp-mode": mode}, world=2) for mode in ("heads", "auto")}
+    assert "TP 2 (attention by heads)" in describe(found["heads"])
+    assert "TP 2 (selection by sequence, attention by heads)" in describe(found["auto"])
+    heads, select = (found[mode].stages[0].chunks[0].kept for mode in ("heads", "auto"))
+    assert select < heads
+    assert found["heads"].operations == found["auto"].operations
