@@ -72,9 +72,7 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
 def check(case: Case) -> None:
     """Raise :class:`ValueError` if there is no such case."""
     if case.tokens < case.topk:
-        raise ValueError(
-            f"--tokens must be at least K ({case.topk}), got {case.tokens}: raise it"
-        )
+        raise ValueError(f"--tokens must be at least K ({case.topk}), got {case.tokens}: raise it")
     parse_distribution(case.distribution)
 
 

@@ -13,6 +13,8 @@ from benchmarks.masked.shapes import OPERATIONS, PEER, flops
 from benchmarks.settings import Settings, Work
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
+from megatron_dsa.tools.verify import layouts
+from megatron_dsa.tools.verify.masked_attention import expected_masked
 from tests.helpers import relative_error
 
 CASE = Case(200, heads=3, distribution="clustered:0.8", workspace_mib=1, **TINY)
@@ -135,3 +137,12 @@ def test_rows_of_the_peer_say_that_it_has_no_mask(monkeypatch):
     ((part, result),) = measurer.measure(Work("forward", PEER))
     assert part == "forward" and result["status"] == "ok" and result["tflops"] > 0
     assert result["ran"] == "causal, without a mask of selected keys"
+
+
+def test_the_reference_is_the_same_by_parts(inputs, monkeypatch):
+    """One head and one token at a time, as memory makes it for long sequences."""
+    monkeypatch.setattr(layouts, "BUDGET_BYTES", 1)
+    whole, parts = inputs._reference.expected, expected_masked(inputs.case)
+    for name, tensor in vars(whole).items():
+        assert tensor.shape == getattr(parts, name).shape
+        assert relative_error(getattr(parts, name), tensor) < 1e-13, name
