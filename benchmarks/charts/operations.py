@@ -45,6 +45,7 @@ def draw_speed(points: list[Point], title: str, target: Path) -> Path:
     for axis, part in zip(axes[0], parts, strict=True):
         draw_lines(axis, points, part, "skv", {way: way for way in ways})
         axis.set(title=part, xlabel="keys")
+    axes[0][0].set_ylim(bottom=0)  # of all panels, once all lines are there
     return save(figure, title, target)
 
 
@@ -69,7 +70,7 @@ def draw_lines(axis, points: list[Point], part: str, length: str, ways: dict[str
     if peaks := sorted(point.values["tflops"] for point in points if point.part == "gemm"):
         peak = peaks[len(peaks) // 2]
         axis.axhline(peak, color="k", linewidth=1, label=f"bf16 GEMM, {peak:.3g} TFLOP/s")
-    axis.set(ylabel="TFLOP/s", xscale="log", ylim=(0, None))
+    axis.set(ylabel="TFLOP/s", xscale="log")
     mark_lengths(axis, sorted({point.case[length] for point in points}))
 
 
@@ -91,6 +92,7 @@ def draw_masked(points: list[Point], folder: Path) -> list[Path]:
         for part, axis in zip(parts, line, strict=True):
             draw_lines(axis, mine, part, "tokens", ways)
             axis.set(title=f"{part}, {heads} heads", xlabel="tokens of a causal sequence")
+    axes[0][0].set_ylim(bottom=0)
     title = f"Masked dense attention, FLOP of all visible pairs\n{machine(points)}"
     return [save(figure, title, folder / "masked_tflops.png")]
 

@@ -79,6 +79,7 @@ def test_masked_attention_is_drawn_beside_its_peer(tmp_path, monkeypatch):
     ]  # fmt: skip
     operations.draw_masked(points, tmp_path)
     forward, teacher = drawn[0].axes
+    assert forward.get_ylim()[0] == 0 and teacher.get_ylim()[1] > 700
     lines = {line.get_label(): line for line in forward.lines}
     assert list(lines) == ["tilelang, random", "cuDNN without a mask, random",
                            "bf16 GEMM, 700 TFLOP/s"]  # fmt: skip
