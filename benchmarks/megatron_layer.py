@@ -81,6 +81,8 @@ class LayerSpec:
         ratio: compression ratio, ``None`` for DSA.
         heads: of a DSA layer's attention, ``None`` for the model's.
         fused: dispatch may take fused kernels.
+        selected_attention, sequence_length: see :class:`megatron_dsa.config.DSAOptions`; without a
+            length, ``auto`` is sparse attention.
         layers: in a chain.
         tp, cp: ranks; cp_layout, tp_mode: see :class:`megatron_dsa.config.DSAOptions`.
         workspace_mib: budget of torch implementations.
@@ -91,6 +93,8 @@ class LayerSpec:
     ratio: int | None = None
     heads: int | None = None
     fused: bool = True
+    selected_attention: str = "auto"
+    sequence_length: int | None = None
     layers: int = 1
     tp: int = 1
     cp: int = 1
@@ -107,7 +111,8 @@ def layer_config(spec: LayerSpec):
 
     options = DSAOptions(
         fused=spec.fused, workspace_bytes=spec.workspace_mib * 2**20, cp_layout=spec.cp_layout,
-        tp_mode=spec.tp_mode,
+        tp_mode=spec.tp_mode, selected_attention=spec.selected_attention,
+        sequence_length=spec.sequence_length,
     )  # fmt: skip
     changes = SETTINGS | {
         "use_cpu_initialization": cpu_host.needed(),
@@ -208,7 +213,10 @@ def squared_norm(x: torch.Tensor) -> float:
 
 
 def shortened(spec: LayerSpec, most: int) -> LayerSpec:
-    """Return a layer whose step compiles the kernels of ``spec`` with ``most`` tokens if it can."""
+    """Return a layer whose step compiles the kernels of ``spec`` with ``most`` tokens if it can.
+
+    ``sequence_length`` stays, or another attention might be taken.
+    """
     spec = dataclasses.replace(spec, layers=1)
     if spec.ratio and spec.ratio > 4:  # lists of longer groups are as wide as the length says
         return spec

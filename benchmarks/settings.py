@@ -13,6 +13,7 @@ import torch
 #: Family -> what its cases are; the module is ``benchmarks.<family>``.
 FAMILIES = {
     "attention": "sparse attention's operations, every implementation",
+    "masked": "masked dense attention of whole sequences, beside cuDNN's without a mask",
     "indexer": "selection and losses of whole sequences, beside megatron-core's",
     "csa": "memory-bound operations of DeepSeek-V4's attention",
     "layer": "whole attention layers: time, memory, and where the time goes",

@@ -21,11 +21,13 @@ GROUPS = {
     "projections": ("matrix products",),
     "index scores": ("indexer_scores",),
     "selection": ("indexer_topk",),
-    "attention forward": ("sparse_attention_forward",),
-    "attention backward": ("sparse_attention_backward",),
-    "indexer loss and its backward": ("sparse_attention_probabilities", "sparse_indexer_loss"),
+    "attention forward": ("sparse_attention_forward", "masked_attention_forward", "key_bits"),
+    "attention backward": ("sparse_attention_backward", "masked_attention_backward"),
+    "indexer loss and its backward": (
+        "sparse_attention_probabilities", "masked_attention_probabilities", "sparse_indexer_loss",
+    ),
     "rope, norms, copies": (),
-}
+}  # fmt: skip
 
 
 def draw_layers(points: list[Point], folder: Path) -> list[Path]:
@@ -91,6 +93,8 @@ def draw_times(points: list[Point], title: str, target: Path) -> Path:
         ours = step_times(points, heads, "ours")
         for number, way in enumerate(ways):
             line = step_times(points, heads, way)
+            if not line:
+                continue  # no entry of the legend either
             even = break_even(ours, line) if way == "dense" else None
             label = f"{way}, ours not slower from {even / 1024:.3g}k" if even else way
             axis.plot(list(line), list(line.values()), marker="o", color=f"C{number}", label=label)

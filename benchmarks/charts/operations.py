@@ -14,6 +14,8 @@ from benchmarks.charts.drawing import (
     save,
     thousands,
 )
+from benchmarks.masked.shapes import PAIR_DIMS as MASKED_PAIR_DIMS
+from benchmarks.masked.shapes import PEER as MASKED_PEER
 
 LINE_STYLES = ("-", "--", ":", "-.")
 
@@ -37,31 +39,62 @@ def draw_speed(points: list[Point], title: str, target: Path) -> Path:
     """Draw TFLOP/s against the keys, one line per way and index distribution."""
     parts = [name for name in ("forward", "backward") if any(p.part == name for p in points)]
     ways = list(dict.fromkeys(point.way for point in points if point.part in parts))
-    kinds = list(dict.fromkeys(point.case["distribution"] for point in points))
     figure, axes = pyplot.subplots(
         1, len(parts), figsize=(6 * len(parts), 5), squeeze=False, sharey=True
     )
-    lengths = sorted({point.case["skv"] for point in points})
-    peaks = sorted(point.values["tflops"] for point in points if point.part == "gemm")
     for axis, part in zip(axes[0], parts, strict=True):
-        for number, way in enumerate(ways):
-            for style, kind in enumerate(kinds):
-                line = {
-                    point.case["skv"]: point.values["tflops"] for point in points
-                    if (point.part, point.way, point.case["distribution"]) == (part, way, kind)
-                }  # fmt: skip
-                if line:
-                    axis.plot(
-                        sorted(line), [line[skv] for skv in sorted(line)], marker="o",
-                        color=f"C{number}", linestyle=LINE_STYLES[style % len(LINE_STYLES)],
-                        label=f"{way}, {kind}",
-                    )  # fmt: skip
-        if peaks:
-            peak = peaks[len(peaks) // 2]
-            axis.axhline(peak, color="k", linewidth=1, label=f"bf16 GEMM, {peak:.3g} TFLOP/s")
-        axis.set(title=part, xlabel="keys", ylabel="TFLOP/s", xscale="log", ylim=(0, None))
-        mark_lengths(axis, lengths)
+        draw_lines(axis, points, part, "skv", {way: way for way in ways})
+        axis.set(title=part, xlabel="keys")
+    axes[0][0].set_ylim(bottom=0)  # of all panels, once all lines are there
     return save(figure, title, target)
+
+
+def draw_lines(axis, points: list[Point], part: str, length: str, ways: dict[str, str]) -> None:
+    """Draw TFLOP/s of a part, one line per way and index distribution.
+
+    ``length`` is the case's field along the axis, ``ways`` has the label of each way.
+    """
+    kinds = list(dict.fromkeys(point.case["distribution"] for point in points))
+    for number, (way, label) in enumerate(ways.items()):
+        for style, kind in enumerate(kinds):
+            line = {
+                point.case[length]: point.values["tflops"] for point in points
+                if (point.part, point.way, point.case["distribution"]) == (part, way, kind)
+            }  # fmt: skip
+            if line:
+                axis.plot(
+                    sorted(line), [line[n] for n in sorted(line)], marker="o",
+                    color=f"C{number}", linestyle=LINE_STYLES[style % len(LINE_STYLES)],
+                    label=f"{label}, {kind}",
+                )  # fmt: skip
+    if peaks := sorted(point.values["tflops"] for point in points if point.part == "gemm"):
+        peak = peaks[len(peaks) // 2]
+        axis.axhline(peak, color="k", linewidth=1, label=f"bf16 GEMM, {peak:.3g} TFLOP/s")
+    axis.set(ylabel="TFLOP/s", xscale="log")
+    mark_lengths(axis, sorted({point.case[length] for point in points}))
+
+
+def draw_masked(points: list[Point], folder: Path) -> list[Path]:
+    """Draw masked dense attention, a line of panels per number of heads."""
+    points = of_last_gpu(points)
+    found = [point for point in points if point.part in MASKED_PAIR_DIMS]
+    if not found:
+        return []
+    parts = [part for part in MASKED_PAIR_DIMS if any(point.part == part for point in found)]
+    counts = sorted({point.case["heads"] for point in found}, reverse=True)
+    ways = {p.way: "cuDNN without a mask" if p.way == MASKED_PEER else p.way for p in found}
+    size = (6 * len(parts), 1 + 4 * len(counts))
+    figure, axes = pyplot.subplots(
+        len(counts), len(parts), figsize=size, squeeze=False, sharey=True
+    )  # fmt: skip
+    for heads, line in zip(counts, axes, strict=True):
+        mine = [point for point in points if point.case["heads"] == heads]
+        for part, axis in zip(parts, line, strict=True):
+            draw_lines(axis, mine, part, "tokens", ways)
+            axis.set(title=f"{part}, {heads} heads", xlabel="tokens of a causal sequence")
+    axes[0][0].set_ylim(bottom=0)
+    title = f"Masked dense attention, FLOP of all visible pairs\n{machine(points)}"
+    return [save(figure, title, folder / "masked_tflops.png")]
 
 
 def draw_csa(points: list[Point], folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
     python -m benchmarks layer                     # V3.2's, and V4's of every ratio
     python -m benchmarks layer --presets v3.2 --heads 128 --tokens 4096 131072 --ways ours dense
+    python -m benchmarks layer --presets v3.2 --ways ours sparse masked dense
     python -m benchmarks layer --presets core      # the workspace's bound, on the CPU
 
 A step is the forward in training mode of one causal sequence, and the backward of a random
@@ -44,7 +45,8 @@ from megatron_dsa.tools.verify.comparison import relative_error
 CEILINGS = ()
 ON_DEVICE = True
 #: Ways of a DSA layer, of a CSA layer, and of the core.
-DSA_WAYS, CSA_WAYS, CORE_WAYS = ("ours", "dense", "bundled"), ("ours", "torch"), ("torch",)
+DSA_WAYS = ("ours", "sparse", "masked", "dense", "bundled")
+CSA_WAYS, CORE_WAYS = ("ours", "torch"), ("torch",)
 RATIOS = (0, 4, 128)
 CORE = "core"
 PRESETS = ("v3.2", "v4-flash", "v4-pro", CORE, "tiny", "tiny-csa")
@@ -89,7 +91,7 @@ class Case:
         """Return what the layer is built from."""
         return LayerSpec(
             self.preset.removesuffix("-csa"), self.tokens, self.ratio, self.heads,
-            workspace_mib=self.workspace_mib,
+            sequence_length=self.tokens, workspace_mib=self.workspace_mib,
         )  # fmt: skip
 
 
@@ -99,7 +101,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--presets", nargs="+", choices=PRESETS,
         help="v3.2 v4-flash v4-pro, with --quick tiny tiny-csa")  # fmt: skip
     add("--tokens", type=int, nargs="+", help="default: depends on the preset")
-    add("--heads", type=int, nargs="+", default=[128, 16], help="of v3.2 (128 16)")
+    add("--heads", type=int, nargs="+", default=[128, 64, 16],
+        help="of v3.2 (128 64 16); 16 stand for one of 8 tensor-parallel ranks that attend by "
+        "heads: its heads for all tokens, without communication")  # fmt: skip
     add("--ratios", type=int, nargs="+", choices=RATIOS, default=list(RATIOS),
         help="of CSA layers (0 4 128)")  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Ways to run one attention layer, with the same weights and inputs.
 
-* ``ours``: the layer of this package, everything left to dispatch. ``torch``: without fused
-  kernels.
+* ``ours``: the layer of this package, everything left to dispatch and to the costs of attention.
+  ``torch``: without fused kernels.
+* ``sparse``, ``masked``: the same, by sparse attention or by masked dense attention as asked for.
 * ``bundled``: megatron-core's own DSA layer with its TileLang kernels. Its Hadamard rotation of
   index queries and keys, which changes no score, needs a package; where that is missing it goes
   without.
@@ -28,6 +29,7 @@ from benchmarks.child import one_line
 from benchmarks.megatron_layer import Layer, LayerSpec
 from benchmarks.timing import Clock, quantile
 from megatron_dsa.errors import ImplementationError
+from megatron_dsa.ops import OPERATIONS
 
 #: Tokens with which dense attentions are compared.
 TRIAL_ROWS = 8192
@@ -43,6 +45,11 @@ def build(way: str, spec: LayerSpec, device: torch.device) -> tuple[Layer, str]:
     """
     if way == "torch":
         return Layer(dataclasses.replace(spec, fused=False), device), ""
+    if way in ("sparse", "masked"):
+        layer = Layer(dataclasses.replace(spec, selected_attention=way), device)
+        if device.type == "cuda":
+            require_fused(layer.config, f"{way}_attention")
+        return layer, ""
     layer = Layer(spec, device)
     if way == "ours":
         return layer, ""
@@ -50,6 +57,21 @@ def build(way: str, spec: LayerSpec, device: torch.device) -> tuple[Layer, str]:
     module, remark = make(layer.config, device)
     layer.module = with_weights(module.to(device).bfloat16().train(), layer.module)
     return layer, remark
+
+
+def require_fused(config, prefix: str) -> None:
+    """Require fused kernels for the operations of a layer whose names begin with ``prefix``.
+
+    Raises:
+        ImplementationError: one has none here, and a step in torch would take minutes.
+    """
+    from megatron_dsa.required_ops import required_ops
+
+    for op in required_ops(config, 1):
+        if op.operation.startswith(prefix):
+            reason = OPERATIONS[op.operation].why_not_fused(op.call, config.dsa.policy)
+            if reason is not None:
+                raise ImplementationError(f"{op.operation} is not fused here: {reason}")
 
 
 def with_weights(module: torch.nn.Module, source: torch.nn.Module) -> torch.nn.Module:

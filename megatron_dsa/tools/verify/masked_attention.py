@@ -95,21 +95,29 @@ class ExpectedMasked:
 
 
 def expected_masked(case: MaskedCase) -> ExpectedMasked:
-    """Compute values and gradients by autograd."""
-    kv, k_pe = (x.detach().double().requires_grad_() for x in (case.kv, case.k_pe))
-    results = []
-    # Several matrices of logits.
-    for tokens in chunks(len(case.q), 8 * 8 * max(1, case.mask.shape[1]) * case.q.shape[1]):
-        q = case.q[tokens].detach().double().requires_grad_()
-        out, lse, p_sum = reference.masked_attention(
-            q, kv, k_pe, case.mask[tokens], case.softmax_scale
-        )
-        out.backward(case.dout[tokens].double())
-        assert q.grad is not None
-        results.append((out.detach(), lse.detach(), p_sum.detach(), q.grad))
-    out, lse, p_sum, dq = (torch.cat(parts) for parts in zip(*results, strict=True))
-    assert kv.grad is not None and k_pe.grad is not None
-    return ExpectedMasked(out, lse, p_sum, dq, kv.grad, k_pe.grad)
+    """Compute values and gradients by autograd, some heads and tokens at a time."""
+    (queries, heads), num_keys = case.q.shape[:2], len(case.kv)
+    out, dq, dkv, dk_pe = (
+        torch.zeros_like(x, dtype=torch.float64) for x in (case.dout, case.q, case.kv, case.k_pe)
+    )
+    lse, p_sum = out.new_zeros(queries, heads), out.new_zeros(queries, num_keys)
+    # A copy of the keys, their gradient, and what is added to it.
+    for part in chunks(heads, 8 * 8 * max(1, num_keys) * case.kv.shape[2]):
+        kv = case.kv[:, part].detach().double().requires_grad_()
+        k_pe = case.k_pe.detach().double().requires_grad_()
+        # Several matrices of logits.
+        for tokens in chunks(queries, 8 * 8 * max(1, num_keys) * kv.shape[1]):
+            q = case.q[tokens, part].detach().double().requires_grad_()
+            found = reference.masked_attention(q, kv, k_pe, case.mask[tokens], case.softmax_scale)
+            found[0].backward(case.dout[tokens, part].double())
+            assert q.grad is not None
+            out[tokens, part], lse[tokens, part] = (x.detach() for x in found[:2])
+            p_sum[tokens] += found[2].detach()
+            dq[tokens, part] = q.grad
+        if kv.grad is not None and k_pe.grad is not None:
+            dkv[:, part] = kv.grad
+            dk_pe += k_pe.grad
+    return ExpectedMasked(out, lse, p_sum, dq, dkv, dk_pe)
 
 
 class MaskedReference:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.charts import convergence, draw_all
+from benchmarks.charts import convergence, draw_all, layers, operations
 from benchmarks.charts.drawing import Point, machine
 from benchmarks.charts.layers import GROUPS, break_even, layer_bars
 from benchmarks.charts.ranks import label_of
@@ -65,6 +65,39 @@ def test_shares_are_grouped():
     assert label == "16 heads, 4k" and sum(groups.values()) == 10.5
     assert groups["selection"] == 3 and groups["indexer loss and its backward"] == 5
     assert groups["rope, norms, copies"] == 2.5
+
+
+def test_masked_attention_is_drawn_beside_its_peer(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(operations, "save", lambda figure, _title, target: drawn.append(figure))
+    case = {"heads": 16, "distribution": "random"}
+    points = [
+        point(case | {"tokens": tokens}, part, way, tflops=speed)
+        for tokens in (8192, 4096)
+        for part, way, speed in (("forward", "tilelang", 300.0), ("forward", "cudnn-dense", 500.0),
+                                 ("teacher", "tilelang", 200.0), ("gemm", "torch", 700.0))
+    ]  # fmt: skip
+    operations.draw_masked(points, tmp_path)
+    forward, teacher = drawn[0].axes
+    assert forward.get_ylim()[0] == 0 and teacher.get_ylim()[1] > 700
+    lines = {line.get_label(): line for line in forward.lines}
+    assert list(lines) == ["tilelang, random", "cuDNN without a mask, random",
+                           "bf16 GEMM, 700 TFLOP/s"]  # fmt: skip
+    line = lines["cuDNN without a mask, random"]
+    assert list(line.get_xdata()) == [4096, 8192] and list(line.get_ydata()) == [500.0, 500.0]
+    assert [line.get_label() for line in teacher.lines] == ["tilelang, random",
+                                                            "bf16 GEMM, 700 TFLOP/s"]  # fmt: skip
+    assert operations.draw_masked([p for p in points if p.part == "gemm"], tmp_path) == []
+
+
+def test_ways_without_times_have_no_line(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(layers, "save", lambda figure, _title, target: drawn.append(figure))
+    points = [point({"heads": heads, "tokens": 4096}, way=way, ms=1.0)
+              for heads, way in ((128, "ours"), (128, "masked"), (16, "ours"))]  # fmt: skip
+    layers.draw_times(points, "", tmp_path / "times.png")
+    labels = [[line.get_label() for line in axis.lines] for axis in drawn[0].axes]
+    assert labels == [["ours", "masked"], ["ours"]]
 
 
 def test_labels_of_ranks():

@@ -1,5 +1,6 @@
 """The family ``layer``: ways compute the same, another result is a failure, peers."""
 
+import dataclasses
 import logging
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from benchmarks import layer
 from benchmarks.layer import Case, peers
-from benchmarks.megatron_layer import Layer, LayerSpec, shortened
+from benchmarks.megatron_layer import Layer, LayerSpec, layer_config, shortened
 from benchmarks.settings import Settings, Work
 from megatron_dsa.errors import ImplementationError
 from tests.helpers import relative_error
@@ -16,7 +17,7 @@ from tests.host import start
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are for the CPU")
 
 
-@pytest.mark.parametrize("way", ["dense", "bundled"])
+@pytest.mark.parametrize("way", ["sparse", "masked", "dense", "bundled"])
 def test_ways_are_the_same_layer(way):
     """As long as every key is selected; the gradients of the indexer as well."""
     device, spec = start(), LayerSpec("tiny", 12, heads=4, workspace_mib=1)
@@ -28,7 +29,7 @@ def test_ways_are_the_same_layer(way):
         gradients = {key: p.grad for key, p in built.module.named_parameters()}
         found[name] = {"out": out.detach(), "x": built.x.grad} | gradients
     ours, theirs = found["ours"], found[way]
-    assert (set(theirs) == set(ours)) == (way == "bundled")
+    assert (set(theirs) == set(ours)) == (way != "dense")
     for name, tensor in theirs.items():
         # The indexer's gradients are differences of bf16 scores that are nearly equal.
         limit = 0.1 if ".indexer." in name else 2e-2
@@ -77,8 +78,30 @@ def test_what_may_fault_comes_last():
     from benchmarks.__main__ import plan_of
 
     _, plan = plan_of("layer", ["--presets", "v3.2", "--tokens", "8", "4"])
-    assert [(case.tokens, case.heads) for case, _ in plan] == [(4, 128), (4, 16), (8, 128), (8, 16)]
-    assert all([work.way for work in works] == ["ours", "dense", "bundled"] for _, works in plan)
+    assert [(case.tokens, case.heads) for case, _ in plan] == [
+        (tokens, heads) for tokens in (4, 8) for heads in (128, 64, 16)
+    ]  # fmt: skip
+    ways = ["ours", "sparse", "masked", "dense", "bundled"]
+    assert all([work.way for work in works] == ways for _, works in plan)
+
+
+def test_ours_is_chosen_for_the_length_of_the_case():
+    """In the short step that compiles, too."""
+    start()
+    spec = Case("tiny", 8192, heads=4).spec()
+    for one in (spec, shortened(spec, 4096)):
+        assert layer_config(one).dsa.sequence_length == 8192
+    assert layer_config(spec).dsa.selected_attention == "auto"
+
+
+@pytest.mark.parametrize("way", ["sparse", "masked"])
+def test_attention_without_fused_kernels_is_not_run(way):
+    start()
+    spec = dataclasses.replace(Case("tiny", 64, heads=4).spec(), selected_attention=way)
+    config = layer_config(spec)
+    with pytest.raises(ImplementationError, match=rf"^{way}_attention_\w+ is not fused here: \w+"):
+        peers.require_fused(config, f"{way}_attention")
+    peers.require_fused(config, "another_attention")
 
 
 def test_short_steps_compile_what_long_ones_run():

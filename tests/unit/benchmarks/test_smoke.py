@@ -18,6 +18,10 @@ RUNS = {
         {("gemm", "torch"), ("copy", "torch"), ("forward", "torch"), ("teacher", "torch"),
          ("backward", "torch")},
     ),
+    "masked": (
+        ["--distributions", "clustered:0.5"],
+        {("gemm", "torch"), ("forward", "torch"), ("teacher", "torch"), ("backward", "torch")},
+    ),
     "indexer": (
         [],
         {("select", "torch"), ("loss:sorted", "torch"), ("loss:clustered", "torch"),
@@ -30,8 +34,9 @@ RUNS = {
     ),
     "layer": (
         ["--tokens", "128", "--ratios", "4"],
-        {("forward", "ours"), ("step", "ours"), ("step", "dense"), ("step", "bundled"),
-         ("step", "torch"), ("step/sparse_attention_backward", "ours")},
+        {("forward", "ours"), ("step", "ours"), ("step", "sparse"), ("step", "masked"),
+         ("step", "dense"), ("step", "bundled"), ("step", "torch"),
+         ("step/sparse_attention_backward", "ours")},
     ),
     "ranks": (
         ["--grids", "tp1cp2"],
@@ -88,7 +93,16 @@ def check_layer(rows):
     cases = {str(row["case"]) for row in shares}
     total = sum(row["value"] for row in shares)
     assert len(cases) == 2 and total == pytest.approx(2, rel=1e-3)
-    assert set(values(rows, "step", "out_error")) == {"dense", "bundled", "torch"}
+    assert set(values(rows, "step", "out_error")) == {
+        "sparse",
+        "masked",
+        "dense",
+        "bundled",
+        "torch",
+    }
+    ran = {row["way"]: row["ran"] for row in rows if row["part"] == "step"}
+    assert "; masked_attention_forward=" in ran["masked"] and "sparse_att" not in ran["masked"]
+    assert "; sparse_attention_forward=" in ran["sparse"] and "masked_att" not in ran["sparse"]
 
 
 def check_ranks(rows):

@@ -1,0 +1,100 @@
+"""Masked dense attention of whole sequences: every implementation, and cuDNN without a mask.
+
+    python -m benchmarks masked
+    python -m benchmarks masked --heads 128 --tokens 8192 --operations forward backward
+
+The input is one causal sequence with lists of visible keys. ``forward`` and ``backward`` are
+attention, ``teacher`` is the head sum of its probabilities; the bits are there, the tiles are found
+in each call. Each result is compared with float64, all of it. The way ``cudnn-dense`` is torch's
+attention by cuDNN, causal, to all visible keys: it computes the same pairs and reads no mask; some
+tokens of ``out`` or ``dq`` are compared. FLOP count all visible pairs, selected or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+
+from benchmarks.attention.lists import CLUSTERED_SHARE, parse_distribution
+from benchmarks.masked.inputs import Inputs
+from benchmarks.masked.shapes import OPERATIONS, PEER, Case, flops
+from benchmarks.settings import Settings, Work
+from benchmarks.timing import Clock, measure
+from megatron_dsa.errors import ImplementationError
+from megatron_dsa.ops import OPERATIONS as DISPATCHED
+
+CEILINGS = ("gemm",)
+ON_DEVICE = True
+REPEATS = 30
+#: Longer sequences take seconds per call in torch, and all pairs of all heads are computed.
+LONGEST_TORCH = 8192
+#: Dims and K of the quick run; others are those of DeepSeek-V3.2.
+TINY = {"nope": 12, "rope": 8, "v": 10, "topk": 16}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what tells the inputs and the operations."""
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", help="4096 8192 16384 32768, with --quick 200")
+    add("--heads", type=int, nargs="+",
+        help="of a rank: 128 64 16 (1, 2 or 8 tensor-parallel ranks), with --quick 3")  # fmt: skip
+    add("--distributions", nargs="+", default=["random", "clustered"],
+        help="random, clustered or clustered:SHARE; default: random clustered")  # fmt: skip
+    add("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
+
+
+def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
+    """Return all combinations, short sequences first."""
+    lengths = options.tokens or ([200] if options.quick else [4096, 8192, 16384, 32768])
+    counts = options.heads or ([3] if options.quick else [128, 64, 16])
+    named = [f"clustered:{CLUSTERED_SHARE}" if d == "clustered" else d
+             for d in options.distributions]  # fmt: skip
+    cases = [Case(tokens, heads, distribution=distribution, workspace_mib=options.workspace_mib,
+                  **(TINY if options.quick else {}))
+             for tokens, heads, distribution in product(sorted(lengths), counts, named)
+             ]  # fmt: skip
+    works = [
+        Work(operation, way)
+        for operation in options.operations
+        for way in (
+            *(candidate.name for candidate in DISPATCHED[OPERATIONS[operation]].candidates),
+            *((PEER,) if operation != "teacher" else ()),
+        )
+    ]
+    for case in cases:
+        check(case)
+    return [(case, works) for case in cases]
+
+
+def check(case: Case) -> None:
+    """Raise :class:`ValueError` if there is no such case."""
+    if case.tokens < case.topk:
+        raise ValueError(f"--tokens must be at least K ({case.topk}), got {case.tokens}: raise it")
+    parse_distribution(case.distribution)
+
+
+class _Measurer:
+    """Draws the inputs once; they are the same for every implementation."""
+
+    def __init__(self, case: Case, device: torch.device, settings: Settings):
+        self.case, self.settings = case, settings
+        self.inputs, self.clock = Inputs(case, device), Clock(device)
+
+    def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
+        if work.way == "torch" and self.case.tokens > LONGEST_TORCH:
+            raise ImplementationError(f"more than {LONGEST_TORCH} tokens in torch: minutes")
+        result = measure(
+            self.inputs.call(*work), lambda found: self.inputs.compare(*work, found), self.clock,
+            self.settings.repeats, self.settings.budget,
+        )  # fmt: skip
+        if result["status"] == "ok":
+            result["tflops"] = flops(work.part, self.case) / result["ms"] / 1e9
+        if work.way == PEER:
+            result["ran"] = "causal, without a mask of selected keys"
+        yield work.part, result
+
+
+prepare = _Measurer

@@ -1,0 +1,146 @@
+"""The inputs of masked dense attention, calls of implementations, checks of results."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+
+import torch
+
+from benchmarks.attention.lists import clustered_indices, parse_distribution
+from benchmarks.layer.peers import ATTENTIONS
+from benchmarks.masked.shapes import OPERATIONS, PEER, Case
+from megatron_dsa.dispatch import Policy, describe_call
+from megatron_dsa.errors import ImplementationError
+from megatron_dsa.ops import OPERATIONS as DISPATCHED
+from megatron_dsa.ops.masked_attention import torch as in_torch
+from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs, MaskedAttentionInputs
+from megatron_dsa.tools.verify.comparison import Comparison, comparison_at_model_shapes
+from megatron_dsa.tools.verify.layouts import sampled_tokens
+from megatron_dsa.tools.verify.lists import Lists
+from megatron_dsa.tools.verify.masked_attention import MaskedDims, MaskedReference, masked_case
+
+#: Tokens of the peer that are compared with float64.
+PEER_TOKENS = 16
+#: Elements of the random numbers that lists are drawn from, at once.
+MOST_ELEMENTS = 2**26
+
+
+def causal_lists(distribution: str, tokens: int, topk: int, device, seed: int = 0) -> Lists:
+    """Return ascending lists of a causal sequence: all visible keys, or ``topk`` of more.
+
+    ``random`` draws them uniformly, independent between queries; for ``clustered:SHARE`` see
+    :func:`~benchmarks.attention.lists.clustered_indices`.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    kind, share = parse_distribution(distribution)
+    position = torch.arange(tokens, device=device)
+    length = (position + 1).clamp_max(topk).int()
+    if kind == "clustered":  # its queries with few visible keys list the first ones
+        indices = clustered_indices(tokens, tokens, topk, share, generator)
+        return Lists(indices, length, tokens)
+    parts = []
+    for part in position.split(max(1, MOST_ELEMENTS // tokens)):
+        noise = torch.rand(len(part), tokens, generator=generator, device=device)
+        noise.masked_fill_(position > part[:, None], -1.0)
+        keys = noise.topk(topk, dim=1, sorted=False).indices
+        parts.append(torch.where(keys > part[:, None], tokens, keys).sort(dim=1).values.int())
+    return Lists(torch.cat(parts), length, tokens)
+
+
+def require_cuda(device: torch.device) -> None:
+    """Raise :class:`ImplementationError` where there is no cuDNN."""
+    if device.type != "cuda":
+        raise ImplementationError("cuDNN's attention needs a GPU")
+
+
+class Inputs:
+    """The tensors of one case, in bf16, the same for every implementation.
+
+    Backward and teacher get ``out`` and ``lse`` from the float64 reference, rounded. An
+    implementation finds the tiles of the bits again in each call.
+    """
+
+    def __init__(self, case: Case, device: torch.device):
+        lists = causal_lists(case.distribution, case.tokens, case.topk, device)
+        dims = MaskedDims(case.heads, case.nope, case.rope, case.v)
+        self.case = drawn = masked_case(dims, lists)
+        workspace = case.workspace_mib * 2**20
+        bits = in_torch.key_bits(KeyBitsInputs(lists.indices, lists.length, case.tokens, workspace))
+        self.inputs = MaskedAttentionInputs(
+            drawn.q, drawn.kv, drawn.k_pe, bits, case.v, drawn.softmax_scale, workspace
+        )
+        self.op_call = describe_call(
+            device, dtype=drawn.q.dtype, heads=case.heads, qk_dim=case.nope + case.rope,
+            v_dim=case.v, rope_dim=case.rope, topk=case.topk,
+        )  # fmt: skip
+
+    @cached_property
+    def _reference(self) -> MaskedReference:
+        return MaskedReference(self.case)
+
+    def call(self, operation: str, name: str):
+        """Return a function without arguments that runs the operation once.
+
+        Raises:
+            ImplementationError: the implementation cannot run these inputs.
+        """
+        if name == PEER:
+            return self._peer(operation)
+        dispatched = DISPATCHED[OPERATIONS[operation]]
+        (candidate,) = (c for c in dispatched.candidates if c.name == name)
+        if reason := candidate.reason(self.op_call):
+            raise ImplementationError(reason)
+        named = ((OPERATIONS[operation], name),)
+        policy = Policy(workspace_bytes=self.inputs.workspace_bytes, named=named)
+        more: tuple = ()
+        if operation != "forward":
+            expected, drawn = self._reference.expected, self.case
+            out, lse = expected.out.to(drawn.q.dtype), expected.lse.float()
+            width = drawn.lists.indices.shape[1]
+            more = (lse, width) if operation == "teacher" else (out, lse, drawn.dout)
+        return lambda: dispatched.run(
+            self.op_call, policy, dataclasses.replace(self.inputs, kept={}), *more
+        )
+
+    def _peer(self, operation: str):
+        require_cuda(self.case.q.device)
+        kv, nope = self.case.kv, self.inputs.nope_dim
+        k_pe = self.case.k_pe[:, None].expand(-1, kv.shape[1], -1)
+        k, v = torch.cat([kv[..., :nope], k_pe], -1), kv[..., nope:].contiguous()
+        tensors, scale = (self.case.q, k, v), self.case.softmax_scale
+        if operation == "forward":
+            return lambda: ATTENTIONS["cudnn"](*tensors, scale)
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = ATTENTIONS["cudnn"](*leaves, scale)
+        return lambda: torch.autograd.grad(out, leaves, self.case.dout, retain_graph=True)
+
+    def compare(self, operation: str, name: str, result) -> Comparison:
+        """Compare what ``operation`` returned with float64.
+
+        Of the peer, ``out`` or ``dq`` of some tokens; its gradients of keys and values are not
+        compared.
+        """
+        found = comparison_at_model_shapes(self.case.q.dtype)
+        if name == PEER:
+            self._compare_peer(found, operation, result)
+        elif operation == "teacher":  # the lists are ascending, as its result
+            self._reference.teacher(found, result)
+        else:
+            getattr(self._reference, operation)(found, *result)
+        return found
+
+    def _compare_peer(self, found: Comparison, operation: str, result) -> None:
+        tokens = sampled_tokens(len(self.case.q), PEER_TOKENS, self.case.q.device)
+        visible = Lists(
+            torch.arange(len(self.case.kv), device=tokens.device).expand(len(tokens), -1).int(),
+            tokens.int() + 1, len(self.case.kv),
+        )  # fmt: skip
+        some = dataclasses.replace(
+            self.case, q=self.case.q[tokens], dout=self.case.dout[tokens], lists=visible
+        )
+        expected = MaskedReference(some).expected
+        if operation == "forward":
+            found.compare("out", result[tokens], expected.out)
+        else:
+            found.compare("dq", result[0][tokens], expected.dq)
