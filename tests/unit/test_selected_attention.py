@@ -178,7 +178,10 @@ def test_warm_up_runs_what_a_step_calls(add, monkeypatch, loss):
     config = small_config(options=options, dtype=torch.float32, dsa_indexer_loss_coeff=loss)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: None)
     ops = required_ops(config, 1, device="cuda")
-    calls = tuple((op.operation, op.call) for op in ops if "indexer" not in op.operation)
+    others = ("indexer", "rotate")  # the latter compiles in no time
+    calls = tuple(
+        (op.operation, op.call) for op in ops if not any(x in op.operation for x in others)
+    )
     monkeypatch.setattr(warm_up, "_DEVICE", "cpu")
     warm_up.warm_up.__wrapped__(calls, options.policy, 0.3)
     assert {name for name, _ in ran} == {name for name, _ in calls}

@@ -154,14 +154,14 @@ def small_dsa(stage: str, mode: str = "none"):
         num_attention_heads=5,
         q_lora_rank=23,
         kv_lora_rank=17,
-        qk_head_dim=11,
+        qk_head_dim=10,
         qk_pos_emb_head_dim=6,
         v_head_dim=13,
         dsa_indexer_topk=7,
         dsa_indexer_use_sparse_loss=stage == "sparse",
         **recomputing(mode),
     )
-    sizes = {"s": 61, "H": 5, "L": 23, "R": 17, "N": 11, "P": 6, "V": 13}
+    sizes = {"s": 61, "H": 5, "L": 23, "R": 17, "N": 10, "P": 6, "V": 13}
     sizes |= {"HI": 3, "DI": 16, "K": 7}
     return attention_module(config).train(), sizes
 
