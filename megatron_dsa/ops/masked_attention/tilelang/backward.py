@@ -7,8 +7,7 @@
 * ``PRODUCE``: one warp that fetches the keys, then queries, their gradients and their numbers.
 
 Gradients of queries are added in fp32. In order (``ordered``), a thread block adds to a tile after
-those of later keys: then equal inputs give equal sums. It begins at its first tile, where later
-keys were before it, so that thread blocks that begin together do not wait.
+those of later keys: then equal inputs give equal sums.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
