@@ -21,6 +21,7 @@ _BASE = """
   --untie-embeddings-and-output-weights --attention-backend dsa_fused
   --dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048
   --dsa-indexer-loss-coeff 1e-3 --dsa-indexer-use-sparse-loss --dsa-health-tokens 0
+  --dsa-selected-attention sparse
   --micro-batch-size 1 --global-batch-size 2 --train-iters 10 --lr 1e-5
   --tokenizer-type NullTokenizer --vocab-size 32768 --eval-iters 0
 """

@@ -45,7 +45,7 @@ PARTS = {
 }
 #: Groups of kernels by what their names contain, the first that is found.
 KERNELS = {
-    "attention": r"_mla_|sparse_attn|sdpa|flash|fmha",
+    "attention": r"_mla_|masked_attention|sparse_attn|sdpa|flash|fmha",
     "index scores": r"index_scores|_listed_scores",
     "indexer loss": r"indexer_loss|head_sums|head_lse|student_|query_gradient|key_gradient",
     WEIGHTS: r"nvjet|gemm|cutlass",

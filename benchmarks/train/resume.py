@@ -33,7 +33,8 @@ LOGGED = {
 #: Flags on top of the script's own.
 MODELS = {
     "v3.2": (
-        "--num-layers 4 --seq-length 8192 --max-position-embeddings 8192 --dsa-indexer-topk 2048"
+        "--num-layers 4 --seq-length 8192 --max-position-embeddings 8192 --dsa-indexer-topk 2048 "
+        "--dsa-selected-attention sparse"
     ),
     "v4": (
         "--num-layers 4 --seq-length 2048 --max-position-embeddings 2048 --hidden-size 1024 "

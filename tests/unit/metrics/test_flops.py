@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.metrics.flops import TOKEN, Keys, flops, flops_by_part, layer_work, model_work
+from megatron_dsa.ops.masked_attention.api import MaskedAttentionOutput
 from tests.host import small_config, small_csa_config, start
 
 SEQUENCE, VOCABULARY = 21, 64
@@ -151,9 +152,8 @@ def no_pairs(monkeypatch):
     def masked(q, kv, k_pe, _keys, *, softmax_scale, indexer=None, **_settings):
         learns = () if indexer is None else indexer.tensors()
         value = kv[..., q.shape[2] - k_pe.shape[1] :]
-        return SimpleNamespace(
-            out=touch(value, q, kv, k_pe, *learns), lse=torch.zeros(q.shape[:2]), p_sum=None
-        )
+        out = touch(value, q, kv, k_pe, *learns)
+        return MaskedAttentionOutput(out, torch.zeros(q.shape[:2]), None)
 
     def select(inputs, _layout, topk, *_ranks, **_settings):
         rows = inputs.q.shape[0]
