@@ -27,6 +27,11 @@ def _ours(name: str, **support: Any) -> Candidate:
     return Candidate("tilelang", f"{_HERE}.tilelang.launch:{name}", Support(**support, **_TILELANG))
 
 
+def _torch(name: str) -> Candidate:
+    support = Support(covers="any shape", sink=False)
+    return Candidate("torch", f"{_HERE}.torch:{name}", support, fused=False)
+
+
 KEY_BITS = Operation(
     "key_bits",
     "bits of listed keys",
@@ -46,12 +51,7 @@ FORWARD = Operation(
     "masked dense attention forward",
     (
         _ours("forward", covers="out, lse"),
-        Candidate(
-            "torch",
-            f"{_HERE}.torch:forward",
-            Support(covers="any shape", sink=False),
-            fused=False,
-        ),
+        _torch("forward"),
     ),
     meta=f"{_HERE}.meta:forward",
 )
@@ -61,12 +61,7 @@ BACKWARD = Operation(
     "masked dense attention backward",
     (
         _ours("backward", covers="dq, dkv, dk_pe", **ATOMIC_SUMS),
-        Candidate(
-            "torch",
-            f"{_HERE}.torch:backward",
-            Support(covers="any shape", sink=False),
-            fused=False,
-        ),
+        _torch("backward"),
     ),
     meta=f"{_HERE}.meta:backward",
 )
@@ -76,12 +71,7 @@ PROBABILITIES = Operation(
     "head sum of the probabilities of masked dense attention",
     (
         _ours("probabilities", covers="p_sum from q, kv, k_pe, lse"),
-        Candidate(
-            "torch",
-            f"{_HERE}.torch:probabilities",
-            Support(covers="any shape", sink=False),
-            fused=False,
-        ),
+        _torch("probabilities"),
     ),
     meta=f"{_HERE}.meta:probabilities",
 )
