@@ -16,7 +16,7 @@ from megatron_dsa.ops.indexer_topk.declaration import LISTED_SCORES, SCORES, TOP
 from megatron_dsa.ops.key_lists.declaration import KEY_LISTS
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD as MASKED_BACKWARD
 from megatron_dsa.ops.masked_attention.declaration import FORWARD as MASKED_FORWARD
-from megatron_dsa.ops.masked_attention.declaration import KEY_BITS
+from megatron_dsa.ops.masked_attention.declaration import KEY_BITS, VISIBLE_BITS
 from megatron_dsa.ops.masked_attention.declaration import PROBABILITIES as MASKED_PROBABILITIES
 from megatron_dsa.ops.rope.declaration import NORM_ROPE, ROTATE
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
@@ -36,6 +36,7 @@ OPERATIONS: dict[str, Operation] = {
         BACKWARD,
         PROBABILITIES,
         KEY_BITS,
+        VISIBLE_BITS,
         MASKED_FORWARD,
         MASKED_BACKWARD,
         MASKED_PROBABILITIES,

@@ -46,6 +46,20 @@ KEY_BITS = Operation(
     meta=f"{_HERE}.meta:key_bits",
 )
 
+VISIBLE_BITS = Operation(
+    "visible_bits",
+    "bits of visible keys",
+    (
+        Candidate(
+            "triton",
+            f"{_HERE}.triton.visible:visible_bits",
+            Support(covers="one launch for any layout", package=TRITON, **PORTABLE),
+        ),
+        Candidate("torch", f"{_HERE}.torch:visible_bits", Support(covers="any shape"), fused=False),
+    ),
+    meta=f"{_HERE}.meta:visible_bits",
+)
+
 FORWARD = Operation(
     "masked_attention_forward",
     "masked dense attention forward",

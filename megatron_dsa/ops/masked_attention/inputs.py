@@ -26,6 +26,24 @@ class KeyBitsInputs:
 
 
 @dataclass(frozen=True)
+class VisibleBitsInputs:
+    """Ranges of slots, of which bits of visible keys are made (:mod:`.bits`).
+
+    Attributes:
+        start, end: int32 ``[Sq]``; query ``i`` sees the slots ``[start[i], end[i])``.
+        slots: int32 ``[Skv]``, the slot of each key; ``None``: key ``i`` is slot ``i``.
+        num_keys: number of keys, ``Skv``.
+        workspace_bytes: budget for temporary memory.
+    """
+
+    start: torch.Tensor
+    end: torch.Tensor
+    slots: torch.Tensor | None
+    num_keys: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True)
 class MaskedAttentionInputs:
     """Inputs of one masked dense attention, as every implementation receives them.
 

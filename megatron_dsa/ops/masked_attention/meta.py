@@ -6,13 +6,25 @@ import torch
 
 from megatron_dsa.dispatch import Candidate
 from megatron_dsa.ops.masked_attention.bits import GROUP, WORDS, groups
-from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs, MaskedAttentionInputs
+from megatron_dsa.ops.masked_attention.inputs import (
+    KeyBitsInputs,
+    MaskedAttentionInputs,
+    VisibleBitsInputs,
+)
 from megatron_dsa.ops.meta import empty_sums, take_workspace
 
 
 def key_bits(candidate: Candidate, inputs: KeyBitsInputs) -> torch.Tensor:
     """Meta function of ``key_bits``; ``KEY_BITS.run`` calls it in a plan."""
     bits = inputs.indices.new_empty(len(inputs.indices), groups(inputs.num_keys), WORDS)
+    if not candidate.fused:
+        take_workspace(bits, inputs.workspace_bytes)
+    return bits
+
+
+def visible_bits(candidate: Candidate, inputs: VisibleBitsInputs) -> torch.Tensor:
+    """Meta function of ``visible_bits``; ``VISIBLE_BITS.run`` calls it in a plan."""
+    bits = inputs.start.new_empty(len(inputs.start), groups(inputs.num_keys), WORDS)
     if not candidate.fused:
         take_workspace(bits, inputs.workspace_bytes)
     return bits

@@ -26,6 +26,21 @@ def masked_attention(
     return torch.einsum("qhk,khd->qhd", p, kv[..., nope:]), lse, p.sum(1)
 
 
+def visible(
+    start: torch.Tensor, end: torch.Tensor, slots: torch.Tensor | None, num_keys: int
+) -> torch.Tensor:
+    """Return the bool mask ``[Sq, num_keys]`` of the keys whose slots are in a query's range.
+
+    Arguments as in :class:`~megatron_dsa.ops.masked_attention.inputs.VisibleBitsInputs`.
+    """
+    places = range(num_keys) if slots is None else slots.tolist()
+    mask = torch.zeros(len(start), num_keys, dtype=torch.bool, device=start.device)
+    for token, (first, last) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
+        for key, slot in enumerate(places):
+            mask[token, key] = first <= slot < last
+    return mask
+
+
 def compact(p_sum: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
     """Return ``[Sq, width]``: the entries of ``p_sum [Sq, Skv]`` where ``mask`` holds, then 0."""
     result = p_sum.new_zeros(len(p_sum), width)

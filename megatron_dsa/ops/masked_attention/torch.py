@@ -19,7 +19,11 @@ from megatron_dsa.numerics.arithmetic import (
     valid_entries,
 )
 from megatron_dsa.ops.masked_attention.bits import GROUP, WORDS, groups, pack, unpack
-from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs, MaskedAttentionInputs
+from megatron_dsa.ops.masked_attention.inputs import (
+    KeyBitsInputs,
+    MaskedAttentionInputs,
+    VisibleBitsInputs,
+)
 
 #: Temporary bytes per key of a query: of :func:`pack` beside the mask, and of :func:`unpack`.
 _BYTES_PACK, _BYTES_UNPACK = 16, 16
@@ -38,6 +42,20 @@ def key_bits(inputs: KeyBitsInputs) -> torch.Tensor:
         mask = valid.new_zeros(len(indices), inputs.num_keys + 1)
         mask.scatter_(1, torch.where(valid, indices, inputs.num_keys).long(), True)
         bits[tokens] = pack(mask[:, :-1])
+    return bits
+
+
+def visible_bits(inputs: VisibleBitsInputs) -> torch.Tensor:
+    """Return int32 ``[Sq, G, 4]``, the bits of the visible keys (:mod:`.bits`)."""
+    queries, slots = len(inputs.start), inputs.slots
+    if slots is None:
+        slots = torch.arange(inputs.num_keys, dtype=torch.int32, device=inputs.start.device)
+    bits = inputs.start.new_empty(queries, groups(inputs.num_keys), WORDS)
+    # Two comparisons and what they have in common.
+    per_query = bits.shape[1] * GROUP * (3 + _BYTES_PACK)
+    for tokens in slices(queries, rows_in_budget(inputs.workspace_bytes, per_query)):
+        start, end = inputs.start[tokens, None], inputs.end[tokens, None]
+        bits[tokens] = pack((slots >= start) & (slots < end))
     return bits
 
 

@@ -19,8 +19,9 @@ from megatron_dsa.ops.masked_attention.declaration import (
     FORWARD,
     KEY_BITS,
     PROBABILITIES,
+    VISIBLE_BITS,
 )
-from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs
+from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs, VisibleBitsInputs
 from megatron_dsa.sequence.layout import bshd_layout
 from megatron_dsa.tools.verify.comparison import Comparison
 from megatron_dsa.tools.verify.lists import Lists
@@ -213,8 +214,10 @@ def test_a_plan_returns_the_same(dtype):
     lists, inputs = case.lists, case.inputs()
     out, lse = unfused.forward(inputs)
     given = KeyBitsInputs(lists.indices, lists.length, 140, 10**6)
+    seen = VisibleBitsInputs(lists.length, lists.length, None, 140, 10**6)
     for operation, *arguments in (
         (KEY_BITS, given),
+        (VISIBLE_BITS, seen),
         (FORWARD, inputs),
         (BACKWARD, inputs, out, lse, case.dout),
         (PROBABILITIES, inputs, lse, 12),
