@@ -4,6 +4,9 @@
   registers, and write those of selected keys, one after the other per query;
 * ``PRODUCE``: one warp that fetches queries, keys and lse of the next head. The rope key is that of
   all heads.
+
+The teacher of the dense indexer loss (:mod:`megatron_dsa.ops.indexer_loss.tilelang.teacher`) sums
+over the heads likewise.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
@@ -31,7 +34,7 @@ QUERIES = 128
 #: Scores and sums of a thread.
 OWN = QUERIES * KEYS // (2 * GROUP)
 
-SOURCE = r"""
+ADD_HEAD = r"""
 // sums += exp2(S * scale - lse)
 template <int N>
 __device__ __forceinline__ void dsa_add_head(float* sums, const float* s, float upper, float lower,
@@ -39,6 +42,10 @@ __device__ __forceinline__ void dsa_add_head(float* sums, const float* s, float 
 #pragma unroll
   for (int i = 0; i < 4 * N; i++) sums[i] += exp2f(fmaf(s[i], scale, -(i % 4 / 2 ? lower : upper)));
 }
+"""
+SOURCE = (
+    ADD_HEAD
+    + r"""
 // Writes the sums of the keys that row R of the thread selects, behind those of the `before` keys
 // that it selects of earlier groups. `bits`: the four words of the row, in the order of key bits.
 template <int R>
@@ -63,46 +70,100 @@ __device__ __forceinline__ void dsa_write_sums(float* row, int width, const floa
   }
 }
 """
+)
+
+
+def shared(nope: int, rope: int, rope_per_head: bool = False):
+    """Return the shared memory: queries, keys and lse of a head, and the rope key.
+
+    Args:
+        nope, rope: dims of a key.
+        rope_per_head: every head has a rope key of its own.
+    """
+    bf16, fp32 = "bfloat16", "float32"
+    return SimpleNamespace(
+        q_nope=T.alloc_shared([STAGES, QUERIES, nope], bf16),
+        q_rope=T.alloc_shared([STAGES, QUERIES, rope], bf16),
+        k_nope=T.alloc_shared([STAGES, KEYS, nope], bf16),
+        k_rope=T.alloc_shared([STAGES if rope_per_head else 1, KEYS, rope], bf16),
+        lse=T.alloc_shared([STAGES, 1, QUERIES], fp32),
+    )
+
+
+def barriers():
+    """Return the barriers of what is fetched, and of what the consumers have read."""
+    return SimpleNamespace(
+        k_rope=T.alloc_barrier(arrive_count=[32]),
+        full=T.alloc_barrier(arrive_count=[32] * STAGES),
+        free=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
+    )
 
 
 @T.macro
-def produce(Q, KV, Kpe, Numbers, m, done, at, dims):
-    """PRODUCE: the rope key, then queries, keys and lse of each head."""
-    fetch(Kpe[at.key : at.key + KEYS, :], m.k_rope, done.k_rope[0])
+def fetch_rope_key(Kpe, m, done, at):
+    """PRODUCE: the rope key of all heads."""
+    fetch(Kpe[at.key : at.key + KEYS, :], m.k_rope[0, :, :], done.k_rope[0])
     T.barrier_arrive(done.k_rope[0])
+
+
+@T.macro
+def fetch_heads(Q, K, Lse, m, done, at, dims, rope_per_head=False):
+    """PRODUCE: queries, keys and lse of ``at.heads`` heads, in Q and Lse from ``at.head`` on."""
     last = at.first + QUERIES
-    for h in T.serial(Q.shape[1]):
+    for h in T.serial(at.heads):
         slot = h % STAGES
+        head = at.head + h
         T.barrier_wait(done.free[slot], (h // STAGES & 1) ^ 1)
-        fetch(Q[at.first : last, h, 0 : dims.nope], m.q_nope[slot, :, :], done.full[slot])
-        fetch(Q[at.first : last, h, dims.nope : dims.qk], m.q_rope[slot, :, :], done.full[slot])
-        fetch(KV[at.key : at.key + KEYS, h, 0 : dims.nope], m.k_nope[slot, :, :], done.full[slot])
-        fetch(Numbers[h, 0:1, at.first : last], m.lse[slot, :, :], done.full[slot])
+        fetch(Q[at.first : last, head, 0 : dims.nope], m.q_nope[slot, :, :], done.full[slot])
+        fetch(Q[at.first : last, head, dims.nope : dims.qk], m.q_rope[slot, :, :], done.full[slot])
+        fetch(K[at.key : at.key + KEYS, h, 0 : dims.nope], m.k_nope[slot, :, :], done.full[slot])
+        if rope_per_head:
+            fetch(
+                K[at.key : at.key + KEYS, h, dims.nope : dims.qk],
+                m.k_rope[slot, :, :],
+                done.full[slot],
+            )
+        fetch(Lse[head, 0:1, at.first : last], m.lse[slot, :, :], done.full[slot])
         T.barrier_arrive(done.full[slot])
 
 
+def rope_key(m, slot, rope_per_head):
+    """Return the rope key of the head that is in ``slot``."""
+    return m.k_rope[slot if rope_per_head else 0, :, :]
+
+
 @T.macro
-def consume(Bits, Before, PSum, heads, m, done, at, scale, tx):
-    """CONSUME: sums over the heads, for 64 queries per warpgroup."""
+def add_heads(sums, m, done, at, scale, tx, rope_per_head=False):
+    """CONSUME: the sums of the probabilities of all heads, for 64 queries per warpgroup."""
     s = T.alloc_fragment([QUERIES, KEYS], "float32")
-    sums = T.alloc_local([OWN], "float32")
     lse = T.alloc_local([2], "float32")
     for i in T.unroll(OWN):
         sums[i] = 0.0
-    T.barrier_wait(done.k_rope[0], 0)
-    for h in T.serial(heads):
+    if not rope_per_head:
+        T.barrier_wait(done.k_rope[0], 0)
+    for h in T.serial(at.heads):
         slot = h % STAGES
         T.barrier_wait(done.full[slot], h // STAGES & 1)
         T.wgmma_gemm(
             m.q_nope[slot, :, :], m.k_nope[slot, :, :], s, transpose_B=True, clear_accum=True,
             policy=BY_ROWS,
         )  # fmt: skip
-        T.wgmma_gemm(m.q_rope[slot, :, :], m.k_rope, s, transpose_B=True, policy=BY_ROWS)
+        T.wgmma_gemm(
+            m.q_rope[slot, :, :], rope_key(m, slot, rope_per_head), s, transpose_B=True,
+            policy=BY_ROWS,
+        )  # fmt: skip
         for r in tuple(range(2)):
             lse[r] = m.lse[slot, 0, own_row(tx) + 8 * r]
         T.wait_wgmma(0)
         T.barrier_arrive(done.free[slot])
         call("dsa_add_head", sums.data, s.data, lse[0], lse[1], scale * LOG2_E, of=(KEYS // 8,))
+
+
+@T.macro
+def consume(Bits, Before, PSum, m, done, at, scale, tx):
+    """CONSUME: sums over the heads, and the write of those of selected keys."""
+    sums = T.alloc_local([OWN], "float32")
+    add_heads(sums, m, done, at, scale, tx)
     for r in tuple(range(2)):
         row = at.first + own_row(tx) + 8 * r
         if row < PSum.shape[0]:
@@ -152,32 +213,25 @@ def build(nope: int, rope: int, v: int):
         """One thread block per tile that may be; arguments as :func:`build` describes."""
         with T.Kernel(blocks * width, threads=THREADS) as number:
             T.import_source(SOURCE)
-            m = SimpleNamespace(
-                q_nope=T.alloc_shared([STAGES, QUERIES, nope], bf16),
-                q_rope=T.alloc_shared([STAGES, QUERIES, rope], bf16),
-                k_nope=T.alloc_shared([STAGES, KEYS, nope], bf16),
-                k_rope=T.alloc_shared([KEYS, rope], bf16),
-                lse=T.alloc_shared([STAGES, 1, QUERIES], fp32),
-            )
-            done = SimpleNamespace(
-                k_rope=T.alloc_barrier(arrive_count=[32]),
-                full=T.alloc_barrier(arrive_count=[32] * STAGES),
-                free=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
-            )
+            m, done = shared(nope, rope), barriers()
             tx = T.get_thread_binding()
             # Tiles of a block of queries come one after the other: the L2 cache holds these.
             place = T.alloc_local([2], "int32")
             place[0] = number // width
             if number % width < Count[place[0]]:
                 place[1] = Tiles[place[0], number % width]
-                at = SimpleNamespace(first=place[0] * QUERIES, group=place[1], key=place[1] * KEYS)
+                at = SimpleNamespace(
+                    first=place[0] * QUERIES, group=place[1], key=place[1] * KEYS, head=0,
+                    heads=heads,
+                )  # fmt: skip
                 if tx >= 2 * GROUP:
                     T.set_max_nreg(REGISTERS[1], 0)
                     if tx < 2 * GROUP + 32:
-                        produce(Q, KV, Kpe, Numbers, m, done, at, dims)
+                        fetch_rope_key(Kpe, m, done, at)
+                        fetch_heads(Q, KV, Numbers, m, done, at, dims)
                 else:
                     T.set_max_nreg(REGISTERS[0], 1)
-                    consume(Bits, Before, PSum, heads, m, done, at, scale, tx)
+                    consume(Bits, Before, PSum, m, done, at, scale, tx)
 
     return masked_attention_probabilities
 

@@ -1,0 +1,157 @@
+"""The dense loss's teacher for a tile of 128 queries and 128 keys per thread block (sm_90a).
+
+Two warpgroups of 64 queries each add up the probabilities of all heads in their registers while one
+warp fetches the next head, as in :mod:`megatron_dsa.ops.masked_attention.tilelang.probabilities`.
+Whole tiles are written, 0 where a query does not see a key.
+"""
+
+# No postponed annotations here: TileLang reads the tensors' shapes from them.
+from types import SimpleNamespace
+
+from tilelang import language as T
+
+from megatron_dsa.ops.hopper.cuda import call
+from megatron_dsa.ops.hopper.programs import compiler
+from megatron_dsa.ops.hopper.tiles import GROUP
+from megatron_dsa.ops.masked_attention.tilelang.probabilities import (
+    ADD_HEAD,
+    OWN,
+    QUERIES,
+    add_heads,
+    barriers,
+    fetch_heads,
+    fetch_rope_key,
+    shared,
+)
+from megatron_dsa.ops.masked_attention.tilelang.tiles import (
+    KEYS,
+    PASSES,
+    REGISTERS,
+    THREADS,
+    Dims,
+    own_row,
+)
+
+SOURCE = (
+    ADD_HEAD
+    + r"""
+// How many heads to add up: none where no query of the tile sees a key of it. All threads call it.
+__device__ __forceinline__ void dsa_heads_to_add(int* heads, const int* start, const int* end,
+                                                 int row, int rows, int key, int keys) {
+  row += threadIdx.x % 128;
+  bool seen = false;
+  if (row < rows) {
+    const int from = max(start[row], key), to = min(end[row], key + keys);
+    seen = from < to;
+  }
+  if (!__syncthreads_or(seen)) *heads = 0;
+}
+// Writes row R of the thread, whose columns it sees from `from` up to `to`; adds it if `add`.
+template <int N, int R>
+__device__ __forceinline__ void dsa_write_row(float* row, const float* sums, int from, int to,
+                                              bool add) {
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    const int column = 8 * n + threadIdx.x % 4 * 2;
+    float2* place = reinterpret_cast<float2*>(row + column);
+    // Selected, not multiplied: what is not seen may hold NaN.
+    float2 value = {column >= from && column < to ? sums[4 * n + 2 * R] : 0.f,
+                    column + 1 >= from && column + 1 < to ? sums[4 * n + 2 * R + 1] : 0.f};
+    if (add) value = {value.x + place->x, value.y + place->y};
+    *place = value;
+  }
+}
+"""
+)
+
+
+@T.macro
+def consume(Start, End, Out, m, done, at, rope_per_head, scale, tx):
+    """CONSUME: sums over the heads, and the write of the whole tile."""
+    sums = T.alloc_local([OWN], "float32")
+    seen = T.alloc_local([2], "int32")
+    add_heads(sums, m, done, at, scale, tx, rope_per_head)
+    for r in tuple(range(2)):
+        row = at.first + own_row(tx) + 8 * r
+        seen[0] = 0
+        seen[1] = 0
+        if row < Start.shape[0]:
+            seen[0] = Start[row] - at.key
+            seen[1] = End[row] - at.key
+        call(
+            "dsa_write_row",
+            T.address_of(Out[row, at.key]),
+            sums.data,
+            seen[0],
+            seen[1],
+            at.head > 0,
+            of=(KEYS // 8, r),
+        )
+
+
+def build(nope: int, rope: int, behind: int, rope_per_head: bool):
+    """Return the TileLang program for keys of ``nope`` dims and ``rope`` dims.
+
+    A launch does some of the heads: those that K has, in Q and Lse from ``first`` on. It adds to
+    what ``Out`` holds of earlier ones if ``first`` is not 0.
+
+    Its arguments (all contiguous; sizes are dynamic):
+        Q ``[r, H, nope + rope]``, K ``[w, heads, nope + behind]``, per head the key without rope,
+        then the value or, with ``rope_per_head``, the rope key; Kpe ``[w, rope]``, the rope key of
+        all heads (``[1, rope]`` and not read with ``rope_per_head``), bf16; Lse fp32 ``[H, 1, N]``
+        in base 2, ``N`` at least ``r`` and a multiple of 4, anything past ``r``; Start, End int32
+        ``[r]``, the columns that each row sees; Out fp32, ``[r, w]`` in whole tiles, all of which
+        is written; first; scale, positive.
+
+    Raises:
+        ValueError: dims that the tiling does not fit.
+    """
+    dims = Dims(nope, rope, nope)
+    if rope_per_head and behind != rope:
+        raise ValueError(f"behind must be the {rope} dims of the rope key, got {behind}")
+    bf16, fp32, int32 = "bfloat16", "float32", "int32"
+    rows, keys, ropes, all_heads, heads = T.dynamic("rows, keys, ropes, all_heads, heads")
+    count, height, width = T.dynamic("count, height, width")
+
+    @T.prim_func
+    def dense_teacher(
+        Q: T.Tensor([rows, all_heads, nope + rope], bf16),
+        K: T.Tensor([keys, heads, nope + behind], bf16),
+        Kpe: T.Tensor([ropes, rope], bf16),
+        Lse: T.Tensor([all_heads, 1, count], fp32),
+        Start: T.Tensor([rows], int32),
+        End: T.Tensor([rows], int32),
+        Out: T.Tensor([height, width], fp32),
+        first: T.int32,
+        scale: T.float32,
+    ):
+        """One thread block per tile; arguments as :func:`build` describes."""
+        with T.Kernel(height // QUERIES * (width // KEYS), threads=THREADS) as number:
+            T.import_source(SOURCE)
+            m, done = shared(nope, rope, rope_per_head), barriers()
+            tx = T.get_thread_binding()
+            # Neighbours share the queries.
+            place = T.alloc_local([2], "int32")
+            place[0] = number // (width // KEYS) * QUERIES
+            place[1] = number % (width // KEYS) * KEYS
+            some = T.alloc_local([1], "int32")
+            some[0] = heads
+            call(
+                "dsa_heads_to_add", some.data, T.address_of(Start[0]), T.address_of(End[0]),
+                place[0], rows, place[1], KEYS,
+            )  # fmt: skip
+            at = SimpleNamespace(first=place[0], key=place[1], head=first, heads=some[0])
+            if tx >= 2 * GROUP:
+                T.set_max_nreg(REGISTERS[1], 0)
+                if tx < 2 * GROUP + 32:
+                    if not rope_per_head:
+                        fetch_rope_key(Kpe, m, done, at)
+                    fetch_heads(Q, K, Lse, m, done, at, dims, rope_per_head)
+            else:
+                T.set_max_nreg(REGISTERS[0], 1)
+                consume(Start, End, Out, m, done, at, rope_per_head, scale, tx)
+
+    return dense_teacher
+
+
+compiled = compiler(build, PASSES)
