@@ -13,7 +13,11 @@ from megatron_dsa.ops.indexer_loss.api import (
 from megatron_dsa.ops.indexer_loss.inputs import LatentKeys
 from megatron_dsa.ops.indexer_topk.api import indexer_topk
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.ops.masked_attention.api import MaskedAttentionOutput, masked_attention
+from megatron_dsa.ops.masked_attention.api import (
+    MaskedAttentionOutput,
+    key_bits,
+    masked_attention,
+)
 from megatron_dsa.ops.sparse_attention.api import SparseAttentionOutput, sparse_attention
 from megatron_dsa.parallel.ring.api import dense_attention, gathered_latent_attention
 
@@ -27,6 +31,7 @@ __all__ = [
     "dense_indexer_loss",
     "gathered_latent_attention",
     "indexer_topk",
+    "key_bits",
     "masked_attention",
     "sparse_attention",
     "sparse_indexer_loss",

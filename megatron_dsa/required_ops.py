@@ -291,7 +291,7 @@ def _masked_ops(calls: _Calls, indexer: bool, visible: Keys, selected: Keys):
     config, call = calls.config, calls.masked_attention()
     yield RequiredOp("rotate", calls.of(call.heads, call.qk_dim))
     yield RequiredOp("rotate", calls.of(1, config.qk_pos_emb_head_dim))
-    yield RequiredOp("key_bits", call)
+    yield RequiredOp("key_bits", calls.of(1, 0, dtype=torch.int32, topk=call.topk))
     yield RequiredOp("masked_attention_forward", call, (visible,))
     yield RequiredOp("masked_attention_backward", call, (visible,))
     if not indexer:

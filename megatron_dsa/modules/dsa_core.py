@@ -23,6 +23,7 @@ from megatron_dsa.dsa_kernels import (
     dense_attention,
     dense_indexer_loss,
     gathered_latent_attention,
+    key_bits,
     masked_attention,
     sparse_attention,
     sparse_indexer_loss,
@@ -156,15 +157,15 @@ class DSACoreAttention(CoreAttention):
             output ``[tokens, H, v_head_dim]`` and the selection that was used.
         """
         selection = self._select(layout, index_inputs, given, ranks)
+        bits = key_bits(selection.indices, selection.length, len(kv), policy=self.policy)
         result = masked_attention(
             q,
             kv,
             k_pe,
-            selection.indices,
+            bits,
             softmax_scale=self.softmax_scale,
-            topk_length=selection.length,
+            topk=selection.indices.shape[1],
             want_p_sum=self._evaluates_sparse_loss(index_inputs),
-            in_order=True,
             indexer=self._loss_in_backward(index_inputs, layout),
             group=ranks.attention_group,
             policy=self.policy,

@@ -21,6 +21,7 @@ from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     indexer_topk,
+    key_bits,
     masked_attention,
     sparse_indexer_loss,
 )
@@ -135,9 +136,10 @@ def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: flo
     q = _values(_ROWS, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_()
     kv = _values(_KEYS, call.heads, call.qk_dim - rope + call.v_dim, dtype=call.dtype)
     k_pe = _values(_KEYS, rope, dtype=call.dtype)
+    bits = key_bits(_first_keys(call.topk), None, _KEYS, policy=policy)
     result = masked_attention(
-        q, kv, k_pe, _first_keys(call.topk), softmax_scale=softmax_scale,
-        want_p_sum="masked_attention_probabilities" in fused, in_order=True, policy=policy,
+        q, kv, k_pe, bits, softmax_scale=softmax_scale, topk=call.topk,
+        want_p_sum="masked_attention_probabilities" in fused, policy=policy,
     )  # fmt: skip
     if "masked_attention_backward" in fused:
         torch.autograd.grad(result.out, q, result.out.detach())

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_dsa.dispatch import Policy
-from megatron_dsa.dsa_kernels import masked_attention
+from megatron_dsa.dsa_kernels import key_bits, masked_attention
 from megatron_dsa.tools.verify.comparison import Comparison
 from megatron_dsa.tools.verify.lists import Lists
 from megatron_dsa.tools.verify.masked_attention import MaskedDims, MaskedReference, masked_case
@@ -37,20 +37,25 @@ def mixed_lists(queries, keys, width, seed=0):
     return Lists(indices, length, keys)
 
 
-def check(lists, dtype=torch.float64, in_order=False, policy=SMALL):
+def bits_of(lists, policy=SMALL):
+    """Return the key bits of lists."""
+    return key_bits(lists.indices, lists.length, lists.num_keys, policy=policy)
+
+
+def check(lists, dtype=torch.float64, policy=SMALL):
     """Compare values, head sums and all gradients with float64."""
     case = masked_case(DIMS, lists, dtype)
     leaves = [x.clone().requires_grad_() for x in (case.q, case.kv, case.k_pe)]
     result = masked_attention(
-        *leaves, lists.indices, softmax_scale=case.softmax_scale, topk_length=lists.length,
-        want_p_sum=True, in_order=in_order, policy=policy,
+        *leaves, bits_of(lists, policy), softmax_scale=case.softmax_scale,
+        topk=lists.indices.shape[1], want_p_sum=True, policy=policy,
     )  # fmt: skip
     grads = torch.autograd.grad(result.out, leaves, case.dout)
     tolerance = SPARSE_ATTENTION[dtype]
     reference, found = MaskedReference(case), Comparison(tolerance, by_figure(tolerance))
     reference.forward(found, result.out, result.lse)
     reference.backward(found, *grads)
-    reference.teacher(found, result.p_sum)
+    reference.compact_teacher(found, result.p_sum)
     assert not found.wrong()
     assert [x.dtype for x in grads] == [dtype] * 3
     return result

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,20 @@ from megatron_dsa.ops.indexer_topk.inputs import (
     require_finite_scores,
 )
 from megatron_dsa.sequence.layout import Layout
+
+
+class TeacherPart(NamedTuple):
+    """The teacher of some query tokens.
+
+    ``indices``, ``topk_length`` and ``teacher`` are as in
+    :class:`~megatron_dsa.ops.indexer_loss.inputs.SparseLossInputs`; the teacher is that of local
+    heads.
+    """
+
+    tokens: slice
+    indices: torch.Tensor
+    topk_length: torch.Tensor | None
+    teacher: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -67,22 +81,32 @@ class IndexerTraining:
         return replace(self, inputs=IndexerInputs(nothing, nothing, nothing, self.inputs.relu))
 
     def gradients(
-        self, tensors, indices, topk_length, teacher: torch.Tensor, policy: Policy
+        self, tensors, parts: Iterable[TeacherPart], policy: Policy
     ) -> tuple[torch.Tensor, ...]:
         """Record the loss and return the weighted gradients of ``tensors``, in their dtypes.
 
         Args:
             tensors: what :meth:`tensors` returned, as saved for the backward.
-            indices, topk_length, teacher: as of :class:`SelectedKeysLoss`; local heads' teacher.
+            parts: the teacher of all query tokens, some tokens after the other. A part is formed
+                when the loss of the one before has its value, and dropped with its own.
             policy: which implementations may run.
         """
         q, k, weights = tensors
-        loss = SelectedKeysLoss(self.layout, indices, topk_length, teacher, policy, self.head_group)
-        value, gradients = loss.with_gradients(IndexerInputs(q, k, weights, self.inputs.relu))
-        assert gradients is not None
+        dq = torch.empty(q.shape, dtype=_summed_in(q), device=q.device)
+        dk, dweights, value = None, [], dq.new_zeros((), dtype=accumulation_dtype(q.dtype))
+        for part in parts:
+            inputs = IndexerInputs(q[part.tokens], k, weights[part.tokens], self.inputs.relu)
+            loss = SelectedKeysLoss(self.layout, *part[1:], policy, self.head_group)
+            some, gradients = loss.with_gradients(inputs, dq[part.tokens])
+            assert gradients is not None
+            value += some
+            dweights.append(gradients.weights)
+            dk = gradients.k if dk is None else dk.add_(gradients.k)
+            del part, loss, gradients  # before the next part takes memory
+        assert dk is not None
         self.record(value)
-        weight = self.weight()
-        return tuple(scaled(g, weight, x.dtype) for g, x in zip(gradients, tensors, strict=True))
+        weight, found = self.weight(), (dq, dk, torch.cat(dweights))
+        return tuple(scaled(g, weight, x.dtype, True) for g, x in zip(found, tensors, strict=True))
 
 
 def separate_tensors(
@@ -128,9 +152,12 @@ class SelectedKeysLoss:
         """Return the KL sum, without gradients."""
         return self._run(inputs, want_gradients=False).value
 
-    def with_gradients(self, inputs: IndexerInputs) -> SparseLoss:
-        """Return the KL sum and its gradients (fp32 where they accumulate)."""
-        return self._run(inputs, want_gradients=True)
+    def with_gradients(self, inputs: IndexerInputs, dq: torch.Tensor | None = None) -> SparseLoss:
+        """Return the KL sum and its gradients (fp32 where they accumulate).
+
+        ``dq`` is where the gradient of q is written, fp32 for fp16 inputs.
+        """
+        return self._run(inputs, want_gradients=True, dq=dq)
 
     def differentiable(self, inputs: IndexerInputs) -> torch.Tensor:
         """Return the KL sum, differentiable in the indexer's tensors where they want gradients."""
@@ -139,9 +166,10 @@ class SelectedKeysLoss:
             return _SparseLoss.apply(*tensors, inputs.relu, self)
         return self.value(inputs)
 
-    def _run(self, inputs: IndexerInputs, want_gradients: bool) -> SparseLoss:
-        if inputs.q.dtype == torch.float16:
-            # Gradients exist before the loss scale is applied; in fp16 they would underflow.
+    def _run(
+        self, inputs: IndexerInputs, want_gradients: bool, dq: torch.Tensor | None = None
+    ) -> SparseLoss:
+        if _summed_in(inputs.q) != inputs.q.dtype:
             inputs = IndexerInputs(
                 inputs.q.float(), inputs.k.float(), inputs.weights.float(), inputs.relu
             )
@@ -150,9 +178,17 @@ class SelectedKeysLoss:
         call = describe_index_call(inputs, self.layout, self.indices.shape[1])
         arguments = SparseLossInputs(
             inputs, self.indices, self.topk_length, self.teacher, self.policy.workspace_bytes,
-            want_gradients,
+            want_gradients, dq,
         )  # fmt: skip
         return SPARSE_LOSS.run(call, self.policy, arguments)
+
+
+def _summed_in(q: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which gradients of q exist before the loss scale is applied.
+
+    In fp16 they would underflow.
+    """
+    return torch.float32 if q.dtype == torch.float16 else q.dtype
 
 
 class _SparseLoss(torch.autograd.Function):

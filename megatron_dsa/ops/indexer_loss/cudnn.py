@@ -79,8 +79,9 @@ def _gradients(inputs: SparseLossInputs, student: torch.Tensor) -> IndexerGradie
         topk_indices_global=False,
         d_index_k=torch.empty(1, *x.k.shape, dtype=torch.float32, device=x.q.device),
     )
+    dq = result["d_index_q"][0, :, :heads]
     return IndexerGradients(
-        result["d_index_q"][0, :, :heads],
+        dq if inputs.dq is None else inputs.dq.copy_(dq),
         result["d_index_k"][0],
         result["d_weights"][0, :, :heads],
     )

@@ -13,10 +13,10 @@ from megatron_dsa.sequence.layout import Layout
 class Gradients:
     """Accumulators for dq, dk and dweights: fp32 (fp64 for fp64 inputs), dq in q's dtype."""
 
-    def __init__(self, inputs: IndexerInputs):
+    def __init__(self, inputs: IndexerInputs, dq: torch.Tensor | None = None):
         acc = accumulation_dtype(inputs.q.dtype)
         # Each query row is written once, by its own block, so dq needs no wider accumulator.
-        self.q = torch.zeros_like(inputs.q)
+        self.q = torch.zeros_like(inputs.q) if dq is None else dq.zero_()
         # One spare row takes the contributions of invalid indices.
         self._k = inputs.k.new_zeros(inputs.k.shape[0] + 1, inputs.k.shape[1], dtype=acc)
         self.weights = torch.zeros_like(inputs.weights, dtype=acc)

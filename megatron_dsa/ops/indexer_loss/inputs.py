@@ -44,6 +44,8 @@ class SparseLossInputs:
             anything.
         workspace_bytes: budget for temporary memory.
         want_gradients: whether the gradients are wanted.
+        dq: ``[Sq, HI, DI]``, contiguous, in the dtype of ``indexer.q``: where the gradient of q
+            is written; ``None``: to a tensor of its own.
     """
 
     indexer: IndexerInputs
@@ -52,6 +54,11 @@ class SparseLossInputs:
     teacher: torch.Tensor
     workspace_bytes: int
     want_gradients: bool = True
+    dq: torch.Tensor | None = None
+
+    def query_gradient(self) -> torch.Tensor:
+        """Return the tensor to write the gradient of q to; it may hold anything."""
+        return torch.empty_like(self.indexer.q) if self.dq is None else self.dq
 
 
 @dataclass(frozen=True)

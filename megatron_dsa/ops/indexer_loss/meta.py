@@ -20,7 +20,7 @@ def sparse(candidate: Candidate, inputs: SparseLossInputs) -> SparseLoss:
     value = empty_sums(x.q)
     if inputs.want_gradients:
         dk, dweights = empty_sums(x.k, *x.k.shape), empty_sums(x.weights, *x.weights.shape)
-        gradients = IndexerGradients(torch.empty_like(x.q), dk, dweights)
+        gradients = IndexerGradients(inputs.query_gradient(), dk, dweights)
         if candidate.fused:
             gradients = gradients._replace(k=dk.clone())
     if not candidate.fused:

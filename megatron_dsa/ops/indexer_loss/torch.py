@@ -18,7 +18,7 @@ def sparse(inputs: SparseLossInputs) -> SparseLoss:
     x = inputs.indexer
     acc = accumulation_dtype(x.q.dtype)
     value = x.q.new_zeros((), dtype=acc)
-    grads = Gradients(x) if inputs.want_gradients else None
+    grads = Gradients(x, inputs.dq) if inputs.want_gradients else None
     for chunk in _sparse_chunks(inputs):
         teacher = inputs.teacher[chunk.rows]
         part, student = _kl_rows(chunk.logits(), teacher, chunk.mask)

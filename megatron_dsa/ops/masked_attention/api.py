@@ -1,12 +1,13 @@
 """Masked dense attention as one differentiable function.
 
-What is saved is ``q, kv, k_pe, out, lse`` and the index lists: the bits are formed from the lists
-again in the backward, as the probabilities are. Ranks that share tokens gather them again, too:
-kept, they would take an eighth of a byte per query and key in every layer.
+What is saved is ``q, kv, k_pe, bits, out, lse``: probabilities are formed again in the backward, as
+are the lists of keys that the indexer's loss reads. Ranks that share tokens keep the bits of their
+own and gather them again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,10 +15,11 @@ import torch
 
 from megatron_dsa.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.arithmetic import rows_in_budget, slices, valid_entries
+from megatron_dsa.numerics.arithmetic import rows_in_budget, slices
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.checks import FLOATS, require_lists, require_tensor
-from megatron_dsa.ops.indexer_loss.api import IndexerTraining, separate_tensors
+from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
+from megatron_dsa.ops.masked_attention.bits import GROUP, WORDS, groups
 from megatron_dsa.ops.masked_attention.declaration import (
     BACKWARD,
     FORWARD,
@@ -25,7 +27,42 @@ from megatron_dsa.ops.masked_attention.declaration import (
     PROBABILITIES,
 )
 from megatron_dsa.ops.masked_attention.exchange import gather_tokens, sum_own_tokens
-from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs, MaskedAttentionInputs
+from megatron_dsa.ops.masked_attention.inputs import (
+    KeyBitsInputs,
+    ListedProbabilities,
+    MaskedAttentionInputs,
+)
+
+
+def key_bits(
+    indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    num_keys: int,
+    *,
+    policy: Policy = Policy(),
+) -> torch.Tensor:
+    """Return the bits of listed keys, which :func:`masked_attention` takes.
+
+    Args:
+        indices: int32 ``[Sq, K]``, key tokens in any order. Entries ``< 0`` or ``>= num_keys``
+            select nothing.
+        topk_length: int32 ``[Sq]`` or ``None``: entries of ``indices`` from there on are ignored.
+        num_keys: number of keys, ``Skv``.
+        policy: which implementations may run.
+
+    Returns:
+        int32 ``[Sq, ceil(Skv / 128), 4]`` (:mod:`megatron_dsa.ops.masked_attention.bits`).
+
+    Raises:
+        ConfigError: for shapes or dtypes outside of the above.
+    """
+    require_tensor("indices", indices, ("Sq", "K"), (torch.int32,), fix="give one list per query")
+    require_lists(indices, indices, topk_length)
+    call = describe_call(
+        indices.device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0, topk=indices.shape[1]
+    )
+    arguments = KeyBitsInputs(indices, topk_length, num_keys, policy.workspace_bytes)
+    return KEY_BITS.run(call, policy, arguments)
 
 
 class MaskedAttentionOutput(NamedTuple):
@@ -35,9 +72,9 @@ class MaskedAttentionOutput(NamedTuple):
     out: torch.Tensor
     #: ``[Sq, H]`` fp32 (fp64 for fp64), natural log over the selected keys, ``-inf`` if none.
     lse: torch.Tensor
-    #: As ``indices``, in the dtype of ``lse``: sum over all heads of the group (those of ``q``
-    #: without one) of the probabilities of the listed keys, 0 at invalid entries; ``None`` unless
-    #: it was asked for.
+    #: ``[own tokens, topk]``, in the dtype of ``lse``: sum over all heads of the group (those of
+    #: ``q`` without one) of the probabilities of the selected keys, in ascending order of the keys,
+    #: then 0; ``None`` unless it was asked for.
     p_sum: torch.Tensor | None
 
 
@@ -49,56 +86,53 @@ class _Settings:
     policy: Policy
     call: OpCall
     want_p_sum: bool
-    in_order: bool
     indexer: IndexerTraining | None  # without its tensors
     group: Any
 
-    def inputs(self, q, kv, k_pe, indices, length) -> MaskedAttentionInputs:
-        """Put the tensors of a call together, the bits of its lists among them."""
-        workspace = self.policy.workspace_bytes
-        lists = KeyBitsInputs(indices, length, kv.shape[0], workspace)
-        bits = gather_tokens(KEY_BITS.run(self.call, self.policy, lists), self.group)
-        v_dim = self.call.v_dim
+    def inputs(self, q, kv, k_pe, bits) -> MaskedAttentionInputs:
+        """Put the tensors of a call together."""
+        bits = gather_tokens(bits, self.group)
+        workspace, v_dim = self.policy.workspace_bytes, self.call.v_dim
         return MaskedAttentionInputs(q, kv, k_pe, bits, v_dim, self.softmax_scale, workspace)
 
-    def p_sum(self, inputs: MaskedAttentionInputs, lse, indices, length) -> torch.Tensor:
-        """Return the head sum of the probabilities at the entries of the lists, like these."""
-        width = indices.shape[1]
-        p_sum = PROBABILITIES.run(self.call, self.policy, inputs, lse, width)
-        p_sum = sum_own_tokens(p_sum, self.group)
-        if not self.in_order:
-            _to_list_order(p_sum, indices, length, inputs)
-        return p_sum
+    def listed(self, inputs: MaskedAttentionInputs, lse, tokens: slice) -> ListedProbabilities:
+        """Return the head sums of some of this rank's tokens, and their keys."""
+        width = self.call.topk
+        assert width is not None
+        if self.group is None:
+            of_all = slice(0, tokens.stop - tokens.start)
+            inputs, lse = inputs.of_queries(tokens), lse[tokens]
+        else:
+            of_all = slice(*(self.group.rank() * tokens.stop + x for x in (0, tokens.stop)))
+        found = PROBABILITIES.run(self.call, self.policy, inputs, lse, width, of_all)
+        return found._replace(p_sum=sum_own_tokens(found.p_sum, self.group))
 
+    def teachers(self, inputs: MaskedAttentionInputs, lse, tokens: int) -> Iterator[TeacherPart]:
+        """Yield the teacher, part by part: sums and lists take a quarter of the workspace.
 
-def _to_list_order(
-    p_sum: torch.Tensor,
-    indices: torch.Tensor,
-    length: torch.Tensor | None,
-    inputs: MaskedAttentionInputs,
-) -> None:
-    """Move ``p_sum [Sq, K]`` from the ascending order of the keys to that of the lists."""
-    num_keys = len(inputs.kv)
-    # Per entry: validity, a masked and a sorted copy, the int64 order, and two sums.
-    tokens_at_once = rows_in_budget(inputs.workspace_bytes, indices.shape[1] * 40)
-    for tokens in slices(len(indices), tokens_at_once):
-        part = None if length is None else length[tokens]
-        valid = valid_entries(indices[tokens], part, num_keys)
-        order = torch.where(valid, indices[tokens], num_keys).argsort(dim=1)
-        p_sum[tokens] = torch.zeros_like(p_sum[tokens]).scatter_(1, order, p_sum[tokens])
+        Ranks of a group sum all at once.
+        """
+        assert self.call.topk is not None
+        # In whole groups, so that no tile is visited twice.
+        per_group = GROUP * self.call.topk * 8
+        part = GROUP * rows_in_budget(self.policy.workspace_bytes // 4, per_group)
+        part = tokens if self.group is not None else part
+        for some in slices(tokens, part) if tokens else [slice(0, 0)]:
+            found = self.listed(inputs, lse, some)
+            yield TeacherPart(some, found.indices, found.length, found.p_sum)
 
 
 class _MaskedAttention(torch.autograd.Function):
     """``q, kv, k_pe, index q, k, weights, ... -> out, lse, p_sum``."""
 
     @staticmethod
-    def forward(ctx, q, kv, k_pe, index_q, index_k, index_weights, indices, length, s):
-        inputs = s.inputs(q, kv, k_pe, indices, length)
+    def forward(ctx, q, kv, k_pe, index_q, index_k, index_weights, bits, s):
+        inputs = s.inputs(q, kv, k_pe, bits)
         out, lse = FORWARD.run(s.call, s.policy, inputs)
-        p_sum = s.p_sum(inputs, lse, indices, length) if s.want_p_sum else None
-        ctx.save_for_backward(
-            q, kv, k_pe, index_q, index_k, index_weights, indices, length, out, lse
-        )
+        p_sum = None
+        if s.want_p_sum:
+            p_sum = s.listed(inputs, lse, slice(0, len(bits))).p_sum
+        ctx.save_for_backward(q, kv, k_pe, index_q, index_k, index_weights, bits, out, lse)
         ctx.settings = s
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
         return out, lse, p_sum
@@ -108,68 +142,63 @@ class _MaskedAttention(torch.autograd.Function):
     def backward(ctx, dout, _dlse, _dp_sum):
         """Return all gradients; the sparse indexer loss exists in here only."""
         s: _Settings = ctx.settings
-        q, kv, k_pe, *index_tensors, indices, length, out, lse = ctx.saved_tensors
-        inputs = s.inputs(q, kv, k_pe, indices, length)
+        q, kv, k_pe, *index_tensors, bits, out, lse = ctx.saved_tensors
+        inputs = s.inputs(q, kv, k_pe, bits)
         dq, dkv, dk_pe = BACKWARD.run(s.call, s.policy, inputs, out, lse, dout.contiguous())
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * 3
         if s.indexer is not None and any(ctx.needs_input_grad[3:6]):
-            teacher = s.p_sum(inputs, lse, indices, length)
-            del inputs  # and its bits, before the loss takes memory
-            index_grads = s.indexer.gradients(index_tensors, indices, length, teacher, s.policy)
-        return dq, dkv, dk_pe.to(k_pe.dtype), *index_grads, None, None, None
+            parts = s.teachers(inputs, lse, len(bits))
+            index_grads = s.indexer.gradients(index_tensors, parts, s.policy)
+        return dq, dkv, dk_pe.to(k_pe.dtype), *index_grads, None, None
 
 
 def masked_attention(
     q: torch.Tensor,
     kv: torch.Tensor,
     k_pe: torch.Tensor,
-    indices: torch.Tensor,
+    bits: torch.Tensor,
     *,
     softmax_scale: float,
-    topk_length: torch.Tensor | None = None,
+    topk: int | None = None,
     want_p_sum: bool = False,
-    in_order: bool = False,
     indexer: IndexerTraining | None = None,
     group: Any = None,
     policy: Policy = Policy(),
 ) -> MaskedAttentionOutput:
-    """Attend from every query token to its own list of keys, by plain MLA under a bit mask.
+    """Attend from every query token to keys of its own, by plain MLA under a bit mask.
 
     The result is that of :func:`sparse_attention` on absorbed queries and latent keys. Every key is
     read, whether it is selected or not, with fewer dims than a latent: the fewer keys there are
     besides those selected, the better.
 
-    Ranks that attend for the same tokens with different heads may each give the lists of some of
-    the tokens: with ``group``, bits are gathered over it, and head sums are summed over it and go
-    to the rank whose lists they belong to.
+    Ranks that attend for the same tokens with different heads may each select keys for some of the
+    tokens: with ``group``, bits are gathered over it, and head sums are summed over it and go to
+    the rank whose tokens they belong to.
 
     Args:
         q: ``[Sq, H, Dn + R]``, bf16, fp16, fp32 or fp64; the dims without rope first.
         kv: ``[Skv, H, Dn + Dv]``, same dtype: per head the key without rope, then the value. It
             must be finite, keys that no query selects included.
         k_pe: ``[Skv, R]``, same dtype: the rope key of all heads; finite, too.
-        indices: int32 ``[Sq, K]``, key tokens; with ``group`` ``[Sq / ranks, K]``, of the tokens
-            that are this rank's if all are divided evenly in the order of ranks. Entries ``< 0``
-            or ``>= Skv`` select nothing. A key must not be listed twice for one query. Masking is
-            by indices only.
+        bits: int32 ``[Sq, ceil(Skv / 128), 4]``, the keys of each query, from :func:`key_bits`;
+            with ``group`` ``[Sq / ranks, ...]``, of the tokens that are this rank's if all are
+            divided evenly in the order of ranks. Masking is by bits only.
         softmax_scale: factor on ``q . k`` before the softmax.
-        topk_length: int32, one per list: entries of ``indices`` from there on are ignored.
+        topk: no query has more keys; for ``want_p_sum`` and ``indexer``.
         want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
-        in_order: the caller knows that all lists are ascending, with invalid entries at the end
-            only: spares the head sum from sorting them.
         indexer: train the indexer on these probabilities in the backward pass (see
             :class:`~megatron_dsa.ops.indexer_loss.api.IndexerTraining`), whose query tokens are
-            those of ``indices``.
+            those of ``bits``.
         group: process group of ranks that have the same tokens and other heads each. All of them
-            call together, forward and backward, with the same ``K``.
+            call together, forward and backward, with the same ``topk``.
         policy: which implementations may run.
 
     Returns:
         :class:`MaskedAttentionOutput`; ``out`` is differentiable in q, kv and k_pe.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above, or an ``indexer`` with a
-            ``head_group`` beside ``group``.
+        ConfigError: for shapes or dtypes outside of the above, no ``topk`` where it is needed or,
+            on the CPU, one that is too small (on a GPU an error of the launch), or an ``indexer`` with a ``head_group`` beside ``group``.
     """
     require_tensor("q", q, ("Sq", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
     fix = "give it the H and dtype of q"
@@ -182,7 +211,12 @@ def masked_attention(
         f"q must have more than the {k_pe.shape[1]} dims of k_pe, and fewer beyond them than the "
         f"{kv.shape[2]} of kv (key and value), got {q.shape[2]}: give it those of a key with rope",
     )
-    require_lists(indices, _with_lists(q, indexer, group), topk_length)
+    shape = (_own_tokens(q, indexer, group), groups(kv.shape[0]), WORDS)
+    require_tensor("bits", bits, shape, (torch.int32,), q, "make them of lists with key_bits")
+    require(
+        topk is not None or not (want_p_sum or indexer),
+        "topk must be given with want_p_sum or indexer, got None: the most keys that a query has",
+    )
     call = describe_call(
         q.device,
         dtype=q.dtype,
@@ -190,19 +224,17 @@ def masked_attention(
         qk_dim=q.shape[2],
         v_dim=kv.shape[2] - nope,
         rope_dim=k_pe.shape[1],
-        topk=indices.shape[1],
+        topk=topk,
     )
-    indexer, trained = separate_tensors(indexer, indices=indices)
-    settings = _Settings(softmax_scale, policy, call, want_p_sum, in_order, indexer, group)
-    return MaskedAttentionOutput(
-        *_MaskedAttention.apply(q, kv, k_pe, *trained, indices, topk_length, settings)
-    )
+    indexer, trained = separate_tensors(indexer, bits=bits)
+    settings = _Settings(softmax_scale, policy, call, want_p_sum, indexer, group)
+    return MaskedAttentionOutput(*_MaskedAttention.apply(q, kv, k_pe, *trained, bits, settings))
 
 
-def _with_lists(q: torch.Tensor, indexer: IndexerTraining | None, group: Any) -> torch.Tensor:
-    """Return the queries that this rank has lists for, after the checks of ``group``."""
+def _own_tokens(q: torch.Tensor, indexer: IndexerTraining | None, group: Any) -> int:
+    """Return how many queries this rank selects keys for, after the checks of ``group``."""
     if group is None:
-        return q
+        return len(q)
     own, rest = divmod(len(q), group.size())
     require(
         rest == 0,
@@ -214,4 +246,4 @@ def _with_lists(q: torch.Tensor, indexer: IndexerTraining | None, group: Any) ->
         "indexer.head_group must be None with group, over which head sums are summed already: "
         "drop it",
     )
-    return q.narrow(0, group.rank() * own, own)
+    return own

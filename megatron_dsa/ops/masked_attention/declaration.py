@@ -84,7 +84,7 @@ PROBABILITIES = Operation(
     "masked_attention_probabilities",
     "head sum of the probabilities of masked dense attention",
     (
-        _ours("probabilities", covers="p_sum from q, kv, k_pe, lse"),
+        _ours("probabilities", covers="p_sum and its keys from q, kv, k_pe, lse"),
         _torch("probabilities"),
     ),
     meta=f"{_HERE}.meta:probabilities",

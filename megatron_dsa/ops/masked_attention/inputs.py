@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,21 @@ class KeyBitsInputs:
     topk_length: torch.Tensor | None
     num_keys: int
     workspace_bytes: int
+
+
+class ListedProbabilities(NamedTuple):
+    """Head sums of the probabilities of selected keys, and which keys these are.
+
+    Attributes:
+        p_sum: ``[Sq, K]`` fp32 (fp64 for fp64 inputs), in ascending order of a query's keys, then
+            0.
+        indices: int32 ``[n, K]``, the keys of ``n`` of the queries, ascending, then -1.
+        length: int32 ``[n]``, how many keys these queries have.
+    """
+
+    p_sum: torch.Tensor
+    indices: torch.Tensor
+    length: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,12 @@ class MaskedAttentionInputs:
     def nope_dim(self) -> int:
         """Dims of a key without rope, ``Dn``."""
         return self.kv.shape[2] - self.v_dim
+
+    def of_queries(self, tokens: slice) -> MaskedAttentionInputs:
+        """Return the inputs of some queries."""
+        if tokens == slice(0, len(self.q)):
+            return self  # with what is kept
+        return replace(self, q=self.q[tokens], bits=self.bits[tokens], kept={})
 
     def head_parts(self) -> list[slice]:
         """Return equal parts of the heads, one at least, whose fp32 ``dq`` fits the workspace."""

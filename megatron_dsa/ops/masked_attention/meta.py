@@ -8,6 +8,7 @@ from megatron_dsa.dispatch import Candidate
 from megatron_dsa.ops.masked_attention.bits import GROUP, WORDS, groups
 from megatron_dsa.ops.masked_attention.inputs import (
     KeyBitsInputs,
+    ListedProbabilities,
     MaskedAttentionInputs,
     VisibleBitsInputs,
 )
@@ -58,17 +59,23 @@ def backward(candidate: Candidate, inputs: MaskedAttentionInputs, out, lse, dout
     return dq, dkv, dk_pe
 
 
-def probabilities(candidate: Candidate, inputs: MaskedAttentionInputs, lse, width: int):
+def probabilities(
+    candidate: Candidate, inputs: MaskedAttentionInputs, lse, width: int, listed: slice
+):
     """Meta function of ``masked_attention_probabilities``; ``PROBABILITIES.run`` calls it in a
     plan.
     """
-    p_sum = empty_sums(inputs.q, len(inputs.q), width)
+    queries, bits = len(inputs.q), inputs.bits
+    count = len(range(*listed.indices(queries)))
+    found = ListedProbabilities(
+        empty_sums(inputs.q, queries, width), bits.new_empty(count, width), bits.new_empty(count)
+    )
     if not candidate.fused:
         take_workspace(inputs.q, inputs.workspace_bytes)
-        return p_sum
-    numbers, before = _numbers(inputs.q), inputs.bits.new_empty(inputs.bits.shape[:2])
+        return found
+    numbers, before = _numbers(inputs.q), bits.new_empty(bits.shape[:2])
     del numbers, before
-    return p_sum
+    return found
 
 
 def _numbers(q: torch.Tensor) -> torch.Tensor:

@@ -43,11 +43,9 @@ def visible(
 
 def compact(p_sum: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
     """Return ``[Sq, width]``: the entries of ``p_sum [Sq, Skv]`` where ``mask`` holds, then 0."""
-    result = p_sum.new_zeros(len(p_sum), width)
-    for token, selected in enumerate(mask):
-        values = p_sum[token, selected]
-        result[token, : len(values)] = values
-    return result
+    column = torch.where(mask, mask.cumsum(1) - 1, width)
+    result = p_sum.new_zeros(len(p_sum), width + 1)
+    return result.scatter_(1, column, p_sum.where(mask, 0))[:, :width]
 
 
 def transpose(bits: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:

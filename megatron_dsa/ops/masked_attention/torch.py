@@ -18,15 +18,18 @@ from megatron_dsa.numerics.arithmetic import (
     slices,
     valid_entries,
 )
+from megatron_dsa.numerics.checks import require_values
 from megatron_dsa.ops.masked_attention.bits import GROUP, WORDS, groups, pack, unpack
 from megatron_dsa.ops.masked_attention.inputs import (
     KeyBitsInputs,
+    ListedProbabilities,
     MaskedAttentionInputs,
     VisibleBitsInputs,
 )
 
 #: Temporary bytes per key of a query: of :func:`pack` beside the mask, and of :func:`unpack`.
 _BYTES_PACK, _BYTES_UNPACK = 16, 16
+MORE_KEYS = "topk must be at least the number of keys of each query, got {}: raise it"
 
 
 def key_bits(inputs: KeyBitsInputs) -> torch.Tensor:
@@ -82,14 +85,22 @@ def forward(inputs: MaskedAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-def probabilities(inputs: MaskedAttentionInputs, lse: torch.Tensor, width: int) -> torch.Tensor:
-    """Return ``p_sum [Sq, width]``: the head sum of the probabilities of the selected keys, in
-    ascending order of the keys, 0 behind them.
+def probabilities(
+    inputs: MaskedAttentionInputs, lse: torch.Tensor, width: int, listed: slice
+) -> ListedProbabilities:
+    """Return the head sums of the probabilities, and the keys of the queries ``listed``.
+
+    Raises:
+        ConfigError: a query has more than ``width`` keys; on a GPU a device assert.
     """
-    p_sum = inputs.q.new_zeros(len(inputs.q), width, dtype=accumulation_dtype(inputs.q.dtype))
+    queries = len(inputs.q)
+    p_sum = inputs.q.new_zeros(queries, width, dtype=accumulation_dtype(inputs.q.dtype))
+    indices = inputs.bits.new_full((queries, width), -1)
+    length = inputs.bits.new_zeros(queries)
     for tokens in _query_blocks(inputs):
         # The last column takes what is not selected.
         block = p_sum.new_zeros(len(lse[tokens]), width + 1)
+        listed_keys = indices.new_full(block.shape, -1)
         count = torch.zeros_like(block[:, :1], dtype=torch.int64)
         for keys in _key_blocks(inputs):
             key, _ = _heads_first(inputs, keys)
@@ -99,8 +110,12 @@ def probabilities(inputs: MaskedAttentionInputs, lse: torch.Tensor, width: int) 
             count = place[:, -1:]
             column = torch.where(mask, place - 1, width).clamp_max_(width)
             block.scatter_(1, column, probs)
-        p_sum[tokens] = block[:, :width]
-    return p_sum
+            ids = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=mask.device)
+            listed_keys.scatter_(1, column, ids.expand_as(column))
+        p_sum[tokens], indices[tokens] = block[:, :width], listed_keys[:, :width]
+        length[tokens] = count[:, 0].int()
+    require_values({MORE_KEYS.format(width): (length <= width).all()}, MORE_KEYS.format(width))
+    return ListedProbabilities(p_sum, indices[listed], length[listed])
 
 
 def backward(

@@ -25,7 +25,7 @@ from megatron_dsa.numerics.checks import (
     require_tensor,
     require_values,
 )
-from megatron_dsa.ops.indexer_loss.api import IndexerTraining, separate_tensors
+from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
@@ -168,7 +168,8 @@ class SparseAttention(torch.autograd.Function):
             if teacher is None:
                 teacher = _probabilities_among(s, q, kv, indices, length)
             assert s.indexer is not None
-            index_grads = s.indexer.gradients(index_tensors, indices, length, teacher, s.policy)
+            part = TeacherPart(slice(None), indices, length, teacher)
+            index_grads = s.indexer.gradients(index_tensors, [part], s.policy)
         if dsink is not None:
             dsink = dsink.to(sink.dtype)
         to_kv, to_proxy = (None, dkv) if ctx.separate_kv_grad else (dkv.to(kv.dtype), None)

@@ -10,7 +10,7 @@ import torch
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.masked_attention import reference
 from megatron_dsa.ops.masked_attention.bits import pack
-from megatron_dsa.ops.masked_attention.inputs import MaskedAttentionInputs
+from megatron_dsa.ops.masked_attention.inputs import ListedProbabilities, MaskedAttentionInputs
 from megatron_dsa.tools.verify.comparison import Comparison
 from megatron_dsa.tools.verify.layouts import chunks
 from megatron_dsa.tools.verify.lists import Lists
@@ -156,13 +156,15 @@ class MaskedReference:
         behind = torch.arange(width, device=mask.device) >= mask.sum(1, keepdim=True)
         found.require((p_sum[behind] == 0).all(), "p_sum behind the selected keys is not 0")
 
-    def teacher(self, found: Comparison, p_sum: torch.Tensor) -> None:
-        """Compare the head sum of the probabilities at the entries of the lists."""
-        valid = self.case.lists.valid
-        if not valid.any():
-            found.require((p_sum == 0).all(), "p_sum of an invalid entry is not 0")
-            return
-        keys = torch.where(valid, self.case.lists.indices, 0).long()
-        expected = self.expected.p_sum.gather(1, keys).masked_fill(~valid, 0.0)
-        found.compare("p_sum", p_sum, expected)
-        found.require((p_sum[~valid] == 0).all(), "p_sum of an invalid entry is not 0")
+    def listed_keys(
+        self, found: Comparison, sums: ListedProbabilities, listed: slice = slice(None)
+    ) -> None:
+        """Compare head sums of all queries, and the keys of some, with those of the lists."""
+        self.compact_teacher(found, sums.p_sum)
+        mask, width = self.case.mask[listed], sums.indices.shape[1]
+        keys = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
+        # 0 is no key here.
+        expected = reference.compact(torch.where(mask, keys, 0), mask, width) - 1
+        found.require(torch.equal(sums.indices, expected), "indices are not the ascending keys")
+        length = mask.sum(1, dtype=torch.int32)
+        found.require(torch.equal(sums.length, length), "length is not the number of keys")

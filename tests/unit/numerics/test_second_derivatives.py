@@ -14,6 +14,7 @@ from megatron_dsa.dsa_kernels import (
     LatentKeys,
     dense_attention,
     dense_indexer_loss,
+    key_bits,
     masked_attention,
     sparse_attention,
     sparse_indexer_loss,
@@ -47,6 +48,10 @@ def index_inputs():
 def selection(width=4):
     last = torch.arange(TOKENS, dtype=torch.int32)[:, None]
     return (last - torch.arange(width, dtype=torch.int32)).clamp_min(-1)
+
+
+def bits():
+    return key_bits(selection(), None, TOKENS)
 
 
 def trained(inputs):
@@ -92,13 +97,13 @@ OPERATIONS = {
     ),
     "masked_attention": (
         lambda: [double(*Q, seed=1), double(TOKENS, HEADS, 7, seed=2), double(TOKENS, 2, seed=3)],
-        lambda *x: masked_attention(*x, selection(), softmax_scale=0.3).out,
+        lambda *x: masked_attention(*x, bits(), softmax_scale=0.3).out,
     ),
     "masked_attention, indexer": (
         lambda: [double(*Q, seed=1), double(TOKENS, HEADS, 7, seed=2), double(TOKENS, 2, seed=3),
                  *index_inputs()],
         lambda q, kv, k_pe, *inputs: masked_attention(
-            q, kv, k_pe, selection(), softmax_scale=0.3, indexer=trained(inputs)
+            q, kv, k_pe, bits(), softmax_scale=0.3, topk=4, indexer=trained(inputs)
         ).out,
     ),
     "sparse_indexer_loss": (

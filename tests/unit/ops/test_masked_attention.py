@@ -9,6 +9,7 @@ from megatron_dsa.dispatch.operation import import_attribute
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     IndexerTraining,
+    key_bits,
     masked_attention,
     sparse_attention,
 )
@@ -26,7 +27,14 @@ from megatron_dsa.sequence.layout import bshd_layout
 from megatron_dsa.tools.verify.comparison import Comparison
 from megatron_dsa.tools.verify.lists import Lists
 from megatron_dsa.tools.verify.masked_attention import MaskedReference, masked_case
-from tests.cases.masked_attention import DIMS, SMALL, ascending_lists, check, mixed_lists
+from tests.cases.masked_attention import (
+    DIMS,
+    SMALL,
+    ascending_lists,
+    bits_of,
+    check,
+    mixed_lists,
+)
 from tests.helpers import leaf, peak_bytes, relative_error
 
 SIZES = (1, 127, 128, 129, 300)
@@ -36,7 +44,7 @@ SIZES = (1, 127, 128, 129, 300)
 @pytest.mark.parametrize("queries", [1, 40])
 def test_lists_in_order(queries, keys):
     lists = ascending_lists(queries, keys, 17)
-    result = check(lists, in_order=True)
+    result = check(lists)
     assert torch.equal(result.p_sum != 0, lists.valid)
 
 
@@ -69,7 +77,7 @@ def test_no_queries():
     lists = Lists(torch.zeros(0, 5, dtype=torch.int32), None, 130)
     case = masked_case(DIMS, lists, torch.float64)
     leaves = [x.requires_grad_() for x in (case.q, case.kv, case.k_pe)]
-    result = masked_attention(*leaves, lists.indices, softmax_scale=0.3, want_p_sum=True)
+    result = masked_attention(*leaves, bits_of(lists), softmax_scale=0.3, topk=5, want_p_sum=True)
     assert result.out.shape == (0, 3, 6) and result.p_sum.shape == (0, 5)
     grads = torch.autograd.grad(result.out, leaves, case.dout)
     assert all((x == 0).all() and x.shape == y.shape for x, y in zip(grads, leaves, strict=True))
@@ -87,16 +95,28 @@ def test_probabilities_in_ascending_order_of_the_keys():
     reference, found = MaskedReference(case), Comparison(1e-12)
     for workspace in (1, 40_000, 10**9):
         inputs = dataclasses.replace(case, workspace_bytes=workspace).inputs()
-        reference.compact_teacher(found, unfused.probabilities(inputs, reference.expected.lse, 50))
+        for some in (slice(0, 40), slice(7, 9)):
+            sums = unfused.probabilities(inputs, reference.expected.lse, 50, some)
+            reference.listed_keys(found, sums, some)
     assert not found.wrong()
+
+
+def test_more_keys_than_topk_are_refused():
+    case = masked_case(DIMS, ascending_lists(7, 130, 8), torch.float64)
+    with pytest.raises(ConfigError, match=r"topk must be at least the number of keys .* got 7"):
+        masked_attention(
+            case.q, case.kv, case.k_pe, bits_of(case.lists), softmax_scale=0.3, topk=7,
+            want_p_sum=True,
+        )  # fmt: skip
 
 
 def test_all_keys_selected_equals_dense_attention():
     case = masked_case(DIMS, ascending_lists(7, 130, 8), torch.float64)
     indices = torch.arange(150, dtype=torch.int32).expand(7, -1)
     result = masked_attention(
-        case.q, case.kv, case.k_pe, indices, softmax_scale=0.3, want_p_sum=True, policy=SMALL
-    )
+        case.q, case.kv, case.k_pe, key_bits(indices, None, 130), softmax_scale=0.3, topk=150,
+        want_p_sum=True, policy=SMALL,
+    )  # fmt: skip
     k = torch.cat([case.kv[..., :8], case.k_pe[:, None].expand(-1, 3, -1)], -1)
     p = torch.softmax(torch.einsum("qhd,khd->hqk", case.q, k) * 0.3, -1)
     dense = torch.einsum("hqk,khd->qhd", p, case.kv[..., 8:])
@@ -129,7 +149,7 @@ def test_equals_sparse_attention_on_latents(descending):
         recorded = []
         layout = bshd_layout(tokens, 1, torch.device("cpu"))
         settings = {
-            "softmax_scale": 0.3, "want_p_sum": True, "policy": SMALL, "in_order": not descending,
+            "softmax_scale": 0.3, "want_p_sum": True, "policy": SMALL,
             "indexer": IndexerTraining(
                 IndexerInputs(*index), layout, lambda: 0.7, recorded.append
             ),
@@ -138,11 +158,14 @@ def test_equals_sparse_attention_on_latents(descending):
             up = torch.cat([w_uk, w_uv], 1)
             kv = torch.einsum("kr,hdr->khd", latent, up)
             q = torch.cat([q_nope, q_pe], -1)
-            out, lse, p_sum = masked_attention(q, kv, k_pe, indices, **settings)
+            bits = key_bits(indices, None, tokens)
+            out, lse, p_sum = masked_attention(q, kv, k_pe, bits, topk=6, **settings)
         else:
             q = torch.cat([torch.einsum("qhd,hdr->qhr", q_nope, w_uk), q_pe], -1)
             kv = torch.cat([latent, k_pe], -1)
             out, lse, p_sum = sparse_attention(q, kv, indices, v_dim=rank, **settings)
+            # In the order of the keys; without a key it is 0.
+            p_sum = p_sum.gather(1, torch.where(indices < 0, tokens, indices).argsort(1))
             out = torch.einsum("qhr,hdr->qhd", out, w_uv)
         grads = torch.autograd.grad((out * torch.arange(1, v + 1)).sum(), leaves)
         (loss,) = recorded
@@ -154,10 +177,10 @@ def test_equals_sparse_attention_on_latents(descending):
 
 def test_gradcheck():
     case = masked_case(DIMS, ascending_lists(4, 131, 7), torch.float64)
-    lists = case.lists.indices
+    bits = bits_of(case.lists)
 
     def attend(q, kv, k_pe):
-        return masked_attention(q, kv, k_pe, lists, softmax_scale=0.3, policy=SMALL).out
+        return masked_attention(q, kv, k_pe, bits, softmax_scale=0.3, policy=SMALL).out
 
     leaves = [x.requires_grad_() for x in (case.q, case.kv, case.k_pe)]
     assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
@@ -168,9 +191,8 @@ def test_strided_tensors():
     tensors = (case.q, case.kv, case.k_pe)
     strided = [torch.stack([x, x + 1], -1)[..., 0] for x in tensors]
     assert not any(x.is_contiguous() for x in strided)
-    plain, other = (
-        masked_attention(*x, case.lists.indices, softmax_scale=0.3) for x in (tensors, strided)
-    )
+    bits = bits_of(case.lists)
+    plain, other = (masked_attention(*x, bits, softmax_scale=0.3) for x in (tensors, strided))
     assert torch.equal(plain.out, other.out)
 
 
@@ -181,7 +203,7 @@ def test_temporary_memory_fits_the_workspace():
     out, lse = unfused.forward(inputs)
     for run in (
         lambda: unfused.forward(inputs),
-        lambda: (unfused.probabilities(inputs, lse, 40),),
+        lambda: unfused.probabilities(inputs, lse, 40, slice(0, 2000)),
         lambda: unfused.backward(inputs, out, lse, case.dout),
     ):
         returned = sum(x.numel() * x.element_size() for x in run())
@@ -189,16 +211,14 @@ def test_temporary_memory_fits_the_workspace():
 
 
 def test_what_is_kept_for_the_backward():
-    """No bits and no probabilities."""
+    """No lists and no probabilities."""
     case = masked_case(DIMS, mixed_lists(20, 140, 9), torch.float32)
-    lists = case.lists
-    q = case.q.requires_grad_()
+    q, bits = case.q.requires_grad_(), bits_of(case.lists)
     out, lse, _ = masked_attention(
-        q, case.kv, case.k_pe, lists.indices, softmax_scale=0.3, topk_length=lists.length,
-        want_p_sum=True,
-    )  # fmt: skip
+        q, case.kv, case.k_pe, bits, softmax_scale=0.3, topk=9, want_p_sum=True
+    )
     kept = [x for x in out.grad_fn.saved_tensors if x is not None]
-    expected = [q, case.kv, case.k_pe, lists.indices, lists.length, out, lse]
+    expected = [q, case.kv, case.k_pe, bits, out, lse]
     assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in expected]
 
 
@@ -220,7 +240,7 @@ def test_a_plan_returns_the_same(dtype):
         (VISIBLE_BITS, seen),
         (FORWARD, inputs),
         (BACKWARD, inputs, out, lse, case.dout),
-        (PROBABILITIES, inputs, lse, 12),
+        (PROBABILITIES, inputs, lse, 12, slice(5, 9)),
     ):
         planned = [to_meta(x) for x in arguments]
         for candidate in operation.candidates:
@@ -249,12 +269,12 @@ def to_meta(x):
         ({"kv": torch.zeros(9, 2, 10, dtype=torch.float64)}, "kv must have dtype"),
         ({"k_pe": torch.zeros(8, 3)}, "k_pe must be"),
         ({"k_pe": torch.zeros(9, 3, dtype=torch.bfloat16)}, "k_pe must have dtype"),
-        ({"indices": torch.zeros(4, 3, dtype=torch.int64)}, "indices must have dtype int32"),
-        ({"indices": torch.zeros(5, 3, dtype=torch.int32)}, "indices must be"),
-        ({"topk_length": torch.zeros(3, dtype=torch.int32)}, "topk_length must be"),
+        ({"bits": torch.zeros(4, 1, 4, dtype=torch.int64)}, "bits must have dtype int32"),
+        ({"bits": torch.zeros(4, 2, 4, dtype=torch.int32)}, "bits must be"),
+        ({"want_p_sum": True}, "topk must be given with want_p_sum or indexer"),
         ({"indexer": IndexerTraining(
             IndexerInputs(torch.zeros(4, 1, 2), torch.zeros(4, 2), torch.zeros(4, 1)),
-            bshd_layout(5, 1, torch.device("cpu")), lambda: 1.0)}, "the 5 query tokens"),
+            bshd_layout(5, 1, torch.device("cpu")), lambda: 1.0), "topk": 3}, "the 5 query tokens"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(change, message):
@@ -262,8 +282,21 @@ def test_wrong_arguments_are_named(change, message):
         "q": torch.zeros(4, 2, 8),
         "kv": torch.zeros(9, 2, 10),
         "k_pe": torch.zeros(9, 3),
-        "indices": torch.zeros(4, 3, dtype=torch.int32),
+        "bits": torch.zeros(4, 1, 4, dtype=torch.int32),
         "softmax_scale": 1.0,
     }
     with pytest.raises(ConfigError, match=message):
         masked_attention(**arguments | change)
+
+
+@pytest.mark.parametrize(
+    ("indices", "length", "message"),
+    [
+        (torch.zeros(4, 3, dtype=torch.int64), None, "indices must have dtype int32"),
+        (torch.zeros(4, dtype=torch.int32), None, "indices must be"),
+        (torch.zeros(4, 3, dtype=torch.int32), torch.zeros(3).int(), "topk_length must be"),
+    ],
+)
+def test_wrong_lists_are_named(indices, length, message):
+    with pytest.raises(ConfigError, match=message):
+        key_bits(indices, length, 9)

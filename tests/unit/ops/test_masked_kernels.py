@@ -16,6 +16,7 @@ from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     IndexerTraining,
     indexer_topk,
+    key_bits,
     masked_attention,
 )
 from megatron_dsa.ops.masked_attention.bits import pack
@@ -136,15 +137,16 @@ def run(case, width=None):
     inputs = case.inputs()
     out, lse = forward(inputs)
     width = width or case.lists.indices.shape[1]
-    return out, lse, backward(inputs, out, lse, case.dout), probabilities(inputs, lse, width)
+    sums = probabilities(inputs, lse, width, slice(0, len(case.q)))
+    return out, lse, backward(inputs, out, lse, case.dout), sums
 
 
 def check(case):
     reference, found = MaskedReference(case), Comparison(TOLERANCE, by_figure(TOLERANCE))
-    out, lse, grads, p_sum = run(case)
+    out, lse, grads, sums = run(case)
     reference.forward(found, out, lse)
     reference.backward(found, *grads)
-    reference.compact_teacher(found, p_sum)
+    reference.listed_keys(found, sums)
     assert not found.wrong(), found.errors
 
 
@@ -186,10 +188,11 @@ def test_no_queries_and_no_keys():
     for tokens, keys in ((0, 300), (300, 0)):
         lists = Lists(torch.full((tokens, 4), -1, dtype=torch.int32, device="cuda"), None, keys)
         case = masked_case(MaskedDims(2), lists)
-        out, lse, (dq, dkv, dk_pe), p_sum = run(case)
+        out, lse, (dq, dkv, dk_pe), sums = run(case)
         assert out.shape == (tokens, 2, 128) and not out.any()
         assert (lse == float("-inf")).all()
-        assert not any(x.any() for x in (dq, dkv, dk_pe, p_sum))
+        assert not any(x.any() for x in (dq, dkv, dk_pe, sums.p_sum, sums.length))
+        assert (sums.indices == -1).all()
 
 
 @pytest.mark.gpu
@@ -228,6 +231,43 @@ def test_all_keys_are_dense_attention():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("listed", [slice(0, 1), slice(100, 300), slice(777, 900)])
+def test_keys_of_some_queries(listed):
+    case = masked_case(MaskedDims(2), random_lists(900, 200))
+    reference, found = MaskedReference(case), Comparison(TOLERANCE, by_figure(TOLERANCE))
+    lse = reference.expected.lse.float()
+    reference.listed_keys(found, kernels()[2](case.inputs(), lse, 200, listed), listed)
+    assert not found.wrong(), found.errors
+
+
+@pytest.mark.gpu
+def test_parts_of_the_teacher(monkeypatch):
+    """The loss of some tokens after the other is that of all, in value and gradients."""
+    kernels()
+    tokens, generator = 700, torch.Generator("cuda").manual_seed(3)
+    layout = packed_layout(torch.tensor([0, 300, 700], device="cuda").int(), tokens, 400)
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.bfloat16, device="cuda", generator=generator)
+
+    tensors = draw(tokens, 4, 192), draw(tokens, 4, 256), draw(tokens, 64)
+    index = draw(tokens, 16, 128), draw(tokens, 128), draw(tokens, 16)
+    bits = key_bits(*indexer_topk(IndexerInputs(*index), layout, 100), tokens)
+    found = []
+    for workspace in (2**28, 4 * 128 * 100 * 8):  # the latter for 128 tokens at a time
+        policy, losses = Policy(workspace_bytes=workspace), []
+        leaves = [x.detach().clone().requires_grad_() for x in (*tensors, *index)]
+        training = IndexerTraining(IndexerInputs(*leaves[3:]), layout, lambda: 0.5, losses.append)
+        result = masked_attention(
+            *leaves[:3], bits, softmax_scale=0.07, topk=100, indexer=training, policy=policy
+        )
+        result.out.float().square().sum().backward()
+        found.append([losses[0], *(x.grad for x in leaves[3:])])
+    for whole, parts in zip(*found, strict=True):
+        assert relative_error(parts, whole) < 1e-5
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("shift", [-300.0, 300.0])
 def test_scores_far_from_zero(shift):
     """Rescaled sums: a query's first keys have far smaller (or larger) scores than its last."""
@@ -246,7 +286,7 @@ def test_results_do_not_depend_on_memory_or_order():
     del poison
     again = run(case)
     assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
-    assert torch.equal(first[3], again[3])
+    assert all(torch.equal(x, y) for x, y in zip(first[3], again[3], strict=True))
     for one, other in zip(first[2], again[2], strict=True):
         assert relative_error(one, other) < 1e-3
 
@@ -302,10 +342,11 @@ def test_nothing_waits_for_the_gpu():
     torch.cuda.set_sync_debug_mode("error")
     try:
         leaves = [x.detach().clone().requires_grad_() for x in (case.q, case.kv, case.k_pe)]
+        lists = case.lists
+        bits = key_bits(lists.indices, lists.length, lists.num_keys)
         result = masked_attention(
-            *leaves, case.lists.indices, softmax_scale=case.softmax_scale, want_p_sum=True,
-            in_order=True,
-        )  # fmt: skip
+            *leaves, bits, softmax_scale=case.softmax_scale, topk=300, want_p_sum=True
+        )
         result.out.backward(case.dout)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -365,7 +406,7 @@ def test_the_public_function_takes_the_kernels():
         leaves = [x.detach().clone().requires_grad_() for x in (*tensors, *index)]
         training = IndexerTraining(IndexerInputs(*leaves[3:]), layout, lambda: 0.5, lambda kl: None)
         result = masked_attention(
-            *leaves[:3], indices, softmax_scale=0.07, topk_length=length, in_order=True,
+            *leaves[:3], key_bits(indices, length, tokens), softmax_scale=0.07, topk=100,
             indexer=training, policy=policy,
         )  # fmt: skip
         result.out.float().square().sum().backward()

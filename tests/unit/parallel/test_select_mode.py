@@ -11,8 +11,9 @@ import torch
 
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.dispatch import Policy
-from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining, masked_attention
+from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining, key_bits, masked_attention
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.masked_attention.bits import WORDS, groups
 from megatron_dsa.sequence.layout import bshd_layout
 from tests.cases.layers import DSA, PACKED, RECOMPUTED
 from tests.helpers import relative_error
@@ -170,8 +171,8 @@ def _attend(policy, tp, cp):
     recorded = []
     training = IndexerTraining(IndexerInputs(*leaves[3:]), layout, lambda: 0.7, recorded.append)
     out, lse, p_sum = masked_attention(
-        *leaves[:3], lists[own], softmax_scale=0.3, topk_length=length[own], want_p_sum=True,
-        indexer=training, group=group, policy=policy,
+        *leaves[:3], key_bits(lists[own], length[own], KEYS), softmax_scale=0.3, topk=WIDTH,
+        want_p_sum=True, indexer=training, group=group, policy=policy,
     )  # fmt: skip
     kept = [x for x in out.grad_fn.saved_tensors if x is not None and x.dtype == torch.int32]
     grads = torch.autograd.grad((out * torch.arange(1, 1 + out.shape[2])).sum(), leaves)
@@ -204,8 +205,8 @@ def test_the_operation_equals_one_rank(name, attended):
 
     q, kv, k_pe, *index = one["grads"]
     for rank, found in enumerate(several):
-        # No bits, and the lists of its own tokens.
-        assert [x.shape for x in found["kept"]] == [(KEYS // 2, WIDTH), (KEYS // 2,)]
+        # The bits of its own tokens, and no lists.
+        assert [x.shape for x in found["kept"]] == [(KEYS // 2, groups(KEYS), WORDS)]
         equals(found["out"], one["out"].chunk(2, 1)[rank])
         equals(found["lse"], one["lse"].chunk(2, 1)[rank])
         equals(found["p_sum"], one["p_sum"].chunk(2)[rank])
@@ -232,7 +233,7 @@ class Group:
     ("tokens", "lists", "head_group", "message"),
     [
         (5, 2, None, "q must have equally many tokens for each of the 2 ranks of group, got 5"),
-        (4, 4, None, "indices must be .2, K., got shape .4, 3."),
+        (4, 4, None, "bits must be .2, 1, 4., got shape .4, 1, 4."),
         (4, 2, Group(), "indexer.head_group must be None with group"),
     ],
 )
@@ -243,6 +244,6 @@ def test_wrong_arguments_are_named(tokens, lists, head_group, message):
     with pytest.raises(ConfigError, match=message):
         masked_attention(
             torch.zeros(tokens, 2, 8), torch.zeros(9, 2, 10), torch.zeros(9, 3),
-            torch.zeros(lists, 3, dtype=torch.int32), softmax_scale=1.0, indexer=training,
-            group=Group(),
+            torch.zeros(lists, 1, 4, dtype=torch.int32), softmax_scale=1.0, topk=3,
+            indexer=training, group=Group(),
         )  # fmt: skip

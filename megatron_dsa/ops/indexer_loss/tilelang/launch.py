@@ -35,7 +35,7 @@ def sparse(inputs: SparseLossInputs) -> SparseLoss:
     value = torch.zeros(queries, dtype=torch.float32, device=q.device)
     unused = value.new_zeros(1, 1)
     if wanted:
-        dq = torch.empty_like(q)
+        dq = inputs.query_gradient()
         dweights = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
         dk = torch.zeros_like(k, dtype=torch.int64 if fixed else torch.float32)
         units = units_per_one(x) if fixed else unused.view(1)

@@ -12,7 +12,7 @@ import torch
 
 from megatron_dsa.dispatch import deterministic_mode
 from megatron_dsa.ops.masked_attention.bits import GROUP
-from megatron_dsa.ops.masked_attention.inputs import MaskedAttentionInputs
+from megatron_dsa.ops.masked_attention.inputs import ListedProbabilities, MaskedAttentionInputs
 from megatron_dsa.ops.masked_attention.tilelang import backward as backward_program
 from megatron_dsa.ops.masked_attention.tilelang import forward as forward_program
 from megatron_dsa.ops.masked_attention.tilelang import probabilities as probabilities_program
@@ -70,18 +70,26 @@ def backward(
     return dq, dkv, dk_pe
 
 
-def probabilities(inputs: MaskedAttentionInputs, lse: torch.Tensor, width: int) -> torch.Tensor:
-    """Return ``p_sum`` fp32 ``[Sq, width]``, of selected keys one after the other."""
+def probabilities(
+    inputs: MaskedAttentionInputs, lse: torch.Tensor, width: int, listed: slice
+) -> ListedProbabilities:
+    """Return the head sums of the probabilities, and the keys of the queries ``listed``.
+
+    A query with more than ``width`` keys ends the launch with an error.
+    """
     call = _Call.of(inputs)
-    p_sum = call.q.new_zeros(len(call.q), width, dtype=torch.float32)
+    queries = len(call.q)
+    first, last, _ = listed.indices(queries)
+    p_sum = call.q.new_zeros(queries, width, dtype=torch.float32)
+    indices = inputs.bits.new_full((last - first, width), -1)
+    before, length = keys_before(inputs.bits)
     if p_sum.numel() > 0 and len(call.kv) > 0:
         tiles = _tiles(inputs, with_queries=False)
         probabilities_program.compiled(*call.dims)(
-            call.q, call.kv, call.k_pe, numbers(lse, None, None), inputs.bits,
-            keys_before(inputs.bits), tiles.key_groups, tiles.key_group_count, p_sum,
-            inputs.softmax_scale,
+            call.q, call.kv, call.k_pe, numbers(lse, None, None), inputs.bits, before,
+            tiles.key_groups, tiles.key_group_count, p_sum, indices, first, inputs.softmax_scale,
         )  # fmt: skip
-    return p_sum
+    return ListedProbabilities(p_sum, indices, length[first:last])
 
 
 @dataclass(frozen=True)

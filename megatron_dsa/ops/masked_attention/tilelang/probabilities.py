@@ -1,7 +1,7 @@
 """Head sums of the probabilities for a tile of 128 queries and 128 keys per thread block (sm_90a).
 
 * ``CONSUME``: two warpgroups of 64 queries each add up the probabilities of all heads in their
-  registers, and write those of selected keys, one after the other per query;
+  registers, and write those of selected keys, one after the other per query, with the keys;
 * ``PRODUCE``: one warp that fetches queries, keys and lse of the next head. The rope key is that of
   all heads.
 
@@ -48,11 +48,18 @@ SOURCE = (
     + r"""
 // Writes the sums of the keys that row R of the thread selects, behind those of the `before` keys
 // that it selects of earlier groups. `bits`: the four words of the row, in the order of key bits.
+// A row with more than `width` keys ends the launch with an error. The keys, from `key` on, go to row `own_row` of `ids`, if there is one among its `rows`.
 template <int R>
 __device__ __forceinline__ void dsa_write_sums(float* row, int width, const float* sums,
-                                               const void* bits, int before) {
+                                               const void* bits, int before, int key, int* ids,
+                                               int own_row, int rows) {
   const uint4 four = *static_cast<const uint4*>(bits);
   const unsigned words[4] = {four.x, four.y, four.z, four.w};
+  // More keys than there is room for. An assert is a call, before which ptxas would end all products.
+  if (before + __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w) > width)
+    asm volatile("trap;");
+  const bool listed = 0 <= own_row && own_row < rows;
+  ids += static_cast<long long>(listed ? own_row : 0) * width;
   const int lane = threadIdx.x % 4;
   const unsigned own = lane == 0 ? four.x : lane == 1 ? four.y : lane == 2 ? four.z : four.w;
 #pragma unroll
@@ -65,8 +72,11 @@ __device__ __forceinline__ void dsa_write_sums(float* row, int width, const floa
       if (l < lane) place += count;
     }
     const bool first = own >> 2 * n & 1, second = own >> (2 * n + 1) & 1;
-    if (first && place < width) row[place] = sums[4 * n + 2 * R];
-    if (second && place + first < width) row[place + first] = sums[4 * n + 2 * R + 1];
+    if (first) row[place] = sums[4 * n + 2 * R];
+    if (second) row[place + first] = sums[4 * n + 2 * R + 1];
+    const int id = key + 8 * n + 2 * lane;
+    if (listed && first) ids[place] = id;
+    if (listed && second) ids[place + first] = id + 1;
   }
 }
 """
@@ -160,7 +170,7 @@ def add_heads(sums, m, done, at, scale, tx, rope_per_head=False):
 
 
 @T.macro
-def consume(Bits, Before, PSum, m, done, at, scale, tx):
+def consume(Bits, Before, PSum, Keys, first_listed, m, done, at, scale, tx):
     """CONSUME: sums over the heads, and the write of those of selected keys."""
     sums = T.alloc_local([OWN], "float32")
     add_heads(sums, m, done, at, scale, tx)
@@ -174,6 +184,10 @@ def consume(Bits, Before, PSum, m, done, at, scale, tx):
                 sums.data,
                 T.address_of(Bits[row, at.group, 0]),
                 Before[row, at.group],
+                at.key,
+                T.address_of(Keys[0, 0]),
+                row - first_listed,
+                Keys.shape[0],
                 of=(r,),
             )
 
@@ -186,8 +200,9 @@ def build(nope: int, rope: int, v: int):
         fp32 ``[H, 2, N]``, of which the lse in base 2 is read (``inf`` for queries without keys and
         past the last one); Bits int32 ``[Sq, G, 4]``, key bits; Before int32 ``[Sq, G]``, selected
         keys of earlier groups; Tiles int32 ``[ceil(Sq / 128), W]``, the groups of keys of each
-        block of queries, and Count int32, how many; PSum fp32 ``[Sq, K]``, of which only what is
-        selected is written; scale, positive.
+        block of queries, and Count int32, how many; PSum fp32 ``[Sq, K]`` and Keys int32
+        ``[n, K]``, of which only what is selected is written; Keys are of the queries from
+        ``first_listed`` on; scale, positive.
 
     Raises:
         ValueError: dims that the tiling does not fit.
@@ -195,7 +210,7 @@ def build(nope: int, rope: int, v: int):
     dims = Dims(nope, rope, v)
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
     queries, keys, heads, count = T.dynamic("queries, keys, heads, count")
-    groups, blocks, width, wanted = T.dynamic("groups, blocks, width, wanted")
+    groups, blocks, width, wanted, listed = T.dynamic("groups, blocks, width, wanted, listed")
 
     @T.prim_func
     def masked_attention_probabilities(
@@ -208,6 +223,8 @@ def build(nope: int, rope: int, v: int):
         Tiles: T.Tensor([blocks, width], int32),
         Count: T.Tensor([blocks], int32),
         PSum: T.Tensor([queries, wanted], fp32),
+        Keys: T.Tensor([listed, wanted], int32),
+        first_listed: T.int32,
         scale: T.float32,
     ):
         """One thread block per tile that may be; arguments as :func:`build` describes."""
@@ -231,7 +248,7 @@ def build(nope: int, rope: int, v: int):
                         fetch_heads(Q, KV, Numbers, m, done, at, dims)
                 else:
                     T.set_max_nreg(REGISTERS[0], 1)
-                    consume(Bits, Before, PSum, m, done, at, scale, tx)
+                    consume(Bits, Before, PSum, Keys, first_listed, m, done, at, scale, tx)
 
     return masked_attention_probabilities
 

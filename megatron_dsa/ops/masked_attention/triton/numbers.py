@@ -54,21 +54,22 @@ def _numbers(
         tl.store(target + count, tl.sum(a * b, 1))
 
 
-def keys_before(bits: torch.Tensor) -> torch.Tensor:
-    """Return int32 ``[Sq, G]``: how many keys a query selects of the groups before each.
+def keys_before(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int32 ``[Sq, G]``, how many keys a query selects of the groups before each, and int32
+    ``[Sq]``, how many it selects.
 
     Args:
         bits: int32 ``[Sq, G, 4]``, key bits.
     """
     queries, key_groups = bits.shape[:2]
-    before = bits.new_empty(queries, key_groups)
-    if before.numel() > 0:
-        _keys_before[(queries,)](bits.contiguous(), before, key_groups, BLOCK=128)
-    return before
+    before, total = bits.new_empty(queries, key_groups), bits.new_empty(queries)
+    if queries > 0:
+        _keys_before[(queries,)](bits.contiguous(), before, total, key_groups, BLOCK=128)
+    return before, total
 
 
 @triton.jit(do_not_specialize=["key_groups"])
-def _keys_before(bits, before, key_groups, BLOCK: tl.constexpr):
+def _keys_before(bits, before, total, key_groups, BLOCK: tl.constexpr):
     """One program per query."""
     row = tl.program_id(0).to(tl.int64) * key_groups
     found = 0
@@ -82,9 +83,10 @@ def _keys_before(bits, before, key_groups, BLOCK: tl.constexpr):
         x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
         x = (x + (x >> 4)) & 0x0F0F0F0F
         count = tl.sum(((x * 0x01010101) >> 24).to(tl.int32), 1)
-        total = tl.cumsum(count, 0)
-        tl.store(before + row + group, found + total - count, mask=inside)
+        up_to = tl.cumsum(count, 0)
+        tl.store(before + row + group, found + up_to - count, mask=inside)
         found += tl.sum(count, 0)
+    tl.store(total + tl.program_id(0), found)
 
 
 def round_gradient(dq: torch.Tensor, sums: torch.Tensor, first: int, scale: float) -> None:
