@@ -10,7 +10,7 @@ from megatron_dsa.ops.indexer_loss.api import (
     dense_indexer_loss,
     sparse_indexer_loss,
 )
-from megatron_dsa.ops.indexer_loss.inputs import LatentKeys
+from megatron_dsa.ops.indexer_loss.inputs import ExpandedKeys, LatentKeys
 from megatron_dsa.ops.indexer_topk.api import indexer_topk
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.masked_attention.api import (
@@ -18,10 +18,12 @@ from megatron_dsa.ops.masked_attention.api import (
     key_bits,
     masked_attention,
 )
+from megatron_dsa.ops.masked_attention.visible import visible_bits
 from megatron_dsa.ops.sparse_attention.api import SparseAttentionOutput, sparse_attention
 from megatron_dsa.parallel.ring.api import dense_attention, gathered_latent_attention
 
 __all__ = [
+    "ExpandedKeys",
     "IndexerInputs",
     "IndexerTraining",
     "LatentKeys",
@@ -35,4 +37,5 @@ __all__ = [
     "masked_attention",
     "sparse_attention",
     "sparse_indexer_loss",
+    "visible_bits",
 ]

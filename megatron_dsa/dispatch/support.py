@@ -36,6 +36,8 @@ class OpCall:
         relu: index scores clamp each head's product at 0.
         deterministic: ``torch.use_deterministic_algorithms(True)`` is in force.
         teacher: the head sum of the probabilities is wanted along with the result.
+        teacher_dim: dims of the attention's queries that a dense loss makes its teacher of;
+            ``None``: not asked.
     """
 
     device: str
@@ -51,6 +53,7 @@ class OpCall:
     relu: bool = True
     deterministic: bool = False
     teacher: bool = False
+    teacher_dim: int | None = None
 
     def on(self) -> str:
         """Return the device in words, for messages."""
@@ -72,6 +75,7 @@ class Support:
         dtypes: dtypes of queries and keys.
         dims: pairs ``(qk_dim, v_dim)``.
         rope_dim: of which so many are shared by all heads' keys.
+        teacher_dims: dims of the queries that a teacher is made of.
         heads, topk: inclusive ranges.
         packed, sink: whether it takes them.
         without_relu: whether it takes index scores without the relu.
@@ -91,6 +95,7 @@ class Support:
     dtypes: tuple[torch.dtype, ...] | None = None
     dims: tuple[tuple[int, int], ...] | None = None
     rope_dim: int | None = None
+    teacher_dims: tuple[int, ...] | None = None
     heads: tuple[int, int] | None = None
     topk: tuple[int, int] | None = None
     packed: bool = True
@@ -156,6 +161,9 @@ class Support:
             return f"needs dims {wanted} (query and key/value), got {call.qk_dim}/{call.v_dim}"
         if self.rope_dim is not None and call.rope_dim != self.rope_dim:
             return f"needs {self.rope_dim} rope dims of all heads, got {call.rope_dim}"
+        if self.teacher_dims is not None and call.teacher_dim not in self.teacher_dims:
+            wanted = " or ".join(map(str, self.teacher_dims))
+            return f"needs a teacher of {wanted} dims, got {call.teacher_dim}"
         return None
 
     def _counts(self, call: OpCall) -> str | None:

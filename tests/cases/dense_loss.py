@@ -5,19 +5,22 @@ import dataclasses
 import torch
 
 from megatron_dsa.dispatch import Policy, report, reset_report
-from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
+from megatron_dsa.dsa_kernels import ExpandedKeys, IndexerInputs, LatentKeys, dense_indexer_loss
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.tools.verify.comparison import Comparison
 from megatron_dsa.tools.verify.layouts import visible_keys
 from tests.helpers import leaf
 
 MODULE = "megatron_dsa.ops.indexer_loss.triton.dense"
+HOPPER = "megatron_dsa.ops.indexer_loss.tilelang.dense"
 SCALE = 0.11  # not 1, so that a scale applied twice shows
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Heads and dims; ``own`` dims of a latent key are its head's, of ``rank`` latents."""
+    """Heads and dims; ``own`` dims of a key are its head's, made of ``rank`` latents where it is
+    made of any; ``value`` dims follow those of an expanded key.
+    """
 
     index_heads: int = 5
     index_dim: int = 16
@@ -25,6 +28,7 @@ class Shape:
     dim: int = 80
     own: int = 64
     rank: int = 24
+    value: int = 8
 
 
 def make(layout, shape, dtype, keys, relu=True):
@@ -45,14 +49,17 @@ def make(layout, shape, dtype, keys, relu=True):
         latents = draw(slots, shape.rank + shared, seed=5)
         w_uk = draw(shape.heads, shape.own, shape.rank, seed=6, scale=shape.rank**-0.5)
         k = LatentKeys(latents, w_uk).detach()
+    elif keys == "expanded":
+        kv = draw(slots, shape.heads, shape.own + shape.value, seed=5)
+        k = ExpandedKeys(kv, draw(slots, shape.dim - shape.own, seed=6), shape.value).detach()
     else:
         k = draw(slots, 1 if keys == "one" else shape.heads, shape.dim, seed=5).detach()
     q = draw(rows, shape.heads, shape.dim, seed=4).detach()
     return DenseLossInputs(inputs, layout, q, k, SCALE, None, 2**28)
 
 
-def computed(arguments, run=None):
-    """Return value and gradients of ``run``, of dispatch's choice if it is None."""
+def computed(arguments, run=None, name="triton"):
+    """Return value and gradients of ``run``, of the implementation ``name`` if it is None."""
     tensors = (arguments.indexer.q, arguments.indexer.k, arguments.indexer.weights)
     inputs = IndexerInputs(*(x.detach().requires_grad_() for x in tensors), arguments.indexer.relu)
     arguments = dataclasses.replace(arguments, indexer=inputs)
@@ -61,9 +68,11 @@ def computed(arguments, run=None):
         value = dense_indexer_loss(
             inputs, arguments.q, arguments.k, arguments.layout, softmax_scale=SCALE,
             other_lse=arguments.other_lse, lse=arguments.lse,
-            policy=Policy(workspace_bytes=arguments.workspace_bytes),
+            policy=Policy(
+                workspace_bytes=arguments.workspace_bytes, named=(("dense_indexer_loss", name),)
+            ),
         )  # fmt: skip
-        assert report()["dense_indexer_loss"] == {"triton": 1}
+        assert report()["dense_indexer_loss"] == {name: 1}
     else:
         value = run(arguments)
     value.backward()
@@ -89,7 +98,7 @@ def with_others(inputs):
 
 def with_lse(inputs):
     """Given log-sum-exps, with anything in rows that see nothing."""
-    k = inputs.k.expanded() if isinstance(inputs.k, LatentKeys) else inputs.k
+    k = inputs.k if isinstance(inputs.k, torch.Tensor) else inputs.k.expanded()
     mask = visible_keys(inputs.layout)
     logits = torch.einsum("qhd,khd->qhk", inputs.q.double(), k.double()) * SCALE
     lse = logits.masked_fill(~mask[:, None], float("-inf")).logsumexp(-1).float()
@@ -112,6 +121,12 @@ def with_nan(inputs):
         return tensor.clone().index_fill_(0, rows.nonzero().squeeze(1), float("nan"))
 
     k = inputs.k
+    if isinstance(k, LatentKeys):
+        k = LatentKeys(spoilt(k.latents, unseen_keys), k.w_uk)
+    elif isinstance(k, ExpandedKeys):
+        k = ExpandedKeys(spoilt(k.kv, unseen_keys), spoilt(k.k_pe, unseen_keys), k.v_dim)
+    else:
+        k = spoilt(k, unseen_keys)
     return dataclasses.replace(
         inputs,
         indexer=IndexerInputs(
@@ -119,7 +134,5 @@ def with_nan(inputs):
             x.relu,
         ),
         q=spoilt(inputs.q, unseen_rows),
-        k=LatentKeys(spoilt(k.latents, unseen_keys), k.w_uk)
-        if isinstance(k, LatentKeys)
-        else spoilt(k, unseen_keys),
+        k=k,
     )  # fmt: skip

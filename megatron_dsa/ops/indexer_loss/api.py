@@ -17,9 +17,11 @@ from megatron_dsa.numerics.scaling import scaled
 from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, SPARSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import (
     DenseLossInputs,
+    ExpandedKeys,
     LatentKeys,
     SparseLoss,
     SparseLossInputs,
+    TeacherKeys,
 )
 from megatron_dsa.ops.indexer_topk.inputs import (
     IndexerInputs,
@@ -248,7 +250,7 @@ def sparse_indexer_loss(
 def dense_indexer_loss(
     inputs: IndexerInputs,
     q: torch.Tensor,
-    k: torch.Tensor | LatentKeys,
+    k: TeacherKeys,
     layout: Layout,
     *,
     softmax_scale: float,
@@ -263,7 +265,8 @@ def dense_indexer_loss(
         inputs: the indexer's tensors; the result is differentiable in q, k and weights.
         q: ``[Sq, H, D]`` and k ``[Skv, 1 or H, D]`` of the attention whose distribution is the
             teacher; absorbed (one key head) and plain MLA (``H``) give the same result. With
-            :class:`LatentKeys` the keys of all heads never exist at once.
+            :class:`LatentKeys` the keys of all heads never exist at once; :class:`ExpandedKeys`
+            are those of masked dense attention.
         layout: which keys each query token sees.
         softmax_scale: factor on ``q . k``, positive.
         other_lse: ``[Sq, H]``, log of the mass that the teacher's softmax has besides these keys
@@ -295,12 +298,20 @@ def dense_indexer_loss(
     )  # fmt: skip
     asked = describe_index_call(inputs, layout, None)
     # The teacher's queries may be wider than the indexer's.
-    asked = replace(asked, dtype=torch.promote_types(asked.dtype, q.dtype))
+    dtype = torch.promote_types(asked.dtype, q.dtype)
+    asked = replace(asked, dtype=dtype, teacher_dim=q.shape[2])
     return DENSE_LOSS.run(asked, policy, arguments)
 
 
-def _check_teacher_keys(q: torch.Tensor, k: torch.Tensor | LatentKeys, layout: Layout) -> None:
+def _check_teacher_keys(q: torch.Tensor, k: TeacherKeys, layout: Layout) -> None:
     heads, dim = q.shape[1:]
+    if isinstance(k, ExpandedKeys):
+        shape, fix = ("Skv", heads, dim - k.k_pe.shape[-1] + k.v_dim), "split q and kv by heads"
+        require_tensor("k.kv", k.kv, shape, (q.dtype,), q, fix)
+        fix = "give one rope key per token of kv"
+        require_tensor("k.k_pe", k.k_pe, (len(k.kv), "P"), (q.dtype,), q, fix)
+        require_layout(layout, {}, {"k.kv": k.kv})
+        return
     if not isinstance(k, LatentKeys):
         shape = ("Skv", f"1 or {heads}", dim)
         require_tensor("k", k, shape, (q.dtype,), q, "give it the D of q")

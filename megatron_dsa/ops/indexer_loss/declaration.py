@@ -72,6 +72,18 @@ DENSE_LOSS = Operation(
             ),
         ),
         Candidate(
+            "tilelang",
+            f"{_HERE}.tilelang.dense:dense",
+            Support(
+                covers="teachers of plain MLA; the rest as triton",
+                package=TILELANG,
+                capabilities=(HOPPER,),
+                dtypes=_BF16,
+                teacher_dims=(192,),
+                **_INDEXER,
+            ),
+        ),
+        Candidate(
             "triton",
             f"{_HERE}.triton.dense:dense",
             Support(

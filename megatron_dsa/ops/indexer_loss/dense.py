@@ -20,7 +20,7 @@ from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.scaling import scaled
 from megatron_dsa.ops.indexer_loss.gradients import Gradients
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, LatentKeys
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, ExpandedKeys, LatentKeys
 from megatron_dsa.ops.indexer_loss.teacher import normalised_lse
 from megatron_dsa.ops.indexer_loss.tiles import QueryBlock, Tile, query_blocks
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
@@ -230,6 +230,11 @@ def take(keys, layout: Layout, slots: slice) -> Any:
     """Return the keys of some slots: a view, or a copy of no more than these tokens."""
     if isinstance(keys, LatentKeys):
         return dataclasses.replace(keys, latents=take(keys.latents, layout, slots))
+    if isinstance(keys, ExpandedKeys):
+        if layout.key_rows is not None:
+            keys = dataclasses.replace(keys, kv=keys.own, v_dim=0)  # a copy leaves values out
+        kv, k_pe = (take(x, layout, slots) for x in (keys.kv, keys.k_pe))
+        return dataclasses.replace(keys, kv=kv, k_pe=k_pe)
     if layout.key_rows is None:
         return keys[slots]
     return keys.index_select(0, layout.key_rows[slots])

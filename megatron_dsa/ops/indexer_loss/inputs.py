@@ -90,14 +90,51 @@ class LatentKeys:
 
 
 @dataclass(frozen=True)
+class ExpandedKeys:
+    """Keys of all heads as MLA's up projection returns them, and the rope key that they share.
+
+    Head ``h`` has the keys ``[kv[:, h, :Dn], k_pe]``, ``D = Dn + P`` wide: what masked dense
+    attention reads, without a copy.
+
+    Attributes:
+        kv: ``[Skv, H, Dn + Dv]``, per head the key without rope, then the value.
+        k_pe: ``[Skv, P]``, the dims that all heads share, rotated; same dtype.
+        v_dim: dims of the value, ``Dv``.
+    """
+
+    kv: torch.Tensor
+    k_pe: torch.Tensor
+    v_dim: int
+
+    @property
+    def own(self) -> torch.Tensor:
+        """The dims of each head's own, ``[Skv, H, Dn]``, a view."""
+        return self.kv[..., : self.kv.shape[2] - self.v_dim]
+
+    def detach(self) -> ExpandedKeys:
+        """Return the same keys outside of the autograd graph."""
+        return ExpandedKeys(self.kv.detach(), self.k_pe.detach(), self.v_dim)
+
+    def expanded(self, heads: slice = slice(None)) -> torch.Tensor:
+        """Return a copy of the keys ``[Skv, h, D]`` of some heads."""
+        own = self.own[:, heads]
+        return torch.cat([own, self.k_pe[:, None].expand(-1, own.shape[1], -1)], dim=-1)
+
+
+#: What the dense loss makes its teacher of: keys ``[Skv, Hk, D]``, or what they are made of.
+TeacherKeys = torch.Tensor | LatentKeys | ExpandedKeys
+
+
+@dataclass(frozen=True)
 class DenseLossInputs:
     """Loss over all visible keys.
 
     Attributes:
         indexer: the indexer's tensors; gradients flow to q, k and weights.
         layout: which slots each query token sees.
-        q: ``[Sq, H, D]`` and k: ``[Skv, Hk, D]`` with ``Hk`` 1 or ``H``, or :class:`LatentKeys`:
-            what the attention scores are made of (the teacher). No gradient flows to them.
+        q: ``[Sq, H, D]`` and k: ``[Skv, Hk, D]`` with ``Hk`` 1 or ``H``, :class:`LatentKeys` or
+            :class:`ExpandedKeys`: what the attention scores are made of (the teacher). No gradient
+            flows to them.
         softmax_scale: factor on ``q . k``.
         head_group: process group over which the teacher's head sum is completed, or ``None``.
         workspace_bytes: budget for temporary memory.
@@ -111,7 +148,7 @@ class DenseLossInputs:
     indexer: IndexerInputs
     layout: Layout
     q: torch.Tensor
-    k: torch.Tensor | LatentKeys
+    k: TeacherKeys
     softmax_scale: float
     head_group: object | None
     workspace_bytes: int

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.numerics.arithmetic import bmm, mm, slices
-from megatron_dsa.ops.indexer_loss.inputs import LatentKeys
+from megatron_dsa.ops.indexer_loss.inputs import TeacherKeys
 from megatron_dsa.ops.indexer_loss.tiles import HEADS_AT_ONCE
 
 
 def teacher_tile(
-    q: torch.Tensor, keys: torch.Tensor | LatentKeys, lse: torch.Tensor, softmax_scale: float
+    q: torch.Tensor, keys: TeacherKeys, lse: torch.Tensor, softmax_scale: float
 ) -> torch.Tensor:
     """Return ``sum_h exp(softmax_scale * q_h . k_h - lse_h)`` as ``[r, w]``, fp32 (or fp64).
 
@@ -18,7 +18,7 @@ def teacher_tile(
 
     Args:
         q: ``[r, H, D]``.
-        keys: ``[w, 1 or H, D]``, or the latents of ``w`` keys.
+        keys: ``[w, 1 or H, D]``, or what ``w`` keys are made of.
         lse: ``[H, r]``, fp32 (fp64).
         softmax_scale: factor on ``q . k``.
     """
@@ -33,7 +33,7 @@ def teacher_tile(
 
 def teacher_lse(
     q: torch.Tensor,
-    keys: torch.Tensor | LatentKeys,
+    keys: TeacherKeys,
     hidden: torch.Tensor,
     softmax_scale: float,
 ) -> torch.Tensor:
@@ -82,10 +82,10 @@ def normalised_lse(
     return total + mass.log(), mass != 0
 
 
-def _head_scores(q: torch.Tensor, keys: torch.Tensor | LatentKeys, heads: slice) -> torch.Tensor:
+def _head_scores(q: torch.Tensor, keys: TeacherKeys, heads: slice) -> torch.Tensor:
     """Return ``q . k`` of some heads ``[h, r, w]``, not yet scaled."""
     q = q[:, heads].transpose(0, 1)
-    if isinstance(keys, LatentKeys):
+    if not isinstance(keys, torch.Tensor):
         return bmm(q, keys.expanded(heads).permute(1, 2, 0))
     if keys.shape[1] == 1:
         # Heads are folded into rows: expanded keys might be copied once per head.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, LatentKeys
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, ExpandedKeys, LatentKeys
 from megatron_dsa.sequence.layout import Layout, QueryRange
 
 #: Heads handled at a time; smaller blocks need less memory, larger ones are faster.
@@ -140,14 +140,23 @@ class TileBytes:
         row += some_index_heads * index_dim * (2 * index_item + 2 * acc + index_copy)
         row += heads * dim * (item + copy) + 6 * all_heads * teacher_acc  # queries, log-sum-exps
         slot = index_dim * (index_item * gathers + index_copy + acc)
-        if isinstance(k, LatentKeys):
+        fixed = 0
+        if isinstance(k, ExpandedKeys):
+            slot += gathered_bytes(k) * gathers + heads * dim * item
+        elif isinstance(k, LatentKeys):
             own = k.w_uk.shape[1]
             slot += k.latents.shape[1] * item * gathers + heads * (own + dim) * item
             fixed = 0 if k.w_uk.is_contiguous() else heads * own * k.w_uk.shape[2] * item
         else:
-            slot, fixed = slot + k.shape[1] * dim * item * gathers, 0
+            slot += k.shape[1] * dim * item * gathers
         slot += min(heads, all_heads) * dim * copy
         return cls(pair, row, slot, fixed)
+
+
+def gathered_bytes(k: ExpandedKeys) -> int:
+    """Return the bytes of a copy of one token's keys, without values (:func:`.dense.take`)."""
+    heads, own = k.own.shape[1:]
+    return (heads * own + k.k_pe.shape[1]) * k.kv.element_size()
 
 
 def _accumulator(x: torch.Tensor) -> tuple[int, int]:

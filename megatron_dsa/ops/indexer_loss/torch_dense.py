@@ -8,7 +8,7 @@ import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm, slices
 from megatron_dsa.ops.indexer_loss.dense import dense_loss, take
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, ExpandedKeys, TeacherKeys
 from megatron_dsa.ops.indexer_loss.teacher import log_sum_exp, teacher_lse, teacher_tile
 from megatron_dsa.ops.indexer_loss.tiles import HEADS_AT_ONCE, tile_shape
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
@@ -108,5 +108,7 @@ def _hidden(x: IndexerInputs, seen: Seen) -> torch.Tensor:
     return seen.columns(x.k.shape[0]).logical_not_()
 
 
-def _width(keys) -> int:
-    return (keys if isinstance(keys, torch.Tensor) else keys.latents).shape[0]
+def _width(keys: TeacherKeys) -> int:
+    if isinstance(keys, torch.Tensor):
+        return len(keys)
+    return len(keys.k_pe if isinstance(keys, ExpandedKeys) else keys.latents)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, LatentKeys
+from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.ops.indexer_loss.reference import dense_teacher, kl_sum
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.reference import index_scores
@@ -79,7 +79,7 @@ def _dense_teacher(inputs: DenseLossInputs, visible: torch.Tensor) -> torch.Tens
     total = total.to(visible.device)
     for head in range(q.shape[1]):
         one = slice(head, head + 1)
-        if isinstance(inputs.k, LatentKeys):
+        if not isinstance(inputs.k, torch.Tensor):
             k = inputs.k.expanded(one)  # rounded like those of the projection
         else:
             k = inputs.k if inputs.k.shape[1] == 1 else inputs.k[:, one]

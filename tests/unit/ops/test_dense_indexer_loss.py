@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import Policy
-from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
+from megatron_dsa.dsa_kernels import ExpandedKeys, IndexerInputs, LatentKeys, dense_indexer_loss
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.arithmetic import slices
 from megatron_dsa.ops.indexer_loss import tiles
@@ -23,7 +23,7 @@ from tests.helpers import leaf, peak_bytes, relative_error
 from tests.processes import run_ranks
 
 SCALE = 0.37  # not 1, so that a scale applied twice shows
-HEADS, DIM, SHARED, RANK = 10, 12, 4, 6  # more heads than are handled at once
+HEADS, DIM, SHARED, RANK, VALUE = 10, 12, 4, 6, 5  # more heads than are handled at once
 #: 32 rows and 16 slots per tile in float64.
 SMALL = Policy(workspace_bytes=300_000)
 
@@ -69,6 +69,9 @@ def make(device, layout, dtype=torch.float64, keys="latent"):
     if keys == "latent":
         latents = fixed(slots, RANK + SHARED, seed=5)
         return inputs, q, LatentKeys(latents, fixed(HEADS, DIM - SHARED, RANK, seed=6))
+    if keys == "expanded":
+        kv, k_pe = fixed(slots, HEADS, DIM - SHARED + VALUE, seed=5), fixed(slots, SHARED, seed=6)
+        return inputs, q, ExpandedKeys(kv, k_pe, VALUE)
     return inputs, q, fixed(slots, 1 if keys == "one" else HEADS, DIM, seed=5)
 
 
@@ -106,7 +109,7 @@ def attention_lse(q, k, mask, other=None):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("keys", ["latent", "one", "all"])
+@pytest.mark.parametrize("keys", ["latent", "expanded", "one", "all"])
 def test_against_autograd(device, name, keys):
     layout = LAYOUTS[name](device)
     inputs, q, k = make(device, layout, keys=keys)
@@ -249,6 +252,7 @@ def test_pairs_that_cannot_see_each_other_are_skipped(device, monkeypatch, make_
     [
         ("latent", 1, torch.float64),
         ("latent", 2, torch.bfloat16),
+        ("expanded", 2, torch.bfloat16),
         ("all", 2, torch.float64),
     ],
 )
@@ -375,6 +379,10 @@ def zeros(*shape):
         ({"k": LatentKeys(zeros(96, 10), zeros(3, 8, 6))}, "k must have latents"),
         ({"k": LatentKeys(zeros(96, 9), zeros(HEADS, 8, 6))}, "k must have latents"),
         ({"k": LatentKeys(zeros(96, 10).half(), zeros(HEADS, 8, 6))}, "in q's dtype"),
+        ({"k": ExpandedKeys(zeros(96, 3, 13), zeros(96, 4), 5)}, r"k.kv must be \[Skv, 10, 13\]"),
+        ({"k": ExpandedKeys(zeros(96, HEADS, 12), zeros(96, 4), 5)}, "k.kv must be"),
+        ({"k": ExpandedKeys(zeros(96, HEADS, 13), zeros(95, 4), 5)}, "k.k_pe must be"),
+        ({"k": ExpandedKeys(zeros(96, HEADS, 13), zeros(96, 4).half(), 5)}, "k.k_pe must have"),
     ],
 )
 def test_wrong_arguments_are_refused(change, message):

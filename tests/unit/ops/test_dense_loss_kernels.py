@@ -60,6 +60,8 @@ def main():
         (bshd_layout(41, 2, cpu), small, "latent", with_lse),
         (uneven, small, "all", lambda inputs: dataclasses.replace(inputs, head_group=group)),
         (uneven, Shape(), "latent", with_nan),
+        (bshd_layout(41, 2, cpu), Shape(), "expanded", with_lse),
+        (uneven, small, "expanded", with_nan),
         (compressed_keys(uneven, 4, True).layout, Shape(), "one", with_others),
         (compressed_keys(bshd_layout(96, 1, cpu), 4, True).layout, small, "one", without_relu),
     ):

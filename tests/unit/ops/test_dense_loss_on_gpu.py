@@ -1,4 +1,4 @@
-"""The Triton kernels of the dense indexer loss on a GPU: errors, NaN, repeats, memory.
+"""The kernels of the dense indexer loss on a GPU, Triton's and ours: errors, NaN, repeats, memory.
 
 Numbers in docstrings are rows of the list of bugs that other systems shipped.
 """
@@ -9,7 +9,7 @@ import importlib
 import pytest
 import torch
 
-from megatron_dsa.dispatch import describe_call
+from megatron_dsa.dispatch import Policy, describe_call
 from megatron_dsa.dsa_kernels import IndexerInputs, dense_indexer_loss
 from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
@@ -17,6 +17,7 @@ from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from megatron_dsa.tools.verify.indexer_loss import expected_dense_loss
 from tests.cases.dense_loss import (
+    HOPPER,
     MODULE,
     SCALE,
     Shape,
@@ -50,22 +51,30 @@ LAYOUTS = {
 V32 = Shape(64, 128, 16, 192, 128, 512)
 FEW = Shape(5, 128, 3, 100, 36, 40)
 ABSORBED = Shape(32, 128, 16, 576)
+WIDE = dataclasses.replace(V32, value=128)
 CASES = {
-    "latent": (V32, "latent"),
-    "absorbed": (ABSORBED, "one"),
-    "every head": (dataclasses.replace(V32, dim=64), "all"),
-    "odd dims": (FEW, "latent"),
+    "latent": (V32, "latent", "triton"),
+    "absorbed": (ABSORBED, "one", "triton"),
+    "every head": (dataclasses.replace(V32, dim=64), "all", "triton"),
+    "odd dims": (FEW, "latent", "triton"),
+    "expanded": (WIDE, "expanded", "triton"),
+    "odd dims, expanded": (FEW, "expanded", "triton"),
+    "ours, latent": (V32, "latent", "tilelang"),
+    "ours, expanded": (WIDE, "expanded", "tilelang"),
+    "ours, every head": (V32, "all", "tilelang"),
+    "ours, one key head": (V32, "one", "tilelang"),
 }
 
 
 @pytest.fixture
 def ours():
     """Skips where the kernels cannot run."""
-    (candidate,) = (c for c in DENSE_LOSS.candidates if c.name == "triton")
-    shape = {"heads": 64, "qk_dim": 128, "v_dim": 0}
-    reason = candidate.reason(describe_call("cuda", dtype=torch.bfloat16, **shape))
-    if reason is not None:
-        pytest.skip(reason)
+    shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "teacher_dim": 192}
+    for candidate in DENSE_LOSS.candidates:
+        if candidate.name in ("tilelang", "triton"):
+            reason = candidate.reason(describe_call("cuda", dtype=torch.bfloat16, **shape))
+            if reason is not None:
+                pytest.skip(reason)
     return torch.device("cuda")
 
 
@@ -74,71 +83,78 @@ def ours():
 @pytest.mark.parametrize("case", CASES)
 def test_against_float64(ours, case, name):
     """1, 4, 5, 7, 8, 10: in one tile, and in the smallest tiles."""
-    shape, keys = CASES[case]
+    shape, keys, implementation = CASES[case]
     inputs = make(LAYOUTS[name](ours), shape, torch.bfloat16, keys)
     want = expected_dense_loss(inputs)
     for workspace in (2**28, 1):
         part = dataclasses.replace(inputs, workspace_bytes=workspace)
-        check(computed(part), want, 1e-3, 1e-2)
+        check(computed(part, name=implementation), want, 1e-3, 1e-2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("change", [with_others, with_lse, without_relu])
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("case", ["latent", "absorbed"])
+@pytest.mark.parametrize("case", ["latent", "absorbed", "ours, latent", "ours, expanded"])
 def test_options(ours, case, name, change):
-    shape, keys = CASES[case]
+    shape, keys, implementation = CASES[case]
     inputs = change(make(LAYOUTS[name](ours), shape, torch.bfloat16, keys))
-    want, got = expected_dense_loss(dataclasses.replace(inputs, lse=None)), computed(inputs)
+    want = expected_dense_loss(dataclasses.replace(inputs, lse=None))
+    got = computed(inputs, name=implementation)
     check(got, want, 1e-3, 1e-2)
     with torch.no_grad():
         value = dense_indexer_loss(
             inputs.indexer, inputs.q, inputs.k, inputs.layout, softmax_scale=SCALE,
             other_lse=inputs.other_lse, lse=inputs.lse,
+            policy=Policy(named=(("dense_indexer_loss", implementation),)),
         )  # fmt: skip
     assert torch.equal(value, got[0])
 
 
 @pytest.mark.gpu
-def test_all_heads_of_the_model(ours):
+@pytest.mark.parametrize("implementation", ["triton", "tilelang"])
+def test_all_heads_of_the_model(ours, implementation):
     """128 heads from latents, 64 index heads, several tiles each way."""
     shape = dataclasses.replace(V32, heads=128)
     inputs = make(bshd_layout(1100, 1, ours), shape, torch.bfloat16, "latent")
     inputs = dataclasses.replace(inputs, workspace_bytes=2**25)
     assert importlib.import_module(MODULE).tile_shape(inputs)[1] < 128
-    check(computed(inputs), expected_dense_loss(inputs), 1e-3, 1e-2)
+    check(computed(inputs, name=implementation), expected_dense_loss(inputs), 1e-3, 1e-2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["packed", "compressed, packed"])
-@pytest.mark.parametrize("case", ["latent", "absorbed"])
+@pytest.mark.parametrize("case", ["latent", "absorbed", "ours, latent", "ours, expanded"])
 def test_nan_that_nobody_sees(ours, case, name):
     """2, 3: the same bits as without it."""
-    shape, keys = CASES[case]
+    shape, keys, implementation = CASES[case]
     inputs = make(LAYOUTS[name](ours), shape, torch.bfloat16, keys)
-    for got, want in zip(computed(with_nan(inputs)), computed(inputs), strict=True):
+    both = (computed(x, name=implementation) for x in (with_nan(inputs), inputs))
+    for got, want in zip(*both, strict=True):
         assert torch.equal(got, want)
 
 
 @pytest.mark.gpu
-def test_nan_that_somebody_sees(ours):
+@pytest.mark.parametrize("implementation", ["triton", "tilelang"])
+def test_nan_that_somebody_sees(ours, implementation):
     """It shows in the loss: in a query, a latent. Those of index scores are refused."""
     inputs = make(bshd_layout(200, 1, ours), V32, torch.bfloat16, "latent")
     for tensor in (inputs.q, inputs.k.latents):
         before = tensor.detach()[100].clone()
         tensor.detach()[100] = float("nan")
-        assert computed(inputs)[0].isnan()
+        assert computed(inputs, name=implementation)[0].isnan()
         tensor.detach()[100] = before
-    assert computed(inputs)[0].isfinite()
+    assert computed(inputs, name=implementation)[0].isfinite()
 
 
 @pytest.mark.gpu
-def test_bitwise_repeatable(ours):
+@pytest.mark.parametrize("case", ["latent", "ours, latent", "ours, expanded"])
+def test_bitwise_repeatable(ours, case):
     """17: 20 repeats."""
-    inputs = make(packed(ours), V32, torch.bfloat16, "latent")
-    first = computed(inputs)
+    shape, keys, implementation = CASES[case]
+    inputs = make(packed(ours), shape, torch.bfloat16, keys)
+    first = computed(inputs, name=implementation)
     for _ in range(20):
-        assert all(map(torch.equal, computed(inputs), first))
+        assert all(map(torch.equal, computed(inputs, name=implementation), first))
 
 
 @pytest.mark.gpu
@@ -175,30 +191,35 @@ def test_many_rows(ours, rows, index_heads, heads, dim):
 def test_no_host_synchronisation(ours):
     """24: packed batches included."""
     several = [
-        make(layout(ours), shape, torch.bfloat16, keys)
+        (make(layout(ours), shape, torch.bfloat16, keys), name)
         for layout in LAYOUTS.values()
-        for shape, keys in (CASES["latent"], CASES["absorbed"])
+        for shape, keys, name in CASES.values()
     ]
-    computed(several[0])
+    for inputs, name in several[: len(CASES)]:
+        computed(inputs, name=name)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for inputs in several:
-            computed(inputs)
+        for inputs, name in several:
+            computed(inputs, name=name)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("keys", ["latent", "expanded"])
+@pytest.mark.parametrize("module", [MODULE, HOPPER])
 @pytest.mark.parametrize("mib", [64, 256])
-def test_temporaries_fit_the_workspace(ours, mib):
+def test_temporaries_fit_the_workspace(ours, mib, module, keys, batch):
     """Above results and saved gradients there is no more than the workspace, for any length."""
-    triton_dense = importlib.import_module(MODULE)
-    shape = dataclasses.replace(V32, heads=128)
+    run = importlib.import_module(module).dense
+    shape = dataclasses.replace(WIDE, heads=128)
     for length in (3000, 5000):
-        inputs = make(bshd_layout(length, 1, ours), shape, torch.bfloat16, "latent")
+        layout = bshd_layout(length // batch, batch, ours)
+        inputs = make(layout, shape, torch.bfloat16, keys)
         inputs = dataclasses.replace(inputs, workspace_bytes=mib * 2**20)
         x, kept = inputs.indexer, []
-        peak = peak_bytes(ours, lambda p=inputs, kept=kept: kept.append(triton_dense.dense(p)))
+        peak = peak_bytes(ours, lambda p=inputs, kept=kept: kept.append(run(p)))
         accumulated = (x.k.numel() + x.k.shape[1] + x.weights.numel()) * 4
         saved = sum(t.numel() * t.element_size() for t in (x.q, x.k, x.weights))
         assert 0 < peak < mib * 2**20 + accumulated + saved

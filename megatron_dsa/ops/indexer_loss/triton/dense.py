@@ -14,8 +14,13 @@ import triton
 
 from megatron_dsa.numerics.arithmetic import slices
 from megatron_dsa.ops.indexer_loss.dense import dense_loss, take
-from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, LatentKeys
-from megatron_dsa.ops.indexer_loss.tiles import TileBytes, fitting_shape
+from megatron_dsa.ops.indexer_loss.inputs import (
+    DenseLossInputs,
+    ExpandedKeys,
+    LatentKeys,
+    TeacherKeys,
+)
+from megatron_dsa.ops.indexer_loss.tiles import TileBytes, fitting_shape, gathered_bytes
 from megatron_dsa.ops.indexer_loss.triton import gradients, student, teacher
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.sequence.layout import Layout, Seen
@@ -103,8 +108,11 @@ def dense(inputs: DenseLossInputs) -> torch.Tensor:
 class TritonTiles:
     """:class:`~.dense.TileFunctions` of one inputs."""
 
+    #: Whether the teacher copies operands that do not lie together.
+    copies = False
+
     def __init__(self, inputs: DenseLossInputs):
-        self.shape, self._heads_at_once = tile_shape(inputs)
+        self.shape, self._heads_at_once = tile_shape(inputs, self.copies)
         self._keys, self._scale = inputs.indexer.k.detach(), inputs.softmax_scale
         self._covered = inputs.layout.derive("covered", lambda: covered(inputs.layout))
         self._launches = launches(self._keys.device)
@@ -151,7 +159,7 @@ class TritonTiles:
             width = own.shape[0]
             first = out is None
             if first:
-                out = _whole_blocks(q, rows, width, torch.float32)
+                out = whole_blocks(q, rows, width, torch.float32)
             blocks, columns = launch.blocks(*out.shape)
             teacher.head_sums[(blocks * columns,)](
                 q[:, some], own, shared, lse[some], out, seen.start, seen.end, rows, width,
@@ -171,7 +179,7 @@ class TritonTiles:
         launch = self._launches["student_loss"]
         blocks, parts = launch.blocks(*teacher.shape)
         parts = x.q.new_empty(parts, rows, dtype=torch.float32)
-        dscores = _whole_blocks(x.q, rows, width, x.q.dtype) if gradient else None
+        dscores = whole_blocks(x.q, rows, width, x.q.dtype) if gradient else None
         student.student_loss[(blocks * parts.shape[0],)](
             x.q, x.k, x.weights, teacher, lse, parts, dscores, seen.start, seen.end, rows, width,
             parts.stride(0), teacher.stride(0), x.q.stride(0), x.weights.stride(0),
@@ -215,7 +223,7 @@ class TritonTiles:
             HEADS=heads, DIM=dim, BLOCK_H=triton.next_power_of_2(heads),
         )  # fmt: skip
 
-    def _key_parts(self, keys: torch.Tensor | LatentKeys, heads: int):
+    def _key_parts(self, keys: TeacherKeys, heads: int):
         """Yield slices of heads with what their keys are read from.
 
         That is ``own [w, h or 1, OWN_DIM]``, what all heads share ``[w, DIM - OWN_DIM]`` (or
@@ -226,6 +234,16 @@ class TritonTiles:
             keys = _dense_rows(keys)
             head_stride = keys.stride(1) if keys.shape[1] > 1 else 0
             yield slice(0, heads), keys, keys, (keys.stride(0), head_stride, 0)
+            return
+        if isinstance(keys, ExpandedKeys):
+            own, shared = keys.own, keys.k_pe
+            if own.shape[2] % teacher.CHUNK == 0 and shared.stride(1) == own.stride(2) == 1:
+                strides = own.stride(0), own.stride(1), shared.stride(0)
+                yield slice(0, heads), own, shared, strides
+                return
+            for some in slices(heads, self._heads_at_once):
+                own = keys.expanded(some)
+                yield some, own, own, (own.stride(0), own.stride(1), 0)
             return
         w_uk, latents = keys.w_uk, keys.latents
         dim, rank = w_uk.shape[1:]
@@ -250,20 +268,20 @@ def covered(layout: Layout) -> torch.Tensor:
     return changes.cumsum(0)[:-1] > 0
 
 
-def tile_shape(inputs: DenseLossInputs) -> tuple[tuple[int, int], int]:
+def tile_shape(inputs: DenseLossInputs, copies: bool = False) -> tuple[tuple[int, int], int]:
     """Return how many rows and slots a tile may have, and how many heads are expanded at a time.
 
     One block is the least, whatever the workspace.
     """
-    heads = inputs.q.shape[1]
-    longest = (LONGEST_EDGE, LONGEST_EDGE)
-    while heads > FEWEST_HEADS and tile_bytes(inputs, heads)(*longest) > inputs.workspace_bytes:
+    heads, longest = inputs.q.shape[1], (LONGEST_EDGE, LONGEST_EDGE)
+    costs = tile_bytes(inputs, heads, copies)
+    while heads > FEWEST_HEADS and costs(*longest) > inputs.workspace_bytes:
         heads = max(heads // 2, FEWEST_HEADS)
-    costs = tile_bytes(inputs, heads)
+        costs = tile_bytes(inputs, heads, copies)
     return fitting_shape(costs, inputs.workspace_bytes, LONGEST_EDGE, BLOCK), heads
 
 
-def tile_bytes(inputs: DenseLossInputs, heads_at_once: int) -> TileBytes:
+def tile_bytes(inputs: DenseLossInputs, heads_at_once: int, copies: bool = False) -> TileBytes:
     """Count what is alive at the same time."""
     x, q, k = inputs.indexer, inputs.q, inputs.k
     (index_heads, index_dim), (heads, dim) = x.q.shape[1:], q.shape[1:]
@@ -272,16 +290,22 @@ def tile_bytes(inputs: DenseLossInputs, heads_at_once: int) -> TileBytes:
     pair = 4 * (1 if inputs.head_group is None else 2) + item + 4 * index_dim // 64
     row = index_heads * index_dim * 4 + 6 * heads * 4
     slot = index_dim * (3 * item + 4)
-    if isinstance(k, LatentKeys):
+    fixed = 0
+    if isinstance(k, ExpandedKeys):
+        slot += gathered_bytes(k) * gathers
+        slot += 0 if k.own.shape[2] % teacher.CHUNK == 0 else heads_at_once * item * dim
+    elif isinstance(k, LatentKeys):
         own, rank = k.w_uk.shape[1:]
         apart = own % teacher.CHUNK == 0
         slot += heads_at_once * item * (own if apart else own + dim)
-        slot += k.latents.shape[1] * item * gathers
+        slot += k.latents.shape[1] * item * gathers + (k.latents.shape[1] - rank) * item * copies
         fixed = 0 if k.w_uk.is_contiguous() else heads_at_once * own * rank * item
     else:
-        slot, fixed = slot + k.shape[1] * dim * item * gathers, 0
+        slot += k.shape[1] * dim * item * gathers
     if not _is_dense(q) or not _is_dense(x.q):
         row += heads * dim * item + index_heads * index_dim * item
+    elif copies and any(x.rows.step != 1 for x in inputs.layout.query_ranges):
+        row += heads * dim * item
     return TileBytes(pair, row, slot, fixed)
 
 
@@ -293,7 +317,8 @@ def _chunk(dim: int) -> int:
     return min(teacher.CHUNK, max(16, triton.next_power_of_2(dim)))
 
 
-def _whole_blocks(like: torch.Tensor, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+def whole_blocks(like: torch.Tensor, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return an empty tensor of so many pairs, in multiples of :data:`BLOCK`."""
     rows, width = (triton.cdiv(n, BLOCK) * BLOCK for n in (rows, width))
     return like.new_empty(rows, width, dtype=dtype)
 

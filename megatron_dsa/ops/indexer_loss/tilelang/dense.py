@@ -1,0 +1,90 @@
+"""The dense indexer loss whose teachers of plain MLA come from our own kernel (Hopper, bf16).
+
+The rest of the loss is that of :mod:`megatron_dsa.ops.indexer_loss.triton.dense`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron_dsa.numerics.arithmetic import slices
+from megatron_dsa.ops.hopper.tiles import LOG2_E
+from megatron_dsa.ops.indexer_loss.dense import dense_loss
+from megatron_dsa.ops.indexer_loss.inputs import (
+    DenseLossInputs,
+    ExpandedKeys,
+    LatentKeys,
+    TeacherKeys,
+)
+from megatron_dsa.ops.indexer_loss.tilelang.teacher import compiled
+from megatron_dsa.ops.indexer_loss.triton.dense import BLOCK, TritonTiles, whole_blocks
+from megatron_dsa.sequence.layout import Seen
+
+#: Dims of a key without rope, and of its rope.
+NOPE, ROPE = 128, 64
+
+
+def dense(inputs: DenseLossInputs) -> torch.Tensor:
+    """Return the KL sum over all visible keys (scalar), differentiable in the indexer's inputs.
+
+    bf16; index heads of 128 dims. Deterministic.
+    """
+    return dense_loss(inputs, HopperTiles)
+
+
+class HopperTiles(TritonTiles):
+    """:class:`~.triton.dense.TritonTiles` with another teacher where keys are those of plain MLA.
+
+    Keys that all heads share, or of other dims, are left to Triton's.
+    """
+
+    copies = True
+
+    def teacher(self, q: torch.Tensor, keys, lse: torch.Tensor, seen: Seen) -> torch.Tensor:
+        """fp32, in whole blocks."""
+        if not _is_plain(q, keys):
+            return super().teacher(q, keys, lse, seen)
+        q, (heads, rows) = q.contiguous(), lse.shape
+        # TMA reads rows of whole 16 bytes.
+        in_base_2 = lse.new_empty(heads, 1, -(-rows // BLOCK) * BLOCK, dtype=torch.float32)
+        torch.mul(lse, LOG2_E, out=in_base_2[:, 0, :rows])
+        start, end, out = seen.start.contiguous(), seen.end.contiguous(), None
+        for first, own, rope in self._parts(keys):
+            if out is None:
+                out = whole_blocks(q, rows, len(own), torch.float32)
+            behind = own.shape[2] - NOPE
+            compiled(NOPE, ROPE, behind, rope is None)(
+                q, own, own.new_empty(1, ROPE) if rope is None else rope, in_base_2, start, end,
+                out, first, self._scale,
+            )  # fmt: skip
+        assert out is not None
+        return out
+
+    def _parts(self, keys: TeacherKeys) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
+        """Yield a first head, the keys from it on, and the rope key of all heads.
+
+        Keys are ``[w, h, NOPE + ...]``; without a rope key of all heads, each head's follows its
+        key.
+        """
+        if isinstance(keys, torch.Tensor):
+            yield 0, keys.contiguous(), None
+        elif isinstance(keys, ExpandedKeys):
+            yield 0, keys.kv.contiguous(), keys.k_pe.contiguous()
+        else:
+            rank = keys.w_uk.shape[2]
+            latents, rope = keys.latents[:, :rank], keys.latents[:, rank:].contiguous()
+            for some in slices(len(keys.w_uk), self._heads_at_once):
+                own = latents @ keys.w_uk[some].flatten(0, 1).t()
+                yield some.start, own.unflatten(1, (-1, NOPE)), rope
+
+
+def _is_plain(q: torch.Tensor, keys: TeacherKeys) -> bool:
+    """Whether every head has a key of its own, of the dims that the kernel knows."""
+    if q.shape[2] != NOPE + ROPE:
+        return False
+    if isinstance(keys, torch.Tensor):
+        return keys.shape[1] == q.shape[1]
+    own = keys.w_uk.shape[1] if isinstance(keys, LatentKeys) else keys.own.shape[2]
+    return own == NOPE
