@@ -290,11 +290,12 @@ def options_from_args(args: argparse.Namespace) -> DSAOptions:
     Raises:
         ConfigError: ``--dsa-impl`` names an unknown operation or implementation.
     """
-    packed = args.dataloader_inter_document_masking
+    packed, sequences = args.dataloader_inter_document_masking, args.micro_batch_size or 1
     options = DSAOptions(
         fused=args.dsa_attention_backend != "dsa_unfused",
         sequence_length=args.seq_length,
-        interleaved_sequences=1 if packed else args.micro_batch_size or 1,
+        interleaved_sequences=1 if packed else sequences,
+        packed_sequences=sequences if packed else 1,
         **field_values(DSAOptions, args),
     )
     check_operations(dict(options.named), OPERATIONS, FLAG)

@@ -167,6 +167,8 @@ class DSAOptions:
     sequence_length: int | None = None
     #: Sequences of a microbatch whose tokens alternate: those of an unpacked one.
     interleaved_sequences: int = 1
+    #: Sequences of that length that a packed microbatch holds, one after the other.
+    packed_sequences: int = 1
     cp_exchange: Literal["auto", "latents", "keys"] = option(
         "auto",
         "--dsa-cp-exchange",
@@ -206,7 +208,7 @@ class DSAOptions:
     def __post_init__(self):
         for ok, message in option_rules(DSAOptions, self):
             require(ok, message)
-        for name in ("sequence_length", "interleaved_sequences"):
+        for name in ("sequence_length", "interleaved_sequences", "packed_sequences"):
             value = getattr(self, name)
             require(
                 value is None or value >= 1,

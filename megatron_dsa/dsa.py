@@ -33,7 +33,7 @@ from megatron_dsa.modules.rope import TokenRope
 from megatron_dsa.ops.rope.api import rotate
 from megatron_dsa.parallel.gather import Gathering, finish_gather, head_product, start_gather
 from megatron_dsa.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
-from megatron_dsa.required_ops import selected_attention, tensor_parallel_mode
+from megatron_dsa.required_ops import attention_of, tensor_parallel_mode
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -71,8 +71,8 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             softmax_scale=self.softmax_scale,
             pg_collection=self.pg_collection,
         )
-        # How selected keys are attended to, if the stage selects: over latents, or under a mask.
-        attention = selected_attention(config)
+        # Whether plain MLA runs under a bit mask: of the keys that are selected, or of all visible.
+        attention = attention_of(config)
         self.masked = attention.masked
         self.ranks = ranks_of(config, self.pg_collection, tensor_parallel_mode(config, attention))
         self.sparse = options_of(config).stage == "sparse" and not self.masked
@@ -107,7 +107,10 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         if self.exchanges_latents:
             assert keys is not None
             return self._attend_latents(q_latent, keys, layout, rope, index_inputs)
-        attend = self._attend_masked if self.masked else self._attend_dense
+        attend = self._attend_dense
+        if self.masked:
+            selects = options_of(self.config).stage == "sparse"
+            attend = self._attend_masked if selects else self._attend_visible
         return attend(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
 
     def _latents(self, hidden_states: torch.Tensor):
@@ -182,11 +185,35 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
 
     def _attend_masked(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
         """Plain MLA over all keys under a mask of those selected; ``[tokens, H, v_head_dim]``."""
-        if self.ranks.tp is not None:
-            k_pe = gather_from_sequence_parallel_region(k_pe, group=self.ranks.tp)
         if self.ranks.attention_group is not None:
             # The layout is of the tokens that this rank selects for, attention is for all.
             rope = TokenRope(self.rotary_pos_emb, layout.all_tokens)
+        tensors = self._plain(q_latent, kv_latent, k_pe, rope)
+        given = self._given_selection(layout)  # of this microbatch, also when recomputed later
+
+        def core(q, kv, k_pe, *index_tensors):
+            out, selection = self.core_attention.forward_masked(
+                q, kv, k_pe, layout, _rebuild(index_inputs, index_tensors), given, self.ranks
+            )
+            return out, *selection
+
+        return self._run_selecting(core, *tensors, *_tensors(index_inputs))
+
+    def _attend_visible(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
+        """Like :meth:`_attend_dense`, under a mask of the visible keys and without copies."""
+        tensors = self._plain(q_latent, kv_latent, k_pe, rope)
+
+        def core(q, kv, k_pe, *index_tensors):
+            return self.core_attention.forward_visible(
+                q, kv, k_pe, layout, _rebuild(index_inputs, index_tensors)
+            )
+
+        return self.run_core(core, *tensors, *_tensors(index_inputs))
+
+    def _plain(self, q_latent, kv_latent, k_pe, rope):
+        """Return ``q [tokens, H, 192]``, keys and values ``[tokens, H, 256]`` and the rope key."""
+        if self.ranks.tp is not None:
+            k_pe = gather_from_sequence_parallel_region(k_pe, group=self.ranks.tp)
 
         def up(q_latent, kv_latent, k_pe):
             # Pairs of rotated dims stay in place, in queries and keys: products are the same.
@@ -196,16 +223,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             k_pe = rotate(k_pe.flatten(0, 1)[:, None], *tables, policy=policy)[:, 0]
             return q, self._keys_and_values(kv_latent), k_pe
 
-        q, kv, k_pe = self.maybe_recomputed(up, q_latent, kv_latent, k_pe)
-        given = self._given_selection(layout)  # of this microbatch, also when recomputed later
-
-        def core(q, kv, k_pe, *index_tensors):
-            out, selection = self.core_attention.forward_masked(
-                q, kv, k_pe, layout, _rebuild(index_inputs, index_tensors), given, self.ranks
-            )
-            return out, *selection
-
-        return self._run_selecting(core, q, kv, k_pe, *_tensors(index_inputs))
+        return self.maybe_recomputed(up, q_latent, kv_latent, k_pe)
 
     def _run_selecting(self, core, *tensors) -> torch.Tensor:
         """Run ``core``, which returns its output and a selection; hand that on if it is shared."""

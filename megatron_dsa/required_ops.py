@@ -2,8 +2,8 @@
 
 Start-up chooses and compiles them (:mod:`.modules.warm_up`), ``info`` and the planner list them,
 FLOP counts add them up (:mod:`.metrics.flops`). A test compares them with the calls of real steps,
-for every stage and preset. Which attention selected keys get, and what tensor-parallel ranks
-divide, is decided here, too.
+for every stage and preset. Which attention selected keys get and which all visible ones, and what
+tensor-parallel ranks divide, is decided here, too.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops.attention_costs import PairDims, attention_costs
 from megatron_dsa.ops.indexer_topk.api import selection_calls
 from megatron_dsa.ops.masked_attention import declaration as masked
+from megatron_dsa.ops.masked_attention.visible import MOST_KEPT, describe_visible_call
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, gives_teacher
 
 
@@ -113,6 +114,11 @@ class SelectedAttention:
     reason: str
     crossover: int | None = None
 
+    @property
+    def masked_runs(self) -> bool:
+        """Whether masked dense attention could be taken for other sequences."""
+        return self.crossover is not None
+
     def describe(self) -> str:
         """One line: which, why, and for which sequences masked dense attention is cheaper."""
         name = "masked dense attention" if self.masked else "sparse attention"
@@ -146,7 +152,7 @@ def selected_attention(config: Any, device: str | None = None) -> SelectedAttent
         return SelectedAttention(False, "tensor-parallel ranks attend by sequence")
     if asked == "sparse":
         return SelectedAttention(False, "asked for")
-    call = _Calls(config, device or _default_device()).masked_attention()
+    call = _Calls(config, device or _default_device()).masked_attention(topk)
     if asked == "auto":
         for operation in MASKED_OPERATIONS:
             reason = operation.why_not_fused(call, options.policy)
@@ -165,7 +171,80 @@ def selected_attention(config: Any, device: str | None = None) -> SelectedAttent
     return SelectedAttention(cheaper, reason, crossover)
 
 
-def tensor_parallel_mode(config: Any, attention: SelectedAttention | None = None) -> TPMode:
+@dataclass(frozen=True)
+class VisibleAttention:
+    """How a configuration attends to all visible keys, in stages ``dense`` and ``warmup``.
+
+    Attributes:
+        masked: by masked dense attention under the bits of these keys; else by the operation
+            ``dense_attention``, or keys are selected.
+        reason: why, in one clause.
+        longest: tokens of a microbatch up to which it is masked, where that can run.
+    """
+
+    masked: bool
+    reason: str
+    longest: int | None = None
+
+    @property
+    def masked_runs(self) -> bool:
+        """Whether masked dense attention could be taken for other sequences."""
+        return self.longest is not None
+
+    def describe(self) -> str:
+        """One line: which, why, and for which microbatches masked dense attention is taken."""
+        name = "masked dense attention" if self.masked else "dense attention"
+        line = f"visible keys: {name} ({self.reason})"
+        return line if self.longest is None else f"{line}; masked up to {self.longest} tokens"
+
+
+def visible_attention(config: Any, device: str | None = None) -> VisibleAttention:
+    """Decide how a configuration attends to all visible keys; the same for all its layers.
+
+    Masked dense attention copies neither keys nor values, and its kernels are the faster ones. It
+    is taken where they run on the device, a rank holds whole sequences, and the bits of a
+    microbatch are small; unless an implementation of ``dense_attention`` is named.
+
+    Args:
+        config: a validated transformer configuration of this package.
+        device: as of :func:`required_ops`.
+    """
+    options = options_of(config)
+    if uses_csa(config) or options.stage == "sparse":
+        return VisibleAttention(False, "keys are selected")
+    if config.context_parallel_size > 1:
+        return VisibleAttention(False, "context-parallel ranks exchange keys or latents")
+    if (name := options.policy.named_for("dense_attention")) is not None:
+        return VisibleAttention(False, f"dense_attention={name} was asked for")
+    for operation, call in _Calls(config, device or _default_device()).visible_attention():
+        reason = operation.why_not_fused(call, options.policy)
+        if reason is not None:
+            return VisibleAttention(False, f"{operation.name} is not fused here: {reason}")
+    longest = MOST_KEPT
+    if options.interleaved_sequences > 1:
+        # Every tile would hold all of them, and be computed for one.
+        return VisibleAttention(False, "sequences of a microbatch alternate", longest)
+    if options.sequence_length is None:
+        return VisibleAttention(False, "no sequence length is given", longest)
+    tokens = options.sequence_length * options.packed_sequences
+    return VisibleAttention(tokens <= longest, f"{tokens} tokens of a microbatch", longest)
+
+
+#: How keys are attended to: those that are selected, or all visible ones.
+AttentionChoice = SelectedAttention | VisibleAttention
+
+
+def attention_of(config: Any, device: str | None = None) -> AttentionChoice:
+    """Decide how the layers of a configuration attend to keys in its stage.
+
+    Args:
+        config, device: as of :func:`required_ops`.
+    """
+    selects = uses_csa(config) or options_of(config).stage == "sparse"
+    return (selected_attention if selects else visible_attention)(config, device)
+
+
+def tensor_parallel_mode(config: Any, attention: AttentionChoice | None = None) -> TPMode:
     """Decide what tensor-parallel ranks divide; the same for all layers of a configuration.
 
     * ``heads``: a rank attends for all tokens with its own heads, and repeats the indexer's work.
@@ -175,9 +254,11 @@ def tensor_parallel_mode(config: Any, attention: SelectedAttention | None = None
 
     Args:
         config: a validated transformer configuration.
-        attention: what :func:`selected_attention` decides, if it is known.
+        attention: what :func:`attention_of` decides, if it is known.
     """
-    attention = selected_attention(config) if attention is None else attention
+    attention = attention_of(config) if attention is None else attention
+    if isinstance(attention, VisibleAttention):
+        return "heads"
     if attention.masked:
         return "select" if selects_by_sequence(config) else "heads"
     return "sequence" if by_sequence(config) else "heads"
@@ -230,29 +311,38 @@ class _Calls:
             relu=config.dsa_indexer_scoring_relu,
         )  # fmt: skip
 
-    def masked_attention(self) -> OpCall:
+    def masked_attention(self, topk: int | None = None) -> OpCall:
         config = self.config
         key = config.qk_head_dim + config.qk_pos_emb_head_dim
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         return self.of(
-            heads, key, config.v_head_dim, rope_dim=config.qk_pos_emb_head_dim,
-            topk=config.dsa_indexer_topk,
-        )  # fmt: skip
+            heads, key, config.v_head_dim, rope_dim=config.qk_pos_emb_head_dim, topk=topk
+        )
+
+    def visible_attention(self) -> Iterator[tuple[Operation, OpCall]]:
+        """Yield what masked dense attention to all visible keys calls."""
+        yield masked.VISIBLE_BITS, describe_visible_call(self.device)
+        for operation in (masked.FORWARD, masked.BACKWARD):
+            yield operation, self.masked_attention()
 
     def selection(self, visible: Keys) -> Iterator[RequiredOp]:
         topk, policy = self.config.dsa_indexer_topk, options_of(self.config).policy
         for name, call in selection_calls(self.indexer(topk), policy):
             yield RequiredOp(name, call, (visible,))
 
-    def loss(self, visible: Keys, selected: Keys, teachers: list[RequiredOp]):
-        """Yield the indexer's loss, with what forms the teacher of a sparse one."""
+    def loss(self, visible: Keys, selected: Keys, teachers: list[RequiredOp], teacher_dim: int):
+        """Yield the indexer's loss, with what forms the teacher of a sparse one.
+
+        ``teacher_dim``: dims of the attention's queries.
+        """
         config = self.config
         if not (indexer_is_trained(config) or options_of(config).evaluate_indexer):
             return
         trained = indexer_is_trained(config)
         yield from teachers
         if not loss_is_sparse(config):
-            yield RequiredOp("dense_indexer_loss", self.indexer(), (visible,), trained)
+            call = replace(self.indexer(), teacher_dim=teacher_dim)
+            yield RequiredOp("dense_indexer_loss", call, (visible,), trained)
             return
         call = self.indexer(config.dsa_indexer_topk)
         yield RequiredOp("sparse_indexer_loss", call, (selected,), trained)
@@ -264,9 +354,12 @@ def _dsa_ops(calls: _Calls, layer_number: int, is_mtp: bool) -> Iterator[Require
     indexer = uses_indexer(config) and selects_keys(config, layer_number, is_mtp)
     if options.stage != "sparse":
         call = calls.of(heads, config.qk_head_dim + rope, config.v_head_dim)
-        yield RequiredOp("dense_attention", call, (visible,))
+        if visible_attention(config, calls.device).masked:
+            yield from visible_ops(config, calls.device)
+        else:
+            yield RequiredOp("dense_attention", call, (visible,))
         if indexer:
-            yield from calls.loss(visible, visible, [])
+            yield from calls.loss(visible, visible, [], call.qk_dim)
         return
     selected, latent = Keys(limit=config.dsa_indexer_topk), config.kv_lora_rank
     if indexer:
@@ -283,14 +376,33 @@ def _dsa_ops(calls: _Calls, layer_number: int, is_mtp: bool) -> Iterator[Require
         teachers = []
         if loss_is_sparse(config):
             teachers = _teachers(attention, selected, teaches, options.evaluate_indexer)
-        yield from calls.loss(visible, selected, teachers)
+        yield from calls.loss(visible, selected, teachers, attention.qk_dim)
+
+
+def visible_ops(config: Any, device: str | None = None) -> Iterator[RequiredOp]:
+    """Yield what masked dense attention to all visible keys calls, whether it is chosen or not.
+
+    Args:
+        config, device: as of :func:`required_ops`.
+    """
+    calls = _Calls(config, device or _default_device())
+    yield from _plain_ropes(calls)
+    for operation, call in calls.visible_attention():
+        keys = () if operation is masked.VISIBLE_BITS else (Keys(),)
+        yield RequiredOp(operation.name, call, keys)
+
+
+def _plain_ropes(calls: _Calls) -> Iterator[RequiredOp]:
+    """Yield the rotations of plain MLA under a bit mask: of queries, and of the rope key."""
+    call = calls.masked_attention()
+    yield RequiredOp("rotate", calls.of(call.heads, call.qk_dim))
+    yield RequiredOp("rotate", calls.of(1, calls.config.qk_pos_emb_head_dim))
 
 
 def _masked_ops(calls: _Calls, indexer: bool, visible: Keys, selected: Keys):
     """Yield masked dense attention, which reads all visible keys, and the indexer's loss."""
-    config, call = calls.config, calls.masked_attention()
-    yield RequiredOp("rotate", calls.of(call.heads, call.qk_dim))
-    yield RequiredOp("rotate", calls.of(1, config.qk_pos_emb_head_dim))
+    config, call = calls.config, calls.masked_attention(_topk(calls.config))
+    yield from _plain_ropes(calls)
     yield RequiredOp("key_bits", calls.of(1, 0, dtype=torch.int32, topk=call.topk))
     yield RequiredOp("masked_attention_forward", call, (visible,))
     yield RequiredOp("masked_attention_backward", call, (visible,))
@@ -301,7 +413,7 @@ def _masked_ops(calls: _Calls, indexer: bool, visible: Keys, selected: Keys):
         trained = indexer_is_trained(config)
         name = "masked_attention_probabilities"
         teachers.append(RequiredOp(name, call, (visible,), trained))
-    yield from calls.loss(visible, selected, teachers)
+    yield from calls.loss(visible, selected, teachers, call.qk_dim)
 
 
 def _csa_ops(calls: _Calls, layer_number: int, is_mtp: bool) -> Iterator[RequiredOp]:
@@ -351,7 +463,7 @@ def _csa_ops(calls: _Calls, layer_number: int, is_mtp: bool) -> Iterator[Require
         # The mass of the window in the teacher's softmax.
         call = replace(attention, topk=config.csa_window_size, sink=False)
         teachers = [RequiredOp("sparse_attention_forward", call, keys[:1], trained)]
-    yield from calls.loss(visible, selected, teachers)
+    yield from calls.loss(visible, selected, teachers, dim)
 
 
 def _teachers(attention: OpCall, keys: Keys, trained: bool, evaluated: bool) -> list[RequiredOp]:

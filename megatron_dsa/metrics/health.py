@@ -30,6 +30,7 @@ from megatron_dsa.metrics.quality import (
     visible_keys,
 )
 from megatron_dsa.numerics.autograd import in_backward
+from megatron_dsa.ops.indexer_loss.inputs import ExpandedKeys
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.sequence.layout import Layout
 
@@ -67,13 +68,12 @@ class Attended:
     softmax_scale: float
     k_pe: torch.Tensor | None = None
 
-    def keys(self) -> torch.Tensor:
-        """Return the keys ``[Skv, 1, D]``, or of every head ``[Skv, H, D]``."""
+    def keys(self) -> torch.Tensor | ExpandedKeys:
+        """Return the keys ``[Skv, 1, D]``, or those of every head."""
         if self.k_pe is None:
             return self.kv[:, None]
-        nope = self.kv[..., : self.q.shape[2] - self.k_pe.shape[1]]
-        rope = self.k_pe[:, None].expand(-1, self.kv.shape[1], -1)
-        return torch.cat([nope, rope], dim=-1)
+        nope = self.q.shape[2] - self.k_pe.shape[1]
+        return ExpandedKeys(self.kv, self.k_pe, self.kv.shape[2] - nope)
 
 
 @torch.no_grad()

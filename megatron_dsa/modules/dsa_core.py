@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_dsa.config import uses_indexer
 from megatron_dsa.dispatch import log_once, on_meta
 from megatron_dsa.dsa_kernels import (
+    ExpandedKeys,
     IndexerInputs,
     IndexerTraining,
     LatentKeys,
@@ -27,6 +28,7 @@ from megatron_dsa.dsa_kernels import (
     masked_attention,
     sparse_attention,
     sparse_indexer_loss,
+    visible_bits,
 )
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.health import Attended
@@ -35,7 +37,7 @@ from megatron_dsa.modules.rope import TokenRope
 from megatron_dsa.modules.warm_up import resolving
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.groups import Ranks, gather_rows
-from megatron_dsa.required_ops import selected_attention, selects_keys
+from megatron_dsa.required_ops import attention_of, selects_keys
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -84,8 +86,8 @@ class DSACoreAttention(CoreAttention):
         self.computes_topk = is_mtp or self.selects
         if uses_indexer(config) and self.computes_topk:
             self.build_indexer(submodules.indexer)
-        if self.options.stage == "sparse" and resolving() and not on_meta():
-            log_once(logging.INFO, selected_attention(config).describe())
+        if resolving() and not on_meta():
+            log_once(logging.INFO, attention_of(config).describe())
         self.resolve_kernels()
 
     def selecting_numbers(self) -> list[int]:
@@ -246,6 +248,28 @@ class DSACoreAttention(CoreAttention):
         if group is not None and self._wants_dense_loss(index_inputs):
             k = gather_rows(k, group)
         return self._with_loss(out, lse, index_inputs, q, k, layout)
+
+    def forward_visible(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        k_pe: torch.Tensor,
+        layout: Layout,
+        index_inputs: IndexerInputs | None,
+    ) -> torch.Tensor:
+        """Attend to all visible keys by plain MLA under a bit mask; ``[tokens, H, v_head_dim]``.
+
+        Args:
+            q, kv, k_pe: as of :meth:`forward_masked`.
+            layout: which keys each token sees; one rank holds all of them.
+            index_inputs: the indexer's projections or ``None``.
+        """
+        result = masked_attention(
+            q, kv, k_pe, visible_bits(layout, self.policy), softmax_scale=self.softmax_scale,
+            policy=self.policy,
+        )  # fmt: skip
+        keys = ExpandedKeys(kv, k_pe, self.config.v_head_dim)
+        return self._with_loss(result.out, result.lse, index_inputs, q, keys, layout)
 
     def forward_latents(
         self,

@@ -19,11 +19,14 @@ import torch
 from megatron_dsa.dispatch import Policy, on_meta, uncounted
 from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.dsa_kernels import (
+    ExpandedKeys,
     IndexerInputs,
+    dense_indexer_loss,
     indexer_topk,
     key_bits,
     masked_attention,
     sparse_indexer_loss,
+    visible_bits,
 )
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.indexer_topk.api import candidates_for
@@ -106,6 +109,12 @@ def warm_up(calls: tuple[tuple[str, OpCall], ...], policy: Policy, softmax_scale
             _index(fused, inputs, policy)
 
 
+def _device() -> torch.device:
+    if _DEVICE != "cuda":
+        return torch.device(_DEVICE)
+    return torch.device(_DEVICE, torch.cuda.current_device())
+
+
 def _values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Numbers that differ from each other, without touching a random generator."""
     count = torch.Size(shape).numel()
@@ -131,18 +140,30 @@ def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> 
 
 
 def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> None:
-    assert call.topk is not None and call.rope_dim is not None
-    rope = call.rope_dim
-    q = _values(_ROWS, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_()
+    assert call.rope_dim is not None
+    rope, topk = call.rope_dim, call.topk
+    # A copy, so that its bits are not those of a batch.
+    layout = replace(bshd_layout(_KEYS, 1, _device()))
+    rows = _KEYS if topk is None else _ROWS
+    q = _values(rows, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_()
     kv = _values(_KEYS, call.heads, call.qk_dim - rope + call.v_dim, dtype=call.dtype)
     k_pe = _values(_KEYS, rope, dtype=call.dtype)
-    bits = key_bits(_first_keys(call.topk), None, _KEYS, policy=policy)
+    if topk is None:
+        bits = visible_bits(layout, policy)
+    else:
+        bits = key_bits(_first_keys(topk), None, _KEYS, policy=policy)
     result = masked_attention(
-        q, kv, k_pe, bits, softmax_scale=softmax_scale, topk=call.topk,
+        q, kv, k_pe, bits, softmax_scale=softmax_scale, topk=topk,
         want_p_sum="masked_attention_probabilities" in fused, policy=policy,
     )  # fmt: skip
     if "masked_attention_backward" in fused:
         torch.autograd.grad(result.out, q, result.out.detach())
+    if "dense_indexer_loss" in fused and topk is None:
+        dense_indexer_loss(
+            _index_inputs(fused["dense_indexer_loss"], _KEYS), q,
+            ExpandedKeys(kv, k_pe, call.v_dim), layout, softmax_scale=softmax_scale,
+            lse=result.lse, policy=policy,
+        )  # fmt: skip
 
 
 def _first_keys(topk: int) -> torch.Tensor:
@@ -151,24 +172,28 @@ def _first_keys(topk: int) -> torch.Tensor:
     return torch.where(place < _KEYS, place, -1).expand(_ROWS, -1).contiguous()
 
 
-def _index(fused: dict, call: OpCall, policy: Policy) -> None:
-    assert call.topk is not None
-    # Scores are only needed where more is visible than selected.
-    rows = _ROWS + (candidates_for(call.topk) if policy.fp8_selection else call.topk)
-    inputs = IndexerInputs(
-        _values(rows, call.heads, call.qk_dim, dtype=call.dtype),
+def _index_inputs(call: OpCall, rows: int) -> IndexerInputs:
+    """Return inputs of an indexer whose queries get a gradient."""
+    return IndexerInputs(
+        _values(rows, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_(),
         _values(rows, call.qk_dim, dtype=call.dtype),
         _values(rows, call.heads, dtype=call.dtype),
         call.relu,
     )
-    layout = bshd_layout(rows, 1, torch.device("cuda", torch.cuda.current_device()))
+
+
+def _index(fused: dict, call: OpCall, policy: Policy) -> None:
+    assert call.topk is not None
+    # Scores are only needed where more is visible than selected.
+    rows = _ROWS + (candidates_for(call.topk) if policy.fp8_selection else call.topk)
+    inputs = _index_inputs(call, rows)
+    layout = bshd_layout(rows, 1, _device())
     with torch.no_grad():
         exact = replace(policy, fp8_selection=False)
         indices, length = indexer_topk(inputs, layout, call.topk, policy=exact)
         if policy.fp8_selection:  # which wide blocks alone would take
             indexer_topk(inputs, layout, call.topk, policy=replace(policy, fp8_least_ratio=0))
     if "sparse_indexer_loss" in fused:
-        inputs.q.requires_grad_()
         teacher = torch.ones(indices.shape, device=_DEVICE)
         with torch.enable_grad():
             sparse_indexer_loss(inputs, indices, teacher, layout, topk_length=length, policy=policy)

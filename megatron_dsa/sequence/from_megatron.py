@@ -63,6 +63,12 @@ def _unpacked(total: int, batch: int, device, keys: Sharding, queries: Sharding)
     return sharded_layout(layout, queries, KeyOwnership(keys, table, batch))
 
 
+def forget_layouts() -> None:
+    """Drop the layouts of unpacked batches, and the tables that are kept with them."""
+    _unpacked.cache_clear()
+    bshd_layout.cache_clear()
+
+
 def _packed(total: int, packed_seq_params, keys: Sharding, queries: Sharding) -> Layout:
     max_seqlen = packed_seq_params.max_seqlen_q
     padded = packed_seq_params.cu_seqlens_q_padded

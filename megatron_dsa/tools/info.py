@@ -20,6 +20,8 @@ from megatron_dsa.required_ops import (
     RequiredOp,
     required_ops,
     selected_attention,
+    visible_attention,
+    visible_ops,
 )
 from megatron_dsa.tools.support_table import support_table
 from megatron_dsa.versions import (
@@ -59,6 +61,11 @@ def collect_info() -> dict:
             for model, source in MODELS.items()
             if not _is_v4(source[0])
         },
+        "visible_attention": {
+            model: _visible_attention(*source)
+            for model, source in MODELS.items()
+            if not _is_v4(source[0])
+        },
     }
 
 
@@ -86,6 +93,9 @@ def model_ops(name: str, missing: dict) -> dict[str, RequiredOp]:
         ratios = config.csa_compress_ratios if uses_csa(config) else [CSA_RATIO]
         for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
             ops.setdefault(op.operation, op)
+    if not _is_v4(name):
+        for op in visible_ops(config):
+            ops.setdefault(op.operation, op)
     return {operation: ops[operation] for operation in OPERATIONS if operation in ops}
 
 
@@ -104,6 +114,12 @@ def _selected_attention(name: str, missing: dict) -> dict:
     """How one rank that holds all heads would attend to selected keys."""
     choice = selected_attention(_config(name, DSAOptions(), missing))
     return {"masked_up_to_tokens": choice.crossover, "says": choice.describe()}
+
+
+def _visible_attention(name: str, missing: dict) -> dict:
+    """How one rank that holds all heads would attend to all visible keys."""
+    choice = visible_attention(_config(name, DSAOptions(stage="dense"), missing))
+    return {"masked_up_to_tokens": choice.longest, "says": choice.describe()}
 
 
 def _operations(ops: dict[str, RequiredOp]) -> dict:
@@ -126,6 +142,7 @@ def _operations(ops: dict[str, RequiredOp]) -> dict:
 _REMARKS = {
     "indexer_listed_scores": "with --dsa-fp8-selection",
     **dict.fromkeys((op.name for op in MASKED_OPERATIONS), "with masked dense attention"),
+    "visible_bits": "with masked dense attention in stages dense and warmup",
     "sparse_attention_backward": "where it trains the indexer",
     "sparse_attention_probabilities": "where the backward does not give them",
 }
@@ -180,8 +197,9 @@ def _print_info(info: dict) -> None:
     for model, operations in info["operations"].items():
         print(f"operations ({model} shapes, bf16, --attention-backend dsa_fused)")
         _print_operations(operations)
-        if (attention := info["selected_attention"].get(model)) is not None:
-            print(f"  {attention['says']}")
+        for keys in ("selected_attention", "visible_attention"):
+            if (attention := info[keys].get(model)) is not None:
+                print(f"  {attention['says']}")
 
 
 def _print_operations(operations: dict) -> None:

@@ -10,9 +10,9 @@ from unittest import mock
 from megatron.training import print_rank_0
 from megatron.training.models import gpt
 
-from megatron_dsa.config import options_of, uses_csa
+from megatron_dsa.config import uses_csa
 from megatron_dsa.dispatch import Choice, collect_choices
-from megatron_dsa.required_ops import SelectedAttention, selected_attention
+from megatron_dsa.required_ops import AttentionChoice, attention_of
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 
@@ -31,8 +31,7 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
         with collect_choices() as choices:
             models = super().build_distributed_models(*args, **kwargs)
         config = self._model_config.transformer
-        selects = options_of(config).stage == "sparse" and not uses_csa(config)
-        print_start_table(choices, selected_attention(config) if selects else None)
+        print_start_table(choices, None if uses_csa(config) else attention_of(config))
         return models
 
     def build_model(self, *args, **kwargs) -> Any:
@@ -66,14 +65,12 @@ def start_table(choices: Iterable[Choice]) -> list[str]:
     ]
 
 
-def print_start_table(
-    choices: Iterable[Choice], attention: SelectedAttention | None = None
-) -> None:
+def print_start_table(choices: Iterable[Choice], attention: AttentionChoice | None = None) -> None:
     """Print the table of rank 0's model; nothing if no operation was chosen.
 
     Args:
         choices: what runs the operations.
-        attention: how the model attends to selected keys, if it selects.
+        attention: how the model attends to keys, if there are two ways to.
     """
     choices = list(choices)
     if choices:

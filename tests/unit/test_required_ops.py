@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import Operation
+from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
+from megatron_dsa.sequence.from_megatron import forget_layouts
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start
 
 #: Fields of the small configurations that are no part of a model's structure.
@@ -37,6 +39,18 @@ SETTINGS = {
         {},
     ),
     "sparse, fp8 selection": ({"fp8_selection": True}, {}),
+    "visible, dense": (
+        {"stage": "dense", "sequence_length": 140},
+        {"dsa_indexer_loss_coeff": None},
+    ),
+    "visible, warm-up": (
+        {"stage": "warmup", "sequence_length": 140},
+        {"dsa_indexer_use_sparse_loss": False},
+    ),
+    "visible, warm-up, all trained": (
+        {"stage": "warmup", "freeze_main": False, "sequence_length": 140},
+        {"dsa_indexer_use_sparse_loss": False},
+    ),
     "masked": ({"selected_attention": "masked"}, {}),
     "masked, dense loss": (
         {"selected_attention": "masked"},
@@ -91,7 +105,7 @@ def recorded(monkeypatch, run):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5", "deepseek-v4-flash", "deepseek-v4-pro"])
-def test_what_runs_is_what_is_declared(name, setting, monkeypatch):
+def test_what_runs_is_what_is_declared(name, setting, monkeypatch, add):
     start()
     from megatron_dsa.config import DSAOptions
     from megatron_dsa.required_ops import called_ops
@@ -100,6 +114,12 @@ def test_what_runs_is_what_is_declared(name, setting, monkeypatch):
         pytest.skip("an option of V4")
     if "masked" in setting and name.startswith("deepseek-v4"):
         pytest.skip("refused for V4")
+    if setting.startswith("visible"):
+        if name.startswith("deepseek-v4"):
+            pytest.skip("V4's layers attend to lists of keys")
+        for operation in (VISIBLE_BITS, FORWARD, BACKWARD):
+            add(operation.name, lambda torchs: torchs)
+    forget_layouts()  # a layout keeps the bits that were formed for it
     policy = DSAOptions.policy.fget
     # Narrow blocks take the exact path otherwise.
     wide = property(lambda options: dataclasses.replace(policy(options), fp8_least_ratio=2))

@@ -6,6 +6,7 @@ from megatron_dsa.config import DSAOptions
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.required_ops import (
     SelectedAttention,
+    VisibleAttention,
     required_ops,
     selected_attention,
     tensor_parallel_mode,
@@ -56,6 +57,8 @@ def test_what_is_known_is_not_decided_again():
     config = small_config(options=DSAOptions(selected_attention="masked"), **TP2)
     assert tensor_parallel_mode(config, SelectedAttention(False, "")) == "sequence"
     assert tensor_parallel_mode(config, selected_attention(config)) == "select"
+    config = small_config(options=DSAOptions("dense"), **TP2)
+    assert tensor_parallel_mode(config, VisibleAttention(True, "")) == "heads"
 
 
 @pytest.mark.parametrize(

@@ -306,8 +306,9 @@ def dense_indexer_loss(
 def _check_teacher_keys(q: torch.Tensor, k: TeacherKeys, layout: Layout) -> None:
     heads, dim = q.shape[1:]
     if isinstance(k, ExpandedKeys):
-        shape, fix = ("Skv", heads, dim - k.k_pe.shape[-1] + k.v_dim), "split q and kv by heads"
-        require_tensor("k.kv", k.kv, shape, (q.dtype,), q, fix)
+        width = dim - k.k_pe.shape[-1] + k.v_dim
+        fix = "split q and kv by heads"
+        require_tensor("k.kv", k.kv, ("Skv", heads, width), (q.dtype,), q, fix)
         fix = "give one rope key per token of kv"
         require_tensor("k.k_pe", k.k_pe, (len(k.kv), "P"), (q.dtype,), q, fix)
         require_layout(layout, {}, {"k.kv": k.kv})

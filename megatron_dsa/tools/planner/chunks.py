@@ -13,6 +13,7 @@ import torch
 from megatron_dsa.dispatch import Choice
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.required_ops import called_ops
+from megatron_dsa.sequence.from_megatron import forget_layouts
 from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 
 
@@ -88,6 +89,7 @@ def measure_rank(args, model, pg_collection) -> list[Chunk]:
     """
     from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 
+    forget_layouts()  # a rank keeps tables of its own
     names = _group_names(pg_collection)
     builder = model.get_builder_cls()(model)
     size = args.virtual_pipeline_model_parallel_size

@@ -11,7 +11,7 @@ from unittest import mock
 from megatron_dsa import specs
 from megatron_dsa.dispatch.gpus import GPU
 from megatron_dsa.metrics.flops import flops_by_part, model_work
-from megatron_dsa.required_ops import SelectedAttention, selected_attention
+from megatron_dsa.required_ops import AttentionChoice, attention_of
 from megatron_dsa.tools.planner import attention_only
 from megatron_dsa.tools.planner.chunks import Chunk, measure_rank
 from megatron_dsa.tools.planner.host import ranks
@@ -44,7 +44,7 @@ class Plan:
         stages: per pipeline rank.
         microbatches: of an iteration, per data-parallel rank.
         operations: floating-point operations of a sequence, per part (docs/guide/throughput.md).
-        attention: how selected keys are attended to.
+        attention: how keys are attended to.
         remarks: what was planned otherwise than it will run.
     """
 
@@ -54,7 +54,7 @@ class Plan:
     stages: tuple[Stage, ...]
     microbatches: int
     operations: dict[str, int]
-    attention: SelectedAttention
+    attention: AttentionChoice
     remarks: tuple[str, ...]
 
 
@@ -95,7 +95,7 @@ def make_plan(args, model, gpu: GPU) -> Plan:
         remarks = [*attention_only.remarks(args), *remarks]
     return Plan(
         args, model.transformer, gpu, tuple(stages), get_num_microbatches(), operations,
-        selected_attention(model.transformer), tuple(remarks),
+        attention_of(model.transformer), tuple(remarks),
     )  # fmt: skip
 
 

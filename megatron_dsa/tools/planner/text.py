@@ -134,7 +134,7 @@ def _choices(plan: Plan) -> Iterator[str]:
         yield f"  {operation}: {choice.candidate.name} ({kind}){where}"
         for name, reason in choice.rejected:
             yield f"    not {name}: {reason}"
-    if plan.attention.crossover is not None:  # where there are two ways
+    if plan.attention.masked_runs:  # where there are two ways
         yield f"  {plan.attention.describe()}"
 
 
