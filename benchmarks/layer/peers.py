@@ -65,13 +65,14 @@ def require_fused(config, prefix: str) -> None:
     Raises:
         ImplementationError: one has none here, and a step in torch would take minutes.
     """
-    from megatron_dsa.required_ops import required_ops
+    from megatron_dsa.required_ops import called_ops, required_ops
 
-    for op in required_ops(config, 1):
-        if op.operation.startswith(prefix):
-            reason = OPERATIONS[op.operation].why_not_fused(op.call, config.dsa.policy)
+    policy = config.dsa.policy
+    for operation, call in called_ops(required_ops(config, 1), policy):
+        if operation.startswith(prefix):
+            reason = OPERATIONS[operation].why_not_fused(call, policy)
             if reason is not None:
-                raise ImplementationError(f"{op.operation} is not fused here: {reason}")
+                raise ImplementationError(f"{operation} is not fused here: {reason}")
 
 
 def with_weights(module: torch.nn.Module, source: torch.nn.Module) -> torch.nn.Module:

@@ -19,7 +19,7 @@ Everything on the device is computed without a host synchronisation.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -284,16 +284,16 @@ class Layout:
         rows = self.key_rows[slots.clamp_min(0).long()].to(slots.dtype)
         return torch.where(slots < 0, slots, rows)
 
-    def blocks(self, rows_for_width, cut: int | None = None) -> Iterator[Block]:
+    def blocks(self, rows_for_width, cuts: tuple[int | None, ...] = ()) -> Iterator[Block]:
         """Cut the query_ranges into blocks of queries, skipping what lies above the diagonal.
 
         Args:
             rows_for_width: ``rows_for_width(width)`` returns how many queries may be handled at
                 a time when their visible slots span ``width``; it is asked for the width at the end
                 of the block.
-            cut: blocks also end where :meth:`QueryRange.bound` reaches this.
+            cuts: blocks also end where :meth:`QueryRange.bound` reaches one of these.
         """
-        for query_range in self.query_ranges if cut is None else self._ranges_cut(cut):
+        for query_range in self._ranges_cut(cuts):
             total, done = len(query_range), 0
             while done < total:
                 lo, hi = query_range.slots(done, done + 1)
@@ -309,9 +309,12 @@ class Layout:
                 yield Block(rows_of_block, lo, hi, query_range.ratio, query_range.bound(done))
                 done += rows
 
-    def _ranges_cut(self, bound: int) -> Iterator[QueryRange]:
-        for query_range in self.query_ranges:
-            yield from query_range.cut(bound)
+    def _ranges_cut(self, bounds: tuple[int | None, ...]) -> Iterable[QueryRange]:
+        ranges: Iterable[QueryRange] = self.query_ranges
+        for bound in bounds:
+            if bound is not None:
+                ranges = [part for whole in ranges for part in whole.cut(bound)]
+        return ranges
 
     def widest(self, rows: slice) -> int:
         """Return an upper bound of the slots that any query of ``rows`` (step 1) sees."""

@@ -59,6 +59,15 @@ def indexer_topk(
     return select_blocks(arguments, selector(arguments, policy), policy.workspace_bytes)
 
 
+def _select_of_documents(select: Selector, block: Block, seen: Seen, topk: int) -> torch.Tensor:
+    """Return the selection of a block, of which only the device knows who sees few keys."""
+    few = seen.end - seen.start <= topk
+    scored = Seen(torch.where(few, seen.end, seen.start), seen.end)
+    rest = Seen(seen.start, torch.where(few, seen.end, seen.start))
+    slots = select(block, scored)  # -1 where nothing is scored
+    return torch.maximum(slots, rest.first(topk), out=slots)
+
+
 class Selector(Protocol):
     """How the best keys of a block are found ."""
 
@@ -219,14 +228,19 @@ def select_blocks(
     length = torch.clamp(layout.end - layout.start, max=topk)
 
     def rows_for_width(width: int) -> int:
-        return rows_in_budget(workspace_bytes, select.bytes_per_row(width))
+        # Lists of documents are put together of two, see below.
+        lists = 0 if layout.real is None else 12 * topk
+        return rows_in_budget(workspace_bytes, select.bytes_per_row(width) + lists)
 
-    for block in layout.blocks(rows_for_width, select.cut):
+    # Queries that see no more keys than they select need no scores.
+    for block in layout.blocks(rows_for_width, (topk + 1, select.cut)):
         seen = layout.seen(block)
-        if block.width <= topk:
-            slots = seen.first(topk)  # everything that is visible is selected
-        else:
+        if block.width <= topk or block.bound <= topk:
+            slots = seen.first(topk)
+        elif layout.real is None:
             slots = select(block, seen)
+        else:
+            slots = _select_of_documents(select, block, seen, topk)
         if block.lo:
             slots = torch.where(slots < 0, slots, slots + block.lo)
         indices[block.rows] = layout.to_key_rows(slots)

@@ -108,14 +108,14 @@ class _Settings:
         return found._replace(p_sum=sum_own_tokens(found.p_sum, self.group))
 
     def teachers(self, inputs: MaskedAttentionInputs, lse, tokens: int) -> Iterator[TeacherPart]:
-        """Yield the teacher, part by part: sums and lists take a quarter of the workspace.
+        """Yield the teacher, part by part: sums and lists take an eighth of the workspace.
 
         Ranks of a group sum all at once.
         """
         assert self.call.topk is not None
         # In whole groups, so that no tile is visited twice.
         per_group = GROUP * self.call.topk * 8
-        part = GROUP * rows_in_budget(self.policy.workspace_bytes // 4, per_group)
+        part = GROUP * rows_in_budget(self.policy.workspace_bytes // 8, per_group)
         part = tokens if self.group is not None else part
         for some in slices(tokens, part) if tokens else [slice(0, 0)]:
             found = self.listed(inputs, lse, some)
@@ -198,7 +198,8 @@ def masked_attention(
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above, no ``topk`` where it is needed or,
-            on the CPU, one that is too small (on a GPU an error of the launch), or an ``indexer`` with a ``head_group`` beside ``group``.
+            on the CPU, one that is too small (on a GPU an error of the launch), or an ``indexer``
+            with a ``head_group`` beside ``group``.
     """
     require_tensor("q", q, ("Sq", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
     fix = "give it the H and dtype of q"

@@ -6,7 +6,7 @@ import torch
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ops.indexer_topk.torch import Selection
+from megatron_dsa.ops.indexer_topk.torch import Scores, Selection
 from megatron_dsa.sequence.layout import Seen, bshd_layout, packed_layout
 from tests.cases.indexer_topk import LAYOUTS, expected, integer_inputs
 from tests.helpers import leaf
@@ -24,6 +24,44 @@ def test_matches_reference(device, name, k, relu):
     assert indices.dtype == torch.int32 and indices.shape == (60, k)
     assert torch.equal(indices, expected(inputs, layout, k))
     assert torch.equal(length, (indices >= 0).sum(-1).int())
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """Pairs of a query and a key whose scores are asked for, of every call."""
+    pairs, form = [], Scores.__call__
+
+    def spy(self, inputs, block, keys, seen):
+        pairs.append(int((seen.end - seen.start).sum()))
+        return form(self, inputs, block, keys, seen)
+
+    monkeypatch.setattr(Scores, "__call__", spy)
+    return pairs
+
+
+def select_all(layout, topk):
+    inputs = integer_inputs(60, device=layout.start.device)
+    indices, length = indexer_topk(inputs, layout, topk, policy=Policy(fused=False))
+    assert torch.equal(indices, expected(inputs, layout, topk))
+    assert torch.equal(length, (indices >= 0).sum(-1).int())
+
+
+def test_first_queries_of_a_sequence_need_no_scores(scored):
+    """Those that see no more keys than they select."""
+    select_all(bshd_layout(60, 1, torch.device("cpu")), 20)
+    assert sum(scored) == sum(range(21, 61))
+
+
+@pytest.mark.parametrize(("topk", "pairs"), [(30, 0), (20, sum(range(21, 31))), (5, None)])
+def test_short_documents_need_no_scores(scored, topk, pairs):
+    """Their queries see no more keys than they select; the host knows the longest document only."""
+    ends = torch.tensor([0, 12, 13, 13, 43, 57], dtype=torch.int32)
+    layout = packed_layout(ends, 60, 30)
+    select_all(layout, topk)
+    if pairs is None:
+        pairs = sum(max(0, n) for size in ends.diff().tolist() for n in range(topk + 1, size + 1))
+    assert sum(scored) == pairs
+    assert bool(scored) == (topk < 30)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0])

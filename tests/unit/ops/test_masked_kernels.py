@@ -254,7 +254,7 @@ def test_parts_of_the_teacher(monkeypatch):
     index = draw(tokens, 16, 128), draw(tokens, 128), draw(tokens, 16)
     bits = key_bits(*indexer_topk(IndexerInputs(*index), layout, 100), tokens)
     found = []
-    for workspace in (2**28, 4 * 128 * 100 * 8):  # the latter for 128 tokens at a time
+    for workspace in (2**28, 8 * 128 * 100 * 8):  # the latter for 128 tokens at a time
         policy, losses = Policy(workspace_bytes=workspace), []
         leaves = [x.detach().clone().requires_grad_() for x in (*tensors, *index)]
         training = IndexerTraining(IndexerInputs(*leaves[3:]), layout, lambda: 0.5, losses.append)

@@ -75,7 +75,7 @@ def check_cut(layout, exact):
     seen = layout.end - layout.start
     for cut, rows_at_once in itertools.product((1, 7, 40, 1000), (5, 1000)):
         found = torch.zeros(layout.num_queries, dtype=torch.int64)
-        for block in layout.blocks(lambda _width, rows=rows_at_once: rows, cut):
+        for block in layout.blocks(lambda _width, rows=rows_at_once: rows, (None, cut)):
             found[block.rows] += 1
             if block.bound < cut:
                 assert (seen[block.rows] < cut).all()

@@ -47,15 +47,16 @@ SOURCE = (
     ADD_HEAD
     + r"""
 // Writes the sums of the keys that row R of the thread selects, behind those of the `before` keys
-// that it selects of earlier groups. `bits`: the four words of the row, in the order of key bits.
-// A row with more than `width` keys ends the launch with an error. The keys, from `key` on, go to row `own_row` of `ids`, if there is one among its `rows`.
+// that it selects of earlier groups; and the keys, from `key` on, to row `own_row` of `ids`, if it
+// is one of its `rows`. `bits`: the four words of the row, in the order of key bits. With more than
+// `width` keys the launch ends with an error.
 template <int R>
 __device__ __forceinline__ void dsa_write_sums(float* row, int width, const float* sums,
                                                const void* bits, int before, int key, int* ids,
                                                int own_row, int rows) {
   const uint4 four = *static_cast<const uint4*>(bits);
   const unsigned words[4] = {four.x, four.y, four.z, four.w};
-  // More keys than there is room for. An assert is a call, before which ptxas would end all products.
+  // Not an assert: that is a call, and ptxas would serialise the products.
   if (before + __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w) > width)
     asm volatile("trap;");
   const bool listed = 0 <= own_row && own_row < rows;
