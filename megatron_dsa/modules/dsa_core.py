@@ -137,6 +137,7 @@ class DSACoreAttention(CoreAttention):
         q: torch.Tensor,
         kv: torch.Tensor,
         k_pe: torch.Tensor,
+        k_pe_grad: torch.Tensor | None,
         layout: Layout,
         index_inputs: IndexerInputs | None,
         given: TopKIndices | None,
@@ -146,16 +147,18 @@ class DSACoreAttention(CoreAttention):
 
         Args:
             q: ``[tokens, H, 192]`` queries of the local heads.
-            kv: ``[tokens, H, 256]``, per head the key without rope, then the value.
-            k_pe: ``[tokens, 64]``, the rope key of all heads.
+            kv: ``[keys, H, 256]``, per head the key without rope, then the value.
+            k_pe: ``[keys, 64]``, the rope key of all heads; k_pe_grad: the fp32 proxy for its
+                gradient, ``None`` where this rank alone attends to these keys.
             layout, index_inputs, given, ranks: as of :meth:`forward_sparse`. The tokens of ``q``
-                are those of all ranks; where ranks select for their own
-                (``ranks.attention_group``), layout, index_inputs and given are of these.
+                are those of all tensor-parallel ranks; where these select for their own
+                (``ranks.attention_group``), layout, index_inputs and given are of their own.
 
         Returns:
             output ``[tokens, H, v_head_dim]`` and the selection that was used.
         """
         selection = self._select(layout, index_inputs, given, ranks)
+        keys = layout.key_ownership
         result = masked_attention(
             q,
             kv,
@@ -163,8 +166,10 @@ class DSACoreAttention(CoreAttention):
             selection.indices,
             softmax_scale=self.softmax_scale,
             topk_length=selection.length,
+            k_pe_grad=k_pe_grad,
             want_p_sum=self._evaluates_sparse_loss(index_inputs),
-            in_order=True,
+            # Lists follow positions; the operation asks for ascending rows.
+            in_order=keys is None or keys.in_order,
             indexer=self._loss_in_backward(index_inputs, layout),
             group=ranks.attention_group,
             policy=self.policy,

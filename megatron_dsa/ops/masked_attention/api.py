@@ -14,7 +14,12 @@ import torch
 
 from megatron_dsa.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.arithmetic import rows_in_budget, slices, valid_entries
+from megatron_dsa.numerics.arithmetic import (
+    accumulation_dtype,
+    rows_in_budget,
+    slices,
+    valid_entries,
+)
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.checks import FLOATS, require_lists, require_tensor
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, separate_tensors
@@ -92,7 +97,7 @@ class _MaskedAttention(torch.autograd.Function):
     """``q, kv, k_pe, index q, k, weights, ... -> out, lse, p_sum``."""
 
     @staticmethod
-    def forward(ctx, q, kv, k_pe, index_q, index_k, index_weights, indices, length, s):
+    def forward(ctx, q, kv, k_pe, index_q, index_k, index_weights, indices, length, s, k_pe_grad):
         inputs = s.inputs(q, kv, k_pe, indices, length)
         out, lse = FORWARD.run(s.call, s.policy, inputs)
         p_sum = s.p_sum(inputs, lse, indices, length) if s.want_p_sum else None
@@ -100,6 +105,7 @@ class _MaskedAttention(torch.autograd.Function):
             q, kv, k_pe, index_q, index_k, index_weights, indices, length, out, lse
         )
         ctx.settings = s
+        ctx.separate_k_pe_grad = k_pe_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
         return out, lse, p_sum
 
@@ -116,7 +122,9 @@ class _MaskedAttention(torch.autograd.Function):
             teacher = s.p_sum(inputs, lse, indices, length)
             del inputs  # and its bits, before the loss takes memory
             index_grads = s.indexer.gradients(index_tensors, indices, length, teacher, s.policy)
-        return dq, dkv, dk_pe.to(k_pe.dtype), *index_grads, None, None, None
+        separate = ctx.separate_k_pe_grad
+        to_k_pe, to_proxy = (None, dk_pe) if separate else (dk_pe.to(k_pe.dtype), None)
+        return dq, dkv, to_k_pe, *index_grads, None, None, None, to_proxy
 
 
 def masked_attention(
@@ -127,6 +135,7 @@ def masked_attention(
     *,
     softmax_scale: float,
     topk_length: torch.Tensor | None = None,
+    k_pe_grad: torch.Tensor | None = None,
     want_p_sum: bool = False,
     in_order: bool = False,
     indexer: IndexerTraining | None = None,
@@ -154,6 +163,8 @@ def masked_attention(
             by indices only.
         softmax_scale: factor on ``q . k`` before the softmax.
         topk_length: int32, one per list: entries of ``indices`` from there on are ignored.
+        k_pe_grad: fp32 ``[Skv, R]``: if given, the gradient of ``k_pe`` is sent here, unrounded,
+            instead of to ``k_pe`` (see :func:`megatron_dsa.parallel.gather.finish_gather`).
         want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
         in_order: the caller knows that all lists are ascending, with invalid entries at the end
             only: spares the head sum from sorting them.
@@ -182,6 +193,10 @@ def masked_attention(
         f"q must have more than the {k_pe.shape[1]} dims of k_pe, and fewer beyond them than the "
         f"{kv.shape[2]} of kv (key and value), got {q.shape[2]}: give it those of a key with rope",
     )
+    if k_pe_grad is not None:
+        wanted = accumulation_dtype(k_pe.dtype)
+        fix = "pass the rope dims of the proxy that megatron_dsa.parallel.gather.finish_gather made"
+        require_tensor("k_pe_grad", k_pe_grad, tuple(k_pe.shape), (wanted,), q, fix)
     require_lists(indices, _with_lists(q, indexer, group), topk_length)
     call = describe_call(
         q.device,
@@ -195,7 +210,7 @@ def masked_attention(
     indexer, trained = separate_tensors(indexer, indices=indices)
     settings = _Settings(softmax_scale, policy, call, want_p_sum, in_order, indexer, group)
     return MaskedAttentionOutput(
-        *_MaskedAttention.apply(q, kv, k_pe, *trained, indices, topk_length, settings)
+        *_MaskedAttention.apply(q, kv, k_pe, *trained, indices, topk_length, settings, k_pe_grad)
     )
 
 
