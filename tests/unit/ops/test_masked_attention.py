@@ -246,6 +246,8 @@ def to_meta(x):
         ({"kv": torch.zeros(9, 2, 10, dtype=torch.float64)}, "kv must have dtype"),
         ({"k_pe": torch.zeros(8, 3)}, "k_pe must be"),
         ({"k_pe": torch.zeros(9, 3, dtype=torch.bfloat16)}, "k_pe must have dtype"),
+        ({"k_pe_grad": torch.zeros(9, 2)}, "k_pe_grad must be"),
+        ({"k_pe_grad": torch.zeros(9, 3, dtype=torch.bfloat16)}, "k_pe_grad must have dtype"),
         ({"indices": torch.zeros(4, 3, dtype=torch.int64)}, "indices must have dtype int32"),
         ({"indices": torch.zeros(5, 3, dtype=torch.int32)}, "indices must be"),
         ({"topk_length": torch.zeros(3, dtype=torch.int32)}, "topk_length must be"),
