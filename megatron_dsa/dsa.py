@@ -143,8 +143,11 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
 
         They travel while the indexer and the queries are computed.
         """
-        rope, turned = rope.own(self.ranks), k_pe.flatten(0, 1)
-        turned = self._turned(turned[:, None], rope)[:, 0] if self.masked else rope(turned)
+        own, turned = rope.own(self.ranks), k_pe.flatten(0, 1)
+        if self.masked:
+            turned = self._turned(turned[:, None], own.tables(k_pe.dtype))[:, 0]
+        else:
+            turned = own(turned)
         return start_gather(torch.cat([kv_latent, turned.view_as(k_pe)], -1), self.ranks.group)
 
     def _projected_queries(self, q_latent: torch.Tensor) -> torch.Tensor:
@@ -162,12 +165,12 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         q_nope, q_pe = q.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
         return q_nope, rope(q_pe, interleaved=True)
 
-    def _turned(self, x: torch.Tensor, rope: TokenRope) -> torch.Tensor:
+    def _turned(self, x: torch.Tensor, tables) -> torch.Tensor:
         """Rotate the last dims of ``x [tokens, H, D]`` for masked dense attention.
 
         Pairs of dims stay in place, in queries and keys: products are the same.
         """
-        return rotate(x, *rope.tables(x.dtype), policy=self.core_attention.policy)
+        return rotate(x, *tables, policy=self.core_attention.policy)
 
     def _keys_and_values(self, kv_latent: torch.Tensor) -> torch.Tensor:
         """Return per head the key without rope, then the value, ``[tokens, H, 256]``."""
@@ -212,8 +215,9 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         rope = self._rope_of_attended(rope, layout)
 
         def up(q_latent, kv_latent, k_pe):
-            q = self._turned(self._projected_queries(q_latent), rope)
-            k_pe = self._turned(k_pe.flatten(0, 1)[:, None], rope)[:, 0]
+            tables = rope.tables(q_latent.dtype)
+            q = self._turned(self._projected_queries(q_latent), tables)
+            k_pe = self._turned(k_pe.flatten(0, 1)[:, None], tables)[:, 0]
             return q, self._keys_and_values(kv_latent), k_pe
 
         q, kv, k_pe = self.maybe_recomputed(up, q_latent, kv_latent, k_pe)
@@ -225,7 +229,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         rope = self._rope_of_attended(rope, layout)
 
         def queries(q_latent):
-            return self._turned(self._projected_queries(q_latent), rope)
+            return self._turned(self._projected_queries(q_latent), rope.tables(q_latent.dtype))
 
         q = self.maybe_recomputed(queries, q_latent)
         dims = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
