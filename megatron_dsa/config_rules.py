@@ -240,11 +240,6 @@ def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         "keys; drop it",
     )
     yield (
-        config.context_parallel_size == 1,
-        f"{flag} with --context-parallel-size > 1, got {config.context_parallel_size}: a rank "
-        "would need the expanded keys of all; use auto or sparse",
-    )
-    yield (
         config.tensor_model_parallel_size == 1 or options.tp_mode != "sequence",
         f"{flag} where tensor-parallel ranks attend by sequence (--dsa-tp-mode sequence): a rank "
         "expands the keys of its own heads only; add --dsa-tp-mode heads or select, or use auto or "

@@ -76,7 +76,6 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
         # Names of Megatron's MLA.
         self.checkpoint_core_attention = selective and "core_attn" in recomputed
         self.recompute_up_proj = selective and "mla_up_proj" in recomputed
-        self.qkv_up_checkpoint = None
 
         def linear(spec, inputs: int, outputs: int, init_method=config.init_method, **kind):
             return build_module(

@@ -31,7 +31,13 @@ from megatron_dsa.modules.dsa_core import TopKIndices
 from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
 from megatron_dsa.modules.rope import TokenRope
 from megatron_dsa.ops.rope.api import rotate
-from megatron_dsa.parallel.gather import Gathering, finish_gather, head_product, start_gather
+from megatron_dsa.parallel.gather import (
+    Gathering,
+    finish_gather,
+    gathered_product,
+    head_product,
+    start_gather,
+)
 from megatron_dsa.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
 from megatron_dsa.required_ops import attention_of, tensor_parallel_mode
 from megatron_dsa.sequence.layout import Layout
@@ -76,8 +82,12 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         self.masked = attention.masked
         self.ranks = ranks_of(config, self.pg_collection, tensor_parallel_mode(config, attention))
         self.sparse = options_of(config).stage == "sparse" and not self.masked
-        # Whether latents travel, and keys are made of them where they are used.
+        # Whether latents travel in a dense stage, and keys are made of them where they are used.
         self.exchanges_latents = exchanges_latents(config)
+        # Whether latents are gathered: then the up projection of keys is read as a plain weight.
+        self.gathers_latents = (
+            self.sparse or self.exchanges_latents or (self.masked and self.ranks.cp is not None)
+        )
         # TopKIndices handed from layer to layer during one forward call, see IndexSharingLayer.
         self.hands_on_selection = False
         self.shared_selection: TopKIndices | None = None
@@ -89,29 +99,28 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         rope = TokenRope(self.rotary_pos_emb, layout)
 
         q_latent, kv_latent, k_pe = self._latents(hidden_states)
-        if not self.sparse and ranks.cp is not None:
+        if not (self.sparse or self.masked) and ranks.cp is not None:
             count("context_parallel_exchange", "latents" if self.exchanges_latents else "keys")
         keys = None
-        if self.sparse or self.exchanges_latents:
-            # They travel while the indexer and the queries are computed.
-            k_pe = rope.own(ranks)(k_pe.flatten(0, 1)).view_as(k_pe)
-            keys = start_gather(torch.cat([kv_latent, k_pe], -1), ranks.group)
+        if self.gathers_latents:
+            keys = self._start_gather(kv_latent, k_pe, rope)
         index_inputs = None
         if self.core_attention.needs_index_inputs():
             index_inputs = self.core_attention.project_index(
                 hidden_states, q_latent, layout, rope, ranks
             )
+        if keys is None:
+            attend = self._attend_dense
+            if self.masked:
+                selects = options_of(self.config).stage == "sparse"
+                attend = self._attend_masked if selects else self._attend_visible
+            return attend(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
+        attend_gathered = self._attend_latents
         if self.sparse:
-            assert keys is not None
-            return self._attend_sparse(q_latent, keys, layout, rope, index_inputs)
-        if self.exchanges_latents:
-            assert keys is not None
-            return self._attend_latents(q_latent, keys, layout, rope, index_inputs)
-        attend = self._attend_dense
-        if self.masked:
-            selects = options_of(self.config).stage == "sparse"
-            attend = self._attend_masked if selects else self._attend_visible
-        return attend(q_latent, kv_latent, k_pe, layout, rope, index_inputs)
+            attend_gathered = self._attend_sparse
+        elif self.masked:
+            attend_gathered = self._attend_masked_latents
+        return attend_gathered(q_latent, keys, layout, rope, index_inputs)
 
     def _latents(self, hidden_states: torch.Tensor):
         """Return the normalised latents of this rank's tokens: q, kv, and the raw rope key.
@@ -132,6 +141,18 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             q_latent = self.q_layernorm(q_latent)
         return q_latent, self.kv_layernorm(kv_latent), k_pe
 
+    def _start_gather(self, kv_latent, k_pe, rope: TokenRope) -> Gathering:
+        """Start to gather this rank's latents, rope key rotated.
+
+        They travel while the indexer and the queries are computed.
+        """
+        own, turned = rope.own(self.ranks), k_pe.flatten(0, 1)
+        if self.masked:
+            turned = self._turned(turned[:, None], own.tables(k_pe.dtype))[:, 0]
+        else:
+            turned = own(turned)
+        return start_gather(torch.cat([kv_latent, turned.view_as(k_pe)], -1), self.ranks.group)
+
     def _projected_queries(self, q_latent: torch.Tensor) -> torch.Tensor:
         """Return the queries ``[tokens, H, 192]`` before rope."""
         up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
@@ -146,6 +167,13 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         q = self._projected_queries(q_latent)
         q_nope, q_pe = q.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
         return q_nope, rope(q_pe, interleaved=True)
+
+    def _turned(self, x: torch.Tensor, tables) -> torch.Tensor:
+        """Rotate the last dims of ``x [tokens, H, D]`` for masked dense attention.
+
+        Pairs of dims stay in place, in queries and keys: products are the same.
+        """
+        return rotate(x, *tables, policy=self.core_attention.policy)
 
     def _keys_and_values(self, kv_latent: torch.Tensor) -> torch.Tensor:
         """Return per head the key without rope, then the value, ``[tokens, H, 256]``."""
@@ -185,19 +213,9 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
 
     def _attend_masked(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
         """Plain MLA over all keys under a mask of those selected; ``[tokens, H, v_head_dim]``."""
-        if self.ranks.attention_group is not None:
-            # The layout is of the tokens that this rank selects for, attention is for all.
-            rope = TokenRope(self.rotary_pos_emb, layout.all_tokens)
-        tensors = self._plain(q_latent, kv_latent, k_pe, rope)
-        given = self._given_selection(layout)  # of this microbatch, also when recomputed later
-
-        def core(q, kv, k_pe, *index_tensors):
-            out, selection = self.core_attention.forward_masked(
-                q, kv, k_pe, layout, _rebuild(index_inputs, index_tensors), given, self.ranks
-            )
-            return out, *selection
-
-        return self._run_selecting(core, *tensors, *_tensors(index_inputs))
+        rope = self._rope_of_attended(rope, layout)
+        q, kv, k_pe = self._plain(q_latent, kv_latent, k_pe, rope)
+        return self._run_masked(q, kv, k_pe, None, layout, index_inputs)
 
     def _attend_visible(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
         """Like :meth:`_attend_dense`, under a mask of the visible keys and without copies."""
@@ -216,14 +234,52 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             k_pe = gather_from_sequence_parallel_region(k_pe, group=self.ranks.tp)
 
         def up(q_latent, kv_latent, k_pe):
-            # Pairs of rotated dims stay in place, in queries and keys: products are the same.
-            q = self._projected_queries(q_latent)
-            tables, policy = rope.tables(q.dtype), self.core_attention.policy
-            q = rotate(q, *tables, policy=policy)
-            k_pe = rotate(k_pe.flatten(0, 1)[:, None], *tables, policy=policy)[:, 0]
+            tables = rope.tables(q_latent.dtype)
+            q = self._turned(self._projected_queries(q_latent), tables)
+            k_pe = self._turned(k_pe.flatten(0, 1)[:, None], tables)[:, 0]
             return q, self._keys_and_values(kv_latent), k_pe
 
         return self.maybe_recomputed(up, q_latent, kv_latent, k_pe)
+
+    def _attend_masked_latents(self, q_latent, keys: Gathering, layout, rope, index_inputs):
+        """Like :meth:`_attend_masked`, with keys and values that this rank makes of the latents of
+        all ranks."""
+        rope = self._rope_of_attended(rope, layout)
+
+        def queries(q_latent):
+            return self._turned(self._projected_queries(q_latent), rope.tables(q_latent.dtype))
+
+        q = self.maybe_recomputed(queries, q_latent)
+        dims = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
+        (latents, k_pe), (latent_grad, k_pe_grad) = (
+            x.split(dims, dim=1) for x in finish_gather(keys)
+        )
+
+        def keys_and_values(latents, latent_grad, weight):
+            kv = gathered_product(latents, latent_grad, weight)
+            return kv.unflatten(1, (self.num_attention_heads_per_partition, -1))
+
+        weight = weight_of(self.linear_kv_up_proj)
+        kv = self.maybe_recomputed(keys_and_values, latents, latent_grad, weight)
+        return self._run_masked(q, kv, k_pe.contiguous(), k_pe_grad, layout, index_inputs)
+
+    def _rope_of_attended(self, rope: TokenRope, layout: Layout) -> TokenRope:
+        """Return the rope of the tokens that attention is for; ``layout`` is of query tokens."""
+        if self.ranks.attention_group is None:
+            return rope
+        return TokenRope(self.rotary_pos_emb, self.ranks.attended(layout))
+
+    def _run_masked(self, q, kv, k_pe, k_pe_grad, layout, index_inputs) -> torch.Tensor:
+        given = self._given_selection(layout)  # of this microbatch, also when recomputed later
+
+        def core(q, kv, k_pe, k_pe_grad, *index_tensors):
+            inputs = _rebuild(index_inputs, index_tensors)
+            out, selection = self.core_attention.forward_masked(
+                q, kv, k_pe, k_pe_grad, layout, inputs, given, self.ranks
+            )
+            return out, *selection
+
+        return self._run_selecting(core, q, kv, k_pe, k_pe_grad, *_tensors(index_inputs))
 
     def _run_selecting(self, core, *tensors) -> torch.Tensor:
         """Run ``core``, which returns its output and a selection; hand that on if it is shared."""
@@ -282,7 +338,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         """Compute delayed weight gradients of every layer that ran as a linear, indexer included.
 
         The up projection of keys is not among them where its weight enters as a plain tensor
-        (absorbed in sparse attention, or with latents): autograd has its gradient already.
+        (absorbed in sparse attention, or with gathered latents): autograd has its gradient already.
         """
         config = self.config
         linears = [self.linear_kv_down_proj, self.linear_proj]
@@ -290,7 +346,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             linears.append(self.linear_q_proj)
         else:
             linears += [self.linear_q_down_proj, self.linear_q_up_proj]
-        if not (self.sparse or self.exchanges_latents):
+        if not self.gathers_latents:
             linears.append(self.linear_kv_up_proj)
         for linear in linears:
             if linear.weight.requires_grad:

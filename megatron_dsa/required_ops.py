@@ -30,7 +30,7 @@ from megatron_dsa.config import (
 from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.dispatch import Operation, Policy, describe_call
 from megatron_dsa.dispatch.support import OpCall
-from megatron_dsa.ops.attention_costs import PairDims, attention_costs
+from megatron_dsa.ops.attention_costs import PairDims, attention_costs, expansion_ps
 from megatron_dsa.ops.indexer_topk.api import selection_calls
 from megatron_dsa.ops.masked_attention import declaration as masked
 from megatron_dsa.ops.masked_attention.visible import MOST_KEPT, describe_visible_call
@@ -145,8 +145,6 @@ def selected_attention(config: Any, device: str | None = None) -> SelectedAttent
         return SelectedAttention(False, f"nothing is selected in stage {options.stage}")
     if uses_csa(config):
         return SelectedAttention(False, "V4's layers attend to lists of keys")
-    if config.context_parallel_size > 1:
-        return SelectedAttention(False, "context-parallel ranks exchange latents")
     asked, length, topk = options.selected_attention, options.sequence_length, _topk(config)
     if asked != "masked" and by_sequence(config) and not selects_by_sequence(config):
         return SelectedAttention(False, "tensor-parallel ranks attend by sequence")
@@ -158,9 +156,11 @@ def selected_attention(config: Any, device: str | None = None) -> SelectedAttent
             reason = operation.why_not_fused(call, options.policy)
             if reason is not None:
                 return SelectedAttention(False, f"{operation.name} is not fused here: {reason}")
-    latent = config.kv_lora_rank
+    latent, ranks = config.kv_lora_rank, config.context_parallel_size
     dims = PairDims(call.qk_dim + call.v_dim, 2 * latent + config.qk_pos_emb_head_dim)
-    costs = attention_costs(query_heads(config), options.interleaved_sequences, dims)
+    expansion = (ranks - 1) * expansion_ps(latent, config.qk_head_dim + config.v_head_dim)
+    interleaved = options.interleaved_sequences
+    costs = attention_costs(query_heads(config), interleaved, dims, expansion)
     crossover = costs.crossover(topk)
     if asked == "masked":
         return SelectedAttention(True, "asked for", crossover)
@@ -168,6 +168,8 @@ def selected_attention(config: Any, device: str | None = None) -> SelectedAttent
         return SelectedAttention(False, "no sequence length is given", crossover)
     cheaper = costs.masked_is_cheaper(length, topk)
     reason = f"sequences of {length} tokens, {call.heads} heads on a rank"
+    if ranks > 1:
+        reason += f", which makes keys of the latents of {ranks}"
     return SelectedAttention(cheaper, reason, crossover)
 
 

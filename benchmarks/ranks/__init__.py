@@ -13,7 +13,8 @@ beside what the design says (:mod:`benchmarks.ranks.traffic`).
 
 ``layers``: attention layers. Ways of context parallelism are ``zigzag`` and ``contiguous``, which
 say who holds what, and ``plain``: zigzag, with every collective waited for where it is launched
-(:mod:`benchmarks.ranks.plain`). Tensor-parallel ranks divide ``heads`` or ``rows`` (tokens).
+(:mod:`benchmarks.ranks.plain`). V3.2's layers have another, ``masked``: zigzag by masked dense
+attention. Tensor-parallel ranks divide ``heads`` or ``rows`` (tokens).
 ``--chain N`` measures N layers in a chain (:mod:`benchmarks.megatron_layer`).
 
 ``dense``: dense causal attention, ways for keys and values to reach the queries

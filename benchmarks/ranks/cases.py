@@ -16,6 +16,8 @@ ONE_RANK = "one rank"
 CP_WAYS = {
     "zigzag": {}, "contiguous": {"cp_layout": "contiguous"}, "plain": {},
 }  # fmt: skip
+#: A way of context-parallel layers of V3.2; the others attend to lists of latents.
+MASKED_WAYS = {"masked": {"selected_attention": "masked"}}
 #: Ways of tensor-parallel layers.
 TP_WAYS = {"heads": {"tp_mode": "heads"}, "rows": {"tp_mode": "sequence"}}
 DENSE_WAYS = ("ring", "gathered latents", "contiguous ring")
@@ -84,9 +86,10 @@ class Case:
     def spec(self, way: str) -> LayerSpec:
         """Return a rank's part of the layer."""
         grid = self.grid_of(way)
+        changes = (CP_WAYS | MASKED_WAYS | TP_WAYS).get(way, {})
         return LayerSpec(
             self.preset, self.tokens, self.ratio, self.heads, layers=self.layers, tp=grid.tp,
-            cp=grid.cp, workspace_mib=self.workspace_mib, **(CP_WAYS | TP_WAYS).get(way, {}),
+            cp=grid.cp, workspace_mib=self.workspace_mib, **changes,
         )  # fmt: skip
 
 
@@ -111,6 +114,8 @@ QUICK_TOKENS = 256
 def works_of(case: Case) -> list[Work]:
     """Return the measurements of a case, one rank first."""
     ways = DENSE_WAYS if case.kind == DENSE else CP_WAYS if case.cp > 1 else TP_WAYS
+    if case.kind == LAYERS and case.cp > 1 and case.ratio is None:
+        ways = (*ways, *MASKED_WAYS)
     return [Work("step", way) for way in (ONE_RANK, *ways)]
 
 

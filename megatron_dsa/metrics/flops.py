@@ -2,9 +2,9 @@
 
 Counted are the matrix products that the mathematics asks for, each once, with two operations per
 multiply-add. Not counted are products that are computed again (scores in a backward pass,
-recomputed layers), masked parts of tiles, and everything elementwise (norms, rope, softmax,
-pooling, Hadamard transforms, sums over index heads). Divided by time and by a GPU's peak this is
-the model FLOPs utilization of PaLM (appendix B).
+recomputed layers, keys that several ranks make of the same latent), masked parts of tiles, and
+everything elementwise (norms, rope, softmax, pooling, Hadamard transforms, sums over index heads).
+Divided by time and by a GPU's peak this is the model FLOPs utilization of PaLM (appendix B).
 
 * A product with a trained weight counts three times, forward and both gradients; one of the
   indexer, whose inputs are detached, twice; one of a frozen main model once.

@@ -140,6 +140,7 @@ class DSACoreAttention(CoreAttention):
         q: torch.Tensor,
         kv: torch.Tensor,
         k_pe: torch.Tensor,
+        k_pe_grad: torch.Tensor | None,
         layout: Layout,
         index_inputs: IndexerInputs | None,
         given: TopKIndices | None,
@@ -149,11 +150,12 @@ class DSACoreAttention(CoreAttention):
 
         Args:
             q: ``[tokens, H, 192]`` queries of the local heads.
-            kv: ``[tokens, H, 256]``, per head the key without rope, then the value.
-            k_pe: ``[tokens, 64]``, the rope key of all heads.
+            kv: ``[keys, H, 256]``, per head the key without rope, then the value.
+            k_pe: ``[keys, 64]``, the rope key of all heads; k_pe_grad: the fp32 proxy for its
+                gradient, ``None`` where this rank alone attends to these keys.
             layout, index_inputs, given, ranks: as of :meth:`forward_sparse`. The tokens of ``q``
-                are those of all ranks; where ranks select for their own
-                (``ranks.attention_group``), layout, index_inputs and given are of these.
+                are those of all tensor-parallel ranks; where these select for their own
+                (``ranks.attention_group``), layout, index_inputs and given are of their own.
 
         Returns:
             output ``[tokens, H, v_head_dim]`` and the selection that was used.
@@ -167,6 +169,7 @@ class DSACoreAttention(CoreAttention):
             bits,
             softmax_scale=self.softmax_scale,
             topk=selection.indices.shape[1],
+            k_pe_grad=k_pe_grad,
             want_p_sum=self._evaluates_sparse_loss(index_inputs),
             indexer=self._loss_in_backward(index_inputs, layout),
             group=ranks.attention_group,
@@ -324,8 +327,10 @@ class DSACoreAttention(CoreAttention):
         """KL sum of an evaluation pass, for which there is no backward."""
         if not self.loss_is_sparse:
             return self._dense_loss(attended.inputs, attended.q, attended.keys(), attended.layout)
+        masked = attended.k_pe is not None
+        indices = _in_row_order(attended) if masked else attended.indices
         return sparse_indexer_loss(
-            attended.inputs, attended.indices, p_sum, attended.layout, topk_length=length,
+            attended.inputs, indices, p_sum, attended.layout, topk_length=length,
             head_group=self.heads_group(), policy=self.policy,
         )  # fmt: skip
 
@@ -348,3 +353,13 @@ class DSACoreAttention(CoreAttention):
         """Compute the indexer's delayed weight gradients, if it is trained."""
         if self.indexer is not None and self.training and self.indexer_is_trained:
             self.indexer.backward_dw()
+
+
+def _in_row_order(attended: Attended) -> torch.Tensor:
+    """Return the lists in ascending order of key rows: that of masked attention's head sums."""
+    keys, indices = attended.layout.key_ownership, attended.indices
+    if keys is None or keys.in_order:
+        return indices
+    last = torch.iinfo(indices.dtype).max
+    ordered = indices.masked_fill(indices < 0, last).sort(dim=1).values
+    return ordered.masked_fill_(ordered == last, -1)

@@ -17,7 +17,7 @@ class SelfAttentionFrame:
     """The forward pass around :meth:`attend`, which subclasses define.
 
     They have ``ranks``, ``config``, ``linear_proj``, and what Megatron's MLA has for selective
-    recompute: ``recompute_up_proj``, ``qkv_up_checkpoint`` and ``checkpoint_core_attention``.
+    recompute: ``recompute_up_proj`` and ``checkpoint_core_attention``.
     """
 
     ranks: Ranks
@@ -25,7 +25,6 @@ class SelfAttentionFrame:
     training: bool
     linear_proj: Any
     recompute_up_proj: bool
-    qkv_up_checkpoint: Any
     checkpoint_core_attention: bool
 
     def forward(
@@ -52,10 +51,11 @@ class SelfAttentionFrame:
         layout = layout_from_megatron(
             rows, batch, hidden_states.device, packed_seq_params, ranks.sharding, ranks.queries
         )
+        self._recomputed: list[Any] = []
         out = self.attend(hidden_states, layout).reshape(rows * ranks.sharding.sp, batch, -1)
-        if self.qkv_up_checkpoint is not None:
-            self.qkv_up_checkpoint.discard_output_and_register_recompute(out)
-            self.qkv_up_checkpoint = None
+        for checkpoint in self._recomputed:
+            checkpoint.discard_output_and_register_recompute(out)
+        self._recomputed = []
         return self.linear_proj(out)
 
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -66,10 +66,9 @@ class SelfAttentionFrame:
         """Return ``up(*tensors)``, to be computed again in the backward if that is asked for."""
         if not (self.recompute_up_proj and self.training):
             return up(*tensors)
-        self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(
-            fp8=self.config.fp8 or self.config.fp4
-        )
-        return self.qkv_up_checkpoint.checkpoint(up, *tensors)
+        checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8 or self.config.fp4)
+        self._recomputed.append(checkpoint)
+        return checkpoint.checkpoint(up, *tensors)
 
     def run_core(self, core, *tensors) -> Any:
         """Return ``core(*tensors)``, to be computed again in the backward if that is asked for."""

@@ -2,6 +2,9 @@
 
 Sparse attention computes the pairs of a query and a key that are selected, masked dense attention
 all visible ones, each for less. So the sequence length decides which is the faster one.
+
+Under context parallelism both gather latents. Masked dense attention makes keys and values of all
+of them on every rank: what it computes besides for the tokens of other ranks counts as well.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from itertools import pairwise
 MASKED_PS = 5.3
 #: Likewise by heads: fewer than 64 do not fill the tiles of the kernels.
 SPARSE_PS = {16: 40.0, 32: 30.0, 64: 17.9}
+#: Operations per picosecond of large products in bf16, by which the up projection of other ranks'
+#: latents is counted: an estimate from the rate of products on an H200, not measured in a layer.
+PRODUCT_RATE = 600
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,13 @@ class AttentionCosts:
     Attributes:
         masked: of a visible pair in masked dense attention.
         sparse: of a selected pair in sparse attention.
+        expansion: per query token instead, of the keys and values that masked dense attention makes
+            of the latents of other context-parallel ranks.
     """
 
     masked: float
     sparse: float
+    expansion: float = 0.0
 
     def masked_is_cheaper(self, length: int, topk: int) -> bool:
         """Whether masked dense attention is the faster one.
@@ -54,21 +63,29 @@ class AttentionCosts:
             length: tokens of a sequence.
             topk: keys that a query selects, if it sees as many.
         """
-        return self.masked * _pairs(length, length) < self.sparse * _pairs(length, topk)
+        masked = self.masked * _pairs(length, length) + self.expansion * length
+        return masked < self.sparse * _pairs(length, topk)
 
     def crossover(self, topk: int) -> int:
         """Return the longest sequence for which masked dense attention is cheaper, 0 if none."""
-        if self.masked >= self.sparse:
+        # From `topk` tokens on, one more costs sparse attention always the same and masked dense
+        # attention ever more: the difference falls up to this length and grows from there on.
+        lead = math.ceil((self.sparse * topk - self.expansion) / self.masked) - 1
+        best = max(topk, lead)
+        if not self.masked_is_cheaper(best, topk):
             return 0
         # At the upper end half the square costs as much as if all queries selected `topk` keys.
-        lengths = range(topk, math.ceil(2 * topk * self.sparse / self.masked) + 1)
+        lengths = range(best, math.ceil(2 * topk * self.sparse / self.masked) + 1)
         return lengths[
             bisect.bisect_left(lengths, True, key=lambda n: not self.masked_is_cheaper(n, topk)) - 1
         ]
 
 
 def attention_costs(
-    heads: int, interleaved: int = 1, dims: PairDims = MEASURED_DIMS
+    heads: int,
+    interleaved: int = 1,
+    dims: PairDims = MEASURED_DIMS,
+    expansion: float = 0.0,
 ) -> AttentionCosts:
     """Return the costs on an H200.
 
@@ -78,10 +95,24 @@ def attention_costs(
         interleaved: sequences whose tokens alternate, as in unpacked batches of several. No tile of
             masked dense attention holds one of them alone, so all are computed against all.
         dims: of keys and values. Costs of others than those measured are taken to be proportional.
+        expansion: see :class:`AttentionCosts`; with ``n`` context-parallel ranks ``n - 1`` times
+            :func:`expansion_ps`.
     """
     masked = MASKED_PS * dims.masked / MEASURED_DIMS.masked
     sparse = _sparse_ps(heads) * dims.sparse / MEASURED_DIMS.sparse
-    return AttentionCosts(masked * interleaved, sparse)
+    return AttentionCosts(masked * interleaved, sparse, expansion)
+
+
+def expansion_ps(latent: int, key_and_value: int) -> float:
+    """Return picoseconds per token and head for making key and value of a latent.
+
+    Three products: one forward, and for the gradients of latent and weight.
+
+    Args:
+        latent: dims of the latent without rope.
+        key_and_value: dims of a head's key without rope and of its value together.
+    """
+    return 3 * 2 * latent * key_and_value / PRODUCT_RATE
 
 
 def _sparse_ps(heads: int) -> float:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm
+from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, mm
 from megatron_dsa.numerics.autograd import once_differentiable
 
 
@@ -157,6 +157,42 @@ class _ArriveWithGradient(torch.autograd.Function):
         part = wide if ctx.own is None else ctx.own(wide)
         token = wide.new_zeros(()).expand(ctx.back.begin(reduce_scatter_async(part, ctx.group)))
         return token, None, None, None, None
+
+
+def gathered_product(
+    x: torch.Tensor, grad_proxy: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """Return ``x @ weight.t()`` for gathered ``x``, whose gradient goes to its proxy unrounded.
+
+    The gradient of ``weight`` is of this rank's queries: of the part of the loss that they have.
+
+    Args:
+        x: ``[keys, A]`` of all ranks, without gradient; grad_proxy: fp32 (fp64 for fp64) ``[keys,
+            A]``. Both are columns of what :func:`finish_gather` returns.
+        weight: ``[B, A]``.
+
+    Returns:
+        ``[keys, B]`` in the dtype of ``x``.
+    """
+    return _GatheredProduct.apply(x, grad_proxy, weight)
+
+
+class _GatheredProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, _grad_proxy, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        to_proxy = dweight = None
+        if ctx.needs_input_grad[1]:
+            to_proxy = mm(grad, weight)
+        if ctx.needs_input_grad[2]:
+            dweight = mm(grad.t(), x).to(weight.dtype)
+        return None, to_proxy, dweight
 
 
 def head_product(x: torch.Tensor, weight: torch.Tensor, group=None) -> torch.Tensor:

@@ -23,7 +23,8 @@ from megatron_dsa.parallel.gather import (
     reduce_scatter_async,
     start_gather,
 )
-from megatron_dsa.sequence.sharding import Sharding
+from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.sequence.sharding import Sharding, sharded_layout
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,17 @@ class Ranks:
         if self.row_group is None:
             return tables
         return tuple(table.chunk(self.sharding.sp)[self.sharding.sp_rank] for table in tables)
+
+    def attended(self, layout: Layout) -> Layout:
+        """Return the layout of the tokens that attention is for, given that of query tokens."""
+        if self.attention_group is None:
+            return layout
+        keys = layout.key_ownership
+        assert keys is not None
+        whole = self.sharding.whole()
+        return layout.derive(
+            "attended tokens", lambda: sharded_layout(layout.all_tokens, whole, keys)
+        )
 
     def own_attended(self, x: torch.Tensor) -> torch.Tensor:
         """Return the part of ``x``, one entry per token attended for, of the query tokens."""

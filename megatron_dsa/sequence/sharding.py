@@ -176,6 +176,11 @@ class KeyOwnership:
         """Return the global positions of a rank of ``sharding``, which differs in ``sp``."""
         return self.table.view(sharding.ranks, -1)[sharding.rank]
 
+    @property
+    def in_order(self) -> bool:
+        """Whether the key rows of a sequence ascend with its positions."""
+        return self.sharding.cp == 1 or self.sharding.cp_layout == "contiguous"
+
 
 def sharded_layout(layout: Layout, sharding: Sharding, keys: KeyOwnership) -> Layout:
     """Return the layout of one rank's query tokens over all keys, which lie rank after rank.

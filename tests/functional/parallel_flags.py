@@ -17,8 +17,8 @@ PACKED = {"--dataloader-inter-document-masking": True, "--dsa-cp-layout": "zigza
 LAYOUTS = {
     "TP2 by heads": (TP2_HEADS, 2),
     "TP2 by sequence and CP2": (TP2_SEQUENCE | CP2, 4),
-    "TP2, selection by sequence, masked attention by heads": (
-        TP2_HEADS | {"--dsa-tp-mode": "select", "--dsa-selected-attention": "masked"}, 2,
+    "TP2 and CP2, selection by sequence, masked attention by heads": (
+        TP2_HEADS | CP2 | {"--dsa-tp-mode": "select", "--dsa-selected-attention": "masked"}, 4,
     ),
     # Starting processes is what takes the time: several features share a run.
     "CP2 contiguous, full recompute, per-token loss, one microbatch of 8": (

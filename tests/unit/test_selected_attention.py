@@ -102,8 +102,20 @@ def test_what_ranks_divide(fused):
     for mode, config in (("sequence", BY_HEADS), ("auto", dense_loss)):
         found = choice(sequence_length=40, config=config, tp_mode=mode)
         assert not found.masked and "by sequence" in found.reason
+
+
+def test_keys_of_other_ranks_count(fused):
+    """The more context-parallel ranks there are, the more tokens a rank makes keys of."""
+    fused()
     found = choice(sequence_length=40, config={"context_parallel_size": 2})
-    assert not found.masked and "context-parallel" in found.reason
+    assert found.masked and CROSSOVER > found.crossover > 40
+    assert found.reason == (
+        "sequences of 40 tokens, 4 heads on a rank, which makes keys of the latents of 2"
+    )
+    found = choice(sequence_length=40, config={"context_parallel_size": 64})
+    assert not found.masked and found.crossover == 0 and "of the latents of 64" in found.reason
+    asked = choice(selected_attention="masked", config={"context_parallel_size": 64})
+    assert asked.masked
 
 
 @pytest.mark.parametrize("stage", ["dense", "warmup"])
@@ -119,7 +131,6 @@ def test_other_stages_and_v4_select_otherwise(fused, stage):
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({"context_parallel_size": 2}, {}, "--context-parallel-size > 1, got 2.* use auto or"),
         (BY_HEADS, {"tp_mode": "sequence"}, "--dsa-tp-mode sequence.* add --dsa-tp-mode heads"),
     ],
 )

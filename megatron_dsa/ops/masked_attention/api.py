@@ -15,7 +15,7 @@ import torch
 
 from megatron_dsa.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.arithmetic import rows_in_budget, slices
+from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget, slices
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.checks import FLOATS, require_lists, require_tensor
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
@@ -126,7 +126,7 @@ class _MaskedAttention(torch.autograd.Function):
     """``q, kv, k_pe, index q, k, weights, ... -> out, lse, p_sum``."""
 
     @staticmethod
-    def forward(ctx, q, kv, k_pe, index_q, index_k, index_weights, bits, s):
+    def forward(ctx, q, kv, k_pe, index_q, index_k, index_weights, bits, s, k_pe_grad):
         inputs = s.inputs(q, kv, k_pe, bits)
         out, lse = FORWARD.run(s.call, s.policy, inputs)
         p_sum = None
@@ -134,6 +134,7 @@ class _MaskedAttention(torch.autograd.Function):
             p_sum = s.listed(inputs, lse, slice(0, len(bits))).p_sum
         ctx.save_for_backward(q, kv, k_pe, index_q, index_k, index_weights, bits, out, lse)
         ctx.settings = s
+        ctx.separate_k_pe_grad = k_pe_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
         return out, lse, p_sum
 
@@ -149,7 +150,9 @@ class _MaskedAttention(torch.autograd.Function):
         if s.indexer is not None and any(ctx.needs_input_grad[3:6]):
             parts = s.teachers(inputs, lse, len(bits))
             index_grads = s.indexer.gradients(index_tensors, parts, s.policy)
-        return dq, dkv, dk_pe.to(k_pe.dtype), *index_grads, None, None
+        separate = ctx.separate_k_pe_grad
+        to_k_pe, to_proxy = (None, dk_pe) if separate else (dk_pe.to(k_pe.dtype), None)
+        return dq, dkv, to_k_pe, *index_grads, None, None, to_proxy
 
 
 def masked_attention(
@@ -160,6 +163,7 @@ def masked_attention(
     *,
     softmax_scale: float,
     topk: int | None = None,
+    k_pe_grad: torch.Tensor | None = None,
     want_p_sum: bool = False,
     indexer: IndexerTraining | None = None,
     group: Any = None,
@@ -185,6 +189,8 @@ def masked_attention(
             divided evenly in the order of ranks. Masking is by bits only.
         softmax_scale: factor on ``q . k`` before the softmax.
         topk: no query has more keys; for ``want_p_sum`` and ``indexer``.
+        k_pe_grad: fp32 ``[Skv, R]``: if given, the gradient of ``k_pe`` is sent here, unrounded,
+            instead of to ``k_pe`` (see :func:`megatron_dsa.parallel.gather.finish_gather`).
         want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
         indexer: train the indexer on these probabilities in the backward pass (see
             :class:`~megatron_dsa.ops.indexer_loss.api.IndexerTraining`), whose query tokens are
@@ -214,6 +220,10 @@ def masked_attention(
     )
     shape = (_own_tokens(q, indexer, group), groups(kv.shape[0]), WORDS)
     require_tensor("bits", bits, shape, (torch.int32,), q, "make them of lists with key_bits")
+    if k_pe_grad is not None:
+        wanted = accumulation_dtype(k_pe.dtype)
+        fix = "pass the rope dims of the proxy that megatron_dsa.parallel.gather.finish_gather made"
+        require_tensor("k_pe_grad", k_pe_grad, tuple(k_pe.shape), (wanted,), q, fix)
     require(
         topk is not None or not (want_p_sum or indexer),
         "topk must be given with want_p_sum or indexer, got None: the most keys that a query has",
@@ -229,7 +239,9 @@ def masked_attention(
     )
     indexer, trained = separate_tensors(indexer, bits=bits)
     settings = _Settings(softmax_scale, policy, call, want_p_sum, indexer, group)
-    return MaskedAttentionOutput(*_MaskedAttention.apply(q, kv, k_pe, *trained, bits, settings))
+    return MaskedAttentionOutput(
+        *_MaskedAttention.apply(q, kv, k_pe, *trained, bits, settings, k_pe_grad)
+    )
 
 
 def _own_tokens(q: torch.Tensor, indexer: IndexerTraining | None, group: Any) -> int:

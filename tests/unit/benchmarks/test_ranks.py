@@ -39,8 +39,12 @@ def test_cases_of_a_full_run():
     ]
     # One rank comes first: the others are compared with it.
     assert {works[0] for _, works in plan} == {Work("step", ONE_RANK)}
-    ways = {case.grid.name + case.kind: [w.way for w in works[1:]] for case, works in plan}
-    assert ways["tp1cp2layers"] == ["zigzag", "contiguous", "plain"]
+    ways = {
+        case.grid.name + case.kind + str(case.ratio or ""): [w.way for w in works[1:]]
+        for case, works in plan
+    }
+    assert ways["tp1cp2layers"] == ["zigzag", "contiguous", "plain", "masked"]
+    assert ways["tp1cp2layers4"] == ["zigzag", "contiguous", "plain"]
     assert ways["tp2cp1layers"] == ["heads", "rows"]
 
 
@@ -49,6 +53,8 @@ def test_a_rank_holds_its_part():
     alone, sharding = case.spec(ONE_RANK), case.spec("contiguous")
     assert (alone.cp, alone.cp_layout) == (1, "zigzag")
     assert (sharding.cp, sharding.cp_layout, sharding.layers) == (4, "contiguous", 3)
+    assert case.spec("masked").selected_attention == "masked"
+    assert sharding.selected_attention == alone.selected_attention == "auto"
     assert alone.workspace_mib == sharding.workspace_mib == 7
     assert Case("layers", "v3.2", 8192, tp=2).spec("rows").tp_mode == "sequence"
 

@@ -41,6 +41,7 @@ RUNS = {
     "ranks": (
         ["--grids", "tp1cp2"],
         {("step", "one rank"), ("forward", "zigzag"), ("step", "contiguous"), ("step", "plain"),
+         ("step", "masked"),
          ("step", "gathered latents")},
     ),
     "train": ([], {("step", "ours")}),
@@ -117,7 +118,12 @@ def check_ranks(rows):
     assert found == values(layers, "step", "formula_bytes_per_token")
     keys = (16 + 8 + 16) * (2 + 4)
     balanced = (3 * (16 + 1) * 2 + 12 * 4) / 2
-    assert found == {"zigzag": keys, "contiguous": keys + balanced, "plain": keys}
+    assert found == {
+        "zigzag": keys,
+        "contiguous": keys + balanced,
+        "plain": keys,
+        "masked": keys,
+    }
     assert set(values(layers, "step", "hidden_bytes_per_token").values()) == {32 * (2 + 2)}
     assert all(error < 1e-3 for error in values(layers, "step", "out_error").values())
     times, efficiency = values(layers, "step", "ms"), values(layers, "step", "efficiency")

@@ -162,7 +162,7 @@ def small_dsa(stage: str, mode: str = "none"):
         **recomputing(mode),
     )
     sizes = {"s": 61, "H": 5, "L": 23, "R": 17, "N": 10, "P": 6, "V": 13}
-    sizes |= {"HI": 3, "DI": 16, "K": 7}
+    sizes |= {"HI": 3, "DI": 16, "K": 7, "G": 1}
     return attention_module(config).train(), sizes
 
 
@@ -239,6 +239,7 @@ def real_sizes(preset: str) -> dict[str, int]:
         "HI": p["dsa_indexer_n_heads"],
         "DI": p["dsa_indexer_head_dim"],
         "K": p["dsa_indexer_topk"],
+        "G": 64,  # 8192 tokens
     }
     if "o_groups" in p:
         return sizes | {"D": p["v_head_dim"], "O": p["o_groups"] * p["o_lora_rank"]}

@@ -13,6 +13,7 @@ CASES = {
         ("DSA", "two", "contiguous"),
         ("CSA", "packed", "zigzag_rows"),
         ("CSA recomputed", "two", "zigzag"),
+        ("DSA masked", "packed", "zigzag"),
     ],
     (2, 1): [
         ("DSA masked", "packed", "select"),
@@ -23,6 +24,8 @@ CASES = {
         ("DSA recomputed", "two", "zigzag rows"),
         ("CSA", "packed", "contiguous rows"),
         ("CSA", "two", "zigzag heads"),
+        ("DSA masked", "two", "zigzag heads"),
+        ("DSA masked recomputed", "packed", "zigzag select"),
     ],
 }
 

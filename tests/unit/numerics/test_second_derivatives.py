@@ -22,6 +22,7 @@ from megatron_dsa.dsa_kernels import (
 from megatron_dsa.ops.compressor.api import compress
 from megatron_dsa.ops.dense_attention.blocks import torch_kernel
 from megatron_dsa.ops.rope.api import norm_rope, rotate
+from megatron_dsa.parallel.gather import gathered_product
 from megatron_dsa.parallel.ring import ContiguousShard, attention, gathered_latent_attention
 from megatron_dsa.parallel.ring.exchange import Ring
 from megatron_dsa.sequence.compressed import compressed_keys
@@ -139,6 +140,10 @@ OPERATIONS = {
         lambda: [double(*Q, seed=1), double(TOKENS, 5, seed=2),
                  double(HEADS, DIM - 2, 3, seed=3), double(HEADS, 3, 3, seed=4)],
         lambda *x: gathered_latent_attention(*x, rows(), 0.3)[0],
+    ),
+    "gathered_product": (
+        lambda: [double(TOKENS, 5, seed=1), double(3, 5, seed=2)],
+        lambda proxy, weight: gathered_product(double(TOKENS, 5, seed=3).detach(), proxy, weight),
     ),
     "compress": (
         lambda: [double(TOKENS, 8, seed=1), double(TOKENS, 8, seed=2), double(4, 8, seed=3)],

@@ -8,6 +8,7 @@ from megatron_dsa.ops.attention_costs import (
     AttentionCosts,
     PairDims,
     attention_costs,
+    expansion_ps,
 )
 
 
@@ -56,6 +57,34 @@ def test_costs_are_those_of_pairs_one_by_one():
         visible = sum(t + 1 for t in range(length))
         selected = sum(min(t + 1, 6) for t in range(length))
         assert costs.masked_is_cheaper(length, 6) == (2.0 * visible < 5.0 * selected)
+
+
+@pytest.mark.parametrize("expansion", [0.0, 2.9, 3.1, 10.6, 11.6, 11.65, 11.7, 20.0])
+def test_expansion_counts_once_per_token(expansion):
+    """The longest length is found also where short sequences are dearer, or all of them."""
+    costs = AttentionCosts(masked=2.0, sparse=5.0, expansion=expansion)
+    cheaper = []
+    for length in range(1, 200):
+        visible = sum(t + 1 for t in range(length))
+        selected = sum(min(t + 1, 6) for t in range(length))
+        wins = 2.0 * visible + expansion * length < 5.0 * selected
+        assert costs.masked_is_cheaper(length, 6) == wins
+        cheaper += [length] * wins
+    assert costs.crossover(6) == max(cheaper, default=0)
+    assert (not cheaper) == (expansion > 195 / 9 - 10)  # at 9 tokens
+    assert (1 in cheaper) == (expansion < 3)
+
+
+def test_expansion_of_v3_2():
+    """Six operations for each of 512 x 256 weights at 600 of them per picosecond."""
+    one = expansion_ps(512, 128 + 128)
+    assert one == pytest.approx(1310.72)
+    crossovers = [attention_costs(128, expansion=n * one).crossover(2048) for n in (0, 1, 3, 7)]
+    assert crossovers == sorted(crossovers, reverse=True)
+    assert 8500 < crossovers[3] < crossovers[1] < crossovers[0] < 13000
+    # From 13 other ranks on, their keys cost more than masked dense attention saves at its best.
+    best = [attention_costs(128, expansion=n * one).crossover(2048) for n in (12, 13)]
+    assert best[0] > 2048 and best[1] == 0
 
 
 def test_heads_between_two_measurements():

@@ -269,6 +269,8 @@ def to_meta(x):
         ({"kv": torch.zeros(9, 2, 10, dtype=torch.float64)}, "kv must have dtype"),
         ({"k_pe": torch.zeros(8, 3)}, "k_pe must be"),
         ({"k_pe": torch.zeros(9, 3, dtype=torch.bfloat16)}, "k_pe must have dtype"),
+        ({"k_pe_grad": torch.zeros(9, 2)}, "k_pe_grad must be"),
+        ({"k_pe_grad": torch.zeros(9, 3, dtype=torch.bfloat16)}, "k_pe_grad must have dtype"),
         ({"bits": torch.zeros(4, 1, 4, dtype=torch.int64)}, "bits must have dtype int32"),
         ({"bits": torch.zeros(4, 2, 4, dtype=torch.int32)}, "bits must be"),
         ({"want_p_sum": True}, "topk must be given with want_p_sum or indexer"),

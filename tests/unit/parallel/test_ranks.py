@@ -12,8 +12,11 @@ GRIDS = {
     (1, 4): ("zigzag", "contiguous"),
     (2, 1): ("heads", "sequence", "select"),
     (4, 1): ("select",),
-    (2, 2): ("zigzag heads", "zigzag sequence", "contiguous sequence"),
-}
+    (2, 2): (
+        "zigzag heads", "zigzag sequence", "contiguous sequence", "zigzag select",
+        "contiguous select",
+    ),
+}  # fmt: skip
 
 
 def names():
@@ -22,11 +25,12 @@ def names():
 
 def exists(layer, rows, mode, ranks):
     """Whether it is worth a run: variants that say little about ranks run on two ranks only."""
-    if mode == "select":
+    words = set(mode.split())
+    if "select" in words:
         return layer.startswith("DSA masked") and "dense loss" not in layer
-    if layer.startswith("DSA masked"):
-        return mode == "heads"
-    other = bool({"contiguous", "zigzag_rows"} & set(mode.split()))
+    if layer.startswith("DSA masked") and ("sequence" in words or words == {"heads"}):
+        return "sequence" not in words
+    other = bool({"contiguous", "zigzag_rows"} & words)
     if layer.startswith("dense MLA") and other:
         return ranks == 2
     if layer.endswith(("fp32", "recomputed")):

@@ -129,9 +129,12 @@ def test_tally_counts_what_autograd_saves():
 TENSOR = {"--tensor-model-parallel-size": 2, "--sequence-parallel": True}
 
 
-def test_exchanged_bytes_are_those_of_the_documented_formula():
+@pytest.mark.parametrize("attention", ["sparse", "masked"])
+def test_exchanged_bytes_are_those_of_the_documented_formula(attention):
     # docs/guide/parallelism.md, with the widths of the tiny model.
-    one = plan(BF16 | {"--context-parallel-size": 2, "--global-batch-size": 2}, world=2)
+    changes = {"--context-parallel-size": 2, "--dsa-selected-attention": attention}
+    one = plan(BF16 | changes | {"--global-batch-size": 2}, world=2)
+    assert one.attention.masked == (attention == "masked")
     latent, index = 32 + 8, 16
     per_token = latent * (2 + 4) + index * (2 + 4)
     tokens, layers = 2 * 96, 2
