@@ -14,6 +14,7 @@ import torch
 from megatron.core import tensor_parallel
 
 from megatron_dsa.config import DSAOptions, is_indexer_parameter
+from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
 from megatron_dsa.presets import PRESETS
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start
 
@@ -25,8 +26,8 @@ MODES = {
     "up": ("mla_up_proj",),
     "both": ("core_attn", "mla_up_proj"),
 }
-#: Stages of DSA; "masked" is stage sparse by masked dense attention.
-STAGES = ("dense", "warmup", "frozen", "sparse", "masked")
+#: Stages of DSA; "masked" is stage sparse by masked dense attention, "visible" stage dense by it.
+STAGES = ("dense", "warmup", "frozen", "sparse", "masked", "visible")
 RATIOS = (0, 4, 128)
 
 
@@ -146,10 +147,13 @@ def recomputing(mode: str) -> dict:
 def small_dsa(stage: str, mode: str = "none"):
     """A DSA layer whose sizes have few common products, and its sizes by symbol."""
     frozen, attention = stage == "frozen", "masked" if stage == "masked" else "auto"
-    stage = {"frozen": "warmup", "masked": "sparse"}.get(stage, stage)
+    length = 61 if stage == "visible" else None
+    stage = {"frozen": "warmup", "masked": "sparse", "visible": "dense"}.get(stage, stage)
     config = small_config(
         dtype=torch.bfloat16,
-        options=DSAOptions(stage=stage, freeze_main=frozen, selected_attention=attention),
+        options=DSAOptions(
+            stage=stage, freeze_main=frozen, selected_attention=attention, sequence_length=length
+        ),
         hidden_size=35,
         num_attention_heads=5,
         q_lora_rank=23,
@@ -188,9 +192,13 @@ def small_csa(ratio: int, mode: str = "none"):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("stage", ["dense", "warmup", "sparse", "masked"])
-def test_dsa(stage, mode):
+@pytest.mark.parametrize("stage", ["dense", "warmup", "sparse", "masked", "visible"])
+def test_dsa(stage, mode, add):
+    if stage == "visible":  # where kernels run
+        for operation in (VISIBLE_BITS, FORWARD, BACKWARD):
+            add(operation.name, lambda torchs: torchs)
     module, sizes = small_dsa(stage, mode)
+    assert module.masked == (stage in ("masked", "visible"))
     check(dsa_rows(), saved(module, sizes["s"]), sizes, stage, mode)
 
 
