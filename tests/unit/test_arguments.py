@@ -85,13 +85,14 @@ def test_options():
     assert (args.dsa_indexer_topk, args.dsa_indexer_use_sparse_loss) == (77, True)
 
 
-@pytest.mark.parametrize(("flags", "interleaved"), [((), 3), (PACKING, 1)])
-def test_options_know_the_sequences_of_a_microbatch(flags, interleaved):
+@pytest.mark.parametrize(("flags", "interleaved", "packed"), [((), 3, 1), (PACKING, 1, 3)])
+def test_options_know_the_sequences_of_a_microbatch(flags, interleaved, packed):
     from megatron_dsa.arguments import options_from_args
 
     args = parse("--seq-length", "4096", "--micro-batch-size", "3", *flags)
     options = options_from_args(args)
     assert (options.sequence_length, options.interleaved_sequences) == (4096, interleaved)
+    assert options.packed_sequences == packed
 
 
 def test_every_option_has_a_flag():
@@ -105,7 +106,7 @@ def test_every_option_has_a_flag():
 
     names = {each.name for each in dataclasses.fields(DSAOptions)}
     assert names - {each.name for each, _ in option_fields(DSAOptions)} == {
-        "fused", "sequence_length", "interleaved_sequences",
+        "fused", "sequence_length", "interleaved_sequences", "packed_sequences",
     }  # fmt: skip
     inherited = len(dataclasses.fields(DSATransformerConfig))
     own = dataclasses.fields(CSATransformerConfig)[inherited:]
