@@ -35,7 +35,8 @@ RUNS = {
     "layer": (
         ["--tokens", "128", "--ratios", "4"],
         {("forward", "ours"), ("step", "ours"), ("step", "sparse"), ("step", "masked"),
-         ("step", "dense"), ("step", "bundled"), ("step", "torch"),
+         ("step", "dense"), ("step", "bundled"), ("step", "torch"), ("step", "sparse-rank"),
+         ("step", "masked-rank"), ("step", "dense-rank"), ("step/collectives", "masked-rank"),
          ("step/sparse_attention_backward", "ours")},
     ),
     "ranks": (
@@ -100,6 +101,7 @@ def check_layer(rows):
         "bundled",
         "torch",
     }
+    assert set(values(rows, "step", "sent_bytes")) == {"sparse-rank", "masked-rank", "dense-rank"}
     ran = {row["way"]: row["ran"] for row in rows if row["part"] == "step"}
     assert "; masked_attention_forward=" in ran["masked"] and "sparse_att" not in ran["masked"]
     assert "; sparse_attention_forward=" in ran["sparse"] and "masked_att" not in ran["sparse"]
