@@ -65,6 +65,11 @@ def test_shares_are_grouped():
     assert label == "16 heads, 4k" and sum(groups.values()) == 10.5
     assert groups["selection"] == 3 and groups["indexer loss and its backward"] == 5
     assert groups["rope, norms, copies"] == 2.5
+    # Ranks have bars of their own, if their attention is an operation.
+    points += [
+        point(case, "step/other", way, ms=4.0) for way in ("masked-rank", "dense-rank")
+    ]  # fmt: skip
+    assert list(layer_bars(points)) == ["16 heads, 4k", "16 heads, 4k, masked-rank"]
 
 
 def test_masked_attention_is_drawn_beside_its_peer(tmp_path, monkeypatch):
