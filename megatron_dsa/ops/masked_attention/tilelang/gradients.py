@@ -94,8 +94,8 @@ __device__ __forceinline__ void dsa_end_turn(int* turn, int barrier) {
 
 #: For programs that form P while a product is under way.
 FORMED = r"""
-// Arrives at a barrier, for which nobody waits, when P is there (it has no sign): ptxas would form P
-// only after the next wait for a product.
+// Arrives at a barrier that is never waited for, when P is there (it has no sign): ptxas would form
+// P only after the next wait for a product.
 template <int N>
 __device__ __forceinline__ void dsa_formed(int barrier, const float* p) {
   unsigned bits = 0;

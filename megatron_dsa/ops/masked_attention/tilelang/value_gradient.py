@@ -58,9 +58,7 @@ def produce(Q, KV, Kpe, dO, Numbers, Tiles, m, done, at, dims):
 def multiply_keys(m, done, s, i):
     """Start ``S = K Q^T`` of tile ``i``."""
     T.barrier_wait(done.q[i % STAGES], i // STAGES & 1)
-    T.wgmma_gemm(
-        m.k, m.q[i % STAGES, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS
-    )
+    T.wgmma_gemm(m.k, m.q[i % STAGES, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS)
 
 
 @T.macro
