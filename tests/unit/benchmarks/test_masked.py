@@ -32,6 +32,15 @@ def test_every_implementation_is_measured():
             assert ways == {c.name for c in DISPATCHED[dispatched].candidates} | peers
 
 
+def test_models():
+    for model, dims, heads in (("v3.2", (128, 64, 128), [128, 64, 16]),
+                               ("glm-5", (192, 64, 256), [64, 32, 8])):  # fmt: skip
+        _, plan = plan_of("masked", ["--tokens", "4096", "--model", model])
+        cases = [case for case, _ in plan if case.distribution == "random"]
+        assert [case.heads for case in cases] == heads
+        assert {(case.nope, case.rope, case.v) for case in cases} == {dims}
+
+
 @pytest.mark.parametrize("options", [["--tokens", "2047"], ["--distributions", "clustered:2"]])
 def test_options_that_cannot_be_are_refused(options, capsys):
     with pytest.raises(SystemExit):

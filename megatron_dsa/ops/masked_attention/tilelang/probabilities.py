@@ -3,7 +3,7 @@
 * ``CONSUME``: two warpgroups of 64 queries each add up the probabilities of all heads in their
   registers, and write those of selected keys, one after the other per query, with the keys;
 * ``PRODUCE``: one warp that fetches queries, keys and lse of the next head. The rope key is that of
-  all heads.
+  all heads. Where two heads do not fit in shared memory, it fetches slabs of 64 dims.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
@@ -13,7 +13,7 @@ from tilelang import language as T
 
 from megatron_dsa.ops.hopper.cuda import call
 from megatron_dsa.ops.hopper.programs import compiler
-from megatron_dsa.ops.hopper.tiles import GROUP, LOG2_E
+from megatron_dsa.ops.hopper.tiles import GROUP, LOG2_E, SLAB
 from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     BY_ROWS,
     KEYS,
@@ -77,10 +77,8 @@ __device__ __forceinline__ void dsa_write_sums(float* row, int width, const floa
 
 
 @T.macro
-def produce(Q, KV, Kpe, Numbers, m, done, at, dims):
-    """PRODUCE: the rope key, then queries, keys and lse of each head."""
-    fetch(Kpe[at.key : at.key + KEYS, :], m.k_rope, done.k_rope[0])
-    T.barrier_arrive(done.k_rope[0])
+def produce_heads(Q, KV, Numbers, m, done, at, dims):
+    """Fetch queries, keys and lse of each head."""
     last = at.first + QUERIES
     for h in T.serial(Q.shape[1]):
         slot = h % STAGES
@@ -93,7 +91,80 @@ def produce(Q, KV, Kpe, Numbers, m, done, at, dims):
 
 
 @T.macro
-def consume(Bits, Before, PSum, Keys, first_listed, heads, m, done, at, scale, tx):
+def produce_slabs(Q, KV, Numbers, m, done, at, dims):
+    """Fetch each head in slabs; the rope slab has queries only, lse comes with the first one."""
+    last, slots = at.first + QUERIES, dims.tiling.slots
+    slabs = dims.qk // SLAB
+    for i in T.serial(Q.shape[1] * slabs):
+        h, slot, column = i // slabs, i % slots, i % slabs * SLAB
+        T.barrier_wait(done.free[slot], (i // slots & 1) ^ 1)
+        fetch(Q[at.first : last, h, column : column + SLAB], m.q[slot, :, :], done.full[slot])
+        if column < dims.nope:
+            keys = KV[at.key : at.key + KEYS, h, column : column + SLAB]
+            fetch(keys, m.k[slot, :, :], done.full[slot])
+        if column == 0:
+            fetch(Numbers[h, 0:1, at.first : last], m.lse[slot, :, :], done.full[slot])
+        T.barrier_arrive(done.full[slot])
+
+
+@T.macro
+def produce(Q, KV, Kpe, Numbers, m, done, at, dims):
+    """PRODUCE: the rope key, then queries, keys and lse of each head."""
+    fetch(Kpe[at.key : at.key + KEYS, :], m.k_rope, done.k_rope[0])
+    T.barrier_arrive(done.k_rope[0])
+    if dims.tiling.slots > 0:
+        produce_slabs(Q, KV, Numbers, m, done, at, dims)
+    else:
+        produce_heads(Q, KV, Numbers, m, done, at, dims)
+
+
+@T.macro
+def read_lse(m, lse, slot, tx):
+    """Read the lse of the thread's queries."""
+    for r in tuple(range(2)):
+        lse[r] = m.lse[slot, 0, own_row(tx) + 8 * r]
+
+
+@T.macro
+def multiply_head(m, done, s, lse, h, tx):
+    """``S = Q K^T`` of a head."""
+    slot = h % STAGES
+    T.barrier_wait(done.full[slot], h // STAGES & 1)
+    T.wgmma_gemm(
+        m.q_nope[slot, :, :], m.k_nope[slot, :, :], s, transpose_B=True, clear_accum=True,
+        policy=BY_ROWS,
+    )  # fmt: skip
+    T.wgmma_gemm(m.q_rope[slot, :, :], m.k_rope, s, transpose_B=True, policy=BY_ROWS)
+    read_lse(m, lse, slot, tx)
+    T.wait_wgmma(0)
+    T.barrier_arrive(done.free[slot])
+
+
+@T.macro
+def multiply_slabs(m, done, s, lse, h, dims, tx):
+    """``S = Q K^T`` of a head; a slab's slot is free while the next slab is multiplied."""
+    slots, slabs = dims.tiling.slots, dims.qk // SLAB
+    for slab in tuple(range(slabs)):
+        i = h * slabs + slab
+        T.barrier_wait(done.full[i % slots], i // slots & 1)
+        if slab * SLAB < dims.nope:
+            T.wgmma_gemm(
+                m.q[i % slots, :, :], m.k[i % slots, :, :], s, transpose_B=True,
+                clear_accum=slab == 0, policy=BY_ROWS,
+            )  # fmt: skip
+        else:
+            T.wgmma_gemm(m.q[i % slots, :, :], m.k_rope, s, transpose_B=True, policy=BY_ROWS)
+        if slab == 0:
+            read_lse(m, lse, i % slots, tx)
+        else:
+            T.wait_wgmma(1)
+            T.barrier_arrive(done.free[(i - 1) % slots])
+    T.wait_wgmma(0)
+    T.barrier_arrive(done.free[(h * slabs + slabs - 1) % slots])
+
+
+@T.macro
+def consume(Bits, Before, PSum, Keys, first_listed, heads, m, done, at, dims, scale, tx):
     """CONSUME: sums over the heads, for 64 queries per warpgroup."""
     s = T.alloc_fragment([QUERIES, KEYS], "float32")
     sums = T.alloc_local([OWN], "float32")
@@ -102,17 +173,10 @@ def consume(Bits, Before, PSum, Keys, first_listed, heads, m, done, at, scale, t
         sums[i] = 0.0
     T.barrier_wait(done.k_rope[0], 0)
     for h in T.serial(heads):
-        slot = h % STAGES
-        T.barrier_wait(done.full[slot], h // STAGES & 1)
-        T.wgmma_gemm(
-            m.q_nope[slot, :, :], m.k_nope[slot, :, :], s, transpose_B=True, clear_accum=True,
-            policy=BY_ROWS,
-        )  # fmt: skip
-        T.wgmma_gemm(m.q_rope[slot, :, :], m.k_rope, s, transpose_B=True, policy=BY_ROWS)
-        for r in tuple(range(2)):
-            lse[r] = m.lse[slot, 0, own_row(tx) + 8 * r]
-        T.wait_wgmma(0)
-        T.barrier_arrive(done.free[slot])
+        if dims.tiling.slots > 0:
+            multiply_slabs(m, done, s, lse, h, dims, tx)
+        else:
+            multiply_head(m, done, s, lse, h, tx)
         call("dsa_add_head", sums.data, s.data, lse[0], lse[1], scale * LOG2_E, of=(KEYS // 8,))
     for r in tuple(range(2)):
         row = at.first + own_row(tx) + 8 * r
@@ -149,6 +213,8 @@ def build(nope: int, rope: int, v: int):
     """
     dims = Dims(nope, rope, v)
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
+    slots = dims.tiling.slots
+    stages = slots or STAGES
     queries, keys, heads, count = T.dynamic("queries, keys, heads, count")
     groups, blocks, width, wanted, listed = T.dynamic("groups, blocks, width, wanted, listed")
 
@@ -170,17 +236,25 @@ def build(nope: int, rope: int, v: int):
         """One thread block per tile that may be; arguments as :func:`build` describes."""
         with T.Kernel(blocks * width, threads=THREADS) as number:
             T.import_source(SOURCE)
-            m = SimpleNamespace(
-                q_nope=T.alloc_shared([STAGES, QUERIES, nope], bf16),
-                q_rope=T.alloc_shared([STAGES, QUERIES, rope], bf16),
-                k_nope=T.alloc_shared([STAGES, KEYS, nope], bf16),
-                k_rope=T.alloc_shared([KEYS, rope], bf16),
-                lse=T.alloc_shared([STAGES, 1, QUERIES], fp32),
-            )
+            if slots > 0:
+                m = SimpleNamespace(
+                    q=T.alloc_shared([slots, QUERIES, SLAB], bf16),
+                    k=T.alloc_shared([slots, KEYS, SLAB], bf16),
+                    k_rope=T.alloc_shared([KEYS, rope], bf16),
+                    lse=T.alloc_shared([slots, 1, QUERIES], fp32),
+                )
+            else:
+                m = SimpleNamespace(
+                    q_nope=T.alloc_shared([STAGES, QUERIES, nope], bf16),
+                    q_rope=T.alloc_shared([STAGES, QUERIES, rope], bf16),
+                    k_nope=T.alloc_shared([STAGES, KEYS, nope], bf16),
+                    k_rope=T.alloc_shared([KEYS, rope], bf16),
+                    lse=T.alloc_shared([STAGES, 1, QUERIES], fp32),
+                )
             done = SimpleNamespace(
                 k_rope=T.alloc_barrier(arrive_count=[32]),
-                full=T.alloc_barrier(arrive_count=[32] * STAGES),
-                free=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
+                full=T.alloc_barrier(arrive_count=[32] * stages),
+                free=T.alloc_barrier(arrive_count=[2 * GROUP] * stages),
             )
             tx = T.get_thread_binding()
             # Tiles of a block of queries come one after the other: the L2 cache holds these.
@@ -195,7 +269,9 @@ def build(nope: int, rope: int, v: int):
                         produce(Q, KV, Kpe, Numbers, m, done, at, dims)
                 else:
                     T.set_max_nreg(REGISTERS[0], 1)
-                    consume(Bits, Before, PSum, Keys, first_listed, heads, m, done, at, scale, tx)
+                    consume(
+                        Bits, Before, PSum, Keys, first_listed, heads, m, done, at, dims, scale, tx
+                    )
 
     return masked_attention_probabilities
 
