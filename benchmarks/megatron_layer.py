@@ -130,10 +130,10 @@ def layer_config(spec: LayerSpec):
     else:
         changes = {key: value for key, value in changes.items() if not key.startswith("csa_")}
         changes |= {"num_layers": 1, "normalization": "RMSNorm"}
+        heads = {"num_attention_heads": spec.heads} if spec.heads else {}
         if tiny:
-            config = DSATransformerConfig(**_TINY_DSA | changes)
+            config = DSATransformerConfig(**_TINY_DSA | changes | heads)
         else:
-            heads = {"num_attention_heads": spec.heads} if spec.heads else {}
             config = preset("deepseek-v3.2", **changes | heads)
     config.finalize_model_grads_func = None
     return config

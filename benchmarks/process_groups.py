@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import tempfile
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import torch
 
@@ -19,25 +19,32 @@ def join(rank: int, tp: int, cp: int, store: str) -> torch.device:
         tp: tensor-parallel ranks; cp: context-parallel ranks.
         store: a file in which the processes find each other.
     """
-    from megatron_dsa.patches import cpu_host
-
-    on_cpu = cpu_host.needed()
-    if on_cpu:
-        torch.set_num_threads(1)
-        cpu_host.activate()
-        device = torch.device("cpu")
-    else:
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+    device = _device(rank)
     from megatron.core import parallel_state, tensor_parallel
 
     torch.distributed.init_process_group(
-        "gloo" if on_cpu else "nccl", init_method=f"file://{store}", rank=rank, world_size=tp * cp
+        "gloo" if device.type == "cpu" else "nccl",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=tp * cp,
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp, context_parallel_size=cp
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
+    return device
+
+
+def _device(number: int = 0) -> torch.device:
+    """Return the GPU of that number, or the CPU, made ready for Megatron."""
+    from megatron_dsa.patches import cpu_host
+
+    if cpu_host.needed():
+        torch.set_num_threads(1)
+        cpu_host.activate()
+        return torch.device("cpu")
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
     return device
 
 
@@ -60,9 +67,32 @@ def one_rank() -> Iterator[torch.device]:
             leave()
 
 
-@functools.cache
 def alone() -> torch.device:
-    """Groups of one process, until it ends; return its device."""
+    """Be in groups of one process, from now on; return its device."""
+    if torch.distributed.is_initialized():
+        return _device()
     handle, store = tempfile.mkstemp()
     os.close(handle)
     return join(0, 1, 1, store)
+
+
+@contextlib.contextmanager
+def one_of(ranks: int, rank: int) -> Iterator[torch.device]:
+    """Groups of one of several tensor-parallel ranks, for what is inside; the others do not exist.
+
+    A collective returns at once, with whatever its result held before. Groups that there are when
+    it begins are taken down.
+    """
+    from megatron_dsa.tools.planner import host
+
+    if torch.distributed.is_initialized():
+        leave()
+    device = _device()
+    sharded = SimpleNamespace(
+        world_size=ranks, tensor_model_parallel_size=ranks, pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None, context_parallel_size=1,
+        expert_model_parallel_size=1, expert_tensor_parallel_size=None,
+        num_distributed_optimizer_instances=1,
+    )  # fmt: skip
+    with host.ranks(sharded, rank):
+        yield device

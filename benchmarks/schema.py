@@ -61,7 +61,7 @@ METRICS = {
     "bytes_per_token": "sent by a rank in a step, per token that it holds, counted",
     "formula_bytes_per_token": "the same by the design",
     "hidden_bytes_per_token": "the same if hidden states were gathered",
-    "sent_bytes": "sent by a rank in the exchanges of a step",
+    "sent_bytes": "sent by a rank in the collectives of a step",
     "planned_mib": "planned peak memory of a training step",
     "weights_mib": "planned part of it",
     "gradients_mib": "planned part of it",

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_dsa.tools.verify.lists import Lists
+
 #: Every query selects this many keys right before it in a clustered list (fewer for a small K).
 RECENT = 64
 #: Share of the other keys of a clustered list that the next query keeps, unless said otherwise.
 CLUSTERED_SHARE = 0.8
+#: Elements of the random numbers that lists are drawn from, at once.
+MOST_ELEMENTS = 2**26
 
 
 def parse_distribution(text: str) -> tuple[str, float]:
@@ -48,7 +52,7 @@ def random_indices(queries: int, skv: int, topk: int, generator):
     """``topk`` of ``skv`` keys for every query: the places of the largest of ``skv`` numbers."""
     device = generator.device
     indices = torch.empty(queries, topk, dtype=torch.int32, device=device)
-    for rows in _chunks(queries, 2**26 // skv):
+    for rows in _chunks(queries, MOST_ELEMENTS // skv):
         noise = torch.rand(rows.stop - rows.start, skv, generator=generator, device=device)
         chosen = noise.topk(topk, dim=1, sorted=False).indices
         # topk returns its places in an order that depends on the device; shuffle them.
@@ -85,6 +89,28 @@ def clustered_indices(queries: int, skv: int, topk: int, share: float, generator
         newest = _position(t, queries, skv, topk)
         indices[rows, width:] = (newest - torch.arange(recent, device=device)).int()
     return indices.sort(dim=1).values
+
+
+def causal_lists(distribution: str, tokens: int, topk: int, device, seed: int = 0) -> Lists:
+    """Return ascending lists of a causal sequence: all visible keys, or ``topk`` of more.
+
+    ``random`` draws them uniformly, independent between queries; for ``clustered:SHARE`` see
+    :func:`clustered_indices`.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    kind, share = parse_distribution(distribution)
+    position = torch.arange(tokens, device=device)
+    length = (position + 1).clamp_max(topk).int()
+    if kind == "clustered":  # its queries with few visible keys list the first ones
+        indices = clustered_indices(tokens, tokens, topk, share, generator)
+        return Lists(indices, length, tokens)
+    parts = []
+    for part in position.split(max(1, MOST_ELEMENTS // tokens)):
+        noise = torch.rand(len(part), tokens, generator=generator, device=device)
+        noise.masked_fill_(position > part[:, None], -1.0)
+        keys = noise.topk(topk, dim=1, sorted=False).indices
+        parts.append(torch.where(keys > part[:, None], tokens, keys).sort(dim=1).values.int())
+    return Lists(torch.cat(parts), length, tokens)
 
 
 def _position(t, queries: int, skv: int, topk: int):

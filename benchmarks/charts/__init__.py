@@ -6,7 +6,8 @@
 * ``layer_time.png``, ``layer_shares.png``: V3.2's step against the length, and where ours spends
   it; ``layer_<preset>_shares.png`` the latter of V4; ``layer_core_memory.png``: the workspace.
 * ``ranks_<n>gpus_layers.png``: efficiency and exposed communication.
-* ``train_convergence.png``: losses of sparse and dense attention.
+* ``train_convergence.png``: losses of sparse and dense attention; ``train_selected.png``: of sparse
+  and masked dense attention.
 
 Where a file holds several runs of a measurement, the last one counts; a chart shows one GPU, the
 last that was measured.

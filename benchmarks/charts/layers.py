@@ -116,7 +116,11 @@ def layer_bars(points: list[Point]) -> dict[str, dict[str, float]]:
         if "ratio" in case:
             bars.setdefault(f"{length}, ratio {case['ratio']}, {point.way}", {})[operation] = ms
         else:
-            times = bars.setdefault(f"{case['heads']} heads, {length}", dict.fromkeys(GROUPS, 0.0))
+            if point.way == "dense-rank":  # its attention is no operation
+                continue
+            label = f"{case['heads']} heads, {length}"
+            label += f", {point.way}" if point.way != "ours" else ""
+            times = bars.setdefault(label, dict.fromkeys(GROUPS, 0.0))
             times[group_of.get(operation, list(GROUPS)[-1])] += ms
     return bars
 

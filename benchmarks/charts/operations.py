@@ -75,26 +75,33 @@ def draw_lines(axis, points: list[Point], part: str, length: str, ways: dict[str
 
 
 def draw_masked(points: list[Point], folder: Path) -> list[Path]:
-    """Draw masked dense attention, a line of panels per number of heads."""
+    """Draw masked dense attention, a line of panels per dims and number of heads."""
     points = of_last_gpu(points)
     found = [point for point in points if point.part in MASKED_PAIR_DIMS]
     if not found:
         return []
     parts = [part for part in MASKED_PAIR_DIMS if any(point.part == part for point in found)]
-    counts = sorted({point.case["heads"] for point in found}, reverse=True)
+    rows = sorted({_heads_and_dims(point) for point in found}, key=lambda x: (x[1:], -x[0]))
     ways = {p.way: "cuDNN without a mask" if p.way == MASKED_PEER else p.way for p in found}
-    size = (6 * len(parts), 1 + 4 * len(counts))
+    size = (6 * len(parts), 1 + 4 * len(rows))
     figure, axes = pyplot.subplots(
-        len(counts), len(parts), figsize=size, squeeze=False, sharey=True
+        len(rows), len(parts), figsize=size, squeeze=False, sharey=True
     )  # fmt: skip
-    for heads, line in zip(counts, axes, strict=True):
-        mine = [point for point in points if point.case["heads"] == heads]
+    for row, line in zip(rows, axes, strict=True):
+        mine = [point for point in points if _heads_and_dims(point) == row]
+        label = "{} heads, dims {}/{}".format(*row)
         for part, axis in zip(parts, line, strict=True):
             draw_lines(axis, mine, part, "tokens", ways)
-            axis.set(title=f"{part}, {heads} heads", xlabel="tokens of a causal sequence")
+            axis.set(title=f"{part}, {label}", xlabel="tokens of a causal sequence")
     axes[0][0].set_ylim(bottom=0)
     title = f"Masked dense attention, FLOP of all visible pairs\n{machine(points)}"
     return [save(figure, title, folder / "masked_tflops.png")]
+
+
+def _heads_and_dims(point: Point) -> tuple[int, int, int]:
+    """Return the heads of a case of masked dense attention, and the dims of keys and values."""
+    case = point.case
+    return case["heads"], case["nope"] + case["rope"], case["v"]
 
 
 def draw_csa(points: list[Point], folder: Path) -> list[Path]:

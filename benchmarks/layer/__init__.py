@@ -3,6 +3,7 @@
     python -m benchmarks layer                     # V3.2's, and V4's of every ratio
     python -m benchmarks layer --presets v3.2 --heads 128 --tokens 4096 131072 --ways ours dense
     python -m benchmarks layer --presets v3.2 --ways ours sparse masked dense
+    python -m benchmarks layer --presets v3.2 --heads 16 --ways masked-rank dense-rank
     python -m benchmarks layer --presets core      # the workspace's bound, on the CPU
 
 A step is the forward in training mode of one causal sequence, and the backward of a random
@@ -15,6 +16,13 @@ that of the first way, ``ours``: there all ways compute the same. ``end_error`` 
 input gradient of the last tokens in sparse ways: some of their keys differ, where scores nearly
 tie; addresses that overflow give something else altogether. Ways that may fault come last.
 
+The ways ``sparse-rank``, ``masked-rank`` and ``dense-rank`` are one tensor-parallel rank of as many
+as have the case's heads each (:mod:`benchmarks.layer.rank`): its heads of a model of 128, and its
+share of the tokens where work is divided by tokens, indexer and loss included. Nothing is sent:
+what collectives would send is counted in ``sent_bytes``, and the copies that stand in for them are
+``step/collectives``. Other ways with the same heads have a rank's heads and all tokens, as if every
+rank repeated the indexer's work.
+
 The kernels of one more step of the package's own ways are put down to the operations that launch
 them (:mod:`benchmarks.tracing`): ``step/matrix products`` are projections, ``step/other`` rope,
 norms and copies. The preset ``core`` is :mod:`benchmarks.layer.core`.
@@ -23,6 +31,7 @@ norms and copies. The preset ``core`` is :mod:`benchmarks.layer.core`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import itertools
 import math
@@ -33,8 +42,11 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.child import still_works
+from benchmarks.layer import rank
 from benchmarks.layer.peers import build, declined_hooks
 from benchmarks.megatron_layer import LayerSpec, shortened
+from benchmarks.process_groups import alone
+from benchmarks.ranks.traffic import counted
 from benchmarks.settings import Settings, Work
 from benchmarks.timing import Clock, Peak, summary, what_ran
 from benchmarks.tracing import profiled
@@ -45,8 +57,10 @@ from megatron_dsa.tools.verify.comparison import relative_error
 CEILINGS = ()
 ON_DEVICE = True
 #: Ways of a DSA layer, of a CSA layer, and of the core.
-DSA_WAYS = ("ours", "sparse", "masked", "dense", "bundled")
+DSA_WAYS = ("ours", "sparse", "masked", "dense", *rank.WAYS, "bundled")
 CSA_WAYS, CORE_WAYS = ("ours", "torch"), ("torch",)
+#: Heads of a DSA layer of all tensor-parallel ranks together.
+ALL_HEADS = {"v3.2": 128, "tiny": 32}
 RATIOS = (0, 4, 128)
 CORE = "core"
 PRESETS = ("v3.2", "v4-flash", "v4-pro", CORE, "tiny", "tiny-csa")
@@ -87,6 +101,16 @@ class Case:
     ratio: int | None = None
     workspace_mib: int = 256
 
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks have as many heads each; 1 if the heads of all do not divide so."""
+        ranks, rest = divmod(ALL_HEADS[self.preset], self.heads or ALL_HEADS[self.preset])
+        return 1 if rest else ranks
+
+    def of_all_ranks(self) -> LayerSpec:
+        """Return what the layer is built from of which one rank has these heads."""
+        return dataclasses.replace(self.spec(), heads=ALL_HEADS[self.preset])
+
     def spec(self) -> LayerSpec:
         """Return what the layer is built from."""
         return LayerSpec(
@@ -102,8 +126,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="v3.2 v4-flash v4-pro, with --quick tiny tiny-csa")  # fmt: skip
     add("--tokens", type=int, nargs="+", help="default: depends on the preset")
     add("--heads", type=int, nargs="+", default=[128, 64, 16],
-        help="of v3.2 (128 64 16); 16 stand for one of 8 tensor-parallel ranks that attend by "
-        "heads: its heads for all tokens, without communication")  # fmt: skip
+        help="of v3.2 (128 64 16); 16 are those of one of 8 tensor-parallel ranks")  # fmt: skip
     add("--ratios", type=int, nargs="+", choices=RATIOS, default=list(RATIOS),
         help="of CSA layers (0 4 128)")  # fmt: skip
 
@@ -115,15 +138,17 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
     for preset in options.presets or default:
         lengths = options.tokens or LENGTHS.get(preset, CSA_LENGTHS)
         csa, dsa = preset.startswith("v4") or preset == "tiny-csa", preset in ("v3.2", "tiny")
-        ways = CSA_WAYS if csa else DSA_WAYS if dsa else CORE_WAYS
         heads = options.heads if preset == "v3.2" else [4] if dsa else [None]
         ratios = options.ratios if csa else [None]
-        found += [
-            (Case(preset, tokens, count, ratio, options.workspace_mib),
-             [Work("step", way) for way in ways])
-            for tokens, count, ratio in itertools.product(sorted(lengths), heads, ratios)
-        ]  # fmt: skip
+        for tokens, count, ratio in itertools.product(sorted(lengths), heads, ratios):
+            case = Case(preset, tokens, count, ratio, options.workspace_mib)
+            ways = CSA_WAYS if csa else _dsa_ways(case) if dsa else CORE_WAYS
+            found.append((case, [Work("step", way) for way in ways]))
     return found
+
+
+def _dsa_ways(case: Case) -> list[str]:
+    return [way for way in DSA_WAYS if case.ranks > 1 or way not in rank.WAYS]
 
 
 class _Measurer:
@@ -133,10 +158,20 @@ class _Measurer:
         self._first: dict[str, torch.Tensor] | None = None
 
     def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
-        way, case, spec = work.way, self.case, self.case.spec()
+        case = self.case
         if case.preset == CORE:
             yield from measure_core(case)
-            return
+        elif work.way in rank.WAYS:
+            with rank.one_rank_of(case.ranks) as build_rank:
+                yield from self._measure_layer(work, case.of_all_ranks(), build_rank)
+        else:
+            alone()
+            yield from self._measure_layer(work, case.spec(), build)
+
+    def _measure_layer(
+        self, work: Work, spec: LayerSpec, build: rank.Build
+    ) -> Iterator[tuple[str, dict]]:
+        way, case = work.way, self.case
         if way == "torch" and case.tokens > LONGEST_TORCH:
             raise ImplementationError(f"more than {LONGEST_TORCH} tokens in torch: minutes")
         build(way, shortened(spec, PREPARE_TOKENS), self.device)[0].step()
@@ -152,7 +187,7 @@ class _Measurer:
         yield "forward", {"status": "ok", **self._times(layer.forward, once)}
         times = self._times(layer.step, once)
         yield work.part, result | times | {"tokens_per_s": case.tokens / times["ms"] * 1e3}
-        if way in CSA_WAYS:
+        if way in CSA_WAYS or way in rank.WAYS:
             yield from profiled(layer.step, self.device)
 
     def _times(self, call, once: float) -> dict:
@@ -164,7 +199,7 @@ class _Measurer:
         """Return the result of a step, not timed, and its seconds."""
         reset_report()
         begin = time.perf_counter()
-        with declined_hooks() as declined, Peak(self.clock) as peak:
+        with counted() as traffic, declined_hooks() as declined, Peak(self.clock) as peak:
             out = layer.forward()
             first = out.detach()[: layer.config.dsa_indexer_topk]
             own = {"out": first[:: math.ceil(len(first) / COMPARED_TOKENS)].clone()}
@@ -175,12 +210,16 @@ class _Measurer:
         once = time.perf_counter() - begin
         parts = (remark, declined and f"declined={'+'.join(declined)}", what_ran())
         result = {"peak_mib": peak.mib, "ran": "; ".join(filter(None, parts))}
+        if traffic.calls:
+            result["sent_bytes"] = traffic.bytes
         return result | self.agreement(way, own), once
 
     def agreement(self, way: str, own: dict[str, torch.Tensor]) -> dict:
         """Return status and errors of a way's tensors; the first way's are kept."""
         if not all(bool(tensor.isfinite().all()) for tensor in own.values()):
             return {"status": "failed", "reason": "output or gradient is not finite"}
+        if way in rank.WAYS:  # of some tokens, and what the other ranks would send is made up
+            return {"status": "ok"}
         if self._first is None and way == "ours":
             self._first = own
             return {"status": "ok"}
@@ -210,8 +249,6 @@ def prepare(case: Case, device: torch.device, settings: Settings) -> _Measurer:
     """Start Megatron, unless the case needs none."""
     if case.preset == CORE:
         return _Measurer(case, torch.device("cpu"), settings)
-    from benchmarks.process_groups import alone
-
     if (there := alone()).type != device.type:
         raise ImplementationError(f"layers run on {there}, where Megatron puts them")
     return _Measurer(case, device, settings)

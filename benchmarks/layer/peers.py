@@ -9,7 +9,8 @@
 * ``dense``: the layer of this package in stage ``dense``, with whatever attention of torch is the
   fastest here.
 
-The last two are peers of DeepSeek-V3.2's layer. All have the linears and norms of torch.
+The last two are peers of DeepSeek-V3.2's layer. :mod:`benchmarks.layer.rank` has the ways that are
+one of several ranks. All have the linears and norms of torch.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def dense_module(config, device: torch.device):
     if device.type != "cuda":
         return module, ""  # what dispatch takes; there is nothing to choose from
     dims = (config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim)
-    name, attention = fastest_attention(config.num_attention_heads, *dims, device)
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    name, attention = fastest_attention(heads, *dims, device)
     scale = module.core_attention.softmax_scale
     # One sequence, no indexer: layout and index inputs have nothing to say.
     module.core_attention.forward_dense = lambda q, k, v, *_: attention(q, k, v, scale)

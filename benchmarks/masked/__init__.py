@@ -2,6 +2,7 @@
 
     python -m benchmarks masked
     python -m benchmarks masked --heads 128 --tokens 8192 --operations forward backward
+    python -m benchmarks masked --model glm-5
 
 The input is one causal sequence with lists of visible keys. ``forward`` and ``backward`` are
 attention, ``teacher`` is the head sum of its probabilities; the bits are there, the tiles are found
@@ -31,7 +32,12 @@ ON_DEVICE = True
 REPEATS = 30
 #: Longer sequences take seconds per call in torch, and all pairs of all heads are computed.
 LONGEST_TORCH = 8192
-#: Dims and K of the quick run; others are those of DeepSeek-V3.2.
+#: Dims of a model, and the heads of its ranks (1, 2 or 8 tensor-parallel ones).
+MODELS = {
+    "v3.2": ({"nope": 128, "rope": 64, "v": 128}, [128, 64, 16]),
+    "glm-5": ({"nope": 192, "rope": 64, "v": 256}, [64, 32, 8]),
+}
+#: Dims and K of the quick run.
 TINY = {"nope": 12, "rope": 8, "v": 10, "topk": 16}
 
 
@@ -39,8 +45,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what tells the inputs and the operations."""
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", help="4096 8192 16384 32768, with --quick 200")
+    add("--model", choices=MODELS, default="v3.2", help="whose dims; --quick has its own")
     add("--heads", type=int, nargs="+",
-        help="of a rank: 128 64 16 (1, 2 or 8 tensor-parallel ranks), with --quick 3")  # fmt: skip
+        help="of a rank: all of the model's, a half and an eighth, with --quick 3")  # fmt: skip
     add("--distributions", nargs="+", default=["random", "clustered"],
         help="random, clustered or clustered:SHARE; default: random clustered")  # fmt: skip
     add("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
@@ -49,12 +56,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
     """Return all combinations, short sequences first."""
     lengths = options.tokens or ([200] if options.quick else [4096, 8192, 16384, 32768])
-    counts = options.heads or ([3] if options.quick else [128, 64, 16])
+    dims, heads = (TINY, [3]) if options.quick else MODELS[options.model]
+    counts = options.heads or heads
     named = [f"clustered:{CLUSTERED_SHARE}" if d == "clustered" else d
              for d in options.distributions]  # fmt: skip
-    cases = [Case(tokens, heads, distribution=distribution, workspace_mib=options.workspace_mib,
-                  **(TINY if options.quick else {}))
-             for tokens, heads, distribution in product(sorted(lengths), counts, named)
+    cases = [Case(tokens, count, distribution=distribution, workspace_mib=options.workspace_mib,
+                  **dims)
+             for tokens, count, distribution in product(sorted(lengths), counts, named)
              ]  # fmt: skip
     works = [
         Work(operation, way)

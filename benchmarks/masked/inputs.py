@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from benchmarks.attention.lists import clustered_indices, parse_distribution
+from benchmarks.attention.lists import causal_lists
 from benchmarks.layer.peers import ATTENTIONS
 from benchmarks.masked.shapes import OPERATIONS, PEER, Case
 from megatron_dsa.dispatch import Policy, describe_call
@@ -22,30 +22,6 @@ from megatron_dsa.tools.verify.masked_attention import MaskedDims, MaskedReferen
 
 #: Tokens of the peer that are compared with float64.
 PEER_TOKENS = 16
-#: Elements of the random numbers that lists are drawn from, at once.
-MOST_ELEMENTS = 2**26
-
-
-def causal_lists(distribution: str, tokens: int, topk: int, device, seed: int = 0) -> Lists:
-    """Return ascending lists of a causal sequence: all visible keys, or ``topk`` of more.
-
-    ``random`` draws them uniformly, independent between queries; for ``clustered:SHARE`` see
-    :func:`~benchmarks.attention.lists.clustered_indices`.
-    """
-    generator = torch.Generator(device).manual_seed(seed)
-    kind, share = parse_distribution(distribution)
-    position = torch.arange(tokens, device=device)
-    length = (position + 1).clamp_max(topk).int()
-    if kind == "clustered":  # its queries with few visible keys list the first ones
-        indices = clustered_indices(tokens, tokens, topk, share, generator)
-        return Lists(indices, length, tokens)
-    parts = []
-    for part in position.split(max(1, MOST_ELEMENTS // tokens)):
-        noise = torch.rand(len(part), tokens, generator=generator, device=device)
-        noise.masked_fill_(position > part[:, None], -1.0)
-        keys = noise.topk(topk, dim=1, sorted=False).indices
-        parts.append(torch.where(keys > part[:, None], tokens, keys).sort(dim=1).values.int())
-    return Lists(torch.cat(parts), length, tokens)
 
 
 def require_cuda(device: torch.device) -> None:

@@ -4,18 +4,19 @@
     python -m benchmarks train --kinds operations           # needs Nsight Compute
     python -m benchmarks train --kinds run                  # a stop and what comes after it
     python -m benchmarks train --kinds convergence --runs 1 2
+    python -m benchmarks train --kinds selected     # masked beside sparse attention, every step
 
 ``memory``: planned peak of a training step beside the measured (:mod:`benchmarks.train.memory`).
 ``operations``: planned operations beside those that tensor cores counted
 (:mod:`benchmarks.train.operations`). ``run``: runs that are stopped and go on beside others
 (:mod:`benchmarks.train.resume`). ``convergence``: the same training with several attentions
-(:mod:`benchmarks.train.convergence`).
+(:mod:`benchmarks.train.convergence`). ``selected``: the same training with each of the two
+attentions to selected keys (:mod:`benchmarks.train.selected`).
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import tempfile
 import warnings
@@ -26,14 +27,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.settings import Settings, Work
-from benchmarks.train import convergence, memory, operations, resume
+from benchmarks.train import convergence, memory, operations, resume, selected
 from benchmarks.train.models import CASES, command, model_of
 
 CEILINGS = ()
 ON_DEVICE = False
 #: Seconds until a run that does not answer is ended.
 TIMEOUT = 7200.0
-KINDS = ("memory", "operations", "run", "convergence")
+KINDS = ("memory", "operations", "run", "convergence", "selected")
 #: Models whose operations are counted: all stages, both models, experts, prediction,
 #: recomputation; by number in CASES.
 COUNTED = (0, 10, 7, 8, 9, 5, 6, 12)
@@ -48,9 +49,9 @@ class Case:
     Attributes:
         kind: one of :data:`KINDS`.
         model: name in :data:`~benchmarks.train.models.CASES`, of a kind of attention, or of a size.
-        tokens: of a sequence; of a step of ``convergence``.
+        tokens: of a sequence; of a step of ``convergence`` and ``selected``.
         steps: optimizer steps.
-        run: number of the run; of ``convergence`` its seed.
+        run: number of the run; of ``convergence`` and ``selected`` its seed.
         indexer_loss_coeff: of a run that has another one than the script.
     """
 
@@ -69,8 +70,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--models", type=int, nargs="+", choices=range(len(CASES)), metavar="NUMBER",
         help=f"of memory and operations, 0 to {len(CASES) - 1} (all; with --quick 0)")  # fmt: skip
     add("--attentions", nargs="+", choices=TOKENS, default=list(TOKENS), help="of runs (all)")
-    add("--runs", type=int, nargs="+", default=[1], help="seeds of convergence (1)")
-    add("--steps", type=int, help="of runs and convergence (50; 300, a multiple of 12)")
+    add("--runs", type=int, nargs="+", default=[1], help="seeds of convergence and selected (1)")
+    add("--steps", type=int,
+        help="of runs, convergence and selected (50; 300, a multiple of 12; 100)")  # fmt: skip
 
 
 def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
@@ -88,38 +90,25 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
             works = [Work("all", way) for way in resume.WAYS]
             found += [(Case(kind, name, TOKENS[name], steps), works) for name in options.attentions]
         else:
-            size = size_of(quick, options.steps)
-            works = [Work("all", way) for way in convergence.WAYS]
+            module = selected if kind == "selected" else convergence
+            size = module.size_of(quick, options.steps)
+            works = [Work("all", way) for way in module.WAYS]
             name, tokens = "tiny" if quick else "small", size.batch * size.length
             found += [(Case(kind, name, tokens, size.steps, run), works) for run in options.runs]
     return found
-
-
-def size_of(quick: bool, steps: int | None) -> convergence.Size:
-    """Return the size of the models to compare.
-
-    Raises:
-        ValueError: too few steps, or not as many between evaluations.
-    """
-    size = convergence.TINY if quick else convergence.SMALL
-    if steps in (None, size.steps):
-        return size
-    if steps < 24 or steps % 12:
-        raise ValueError(f"--steps must be a multiple of 12 and 24 at least, got {steps}")
-    return dataclasses.replace(size, steps=steps, every=steps // 12)
 
 
 class _Measurer:
     def __init__(self, case: Case, settings: Settings):
         self.case, self.settings = case, settings
         self._folder = tempfile.TemporaryDirectory()
-        self._comparison: convergence.Comparison | None = None
+        self._comparison: convergence.Comparison | selected.SameTraining | None = None
         self._straight: dict[str, dict] = {}
 
     def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
         kinds = {
             "memory": self._memory, "operations": self._operations, "run": self._run,
-            "convergence": self._convergence,
+            "convergence": self._trained, "selected": self._trained,
         }  # fmt: skip
         yield from kinds[self.case.kind](work)
 
@@ -145,10 +134,12 @@ class _Measurer:
             if differ:
                 yield work.part, {"status": "failed", "reason": "; ".join(differ[:5])}
 
-    def _convergence(self, work: Work) -> Iterator[tuple[str, dict]]:
+    def _trained(self, work: Work) -> Iterator[tuple[str, dict]]:
         if self._comparison is None:
-            size = size_of(self.settings.quick, self.case.steps)
-            self._comparison = convergence.Comparison(size, self.case.run, Path(self._folder.name))
+            same = self.case.kind == "selected"
+            size = (selected if same else convergence).size_of(self.settings.quick, self.case.steps)
+            make = selected.SameTraining if same else convergence.Comparison
+            self._comparison = make(size, self.case.run, Path(self._folder.name))
         yield from self._comparison.train(work.way)
 
 

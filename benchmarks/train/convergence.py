@@ -16,6 +16,7 @@ Every run is ``python -m megatron_dsa.pretrain`` with TensorBoard.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import shutil
@@ -97,6 +98,21 @@ TINY = Size(
     steps=12,
     every=4,
 )
+
+
+def size_of(quick: bool, steps: int | None) -> Size:
+    """Return the size of the models to compare.
+
+    Raises:
+        ValueError: too few steps, or not as many between evaluations.
+    """
+    size = TINY if quick else SMALL
+    if steps in (None, size.steps):
+        return size
+    if steps < 24 or steps % 12:
+        raise ValueError(f"--steps must be a multiple of 12 and 24 at least, got {steps}")
+    return dataclasses.replace(size, steps=steps, every=steps // 12)
+
 
 #: Indexers learn from the keys that they selected, or from all visible ones.
 LOSS_OVER_ALL = ["--dsa-indexer-loss-coeff", "1.0"]

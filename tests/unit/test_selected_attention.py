@@ -147,9 +147,7 @@ def test_v4_refuses_it():
         small_csa_config(4, options=DSAOptions(selected_attention="masked"))
 
 
-@pytest.mark.parametrize(
-    "name", ["sequence_length", "interleaved_sequences", "packed_sequences"]
-)
+@pytest.mark.parametrize("name", ["sequence_length", "interleaved_sequences", "packed_sequences"])
 def test_sizes_are_positive(name):
     with pytest.raises(ConfigError, match=f"DSAOptions.{name} must be at least 1, got 0"):
         DSAOptions(**{name: 0})

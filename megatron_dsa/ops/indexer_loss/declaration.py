@@ -79,7 +79,7 @@ DENSE_LOSS = Operation(
                 package=TILELANG,
                 capabilities=(HOPPER,),
                 dtypes=_BF16,
-                teacher_dims=(192,),
+                teacher_dims=(192, 256),
                 **_INDEXER,
             ),
         ),

@@ -12,12 +12,13 @@ from megatron_dsa.dispatch.packages import TILELANG, TRITON
 from megatron_dsa.dispatch.support import ATOMIC_SUMS
 
 _HERE = __package__
-#: Plain MLA of V3.2 (128 dims without rope, 64 with it), in our own kernels.
+#: Plain MLA of V3.2 (128 dims without rope, 64 with it, values of 128) and GLM-5 (192, 64, 256), in
+#: our own kernels.
 _TILELANG: dict[str, Any] = {
     "package": TILELANG,
     "capabilities": (HOPPER,),
     "dtypes": (torch.bfloat16,),
-    "dims": ((192, 128),),
+    "dims": ((192, 128), (256, 256)),
     "rope_dim": 64,
     "sink": False,
 }

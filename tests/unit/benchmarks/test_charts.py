@@ -65,12 +65,17 @@ def test_shares_are_grouped():
     assert label == "16 heads, 4k" and sum(groups.values()) == 10.5
     assert groups["selection"] == 3 and groups["indexer loss and its backward"] == 5
     assert groups["rope, norms, copies"] == 2.5
+    # Ranks have bars of their own, if their attention is an operation.
+    points += [
+        point(case, "step/other", way, ms=4.0) for way in ("masked-rank", "dense-rank")
+    ]  # fmt: skip
+    assert list(layer_bars(points)) == ["16 heads, 4k", "16 heads, 4k, masked-rank"]
 
 
 def test_masked_attention_is_drawn_beside_its_peer(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(operations, "save", lambda figure, _title, target: drawn.append(figure))
-    case = {"heads": 16, "distribution": "random"}
+    case = {"heads": 16, "nope": 128, "rope": 64, "v": 128, "distribution": "random"}
     points = [
         point(case | {"tokens": tokens}, part, way, tflops=speed)
         for tokens in (8192, 4096)
@@ -88,6 +93,14 @@ def test_masked_attention_is_drawn_beside_its_peer(tmp_path, monkeypatch):
     assert [line.get_label() for line in teacher.lines] == ["tilelang, random",
                                                             "bf16 GEMM, 700 TFLOP/s"]  # fmt: skip
     assert operations.draw_masked([p for p in points if p.part == "gemm"], tmp_path) == []
+    wide = {"nope": 192, "v": 256, "tokens": 8192}
+    operations.draw_masked(
+        [*points, point(case | wide, "forward", "tilelang", tflops=400.0)], tmp_path
+    )
+    titles = [axis.get_title() for axis in drawn[1].axes]
+    assert titles[0] == "forward, 16 heads, dims 192/128"
+    assert titles[2] == "forward, 16 heads, dims 256/256"
+    assert [len(axis.lines) for axis in drawn[1].axes] == [3, 2, 1, 0]
 
 
 def test_ways_without_times_have_no_line(tmp_path, monkeypatch):

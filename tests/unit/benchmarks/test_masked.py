@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from benchmarks.__main__ import plan_of
+from benchmarks.attention import lists as drawn_lists
 from benchmarks.masked import LONGEST_TORCH, TINY, Case, _Measurer
 from benchmarks.masked import inputs as masked_inputs
-from benchmarks.masked.inputs import Inputs, causal_lists
+from benchmarks.masked.inputs import Inputs
 from benchmarks.masked.shapes import OPERATIONS, PEER, flops
 from benchmarks.settings import Settings, Work
 from megatron_dsa.errors import ImplementationError
@@ -31,6 +32,15 @@ def test_every_implementation_is_measured():
             assert ways == {c.name for c in DISPATCHED[dispatched].candidates} | peers
 
 
+def test_models():
+    for model, dims, heads in (("v3.2", (128, 64, 128), [128, 64, 16]),
+                               ("glm-5", (192, 64, 256), [64, 32, 8])):  # fmt: skip
+        _, plan = plan_of("masked", ["--tokens", "4096", "--model", model])
+        cases = [case for case, _ in plan if case.distribution == "random"]
+        assert [case.heads for case in cases] == heads
+        assert {(case.nope, case.rope, case.v) for case in cases} == {dims}
+
+
 @pytest.mark.parametrize("options", [["--tokens", "2047"], ["--distributions", "clustered:2"]])
 def test_options_that_cannot_be_are_refused(options, capsys):
     with pytest.raises(SystemExit):
@@ -49,8 +59,8 @@ def test_flops_by_hand():
 @pytest.mark.parametrize("elements", [2**26, 300])
 @pytest.mark.parametrize("distribution", ["random", "clustered:0.8"])
 def test_lists_are_causal(distribution, elements, monkeypatch):
-    monkeypatch.setattr(masked_inputs, "MOST_ELEMENTS", elements)
-    lists = causal_lists(distribution, 200, 16, "cpu")
+    monkeypatch.setattr(drawn_lists, "MOST_ELEMENTS", elements)
+    lists = drawn_lists.causal_lists(distribution, 200, 16, "cpu")
     assert lists.indices.dtype == torch.int32
     for position, (keys, valid) in enumerate(zip(lists.indices, lists.valid, strict=True)):
         count = min(position + 1, 16)
@@ -61,7 +71,7 @@ def test_lists_are_causal(distribution, elements, monkeypatch):
 
 
 def test_random_lists_are_uniform():
-    lists = causal_lists("random", 4000, 2, "cpu")
+    lists = drawn_lists.causal_lists("random", 4000, 2, "cpu")
     middle = lists.indices[2:] / torch.arange(2, 4000)[:, None]
     assert float(middle.mean()) == pytest.approx(0.5, abs=0.02)
 

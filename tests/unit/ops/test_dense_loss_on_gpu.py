@@ -51,6 +51,7 @@ LAYOUTS = {
 V32 = Shape(64, 128, 16, 192, 128, 512)
 FEW = Shape(5, 128, 3, 100, 36, 40)
 ABSORBED = Shape(32, 128, 16, 576)
+GLM = Shape(32, 128, 8, 256, 192, 512, 256)
 WIDE = dataclasses.replace(V32, value=128)
 CASES = {
     "latent": (V32, "latent", "triton"),
@@ -63,6 +64,8 @@ CASES = {
     "ours, expanded": (WIDE, "expanded", "tilelang"),
     "ours, every head": (V32, "all", "tilelang"),
     "ours, one key head": (V32, "one", "tilelang"),
+    "ours, GLM-5's latent": (GLM, "latent", "tilelang"),
+    "ours, GLM-5's expanded": (GLM, "expanded", "tilelang"),
 }
 
 

@@ -24,6 +24,9 @@ KERNELS = {
     "expanded": (128, 64, 128, False),
     "from latents": (128, 64, 0, False),
     "every head": (128, 64, 64, True),
+    "GLM-5's, expanded": (192, 64, 256, False),
+    "GLM-5's, from latents": (192, 64, 0, False),
+    "GLM-5's, every head": (192, 64, 64, True),
 }
 FORMS = tuple(KERNELS)
 
@@ -41,7 +44,9 @@ def test_compiles_for_hopper(name):
     """23: products are wgmma; the sums fit in the registers, tiles in shared memory."""
     source = kernel(name).get_kernel_source()
     assert "mma_sync" not in source and "mma.sync" not in source
-    assert len(re.findall(r"tl::wgmma_", source)) == 2
+    nope = KERNELS[name][0]
+    # One without and one with rope, or one per slab of 64 dims.
+    assert len(re.findall(r"tl::wgmma_", source)) == (2 if nope == 128 else 4)
     assert dynamic_shared_memory(kernel(name)) <= 226 * 1024
     output = ptxas(source, "sm_90a")
     assert "serialized" not in output
@@ -51,8 +56,8 @@ def test_compiles_for_hopper(name):
 @needs_compiler
 def test_other_dims_are_refused():
     program = importlib.import_module("megatron_dsa.ops.indexer_loss.tilelang.teacher")
-    with pytest.raises(ValueError, match=r"dims must be \(128, 64, 128\)"):
-        program.build(192, 64, 256, False)
+    with pytest.raises(ValueError, match=r"dims must be \(128, 64\) or \(192, 64\)"):
+        program.build(160, 64, 256, False)
     with pytest.raises(ValueError, match="behind must be the 64 dims of the rope key, got 128"):
         program.build(128, 64, 128, True)
 
@@ -69,6 +74,7 @@ def test_for_which_calls_it_is_chosen(monkeypatch):
     for changes, name in (
         ({}, "tilelang"),
         ({"heads": 1, "packed": True, "deterministic": True, "relu": False}, "tilelang"),
+        ({"teacher_dim": 256}, "tilelang"),
         ({"teacher_dim": 576}, "triton"),
         ({"teacher_dim": None}, "triton"),
         ({"capability": (10, 0)}, "triton"),
@@ -138,13 +144,14 @@ def draw_call(form, rows, width, heads, seed=0):
         x = torch.randn(*shape, device="cuda", generator=generator) * scale
         return x.bfloat16()
 
-    q = draw(rows, heads, 192)
-    if form == "expanded":
-        keys = ExpandedKeys(draw(width, heads, 256), draw(width, 64), 128)
-    elif form == "from latents":
-        keys = LatentKeys(draw(width, 96 + 64), draw(heads, 128, 96, scale=96**-0.5))
+    nope, rope, behind, _ = KERNELS[form]
+    q = draw(rows, heads, nope + rope)
+    if "expanded" in form:
+        keys = ExpandedKeys(draw(width, heads, nope + behind), draw(width, rope), behind)
+    elif "latents" in form:
+        keys = LatentKeys(draw(width, 96 + rope), draw(heads, nope, 96, scale=96**-0.5))
     else:
-        keys = draw(width, heads, 192)
+        keys = draw(width, heads, nope + rope)
     ends = torch.randint(0, width + 1, (rows, 2), device="cuda", generator=generator)
     start, end = ends.sort(1).values.int().unbind(1)
     start, end = start.clone(), end.clone()

@@ -11,7 +11,8 @@ import re
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, describe_call
+from megatron_dsa.config import DSAOptions
+from megatron_dsa.dispatch import Policy, describe_call, meta_dispatch
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     IndexerTraining,
@@ -23,6 +24,8 @@ from megatron_dsa.ops.masked_attention.bits import pack
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.masked_attention.inputs import MaskedAttentionInputs
 from megatron_dsa.ops.masked_attention.triton.tiles import Tiles
+from megatron_dsa.presets import preset
+from megatron_dsa.required_ops import selected_attention
 from megatron_dsa.sequence.layout import packed_layout
 from megatron_dsa.tools.verify.comparison import Comparison
 from megatron_dsa.tools.verify.lists import Lists
@@ -37,12 +40,18 @@ from tests.helpers import (
     relative_error,
 )
 
-DIMS = (128, 64, 128)
+#: Dims of a key without rope, of its rope, and of a value.
+V3_2, GLM_5 = (128, 64, 128), (192, 64, 256)
 KERNELS = {
-    "forward": ("forward", *DIMS),
-    "backward": ("backward", *DIMS),
-    "backward in order": ("backward", *DIMS, True),
-    "probabilities": ("probabilities", *DIMS),
+    "forward": ("forward", *V3_2),
+    "backward": ("backward", *V3_2),
+    "backward in order": ("backward", *V3_2, True),
+    "probabilities": ("probabilities", *V3_2),
+    "forward, wide": ("forward", *GLM_5),
+    "backward, wide": ("backward", *GLM_5),
+    "backward in order, wide": ("backward", *GLM_5, True),
+    "values' gradient, wide": ("value_gradient", *GLM_5),
+    "probabilities, wide": ("probabilities", *GLM_5),
 }
 #: Products of a kernel, and those with P or dS from registers.
 PRODUCTS = {
@@ -50,6 +59,14 @@ PRODUCTS = {
     "backward": (6, 2),
     "backward in order": (6, 2),
     "probabilities": (2, 0),
+    # A query is in one buffer: S before the loop and in it, P V in it and after it.
+    "forward, wide": (4, 2),
+    # S, dP and dK, and dQ in the loop and after it.
+    "backward, wide": (5, 1),
+    "backward in order, wide": (5, 1),
+    "values' gradient, wide": (4, 2),
+    # A product per slab of 64 dims.
+    "probabilities, wide": (4, 0),
 }
 #: Bytes that a kernel may keep in memory for want of registers.
 SPILLED = {"backward in order": 32}
@@ -67,10 +84,15 @@ def kernel(name):
     return program(module).compiled(*arguments)
 
 
-def kernels():
+#: For tests that run on a GPU.
+both_dims = pytest.mark.parametrize("dims", [V3_2, GLM_5], ids=["V3.2", "GLM-5"])
+
+
+def kernels(dims=V3_2):
     """Forward, backward and head sums; skip where they cannot run, with the reason."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = {"heads": 16, "qk_dim": 192, "v_dim": 128, "rope_dim": 64, "topk": 128}
+    nope, rope, v = dims
+    shape = {"heads": 16, "qk_dim": nope + rope, "v_dim": v, "rope_dim": rope, "topk": 128}
     candidates = [operation.candidates[0] for operation in (FORWARD, BACKWARD, PROBABILITIES)]
     for candidate in candidates:
         reason = candidate.reason(describe_call(device, dtype=torch.bfloat16, **shape))
@@ -113,8 +135,39 @@ def test_turns():
 
 @needs_compiler
 def test_other_dims_are_refused():
-    with pytest.raises(ValueError, match=r"dims must be \(128, 64, 128\)"):
-        program("forward").build(192, 64, 256)
+    for module in ("forward", "backward", "value_gradient", "probabilities"):
+        with pytest.raises(ValueError, match=r"must be \(128, 64, 128\) or \(192, 64, 256\)"):
+            program(module).build(192, 64, 128)
+    with pytest.raises(ValueError, match="gives dV with the other gradients"):
+        program("value_gradient").build(*V3_2)
+
+
+@pytest.mark.parametrize("operation", [FORWARD, BACKWARD, PROBABILITIES], ids=lambda o: o.name)
+def test_dims_that_are_declared(operation):
+    """Rope is a part of them: 256 dims with other rope are no key of GLM-5."""
+    support = dataclasses.replace(operation.candidates[0].support, package=None)
+
+    def reason(nope, rope, v):
+        with meta_dispatch((9, 0)):
+            return support.reason(describe_call(
+                "cuda", dtype=torch.bfloat16, heads=64, qk_dim=nope + rope, v_dim=v, rope_dim=rope,
+                topk=2048,
+            ))  # fmt: skip
+
+    assert reason(*V3_2) is None and reason(*GLM_5) is None
+    assert "needs dims 192/128 or 256/256" in reason(192, 64, 128)
+    assert "needs 64 rope dims" in reason(128, 128, 256)
+
+
+@needs_compiler
+def test_glm_5_takes_them_where_they_are_cheaper():
+    for tokens, masked in ((4096, True), (16384, False)):
+        config = preset(
+            "glm-5", dsa=DSAOptions(sequence_length=tokens), dsa_indexer_loss_coeff=1.0,
+            params_dtype=torch.bfloat16,
+        )  # fmt: skip
+        with meta_dispatch((9, 0)):
+            assert selected_attention(config).masked == masked
 
 
 def random_lists(tokens, topk, causal=True, keys=None, seed=0):
@@ -133,8 +186,9 @@ def random_lists(tokens, topk, causal=True, keys=None, seed=0):
 
 def run(case, width=None):
     """Forward, backward and head sums of our kernels."""
-    forward, backward, probabilities = kernels()
     inputs = case.inputs()
+    nope, rope = inputs.nope_dim, case.k_pe.shape[1]
+    forward, backward, probabilities = kernels((nope, rope, inputs.v_dim))
     out, lse = forward(inputs)
     width = width or case.lists.indices.shape[1]
     sums = probabilities(inputs, lse, width, slice(0, len(case.q)))
@@ -153,26 +207,31 @@ def check(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [1, 2, 3, 16, 17, 128])
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128, 129, 300, 777])
-def test_lengths_that_no_tile_divides(tokens, heads):
+@both_dims
+def test_lengths_that_no_tile_divides(dims, tokens, heads):
     """1."""
-    check(masked_case(MaskedDims(heads), random_lists(tokens, 100)))
+    check(masked_case(MaskedDims(heads, *dims), random_lists(tokens, 100)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("topk", [1, 63, 64, 100, 640, 2048])
-def test_widths(topk):
+@both_dims
+def test_widths(dims, topk):
     """4: also more keys selected than there are."""
-    check(masked_case(MaskedDims(8), random_lists(700, topk, causal=False, keys=900)))
+    check(masked_case(MaskedDims(8, *dims), random_lists(700, topk, causal=False, keys=900)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "keys"), [(5, 1000), (1000, 5), (129, 4097)])
-def test_other_numbers_of_queries_and_keys(tokens, keys):
-    check(masked_case(MaskedDims(4), random_lists(tokens, 200, causal=False, keys=keys)))
+@both_dims
+def test_other_numbers_of_queries_and_keys(dims, tokens, keys):
+    lists = random_lists(tokens, 200, causal=False, keys=keys)
+    check(masked_case(MaskedDims(4, *dims), lists))
 
 
 @pytest.mark.gpu
-def test_queries_and_keys_that_select_nothing():
+@both_dims
+def test_queries_and_keys_that_select_nothing(dims):
     """2, 3: whole tiles of queries and of keys as well; -1 and ids past the keys in the middle."""
     lists = random_lists(900, 100)
     indices = lists.indices.clone()
@@ -180,23 +239,36 @@ def test_queries_and_keys_that_select_nothing():
     indices[128:256] = -1
     indices[(indices >= 256) & (indices < 384)] = -1
     indices[7, 3], indices[8, 4] = 900, 2**31 - 1
-    check(masked_case(MaskedDims(4), Lists(indices, None, 900)))
+    check(masked_case(MaskedDims(4, *dims), Lists(indices, None, 900)))
 
 
 @pytest.mark.gpu
-def test_no_queries_and_no_keys():
+@both_dims
+@pytest.mark.parametrize("half", [0, 1])
+def test_one_half_of_every_group(dims, half):
+    """Tiles of 64 keys, or of 64 queries, of which no pair is selected, lie beside others."""
+    lists = random_lists(700, 300)
+    indices = torch.where(lists.indices // 64 % 2 == half, lists.indices, -1)
+    indices[torch.arange(700, device="cuda") // 64 % 4 == half] = -1
+    check(masked_case(MaskedDims(3, *dims), Lists(indices, None, 700)))
+
+
+@pytest.mark.gpu
+@both_dims
+def test_no_queries_and_no_keys(dims):
     for tokens, keys in ((0, 300), (300, 0)):
         lists = Lists(torch.full((tokens, 4), -1, dtype=torch.int32, device="cuda"), None, keys)
-        case = masked_case(MaskedDims(2), lists)
+        case = masked_case(MaskedDims(2, *dims), lists)
         out, lse, (dq, dkv, dk_pe), sums = run(case)
-        assert out.shape == (tokens, 2, 128) and not out.any()
+        assert out.shape == (tokens, 2, dims[2]) and not out.any()
         assert (lse == float("-inf")).all()
         assert not any(x.any() for x in (dq, dkv, dk_pe, sums.p_sum, sums.length))
         assert (sums.indices == -1).all()
 
 
 @pytest.mark.gpu
-def test_packed_documents():
+@both_dims
+def test_packed_documents(dims):
     """Documents of one token, of none, and of lengths that no tile divides."""
     lengths = [1, 130, 0, 1, 64, 300, 5]
     tokens, first = sum(lengths), 0
@@ -209,19 +281,20 @@ def test_packed_documents():
         torch.where(mask, torch.arange(tokens, device="cuda"), tokens).sort(1).values.int(), None,
         tokens,
     )  # fmt: skip
-    check(masked_case(MaskedDims(4), lists))
+    check(masked_case(MaskedDims(4, *dims), lists))
 
 
 @pytest.mark.gpu
-def test_all_keys_are_dense_attention():
+@both_dims
+def test_all_keys_are_dense_attention(dims):
     """K >= S: torch's own causal attention, in value and gradients."""
-    tokens, heads = 515, 4
-    case = masked_case(MaskedDims(heads), random_lists(tokens, tokens))
+    tokens, heads, nope = 515, 4, dims[0]
+    case = masked_case(MaskedDims(heads, *dims), random_lists(tokens, tokens))
     out, _, grads, _ = run(case)
     q, kv, k_pe = (x.detach().float().requires_grad_() for x in (case.q, case.kv, case.k_pe))
-    k = torch.cat([kv[..., :128], k_pe[:, None].expand(-1, heads, -1)], -1)
+    k = torch.cat([kv[..., :nope], k_pe[:, None].expand(-1, heads, -1)], -1)
     dense = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None] for x in (q, k, kv[..., 128:])), is_causal=True,
+        *(x.transpose(0, 1)[None] for x in (q, k, kv[..., nope:])), is_causal=True,
         scale=case.softmax_scale,
     )[0].transpose(0, 1)  # fmt: skip
     dense.backward(case.dout.float())
@@ -269,18 +342,20 @@ def test_parts_of_the_teacher(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shift", [-300.0, 300.0])
-def test_scores_far_from_zero(shift):
+@both_dims
+def test_scores_far_from_zero(dims, shift):
     """Rescaled sums: a query's first keys have far smaller (or larger) scores than its last."""
-    case = masked_case(MaskedDims(2), random_lists(600, 400))
+    case = masked_case(MaskedDims(2, *dims), random_lists(600, 400))
     case.k_pe[:, 0] = torch.linspace(0, 3, 600, device="cuda").to(case.k_pe.dtype)
-    case.q[..., 128] = shift / 3
+    case.q[..., dims[0]] = shift / 3
     check(case)
 
 
 @pytest.mark.gpu
-def test_results_do_not_depend_on_memory_or_order():
+@both_dims
+def test_results_do_not_depend_on_memory_or_order(dims):
     """6: fresh memory is NaN, and a second call gives the same forward."""
-    case = masked_case(MaskedDims(8), random_lists(900, 200))
+    case = masked_case(MaskedDims(8, *dims), random_lists(900, 200))
     first = run(case)
     poison = [torch.full((2**26,), float("nan"), device="cuda") for _ in range(2)]
     del poison
@@ -293,24 +368,26 @@ def test_results_do_not_depend_on_memory_or_order():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [3, 16])
-def test_deterministic_mode(heads):
+@both_dims
+def test_deterministic_mode(dims, heads):
     """Bitwise equal, and right; also with heads in parts."""
-    case = masked_case(MaskedDims(heads), random_lists(3000, 500))
+    case = masked_case(MaskedDims(heads, *dims), random_lists(3000, 500))
     with deterministic():
         first = run(case)
         for _ in range(4):
             again = run(case)
             for one, other in zip(first[2], again[2], strict=True):
                 assert torch.equal(one, other)
-        small = masked_case(MaskedDims(heads), random_lists(700, 300))
+        small = masked_case(MaskedDims(heads, *dims), random_lists(700, 300))
         check(small)
 
 
 @pytest.mark.gpu
-def test_parts_of_the_heads():
+@both_dims
+def test_parts_of_the_heads(dims):
     """The fp32 gradient of the queries is bounded; parts give what all heads at once give."""
-    whole = masked_case(MaskedDims(7), random_lists(900, 200))
-    parts = dataclasses.replace(whole, workspace_bytes=3 * 900 * 192 * 4)
+    whole = masked_case(MaskedDims(7, *dims), random_lists(900, 200))
+    parts = dataclasses.replace(whole, workspace_bytes=3 * 900 * (dims[0] + dims[1]) * 4)
     with deterministic():
         for one, other in zip(run(whole)[2], run(parts)[2], strict=True):
             assert relative_error(one, other) < 1e-6
@@ -318,13 +395,14 @@ def test_parts_of_the_heads():
 
 
 @pytest.mark.gpu
-def test_memory_of_the_backward():
+@both_dims
+def test_memory_of_the_backward(dims):
     """Beside the results: the fp32 gradient of a part of the heads, and what is small."""
     tokens, heads = 4096, 32
     lists = random_lists(tokens, 512)
-    case = masked_case(MaskedDims(heads), lists)
+    case = masked_case(MaskedDims(heads, *dims), lists)
     inputs = case.inputs()
-    forward, backward, _ = kernels()
+    forward, backward, _ = kernels(dims)
     out, lse = forward(inputs)
     backward(inputs, out, lse, case.dout)
     results = 2 * (case.q.numel() + case.kv.numel()) + 4 * case.k_pe.numel()
@@ -334,9 +412,10 @@ def test_memory_of_the_backward():
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_gpu():
+@both_dims
+def test_nothing_waits_for_the_gpu(dims):
     """24."""
-    case = masked_case(MaskedDims(4), random_lists(700, 300))
+    case = masked_case(MaskedDims(4, *dims), random_lists(700, 300))
     run(case)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -388,9 +467,11 @@ def test_more_than_two_to_the_31_elements():
 
 
 @pytest.mark.gpu
-def test_the_public_function_takes_the_kernels():
+@both_dims
+def test_the_public_function_takes_the_kernels(dims):
     """Packed, with the indexer's loss: values and gradients of torch's implementation."""
-    kernels()
+    kernels(dims)
+    nope, rope, v = dims
     lengths = torch.tensor([0, 1, 200, 513], dtype=torch.int32, device="cuda")
     tokens, generator = 513, torch.Generator("cuda").manual_seed(3)
     layout = packed_layout(lengths, tokens, 313)
@@ -398,7 +479,7 @@ def test_the_public_function_takes_the_kernels():
     def draw(*shape):
         return torch.randn(*shape, dtype=torch.bfloat16, device="cuda", generator=generator)
 
-    tensors = draw(tokens, 4, 192), draw(tokens, 4, 256), draw(tokens, 64)
+    tensors = draw(tokens, 4, nope + rope), draw(tokens, 4, nope + v), draw(tokens, rope)
     index = draw(tokens, 16, 128), draw(tokens, 128), draw(tokens, 16)
     indices, length = indexer_topk(IndexerInputs(*index), layout, 100)
     found = []

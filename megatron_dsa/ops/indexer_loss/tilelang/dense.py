@@ -22,8 +22,9 @@ from megatron_dsa.ops.indexer_loss.tilelang.teacher import compiled
 from megatron_dsa.ops.indexer_loss.triton.dense import BLOCK, TritonTiles, whole_blocks
 from megatron_dsa.sequence.layout import Seen
 
-#: Dims of a key without rope, and of its rope.
-NOPE, ROPE = 128, 64
+#: Dims of a key's rope, and of its query by dims of the key without rope.
+ROPE = 64
+DIMS = {128: 192, 192: 256}
 
 
 def dense(inputs: DenseLossInputs) -> torch.Tensor:
@@ -44,7 +45,8 @@ class HopperTiles(TritonTiles):
 
     def teacher(self, q: torch.Tensor, keys, lse: torch.Tensor, seen: Seen) -> torch.Tensor:
         """fp32, in whole blocks."""
-        if not _is_plain(q, keys):
+        nope = _own_dims(q, keys)
+        if nope is None:
             return super().teacher(q, keys, lse, seen)
         q, (heads, rows) = q.contiguous(), lse.shape
         # TMA reads rows of whole 16 bytes.
@@ -54,8 +56,7 @@ class HopperTiles(TritonTiles):
         for first, own, rope in self._parts(keys):
             if out is None:
                 out = whole_blocks(q, rows, len(own), torch.float32)
-            behind = own.shape[2] - NOPE
-            compiled(NOPE, ROPE, behind, rope is None)(
+            compiled(nope, ROPE, own.shape[2] - nope, rope is None)(
                 q, own, own.new_empty(1, ROPE) if rope is None else rope, in_base_2, start, end,
                 out, first, self._scale,
             )  # fmt: skip
@@ -65,7 +66,7 @@ class HopperTiles(TritonTiles):
     def _parts(self, keys: TeacherKeys) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
         """Yield a first head, the keys from it on, and the rope key of all heads.
 
-        Keys are ``[w, h, NOPE + ...]``; without a rope key of all heads, each head's follows its
+        Keys are ``[w, h, nope + ...]``; without a rope key of all heads, each head's follows its
         key.
         """
         if isinstance(keys, torch.Tensor):
@@ -77,14 +78,13 @@ class HopperTiles(TritonTiles):
             latents, rope = keys.latents[:, :rank], keys.latents[:, rank:].contiguous()
             for some in slices(len(keys.w_uk), self._heads_at_once):
                 own = latents @ keys.w_uk[some].flatten(0, 1).t()
-                yield some.start, own.unflatten(1, (-1, NOPE)), rope
+                yield some.start, own.unflatten(1, (-1, keys.w_uk.shape[1])), rope
 
 
-def _is_plain(q: torch.Tensor, keys: TeacherKeys) -> bool:
-    """Whether every head has a key of its own, of the dims that the kernel knows."""
-    if q.shape[2] != NOPE + ROPE:
-        return False
+def _own_dims(q: torch.Tensor, keys: TeacherKeys) -> int | None:
+    """Return the dims of a key without rope, if heads have such keys and the kernel knows them."""
     if isinstance(keys, torch.Tensor):
-        return keys.shape[1] == q.shape[1]
-    own = keys.w_uk.shape[1] if isinstance(keys, LatentKeys) else keys.own.shape[2]
-    return own == NOPE
+        nope = q.shape[2] - ROPE if keys.shape[1] == q.shape[1] else 0
+    else:
+        nope = keys.w_uk.shape[1] if isinstance(keys, LatentKeys) else keys.own.shape[2]
+    return nope if DIMS.get(nope) == q.shape[2] else None

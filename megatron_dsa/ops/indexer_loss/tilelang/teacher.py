@@ -1,8 +1,7 @@
 """The dense loss's teacher for a tile of 128 queries and 128 keys per thread block (sm_90a).
 
-Two warpgroups of 64 queries each add up the probabilities of all heads in their registers while one
-warp fetches the next head, as in :mod:`megatron_dsa.ops.masked_attention.tilelang.probabilities`.
-Whole tiles are written, 0 where a query does not see a key.
+The sums are formed as :mod:`megatron_dsa.ops.masked_attention.tilelang.head_sums` says. Whole tiles
+are written, 0 where a query does not see a key.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
@@ -13,16 +12,8 @@ from tilelang import language as T
 from megatron_dsa.ops.hopper.cuda import call
 from megatron_dsa.ops.hopper.programs import compiler
 from megatron_dsa.ops.hopper.tiles import GROUP
-from megatron_dsa.ops.masked_attention.tilelang.probabilities import (
-    ADD_HEAD,
-    OWN,
-    QUERIES,
-    add_heads,
-    barriers,
-    fetch_heads,
-    fetch_rope_key,
-    shared,
-)
+from megatron_dsa.ops.masked_attention.tilelang import head_sums
+from megatron_dsa.ops.masked_attention.tilelang.head_sums import OWN, QUERIES
 from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     KEYS,
     PASSES,
@@ -33,7 +24,7 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
 )
 
 SOURCE = (
-    ADD_HEAD
+    head_sums.SOURCE
     + r"""
 // How many heads to add up: none where no query of the tile sees a key of it. All threads call it.
 __device__ __forceinline__ void dsa_heads_to_add(int* heads, const int* start, const int* end,
@@ -66,11 +57,11 @@ __device__ __forceinline__ void dsa_write_row(float* row, const float* sums, int
 
 
 @T.macro
-def consume(Start, End, Out, m, done, at, rope_per_head, scale, tx):
+def consume(Start, End, Out, m, done, at, dims, scale, tx):
     """CONSUME: sums over the heads, and the write of the whole tile."""
     sums = T.alloc_local([OWN], "float32")
     seen = T.alloc_local([2], "int32")
-    add_heads(sums, m, done, at, scale, tx, rope_per_head)
+    head_sums.add_heads(sums, m, done, at, dims, scale, tx)
     for r in tuple(range(2)):
         row = at.first + own_row(tx) + 8 * r
         seen[0] = 0
@@ -106,7 +97,7 @@ def build(nope: int, rope: int, behind: int, rope_per_head: bool):
     Raises:
         ValueError: dims that the tiling does not fit.
     """
-    dims = Dims(nope, rope, nope)
+    dims = Dims.of_keys(nope, rope)
     if rope_per_head and behind != rope:
         raise ValueError(f"behind must be the {rope} dims of the rope key, got {behind}")
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
@@ -128,7 +119,7 @@ def build(nope: int, rope: int, behind: int, rope_per_head: bool):
         """One thread block per tile; arguments as :func:`build` describes."""
         with T.Kernel(height // QUERIES * (width // KEYS), threads=THREADS) as number:
             T.import_source(SOURCE)
-            m, done = shared(nope, rope, rope_per_head), barriers()
+            m, done = head_sums.shared(dims, rope_per_head), head_sums.barriers(dims)
             tx = T.get_thread_binding()
             # Neighbours share the queries.
             place = T.alloc_local([2], "int32")
@@ -144,12 +135,10 @@ def build(nope: int, rope: int, behind: int, rope_per_head: bool):
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)
                 if tx < 2 * GROUP + 32:
-                    if not rope_per_head:
-                        fetch_rope_key(Kpe, m, done, at)
-                    fetch_heads(Q, K, Lse, m, done, at, dims, rope_per_head)
+                    head_sums.produce(Q, K, Kpe, Lse, m, done, at, dims)
             else:
                 T.set_max_nreg(REGISTERS[0], 1)
-                consume(Start, End, Out, m, done, at, rope_per_head, scale, tx)
+                consume(Start, End, Out, m, done, at, dims, scale, tx)
 
     return dense_teacher
 

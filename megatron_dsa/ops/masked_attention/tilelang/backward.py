@@ -6,6 +6,9 @@
   half of the columns, one tile later, so that neither waits for the other;
 * ``PRODUCE``: one warp that fetches the keys, then queries, their gradients and their numbers.
 
+Where dK and dV do not fit in the registers together, dV takes a program of its own
+(:mod:`.value_gradient`), and a tile of queries is in shared memory once.
+
 Gradients of queries are added in fp32. In order (``ordered``), a thread block adds to a tile after
 those of later keys: then equal inputs give equal sums.
 """
@@ -17,8 +20,8 @@ from tilelang import language as T
 
 from megatron_dsa.ops.hopper.cuda import call, shared_address
 from megatron_dsa.ops.hopper.programs import compiler
-from megatron_dsa.ops.hopper.tiles import GROUP, LOG2_E
-from megatron_dsa.ops.masked_attention.tilelang.gradients import SOURCE
+from megatron_dsa.ops.hopper.tiles import GROUP, LOG2_E, SLAB
+from megatron_dsa.ops.masked_attention.tilelang.gradients import FORMED, SOURCE
 from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     BY_COLUMNS,
     BY_ROWS,
@@ -41,23 +44,50 @@ NUMBERS = 4 * QUERIES
 
 
 @T.macro
-def produce(Q, KV, Kpe, dO, Numbers, Tiles, m, done, at, dims):
-    """PRODUCE: the keys, then tiles of queries."""
+def fetch_keys(KV, Kpe, m, done, at, dims):
+    """Fetch the keys."""
     last = at.first + KEYS
     fetch(KV[at.first : last, at.head, 0 : dims.nope], m.k[:, 0 : dims.nope], done.k[0])
     fetch(Kpe[at.first : last, :], m.k[:, dims.nope : dims.qk], done.k[0])
+
+
+@T.macro
+def fetch_queries(Q, Numbers, m, done, query, slot, at):
+    """Fetch a tile of queries, and its numbers."""
+    fetch(Q[query : query + QUERIES, at.head, :], m.q[slot, :, :], done.q[slot])
+    numbers = Numbers[at.head, 0:2, query : query + QUERIES]
+    fetch(numbers, m.numbers[slot, :, :], done.q[slot])
+    T.barrier_arrive(done.q[slot])
+
+
+@T.macro
+def fetch_gradients(dO, m, done, query, slot, at):
+    """Fetch the gradients of a tile's output."""
+    fetch(dO[query : query + QUERIES, at.head, :], m.do[slot, :, :], done.do[slot])
+    T.barrier_arrive(done.do[slot])
+
+
+@T.macro
+def produce(Q, KV, Kpe, dO, Numbers, Tiles, m, done, at, dims):
+    """PRODUCE: the keys, then tiles of queries."""
+    fetch_keys(KV, Kpe, m, done, at, dims)
+    last = at.first + KEYS
     fetch(KV[at.first : last, at.head, dims.nope : dims.nope + dims.v], m.v, done.k[0])
     T.barrier_arrive(done.k[0])
+    stages = dims.tiling.stages
     for i in T.serial(at.n):
         query = Tiles[at.block, i] * QUERIES
-        slot = i % STAGES
-        T.barrier_wait(done.q_free[slot], (i // STAGES & 1) ^ 1)
-        fetch(Q[query : query + QUERIES, at.head, :], m.q[slot, :, :], done.q[slot])
-        numbers = Numbers[at.head, 0:2, query : query + QUERIES]
-        fetch(numbers, m.numbers[slot, :, :], done.q[slot])
-        T.barrier_arrive(done.q[slot])
-        fetch(dO[query : query + QUERIES, at.head, :], m.do[slot, :, :], done.do[slot])
-        T.barrier_arrive(done.do[slot])
+        slot = i % stages
+        if dims.tiling.split:
+            # Their place is free first.
+            T.barrier_wait(done.do_free[slot], (i // stages & 1) ^ 1)
+            fetch_gradients(dO, m, done, query, slot, at)
+            T.barrier_wait(done.q_free[slot], (i // stages & 1) ^ 1)
+            fetch_queries(Q, Numbers, m, done, query, slot, at)
+        else:
+            T.barrier_wait(done.q_free[slot], (i // stages & 1) ^ 1)
+            fetch_queries(Q, Numbers, m, done, query, slot, at)
+            fetch_gradients(dO, m, done, query, slot, at)
 
 
 @T.macro
@@ -99,12 +129,51 @@ def add_queries(dQ, Turns, Order, m, done, dq, tile, i, at, dims, ordered, tx):
 
 
 @T.macro
+def gradients(m, done, s, p, dp, dv, lse, words, slot, parity, scale):
+    """P, then ``dV += P dO`` is under way, then dS in place of dP."""
+    T.barrier_wait(done.q[slot], parity)
+    T.wgmma_gemm(m.k, m.q[slot, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    T.wait_wgmma(0)
+    probabilities(s, lse, words, scale)
+    T.copy(s, p)
+    T.barrier_wait(done.do[slot], parity)
+    T.wgmma_gemm(m.v, m.do[slot, :, :], dp, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    T.wgmma_gemm(p, m.do[slot, :, :], dv, policy=BY_ROWS)
+    T.wait_wgmma(1)
+    call("dsa_score_gradient", p.data, dp.data, lse + NUMBERS, of=(QUERIES // 8,))
+
+
+@T.macro
+def score_gradients(m, done, s, p, dp, formed, lse, words, slot, parity, scale):
+    """dS in place of dP, whose product is under way while P is formed."""
+    T.barrier_wait(done.q[slot], parity)
+    T.wgmma_gemm(m.k, m.q[slot, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    T.barrier_wait(done.do[slot], parity)
+    T.wgmma_gemm(m.v, m.do[slot, :, :], dp, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    T.wait_wgmma(1)
+    probabilities(s, lse, words, scale)
+    call("dsa_formed", formed, s.data, of=(QUERIES // 8,))
+    T.copy(s, p)
+    T.wait_wgmma(0)
+    T.barrier_arrive(done.do_free[slot])
+    call("dsa_score_gradient", p.data, dp.data, lse + NUMBERS, of=(QUERIES // 8,))
+
+
+def probabilities(s, lse, words, scale):
+    """P in place of the scores."""
+    return call(
+        "dsa_probabilities", s.data, lse, words[0], words[1], scale * LOG2_E, of=(QUERIES // 8,)
+    )
+
+
+@T.macro
 def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordered, scale, tx):
     """CONSUME: gradients of 64 keys per warpgroup."""
     s, dp = (T.alloc_fragment([KEYS, QUERIES], "float32") for _ in range(2))
     p, ds = (T.alloc_fragment([KEYS, QUERIES], "bfloat16") for _ in range(2))
     dk = T.alloc_fragment([KEYS, dims.qk], "float32")
-    dv = T.alloc_fragment([KEYS, dims.v], "float32")
+    if not dims.tiling.split:
+        dv = T.alloc_fragment([KEYS, dims.v], "float32")
     dq = T.alloc_fragment([QUERIES, dims.qk], "float32")
     words = T.alloc_local([2], "uint32")
     # The tile before, this one, and the next.
@@ -112,36 +181,34 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
     numbers = T.alloc_local([1], "int32")
     numbers[0] = shared_address(m.numbers[0, 0, 0])
     T.clear(dk)
-    T.clear(dv)
+    if dims.tiling.split:
+        formed = T.alloc_local([1], "int32")
+        formed[0] = shared_address(done.formed[0])
+    else:
+        T.clear(dv)
     if at.n > 0:
         tile[1] = Tiles[at.block, 0]
         tile[2] = tile[1]
         read_bits(BitsT, words, tile[1], at, tx)
     T.barrier_wait(done.k[0], 0)
+    stages = dims.tiling.stages
     for i in T.serial(at.n):
-        slot = i % STAGES
+        slot, ds_slot, parity = i % stages, i % STAGES, i // stages & 1
         lse = numbers[0] + slot * (2 * NUMBERS)
         if i + 1 < at.n:
             tile[2] = Tiles[at.block, i + 1]
-        T.barrier_wait(done.q[slot], i // STAGES & 1)
-        T.wgmma_gemm(m.k, m.q[slot, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS)
-        T.wait_wgmma(0)
-        call(
-            "dsa_probabilities", s.data, lse, words[0], words[1], scale * LOG2_E,
-            of=(QUERIES // 8,),
-        )  # fmt: skip
-        T.copy(s, p)
-        T.barrier_wait(done.do[slot], i // STAGES & 1)
-        T.wgmma_gemm(m.v, m.do[slot, :, :], dp, transpose_B=True, clear_accum=True, policy=BY_ROWS)
-        T.wgmma_gemm(p, m.do[slot, :, :], dv, policy=BY_ROWS)
-        T.wait_wgmma(1)
-        call("dsa_score_gradient", p.data, dp.data, lse + NUMBERS, of=(QUERIES // 8,))
+        if dims.tiling.split:
+            score_gradients(
+                m, done, s, p, dp, formed[0], lse, words, slot, parity, scale
+            )  # fmt: skip
+        else:
+            gradients(m, done, s, p, dp, dv, lse, words, slot, parity, scale)
         read_bits(BitsT, words, tile[2], at, tx)
         T.copy(dp, ds)
-        T.barrier_wait(done.ds_free[slot], (i // STAGES & 1) ^ 1)
-        T.copy(ds, m.ds[slot, :, :])
+        T.barrier_wait(done.ds_free[ds_slot], (i // STAGES & 1) ^ 1)
+        T.copy(ds, m.ds[ds_slot, :, :])
         T.fence_proxy_async()
-        T.barrier_arrive(done.ds[slot])
+        T.barrier_arrive(done.ds[ds_slot])
         T.wgmma_gemm(ds, m.q[slot, :, :], dk, policy=BY_ROWS)
         # With dQ's product under way as well, ptxas would not find enough registers.
         T.wait_wgmma(0)
@@ -153,17 +220,40 @@ def consume(BitsT, Tiles, dQ, Turns, Order, dKV, dKpe, m, done, at, dims, ordere
     if at.n > 0:
         add_queries(dQ, Turns, Order, m, done, dq, tile[0], at.n - 1, at, dims, ordered, tx)
     call("dsa_times", dk.data, scale, of=(dims.qk // 8,))
-    write(dKV, dKpe, m, dk, dv, at, dims, tx)
+    # Both warpgroups multiply all keys, in whose place the gradients go.
+    T.sync_threads(3, 2 * GROUP)
+    if dims.tiling.split:
+        T.copy(dk, m.k)
+        T.sync_threads(3, 2 * GROUP)
+        write_columns(dKV, m.k, dims.nope, 0, at, tx)
+    else:
+        T.copy(dv, m.v)
+        T.copy(dk, m.k)
+        T.sync_threads(3, 2 * GROUP)
+        write_both(dKV, m, at, dims, tx)
+    for r in T.unroll(KEYS // 32):
+        row = r * 32 + tx // 8
+        if at.first + row < dKV.shape[0]:
+            for c in T.vectorized(8):
+                dKpe[at.first + row, at.own, tx % 8 * 8 + c] = m.k[row, dims.nope + tx % 8 * 8 + c]
 
 
 @T.macro
-def write(dKV, dKpe, m, dk, dv, at, dims, tx):
-    """Write the gradients of the keys that exist, in the place of these in shared memory."""
-    # Both warpgroups multiply all keys.
-    T.sync_threads(3, 2 * GROUP)
-    T.copy(dv, m.v)
-    T.copy(dk, m.k)
-    T.sync_threads(3, 2 * GROUP)
+def write_columns(dKV, source, columns, offset, at, tx):
+    """Write ``columns`` of the keys that exist; in dKV they begin at ``offset``."""
+    for r in T.unroll(KEYS // 32):
+        row = r * 32 + tx // 8
+        if at.first + row < dKV.shape[0]:
+            for u in T.unroll(columns // SLAB):
+                for c in T.vectorized(8):
+                    dKV[at.first + row, at.head, offset + u * SLAB + tx % 8 * 8 + c] = source[
+                        row, u * SLAB + tx % 8 * 8 + c
+                    ]
+
+
+@T.macro
+def write_both(dKV, m, at, dims, tx):
+    """Write the gradients of keys without rope and of values, each of 128 dims."""
     for r in T.unroll(KEYS // 16):
         row = r * 16 + tx // 16
         if at.first + row < dKV.shape[0]:
@@ -173,11 +263,6 @@ def write(dKV, dKpe, m, dk, dv, at, dims, tx):
                 dKV[at.first + row, at.head, dims.nope + tx % 16 * 8 + c] = m.v[
                     row, tx % 16 * 8 + c
                 ]
-    for r in T.unroll(KEYS // 32):
-        row = r * 32 + tx // 8
-        if at.first + row < dKV.shape[0]:
-            for c in T.vectorized(8):
-                dKpe[at.first + row, at.own, tx % 8 * 8 + c] = m.k[row, dims.nope + tx % 8 * 8 + c]
 
 
 def build(nope: int, rope: int, v: int, ordered: bool = False):
@@ -194,12 +279,14 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
         thread block of a tile of queries this is (``[1, 1, 2]``, ``[1, 1]`` and not read unless
         ordered); dQ fp32 ``[Sq, part, nope + rope]``, which is added to, in the order of fragments
         (:func:`megatron_dsa.ops.hopper.fragments.in_column_order`) and not yet times scale; dKV
-        like KV; dKpe bf16 ``[Skv, part, rope]``; scale, positive; together: heads at a time.
+        like KV (with ``split`` its values' part is not written); dKpe bf16 ``[Skv, part, rope]``;
+        scale, positive; together: heads at a time.
 
     Raises:
         ValueError: dims that the tiling does not fit.
     """
     dims = Dims(nope, rope, v)
+    split, stages = dims.tiling.split, dims.tiling.stages
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
     queries, keys, heads, part = T.dynamic("queries, keys, heads, part")
     padded, count, groups, blocks, width = T.dynamic("padded, count, groups, blocks, width")
@@ -226,22 +313,24 @@ def build(nope: int, rope: int, v: int, ordered: bool = False):
     ):
         """One thread block per group of keys and head; arguments as :func:`build` describes."""
         with T.Kernel(blocks * part, threads=THREADS) as number:
-            T.import_source(SOURCE + PLACE)
+            T.import_source(SOURCE + (FORMED if split else "") + PLACE)
             m = SimpleNamespace(
                 k=T.alloc_shared([KEYS, nope + rope], bf16),
                 v=T.alloc_shared([KEYS, v], bf16),
-                q=T.alloc_shared([STAGES, QUERIES, nope + rope], bf16),
-                do=T.alloc_shared([STAGES, QUERIES, v], bf16),
+                q=T.alloc_shared([stages, QUERIES, nope + rope], bf16),
+                do=T.alloc_shared([stages, QUERIES, v], bf16),
                 ds=T.alloc_shared([STAGES, KEYS, QUERIES], bf16),
-                numbers=T.alloc_shared([STAGES, 2, QUERIES], fp32),
+                numbers=T.alloc_shared([stages, 2, QUERIES], fp32),
             )
             done = SimpleNamespace(
                 k=T.alloc_barrier(arrive_count=[32]),
-                q=T.alloc_barrier(arrive_count=[32] * STAGES),
-                do=T.alloc_barrier(arrive_count=[32] * STAGES),
-                q_free=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
+                q=T.alloc_barrier(arrive_count=[32] * stages),
+                do=T.alloc_barrier(arrive_count=[32] * stages),
+                q_free=T.alloc_barrier(arrive_count=[2 * GROUP] * stages),
                 ds=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
                 ds_free=T.alloc_barrier(arrive_count=[2 * GROUP] * STAGES),
+                do_free=T.alloc_barrier(arrive_count=[2 * GROUP] * stages) if split else None,
+                formed=T.alloc_barrier(arrive_count=[2 * GROUP]) if split else None,
             )
             tx = T.get_thread_binding()
             # The first keys have the most tiles, as a rule; in order they wait for the others.

@@ -41,55 +41,73 @@ def produce(Q, KV, Kpe, Tiles, m, done, at, dims):
     """PRODUCE: the queries, then keys and values, each as soon as there is room."""
     if at.n > 0:
         last = at.first + QUERIES
-        fetch(Q[at.first : last, at.head, 0 : dims.nope], m.q_nope, done.q[0])
-        fetch(Q[at.first : last, at.head, dims.nope : dims.qk], m.q_rope, done.q[0])
+        if dims.tiling.joined:
+            fetch(Q[at.first : last, at.head, :], m.q[0], done.q[0])
+        else:
+            fetch(Q[at.first : last, at.head, 0 : dims.nope], m.q[0], done.q[0])
+            fetch(Q[at.first : last, at.head, dims.nope : dims.qk], m.q[1], done.q[0])
         T.barrier_arrive(done.q[0])
+    keys = dims.tiling.forward_keys
     for i in T.serial(at.n):
-        key = Tiles[at.block, i] * KEYS
+        key = group_of(Tiles, at, i, keys) * KEYS + i % (KEYS // keys) * keys
         slot = i % STAGES
         T.barrier_wait(done.k_free[slot], (i // STAGES & 1) ^ 1)
-        fetch(KV[key : key + KEYS, at.head, 0 : dims.nope], m.k_nope[slot, :, :], done.k[slot])
-        fetch(Kpe[key : key + KEYS, :], m.k_rope[slot, :, :], done.k[slot])
+        without_rope = KV[key : key + keys, at.head, 0 : dims.nope]
+        if dims.tiling.joined:
+            fetch(without_rope, m.k[0][slot, :, 0 : dims.nope], done.k[slot])
+            fetch(Kpe[key : key + keys, :], m.k[0][slot, :, dims.nope : dims.qk], done.k[slot])
+        else:
+            fetch(without_rope, m.k[0][slot, :, :], done.k[slot])
+            fetch(Kpe[key : key + keys, :], m.k[1][slot, :, :], done.k[slot])
         T.barrier_arrive(done.k[slot])
         T.barrier_wait(done.v_free[slot], (i // STAGES & 1) ^ 1)
-        values = KV[key : key + KEYS, at.head, dims.nope : dims.nope + dims.v]
+        values = KV[key : key + keys, at.head, dims.nope : dims.nope + dims.v]
         fetch(values, m.v[slot, :, :], done.v[slot])
         T.barrier_arrive(done.v[slot])
 
 
+def group_of(Tiles, at, i, keys):
+    """Return the group of keys that tile ``i`` is, or is a part of."""
+    return Tiles[at.block, i // (KEYS // keys)]
+
+
 @T.macro
-def read_bits(Bits, Tiles, words, group, at, i, tx):
+def read_bits(Bits, Tiles, words, group, at, i, keys, tx):
     """Read the words of tile ``i``, whose group was read before, and the next one's group."""
     row = at.first + own_row(tx)
     for r in tuple(range(2)):
         words[r] = T.cast(0, "uint32")
         if row + 8 * r < Bits.shape[0]:
             words[r] = T.reinterpret(Bits[row + 8 * r, group[0], tx % 4], "uint32")
+            if keys < KEYS:
+                words[r] = words[r] >> T.cast(i % 2 * 16, "uint32") & T.cast(0xFFFF, "uint32")
     if i + 1 < at.n:
-        group[0] = Tiles[at.block, i + 1]
+        group[0] = group_of(Tiles, at, i + 1, keys)
 
 
 @T.macro
 def multiply_keys(m, s, slot):
     """Start ``S = Q K^T``."""
-    T.wgmma_gemm(
-        m.q_nope, m.k_nope[slot, :, :], s, transpose_B=True, clear_accum=True, policy=BY_ROWS
-    )
-    T.wgmma_gemm(m.q_rope, m.k_rope[slot, :, :], s, transpose_B=True, policy=BY_ROWS)
+    for part in tuple(range(len(m.q))):
+        T.wgmma_gemm(
+            m.q[part], m.k[part][slot, :, :], s, transpose_B=True, clear_accum=part == 0,
+            policy=BY_ROWS,
+        )  # fmt: skip
 
 
 @T.macro
-def softmax(s, words, top, total, decay, scale):
+def softmax(s, words, top, total, decay, keys, scale):
     """P in place of the scores; ``decay``: what is left of the sums until now."""
-    call("dsa_select", s.data, words[0], words[1], of=(KEYS // 8,))
-    call("dsa_softmax", s.data, top.data, total.data, decay.data, scale * LOG2_E, of=(KEYS // 8,))
+    call("dsa_select", s.data, words[0], words[1], of=(keys // 8,))
+    call("dsa_softmax", s.data, top.data, total.data, decay.data, scale * LOG2_E, of=(keys // 8,))
 
 
 @T.macro
 def consume(Bits, Tiles, O, Lse, m, done, at, dims, scale, tx):  # noqa: E741
     """CONSUME: the output of 64 queries per warpgroup."""
-    s = T.alloc_fragment([QUERIES, KEYS], "float32")
-    p = T.alloc_fragment([QUERIES, KEYS], "bfloat16")
+    keys = dims.tiling.forward_keys
+    s = T.alloc_fragment([QUERIES, keys], "float32")
+    p = T.alloc_fragment([QUERIES, keys], "bfloat16")
     o = T.alloc_fragment([QUERIES, dims.v], "float32")
     words, group = T.alloc_local([2], "uint32"), T.alloc_local([1], "int32")
     top, total, decay = (T.alloc_local([2], "float32") for _ in range(3))
@@ -101,24 +119,24 @@ def consume(Bits, Tiles, O, Lse, m, done, at, dims, scale, tx):  # noqa: E741
         total[r] = 0.0
     if at.n > 0:
         group[0] = Tiles[at.block, 0]
-        read_bits(Bits, Tiles, words, group, at, 0, tx)
+        read_bits(Bits, Tiles, words, group, at, 0, keys, tx)
         T.barrier_wait(done.q[0], 0)
         T.barrier_wait(done.k[0], 0)
         multiply_keys(m, s, 0)
         T.wait_wgmma(0)
         T.barrier_arrive(done.k_free[0])
-        softmax(s, words, top, total, decay, scale)
+        softmax(s, words, top, total, decay, keys, scale)
         T.copy(s, p)
         for i in T.serial(1, at.n):
             slot, before = i % STAGES, (i - 1) % STAGES
-            read_bits(Bits, Tiles, words, group, at, i, tx)
+            read_bits(Bits, Tiles, words, group, at, i, keys, tx)
             T.barrier_wait(done.k[slot], i // STAGES & 1)
             multiply_keys(m, s, slot)
             T.barrier_wait(done.v[before], (i - 1) // STAGES & 1)
             T.wgmma_gemm(p, m.v[before, :, :], o, policy=BY_ROWS)
             T.wait_wgmma(1)
             T.barrier_arrive(done.k_free[slot])
-            softmax(s, words, top, total, decay, scale)
+            softmax(s, words, top, total, decay, keys, scale)
             call("dsa_formed", formed[0], total.data)
             T.wait_wgmma(0)
             T.barrier_arrive(done.v_free[before])
@@ -130,20 +148,22 @@ def consume(Bits, Tiles, O, Lse, m, done, at, dims, scale, tx):  # noqa: E741
         T.wait_wgmma(0)
     call("dsa_finish", total.data, decay.data)
     call("dsa_scale", o.data, decay.data, of=(dims.v // 8,))
-    write(O, Lse, m, o, top, total, at, tx)
+    write(O, Lse, m, o, top, total, at, dims, tx)
 
 
 @T.macro
-def write(O, Lse, m, o, top, total, at, tx):  # noqa: E741
+def write(O, Lse, m, o, top, total, at, dims, tx):  # noqa: E741
     """Write output and lse of the queries that exist."""
     # A warpgroup's output takes the place of its own queries, which it needs no more.
-    T.copy(o, m.q_nope)
+    T.copy(o, m.q[0])
     T.sync_threads(1 + tx // GROUP, GROUP)
-    for r in T.unroll(64 // 8):
-        row = tx // GROUP * 64 + r * 8 + tx % GROUP // 16
+    across = dims.v // 8
+    rows = GROUP // across
+    for r in T.unroll(64 // rows):
+        row = tx // GROUP * 64 + r * rows + tx % GROUP // across
         if at.first + row < O.shape[0]:
             for c in T.vectorized(8):
-                O[at.first + row, at.head, tx % 16 * 8 + c] = m.q_nope[row, tx % 16 * 8 + c]
+                O[at.first + row, at.head, tx % across * 8 + c] = m.q[0][row, tx % across * 8 + c]
     if tx % 4 == 0:
         for r in tuple(range(2)):
             row = at.first + own_row(tx) + 8 * r
@@ -166,6 +186,8 @@ def build(nope: int, rope: int, v: int):
         ValueError: dims that the tiling does not fit.
     """
     dims = Dims(nope, rope, v)
+    tile = dims.tiling.forward_keys
+    parts = (dims.qk,) if dims.tiling.joined else (nope, rope)
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
     queries, keys, heads, groups, blocks, width = T.dynamic(
         "queries, keys, heads, groups, blocks, width"
@@ -188,11 +210,9 @@ def build(nope: int, rope: int, v: int):
         with T.Kernel(blocks * heads, threads=THREADS) as number:
             T.import_source(SOURCE + PLACE)
             m = SimpleNamespace(
-                q_nope=T.alloc_shared([QUERIES, nope], bf16),
-                q_rope=T.alloc_shared([QUERIES, rope], bf16),
-                k_nope=T.alloc_shared([STAGES, KEYS, nope], bf16),
-                k_rope=T.alloc_shared([STAGES, KEYS, rope], bf16),
-                v=T.alloc_shared([STAGES, KEYS, v], bf16),
+                q=tuple(T.alloc_shared([QUERIES, part], bf16) for part in parts),
+                k=tuple(T.alloc_shared([STAGES, tile, part], bf16) for part in parts),
+                v=T.alloc_shared([STAGES, tile, v], bf16),
             )
             done = SimpleNamespace(
                 q=T.alloc_barrier(arrive_count=[32]),
@@ -204,7 +224,7 @@ def build(nope: int, rope: int, v: int):
             )
             tx = T.get_thread_binding()
             # The last queries have the most tiles, as a rule.
-            at = place_of(Count, number, heads, together, QUERIES, True)
+            at = place_of(Count, number, heads, together, QUERIES, True, KEYS // tile)
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)
                 if tx < 2 * GROUP + 32:

@@ -1,4 +1,5 @@
-"""Masked dense attention through this package's own kernels for Hopper (bf16, V3.2's dims).
+"""Masked dense attention through this package's own kernels for Hopper (bf16; dims of V3.2
+and GLM-5).
 
 Kernels visit the tiles of 128 keys of which a block of queries selects any. The backward does some
 heads at a time: the fp32 gradient of their queries fits the workspace.
@@ -16,6 +17,8 @@ from megatron_dsa.ops.masked_attention.inputs import ListedProbabilities, Masked
 from megatron_dsa.ops.masked_attention.tilelang import backward as backward_program
 from megatron_dsa.ops.masked_attention.tilelang import forward as forward_program
 from megatron_dsa.ops.masked_attention.tilelang import probabilities as probabilities_program
+from megatron_dsa.ops.masked_attention.tilelang import value_gradient as value_program
+from megatron_dsa.ops.masked_attention.tilelang.tiles import Dims
 from megatron_dsa.ops.masked_attention.triton.numbers import keys_before, numbers, round_gradient
 from megatron_dsa.ops.masked_attention.triton.tiles import Tiles, tiles_for
 
@@ -57,6 +60,10 @@ def backward(
     ordered = deterministic_mode()
     kernel = backward_program.compiled(*call.dims, ordered)
     together = call.heads_together(len(tiles.bits_t) // GROUP)
+    if Dims(*call.dims).tiling.split:
+        value_program.compiled(*call.dims)(
+            q, kv, k_pe, dout, per_query, *_lists(tiles), dkv, inputs.softmax_scale, together
+        )
     for part in inputs.head_parts():
         count = part.stop - part.start
         sums = q.new_zeros(len(q), count, q.shape[2], dtype=torch.float32)

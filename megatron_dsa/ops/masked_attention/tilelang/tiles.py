@@ -6,7 +6,7 @@ barriers, ``tx`` the thread. All that is shared is handed over at barriers of ou
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import tilelang
 from tilelang import language as T
@@ -44,6 +44,32 @@ __device__ __forceinline__ void dsa_place(int* place, const int* count, int numb
 
 
 @dataclass(frozen=True)
+class Tiling:
+    """How the programs for some dims divide their work, so that accumulators fit in the registers.
+
+    Attributes:
+        forward_keys: keys of a tile of the forward: a group of key bits, or half of one.
+        joined: whether the forward has all dims of a query in one buffer, which its output fills.
+        slots: slabs of 64 dims that the head sums stream; 0: they stream whole heads.
+        split: whether the gradient of the values takes a program of its own.
+        stages: tiles of queries that the backward has in shared memory at a time.
+    """
+
+    forward_keys: int = KEYS
+    joined: bool = False
+    slots: int = 0
+    split: bool = False
+    stages: int = STAGES
+
+
+#: By dims of a key without rope, of its rope, and of a value: DeepSeek-V3.2's, GLM-5's.
+TILINGS = {
+    (128, 64, 128): Tiling(),
+    (192, 64, 256): Tiling(forward_keys=64, joined=True, slots=6, split=True, stages=1),
+}
+
+
+@dataclass(frozen=True)
 class Dims:
     """Dims of a key without rope, of its rope, and of a value.
 
@@ -56,17 +82,38 @@ class Dims:
     v: int
 
     def __post_init__(self):
-        if (self.nope, self.rope, self.v) != (128, 64, 128):
+        if (self.nope, self.rope, self.v) not in TILINGS:
             raise ValueError(
-                "dims must be (128, 64, 128) (key without rope, rope, value), got "
-                f"{(self.nope, self.rope, self.v)}: the accumulators of 128 keys fill the "
-                "registers; use another implementation"
+                f"dims must be {' or '.join(map(str, TILINGS))} (key without rope, rope, value), "
+                f"got {(self.nope, self.rope, self.v)}: accumulators fill the registers, and "
+                "others have no tiling; use another implementation"
             )
 
     @property
     def qk(self) -> int:
         """Dims of a query."""
         return self.nope + self.rope
+
+    @classmethod
+    def of_keys(cls, nope: int, rope: int) -> Self:
+        """Return the dims of such keys, with those of their values.
+
+        Raises:
+            ValueError: there is no tiling for such keys.
+        """
+        for dims in TILINGS:
+            if dims[:2] == (nope, rope):
+                return cls(*dims)
+        known = " or ".join(str(dims[:2]) for dims in TILINGS)
+        raise ValueError(
+            f"dims must be {known} (key without rope, rope), got {(nope, rope)}: others have no "
+            "tiling; use another implementation"
+        )
+
+    @property
+    def tiling(self) -> Tiling:
+        """How programs divide their work."""
+        return TILINGS[self.nope, self.rope, self.v]
 
 
 @dataclass(frozen=True)
@@ -87,14 +134,17 @@ class Place:
 
 
 @T.macro
-def place_of(Count, number, heads, together, size, last_first):
-    """Return the :class:`Place` of thread block ``number``; blocks have ``size`` rows."""
+def place_of(Count, number, heads, together, size, last_first, parts=1):
+    """Return the :class:`Place` of thread block ``number``; blocks have ``size`` rows.
+
+    An entry of a list of tiles counts as ``parts`` tiles.
+    """
     place = T.alloc_local([3], "int32")
     blocks = Count.shape[0]
     call(
         "dsa_place", place.data, T.address_of(Count[0]), number, blocks, heads, together, last_first
     )
-    return Place(place[0], place[0] * size, place[1], place[2])
+    return Place(place[0], place[0] * size, place[1], place[2] * parts)
 
 
 def fetch(source, target, barrier):
