@@ -95,7 +95,8 @@ def dense_module(config, device: torch.device):
     from megatron_dsa.specs import dsa_layer_spec
 
     config = copy.copy(config)
-    config.dsa = dataclasses.replace(config.dsa, stage="dense")
+    # Without a length the layer does not attend under bits of visible keys.
+    config.dsa = dataclasses.replace(config.dsa, stage="dense", sequence_length=None)
     spec = dsa_layer_spec(config).submodules.self_attention
     module = build_module(spec, config=config, layer_number=1)
     if device.type != "cuda":
