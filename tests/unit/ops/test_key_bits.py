@@ -104,6 +104,21 @@ def check_tiles(tiles, queries, keys, density):
             same_lists((found.query_blocks, found.query_block_count), expected_flags.t())
 
 
+def check_listed_keys(lists, numbers, queries, keys, density, width):
+    """Compare the lists of bits with the columns of the mask."""
+    mask = masked(queries, keys, density)
+    mask[2::3] = False
+    bits = pack(mask)
+    before, length = numbers.keys_before(bits)
+    assert length.tolist() == mask.sum(1).tolist()
+    found = lists.listed_keys(bits, before, length, width)
+    assert found.dtype == torch.int32 and found.shape == (queries, width)
+    for own, selected in zip(found, mask, strict=True):
+        expected = selected.nonzero()[:width, 0]
+        assert torch.equal(own[: len(expected)].long(), expected)
+        assert (own[len(expected) :] == -1).all()
+
+
 def same_lists(found, flags):
     """Compare lists up to their counts."""
     (ids, count), (expected, expected_count) = found, reference.tile_lists(flags)
@@ -120,13 +135,17 @@ def test_triton_interpreted():
 
 def main():
     """What runs in the interpreter."""
-    from megatron_dsa.ops.masked_attention.triton import bits, tiles
+    from megatron_dsa.ops.masked_attention.triton import bits, lists, numbers, tiles
 
     prepare_interpreter()
     check_all_bits(bits.key_bits)
     for queries in SIZES:
         for keys in SIZES:
             check_tiles(tiles, queries, keys, 0.3 if queries > 1 else 0.01)
+    for keys in (1, 128, 1000, 1024, 1025, 3000):
+        for width in (1, 100, 3000):
+            check_listed_keys(lists, numbers, 7, keys, 0.3, width)
+    check_listed_keys(lists, numbers, 0, 130, 0.3, 5)
     check_tiles(tiles, 0, 130, 0.3)
     check_tiles(tiles, 300, 300, 0.0)
     for columns in (1, 511, 512, 513, 4096):

@@ -19,6 +19,7 @@ from megatron_dsa.ops.masked_attention.tilelang import forward as forward_progra
 from megatron_dsa.ops.masked_attention.tilelang import probabilities as probabilities_program
 from megatron_dsa.ops.masked_attention.tilelang import value_gradient as value_program
 from megatron_dsa.ops.masked_attention.tilelang.tiles import Dims
+from megatron_dsa.ops.masked_attention.triton.lists import listed_keys
 from megatron_dsa.ops.masked_attention.triton.numbers import keys_before, numbers, round_gradient
 from megatron_dsa.ops.masked_attention.triton.tiles import Tiles, tiles_for
 
@@ -86,17 +87,18 @@ def probabilities(
     """
     call = _Call.of(inputs)
     queries = len(call.q)
-    first, last, _ = listed.indices(queries)
     p_sum = call.q.new_zeros(queries, width, dtype=torch.float32)
-    indices = inputs.bits.new_full((last - first, width), -1)
-    before, length = keys_before(inputs.bits)
+    bits = inputs.bits.contiguous()
+    before, length = keys_before(bits)
     if p_sum.numel() > 0 and len(call.kv) > 0:
         tiles = _tiles(inputs, with_queries=False)
         probabilities_program.compiled(*call.dims)(
-            call.q, call.kv, call.k_pe, numbers(lse, None, None), inputs.bits, before,
-            tiles.key_groups, tiles.key_group_count, p_sum, indices, first, inputs.softmax_scale,
+            call.q, call.kv, call.k_pe, numbers(lse, None, None), bits, before,
+            tiles.key_groups, tiles.key_group_count, p_sum, inputs.softmax_scale,
         )  # fmt: skip
-    return ListedProbabilities(p_sum, indices, length[first:last])
+    length = length[listed]
+    indices = listed_keys(bits[listed], before[listed], length, width)
+    return ListedProbabilities(p_sum, indices, length)
 
 
 @dataclass(frozen=True)

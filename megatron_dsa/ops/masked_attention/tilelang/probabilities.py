@@ -1,7 +1,7 @@
 """Head sums of the probabilities of selected keys, a tile of 128 x 128 per thread block (sm_90a).
 
 The sums are formed as :mod:`.head_sums` says. Those of selected keys are written one after the
-other per query, with the keys.
+other per query.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
@@ -27,20 +27,16 @@ SOURCE = (
     head_sums.SOURCE
     + r"""
 // Writes the sums of the keys that row R of the thread selects, behind those of the `before` keys
-// that it selects of earlier groups; and the keys, from `key` on, to row `own_row` of `ids`, if it
-// is one of its `rows`. `bits`: the four words of the row, in the order of key bits. With more than
-// `width` keys the launch ends with an error.
+// that it selects of earlier groups. `bits`: the four words of the row, in the order of key bits.
+// With more than `width` keys the launch ends with an error.
 template <int R>
 __device__ __forceinline__ void dsa_write_sums(float* row, int width, const float* sums,
-                                               const void* bits, int before, int key, int* ids,
-                                               int own_row, int rows) {
+                                               const void* bits, int before) {
   const uint4 four = *static_cast<const uint4*>(bits);
   const unsigned words[4] = {four.x, four.y, four.z, four.w};
   // Not an assert: that is a call, and ptxas would serialise the products.
   if (before + __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w) > width)
     asm volatile("trap;");
-  const bool listed = 0 <= own_row && own_row < rows;
-  ids += static_cast<long long>(listed ? own_row : 0) * width;
   const int lane = threadIdx.x % 4;
   const unsigned own = lane == 0 ? four.x : lane == 1 ? four.y : lane == 2 ? four.z : four.w;
 #pragma unroll
@@ -55,9 +51,6 @@ __device__ __forceinline__ void dsa_write_sums(float* row, int width, const floa
     const bool first = own >> 2 * n & 1, second = own >> (2 * n + 1) & 1;
     if (first) row[place] = sums[4 * n + 2 * R];
     if (second) row[place + first] = sums[4 * n + 2 * R + 1];
-    const int id = key + 8 * n + 2 * lane;
-    if (listed && first) ids[place] = id;
-    if (listed && second) ids[place + first] = id + 1;
   }
 }
 """
@@ -65,7 +58,7 @@ __device__ __forceinline__ void dsa_write_sums(float* row, int width, const floa
 
 
 @T.macro
-def consume(Bits, Before, PSum, Keys, first_listed, m, done, at, dims, scale, tx):
+def consume(Bits, Before, PSum, m, done, at, dims, scale, tx):
     """CONSUME: sums over the heads, and the write of those of selected keys."""
     sums = T.alloc_local([OWN], "float32")
     head_sums.add_heads(sums, m, done, at, dims, scale, tx)
@@ -79,10 +72,6 @@ def consume(Bits, Before, PSum, Keys, first_listed, m, done, at, dims, scale, tx
                 sums.data,
                 T.address_of(Bits[row, at.group, 0]),
                 Before[row, at.group],
-                at.key,
-                T.address_of(Keys[0, 0]),
-                row - first_listed,
-                Keys.shape[0],
                 of=(r,),
             )
 
@@ -95,9 +84,8 @@ def build(nope: int, rope: int, v: int):
         fp32 ``[H, 2, N]``, of which the lse in base 2 is read (``inf`` for queries without keys and
         past the last one); Bits int32 ``[Sq, G, 4]``, key bits; Before int32 ``[Sq, G]``, selected
         keys of earlier groups; Tiles int32 ``[ceil(Sq / 128), W]``, the groups of keys of each
-        block of queries, and Count int32, how many; PSum fp32 ``[Sq, K]`` and Keys int32
-        ``[n, K]``, of which only what is selected is written; Keys are of the queries from
-        ``first_listed`` on; scale, positive.
+        block of queries, and Count int32, how many; PSum fp32 ``[Sq, K]``, of which
+        only what is selected is written; scale, positive.
 
     Raises:
         ValueError: dims that the tiling does not fit.
@@ -105,7 +93,7 @@ def build(nope: int, rope: int, v: int):
     dims = Dims(nope, rope, v)
     bf16, fp32, int32 = "bfloat16", "float32", "int32"
     queries, keys, heads, count = T.dynamic("queries, keys, heads, count")
-    groups, blocks, width, wanted, listed = T.dynamic("groups, blocks, width, wanted, listed")
+    groups, blocks, width, wanted = T.dynamic("groups, blocks, width, wanted")
 
     @T.prim_func
     def masked_attention_probabilities(
@@ -118,8 +106,6 @@ def build(nope: int, rope: int, v: int):
         Tiles: T.Tensor([blocks, width], int32),
         Count: T.Tensor([blocks], int32),
         PSum: T.Tensor([queries, wanted], fp32),
-        Keys: T.Tensor([listed, wanted], int32),
-        first_listed: T.int32,
         scale: T.float32,
     ):
         """One thread block per tile that may be; arguments as :func:`build` describes."""
@@ -142,7 +128,7 @@ def build(nope: int, rope: int, v: int):
                         head_sums.produce(Q, KV, Kpe, Numbers, m, done, at, dims)
                 else:
                     T.set_max_nreg(REGISTERS[0], 1)
-                    consume(Bits, Before, PSum, Keys, first_listed, m, done, at, dims, scale, tx)
+                    consume(Bits, Before, PSum, m, done, at, dims, scale, tx)
 
     return masked_attention_probabilities
 
