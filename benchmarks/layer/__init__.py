@@ -57,7 +57,8 @@ from megatron_dsa.tools.verify.comparison import relative_error
 CEILINGS = ()
 ON_DEVICE = True
 #: Ways of a DSA layer, of a CSA layer, and of the core.
-DSA_WAYS = ("ours", "sparse", "masked", "dense", *rank.WAYS, "bundled")
+DSA_WAYS = ("ours", "sparse", "masked", "dense", "ours-dense", *rank.WAYS, "bundled")
+DENSE_WAYS = ("dense", "ours-dense")
 CSA_WAYS, CORE_WAYS = ("ours", "torch"), ("torch",)
 #: Heads of a DSA layer of all tensor-parallel ranks together.
 ALL_HEADS = {"v3.2": 128, "tiny": 32}
@@ -228,7 +229,7 @@ class _Measurer:
         pairs = {name: (tensor, self._first[name]) for name, tensor in own.items()}
         row = {"status": "ok", "out_error": relative_error(*pairs.pop("out"))}
         limits = {"out_error": OUT_ERROR_LIMIT}
-        if way != "dense":
+        if way not in DENSE_WAYS:
             row["end_error"] = max(relative_error(*pair) for pair in pairs.values())
             limits["end_error"] = END_ERROR_LIMIT
         for name, limit in limits.items():

@@ -8,8 +8,9 @@
   without.
 * ``dense``: the layer of this package in stage ``dense``, with whatever attention of torch is the
   fastest here.
+* ``ours-dense``: the same stage, its attention left to dispatch.
 
-The last two are peers of DeepSeek-V3.2's layer. :mod:`benchmarks.layer.rank` has the ways that are
+``bundled`` and ``dense`` are peers of DeepSeek-V3.2's layer. :mod:`benchmarks.layer.rank` has the ways that are
 one of several ranks. All have the linears and norms of torch.
 """
 
@@ -54,8 +55,8 @@ def build(way: str, spec: LayerSpec, device: torch.device) -> tuple[Layer, str]:
     layer = Layer(spec, device)
     if way == "ours":
         return layer, ""
-    make = dense_module if way == "dense" else bundled_module
-    module, remark = make(layer.config, device)
+    makers = {"dense": dense_module, "ours-dense": own_dense_module, "bundled": bundled_module}
+    module, remark = makers[way](layer.config, device)
     layer.module = with_weights(module.to(device).bfloat16().train(), layer.module)
     return layer, remark
 
@@ -88,17 +89,25 @@ def with_weights(module: torch.nn.Module, source: torch.nn.Module) -> torch.nn.M
 # Dense attention
 
 
-def dense_module(config, device: torch.device):
-    """Return the dense layer of a configuration, and the name of its attention."""
+def own_dense_module(config, _device: torch.device | None = None, **options):
+    """Return the layer of a configuration in stage ``dense``, and nothing special in it.
+
+    ``options`` change those of the configuration.
+    """
     from megatron.core.transformer.spec_utils import build_module
 
     from megatron_dsa.specs import dsa_layer_spec
 
     config = copy.copy(config)
-    # Without a length the layer does not attend under bits of visible keys.
-    config.dsa = dataclasses.replace(config.dsa, stage="dense", sequence_length=None)
+    config.dsa = dataclasses.replace(config.dsa, stage="dense", **options)
     spec = dsa_layer_spec(config).submodules.self_attention
-    module = build_module(spec, config=config, layer_number=1)
+    return build_module(spec, config=config, layer_number=1), ""
+
+
+def dense_module(config, device: torch.device):
+    """Return the dense layer of a configuration, and the name of its attention."""
+    # Without a length the layer does not attend under bits of visible keys.
+    module, _ = own_dense_module(config, sequence_length=None)
     if device.type != "cuda":
         return module, ""  # what dispatch takes; there is nothing to choose from
     dims = (config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import layer
-from benchmarks.layer import Case, peers
+from benchmarks.layer import DENSE_WAYS, Case, peers
 from benchmarks.megatron_layer import Layer, LayerSpec, layer_config, shortened
 from benchmarks.settings import Settings, Work
 from megatron_dsa.errors import ImplementationError
@@ -17,7 +17,7 @@ from tests.host import start
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are for the CPU")
 
 
-@pytest.mark.parametrize("way", ["sparse", "masked", "dense", "bundled"])
+@pytest.mark.parametrize("way", ["sparse", "masked", "dense", "ours-dense", "bundled"])
 def test_ways_are_the_same_layer(way):
     """As long as every key is selected; the gradients of the indexer as well."""
     device, spec = start(), LayerSpec("tiny", 12, heads=4, workspace_mib=1)
@@ -29,7 +29,7 @@ def test_ways_are_the_same_layer(way):
         gradients = {key: p.grad for key, p in built.module.named_parameters()}
         found[name] = {"out": out.detach(), "x": built.x.grad} | gradients
     ours, theirs = found["ours"], found[way]
-    assert (set(theirs) == set(ours)) == (way != "dense")
+    assert (set(theirs) == set(ours)) == (way not in DENSE_WAYS)
     for name, tensor in theirs.items():
         # The indexer's gradients are differences of bf16 scores that are nearly equal.
         limit = 0.1 if ".indexer." in name else 2e-2
@@ -83,7 +83,7 @@ def test_what_may_fault_comes_last():
     ]  # fmt: skip
     for case, works in plan:
         ranks = ["sparse-rank", "masked-rank", "dense-rank"] if case.heads < 128 else []
-        ways = ["ours", "sparse", "masked", "dense", *ranks, "bundled"]
+        ways = ["ours", "sparse", "masked", "dense", "ours-dense", *ranks, "bundled"]
         assert [work.way for work in works] == ways
 
 
