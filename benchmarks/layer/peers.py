@@ -10,8 +10,8 @@
   fastest here.
 * ``ours-dense``: the same stage, its attention left to dispatch.
 
-``bundled`` and ``dense`` are peers of DeepSeek-V3.2's layer. :mod:`benchmarks.layer.rank` has the ways that are
-one of several ranks. All have the linears and norms of torch.
+``bundled`` and ``dense`` are peers of DeepSeek-V3.2's layer. :mod:`benchmarks.layer.rank` has the
+ways that are one of several ranks. All have the linears and norms of torch.
 """
 
 from __future__ import annotations
