@@ -35,10 +35,10 @@ from megatron_dsa.parallel.gather import (
     Gathering,
     finish_gather,
     gathered_product,
-    head_product,
     start_gather,
 )
 from megatron_dsa.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
+from megatron_dsa.parallel.head_products import absorbed_queries, head_product
 from megatron_dsa.required_ops import attention_of, tensor_parallel_mode
 from megatron_dsa.sequence.layout import Layout
 
@@ -146,12 +146,9 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
 
         They travel while the indexer and the queries are computed.
         """
-        own, turned = rope.own(self.ranks), k_pe.flatten(0, 1)
-        if self.masked:
-            turned = self._turned(turned[:, None], own.tables(k_pe.dtype))[:, 0]
-        else:
-            turned = own(turned)
-        return start_gather(torch.cat([kv_latent, turned.view_as(k_pe)], -1), self.ranks.group)
+        own = rope.own(self.ranks)
+        k_pe = self._turned(k_pe.flatten(0, 1)[:, None], own.tables(k_pe.dtype)).view_as(k_pe)
+        return start_gather(torch.cat([kv_latent, k_pe], -1), self.ranks.group)
 
     def _projected_queries(self, q_latent: torch.Tensor) -> torch.Tensor:
         """Return the queries ``[tokens, H, 192]`` before rope."""
@@ -160,20 +157,22 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         q = q.view(-1, self.num_attention_heads_per_partition, self.q_head_dim)
         return heads_to_sequence(q, self.ranks.tp) if self.ranks.by_sequence else q
 
-    def _queries(
-        self, q_latent: torch.Tensor, rope: TokenRope
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``q_nope [tokens, H, 128]`` and roped ``q_pe [tokens, H, 64]`` of the queries."""
-        q = self._projected_queries(q_latent)
-        q_nope, q_pe = q.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
-        return q_nope, rope(q_pe, interleaved=True)
+    def _queries(self, q_latent: torch.Tensor, rope: TokenRope) -> torch.Tensor:
+        """Return the queries ``[tokens, H, 192]``, their last 64 dims rotated."""
+        return self._turned(self._projected_queries(q_latent), rope.tables(q_latent.dtype))
 
     def _turned(self, x: torch.Tensor, tables) -> torch.Tensor:
-        """Rotate the last dims of ``x [tokens, H, D]`` for masked dense attention.
+        """Rotate the last dims of ``x [tokens, H, D]``.
 
-        Pairs of dims stay in place, in queries and keys: products are the same.
+        Pairs of dims stay in place, in queries and keys: products are those of Megatron's rope.
         """
         return rotate(x, *tables, policy=self.core_attention.policy)
+
+    def _queries_and_rope_key(self, q_latent, k_pe, rope: TokenRope):
+        """Return :meth:`_queries` and the rotated rope key ``[tokens, 1, 64]``."""
+        tables = rope.tables(q_latent.dtype)
+        q = self._turned(self._projected_queries(q_latent), tables)
+        return q, self._turned(k_pe.flatten(0, 1)[:, None], tables)
 
     def _keys_and_values(self, kv_latent: torch.Tensor) -> torch.Tensor:
         """Return per head the key without rope, then the value, ``[tokens, H, 256]``."""
@@ -192,11 +191,10 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         # By sequence, a rank attends with the heads of all tensor-parallel ranks.
         sharing = self.ranks.tp if self.ranks.by_sequence else None
 
-        def absorbed_queries(q_latent, w_uk):
-            q_nope, q_pe = self._queries(q_latent, rope)
-            return torch.cat([head_product(q_nope, w_uk, sharing), q_pe], dim=-1)
+        def queries(q_latent, w_uk):
+            return absorbed_queries(self._queries(q_latent, rope), w_uk, sharing)
 
-        q = self.maybe_recomputed(absorbed_queries, q_latent, w_uk)
+        q = self.maybe_recomputed(queries, q_latent, w_uk)
         kv, kv_grad = finish_gather(keys)
 
         given = self._given_selection(layout)  # of this microbatch, also when recomputed later
@@ -234,10 +232,8 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             k_pe = gather_from_sequence_parallel_region(k_pe, group=self.ranks.tp)
 
         def up(q_latent, kv_latent, k_pe):
-            tables = rope.tables(q_latent.dtype)
-            q = self._turned(self._projected_queries(q_latent), tables)
-            k_pe = self._turned(k_pe.flatten(0, 1)[:, None], tables)[:, 0]
-            return q, self._keys_and_values(kv_latent), k_pe
+            q, k_pe = self._queries_and_rope_key(q_latent, k_pe, rope)
+            return q, self._keys_and_values(kv_latent), k_pe[:, 0]
 
         return self.maybe_recomputed(up, q_latent, kv_latent, k_pe)
 
@@ -246,10 +242,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         all ranks."""
         rope = self._rope_of_attended(rope, layout)
 
-        def queries(q_latent):
-            return self._turned(self._projected_queries(q_latent), rope.tables(q_latent.dtype))
-
-        q = self.maybe_recomputed(queries, q_latent)
+        q = self.maybe_recomputed(lambda q_latent: self._queries(q_latent, rope), q_latent)
         dims = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         (latents, k_pe), (latent_grad, k_pe_grad) = (
             x.split(dims, dim=1) for x in finish_gather(keys)
@@ -301,10 +294,9 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             k_pe = gather_from_sequence_parallel_region(k_pe, group=self.ranks.tp)
 
         def up(q_latent, kv_latent, k_pe):
-            q = torch.cat(self._queries(q_latent, rope), dim=-1)
+            q, k_pe = self._queries_and_rope_key(q_latent, k_pe, rope)
             kv = self._keys_and_values(kv_latent)
             k_nope, v = kv.split([self.config.qk_head_dim, self.config.v_head_dim], dim=-1)
-            k_pe = rope(k_pe.flatten(0, 1)[:, None], interleaved=True)
             return q, torch.cat([k_nope, k_pe.expand(-1, q.shape[1], -1)], dim=-1), v.contiguous()
 
         q, k, v = self.maybe_recomputed(up, q_latent, kv_latent, k_pe)
@@ -320,10 +312,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         """Like :meth:`_attend_dense`, with the latents of all ranks instead of keys and values."""
         w_uk, w_uv = self._up_weights()
 
-        def queries(q_latent):
-            return torch.cat(self._queries(q_latent, rope), dim=-1)
-
-        q = self.maybe_recomputed(queries, q_latent)
+        q = self.maybe_recomputed(lambda q_latent: self._queries(q_latent, rope), q_latent)
         latents, latent_grad = finish_gather(keys)
 
         def core(q, latents, latent_grad, w_uk, w_uv, *index_tensors):

@@ -359,6 +359,7 @@ def _dsa_ops(calls: _Calls, layer_number: int, is_mtp: bool) -> Iterator[Require
         if visible_attention(config, calls.device).masked:
             yield from visible_ops(config, calls.device)
         else:
+            yield from _ropes(calls, heads)
             yield RequiredOp("dense_attention", call, (visible,))
         if indexer:
             yield from calls.loss(visible, visible, [], call.qk_dim)
@@ -369,6 +370,7 @@ def _dsa_ops(calls: _Calls, layer_number: int, is_mtp: bool) -> Iterator[Require
     if selected_attention(config, calls.device).masked:
         yield from _masked_ops(calls, indexer, visible, selected)
         return
+    yield from _ropes(calls, heads)
     attention = calls.of(heads, latent + rope, latent, topk=config.dsa_indexer_topk)
     teaches = indexer and indexer_is_trained(config) and loss_is_sparse(config)
     yield RequiredOp("sparse_attention_forward", attention, (selected,))
@@ -388,23 +390,23 @@ def visible_ops(config: Any, device: str | None = None) -> Iterator[RequiredOp]:
         config, device: as of :func:`required_ops`.
     """
     calls = _Calls(config, device or _default_device())
-    yield from _plain_ropes(calls)
+    yield from _ropes(calls, calls.masked_attention().heads)
     for operation, call in calls.visible_attention():
         keys = () if operation is masked.VISIBLE_BITS else (Keys(),)
         yield RequiredOp(operation.name, call, keys)
 
 
-def _plain_ropes(calls: _Calls) -> Iterator[RequiredOp]:
-    """Yield the rotations of plain MLA under a bit mask: of queries, and of the rope key."""
-    call = calls.masked_attention()
-    yield RequiredOp("rotate", calls.of(call.heads, call.qk_dim))
-    yield RequiredOp("rotate", calls.of(1, calls.config.qk_pos_emb_head_dim))
+def _ropes(calls: _Calls, heads: int) -> Iterator[RequiredOp]:
+    """Yield the rotations of MLA: of queries, and of the rope key."""
+    rope = calls.config.qk_pos_emb_head_dim
+    yield RequiredOp("rotate", calls.of(heads, calls.config.qk_head_dim + rope))
+    yield RequiredOp("rotate", calls.of(1, rope))
 
 
 def _masked_ops(calls: _Calls, indexer: bool, visible: Keys, selected: Keys):
     """Yield masked dense attention, which reads all visible keys, and the indexer's loss."""
     config, call = calls.config, calls.masked_attention(_topk(calls.config))
-    yield from _plain_ropes(calls)
+    yield from _ropes(calls, call.heads)
     yield RequiredOp("key_bits", calls.of(1, 0, dtype=torch.int32, topk=call.topk))
     yield RequiredOp("masked_attention_forward", call, (visible,))
     yield RequiredOp("masked_attention_backward", call, (visible,))

@@ -41,11 +41,15 @@ class TokenRope:
         # YaRN also returns its concentration factor (mscale), which scales cos and sin.
         table, self.mscale = table if isinstance(table, tuple) else (table, 1.0)
         self.angles = table.flatten(0, 2)[layout.position]  # [tokens, dim]
+        self._tables: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def own(self, ranks: Ranks) -> TokenRope:
         """Return the angles of the tokens that this rank holds."""
+        (angles,) = ranks.own((self.angles,))
+        if angles is self.angles:
+            return self
         part = copy.copy(self)
-        (part.angles,) = ranks.own((self.angles,))
+        part.angles, part._tables = angles, {}
         return part
 
     def tables(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,9 +58,13 @@ class TokenRope:
         It leaves pairs of neighbouring dims in place, where a call moves the even dims in front.
         Tables are fp32, fp64 for fp64 ``dtype``; the concentration factor is in them.
         """
-        angles, wide = self.angles[:, : self.angles.shape[-1] // 2], accumulation_dtype(dtype)
-        # Formed in fp32 for fp64, too, as in a call.
-        return (angles.cos() * self.mscale).to(wide), (angles.sin() * self.mscale).to(wide)
+        wide = accumulation_dtype(dtype)
+        if wide not in self._tables:
+            angles = self.angles[:, : self.angles.shape[-1] // 2]
+            # Formed in fp32 for fp64, too, as in a call.
+            cos, sin = (x.mul_(self.mscale).to(wide) for x in (angles.cos(), angles.sin()))
+            self._tables[wide] = cos, sin
+        return self._tables[wide]
 
     def __call__(self, x: torch.Tensor, interleaved: bool = True) -> torch.Tensor:
         """Rotate ``x [tokens, ..., dim]``; ``interleaved`` pairs neighbouring dims (MLA, GLM)."""
