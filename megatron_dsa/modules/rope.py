@@ -4,9 +4,9 @@ Megatron's packed (THD) rope asks the device for the sequence lengths on every c
 is indexed with the layout's positions instead, which is the same for packed and unpacked batches
 and needs no synchronisation.
 
-V4's rotated dims belong to the value, too, and are rotated back in the attention's output, so pairs
-stay in place (Megatron's MLA rope moves the even dims in front of the odd ones). Its angles are
-formed in float64 and the tables rounded once.
+Pairs of rotated dims stay in place (Megatron's MLA rope moves the even dims in front of the odd
+ones): V4's belong to the value as well, and are rotated back in the attention's output. Its angles
+are formed in float64 and the tables rounded once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Interleaved rope on the last dims of heads (DeepSeek-V4), with or without the norm of queries.
+"""Interleaved rope on the last dims of heads, with or without the norm of DeepSeek-V4's queries.
 
 ``norm_rope`` divides a head by the root of its mean square (no weight) and rotates pairs of its
 last ``R`` dims; ``rotate`` only rotates, in either direction (attention outputs of DeepSeek-V4 are
