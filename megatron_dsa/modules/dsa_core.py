@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_dsa.config import uses_indexer
+from megatron_dsa.config import selects_keys, uses_indexer
 from megatron_dsa.dispatch import log_once, on_meta
 from megatron_dsa.dsa_kernels import (
     ExpandedKeys,
@@ -37,7 +37,7 @@ from megatron_dsa.modules.rope import TokenRope
 from megatron_dsa.modules.warm_up import resolving
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.groups import Ranks, gather_rows
-from megatron_dsa.required_ops import attention_of, selects_keys
+from megatron_dsa.required_ops import attention_of
 from megatron_dsa.sequence.layout import Layout
 
 
