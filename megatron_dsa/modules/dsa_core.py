@@ -153,9 +153,9 @@ class DSACoreAttention(CoreAttention):
             kv: ``[keys, H, 256]``, per head the key without rope, then the value.
             k_pe: ``[keys, 64]``, the rope key of all heads; k_pe_grad: the fp32 proxy for its
                 gradient, ``None`` where this rank alone attends to these keys.
-            layout, index_inputs, given, ranks: as of :meth:`forward_sparse`. The tokens of ``q``
-                are those of all tensor-parallel ranks; where these select for their own
-                (``ranks.attention_group``), layout, index_inputs and given are of their own.
+            layout, index_inputs, given, ranks: as of :meth:`forward_sparse`. ``q`` has the
+                tokens of all tensor-parallel ranks. Where a rank selects for its own tokens
+                (``ranks.attention_group``), layout, index_inputs and given are of these.
 
         Returns:
             output ``[tokens, H, v_head_dim]`` and the selection that was used.
@@ -356,7 +356,7 @@ class DSACoreAttention(CoreAttention):
 
 
 def _in_row_order(attended: Attended) -> torch.Tensor:
-    """Return the lists in ascending order of key rows: that of masked attention's head sums."""
+    """Return the lists sorted by key row, which is the order of masked attention's head sums."""
     keys, indices = attended.layout.key_ownership, attended.indices
     if keys is None or keys.in_order:
         return indices

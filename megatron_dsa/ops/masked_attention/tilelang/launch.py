@@ -1,5 +1,4 @@
-"""Masked dense attention through this package's own kernels for Hopper (bf16; dims of V3.2
-and GLM-5).
+"""Masked dense attention through our own kernels for Hopper (bf16; dims of V3.2 and GLM-5).
 
 Kernels visit the tiles of 128 keys of which a block of queries selects any. The backward does some
 heads at a time: the fp32 gradient of their queries fits the workspace.
