@@ -13,13 +13,8 @@ from typing import Any, get_args, get_origin
 
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_dsa.config import (
-    CSATransformerConfig,
-    DSAOptions,
-    Option,
-    choices_of,
-    option_fields,
-)
+from megatron_dsa.config import CSATransformerConfig, DSAOptions
+from megatron_dsa.config_fields import Option, choices_of, option_fields
 from megatron_dsa.dispatch.gpus import GPUS
 from megatron_dsa.dispatch.policy import FLAG, check_operations
 from megatron_dsa.errors import TRACEBACK_FLAG

@@ -1,14 +1,14 @@
 """Configuration: options and fields beside Megatron's MLA configuration."""
 
 # Without ``from __future__ import annotations``: flags are made from the types of fields.
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal, Self, get_args, get_origin
+from typing import Any, Literal, Self
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from megatron_dsa.config_fields import option, option_fields, option_rules
 from megatron_dsa.config_rules import (
     CSA_RATIO,
     csa_rules,
@@ -28,71 +28,6 @@ require_supported_megatron()
 FULL_TILE = 64
 #: What tensor-parallel ranks divide: heads, tokens, or attention's heads and the indexer's tokens.
 TPMode = Literal["heads", "sequence", "select"]
-
-
-@dataclass(frozen=True)
-class Option:
-    """The flag of a field, its help text, and the rule for its values.
-
-    Choices come from the field's type, ``Literal[...]``.
-
-    Attributes:
-        flag: name of the flag. A flag of a boolean field reverses the default.
-        help: text of ``--help-dsa``, which appends the default.
-        metavar: how help texts call the value.
-        unit: what one of the flag's units is in the field, for example bytes per MiB.
-        minimum: least value, in units of the flag.
-        positive: whether the value must be above 0.
-        parse: returns the field's value; gets the words after the flag, and the flag for messages.
-    """
-
-    flag: str
-    help: str
-    metavar: str | None = None
-    unit: int = 1
-    minimum: int | None = None
-    positive: bool = False
-    parse: Callable[[list[str], str], Any] | None = None
-
-    @property
-    def dest(self) -> str:
-        """Attribute of the parsed arguments that holds the flag's value."""
-        return self.flag.removeprefix("--").replace("-", "_")
-
-
-def option(default: Any, flag: str, help: str, **settings: Any) -> Any:
-    """Return a dataclass field with a flag; ``settings`` are further fields of :class:`Option`."""
-    return field(default=default, metadata={"option": Option(flag, help, **settings)})
-
-
-def option_fields(config_class: type) -> Iterator[tuple[dataclasses.Field, Option]]:
-    """Yield the fields of a dataclass that have a flag, each with its :class:`Option`."""
-    for each in dataclasses.fields(config_class):
-        if "option" in each.metadata:
-            yield each, each.metadata["option"]
-
-
-def choices_of(each: dataclasses.Field) -> tuple[str, ...] | None:
-    """Return the values that a field may hold, or ``None`` if they are not listed."""
-    return get_args(each.type) if get_origin(each.type) is Literal else None
-
-
-def option_rules(config_class: type, values: Any) -> Iterator[tuple[Any, str]]:
-    """Yield ``(ok, message)`` for the choices and ranges of the options of a class.
-
-    Args:
-        values: has the fields of ``config_class`` as attributes.
-    """
-    for each, about in option_fields(config_class):
-        value, choices = getattr(values, each.name), choices_of(each)
-        if choices is not None:
-            rule = f"one of {', '.join(choices)}"
-            yield value in choices, f"{about.flag} must be {rule}, got {value!r}"
-        elif value is not None and about.minimum is not None:
-            least, given = about.minimum, value / about.unit
-            yield given >= least, f"{about.flag} must be at least {least}, got {given:g}"
-        elif value is not None and about.positive:
-            yield value > 0, f"{about.flag} must be positive, got {value}"
 
 
 @dataclass(frozen=True)
@@ -402,6 +337,11 @@ def computes_topk(config: Any, layer_number: int) -> bool:
 def shares_indices(config: Any) -> bool:
     """Whether some layers reuse the selection of an earlier layer."""
     return options_of(config).stage == "sparse" and config.dsa_indexer_topk_freq > 1
+
+
+def selects_keys(config: Any, layer_number: int, is_mtp: bool = False) -> bool:
+    """Whether a layer of V3.2's attention has an indexer of its own in the sparse stage."""
+    return is_mtp or not shares_indices(config) or computes_topk(config, layer_number)
 
 
 def is_moe_layer(config: Any, index: int) -> bool:

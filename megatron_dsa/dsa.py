@@ -77,7 +77,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             softmax_scale=self.softmax_scale,
             pg_collection=self.pg_collection,
         )
-        # Whether plain MLA runs under a bit mask: of the keys that are selected, or of all visible.
+        # Whether plain MLA runs under a bit mask, of the selected keys or of all visible ones.
         attention = attention_of(config)
         self.masked = attention.masked
         self.ranks = ranks_of(config, self.pg_collection, tensor_parallel_mode(config, attention))
@@ -238,8 +238,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         return self.maybe_recomputed(up, q_latent, kv_latent, k_pe)
 
     def _attend_masked_latents(self, q_latent, keys: Gathering, layout, rope, index_inputs):
-        """Like :meth:`_attend_masked`, with keys and values that this rank makes of the latents of
-        all ranks."""
+        """Like :meth:`_attend_masked`, with keys and values made of the latents of all ranks."""
         rope = self._rope_of_attended(rope, layout)
 
         q = self.maybe_recomputed(lambda q_latent: self._queries(q_latent, rope), q_latent)

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 
@@ -85,11 +86,14 @@ def spawn(
 
     Computed on the CPU (``gloo``), or on a GPU per rank (``nccl``).
     """
+    # On the CPU also where there is a GPU: NCCL wants one GPU per rank.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
     handle, store = tempfile.mkstemp(dir=folder)
     os.close(handle)
     os.unlink(store)
     arguments = (tp, cp, store, str(folder), run_case, cases, backend)
-    run_ranks(_worker, arguments, tp * cp)
+    with mock.patch.dict(os.environ, hidden):
+        run_ranks(_worker, arguments, tp * cp)
     files = [f"{folder}/{tp}-{cp}-{rank}.pt" for rank in range(tp * cp)]
     return [torch.load(file, map_location="cpu") for file in files]
 
@@ -148,9 +152,39 @@ def build(case: Case, tp: int = 1, cp: int = 1):
     return module, x, packing
 
 
-def _run_case(case: Case, tp: int, cp: int) -> dict:
+def build_two(case: Case, tp: int = 1, cp: int = 1):
+    """Return what :func:`build` does, with a second layer behind the first, and an empty log."""
     from megatron.core import parallel_state
 
+    from tests import host
+    from tests.cases.log import empty_log
+
+    first, x, packing = build(case, tp, cp)
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    second = host.attention_module(
+        first.config, 2, 4, lambda name, weight: case.part(name, weight, tp_rank, tp)
+    ).train()
+    empty_log(2, x.device)
+    return first, second, x, packing
+
+
+def summed_gradients(module: torch.nn.Module, tp: int, cp: int = 1) -> dict[str, torch.Tensor]:
+    """Return the gradients of parameters, summed over ranks where Megatron sums them."""
+    from megatron.core import parallel_state
+
+    gradients = {}
+    for name, parameter in module.named_parameters():
+        gradients[name] = parameter.grad
+        if getattr(parameter, "sequence_parallel", False) and tp > 1:
+            group = parallel_state.get_tensor_model_parallel_group()
+            torch.distributed.all_reduce(parameter.grad, group=group)
+        if cp > 1:
+            group = parallel_state.get_context_parallel_group()
+            torch.distributed.all_reduce(parameter.grad, group=group)
+    return gradients
+
+
+def _run_case(case: Case, tp: int, cp: int) -> dict:
     from megatron_dsa.dispatch import report, reset_report
 
     module, x, packing = build(case, tp, cp)
@@ -167,22 +201,16 @@ def _run_case(case: Case, tp: int, cp: int) -> dict:
     out, _ = module(x, None, packed_seq_params=packing)
     out.square().sum().backward()
     selector.balanced_topk = original
-    gradients, averaged = {}, []
-    for name, parameter in module.named_parameters():
-        gradients[name] = parameter.grad
-        if getattr(parameter, "sequence_parallel", False) and tp > 1:
-            group = parallel_state.get_tensor_model_parallel_group()
-            torch.distributed.all_reduce(parameter.grad, group=group)
-        if cp > 1:
-            group = parallel_state.get_context_parallel_group()
-            torch.distributed.all_reduce(parameter.grad, group=group)
-        if getattr(parameter, "average_gradients_across_tp_domain", False):
-            averaged.append(name)
+    averaged = [
+        name
+        for name, parameter in module.named_parameters()
+        if getattr(parameter, "average_gradients_across_tp_domain", False)
+    ]
     return {
         "slots": seen,
         "out": out.detach(),
         "dx": x.grad,
-        "gradients": gradients,
+        "gradients": summed_gradients(module, tp, cp),
         "averaged": averaged,
         "report": report(),
     }

@@ -36,7 +36,7 @@ class OpCall:
         relu: index scores clamp each head's product at 0.
         deterministic: ``torch.use_deterministic_algorithms(True)`` is in force.
         teacher: the head sum of the probabilities is wanted along with the result.
-        teacher_dim: dims of the attention's queries that a dense loss makes its teacher of;
+        teacher_dim: dims of the attention's queries, from which a dense loss forms its teacher;
             ``None``: not asked.
     """
 
@@ -75,7 +75,7 @@ class Support:
         dtypes: dtypes of queries and keys.
         dims: pairs ``(qk_dim, v_dim)``.
         rope_dim: of which so many are shared by all heads' keys.
-        teacher_dims: dims of the queries that a teacher is made of.
+        teacher_dims: dims of the queries from which a dense loss forms its teacher.
         heads, topk: inclusive ranges.
         packed, sink: whether it takes them.
         without_relu: whether it takes index scores without the relu.

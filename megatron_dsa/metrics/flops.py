@@ -27,12 +27,13 @@ from typing import Any, NamedTuple
 from megatron_dsa.config import (
     indexer_is_trained,
     is_moe_layer,
+    selects_keys,
     trains_main,
     uses_csa,
     uses_indexer,
 )
 from megatron_dsa.config_rules import CSA_RATIO
-from megatron_dsa.required_ops import Keys, RequiredOp, required_ops, selects_keys
+from megatron_dsa.required_ops import Keys, RequiredOp, required_ops
 
 
 class Work(NamedTuple):

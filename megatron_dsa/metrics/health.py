@@ -69,7 +69,7 @@ class Attended:
     k_pe: torch.Tensor | None = None
 
     def keys(self) -> torch.Tensor | ExpandedKeys:
-        """Return the keys ``[Skv, 1, D]``, or those of every head."""
+        """Return the keys ``[Skv, 1, D]`` that all heads share, or keys of every head."""
         if self.k_pe is None:
             return self.kv[:, None]
         nope = self.q.shape[2] - self.k_pe.shape[1]

@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_dsa.config import uses_indexer
+from megatron_dsa.config import selects_keys, uses_indexer
 from megatron_dsa.dispatch import log_once, on_meta
 from megatron_dsa.dsa_kernels import (
     ExpandedKeys,
@@ -37,7 +37,7 @@ from megatron_dsa.modules.rope import TokenRope
 from megatron_dsa.modules.warm_up import resolving
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.groups import Ranks, gather_rows
-from megatron_dsa.required_ops import attention_of, selects_keys
+from megatron_dsa.required_ops import attention_of
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -153,9 +153,9 @@ class DSACoreAttention(CoreAttention):
             kv: ``[keys, H, 256]``, per head the key without rope, then the value.
             k_pe: ``[keys, 64]``, the rope key of all heads; k_pe_grad: the fp32 proxy for its
                 gradient, ``None`` where this rank alone attends to these keys.
-            layout, index_inputs, given, ranks: as of :meth:`forward_sparse`. The tokens of ``q``
-                are those of all tensor-parallel ranks; where these select for their own
-                (``ranks.attention_group``), layout, index_inputs and given are of their own.
+            layout, index_inputs, given, ranks: as of :meth:`forward_sparse`. ``q`` has the
+                tokens of all tensor-parallel ranks. Where a rank selects for its own tokens
+                (``ranks.attention_group``), layout, index_inputs and given are of these.
 
         Returns:
             output ``[tokens, H, v_head_dim]`` and the selection that was used.
@@ -356,7 +356,7 @@ class DSACoreAttention(CoreAttention):
 
 
 def _in_row_order(attended: Attended) -> torch.Tensor:
-    """Return the lists in ascending order of key rows: that of masked attention's head sums."""
+    """Return the lists sorted by key row, which is the order of masked attention's head sums."""
     keys, indices = attended.layout.key_ownership, attended.indices
     if keys is None or keys.in_order:
         return indices

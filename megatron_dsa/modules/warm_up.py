@@ -142,7 +142,7 @@ def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> 
 def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> None:
     assert call.rope_dim is not None
     rope, topk = call.rope_dim, call.topk
-    # A copy, so that its bits are not those of a batch.
+    # A copy, which does not keep its bits for the batches of this layout.
     layout = replace(bshd_layout(_KEYS, 1, _device()))
     rows = _KEYS if topk is None else _ROWS
     q = _values(rows, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from megatron_dsa.config import CSATransformerConfig, DSAOptions, option_fields
+from megatron_dsa.config import CSATransformerConfig, DSAOptions
+from megatron_dsa.config_fields import option_fields
 from megatron_dsa.dispatch import on_meta
 from megatron_dsa.errors import require
 

@@ -34,6 +34,17 @@ def add(monkeypatch):
 
 
 @pytest.fixture
+def fused(add, request):
+    """Make operations fused on every device: those that are named, or the test module's."""
+
+    def make(*names, **support):
+        for name in names or [operation.name for operation in request.module.OPERATIONS]:
+            add(name, lambda torchs: torchs, **support)
+
+    return make
+
+
+@pytest.fixture
 def hopper():
     """Skips where our own kernels cannot run."""
     (ours,) = (c for c in BACKWARD.candidates if c.name == "tilelang")

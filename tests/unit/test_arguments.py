@@ -97,12 +97,8 @@ def test_options_know_the_sequences_of_a_microbatch(flags, interleaved, packed):
 
 def test_every_option_has_a_flag():
     """But those that flags of Megatron set: ``--attention-backend``, ``--seq-length``, ..."""
-    from megatron_dsa.config import (
-        CSATransformerConfig,
-        DSAOptions,
-        DSATransformerConfig,
-        option_fields,
-    )
+    from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformerConfig
+    from megatron_dsa.config_fields import option_fields
 
     names = {each.name for each in dataclasses.fields(DSAOptions)}
     assert names - {each.name for each, _ in option_fields(DSAOptions)} == {
@@ -115,7 +111,8 @@ def test_every_option_has_a_flag():
 
 def test_flags_that_are_not_given_leave_the_defaults():
     from megatron_dsa.arguments import field_values, options_from_args
-    from megatron_dsa.config import CSATransformerConfig, DSAOptions, option_fields
+    from megatron_dsa.config import CSATransformerConfig, DSAOptions
+    from megatron_dsa.config_fields import option_fields
 
     args = parse()
     assert options_from_args(args) == DSAOptions()
@@ -148,7 +145,8 @@ GIVEN = {
 
 def test_every_flag_reaches_its_field():
     from megatron_dsa.arguments import field_values
-    from megatron_dsa.config import CSATransformerConfig, DSAOptions, option_fields
+    from megatron_dsa.config import CSATransformerConfig, DSAOptions
+    from megatron_dsa.config_fields import option_fields
 
     args = parse(*(word for flag in GIVEN for word in [flag, *GIVEN[flag][0].split()]))
     found = {}
@@ -164,7 +162,7 @@ def test_an_option_is_one_field():
     from typing import Literal
 
     from megatron_dsa import arguments
-    from megatron_dsa.config import option, option_rules
+    from megatron_dsa.config_fields import option, option_rules
 
     @dataclasses.dataclass(frozen=True)
     class Options:

@@ -9,7 +9,8 @@ from megatron_dsa import dispatch
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.modules import warm_up
-from megatron_dsa.required_ops import MASKED_OPERATIONS, required_ops, selected_attention
+from megatron_dsa.required_ops import MASKED_OPERATIONS as OPERATIONS
+from megatron_dsa.required_ops import required_ops, selected_attention
 from megatron_dsa.tools import info
 from megatron_dsa.tools.planner.text import describe
 from megatron_dsa.training.model import print_start_table
@@ -18,17 +19,6 @@ from tests.plans import BF16, only_chunk, plan
 
 #: The small configuration selects 12 keys with 4 heads, so masked dense attention wins up to:
 CROSSOVER = 63
-
-
-@pytest.fixture
-def fused(add):
-    """Make masked operations fused on every device: all, or those that are named."""
-
-    def make(*names, **support):
-        for name in names or [operation.name for operation in MASKED_OPERATIONS]:
-            add(name, lambda torchs: torchs, **support)
-
-    return make
 
 
 def choice(**options):
@@ -61,9 +51,9 @@ def test_a_configuration_without_a_length_stays_sparse(fused):
     assert not found.masked and "no sequence length" in found.reason
 
 
-@pytest.mark.parametrize("missing", [operation.name for operation in MASKED_OPERATIONS])
+@pytest.mark.parametrize("missing", [operation.name for operation in OPERATIONS])
 def test_every_operation_has_to_be_fused(fused, missing):
-    fused(*(op.name for op in MASKED_OPERATIONS if op.name != missing))
+    fused(*(op.name for op in OPERATIONS if op.name != missing))
     found = choice(sequence_length=40)
     assert not found.masked and missing in found.reason and found.crossover is None
     # Also under a strict policy, which refuses what would run and not what was asked about.
@@ -183,7 +173,7 @@ def test_warm_up_runs_what_a_step_calls(add, monkeypatch, loss):
     def noting(name):
         return lambda torchs: lambda *args: ran.append((name, args)) or torchs(*args)
 
-    for operation in MASKED_OPERATIONS:
+    for operation in OPERATIONS:
         add(operation.name, noting(operation.name))
     options = DSAOptions(selected_attention="masked")
     config = small_config(options=options, dtype=torch.float32, dsa_indexer_loss_coeff=loss)
@@ -213,7 +203,7 @@ def test_plans_choose_for_their_gpu(fused):
     kinds = [layer.kind for layer in only_chunk(after).layers]
     assert all(kind.startswith("DSA (masked)") for kind in kinds)
     ran = {c.operation for layer in only_chunk(after).layers for c in layer.choices}
-    assert {operation.name for operation in MASKED_OPERATIONS} <= ran
+    assert {operation.name for operation in OPERATIONS} <= ran
     assert not any(name.startswith("sparse_attention") for name in ran)
     assert "selected keys: masked dense attention" in describe(after)
     assert "selected keys" not in describe(before)

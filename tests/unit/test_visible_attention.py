@@ -20,17 +20,6 @@ from tests.plans import BF16, only_chunk, plan
 OPERATIONS = (VISIBLE_BITS, FORWARD, BACKWARD)
 
 
-@pytest.fixture
-def fused(add):
-    """Make masked operations fused on every device: all, or those that are named."""
-
-    def make(*names, **support):
-        for name in names or [operation.name for operation in OPERATIONS]:
-            add(name, lambda torchs: torchs, **support)
-
-    return make
-
-
 def choice(stage="dense", **options):
     changes = options.pop("config", {})
     return visible_attention(small_config(options=DSAOptions(stage=stage, **options), **changes))

@@ -44,8 +44,8 @@ class SparseLossInputs:
             anything.
         workspace_bytes: budget for temporary memory.
         want_gradients: whether the gradients are wanted.
-        dq: ``[Sq, HI, DI]``, contiguous, in the dtype of ``indexer.q``: where the gradient of q
-            is written; ``None``: to a tensor of its own.
+        dq: ``[Sq, HI, DI]``, contiguous, in the dtype of ``indexer.q``: takes the
+            gradient of q; ``None``: a new tensor does.
     """
 
     indexer: IndexerInputs
@@ -108,7 +108,7 @@ class ExpandedKeys:
 
     @property
     def own(self) -> torch.Tensor:
-        """The dims of each head's own, ``[Skv, H, Dn]``, a view."""
+        """The dims that each head has for itself, ``[Skv, H, Dn]``, a view."""
         return self.kv[..., : self.kv.shape[2] - self.v_dim]
 
     def detach(self) -> ExpandedKeys:
@@ -121,7 +121,7 @@ class ExpandedKeys:
         return torch.cat([own, self.k_pe[:, None].expand(-1, own.shape[1], -1)], dim=-1)
 
 
-#: What the dense loss makes its teacher of: keys ``[Skv, Hk, D]``, or what they are made of.
+#: Keys from which the dense loss forms its teacher: ``[Skv, Hk, D]``, or what they come from.
 TeacherKeys = torch.Tensor | LatentKeys | ExpandedKeys
 
 

@@ -60,7 +60,7 @@ def indexer_topk(
 
 
 def _select_of_documents(select: Selector, block: Block, seen: Seen, topk: int) -> torch.Tensor:
-    """Return the selection of a block, of which only the device knows who sees few keys."""
+    """Return the selection of a block whose queries with few keys only the device knows."""
     few = seen.end - seen.start <= topk
     scored = Seen(torch.where(few, seen.end, seen.start), seen.end)
     rest = Seen(seen.start, torch.where(few, seen.end, seen.start))
@@ -69,7 +69,7 @@ def _select_of_documents(select: Selector, block: Block, seen: Seen, topk: int) 
 
 
 class Selector(Protocol):
-    """How the best keys of a block are found ."""
+    """How the best keys of a block are found."""
 
     #: Blocks end where queries begin to see as many slots (:meth:`QueryRange.bound`), or ``None``.
     cut: int | None
@@ -228,7 +228,7 @@ def select_blocks(
     length = torch.clamp(layout.end - layout.start, max=topk)
 
     def rows_for_width(width: int) -> int:
-        # Lists of documents are put together of two, see below.
+        # A block of documents merges two selections (`_select_of_documents`).
         lists = 0 if layout.real is None else 12 * topk
         return rows_in_budget(workspace_bytes, select.bytes_per_row(width) + lists)
 

@@ -72,9 +72,9 @@ class MaskedAttentionOutput(NamedTuple):
     out: torch.Tensor
     #: ``[Sq, H]`` fp32 (fp64 for fp64), natural log over the selected keys, ``-inf`` if none.
     lse: torch.Tensor
-    #: ``[own tokens, topk]``, in the dtype of ``lse``: sum over all heads of the group (those of
-    #: ``q`` without one) of the probabilities of the selected keys, in ascending order of the keys,
-    #: then 0; ``None`` unless it was asked for.
+    #: ``[own tokens, topk]``, in the dtype of ``lse``: probabilities of the selected keys,
+    #: summed over all heads of the group (without one, over the heads of ``q``), in ascending order
+    #: of the keys, then 0; ``None`` unless it was asked for.
     p_sum: torch.Tensor | None
 
 
@@ -176,16 +176,16 @@ def masked_attention(
     besides those selected, the better.
 
     Ranks that attend for the same tokens with different heads may each select keys for some of the
-    tokens: with ``group``, bits are gathered over it, and head sums are summed over it and go to
-    the rank whose tokens they belong to.
+    tokens: with ``group``, bits are gathered over it; head sums are summed over it, and each rank
+    gets the sums of its tokens.
 
     Args:
         q: ``[Sq, H, Dn + R]``, bf16, fp16, fp32 or fp64; the dims without rope first.
         kv: ``[Skv, H, Dn + Dv]``, same dtype: per head the key without rope, then the value. It
             must be finite, keys that no query selects included.
-        k_pe: ``[Skv, R]``, same dtype: the rope key of all heads; finite, too.
+        k_pe: ``[Skv, R]``, same dtype: the rope key of all heads; also finite.
         bits: int32 ``[Sq, ceil(Skv / 128), 4]``, the keys of each query, from :func:`key_bits`;
-            with ``group`` ``[Sq / ranks, ...]``, of the tokens that are this rank's if all are
+            with ``group`` ``[Sq / ranks, ...]``, for this rank's share of the tokens, which are
             divided evenly in the order of ranks. Masking is by bits only.
         softmax_scale: factor on ``q . k`` before the softmax.
         topk: no query has more keys; for ``want_p_sum`` and ``indexer``.
@@ -193,8 +193,8 @@ def masked_attention(
             instead of to ``k_pe`` (see :func:`megatron_dsa.parallel.gather.finish_gather`).
         want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
         indexer: train the indexer on these probabilities in the backward pass (see
-            :class:`~megatron_dsa.ops.indexer_loss.api.IndexerTraining`), whose query tokens are
-            those of ``bits``.
+            :class:`~megatron_dsa.ops.indexer_loss.api.IndexerTraining`), for the query
+            tokens of ``bits``.
         group: process group of ranks that have the same tokens and other heads each. All of them
             call together, forward and backward, with the same ``topk``.
         policy: which implementations may run.

@@ -54,7 +54,7 @@ def visible_bits(inputs: VisibleBitsInputs) -> torch.Tensor:
     if slots is None:
         slots = torch.arange(inputs.num_keys, dtype=torch.int32, device=inputs.start.device)
     bits = inputs.start.new_empty(queries, groups(inputs.num_keys), WORDS)
-    # Two comparisons and what they have in common.
+    # Two comparisons and their conjunction.
     per_query = bits.shape[1] * GROUP * (3 + _BYTES_PACK)
     for tokens in slices(queries, rows_in_budget(inputs.workspace_bytes, per_query)):
         start, end = inputs.start[tokens, None], inputs.end[tokens, None]

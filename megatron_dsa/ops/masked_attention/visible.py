@@ -9,7 +9,7 @@ from megatron_dsa.ops.masked_attention.declaration import VISIBLE_BITS
 from megatron_dsa.ops.masked_attention.inputs import VisibleBitsInputs
 from megatron_dsa.sequence.layout import Layout
 
-#: Tokens of a microbatch up to which its layers share the bits: these take 128 MiB then.
+#: Most tokens of a microbatch whose layers share the bits: these take 128 MiB then.
 MOST_KEPT = 32 * 1024
 
 

@@ -159,7 +159,7 @@ class MaskedReference:
     def listed_keys(
         self, found: Comparison, sums: ListedProbabilities, listed: slice = slice(None)
     ) -> None:
-        """Compare head sums of all queries, and the keys of some, with those of the lists."""
+        """Compare head sums of all queries, and keys of some, with the lists."""
         self.compact_teacher(found, sums.p_sum)
         mask, width = self.case.mask[listed], sums.indices.shape[1]
         keys = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)

@@ -4,103 +4,60 @@ import contextlib
 
 import pytest
 import torch
-from megatron.core import tensor_parallel
 
 from megatron_dsa.config import DSAOptions
-from megatron_dsa.dispatch import report, reset_report
-from megatron_dsa.metrics.log import IndexerLog
+from megatron_dsa.dispatch import report
 from megatron_dsa.modules.replay import IndexCapture, IndexReplay
 from tests.cases.layouts import shuffled
+from tests.cases.log import empty_log, forget_log, logged
 from tests.cases.models import forward, gpt
+from tests.cases.steps import RECOMPUTED, STEPS, TOKENS, Step, check_same, selective, train
 from tests.helpers import relative_error
-from tests.host import attention_module, hidden_like, packed, small_config, start
-
-#: Where both round in fp64.
-TOLERANCE = 1e-11
-TOKENS = 64
+from tests.host import attention_module, hidden_like, small_config, start
 
 
 @pytest.fixture(autouse=True)
 def log():
     """A log of two layers."""
-    start()
-    IndexerLog._state.sums = None
-    IndexerLog.create(2, start())
-    yield IndexerLog
-    IndexerLog._state.sums = None
+    empty_log(2, start())
+    yield
+    forget_log()
 
 
-def logged():
-    """Return the figures that were recorded since the last call, by name and layer."""
-    return {
-        (name, layer): float(mean.value[layer])
-        for name, mean in IndexerLog.reduce().items()
-        for layer in range(2)
-        if mean.count[layer]
-    }
-
-
-def step(attention, *, batch=1, lengths=None, padded=None, recomputed=False, **changes):
-    """Return output, input gradient and parameter gradients of a layer, and what it logged."""
+def step(attention, case=Step(), **changes):
+    """Return what :func:`train` does for a layer with an attention to selected keys."""
     options = DSAOptions(selected_attention=attention)
-    module = attention_module(small_config(options=options, **changes)).train()
-    packing = None if lengths is None else packed(*lengths, padded_lengths=padded)
-    x = hidden_like(module, sum(padded or lengths or [TOKENS]), batch)
-
-    def run(x):
-        return module(x, None, packed_seq_params=packing)[0]
-
-    reset_report()
-    out = tensor_parallel.checkpoint(run, False, x) if recomputed else run(x)
-    generator = torch.Generator().manual_seed(12)
-    out.backward(torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out))
+    module = attention_module(small_config(options=options, **case.changes | changes)).train()
+    found = train(module, case)
     ran = report()
     assert f"{attention}_attention_backward" in ran
     assert not any(name.startswith(OTHER[attention]) for name in ran)
-    gradients = {name: p.grad for name, p in module.named_parameters()}
-    return {"out": out.detach(), "dx": x.grad} | gradients, logged()
+    return found
 
 
 OTHER = {"masked": "sparse_attention", "sparse": "masked_attention"}
-CASES = {
-    "unpacked": {},
-    "two sequences": {"batch": 2},
-    "packed": {"lengths": (1, 5, 1, 40, 17)},
-    "padded": {"lengths": (5, 1, 17, 50), "padded": (8, 1, 24, 56)},
-    "frozen indexer": {"dsa_indexer_loss_coeff": 0.0},
-    "dense loss": {"dsa_indexer_use_sparse_loss": False},
-    "dense loss, two sequences": {"dsa_indexer_use_sparse_loss": False, "batch": 2},
-    "loss per token": {"calculate_per_token_loss": True},
-    "no query latent": {"q_lora_rank": None, "qk_layernorm": False},
-    "full recompute": {"recomputed": True},
-} | {
-    f"recompute {' '.join(modules)}, {'sparse' if sparse else 'dense'} loss": {
-        "recompute_granularity": "selective",
-        "recompute_modules": list(modules),
-        "dsa_indexer_use_sparse_loss": sparse,
+DENSE_LOSS = {"dsa_indexer_use_sparse_loss": False}
+CASES = (
+    STEPS
+    | {
+        "frozen indexer": Step(changes={"dsa_indexer_loss_coeff": 0.0}),
+        "dense loss": Step(changes=DENSE_LOSS),
+        "dense loss, two sequences": Step(batch=2, changes=DENSE_LOSS),
     }
-    for modules in (("core_attn",), ("mla_up_proj",), ("core_attn", "mla_up_proj"))
-    for sparse in (True, False)
-}
-
-
-def same(got, want, tolerance=TOLERANCE):
-    assert got[0].keys() == want[0].keys()
-    for name, expected in want[0].items():
-        if expected is None:
-            assert got[0][name] is None, name
-            continue
-        assert relative_error(got[0][name], expected) < tolerance, name
-        assert expected.norm() > 0, name
-    assert got[1].keys() == want[1].keys()
-    for name, figure in want[1].items():
-        assert got[1][name] == pytest.approx(figure, rel=1e-6, nan_ok=True), name
+    | {
+        f"recompute {' '.join(modules)}, {'sparse' if sparse else 'dense'} loss": Step(
+            changes=selective(modules) | {"dsa_indexer_use_sparse_loss": sparse}
+        )
+        for modules in RECOMPUTED
+        for sparse in (True, False)
+    }
+)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_sparse_attention(case):
-    got, want = (step(attention, **CASES[case]) for attention in ("masked", "sparse"))
-    same(got, want)
+    got, want = (step(attention, CASES[case]) for attention in ("masked", "sparse"))
+    check_same(got, want)
     names = {name for name, _ in want[1]}
     assert {"dsa attention mass captured", "dsa query overlap"} <= names
     assert ("indexer loss" in names) == (case != "frozen indexer")
@@ -108,7 +65,7 @@ def test_equals_sparse_attention(case):
 
 def test_equals_sparse_attention_in_fp32():
     got, want = (step(attention, dtype=torch.float32) for attention in ("masked", "sparse"))
-    same(got, want, 1e-5)
+    check_same(got, want, 1e-5)
 
 
 @pytest.mark.parametrize("sparse_loss", [True, False])
@@ -125,7 +82,7 @@ def test_evaluation_equals_that_of_sparse_attention(sparse_loss, coefficient):
         with torch.no_grad():
             out, _ = module(hidden_like(module, TOKENS), None)
         found.append(({"out": out}, logged()))
-    same(*found)
+    check_same(*found)
     assert len(found[0][1]) == 1  # the loss
 
 
@@ -137,8 +94,7 @@ def model_step(attention, replayed=None, **changes):
         **changes,
     )  # fmt: skip
     model, capture = gpt(config), IndexCapture()
-    IndexerLog._state.sums = None
-    IndexerLog.create(4, start())
+    empty_log(4, start())
     given = contextlib.nullcontext() if replayed is None else IndexReplay(replayed).on(model)
     with capture.on(model), given:
         loss = forward(model, 1)
@@ -147,14 +103,11 @@ def model_step(attention, replayed=None, **changes):
     return ({"loss": loss.detach()} | gradients, logged()), capture.microbatches
 
 
-BOTH = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]}
-
-
-@pytest.mark.parametrize("recompute", [{}, BOTH], ids=["", "recomputed"])
+@pytest.mark.parametrize("recompute", [{}, selective(RECOMPUTED[-1])], ids=["", "recomputed"])
 def test_layers_that_share_selections(recompute):
     """Layers 2 and 4 attend to the keys of the layer before."""
     (got, keys), (want, expected) = (model_step(x, **recompute) for x in ("masked", "sparse"))
-    same(got, want)
+    check_same(got, want)
     assert sorted(keys[0]) == [1, 3]
     assert all(keys[0][layer].equal(expected[0][layer]) for layer in keys[0])
 
@@ -168,7 +121,7 @@ def test_replayed_keys():
             positions[:1] = -1
             positions[:1, 0] = 0  # the first token sees itself
     got, want = (model_step(attention, given)[0] for attention in ("masked", "sparse"))
-    same(got, want)
+    check_same(got, want)
 
 
 def test_delayed_weight_gradients_are_those_of_the_up_projection():

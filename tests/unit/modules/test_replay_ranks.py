@@ -89,11 +89,8 @@ def ranks(tmp_path_factory, alone):
     found = {}
     for (tp, cp), names in CASES.items():
         folder = tmp_path_factory.mktemp("replay")
-        with pytest.MonkeyPatch.context() as patch:
-            # On the CPU also where there is a GPU: NCCL wants one GPU per rank.
-            patch.setenv("CUDA_VISIBLE_DEVICES", "")
-            cases = {name: (case(*name), alone[name]) for name in names}
-            found[tp, cp] = spawn(_run_case, cases, tp, folder, cp)
+        cases = {name: (case(*name), alone[name]) for name in names}
+        found[tp, cp] = spawn(_run_case, cases, tp, folder, cp)
     return found
 
 

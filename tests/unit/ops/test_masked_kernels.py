@@ -124,13 +124,18 @@ def test_turns():
     ids = flags.int().argsort(dim=1, descending=True, stable=True).int()
     nothing = torch.empty(0)
     tiles = Tiles(nothing, nothing, nothing, ids, flags.sum(1).int())
-    turns, order = program("launch")._turns(tiles, 3, True)
-    assert turns.shape == (3, 6, 2) and not turns.any()
+    launch = program("launch")
+    order = launch._order(tiles, True)
+    for heads in (3, 2):
+        turns = launch._turns(order, heads, True)
+        assert turns.shape == (heads, 6, 2) and turns.dtype == torch.int32 and not turns.any()
     for tile in range(6):
         keys = [k for k in reversed(range(7)) if flags[k, tile]]
         for turn, k in enumerate(keys):
             place = ids[k, : int(flags[k].sum())].tolist().index(tile)
             assert order[k, place] == turn
+    order = launch._order(tiles, False)
+    assert order.shape == (1, 1) and launch._turns(order, 3, False).shape == (1, 1, 2)
 
 
 @needs_compiler

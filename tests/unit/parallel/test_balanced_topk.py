@@ -313,10 +313,7 @@ def steps(tmp_path_factory):
     """Results of the cases of some ranks, and of one."""
 
     def results(cases, tp, cp):
-        with pytest.MonkeyPatch.context() as patch:
-            # On the CPU also where there is a GPU: NCCL wants one GPU per rank.
-            patch.setenv("CUDA_VISIBLE_DEVICES", "")
-            return run(cases, tp, tmp_path_factory.mktemp("ranks"), cp)
+        return run(cases, tp, tmp_path_factory.mktemp("ranks"), cp)
 
     several = {
         (tp, cp): results({name: case for name, (case, _) in cases.items()}, tp, cp)

@@ -15,7 +15,7 @@ from megatron_dsa.numerics.arithmetic import mm
 from megatron_dsa.parallel.gather import gathered_product, grad_proxy_for
 from tests.cases.layers import DSA, PACKED, RECOMPUTED
 from tests.helpers import relative_error
-from tests.ranks import build, spawn
+from tests.ranks import build_two, spawn, summed_gradients
 
 SHARING = {"num_layers": 2, "dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1}
 UP = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
@@ -44,13 +44,6 @@ def sharing_layers(name, mode="heads"):
     return dataclasses.replace(DSA, cp_layout=cp_layout, **fields | {"changes": changes})
 
 
-def _figures():
-    from megatron_dsa.metrics.log import IndexerLog
-
-    means = IndexerLog.reduce()
-    return {name: float(x.value[0]) for name, x in means.items() if x.count[0]}
-
-
 def _calls(monkeypatch, run):
     """Return the pairs of an operation and its call, without what depends on the batch."""
     from megatron_dsa.dispatch import Operation
@@ -73,21 +66,14 @@ def _plain(calls):
 
 def _run_layers(given, tp, cp):
     """Two layers, of which the second attends to the keys of the first."""
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import tensor_parallel
 
-    from megatron_dsa.metrics.log import IndexerLog
     from megatron_dsa.modules.dsa_core import TopKIndices
     from megatron_dsa.required_ops import called_ops
-    from tests import host
+    from tests.cases.log import logged_of_first
 
     case, whole = given
-    first, x, packing = build(case, tp, cp)
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    second = host.attention_module(
-        first.config, 2, 4, lambda name, weight: case.part(name, weight, tp_rank, tp)
-    ).train()
-    IndexerLog._state.sums = None
-    IndexerLog.create(2, x.device)
+    first, second, x, packing = build_two(case, tp, cp)
     first.hands_on_selection = True
 
     def layers(x):
@@ -105,7 +91,7 @@ def _run_layers(given, tp, cp):
 
     with pytest.MonkeyPatch.context() as patch:
         (out, kept), ran = _calls(patch, step)
-    trained = _figures()
+    trained = logged_of_first()
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         first.eval(), second.eval()
         _, evaluated = _calls(patch, lambda: layers(x))
@@ -114,16 +100,7 @@ def _run_layers(given, tp, cp):
         for core in (first.core_attention, second.core_attention)
         for each in called_ops(core.required_ops(), core.options.policy)
     ]
-    gradients = {}
-    for number, module in enumerate((first, second)):
-        for name, parameter in module.named_parameters():
-            if getattr(parameter, "sequence_parallel", False) and tp > 1:
-                group = parallel_state.get_tensor_model_parallel_group()
-                torch.distributed.all_reduce(parameter.grad, group=group)
-            if cp > 1:
-                group = parallel_state.get_context_parallel_group()
-                torch.distributed.all_reduce(parameter.grad, group=group)
-            gradients[number, name] = parameter.grad
+    gradients = summed_gradients(torch.nn.ModuleList((first, second)), tp, cp)
     late = []
     for name, child in first.named_modules():
         if name.startswith("linear"):
@@ -131,7 +108,7 @@ def _run_layers(given, tp, cp):
     first.backward_dw()
     return {
         "out": out, "dx": x.grad, "gradients": gradients, "trained": trained,
-        "evaluated": _figures(), "undeclared": (ran | evaluated) ^ _plain(declared),
+        "evaluated": logged_of_first(), "undeclared": (ran | evaluated) ^ _plain(declared),
         "kept": kept, "late": late,
     }  # fmt: skip
 
@@ -139,14 +116,11 @@ def _run_layers(given, tp, cp):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What every rank found, by grid."""
-    with pytest.MonkeyPatch.context() as patch:
-        # On the CPU also where there is a GPU: NCCL wants one GPU per rank.
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        found = {}
-        for tp, cp, mode in [(1, 1, "heads"), *GRIDS]:
-            cases = {name: (sharing_layers(name, mode), name == "full recompute") for name in CASES}
-            found[tp, cp, mode] = spawn(_run_layers, cases, tp, tmp_path_factory.mktemp(mode), cp)
-        return found
+    found = {}
+    for tp, cp, mode in [(1, 1, "heads"), *GRIDS]:
+        cases = {name: (sharing_layers(name, mode), name == "full recompute") for name in CASES}
+        found[tp, cp, mode] = spawn(_run_layers, cases, tp, tmp_path_factory.mktemp(mode), cp)
+    return found
 
 
 def of_case(results, grid, name):
@@ -164,11 +138,11 @@ def test_layers_that_share_selections_equal_one_rank(name, grid, results):
         place = torch.tensor(case.global_positions(cp)[index // tp]).chunk(tp)[index % tp]
         for what in ("out", "dx"):
             assert relative_error(rank[what], one[what][place]) < 1e-12, (what, index)
-        for (number, name_), full in one["gradients"].items():
-            part = rank["gradients"][number, name_]
-            expected = case.part(name_, full, index % tp, tp)
+        for parameter, full in one["gradients"].items():
+            part = rank["gradients"][parameter]
+            expected = case.part(parameter, full, index % tp, tp)
             assert expected.norm() > 0
-            assert relative_error(part, expected) < 1e-12, (number, name_, index)
+            assert relative_error(part, expected) < 1e-12, (parameter, index)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

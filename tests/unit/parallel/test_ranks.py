@@ -46,16 +46,13 @@ def grid(tmp_path_factory):
 
     def get(tp, cp):
         if (tp, cp) not in done:
-            with pytest.MonkeyPatch.context() as patch:
-                # On the CPU also where there is a GPU: NCCL wants one GPU per rank.
-                patch.setenv("CUDA_VISIBLE_DEVICES", "")
-                cases = {
-                    (layer, rows, mode): case(layer, rows, mode)
-                    for layer, rows in names()
-                    for mode in GRIDS[tp, cp]
-                    if exists(layer, rows, mode, tp * cp)
-                }
-                done[tp, cp] = run(cases, tp, tmp_path_factory.mktemp("ranks"), cp)
+            cases = {
+                (layer, rows, mode): case(layer, rows, mode)
+                for layer, rows in names()
+                for mode in GRIDS[tp, cp]
+                if exists(layer, rows, mode, tp * cp)
+            }
+            done[tp, cp] = run(cases, tp, tmp_path_factory.mktemp("ranks"), cp)
         return done[tp, cp]
 
     return get
@@ -64,10 +61,8 @@ def grid(tmp_path_factory):
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
     """What one rank computes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        cases = {n: case(*n) for n in names()}
-        return run(cases, 1, tmp_path_factory.mktemp("one"))[0]
+    cases = {n: case(*n) for n in names()}
+    return run(cases, 1, tmp_path_factory.mktemp("one"))[0]
 
 
 PARAMETERS = [

@@ -17,7 +17,7 @@ from megatron_dsa.ops.masked_attention.bits import WORDS, groups
 from megatron_dsa.sequence.layout import bshd_layout
 from tests.cases.layers import DSA, PACKED, RECOMPUTED
 from tests.helpers import relative_error
-from tests.ranks import build, spawn
+from tests.ranks import build_two, spawn, summed_gradients
 
 SHARING = {"num_layers": 2, "dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1}
 #: All tokens are sampled for the log, so that ranks together sample what one rank does.
@@ -36,29 +36,13 @@ def sharing_layers(name):
     return dataclasses.replace(DSA, **CASES[name] | {"changes": changes})
 
 
-def _figures():
-    from megatron_dsa.metrics.log import IndexerLog
-
-    means = IndexerLog.reduce()
-    return {name: float(x.value[0]) for name, x in means.items() if x.count[0]}
-
-
 def _run_layers(case, tp, cp):
     """Two layers, of which the second attends to the keys of the first."""
-    from megatron.core import parallel_state
-
     from megatron_dsa.dispatch import report, reset_report
-    from megatron_dsa.metrics.log import IndexerLog
     from megatron_dsa.modules.dsa_core import TopKIndices
-    from tests import host
+    from tests.cases.log import logged_of_first
 
-    first, x, packing = build(case, tp, cp)
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    second = host.attention_module(
-        first.config, 2, 4, lambda name, weight: case.part(name, weight, tp_rank, tp)
-    ).train()
-    IndexerLog._state.sums = None
-    IndexerLog.create(2, x.device)
+    first, second, x, packing = build_two(case, tp, cp)
     first.hands_on_selection = True
 
     def run(x):
@@ -70,32 +54,23 @@ def _run_layers(case, tp, cp):
     reset_report()
     out, packed = run(x)
     out.square().sum().backward()
-    ran, trained = report(), _figures()
+    ran, trained = report(), logged_of_first()
     with torch.no_grad():
         first.eval(), second.eval()
         run(x)
-    gradients = {}
-    for number, module in enumerate((first, second)):
-        for name, parameter in module.named_parameters():
-            if getattr(parameter, "sequence_parallel", False) and tp > 1:
-                group = parallel_state.get_tensor_model_parallel_group()
-                torch.distributed.all_reduce(parameter.grad, group=group)
-            gradients[number, name] = parameter.grad
+    gradients = summed_gradients(torch.nn.ModuleList((first, second)), tp, cp)
     return {
         "out": out.detach(), "dx": x.grad, "lists": packed, "gradients": gradients, "report": ran,
-        "trained": trained, "evaluated": _figures(),
+        "trained": trained, "evaluated": logged_of_first(),
     }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What every rank found, by the number of ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        # On the CPU also where there is a GPU: NCCL wants one GPU per rank.
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        cases = {name: sharing_layers(name) for name in CASES}
-        folder = tmp_path_factory.mktemp("select")
-        return {tp: spawn(_run_layers, cases, tp, folder) for tp in (1, 2, 4)}
+    cases = {name: sharing_layers(name) for name in CASES}
+    folder = tmp_path_factory.mktemp("select")
+    return {tp: spawn(_run_layers, cases, tp, folder) for tp in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -110,10 +85,10 @@ def test_layers_that_share_selections_equal_one_rank(name, tp, results):
             assert relative_error(rank[what], expected) < 1e-12, (what, index)
         # Own lists alone are handed on.
         assert rank["lists"].equal(one["lists"][index * size : (index + 1) * size])
-        for (number, name_), full in one["gradients"].items():
-            part, expected = rank["gradients"][number, name_], case.part(name_, full, index, tp)
+        for parameter, full in one["gradients"].items():
+            part, expected = rank["gradients"][parameter], case.part(parameter, full, index, tp)
             assert expected.norm() > 0
-            assert relative_error(part, expected) < 1e-12, (number, name_, index)
+            assert relative_error(part, expected) < 1e-12, (parameter, index)
         assert list(rank["report"]["tensor_parallel_attention"]) == ["select"]
 
 
@@ -189,10 +164,8 @@ def _attend(policy, tp, cp):
 @pytest.fixture(scope="module")
 def attended(tmp_path_factory):
     folder = tmp_path_factory.mktemp("masked")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        cases = {"one block": Policy(), "blocks": Policy(workspace_bytes=4000)}
-        return {tp: spawn(_attend, cases, tp, folder) for tp in (1, 2)}
+    cases = {"one block": Policy(), "blocks": Policy(workspace_bytes=4000)}
+    return {tp: spawn(_attend, cases, tp, folder) for tp in (1, 2)}
 
 
 @pytest.mark.parametrize("name", ["one block", "blocks"])

@@ -3,12 +3,11 @@
 import dataclasses
 
 import pytest
-import torch
 
 from megatron_dsa.config import DSAOptions
 from tests.cases.layers import DSA, PACKED, RECOMPUTED
 from tests.helpers import relative_error
-from tests.ranks import build, spawn
+from tests.ranks import build, spawn, summed_gradients
 
 WARM_UP = {"dsa_indexer_use_sparse_loss": False}
 CASES = {
@@ -28,11 +27,9 @@ def layer(name):
 
 def _run(case, tp, cp):
     """A step of the layer, whose masked operations count as fused in this process."""
-    from megatron.core import parallel_state
-
     from megatron_dsa.dispatch import Candidate, Support, report, reset_report
-    from megatron_dsa.metrics.log import IndexerLog
     from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
+    from tests.cases.log import empty_log, logged_of_first
 
     for operation in (VISIBLE_BITS, FORWARD, BACKWARD):
         torchs = operation.candidates[-1]
@@ -40,31 +37,20 @@ def _run(case, tp, cp):
             operation.add(Candidate("mine", torchs.kernel, Support("any shape")))
     module, x, packing = build(case, tp, cp)
     assert module.masked
-    IndexerLog._state.sums = None
-    IndexerLog.create(1, x.device)
+    empty_log(1, x.device)
     reset_report()
     out, _ = module(x, None, packed_seq_params=packing)
     out.square().sum().backward()
-    gradients = {}
-    for name, parameter in module.named_parameters():
-        if getattr(parameter, "sequence_parallel", False) and tp > 1:
-            group = parallel_state.get_tensor_model_parallel_group()
-            torch.distributed.all_reduce(parameter.grad, group=group)
-        gradients[name] = parameter.grad
-    means = IndexerLog.reduce()
-    loss = {name: float(x.value[0]) for name, x in means.items() if x.count[0]}
-    return {"out": out.detach(), "dx": x.grad, "gradients": gradients, "report": report()} | loss
+    found = {"out": out.detach(), "dx": x.grad, "gradients": summed_gradients(module, tp, cp)}
+    return found | {"report": report()} | logged_of_first()
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What every rank found, by the number of ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        # On the CPU also where there is a GPU: NCCL wants one GPU per rank.
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        cases = {name: layer(name) for name in CASES}
-        folder = tmp_path_factory.mktemp("visible")
-        return {tp: spawn(_run, cases, tp, folder) for tp in (1, 2)}
+    cases = {name: layer(name) for name in CASES}
+    folder = tmp_path_factory.mktemp("visible")
+    return {tp: spawn(_run, cases, tp, folder) for tp in (1, 2)}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -36,9 +36,9 @@ def dense(inputs: DenseLossInputs) -> torch.Tensor:
 
 
 class HopperTiles(TritonTiles):
-    """:class:`~.triton.dense.TritonTiles` with another teacher where keys are those of plain MLA.
+    """:class:`~.triton.dense.TritonTiles` with another kernel for teachers of plain MLA.
 
-    Keys that all heads share, or of other dims, are left to Triton's.
+    Triton's kernel serves keys that all heads share, and other dims.
     """
 
     copies = True

@@ -1,7 +1,7 @@
 """The dense loss's teacher for a tile of 128 queries and 128 keys per thread block (sm_90a).
 
-The sums are formed as :mod:`megatron_dsa.ops.masked_attention.tilelang.head_sums` says. Whole tiles
-are written, 0 where a query does not see a key.
+:mod:`megatron_dsa.ops.masked_attention.tilelang.head_sums` forms the sums. Whole tiles are written,
+0 where a query does not see a key.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
@@ -58,7 +58,7 @@ __device__ __forceinline__ void dsa_write_row(float* row, const float* sums, int
 
 @T.macro
 def consume(Start, End, Out, m, done, at, dims, scale, tx):
-    """CONSUME: sums over the heads, and the write of the whole tile."""
+    """CONSUME: add up all heads, then write the whole tile."""
     sums = T.alloc_local([OWN], "float32")
     seen = T.alloc_local([2], "int32")
     head_sums.add_heads(sums, m, done, at, dims, scale, tx)

@@ -79,7 +79,7 @@ def produce(Q, KV, Kpe, dO, Numbers, Tiles, m, done, at, dims):
         query = Tiles[at.block, i] * QUERIES
         slot = i % stages
         if dims.tiling.split:
-            # Their place is free first.
+            # The slot of dO is free before that of the queries.
             T.barrier_wait(done.do_free[slot], (i // stages & 1) ^ 1)
             fetch_gradients(dO, m, done, query, slot, at)
             T.barrier_wait(done.q_free[slot], (i // stages & 1) ^ 1)

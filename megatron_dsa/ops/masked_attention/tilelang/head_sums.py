@@ -1,12 +1,13 @@
 """Head sums of probabilities for a tile of 128 queries and 128 keys, in registers (sm_90a).
 
-What the programs share that add up the probabilities of all heads and differ in what they write:
-:mod:`.probabilities` and :mod:`megatron_dsa.ops.indexer_loss.tilelang.teacher`.
+Two programs share this code and differ in what they write: :mod:`.probabilities` and
+:mod:`megatron_dsa.ops.indexer_loss.tilelang.teacher`.
 
 * ``CONSUME``: two warpgroups of 64 queries each add up the probabilities of all heads in their
   registers;
-* ``PRODUCE``: one warp that fetches queries, keys and lse of the next head. The rope key is that of
-  all heads, or of each. Where two heads do not fit in shared memory, it fetches slabs of 64 dims.
+* ``PRODUCE``: one warp that fetches queries, keys and lse of the next head. All heads share a
+  rope key, or each has its own. Where two heads do not fit in shared memory, it fetches slabs of
+  64 dims.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
@@ -181,7 +182,7 @@ def multiply_slabs(m, done, s, lse, h, dims, tx):
 
 @T.macro
 def add_heads(sums, m, done, at, dims, scale, tx):
-    """CONSUME: the sums of the probabilities of all heads, for 64 queries per warpgroup."""
+    """CONSUME: add up the probabilities of all heads, for 64 queries per warpgroup."""
     s = T.alloc_fragment([QUERIES, KEYS], "float32")
     lse = T.alloc_local([2], "float32")
     for i in T.unroll(OWN):

@@ -1,5 +1,4 @@
-"""Masked dense attention through this package's own kernels for Hopper (bf16; dims of V3.2
-and GLM-5).
+"""Masked dense attention through our own kernels for Hopper (bf16; dims of V3.2 and GLM-5).
 
 Kernels visit the tiles of 128 keys of which a block of queries selects any. The backward does some
 heads at a time: the fp32 gradient of their queries fits the workspace.
@@ -59,6 +58,7 @@ def backward(
     tiles = _tiles(inputs, with_queries=True)
     per_query = numbers(lse, out.contiguous(), dout)
     ordered = deterministic_mode()
+    order = _order(tiles, ordered)
     kernel = backward_program.compiled(*call.dims, ordered)
     together = call.heads_together(len(tiles.bits_t) // GROUP)
     if Dims(*call.dims).tiling.split:
@@ -70,8 +70,8 @@ def backward(
         sums = q.new_zeros(len(q), count, q.shape[2], dtype=torch.float32)
         dk_rope = k_pe.new_empty(len(kv), count, k_pe.shape[1])
         kernel(
-            q, kv, k_pe, dout, per_query, *_lists(tiles), *_turns(tiles, count, ordered), sums,
-            dkv, dk_rope, part.start, inputs.softmax_scale, together,
+            q, kv, k_pe, dout, per_query, *_lists(tiles), _turns(order, count, ordered),
+            order, sums, dkv, dk_rope, part.start, inputs.softmax_scale, together,
         )  # fmt: skip
         round_gradient(dq, sums, part.start, inputs.softmax_scale)
         dk_pe += dk_rope.sum(1, dtype=torch.float32)
@@ -135,16 +135,23 @@ def _lists(tiles: Tiles) -> tuple[torch.Tensor, ...]:
     return tiles.bits_t, tiles.query_blocks, tiles.query_block_count
 
 
-def _turns(tiles: Tiles, heads: int, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``Turns`` and ``Order`` of :func:`.backward.build`."""
+def _order(tiles: Tiles, ordered: bool) -> torch.Tensor:
+    """Return ``Order`` of :func:`.backward.build`, which all heads share."""
     assert tiles.query_blocks is not None and tiles.query_block_count is not None
     ids, count = tiles.query_blocks, tiles.query_block_count
     if not ordered:
-        return ids.new_empty(1, 1, 2), ids.new_empty(1, 1)
+        return ids.new_empty(1, 1)
     blocks, columns = ids.shape
     listed = torch.arange(columns, device=ids.device) < count[:, None]
     ids = torch.where(listed, ids, 0).long()
     present = torch.zeros(blocks, columns, dtype=torch.int32, device=ids.device)
     present.scatter_add_(1, ids, listed.int())
     later = present.flip(0).cumsum(0, dtype=torch.int32).flip(0) - present
-    return ids.new_zeros(heads, columns, 2, dtype=torch.int32), later.gather(1, ids)
+    return later.gather(1, ids)
+
+
+def _turns(order: torch.Tensor, heads: int, ordered: bool) -> torch.Tensor:
+    """Return ``Turns`` of :func:`.backward.build`, which a launch for ``heads`` heads counts up."""
+    if not ordered:
+        return order.new_empty(1, 1, 2)
+    return order.new_zeros(heads, order.shape[1], 2)

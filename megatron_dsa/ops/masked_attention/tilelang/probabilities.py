@@ -1,7 +1,7 @@
 """Head sums of the probabilities of selected keys, a tile of 128 x 128 per thread block (sm_90a).
 
-The sums are formed as :mod:`.head_sums` says. Those of selected keys are written one after the
-other per query.
+:mod:`.head_sums` forms the sums. Per query, the sums of selected keys are written one after the
+other.
 """
 
 # No postponed annotations here: TileLang reads the tensors' shapes from them.
@@ -59,7 +59,7 @@ __device__ __forceinline__ void dsa_write_sums(float* row, int width, const floa
 
 @T.macro
 def consume(Bits, Before, PSum, m, done, at, dims, scale, tx):
-    """CONSUME: sums over the heads, and the write of those of selected keys."""
+    """CONSUME: add up all heads, then write the sums of selected keys."""
     sums = T.alloc_local([OWN], "float32")
     head_sums.add_heads(sums, m, done, at, dims, scale, tx)
     for r in tuple(range(2)):
@@ -84,8 +84,8 @@ def build(nope: int, rope: int, v: int):
         fp32 ``[H, 2, N]``, of which the lse in base 2 is read (``inf`` for queries without keys and
         past the last one); Bits int32 ``[Sq, G, 4]``, key bits; Before int32 ``[Sq, G]``, selected
         keys of earlier groups; Tiles int32 ``[ceil(Sq / 128), W]``, the groups of keys of each
-        block of queries, and Count int32, how many; PSum fp32 ``[Sq, K]``, of which
-        only what is selected is written; scale, positive.
+        block of queries, and Count int32, how many; PSum fp32 ``[Sq, K]``, of which only
+        entries of selected keys are written; scale, positive.
 
     Raises:
         ValueError: dims that the tiling does not fit.

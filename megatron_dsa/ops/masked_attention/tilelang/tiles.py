@@ -96,7 +96,7 @@ class Dims:
 
     @classmethod
     def of_keys(cls, nope: int, rope: int) -> Self:
-        """Return the dims of such keys, with those of their values.
+        """Return the dims of keys of ``nope`` and ``rope`` dims, and of their values.
 
         Raises:
             ValueError: there is no tiling for such keys.

@@ -55,11 +55,13 @@ def _numbers(
 
 
 def keys_before(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int32 ``[Sq, G]``, how many keys a query selects of the groups before each, and int32
-    ``[Sq]``, how many it selects.
+    """Count the keys that each query selects.
 
     Args:
         bits: int32 ``[Sq, G, 4]``, key bits.
+
+    Returns:
+        int32 ``[Sq, G]``, keys in the groups before each, and int32 ``[Sq]``, keys in all.
     """
     queries, key_groups = bits.shape[:2]
     before, total = bits.new_empty(queries, key_groups), bits.new_empty(queries)

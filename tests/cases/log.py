@@ -1,0 +1,33 @@
+"""The log of the indexer's losses in tests: emptied, and read."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.metrics.log import IndexerLog
+
+
+def forget_log() -> None:
+    """Drop the log, so that the next model makes room for its own layers."""
+    IndexerLog._state.sums = None
+
+
+def empty_log(layers: int, device: torch.device) -> None:
+    """Make an empty log of some layers."""
+    forget_log()
+    IndexerLog.create(layers, device)
+
+
+def logged() -> dict[tuple[str, int], float]:
+    """Return the figures that were recorded since the last call, by name and layer (from 0)."""
+    return {
+        (name, layer): float(mean.value[layer])
+        for name, mean in IndexerLog.reduce().items()
+        for layer in range(len(mean.count))
+        if mean.count[layer]
+    }
+
+
+def logged_of_first() -> dict[str, float]:
+    """Return the figures of the first layer that were recorded since the last call, by name."""
+    return {name: value for (name, layer), value in logged().items() if layer == 0}
