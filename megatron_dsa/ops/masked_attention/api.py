@@ -120,6 +120,7 @@ class _Settings:
         for some in slices(tokens, part) if tokens else [slice(0, 0)]:
             found = self.listed(inputs, lse, some)
             yield TeacherPart(some, found.indices, found.length, found.p_sum)
+            del found  # before the next part takes memory
 
 
 class _MaskedAttention(torch.autograd.Function):
@@ -240,7 +241,7 @@ def masked_attention(
     indexer, trained = separate_tensors(indexer, bits=bits)
     settings = _Settings(softmax_scale, policy, call, want_p_sum, indexer, group)
     return MaskedAttentionOutput(
-        *_MaskedAttention.apply(q, kv, k_pe, *trained, bits, settings, k_pe_grad)
+        *_MaskedAttention.apply(q, kv, k_pe, *trained, bits.contiguous(), settings, k_pe_grad)
     )
 
 

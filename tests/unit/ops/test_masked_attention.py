@@ -1,6 +1,7 @@
 """Masked dense attention against float64: values, teacher, all gradients, and wrong arguments."""
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -194,6 +195,42 @@ def test_strided_tensors():
     bits = bits_of(case.lists)
     plain, other = (masked_attention(*x, bits, softmax_scale=0.3) for x in (tensors, strided))
     assert torch.equal(plain.out, other.out)
+
+
+def test_strided_bits():
+    """Kernels read bits that lie together."""
+    case = masked_case(DIMS, mixed_lists(20, 140, 9), torch.float64)
+    q, bits = case.q.requires_grad_(), bits_of(case.lists)
+    strided = torch.stack([bits, bits], 1)[:, 0]
+    assert not strided.is_contiguous()
+    out = masked_attention(q, case.kv, case.k_pe, strided, softmax_scale=0.3).out
+    (kept,) = (x for x in out.grad_fn.saved_tensors if x is not None and x.dtype == bits.dtype)
+    assert kept.is_contiguous() and torch.equal(kept, bits)
+
+
+def test_one_part_of_the_teacher_exists_at_a_time(monkeypatch):
+    """Lists and head sums of a part are dropped before those of the next are formed."""
+    tokens, formed, alive = 500, [], []
+    form = unfused.probabilities
+
+    def watched(*arguments):
+        alive.append(sum(x() is not None for x in formed))
+        found = form(*arguments)
+        formed.extend(weakref.ref(x) for x in found)
+        return found
+
+    monkeypatch.setattr(unfused, "probabilities", watched)
+    case = masked_case(DIMS, Lists(causal_lists(tokens, 6), None, tokens), torch.float32)
+    shapes = ((tokens, 2, 4), (tokens, 4), (tokens, 2))
+    index = [leaf(*shape, seed=i, dtype=torch.float32) for i, shape in enumerate(shapes)]
+    layout = bshd_layout(tokens, 1, torch.device("cpu"))
+    training = IndexerTraining(IndexerInputs(*index), layout, lambda: 1.0)
+    out = masked_attention(
+        case.q, case.kv, case.k_pe, bits_of(case.lists), softmax_scale=0.3, topk=6,
+        indexer=training, policy=SMALL,
+    ).out  # fmt: skip
+    out.sum().backward()
+    assert alive == [0] * 4
 
 
 def test_temporary_memory_fits_the_workspace():

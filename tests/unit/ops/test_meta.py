@@ -1,6 +1,7 @@
 """Meta functions against what the adapters allocate when the kernels do nothing."""
 
 import dataclasses
+import importlib
 import sys
 import types
 
@@ -9,6 +10,7 @@ import torch
 
 from megatron_dsa.dispatch.operation import import_attribute
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.masked_attention.bits import groups
 from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.meta import NoOpKernels
@@ -16,6 +18,8 @@ from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernel
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS
 from megatron_dsa.tools.planner.host import host
 from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
+from megatron_dsa.tools.verify.masked_attention import MaskedDims, masked_case
+from tests.cases.masked_attention import ascending_lists
 
 HEADS = (6, 16, 24, 32, 48, 64, 96, 128)
 #: Queries, keys and listed keys: what is most is lists and sums, or the key gradient.
@@ -131,3 +135,34 @@ def test_flashmla(heads, width, monkeypatch):
     meta = sparse_inputs(heads, "this", "meta")
     counted = planned((9, 0), "sparse_attention_forward", "flashmla", meta)
     assert counted == pytest.approx(real, rel=0.01)
+
+
+def test_our_masked_attention_keeps_no_bits_along_queries(monkeypatch):
+    """They are as large as the bits, and the loss after the backward does not read them."""
+    for package in ("tilelang", "triton"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    launch = importlib.import_module("megatron_dsa.ops.masked_attention.tilelang.launch")
+    silent = types.SimpleNamespace(compiled=lambda *_dims: lambda *_tensors: None)
+    for program in ("backward_program", "value_program", "probabilities_program"):
+        monkeypatch.setattr(launch, program, silent)
+    processors = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: processors)
+    monkeypatch.setattr(launch, "tiles_for", lambda *_: _empty_tiles(launch.Tiles, 1000, 4000))
+    monkeypatch.setattr(launch, "numbers", lambda lse, *_: lse.new_zeros(lse.shape[1], 2, 1024))
+    monkeypatch.setattr(launch, "round_gradient", lambda *_: None)
+    dims = MaskedDims(heads=1, nope=128, rope=64, v=128)
+    lists = ascending_lists(1000, 4000, 9)
+    inputs = masked_case(dims, lists, torch.bfloat16).inputs()
+    saved = inputs.q[..., :128].contiguous(), torch.zeros(1000, 1), inputs.q[..., :128]
+    with MemoryTracker() as tracker:
+        result = launch.backward(inputs, *saved)
+        held = tracker.live - sum(x.nbytes for x in result)
+    assert launch._tiles(inputs, with_queries=False) is inputs.kept["tiles"]
+    assert 0 < held < inputs.bits.nbytes / 10
+
+
+def _empty_tiles(tiles, queries, keys):
+    """Return tiles of the right sizes without an entry."""
+    queries, keys = groups(queries), groups(keys)
+    shapes = (queries, keys), (queries,), (128 * keys, queries, 4), (keys, 2 * queries), (keys,)
+    return tiles(*(torch.zeros(shape, dtype=torch.int32) for shape in shapes))
