@@ -75,6 +75,7 @@ def backward(
         )  # fmt: skip
         round_gradient(dq, sums, part.start, inputs.softmax_scale)
         dk_pe += dk_rope.sum(1, dtype=torch.float32)
+        del sums, dk_rope  # or they would live beside those of the next part
     return dq, dkv, dk_pe
 
 
