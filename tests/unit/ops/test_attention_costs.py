@@ -127,7 +127,7 @@ def test_cost_of_a_visible_pair_is_that_of_a_measured_layer(heads, tokens, way):
 
 @pytest.mark.parametrize(("nope", "v", "teacher_ms"), [(128, 128, 1.68), (192, 256, 2.29)])
 def test_cost_of_a_visible_pair_is_that_of_measured_kernels(nope, v, teacher_ms):
-    """With 64 heads and 8192 tokens. Teachers: of the layer, and of a former kernel, without rows."""
+    """64 heads, 8192 tokens. Teachers: of the layer, and of a former kernel, without rows."""
     ms = teacher_ms + sum(
         row["value"]
         for row in latest(read_csv(MEASURED / "masked.csv"))
