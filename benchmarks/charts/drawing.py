@@ -84,7 +84,8 @@ def mark_lengths(axis, lengths: list[int]) -> None:
 
 def save(figure, title: str, target: Path, bottom: float = 0.0) -> Path:
     """Write a figure; return the file."""
-    figure.suptitle(title, fontsize=10)
+    # A share of the height would put the title of a tall figure into its panels.
+    figure.suptitle(title, fontsize=10, y=1 - 0.1 / figure.get_figheight())
     figure.tight_layout(rect=(0, bottom, 1, 1))
     figure.savefig(target, dpi=120)
     pyplot.close(figure)

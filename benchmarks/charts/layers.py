@@ -83,8 +83,18 @@ def break_even(ours: dict[int, float], peer: dict[int, float]) -> float | None:
 
 
 def draw_times(points: list[Point], title: str, target: Path) -> Path:
-    """Draw time against length, a panel per number of heads, a line per way."""
-    found_heads = sorted({point.case["heads"] for point in points}, reverse=True)
+    """Draw time against length, a panel per number of heads, a line per way of a whole layer.
+
+    Of several numbers of heads, those with one length have no panel: there is no line to draw.
+    """
+    points = [point for point in points if not is_rank(point.way)]
+    lengths: dict[int, set[int]] = {}
+    for point in points:
+        lengths.setdefault(point.case["heads"], set()).add(point.case["tokens"])
+    most = max(map(len, lengths.values()))
+    found_heads = sorted(
+        (heads for heads, found in lengths.items() if len(found) > 1 or most == 1), reverse=True
+    )
     ways = list(dict.fromkeys(point.way for point in points))
     figure, axes = pyplot.subplots(
         1, len(found_heads), figsize=(1 + 5 * len(found_heads), 5), squeeze=False, sharey=True
@@ -103,9 +113,23 @@ def draw_times(points: list[Point], title: str, target: Path) -> Path:
     return save(figure, title, target)
 
 
+def is_rank(way: str) -> bool:
+    """Whether a way is one of several tensor-parallel ranks."""
+    return way.endswith("-rank")
+
+
 def layer_bars(points: list[Point]) -> dict[str, dict[str, float]]:
-    """Return label -> operation or group of them -> milliseconds of kernels in a step."""
+    """Return label -> operation or group of them -> milliseconds of kernels in a step.
+
+    Bars of DSA layers are in order of heads and tokens, and say where ``ours`` took masked dense
+    attention.
+    """
     bars: dict[str, dict[str, float]] = {}
+    masked = {
+        str(point.case) for point in points
+        if (point.part, point.way) == ("step/masked_attention_forward", "ours")
+    }  # fmt: skip
+    points = sorted(points, key=_bar_order)
     group_of = {name: group for group, names in GROUPS.items() for name in names}
     for point in points:
         top, _, operation = point.part.partition("/")
@@ -119,10 +143,21 @@ def layer_bars(points: list[Point]) -> dict[str, dict[str, float]]:
             if point.way == "dense-rank":  # its attention is no operation
                 continue
             label = f"{case['heads']} heads, {length}"
-            label += f", {point.way}" if point.way != "ours" else ""
+            if point.way != "ours":
+                label += f", {point.way}"
+            elif str(case) in masked:
+                label += ", masked"
             times = bars.setdefault(label, dict.fromkeys(GROUPS, 0.0))
             times[group_of.get(operation, list(GROUPS)[-1])] += ms
     return bars
+
+
+def _bar_order(point: Point) -> tuple[int, int, bool]:
+    """Return what bars are sorted by. CSA layers stay in the order of their runs."""
+    case = point.case
+    if "ratio" in case:
+        return 0, 0, False
+    return -case["heads"], case["tokens"], point.way != "ours"
 
 
 def draw_core(points: list[Point], target: Path) -> Path:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 #: Picoseconds per pair and head of forward, backward and teacher together, on one H200 with the
-#: dims of DeepSeek-V3.2, in bf16: ``docs/kernels/masked_attention.md``.
+#: dims of DeepSeek-V3.2, in bf16: ``docs/kernels/masked_attention.md``. Layers of 8k to 12k tokens
+#: are within 6 % of it; GLM-5's dims within 4 % of what it gives in proportion.
 MASKED_PS = 5.3
 #: Likewise by heads: fewer than 64 do not fill the tiles of the kernels.
 SPARSE_PS = {16: 40.0, 32: 30.0, 64: 17.9}

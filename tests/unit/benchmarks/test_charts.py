@@ -70,6 +70,15 @@ def test_shares_are_grouped():
         point(case, "step/other", way, ms=4.0) for way in ("masked-rank", "dense-rank")
     ]  # fmt: skip
     assert list(layer_bars(points)) == ["16 heads, 4k", "16 heads, 4k, masked-rank"]
+    # In order of heads and tokens; a bar says that ours took masked dense attention.
+    points += [
+        point(case | changes, "step/masked_attention_forward", ms=1.0)
+        for changes in ({"tokens": 8192}, {"heads": 64})
+    ]
+    assert list(layer_bars(points)) == [
+        "64 heads, 4k, masked", "16 heads, 4k", "16 heads, 4k, masked-rank",
+        "16 heads, 8k, masked",
+    ]  # fmt: skip
 
 
 def test_masked_attention_is_drawn_beside_its_peer(tmp_path, monkeypatch):
@@ -111,6 +120,12 @@ def test_ways_without_times_have_no_line(tmp_path, monkeypatch):
     layers.draw_times(points, "", tmp_path / "times.png")
     labels = [[line.get_label() for line in axis.lines] for axis in drawn[0].axes]
     assert labels == [["ours", "masked"], ["ours"]]
+    # Ranks have no line, and a single length no panel beside several.
+    points += [point({"heads": 128, "tokens": 8192}, ms=2.0)]
+    points += [point({"heads": 128, "tokens": 4096}, way="dense-rank", ms=3.0)]
+    layers.draw_times(points, "", tmp_path / "times.png")
+    assert [axis.get_title() for axis in drawn[1].axes] == ["128 heads"]
+    assert [line.get_label() for line in drawn[1].axes[0].lines] == ["ours", "masked"]
 
 
 def test_labels_of_ranks():

@@ -1,7 +1,10 @@
 """Costs of attention to selected keys, and the lengths at which they cross."""
 
+from pathlib import Path
+
 import pytest
 
+from benchmarks.schema import latest, read_csv
 from megatron_dsa.ops.attention_costs import (
     MASKED_PS,
     SPARSE_PS,
@@ -10,6 +13,10 @@ from megatron_dsa.ops.attention_costs import (
     attention_costs,
     expansion_ps,
 )
+
+MEASURED = Path(__file__).resolve().parents[3] / "benchmarks"
+#: Operations of masked dense attention whose time the costs are.
+PARTS = ("forward", "backward", "probabilities")
 
 
 @pytest.mark.parametrize(
@@ -99,6 +106,37 @@ def test_wider_heads_cost_more():
     wide = attention_costs(64, dims=PairDims(256 + 256, 576 + 512))
     assert wide.masked == pytest.approx(MASKED_PS * 1.6) and wide.sparse == SPARSE_PS[64]
     assert 2048 < wide.crossover(2048) < attention_costs(64).crossover(2048)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "way"),
+    [(128, 8192, "ours"), (128, 12288, "ours"), (64, 8192, "ours"), (16, 8192, "masked-rank")],
+)
+def test_cost_of_a_visible_pair_is_that_of_a_measured_layer(heads, tokens, way):
+    """Not shorter sequences: there the choice is clear, and a pair costs more."""
+    rows = {
+        row["part"]: row["value"]
+        for row in latest(read_csv(MEASURED / "layer.csv"))
+        if (row["way"], row["metric"]) == (way, "ms")
+        and (row["case"].get("heads"), row["case"]["tokens"]) == (heads, tokens)
+    }
+    ms = sum(rows[f"step/masked_attention_{part}"] for part in PARTS)
+    found = ms * 1e9 / (heads * tokens * (tokens + 1) / 2)
+    assert attention_costs(heads).masked == pytest.approx(found, rel=0.1)
+
+
+@pytest.mark.parametrize(("nope", "v", "teacher_ms"), [(128, 128, 1.68), (192, 256, 2.29)])
+def test_cost_of_a_visible_pair_is_that_of_measured_kernels(nope, v, teacher_ms):
+    """64 heads, 8192 tokens. Teachers: of the layer, and of a former kernel, without rows."""
+    ms = teacher_ms + sum(
+        row["value"]
+        for row in latest(read_csv(MEASURED / "masked.csv"))
+        if (row["way"], row["metric"]) == ("tilelang", "ms")
+        and {"heads": 64, "nope": nope, "v": v, "tokens": 8192}.items() <= row["case"].items()
+    )
+    found = ms * 1e9 / (64 * 8192 * 8193 / 2)
+    dims = PairDims(nope + 64 + v, 576 + 512)
+    assert attention_costs(64, dims=dims).masked == pytest.approx(found, rel=0.1)
 
 
 def test_alternating_sequences_are_computed_against_each_other():

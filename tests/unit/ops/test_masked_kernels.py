@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from megatron_dsa.ops.masked_attention.triton.tiles import Tiles
 from megatron_dsa.presets import preset
 from megatron_dsa.required_ops import selected_attention
 from megatron_dsa.sequence.layout import packed_layout
+from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 from megatron_dsa.tools.verify.comparison import Comparison
 from megatron_dsa.tools.verify.lists import Lists
 from megatron_dsa.tools.verify.masked_attention import MaskedDims, MaskedReference, masked_case
@@ -402,20 +404,47 @@ def test_parts_of_the_heads(dims):
     check(parts)
 
 
+@needs_compiler
+def test_parts_of_the_heads_are_not_in_memory_at_once(monkeypatch):
+    launch, small = program("launch"), torch.empty(128, device="meta")
+    for name in ("numbers", "round_gradient", "_tiles"):
+        monkeypatch.setattr(launch, name, lambda *_, **__: SimpleNamespace(bits_t=small))
+    monkeypatch.setattr(launch, "_lists", lambda _: (small, small, small))
+    monkeypatch.setattr(launch, "_turns", lambda *_: (small, small))
+    monkeypatch.setattr(launch._Call, "heads_together", lambda *_: 1)
+    monkeypatch.setattr(launch.backward_program, "compiled", lambda *_: lambda *_: None)
+    tokens, heads, parts = 512, 6, 3
+    q, kv, k_pe, dout = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((tokens, heads, 192), (tokens, heads, 256), (tokens, 64),
+                      (tokens, heads, 128))
+    )  # fmt: skip
+    inputs = MaskedAttentionInputs(q, kv, k_pe, small, 128, 1.0, q.numel() * 4 // parts)
+    tracker = MemoryTracker()
+    tracker.ignore(q, kv, k_pe, dout, small)
+    with tracker:
+        launch.backward(inputs, dout, small, dout)
+    results = 2 * (q.numel() + kv.numel()) + 4 * k_pe.numel()
+    part = (4 * q.numel() + 2 * tokens * heads * 64) // parts
+    assert tracker.peak == results + part + 4 * k_pe.numel()  # the sum of a part's rope keys
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 2])
 @both_dims
-def test_memory_of_the_backward(dims):
+def test_memory_of_the_backward(dims, parts):
     """Beside the results: the fp32 gradient of a part of the heads, and what is small."""
     tokens, heads = 4096, 32
     lists = random_lists(tokens, 512)
     case = masked_case(MaskedDims(heads, *dims), lists)
+    case = dataclasses.replace(case, workspace_bytes=4 * case.q.numel() // parts)
     inputs = case.inputs()
     forward, backward, _ = kernels(dims)
     out, lse = forward(inputs)
     backward(inputs, out, lse, case.dout)
     results = 2 * (case.q.numel() + case.kv.numel()) + 4 * case.k_pe.numel()
     _, peak = peak_memory_above(lambda: backward(inputs, out, lse, case.dout))
-    part = 4 * case.q.numel() + 2 * tokens * heads * 64
+    part = (4 * case.q.numel() + 2 * tokens * heads * 64) // parts
     assert peak <= results + part + 32 * 2**20
 
 

@@ -75,6 +75,7 @@ def backward(
         )  # fmt: skip
         round_gradient(dq, sums, part.start, inputs.softmax_scale)
         dk_pe += dk_rope.sum(1, dtype=torch.float32)
+        del sums, dk_rope  # or they would live beside those of the next part
     # The head sums after it read no bits along queries, which are as many as the bits of keys.
     inputs.kept["tiles"] = Tiles(tiles.key_groups, tiles.key_group_count)
     return dq, dkv, dk_pe
