@@ -35,8 +35,8 @@ RUNS = {
     "layer": (
         ["--tokens", "128", "--ratios", "4"],
         {("forward", "ours"), ("step", "ours"), ("step", "sparse"), ("step", "masked"),
-         ("step", "dense"), ("step", "bundled"), ("step", "torch"), ("step", "sparse-rank"),
-         ("step", "masked-rank"), ("step", "dense-rank"), ("step/collectives", "masked-rank"),
+         ("step", "dense"), ("step", "ours-dense"), ("step", "bundled"), ("step", "torch"),
+         ("step", "sparse-rank"), ("step", "masked-rank"), ("step", "dense-rank"), ("step/collectives", "masked-rank"),
          ("step/sparse_attention_backward", "ours")},
     ),
     "ranks": (
@@ -103,6 +103,7 @@ def check_layer(rows):
         "sparse",
         "masked",
         "dense",
+        "ours-dense",
         "bundled",
         "torch",
     }

@@ -48,19 +48,22 @@ def planned_mib(way: str, heads: int, tokens: int, workspace_mib: int) -> float:
     return tracker.peak / 2**20
 
 
-#: Way, heads and tokens. With 128 and 64 heads, masked dense attention is left out, also that of
-#: all visible keys: when it was measured, gradients of queries of two parts of the heads were in
-#: memory at once. ``ours`` is sparse attention, measured before the other ways: with 16 heads the
-#: gradient of the index queries had a copy then, a tenth of the peak; with 128 heads it is 2 %.
+#: Way, heads and tokens, measured with today's layers.
 CASES = [
-    ("sparse", 128, 4096), ("sparse", 128, 8192), ("sparse", 128, 12288), ("sparse", 64, 8192),
-    ("sparse", 16, 4096), ("sparse", 16, 8192), ("masked", 16, 4096), ("masked", 16, 8192),
     ("ours-dense", 16, 4096), ("ours-dense", 16, 8192), ("dense", 128, 12288), ("dense", 64, 8192),
-    ("dense", 16, 8192), ("ours", 128, 32768), ("ours", 128, 131072),
+    ("dense", 16, 8192),
+]  # fmt: skip
+#: Layers that take less memory than when they were measured: gradients of index queries are scaled
+#: in place, queries rotated in one pass, heads' products written in place, and two parts of a
+#: gradient or of a teacher are not in memory at once. ``ours`` is sparse attention.
+LESS_NOW = [
+    *(("sparse", 128, tokens) for tokens in (4096, 8192, 12288)), ("sparse", 64, 8192),
+    ("sparse", 16, 4096), ("sparse", 16, 8192), ("masked", 16, 4096), ("masked", 16, 8192),
+    ("ours", 128, 32768), ("ours", 128, 131072),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("way", "heads", "tokens"), CASES)
+@pytest.mark.parametrize(("way", "heads", "tokens"), CASES + LESS_NOW)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the benchmark's layer is for a CPU here")
 def test_planned_is_measured(way, heads, tokens):
     pytest.importorskip("tilelang", reason="tilelang is not installed")
@@ -71,4 +74,7 @@ def test_planned_is_measured(way, heads, tokens):
         and (row["case"].get("heads"), row["case"]["tokens"]) == (heads, tokens)
     )  # fmt: skip
     planned = planned_mib(way, heads, tokens, measured["case"]["workspace_mib"])
-    assert planned == pytest.approx(measured["value"], rel=0.03)
+    if (way, heads, tokens) in LESS_NOW:
+        assert 0.85 * measured["value"] <= planned <= 1.03 * measured["value"]
+    else:
+        assert planned == pytest.approx(measured["value"], rel=0.03)
