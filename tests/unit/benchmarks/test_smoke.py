@@ -36,7 +36,8 @@ RUNS = {
         ["--tokens", "128", "--ratios", "4"],
         {("forward", "ours"), ("step", "ours"), ("step", "sparse"), ("step", "masked"),
          ("step", "dense"), ("step", "ours-dense"), ("step", "bundled"), ("step", "torch"),
-         ("step", "sparse-rank"), ("step", "masked-rank"), ("step", "dense-rank"), ("step/collectives", "masked-rank"),
+         ("step", "sparse-rank"), ("step", "masked-rank"), ("step", "dense-rank"),
+         ("step/collectives", "masked-rank"),
          ("step/sparse_attention_backward", "ours")},
     ),
     "ranks": (
