@@ -47,7 +47,7 @@ PARTS = {
 KERNELS = {
     "attention": r"_mla_|masked_attention|sparse_attn|sdpa|flash|fmha",
     "index scores": r"index_scores|_listed_scores",
-    "indexer loss": r"indexer_loss|dense_teacher|head_(sums|lse)|student_|(query|key)_gradient",
+    "indexer loss": r"indexer_loss|head_sums|head_lse|student_|query_gradient|key_gradient",
     WEIGHTS: r"nvjet|gemm|cutlass",
 }
 
