@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import importlib
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -407,10 +406,9 @@ def test_parts_of_the_heads(dims):
 @needs_compiler
 def test_parts_of_the_heads_are_not_in_memory_at_once(monkeypatch):
     launch, small = program("launch"), torch.empty(128, device="meta")
-    for name in ("numbers", "round_gradient", "_tiles"):
-        monkeypatch.setattr(launch, name, lambda *_, **__: SimpleNamespace(bits_t=small))
-    monkeypatch.setattr(launch, "_lists", lambda _: (small, small, small))
-    monkeypatch.setattr(launch, "_turns", lambda *_: (small, small))
+    for name in ("numbers", "round_gradient", "_order", "_turns"):
+        monkeypatch.setattr(launch, name, lambda *_: small)
+    monkeypatch.setattr(launch, "_tiles", lambda *_, **__: Tiles(*[small] * 5))
     monkeypatch.setattr(launch._Call, "heads_together", lambda *_: 1)
     monkeypatch.setattr(launch.backward_program, "compiled", lambda *_: lambda *_: None)
     tokens, heads, parts = 512, 6, 3
