@@ -280,7 +280,7 @@ def _choose(operation: Operation, call: OpCall, policy: Policy, planned: bool) -
     else:
         choice = _choose_first(operation, call, policy)
     if not planned:
-        log_choice(choice, policy, call, in_table=_collected is not None)
+        log_choice(choice, policy, call, in_table=choices_are_collected())
     return choice
 
 
@@ -293,6 +293,11 @@ def collect_choices() -> Iterator[list[Choice]]:
         yield _collected
     finally:
         _collected = before
+
+
+def choices_are_collected() -> bool:
+    """Whether a table will say what is chosen now."""
+    return _collected is not None
 
 
 def forget_choices() -> None:

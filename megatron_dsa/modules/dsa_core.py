@@ -15,7 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_dsa.config import selects_keys, uses_indexer
-from megatron_dsa.dispatch import log_once, on_meta
+from megatron_dsa.dispatch import choices_are_collected, log_once, on_meta
 from megatron_dsa.dsa_kernels import (
     ExpandedKeys,
     IndexerInputs,
@@ -87,7 +87,8 @@ class DSACoreAttention(CoreAttention):
         if uses_indexer(config) and self.computes_topk:
             self.build_indexer(submodules.indexer)
         if resolving() and not on_meta():
-            log_once(logging.INFO, attention_of(config).describe())
+            level = logging.DEBUG if choices_are_collected() else logging.INFO
+            log_once(level, attention_of(config).describe())
         self.resolve_kernels()
 
     def selecting_numbers(self) -> list[int]:
