@@ -61,7 +61,7 @@ class TokenRope:
         wide = accumulation_dtype(dtype)
         if wide not in self._tables:
             angles = self.angles[:, : self.angles.shape[-1] // 2]
-            # Formed in fp32 for fp64, too, as in a call.
+            # Formed in fp32 for fp64 as well, as in a call.
             cos, sin = (x.mul_(self.mscale).to(wide) for x in (angles.cos(), angles.sin()))
             self._tables[wide] = cos, sin
         return self._tables[wide]

@@ -46,18 +46,19 @@ def command_of(number, tiny):
 
 #: Models that take less memory than when they were measured: gradients of index queries are scaled
 #: in place, queries rotated in one pass, heads' products written in place, and dense stages keep no
-#: copy of keys and values. Their plans may not say more than was measured.
+#: copy of keys and values. To be measured again.
 LESS_NOW = {
     "sparse, core and up projection recomputed", "sparse, all recomputed", "dense",
     "warmup, all trained", "hybrid, core and up projection recomputed", "v3.2", "v4",
 }  # fmt: skip
 
 
-def agrees(planned, measured, name, rel):
-    """Whether a plan is what was measured, or up to a tenth less where layers take less now."""
-    if name in LESS_NOW:
-        return 0.9 * measured <= planned <= (1 + rel) * measured
-    return planned == pytest.approx(measured, rel=rel)
+def compare(planned, measured, name, rel):
+    """A plan is what was measured; where layers take less now, that is expected to fail."""
+    assert planned <= (1 + rel) * measured
+    if name in LESS_NOW and planned != pytest.approx(measured, rel=rel):
+        pytest.xfail(f"{planned:.0f} MiB planned, {measured:.0f} measured before: measure again")
+    assert planned == pytest.approx(measured, rel=rel)
 
 
 @pytest.mark.parametrize("model", CASES, ids=lambda case: f"{case[0]}, {case[1]}k")
@@ -74,7 +75,7 @@ def test_planned_memory_is_what_was_measured(model):
     planned = planned_mib(command(*model_of(name, 1024 * thousands), tiny=False))
     assert rows and all(row["gpu"] == "NVIDIA H200" for row in rows)
     for row in rows:
-        assert agrees(planned, row["value"], name, 0.01)
+        compare(planned, row["value"], name, 0.01)
 
 
 @pytest.mark.parametrize("model", resume.MODELS)
@@ -85,7 +86,7 @@ def test_planned_memory_of_a_whole_run(model):
     planned = planned_mib(["pretrain", *flags, *resume.MODELS[model].split()])
     (peak,) = (row["value"] for row in recorded("run", "peak_mib")
                if (row["case"]["model"], row["way"]) == (model, "fast"))  # fmt: skip
-    assert agrees(planned, peak, model, 0.005)
+    compare(planned, peak, model, 0.005)
 
 
 def test_planned_operations_are_those_of_the_record():
