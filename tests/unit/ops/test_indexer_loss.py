@@ -86,6 +86,27 @@ def test_lower_precision(device, dtype):
     check(inputs, loss, expected, INDEXER_LOSS[dtype])
 
 
+@pytest.mark.parametrize("relu", [True, False])
+def test_rounded_inputs(relu):
+    """Without relu, gradients are as good as the inputs; relu adds its heads that change sides."""
+    tokens, device = 256, torch.device("cpu")
+    layout = bshd_layout(tokens, 1, device)
+    shapes = ((tokens, 8, 32), (tokens, 32), (tokens, 8))
+    exact = [leaf(*shape, seed=i, dtype=torch.float64) for i, shape in enumerate(shapes)]
+    rounded = [x.detach().bfloat16().double().requires_grad_() for x in exact]
+    teacher = torch.rand(tokens, 64, dtype=torch.float64)
+    indices, length = indexer_topk(IndexerInputs(*exact, relu), layout, 64)
+    for tensors in (exact, rounded):
+        inputs = IndexerInputs(tensors[0], tensors[1], tensors[2] * 0.01, relu)
+        loss = sparse_indexer_loss(inputs, indices, teacher, layout, topk_length=length)
+        loss.backward()
+    errors = [relative_error(y.grad, x.grad) for x, y in zip(exact, rounded, strict=True)]
+    if relu:
+        assert 1e-2 < errors[0] < 4e-2 and 1e-2 < errors[1] < 4e-2, errors
+    else:
+        assert max(errors) < 6e-3, errors
+
+
 def test_perfect_student_has_no_loss(device):
     """KL(p || p) is 0 and so is its gradient: the teacher is normalised, not just summed."""
     inputs, layout = make_inputs(device), bshd_layout(48, 1, device)
