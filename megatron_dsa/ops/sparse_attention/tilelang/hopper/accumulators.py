@@ -60,6 +60,26 @@ __device__ __forceinline__ void dsa_store_half(const float* acc, int place) {
          "r"(pairs[3]) : "memory");
   }
 }
+// Stores what dsa_store_half loses of the values.
+template <int HALF>
+__device__ __forceinline__ void dsa_store_errors(const float* acc, int place) {
+#pragma unroll
+  for (int i = 2 * HALF; i < 2 * HALF + 2; i++) {
+    unsigned pairs[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float x = acc[8 * i + 2 * j], y = acc[8 * i + 2 * j + 1];
+      unsigned rounded;
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rounded) : "f"(y), "f"(x));
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
+        : "=r"(pairs[j])
+        : "f"(y - __uint_as_float(rounded & 0xffff0000u)), "f"(x - __uint_as_float(rounded << 16)));
+    }
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+      :: "r"(dsa_laundered(place) ^ (i * 32)), "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]),
+         "r"(pairs[3]) : "memory");
+  }
+}
 // P = exp2(S factor - lse) of half the rows; `lse` of this thread's 16 rows. Entries that select
 // nothing have zeros as key, so any finite P will do: their dS meets that zero key in dQ, and no
 // row of dKV. (A score that is NaN gives a finite P, too; dP makes its gradients NaN.)
@@ -84,19 +104,24 @@ __device__ __forceinline__ void dsa_less_delta(float* acc, int delta, float scal
     acc[4 * j + 3] = acc[4 * j + 3] * scale - y;
   }
 }
-// Stores acc * P. `p`: dsa_place in the tile of P.
+// Stores acc * P in place of the rounding errors of P. `p`, `place`: dsa_place in the tile of P and
+// in that of dS.
 template <int HALF>
 __device__ __forceinline__ void dsa_times_p(float* acc, int p, int place) {
 #pragma unroll
   for (int i = 2 * HALF; i < 2 * HALF + 2; i++) {
-    unsigned pairs[4];
+    unsigned pairs[4], errors[4];
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
       : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
       : "r"(dsa_laundered(p) ^ (i * 32)) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+      : "=r"(errors[0]), "=r"(errors[1]), "=r"(errors[2]), "=r"(errors[3])
+      : "r"(dsa_laundered(place) ^ (i * 32)) : "memory");
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      acc[8 * i + 2 * j] *= __uint_as_float(pairs[j] << 16);
-      acc[8 * i + 2 * j + 1] *= __uint_as_float(pairs[j] & 0xffff0000u);
+      acc[8 * i + 2 * j] *= __uint_as_float(pairs[j] << 16) + __uint_as_float(errors[j] << 16);
+      acc[8 * i + 2 * j + 1] *= __uint_as_float(pairs[j] & 0xffff0000u)
+        + __uint_as_float(errors[j] & 0xffff0000u);
     }
   }
   dsa_store_half<HALF>(acc, place);

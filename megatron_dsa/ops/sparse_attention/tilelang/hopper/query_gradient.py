@@ -102,10 +102,12 @@ def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
     """S: scores, P and the left half of dQ."""
     s = T.alloc_fragment([TILE, TILE], "float32")
     dq = queries.left_columns()
-    here = T.alloc_local([2], "int32")
+    here = T.alloc_local([3], "int32")
     target = T.alloc_local([1], "int64")
     here[0] = shared_address(m.p[0, 0])
     here[1] = call("dsa_place", here[0], thread, returns="int32")
+    here[2] = shared_address(m.ds[0, 0])
+    here[2] = call("dsa_place", here[2], thread, returns="int32")
     target[0] = call("dsa_global", T.address_of(PdS[at.list, 0, at.rank, 0, 0, 0]), returns="int64")
     lse = T.alloc_local([TILE // 4], "float32")
     for r in T.unroll(TILE // 4):
@@ -121,13 +123,14 @@ def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
             )
         T.barrier_arrive(done.s_issued)
         T.wait_wgmma(0)
-        # DP has read the old P, and so has its copy.
+        # DP has read the old P, and so has its copy. The old dS was read before DP freed the keys.
         if thread == 0:
             call("dsa_tile_is_read")
         T.sync_threads(9, GROUP)
         for side in (0, 1):
             call("dsa_probabilities", s.data, lse.data, scale * LOG2_E, of=(side,))
             call("dsa_store_half", s.data, here[1], of=(side,))
+            call("dsa_store_errors", s.data, here[2], of=(side,))
             T.barrier_arrive(done.p[side])
         # Copies read through the async proxy; DP does not.
         T.fence_proxy_async()
@@ -176,10 +179,6 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
             )
         T.wait_wgmma(0)
         call("dsa_less_delta", dp.data, here[3], scale)
-        # S is done with the old dS: it has written P since. Its copy may be not.
-        if thread == 0:
-            call("dsa_tile_is_read")
-        T.sync_threads(10, GROUP)
         for side in (0, 1):
             T.barrier_wait(done.p[side], i & 1)
             call("dsa_times_p", dp.data, here[2], here[1], of=(side,))
@@ -193,6 +192,9 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
         T.wait_wgmma(len(dq) - 1)
         T.barrier_arrive(done.keys_free[0])
         T.wait_wgmma(0)
+        # S writes to the place of dS when the next keys are there.
+        if thread == 0:
+            call("dsa_tile_is_read")
         T.barrier_arrive(done.keys_free[2])
     T.sync_threads(10, GROUP)
     queries.write_columns(dQ, m, dq, at, 10)
