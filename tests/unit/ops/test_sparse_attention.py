@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.sparse_attention import torch as unfused
@@ -189,3 +190,29 @@ def test_no_host_synchronisation():
             out.backward(torch.ones_like(out))
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "most"), [(128, (2.5e-3, 1.9e-3)), (64, (3.0e-3, 2.4e-3))])
+def test_rounding_of_gradients(heads, most):
+    """Above 64 heads, dS is rounded once: P enters it with its rounding error."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper's kernels")
+    passes = ("forward", "backward")
+    policy = Policy(named=tuple((f"sparse_attention_{name}", "tilelang") for name in passes))
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        q = leaf(32, heads, 576, seed=1, device="cuda", dtype=torch.bfloat16).detach()
+        kv = leaf(4096, 576, seed=2, device="cuda", dtype=torch.bfloat16).detach()
+        gradient = leaf(32, heads, 512, seed=3, device="cuda", dtype=torch.bfloat16).detach()
+        order = torch.rand(32, 4096, generator=torch.Generator().manual_seed(4)).argsort(1)
+        indices = order[:, :1024].int().cuda().contiguous()
+        q, kv = (x.to(dtype).requires_grad_() for x in (q, kv))
+        out = sparse_attention(
+            q, kv, indices, softmax_scale=192**-0.5, v_dim=512,
+            policy=policy if dtype == torch.bfloat16 else Policy(fused=False),
+        ).out  # fmt: skip
+        out.backward(gradient.to(dtype))
+        found.append((q.grad, kv.grad))
+    for own, exact, bound in zip(*found, most, strict=True):
+        assert relative_error(own, exact) < bound

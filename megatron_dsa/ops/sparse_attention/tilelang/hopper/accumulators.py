@@ -104,24 +104,29 @@ __device__ __forceinline__ void dsa_less_delta(float* acc, int delta, float scal
     acc[4 * j + 3] = acc[4 * j + 3] * scale - y;
   }
 }
-// Stores acc * P in place of the rounding errors of P. `p`, `place`: dsa_place in the tile of P and
-// in that of dS.
-template <int HALF>
+// Stores acc * P. `p`, `place`: dsa_place in the tile of P and in that of dS, which holds what
+// dsa_store_errors has stored of P if ERRORS.
+template <int HALF, bool ERRORS>
 __device__ __forceinline__ void dsa_times_p(float* acc, int p, int place) {
 #pragma unroll
   for (int i = 2 * HALF; i < 2 * HALF + 2; i++) {
-    unsigned pairs[4], errors[4];
+    unsigned pairs[4], errors[4] = {0, 0, 0, 0};
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
       : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
       : "r"(dsa_laundered(p) ^ (i * 32)) : "memory");
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-      : "=r"(errors[0]), "=r"(errors[1]), "=r"(errors[2]), "=r"(errors[3])
-      : "r"(dsa_laundered(place) ^ (i * 32)) : "memory");
+    if (ERRORS)
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(errors[0]), "=r"(errors[1]), "=r"(errors[2]), "=r"(errors[3])
+        : "r"(dsa_laundered(place) ^ (i * 32)) : "memory");
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      acc[8 * i + 2 * j] *= __uint_as_float(pairs[j] << 16) + __uint_as_float(errors[j] << 16);
-      acc[8 * i + 2 * j + 1] *= __uint_as_float(pairs[j] & 0xffff0000u)
-        + __uint_as_float(errors[j] & 0xffff0000u);
+      float x = __uint_as_float(pairs[j] << 16), y = __uint_as_float(pairs[j] & 0xffff0000u);
+      if (ERRORS) {
+        x += __uint_as_float(errors[j] << 16);
+        y += __uint_as_float(errors[j] & 0xffff0000u);
+      }
+      acc[8 * i + 2 * j] *= x;
+      acc[8 * i + 2 * j + 1] *= y;
     }
   }
   dsa_store_half<HALF>(acc, place);

@@ -125,9 +125,6 @@ def scores(dQ, PSum, m, done, at, shape, scale, thread):
     dq = queries.left_columns()
     if shape.group > 1:
         members = T.alloc_fragment([TILE], "uint8")
-    errors = T.alloc_local([1], "int32")
-    errors[0] = shared_address(m.ds[0, 0])
-    errors[0] = call("dsa_place", errors[0], thread, returns="int32")
     T.barrier_wait(done.queries, 0)
     for i in T.serial(at.blocks()):
         T.barrier_wait(done.keys[0], i & 1)
@@ -139,8 +136,6 @@ def scores(dQ, PSum, m, done, at, shape, scale, thread):
             queries.sum_heads(PSum, s, at, i, shape, thread)
         T.barrier_wait(done.p_free, (i & 1) ^ 1)
         T.copy(s, m.p)
-        for side in (0, 1):
-            call("dsa_store_errors", s.data, errors[0], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.p)
         T.barrier_wait(done.ds, i & 1)
@@ -171,10 +166,9 @@ def score_gradients(dQ, m, done, at, dim, scale, thread):
         T.wait_wgmma(0)
         call("dsa_less_delta", dp.data, here[2], scale)
         T.barrier_wait(done.p, i & 1)
-        # In place of the rounding errors of P. Nothing reads the old dS: they were written after KV
-        # and S were done with it, and after these threads freed the keys.
+        # Nothing reads the old dS: P was written after KV and S were done with it.
         for side in (0, 1):
-            call("dsa_times_p", dp.data, here[1], here[0], of=(side,))
+            call("dsa_times_p", dp.data, here[1], here[0], of=(side, False))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
         # A product reads what the other warps have stored, too.

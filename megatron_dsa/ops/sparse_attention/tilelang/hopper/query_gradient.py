@@ -181,7 +181,7 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
         call("dsa_less_delta", dp.data, here[3], scale)
         for side in (0, 1):
             T.barrier_wait(done.p[side], i & 1)
-            call("dsa_times_p", dp.data, here[2], here[1], of=(side,))
+            call("dsa_times_p", dp.data, here[2], here[1], of=(side, True))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
         # A product reads what the other warps have stored, too.
