@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -178,19 +179,12 @@ class _Backward:
     def __init__(self, plan: _Plan, blocks: _Blocks, lse, latents, dout, wants_q, wants_weights):
         self.plan, self.blocks, self.lse, self.dout = plan, blocks, lse, dout
         self.latents = dict(zip((x.start for x in plan.blocks), latents, strict=False))
-        self.keys = KeyGradientSum(blocks.q.shape[:2].numel(), self.bounds)
+        # No method of this object: a cycle would keep all of it until Python collects garbage.
+        self.keys = KeyGradientSum(blocks.q.shape[:2].numel(), partial(_bounds, blocks, dout))
         self.dlatent = blocks.buffer(blocks.rank)
         self.wants_q, self.wants_weights = wants_q, wants_weights
         self.dq: torch.Tensor | None = None
         self.dweights: torch.Tensor | None = None
-
-    def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return bounds of absorbed queries and gradients of latent outputs, by Cauchy-Schwarz."""
-        x = self.blocks
-        own, rope = x.q.split([x.own, x.q.shape[2] - x.own], dim=2)
-        queries = largest(_largest_vector(own) * _largest_column(x.w_uk))
-        outputs = largest(_largest_vector(self.dout) * _largest_column(x.w_uv))
-        return torch.maximum(queries, largest(rope)), outputs
 
     def teachers(self) -> Iterator[TeacherPart]:
         """Run all blocks; yield teachers of as many together as take an eighth of the workspace.
@@ -249,6 +243,14 @@ class _Backward:
         dq, rank, to_own = self.dq[tokens], blocks.rank, blocks.w_uk.transpose(1, 2)
         head_products(absorbed[..., :rank], to_own, dq[..., : blocks.own])
         dq[..., blocks.own :] = absorbed[..., rank:]
+
+
+def _bounds(x: _Blocks, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return bounds of absorbed queries and gradients of latent outputs, by Cauchy-Schwarz."""
+    own, rope = x.q.split([x.own, x.q.shape[2] - x.own], dim=2)
+    queries = largest(_largest_vector(own) * _largest_column(x.w_uk))
+    outputs = largest(_largest_vector(dout) * _largest_column(x.w_uv))
+    return torch.maximum(queries, largest(rope)), outputs
 
 
 def _largest_column(weights: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """Absorbed attention in blocks of tokens against plain MLA in float64, and what it keeps."""
 
 import dataclasses
+import gc
 import itertools
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -387,6 +389,29 @@ def test_what_is_saved(blocks_of):
     small = [37, 37 * 3, 37 * 9]  # lengths, lse, indices
     assert saved_by(call, recompute=True) == small
     assert saved_by(call) == sorted([*small, 20 * 3 * 11, 17 * 3 * 11])
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_nothing_waits_for_the_garbage_collector(trains, blocks_of, monkeypatch):
+    """A cycle would keep a layer's tensors alive in the backward of the layers before."""
+    blocks_of(10)
+    made = []
+
+    def noted(*arguments):
+        made.append(weakref.ref(blocks := original(*arguments)))
+        return blocks
+
+    original = module._Blocks
+    monkeypatch.setattr(module, "_Blocks", noted)
+    gc.disable()
+    try:
+        call = make_call(keys=37)
+        out = call.run(indexer=indexer_of(37, lambda _: None) if trains else None).out
+        out.backward(call.dout)
+        del out
+        assert len(made) == 2 and not any(reference() for reference in made)
+    finally:
+        gc.enable()
 
 
 def wide_call():
