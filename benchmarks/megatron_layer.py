@@ -85,7 +85,8 @@ class LayerSpec:
             length, ``auto`` is sparse attention.
         layers: in a chain.
         tp, cp: ranks; cp_layout, tp_mode: see :class:`megatron_dsa.config.DSAOptions`.
-        workspace_mib: budget of torch implementations.
+        workspace_mib: budget of torch implementations, and of blocks of absorbed attention.
+        recompute: see :class:`megatron_dsa.config.DSAOptions`.
     """
 
     preset: str
@@ -101,6 +102,7 @@ class LayerSpec:
     cp_layout: str = "zigzag"
     tp_mode: str = "auto"
     workspace_mib: int = 256
+    recompute: str = "nothing"
 
 
 def layer_config(spec: LayerSpec):
@@ -112,7 +114,7 @@ def layer_config(spec: LayerSpec):
     options = DSAOptions(
         fused=spec.fused, workspace_bytes=spec.workspace_mib * 2**20, cp_layout=spec.cp_layout,
         tp_mode=spec.tp_mode, selected_attention=spec.selected_attention,
-        sequence_length=spec.sequence_length,
+        sequence_length=spec.sequence_length, recompute=spec.recompute,
     )  # fmt: skip
     changes = SETTINGS | {
         "use_cpu_initialization": cpu_host.needed(),

@@ -63,6 +63,13 @@ class DSAOptions:
         unit=2**20,
         minimum=1,
     )
+    recompute: Literal["nothing", "latent_output"] = option(
+        "nothing",
+        "--dsa-recompute",
+        "What sparse attention computes again in the backward beside Megatron's --recompute-*: "
+        "latent_output runs its forward kernel again instead of keeping the output in the space of "
+        "the latents (1 KiB per token and head in DeepSeek-V3.2).",
+    )
     health_tokens: int = option(
         16,
         "--dsa-health-tokens",

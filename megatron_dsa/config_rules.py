@@ -235,6 +235,11 @@ def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         return
     flag = "--dsa-selected-attention must not be masked"
     yield (
+        options.recompute == "nothing",
+        f"{flag} with --dsa-recompute {options.recompute}: masked attention has no output in the "
+        "space of the latents; drop one of the two",
+    )
+    yield (
         getattr(config, "csa_compress_ratios", None) is None,
         f"{flag} with --csa-compress-ratios: V4's layers attend to lists of window and compressed "
         "keys; drop it",
@@ -330,6 +335,11 @@ def _loss_rules(coefficient: float | None, stage: str):
 def csa_rules(config, options) -> Iterator[tuple[Any, str]]:
     """Yield every rule for a model with window, CSA and HCA layers (DeepSeek-V4)."""
     yield from _pattern_rules(config)
+    yield (
+        options.recompute == "nothing",
+        f"--dsa-recompute {options.recompute} has no effect with --csa-compress-ratios: V4's keys "
+        "are not expanded, so nothing is absorbed; drop it",
+    )
     yield from _shape_rules(config, options)
     yield from attention_rules(config)
     yield from host_rules(config, options)

@@ -38,7 +38,6 @@ from megatron_dsa.parallel.gather import (
     start_gather,
 )
 from megatron_dsa.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
-from megatron_dsa.parallel.head_products import absorbed_queries, head_product
 from megatron_dsa.required_ops import attention_of, tensor_parallel_mode
 from megatron_dsa.sequence.layout import Layout
 
@@ -179,35 +178,29 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         kv, _ = self.linear_kv_up_proj(kv_latent)
         return kv.view(kv.shape[:2].numel(), self.num_attention_heads_per_partition, -1)
 
-    def _up_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``W_uk`` and ``W_uv [H, 128, latent]`` of this rank's heads."""
+    def _up_weights(self) -> torch.Tensor:
+        """Return ``W_uk``, then ``W_uv``, of this rank's heads, ``[H, 128 + 128, latent]``."""
         heads = self.num_attention_heads_per_partition
-        weight = weight_of(self.linear_kv_up_proj).view(heads, -1, self.config.kv_lora_rank)
-        return weight.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
+        return weight_of(self.linear_kv_up_proj).view(heads, -1, self.config.kv_lora_rank)
 
     def _attend_sparse(self, q_latent, keys: Gathering, layout, rope, index_inputs):
         """Weight-absorbed attention over selected keys; returns ``[tokens, H, v_head_dim]``."""
-        w_uk, w_uv = self._up_weights()
-        # By sequence, a rank attends with the heads of all tensor-parallel ranks.
-        sharing = self.ranks.tp if self.ranks.by_sequence else None
-
-        def queries(q_latent, w_uk):
-            return absorbed_queries(self._queries(q_latent, rope), w_uk, sharing)
-
-        q = self.maybe_recomputed(queries, q_latent, w_uk)
+        weights = self._up_weights()
+        q = self.maybe_recomputed(lambda q_latent: self._queries(q_latent, rope), q_latent)
         kv, kv_grad = finish_gather(keys)
 
         given = self._given_selection(layout)  # of this microbatch, also when recomputed later
 
-        def core(q, kv, kv_grad, *index_tensors):
+        def core(q, kv, kv_grad, weights, *index_tensors):
+            inputs = _rebuild(index_inputs, index_tensors)
             out, selection = self.core_attention.forward_sparse(
-                q, kv, kv_grad, layout, _rebuild(index_inputs, index_tensors), given, self.ranks
+                q, kv, kv_grad, weights, layout, inputs, given, self.ranks
             )
             return out, *selection
 
-        out = self._run_selecting(core, q, kv, kv_grad, *_tensors(index_inputs))
-        out = head_product(out, w_uv.transpose(1, 2), sharing)
-        return sequence_to_heads(out, sharing) if self.ranks.by_sequence else out
+        tensors = (q, kv, kv_grad, weights)
+        out = self._run_selecting(core, *tensors, *_tensors(index_inputs))
+        return sequence_to_heads(out, self.ranks.tp) if self.ranks.by_sequence else out
 
     def _attend_masked(self, q_latent, kv_latent, k_pe, layout, rope, index_inputs):
         """Plain MLA over all keys under a mask of those selected; ``[tokens, H, v_head_dim]``."""
@@ -309,7 +302,8 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
 
     def _attend_latents(self, q_latent, keys: Gathering, layout, rope, index_inputs):
         """Like :meth:`_attend_dense`, with the latents of all ranks instead of keys and values."""
-        w_uk, w_uv = self._up_weights()
+        dims = [self.config.qk_head_dim, self.config.v_head_dim]
+        w_uk, w_uv = self._up_weights().split(dims, dim=1)
 
         q = self.maybe_recomputed(lambda q_latent: self._queries(q_latent, rope), q_latent)
         latents, latent_grad = finish_gather(keys)

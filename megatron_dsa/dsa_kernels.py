@@ -20,15 +20,21 @@ from megatron_dsa.ops.masked_attention.api import (
 )
 from megatron_dsa.ops.masked_attention.visible import visible_bits
 from megatron_dsa.ops.sparse_attention.api import SparseAttentionOutput, sparse_attention
+from megatron_dsa.parallel.absorbed_attention import (
+    AbsorbedAttentionOutput,
+    absorbed_attention,
+)
 from megatron_dsa.parallel.ring.api import dense_attention, gathered_latent_attention
 
 __all__ = [
+    "AbsorbedAttentionOutput",
     "ExpandedKeys",
     "IndexerInputs",
     "IndexerTraining",
     "LatentKeys",
     "MaskedAttentionOutput",
     "SparseAttentionOutput",
+    "absorbed_attention",
     "dense_attention",
     "dense_indexer_loss",
     "gathered_latent_attention",

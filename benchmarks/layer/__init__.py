@@ -2,7 +2,7 @@
 
     python -m benchmarks layer                     # V3.2's, and V4's of every ratio
     python -m benchmarks layer --presets v3.2 --heads 128 --tokens 4096 131072 --ways ours dense
-    python -m benchmarks layer --presets v3.2 --ways ours sparse masked dense
+    python -m benchmarks layer --presets v3.2 --ways ours sparse recomputed masked dense
     python -m benchmarks layer --presets v3.2 --heads 16 --ways masked-rank dense-rank
     python -m benchmarks layer --presets core      # the workspace's bound, on the CPU
 
@@ -57,7 +57,7 @@ from megatron_dsa.tools.verify.comparison import relative_error
 CEILINGS = ()
 ON_DEVICE = True
 #: Ways of a DSA layer, of a CSA layer, and of the core.
-DSA_WAYS = ("ours", "sparse", "masked", "dense", "ours-dense", *rank.WAYS, "bundled")
+DSA_WAYS = ("ours", "sparse", "recomputed", "masked", "dense", "ours-dense", *rank.WAYS, "bundled")
 DENSE_WAYS = ("dense", "ours-dense")
 CSA_WAYS, CORE_WAYS = ("ours", "torch"), ("torch",)
 #: Heads of a DSA layer of all tensor-parallel ranks together.

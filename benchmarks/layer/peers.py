@@ -3,6 +3,7 @@
 * ``ours``: the layer of this package, everything left to dispatch and to the costs of attention.
   ``torch``: without fused kernels.
 * ``sparse``, ``masked``: the same, by sparse attention or by masked dense attention as asked for.
+  ``recomputed``: sparse attention with ``--dsa-recompute latent_output``.
 * ``bundled``: megatron-core's own DSA layer with its TileLang kernels. Its Hadamard rotation of
   index queries and keys, which changes no score, needs a package; where that is missing it goes
   without.
@@ -47,10 +48,13 @@ def build(way: str, spec: LayerSpec, device: torch.device) -> tuple[Layer, str]:
     """
     if way == "torch":
         return Layer(dataclasses.replace(spec, fused=False), device), ""
-    if way in ("sparse", "masked"):
-        layer = Layer(dataclasses.replace(spec, selected_attention=way), device)
+    if way in ("sparse", "recomputed", "masked"):
+        attention = "masked" if way == "masked" else "sparse"
+        recompute = "latent_output" if way == "recomputed" else "nothing"
+        spec = dataclasses.replace(spec, selected_attention=attention, recompute=recompute)
+        layer = Layer(spec, device)
         if device.type == "cuda":
-            require_fused(layer.config, f"{way}_attention")
+            require_fused(layer.config, f"{attention}_attention")
         return layer, ""
     layer = Layer(spec, device)
     if way == "ours":

@@ -40,6 +40,15 @@ GPUS = {
 }
 
 
+#: Streaming multiprocessors; of a capability with several kinds of GPU, the kind in servers.
+_PROCESSORS = {AMPERE: 108, ADA: 142, HOPPER: 132, BLACKWELL: 148}
+
+
+def processors(capability: tuple[int, int]) -> int:
+    """Return how many streaming multiprocessors a GPU to plan for has."""
+    return _PROCESSORS.get(capability, _PROCESSORS[HOPPER])
+
+
 def gpu_here() -> str:
     """Return the key of this machine's GPU, ``h200`` if it has none or another kind."""
     found = torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -82,6 +82,7 @@ class Support:
         deterministic: whether equal inputs give bitwise equal results.
         deterministic_mode: whether ``torch.use_deterministic_algorithms(True)`` makes it so.
         gives_teacher: whether attention returns the head sum of the probabilities on request.
+        adds_keys: whether a backward adds to the key gradient of the calls before, if it is given.
         bridged: what the adapter does to fit the contract (padding, conversions).
         declined: why it is never used, for a kernel that exists and does not fit.
         probe: a last question ``OpCall -> reason or None``, asked only when the rest fits.
@@ -104,6 +105,7 @@ class Support:
     deterministic: bool = True
     deterministic_mode: bool = False
     gives_teacher: bool = False
+    adds_keys: bool = False
     bridged: str = ""
     declined: str | None = None
     probe: Callable[[OpCall], str | None] | None = None

@@ -17,6 +17,8 @@ choice. The functions behind them are in :mod:`megatron_dsa.metrics.quality`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -30,8 +32,9 @@ from megatron_dsa.metrics.quality import (
     visible_keys,
 )
 from megatron_dsa.numerics.autograd import in_backward
-from megatron_dsa.ops.indexer_loss.inputs import ExpandedKeys
+from megatron_dsa.ops.indexer_loss.inputs import ExpandedKeys, LatentKeys, TeacherKeys
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.parallel.groups import gather_rows
 from megatron_dsa.sequence.layout import Layout
 
 
@@ -50,11 +53,14 @@ class Attended:
         layout, topk: as given to the selection.
         positions: the layout of positions, which is ``layout`` unless keys are compressed.
         q, kv: ``[Sq, H, D]`` and ``[Skv, D]`` of sparse attention, ``Skv`` the keys of the
-            indexer; ``kv [Skv, H, Dk]`` of masked dense attention.
+            indexer; ``kv [Skv, H, Dk]`` of masked dense attention; ``q [Sq, H, A + P]`` and latents
+            ``kv [Skv, R + P]`` of absorbed attention.
         indices: int32 ``[Sq, K]``, the selected key rows.
         lse: ``[Sq, H]``, log of all mass that the attention had in its denominator.
         softmax_scale: factor on ``q . kv``.
         k_pe: ``[Skv, R]``, the rope key of masked dense attention; ``None`` otherwise.
+        w_uk: ``[H, A, R]``, what makes keys of latents in absorbed attention; ``None`` otherwise.
+        group: ranks that have ``H / ranks`` heads of ``w_uk`` each, or ``None``.
     """
 
     inputs: IndexerInputs
@@ -67,9 +73,18 @@ class Attended:
     lse: torch.Tensor
     softmax_scale: float
     k_pe: torch.Tensor | None = None
+    w_uk: torch.Tensor | None = None
+    group: Any = None
 
-    def keys(self) -> torch.Tensor | ExpandedKeys:
+    @cached_property
+    def weights(self) -> torch.Tensor | None:
+        """``w_uk`` of all heads; gathered when it is first asked for."""
+        return None if self.w_uk is None else gather_rows(self.w_uk, self.group)
+
+    def keys(self) -> TeacherKeys:
         """Return the keys ``[Skv, 1, D]`` that all heads share, or keys of every head."""
+        if self.weights is not None:
+            return LatentKeys(self.kv, self.weights)
         if self.k_pe is None:
             return self.kv[:, None]
         nope = self.q.shape[2] - self.k_pe.shape[1]
@@ -89,8 +104,8 @@ def selection_health(attended: Attended, count: int, workspace_bytes: int) -> di
     queries = sample_queries(layout.num_queries, count, attended.q.device)
     captured = captured_mass(
         attended.q, attended.kv, attended.indices, attended.lse, layout,
-        softmax_scale=attended.softmax_scale, k_pe=attended.k_pe, queries=queries,
-        workspace_bytes=workspace_bytes,
+        softmax_scale=attended.softmax_scale, k_pe=attended.k_pe, w_uk=attended.weights,
+        queries=queries, workspace_bytes=workspace_bytes,
     )  # fmt: skip
 
     visible = visible_keys(layout, queries)

@@ -123,6 +123,7 @@ def captured_mass(
     *,
     softmax_scale: float,
     k_pe: torch.Tensor | None = None,
+    w_uk: torch.Tensor | None = None,
     queries: torch.Tensor | None = None,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
 ) -> torch.Tensor:
@@ -132,12 +133,14 @@ def captured_mass(
 
     Args:
         q, kv: ``[Sq, H, D]`` and ``[Skv, D]`` of sparse attention; with ``k_pe``, ``kv`` is
-            ``[Skv, H, Dk]`` of masked dense attention.
+            ``[Skv, H, Dk]`` of masked dense attention; with ``w_uk``, ``q`` is ``[Sq, H, A + P]``,
+            not absorbed, and ``kv`` the latents ``[Skv, R + P]``.
         indices: int32 ``[Sq, K]``, key rows that are attended to; negative entries are no key.
         lse: ``[Sq, H]``, natural log of all mass that the attention had in its denominator.
         layout: which keys each query sees.
         softmax_scale: factor on ``q . kv``.
         k_pe: ``[Skv, R]``, the rope key of masked dense attention, for the last dims of ``q``.
+        w_uk: ``[H, A, R]``, what makes keys of latents in absorbed attention.
         queries: int64 ``[r]``, tokens to look at; all by default.
         workspace_bytes: budget for temporary memory.
     """
@@ -155,6 +158,9 @@ def captured_mass(
         heads_at_once = rows_in_budget(workspace_bytes, bytes_per_block)
         for heads in slices(q.shape[1], heads_at_once):
             block_q = q[some][:, heads].transpose(0, 1)
+            if w_uk is not None:
+                own, rope = block_q.split([w_uk.shape[1], q.shape[2] - w_uk.shape[1]], dim=-1)
+                block_q = torch.cat([torch.bmm(own, w_uk[heads]), rope], dim=-1)
             if k_pe is None:
                 logits = _shared_key_logits(block_q, kv)
             else:

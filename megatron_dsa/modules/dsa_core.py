@@ -21,12 +21,12 @@ from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     IndexerTraining,
     LatentKeys,
+    absorbed_attention,
     dense_attention,
     dense_indexer_loss,
     gathered_latent_attention,
     key_bits,
     masked_attention,
-    sparse_attention,
     sparse_indexer_loss,
     visible_bits,
 )
@@ -101,6 +101,7 @@ class DSACoreAttention(CoreAttention):
         q: torch.Tensor,
         kv: torch.Tensor,
         kv_grad: torch.Tensor,
+        weights: torch.Tensor,
         layout: Layout,
         index_inputs: IndexerInputs | None,
         given: TopKIndices | None,
@@ -109,8 +110,9 @@ class DSACoreAttention(CoreAttention):
         """Attend to selected keys.
 
         Args:
-            q: ``[tokens, H, 576]`` absorbed queries, of the local heads or (by sequence) of all.
+            q: ``[tokens, H, 192]`` queries, of the local heads or (by sequence) of all.
             kv: ``[keys, 576]`` latent keys; kv_grad: the fp32 proxy for their gradient.
+            weights: ``[local heads, 256, 512]``, which expand latents to keys and values.
             layout: which keys each token sees.
             index_inputs: the indexer's projections, ``None`` if nothing is scored.
             given: the selection to use in place of the indexer's: of an earlier layer, for layers
@@ -118,23 +120,30 @@ class DSACoreAttention(CoreAttention):
             ranks: who shares the microbatch.
 
         Returns:
-            latent output ``[tokens, H, kv_lora_rank]`` and the selection that was used.
+            output ``[tokens, H, v_head_dim]`` and the selection that was used.
         """
         selection = self._select(layout, index_inputs, given, ranks)
-        result = sparse_attention(
+        group = ranks.tp if ranks.by_sequence else None
+        result = absorbed_attention(
             q,
             kv,
+            weights,
             selection.indices,
             softmax_scale=self.softmax_scale,
-            v_dim=self.config.kv_lora_rank,
             topk_length=selection.length,
             kv_grad=kv_grad,
             want_p_sum=self._evaluates_sparse_loss(index_inputs),
             in_order=True,
             indexer=self._loss_in_backward(index_inputs, layout),
+            group=group,
+            recompute=self.options.recompute == "latent_output",
             policy=self.policy,
         )
-        return self._trained_and_measured(result, index_inputs, layout, selection, q, kv), selection
+        out = self._trained_and_measured(
+            result, index_inputs, layout, selection, q, kv,
+            w_uk=weights[:, : self.config.qk_head_dim], group=group,
+        )  # fmt: skip
+        return out, selection
 
     def forward_masked(
         self,
@@ -178,7 +187,7 @@ class DSACoreAttention(CoreAttention):
         )
         result = result._replace(lse=ranks.own_attended(result.lse))
         q = ranks.own_attended(q)
-        out = self._trained_and_measured(result, index_inputs, layout, selection, q, kv, k_pe)
+        out = self._trained_and_measured(result, index_inputs, layout, selection, q, kv, k_pe=k_pe)
         return out, selection
 
     def _select(self, layout, index_inputs, given, ranks) -> TopKIndices:
@@ -212,17 +221,18 @@ class DSACoreAttention(CoreAttention):
         return self.sparse_training(index_inputs, layout, layout)
 
     def _trained_and_measured(
-        self, result, index_inputs, layout, selection, q, kv, k_pe=None
+        self, result, index_inputs, layout, selection, q, kv, **keys
     ) -> torch.Tensor:
         """Return the output of attention, with an indexer loss over all keys hung onto it.
 
-        Figures and losses that the log asks for are recorded.
+        Figures and losses that the log asks for are recorded. ``keys``: what else
+        :class:`Attended` has to know about keys.
         """
         if index_inputs is None:
             return result.out
         attended = Attended(
             index_inputs, layout, self.config.dsa_indexer_topk, layout, q, kv, selection.indices,
-            result.lse, self.softmax_scale, k_pe,
+            result.lse, self.softmax_scale, **keys,
         )  # fmt: skip
         out = result.out
         if self.trains_indexer_now() and not self.loss_is_sparse:

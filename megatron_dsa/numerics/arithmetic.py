@@ -36,6 +36,17 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
 
 
+def add_bmm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add :func:`bmm` to ``total [n, i, j]``, which has the accumulation dtype, in place."""
+    dtype = accumulation_dtype(a.dtype)
+    if a.dtype == dtype:
+        total.baddbmm_(a, b)
+    elif a.is_cuda and _BMM_WIDENS:
+        torch.baddbmm(total, a, b, out_dtype=dtype, out=total)
+    elif not a.is_meta:  # a plan would count the copies, which a GPU does not make
+        total.baddbmm_(a.to(dtype), b.to(dtype))
+
+
 def rows_in_budget(budget_bytes: int, bytes_per_row: int) -> int:
     """How many rows fit the workspace; at least one, or nothing could run."""
     return max(1, budget_bytes // max(1, bytes_per_row))

@@ -128,7 +128,7 @@ def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
         teachers = []
         if loss_is_sparse(config):
             teachers = _teachers(attention, selected, teaches, options.evaluate_indexer)
-        yield from _loss(calls, visible, selected, teachers, attention.qk_dim)
+        yield from _loss(calls, visible, selected, teachers, config.qk_head_dim + rope)
 
 
 def visible_ops(config: Any, device: str | None = None) -> Iterator[RequiredOp]:

@@ -36,6 +36,7 @@ MASKED = {"selected_attention": "masked"}
 LAYERS = {
     "DSA": (DSA, (), {}),
     "DSA dense loss": (DSA, (), {"dsa_indexer_use_sparse_loss": False}),
+    "DSA in blocks": (DSA, (), {"recompute": "latent_output"}),
     "DSA masked": (DSA, (), MASKED),
     "DSA masked dense loss": (DSA, (), MASKED | {"dsa_indexer_use_sparse_loss": False}),
     "DSA masked recomputed": (DSA, (), MASKED | RECOMPUTED),
@@ -67,16 +68,25 @@ ROWS = {
 }
 
 
+def in_small_blocks(options):
+    """Return options with a workspace of a few tokens, less than the flag takes."""
+    options = dataclasses.replace(options)
+    object.__setattr__(options, "workspace_bytes", 2**14)
+    return options
+
+
 def case(layer, rows, mode=""):
     """Return a layer on rows; ``mode`` says how ranks divide rows and heads."""
     base, arguments, changes = LAYERS[layer]
-    names = ("csa_teacher", "stage", "cp_exchange", "selected_attention")
+    names = ("csa_teacher", "stage", "cp_exchange", "selected_attention", "recompute")
     options = {key: changes[key] for key in names if key in changes}
     changes = {key: value for key, value in changes.items() if key not in options}
     words = mode.split()
     cp_layout = next((w for w in words if w in ("zigzag", "contiguous", "zigzag_rows")), "zigzag")
     tp_mode = next((w for w in words if w in ("heads", "sequence", "select")), "auto")
     options = DSAOptions(cp_layout=cp_layout, tp_mode=tp_mode, **options)
+    if layer.endswith("blocks"):
+        options = in_small_blocks(options)
     return dataclasses.replace(
         base, arguments=arguments, changes=changes | {"options": options}, cp_layout=cp_layout,
         **ROWS[rows],

@@ -34,6 +34,9 @@ WRONG = {
     "--dsa-kernel-backend must be unset": {"dsa_kernel_backend": "tilelang"},
     "--dsa-indexer-loss-coeff is required in stage": {"dsa_indexer_loss_coeff": None},
     "--dsa-indexer-loss-coeff must be 0 or more": {"dsa_indexer_loss_coeff": -1.0},
+    "--dsa-recompute latent_output has no effect with --csa-compress-ratios": {
+        "options": DSAOptions(recompute="latent_output")
+    },
 }
 
 

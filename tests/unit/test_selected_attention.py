@@ -122,6 +122,7 @@ def test_other_stages_and_v4_select_otherwise(fused, stage):
     ("changes", "options", "message"),
     [
         (BY_HEADS, {"tp_mode": "sequence"}, "--dsa-tp-mode sequence.* add --dsa-tp-mode heads"),
+        ({}, {"recompute": "latent_output"}, "--dsa-recompute latent_output.* drop one of the two"),
     ],
 )
 def test_where_it_cannot_be_asked_for(changes, options, message):

@@ -83,6 +83,7 @@ BACKWARD = Operation(
                 covers="dq, dkv, dsink, p_sum",
                 **_TILELANG,
                 gives_teacher=True,
+                adds_keys=True,
                 **ATOMIC_SUMS,
             ),
         ),

@@ -17,7 +17,9 @@ from tests.host import start
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are for the CPU")
 
 
-@pytest.mark.parametrize("way", ["sparse", "masked", "dense", "ours-dense", "bundled"])
+@pytest.mark.parametrize(
+    "way", ["sparse", "recomputed", "masked", "dense", "ours-dense", "bundled"]
+)
 def test_ways_are_the_same_layer(way):
     """As long as every key is selected; the gradients of the indexer as well."""
     device, spec = start(), LayerSpec("tiny", 12, heads=4, workspace_mib=1)
@@ -83,7 +85,7 @@ def test_what_may_fault_comes_last():
     ]  # fmt: skip
     for case, works in plan:
         ranks = ["sparse-rank", "masked-rank", "dense-rank"] if case.heads < 128 else []
-        ways = ["ours", "sparse", "masked", "dense", "ours-dense", *ranks, "bundled"]
+        ways = ["ours", "sparse", "recomputed", "masked", "dense", "ours-dense", *ranks, "bundled"]
         assert [work.way for work in works] == ways
 
 

@@ -182,6 +182,23 @@ def test_query_scores_of_bf16_stay_exact_products():
     assert relative_error(got, expected) < 1e-6
 
 
+@pytest.mark.parametrize("workspace_bytes", [1, 2**28])
+def test_captured_mass_of_queries_that_are_not_absorbed(workspace_bytes):
+    (layout,) = layouts("packed", "alone")
+    draw = lambda *shape, seed: leaf(  # noqa: E731
+        *shape, seed=seed, device=start(), dtype=torch.float64
+    ).detach()
+    q, kv, w_uk = draw(TOTAL, 3, 7, seed=4), draw(TOTAL, 11, seed=5), draw(3, 4, 8, seed=6)
+    absorbed = torch.cat([torch.einsum("qha,har->qhr", q[..., :4], w_uk), q[..., 4:]], -1)
+    indices, _ = indexer_topk(indexer_inputs(layout, TOTAL), layout, 4)
+    lse = sparse_attention(absorbed, kv, indices, softmax_scale=0.2, v_dim=8).lse
+    settings = {"softmax_scale": 0.2, "workspace_bytes": workspace_bytes}
+    got = captured_mass(q, kv, indices, lse, layout, w_uk=w_uk, **settings)
+    expected = captured_mass(absorbed, kv, indices, lse, layout, **settings)
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert relative_error(got.nan_to_num(), expected.nan_to_num()) < 1e-12
+
+
 @pytest.mark.parametrize("workspace_bytes", [1, 5000, 2**28])
 def test_captured_mass_in_any_budget(workspace_bytes):
     (layout,) = layouts("packed", "alone")

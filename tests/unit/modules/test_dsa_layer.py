@@ -8,6 +8,9 @@ are fp32 in Megatron, which sets the tolerance.
 import pytest
 import torch
 
+from megatron_dsa.config import DSAOptions
+from megatron_dsa.dispatch import report, reset_report
+from tests.cases.layers import in_small_blocks
 from tests.helpers import relative_error
 from tests.host import attention_module, packed, small_config, start
 from tests.reference import dsa_float64
@@ -69,6 +72,15 @@ CASES = {
     "no hadamard": {"dsa_indexer_rotate_activation": False},
     "k norm epsilon": {"dsa_indexer_k_norm_epsilon": 0.1, "dsa_indexer_k_norm_fp32": False},
     "dense loss": {"dsa_indexer_use_sparse_loss": False},
+    "in blocks": {"options": in_small_blocks(DSAOptions())},
+    "in blocks, recomputed": {
+        "options": in_small_blocks(DSAOptions(recompute="latent_output")),
+    },
+    "in blocks, recomputed by Megatron": {
+        "options": in_small_blocks(DSAOptions(recompute="latent_output")),
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "mla_up_proj"],
+    },
     "no query latent": {"q_lora_rank": None, "qk_layernorm": False},
 }
 
@@ -78,20 +90,18 @@ CASES = {
 def test_sparse_stage(case, batch):
     config = small_config(**CASES[case])
     loss = "sparse" if config.dsa_indexer_use_sparse_loss else "dense"
+    reset_report()
     compare(config, mode="sparse", loss=loss, batch=batch)
+    assert (report()["sparse_attention_backward"]["torch"] > 5) == ("blocks" in case)
 
 
 @pytest.mark.parametrize("case", ["plain", "yarn"])
 def test_warmup_stage(case):
-    from megatron_dsa.config import DSAOptions
-
     config = small_config(**CASES[case], options=DSAOptions(stage="warmup", freeze_main=False))
     compare(config, mode="dense", loss="dense", batch=2)
 
 
 def test_dense_stage_has_no_indexer():
-    from megatron_dsa.config import DSAOptions
-
     config = small_config(options=DSAOptions(stage="dense"))
     module, _ = compare(config, mode="dense", loss=None, batch=2)
     assert not any("indexer" in name for name, _ in module.named_parameters())
@@ -100,8 +110,6 @@ def test_dense_stage_has_no_indexer():
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
 def test_packed_sequences_do_not_see_each_other(stage):
     """Trap 10: a packed batch equals each sequence alone, one of them shorter than the top-k."""
-    from megatron_dsa.config import DSAOptions
-
     config = small_config(options=DSAOptions(stage=stage, freeze_main=False))
     lengths = [5, 60, 17]
     compare(
@@ -145,8 +153,6 @@ def test_padding_between_packed_sequences_changes_nothing():
 
 def test_everything_selected_equals_dense_attention():
     """With K >= S the sparse stage is dense MLA, up to the rounding of absorption."""
-    from megatron_dsa.config import DSAOptions
-
     sparse = attention_module(small_config(dsa_indexer_topk=SEQUENCE))
     dense = attention_module(small_config(options=DSAOptions(stage="dense")))
     own = dict(sparse.named_parameters())
@@ -169,7 +175,6 @@ def test_equals_megatrons_own_mla():
     """The dense stage is Megatron's MLA: same weights, same output and gradients."""
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-    from megatron_dsa.config import DSAOptions
     from tests.megatron_mla import megatron_mla
 
     config = small_config(options=DSAOptions(stage="dense"), dtype=torch.float32)
@@ -194,8 +199,6 @@ def test_equals_megatrons_own_mla():
 
 
 def test_evaluation_computes_no_loss():
-    from megatron_dsa.dispatch import report, reset_report
-
     module = attention_module(small_config()).eval()
     x = hidden_states(module.config)
     reset_report()
@@ -209,8 +212,6 @@ def test_evaluation_computes_no_loss():
 @pytest.mark.parametrize("evaluates", [True, False])
 def test_a_backward_that_gives_the_teacher_needs_no_probabilities(add, gives, evaluates):
     """16: start-up probes what a step calls."""
-    from megatron_dsa.config import DSAOptions
-    from megatron_dsa.dispatch import report, reset_report
     from megatron_dsa.required_ops import called_ops
 
     def without_teacher(original):
@@ -234,8 +235,6 @@ def test_a_backward_that_gives_the_teacher_needs_no_probabilities(add, gives, ev
 
 
 def test_latent_norms_have_an_epsilon_of_their_own():
-    from megatron_dsa.config import DSAOptions
-
     config = small_config(options=DSAOptions(latent_norm_epsilon=0.5))
     module = attention_module(config)
     for norm, dims in ((module.q_layernorm, "q_lora_rank"), (module.kv_layernorm, "kv_lora_rank")):

@@ -12,6 +12,7 @@ from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     IndexerTraining,
     LatentKeys,
+    absorbed_attention,
     dense_attention,
     dense_indexer_loss,
     key_bits,
@@ -95,6 +96,11 @@ OPERATIONS = {
     "sparse_attention, indexer": (
         lambda: [double(*Q, seed=1), double(*KV, seed=2), *index_inputs()],
         lambda q, kv, *inputs: attend(q, kv, indexer=trained(inputs)),
+    ),
+    "absorbed_attention": (
+        lambda: [double(TOKENS, HEADS, 5, seed=1), double(*KV, seed=2),
+                 double(HEADS, 6, DIM - 2, seed=3)],
+        lambda *x: absorbed_attention(*x, selection(), softmax_scale=0.3).out,
     ),
     "masked_attention": (
         lambda: [double(*Q, seed=1), double(TOKENS, HEADS, 7, seed=2), double(TOKENS, 2, seed=3)],

@@ -9,8 +9,10 @@ import torch
 from megatron_dsa.dispatch import Policy, describe_call
 from megatron_dsa.ops.sparse_attention import torch as unfused
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
-from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.inputs import KeyGradientSum, SparseAttentionInputs
+from megatron_dsa.ops.sparse_attention.tilelang import launch
 from megatron_dsa.ops.sparse_attention.tilelang.fixed_point import to_float, units_per_one
+from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels
 from tests.cases.sparse_attention import make_case
 from tests.helpers import deterministic, relative_error
 
@@ -67,6 +69,59 @@ def test_what_is_not_finite_stays_so_and_unselected_keys_do_not_count():
             spoiled = replace(arguments, q=inputs["q"])
             units = units_per_one(spoiled, inputs["out"], inputs["dout"])
             assert to_float(zeros, units).isnan().all()
+
+
+class AddingKernels(Kernels):
+    """Kernels that add one per call to every element of the key gradient."""
+
+    def _compiled(self, part, arguments):
+        assert part == "backward"
+
+        def add(*tensors):
+            dkv, units = tensors[9], tensors[10]
+            dkv.add_(units.to(dkv.dtype) if dkv.dtype == torch.int64 else 1.0)
+
+        return add
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_calls_that_share_a_sum_add_to_one_accumulator(fixed, monkeypatch):
+    pytest.importorskip("tilelang", reason="tilelang is not installed")
+    monkeypatch.setattr(launch, "deterministic_mode", lambda: fixed)
+    inputs, out, lse, dout = case(heads=64)
+    kernels, asked = AddingKernels("sm_90a", "sm_90a"), []
+
+    def bounds():
+        asked.append(True)
+        return inputs.q.abs().max().float(), dout.abs().max().float()
+
+    def run(outputs):
+        shared = replace(inputs, key_sum=KeyGradientSum(3 * inputs.q.shape[0] * 64, bounds))
+        for each in outputs:
+            assert launch.backward(shared, each, lse, dout, kernels)[1] is None
+        return shared.key_sum.result()
+
+    monkeypatch.setattr(launch, "sorting_pays", lambda _inputs: False)
+    alone = launch.backward(inputs, out, lse, dout, kernels)[1]
+    assert torch.equal(alone, torch.ones_like(alone)) and not asked
+    assert torch.equal(run([out] * 3), 3 * torch.ones_like(alone))
+    assert len(asked) == fixed  # once, for the first call
+    if fixed:  # units are settled before: what comes later may not be hidden
+        bad = out.clone()
+        bad[3, 2, 1] = float("nan")
+        assert run([out, bad, out]).isnan().all()
+
+
+def test_units_of_a_shared_sum_leave_room_for_all_calls():
+    inputs, out, _, dout = case()
+    queries, gradient = inputs.q.abs().max().float(), dout.abs().max().float()
+    rows = inputs.q.shape[:2].numel()
+    alone = units_per_one(inputs, out, dout)
+    for calls in (1, 8):
+        total = KeyGradientSum(calls * rows, lambda: (queries, gradient))
+        units = units_per_one(replace(inputs, key_sum=total), out, dout)
+        # Outputs are taken to be as large as values, which halves them at most.
+        assert alone / calls / 2 <= units <= alone / calls
 
 
 def test_column_order():

@@ -5,7 +5,10 @@ import pytest
 from tests.cases.layers import LAYERS, ROWS, case
 from tests.ranks import compare, run
 
-VARIANTS = ("CSA old teacher", "CSA warm-up", "HCA of long groups", "dense MLA, keys in a ring")
+VARIANTS = (
+    "DSA in blocks", "CSA old teacher", "CSA warm-up", "HCA of long groups",
+    "dense MLA, keys in a ring",
+)  # fmt: skip
 #: Ranks, and how they divide rows and heads.
 GRIDS = {
     (1, 2): ("zigzag", "contiguous", "zigzag_rows"),
@@ -83,5 +86,7 @@ def test_ranks_equal_one(tp, cp, mode, layer, rows, single, grid):
         counted = several[0]["report"]["tensor_parallel_attention"]
         divided = "heads" if layer.startswith("dense") else mode.split()[-1]
         assert list(counted) == [divided]
+    if layer.endswith("blocks"):
+        assert several[0]["report"]["sparse_attention_backward"]["torch"] > 3
     selects = layer.startswith(("DSA", "CSA")) and "warm-up" not in layer
     assert len(several[0]["slots"]) == selects * (2 if layer.endswith("recomputed") else 1)

@@ -53,10 +53,10 @@ CASES = [
     ("ours-dense", 16, 4096), ("ours-dense", 16, 8192), ("dense", 128, 12288), ("dense", 64, 8192),
     ("dense", 16, 8192),
 ]  # fmt: skip
-#: Layers that take less memory than when they were measured: gradients of index queries are scaled
-#: in place, queries rotated in one pass, heads' products written in place, and two parts of a
-#: gradient or of a teacher are not in memory at once. ``ours`` is sparse attention. To be measured
-#: again.
+#: Layers that take less memory than when they were measured: absorbed queries and latent outputs
+#: exist for a block of tokens, gradients of index queries are scaled in place, queries rotated in
+#: one pass, and two parts of a gradient or of a teacher are not in memory at once. ``ours`` is
+#: sparse attention. To be measured again.
 LESS_NOW = [
     *(("sparse", 128, tokens) for tokens in (4096, 8192, 12288)), ("sparse", 64, 8192),
     ("sparse", 16, 4096), ("sparse", 16, 8192), ("masked", 16, 4096), ("masked", 16, 8192),

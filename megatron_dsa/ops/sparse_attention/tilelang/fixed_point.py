@@ -31,15 +31,19 @@ def units_per_one(
     """Return how many integers are one: fp32 ``[1]``, a power of two, without synchronisation.
 
     It is NaN or 0 where an input is not finite, and so are all gradients then. Rows of keys that
-    are not finite do not count: a query that selected one has such an output.
+    are not finite do not count: a query that selected one has such an output. With
+    ``inputs.key_sum`` it is for all calls that add to that sum, and ``out`` is not looked at.
     """
     values = inputs.kv[:, : inputs.v_dim]
     values = largest(torch.where(values.isfinite(), values, 0.0))
-    gradient = largest(dout)
-    per_row = inputs.softmax_scale * inputs.v_dim * gradient * (values + largest(out))
-    per_row = per_row * largest(inputs.q) + gradient
-    rows = inputs.q.shape[0] * inputs.q.shape[1]
-    return units_for(rows, per_row)
+    if inputs.key_sum is None:
+        rows, queries, gradient = inputs.q.shape[:2].numel(), largest(inputs.q), largest(dout)
+        outputs = largest(out)
+    else:
+        rows, (queries, gradient) = inputs.key_sum.rows, inputs.key_sum.bounds()
+        outputs = values  # an output is a mean of values
+    per_row = inputs.softmax_scale * inputs.v_dim * gradient * (values + outputs)
+    return units_for(rows, per_row * queries + gradient)
 
 
 def to_float(fixed: torch.Tensor, units: torch.Tensor) -> torch.Tensor:

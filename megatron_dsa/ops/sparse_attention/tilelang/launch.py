@@ -14,6 +14,7 @@ import torch
 
 from megatron_dsa.dispatch import deterministic_mode
 from megatron_dsa.numerics.arithmetic import rows_in_budget, valid_entries
+from megatron_dsa.ops.hopper.fixed_point import largest
 from megatron_dsa.ops.hopper.fragments import (
     in_column_order,
     in_column_order_transposed,
@@ -54,32 +55,46 @@ def backward(
 ):
     """Return ``dq`` (dtype of q), ``dkv`` fp32, ``dsink`` fp32 or ``None``, ``p_sum`` or ``None``.
 
-    In torch's deterministic mode equal inputs give bitwise equal gradients (:mod:`.fixed_point`),
-    unless a query lists a key twice. Tests name ``kernels`` other than those of the GPU.
+    ``dkv`` is ``None`` with ``inputs.key_sum``, to which the kernels add. In torch's deterministic
+    mode equal inputs give bitwise equal gradients (:mod:`.fixed_point`), unless a query lists a key
+    twice. Tests name ``kernels`` other than those of the GPU.
     """
     sink = inputs.sink
     plan = _plan(inputs, kernels or kernels_for(inputs.q.device))
-    work = _backward_tensors(inputs, out, lse, dout, plan.fixed_point)
+    work = _backward_tensors(plan, inputs, out, lse, dout)
     launch = _two_kernels if plan.in_two else _one_kernel
-    p_sum, sums = None, torch.empty(1, 1, 1, device=out.device)
+    p_sum, unused = None, torch.empty(1, 1, 1, device=out.device)
     if plan.sums_heads:
         p_sum = torch.empty_like(inputs.indices, dtype=torch.float32)
     ascending = sorting_pays(inputs)
     for part, lists, places in key_lists(
         inputs, plan.group, ascending, plan.sums_heads, plan.kernels
     ):
+        sums = unused
         if plan.sums_heads:
             count, width = lists[0].shape
             sums = torch.zeros(count, plan.group, width, device=out.device)
         launch(plan, inputs, work, part, lists, sums)
         if plan.sums_heads:
             _to_callers_lists(p_sum, sums, places, part, inputs)
+        del sums  # before the next part takes memory
     dsink = None
     if sink is not None:
         # A head without any key and a sink of -inf has no probability to lose: 0, not NaN.
         total = torch.where(work.total == float("-inf"), float("inf"), work.total)
         dsink = -(torch.exp(sink.float() - total) * work.delta).sum(0)
-    return work.dq, _key_gradient(plan, inputs, work), dsink, p_sum
+    dkv = None if inputs.key_sum is not None else _key_gradient(plan, inputs.v_dim, work.sums)
+    return work.dq, dkv, dsink, p_sum
+
+
+@dataclass
+class _KeySums:
+    """What kernels add the key gradient to, and how many integers of it are one."""
+
+    dkv: torch.Tensor
+    units: torch.Tensor
+    #: 0, or NaN once an output is not finite in a call after the units were chosen.
+    poison: torch.Tensor | float = 0.0
 
 
 @dataclass(frozen=True)
@@ -117,9 +132,8 @@ class _Tensors:
     dout: torch.Tensor
     total: torch.Tensor
     dq: torch.Tensor
-    dkv: torch.Tensor
     delta: torch.Tensor
-    units: torch.Tensor
+    sums: _KeySums
 
     def rows(self, part: slice) -> _Tensors:
         """Return the rows ``[queries * heads, ...]`` of some queries; what is per key stays."""
@@ -129,7 +143,7 @@ class _Tensors:
         )
 
 
-def _backward_tensors(inputs: SparseAttentionInputs, out, lse, dout, fixed: bool) -> _Tensors:
+def _backward_tensors(plan: _Plan, inputs: SparseAttentionInputs, out, lse, dout) -> _Tensors:
     q, kv = inputs.q.contiguous(), inputs.kv.contiguous()
     out, dout = out.contiguous(), dout.to(q.dtype).contiguous()
     total = lse
@@ -142,10 +156,31 @@ def _backward_tensors(inputs: SparseAttentionInputs, out, lse, dout, fixed: bool
         dout=dout,
         total=total.contiguous(),
         dq=torch.empty_like(q),
-        dkv=torch.zeros_like(kv, dtype=torch.int64 if fixed else torch.float32),
         delta=torch.empty_like(lse, memory_format=torch.contiguous_format),
-        units=units_per_one(inputs, out, dout) if fixed else torch.empty(1, device=q.device),
+        sums=_key_sums(plan, inputs, out, dout),
     )
+
+
+def _key_sums(plan: _Plan, inputs: SparseAttentionInputs, out, dout) -> _KeySums:
+    """Return what the kernels add to: new zeros, or what the call before has added to."""
+    fixed, shared = plan.fixed_point, inputs.key_sum
+
+    def new() -> _KeySums:
+        dkv = torch.zeros_like(
+            inputs.kv,
+            dtype=torch.int64 if fixed else torch.float32,
+            memory_format=torch.contiguous_format,
+        )
+        units = units_per_one(inputs, out, dout) if fixed else torch.empty(1, device=out.device)
+        return _KeySums(dkv, units)
+
+    if shared is None:
+        return new()
+    v_dim = inputs.v_dim
+    sums = shared.accumulator(new, lambda sums: _key_gradient(plan, v_dim, sums))
+    if fixed:
+        sums.poison = sums.poison + 0.0 * largest(out)
+    return sums
 
 
 def _one_kernel(
@@ -157,7 +192,8 @@ def _one_kernel(
     )
     x, scale = work.rows(part), inputs.softmax_scale
     kernel(
-        x.q, x.kv, x.out, x.dout, x.total, *lists, x.dq, x.dkv, x.units, x.delta, sums, scale
+        x.q, x.kv, x.out, x.dout, x.total, *lists, x.dq, x.sums.dkv, x.sums.units, x.delta, sums,
+        scale,
     )  # fmt: skip
 
 
@@ -181,7 +217,7 @@ def _two_kernels(
         first_half(
             x.q, x.kv, x.out, x.dout, x.total, own, n, x.dq, own_pds, x.delta, own_sums, scale
         )
-        second_half(x.q, x.dout, own, n, own_pds, x.dkv, x.units)
+        second_half(x.q, x.dout, own, n, own_pds, x.sums.dkv, x.sums.units)
 
 
 def _queries_at_once(inputs: SparseAttentionInputs, tiles: int, bytes_per_query: int) -> int:
@@ -196,15 +232,16 @@ def _queries_at_once(inputs: SparseAttentionInputs, tiles: int, bytes_per_query:
     return min(step, queries)
 
 
-def _key_gradient(plan: _Plan, inputs: SparseAttentionInputs, work: _Tensors) -> torch.Tensor:
+def _key_gradient(plan: _Plan, v_dim: int, sums: _KeySums) -> torch.Tensor:
     """Bring what the kernels have added up to fp32 in column order."""
-    if plan.fixed_point and (plan.in_two or plan.kernels.tiles):
-        return work.dkv.float().div_(work.units)
+    dkv = sums.dkv
     if plan.fixed_point:
-        return to_float(work.dkv, work.units)
+        units = sums.units + sums.poison
+        in_order = plan.in_two or plan.kernels.tiles
+        return dkv.float().div_(units) if in_order else to_float(dkv, units)
     if plan.in_two:
-        return in_column_order_transposed(work.dkv, inputs.v_dim)
-    return work.dkv if plan.kernels.tiles else in_column_order(work.dkv)
+        return in_column_order_transposed(dkv, v_dim)
+    return dkv if plan.kernels.tiles else in_column_order(dkv)
 
 
 def _to_callers_lists(p_sum, sums, places, part, inputs) -> None:

@@ -1,0 +1,65 @@
+"""Blocks of tokens in which absorbed attention runs: how many tokens each has."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.dispatch import Policy
+from megatron_dsa.dispatch.support import OpCall
+from megatron_dsa.numerics.arithmetic import slices
+from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
+
+#: Rows of queries (tokens times heads), and tokens, that a thread block of a kernel has at most.
+_ROWS, _TOGETHER = 64, 8
+#: Waves of thread blocks, at least: the last one of a launch leaves processors idle.
+_WAVES = 8
+#: Tokens, at least: the fp32 gradients of the weights are read and written once per block.
+_TOKENS = 1024
+#: Blocks at most, where each makes a key gradient of its own, as long as all keys.
+_KEY_GRADIENTS = 16
+
+
+def token_blocks(
+    tokens: int,
+    keys: int,
+    call: OpCall,
+    policy: Policy,
+    device: torch.device,
+    backward: bool = True,
+) -> tuple[slice, ...]:
+    """Return consecutive slices of ``tokens``, equally long but for the last; at least one.
+
+    What a block makes of absorbed queries, latent outputs and their gradients fits in the
+    workspace, unless kernels would not fill the GPU then. A block has whole waves of thread blocks.
+
+    Args:
+        tokens, keys: of the call.
+        call: the description of sparse attention, its dims those of the latents.
+        policy: the workspace, and which backward runs.
+        device: of the tensors.
+        backward: whether there will be a backward.
+    """
+    per_token = call.heads * 2 * (call.qk_dim + call.v_dim) * call.dtype.itemsize
+    wave, fewest = _wave(call.heads, device), 1
+    if wave:
+        fewest = max(_WAVES * wave, _up(_TOKENS, wave))
+        if backward and not BACKWARD.choose(call, policy).candidate.support.adds_keys:
+            fewest = max(fewest, _up(-(-keys // _KEY_GRADIENTS), wave))
+    wave = wave or 1
+    most = max(fewest, policy.workspace_bytes // per_token // wave * wave)
+    # At most half as many tokens again as wanted, or a third less.
+    count = max(1, min(-(-tokens // most), round(tokens / fewest)))
+    size = tokens if count == 1 else _up(-(-tokens // count), wave)
+    return tuple(slices(tokens, size)) if tokens else (slice(0, 0),)
+
+
+def _wave(heads: int, device: torch.device) -> int:
+    """Return how many tokens the thread blocks have that run at once; 0 where there is no GPU."""
+    if device.type == "cpu":
+        return 0
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors * max(1, min(_ROWS // heads, _TOGETHER)) // -(-heads // _ROWS)
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
