@@ -19,9 +19,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron_dsa.config import options_of, validate
 from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
 from megatron_dsa.modules.rope import PositionRope
+from megatron_dsa.numerics.head_products import head_products
 from megatron_dsa.ops.rope.api import norm_rope, rotate
 from megatron_dsa.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
-from megatron_dsa.parallel.head_products import head_product
 from megatron_dsa.required_ops import tensor_parallel_mode
 from megatron_dsa.sequence.layout import Layout
 
@@ -171,7 +171,7 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
         weight = weight_of(self.linear_o_group_proj)
         weight = weight.view(self.groups, self.config.o_lora_rank, -1)
         out = out.reshape(out.shape[0], self.groups, -1)
-        return head_product(out, weight.transpose(1, 2)).flatten(1)
+        return head_products(out, weight.transpose(1, 2)).flatten(1)
 
     def backward_dw(self) -> None:
         """Compute delayed weight gradients of every layer that ran as a linear.

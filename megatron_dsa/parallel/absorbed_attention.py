@@ -27,6 +27,7 @@ from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, add_bmm, rows_in_budget, slices
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.checks import FLOATS, require_lists, require_tensor
+from megatron_dsa.numerics.head_products import write_head_products
 from megatron_dsa.ops.hopper.fixed_point import largest
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
 from megatron_dsa.ops.sparse_attention.api import Settings
@@ -84,21 +85,12 @@ class _Blocks:
         """Return the attention of some tokens; absorbed queries stay until the next call."""
         q = self.q[tokens]
         absorbed = self.absorbed[: len(q)]
-        head_products(q[..., : self.own], self.w_uk, absorbed[..., : self.rank])
+        write_head_products(q[..., : self.own], self.w_uk, absorbed[..., : self.rank])
         absorbed[..., self.rank :] = q[..., self.own :]
         length = None if self.length is None else self.length[tokens]
         return self.attention.arguments(
             absorbed, self.kv, None, self.indices[tokens], length, want_p_sum
         )
-
-
-def head_products(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """Write ``x[:, h] @ weights[h]`` to ``out[:, h]`` for every head: no transposed copy.
-
-    Args:
-        x: ``[tokens, H, A]``; weights: ``[H, A, B]``; out: ``[tokens, H, B]``. Any strides.
-    """
-    torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
 
 
 class _AbsorbedAttention(torch.autograd.Function):
@@ -117,7 +109,7 @@ class _AbsorbedAttention(torch.autograd.Function):
                 if p_sum is None:
                     p_sum = p.attention.run(PROBABILITIES, inputs, lse)
                 p_sums.append(p_sum)
-            head_products(latent, blocks.w_uv.transpose(1, 2), out[tokens])
+            write_head_products(latent, blocks.w_uv.transpose(1, 2), out[tokens])
             lses.append(lse)
             if p.keeps_latents:
                 latents.append(latent)
@@ -210,7 +202,7 @@ class _Backward:
         if latent is None:
             latent = attention.run(FORWARD, inputs)[0]
         dlatent, lse = self.dlatent[: len(dout)], self.lse[tokens]
-        head_products(dout, blocks.w_uv, dlatent)
+        write_head_products(dout, blocks.w_uv, dlatent)
         inputs = replace(inputs, want_p_sum=teaches, key_sum=self.keys)
         absorbed, dkv, _, p_sum = attention.run(
             BACKWARD, inputs, latent, lse, dlatent, teacher=teaches
@@ -241,7 +233,7 @@ class _Backward:
         if self.dq is None:
             self.dq = torch.empty_like(blocks.q, memory_format=torch.contiguous_format)
         dq, rank, to_own = self.dq[tokens], blocks.rank, blocks.w_uk.transpose(1, 2)
-        head_products(absorbed[..., :rank], to_own, dq[..., : blocks.own])
+        write_head_products(absorbed[..., :rank], to_own, dq[..., : blocks.own])
         dq[..., blocks.own :] = absorbed[..., rank:]
 
 

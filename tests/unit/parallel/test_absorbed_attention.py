@@ -241,7 +241,7 @@ def test_products_of_frozen_weights_and_queries_are_skipped(blocks_of, monkeypat
         return counted
 
     monkeypatch.setattr(module, "add_bmm", count("weights", module.add_bmm))
-    monkeypatch.setattr(module, "head_products", count("queries", module.head_products))
+    monkeypatch.setattr(module, "write_head_products", count("queries", module.write_head_products))
     call.weights.requires_grad_(False), call.q.requires_grad_(False)
     call.run().out.backward(call.dout)
     # Forward: absorb, apply W_uv. Backward: absorb, gradient of the latent output.

@@ -1,0 +1,56 @@
+"""Products of every head, or group of heads, with a weight of its own.
+
+Results and gradients are written where they belong, heads of a token side by side. A plain product
+of batches of heads leaves them transposed, and the next kernel copies them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.numerics.autograd import once_differentiable
+
+
+def write_head_products(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """Write ``x[:, h] @ weights[h]`` to ``out[:, h]`` for every head.
+
+    Args:
+        x: ``[tokens, H, A]``; weights: ``[H, A, B]``; out: ``[tokens, H, B]``. Any strides.
+    """
+    torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
+
+
+def head_products(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return ``x[:, h] @ weights[h]`` for every head.
+
+    Args:
+        x: ``[tokens, H, A]``; weights: ``[H, A, B]``, same dtype. Any strides.
+
+    Returns:
+        ``[tokens, H, B]`` in the dtype of ``x``, contiguous, differentiable in both.
+    """
+    return _HeadProducts.apply(x, weights)
+
+
+class _HeadProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weights):
+        ctx.save_for_backward(x, weights)
+        return _multiplied(x, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weights = ctx.saved_tensors
+        dx = dweights = None
+        if ctx.needs_input_grad[0]:
+            dx = _multiplied(grad, weights.transpose(1, 2))
+        if ctx.needs_input_grad[1]:
+            dweights = torch.bmm(x.permute(1, 2, 0), grad.transpose(0, 1))
+        return dx, dweights
+
+
+def _multiplied(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    out = x.new_empty(*x.shape[:2], weights.shape[2])
+    write_head_products(x, weights, out)
+    return out
