@@ -260,7 +260,9 @@ class Layout:
     def real_tokens(self) -> torch.Tensor | int:
         """Number of query tokens on all ranks but padding: an int if there is none."""
         rows = self.all_tokens
-        return rows.num_queries if rows.real is None else rows.real.sum()
+        if (real := rows.real) is None:
+            return rows.num_queries
+        return rows.derive("real tokens", real.sum)
 
     def keys_in_slot_order(self, keys: torch.Tensor) -> torch.Tensor:
         """Return ``keys [num_keys, ...]`` in slot order (without a copy if that is its order)."""

@@ -88,8 +88,8 @@ def rotate_index(
         cos, sin: ``[tokens, R / 2]`` fp32 (fp64 for fp64 x).
         first: rotate the first ``R`` dims and leave pair ``i`` in dims ``i`` and ``R / 2 + i``, as
             Megatron's rope of MLA does; otherwise the last ``R`` dims, whose pairs stay in place.
-        neighbours: a pair enters as two neighbouring dims, otherwise as dims ``i`` and ``R / 2 + i``
-            of those that are rotated.
+        neighbours: a pair enters as two neighbouring dims, otherwise as dims ``i`` and
+            ``R / 2 + i`` of those that are rotated.
         transform: apply the normalised transform to all ``D`` dims, a power of two.
         policy: which implementations may run.
 

@@ -1,4 +1,4 @@
-"""Query norm, rope and the rotation of index heads, stated as plainly as possible. Differentiable by autograd."""
+"""Query norm, rope, rotation of index heads, as plainly as possible. Differentiable by autograd."""
 
 import torch
 

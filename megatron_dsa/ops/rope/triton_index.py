@@ -46,7 +46,7 @@ def _store(x, at, inside, column, exists, value):
 
 @triton.jit
 def _product(x, signs, like, total):
-    """Return ``total + x @ signs``; fp32 is split in two numbers if those of ``like`` have 16 bits."""
+    """Return ``total + x @ signs``; fp32 becomes two numbers if ``like`` has 16 bits."""
     dtype: tl.constexpr = like.dtype.element_ty
     signs = signs.to(dtype)
     if dtype == tl.float32:

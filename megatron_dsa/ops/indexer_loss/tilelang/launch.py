@@ -32,8 +32,9 @@ def sparse(inputs: SparseLossInputs) -> SparseLoss:
             f"got {q.shape[2]}, {width}, relu={x.relu}: use another implementation"
         )
     fixed = wanted and deterministic_mode()
-    value = torch.zeros(queries, dtype=torch.float32, device=q.device)
-    unused = value.new_zeros(1, 1)
+    runs = queries > 0 and width > 0
+    value = (torch.empty if runs else torch.zeros)(queries, dtype=torch.float32, device=q.device)
+    unused = value.new_empty(1, 1)
     if wanted:
         dq = inputs.query_gradient()
         dweights = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
@@ -42,7 +43,7 @@ def sparse(inputs: SparseLossInputs) -> SparseLoss:
     else:
         dq, dk = q.new_empty(1, DIM), value.new_empty(1, DIM)
         dweights, units = unused, unused.view(1)
-    if queries and width:
+    if runs:
         compiled(heads, wanted, fixed)(
             q.view(-1, DIM),
             k,
