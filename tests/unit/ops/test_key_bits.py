@@ -195,12 +195,14 @@ def test_triton_on_the_gpu(queries, keys, width):
         found = bits.key_bits(given)
         transposed, flags = tiles.transpose(found, keys)
         bundle = tiles.tiles_for(found, keys, True)
+        forward = tiles.tiles_for(found, keys, False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found, expected)
     expected_bits, expected_flags = reference.transpose(expected, keys)
     assert torch.equal(transposed, expected_bits) and torch.equal(flags, expected_flags)
     same_lists((bundle.key_groups, bundle.key_group_count), flags[0::2] | flags[1::2])
+    same_lists((forward.key_groups, forward.key_group_count), flags[0::2] | flags[1::2])
     same_lists((bundle.query_blocks, bundle.query_block_count), flags.t())
 
 
