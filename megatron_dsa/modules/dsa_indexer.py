@@ -93,7 +93,7 @@ class DSAIndexer(MegatronModule):
             queries and weights of the query tokens, keys of the tokens of all ranks.
         """
         k, _ = self.linear_wk(x.flatten(0, 1))
-        k = self._rotated(self._norm_keys(k)[:, None], rope.own(ranks))[:, 0]
+        k = self._rotated(self._norm_keys(k)[:, None], rope.own(ranks)).flatten(1)
         keys = start_gather(k, ranks.group)
         q, _ = self.linear_wq_b(gather_rows(qr, ranks.row_group).flatten(0, 1))
         q = self._rotated(q.view(-1, self.heads, self.dim), rope)

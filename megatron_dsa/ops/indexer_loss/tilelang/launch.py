@@ -49,7 +49,7 @@ def sparse(inputs: SparseLossInputs) -> SparseLoss:
             k,
             x.weights.float().contiguous().view(-1),
             inputs.indices.contiguous(),
-            lengths(inputs.indices, inputs.topk_length),
+            _lengths(inputs),
             inputs.teacher.contiguous(),
             value,
             dq.view(-1, DIM),
@@ -64,6 +64,13 @@ def sparse(inputs: SparseLossInputs) -> SparseLoss:
         return SparseLoss(value.sum(), None)
     dk = dk.float().div_(units) if fixed else in_column_order_transposed(dk, DIM)
     return SparseLoss(value.sum(), IndexerGradients(dq, dk, dweights))
+
+
+def _lengths(inputs: SparseLossInputs) -> torch.Tensor:
+    """Return int32 ``[Sq]``; the kernel clamps what a caller gives."""
+    if inputs.topk_length is None:
+        return lengths(inputs.indices, None)
+    return inputs.topk_length.int().contiguous()
 
 
 def units_per_one(inputs: IndexerInputs) -> torch.Tensor:
