@@ -95,7 +95,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
         """See :class:`SelfAttentionFrame`."""
         ranks = self.ranks
-        rope = TokenRope(self.rotary_pos_emb, layout)
+        rope = TokenRope.shared(self.config, self.rotary_pos_emb, layout)
 
         q_latent, kv_latent, k_pe = self._latents(hidden_states)
         if not (self.sparse or self.masked) and ranks.cp is not None:
@@ -226,7 +226,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
 
         def up(q_latent, kv_latent, k_pe):
             q, k_pe = self._queries_and_rope_key(q_latent, k_pe, rope)
-            return q, self._keys_and_values(kv_latent), k_pe[:, 0]
+            return q, self._keys_and_values(kv_latent), k_pe.flatten(1)
 
         return self.maybe_recomputed(up, q_latent, kv_latent, k_pe)
 
@@ -252,7 +252,8 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         """Return the rope of the tokens that attention is for; ``layout`` is of query tokens."""
         if self.ranks.attention_group is None:
             return rope
-        return TokenRope(self.rotary_pos_emb, self.ranks.attended(layout))
+        layout = self.ranks.attended(layout)
+        return TokenRope.shared(self.config, self.rotary_pos_emb, layout)
 
     def _run_masked(self, q, kv, k_pe, k_pe_grad, layout, index_inputs) -> torch.Tensor:
         given = self._given_selection(layout)  # of this microbatch, also when recomputed later

@@ -38,6 +38,14 @@ from megatron_dsa.parallel.groups import gather_rows
 from megatron_dsa.sequence.layout import Layout
 
 
+def sampled_queries(layout: Layout, count: int) -> torch.Tensor:
+    """Return :func:`sample_queries` of a layout, formed once for all layers."""
+    device = layout.start.device
+    return layout.derive(
+        ("sampled queries", count), lambda: sample_queries(layout.num_queries, count, device)
+    )
+
+
 def sample_queries(num_queries: int, count: int, device) -> torch.Tensor:
     """Return up to ``count`` queries, evenly spread, the last one included."""
     count = min(count, num_queries)
@@ -101,7 +109,7 @@ def selection_health(attended: Attended, count: int, workspace_bytes: int) -> di
         workspace_bytes: budget for temporary memory.
     """
     layout, topk, inputs = attended.layout, attended.topk, attended.inputs
-    queries = sample_queries(layout.num_queries, count, attended.q.device)
+    queries = sampled_queries(layout, count)
     captured = captured_mass(
         attended.q, attended.kv, attended.indices, attended.lse, layout,
         softmax_scale=attended.softmax_scale, k_pe=attended.k_pe, w_uk=attended.weights,
@@ -175,7 +183,7 @@ class LayerOverlap:
             return {}
         self.forwards += 1
         left = LayerOverlap._left
-        queries = sample_queries(layout.num_queries, count, indices.device)
+        queries = sampled_queries(layout, count)
         keys = indices[queries]
         LayerOverlap._left = _Left(self.owner, self.layer, self.forwards, keys)
         if left is None or left.owner is not self.owner or left.layer != self.before:

@@ -19,6 +19,7 @@ from megatron_dsa.config import has_indexers, indexer_is_trained
 from megatron_dsa.metrics.quality import Mean
 from megatron_dsa.metrics.tags import EVALUATION, FIGURES, layer_tag, write
 from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.numerics.scaling import Scaled, add_to_mean
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class IndexerLog:
         return True
 
     @classmethod
-    def record(cls, layer_index: int, metrics: Mapping[str, torch.Tensor | Mean]) -> None:
+    def record(cls, layer_index: int, metrics: Mapping[str, torch.Tensor | Scaled | Mean]) -> None:
         """Add one microbatch's metrics of a layer (index from 0).
 
         A scalar counts once. A :class:`Mean` counts as much as it is over: a rank that has less of
@@ -133,9 +134,13 @@ class IndexerLog:
         if sums is None:
             return
         for name, value in metrics.items():
+            own_sum, own_count = sums[:, layer_index, NAMES.index(name)].unbind()
+            if isinstance(value, Scaled):
+                add_to_mean(own_sum, own_count, value)
+                continue
             total, count = value if isinstance(value, Mean) else (value, 1)
-            sums[0, layer_index, NAMES.index(name)] += total.detach().float()
-            sums[1, layer_index, NAMES.index(name)] += count
+            own_sum.add_(total.detach().float())
+            own_count.add_(count)
 
     @classmethod
     def reduce(cls) -> dict[str, Mean]:

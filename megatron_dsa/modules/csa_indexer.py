@@ -14,7 +14,7 @@ from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.dsa_kernels import IndexerInputs
 from megatron_dsa.modules.layers import ReplicatedLinear
 from megatron_dsa.modules.rope import PositionRope, hadamard
-from megatron_dsa.ops.rope.api import rotate
+from megatron_dsa.ops.rope.api import rotate_index
 from megatron_dsa.parallel.csa_keys import index_keys
 from megatron_dsa.parallel.groups import Ranks, gather_rows, gather_same
 from megatron_dsa.sequence.compressed import CompressedKeys
@@ -82,12 +82,14 @@ class CSAIndexer(MegatronModule):
         config = self.config
         q, _ = self.linear_wq_b(gather_rows(qr, ranks.row_group).flatten(0, 1))
         q = q.view(-1, self.heads, self.dim)
-        q = rotate(q, *rope.of_rows(layout, q.dtype), policy=self.policy)
+        transform = config.dsa_indexer_rotate_activation
+        tables = rope.of_rows(layout, q.dtype)
+        q = rotate_index(q, *tables, first=False, transform=transform, policy=self.policy)
         k = self.compressor(x, keys, rope, ranks)
         weights = gather_same(self.linear_weights_proj(x)[0], ranks.row_group).flatten(0, 1)
         weights = weights * (self.heads**-0.5 * self.dim**-0.5)
-        if config.dsa_indexer_rotate_activation:
-            q, k = hadamard(q), hadamard(k)
+        if transform:
+            k = hadamard(k)
         k = index_keys(k, keys, ranks)
         return IndexerInputs(q, k, weights, config.dsa_indexer_scoring_relu)
 

@@ -9,8 +9,10 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
+from megatron_dsa.config import options_of
 from megatron_dsa.dsa_kernels import IndexerInputs
-from megatron_dsa.modules.rope import TokenRope, hadamard
+from megatron_dsa.modules.rope import TokenRope
+from megatron_dsa.ops.rope.api import rotate_index
 from megatron_dsa.parallel.gather import start_gather
 from megatron_dsa.parallel.groups import Ranks, finish_index_gather, gather_rows, gather_same
 from megatron_dsa.required_ops import tensor_parallel_mode
@@ -36,6 +38,7 @@ class DSAIndexer(MegatronModule):
 
     def __init__(self, config, submodules: DSAIndexerSubmodules):
         super().__init__(config=config)
+        self.policy = options_of(config).policy
         self.heads = config.dsa_indexer_n_heads
         self.dim = config.dsa_indexer_head_dim
         query_size = config.q_lora_rank if config.q_lora_rank is not None else config.hidden_size
@@ -89,20 +92,26 @@ class DSAIndexer(MegatronModule):
         Returns:
             queries and weights of the query tokens, keys of the tokens of all ranks.
         """
-        config = self.config
         k, _ = self.linear_wk(x.flatten(0, 1))
-        k = rope.own(ranks)(self._norm_keys(k), config.dsa_indexer_rope_interleaved)
-        if config.dsa_indexer_rotate_activation:
-            k = hadamard(k)
+        k = self._rotated(self._norm_keys(k)[:, None], rope.own(ranks)).flatten(1)
         keys = start_gather(k, ranks.group)
         q, _ = self.linear_wq_b(gather_rows(qr, ranks.row_group).flatten(0, 1))
-        q = rope(q.view(-1, self.heads, self.dim), config.dsa_indexer_rope_interleaved)
-        if config.dsa_indexer_rotate_activation:
-            q = hadamard(q)
+        q = self._rotated(q.view(-1, self.heads, self.dim), rope)
         weights = gather_same(self.linear_weights_proj(x)[0], ranks.row_group).flatten(0, 1)
         k = finish_index_gather(keys, ranks)
         weights = weights * (self.heads**-0.5 * self.dim**-0.5)
-        return IndexerInputs(q, k, weights, config.dsa_indexer_scoring_relu)
+        return IndexerInputs(q, k, weights, self.config.dsa_indexer_scoring_relu)
+
+    def _rotated(self, x: torch.Tensor, rope: TokenRope) -> torch.Tensor:
+        """Return ``x [tokens, heads, dim]`` with rope, transformed."""
+        config = self.config
+        return rotate_index(
+            x,
+            *rope.tables(x.dtype),
+            neighbours=config.dsa_indexer_rope_interleaved,
+            transform=config.dsa_indexer_rotate_activation,
+            policy=self.policy,
+        )
 
     def _norm_keys(self, k: torch.Tensor) -> torch.Tensor:
         if not self.config.dsa_indexer_k_norm_fp32:

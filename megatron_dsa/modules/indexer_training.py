@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron_dsa.metrics.log import (
     say_if_frozen,
 )
 from megatron_dsa.modules.warm_up import resolving
+from megatron_dsa.numerics.scaling import Factor, Scaled
 from megatron_dsa.ops.indexer_topk.inputs import require_finite_scores
 from megatron_dsa.required_ops import tensor_parallel_mode
 from megatron_dsa.sequence.layout import Layout
@@ -103,27 +105,29 @@ class TrainsIndexer:
         """
         coeff = self.config.dsa_indexer_loss_coeff
 
-        def weight():
+        def weight() -> Factor:
             # Read in the backward: Megatron sets the scale after the forward pass.
-            # Per-token loss: Megatron divides the gradients by the number of tokens itself.
-            count = 1 if self.config.calculate_per_token_loss else _row_count(rows)
             scale = self.loss_scale.value
-            # One number: fp64 costs nothing and keeps fp64 models exact.
-            return coeff * (scale.double() if isinstance(scale, torch.Tensor) else scale) / count
+            # Per-token loss: Megatron divides the gradients by the number of tokens itself.
+            alone = self.config.calculate_per_token_loss
+            factor = Factor(coeff) if alone else _mean_over_tokens(rows, coeff)
+            if isinstance(scale, torch.Tensor):
+                return replace(factor, times=scale)
+            return replace(factor, number=factor.number * scale)
 
         def record(kl_sum: torch.Tensor) -> None:
-            mean = coeff * kl_sum / _row_count(rows)
-            IndexerLog.record(self.layer_index, {"indexer loss": rows.num_shards * mean})
+            self._record("indexer loss", kl_sum, coeff, rows)
 
         return IndexerTraining(inputs, keys, weight, record, self.heads_group(), selected_only)
 
     def attach(self, out: torch.Tensor, loss_sum: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Scale a loss, record it, and hang it onto ``out`` or keep it for the layer."""
         coeff = self.config.dsa_indexer_loss_coeff
-        mean = loss_sum / _row_count(layout)
         # Per-token loss: Megatron divides the gradients by the number of tokens itself.
-        loss = coeff * (loss_sum if self.config.calculate_per_token_loss else mean)
-        IndexerLog.record(self.layer_index, {"indexer loss": layout.num_shards * coeff * mean})
+        alone = self.config.calculate_per_token_loss
+        factor = Factor(coeff) if alone else _mean_over_tokens(layout, coeff)
+        loss = factor.apply(loss_sum)
+        self._record("indexer loss", loss_sum.detach(), coeff, layout)
         if self.keeps_loss:
             self._kept_loss = attach_loss(loss.new_zeros(()), loss, self.loss_scale)
             return out
@@ -156,15 +160,23 @@ class TrainsIndexer:
 
     def record_evaluation(self, loss_sum: torch.Tensor, layout: Layout) -> None:
         """Record the loss of an evaluation pass; that of a frozen indexer has no factor."""
-        mean = (self.config.dsa_indexer_loss_coeff or 1.0) * loss_sum / _row_count(layout)
-        IndexerLog.record(self.layer_index, {EVALUATION: layout.num_shards * mean})
+        coeff = self.config.dsa_indexer_loss_coeff or 1.0
+        self._record(EVALUATION, loss_sum.detach(), coeff, layout)
+
+    def _record(self, name: str, loss_sum: torch.Tensor, coeff: float, layout: Layout) -> None:
+        """Record the mean of a loss over tokens, times ``coeff``.
+
+        The log averages over ranks, so it is given the mean over a rank's share of the tokens.
+        """
+        factor = _mean_over_tokens(layout, layout.num_shards * coeff)
+        IndexerLog.record(self.layer_index, {name: Scaled(loss_sum, factor)})
 
 
-def _row_count(layout: Layout) -> torch.Tensor | int:
-    """Number of real tokens on all ranks, at least 1.
-
-    The log averages over ranks, so it is given the mean over a rank's share of them.
-    """
-    rows = layout.real_tokens()
-    # A count divides as fp32 would: one number in fp64 keeps fp64 models exact.
-    return max(rows, 1) if isinstance(rows, int) else rows.clamp_min(1).double()
+def _mean_over_tokens(layout: Layout, coeff: float) -> Factor:
+    """Return ``coeff`` over the number of real tokens on all ranks, at least 1."""
+    tokens = layout.real_tokens()
+    if isinstance(tokens, int):
+        return Factor(coeff / max(tokens, 1))
+    # One number in fp64 keeps fp64 models exact.
+    count = layout.derive("tokens of a mean", lambda: tokens.clamp_min(1).double())
+    return Factor(coeff, over=count)

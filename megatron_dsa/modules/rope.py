@@ -5,30 +5,29 @@ is indexed with the layout's positions instead, which is the same for packed and
 and needs no synchronisation.
 
 Pairs of rotated dims stay in place (Megatron's MLA rope moves the even dims in front of the odd
-ones): V4's belong to the value as well, and are rotated back in the attention's output. Its angles
-are formed in float64 and the tables rounded once.
+ones, and so does the indexer's): V4's belong to the value as well, and are rotated back in the
+attention's output. Its angles are formed in float64 and the tables rounded once.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_find_correction_range,
 )
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.ops.rope.signs import hadamard_signs
 from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.sequence.compressed import CompressedKeys
 from megatron_dsa.sequence.layout import Layout
 
 
 class TokenRope:
-    """Rope angles of one microbatch: one row of the table per query token.
+    """Rope tables of one microbatch: one row per query token.
 
     Args:
         embedding: Megatron's ``RotaryEmbedding`` or ``YarnRotaryEmbedding``.
@@ -39,48 +38,42 @@ class TokenRope:
         # Positions are looked up here: the whole table is wanted, also under context parallelism.
         table = embedding(layout.max_length, packed_seq=True)
         # YaRN also returns its concentration factor (mscale), which scales cos and sin.
-        table, self.mscale = table if isinstance(table, tuple) else (table, 1.0)
-        self.angles = table.flatten(0, 2)[layout.position]  # [tokens, dim]
+        table, self._mscale = table if isinstance(table, tuple) else (table, 1.0)
+        self._angles, self._position = table.flatten(0, 2), layout.position
+        self._ranks: Ranks | None = None
         self._tables: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @classmethod
+    def shared(cls, config, embedding, layout: Layout) -> TokenRope:
+        """Return the rope that all layers of a model share, whose configuration is ``config``.
+
+        Its tables are formed once per layout, and live as long.
+        """
+        # The configuration is kept along, so that no other one gets its id.
+        _, rope = layout.derive(("rope", id(config)), lambda: (config, cls(embedding, layout)))
+        return rope
+
     def own(self, ranks: Ranks) -> TokenRope:
-        """Return the angles of the tokens that this rank holds."""
-        (angles,) = ranks.own((self.angles,))
-        if angles is self.angles:
+        """Return the tables of the tokens that this rank holds."""
+        if ranks.row_group is None:
             return self
         part = copy.copy(self)
-        part.angles, part._tables = angles, {}
+        part._ranks = ranks
         return part
 
+    @torch.inference_mode(False)  # what is kept is used in training, too
     def tables(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``cos, sin [tokens, dim / 2]`` of :func:`megatron_dsa.ops.rope.api.rotate`.
+        """Return ``cos, sin [tokens, dim / 2]`` of the functions of :mod:`megatron_dsa.ops.rope`.
 
-        It leaves pairs of neighbouring dims in place, where a call moves the even dims in front.
         Tables are fp32, fp64 for fp64 ``dtype``; the concentration factor is in them.
         """
         wide = accumulation_dtype(dtype)
         if wide not in self._tables:
-            angles = self.angles[:, : self.angles.shape[-1] // 2]
-            # Formed in fp32 for fp64 as well, as in a call.
-            cos, sin = (x.mul_(self.mscale).to(wide) for x in (angles.cos(), angles.sin()))
+            angles = self._angles[self._position, : self._angles.shape[-1] // 2]
+            # Formed in fp32 for fp64 as well, as Megatron forms them.
+            cos, sin = (x.mul_(self._mscale).to(wide) for x in (angles.cos(), angles.sin()))
             self._tables[wide] = cos, sin
-        return self._tables[wide]
-
-    def __call__(self, x: torch.Tensor, interleaved: bool = True) -> torch.Tensor:
-        """Rotate ``x [tokens, ..., dim]``; ``interleaved`` pairs neighbouring dims (MLA, GLM)."""
-        angles = self.angles.view(-1, *[1] * (x.dim() - 2), self.angles.shape[-1])
-        return _apply_rotary_pos_emb_bshd(
-            x, angles, mla_rotary_interleaved=interleaved, mscale=self.mscale
-        )
-
-
-@lru_cache(maxsize=8)
-@torch.inference_mode(False)  # what is cached is used in training, too
-def _hadamard_signs(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    matrix = torch.ones(1, 1, dtype=dtype, device=device)
-    while matrix.shape[0] < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-    return matrix
+        return self._tables[wide] if self._ranks is None else self._ranks.own(self._tables[wide])
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +83,7 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     dims that is a small matrix product, cheaper than log2(128) passes over memory.
     """
     size = x.shape[-1]
-    return torch.matmul(x, _hadamard_signs(size, x.dtype, x.device)) * size**-0.5
+    return torch.matmul(x, hadamard_signs(size, x.dtype, x.device)) * size**-0.5
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,11 @@
-"""A gradient times a number, in one pass over memory."""
+"""Gradients times a number, in one pass over memory; and numbers that the device multiplies."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,9 +13,62 @@ from megatron_dsa.dispatch.packages import TRITON
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 
 
+@dataclass(frozen=True)
+class Factor:
+    """``number * times / over``: a factor that only the device knows, formed where it is applied.
+
+    Attributes:
+        number: what the host knows.
+        times, over: tensors of one element on the device; ``None`` is 1.
+    """
+
+    number: float = 1.0
+    times: torch.Tensor | None = None
+    over: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, factor: Factor | torch.Tensor | float) -> Factor:
+        """Return a number or a tensor of one element as a factor."""
+        if isinstance(factor, Factor):
+            return factor
+        if isinstance(factor, torch.Tensor):
+            return cls(times=factor.detach())
+        return cls(float(factor))
+
+    def on_device(self) -> Factor:
+        """Return the same factor without tensors of the host, which the device would wait for."""
+        number, tensors = self.number, [self.times, self.over]
+        if self.times is not None and self.times.device.type == "cpu":
+            number, tensors[0] = number * self.times.item(), None
+        if self.over is not None and self.over.device.type == "cpu":
+            number, tensors[1] = number / self.over.item(), None
+        return Factor(number, *tensors)
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product with the scalar ``x``, in its dtype; factors are fp64."""
+        if self.times is None and self.over is None:
+            return x * self.number
+        return (x * self.value(x.device)).to(x.dtype)
+
+    def value(self, device: torch.device) -> torch.Tensor:
+        """Return the factor, a fp64 scalar on ``device``."""
+        if self.times is None:
+            value = torch.full((), self.number, dtype=torch.float64, device=device)
+        else:
+            value = self.times.to(device, torch.float64).reshape(()) * self.number
+        return value if self.over is None else value / self.over.reshape(())
+
+
+class Scaled(NamedTuple):
+    """A number that only the device knows, and what it is multiplied by."""
+
+    value: torch.Tensor
+    factor: Factor
+
+
 def scaled(
     gradient: torch.Tensor,
-    factor: torch.Tensor | float,
+    factor: Factor | torch.Tensor | float,
     dtype: torch.dtype | None = None,
     in_place: bool = False,
 ) -> torch.Tensor:
@@ -20,25 +76,63 @@ def scaled(
 
     Args:
         gradient: any floating dtype.
-        factor: a number, or a tensor of one element.
+        factor: a number, a tensor of one element, or what forms it.
         dtype: of the result.
         in_place: the result may take the place of the gradient, if that has its dtype.
     """
-    dtype = gradient.dtype if dtype is None else dtype
-    if isinstance(factor, torch.Tensor) and factor.device.type == "cpu":
-        factor = factor.item()  # copying a tensor of the host would synchronise
-    if not isinstance(factor, torch.Tensor):
-        factor = torch.full((), factor, dtype=torch.float64, device=gradient.device)
-    # With one dim the factor keeps its dtype, and the product is rounded where it is written.
-    factor = factor.to(accumulation_dtype(gradient.dtype)).view(1)
-    in_place = in_place and gradient.dtype == dtype
-    out = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
-    fits = gradient.is_cuda and gradient.is_contiguous() and factor.dtype == torch.float32
+    dtypes = (gradient.dtype if dtype is None else dtype,)
+    return scaled_together((gradient,), factor, dtypes, in_place)[0]
+
+
+def scaled_together(
+    gradients: Sequence[torch.Tensor],
+    factor: Factor | torch.Tensor | float,
+    dtypes: Sequence[torch.dtype],
+    in_place: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Return several gradients as :func:`scaled` does; one launch on a GPU.
+
+    Args:
+        gradients: one to three of them.
+        factor: as of :func:`scaled`.
+        dtypes: of the results.
+        in_place: a result may take the place of its gradient.
+    """
+    factor = Factor.of(factor).on_device()
+    results = tuple(
+        gradient
+        if in_place and gradient.dtype == dtype
+        else torch.empty_like(gradient, dtype=dtype)
+        for gradient, dtype in zip(gradients, dtypes, strict=True)
+    )
+    fits = all(x.is_cuda and x.is_contiguous() and x.dtype != torch.float64 for x in gradients)
     if fits and has_triton():
         from megatron_dsa.numerics.scaling_triton import scale  # needs Triton
 
-        return scale(gradient, factor, out)
-    return torch.mul(gradient, factor, out=out)
+        scale(gradients, factor.number, factor.times, factor.over, results)
+        return results
+    value = factor.value(gradients[0].device)
+    for gradient, result in zip(gradients, results, strict=True):
+        # With one dim the factor keeps its dtype, and the product is rounded where it is written.
+        torch.mul(gradient, value.to(accumulation_dtype(gradient.dtype)).view(1), out=result)
+    return results
+
+
+def add_to_mean(sums: torch.Tensor, counts: torch.Tensor, scaled: Scaled) -> None:
+    """Add a number to ``sums`` and 1 to ``counts``; one launch on a GPU.
+
+    Args:
+        sums, counts: fp32 scalars on the device of the number, changed in place.
+        scaled: the number, a scalar without gradient.
+    """
+    value, factor = scaled.value, scaled.factor.on_device()
+    if value.is_cuda and value.dtype == sums.dtype and has_triton():
+        from megatron_dsa.numerics.scaling_triton import add_scaled  # needs Triton
+
+        add_scaled(sums, counts, value, factor.number, factor.times, factor.over)
+        return
+    sums.add_(factor.apply(value).to(sums.dtype))
+    counts.add_(1)
 
 
 @functools.cache

@@ -1,9 +1,11 @@
-"""A gradient times a number on the device, in one pass.
+"""Gradients times a number on the device, in one pass and one launch.
 
 torch multiplies tensors of different dtypes element by element, at a sixth of the GPU's bandwidth.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -13,24 +15,80 @@ import triton.language as tl
 BLOCK = 4096
 
 
-@triton.jit(do_not_specialize=["count"])
-def _scale(x, factor, out, count, BLOCK: tl.constexpr):
+@triton.jit
+def _factor(number, times, over):
+    """Return ``number * times / over`` in fp64; what is ``None`` is 1."""
+    value = tl.full((), number, tl.float64)
+    if times is not None:
+        value *= tl.load(times).to(tl.float64)
+    if over is not None:
+        value /= tl.load(over).to(tl.float64)
+    return value
+
+
+@triton.jit
+def _scale_block(x, out, block, count, factor, BLOCK: tl.constexpr):
     """Multiplied in fp32, rounded once."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
-    values = tl.load(x + place, mask=inside).to(tl.float32) * tl.load(factor)
+    values = tl.load(x + place, mask=inside).to(tl.float32) * factor
     tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
 
 
-def scale(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Return ``out = x * factor``.
+@triton.jit(do_not_specialize=["number", "count", "count_b", "count_c"])
+def _scale(
+    x, out, count, x_b, out_b, count_b, x_c, out_c, count_c, number, times, over,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per block of the tensors, one tensor after the other."""
+    factor = _factor(number, times, over).to(tl.float32)
+    block = tl.program_id(0)
+    blocks = tl.cdiv(count, BLOCK)
+    if block < blocks:
+        _scale_block(x, out, block, count, factor, BLOCK)
+    else:
+        block -= blocks
+        if x_b is not None:
+            blocks = tl.cdiv(count_b, BLOCK)
+            if block < blocks:
+                _scale_block(x_b, out_b, block, count_b, factor, BLOCK)
+            else:
+                block -= blocks
+                if x_c is not None:
+                    _scale_block(x_c, out_c, block, count_c, factor, BLOCK)
+
+
+def scale(
+    gradients: Sequence[torch.Tensor],
+    number: float,
+    times: torch.Tensor | None,
+    over: torch.Tensor | None,
+    results: Sequence[torch.Tensor],
+) -> None:
+    """Write ``results = gradients * number * times / over``.
 
     Args:
-        x: 16-bit or fp32, contiguous, on a GPU.
-        factor: fp32, one element, on the same GPU.
-        out: of x's shape, contiguous, 16-bit or fp32.
+        gradients: one to three, 16-bit or fp32, contiguous, on a GPU.
+        number, times, over: as of :class:`megatron_dsa.numerics.scaling.Factor`.
+        results: of the same shapes, contiguous, 16-bit or fp32.
     """
-    count = x.numel()
-    if count:
-        _scale[(triton.cdiv(count, BLOCK),)](x, factor, out, count, BLOCK=BLOCK, num_warps=8)
-    return out
+    some = [(x, out) for x, out in zip(gradients, results, strict=True) if x.numel()]
+    if not some:
+        return
+    programs = sum(triton.cdiv(x.numel(), BLOCK) for x, _ in some)
+    tensors = [y for x, out in some for y in (x, out, x.numel())]
+    tensors += [None, None, 0] * (3 - len(some))
+    _scale[(programs,)](*tensors, number, times, over, BLOCK=BLOCK, num_warps=8)
+
+
+@triton.jit(do_not_specialize=["number"])
+def _add_scaled(sums, counts, value, number, times, over):
+    """One program, of one thread's work."""
+    term = tl.load(value).to(tl.float64) * _factor(number, times, over)
+    tl.store(sums, tl.load(sums) + term.to(tl.float32))
+    tl.store(counts, tl.load(counts) + 1)
+
+
+def add_scaled(sums, counts, value, number: float, times, over) -> None:
+    """Add ``value * number * times / over`` to ``sums`` and 1 to ``counts``, fp32 scalars."""
+    _add_scaled[(1,)](sums, counts, value, number, times, over, num_warps=1)

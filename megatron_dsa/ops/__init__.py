@@ -18,7 +18,7 @@ from megatron_dsa.ops.masked_attention.declaration import BACKWARD as MASKED_BAC
 from megatron_dsa.ops.masked_attention.declaration import FORWARD as MASKED_FORWARD
 from megatron_dsa.ops.masked_attention.declaration import KEY_BITS, VISIBLE_BITS
 from megatron_dsa.ops.masked_attention.declaration import PROBABILITIES as MASKED_PROBABILITIES
-from megatron_dsa.ops.rope.declaration import NORM_ROPE, ROTATE
+from megatron_dsa.ops.rope.declaration import INDEX_ROTATION, NORM_ROPE, ROTATE
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 
 #: By name, in the order in which a training step calls them.
@@ -28,6 +28,7 @@ OPERATIONS: dict[str, Operation] = {
         COMPRESSOR,
         NORM_ROPE,
         ROTATE,
+        INDEX_ROTATION,
         KEY_LISTS,
         SCORES,
         LISTED_SCORES,

@@ -15,6 +15,7 @@ after the backward of the calls in between.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +50,8 @@ class _Travel:
 class Gathering(NamedTuple):
     """A gather between :func:`start_gather` and :func:`finish_gather`."""
 
-    token: torch.Tensor  # connects both in autograd
+    #: Connects both in autograd; on one rank the keys themselves.
+    token: torch.Tensor
     out: _Travel
     back: _Travel
     group: object
@@ -58,7 +60,8 @@ class Gathering(NamedTuple):
 def start_gather(keys: torch.Tensor, group) -> Gathering:
     """Start to gather ``keys [tokens, ...]`` of every rank of ``group`` (``None``: one rank)."""
     out, back = all_gather_async(keys, group), _Travel()
-    return Gathering(_Launch.apply(keys, back), out, back, group)
+    token = _Launch.apply(keys, back) if _several(group) else keys
+    return Gathering(token, out, back, group)
 
 
 def finish_gather(gathering: Gathering) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +72,10 @@ def finish_gather(gathering: Gathering) -> tuple[torch.Tensor, torch.Tensor]:
         flattened), and ``grad_proxy``, alike, in fp32 without content: what is sent to it as a
         gradient is summed over the group in fp32 and becomes that of this rank's keys.
     """
-    return _Arrive.apply(*gathering)
+    token, out, back, group = gathering
+    if not _several(group):
+        token = _Launch.apply(token, back)
+    return _Arrive.apply(token, out, back, group)
 
 
 def finish_gather_with_gradient(gathering: Gathering, own=None, group=None) -> torch.Tensor:
@@ -82,13 +88,26 @@ def finish_gather_with_gradient(gathering: Gathering, own=None, group=None) -> t
             the sum is over the gathering's group.
         group: see ``own``.
     """
+    if own is None and not _several(gathering.group):
+        return gathering.token.flatten(0, -2)
     group = gathering.group if own is None else group
     return _ArriveWithGradient.apply(gathering.token, gathering.out, gathering.back, own, group)
 
 
 def grad_proxy_for(keys: torch.Tensor) -> torch.Tensor:
     """Return a tensor without memory that stands for the fp32 gradient of ``keys [tokens, D]``."""
-    return keys.new_zeros((), dtype=accumulation_dtype(keys.dtype)).expand(keys.shape)
+    return _nothing(keys.shape, accumulation_dtype(keys.dtype), keys.device)
+
+
+def _nothing(shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor without memory of its own, whose content nothing reads."""
+    return _zero(dtype, device).expand(shape)
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)  # what is cached is used in training, too
+def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 def _several(group) -> bool:
@@ -140,7 +159,7 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx, _keys, grad):
         shape = ctx.back.begin(reduce_scatter_async(grad, ctx.group))
         # The result is not there yet: _Launch takes it from where it travels.
-        token = grad.new_zeros(()).expand(shape)
+        token = _nothing(shape, grad.dtype, grad.device)
         return token, None, None, None
 
 
@@ -155,7 +174,8 @@ class _ArriveWithGradient(torch.autograd.Function):
     def backward(ctx, grad):
         wide = grad.to(accumulation_dtype(grad.dtype))
         part = wide if ctx.own is None else ctx.own(wide)
-        token = wide.new_zeros(()).expand(ctx.back.begin(reduce_scatter_async(part, ctx.group)))
+        shape = ctx.back.begin(reduce_scatter_async(part, ctx.group))
+        token = _nothing(shape, wide.dtype, wide.device)
         return token, None, None, None, None
 
 

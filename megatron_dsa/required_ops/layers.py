@@ -102,6 +102,10 @@ def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
     config, options = calls.config, options_of(calls.config)
     heads, visible, rope = query_heads(config), Keys(), config.qk_pos_emb_head_dim
     indexer = uses_indexer(config) and selects_keys(config, layer_number, is_mtp)
+    if indexer:
+        head = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        yield RequiredOp("index_rotation", calls.of(*head))
+        yield RequiredOp("index_rotation", calls.of(1, config.dsa_indexer_head_dim))
     if options.stage != "sparse":
         call = calls.of(heads, config.qk_head_dim + rope, config.v_head_dim)
         if visible_attention(config, calls.device).masked:
@@ -190,7 +194,7 @@ def _csa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
     if indexer:
         yield RequiredOp("compressor", calls.of(1, config.dsa_indexer_head_dim))
         head = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
-        yield RequiredOp("rotate", calls.of(*head))
+        yield RequiredOp("index_rotation", calls.of(*head))
         yield RequiredOp("rotate", calls.of(1, config.dsa_indexer_head_dim))
     if selects:
         yield from _selection(calls, visible)

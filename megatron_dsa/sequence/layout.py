@@ -128,6 +128,11 @@ class Block:
     def width(self) -> int:
         return self.hi - self.lo
 
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What tells blocks of a layout apart."""
+        return self.rows.start, self.rows.stop, self.rows.step, self.lo, self.hi
+
 
 @dataclass(frozen=True, eq=False)
 class Seen:
@@ -260,7 +265,9 @@ class Layout:
     def real_tokens(self) -> torch.Tensor | int:
         """Number of query tokens on all ranks but padding: an int if there is none."""
         rows = self.all_tokens
-        return rows.num_queries if rows.real is None else rows.real.sum()
+        if (real := rows.real) is None:
+            return rows.num_queries
+        return rows.derive("real tokens", real.sum)
 
     def keys_in_slot_order(self, keys: torch.Tensor) -> torch.Tensor:
         """Return ``keys [num_keys, ...]`` in slot order (without a copy if that is its order)."""
@@ -332,6 +339,10 @@ class Layout:
         """Return what each query of the block sees, in columns of the block."""
         start, end = self.start[block.rows] - block.lo, self.end[block.rows] - block.lo
         return Seen(start.clamp_(0, block.width), end.clamp_(0, block.width))
+
+    def kept_seen(self, block: Block) -> Seen:
+        """Return :meth:`seen`, formed once for all layers. It must not be changed."""
+        return self.derive(("seen", *block.key), lambda: self.seen(block))
 
     def visible(self, block: Block) -> torch.Tensor:
         """Return bool ``[tokens, width]``: which slots of the block each of its queries sees."""

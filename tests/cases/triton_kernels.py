@@ -64,6 +64,7 @@ def assembly(kernel, args, kwargs, capability):
 
     names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
     names |= {torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8"}
+    names |= {torch.float64: "fp64", torch.float16: "fp16"}
     bound = dict(zip(kernel.arg_names, args, strict=False))
     bound |= {k: v for k, v in kwargs.items() if k in kernel.arg_names}
     options = {k: v for k, v in kwargs.items() if k not in kernel.arg_names}

@@ -13,7 +13,7 @@ from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.checks import FLOATS, require_layout, require_lists, require_tensor
-from megatron_dsa.numerics.scaling import scaled
+from megatron_dsa.numerics.scaling import Factor, scaled_together
 from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, SPARSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import (
     DenseLossInputs,
@@ -58,8 +58,8 @@ class IndexerTraining:
         inputs: the indexer's tensors; gradients flow to q, k and weights.
         layout: the layout that the selection was made with.
         weight: called in the backward pass; returns the factor on the gradient of the KL *sum* over
-            query tokens (coefficient, mean over rows, scale of auxiliary losses), a number or a
-            scalar tensor on the device.
+            query tokens (coefficient, mean over rows, scale of auxiliary losses), a number, a
+            scalar tensor on the device, or what forms one there.
         record: called in the backward pass with the KL sum (detached scalar), for the log.
         head_group: process group over which heads are sharded; the teacher is summed over it.
         selected_only: the teacher is a softmax over the selected keys alone, not what they get
@@ -68,7 +68,7 @@ class IndexerTraining:
 
     inputs: IndexerInputs
     layout: Layout
-    weight: Callable[[], torch.Tensor | float]
+    weight: Callable[[], Factor | torch.Tensor | float]
     record: Callable[[torch.Tensor], None] = lambda kl_sum: None
     head_group: object | None = None
     selected_only: bool = False
@@ -95,20 +95,20 @@ class IndexerTraining:
         """
         q, k, weights = tensors
         dq = torch.empty(q.shape, dtype=_summed_in(q), device=q.device)
-        dk, dweights, value = None, [], dq.new_zeros((), dtype=accumulation_dtype(q.dtype))
+        dk, value, dweights = None, None, []
         for part in parts:
             inputs = IndexerInputs(q[part.tokens], k, weights[part.tokens], self.inputs.relu)
             loss = SelectedKeysLoss(self.layout, *part[1:], policy, self.head_group)
             some, gradients = loss.with_gradients(inputs, dq[part.tokens])
             assert gradients is not None
-            value += some
+            value = some if value is None else value + some
             dweights.append(gradients.weights)
             dk = gradients.k if dk is None else dk.add_(gradients.k)
             del part, loss, gradients  # before the next part takes memory
-        assert dk is not None
+        assert dk is not None and value is not None
         self.record(value)
-        weight, found = self.weight(), (dq, dk, torch.cat(dweights))
-        return tuple(scaled(g, weight, x.dtype, True) for g, x in zip(found, tensors, strict=True))
+        found = dq, dk, dweights[0] if len(dweights) == 1 else torch.cat(dweights)
+        return scaled_together(found, self.weight(), [x.dtype for x in tensors], in_place=True)
 
 
 def separate_tensors(
@@ -207,7 +207,8 @@ class _SparseLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dvalue):
-        return *(scaled(grad, dvalue) for grad in ctx.saved_tensors), None, None
+        gradients = ctx.saved_tensors
+        return *scaled_together(gradients, dvalue, [g.dtype for g in gradients]), None, None
 
 
 def sparse_indexer_loss(

@@ -18,7 +18,7 @@ import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.numerics.scaling import scaled
+from megatron_dsa.numerics.scaling import scaled_together
 from megatron_dsa.ops.indexer_loss.gradients import Gradients
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, ExpandedKeys, LatentKeys
 from megatron_dsa.ops.indexer_loss.teacher import normalised_lse
@@ -109,7 +109,8 @@ class _DenseLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        return *(scaled(grad, dloss) for grad in ctx.saved_tensors), None, None
+        gradients = ctx.saved_tensors
+        return *scaled_together(gradients, dloss, [g.dtype for g in gradients]), None, None
 
 
 def _kl_sum(

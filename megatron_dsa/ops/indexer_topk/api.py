@@ -23,7 +23,7 @@ from megatron_dsa.ops.indexer_topk.inputs import (
     describe_index_call,
     require_finite_scores,
 )
-from megatron_dsa.ops.indexer_topk.listed import chosen
+from megatron_dsa.ops.indexer_topk.listed import chosen, put
 from megatron_dsa.sequence.layout import Block, Layout, Seen
 
 
@@ -59,15 +59,6 @@ def indexer_topk(
     return select_blocks(arguments, selector(arguments, policy), policy.workspace_bytes)
 
 
-def _select_of_documents(select: Selector, block: Block, seen: Seen, topk: int) -> torch.Tensor:
-    """Return the selection of a block whose queries with few keys only the device knows."""
-    few = seen.end - seen.start <= topk
-    scored = Seen(torch.where(few, seen.end, seen.start), seen.end)
-    rest = Seen(seen.start, torch.where(few, seen.end, seen.start))
-    slots = select(block, scored)  # -1 where nothing is scored
-    return torch.maximum(slots, rest.first(topk), out=slots)
-
-
 class Selector(Protocol):
     """How the best keys of a block are found."""
 
@@ -77,10 +68,10 @@ class Selector(Protocol):
     def bytes_per_row(self, width: int) -> int:
         """Temporary bytes per query of a block ``width`` slots wide, the result included."""
 
-    def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
+    def __call__(self, block: Block, seen: Seen, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return int32 ``[tokens, topk]``: ascending columns of the block, then -1.
 
-        The block is wider than ``topk``.
+        The block is wider than ``topk``. The result may be written to ``out`` and be it.
         """
 
 
@@ -121,9 +112,9 @@ class Exact:
         """Scores, what selecting from them takes, and the result."""
         return width * self._exact_bytes + 4 * self.given.topk
 
-    def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
+    def __call__(self, block: Block, seen: Seen, out: torch.Tensor | None = None) -> torch.Tensor:
         topk = self.given.topk
-        return self._select(self._score(self.inputs, topk, block, seen), seen, topk)
+        return self._select(self._score(self.inputs, topk, block, seen), seen, topk, out)
 
     @functools.cached_property
     def _exact_bytes(self) -> int:
@@ -137,9 +128,9 @@ class Exact:
         call = self._describe(inputs, topk)
         return SCORES.run(call, self.policy, inputs, block, inputs.k, seen)
 
-    def _select(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
+    def _select(self, scores, seen: Seen, topk: int, out: torch.Tensor | None) -> torch.Tensor:
         call = self._describe(self.inputs, topk)
-        return TOPK.run(call, self.policy, scores, seen, topk)
+        return TOPK.run(call, self.policy, scores, seen, topk, out)
 
     def _bytes_per_score(self, scoring: OpCall, selecting: OpCall) -> int:
         """Temporary bytes per score of the implementations that score and select."""
@@ -184,10 +175,10 @@ class Candidates(Exact):
         lists = 32 * self.count + 4 * self.given.topk
         return width * self._fp8_bytes + 6 * heads * dim + lists
 
-    def __call__(self, block: Block, seen: Seen) -> torch.Tensor:
+    def __call__(self, block: Block, seen: Seen, out: torch.Tensor | None = None) -> torch.Tensor:
         assert self.cut is not None
         if block.bound < self.cut:
-            return super().__call__(block, seen)
+            return super().__call__(block, seen, out)
         q, weights = self.inputs.q[block.rows], self.inputs.weights[block.rows]
         columns = self._candidates(q, weights, block, seen)
         keys = self.keys[block.lo : block.hi]
@@ -197,7 +188,7 @@ class Candidates(Exact):
         )  # fmt: skip
         length = (seen.end - seen.start).clamp_max(self.count)
         found = Seen(torch.zeros_like(length), length)
-        best = self._select(scores, found, self.given.topk)
+        best = self._select(scores, found, self.given.topk, None)
         return chosen(columns, best)
 
     def _candidates(self, q, weights, block: Block, seen: Seen) -> torch.Tensor:
@@ -207,7 +198,7 @@ class Candidates(Exact):
         rows = dataclasses.replace(self.inputs, q=q, weights=weights, k=k, key_scales=scales)
         # The queries are the block's own, from the first on.
         here = dataclasses.replace(block, rows=slice(0, q.shape[0], 1))
-        return self._select(self._score(rows, self.count, here, seen), seen, self.count)
+        return self._select(self._score(rows, self.count, here, seen), seen, self.count, None)
 
 
 @torch.no_grad()
@@ -224,8 +215,10 @@ def select_blocks(
     """
     inputs, layout, topk = arguments.indexer, arguments.layout, arguments.topk
     device = inputs.q.device
-    indices = torch.full((inputs.q.shape[0], topk), -1, dtype=torch.int32, device=device)
-    length = torch.clamp(layout.end - layout.start, max=topk)
+    indices = torch.empty(inputs.q.shape[0], topk, dtype=torch.int32, device=device)
+    length = layout.derive(
+        ("selected keys", topk), lambda: torch.clamp(layout.end - layout.start, max=topk)
+    )
 
     def rows_for_width(width: int) -> int:
         # A block of documents merges two selections (`_select_of_documents`).
@@ -234,14 +227,33 @@ def select_blocks(
 
     # Queries that see no more keys than they select need no scores.
     for block in layout.blocks(rows_for_width, (topk + 1, select.cut)):
-        seen = layout.seen(block)
-        if block.width <= topk or block.bound <= topk:
-            slots = seen.first(topk)
-        elif layout.real is None:
-            slots = select(block, seen)
-        else:
-            slots = _select_of_documents(select, block, seen, topk)
-        if block.lo:
-            slots = torch.where(slots < 0, slots, slots + block.lo)
-        indices[block.rows] = layout.to_key_rows(slots)
+        seen = layout.kept_seen(block)
+        slots = place = None
+        if block.width > topk and block.bound > topk:  # else every query gets all that it sees
+            if layout.real is None:
+                place = _place_for(indices, layout, block)
+                slots = select(block, seen, place)
+            else:
+                # Only the device knows which queries see few keys.
+                slots = select(block, _scored(layout, block, seen, topk))
+        if place is None or slots is not place:
+            put(indices[block.rows], slots, seen, block.lo, layout.key_rows)
     return indices, length
+
+
+def _place_for(indices: torch.Tensor, layout: Layout, block: Block) -> torch.Tensor | None:
+    """Return where a selection may write columns of the block, if these are key rows."""
+    place = indices[block.rows]
+    fits = block.lo == 0 and layout.key_rows is None and place.is_contiguous()
+    # Kernels write 16 bytes at a time.
+    return place if fits and place.data_ptr() % 16 == 0 else None
+
+
+def _scored(layout: Layout, block: Block, seen: Seen, topk: int) -> Seen:
+    """Return what the queries of a block see that see more than ``topk`` keys; others nothing."""
+
+    def scored() -> Seen:
+        few = seen.end - seen.start <= topk
+        return Seen(torch.where(few, seen.end, seen.start), seen.end)
+
+    return layout.derive(("scored", topk, *block.key), scored)

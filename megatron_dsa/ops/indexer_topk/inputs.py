@@ -17,6 +17,7 @@ from megatron_dsa.dispatch import OpCall, describe_call, on_meta
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.checks import FLOATS, require_layout, require_on_device, require_tensor
+from megatron_dsa.numerics.scaling import has_triton
 from megatron_dsa.sequence.layout import Block, Layout, Seen
 
 
@@ -79,8 +80,12 @@ class BlockSelection(Protocol):
     def bytes_per_score(self) -> int:
         """Temporary bytes per score besides the score itself, for the budget."""
 
-    def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
+    def __call__(
+        self, scores: torch.Tensor, seen: Seen, topk: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return int32 ``[tokens, topk]``: ascending columns of the best seen scores, then -1.
+
+        The result may be written to ``out``, which is contiguous, and be it.
 
         ``scores [tokens, width]``, ``width > topk``, may be overwritten. Ties go to the smallest
         column, ``-0`` and ``+0`` are equal. What is not ``seen`` may hold anything.
@@ -131,8 +136,8 @@ def require_finite_scores(inputs: IndexerInputs, layout: Layout, where: str) -> 
     inputs are checked, of which there are far fewer.
 
     Queries that see no key and keys that no query sees may hold anything in packed batches, where
-    they are padding. Inputs that are marked are not checked again. Seven small kernels on a GPU,
-    thirteen for packed batches, and no synchronisation.
+    they are padding. Inputs that are marked are not checked again. Three small kernels on a GPU
+    and no synchronisation.
 
     Args:
         inputs: the indexer's tensors, in 16 bits or more.
@@ -146,12 +151,18 @@ def require_finite_scores(inputs: IndexerInputs, layout: Layout, where: str) -> 
     if inputs.checked or on_meta() or any(x.numel() == 0 for x in tensors):
         return inputs
     unseen = _Unseen.of(layout)
-    q, k, weights = map(_largest, tensors, (unseen.queries, unseen.keys, unseen.queries))
     heads, dim = inputs.q.shape[1:]
-    products = q * k
-    # The products of a head are summed before they are weighted: both sums have to fit.
-    bound = torch.addcmul(products, products, weights)
-    holds = bound < torch.finfo(accumulation_dtype(inputs.q.dtype)).max / (2 * heads * dim)
+    limit = torch.finfo(accumulation_dtype(inputs.q.dtype)).max / (2 * heads * dim)
+    hidden = unseen.queries, unseen.keys, unseen.queries
+    if inputs.q.is_cuda and has_triton() and all(x.dtype != torch.float64 for x in tensors):
+        from megatron_dsa.ops.indexer_topk.finite_triton import sums_fit  # needs Triton
+
+        holds = sums_fit(tensors, hidden, limit)
+    else:
+        q, k, weights = map(_largest, tensors, hidden)
+        products = q * k
+        # The products of a head are summed before they are weighted: both sums have to fit.
+        holds = torch.addcmul(products, products, weights) < limit
     require_on_device(
         holds, f"{where}: index scores are NaN or infinite: {ADVICE}",
         lambda: _explain(inputs, unseen, where),

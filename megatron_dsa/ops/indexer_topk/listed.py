@@ -1,4 +1,4 @@
-"""Index scores of listed keys in torch: what a first, rougher selection found is scored again."""
+"""Index scores of listed keys in torch, for what a first, rougher selection found; and lists."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget
 from megatron_dsa.numerics.scaling import has_triton
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.sequence.layout import Seen
 
 
 def scores(inputs: IndexerInputs, columns: torch.Tensor, workspace_bytes: int) -> torch.Tensor:
@@ -43,3 +44,37 @@ def chosen(columns: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         return fused(columns, places)
     entries = columns.gather(1, places.clamp_min(0).long())
     return torch.where(places < 0, places, entries)
+
+
+def put(
+    out: torch.Tensor,
+    columns: torch.Tensor | None,
+    seen: Seen,
+    first: int,
+    key_rows: torch.Tensor | None,
+) -> None:
+    """Write the selection of a block as key rows; one launch on a GPU.
+
+    Args:
+        out: int32 ``[tokens, K]``, rows of any stride; -1 where nothing is selected.
+        columns: int32 ``[tokens, K]``, selected columns of the block, -1 for none. Queries that see
+            no more than ``K`` get all that they see in their place. ``None``: all queries do.
+        seen: what the queries see.
+        first: slot of the block's first column.
+        key_rows: int64, slot -> key row, or ``None`` for the identity.
+    """
+    topk = out.shape[1]
+    if out.is_cuda and topk and has_triton():
+        from megatron_dsa.ops.indexer_topk.triton import put as fused
+
+        fused(out, columns, seen, first, key_rows)
+        return
+    found = seen.first(topk)
+    if columns is not None:
+        few = (seen.end - seen.start <= topk)[:, None]
+        found = torch.where(few, found, columns, out=columns)
+    slots = torch.where(found < 0, found, found + first)
+    if key_rows is not None:
+        rows = key_rows[slots.clamp_min(0).long()].to(slots.dtype)
+        slots = torch.where(slots < 0, slots, rows)
+    out.copy_(slots)

@@ -27,7 +27,9 @@ def listed_scores(
     return empty_sums(inputs.weights, *columns.shape)
 
 
-def select(candidate: Candidate, scores: torch.Tensor, _seen: Seen, topk: int) -> torch.Tensor:
+def select(
+    candidate: Candidate, scores: torch.Tensor, _seen: Seen, topk: int, _out: torch.Tensor | None
+) -> torch.Tensor:
     """Meta function of ``indexer_topk``; ``TOPK.run`` calls it in a plan."""
     selection: Any = candidate.load()
     take_workspace(scores, scores.numel() * selection.bytes_per_score())

@@ -1,5 +1,4 @@
-"""Triton kernels of the selection through fp8: vectors in fp8, scores of listed keys, and which of
-those keys are kept.
+"""Triton kernels of the selection: vectors in fp8, scores of listed keys, and lists of key rows.
 
 Neither gathered keys nor products of heads are written.
 """
@@ -11,6 +10,7 @@ import triton
 import triton.language as tl
 
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.sequence.layout import Seen
 
 #: Keys of a step, and the least heads that a product on the tensor cores has.
 BLOCK, LEAST_HEADS = 128, 16
@@ -114,3 +114,36 @@ def chosen(columns: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
             columns.contiguous(), places.contiguous(), out, columns.shape[1], topk, BLOCK=block
         )
     return out
+
+
+@triton.jit(do_not_specialize=["first", "topk", "stride", "key_rows"])
+def _put(out, columns, start, end, key_rows, first, topk, stride, BLOCK: tl.constexpr):
+    """One program per query and ``BLOCK`` entries."""
+    row = tl.program_id(0).to(tl.int64)
+    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < topk
+    begin, stop = tl.load(start + row), tl.load(end + row)
+    column = tl.where(begin + entry < stop, begin + entry, -1)
+    if columns is not None:
+        given = tl.load(columns + row * topk + entry, mask=inside, other=-1)
+        column = tl.where(stop - begin > topk, given, column)
+    key = column + first
+    if key_rows is not None:
+        key = tl.load(key_rows + key, mask=inside & (column >= 0), other=0).to(tl.int32)
+    tl.store(out + row * stride + entry, tl.where(column < 0, -1, key), mask=inside)
+
+
+def put(
+    out: torch.Tensor,
+    columns: torch.Tensor | None,
+    seen: Seen,
+    first: int,
+    key_rows: torch.Tensor | None,
+) -> None:
+    """As :func:`megatron_dsa.ops.indexer_topk.listed.put`."""
+    (tokens, topk), block = out.shape, 1024
+    if out.numel():
+        columns = None if columns is None else columns.contiguous()
+        _put[(tokens, triton.cdiv(topk, block))](
+            out, columns, seen.start, seen.end, key_rows, first, topk, out.stride(0), BLOCK=block
+        )

@@ -101,7 +101,8 @@ class _Settings:
         assert width is not None
         if self.group is None:
             of_all = slice(0, tokens.stop - tokens.start)
-            inputs, lse = inputs.of_queries(tokens), lse[tokens]
+            if tokens != slice(0, len(inputs.q)):  # else with what is kept of the lse
+                inputs, lse = inputs.of_queries(tokens), lse[tokens]
         else:
             of_all = slice(*(self.group.rank() * tokens.stop + x for x in (0, tokens.stop)))
         found = PROBABILITIES.run(self.call, self.policy, inputs, lse, width, of_all)
@@ -137,12 +138,15 @@ class _MaskedAttention(torch.autograd.Function):
         ctx.settings = s
         ctx.separate_k_pe_grad = k_pe_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
+        ctx.set_materialize_grads(False)  # of lse, which has none
         return out, lse, p_sum
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, _dlse, _dp_sum):
         """Return all gradients; the sparse indexer loss exists in here only."""
+        if dout is None:  # nothing reads the output
+            return (None,) * 9
         s: _Settings = ctx.settings
         q, kv, k_pe, *index_tensors, bits, out, lse = ctx.saved_tensors
         inputs = s.inputs(q, kv, k_pe, bits)

@@ -91,9 +91,7 @@ class MaskedAttentionInputs:
         return self.kv.shape[2] - self.v_dim
 
     def of_queries(self, tokens: slice) -> MaskedAttentionInputs:
-        """Return the inputs of some queries."""
-        if tokens == slice(0, len(self.q)):
-            return self  # with what is kept
+        """Return the inputs of some queries, without what is kept."""
         return replace(self, q=self.q[tokens], bits=self.bits[tokens], kept={})
 
     def head_parts(self) -> list[slice]:

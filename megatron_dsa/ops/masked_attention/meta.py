@@ -55,7 +55,8 @@ def backward(candidate: Candidate, inputs: MaskedAttentionInputs, out, lse, dout
         dk_rope = inputs.k_pe.new_empty(len(kv), count, inputs.k_pe.shape[1])
         total = empty_sums(inputs.k_pe, *inputs.k_pe.shape)
         del sums, dk_rope, total
-    del numbers, bits_t
+    inputs.kept["numbers"] = numbers
+    del bits_t
     return dq, dkv, dk_pe
 
 
@@ -73,7 +74,9 @@ def probabilities(
     if not candidate.fused:
         take_workspace(inputs.q, inputs.workspace_bytes)
         return found
-    numbers, before = _numbers(inputs.q), bits.new_empty(bits.shape[:2])
+    numbers = inputs.kept.pop("numbers", None)
+    numbers = _numbers(inputs.q) if numbers is None else numbers
+    before = bits.new_empty(bits.shape[:2])
     del numbers, before
     return found
 

@@ -3,7 +3,8 @@
 ``norm_rope`` divides a head by the root of its mean square (no weight) and rotates pairs of its
 last ``R`` dims; ``rotate`` only rotates, in either direction (attention outputs of DeepSeek-V4 are
 rotated back, because the value carries rope). Pair ``i`` is dims ``D - R + 2i`` and ``D - R + 2i +
-1``; it is turned by the angle whose cosine and sine are ``cos[row, i]`` and ``sin[row, i]``. Both
+1``; it is turned by the angle whose cosine and sine are ``cos[row, i]`` and ``sin[row, i]``.
+``rotate_index`` rotates the heads of an indexer, and transforms them. All
 operations are limited by memory: every element is read once, written once and rounded once.
 """
 
@@ -12,12 +13,12 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.dispatch import Policy, describe_call
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.checks import FLOATS, require_tensor
-from megatron_dsa.ops.rope.declaration import NORM_ROPE, ROTATE
+from megatron_dsa.ops.rope.declaration import INDEX_ROTATION, NORM_ROPE, ROTATE
 
-__all__ = ["norm_rope", "rotate"]
+__all__ = ["norm_rope", "rotate", "rotate_index"]
 
 
 def norm_rope(
@@ -65,6 +66,48 @@ def rotate(
     _check(x, cos, sin)
     call = _describe(x)
     return ROTATE.run(call, policy, x, cos, sin, inverse, policy.workspace_bytes)
+
+
+def rotate_index(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    first: bool = True,
+    neighbours: bool = True,
+    transform: bool = True,
+    policy: Policy = Policy(),
+) -> torch.Tensor:
+    """Rotate some dims of index queries or keys, then apply the Walsh-Hadamard transform.
+
+    The transform is orthogonal, so it changes no product of queries and keys; it spreads large
+    values over all dims.
+
+    Args:
+        x: ``[tokens, H, D]``.
+        cos, sin: ``[tokens, R / 2]`` fp32 (fp64 for fp64 x).
+        first: rotate the first ``R`` dims and leave pair ``i`` in dims ``i`` and ``R / 2 + i``, as
+            Megatron's rope of MLA does; otherwise the last ``R`` dims, whose pairs stay in place.
+        neighbours: a pair enters as two neighbouring dims, otherwise as dims ``i`` and
+            ``R / 2 + i`` of those that are rotated.
+        transform: apply the normalised transform to all ``D`` dims, a power of two.
+        policy: which implementations may run.
+
+    Returns:
+        ``[tokens, H, D]`` in x's dtype, rounded once, differentiable in x.
+
+    Raises:
+        ConfigError: for shapes or dtypes outside of the above.
+    """
+    _check(x, cos, sin)
+    dim = x.shape[2]
+    require(
+        not transform or dim & (dim - 1) == 0,
+        f"x must have a power of two as its dim for the transform, got {dim}: pass transform=False",
+    )
+    return INDEX_ROTATION.run(
+        _describe(x), policy, x, cos, sin, first, neighbours, transform, policy.workspace_bytes
+    )
 
 
 def _describe(x: torch.Tensor):

@@ -41,3 +41,23 @@ ROTATE = Operation(
     ),
     meta=f"{_HERE}.meta:rotate",
 )
+
+INDEX_ROTATION = Operation(
+    "index_rotation",
+    "rope and Hadamard transform of index queries and keys, forward and backward",
+    (
+        Candidate(
+            "triton",
+            f"{_HERE}.triton_index:rotate_index",
+            Support(
+                covers="first or last dims, either pairing",
+                **_TRITON,
+                dims=tuple((dim, 0) for dim in (16, 32, 64, 128)),
+            ),
+        ),
+        Candidate(
+            "torch", f"{_HERE}.torch_index:rotate_index", Support(covers="any shape"), fused=False
+        ),
+    ),
+    meta=f"{_HERE}.meta:rotate_index",
+)

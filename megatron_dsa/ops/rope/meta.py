@@ -38,3 +38,10 @@ def rotate(candidate: Candidate, x, cos, sin, _inverse, workspace_bytes: int) ->
 
     workspace_bytes = 0 if candidate.fused else workspace_bytes
     return differentiable((x.contiguous(),), forward, backward, workspace_bytes)
+
+
+def rotate_index(
+    candidate: Candidate, x, cos, sin, _first, _neighbours, _transform, workspace_bytes: int
+) -> torch.Tensor:
+    """Meta function of ``index_rotation``; ``INDEX_ROTATION.run`` calls it in a plan."""
+    return rotate(candidate, x, cos, sin, False, workspace_bytes)

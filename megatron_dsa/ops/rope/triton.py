@@ -39,25 +39,32 @@ def _turn(
 
 
 @triton.jit
-def _place(H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the program's row, its heads, their offsets in ``[rows, H, D]`` and a mask."""
+def _place(
+    row_stride, head_stride,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return the program's row, its heads, their offsets in ``[rows, H, D]`` and a mask.
+
+    The first offsets are those of contiguous heads, the last ones follow the strides.
+    """
     blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     row = (tl.program_id(0) // blocks).to(tl.int64)
     head = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     dim = tl.arange(0, BLOCK_D)
     at = (row * H + head)[:, None] * D + dim[None, :]
-    return row, head, at, (head < H)[:, None] & (dim < D)[None, :]
+    source = row * row_stride + head[:, None] * head_stride + dim[None, :]
+    return row, head, at, (head < H)[:, None] & (dim < D)[None, :], source
 
 
 @triton.jit(do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def _forward(
-    x, y, cos, sin, rstd, eps, stride,
+    x, y, cos, sin, rstd, eps, stride, row_stride, head_stride,
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
     INVERSE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rotate, after the norm if ``NORM``; ``y`` may be ``x``."""
-    row, head, at, mask = _place(H, D, BLOCK_H, BLOCK_D)
-    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    """Rotate, after the norm if ``NORM``; ``y`` may be ``x``, whose strides are those given."""
+    row, head, at, mask, source = _place(row_stride, head_stride, H, D, BLOCK_H, BLOCK_D)
+    value = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(value * value, 1) / D + eps)
         tl.store(rstd + row * H + head, scale, mask=head < H)
@@ -76,7 +83,7 @@ def _norm_backward(
 
     A rotation keeps inner products, so the difference is rotated back, and nothing else.
     """
-    row, head, at, mask = _place(H, D, BLOCK_H, BLOCK_D)
+    row, head, at, mask, _ = _place(0, 0, H, D, BLOCK_H, BLOCK_D)
     out = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(rstd + row * H + head, mask=head < H, other=0.0)
@@ -101,7 +108,7 @@ def _launch(kernel, x: torch.Tensor, *args, **constants) -> None:
 
 
 def _tables(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-    """Check the dtype; return x contiguous, and tables of one stride with dense rows."""
+    """Check the dtype; return x with dense heads, and tables of one stride with dense rows."""
     if x.dtype == torch.float64:
         raise ConfigError(
             "x must not be float64 for the Triton kernels, which compute in float32: use the "
@@ -109,14 +116,19 @@ def _tables(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
         )
     if cos.stride() != sin.stride() or cos.stride(1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    return x.contiguous(), cos, sin
+    return _dense(x), cos, sin
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x [rows, H, D]`` with dense heads; where these lie does not matter."""
+    return x if x.stride(2) == 1 else x.contiguous()
 
 
 def _rotated(x, cos, sin, inverse):
-    y = torch.empty_like(x)
+    y = x.new_empty(x.shape)
     _launch(
-        _forward, x, x, y, cos, sin, None, 0.0, cos.stride(0), HALF=cos.shape[1], NORM=False,
-        INVERSE=inverse,
+        _forward, x, x, y, cos, sin, None, 0.0, cos.stride(0), x.stride(0), x.stride(1),
+        HALF=cos.shape[1], NORM=False, INVERSE=inverse,
     )  # fmt: skip
     return y
 
@@ -131,7 +143,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         # Through apply, so that the gradient can be differentiated again.
-        dx = _Rotate.apply(dy.contiguous(), *ctx.saved_tensors, not ctx.inverse)
+        dx = _Rotate.apply(_dense(dy), *ctx.saved_tensors, not ctx.inverse)
         return dx, None, None, None
 
 
@@ -140,11 +152,11 @@ class _NormRope(torch.autograd.Function):
     def forward(ctx, x, cos, sin, eps, inplace):
         # An alias instead of mark_dirty: x is a view of a projection's output, and autograd would
         # copy the whole gradient for an in-place change of a view.
-        y = x.detach() if inplace else torch.empty_like(x)
+        y = x.detach() if inplace else x.new_empty(x.shape)
         rstd = x.new_empty(x.shape[:2], dtype=torch.float32)
         _launch(
-            _forward, x, x, y, cos, sin, rstd, eps, cos.stride(0), HALF=cos.shape[1], NORM=True,
-            INVERSE=False,
+            _forward, x, x, y, cos, sin, rstd, eps, cos.stride(0), x.stride(0), x.stride(1),
+            HALF=cos.shape[1], NORM=True, INVERSE=False,
         )  # fmt: skip
         ctx.save_for_backward(y, rstd, cos, sin)
         return y
@@ -174,7 +186,7 @@ def norm_rope(
     Differentiable in x. ``cos, sin``: fp32 ``[rows, R / 2]``. With ``inplace`` the result takes the
     memory of x, whose content nothing else may need. There are no temporaries to bound.
     """
-    x, cos, sin = _tables(x, cos, sin)
+    x, cos, sin = _tables(x.contiguous(), cos, sin)
     return _NormRope.apply(x, cos, sin, float(eps), inplace)
 
 

@@ -148,17 +148,17 @@ def main():
     check_listed_keys(lists, numbers, 0, 130, 0.3, 5)
     check_tiles(tiles, 0, 130, 0.3)
     check_tiles(tiles, 300, 300, 0.0)
-    for columns in (1, 511, 512, 513, 4096):
-        flags = masked(3, columns, 0.4).to(torch.uint8)
-        same_lists(tiles.tile_lists(flags), flags)
-        wide = masked(columns, 4, 0.4).to(torch.uint8) * 255
-        same_lists(tiles.tile_lists(wide[:, ::2].t()), wide[:, ::2].t())
+    for rows, columns in ((2, 511), (4, 512), (6, 513), (2, 4096), (1024, 3), (1026, 1), (8, 0)):
+        flags = masked(rows, columns, 0.4).to(torch.uint8)
+        found = tiles.tile_lists(flags)
+        same_lists(found[:2], flags[0::2] | flags[1::2])
+        same_lists(found[2:], flags.t())
 
 
 def test_compile_once_without_a_gpu(monkeypatch):
     """For Hopper and Blackwell; the same code for other sizes and strides."""
     kernels = pytest.importorskip(BITS), pytest.importorskip(TILES)
-    names = (("_set_bits",), ("_transpose", "_list_tiles"))
+    names = (("_set_bits",), ("_transpose", "_list_tiles", "_list_key_groups"))
     recorders = [
         recorder
         for module, some in zip(kernels, names, strict=True)
@@ -169,7 +169,8 @@ def test_compile_once_without_a_gpu(monkeypatch):
         lists = ascending_lists(queries, keys, width)
         packed = bits.key_bits(KeyBitsInputs(lists.indices, None, keys, 0))
         tiles.tiles_for(packed, keys, True)
-    for recorder, variants in zip(recorders, (1, 1, 1), strict=True):
+        tiles.tiles_for(packed, keys, False)
+    for recorder, variants in zip(recorders, (1, 1, 1, 1), strict=True):
         assert len(recorder.launches) >= 3
         for capability in (80, 90, 100):
             compiled = [
@@ -194,12 +195,14 @@ def test_triton_on_the_gpu(queries, keys, width):
         found = bits.key_bits(given)
         transposed, flags = tiles.transpose(found, keys)
         bundle = tiles.tiles_for(found, keys, True)
+        forward = tiles.tiles_for(found, keys, False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found, expected)
     expected_bits, expected_flags = reference.transpose(expected, keys)
     assert torch.equal(transposed, expected_bits) and torch.equal(flags, expected_flags)
     same_lists((bundle.key_groups, bundle.key_group_count), flags[0::2] | flags[1::2])
+    same_lists((forward.key_groups, forward.key_group_count), flags[0::2] | flags[1::2])
     same_lists((bundle.query_blocks, bundle.query_block_count), flags.t())
 
 

@@ -17,6 +17,7 @@ from megatron_dsa.ops.sparse_attention import torch as unfused
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.launch import key_lists
+from megatron_dsa.ops.sparse_attention.tilelang.order import to_callers_lists
 from tests.cases.sparse_attention import CASE, make_case
 from tests.helpers import leaf, relative_error
 
@@ -294,7 +295,10 @@ def test_sums_return_to_the_callers_lists(union_in_python, ascending, group, bud
             queries = torch.arange(ids.shape[0] * group) + part.start
             sums = ids.repeat_interleave(group, 0) + 1000.0 * queries[:, None]
             sums = sums.view(-1, group, ids.shape[1])
-            tilelang_kernels._to_callers_lists(p_sum, sums, places, part, inputs)
+            own = None if lengths is None else lengths[part]
+            to_callers_lists(
+                p_sum[part], sums.flatten(0, 1), places, indices[part], own, 90, budget
+            )
         place = torch.arange(40)
         valid = (indices >= 0) & (indices < 90)
         if lengths is not None:

@@ -32,8 +32,9 @@ def sparse(inputs: SparseLossInputs) -> SparseLoss:
             f"got {q.shape[2]}, {width}, relu={x.relu}: use another implementation"
         )
     fixed = wanted and deterministic_mode()
-    value = torch.zeros(queries, dtype=torch.float32, device=q.device)
-    unused = value.new_zeros(1, 1)
+    runs = queries > 0 and width > 0
+    value = (torch.empty if runs else torch.zeros)(queries, dtype=torch.float32, device=q.device)
+    unused = value.new_empty(1, 1)
     if wanted:
         dq = inputs.query_gradient()
         dweights = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
@@ -42,13 +43,13 @@ def sparse(inputs: SparseLossInputs) -> SparseLoss:
     else:
         dq, dk = q.new_empty(1, DIM), value.new_empty(1, DIM)
         dweights, units = unused, unused.view(1)
-    if queries and width:
+    if runs:
         compiled(heads, wanted, fixed)(
             q.view(-1, DIM),
             k,
             x.weights.float().contiguous().view(-1),
             inputs.indices.contiguous(),
-            lengths(inputs.indices, inputs.topk_length),
+            _lengths(inputs),
             inputs.teacher.contiguous(),
             value,
             dq.view(-1, DIM),
@@ -63,6 +64,13 @@ def sparse(inputs: SparseLossInputs) -> SparseLoss:
         return SparseLoss(value.sum(), None)
     dk = dk.float().div_(units) if fixed else in_column_order_transposed(dk, DIM)
     return SparseLoss(value.sum(), IndexerGradients(dq, dk, dweights))
+
+
+def _lengths(inputs: SparseLossInputs) -> torch.Tensor:
+    """Return int32 ``[Sq]``; the kernel clamps what a caller gives."""
+    if inputs.topk_length is None:
+        return lengths(inputs.indices, None)
+    return inputs.topk_length.int().contiguous()
 
 
 def units_per_one(inputs: IndexerInputs) -> torch.Tensor:

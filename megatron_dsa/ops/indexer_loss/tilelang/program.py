@@ -197,9 +197,9 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
 
     Its arguments (all contiguous; sizes are dynamic):
         Q ``[Sq * HI, 128]``, K ``[Skv, 128]`` bf16; Weights ``[Sq * HI]`` fp32; Ids ``[Sq, W]``
-        int32, rows of K, others are skipped, ``W`` at most 2048; Length ``[Sq]`` int32 within ``[0,
-        W]``; Teacher ``[Sq, W]`` fp32, not normalised; Value ``[Sq]`` fp32, the KL per query; dQ
-        like Q; dW like Weights; dK ``[Skv, 128]`` fp32 (in the order of
+        int32, rows of K, others are skipped, ``W`` at most 2048; Length ``[Sq]`` int32, clamped to
+        ``[0, W]``; Teacher ``[Sq, W]`` fp32, not normalised; Value ``[Sq]`` fp32, the KL per query;
+        dQ like Q; dW like Weights; dK ``[Skv, 128]`` fp32 (in the order of
         :func:`.fragments.in_column_order_transposed`) or int64 if ``fixed_point`` (in column
         order), zeroed by the caller; Units ``[1]`` fp32: how many of dK's integers are one (not
         read without them). Without ``gradients`` dQ, dW and dK are not touched.
@@ -251,7 +251,7 @@ def build(heads: int, gradients: bool = True, fixed_point: bool = False):
             here = addresses_of(m)
             tx = T.get_thread_binding()
             thread = tx % GROUP
-            n = Length[block]
+            n = T.max(T.min(Length[block], width), 0)
             at = Place(block, 0, block * heads, heads, n)
             if tx >= GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)

@@ -41,10 +41,13 @@ class Selection:
         """Nothing: candidates stay on the chip."""
         return 0
 
-    def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
+    def __call__(
+        self, scores: torch.Tensor, seen: Seen, topk: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return int32 ``[rows, topk]``: ascending columns of the best seen scores, then -1.
 
-        ``scores`` (fp32) are left as they are; their rows may have any stride. Scores that are
+        They are written to ``out``, if it is given. ``scores`` (fp32) are left as they are; their
+        rows may have any stride. Scores that are
         NaN may be selected, each at most once.
 
         Raises:
@@ -61,7 +64,8 @@ class Selection:
             raise ValueError(f"topk must be from 1 to {TOPK}, got {topk}")
         if scores.stride(1) != 1:
             scores = scores.contiguous()
-        out = torch.empty(scores.shape[0], topk, dtype=torch.int32, device=scores.device)
+        if out is None:
+            out = torch.empty(scores.shape[0], topk, dtype=torch.int32, device=scores.device)
         width = scores.shape[1]
         wanted = aim(tiling_for(width, topk), topk)
         kernel_for(width, topk)(scores, seen.start, seen.end, out, wanted)

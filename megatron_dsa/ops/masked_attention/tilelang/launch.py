@@ -51,9 +51,8 @@ def backward(
     call = _Call.of(inputs)
     q, kv, k_pe = call.q, call.kv, call.k_pe
     dq, dkv = torch.empty_like(q), torch.empty_like(kv)
-    dk_pe = k_pe.new_zeros(k_pe.shape, dtype=torch.float32)
     if len(q) == 0 or len(kv) == 0:
-        return dq.zero_(), dkv.zero_(), dk_pe
+        return dq.zero_(), dkv.zero_(), k_pe.new_zeros(k_pe.shape, dtype=torch.float32)
     dout = dout.to(q.dtype).contiguous()
     tiles = _tiles(inputs, with_queries=True)
     per_query = numbers(lse, out.contiguous(), dout)
@@ -65,6 +64,7 @@ def backward(
         value_program.compiled(*call.dims)(
             q, kv, k_pe, dout, per_query, *_lists(tiles), dkv, inputs.softmax_scale, together
         )
+    dk_pe = None
     for part in inputs.head_parts():
         count = part.stop - part.start
         sums = q.new_zeros(len(q), count, q.shape[2], dtype=torch.float32)
@@ -74,10 +74,13 @@ def backward(
             order, sums, dkv, dk_rope, part.start, inputs.softmax_scale, together,
         )  # fmt: skip
         round_gradient(dq, sums, part.start, inputs.softmax_scale)
-        dk_pe += dk_rope.sum(1, dtype=torch.float32)
-        del sums, dk_rope  # or they would live beside those of the next part
+        total = dk_rope.sum(1, dtype=torch.float32)
+        dk_pe = total if dk_pe is None else dk_pe.add_(total)
+        del sums, dk_rope, total  # or they would live beside those of the next part
     # The head sums after it read no bits along queries, which are as many as the bits of keys.
     inputs.kept["tiles"] = Tiles(tiles.key_groups, tiles.key_group_count)
+    inputs.kept["numbers"] = lse, per_query
+    assert dk_pe is not None
     return dq, dkv, dk_pe
 
 
@@ -96,7 +99,7 @@ def probabilities(
     if p_sum.numel() > 0 and len(call.kv) > 0:
         tiles = _tiles(inputs, with_queries=False)
         probabilities_program.compiled(*call.dims)(
-            call.q, call.kv, call.k_pe, numbers(lse, None, None), bits, before,
+            call.q, call.kv, call.k_pe, _lse(inputs, lse), bits, before,
             tiles.key_groups, tiles.key_group_count, p_sum, inputs.softmax_scale,
         )  # fmt: skip
     length = length[listed]
@@ -130,6 +133,12 @@ def _tiles(inputs: MaskedAttentionInputs, with_queries: bool) -> Tiles:
     if found is None or (with_queries and found.bits_t is None):
         found = inputs.kept["tiles"] = tiles_for(inputs.bits, len(inputs.kv), with_queries)
     return found
+
+
+def _lse(inputs: MaskedAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
+    """Return the lse as kernels read it; the backward before has it already."""
+    own, found = inputs.kept.pop("numbers", (None, None))
+    return found if own is lse else numbers(lse, None, None)
 
 
 def _lists(tiles: Tiles) -> tuple[torch.Tensor, ...]:

@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dsa.numerics.arithmetic import lengths
 from megatron_dsa.ops.masked_attention.bits import WORDS, groups
 from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs
 
@@ -21,7 +20,9 @@ def _set_bits(
     """One program per query and ``BLOCK`` entries; ``words`` is the number of int32 of a query."""
     query = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < tl.minimum(tl.load(length + query), topk)
+    inside = column < topk
+    if length is not None:
+        inside &= column < tl.load(length + query)
     key = tl.load(indices + query * stride + column, mask=inside, other=-1)
     valid = inside & (key >= 0) & (key < num_keys)
     in_group = key % 128
@@ -36,7 +37,7 @@ def key_bits(inputs: KeyBitsInputs) -> torch.Tensor:
     queries, width = indices.shape
     bits = indices.new_zeros(queries, groups(inputs.num_keys), WORDS)
     if bits.numel() > 0 and width > 0:
-        length = lengths(indices, inputs.topk_length)
+        length = None if inputs.topk_length is None else inputs.topk_length.contiguous()
         _set_bits[(queries, triton.cdiv(width, _BLOCK))](
             indices, length, bits, inputs.num_keys, width, indices.stride(0),
             bits.shape[1] * WORDS, BLOCK=_BLOCK,

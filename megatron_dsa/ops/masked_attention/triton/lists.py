@@ -22,22 +22,36 @@ def listed_keys(
         width: entries of a list; keys beyond are left out.
     """
     queries, key_groups = bits.shape[:2]
-    indices = bits.new_full((queries, width), -1)
-    if queries > 0 and key_groups > 0 and width > 0:
+    if key_groups == 0:
+        return bits.new_full((queries, width), -1)
+    indices = bits.new_empty(queries, width)
+    if queries > 0 and width > 0:
         grid = (queries, triton.cdiv(key_groups, _GROUPS))
-        _list_keys[grid](bits, before, length, indices, key_groups, width, GROUPS=_GROUPS)
+        _list_keys[grid](
+            bits, before, length, indices, key_groups, width, GROUPS=_GROUPS, BLOCK=256
+        )
     return indices
 
 
 # Sizes follow the batch and must not compile kernels again.
 @triton.jit(do_not_specialize=["key_groups", "width"])
-def _list_keys(bits, before, length, indices, key_groups, width, GROUPS: tl.constexpr):
-    """One program per query and ``GROUPS`` groups of keys."""
+def _list_keys(
+    bits, before, length, indices, key_groups, width, GROUPS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program per query and ``GROUPS`` groups of keys; each fills a share of the rest."""
     query, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
+    total = tl.load(length + query)
+    share = tl.cdiv(width, tl.num_programs(1))
+    begin = tl.program_id(1) * share
+    for start in range(0, share, BLOCK):
+        entry = begin + start + tl.arange(0, BLOCK)
+        rest = (entry >= total) & (entry < tl.minimum(begin + share, width))
+        tl.store(indices + query * width + entry, -1, mask=rest)
     at = before + query * key_groups + first
     found = tl.load(at)
-    last = first + GROUPS >= key_groups
-    end = tl.load(tl.where(last, length + query, at + GROUPS))
+    end = total
+    if first + GROUPS < key_groups:
+        end = tl.load(at + GROUPS)
     if found < end:  # most programs behind the diagonal have nothing to list
         key = tl.arange(0, GROUPS * 128)
         word = (query * key_groups + first) * 4 + key // 128 * 4 + key % 8 // 2

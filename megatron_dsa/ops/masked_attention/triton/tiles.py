@@ -49,9 +49,10 @@ def tiles_for(bits: torch.Tensor, num_keys: int, with_queries: bool) -> Tiles:
         with_queries: also return what a backward reads: bits along queries, and lists of queries.
     """
     if not with_queries:
-        return Tiles(*tile_lists(_either_half(_tile_flags(bits, None))))
+        return Tiles(*_key_groups(bits))
     bits_t, flags = transpose(bits, num_keys)
-    return Tiles(*tile_lists(_either_half(flags)), bits_t, *tile_lists(flags.t()))
+    key_groups, key_group_count, *query_blocks = tile_lists(flags)
+    return Tiles(key_groups, key_group_count, bits_t, *query_blocks)
 
 
 def transpose(bits: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,43 +66,46 @@ def transpose(bits: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Te
         bits: int32 ``[Sq, G, 4]``, key bits.
         num_keys: number of keys.
     """
-    bits_t = bits.new_empty(groups(num_keys) * GROUP, groups(len(bits)), WORDS)
-    return bits_t, _tile_flags(bits, bits_t)
-
-
-def tile_lists(flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return per row the columns whose flag is set, ascending, and how many these are.
-
-    Args:
-        flags: uint8 ``[rows, columns]``, any strides.
-
-    Returns:
-        int32 ``[rows, columns]``, whose entries past the count may be anything; int32 ``[rows]``.
-    """
-    rows, columns = flags.shape
-    ids = flags.new_empty(rows, columns, dtype=torch.int32)
-    count = flags.new_empty(rows, dtype=torch.int32)
-    if rows > 0:
-        _list_tiles[(rows,)](flags, ids, count, columns, *flags.stride(), BLOCK=512)
-    return ids, count
-
-
-def _either_half(flags: torch.Tensor) -> torch.Tensor:
-    """Return uint8 ``[Gq, G]``, the flags of groups of 128 queries."""
-    return flags[0::2] | flags[1::2]
-
-
-def _tile_flags(bits: torch.Tensor, bits_t: torch.Tensor | None) -> torch.Tensor:
-    """Return the flags of the tiles; fill ``bits_t`` if it is given."""
     bits = bits.contiguous()
-    queries, key_groups = bits.shape[:2]
-    query_groups = groups(queries)
+    (queries, key_groups), query_groups = bits.shape[:2], groups(len(bits))
+    bits_t = bits.new_empty(groups(num_keys) * GROUP, query_groups, WORDS)
     flags = bits.new_empty(2 * query_groups, key_groups, dtype=torch.uint8)
     if flags.numel() > 0:
         _transpose[(key_groups * query_groups,)](
             bits, bits_t, flags, queries, key_groups, query_groups
         )
-    return flags
+    return bits_t, flags
+
+
+def tile_lists(flags: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the four lists of :class:`Tiles`, without the bits between them; one launch.
+
+    Args:
+        flags: uint8 ``[2 Gq, G]``, as :func:`transpose` returns them.
+    """
+    blocks, key_groups = flags.shape
+    query_groups = blocks // 2
+    of_queries, of_keys = _lists(flags, query_groups, key_groups), _lists(flags, key_groups, blocks)
+    if query_groups + key_groups > 0:
+        _list_tiles[(query_groups + key_groups,)](
+            flags, *of_queries, *of_keys, query_groups, key_groups, BLOCK=512
+        )
+    return *of_queries, *of_keys
+
+
+def _lists(like: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = like.new_empty(rows, columns, dtype=torch.int32)
+    return ids, like.new_empty(rows, dtype=torch.int32)
+
+
+def _key_groups(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the lists of key groups of ``bits``; one launch."""
+    bits = bits.contiguous()
+    queries, key_groups = bits.shape[:2]
+    ids, count = _lists(bits, groups(queries), key_groups)
+    if count.numel() > 0:
+        _list_key_groups[(len(count),)](bits, ids, count, queries, key_groups, BLOCK=16)
+    return ids, count
 
 
 # Sizes follow the batch and must not compile kernels again.
@@ -122,15 +126,14 @@ def _transpose(bits, bits_t, flags, queries, key_groups, query_groups):
         found = tl.max(tl.where(half == side, some, 0), 0)
         flag = (query_group * 2 + side).to(tl.int64) * key_groups + key_group
         tl.store(flags + flag, found.to(tl.uint8))
-    if bits_t is not None:
-        x = _swap(x, row, 16, 0x0000FFFF)
-        x = _swap(x, row, 8, 0x00FF00FF)
-        x = _swap(x, row, 4, 0x0F0F0F0F)
-        x = _swap(x, row, 2, 0x33333333)
-        x = _swap(x, row, 1, 0x55555555)
-        key = key_group * 128 + row // 2 * 8 + key_word * 2 + row % 2
-        at = (key.to(tl.int64) * query_groups + query_group) * 4 + query_word
-        tl.store(bits_t + at, x.to(tl.int32, bitcast=True))
+    x = _swap(x, row, 16, 0x0000FFFF)
+    x = _swap(x, row, 8, 0x00FF00FF)
+    x = _swap(x, row, 4, 0x0F0F0F0F)
+    x = _swap(x, row, 2, 0x33333333)
+    x = _swap(x, row, 1, 0x55555555)
+    key = key_group * 128 + row // 2 * 8 + key_word * 2 + row % 2
+    at = (key.to(tl.int64) * query_groups + query_group) * 4 + query_word
+    tl.store(bits_t + at, x.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -143,16 +146,54 @@ def _swap(x, row, distance: tl.constexpr, low: tl.constexpr):
     return x ^ tl.where(is_low, change << distance, change)
 
 
-@triton.jit(do_not_specialize=["columns", "row_stride", "column_stride"])
-def _list_tiles(flags, ids, count, columns, row_stride, column_stride, BLOCK: tl.constexpr):
-    """One program per row."""
-    row = tl.program_id(0).to(tl.int64)
+@triton.jit(do_not_specialize=["query_groups", "key_groups"])
+def _list_tiles(
+    flags, key_ids, key_count, block_ids, block_count, query_groups, key_groups, BLOCK: tl.constexpr
+):
+    """One program per group of queries, then one per group of keys."""
+    group = tl.program_id(0).to(tl.int64)
     found = 0
-    for first in range(0, columns, BLOCK):
+    if group < query_groups:
+        # A group of queries has two rows of flags.
+        first_half = flags + 2 * group * key_groups
+        for first in range(0, key_groups, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            inside = column < key_groups
+            flag = tl.load(first_half + column, mask=inside, other=0)
+            flag |= tl.load(first_half + key_groups + column, mask=inside, other=0)
+            found = _append(key_ids + group * key_groups, column, flag, found)
+        tl.store(key_count + group, found)
+    else:
+        group -= query_groups
+        for first in range(0, 2 * query_groups, BLOCK):
+            row = first + tl.arange(0, BLOCK)
+            at = row.to(tl.int64) * key_groups + group
+            flag = tl.load(flags + at, mask=row < 2 * query_groups, other=0)
+            found = _append(block_ids + group * 2 * query_groups, row, flag, found)
+        tl.store(block_count + group, found)
+
+
+@triton.jit
+def _append(ids, entry, flag, found):
+    """Append the entries whose flag is set to a list of ``found``; return how many it has then."""
+    is_set = (flag != 0).to(tl.int32)
+    place = found + tl.cumsum(is_set, 0) - 1
+    tl.store(ids + place, entry, mask=is_set != 0)
+    return found + tl.sum(is_set, 0)
+
+
+@triton.jit(do_not_specialize=["queries", "key_groups"])
+def _list_key_groups(bits, ids, count, queries, key_groups, BLOCK: tl.constexpr):
+    """One program per group of queries."""
+    group = tl.program_id(0).to(tl.int64)
+    query = group * 128 + tl.arange(0, 128)
+    found = 0
+    for first in range(0, key_groups, BLOCK):
+        word = first * 4 + tl.arange(0, 4 * BLOCK)
+        inside = (query < queries)[:, None] & (word < 4 * key_groups)[None, :]
+        at = query[:, None] * (4 * key_groups) + word[None, :]
+        some = tl.max((tl.load(bits + at, mask=inside, other=0) != 0).to(tl.int32), 0)
+        flag = tl.max(tl.reshape(some, [BLOCK, 4]), 1)
         column = first + tl.arange(0, BLOCK)
-        at = row * row_stride + column.to(tl.int64) * column_stride
-        flag = (tl.load(flags + at, mask=column < columns, other=0) != 0).to(tl.int32)
-        place = found + tl.cumsum(flag, 0) - 1
-        tl.store(ids + row * columns + place, column, mask=flag != 0)
-        found += tl.sum(flag, 0)
-    tl.store(count + row, found)
+        found = _append(ids + group * key_groups, column, flag, found)
+    tl.store(count + group, found)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_dsa.dispatch import deterministic_mode
-from megatron_dsa.numerics.arithmetic import rows_in_budget, valid_entries
+from megatron_dsa.numerics.arithmetic import rows_in_budget
 from megatron_dsa.ops.hopper.fixed_point import largest
 from megatron_dsa.ops.hopper.fragments import (
     in_column_order,
@@ -23,6 +23,7 @@ from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.lists import ascending_lists, caller_lists, sorting_pays
 from megatron_dsa.ops.sparse_attention.tilelang.fixed_point import to_float, units_per_one
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import Kernels, kernels_for
+from megatron_dsa.ops.sparse_attention.tilelang.order import to_callers_lists
 
 
 def forward(inputs: SparseAttentionInputs, kernels: Kernels | None = None):
@@ -76,7 +77,11 @@ def backward(
             sums = torch.zeros(count, plan.group, width, device=out.device)
         launch(plan, inputs, work, part, lists, sums)
         if plan.sums_heads:
-            _to_callers_lists(p_sum, sums, places, part, inputs)
+            length = None if inputs.topk_length is None else inputs.topk_length[part]
+            to_callers_lists(
+                p_sum[part], sums.flatten(0, 1), places, inputs.indices[part], length,
+                inputs.kv.shape[0], inputs.workspace_bytes,
+            )  # fmt: skip
         del sums  # before the next part takes memory
     dsink = None
     if sink is not None:
@@ -244,22 +249,6 @@ def _key_gradient(plan: _Plan, v_dim: int, sums: _KeySums) -> torch.Tensor:
     return dkv if plan.kernels.tiles else in_column_order(dkv)
 
 
-def _to_callers_lists(p_sum, sums, places, part, inputs) -> None:
-    """Fill ``p_sum[part]``, one for each entry of the caller's, from sums ``[lists, group, W]``."""
-    sums = sums.view(-1, sums.shape[-1])
-    # Per entry: validity, masked and int64 places, the result twice.
-    step = rows_in_budget(inputs.workspace_bytes, p_sum.shape[1] * 24)
-    for first in range(part.start, part.stop, step):
-        rows = slice(first, min(first + step, part.stop))
-        own = slice(rows.start - part.start, rows.stop - part.start)
-        length = None if inputs.topk_length is None else inputs.topk_length[rows]
-        valid = valid_entries(inputs.indices[rows], length, inputs.kv.shape[0])
-        found = sums[own]
-        if places is not None:
-            found = found.gather(1, torch.where(valid, places[own], 0).long())
-        p_sum[rows] = torch.where(valid, found, 0.0)
-
-
 def key_lists(
     inputs: SparseAttentionInputs,
     group: int,
@@ -300,6 +289,6 @@ def key_lists(
         ids = torch.empty(groups, capacity, dtype=torch.int32, device=indices.device)
         members = torch.empty_like(ids, dtype=torch.uint8)
         count = torch.empty(groups, dtype=torch.int32, device=indices.device)
-        places = torch.empty_like(indices[part]) if with_places else unused.int()
+        places = torch.empty_like(indices[part] if with_places else count[:1, None])
         form_unions(indices[part], length[part], ids, members, count, places, inputs.kv.shape[0])
         yield part, (ids, members, count), places if with_places else None

@@ -1,0 +1,20 @@
+"""The matrix of signs of the Walsh-Hadamard transform."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)  # what is cached is used in training, too
+def hadamard_signs(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the symmetric matrix ``[size, size]`` of 1 and -1; ``size`` is a power of two.
+
+    Its product with itself is ``size`` times the identity.
+    """
+    matrix = torch.ones(1, 1, dtype=dtype, device=device)
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+    return matrix

@@ -1,0 +1,72 @@
+"""Head sums of probabilities, from the order of a kernel's lists to that of the caller's."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_dsa.numerics.arithmetic import rows_in_budget, valid_entries
+from megatron_dsa.numerics.scaling import has_triton
+
+
+def to_callers_lists(
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    places: torch.Tensor | None,
+    indices: torch.Tensor,
+    length: torch.Tensor | None,
+    keys: int,
+    workspace_bytes: int,
+) -> None:
+    """Write the sum of every entry of the caller's lists, 0 for entries that select nothing.
+
+    Args:
+        out: fp32 ``[Sq, K]``, contiguous.
+        sums: fp32 ``[at least Sq, W]``, contiguous, in the order of the kernel's lists.
+        places: int32 ``[Sq, K]``, where in them a valid entry is; ``None``: in the caller's order.
+        indices: int32 ``[Sq, K]``, the caller's lists, whose entries ``< 0`` or ``>= keys`` select
+            nothing.
+        length: int32 ``[Sq]`` or ``None``: entries from there on select nothing.
+        keys: number of keys.
+        workspace_bytes: budget for temporary memory, which one launch on a GPU does not need.
+    """
+    queries, width = indices.shape
+    if out.is_cuda and has_triton():
+        if out.numel():
+            block = 1024
+            _order[(queries, triton.cdiv(width, block))](
+                out, sums, None if places is None else places.contiguous(), indices.contiguous(),
+                None if length is None else length.contiguous(), keys, width, sums.shape[1],
+                BLOCK=block,
+            )  # fmt: skip
+        return
+    # Per entry: validity, masked and int64 places, the result twice.
+    step = rows_in_budget(workspace_bytes, width * 24)
+    for first in range(0, queries, step):
+        rows = slice(first, min(first + step, queries))
+        valid = valid_entries(indices[rows], None if length is None else length[rows], keys)
+        found = sums[rows, :width]
+        if places is not None:
+            found = sums[rows].gather(1, torch.where(valid, places[rows], 0).long())
+        out[rows] = torch.where(valid, found, 0.0)
+
+
+# Sizes follow the batch and must not compile the kernel again; parts may begin anywhere.
+@triton.jit(do_not_specialize=[
+    "out", "sums", "places", "indices", "length", "keys", "width", "stride",
+])  # fmt: skip
+def _order(out, sums, places, indices, length, keys, width, stride, BLOCK: tl.constexpr):
+    """One program per query and ``BLOCK`` entries."""
+    row = tl.program_id(0).to(tl.int64)
+    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < width
+    key = tl.load(indices + row * width + entry, mask=inside, other=-1)
+    valid = (key >= 0) & (key < keys)
+    if length is not None:
+        valid &= entry < tl.load(length + row)
+    place = entry
+    if places is not None:
+        place = tl.load(places + row * width + entry, mask=valid, other=0)
+    found = tl.load(sums + row * stride + place, mask=valid, other=0.0)
+    tl.store(out + row * width + entry, found, mask=inside)
