@@ -25,6 +25,9 @@ FIGURES = {
     EVALUATION: "dsa/indexer-loss-evaluation",
 }
 
+#: Figures of the selection of a few queries: all but the losses.
+SAMPLED = tuple(name for name in FIGURES if name not in ("indexer loss", EVALUATION))
+
 #: Share of the GPU's peak, from 0 to 1.
 MFU = "dsa/mfu"
 

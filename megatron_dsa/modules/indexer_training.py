@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron_dsa.config import indexer_is_trained, loss_is_sparse, options_of
+from megatron_dsa.config_rules import graphs_attention
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining
 from megatron_dsa.metrics.health import Attended, LayerOverlap, selection_health
 from megatron_dsa.metrics.log import (
@@ -50,6 +51,10 @@ class TrainsIndexer:
             say_if_frozen(self.config)
         # In layers without a backward of their own, see ``freezing.py``.
         self.keeps_loss, self._kept_loss = False, None
+        # Once per iteration, and between layers: neither is known to a replayed graph of a layer.
+        self.measures_selection = bool(self.options.health_tokens) and not graphs_attention(
+            self.config
+        )
         before = [number for number in self.selecting_layers if number < layer_number]
         self.layer_overlap = LayerOverlap(self.config, layer_number, max(before, default=None))
 
@@ -69,7 +74,7 @@ class TrainsIndexer:
 
         A frozen indexer's is, too. In a recomputed layer it is the pass with gradients.
         """
-        return self.training and torch.is_grad_enabled() and bool(self.options.health_tokens)
+        return self.training and torch.is_grad_enabled() and self.measures_selection
 
     def evaluates_indexer_now(self) -> bool:
         """Whether this is an evaluation pass whose indexer loss is asked for."""
@@ -107,9 +112,8 @@ class TrainsIndexer:
             # Read in the backward: Megatron sets the scale after the forward pass.
             # Per-token loss: Megatron divides the gradients by the number of tokens itself.
             count = 1 if self.config.calculate_per_token_loss else _row_count(rows)
-            scale = self.loss_scale.value
             # One number: fp64 costs nothing and keeps fp64 models exact.
-            return coeff * (scale.double() if isinstance(scale, torch.Tensor) else scale) / count
+            return coeff * self.loss_scale.on(rows.start.device).double() / count
 
         def record(kl_sum: torch.Tensor) -> None:
             mean = coeff * kl_sum / _row_count(rows)
@@ -140,7 +144,7 @@ class TrainsIndexer:
         Not only in passes with gradients: the first pass of a recomputed layer is the one that
         follows the layer before.
         """
-        if not (self.training and self.options.health_tokens and IndexerLog.is_on()):
+        if not (self.training and self.measures_selection and IndexerLog.is_on()):
             return
         if self.selects:
             topk, count = self.config.dsa_indexer_topk, self.options.health_tokens

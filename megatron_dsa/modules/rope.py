@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
@@ -22,6 +21,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 )
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.numerics.capture import TensorCache, tensor_cache
 from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.sequence.compressed import CompressedKeys
 from megatron_dsa.sequence.layout import Layout
@@ -37,7 +37,7 @@ class TokenRope:
 
     def __init__(self, embedding, layout: Layout):
         # Positions are looked up here: the whole table is wanted, also under context parallelism.
-        table = embedding(layout.max_length, packed_seq=True)
+        table = _angles(embedding, layout.max_length)
         # YaRN also returns its concentration factor (mscale), which scales cos and sin.
         table, self.mscale = table if isinstance(table, tuple) else (table, 1.0)
         self.angles = table.flatten(0, 2)[layout.position]  # [tokens, dim]
@@ -74,8 +74,19 @@ class TokenRope:
         )
 
 
-@lru_cache(maxsize=8)
-@torch.inference_mode(False)  # what is cached is used in training, too
+@torch.inference_mode(False)  # what is kept from an evaluation is used in training, too
+def _angles(embedding, length: int):
+    """Return what Megatron's embedding returns for ``length`` positions.
+
+    Not through its own cache, which all layers of a process share: it drops tables that a CUDA
+    graph reads, and keeps those that were made during a capture.
+    """
+    tables = embedding.__dict__.setdefault("_megatron_dsa_tables", TensorCache(4))
+    forward = getattr(type(embedding).forward, "__wrapped__", type(embedding).forward)
+    return tables.get(length, lambda: forward(embedding, length, packed_seq=True))
+
+
+@tensor_cache(8)
 def _hadamard_signs(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     matrix = torch.ones(1, 1, dtype=dtype, device=device)
     while matrix.shape[0] < size:
