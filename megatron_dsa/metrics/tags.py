@@ -25,8 +25,10 @@ FIGURES = {
     EVALUATION: "dsa/indexer-loss-evaluation",
 }
 
-#: Figures of the selection of a few queries: all but the losses.
-SAMPLED = tuple(name for name in FIGURES if name not in ("indexer loss", EVALUATION))
+#: Losses of the indexer.
+NAMES_OF_LOSSES = ("indexer loss", EVALUATION)
+#: Figures of the selection of a few queries.
+SAMPLED = tuple(name for name in FIGURES if name not in NAMES_OF_LOSSES)
 
 #: Share of the GPU's peak, from 0 to 1.
 MFU = "dsa/mfu"

@@ -20,20 +20,21 @@ class GraphedLayer(TransformerLayer):
 
     In evaluation the layer runs uncaptured: there is no graph but that of the training, which would
     record the loss of the evaluation as one of the training.
-
-    Attributes:
-        attention_graphs: what runs the attention and its norms, where they are captured alone.
     """
 
-    attention_graphs: CudaGraphManager | None = None
     _forward_attention: Any
+
+    @property
+    def attention_graphs(self) -> Any:
+        """Megatron's manager of the graphs of the attention, where that is captured alone."""
+        return self._modules.get("attention_graph_manager")
 
     def create_mcore_cudagraph_manager(self, config) -> None:
         """Called by Megatron while the layer is built."""
         if not graph_modules(config):
             super().create_mcore_cudagraph_manager(config)
             return
-        self.attention_graphs = CudaGraphManager(config, self, "_forward_attention")
+        self.attention_graph_manager = CudaGraphManager(config, self, "_forward_attention")
         graphed = self._forward_attention
 
         def attention(*args, **kwargs):

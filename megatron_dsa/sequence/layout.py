@@ -214,7 +214,9 @@ class Layout:
     #: Kept by :meth:`derive`; ``replace`` begins with an empty one, since ranges may change.
     derived: dict = field(default_factory=dict, init=False, repr=False, compare=False)
     #: Whether the tensors are made by a CUDA graph, anew in every replay.
-    in_graph: bool = field(default_factory=capturing, init=False, repr=False, compare=False)
+    in_graph: bool = field(
+        default_factory=lambda: capturing(), init=False, repr=False, compare=False
+    )
 
     def __post_init__(self):
         queries, keys = (self.num_queries,), (self.num_keys,)
