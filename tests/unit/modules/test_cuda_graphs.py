@@ -22,7 +22,7 @@ from tests.cases.models import forward, gpt
 from tests.host import attention_module, small_config, small_csa_config, start
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="tests/unit/modules/test_captured.py captures"
+    torch.cuda.is_available(), reason="there is a GPU, which captures graphs"
 )
 TOKENS = 96
 #: Lengths of documents, as many in each batch; the last tokens of the second are padding.
@@ -153,6 +153,19 @@ def test_what_a_capture_freezes_is_found(stage):
 
     with pytest.raises(RuntimeError):
         check_replay(reading, module)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_a_rehearsal_on_zeros(name, packed):
+    """Megatron runs a layer on zeros before it captures it: no tokens are in any document then."""
+    module = attention_module(ATTENTIONS[name]()).train()
+    zeros = torch.zeros(TOKENS, 1, 32, dtype=torch.float64, requires_grad=True)
+    params = packed_of(torch.zeros(4, dtype=torch.int32)) if packed else None
+    out = module(zeros, None, packed_seq_params=params)[0]
+    out.backward(torch.zeros_like(out))
+    found = [zeros.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
+    assert all(bool(x.isfinite().all()) for x in (out, *found))
 
 
 @pytest.mark.parametrize("packed", [False, True])
