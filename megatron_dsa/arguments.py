@@ -207,6 +207,13 @@ def _add_run_arguments(group) -> None:
         help="Measure the time of every operation and write it to TensorBoard and W&B.",
     )
     group.add_argument(
+        "--dsa-packed-documents",
+        type=int,
+        metavar="N",
+        help="Documents that each packed sequence has room for, at most. All batches then have one "
+        "size, which --cuda-graph-impl local needs. A sequence of more documents is an error.",
+    )
+    group.add_argument(
         TRACEBACK_FLAG,
         action="store_true",
         help="Show the traceback of an error that otherwise ends in a sentence.",

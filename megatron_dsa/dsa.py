@@ -23,10 +23,10 @@ from megatron.core.transformer.multi_latent_attention import (
     MLASelfAttentionSubmodules,
 )
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_dsa.config import exchanges_latents, options_of, validate
 from megatron_dsa.dispatch import count
+from megatron_dsa.modules.cuda_graphs import GraphedLayer
 from megatron_dsa.modules.dsa_core import TopKIndices
 from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
 from megatron_dsa.modules.rope import TokenRope
@@ -350,7 +350,7 @@ def _rebuild(inputs, tensors):
     )
 
 
-class IndexSharingLayer(TransformerLayer):
+class IndexSharingLayer(GraphedLayer):
     """Transformer layer that hands its attention's selection to the next layer.
 
     It travels as ``context``, the tensor that Megatron passes from layer to layer for cross
@@ -371,5 +371,7 @@ class IndexSharingLayer(TransformerLayer):
         finally:
             attention.shared_selection = attention.used_selection = None
         if not attention.core_attention.computes_topk:
-            return hidden_states, context  # unchanged, not another copy of it
+            # Unchanged, not another copy of it. Another object: Megatron's CUDA graphs mark a
+            # tensor as the input or the output of a graph.
+            return hidden_states, None if context is None else context.detach()
         return hidden_states, None if selection is None else selection.pack()

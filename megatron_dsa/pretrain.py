@@ -108,11 +108,12 @@ def finish() -> None:
     group is destroyed. A run that silently did something else cannot pass for a result. Rank 0
     prints its counts; :func:`megatron_dsa.dispatch.report` returns them on any rank.
     """
-    from megatron.training import print_rank_0
+    from megatron.training import get_args, print_rank_0
 
     from megatron_dsa.dispatch import report
 
-    print_rank_0("> megatron_dsa ran, calls per implementation:")
+    replays = "" if get_args().cuda_graph_impl == "none" else " (without replays of CUDA graphs)"
+    print_rank_0(f"> megatron_dsa ran, calls per implementation{replays}:")
     for operation, counts in report().items():
         runs = ", ".join(f"{name} {count}" for name, count in counts.items())
         print_rank_0(f">   {operation}: {runs}")

@@ -29,7 +29,6 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
@@ -43,6 +42,7 @@ from megatron_dsa.metrics.throughput import install_throughput
 from megatron_dsa.modules.compressor import Compressor, CompressorSubmodules
 from megatron_dsa.modules.csa_core import CSACoreAttention, CSACoreAttentionSubmodules
 from megatron_dsa.modules.csa_indexer import CSAIndexer, CSAIndexerSubmodules
+from megatron_dsa.modules.cuda_graphs import GraphedLayer
 from megatron_dsa.modules.dsa_core import DSACoreAttention, DSACoreAttentionSubmodules
 from megatron_dsa.modules.dsa_indexer import DSAIndexer, DSAIndexerSubmodules
 from megatron_dsa.modules.layers import LocalNorm, ReplicatedLinear
@@ -164,7 +164,7 @@ def _layer_spec(
     backend,
     attention: ModuleSpec,
     *,
-    layer: type = TransformerLayer,
+    layer: type = GraphedLayer,
     rms_norm: bool = True,
     num_experts: int | None = None,
     moe_grouped_gemm: bool = False,
@@ -220,7 +220,7 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
     return _layer_spec(
         backend,
         attention,
-        layer=IndexSharingLayer if shares_indices(config) and not is_mtp else TransformerLayer,
+        layer=IndexSharingLayer if shares_indices(config) and not is_mtp else GraphedLayer,
         rms_norm=rms_norm,
         num_experts=config.num_moe_experts if moe else None,
         moe_grouped_gemm=config.moe_grouped_gemm,

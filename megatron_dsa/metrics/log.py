@@ -13,12 +13,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
 from megatron.core.utils import log_single_rank
 
 from megatron_dsa.config import has_indexers, indexer_is_trained
 from megatron_dsa.metrics.quality import Mean
 from megatron_dsa.metrics.tags import EVALUATION, FIGURES, layer_tag, write
 from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.numerics.capture import capturing
 from megatron_dsa.numerics.scaling import Scaled, add_to_mean
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,9 @@ class LossScale:
     Megatron's schedules call it with ``loss_scale * cp / num_microbatches`` (or ``loss_scale`` with
     per-token loss) after every forward pass, so that the gradient of the indexer loss does not grow
     with the number of microbatches. It stays 1 outside of Megatron's schedules.
+
+    Once a backward pass has read it, it is one tensor that is written in place: a CUDA graph reads
+    it there.
     """
 
     def __init__(self):
@@ -40,6 +45,13 @@ class LossScale:
             self.value.copy_(scale.detach().reshape(self.value.shape))
         else:
             self.value = scale.detach().clone()
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the factor, one number on ``device``."""
+        if not isinstance(self.value, torch.Tensor):
+            # Not copied from the host, which would synchronise.
+            self.value = torch.full((1,), self.value, device=device)
+        return self.value.to(device).reshape(-1)[0]
 
 
 def install_loss_scale(config) -> LossScale:
@@ -63,12 +75,7 @@ class _Attach(torch.autograd.Function):
     def backward(ctx, grad_output):
         # Read here, not in the forward: Megatron sets the scale after the forward pass.
         shape, dtype, device = ctx.loss_like
-        scale = ctx.scale.value
-        if isinstance(scale, torch.Tensor):
-            grad_loss = scale.to(device, dtype).reshape(-1)[0].expand(shape)
-        else:  # a host number: copying it as a tensor would synchronise
-            grad_loss = torch.full(shape, scale, dtype=dtype, device=device)
-        return grad_output, grad_loss, None
+        return grad_output, ctx.scale.on(device).to(dtype).expand(shape), None
 
 
 def attach_loss(output: torch.Tensor, loss: torch.Tensor, scale: LossScale) -> torch.Tensor:
@@ -131,7 +138,7 @@ class IndexerLog:
         it (padding, short sequences) weighs less, one that has nothing does not count.
         """
         sums = cls._state.sums
-        if sums is None:
+        if sums is None or _rehearses_capture():
             return
         for name, value in metrics.items():
             own_sum, own_count = sums[:, layer_index, NAMES.index(name)].unbind()
@@ -225,6 +232,14 @@ class IndexerLog:
             elif name in total_loss_dict:
                 # Megatron leaves NaN out, and would print the 0 that it resets metrics to.
                 total_loss_dict[name] = torch.tensor(float("nan"))
+
+
+def _rehearses_capture() -> bool:
+    """Whether Megatron runs a layer on zeros, before it captures the layer in a CUDA graph.
+
+    The graph itself adds to the buffers in every replay.
+    """
+    return is_graph_warmup() or (is_graph_capturing() and not capturing())
 
 
 def _print_once(line: str) -> None:

@@ -25,6 +25,11 @@ FIGURES = {
     EVALUATION: "dsa/indexer-loss-evaluation",
 }
 
+#: Losses of the indexer.
+NAMES_OF_LOSSES = ("indexer loss", EVALUATION)
+#: Figures of the selection of a few queries.
+SAMPLED = tuple(name for name in FIGURES if name not in NAMES_OF_LOSSES)
+
 #: Share of the GPU's peak, from 0 to 1.
 MFU = "dsa/mfu"
 

@@ -173,7 +173,10 @@ class Throughput:
         iteration = args.curr_iteration + 1
         steps = 1 if self._logged is None else max(iteration - self._logged, 1)
         self._logged = iteration
-        metrics = operation_metrics({name: value / steps for name, value in TIMES.take().items()})
+        times = {name: value / steps for name, value in TIMES.take().items()}
+        # A replayed graph calls nothing that could be counted.
+        graphed = self.config.cuda_graph_impl != "none"
+        metrics = {} if graphed else operation_metrics(times)
         peak = peak_tflops(self.config, self.device)
         if log_throughput and throughput is not None and peak is not None:
             share = throughput / peak

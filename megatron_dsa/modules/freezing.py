@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank, make_viewless_tensor
 
 from megatron_dsa.config import is_indexer_parameter, trains_main
+from megatron_dsa.modules.cuda_graphs import GraphedLayer
 from megatron_dsa.modules.indexer_training import TrainsIndexer
 from megatron_dsa.numerics.autograd import once_differentiable
 
@@ -90,10 +92,25 @@ def drop_backward(layer: TransformerLayer) -> None:
     Args:
         layer: all of its parameters but its indexers' are frozen.
     """
-    forward = layer.forward
     cores = [module for module in layer.modules() if isinstance(module, TrainsIndexer)]
     for core in cores:
         core.keeps_loss = True
+    graphs = layer.attention_graphs if isinstance(layer, GraphedLayer) else None
+    if graphs is None:
+        layer.forward = _without_backward(layer.forward, cores)
+        return
+    # The loss hangs onto the output of the graph that has it; the MLP has no backward either.
+    graphs.func = _without_backward(graphs.func, cores)
+    mlp = layer._forward_mlp
+    alone = _without_backward(lambda *args, **kwargs: (mlp(*args, **kwargs), None), [])
+    layer._forward_mlp = lambda *args, **kwargs: alone(*args, **kwargs)[0]
+
+
+def _without_backward(forward: Callable, cores: list[TrainsIndexer]) -> Callable:
+    """Return ``forward`` without gradients but those of the losses that ``cores`` keep.
+
+    ``forward(hidden_states, ...)`` returns hidden states and a context.
+    """
 
     @functools.wraps(forward)
     def without_backward(hidden_states, *args, **kwargs):
@@ -105,4 +122,4 @@ def drop_backward(layer: TransformerLayer) -> None:
         # Megatron frees what it has sent to the next pipeline stage, and no view can be freed.
         return make_viewless_tensor(out, requires_grad=out.requires_grad, keep_graph=True), context
 
-    layer.forward = without_backward
+    return without_backward

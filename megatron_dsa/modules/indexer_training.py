@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_dsa.config import indexer_is_trained, loss_is_sparse, options_of
+from megatron_dsa.config_rules import graphs_attention
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining
 from megatron_dsa.metrics.health import Attended, LayerOverlap, selection_health
 from megatron_dsa.metrics.log import (
@@ -52,6 +53,10 @@ class TrainsIndexer:
             say_if_frozen(self.config)
         # In layers without a backward of their own, see ``freezing.py``.
         self.keeps_loss, self._kept_loss = False, None
+        # Once per iteration, and between layers: neither is known to a replayed graph of a layer.
+        self.measures_selection = bool(self.options.health_tokens) and not graphs_attention(
+            self.config
+        )
         before = [number for number in self.selecting_layers if number < layer_number]
         self.layer_overlap = LayerOverlap(self.config, layer_number, max(before, default=None))
 
@@ -71,7 +76,7 @@ class TrainsIndexer:
 
         A frozen indexer's is, too. In a recomputed layer it is the pass with gradients.
         """
-        return self.training and torch.is_grad_enabled() and bool(self.options.health_tokens)
+        return self.training and torch.is_grad_enabled() and self.measures_selection
 
     def evaluates_indexer_now(self) -> bool:
         """Whether this is an evaluation pass whose indexer loss is asked for."""
@@ -107,13 +112,10 @@ class TrainsIndexer:
 
         def weight() -> Factor:
             # Read in the backward: Megatron sets the scale after the forward pass.
-            scale = self.loss_scale.value
             # Per-token loss: Megatron divides the gradients by the number of tokens itself.
             alone = self.config.calculate_per_token_loss
             factor = Factor(coeff) if alone else _mean_over_tokens(rows, coeff)
-            if isinstance(scale, torch.Tensor):
-                return replace(factor, times=scale)
-            return replace(factor, number=factor.number * scale)
+            return replace(factor, times=self.loss_scale.on(rows.start.device))
 
         def record(kl_sum: torch.Tensor) -> None:
             self._record("indexer loss", kl_sum, coeff, rows)
@@ -144,7 +146,7 @@ class TrainsIndexer:
         Not only in passes with gradients: the first pass of a recomputed layer is the one that
         follows the layer before.
         """
-        if not (self.training and self.options.health_tokens and IndexerLog.is_on()):
+        if not (self.training and self.measures_selection and IndexerLog.is_on()):
             return
         if self.selects:
             topk, count = self.config.dsa_indexer_topk, self.options.health_tokens

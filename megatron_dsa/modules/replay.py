@@ -253,6 +253,11 @@ def _selecting_layers(model, what: str) -> dict[int, TakesSelections]:
             f"model must be in stage 'sparse' for {what}, got --dsa-stage {core.options.stage}: "
             "other stages attend to all keys",
         )
+        require(
+            core.config.cuda_graph_impl == "none",
+            f"model must be built without CUDA graphs for {what}, got --cuda-graph-impl "
+            f"{core.config.cuda_graph_impl}: a replayed graph takes and gives no selections",
+        )
     layers = {core.layer_number: core for core in cores if core.selects}
     require(
         len(layers) == sum(core.selects for core in cores),

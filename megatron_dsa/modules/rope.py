@@ -20,6 +20,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 )
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.numerics.capture import TensorCache, capturing
 from megatron_dsa.ops.rope.signs import hadamard_signs
 from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.sequence.compressed import CompressedKeys
@@ -36,11 +37,12 @@ class TokenRope:
 
     def __init__(self, embedding, layout: Layout):
         # Positions are looked up here: the whole table is wanted, also under context parallelism.
-        table = embedding(layout.max_length, packed_seq=True)
+        table = _angles(embedding, layout.max_length)
         # YaRN also returns its concentration factor (mscale), which scales cos and sin.
         table, self._mscale = table if isinstance(table, tuple) else (table, 1.0)
         self._angles, self._position = table.flatten(0, 2), layout.position
         self._ranks: Ranks | None = None
+        self._in_graph = layout.in_graph
         self._tables: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @classmethod
@@ -71,9 +73,26 @@ class TokenRope:
         if wide not in self._tables:
             angles = self._angles[self._position, : self._angles.shape[-1] // 2]
             # Formed in fp32 for fp64 as well, as Megatron forms them.
-            cos, sin = (x.mul_(self._mscale).to(wide) for x in (angles.cos(), angles.sin()))
-            self._tables[wide] = cos, sin
-        return self._tables[wide] if self._ranks is None else self._ranks.own(self._tables[wide])
+            made = tuple(x.mul_(self._mscale).to(wide) for x in (angles.cos(), angles.sin()))
+            if capturing() and not self._in_graph:
+                return self._own(made)  # no content before a replay: not kept
+            self._tables[wide] = made
+        return self._own(self._tables[wide])
+
+    def _own(self, tables):
+        return tables if self._ranks is None else self._ranks.own(tables)
+
+
+@torch.inference_mode(False)  # what is kept from an evaluation is used in training, too
+def _angles(embedding, length: int):
+    """Return what Megatron's embedding returns for ``length`` positions.
+
+    Not through its own cache, which all layers of a process share: it drops tables that a CUDA
+    graph reads, and keeps those that were made during a capture.
+    """
+    tables = embedding.__dict__.setdefault("_megatron_dsa_tables", TensorCache(4))
+    forward = getattr(type(embedding).forward, "__wrapped__", type(embedding).forward)
+    return tables.get(length, lambda: forward(embedding, length, packed_seq=True))
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:

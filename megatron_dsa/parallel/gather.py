@@ -15,13 +15,13 @@ after the backward of the calls in between.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm
 from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.numerics.capture import tensor_cache
 
 
 @dataclass
@@ -104,8 +104,7 @@ def _nothing(shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return _zero(dtype, device).expand(shape)
 
 
-@lru_cache(maxsize=16)
-@torch.inference_mode(False)  # what is cached is used in training, too
+@tensor_cache(16)
 def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=dtype, device=device)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.numerics.capture import capturing, tensor_cache
 from megatron_dsa.numerics.checks import require_values
 from megatron_dsa.sequence.layout import Layout, bshd_layout, packed_layout
 from megatron_dsa.sequence.sharding import (
@@ -47,14 +46,14 @@ def layout_from_megatron(
     _check_packed(packed_seq_params, batch, keys)
     # Every layer of a microbatch gets the same object, so it carries its own layouts.
     cached = packed_seq_params.__dict__.setdefault("_megatron_dsa_layouts", {})
-    key = (total, keys, queries)
+    # A CUDA graph makes the layout of the lengths of each replay, and nothing else may read that.
+    key = (total, keys, queries, capturing())
     if key not in cached:
         cached[key] = _packed(total, packed_seq_params, keys, queries)
     return cached[key]
 
 
-@lru_cache(maxsize=16)
-@torch.inference_mode(False)  # what is cached is used in training, too
+@tensor_cache(16)
 def _unpacked(total: int, batch: int, device, keys: Sharding, queries: Sharding) -> Layout:
     layout = bshd_layout(total, batch, device)
     if keys.ranks == 1:

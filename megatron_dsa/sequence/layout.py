@@ -21,12 +21,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_dsa.errors import require
+from megatron_dsa.numerics.capture import capturing, tensor_cache
 from megatron_dsa.numerics.checks import require_cu_seqlens, require_tensor, require_values
 
 if TYPE_CHECKING:
@@ -218,6 +218,10 @@ class Layout:
     sequences: Sequences | None = None
     #: Kept by :meth:`derive`; ``replace`` begins with an empty one, since ranges may change.
     derived: dict = field(default_factory=dict, init=False, repr=False, compare=False)
+    #: Whether the tensors are made by a CUDA graph, anew in every replay.
+    in_graph: bool = field(
+        default_factory=lambda: capturing(), init=False, repr=False, compare=False
+    )
 
     def __post_init__(self):
         queries, keys = (self.num_queries,), (self.num_keys,)
@@ -258,9 +262,12 @@ class Layout:
     @torch.inference_mode(False)  # what is formed in evaluation is used in training, too
     def derive(self, key, make: Callable) -> Any:
         """Return what ``make()`` makes, once per ``key``: the layers of a microbatch share it."""
-        if key not in self.derived:
-            self.derived[key] = make()
-        return self.derived[key]
+        if key in self.derived:
+            return self.derived[key]
+        made = make()
+        if self.in_graph or not capturing():  # else it has no content before a replay
+            self.derived[key] = made
+        return made
 
     def real_tokens(self) -> torch.Tensor | int:
         """Number of query tokens on all ranks but padding: an int if there is none."""
@@ -349,8 +356,7 @@ class Layout:
         return self.seen(block).columns(block.width)
 
 
-@lru_cache(maxsize=16)
-@torch.inference_mode(False)  # what is cached is used in training, too
+@tensor_cache(16)
 def bshd_layout(seq_length: int, batch: int, device: torch.device) -> Layout:
     """Layout of Megatron's ``[s, b, ...]`` batches: ``batch`` causal sequences of equal length.
 

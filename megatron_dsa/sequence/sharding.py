@@ -12,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
 
 from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.numerics.capture import tensor_cache
 from megatron_dsa.numerics.checks import require_tensor
 from megatron_dsa.sequence.layout import Layout, QueryRange
 
@@ -285,8 +286,7 @@ def _chunk_ranges(layout: Layout, chunks, batch: int) -> Iterator[QueryRange]:
             done += length
 
 
-@lru_cache(maxsize=16)
-@torch.inference_mode(False)  # what is cached is used in training, too
+@tensor_cache(16)
 def global_positions_of(sharding: Sharding, total: int, device: torch.device) -> torch.Tensor:
     """Return :meth:`Sharding.global_positions` of unpacked batches."""
     return sharding.global_positions(total, None, device)

@@ -201,6 +201,10 @@ def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[
     if tp_rank == 0:
         data = next(data_iterator)
         check_tokens(data, args.padded_vocab_size)
+        if args.dsa_packed_documents is not None:
+            data["cu_seqlens"] = with_room(
+                data["cu_seqlens"], args.dsa_packed_documents, args.seq_length
+            )
         for key in _BATCH_KEYS:
             value = data.get(key)
             batch[key] = None if value is None else value.cuda(non_blocking=True)
@@ -220,7 +224,10 @@ def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[
         is_pipeline_first_stage=first,
         is_pipeline_last_stage=last,
     )
-    params = _pack(batch) if packed else None
+    params = None
+    if packed:
+        fixed = None if args.dsa_packed_documents is None else args.seq_length
+        params = _pack(batch, fixed)
     if config.context_parallel_size > 1:
         sharding = Sharding(
             cp=config.context_parallel_size,
@@ -283,10 +290,50 @@ def check_cp_layout(args) -> None:
     )
 
 
-def _pack(batch: dict) -> PackedSeqParams:
-    flatten_batch_for_packed_sequences(batch)
-    cu_seqlens = batch["cu_seqlens"][0]
-    longest = int(batch["max_seqlen"].max())
+def with_room(cu_seqlens: torch.Tensor, documents: int, length: int) -> torch.Tensor:
+    """Return cumulative lengths with room for ``documents`` in every sequence.
+
+    Args:
+        cu_seqlens: int32 ``[b, n]`` on the host; ``length`` behind the last document.
+        documents: documents of a sequence, at most.
+        length: tokens of a sequence.
+
+    Returns:
+        int32 ``[b, documents + 1]``.
+
+    Raises:
+        ConfigError: a sequence has more documents.
+    """
+    most = int((cu_seqlens < length).sum(1).max())
+    require(
+        most <= documents,
+        f"--dsa-packed-documents must be at least the number of documents of a sequence, got "
+        f"{documents} for one of {most}: give a larger number, or longer documents",
+    )
+    missing = documents + 1 - cu_seqlens.shape[1]
+    if missing > 0:
+        filled = cu_seqlens.new_full((len(cu_seqlens), missing), length)
+        cu_seqlens = torch.cat([cu_seqlens, filled], 1)
+    return cu_seqlens[:, : documents + 1].contiguous()
+
+
+def _pack(batch: dict, fixed: int | None) -> PackedSeqParams:
+    """Flatten a batch to one row of tokens.
+
+    Args:
+        batch: of Megatron, changed in place.
+        fixed: tokens of a sequence if lengths are to have one size in all batches, as
+            :func:`with_room` makes them; nothing is read by the host then.
+    """
+    if fixed is None:
+        flatten_batch_for_packed_sequences(batch)
+        cu_seqlens = batch["cu_seqlens"][0]
+        longest = int(batch["max_seqlen"].max())
+    else:
+        for key in _TOKEN_KEYS:
+            if batch.get(key) is not None:
+                batch[key] = batch[key].reshape(1, -1)
+        cu_seqlens, longest = _joined(batch["cu_seqlens"], fixed), fixed
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -294,3 +341,12 @@ def _pack(batch: dict) -> PackedSeqParams:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
+
+
+def _joined(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
+    """Return int32 ``[b * n + 1]`` for ``cu_seqlens [b, n + 1]`` of sequences of equal length.
+
+    Documents without tokens fill up the room of each sequence.
+    """
+    first = torch.arange(len(cu_seqlens), dtype=torch.int32, device=cu_seqlens.device) * length
+    return torch.cat([cu_seqlens[0, :1], (cu_seqlens[:, 1:] + first[:, None]).flatten()])

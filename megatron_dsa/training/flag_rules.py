@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
+import torch
+
 from megatron_dsa.config import CSATransformerConfig, DSAOptions
 from megatron_dsa.config_fields import option_fields
 from megatron_dsa.dispatch import on_meta
@@ -22,6 +24,7 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         args.multi_latent_attention,
         "--multi-latent-attention is required: DSA is built on MLA",
     )
+    yield from _graph_rules(args)
     packed, batch = args.dataloader_inter_document_masking, args.micro_batch_size
     yield (
         not packed or args.pipeline_model_parallel_size == 1 or batch == 1,
@@ -70,6 +73,61 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         args.csa_compress_ratios is not None or not given,
         f"{', '.join(given)}: has a meaning only with --csa-compress-ratios, add that",
     )
+
+
+def _graph_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    """What a training whose steps are captured in CUDA graphs needs."""
+    impl, room = args.cuda_graph_impl, args.dsa_packed_documents
+    packed = args.dataloader_inter_document_masking
+    yield (
+        room is None or (packed and impl == "local"),
+        "--dsa-packed-documents has a meaning only with --dataloader-inter-document-masking and "
+        "--cuda-graph-impl local: add them or drop it",
+    )
+    if impl == "none":
+        return
+    given = f"--cuda-graph-impl {impl}"
+    yield (
+        on_meta() or torch.cuda.is_available(),
+        f"{given} needs a GPU, and there is none here: drop it",
+    )
+    yield (
+        not args.dsa_time_operations,
+        f"--dsa-time-operations must not be used with {given}: a replayed graph measures nothing; "
+        "drop one of them",
+    )
+    yield (
+        not packed or impl == "local",
+        f"--dataloader-inter-document-masking must not be used with {given}: "
+        + _WHY_NOT_PACKED.get(impl, "")
+        + "; use --cuda-graph-impl local",
+    )
+    yield (
+        not packed or impl != "local" or (room is not None and room > 0),
+        f"--dsa-packed-documents is required with --dataloader-inter-document-masking and {given}, "
+        f"a positive number, got {room}: batches have to be of one size. Give the most documents "
+        "that a sequence holds",
+    )
+    yield (
+        impl != "full_iteration" or args.timing_log_level == 0,
+        f"--timing-log-level must be 0 with {given}, got {args.timing_log_level}: Megatron's "
+        "timers wait for the GPU, which a capture cannot",
+    )
+    several_stages = args.pipeline_model_parallel_size > 1
+    yield (
+        not (args.rampup_batch_size or args.step_batch_size_schedule)
+        or (impl == "local" and not several_stages),
+        f"--rampup-batch-size and --step-batch-size-schedule must be unset with {given}"
+        f"{' and pipeline parallelism' if impl == 'local' else ''}: the graphs are of as many "
+        "microbatches as the first steps have; drop them",
+    )
+
+
+#: Implementation of CUDA graphs -> why packed batches cannot be captured by it.
+_WHY_NOT_PACKED = {
+    "full_iteration": "Megatron sends the lengths of documents through the host",
+    "transformer_engine": "Megatron hands these graphs tensors only, and no packed_seq_params",
+}
 
 
 def apply_yarn_flags(args: argparse.Namespace, config) -> None:

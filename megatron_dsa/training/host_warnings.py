@@ -24,7 +24,7 @@ WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
     ),
     # Parts of Megatron that are imported along and not used.
     ("MimoModelConfig is experimental", UserWarning, r"megatron\."),
-    # A default of Megatron's own, for CUDA graphs, which are refused here.
+    # A default of Megatron's own, for CUDA graphs.
     ("full scope is deprecated. Use empty cuda_graph_modules", UserWarning, r"megatron\."),
     # The compiler knows the file only.
     ("invalid escape sequence", SyntaxWarning, r".*[/\\]megatron[/\\]core[/\\]"),

@@ -12,6 +12,7 @@ from megatron.training.models import gpt
 
 from megatron_dsa.config import uses_csa
 from megatron_dsa.dispatch import Choice, collect_choices
+from megatron_dsa.modules.cuda_graphs import describe_graphs
 from megatron_dsa.required_ops import AttentionChoice, attention_of
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
@@ -32,6 +33,8 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
             models = super().build_distributed_models(*args, **kwargs)
         config = self._model_config.transformer
         print_start_table(choices, None if uses_csa(config) else attention_of(config))
+        for line in describe_graphs(config):
+            print_rank_0(f"> megatron_dsa {line}")
         return models
 
     def build_model(self, *args, **kwargs) -> Any:

@@ -46,10 +46,12 @@ def forward_step(data_iterator, model) -> tuple[torch.Tensor, Callable]:
     # Every chunk of an interleaved pipeline gets the batch, and evaluation is not counted.
     if counter is not None and packed is not None and model.training and not vp_stage:
         counter.count_documents(packed.cu_seqlens_q)
+    # Attention does not read the mask, and a CUDA graph would copy it in every replay.
+    graphed = get_model_config(model).cuda_graph_impl != "none"
     losses = model(
         batch["tokens"],
         batch["position_ids"],
-        batch["attention_mask"],
+        None if graphed else batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
         packed_seq_params=packed,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
+from megatron_dsa.numerics.capture import tensor_cache
 
-@lru_cache(maxsize=8)
-@torch.inference_mode(False)  # what is cached is used in training, too
+
+@tensor_cache(8)
 def hadamard_signs(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the symmetric matrix ``[size, size]`` of 1 and -1; ``size`` is a power of two.
 

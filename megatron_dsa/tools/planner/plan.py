@@ -127,6 +127,11 @@ def _for_planning(config) -> Iterator[list[str]]:
     """Set a configuration so that shapes alone can run; yields remarks on what that changes."""
     changes: dict[str, Any] = {"perform_initialization": False}
     remarks = []
+    if config.cuda_graph_impl != "none":
+        changes["cuda_graph_impl"] = "none"
+        remarks.append(
+            "memory is that of an uncaptured step; CUDA graphs keep the memory of their parts"
+        )
     if config.transformer_impl != "local":
         changes["transformer_impl"] = "local"
         remarks.append(

@@ -321,3 +321,11 @@ def test_what_a_plan_chose_is_chosen_anew_and_logged_by_a_run(add, monkeypatch, 
     assert asked == [True] and not caplog.messages
     COMPRESSOR.choose(call, dispatch.Policy())
     assert asked == [True, False] and len(caplog.messages) == 1
+
+
+def test_a_job_with_cuda_graphs_is_planned_uncaptured():
+    """Megatron's managers of graphs would need a GPU to be built."""
+    captured, plain = plan(BF16 | {"--cuda-graph-impl": "local"}), plan(BF16)
+    assert captured.stages[0].memory == plain.stages[0].memory
+    assert [remark for remark in captured.remarks if "CUDA graphs" in remark]
+    assert captured.config.cuda_graph_impl == "local"

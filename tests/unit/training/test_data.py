@@ -7,7 +7,14 @@ import torch
 from megatron.core.datasets.utils import Split
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.training.data import GPTDataset, check_prefixes, check_tokens, write_byte_dataset
+from megatron_dsa.training.data import (
+    GPTDataset,
+    _pack,
+    check_prefixes,
+    check_tokens,
+    with_room,
+    write_byte_dataset,
+)
 
 
 def batch(*tokens):
@@ -64,3 +71,36 @@ def test_a_split_without_documents():
     )
     with pytest.raises(ConfigError, match="--split gives the valid data no document of topics"):
         GPTDataset._get_num_epochs(empty, 0)
+
+
+#: Cumulative lengths of two sequences of 8 tokens, as Megatron's data sets give them.
+LENGTHS = torch.tensor([[0, 3, 8, 8, 8, 8, 8, 8, 8], [0, 2, 4, 8, 8, 8, 8, 8, 8]]).int()
+
+
+def packed_batch():
+    tokens = torch.arange(16).view(2, 8)
+    return {"tokens": tokens, "cu_seqlens": LENGTHS, "max_seqlen": torch.tensor([5, 4])}
+
+
+def test_packed_batches_of_one_size_hold_the_same_documents():
+    """Room that is left is filled with documents without tokens."""
+    plain, fixed = packed_batch(), packed_batch()
+    fixed["cu_seqlens"] = with_room(fixed["cu_seqlens"], 5, 8)
+    assert fixed["cu_seqlens"].shape == (2, 6)
+    plain_params, params = _pack(plain, None), _pack(fixed, 8)
+    assert torch.equal(plain["tokens"], fixed["tokens"])
+    assert params.cu_seqlens_q.shape == (11,) and params.cu_seqlens_q.dtype == torch.int32
+    assert params.cu_seqlens_q.unique().equal(plain_params.cu_seqlens_q)
+    assert bool((params.cu_seqlens_q.diff() >= 0).all())
+    assert (params.max_seqlen_q, plain_params.max_seqlen_q) == (8, 5)
+
+
+def test_room_for_more_documents_than_there_are_tokens():
+    assert with_room(LENGTHS, 12, 8).shape == (2, 13)
+    assert with_room(LENGTHS, 12, 8)[:, -1].tolist() == [8, 8]
+
+
+def test_a_sequence_of_too_many_documents():
+    assert with_room(LENGTHS, 3, 8).tolist() == [[0, 3, 8, 8], [0, 2, 4, 8]]
+    with pytest.raises(ConfigError, match=r"--dsa-packed-documents must be at .* 2 for one of 3"):
+        with_room(LENGTHS, 2, 8)

@@ -1,8 +1,4 @@
-"""Refused configurations: rules ``(ok, message)``; messages name argument, rule and fix.
-
-They read a transformer configuration and its options, and know neither class, so that
-``config.py`` builds on them.
-"""
+"""Rules of models: attention, indexer, layouts and layer sets."""
 
 from __future__ import annotations
 
@@ -11,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from megatron_dsa.config_rules.cuda_graphs import graph_rules
 
 #: Compression ratio of the layers that select among their compressed keys (CSA). Groups overlap.
 CSA_RATIO = 4
@@ -212,10 +210,7 @@ def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         "--overlap-moe-expert-parallel-comm and --delay-wgrad-compute are not supported yet: "
         "drop them",
     )
-    yield (
-        config.cuda_graph_impl == "none",
-        f"--cuda-graph-impl must be none, got {config.cuda_graph_impl}: not supported yet",
-    )
+    yield from graph_rules(config, options)
     yield (
         config.gtp_weight_remat_size == 1,
         "--tensor-parallel-num-weight-shards must be unset: absorption reads the whole "

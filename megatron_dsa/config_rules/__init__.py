@@ -1,0 +1,31 @@
+"""Refused configurations: rules ``(ok, message)``; messages name argument, rule and fix.
+
+They read a transformer configuration and its options, and know neither class, so that
+``config.py`` builds on them.
+"""
+
+from megatron_dsa.config_rules.cuda_graphs import (
+    PER_LAYER,
+    graph_modules,
+    graph_rules,
+    graphs_attention,
+)
+from megatron_dsa.config_rules.model import (
+    CSA_RATIO,
+    csa_rules,
+    dsa_rules,
+    masked_rules,
+    tp_mode_rules,
+)
+
+__all__ = [
+    "CSA_RATIO",
+    "PER_LAYER",
+    "csa_rules",
+    "dsa_rules",
+    "graph_modules",
+    "graph_rules",
+    "graphs_attention",
+    "masked_rules",
+    "tp_mode_rules",
+]

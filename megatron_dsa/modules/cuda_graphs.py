@@ -1,0 +1,61 @@
+"""Transformer layers that Megatron captures in CUDA graphs, and what the start-up says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.transformer.cuda_graphs import CudaGraphManager
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_dsa.config_rules import graph_modules, graphs_attention
+from megatron_dsa.metrics.tags import CALLS, FIGURES, SAMPLED
+
+
+class GraphedLayer(TransformerLayer):
+    """Transformer layer of which ``--cuda-graph-impl local`` may capture the attention alone.
+
+    Megatron's own layer is captured whole for every choice of ``--cuda-graph-modules``, which a
+    layer with experts cannot be.
+
+    In evaluation the layer runs uncaptured: there is no graph but that of the training, which would
+    record the loss of the evaluation as one of the training.
+    """
+
+    _forward_attention: Any
+
+    @property
+    def attention_graphs(self) -> Any:
+        """Megatron's manager of the graphs of the attention, where that is captured alone."""
+        return self._modules.get("attention_graph_manager")
+
+    def create_mcore_cudagraph_manager(self, config) -> None:
+        """Called by Megatron while the layer is built."""
+        if not graph_modules(config):
+            super().create_mcore_cudagraph_manager(config)
+            return
+        self.attention_graph_manager = CudaGraphManager(config, self, "_forward_attention")
+        graphed = self._forward_attention
+
+        def attention(*args, **kwargs):
+            return graphed(*args, eager=not self.training, **kwargs)
+
+        self._forward_attention = attention
+
+    def _should_call_local_cudagraph(self, *args, **kwargs) -> bool:
+        return self.training and super()._should_call_local_cudagraph(*args, **kwargs)
+
+
+def describe_graphs(config: Any) -> Iterator[str]:
+    """Yield lines that say what is captured and which figures the log leaves out; none for none."""
+    impl = config.cuda_graph_impl
+    if impl == "none":
+        return
+    parts = "the forward and backward passes of an iteration"
+    if impl != "full_iteration":
+        parts = ", ".join(sorted(graph_modules(config))) or "whole layers"
+    yield f"CUDA graphs ({impl}) hold {parts}; the first steps run uncaptured"
+    left_out = [f"tags {CALLS}*"]
+    if graphs_attention(config):
+        left_out += [FIGURES[name] for name in SAMPLED]
+    yield f"not measured in CUDA graphs, left out of the log: {', '.join(left_out)}"

@@ -1,0 +1,79 @@
+"""What is kept from call to call, beside CUDA graphs.
+
+A captured graph reads a tensor where it lay when it was captured, and runs no Python. So a tensor
+that a graph has looked up must never be dropped. A tensor that is made during a capture has no
+content until the graph is replayed, and lies in memory of the graph: it must not be kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+
+def capturing() -> bool:
+    """Whether the current stream is being captured in a CUDA graph."""
+    # Without a driver, CUDA's own answer is an error.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class TensorCache:
+    """The latest results by key: tensors, or objects that hold tensors.
+
+    Args:
+        size: results that are kept, besides those that a captured graph has looked up.
+    """
+
+    def __init__(self, size: int):
+        self._size = size
+        self._made: OrderedDict[Hashable, Any] = OrderedDict()
+        self._captured: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return the result for ``key``; ``make()`` makes it where there is none."""
+        in_graph = capturing()
+        if key in self._made:
+            self._made.move_to_end(key)
+            if in_graph:
+                self._captured[key] = self._made[key]
+            return self._made[key]
+        if key in self._captured:
+            return self._captured[key]
+        made = make()
+        if not in_graph:
+            self._made[key] = made
+            if len(self._made) > self._size:
+                self._made.popitem(last=False)
+        return made
+
+    def clear(self) -> None:
+        """Drop all results but those that a captured graph has looked up."""
+        self._made.clear()
+
+
+class CachedFunction[**Arguments, Result]:
+    """A function of hashable arguments with a :class:`TensorCache`."""
+
+    def __init__(self, function: Callable[Arguments, Result], size: int):
+        self._function, self._cache = function, TensorCache(size)
+        functools.update_wrapper(self, function)
+
+    @torch.inference_mode(False)  # what is kept from an evaluation is used in training, too
+    def __call__(self, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+        key = (*arguments, *sorted(named.items()))
+        return self._cache.get(key, lambda: self._function(*arguments, **named))
+
+    def cache_clear(self) -> None:
+        """See :meth:`TensorCache.clear`."""
+        self._cache.clear()
+
+
+def tensor_cache[**Arguments, Result](
+    size: int,
+) -> Callable[[Callable[Arguments, Result]], CachedFunction[Arguments, Result]]:
+    """Decorate a function of hashable arguments; see :class:`TensorCache`."""
+    return lambda function: CachedFunction(function, size)

@@ -1,0 +1,409 @@
+"""CUDA graphs on a GPU: captured attentions, layers and steps do what uncaptured ones do."""
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_dsa.config import DSAOptions
+from megatron_dsa.metrics.log import IndexerLog
+from megatron_dsa.modules.freezing import freeze_for_stage
+from megatron_dsa.presets import preset
+from tests.cases.log import empty_log, forget_log, logged
+from tests.cases.models import gpt
+from tests.helpers import relative_error
+from tests.host import attention_module, small_config, small_csa_config, start, stop
+
+pytestmark = pytest.mark.gpu
+TOKENS, STEPS, RATE = 64, 50, 0.05
+MASKED = DSAOptions(selected_attention="masked")
+#: Cumulative lengths of documents: as many in every batch, of other lengths, with padding or not.
+DOCUMENTS = ([0, 5, 40, 64], [0, 1, 1, 60], [0, 20, 30, 31])
+
+
+@pytest.fixture(autouse=True)
+def log():
+    """A log of two layers, and nothing of a capture left behind."""
+    start()
+    empty_log(2, torch.device("cuda"))
+    yield
+    forget_log()
+    gc.collect()
+    torch.cuda.synchronize()
+
+
+def lengths_of(seed, tokens=TOKENS):
+    lengths = torch.tensor(DOCUMENTS[seed % 3], dtype=torch.int32, device="cuda")
+    return lengths * (tokens // TOKENS)
+
+
+def packed_of(lengths, tokens=TOKENS):
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=tokens,
+        max_seqlen_kv=tokens,
+    )  # fmt: skip
+
+
+class Captured:
+    """A function of tensors as one CUDA graph; static tensors are written over in every replay."""
+
+    def __init__(self, function, inputs):
+        self.inputs = [x.clone() for x in inputs]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # kernels are compiled, tables are made
+                function(*self.inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.outputs = function(*self.inputs)
+
+    def __call__(self, *inputs):
+        for static, x in zip(self.inputs, inputs, strict=True):
+            static.copy_(x)
+        self.graph.replay()
+        return tuple(x.clone() for x in self.outputs)
+
+
+def attention_step(module, packed):
+    """Return forward and backward of an attention as a function of tensors."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+
+    def step(x, gradient, lengths):
+        x = x.detach().requires_grad_()
+        params = packed_of(lengths, len(x)) if packed else None
+        out = module(x, None, packed_seq_params=params)[0]
+        found = torch.autograd.grad(out, [x, *parameters], gradient, allow_unused=True)
+        return out.detach(), *(g for g in found if g is not None)
+
+    return step
+
+
+def drawn(seed, module, tokens):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shape = (tokens, 1, module.config.hidden_size)
+    x, gradient = (torch.randn(shape, generator=generator, device="cuda") for _ in range(2))
+    dtype = module.config.params_dtype
+    return x.to(dtype), gradient.to(dtype), lengths_of(seed, tokens)
+
+
+def check_captured(module, packed, tokens, tolerance, replays):
+    """Compare replays with the same steps uncaptured: results, log, and a loss scale that moves."""
+    step = attention_step(module, packed)
+    scale = module.config.experimental_attention_variant_loss_scale_func
+    scale(torch.ones(1, device="cuda"))
+    run = Captured(step, drawn(0, module, tokens))
+    IndexerLog.reduce()
+    for seed in range(1, replays + 1):
+        given = drawn(seed, module, tokens)
+        scale(torch.full((1,), 1 / seed, device="cuda"))
+        wanted, figures = step(*given), logged()
+        got = run(*given)
+        found = logged()
+        assert len(got) == len(wanted)
+        for one, other in zip(got, wanted, strict=True):
+            assert relative_error(one, other) < tolerance
+        assert found.keys() == figures.keys()
+        for name, figure in figures.items():
+            assert found[name] == pytest.approx(figure, rel=1e-3), name
+    return figures
+
+
+SMALL = {
+    "sparse": lambda: small_config(options=DSAOptions(health_tokens=0)),
+    "sparse, dense loss": lambda: small_config(
+        options=DSAOptions(health_tokens=0), dsa_indexer_use_sparse_loss=False
+    ),
+    "masked": lambda: small_config(
+        options=DSAOptions(selected_attention="masked", health_tokens=0)
+    ),
+    "warmup": lambda: small_config(options=DSAOptions(stage="warmup", freeze_main=False)),
+    "dense": lambda: small_config(options=DSAOptions(stage="dense")),
+} | {
+    f"ratio {ratio}": lambda ratio=ratio: small_csa_config(
+        ratio, options=DSAOptions(health_tokens=0)
+    )
+    for ratio in (0, 4, 6)
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", SMALL)
+def test_a_captured_attention(name, packed):
+    """In fp64, by torch: gradients that are added up in any order differ in the last bits."""
+    module = attention_module(SMALL[name]()).train()
+    figures = check_captured(module, packed, TOKENS, 1e-10, STEPS)
+    assert bool(figures) == (module.core_attention.indexer is not None)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "attention", "heads"),
+    [
+        ("sparse", "sparse", 16),
+        ("sparse", "sparse", 128),
+        ("sparse", "masked", 16),
+        ("warmup", "sparse", 16),
+        ("dense", "sparse", 16),
+    ],
+)
+def test_a_captured_attention_of_v3_2(stage, attention, heads, packed):
+    """In bf16, by the kernels that this GPU has."""
+    options = DSAOptions(
+        stage=stage, selected_attention=attention, freeze_main=False, health_tokens=0,
+        sequence_length=4096,
+    )  # fmt: skip
+    config = preset(
+        "deepseek-v3.2", dsa=options, num_layers=2, num_attention_heads=heads,
+        hidden_size=1024, ffn_hidden_size=1024, num_moe_experts=None, moe_layer_freq=1,
+        transformer_impl="local", params_dtype=torch.bfloat16, bf16=True,
+        dsa_indexer_loss_coeff=0.01, dsa_indexer_use_sparse_loss=stage == "sparse",
+        gradient_accumulation_fusion=False, persist_layer_norm=False, bias_dropout_fusion=False,
+    )  # fmt: skip
+    module = attention_module(config).train()
+    check_captured(module, packed, 4096, 1e-2, 5)
+
+
+def test_deterministic_kernels_replay_to_the_bit():
+    options = DSAOptions(selected_attention="sparse", health_tokens=0, sequence_length=4096)
+    config = preset(
+        "deepseek-v3.2", dsa=options, num_layers=2, num_attention_heads=16, hidden_size=1024,
+        ffn_hidden_size=1024, num_moe_experts=None, moe_layer_freq=1, transformer_impl="local",
+        params_dtype=torch.bfloat16, bf16=True, dsa_indexer_loss_coeff=0.01,
+        dsa_indexer_use_sparse_loss=True, gradient_accumulation_fusion=False,
+        persist_layer_norm=False, bias_dropout_fusion=False,
+    )  # fmt: skip
+    torch.use_deterministic_algorithms(True)
+    check_captured(attention_module(config).train(), False, 4096, 1e-30, 3)
+
+
+def frozen(config):
+    return config.dsa.stage == "warmup" and config.dsa.freeze_main
+
+
+def model_of(config):
+    model = gpt(config)
+    freeze_for_stage([model])
+    return model
+
+
+def tokens_of(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 96, (1, TOKENS), generator=generator).to("cuda")
+
+
+POSITIONS = torch.arange(TOKENS)[None]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("stage", ["sparse", "warmup", "dense"])
+def test_a_captured_training_step(stage, packed):
+    """Forward, backward and update of a whole model in one graph: 50 losses are the same."""
+    losses = []
+    for captured in (False, True):
+        options = DSAOptions(stage=stage, health_tokens=0)
+        changes = {"dsa_indexer_use_sparse_loss": stage == "sparse"}
+        model = model_of(small_config(options=options, **changes))
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        positions = POSITIONS.to("cuda")
+
+        def step(ids, lengths, rate, model=model, parameters=parameters, positions=positions):
+            params = packed_of(lengths) if packed else None
+            loss = model(ids, positions, None, labels=ids, packed_seq_params=params).mean()
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            with torch.no_grad():
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    if gradient is not None:
+                        parameter.sub_(rate * gradient)
+            return (loss.detach(),)
+
+        rate = torch.zeros((), dtype=torch.float64, device="cuda")
+        run = Captured(step, (tokens_of(0), lengths_of(0), rate)) if captured else step
+        IndexerLog.reduce()
+        rate = torch.full_like(rate, RATE)
+        found = [
+            (float(run(tokens_of(seed), lengths_of(seed), rate)[0]), logged())
+            for seed in range(STEPS)
+        ]
+        losses.append(found)
+    for (one, figures), (other, others) in zip(*losses, strict=True):
+        assert one == pytest.approx(other, rel=1e-9)
+        assert figures.keys() == others.keys()
+        for name, figure in figures.items():
+            assert figure == pytest.approx(others[name], rel=1e-4), name
+    assert len({loss for loss, _ in losses[0]}) > STEPS // 2
+
+
+@contextlib.contextmanager
+def megatron_graphs():
+    """Megatron's state of graphs, of its own for every test."""
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        1, use_cudagraphable_rng=True, force_reset_rng=True
+    )
+    try:
+        yield
+    finally:
+        delete_cuda_graphs()
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        stop()
+
+
+def training(config, packed, microbatches, steps, wrap=lambda schedule: schedule):
+    """Train as Megatron's loop does: its schedule, its buffers; return losses, log, parameters.
+
+    A step with ``forward_only`` (evaluation) is in between.
+    """
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    scale = torch.ones((), device="cuda")
+    config.grad_scale_func = lambda loss: loss * scale
+    config.finalize_model_grads_func = finalize_model_grads
+    empty_log(config.num_layers, torch.device("cuda"))
+    model = model_of(config)
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    positions = POSITIONS.to("cuda")
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def forward_step(iterator, model):
+        batch = next(iterator)
+        params = packed_of(batch["lengths"]) if packed else None
+        out = model(
+            batch["tokens"], positions, None, labels=batch["tokens"], packed_seq_params=params
+        )
+        return out, lambda out: (out.mean(), {"loss": out.mean().detach()})
+
+    schedule = wrap(get_forward_backward_func())
+    found = []
+    for iteration in range(steps):
+        scale.fill_(2.0 ** -(iteration % 4))
+        for evaluation in (False, True) if iteration % 10 == 5 else (False,):
+            wrapped.train(not evaluation)
+            seeds = [iteration * microbatches + i for i in range(microbatches)]
+            data = ({"tokens": tokens_of(seed), "lengths": lengths_of(seed)} for seed in seeds)
+            wrapped.zero_grad_buffer()
+            with torch.no_grad() if evaluation else contextlib.nullcontext():
+                results = schedule(
+                    forward_step_func=forward_step, data_iterator=data, model=[wrapped],
+                    num_microbatches=microbatches, seq_length=TOKENS, micro_batch_size=1,
+                    forward_only=evaluation,
+                )  # fmt: skip
+            losses = [float(result["loss"]) for result in results]
+            found.append((evaluation, losses, logged()))
+            if not evaluation:
+                with torch.no_grad():
+                    for parameter in trained:
+                        parameter.sub_(parameter.main_grad * (RATE / scale))
+    return found, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def check_training(found, wanted, rel):
+    for (evaluation, losses, figures), (_, others, expected) in zip(
+        found[0], wanted[0], strict=True
+    ):
+        assert losses == pytest.approx(others, rel=rel)
+        assert figures.keys() == expected.keys(), evaluation
+        for name, figure in figures.items():
+            assert figure == pytest.approx(expected[name], rel=100 * rel), name
+    for name, parameter in found[1].items():
+        assert relative_error(parameter, wanted[1][name]) < 100 * rel, name
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("modules", [[], ["attn"]], ids=["layers", "attention"])
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        ("sparse", {}),
+        ("sparse", {"dsa_indexer_use_sparse_loss": False}),
+        ("sparse", {"num_layers": 4, "dsa_indexer_topk_freq": 3}),
+        ("sparse", {"options": MASKED}),
+        ("warmup", {}),
+        ("warmup", {"options": DSAOptions(stage="warmup", freeze_main=False)}),
+        ("dense", {}),
+    ],
+)
+def test_megatrons_graphs_of_layers(stage, changes, modules, packed):
+    """50 iterations of 2 microbatches, evaluations between them: losses, log, parameters."""
+    settings = {"options": DSAOptions(stage=stage, evaluate_indexer=stage != "dense")} | changes
+    settings |= {"dtype": torch.float32}
+    if stage == "warmup":
+        settings["dsa_indexer_use_sparse_loss"] = False
+    results = []
+    for graphs in ({"cuda_graph_impl": "local", "cuda_graph_modules": modules}, {}):
+        start()
+        with megatron_graphs():
+            config = small_config(**settings | graphs)
+            if not graphs:  # figures that graphs of layers leave out
+                options = {**config.dsa.__dict__, "health_tokens": 0}
+                config.dsa = DSAOptions(**options)
+            results.append(training(config, packed, 2, STEPS))
+    check_training(*results, rel=1e-4)
+
+
+@pytest.mark.parametrize("modules", [["attn"]])
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
+def test_megatrons_graphs_of_attention_before_experts(stage, modules):
+    settings = {
+        "options": DSAOptions(stage=stage, health_tokens=0), "dtype": torch.float32,
+        "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16,
+        "moe_token_dispatcher_type": "alltoall",
+        "dsa_indexer_use_sparse_loss": stage == "sparse",
+    }  # fmt: skip
+    results = []
+    for graphs in ({"cuda_graph_impl": "local", "cuda_graph_modules": modules}, {}):
+        start()
+        with megatron_graphs():
+            results.append(training(small_config(**settings | graphs), False, 2, STEPS))
+    check_training(*results, rel=1e-4)
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 6])
+def test_megatrons_graphs_of_v4_layers(ratio):
+    settings = {"options": DSAOptions(health_tokens=0), "dtype": torch.float32}
+    results = []
+    for graphs in ({"cuda_graph_impl": "local"}, {}):
+        start()
+        with megatron_graphs():
+            config = small_csa_config(ratio, **settings | graphs)
+            results.append(training(config, False, 2, STEPS))
+    check_training(*results, rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", ["sparse", "warmup", "dense"])
+def test_megatrons_graph_of_an_iteration(stage):
+    """Figures of the selection included: the graph holds the first microbatch's as well."""
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
+
+    settings = {
+        "options": DSAOptions(stage=stage), "dtype": torch.float32,
+        "dsa_indexer_use_sparse_loss": stage == "sparse",
+    }  # fmt: skip
+    results, wrappers = [], []
+
+    def whole(schedule):
+        wrappers.append(FullCudaGraphWrapper(schedule, cuda_graph_warmup_steps=3))
+        return wrappers[-1]
+
+    for graphs in ({"cuda_graph_impl": "full_iteration"}, {}):
+        start()
+        with megatron_graphs():
+            config = small_config(**settings | graphs)
+            try:
+                results.append(training(config, False, 2, STEPS, *([whole] if graphs else [])))
+            finally:
+                if graphs:
+                    wrappers[-1].reset_cuda_graph()
+                    StaticBufferLoader.static_buffers = {"training": [], "validation": []}
+    check_training(*results, rel=1e-4)
+    assert stage != "sparse" or any("mass" in name for name, _ in results[0][0][-1][2])
