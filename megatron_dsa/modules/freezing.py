@@ -1,7 +1,8 @@
 """A frozen main model: only the indexers are trained, and only their losses have a backward.
 
 Autograd would carry a gradient through every frozen layer to reach the losses below it, and keep
-what that takes. Here a layer is computed without gradients, and its loss hangs onto its output.
+what that takes. Here a layer is computed without gradients, and its loss hangs onto its output. So
+are the logits and the model's own loss, whose gradient nothing takes.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
                 # Routers move this buffer by themselves, gradients or not.
                 module.frozen_expert_bias = True
         chunk.decoder.register_forward_pre_hook(_let_gradients_pass, with_kwargs=True)
+        drop_head_gradient(chunk)
         if chunk.config.recompute_granularity == "selective":
             # Parts of a layer that are computed again are woven into its backward.
             log_single_rank(
@@ -84,6 +86,53 @@ class _Follow(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         return None, grad, grad.new_zeros(()) if ctx.has_loss else None
+
+
+class _Start(torch.autograd.Function):
+    """Identity on a result, whose backward gives the tensor that it was computed from zeros."""
+
+    @staticmethod
+    def forward(ctx, result, source):
+        ctx.like = source.shape, source.dtype
+        return result.data  # no view: the loss of the logits overwrites them
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        shape, dtype = ctx.like
+        return None, grad.new_zeros((), dtype=dtype).expand(shape)
+
+
+def drop_head_gradient(model: Any) -> None:
+    """Compute the logits and the loss of a frozen ``model`` without gradients from now on.
+
+    The backward pass starts at the loss as before, for the losses of the indexers hang onto it.
+    """
+    if hasattr(model, "output_layer"):
+        logits = model.output_layer.forward
+
+        @functools.wraps(logits)
+        def logits_alone(hidden_states, *args, **kwargs):
+            with torch.no_grad():
+                out, bias = logits(hidden_states.detach(), *args, **kwargs)
+            return _started(out, hidden_states), bias
+
+        model.output_layer.forward = logits_alone
+    if hasattr(model, "compute_language_model_loss"):
+        loss = model.compute_language_model_loss
+
+        @functools.wraps(loss)
+        def loss_alone(labels, logits):
+            with torch.no_grad():
+                out = loss(labels, logits.detach())
+            return _started(out, logits)
+
+        model.compute_language_model_loss = loss_alone
+
+
+def _started(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    wants = torch.is_grad_enabled() and source.requires_grad
+    return _Start.apply(result, source) if wants else result
 
 
 def drop_backward(layer: TransformerLayer) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import leaf, relative_error
 from tests.host import (
@@ -98,6 +99,50 @@ def test_warmup_freezes_everything_but_the_indexers():
         model.train()(tokens, tokens, None, labels=tokens).mean().backward()
         for name, parameter in model.named_parameters():
             assert (parameter.grad is not None) == (name in trained), name
+
+
+@pytest.mark.parametrize("mtp", [None, 1])
+def test_a_frozen_model_has_no_gradient_of_its_logits(mtp):
+    """Nothing as wide as the vocabulary is formed in its backward; the losses are as before."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.modules.freezing import freeze_for_stage
+    from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
+
+    vocabulary, found, weights = 97, {}, None
+    for freeze in (True, False):
+        options = DSAOptions(stage="warmup", freeze_main=freeze)
+        config = small_config(options=options, mtp_num_layers=mtp)
+        model = GPTModel(
+            config, dsa_block_spec(config), vocabulary, 32, position_embedding_type="rope",
+            mtp_block_spec=dsa_mtp_block_spec(config) if mtp else None,
+        ).to(start())  # fmt: skip
+        weights = weights or model.state_dict()
+        model.load_state_dict(weights)
+        freeze_for_stage([model])
+        tokens = torch.arange(20, device=start())[None]
+        loss = model.train()(tokens, tokens, None, labels=tokens)
+        with Sizes() as sizes:
+            loss.mean().backward()
+        wide = [size for size in sizes.found if size % vocabulary == 0]
+        found[freeze] = loss.detach(), wide
+    assert torch.equal(found[True][0], found[False][0])
+    assert found[False][1] and not found[True][1]
+
+
+class Sizes(TorchDispatchMode):
+    """Sizes of the storages that operations return, in elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel():
+            self.found.add(result.untyped_storage().nbytes() // result.element_size())
+        return result
 
 
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
