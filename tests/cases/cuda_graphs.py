@@ -13,12 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron_dsa.metrics.log import IndexerLog
 from megatron_dsa.numerics import checks
-from megatron_dsa.ops.indexer_loss import api, dense
+from megatron_dsa.numerics.scaling import Factor
 from megatron_dsa.ops.indexer_topk import inputs as topk_inputs
-
-
-def _scaled(gradient, factor, dtype=None, in_place=False):
-    return (gradient * factor).to(gradient.dtype if dtype is None else dtype)
 
 
 @contextlib.contextmanager
@@ -31,8 +27,7 @@ def without_host_numbers():
     with contextlib.ExitStack() as stack:
         for module in (checks, topk_inputs):
             stack.enter_context(mock.patch.object(module, "require_on_device", unchecked))
-        for module in (api, dense):
-            stack.enter_context(mock.patch.object(module, "scaled", _scaled))
+        stack.enter_context(mock.patch.object(Factor, "on_device", lambda factor: factor))
         yield
 
 
