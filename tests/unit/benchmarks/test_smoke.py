@@ -102,6 +102,7 @@ def check_layer(rows):
     assert len(cases) == 2 and total == pytest.approx(2, rel=1e-3)
     assert set(values(rows, "step", "out_error")) == {
         "sparse",
+        "recomputed",
         "masked",
         "dense",
         "ours-dense",

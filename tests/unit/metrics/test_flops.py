@@ -149,6 +149,14 @@ def no_pairs(monkeypatch):
         out = touch(q[..., :v_dim], kv, *(() if kv_grad is None else (kv_grad,)), *learns)
         return SimpleNamespace(out=out, lse=torch.zeros(q.shape[:2]), p_sum=None)
 
+    def absorbed(q, kv, weights, _keys, *, recompute, **settings):
+        own = q.shape[2] - (kv.shape[1] - weights.shape[2])
+        w_uk, w_uv = weights.split([own, weights.shape[1] - own], dim=1)
+        q = torch.cat([torch.einsum("tha,har->thr", q[..., :own], w_uk), q[..., own:]], -1)
+        result = sparse(q, kv, _keys, v_dim=weights.shape[2], **settings)
+        result.out = torch.einsum("thr,hvr->thv", result.out, w_uv)
+        return result
+
     def masked(q, kv, k_pe, _keys, *, softmax_scale, indexer=None, **_settings):
         learns = () if indexer is None else indexer.tensors()
         value = kv[..., q.shape[2] - k_pe.shape[1] :]
@@ -169,10 +177,12 @@ def no_pairs(monkeypatch):
     start()
     for name in ("modules.dsa_core", "modules.csa_core"):
         module = importlib.import_module(f"megatron_dsa.{name}")
-        monkeypatch.setattr(module, "sparse_attention", sparse)
         monkeypatch.setattr(module, "balanced_topk", select)
         monkeypatch.setattr(module, "dense_indexer_loss", loss)
+    core = importlib.import_module("megatron_dsa.modules.csa_core")
+    monkeypatch.setattr(core, "sparse_attention", sparse)
     core = importlib.import_module("megatron_dsa.modules.dsa_core")
+    monkeypatch.setattr(core, "absorbed_attention", absorbed)
     monkeypatch.setattr(core, "dense_attention", dense)
     monkeypatch.setattr(core, "masked_attention", masked)
 
