@@ -49,6 +49,19 @@ def test_losses(model, precision, request):
         assert engine.steps[-1]["mtp_1 loss"] < engine.steps[0]["mtp_1 loss"]
 
 
+def test_delayed_scaling_with_a_loss_scale(model):
+    """Scales start at 1, where E5M2 holds no gradient below 1.5e-5; a constant factor lifts them.
+
+    Without it layers get no gradient in the first steps, one after the other from the output on.
+    """
+    name, flags, local = model
+    engine = run(flags | {"--loss-scale": 65536}, ENGINE, "delayed")
+    check_losses(engine, local, BOUNDS[name, "tensorwise"])
+    norms = (engine.steps[0]["grad norm"], local.steps[0]["grad norm"])
+    print("gradient norm of the first step, and of local layers:", *norms)
+    assert norms[0] == pytest.approx(norms[1], rel=0.1)
+
+
 #: transformer-engine keeps this norm in the linear that follows.
 NORM = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
 
