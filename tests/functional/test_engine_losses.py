@@ -67,7 +67,7 @@ NORM = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
 
 
 def test_gradients_of_the_first_step(model, tmp_path):
-    """Of every parameter, in bf16."""
+    """Every parameter's, in bf16."""
     name, flags, _ = model
     gradients = []
     for kind, layers in (("local", LOCAL), ("engine", ENGINE)):

@@ -86,7 +86,7 @@ def test_what_is_quantised(config, recipe, parameters, fp8_indexer):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_quantised_weight_is_read_in_bf16(recipe):
-    """Of specs that quantise the absorbed weight as well: dequantised, and the gradient reaches it.
+    """A spec may quantise the absorbed weight as well: it is dequantised, and gets its gradient.
 
     Reading it once more gives the same values: nothing is converted back.
     """
