@@ -17,7 +17,7 @@ FP8_INDEXER = FP8 | {"options": DSAOptions(fp8_indexer=True), "dsa_indexer_n_hea
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_fp8_is_taken(recipe):
-    """FP8 parameters as well, and any number of index heads as long as the indexer stays in bf16."""
+    """FP8 parameters as well, and any number of index heads while the indexer is in bf16."""
     for parameters in (False, True):
         small_config(**FP8, fp8_recipe=recipe, fp8_param=parameters, dsa_indexer_n_heads=3)
         small_config(**FP8_INDEXER, fp8_recipe=recipe, fp8_param=parameters)
