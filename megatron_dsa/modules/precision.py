@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from megatron.core.fp8_utils import is_float8tensor
 
+from megatron_dsa.numerics.autograd import once_differentiable
+
 
 @functools.cache
 def bf16_linear(linear: Any) -> Any:
@@ -58,4 +60,17 @@ def _without_recipe(linear: Any, **settings: bool) -> Any:
 
 def dequantised(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight as a plain tensor; the gradient of a quantised one goes to it unchanged."""
-    return weight.dequantize() if is_float8tensor(weight) else weight
+    return _Dequantise.apply(weight) if is_float8tensor(weight) else weight
+
+
+class _Dequantise(torch.autograd.Function):
+    """Some releases of transformer-engine dequantise weights in blocks without a gradient."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.dequantize()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad
