@@ -41,13 +41,16 @@ def start(data, tmp_path_factory):
     """Flags that start a run of a model from a few steps of training."""
     folders = {}
 
-    def flags_of(name):
+    def flags_of(name, change):
         model = {"DSA": DSA, "V4": V4}[name] | {"--data-path": data}
-        if name not in folders:
-            folders[name] = tmp_path_factory.mktemp("start")
-            saved = {"--train-iters": 3, "--save": folders[name], "--save-interval": 3}
-            run(model | saved, LOCAL)
-        return model | {"--load": folders[name], "--finetune": True}
+        # Layers that share a selection have no indexer, and a checkpoint must be of the same ones.
+        layers = CHANGES[change] if change == "index sharing" else {}
+        key = (name, bool(layers))
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("start")
+            saved = {"--train-iters": 3, "--save": folders[key], "--save-interval": 3}
+            run(model | layers | saved, LOCAL)
+        return model | CHANGES[change] | {"--load": folders[key], "--finetune": True}
 
     return flags_of
 
@@ -59,7 +62,7 @@ def local(start, short_documents):
 
     def run_of(name, change):
         if (name, change) not in runs:
-            flags = start(name) | CHANGES[change]
+            flags = start(name, change)
             if change == "packed":
                 flags |= {"--data-path": short_documents}
             runs[name, change] = flags, run(flags, LOCAL)
