@@ -123,6 +123,12 @@ class DSAOptions:
         "Select keys by index scores in fp8 and score the best of them again: faster, and a key "
         "that fp8 misjudges by much is missed.",
     )
+    fp8_indexer: bool = option(
+        False,
+        "--dsa-fp8-indexer",
+        "With --fp8-format, quantise the indexer's linears too (default: they run in --bf16). The "
+        "compressor of V4's indexer is never quantised.",
+    )
     latent_norm_epsilon: float | None = option(
         None,
         "--dsa-latent-norm-epsilon",

@@ -33,7 +33,14 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megatron_dsa.config import computes_topk, is_moe_layer, shares_indices, uses_csa, validate
+from megatron_dsa.config import (
+    computes_topk,
+    is_moe_layer,
+    options_of,
+    shares_indices,
+    uses_csa,
+    validate,
+)
 from megatron_dsa.csa import CSASelfAttention, CSASelfAttentionSubmodules
 from megatron_dsa.dsa import DSASelfAttention, IndexSharingLayer
 from megatron_dsa.errors import ConfigError
@@ -46,6 +53,7 @@ from megatron_dsa.modules.cuda_graphs import GraphedLayer
 from megatron_dsa.modules.dsa_core import DSACoreAttention, DSACoreAttentionSubmodules
 from megatron_dsa.modules.dsa_indexer import DSAIndexer, DSAIndexerSubmodules
 from megatron_dsa.modules.layers import LocalNorm, ReplicatedLinear
+from megatron_dsa.modules.precision import bf16_linear, bf16_weight_linear
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.patches.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
 from megatron_dsa.versions import why_not_transformer_engine
@@ -62,19 +70,30 @@ class LocalBackend(LocalSpecProvider):
         """The down projections: split by columns, as in Megatron's local MLA spec."""
         return ColumnParallelLinear
 
+    def absorbed_linear(self) -> type:
+        """The up projection of keys and values, whose weight is also read as a plain tensor."""
+        return self.column_parallel_linear()
+
+    def indexer_linear(self, fp8: bool) -> type:
+        """The linears of an indexer."""
+        return self.linear()
+
     def layer_norm(self, rms_norm=False, for_qk=False, has_residual=False) -> type:
         """RMSNorm or LayerNorm (the configuration says which), also under sequence parallelism."""
         return LocalNorm
 
 
-def csa_attention_spec(backend, *, is_mtp: bool = False) -> ModuleSpec:
+def csa_attention_spec(backend, *, is_mtp: bool = False, fp8_indexer: bool = False) -> ModuleSpec:
     """Return the spec of V4's self-attention with the layers of ``backend``.
 
     One spec serves all layers: a layer's compression ratio decides which of its parts are built.
     """
     norm = backend.layer_norm(rms_norm=True, for_qk=True)
     compressor = ModuleSpec(module=Compressor, submodules=CompressorSubmodules(norm=norm))
-    indexer = ModuleSpec(module=CSAIndexer, submodules=CSAIndexerSubmodules(compressor=compressor))
+    linear = backend.indexer_linear(fp8=True) if fp8_indexer else ReplicatedLinear
+    indexer = ModuleSpec(
+        module=CSAIndexer, submodules=CSAIndexerSubmodules(linear=linear, compressor=compressor)
+    )
     return ModuleSpec(
         module=CSASelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "is_mtp": is_mtp},
@@ -111,6 +130,14 @@ def _te_backend():
             """The down projections: replicated over tensor-parallel ranks."""
             return self.linear()
 
+        def absorbed_linear(self) -> type:
+            """The up projection of keys and values, whose weight is also read as a plain tensor."""
+            return bf16_weight_linear(self.column_parallel_linear())
+
+        def indexer_linear(self, fp8: bool) -> type:
+            """The linears of an indexer: quantised in FP8 runs on request only."""
+            return self.linear() if fp8 else bf16_linear(self.linear())
+
     return TransformerEngineBackend()
 
 
@@ -126,15 +153,21 @@ def get_backend(transformer_impl: str) -> Any:
 
 
 def _attention_spec(
-    backend, *, rms_norm: bool = True, qk_layernorm: bool = True, is_mtp: bool = False
+    backend,
+    *,
+    rms_norm: bool = True,
+    qk_layernorm: bool = True,
+    is_mtp: bool = False,
+    fp8_indexer: bool = False,
 ) -> ModuleSpec:
+    linear = backend.indexer_linear(fp8_indexer)
     indexer = ModuleSpec(
         module=DSAIndexer,
         submodules=DSAIndexerSubmodules(
-            linear_wq_b=backend.linear(),
-            linear_wk=backend.linear(),
+            linear_wq_b=linear,
+            linear_wk=linear,
             k_norm=backend.layer_norm(rms_norm=False, for_qk=True),
-            linear_weights_proj=backend.linear(),
+            linear_weights_proj=linear,
         ),
     )
     # The norms stand alone: the indexer reads the normalised query latent.
@@ -147,7 +180,7 @@ def _attention_spec(
             linear_q_down_proj=backend.latent_linear(),
             linear_q_up_proj=backend.column_parallel_linear(),
             linear_kv_down_proj=backend.latent_linear(),
-            linear_kv_up_proj=backend.column_parallel_linear(),
+            linear_kv_up_proj=backend.absorbed_linear(),
             core_attention=ModuleSpec(
                 module=DSACoreAttention,
                 params={"is_mtp": is_mtp},
@@ -210,12 +243,17 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
     install_loss_scale(config)
     install_checkpoint_repairs()
     backend, rms_norm = get_backend(config.transformer_impl), config.normalization == "RMSNorm"
+    fp8_indexer = options_of(config).fp8_indexer
     if uses_csa(config):
         repair_checkpoints_of_fp32_parameters()
-        attention = csa_attention_spec(backend, is_mtp=is_mtp)
+        attention = csa_attention_spec(backend, is_mtp=is_mtp, fp8_indexer=fp8_indexer)
     else:
         attention = _attention_spec(
-            backend, rms_norm=rms_norm, qk_layernorm=config.qk_layernorm, is_mtp=is_mtp
+            backend,
+            rms_norm=rms_norm,
+            qk_layernorm=config.qk_layernorm,
+            is_mtp=is_mtp,
+            fp8_indexer=fp8_indexer,
         )
     return _layer_spec(
         backend,

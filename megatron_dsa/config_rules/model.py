@@ -167,16 +167,42 @@ def _precision_rules(config: Any):
             not (local and value),
             f"{flag} needs --transformer-impl transformer_engine: {reason}; drop it",
         )
-    gathered = (("--fp8-param-gather", config.fp8_param), ("--fp4-param-gather", config.fp4_param))
-    for flag, value in gathered:
-        yield (
-            not value,
-            f"{flag} is not supported: absorption reads the up-projection weight in bf16",
-        )
+    yield (
+        not config.fp4_param,
+        "--fp4-param-gather is not supported: it was never run with this attention; drop it",
+    )
     yield (
         not config.fp32_residual_connection or config.params_dtype == torch.float32,
         "--fp32-residual-connection is not supported: neither torch's norms nor "
         "transformer-engine's take fp32 beside weights of 16 bits; drop it",
+    )
+
+
+def _fp8_indexer_rules(config: Any, options: Any):
+    """What ``--dsa-fp8-indexer`` needs."""
+    if not options.fp8_indexer:
+        return
+    yield (
+        config.fp8,
+        "--dsa-fp8-indexer has a meaning only with --fp8-format: add that or drop it",
+    )
+    unit = 32 if config.fp8_recipe == "mxfp8" else 8
+    for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim"):
+        size = getattr(config, name) or 0
+        yield (
+            size % unit == 0,
+            f"--{name.replace('_', '-')} must be a multiple of {unit} with --dsa-fp8-indexer, got "
+            f"{size}: transformer-engine quantises weights with so many rows only. Drop "
+            "--dsa-fp8-indexer, and the indexer runs in --bf16",
+        )
+    recomputed = config.recompute_granularity == "selective" and "core_attn" in (
+        config.recompute_modules or ()
+    )
+    yield (
+        not recomputed or getattr(config, "csa_compress_ratios", None) is None,
+        "--dsa-fp8-indexer is not supported with --recompute-modules core_attn and "
+        "--csa-compress-ratios: V4's indexer would be computed again in bf16, and select other "
+        "keys; drop one of them",
     )
 
 
@@ -217,6 +243,7 @@ def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         "up-projection weight of a rank's heads; drop it",
     )
     yield from _precision_rules(config)
+    yield from _fp8_indexer_rules(config, options)
 
 
 def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:

@@ -243,4 +243,6 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         return state
 
     def backward_dw(self) -> None:
-        """Weight gradients are never delayed in compressor and indexer."""
+        """Compute the indexer's delayed weight gradients; the compressor's are never delayed."""
+        if self.indexer is not None and self.training and self.indexer_is_trained:
+            self.indexer.backward_dw()

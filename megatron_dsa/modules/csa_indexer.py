@@ -23,8 +23,9 @@ from megatron_dsa.sequence.layout import Layout
 
 @dataclass
 class CSAIndexerSubmodules:
-    """The compressor's spec; the linears are never quantised."""
+    """The class of the linears, and the spec of the compressor, which is never quantised."""
 
+    linear: ModuleSpec | type = ReplicatedLinear
     compressor: ModuleSpec | type = None
 
 
@@ -41,12 +42,16 @@ class CSAIndexer(MegatronModule):
         self.heads, self.dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         self.policy = options_of(config).policy
 
-        def linear(inputs: int, outputs: int) -> ReplicatedLinear:
-            return ReplicatedLinear(inputs, outputs, config=config, init_method=config.init_method)
+        def linear(inputs: int, outputs: int) -> Any:
+            return build_module(
+                submodules.linear, inputs, outputs, config=config, init_method=config.init_method,
+                bias=False, skip_bias_add=False, skip_weight_param_allocation=False,
+                parallel_mode="duplicated",
+            )  # fmt: skip
 
         self.linear_wq_b = linear(config.q_lora_rank, self.heads * self.dim)
         # From its own tokens, or from all: averaging keeps equal gradients equal to the last bit.
-        weight: Any = self.linear_wq_b.weight
+        weight = self.linear_wq_b.weight
         weight.sequence_parallel = by_sequence(config)
         weight.average_gradients_across_tp_domain = not by_sequence(config)
         self.linear_weights_proj = linear(config.hidden_size, self.heads)
@@ -94,4 +99,6 @@ class CSAIndexer(MegatronModule):
         return IndexerInputs(q, k, weights, config.dsa_indexer_scoring_relu)
 
     def backward_dw(self) -> None:
-        """Weight gradients are never delayed here (:class:`ReplicatedLinear`)."""
+        """Compute delayed weight gradients."""
+        self.linear_wq_b.backward_dw()
+        self.linear_weights_proj.backward_dw()

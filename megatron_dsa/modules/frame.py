@@ -8,6 +8,7 @@ import torch
 from megatron.core import tensor_parallel
 
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.modules.precision import dequantised
 from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.layout import Layout
@@ -78,15 +79,16 @@ class SelfAttentionFrame:
 
 
 def weight_of(linear: torch.nn.Module) -> torch.Tensor:
-    """Return the weight of a linear that is read without calling the module.
+    """Return the weight of a linear that is read without calling the module, as a plain tensor.
 
     Its forward pre-hooks run here: with ``--overlap-param-gather`` one of them waits for the
-    weight.
+    weight. Our specs keep such weights in bf16; those of other specs may be quantised
+    (``--fp8-param-gather``), and are dequantised once per call.
     """
     for hook in linear._forward_pre_hooks.values():
         hook(linear, ())
     weight: Any = linear.weight
-    return weight
+    return dequantised(weight)
 
 
 def refuse_unsupported(inference_context, key_value_states, megatron: dict) -> None:

@@ -163,6 +163,18 @@ def _unreadable_checkpoint(error: BaseException) -> str | None:
     )
 
 
+def _pickled_scales(error: BaseException) -> str | None:
+    """What transformer-engine refuses to load of a run with delayed scaling."""
+    variable = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+    if not isinstance(error, RuntimeError) or variable not in str(error):
+        return None
+    return (
+        "the checkpoint of --load was written with --fp8-recipe delayed, whose scaling factors are "
+        f"pickled: set {variable}=1 in the environment to load them, if you trust the file, since "
+        "a pickle may run code (docs/guide/fp8.md). Other recipes save no such state"
+    )
+
+
 def _cause(error: BaseException) -> BaseException:
     """Return the first error where torch collects the errors of all ranks."""
     failures = getattr(error, "failures", {})
@@ -206,6 +218,7 @@ _KNOWN: tuple[tuple[set[str], Callable[[BaseException], str | None]], ...] = (
         {"validate_args", "core_transformer_config_from_args", "gpt_config_from_args"},
         _refused_flags,
     ),
+    ({"load_checkpoint"}, _pickled_scales),
     ({"load_checkpoint", "prepare_loading", "export_hf"}, _unreadable_checkpoint),
     ({"save_checkpoint"}, _failed_save),
     ({"_filter_and_reorder_param_groups"}, _optimizer_groups),

@@ -53,6 +53,12 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "--dsa-hf-without has a meaning only with --dsa-load-hf: add that or drop it",
     )
     yield (
+        args.dsa_load_hf is None or not args.fp8_param_gather,
+        "--dsa-load-hf is not supported with --fp8-param-gather: the optimizer would start from "
+        "the random weights that it replaces. Run python -m megatron_dsa import-hf, and give its "
+        "output to --load",
+    )
+    yield (
         args.dsa_stage == "warmup" or not args.dsa_warmup_train_all,
         f"--dsa-warmup-train-all has a meaning only in --dsa-stage warmup, got "
         f"{args.dsa_stage}, which trains everything: drop it",

@@ -132,6 +132,7 @@ GIVEN = {
     "--dsa-tp-mode": ("heads", "heads"),
     "--dsa-cp-exchange": ("keys", "keys"),
     "--dsa-fp8-selection": ("", True),
+    "--dsa-fp8-indexer": ("", True),
     "--dsa-latent-norm-epsilon": ("1e-5", 1e-5),
     "--dsa-impl": ("rotate=torch key_lists=torch", (("rotate", "torch"), ("key_lists", "torch"))),
     "--dsa-csa-teacher": ("compressed", "compressed"),
@@ -256,6 +257,10 @@ def test_a_training_is_not_taken_for_a_plan(flags, message):
         (
             ["--dsa-evaluate-indexer", "--dsa-stage", "dense"],
             "--dsa-evaluate-indexer has no meaning in --dsa-stage dense",
+        ),
+        (
+            ["--dsa-load-hf", "somewhere", "--fp8-param-gather"],
+            "--dsa-load-hf is not supported with --fp8-param-gather: .* import-hf",
         ),
         (["--use-rope-scaling"], "--use-rope-scaling .* no effect on MLA"),
         (

@@ -10,6 +10,18 @@ from megatron_dsa.errors import ConfigError, VersionError
 from megatron_dsa.sequence.sharding import CP_LAYOUTS
 from tests.host import attention_module, hidden_like, small_config, start
 
+#: With transformer-engine, whose FP8 takes weights of so many rows only.
+FP8 = {"fp8": "hybrid", "transformer_impl": "transformer_engine"}
+FP8_INDEXER = FP8 | {"options": DSAOptions(fp8_indexer=True), "dsa_indexer_n_heads": 8}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_fp8_is_taken(recipe):
+    """FP8 parameters as well, and any number of index heads while the indexer is in bf16."""
+    for parameters in (False, True):
+        small_config(**FP8, fp8_recipe=recipe, fp8_param=parameters, dsa_indexer_n_heads=3)
+        small_config(**FP8_INDEXER, fp8_recipe=recipe, fp8_param=parameters)
+
 
 def test_supported_configuration_passes():
     assert small_config().dsa.stage == "sparse"
@@ -73,6 +85,18 @@ def test_every_stage_takes_every_layout(stage, cp_layout):
         ({"fp8": "hybrid"}, "--fp8-format needs --transformer-impl transformer_engine"),
         ({"fp4": "e2m1"}, "--fp4-format needs --transformer-impl transformer_engine"),
         ({"fp4": "e2m1", "fp4_param": True}, "--fp4-param-gather is not supported"),
+        (
+            {"options": DSAOptions(fp8_indexer=True), "dsa_indexer_n_heads": 8},
+            "--dsa-fp8-indexer has a meaning only with --fp8-format",
+        ),
+        (
+            FP8_INDEXER | {"dsa_indexer_n_heads": 12},
+            "--dsa-indexer-n-heads must be a multiple of 8 with --dsa-fp8-indexer, got 12",
+        ),
+        (
+            FP8_INDEXER | {"fp8_recipe": "mxfp8"},
+            "--dsa-indexer-n-heads must be a multiple of 32 with --dsa-fp8-indexer, got 8",
+        ),
         ({"quant_recipe": object()}, "--te-precision-config-file needs"),
         ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention"),
         ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention"),

@@ -32,12 +32,17 @@ WRONG = {
     "--dsa-indexer-k-norm-epsilon and": {"dsa_indexer_k_norm_epsilon": 1e-6},
     "--dsa-indexer-k-norm-fp32 have no meaning": {"dsa_indexer_k_norm_fp32": True},
     "--dsa-kernel-backend must be unset": {"dsa_kernel_backend": "tilelang"},
+    "V4's indexer would be computed again in bf16": {
+        "options": DSAOptions(fp8_indexer=True), "dsa_indexer_n_heads": 8, "fp8": "hybrid",
+        "transformer_impl": "transformer_engine", "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn"],
+    },
     "--dsa-indexer-loss-coeff is required in stage": {"dsa_indexer_loss_coeff": None},
     "--dsa-indexer-loss-coeff must be 0 or more": {"dsa_indexer_loss_coeff": -1.0},
     "--dsa-recompute latent_output has no effect with --csa-compress-ratios": {
         "options": DSAOptions(recompute="latent_output")
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", WRONG)

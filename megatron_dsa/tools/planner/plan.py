@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 from megatron_dsa import specs
+from megatron_dsa.config import options_of
 from megatron_dsa.dispatch.gpus import GPU
 from megatron_dsa.metrics.flops import flops_by_part, model_work
 from megatron_dsa.required_ops import AttentionChoice, attention_of
@@ -137,6 +138,10 @@ def _for_planning(config) -> Iterator[list[str]]:
         remarks.append(
             "memory is that of Megatron's local layers; transformer-engine's keep other copies"
         )
+    if config.fp8 or config.fp4:
+        in_bf16 = replace(options_of(config), fp8_indexer=False)
+        changes |= {"fp8": None, "fp4": None, "fp8_param": False, "dsa": in_bf16}
+        remarks.append("FP8 and FP4 are planned as bf16")
     if config.num_moe_experts is not None:
         changes |= {"moe_token_dispatcher_type": "alltoall", "moe_permute_fusion": False}
         if config.moe_token_dispatcher_type != "alltoall":

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-from megatron_dsa import dispatch
+from megatron_dsa import dispatch, specs
 from megatron_dsa.dispatch.gpus import GPU, GPUS
 from megatron_dsa.metrics.log import NAMES, IndexerLog
 from megatron_dsa.ops.compressor.declaration import COMPRESSOR
@@ -60,6 +60,25 @@ CASES = {
         "--recompute-num-layers": 1,
     },
 }
+
+
+def test_fp8_is_planned_as_bf16(monkeypatch):
+    """With the layers of transformer-engine, which a plan does not build."""
+    engine = BF16 | {"--transformer-impl": "transformer_engine"}
+    fp8 = {
+        "--fp8-format": "e4m3", "--fp8-recipe": "blockwise", "--fp8-param-gather": True,
+        "--use-distributed-optimizer": True, "--dsa-fp8-indexer": True, "--dsa-indexer-n-heads": 8,
+    }  # fmt: skip
+    backend = specs.get_backend
+    monkeypatch.setattr(specs, "get_backend", lambda _kind: backend("local"))
+    same = {"--use-distributed-optimizer": True, "--dsa-indexer-n-heads": 8}
+    expected, found = plan(engine | same), plan(engine | fp8)
+    assert found.config.fp8 == "e4m3" and found.config.dsa.fp8_indexer
+    # The first plan of a process makes tables that the second one finds.
+    for size in ("weights", "gradients", "optimizer", "activations", "step"):
+        got, wanted = (getattr(each.stages[0].memory, size) for each in (found, expected))
+        assert got == pytest.approx(wanted, rel=1e-5), size
+    assert set(found.remarks) - set(expected.remarks) == {"FP8 and FP4 are planned as bf16"}
 
 
 def test_a_storage_that_is_emptied_counts_no_more():

@@ -144,6 +144,22 @@ def test_a_checkpoint_that_is_damaged_inside():
     assert leaving.value.code == 2
 
 
+def test_scaling_factors_that_are_pickled():
+    """transformer-engine refuses them from inside of Megatron's loading."""
+
+    def load_checkpoint():
+        raise RuntimeError(
+            "Refusing to load pickled Transformer Engine extra state for TELinear. To load it "
+            "anyway, set NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1."
+        )
+
+    with pytest.raises(RuntimeError) as raised:
+        load_checkpoint()
+    message = explain(raised.value).message
+    assert message.startswith("the checkpoint of --load was written with --fp8-recipe delayed")
+    assert "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1" in message and "may run code" in message
+
+
 def test_a_full_disk(rejected, tmp_path):
     """What torch's writer says of it does not name the disk."""
     from torch.distributed.checkpoint.api import CheckpointException

@@ -1,0 +1,110 @@
+"""transformer-engine's layers in other stages, batches and recomputations, against local layers."""
+
+import importlib.util
+
+import pytest
+
+from tests.functional.engine import BOUNDS, DSA, ENGINE, LOCAL, MARKS, V4, check_losses, run
+from tests.functional.parallel_flags import FULL_RECOMPUTE, PACKED
+
+pytestmark = MARKS
+SELECTIVE = {
+    "--recompute-granularity": "selective",
+    "--recompute-modules": ["core_attn", "mla_up_proj", "mlp", "layernorm"],
+}
+#: Megatron refuses to recompute norms with delayed scaling.
+SELECTIVE_DELAYED = SELECTIVE | {"--recompute-modules": ["core_attn", "mla_up_proj", "mlp"]}
+OVERLAP = {
+    "--use-distributed-optimizer": True,
+    "--overlap-grad-reduce": True,
+    "--overlap-param-gather": True,
+}
+#: What changes the training; the local run has it, too.
+CHANGES = {
+    "plain": {},
+    "dense": {"--dsa-stage": "dense"},
+    "warmup": {"--dsa-stage": "warmup", "--dsa-indexer-use-sparse-loss": None},
+    "masked": {"--dsa-selected-attention": "masked"},
+    "index sharing": {"--dsa-indexer-topk-freq": 2, "--dsa-indexer-skip-topk-offset": 1},
+    "packed": PACKED,
+}
+#: What only changes how it is computed; the local run is that without them.
+WAYS = {
+    "full recompute": FULL_RECOMPUTE,
+    "selective recompute": SELECTIVE,
+    "distributed optimizer with overlap": OVERLAP,
+}
+
+
+@pytest.fixture(scope="module")
+def start(data, tmp_path_factory):
+    """Flags that start a run of a model from a few steps of training."""
+    folders = {}
+
+    def flags_of(name, change):
+        model = {"DSA": DSA, "V4": V4}[name] | {"--data-path": data}
+        # Layers that share a selection have no indexer, and a checkpoint must be of the same ones.
+        layers = CHANGES[change] if change == "index sharing" else {}
+        key = (name, bool(layers))
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("start")
+            saved = {"--train-iters": 3, "--save": folders[key], "--save-interval": 3}
+            run(model | layers | saved, LOCAL)
+        return model | CHANGES[change] | {"--load": folders[key], "--finetune": True}
+
+    return flags_of
+
+
+@pytest.fixture(scope="module")
+def local(start, short_documents):
+    """Flags and run of a change with local layers, which several tests share."""
+    runs = {}
+
+    def run_of(name, change):
+        if (name, change) not in runs:
+            flags = start(name, change)
+            if change == "packed":
+                flags |= {"--data-path": short_documents}
+            runs[name, change] = flags, run(flags, LOCAL)
+        return runs[name, change]
+
+    return run_of
+
+
+@pytest.mark.parametrize("precision", ["bf16", "blockwise"])
+@pytest.mark.parametrize("change", [name for name in CHANGES if name != "plain"])
+def test_changes(change, precision, local):
+    flags, expected = local("DSA", change)
+    got = run(flags, ENGINE, precision)
+    check_losses(got, expected, BOUNDS["DSA", precision])
+    if change == "warmup":
+        assert got.steps[-1]["indexer loss"] < got.steps[0]["indexer loss"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "tensorwise", "delayed", "blockwise"])
+@pytest.mark.parametrize("way", WAYS)
+def test_ways(way, precision, local):
+    flags, expected = local("DSA", "plain")
+    changes = WAYS[way]
+    if (way, precision) == ("selective recompute", "delayed"):
+        changes = SELECTIVE_DELAYED
+    check_losses(run(flags | changes, ENGINE, precision), expected, BOUNDS["DSA", precision])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "blockwise"])
+@pytest.mark.parametrize("way", ["full recompute", "selective recompute"])
+def test_ways_of_v4(way, precision, local):
+    flags, expected = local("V4", "plain")
+    check_losses(run(flags | WAYS[way], ENGINE, precision), expected, BOUNDS["V4", precision])
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None, reason="needs Apex's kernel"
+)
+def test_fused_gradient_accumulation(local):
+    """Where Apex's kernel is there, Megatron fuses unless it is told not to."""
+    flags, expected = local("DSA", "plain")
+    microbatches = {"--global-batch-size": 2}
+    plain = run(flags | microbatches | {"--no-gradient-accumulation-fusion": True}, ENGINE)
+    check_losses(run(flags | microbatches, ENGINE), plain, BOUNDS["DSA", "bf16"])
+    assert expected.steps

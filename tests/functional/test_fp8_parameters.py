@@ -1,0 +1,54 @@
+"""FP8 parameters (``--fp8-param-gather``) train like those that products alone quantise."""
+
+import pytest
+
+from tests.functional.engine import (
+    ALLOW_PICKLE,
+    BOUNDS,
+    DSA,
+    ENGINE,
+    FP8,
+    MARKS,
+    V4,
+    check_losses,
+    relative_differences,
+    run,
+)
+
+pytestmark = MARKS
+DISTRIBUTED = {"--use-distributed-optimizer": True}
+PARAMETERS = DISTRIBUTED | {"--fp8-param-gather": True}
+WAYS = {
+    "sparse": {},
+    "masked": {"--dsa-selected-attention": "masked"},
+    "overlap": {"--overlap-grad-reduce": True, "--overlap-param-gather": True},
+}
+
+
+@pytest.mark.parametrize("precision", FP8)
+@pytest.mark.parametrize("way", WAYS)
+def test_losses(way, precision, data):
+    flags = DSA | WAYS[way] | {"--data-path": data}
+    expected = run(flags | DISTRIBUTED, ENGINE, precision)
+    got = run(flags | PARAMETERS, ENGINE, precision)
+    check_losses(got, expected, BOUNDS["DSA", precision])
+
+
+@pytest.mark.parametrize("precision", ["tensorwise", "blockwise"])
+def test_losses_of_v4(precision, data):
+    flags = V4 | {"--data-path": data}
+    expected = run(flags | DISTRIBUTED, ENGINE, precision)
+    check_losses(run(flags | PARAMETERS, ENGINE, precision), expected, BOUNDS["V4", precision])
+
+
+@pytest.mark.parametrize("precision", FP8)
+def test_resume(precision, data, tmp_path):
+    """Six steps in one go equal three, a checkpoint and three more."""
+    flags = DSA | PARAMETERS | {"--data-path": data, "--train-iters": 6}
+    whole = run(flags, ENGINE, precision)
+    saved = flags | {"--save": tmp_path, "--save-interval": 3}
+    run(saved | {"--exit-interval": 3}, ENGINE, precision)
+    rest = run(saved | {"--load": tmp_path}, ENGINE, precision, env=ALLOW_PICKLE)
+    differences = relative_differences(rest.column("lm loss"), whole.column("lm loss")[3:])
+    bound = BOUNDS["DSA", precision].later
+    assert differences[0] <= bound and differences[2] <= bound, differences
