@@ -18,6 +18,7 @@ Everything on the device is computed without a host synchronisation.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -218,6 +219,8 @@ class Layout:
     sequences: Sequences | None = None
     #: Kept by :meth:`derive`; ``replace`` begins with an empty one, since ranges may change.
     derived: dict = field(default_factory=dict, init=False, repr=False, compare=False)
+    #: Keys of what is large (:meth:`derive_large`).
+    large: set = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         queries, keys = (self.num_queries,), (self.num_keys,)
@@ -261,6 +264,21 @@ class Layout:
         if key not in self.derived:
             self.derived[key] = make()
         return self.derived[key]
+
+    def derive_large(self, key, make: Callable) -> Any:
+        """Return :meth:`derive` of what takes much memory: only the last two layouts keep it.
+
+        Layouts of unpacked batches are never dropped; a third one makes the first give it up.
+        """
+        if not _large or _large[-1]() is not self:
+            _large[:] = [*(one for one in _large if one() is not self), weakref.ref(self)]
+            for one in _large[:-_LARGE_KEPT]:
+                if (layout := one()) is not None:
+                    for old in layout.large:
+                        layout.derived.pop(old, None)
+            del _large[:-_LARGE_KEPT]
+        self.large.add(key)
+        return self.derive(key, make)
 
     def real_tokens(self) -> torch.Tensor | int:
         """Number of query tokens on all ranks but padding: an int if there is none."""
@@ -347,6 +365,11 @@ class Layout:
     def visible(self, block: Block) -> torch.Tensor:
         """Return bool ``[tokens, width]``: which slots of the block each of its queries sees."""
         return self.seen(block).columns(block.width)
+
+
+#: Layouts that keep something large, the latest last (:meth:`Layout.derive_large`).
+_large: list[weakref.ref[Layout]] = []
+_LARGE_KEPT = 2
 
 
 @lru_cache(maxsize=16)
