@@ -95,7 +95,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
         """See :class:`SelfAttentionFrame`."""
         ranks = self.ranks
-        rope = TokenRope.shared(self.config, self.rotary_pos_emb, layout)
+        rope = TokenRope(self.rotary_pos_emb, layout, self.config)
 
         q_latent, kv_latent, k_pe = self._latents(hidden_states)
         if not (self.sparse or self.masked) and ranks.cp is not None:
@@ -253,7 +253,7 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         if self.ranks.attention_group is None:
             return rope
         layout = self.ranks.attended(layout)
-        return TokenRope.shared(self.config, self.rotary_pos_emb, layout)
+        return TokenRope(self.rotary_pos_emb, layout, self.config)
 
     def _run_masked(self, q, kv, k_pe, k_pe_grad, layout, index_inputs) -> torch.Tensor:
         given = self._given_selection(layout)  # of this microbatch, also when recomputed later

@@ -20,7 +20,7 @@ from megatron_dsa.metrics.log import (
 )
 from megatron_dsa.modules.warm_up import resolving
 from megatron_dsa.numerics.scaling import Factor, Scaled
-from megatron_dsa.ops.indexer_topk.inputs import require_finite_scores
+from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
 from megatron_dsa.required_ops import tensor_parallel_mode
 from megatron_dsa.sequence.layout import Layout
 

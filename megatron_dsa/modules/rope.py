@@ -20,7 +20,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 )
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.numerics.capture import TensorCache, capturing
+from megatron_dsa.numerics.capture import TensorCache
 from megatron_dsa.ops.rope.signs import hadamard_signs
 from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.sequence.compressed import CompressedKeys
@@ -32,28 +32,15 @@ class TokenRope:
 
     Args:
         embedding: Megatron's ``RotaryEmbedding`` or ``YarnRotaryEmbedding``.
-        layout: gives the position of every token.
+        layout: gives the position of every token, and keeps the tables.
+        owner: the tables are those of all layers that share this object, a configuration; by
+            default of this embedding alone.
     """
 
-    def __init__(self, embedding, layout: Layout):
-        # Positions are looked up here: the whole table is wanted, also under context parallelism.
-        table = _angles(embedding, layout.max_length)
-        # YaRN also returns its concentration factor (mscale), which scales cos and sin.
-        table, self._mscale = table if isinstance(table, tuple) else (table, 1.0)
-        self._angles, self._position = table.flatten(0, 2), layout.position
+    def __init__(self, embedding, layout: Layout, owner: object | None = None):
+        self._embedding, self._layout = embedding, layout
+        self._owner = embedding if owner is None else owner
         self._ranks: Ranks | None = None
-        self._in_graph = layout.in_graph
-        self._tables: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    @classmethod
-    def shared(cls, config, embedding, layout: Layout) -> TokenRope:
-        """Return the rope that all layers of a model share, whose configuration is ``config``.
-
-        Its tables are formed once per layout, and live as long.
-        """
-        # The configuration is kept along, so that no other one gets its id.
-        _, rope = layout.derive(("rope", id(config)), lambda: (config, cls(embedding, layout)))
-        return rope
 
     def own(self, ranks: Ranks) -> TokenRope:
         """Return the tables of the tokens that this rank holds."""
@@ -63,24 +50,26 @@ class TokenRope:
         part._ranks = ranks
         return part
 
-    @torch.inference_mode(False)  # what is kept is used in training, too
     def tables(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``cos, sin [tokens, dim / 2]`` of the functions of :mod:`megatron_dsa.ops.rope`.
 
         Tables are fp32, fp64 for fp64 ``dtype``; the concentration factor is in them.
         """
         wide = accumulation_dtype(dtype)
-        if wide not in self._tables:
-            angles = self._angles[self._position, : self._angles.shape[-1] // 2]
-            # Formed in fp32 for fp64 as well, as Megatron forms them.
-            made = tuple(x.mul_(self._mscale).to(wide) for x in (angles.cos(), angles.sin()))
-            if capturing() and not self._in_graph:
-                return self._own(made)  # no content before a replay: not kept
-            self._tables[wide] = made
-        return self._own(self._tables[wide])
-
-    def _own(self, tables):
+        # The owner is kept along, so that no other object gets its id.
+        key = "rope", id(self._owner), wide
+        _, tables = self._layout.derive_large(key, lambda: (self._owner, self._form(wide)))
         return tables if self._ranks is None else self._ranks.own(tables)
+
+    def _form(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        # Positions are looked up here: the whole table is wanted, also under context parallelism.
+        table = _angles(self._embedding, self._layout.max_length)
+        # YaRN also returns its concentration factor (mscale), which scales cos and sin.
+        table, mscale = table if isinstance(table, tuple) else (table, 1.0)
+        angles = table.flatten(0, 2)[self._layout.position, : table.shape[-1] // 2]
+        # Formed in fp32 for fp64 as well, as Megatron forms them.
+        cos, sin = (x.mul_(mscale).to(dtype) for x in (angles.cos(), angles.sin()))
+        return cos, sin
 
 
 @torch.inference_mode(False)  # what is kept from an evaluation is used in training, too
@@ -166,4 +155,4 @@ class PositionRope:
         return self._cached(keys.layout, "groups", keys.groups.position, dtype)
 
     def _cached(self, layout: Layout, what: str, positions: torch.Tensor, dtype: torch.dtype):
-        return layout.derive((self, what, dtype), lambda: self.tables(positions, dtype))
+        return layout.derive_large((self, what, dtype), lambda: self.tables(positions, dtype))

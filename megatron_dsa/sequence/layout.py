@@ -18,6 +18,7 @@ Everything on the device is computed without a host synchronisation.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -222,6 +223,8 @@ class Layout:
     in_graph: bool = field(
         default_factory=lambda: capturing(), init=False, repr=False, compare=False
     )
+    #: Keys of what is large (:meth:`derive_large`), and whether it may be dropped.
+    large: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         queries, keys = (self.num_queries,), (self.num_keys,)
@@ -268,6 +271,23 @@ class Layout:
         if self.in_graph or not capturing():  # else it has no content before a replay
             self.derived[key] = made
         return made
+
+    def derive_large(self, key, make: Callable) -> Any:
+        """Return :meth:`derive` of what takes much memory: only the last two layouts keep it.
+
+        Layouts of unpacked batches are never dropped; a third one makes the first give it up.
+        """
+        if not _large or _large[-1]() is not self:
+            _large[:] = [*(one for one in _large if one() is not self), weakref.ref(self)]
+            for one in _large[:-_LARGE_KEPT]:
+                if (layout := one()) is not None:
+                    for old, droppable in layout.large.items():
+                        if droppable:
+                            layout.derived.pop(old, None)
+            del _large[:-_LARGE_KEPT]
+        # A captured graph reads it from now on.
+        self.large[key] = self.large.get(key, True) and not capturing()
+        return self.derive(key, make)
 
     def real_tokens(self) -> torch.Tensor | int:
         """Number of query tokens on all ranks but padding: an int if there is none."""
@@ -354,6 +374,11 @@ class Layout:
     def visible(self, block: Block) -> torch.Tensor:
         """Return bool ``[tokens, width]``: which slots of the block each of its queries sees."""
         return self.seen(block).columns(block.width)
+
+
+#: Layouts that keep something large, the latest last (:meth:`Layout.derive_large`).
+_large: list[weakref.ref[Layout]] = []
+_LARGE_KEPT = 2
 
 
 @tensor_cache(16)

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from megatron_dsa.metrics.log import IndexerLog
 from megatron_dsa.numerics import checks
 from megatron_dsa.numerics.scaling import Factor
-from megatron_dsa.ops.indexer_topk import inputs as topk_inputs
+from megatron_dsa.ops.indexer_topk import finite
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def without_host_numbers():
         return None
 
     with contextlib.ExitStack() as stack:
-        for module in (checks, topk_inputs):
+        for module in (checks, finite):
             stack.enter_context(mock.patch.object(module, "require_on_device", unchecked))
         stack.enter_context(mock.patch.object(Factor, "on_device", lambda factor: factor))
         yield

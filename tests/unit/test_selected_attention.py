@@ -180,7 +180,7 @@ def test_warm_up_runs_what_a_step_calls(add, monkeypatch, loss):
     config = small_config(options=options, dtype=torch.float32, dsa_indexer_loss_coeff=loss)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: None)
     ops = required_ops(config, 1, device="cuda")
-    others = ("indexer", "rotate")  # the latter compiles in no time
+    others = ("indexer", "rotat")  # rotations compile in no time
     calls = tuple(
         (op.operation, op.call) for op in ops if not any(x in op.operation for x in others)
     )

@@ -37,7 +37,7 @@ LATE = {
     "numerics/scaling.py": "Triton",
     "ops/indexer_loss/tilelang/launch.py": "TileLang",
     "ops/indexer_topk/fp8.py": "Triton",
-    "ops/indexer_topk/inputs.py": "Triton",
+    "ops/indexer_topk/finite.py": "Triton",
     "ops/indexer_topk/listed.py": "Triton",
     "ops/indexer_topk/tilelang/launch.py": "TileLang",
     "ops/sparse_attention/tilelang/launch.py": "TileLang",

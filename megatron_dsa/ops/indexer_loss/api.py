@@ -23,11 +23,11 @@ from megatron_dsa.ops.indexer_loss.inputs import (
     SparseLossInputs,
     TeacherKeys,
 )
+from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
 from megatron_dsa.ops.indexer_topk.inputs import (
     IndexerInputs,
     check_indexer,
     describe_index_call,
-    require_finite_scores,
 )
 from megatron_dsa.sequence.layout import Layout
 

@@ -14,6 +14,7 @@ from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget
 from megatron_dsa.ops.indexer_topk.declaration import LISTED_SCORES, SCORES, TOPK
+from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
 from megatron_dsa.ops.indexer_topk.fp8 import quantized, quantized_queries
 from megatron_dsa.ops.indexer_topk.inputs import (
@@ -21,7 +22,6 @@ from megatron_dsa.ops.indexer_topk.inputs import (
     TopKInputs,
     check_indexer,
     describe_index_call,
-    require_finite_scores,
 )
 from megatron_dsa.ops.indexer_topk.listed import chosen, put
 from megatron_dsa.sequence.layout import Block, Layout, Seen

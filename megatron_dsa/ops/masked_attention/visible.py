@@ -17,8 +17,8 @@ def visible_bits(layout: Layout, policy: Policy = Policy()) -> torch.Tensor:
     """Return the bits of the keys that each query sees (:mod:`.bits`), in the order of key rows.
 
     They take ``num_queries * num_keys / 8`` bytes: 8 MiB for 8k tokens, 128 MiB for 32k, 2 GiB for
-    128k. Up to :data:`MOST_KEPT` keys the layers of a microbatch share them, and they live as long
-    as its layout; longer ones are formed again by every call.
+    128k. Up to :data:`MOST_KEPT` keys the layers of a microbatch share them, and the last two
+    layouts keep them; longer ones are formed again by every call.
 
     Args:
         layout: of unpacked or packed batches, or any other ranges of slots.
@@ -35,7 +35,7 @@ def visible_bits(layout: Layout, policy: Policy = Policy()) -> torch.Tensor:
         )
         return VISIBLE_BITS.run(describe_visible_call(layout.start.device), policy, inputs)
 
-    return layout.derive("visible bits", form) if layout.num_keys <= MOST_KEPT else form()
+    return layout.derive_large("visible bits", form) if layout.num_keys <= MOST_KEPT else form()
 
 
 def describe_visible_call(device: torch.device | str) -> OpCall:

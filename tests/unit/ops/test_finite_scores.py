@@ -18,7 +18,7 @@ from megatron_dsa.dsa_kernels import (
     sparse_indexer_loss,
 )
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.ops.indexer_topk.inputs import require_finite_scores
+from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from megatron_dsa.sequence.sharding import KeyOwnership, Sharding, sharded_layout

@@ -57,6 +57,23 @@ def test_packed(rows_at_once, max_seqlen):
     assert int(layout.real_tokens()) == 8
 
 
+def test_the_last_two_layouts_keep_what_is_large():
+    """Layouts of unpacked batches are never dropped; their visible bits and rope tables are."""
+    layouts = [bshd_layout(rows, 1, torch.device("cpu")) for rows in (11, 12, 13)]
+    made = []
+
+    def large(layout, key="large"):
+        return layout.derive_large(key, lambda: made.append(layout) or len(made))
+
+    first = [large(layouts[0]), large(layouts[0], "other"), layouts[0].derive("small", int)]
+    assert first == [1, 2, 0] and large(layouts[1]) == 3
+    assert large(layouts[0]) == 1 and large(layouts[1]) == 3 and len(made) == 3
+    assert large(layouts[2]) == 4  # now the last two are the others
+    assert layouts[0].derived.keys() & {"large", "other", "small"} == {"small"}
+    assert large(layouts[1]) == 3 and large(layouts[0]) == 5
+    assert "large" not in layouts[2].derived and large(layouts[1]) == 3
+
+
 def test_packed_with_padding_between_sequences():
     layout = packed_layout(
         torch.tensor([0, 3, 5], dtype=torch.int32), 8, 4, torch.tensor([0, 4, 8], dtype=torch.int32)
