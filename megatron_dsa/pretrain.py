@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_dsa.errors import require
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.training.entry_errors import told_in_a_sentence
 from megatron_dsa.training.host_warnings import silence_host_warnings
@@ -49,13 +50,20 @@ def prepare_host(argv: list[str]) -> None:
     nothing are silenced (:mod:`megatron_dsa.training.host_warnings`).
 
     Raises:
-        ConfigError: what the launcher says of the processes cannot be.
+        ConfigError: what the launcher says of the processes cannot be, or Megatron has imported
+            transformer-engine on a machine without a GPU.
     """
     silence_host_warnings()
     # Neither help nor a fake process group has other processes.
     if not {"--fake-process-group", "-h", "--help", "--help-dsa"} & set(argv):
         check_launch()
     if cpu_host.needed():
+        require(
+            sys.modules.get("transformer_engine") is None,
+            "prepare_host() must be called before Megatron is imported on a machine without a GPU: "
+            "Megatron has taken transformer-engine, which needs one. Import it after the call, as "
+            "in the README's script",
+        )
         cpu_host.activate()
     preset_flags(argv)
     if this_rank() == 0:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_dsa import versions
+from megatron_dsa.errors import ConfigError
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.training import preset_flags as presets
 from tests.host import parsed, start
@@ -151,6 +152,22 @@ def test_megatron_does_not_see_transformer_engine_without_a_gpu():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
+
+
+def test_transformer_engine_that_megatron_has_imported_is_refused(monkeypatch):
+    """Without a GPU: its optimizers and norms would take it, and no layer of it can be built."""
+    from megatron_dsa import pretrain
+
+    activated = []
+    monkeypatch.setattr(cpu_host, "needed", lambda: True)
+    monkeypatch.setattr(cpu_host, "activate", lambda: activated.append(True))
+    monkeypatch.setattr(pretrain, "check_launch", lambda: None)
+    monkeypatch.setitem(sys.modules, "transformer_engine", sys)
+    with pytest.raises(ConfigError, match="before Megatron is imported"):
+        pretrain.prepare_host(["train.py"])
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    pretrain.prepare_host(["train.py"])
+    assert activated == [True]
 
 
 def test_untested_versions_are_told(monkeypatch):
