@@ -1,0 +1,222 @@
+"""Hyper-connections: torch against plain formulas, Triton against both, and what it compiles to."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_dsa.dispatch import Policy
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.hyper_connections import reference
+from megatron_dsa.ops.hyper_connections import torch as unfused
+from megatron_dsa.ops.hyper_connections.api import read_head, read_streams, write_streams
+from megatron_dsa.ops.hyper_connections.inputs import WriteInputs
+from tests.cases.hyper_connections import Case, check, in_float64, run
+from tests.cases.triton_kernels import (
+    assembly,
+    assert_repeatable,
+    interpret,
+    let_interpreter_use_bf16,
+    prepare_interpreter,
+    recorded,
+)
+from tests.helpers import relative_error
+
+PACKAGE = "megatron_dsa.ops.hyper_connections.triton"
+NAMES = ("read", "write", "head")
+#: One stream, three, one token, no token, one normalisation, sizes that are no powers of two.
+CASES = [
+    Case(5, 4, 16), Case(1, 4, 24, iterations=2), Case(7, 3, 10), Case(3, 1, 8, iterations=3),
+    Case(6, 2, 33, iterations=1), Case(0, 4, 8),
+]  # fmt: skip
+
+
+def inputs_of(case, name, *args):
+    if name == "write":
+        return case.write_inputs(*args)
+    return case.read_inputs(*args, head=name == "head")
+
+
+@pytest.mark.parametrize("case", CASES[:-1], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_torch(name, case):
+    check(getattr(unfused, name), name, inputs_of(case, name), 1e-11)
+    # One stream alone: the norm that follows undoes pre, whose gradient is nothing but rounding.
+    if case.streams > 1:
+        check(getattr(unfused, name), name, inputs_of(case, name, torch.float32), 1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_tokens(name):
+    results, gradients = run(getattr(unfused, name), inputs_of(CASES[-1], name))
+    assert all(r.shape[0] == 0 for r in results)
+    assert all(not g.any() for g in gradients)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_small_workspace(name):
+    """Token by token gives what all at once gives; parameters' gradients are sums of chunks."""
+    inputs = inputs_of(CASES[2], name)
+    small = run(getattr(unfused, name), replace(inputs, workspace_bytes=1))
+    large = run(getattr(unfused, name), inputs)
+    for mine, theirs in zip(sum(small, []), sum(large, []), strict=True):
+        assert relative_error(mine, theirs) < 1e-13
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bf16_is_rounded_where_the_model_rounds(name):
+    """fp32 inside: the sum of the streams is rounded, and every result once."""
+    inputs = inputs_of(Case(40, 4, 64), name, torch.bfloat16)
+    check(getattr(unfused, name), name, inputs, 5e-3)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e30])
+def test_extreme_logits_are_finite(size):
+    """Sigmoids and softmax saturate; a row or a column of the softmax may be all zeros."""
+    check_extreme(unfused, size)
+
+
+def check_extreme(module, size, device="cpu"):
+    inputs = Case(9, 4, 16).read_inputs(torch.float32, device)
+    c = inputs.connection
+    one_column = torch.full_like(c.base, -size)
+    one_column[8::4] = size  # column 0 of comb takes everything
+    for base in (c.base * size, one_column):
+        given = replace(inputs, connection=replace(c, base=base.detach().requires_grad_()))
+        results, gradients = run(module.read, given)
+        assert all(x.isfinite().all() for x in results + gradients)
+        comb = results[3]
+        assert (comb >= 0).all() and relative_error(comb.sum(1), torch.ones(9, 4)) < 1e-5
+
+
+def test_comb_is_doubly_stochastic():
+    comb = run(unfused.read, Case(50, 4, 16, size=0.5).read_inputs())[0][3]
+    for axis in (1, 2):
+        assert (comb.sum(axis) - 1).abs().max() < 1e-4
+
+
+def rounded_up(module, device="cpu", tokens=2048, channels=64):
+    """Check that a write rounds as many of its results up as down, one addition after another.
+
+    A kernel that rounds twice, or cuts, shifts all streams a little in every layer.
+    """
+    inputs = Case(tokens, 4, channels).write_inputs(torch.bfloat16, device)
+    with torch.no_grad():
+        got = module.write(inputs).double().cpu()
+        exact = unfused.write(in_float64(inputs)).cpu()
+    different = got != exact
+    count = int(different.sum())
+    share = float((got > exact)[different].double().mean())
+    assert count > 100_000
+    assert abs(share - 0.5) < 4 * 0.5 / math.sqrt(count), share
+    # Rounded once: never further away than half of a step, and what fp32 loses.
+    assert ((got - exact).abs() <= exact.abs() * 2**-8 + 2e-6).all()
+
+
+def test_rounding_is_not_systematic():
+    rounded_up(unfused)
+
+
+def test_formulas_of_transformers():
+    """The modules of DeepSeek-V4 there, with the write-back of its decoder layer."""
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
+
+    config = transformers.DeepseekV4Config(
+        hidden_size=12, hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-5
+    )
+    inputs = Case(9, 4, 12).read_inputs(torch.float32)
+    connection, norm = theirs.DeepseekV4HyperConnection(config), theirs.DeepseekV4RMSNorm(12, 1e-5)
+    with torch.no_grad():
+        for mine, other in zip(
+            inputs.tensors[1:], (*connection.parameters(), norm.weight), strict=True
+        ):
+            other.copy_(mine)
+    x = inputs.streams.detach()
+    read = read_streams(*(x, inputs.connection, inputs.weight))
+    post, comb, collapsed = connection(x[None])
+    assert relative_error(read.normed, norm(collapsed)[0]) < 1e-6
+    assert relative_error(read.post, post[0]) < 1e-6
+    assert relative_error(read.comb, comb[0]) < 1e-6
+    output = torch.randn(9, 12)
+    want = post[..., None] * output[:, None] + torch.matmul(comb.transpose(-1, -2), x)
+    assert relative_error(write_streams(output, read), want[0]) < 1e-6
+
+    inputs = Case(9, 4, 12).read_inputs(torch.float32, head=True)
+    head = theirs.DeepseekV4HyperHead(config)
+    with torch.no_grad():
+        for mine, other in zip(inputs.tensors[1:4], head.parameters(), strict=True):
+            other.copy_(mine)
+        norm.weight.copy_(inputs.weight)
+    want = norm(head(inputs.streams[None]))[0]
+    got = read_head(inputs.streams, inputs.connection, inputs.weight)
+    assert relative_error(got, want) < 1e-6
+
+
+def test_write_takes_the_streams_from_the_read():
+    """One pass of the read's backward sums three gradients; together they are those of a layer."""
+    given = Case(5, 4, 16).read_inputs()
+    layers = []
+    for read, write in ((read_streams, write_streams), (None, None)):
+        if read is None:
+            normed, *rest = reference.read(given)
+            out = reference.write(WriteInputs(torch.sin(normed), *rest, 0))
+        else:
+            found = read(given.streams, given.connection, given.weight)
+            out = write(torch.sin(found.normed), found)
+        layers.append(torch.autograd.grad(out, given.tensors, torch.cos(out.detach())))
+    for mine, theirs in zip(*layers, strict=True):
+        assert relative_error(mine, theirs) < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"streams": torch.zeros(3, 64)}, "streams must be"),
+        ({"weight": torch.zeros(15)}, "weight must be"),
+        ({"fn": torch.zeros(16, 64)}, "fn must be"),
+        ({"base": torch.zeros(24).bfloat16()}, "base must have dtype float32"),
+        ({"scale": torch.zeros(1)}, "scale must be"),
+        ({"iterations": 0}, "iterations must be at least 1"),
+    ],
+)
+def test_messages(change, message):
+    """Errors name the argument, the rule and the fix."""
+    given = Case(3, 4, 16).read_inputs(torch.float32)
+    if next(iter(change)) in ("streams", "weight"):
+        given = replace(given, **change)
+    else:
+        given = replace(given, connection=replace(given.connection, **change))
+    with pytest.raises(ConfigError, match=message):
+        read_streams(given.streams, given.connection, given.weight, policy=Policy())
+
+
+def test_triton_interpreted():
+    """Forward and backward of the kernels, see :func:`main`."""
+    interpret(__file__)
+
+
+def main():
+    """What runs in the interpreter."""
+    from megatron_dsa.ops.hyper_connections.triton import launch
+
+    prepare_interpreter()
+    let_interpreter_use_bf16()
+    cases = [case for case in CASES if case.streams in (2, 4)]
+    # More tokens and columns than a block has, in several parts; and a second block of tokens.
+    cases += [Case(70, 4, 160, iterations=3), Case(150, 2, 30, iterations=2)]
+    for name in NAMES:
+        call = getattr(launch, name)
+        for case in cases:
+            if case.tokens:
+                check(call, name, inputs_of(case, name, torch.float32), 1e-5)
+            else:
+                run(call, inputs_of(case, name, torch.float32))
+        check(call, name, inputs_of(Case(20, 4, 40), name, torch.bfloat16), 5e-3)
+    check_extreme(launch, 1e30)
+    rounded_up(launch, tokens=420, channels=64)
+
+
+if __name__ == "__main__":
+    main()
