@@ -52,9 +52,7 @@ def let_interpreter_use_bf16():
         return TensorHandle(rounded.numpy().view("uint16"), tl.bfloat16)
 
     def create_dot(self, a, b, *rest):
-        a, b = (
-            cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)
-        )
+        a, b = (cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
         return dot(self, a, b, *rest)
 
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot

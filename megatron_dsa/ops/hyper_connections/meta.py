@@ -9,8 +9,8 @@ from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.ops.hyper_connections.inputs import ReadInputs, WriteInputs
 from megatron_dsa.ops.meta import differentiable, empty_sums, take_workspace
 
-#: Partial gradients of ``fn`` and of the norm's weight in the Triton backward, and their tokens.
-_FN_PARTS, _WEIGHT_PARTS = 4, 528
+#: Partial gradients of ``fn`` and of the norm's weight in the Triton backward.
+_FN_PARTS, _WEIGHT_PARTS = 4, 264
 
 
 def read(candidate: Candidate, inputs: ReadInputs) -> tuple[torch.Tensor, ...]:

@@ -77,76 +77,73 @@ def _chunk_gradients(
     return torch.autograd.grad(results, leaves, gradients, materialize_grads=True)
 
 
-class _ReadBase(torch.autograd.Function):
-    """Differentiates by chunks of tokens what ``_read`` returns."""
-
-    @staticmethod
-    def _read(x, fn, base, scale, weight, settings, dtype):
-        pre, post, comb = _weights(x, fn, base, scale, settings)
-        return _mixed(x, pre, weight, settings[1], dtype), post, comb
-
-    @staticmethod
-    def _forward(ctx, x, fn, base, scale, weight, settings, workspace_bytes):
-        ctx.save_for_backward(x, fn, base, scale, weight)
-        ctx.settings, ctx.workspace_bytes = settings, workspace_bytes
-        tokens, n, channels = x.shape
-        dtype = fn.dtype
-        normed = x.new_empty(tokens, channels)
-        has_post = fn.shape[0] > n
-        post = x.new_empty(tokens, n, dtype=dtype) if has_post else None
-        comb = x.new_empty(tokens, n, n, dtype=dtype) if has_post else None
-        wide = weight.to(dtype)
-        for part in _chunks(x, workspace_bytes):
-            u, *weights = _ReadBase._read(x[part].to(dtype), fn, base, scale, wide, settings, x.dtype)
-            normed[part] = u.to(x.dtype)
-            if has_post:
-                post[part], comb[part] = weights
-        return normed, post, comb
-
-    @staticmethod
-    def _backward(ctx, dnormed, dstreams, dpost, dcomb):
-        x, fn, base, scale, weight = ctx.saved_tensors
-        dx, dtype = torch.empty_like(x), fn.dtype
-        parameters = [fn, base, scale, weight.to(dtype)]
-        totals = [torch.zeros_like(p) for p in parameters]
-
-        def computed(*tensors):
-            results = _ReadBase._read(*tensors, ctx.settings, x.dtype)
-            return [result for result in results if result is not None]
-
-        for part in _chunks(x, ctx.workspace_bytes):
-            given = [dnormed[part].to(dtype)]
-            if dpost is not None:
-                given += [dpost[part], dcomb[part]]
-            own, *rest = _chunk_gradients(computed, [x[part].to(dtype), *parameters], tuple(given))
-            dx[part] = own if dstreams is None else own.add_(dstreams[part])
-            for total, gradient in zip(totals, rest, strict=True):
-                total += gradient
-        totals[-1] = totals[-1].to(weight.dtype)
-        return dx, *totals, None, None
+def _read(x, fn, base, scale, weight, settings, dtype):
+    """Return what is read, not yet rounded, ``post`` and ``comb``, of a chunk in fp32."""
+    pre, post, comb = _weights(x, fn, base, scale, settings)
+    return _mixed(x, pre, weight, settings[1], dtype), post, comb
 
 
-class _Read(_ReadBase):
+def _read_forward(ctx, x, fn, base, scale, weight, settings, workspace_bytes):
+    """Return ``normed``, ``post`` and ``comb``, the last two ``None`` for a head."""
+    ctx.save_for_backward(x, fn, base, scale, weight)
+    ctx.settings, ctx.workspace_bytes = settings, workspace_bytes
+    tokens, n, channels = x.shape
+    normed = x.new_empty(tokens, channels)
+    shapes = ((n,), (n, n)) if fn.shape[0] > n else ()
+    weights = [x.new_empty(tokens, *shape, dtype=fn.dtype) for shape in shapes]
+    wide = weight.to(fn.dtype)
+    for part in _chunks(x, workspace_bytes):
+        u, *found = _read(x[part].to(fn.dtype), fn, base, scale, wide, settings, x.dtype)
+        normed[part] = u.to(x.dtype)
+        for total, each in zip(weights, found, strict=False):
+            total[part] = each
+    return (normed, *weights) if weights else (normed, None, None)
+
+
+def _read_backward(ctx, dnormed, dstreams, dpost, dcomb):
+    """Return the gradients of a read, or of a head, which has only the first of the four."""
+    x, fn, base, scale, weight = ctx.saved_tensors
+    dx, dtype = torch.empty_like(x), fn.dtype
+    parameters = [fn, base, scale, weight.to(dtype)]
+    totals = [torch.zeros_like(p) for p in parameters]
+
+    def computed(x_part, fn, base, scale, weight):
+        results = _read(x_part, fn, base, scale, weight, ctx.settings, x.dtype)
+        return [result for result in results if result is not None]
+
+    for part in _chunks(x, ctx.workspace_bytes):
+        given = [dnormed[part].to(dtype)]
+        if dpost is not None:
+            given += [dpost[part], dcomb[part]]
+        own, *rest = _chunk_gradients(computed, [x[part].to(dtype), *parameters], tuple(given))
+        dx[part] = own if dstreams is None else own.add_(dstreams[part])
+        for total, gradient in zip(totals, rest, strict=True):
+            total += gradient
+    totals[-1] = totals[-1].to(weight.dtype)
+    return dx, *totals, None, None
+
+
+class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *rest):
-        normed, post, comb = _ReadBase._forward(ctx, x, *rest)
+        normed, post, comb = _read_forward(ctx, x, *rest)
         return normed, x, post, comb
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dnormed, dstreams, dpost, dcomb):
-        return _ReadBase._backward(ctx, dnormed, dstreams, dpost, dcomb)
+        return _read_backward(ctx, dnormed, dstreams, dpost, dcomb)
 
 
-class _Head(_ReadBase):
+class _Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
-        return _ReadBase._forward(ctx, *args)[0]
+        return _read_forward(ctx, *args)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dnormed):
-        return _ReadBase._backward(ctx, dnormed, None, None, None)
+        return _read_backward(ctx, dnormed, None, None, None)
 
 
 class _Write(torch.autograd.Function):

@@ -60,7 +60,7 @@ def test_small_workspace(name):
     inputs = inputs_of(CASES[2], name)
     small = run(getattr(unfused, name), replace(inputs, workspace_bytes=1))
     large = run(getattr(unfused, name), inputs)
-    for mine, theirs in zip(sum(small, []), sum(large, []), strict=True):
+    for mine, theirs in zip(small[0] + small[1], large[0] + large[1], strict=True):
         assert relative_error(mine, theirs) < 1e-13
 
 
@@ -195,6 +195,98 @@ def test_messages(change, message):
 def test_triton_interpreted():
     """Forward and backward of the kernels, see :func:`main`."""
     interpret(__file__)
+
+
+#: Kernels by module: those that move streams, and those of a few numbers per token.
+MOVING = ("project", "mix", "mix_backward", "read_backward", "write", "write_backward")
+SMALL = ("weigh", "weigh_backward")
+
+
+@pytest.mark.parametrize("channels", [4096, 7168])
+def test_compiles_without_a_gpu(monkeypatch, channels):
+    """16 bytes per access, tiles that fit every GPU, and a write that exchanges nothing."""
+    launch = pytest.importorskip(f"{PACKAGE}.launch")
+    monkeypatch.setattr(launch, "processors", lambda like: 132)
+    recorders = {}
+    for module, names in (
+        (launch.weights, ("project", *SMALL)),
+        (launch.kernels, MOVING[1:]),
+    ):
+        found = recorded(monkeypatch, module, names)
+        recorders |= dict(zip(names, found, strict=True))
+    case = Case(150, 4, channels)
+    for name in NAMES:
+        run(getattr(launch, name), inputs_of(case, name, torch.bfloat16))
+    counts = {name: len(recorder.launches) for name, recorder in recorders.items()}
+    assert counts == {name: 1 if "write" in name else 2 for name in counts}
+    for name, recorder in recorders.items():
+        for args, kwargs in recorder.launches:
+            for capability in (89, 90):
+                compiled = assembly(recorder.kernel, args, kwargs, capability)
+                assert compiled.metadata.shared <= 99 * 1024, name
+                ptx = compiled.asm["ptx"]
+                if name in MOVING:
+                    assert "ld.global.v4.b32" in ptx or "cp.async.cg.shared.global" in ptx, name
+                if name in ("mix", "mix_backward", "write", "write_backward"):
+                    assert "st.global.v4.b32" in ptx and "st.global.b16" not in ptx, name
+                if name == "write":
+                    assert compiled.metadata.shared == 0
+
+
+#: Widths of V4-Flash and V4-Pro, one that no tile divides, one token, and a long microbatch.
+GPU_CASES = [
+    Case(8192, 4, 4096), Case(1000, 4, 7168), Case(1, 4, 4096), Case(333, 4, 1000),
+    Case(77, 2, 4096),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_triton_on_the_gpu(name, case):
+    """Against float64, the same bits every time, and no waiting for the device."""
+    launch = pytest.importorskip(f"{PACKAGE}.launch")
+    inputs = inputs_of(case, name, torch.bfloat16, "cuda")
+    check(getattr(launch, name), name, inputs, 5e-3, expected=unfused)
+
+    def call():
+        results = getattr(launch, name)(inputs)
+        return results[0] if isinstance(results, tuple) else results
+
+    assert_repeatable(call, inputs.tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_fp32_on_the_gpu(name):
+    launch = pytest.importorskip(f"{PACKAGE}.launch")
+    inputs = inputs_of(Case(300, 4, 1024), name, torch.float32, "cuda")
+    check(getattr(launch, name), name, inputs, 1e-5, expected=unfused)
+
+
+@pytest.mark.gpu
+def test_extremes_and_rounding_on_the_gpu():
+    launch = pytest.importorskip(f"{PACKAGE}.launch")
+    check_extreme(launch, 1e30, "cuda")
+    rounded_up(launch, "cuda", tokens=4096, channels=512)
+
+
+@pytest.mark.gpu
+def test_more_elements_than_int32_counts():
+    """140000 tokens of V4-Flash."""
+    launch = pytest.importorskip(f"{PACKAGE}.launch")
+    tokens, channels = 140_000, 4096
+    inputs = Case(2, 4, channels).write_inputs(torch.bfloat16, "cuda")
+    repeated = [x.detach().repeat(tokens // 2, *[1] * (x.dim() - 1)) for x in inputs.tensors]
+    assert repeated[1].numel() > 2**31
+    out = launch.write(WriteInputs(*repeated, 0))
+    assert torch.equal(out[-2:], launch.write(inputs)) and torch.equal(out[:2], out[-2:])
+    del out
+    given = Case(2, 4, channels).read_inputs(torch.bfloat16, "cuda")
+    with torch.no_grad():
+        normed = launch.read(replace(given, streams=repeated[1]))[0]
+        few = launch.read(replace(given, streams=repeated[1][-2:]))[0]
+    assert relative_error(normed[-2:], few) < 5e-3
 
 
 def main():

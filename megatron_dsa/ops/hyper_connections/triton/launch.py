@@ -70,16 +70,16 @@ def row_warps(channels: int) -> int:
 def project_tiles(tokens: int, width: int, outputs: int, processors: int) -> tuple[dict, int, int]:
     """Return the constants of ``project``, the parts of columns, and the blocks of each.
 
-    About four programs per multiprocessor, each with at least four blocks.
+    About four programs per multiprocessor, each with at least eight blocks.
     """
     block_t = max(16, min(128, triton.next_power_of_2(tokens)))
-    block_k = 128
+    block_k = 64
     blocks = triton.cdiv(width, block_k)
     wanted = triton.cdiv(4 * processors, triton.cdiv(tokens, block_t))
-    steps = max(min(4, blocks), triton.cdiv(blocks, wanted))
+    steps = max(min(8, blocks), triton.cdiv(blocks, wanted))
     tile = {
         "BLOCK_T": block_t, "BLOCK_K": block_k, "num_warps": max(1, min(8, block_t // 16)),
-        "BLOCK_O": max(16, triton.next_power_of_2(outputs)), "num_stages": 3,
+        "BLOCK_O": max(16, triton.next_power_of_2(outputs)), "num_stages": 4,
     }  # fmt: skip
     return tile, triton.cdiv(blocks, steps), steps
 
@@ -100,7 +100,7 @@ def read_backward_tiles(
 
 
 def _weigh(x, fn, base, scale, settings):
-    """Return ``m``, ``rstd``, ``pre``, ``post`` and ``comb``; a head has neither of the last two."""
+    """Return ``m``, ``rstd``, ``pre``, ``post`` and ``comb``; the last two are None for a head."""
     (tokens, n, channels), outputs = x.shape, fn.shape[0]
     eps, norm_eps, iterations = settings
     is_head = outputs == n
@@ -160,12 +160,13 @@ def _mixed(x, pre, weight, settings):
 def _mix_backward(x, pre, weight, rstd, dnormed):
     """Return the gradients of the rounded sum, of ``pre`` and of the norm's weight."""
     tokens, n, channels = x.shape
-    programs = min(tokens, 4 * processors(x))
+    programs = min(tokens, 2 * processors(x))  # as many as run at the same time
     du, dpre = torch.empty_like(dnormed), torch.empty_like(pre)
     partial = pre.new_empty(programs, channels)
     kernels.mix_backward[(programs,)](
         x, pre, weight, rstd, dnormed, du, dpre, partial, tokens,
         C=channels, N=n, BLOCK_C=triton.next_power_of_2(channels), num_warps=row_warps(channels),
+        maxnreg=128,
     )  # fmt: skip
     return du, dpre, partial.sum(0)
 
@@ -239,10 +240,10 @@ class _Write(torch.autograd.Function):
         output, x, post, comb = ctx.saved_tensors
         tokens, n, channels = x.shape
         gradients = [torch.empty_like(tensor) for tensor in (output, x, post, comb)]
-        block = min(512, triton.next_power_of_2(channels))
+        block = min(1024, triton.next_power_of_2(channels))
         if tokens:
             kernels.write_backward[(tokens,)](
                 output, x, post, comb, dout.contiguous(), *gradients,
-                C=channels, N=n, BLOCK_C=block, num_warps=max(1, block // 128),
+                C=channels, N=n, BLOCK_C=block, VEC=min(8, block), num_warps=max(1, block // 256),
             )  # fmt: skip
         return tuple(gradients)

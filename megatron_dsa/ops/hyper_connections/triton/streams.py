@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_dsa.ops.hyper_connections.triton.weights import split_halves
+
 
 @triton.jit
 def _round(x, dtype: tl.constexpr):
@@ -52,16 +54,19 @@ def mix_backward(
     for token in range(program, tokens, tl.num_programs(0)):
         row = tl.cast(token, tl.int64)
         at = row * (N * C) + stream[:, None] * C + column[None, :]
-        tile = tl.load(x + at, mask=inside[None, :], other=0.0).to(tl.float32)
+        tile = tl.load(x + at, mask=inside[None, :], other=0.0)
         gradient = tl.load(dout + row * C + column, mask=inside, other=0.0).to(tl.float32)
         factors = tl.load(pre + row * N + stream)
         scale = tl.load(rstd + row)
-        u = _round(tl.sum(tile * factors[:, None], 0), x.dtype.element_ty)
+        wide = tile.to(tl.float32)
+        u = _round(tl.sum(wide * factors[:, None], 0), x.dtype.element_ty)
         dgain += gradient * u * scale
         gradient = gradient * gain
+        # All sums that need the tile come first, which frees its registers.
+        from_norm, from_mean = tl.sum(wide * gradient[None, :], 1), tl.sum(wide * u[None, :], 1)
         slope = tl.sum(gradient * u, 0) * (scale * scale * scale) / C
+        tl.store(dpre + row * N + stream, from_norm * scale - from_mean * slope)
         gradient = gradient * scale - u * slope
-        tl.store(dpre + row * N + stream, tl.sum(tile * gradient[None, :], 1))
         tl.store(du + row * C + column, gradient.to(du.dtype.element_ty), mask=inside)
     tl.store(partial + program.to(tl.int64) * C + column, dgain, mask=inside)
 
@@ -107,8 +112,7 @@ def read_backward(
             gradient += tl.load(dstreams + at, mask=mask, other=0.0).to(tl.float32)
         if SPLIT:
             gradient = tl.dot(weights, rows, gradient, input_precision="tf32")
-            high = weights.to(tile.dtype)
-            low = (weights - high.to(tl.float32)).to(tile.dtype)
+            high, low = split_halves(weights, tile.dtype)
             dfn = tl.dot(tl.trans(high), tile, dfn)
             dfn = tl.dot(tl.trans(low), tile, dfn)
         else:
@@ -133,37 +137,45 @@ def write(
     at = token * (N * C) + stream[:, None] * C + column[None, :]
     tile = tl.load(x + at, mask=inside[None, :], other=0.0).to(tl.float32)
     value = tl.load(output + token * C + column, mask=inside, other=0.0).to(tl.float32)
-    add = tl.load(post + token * N + stream)
-    matrix = tl.load(comb + token * (N * N) + stream[:, None] * N + stream[None, :])
-    new = tl.sum(matrix[:, :, None] * tile[:, None, :], 0) + add[:, None] * value[None, :]
-    tl.store(out + at, new.to(out.dtype.element_ty), mask=inside[None, :])
+    # A stream at a time: nothing leaves the thread that has loaded it.
+    for j in tl.static_range(N):
+        parts = tl.load(comb + token * (N * N) + stream * N + j)
+        new = tl.sum(tile * parts[:, None], 0) + value * tl.load(post + token * N + j)
+        at = out + token * (N * C) + j * C + column
+        tl.store(at, new.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def write_backward(
     output, x, post, comb, dout, doutput, dx, dpost, dcomb,
-    C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
+    C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of the write, for one token."""
+    """All gradients of the write, for one token; ``VEC`` neighbouring channels lie in a thread.
+
+    Tiles ``[N, N, BLOCK_C]`` are those of stream ``i``, new stream ``j`` and channels.
+    """
     token = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, N)
-    add = tl.load(post + token * N + stream)
+    add = tl.load(post + token * N + stream)[None, :, None]
     to_matrix = token * (N * N) + stream[:, None] * N + stream[None, :]
-    matrix = tl.load(comb + to_matrix)
-    products = tl.zeros([N, N, BLOCK_C], tl.float32)
-    added = tl.zeros([N, BLOCK_C], tl.float32)
+    matrix = tl.load(comb + to_matrix)[:, :, None]
+    products = tl.zeros([N, N, BLOCK_C // VEC], tl.float32)
+    added = tl.zeros([1, N, BLOCK_C // VEC], tl.float32)
     for first in range(0, C, BLOCK_C):
-        column = first + tl.arange(0, BLOCK_C)
+        column = first + tl.arange(0, BLOCK_C)[None, None, :]
         inside = column < C
-        at = token * (N * C) + stream[:, None] * C + column[None, :]
-        tile = tl.load(x + at, mask=inside[None, :], other=0.0).to(tl.float32)
-        gradient = tl.load(dout + at, mask=inside[None, :], other=0.0).to(tl.float32)
-        value = tl.load(output + token * C + column, mask=inside, other=0.0).to(tl.float32)
-        own = tl.sum(add[:, None] * gradient, 0)
-        tl.store(doutput + token * C + column, own.to(doutput.dtype.element_ty), mask=inside)
-        back = tl.sum(matrix[:, :, None] * gradient[None, :, :], 1)
-        tl.store(dx + at, back.to(dx.dtype.element_ty), mask=inside[None, :])
-        added += gradient * value[None, :]
-        products += tile[:, None, :] * gradient[None, :, :]
-    tl.store(dpost + token * N + stream, tl.sum(added, 1))
+        at = token * (N * C) + stream[:, None, None] * C + column
+        tile = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        to_new = token * (N * C) + stream[None, :, None] * C + column
+        gradient = tl.load(dout + to_new, mask=inside, other=0.0).to(tl.float32)
+        place = token * C + column
+        value = tl.load(output + place, mask=inside, other=0.0).to(tl.float32)
+        own = tl.sum(add * gradient, 1, keep_dims=True)
+        tl.store(doutput + place, own.to(doutput.dtype.element_ty), mask=inside)
+        back = tl.sum(matrix * gradient, 1, keep_dims=True)
+        tl.store(dx + at, back.to(dx.dtype.element_ty), mask=inside)
+        # Within a thread: what threads add to each other are a few numbers at the end.
+        added += tl.sum(tl.reshape(gradient * value, [1, N, BLOCK_C // VEC, VEC]), 3)
+        products += tl.sum(tl.reshape(tile * gradient, [N, N, BLOCK_C // VEC, VEC]), 3)
+    tl.store(dpost + token * N + stream[None, :], tl.sum(added, 2))
     tl.store(dcomb + to_matrix, tl.sum(products, 2))

@@ -25,8 +25,8 @@ def project(
 ):  # fmt: skip
     """Partial products of ``x [tokens, WIDTH]`` and ``fn [OUT, WIDTH]``, and sums of squares.
 
-    A program takes ``BLOCK_T`` tokens and ``steps`` blocks of columns. With ``SPLIT`` (bf16), ``fn``
-    is multiplied as the sum of two bf16 numbers, with 16 bits.
+    A program takes ``BLOCK_T`` tokens and ``steps`` blocks of columns. With ``SPLIT``, for bf16,
+    ``fn`` is multiplied as the sum of two bf16 numbers, with 16 bits.
     """
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     part = tl.program_id(1)
@@ -169,9 +169,9 @@ def weigh_backward(
 ):  # fmt: skip
     """Gradients of the projection's result, of ``base`` and of ``scale``.
 
-    ``projected [tokens, OUT]`` is the gradient of ``fn @ x``; that of ``x`` has another part, ``-x *
-    shrink``, from the norm. ``partial [programs, OUT + 3]`` has the sums over a program's tokens
-    for ``base`` and, behind them, for ``scale``.
+    ``projected [tokens, OUT]`` is the gradient of ``fn @ x``; that of ``x`` has another part,
+    ``-x * shrink``, from the norm. ``partial [programs, OUT + 3]`` has the sums over a program's
+    tokens for ``base`` and, behind them, for ``scale``.
     """
     OUT: tl.constexpr = N if HEAD else N * (N + 2)
     program = tl.program_id(0)
