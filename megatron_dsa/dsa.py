@@ -29,6 +29,7 @@ from megatron_dsa.config import exchanges_latents, options_of, validate
 from megatron_dsa.dispatch import count
 from megatron_dsa.modules.dsa_core import TopKIndices
 from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
+from megatron_dsa.modules.hyper_connections import HyperConnections
 from megatron_dsa.modules.rope import TokenRope
 from megatron_dsa.ops.rope.api import rotate
 from megatron_dsa.parallel.gather import (
@@ -378,3 +379,7 @@ class IndexSharingLayer(TransformerLayer):
         if not attention.core_attention.computes_topk:
             return hidden_states, context  # unchanged, not another copy of it
         return hidden_states, None if selection is None else selection.pack()
+
+
+class IndexSharingHyperConnectionLayer(HyperConnections, IndexSharingLayer):
+    """An :class:`IndexSharingLayer` with hyper-connections."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from megatron_dsa.config import CSATransformerConfig, DSAOptions
+from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformerConfig
 from megatron_dsa.config_fields import option_fields
 from megatron_dsa.dispatch import on_meta
 from megatron_dsa.errors import require
@@ -50,6 +50,16 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "--dsa-hf-without has a meaning only with --dsa-load-hf: add that or drop it",
     )
     yield (
+        args.dsa_load_hf is None or args.hc_mult == 1,
+        f"--dsa-load-hf does not read hyper-connections yet: drop --hc-mult {args.hc_mult}",
+    )
+    given = [f for f in ("hc_sinkhorn_iters", "hc_eps") if getattr(args, f) != _default(f)]
+    yield (
+        args.hc_mult > 1 or not given,
+        f"{', '.join(f'--{name.replace("_", "-")}' for name in given)}: has a meaning only with "
+        "--hc-mult of 2 or more, add that",
+    )
+    yield (
         args.dsa_stage == "warmup" or not args.dsa_warmup_train_all,
         f"--dsa-warmup-train-all has a meaning only in --dsa-stage warmup, got "
         f"{args.dsa_stage}, which trains everything: drop it",
@@ -63,12 +73,20 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "--use-rope-scaling and --rotary-seq-len-interpolation-factor have no effect on MLA: "
         "use --rope-type yarn with --rotary-scaling-factor",
     )
-    options = [*option_fields(CSATransformerConfig)]
+    shared = {each.name for each, _ in option_fields(DSATransformerConfig)}
+    options = [pair for pair in option_fields(CSATransformerConfig) if pair[0].name not in shared]
     options += [pair for pair in option_fields(DSAOptions) if pair[0].name.startswith("csa_")]
     given = [about.flag for each, about in options if getattr(args, about.dest) != each.default]
     yield (
         args.csa_compress_ratios is not None or not given,
         f"{', '.join(given)}: has a meaning only with --csa-compress-ratios, add that",
+    )
+
+
+def _default(name: str):
+    """Return the default of a field that all configurations have."""
+    return next(
+        each.default for each, _ in option_fields(DSATransformerConfig) if each.name == name
     )
 
 
