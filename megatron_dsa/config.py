@@ -13,13 +13,13 @@ from megatron_dsa.config_rules import (
     CSA_RATIO,
     csa_rules,
     dsa_rules,
+    hyper_connection_rules,
     masked_rules,
     tp_mode_rules,
 )
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.dispatch.policy import FLAG, VARIABLE, parse_named
 from megatron_dsa.errors import require
-from megatron_dsa.hyper_connection_rules import hyper_connection_rules
 from megatron_dsa.sequence.sharding import CPLayout
 from megatron_dsa.versions import require_supported_megatron
 

@@ -52,9 +52,9 @@ def _add_parameters(module: Any, kind: str, config, outputs: int, scales: int) -
 
 def _connection(module: Any, kind: str, config) -> Connection:
     """Return the parameters of a hyper-connection as they are now."""
-    parameters = (getattr(module, f"hc_{kind}_{part}") for part in _PARTS)
+    fn, base, scale = (getattr(module, f"hc_{kind}_{part}") for part in _PARTS)
     return Connection(
-        *parameters, config.hc_eps, config.layernorm_epsilon, config.hc_sinkhorn_iters
+        fn, base, scale, config.hc_eps, config.layernorm_epsilon, config.hc_sinkhorn_iters
     )
 
 
