@@ -29,7 +29,6 @@ STREAMS = {
     "--moe-router-topk": 2,
     "--moe-ffn-hidden-size": 32,
     "--moe-router-load-balancing-type": "none",
-    "--moe-token-dispatcher-type": "alltoall",
 }
 #: The attention of DeepSeek-V4 under the same streams.
 V4 = {
@@ -61,7 +60,7 @@ STREAM_LAYOUTS = {name: LAYOUTS[name] for name in SHARED_LAYOUTS} | {
     "PP2": (PP2, 2),
     "PP2 interleaved, full recompute": (INTERLEAVED | FULL_RECOMPUTE, 2),
     "PP2 interleaved, TP2 by sequence": (INTERLEAVED | TP2_SEQUENCE, 4),
-    "EP2": ({"--expert-model-parallel-size": 2}, 2),
+    "EP2 over DP2": ({"--expert-model-parallel-size": 2}, 2),
     "last stage has the loss alone": (
         PP2 | {"--pipeline-model-parallel-layout": "Etttt|L"}, 2,
     ),
@@ -154,17 +153,17 @@ def test_resume_equals_uninterrupted_in_bf16(data, tmp_path):
 @pytest.mark.ranks(2)
 def test_distributed_optimizer_in_bf16(data, tmp_path):
     """Two ranks train like one; weights and moments are saved under the right names."""
-    flags = STREAMS | {"--data-path": data, "--bf16": True, "--train-iters": 2}
+    flags = STREAMS | {"--data-path": data, "--bf16": True, "--train-iters": 1}
     distributed = {"--use-distributed-optimizer": True, "--dist-ckpt-optim-fully-reshardable": True}
-    one = train(flags | {"--save": tmp_path / "one", "--save-interval": 2})
-    saved = {"--save": tmp_path / "two", "--save-interval": 2}
+    one = train(flags | {"--save": tmp_path / "one", "--save-interval": 1})
+    saved = {"--save": tmp_path / "two", "--save-interval": 1}
     two = train(flags | distributed | saved, ranks=2)
     assert two.column("lm loss") == pytest.approx(one.column("lm loss"), rel=1e-4)
     expected, state = read(tmp_path / "one"), read(tmp_path / "two")
     moments = [name for name in state if name.startswith("optimizer.state.exp_avg")]
     assert sum(map(is_connection, moments)) == 2 * (4 * 6 + 3)
     for name in filter(is_connection, moments):
-        assert relative_error(state[name], expected[name]) < 1e-4, name
+        assert relative_error(state[name], expected[name]) < 1e-5, name
 
 
 @pytest.mark.ranks(2)
