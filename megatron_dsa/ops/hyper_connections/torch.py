@@ -31,7 +31,7 @@ def write(inputs: WriteInputs) -> torch.Tensor:
 
 
 def _chunks(streams: torch.Tensor, workspace_bytes: int) -> Iterator[slice]:
-    """Yield slices of tokens whose temporaries (about eight copies, backward) fit the budget."""
+    """Yield slices of tokens whose temporaries (up to eight copies) fit the budget."""
     size = streams.shape[1] * streams.shape[2] * accumulation_dtype(streams.dtype).itemsize
     yield from slices(streams.shape[0], rows_in_budget(workspace_bytes, 8 * size))
 

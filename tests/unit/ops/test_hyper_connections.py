@@ -7,11 +7,15 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import Policy
+from megatron_dsa.dispatch.operation import import_attribute
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.hyper_connections import reference
 from megatron_dsa.ops.hyper_connections import torch as unfused
 from megatron_dsa.ops.hyper_connections.api import read_head, read_streams, write_streams
 from megatron_dsa.ops.hyper_connections.inputs import WriteInputs
+from megatron_dsa.tools.planner.host import host
+from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 from tests.cases.hyper_connections import Case, check, in_float64, run
 from tests.cases.triton_kernels import (
     assembly,
@@ -231,6 +235,60 @@ def test_compiles_without_a_gpu(monkeypatch, channels):
                     assert "st.global.v4.b32" in ptx and "st.global.b16" not in ptx, name
                 if name == "write":
                     assert compiled.metadata.shared == 0
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.mark.parametrize("name", NAMES)
+def test_plans_count_what_is_kept_and_allocated(monkeypatch, name, implementation):
+    """Meta functions against the adapters, whose kernels do nothing."""
+    module = unfused
+    if implementation == "triton":
+        module = pytest.importorskip(f"{PACKAGE}.launch")
+        monkeypatch.setattr(module, "processors", lambda like: 132)
+        for name_of in ("project", *SMALL):
+            monkeypatch.setattr(module.weights, name_of, Silent())
+        for name_of in MOVING[1:]:
+            monkeypatch.setattr(module.kernels, name_of, Silent())
+    # As many tokens as a budget of a twentieth allows at once, so that this is what torch takes.
+    case = Case(4000, 4, 512, iterations=2, workspace=2**24)
+    operation = OPERATIONS[f"hyper_connection_{name}"]
+    (candidate,) = (c for c in operation.candidates if c.name == implementation)
+    meta = import_attribute(operation.meta)
+    real = memory_of(getattr(module, name), inputs_of(case, name, torch.bfloat16))
+    inputs = inputs_of(case, name, torch.bfloat16)
+    with host((9, 0)):
+        planned = memory_of(lambda given: meta(candidate, given), on_meta(inputs))
+    assert planned[0] == pytest.approx(real[0], rel=0.005)
+    assert planned[1] == pytest.approx(real[1], rel=0.06 if implementation == "torch" else 0.02)
+
+
+class Silent:
+    """A kernel that does nothing."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: None
+
+
+def on_meta(inputs):
+    leaves = [x.detach().to("meta").requires_grad_() for x in inputs.tensors]
+    if isinstance(inputs, WriteInputs):
+        return WriteInputs(*leaves, inputs.workspace_bytes)
+    connection = replace(inputs.connection, fn=leaves[1], base=leaves[2], scale=leaves[3])
+    return replace(inputs, streams=leaves[0], connection=connection, weight=leaves[4])
+
+
+def memory_of(call, inputs):
+    """Bytes that live between forward and backward, and the most that live in both."""
+    tracker = MemoryTracker()
+    tracker.ignore(*inputs.tensors)
+    with tracker:
+        results = call(inputs)
+        results = results if isinstance(results, tuple) else (results,)
+        kept = tracker.live
+        upstream = [torch.zeros_like(result) for result in results]
+        gradients = torch.autograd.grad(results, inputs.tensors, upstream)
+    assert len(gradients) == len(inputs.tensors)
+    return kept, tracker.peak
 
 
 #: Widths of V4-Flash and V4-Pro, one that no tile divides, one token, and a long microbatch.

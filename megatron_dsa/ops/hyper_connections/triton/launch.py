@@ -20,9 +20,13 @@ from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.ops.hyper_connections.inputs import ReadInputs, WriteInputs
 from megatron_dsa.ops.hyper_connections.triton import streams as kernels
 from megatron_dsa.ops.hyper_connections.triton import weights
-
-#: Tokens of a program that computes weights, and of its backward.
-_TOKENS = 64
+from megatron_dsa.ops.hyper_connections.triton.tiles import (
+    TOKENS,
+    project_tiles,
+    read_backward_tiles,
+    row_warps,
+    weight_parts,
+)
 
 
 def read(inputs: ReadInputs) -> tuple[torch.Tensor, ...]:
@@ -62,43 +66,6 @@ def processors(like: torch.Tensor) -> int:
     return torch.cuda.get_device_properties(like.device).multi_processor_count
 
 
-def row_warps(channels: int) -> int:
-    """Warps of a program with all channels of all streams of a token: 16 per thread and stream."""
-    return max(1, min(16, triton.next_power_of_2(channels) // 512))
-
-
-def project_tiles(tokens: int, width: int, outputs: int, processors: int) -> tuple[dict, int, int]:
-    """Return the constants of ``project``, the parts of columns, and the blocks of each.
-
-    About four programs per multiprocessor, each with at least eight blocks.
-    """
-    block_t = max(16, min(128, triton.next_power_of_2(tokens)))
-    block_k = 64
-    blocks = triton.cdiv(width, block_k)
-    wanted = triton.cdiv(4 * processors, triton.cdiv(tokens, block_t))
-    steps = max(min(8, blocks), triton.cdiv(blocks, wanted))
-    tile = {
-        "BLOCK_T": block_t, "BLOCK_K": block_k, "num_warps": max(1, min(8, block_t // 16)),
-        "BLOCK_O": max(16, triton.next_power_of_2(outputs)), "num_stages": 4,
-    }  # fmt: skip
-    return tile, triton.cdiv(blocks, steps), steps
-
-
-def read_backward_tiles(
-    tokens: int, channels: int, streams: int, outputs: int, processors: int
-) -> tuple[dict, int, int]:
-    """Return the constants of ``read_backward``, the parts of tokens, and the blocks of each."""
-    block_t, block_c = 64, min(128, max(16, triton.next_power_of_2(channels)))
-    blocks = triton.cdiv(tokens, block_t)
-    wanted = triton.cdiv(4 * processors, streams * triton.cdiv(channels, block_c))
-    steps = triton.cdiv(blocks, max(1, min(blocks, wanted)))
-    tile = {
-        "BLOCK_T": block_t, "BLOCK_C": block_c, "num_warps": 8, "num_stages": 2,
-        "BLOCK_O": max(16, triton.next_power_of_2(outputs)),
-    }  # fmt: skip
-    return tile, triton.cdiv(blocks, steps), steps
-
-
 def _weigh(x, fn, base, scale, settings):
     """Return ``m``, ``rstd``, ``pre``, ``post`` and ``comb``; the last two are None for a head."""
     (tokens, n, channels), outputs = x.shape, fn.shape[0]
@@ -117,9 +84,9 @@ def _weigh(x, fn, base, scale, settings):
         x, fn, sums, squares, tokens, steps,
         WIDTH=n * channels, OUT=outputs, SPLIT=x.dtype == torch.bfloat16, **tile,
     )  # fmt: skip
-    weights.weigh[(triton.cdiv(tokens, _TOKENS),)](
+    weights.weigh[(triton.cdiv(tokens, TOKENS),)](
         sums, squares, base, scale, m, rstd, pre, post, comb, tokens, parts, eps, norm_eps,
-        WIDTH=n * channels, N=n, HEAD=is_head, ITERATIONS=iterations, BLOCK_T=_TOKENS,
+        WIDTH=n * channels, N=n, HEAD=is_head, ITERATIONS=iterations, BLOCK_T=TOKENS,
         num_warps=4,
     )  # fmt: skip
     return m, rstd, pre, post, comb
@@ -132,13 +99,13 @@ def _weigh_backward(kept, base, scale, channels, settings, dpre, dpost, dcomb):
     n = dpre.shape[1]
     is_head = outputs == n
     eps, _norm_eps, iterations = settings
-    programs = triton.cdiv(tokens, _TOKENS)
+    programs = triton.cdiv(tokens, TOKENS)
     projected, shrink = torch.empty_like(m), torch.empty_like(rstd)
     partial = m.new_empty(programs, outputs + 3)
-    divisors = None if is_head else m.new_empty(programs, 2 * iterations - 1, _TOKENS, n)
+    divisors = None if is_head else m.new_empty(programs, 2 * iterations - 1, TOKENS, n)
     weights.weigh_backward[(programs,)](
         m, rstd, base, scale, dpre, dpost, dcomb, projected, shrink, partial, divisors, tokens,
-        eps, WIDTH=n * channels, N=n, HEAD=is_head, ITERATIONS=iterations, BLOCK_T=_TOKENS,
+        eps, WIDTH=n * channels, N=n, HEAD=is_head, ITERATIONS=iterations, BLOCK_T=TOKENS,
         num_warps=4,
     )  # fmt: skip
     sums = partial.sum(0)
@@ -160,7 +127,7 @@ def _mixed(x, pre, weight, settings):
 def _mix_backward(x, pre, weight, rstd, dnormed):
     """Return the gradients of the rounded sum, of ``pre`` and of the norm's weight."""
     tokens, n, channels = x.shape
-    programs = min(tokens, 2 * processors(x))  # as many as run at the same time
+    programs = weight_parts(tokens, processors(x))
     du, dpre = torch.empty_like(dnormed), torch.empty_like(pre)
     partial = pre.new_empty(programs, channels)
     kernels.mix_backward[(programs,)](
