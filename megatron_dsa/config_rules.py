@@ -428,7 +428,7 @@ def hyper_connection_rules(config: Any) -> Iterator[tuple[Any, str]]:
     )
     yield (
         not config.variable_seq_lengths or config.pipeline_model_parallel_size == 1,
-        f"--variable-seq-lengths is not supported {because} and pipeline parallelism: stages "
+        f"variable_seq_lengths is not supported {because} and pipeline parallelism: stages "
         "exchange streams of one length; drop it",
     )
     yield (

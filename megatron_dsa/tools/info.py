@@ -20,6 +20,7 @@ from megatron_dsa.required_ops import (
     RequiredOp,
     required_ops,
     selected_attention,
+    stream_ops,
     visible_attention,
     visible_ops,
 )
@@ -93,6 +94,8 @@ def model_ops(name: str, missing: dict) -> dict[str, RequiredOp]:
         ratios = config.csa_compress_ratios if uses_csa(config) else [CSA_RATIO]
         for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
             ops.setdefault(op.operation, op)
+        for op in (*stream_ops(config), *stream_ops(config, head=True)):
+            ops.setdefault(op.operation, op)
     if not _is_v4(name):
         for op in visible_ops(config):
             ops.setdefault(op.operation, op)
@@ -106,7 +109,8 @@ def _is_v4(name: str) -> bool:
 def _config(name: str, options: DSAOptions, missing: dict) -> DSATransformerConfig:
     return preset(
         name, dsa=options, dsa_indexer_loss_coeff=0.01, params_dtype=torch.bfloat16,
-        dsa_indexer_use_sparse_loss=options.stage == "sparse", **missing,
+        dsa_indexer_use_sparse_loss=options.stage == "sparse", hc_mult=4 if _is_v4(name) else 1,
+        **missing,
     )  # fmt: skip
 
 
@@ -140,6 +144,9 @@ def _operations(ops: dict[str, RequiredOp]) -> dict:
 
 #: When an operation is not called, or only if asked for.
 _REMARKS = {
+    **dict.fromkeys(
+        (name for name in OPERATIONS if name.startswith("hyper_connection")), "with --hc-mult 4"
+    ),
     "indexer_listed_scores": "with --dsa-fp8-selection",
     **dict.fromkeys((op.name for op in MASKED_OPERATIONS), "with masked dense attention"),
     "visible_bits": "with masked dense attention in stages dense and warmup",

@@ -95,5 +95,5 @@ class _Read(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *_gradients_of_results):
-        x, *kept = ctx.saved_tensors
-        return None, None, *_gradients(*ctx.rest, x, kept[:4])
+        (x, *kept), (fused, workspace_bytes) = ctx.saved_tensors, ctx.rest
+        return None, None, *_gradients(fused, workspace_bytes, x, kept[:4])

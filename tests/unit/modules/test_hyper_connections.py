@@ -188,7 +188,7 @@ def test_norms_have_one_epsilon():
                 "variable_seq_lengths": True,
                 "moe_token_dispatcher_type": "alltoall",
             },
-            "--variable-seq-lengths is not supported with --hc-mult 4",
+            "variable_seq_lengths is not supported with --hc-mult 4",
         ),
         ({"hc_mult": 0}, "--hc-mult must be at least 1"),
         ({"hc_sinkhorn_iters": 0}, "--hc-sinkhorn-iters must be at least 1"),
