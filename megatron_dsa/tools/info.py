@@ -94,9 +94,11 @@ def model_ops(name: str, missing: dict) -> dict[str, RequiredOp]:
         ratios = config.csa_compress_ratios if uses_csa(config) else [CSA_RATIO]
         for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
             ops.setdefault(op.operation, op)
-        for op in (*stream_ops(config), *stream_ops(config, head=True)):
-            ops.setdefault(op.operation, op)
-    if not _is_v4(name):
+    if _is_v4(name):
+        # The preset is of the attention, with multi-token prediction, which streams exclude so far.
+        config.hc_mult = 4
+        ops |= {op.operation: op for head in (False, True) for op in stream_ops(config, head=head)}
+    else:
         for op in visible_ops(config):
             ops.setdefault(op.operation, op)
     return {operation: ops[operation] for operation in OPERATIONS if operation in ops}
@@ -109,8 +111,7 @@ def _is_v4(name: str) -> bool:
 def _config(name: str, options: DSAOptions, missing: dict) -> DSATransformerConfig:
     return preset(
         name, dsa=options, dsa_indexer_loss_coeff=0.01, params_dtype=torch.bfloat16,
-        dsa_indexer_use_sparse_loss=options.stage == "sparse", hc_mult=4 if _is_v4(name) else 1,
-        **missing,
+        dsa_indexer_use_sparse_loss=options.stage == "sparse", **missing,
     )  # fmt: skip
 
 
