@@ -3,7 +3,7 @@
 * :mod:`.attention`: which attention selected keys get and which all visible ones, and what
   tensor-parallel ranks divide;
 * :mod:`.layers`: the operations of a layer, forward and backward, and the keys of each;
-* :mod:`.streams`: those of its hyper-connections;
+* :mod:`.streams`: the operations of its hyper-connections;
 * :mod:`.calls`: descriptions of the calls, which both read.
 
 Start-up chooses and compiles the operations (:mod:`megatron_dsa.modules.warm_up`), ``info`` and the

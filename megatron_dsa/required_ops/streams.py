@@ -1,4 +1,4 @@
-"""The operations of hyper-connections that a layer calls, and those of the model's end."""
+"""The operations of hyper-connections that a layer and the end of the model call."""
 
 from __future__ import annotations
 
