@@ -15,7 +15,7 @@ _HERE = __package__
 
 #: Streams of the Triton kernels, whose tiles hold all of them.
 STREAMS = (2, 4)
-#: Most channels: programs of the mix hold all those of a token in registers.
+#: Most channels: programs of the mix hold all channels of a token in registers.
 MOST_CHANNELS = 16384
 
 

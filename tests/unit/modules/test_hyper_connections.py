@@ -140,6 +140,19 @@ def test_kept_are_the_streams_and_few_numbers():
     assert sum(storages.values()) == 4 * TOKENS * BATCH * numbers
 
 
+def test_operations_are_counted():
+    """Two projections of all streams per layer, one at the end; a weight counts three times."""
+    from megatron_dsa.metrics.flops import flops_by_part, model_work
+
+    config = config_of()
+    (count,) = {flops_by_part(model_work(c, 100), lambda keys: 1).get("hyper-connections")
+                for c in (config, config_of(kind="csa"))}  # fmt: skip
+    width = 4 * config.hidden_size
+    assert count == 2 * 3 * (config.num_layers * 2 * 24 + 4) * width
+    plain = flops_by_part(model_work(config_of(hc_mult=1), 100), lambda keys: 1)
+    assert "hyper-connections" not in plain
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_dropout_is_on_the_output(dropout):
     """Streams are mixed whole; in evaluation nothing is dropped."""

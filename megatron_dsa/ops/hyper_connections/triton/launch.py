@@ -93,7 +93,7 @@ def _weigh(x, fn, base, scale, settings):
 
 
 def _weigh_backward(kept, base, scale, channels, settings, dpre, dpost, dcomb):
-    """Return the gradient of the projection, the norm's factor, those of base and of scale."""
+    """Return the gradients of the projection, of its norm, of ``base`` and of ``scale``."""
     m, rstd = kept
     tokens, outputs = m.shape
     n = dpre.shape[1]

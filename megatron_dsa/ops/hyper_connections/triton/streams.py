@@ -152,7 +152,7 @@ def write_backward(
 ):  # fmt: skip
     """All gradients of the write, for one token; ``VEC`` neighbouring channels lie in a thread.
 
-    Tiles ``[N, N, BLOCK_C]`` are those of stream ``i``, new stream ``j`` and channels.
+    Dims of a tile ``[N, N, BLOCK_C]`` are stream ``i``, new stream ``j`` and channels.
     """
     token = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, N)
