@@ -13,6 +13,7 @@ from megatron_dsa.config_rules import (
     CSA_RATIO,
     csa_rules,
     dsa_rules,
+    hyper_connection_rules,
     masked_rules,
     tp_mode_rules,
 )
@@ -177,6 +178,25 @@ class DSATransformerConfig(MLATransformerConfig):
     """Megatron's MLA configuration plus :class:`DSAOptions`, validated for sparse attention."""
 
     dsa: DSAOptions = field(default_factory=DSAOptions)
+    hc_mult: int = option(
+        1,
+        "--hc-mult",
+        "Residual streams of DeepSeek-V4's hyper-connections, around any attention; 1 is a plain "
+        "residual. DeepSeek-V4 has 4.",
+        minimum=1,
+    )
+    hc_sinkhorn_iters: int = option(
+        20,
+        "--hc-sinkhorn-iters",
+        "Iterations that make the matrix by which streams are mixed doubly stochastic.",
+        minimum=1,
+    )
+    hc_eps: float = option(
+        1e-6,
+        "--hc-eps",
+        "Added to the weights of hyper-connections and to the sums that divide them.",
+        positive=True,
+    )
 
     def __post_init__(self):
         self._derive()
@@ -253,6 +273,11 @@ class CSATransformerConfig(DSATransformerConfig):
 def options_of(config: Any) -> DSAOptions:
     """Return the :class:`DSAOptions` of any transformer configuration."""
     return getattr(config, "dsa", None) or DSAOptions()
+
+
+def uses_streams(config: Any) -> bool:
+    """Whether the residual is several streams, with hyper-connections around every sublayer."""
+    return getattr(config, "hc_mult", 1) > 1
 
 
 def uses_indexer(config: Any) -> bool:
@@ -374,6 +399,9 @@ def validate(config: Any) -> None:
     rules: Iterable[tuple[Any, str]] = dsa_rules(config, options)
     if uses_csa(config):
         rules = chain(option_rules(CSATransformerConfig, config), csa_rules(config, options))
+    elif isinstance(config, DSATransformerConfig):
+        rules = chain(option_rules(DSATransformerConfig, config), rules)
+    rules = chain(rules, hyper_connection_rules(config))
     rules = chain(rules, masked_rules(config, options))
     rules = chain(rules, tp_mode_rules(config, options, has_dense_loss(config)))
     complaints = [f"  - {message}" for ok, message in rules if not ok]

@@ -29,6 +29,7 @@ from megatron_dsa.dispatch import count
 from megatron_dsa.modules.cuda_graphs import GraphedLayer
 from megatron_dsa.modules.dsa_core import TopKIndices
 from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
+from megatron_dsa.modules.hyper_connections import HyperConnections
 from megatron_dsa.modules.rope import TokenRope
 from megatron_dsa.ops.rope.api import rotate
 from megatron_dsa.parallel.gather import (
@@ -375,3 +376,7 @@ class IndexSharingLayer(GraphedLayer):
             # tensor as the input or the output of a graph.
             return hidden_states, None if context is None else context.detach()
         return hidden_states, None if selection is None else selection.pack()
+
+
+class IndexSharingHyperConnectionLayer(HyperConnections, IndexSharingLayer):
+    """An :class:`IndexSharingLayer` with hyper-connections."""

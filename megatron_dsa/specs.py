@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -39,10 +40,15 @@ from megatron_dsa.config import (
     options_of,
     shares_indices,
     uses_csa,
+    uses_streams,
     validate,
 )
 from megatron_dsa.csa import CSASelfAttention, CSASelfAttentionSubmodules
-from megatron_dsa.dsa import DSASelfAttention, IndexSharingLayer
+from megatron_dsa.dsa import (
+    DSASelfAttention,
+    IndexSharingHyperConnectionLayer,
+    IndexSharingLayer,
+)
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.log import install_logging, install_loss_scale
 from megatron_dsa.metrics.throughput import install_throughput
@@ -52,10 +58,17 @@ from megatron_dsa.modules.csa_indexer import CSAIndexer, CSAIndexerSubmodules
 from megatron_dsa.modules.cuda_graphs import GraphedLayer
 from megatron_dsa.modules.dsa_core import DSACoreAttention, DSACoreAttentionSubmodules
 from megatron_dsa.modules.dsa_indexer import DSAIndexer, DSAIndexerSubmodules
+from megatron_dsa.modules.hyper_connections import (
+    HyperConnectionLayer,
+    StreamsHead,
+    StreamsNorm,
+    StreamsWrite,
+)
 from megatron_dsa.modules.layers import LocalNorm, ReplicatedLinear
 from megatron_dsa.modules.precision import bf16_linear, bf16_weight_linear
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.patches.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
+from megatron_dsa.patches.stream_pipelines import send_streams_between_stages
 from megatron_dsa.versions import why_not_transformer_engine
 
 
@@ -220,6 +233,36 @@ def _layer_spec(
     )
 
 
+class _SeparateNorms:
+    """Layers of a backend that fuses no norm into the linear after it: streams come between."""
+
+    def __init__(self, backend):
+        self._backend = backend
+
+    def __getattr__(self, name: str):
+        return getattr(self._backend, name)
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        """Never."""
+        return False
+
+
+def _with_streams(config, spec: ModuleSpec) -> ModuleSpec:
+    """Return the spec of a layer with hyper-connections in place of norms and residuals."""
+    repair_checkpoints_of_fp32_parameters()
+    send_streams_between_stages()
+    shared = spec.module is IndexSharingLayer
+    changed = dataclasses.replace(
+        spec.submodules,
+        input_layernorm=StreamsNorm,
+        self_attn_bda=StreamsWrite,
+        pre_mlp_layernorm=StreamsNorm,
+        mlp_bda=StreamsWrite,
+    )
+    layer = IndexSharingHyperConnectionLayer if shared else HyperConnectionLayer
+    return ModuleSpec(module=layer, submodules=changed)
+
+
 def _transformer_config(config):
     """Accept a transformer configuration or a model configuration that holds one."""
     return getattr(config, "transformer", config)
@@ -255,14 +298,15 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
             is_mtp=is_mtp,
             fp8_indexer=fp8_indexer,
         )
-    return _layer_spec(
-        backend,
+    spec = _layer_spec(
+        _SeparateNorms(backend) if uses_streams(config) else backend,
         attention,
         layer=IndexSharingLayer if shares_indices(config) and not is_mtp else GraphedLayer,
         rms_norm=rms_norm,
         num_experts=config.num_moe_experts if moe else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
     )
+    return _with_streams(config, spec) if uses_streams(config) else spec
 
 
 def dsa_block_spec(
@@ -303,7 +347,9 @@ def dsa_block_spec(
         )
     return TransformerBlockSubmodules(
         layer_specs=[specs[is_moe_layer(config, i)] for i in layer_ids],
-        layer_norm=get_backend(config.transformer_impl).layer_norm(
+        layer_norm=StreamsHead
+        if uses_streams(config)
+        else get_backend(config.transformer_impl).layer_norm(
             rms_norm=config.normalization == "RMSNorm"
         ),
     )

@@ -22,6 +22,7 @@ MODULES = (
     "pretrain",
     "arguments",
     "ops.compressor.api",
+    "ops.hyper_connections.api",
     "ops.rope.api",
     "sequence.layout",
     "specs",

@@ -10,6 +10,7 @@ from megatron_dsa.config_rules.cuda_graphs import (
     graph_rules,
     graphs_attention,
 )
+from megatron_dsa.config_rules.hyper_connections import hyper_connection_rules
 from megatron_dsa.config_rules.model import (
     CSA_RATIO,
     csa_rules,
@@ -26,6 +27,7 @@ __all__ = [
     "graph_modules",
     "graph_rules",
     "graphs_attention",
+    "hyper_connection_rules",
     "masked_rules",
     "tp_mode_rules",
 ]

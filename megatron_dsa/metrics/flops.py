@@ -3,7 +3,8 @@
 Counted are the matrix products that the mathematics asks for, each once, with two operations per
 multiply-add. Not counted are products that are computed again (scores in a backward pass,
 recomputed layers, keys that several ranks make of the same latent), masked parts of tiles, and
-everything elementwise (norms, rope, softmax, pooling, Hadamard transforms, sums over index heads).
+everything elementwise (norms, rope, softmax, pooling, Hadamard transforms, sums over index heads,
+sums of residual streams).
 Divided by time and by a GPU's peak this is the model FLOPs utilization of PaLM (appendix B).
 
 * A product with a trained weight counts three times, forward and both gradients; one of the
@@ -31,6 +32,7 @@ from megatron_dsa.config import (
     trains_main,
     uses_csa,
     uses_indexer,
+    uses_streams,
 )
 from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.required_ops import Keys, RequiredOp, required_ops
@@ -75,6 +77,8 @@ def model_work(config: Any, vocabulary: int) -> list[Work]:
     main = _main_gradients(config)
     logits = config.hidden_size * vocabulary
     work = [_linear("logits", logits, main)]
+    if uses_streams(config):
+        work.append(_linear("hyper-connections", _projection(config, config.hc_mult), main))
     for number in range(1, config.num_layers + 1):
         work += layer_work(config, number)
     for number in range(1, (config.mtp_num_layers or 0) + 1):
@@ -90,7 +94,20 @@ def layer_work(config: Any, number: int, is_mtp: bool = False) -> list[Work]:
     weights = (_csa_weights if uses_csa(config) else _dsa_weights)(config, number, is_mtp)
     index = config.num_layers - 1 if is_mtp else number - 1
     pairs = _pair_work(config, number, is_mtp)
-    return [*weights, *pairs, *_mlp_work(config, is_moe_layer(config, index))]
+    return [*weights, *pairs, *_mlp_work(config, is_moe_layer(config, index)), *_streams(config)]
+
+
+def _streams(config) -> Iterator[Work]:
+    """Yield the projections of attention's and of the MLP's hyper-connection."""
+    if uses_streams(config):
+        outputs = config.hc_mult * (2 + config.hc_mult)
+        products = 2 * _projection(config, outputs)
+        yield _linear("hyper-connections", products, _main_gradients(config))
+
+
+def _projection(config, outputs: int) -> int:
+    """Products per token of a projection of all streams."""
+    return outputs * config.hc_mult * config.hidden_size
 
 
 def _dsa_weights(config, number: int, is_mtp: bool) -> list[Work]:

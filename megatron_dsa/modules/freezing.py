@@ -73,19 +73,20 @@ def _let_gradients_pass(_decoder, args, kwargs):
 class _Follow(torch.autograd.Function):
     """Identity on a frozen layer's output, whose backward starts that of what stands below.
 
-    The layer's input gets the gradient of its output. It is not the right one, and no parameter
-    takes anything from it.
+    The layer's input gets the gradient of its output, or as much of it as fits: the first layer
+    with hyper-connections takes one stream and returns several. It is not the right one, and no
+    parameter takes anything from it.
     """
 
     @staticmethod
     def forward(ctx, out, entered, loss):
-        ctx.has_loss = loss is not None
+        ctx.has_loss, ctx.width = loss is not None, entered.shape[-1]
         return out.view_as(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return None, grad, grad.new_zeros(()) if ctx.has_loss else None
+        return None, grad[..., : ctx.width], grad.new_zeros(()) if ctx.has_loss else None
 
 
 class _Start(torch.autograd.Function):

@@ -57,6 +57,14 @@ class ReplicatedLinear(torch.nn.Linear):
         """Weight gradients are never delayed here, so there is nothing left to do."""
 
 
+def new_norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
+    """Return the weight of an RMSNorm, ones, marked as :class:`LocalNorm` marks its own."""
+    weight = torch.ones(size, dtype=config.params_dtype, device=_device(config))
+    parameter: Any = torch.nn.Parameter(weight)
+    parameter.sequence_parallel = config.sequence_parallel
+    return parameter
+
+
 def new_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     """Return a parameter of zeros in fp32 (fp64 if the model is), where Megatron puts its own."""
     dtype = torch.promote_types(config.params_dtype, torch.float32)

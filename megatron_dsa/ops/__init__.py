@@ -11,6 +11,7 @@ hold fused ones.
 from megatron_dsa.dispatch import Operation
 from megatron_dsa.ops.compressor.declaration import COMPRESSOR
 from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
+from megatron_dsa.ops.hyper_connections import declaration as hyper_connections
 from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, SPARSE_LOSS
 from megatron_dsa.ops.indexer_topk.declaration import LISTED_SCORES, SCORES, TOPK
 from megatron_dsa.ops.key_lists.declaration import KEY_LISTS
@@ -25,6 +26,7 @@ from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PRO
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
+        hyper_connections.READ,
         COMPRESSOR,
         NORM_ROPE,
         ROTATE,
@@ -44,5 +46,7 @@ OPERATIONS: dict[str, Operation] = {
         DENSE_ATTENTION,
         SPARSE_LOSS,
         DENSE_LOSS,
+        hyper_connections.WRITE,
+        hyper_connections.HEAD,
     )
 }

@@ -3,6 +3,7 @@
 * :mod:`.attention`: which attention selected keys get and which all visible ones, and what
   tensor-parallel ranks divide;
 * :mod:`.layers`: the operations of a layer, forward and backward, and the keys of each;
+* :mod:`.streams`: the operations of its hyper-connections;
 * :mod:`.calls`: descriptions of the calls, which both read.
 
 Start-up chooses and compiles the operations (:mod:`megatron_dsa.modules.warm_up`), ``info`` and the
@@ -27,6 +28,7 @@ from megatron_dsa.required_ops.layers import (
     required_ops,
     visible_ops,
 )
+from megatron_dsa.required_ops.streams import stream_ops
 
 __all__ = [
     "MASKED_OPERATIONS",
@@ -39,6 +41,7 @@ __all__ = [
     "called_ops",
     "required_ops",
     "selected_attention",
+    "stream_ops",
     "tensor_parallel_mode",
     "visible_attention",
     "visible_ops",

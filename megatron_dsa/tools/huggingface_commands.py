@@ -102,6 +102,11 @@ def export_hf(arguments: argparse.Namespace) -> int:
         f"--config is of a {hf.raw['model_type']} with {found[hf.has_indexer]}, and {directory} "
         f"has {found[has_indexer]}: give the config.json of the model that was trained",
     )
+    require(
+        not any(".hc_attn_" in key for key in keys),
+        f"{directory} has hyper-connections (--hc-mult), which are not exported yet: export a "
+        "model that was trained without",
+    )
     mtp = any(key.startswith("mtp.") for key in keys)
     if mtp and not hf.mtp_layers:
         print(

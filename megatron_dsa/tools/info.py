@@ -20,6 +20,7 @@ from megatron_dsa.required_ops import (
     RequiredOp,
     required_ops,
     selected_attention,
+    stream_ops,
     visible_attention,
     visible_ops,
 )
@@ -93,7 +94,11 @@ def model_ops(name: str, missing: dict) -> dict[str, RequiredOp]:
         ratios = config.csa_compress_ratios if uses_csa(config) else [CSA_RATIO]
         for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
             ops.setdefault(op.operation, op)
-    if not _is_v4(name):
+    if _is_v4(name):
+        # The preset is of the attention, with multi-token prediction, which streams exclude so far.
+        config.hc_mult = 4
+        ops |= {op.operation: op for head in (False, True) for op in stream_ops(config, head=head)}
+    else:
         for op in visible_ops(config):
             ops.setdefault(op.operation, op)
     return {operation: ops[operation] for operation in OPERATIONS if operation in ops}
@@ -140,6 +145,9 @@ def _operations(ops: dict[str, RequiredOp]) -> dict:
 
 #: When an operation is not called, or only if asked for.
 _REMARKS = {
+    **dict.fromkeys(
+        (name for name in OPERATIONS if name.startswith("hyper_connection")), "with --hc-mult 4"
+    ),
     "indexer_listed_scores": "with --dsa-fp8-selection",
     **dict.fromkeys((op.name for op in MASKED_OPERATIONS), "with masked dense attention"),
     "visible_bits": "with masked dense attention in stages dense and warmup",

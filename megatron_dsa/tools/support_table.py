@@ -78,7 +78,8 @@ def _gpus(support: Support) -> str:
         return "-"
     run = [c for c in support.capabilities if c not in support.not_run]
     parts = [", ".join(f"sm{a}{b}" for a, b in part) for part in (run, support.not_run)]
-    return f"{parts[0]}; compiled, not run: {parts[1]}" if support.not_run else parts[0]
+    not_run = [f"compiled, not run: {parts[1]}"] if support.not_run else []
+    return "; ".join([*filter(None, parts[:1]), *not_run])
 
 
 def _package(support: Support) -> str:

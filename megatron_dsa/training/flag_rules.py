@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dsa.config import CSATransformerConfig, DSAOptions
+from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformerConfig
 from megatron_dsa.config_fields import option_fields
 from megatron_dsa.dispatch import on_meta
 from megatron_dsa.errors import require
@@ -59,6 +59,16 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "output to --load",
     )
     yield (
+        args.dsa_load_hf is None or args.hc_mult == 1,
+        f"--dsa-load-hf does not read hyper-connections yet: drop --hc-mult {args.hc_mult}",
+    )
+    given = [f for f in ("hc_sinkhorn_iters", "hc_eps") if getattr(args, f) != _default(f)]
+    yield (
+        args.hc_mult > 1 or not given,
+        f"{', '.join(f'--{name.replace("_", "-")}' for name in given)}: has a meaning only with "
+        "--hc-mult of 2 or more, add that",
+    )
+    yield (
         args.dsa_stage == "warmup" or not args.dsa_warmup_train_all,
         f"--dsa-warmup-train-all has a meaning only in --dsa-stage warmup, got "
         f"{args.dsa_stage}, which trains everything: drop it",
@@ -72,7 +82,8 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "--use-rope-scaling and --rotary-seq-len-interpolation-factor have no effect on MLA: "
         "use --rope-type yarn with --rotary-scaling-factor",
     )
-    options = [*option_fields(CSATransformerConfig)]
+    shared = {each.name for each, _ in option_fields(DSATransformerConfig)}
+    options = [pair for pair in option_fields(CSATransformerConfig) if pair[0].name not in shared]
     options += [pair for pair in option_fields(DSAOptions) if pair[0].name.startswith("csa_")]
     given = [about.flag for each, about in options if getattr(args, about.dest) != each.default]
     yield (
@@ -134,6 +145,13 @@ _WHY_NOT_PACKED = {
     "full_iteration": "Megatron sends the lengths of documents through the host",
     "transformer_engine": "Megatron hands these graphs tensors only, and no packed_seq_params",
 }
+
+
+def _default(name: str):
+    """Return the default of a field that all configurations have."""
+    return next(
+        each.default for each, _ in option_fields(DSATransformerConfig) if each.name == name
+    )
 
 
 def apply_yarn_flags(args: argparse.Namespace, config) -> None:

@@ -73,7 +73,8 @@ def model_config_from_args(args) -> DSAModelConfig:
         csa = field_values(CSATransformerConfig, args)
         config = CSATransformerConfig.from_mla(mla, options, **csa)
     else:
-        config = DSATransformerConfig.from_mla(mla, options)
+        own = field_values(DSATransformerConfig, args)
+        config = DSATransformerConfig.from_mla(mla, options, **own)
     model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)
     if args.dsa_load_hf is not None:
         from megatron_dsa.training.load_hf import importing_hook  # needs safetensors

@@ -38,6 +38,26 @@ def prepare_interpreter():
     interpreter._patch_lang_tensor = patch_and_repair
 
 
+def let_interpreter_use_bf16():
+    """Round to bf16 and multiply it: triton 3.6 cuts numbers off, and multiplies bit patterns."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def cast_impl(self, source, to):
+        if (source.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, source, to)
+        rounded = torch.tensor(source.data).bfloat16().view(torch.int16)
+        return TensorHandle(rounded.numpy().view("uint16"), tl.bfloat16)
+
+    def create_dot(self, a, b, *rest):
+        a, b = (cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return dot(self, a, b, *rest)
+
+    InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
+
+
 class Recorder:
     """Stands in for a kernel and keeps the arguments of its launches."""
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron_dsa.dispatch import Choice
 from megatron_dsa.ops import OPERATIONS
-from megatron_dsa.required_ops import called_ops
+from megatron_dsa.required_ops import RequiredOp, called_ops, stream_ops
 from megatron_dsa.sequence.from_megatron import forget_layouts
 from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 
@@ -186,7 +186,8 @@ def _forward(args, chunk):
     }
     if not chunk.pre_process:
         divided = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        hidden = (rows // divided, batch_size, chunk.config.hidden_size)
+        width = chunk.config.hidden_size * chunk.config.hc_mult
+        hidden = (rows // divided, batch_size, width)
         dtype = chunk.config.pipeline_dtype or chunk.config.params_dtype
         chunk.set_input_tensor(torch.zeros(hidden, dtype=dtype, device=device, requires_grad=True))
     output = chunk(**batch)
@@ -228,7 +229,9 @@ def _follow_layers(chunk, tracker: MemoryTracker) -> list[Layer]:
         is_mtp = ".layers." in name and name.startswith("mtp")
         choices = tuple(
             OPERATIONS[operation].choose(call, core.options.policy)
-            for operation, call in called_ops(core.required_ops(), core.options.policy)
+            for operation, call in called_ops(
+                [*core.required_ops(), *_stream_ops(module, is_mtp)], core.options.policy
+            )
         )
         layers.append(Layer(module.layer_number, is_mtp, kind_of(module), choices=choices))
         before: list[int] = []
@@ -245,6 +248,14 @@ def _follow_layers(chunk, tracker: MemoryTracker) -> list[Layer]:
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(end)
     return layers
+
+
+def _stream_ops(layer, is_mtp: bool) -> list[RequiredOp]:
+    """Return what a layer calls for its streams, and the last one for the end of the model."""
+    ops = stream_ops(layer.config)
+    if layer.layer_number == layer.config.num_layers and not is_mtp:
+        ops += stream_ops(layer.config, head=True)
+    return ops
 
 
 def kind_of(layer) -> str:

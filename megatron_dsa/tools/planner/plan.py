@@ -177,7 +177,7 @@ def _received(args, chunks, pp_rank: int) -> dict[str, int]:
     if last:
         divided = args.tensor_model_parallel_size if args.sequence_parallel else 1
         rows = args.seq_length * args.micro_batch_size // args.context_parallel_size // divided
-        hidden = rows * args.hidden_size * args.params_dtype.itemsize
+        hidden = rows * args.hidden_size * args.hc_mult * args.params_dtype.itemsize
         # Every chunk gets its input and the gradient of its output, but the first and the last.
         passes = 2 * len(chunks) - (pp_rank == 0) - (pp_rank == last)
         total["pipeline"] = count * passes * hidden

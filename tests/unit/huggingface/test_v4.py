@@ -314,3 +314,34 @@ def test_logits_equal_those_of_transformers(tmp_path):
         if hasattr(module, "config"):  # experts have copies
             module.config.activation_func_clamp_value = None
     assert relative_error(logits_of(ours, ids), reference) > 1e-3
+
+
+@pytest.mark.parametrize("streams", [3, 4])
+def test_streams_equal_those_of_transformers(streams, tmp_path):
+    """Logits with hyper-connections: a whole V4 but for hash routing, weights put in by hand."""
+    theirs = published(transformers_config(hc_mult=streams), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"num_nextn_predict_layers": 0}
+    plain = tiny_model(config)
+    import_model(plain, tmp_path, without=["hyper-connections"])
+    settings = {name: config[name] for name in ("hc_mult", "hc_eps", "hc_sinkhorn_iters")}
+    ours = tiny_model(config, **settings)
+    given = dict(model_tensors(plain))
+    for layer, their_layer in enumerate(theirs.model.layers):
+        for kind, module in (("attn", their_layer.attn_hc), ("ffn", their_layer.ffn_hc)):
+            for part, tensor in module.named_parameters():
+                given[f"decoder.layers.{layer}.hc_{kind}_{part}"] = tensor
+    for name, tensor in theirs.model.hc_head.named_parameters():
+        given["decoder.final_layernorm." + name.replace("hc_", "hc_head_")] = tensor
+    mine = dict(model_tensors(ours))
+    assert set(mine) == set(given)
+    with torch.no_grad():
+        for name, tensor in mine.items():
+            tensor.copy_(given[name])
+    ids = torch.randint(0, 70, (2, 37), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        reference = theirs(ids).logits
+    error = relative_error(logits_of(ours, ids), reference)
+    print(f"logits of deepseek_v4, {streams} streams: {error:.1e}")
+    assert error < 1e-5
+    assert relative_error(logits_of(plain, ids), reference) > 1e-2

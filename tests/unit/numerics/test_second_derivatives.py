@@ -22,6 +22,12 @@ from megatron_dsa.dsa_kernels import (
 )
 from megatron_dsa.ops.compressor.api import compress
 from megatron_dsa.ops.dense_attention.blocks import torch_kernel
+from megatron_dsa.ops.hyper_connections.api import (
+    Connection,
+    read_head,
+    read_streams,
+    write_streams,
+)
 from megatron_dsa.ops.rope.api import norm_rope, rotate
 from megatron_dsa.parallel.gather import gathered_product
 from megatron_dsa.parallel.ring import ContiguousShard, attention, gathered_latent_attention
@@ -54,6 +60,11 @@ def selection(width=4):
 
 def bits():
     return key_bits(selection(), None, TOKENS)
+
+
+def written(x, connection):
+    read = read_streams(x, connection, torch.ones(4))
+    return write_streams(read.normed.sin(), read)
 
 
 def trained(inputs):
@@ -156,6 +167,16 @@ OPERATIONS = {
         lambda *x: compress(*x, compressed_keys(LAYOUT, 4, True), overlap=True),
     ),
     "norm_rope": (lambda: [double(*Q, seed=1)], lambda x: norm_rope(x, *tables(), 1e-6)),
+    "hyper_connection": (
+        lambda: [double(TOKENS, 2, 4, seed=1), double(8, 8, seed=2), double(8, seed=3)],
+        lambda x, fn, base: written(x, Connection(fn, base, torch.ones(3).double(), 1e-6, 1e-6, 3)),
+    ),
+    "hyper_connection, head": (
+        lambda: [double(TOKENS, 2, 4, seed=1), double(2, 8, seed=2), double(2, seed=3)],
+        lambda x, fn, base: read_head(
+            x, Connection(fn, base, torch.ones(1).double(), 1e-6, 1e-6), torch.ones(4)
+        ),
+    ),
 }  # fmt: skip
 
 

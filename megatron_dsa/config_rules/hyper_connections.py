@@ -1,0 +1,67 @@
+"""Rules of models whose residual is several streams (``hc_mult``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def hyper_connection_rules(config: Any) -> Iterator[tuple[Any, str]]:
+    """Yield every rule for a model whose residual is several streams (``hc_mult``)."""
+    streams = getattr(config, "hc_mult", 1)
+    if streams == 1:
+        return
+    because = f"with --hc-mult {streams}"
+    yield (
+        config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma,
+        f"--normalization must be RMSNorm, without --apply-layernorm-1p, {because}, got "
+        f"{config.normalization}: what a layer reads from its streams is normalised like that",
+    )
+    yield (
+        not config.mtp_num_layers,
+        f"--mtp-num-layers is not supported {because}: these layers would read the streams, not "
+        "what the model's end makes of them; drop it",
+    )
+    yield (
+        "layernorm" not in (config.recompute_modules or ()),
+        f"--recompute-modules must not name layernorm {because}: it frees the streams before the "
+        "write-back reads them; drop it, or recompute whole layers",
+    )
+    yield (
+        not config.variable_seq_lengths or config.pipeline_model_parallel_size == 1,
+        f"variable_seq_lengths is not supported {because} and pipeline parallelism: stages "
+        "exchange streams of one length; drop it",
+    )
+    yield (
+        not (config.cpu_offloading or config.fine_grained_activation_offloading),
+        "--cpu-offloading-num-layers and --fine-grained-activation-offloading are not supported "
+        f"{because}: they move one residual per layer, and streams are the input of several "
+        "operations; drop them",
+    )
+    yield (
+        config.cuda_graph_impl == "none",
+        f"--cuda-graph-impl must be none {because}: Megatron captures layers whose input has the "
+        "width of --hidden-size",
+    )
+    yield from _stream_stage_rules(config, because)
+
+
+def _stream_stage_rules(config: Any, because: str) -> Iterator[tuple[Any, str]]:
+    if config.account_for_embedding_in_pipeline_split:
+        stages = config.pipeline_model_parallel_size
+        stages *= config.virtual_pipeline_model_parallel_size or 1
+        layers = config.num_layers + 1 + bool(config.account_for_loss_in_pipeline_split)
+        yield (
+            layers // stages > 1,
+            "--account-for-embedding-in-pipeline-split must leave the first stage a layer "
+            f"{because}: it makes the streams that stages exchange",
+        )
+    layout = config.pipeline_model_parallel_layout
+    stages = getattr(layout, "layout", None)
+    # Megatron's object, once it is made of the text: kinds of layers per rank and virtual stage.
+    empty = stages is not None and all(kind.name != "decoder" for kind in stages[0][0])
+    yield (
+        not empty,
+        f"--pipeline-model-parallel-layout must begin with a decoder layer {because}: the first "
+        "layer makes the streams that stages exchange",
+    )

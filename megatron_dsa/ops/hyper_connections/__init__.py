@@ -1,0 +1,1 @@
+"""Hyper-connections: a layer reads several residual streams, and writes to them."""

@@ -1,0 +1,1 @@
+"""Hyper-connections in Triton."""

@@ -1,0 +1,216 @@
+"""Hyper-connections in Triton: launches, and what autograd keeps.
+
+A forward reads the streams three times and writes them once: projection, mix with norm, write. A
+backward reads them three times as well, for the write, for the mix, and for the gradients of the
+projection and of the streams, which one kernel forms; what the write adds to the gradient of the
+streams is written once and read once.
+
+Kept are the streams and the output of attention or of the MLP, and fp32 numbers of each token: the
+projection, from which the weights follow, the weights themselves and the factors of both norms. All
+sums over tokens are partial sums of programs, added in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.hyper_connections.inputs import ReadInputs, WriteInputs
+from megatron_dsa.ops.hyper_connections.triton import streams as kernels
+from megatron_dsa.ops.hyper_connections.triton import weights
+from megatron_dsa.ops.hyper_connections.triton.tiles import (
+    TOKENS,
+    project_tiles,
+    read_backward_tiles,
+    row_warps,
+    weight_parts,
+)
+
+
+def read(inputs: ReadInputs) -> tuple[torch.Tensor, ...]:
+    """Return ``normed``, the streams, ``post`` and ``comb``; see :func:`.api.read_streams`."""
+    _refuse_float64(inputs.streams)
+    return _Read.apply(*_dense(inputs.tensors), inputs.settings)
+
+
+def head(inputs: ReadInputs) -> torch.Tensor:
+    """Return ``normed [T, C]``."""
+    _refuse_float64(inputs.streams)
+    return _Head.apply(*_dense(inputs.tensors), inputs.settings)
+
+
+def write(inputs: WriteInputs) -> torch.Tensor:
+    """Return ``[T, n, C]``."""
+    _refuse_float64(inputs.streams)
+    return _Write.apply(*_dense(inputs.tensors))
+
+
+def _refuse_float64(streams: torch.Tensor) -> None:
+    if streams.dtype == torch.float64:
+        raise ConfigError(
+            "streams must not be float64 for the Triton kernels, which compute in float32: use the "
+            "torch implementation (ops.hyper_connections.torch)."
+        )
+
+
+def _dense(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    return [tensor.contiguous() for tensor in tensors]
+
+
+def processors(like: torch.Tensor) -> int:
+    """Multiprocessors of the device; 2 for an interpreted kernel."""
+    if not like.is_cuda:
+        return 2
+    return torch.cuda.get_device_properties(like.device).multi_processor_count
+
+
+def _weigh(x, fn, base, scale, settings):
+    """Return ``m``, ``rstd``, ``pre``, ``post`` and ``comb``; the last two are None for a head."""
+    (tokens, n, channels), outputs = x.shape, fn.shape[0]
+    eps, norm_eps, iterations = settings
+    is_head = outputs == n
+    m, rstd, pre = (x.new_empty(tokens, *s, dtype=torch.float32) for s in ((outputs,), (), (n,)))
+    post = comb = None
+    if not is_head:
+        post, comb = (x.new_empty(tokens, *s, dtype=torch.float32) for s in ((n,), (n, n)))
+    if tokens == 0:
+        return m, rstd, pre, post, comb
+    tile, parts, steps = project_tiles(tokens, n * channels, outputs, processors(x))
+    sums = m.new_empty(parts, tokens, outputs)
+    squares = m.new_empty(parts, tokens)
+    weights.project[(triton.cdiv(tokens, tile["BLOCK_T"]), parts)](
+        x, fn, sums, squares, tokens, steps,
+        WIDTH=n * channels, OUT=outputs, SPLIT=x.dtype == torch.bfloat16, **tile,
+    )  # fmt: skip
+    weights.weigh[(triton.cdiv(tokens, TOKENS),)](
+        sums, squares, base, scale, m, rstd, pre, post, comb, tokens, parts, eps, norm_eps,
+        WIDTH=n * channels, N=n, HEAD=is_head, ITERATIONS=iterations, BLOCK_T=TOKENS,
+        num_warps=4,
+    )  # fmt: skip
+    return m, rstd, pre, post, comb
+
+
+def _weigh_backward(kept, base, scale, channels, settings, dpre, dpost, dcomb):
+    """Return the gradients of the projection, of its norm, of ``base`` and of ``scale``."""
+    m, rstd = kept
+    tokens, outputs = m.shape
+    n = dpre.shape[1]
+    is_head = outputs == n
+    eps, _norm_eps, iterations = settings
+    programs = triton.cdiv(tokens, TOKENS)
+    projected, shrink = torch.empty_like(m), torch.empty_like(rstd)
+    partial = m.new_empty(programs, outputs + 3)
+    divisors = None if is_head else m.new_empty(programs, 2 * iterations - 1, TOKENS, n)
+    weights.weigh_backward[(programs,)](
+        m, rstd, base, scale, dpre, dpost, dcomb, projected, shrink, partial, divisors, tokens,
+        eps, WIDTH=n * channels, N=n, HEAD=is_head, ITERATIONS=iterations, BLOCK_T=TOKENS,
+        num_warps=4,
+    )  # fmt: skip
+    sums = partial.sum(0)
+    return projected, shrink, sums[:outputs], sums[outputs : outputs + scale.shape[0]]
+
+
+def _mixed(x, pre, weight, settings):
+    tokens, n, channels = x.shape
+    normed, rstd = x.new_empty(tokens, channels), pre.new_empty(tokens)
+    if tokens:
+        kernels.mix[(tokens,)](
+            x, pre, weight, normed, rstd, settings[1],
+            C=channels, N=n, BLOCK_C=triton.next_power_of_2(channels),
+            num_warps=row_warps(channels),
+        )  # fmt: skip
+    return normed, rstd
+
+
+def _mix_backward(x, pre, weight, rstd, dnormed):
+    """Return the gradients of the rounded sum, of ``pre`` and of the norm's weight."""
+    tokens, n, channels = x.shape
+    programs = weight_parts(tokens, processors(x))
+    du, dpre = torch.empty_like(dnormed), torch.empty_like(pre)
+    partial = pre.new_empty(programs, channels)
+    kernels.mix_backward[(programs,)](
+        x, pre, weight, rstd, dnormed, du, dpre, partial, tokens,
+        C=channels, N=n, BLOCK_C=triton.next_power_of_2(channels), num_warps=row_warps(channels),
+        maxnreg=128,
+    )  # fmt: skip
+    return du, dpre, partial.sum(0)
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fn, base, scale, weight, settings):
+        m, flat_rstd, pre, post, comb = _weigh(x, fn, base, scale, settings)
+        normed, rstd = _mixed(x, pre, weight, settings)
+        ctx.save_for_backward(x, fn, base, scale, weight, m, flat_rstd, pre, rstd)
+        ctx.settings = settings
+        return normed, x, post, comb
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dnormed, dstreams, dpost, dcomb):
+        return _read_backward(ctx, dnormed, dstreams, dpost, dcomb)
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *args):
+        return _Read.forward(ctx, *args)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dnormed):
+        return _read_backward(ctx, dnormed, None, None, None)
+
+
+def _read_backward(ctx, dnormed, dstreams, dpost, dcomb):
+    x, fn, base, scale, weight, m, flat_rstd, pre, rstd = ctx.saved_tensors
+    tokens, n, channels = x.shape
+    outputs = fn.shape[0]
+    if tokens == 0:
+        return torch.empty_like(x), *map(torch.zeros_like, (fn, base, scale, weight)), None
+    dnormed, dstreams, dpost, dcomb = (
+        None if g is None else g.contiguous() for g in (dnormed, dstreams, dpost, dcomb)
+    )
+    du, dpre, dweight = _mix_backward(x, pre, weight, rstd, dnormed)
+    projected, shrink, dbase, dscale = _weigh_backward(
+        (m, flat_rstd), base, scale, channels, ctx.settings, dpre, dpost, dcomb
+    )
+    tile, parts, steps = read_backward_tiles(tokens, channels, n, outputs, processors(x))
+    dx = torch.empty_like(x)
+    partial = fn.new_empty(parts, *fn.shape)
+    kernels.read_backward[(n * triton.cdiv(channels, tile["BLOCK_C"]), parts)](
+        x, du, pre, fn, projected, shrink, dstreams, dx, partial, tokens, steps,
+        C=channels, N=n, OUT=outputs, SPLIT=x.dtype == torch.bfloat16, **tile,
+    )  # fmt: skip
+    return dx, partial.sum(0), dbase, dscale, dweight.to(weight.dtype), None
+
+
+class _Write(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output, x, post, comb):
+        tokens, n, channels = x.shape
+        out = torch.empty_like(x)
+        block = min(1024, triton.next_power_of_2(channels))
+        if tokens:
+            kernels.write[(tokens * triton.cdiv(channels, block),)](
+                output, x, post, comb, out, C=channels, N=n, BLOCK_C=block,
+                num_warps=max(1, block // 256),
+            )  # fmt: skip
+        ctx.save_for_backward(output, x, post, comb)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        output, x, post, comb = ctx.saved_tensors
+        tokens, n, channels = x.shape
+        gradients = [torch.empty_like(tensor) for tensor in (output, x, post, comb)]
+        block = min(1024, triton.next_power_of_2(channels))
+        if tokens:
+            kernels.write_backward[(tokens,)](
+                output, x, post, comb, dout.contiguous(), *gradients,
+                C=channels, N=n, BLOCK_C=block, VEC=min(8, block), num_warps=max(1, block // 256),
+            )  # fmt: skip
+        return tuple(gradients)

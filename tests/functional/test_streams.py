@@ -1,0 +1,195 @@
+"""Hyper-connections through the training entry point, in every parallel layout.
+
+As in ``test_parity.py``: loss and every gradient equal those of one process. A DSA model with dense
+and expert layers, and a V4: streams belong to the residual, not to an attention.
+"""
+
+import pytest
+import torch
+
+from tests.functional.checkpoint_reader import read
+from tests.functional.comparisons import check_layout, check_resume, compare_curves
+from tests.functional.launch import train
+from tests.functional.parallel_flags import (
+    CP2,
+    FULL_RECOMPUTE,
+    LAYOUTS,
+    PACKED,
+    TP2_HEADS,
+    TP2_SEQUENCE,
+)
+from tests.helpers import relative_error
+
+STREAMS = {
+    "--num-layers": 4,
+    "--hc-mult": 4,
+    "--hc-sinkhorn-iters": 5,
+    "--num-experts": 4,
+    "--moe-layer-freq": "([0]*2+[1]*2)",
+    "--moe-router-topk": 2,
+    "--moe-ffn-hidden-size": 32,
+    "--moe-router-load-balancing-type": "none",
+}
+#: The attention of DeepSeek-V4 under the same streams.
+V4 = {
+    "--num-layers": 3,
+    "--csa-compress-ratios": [0, 4, 16],
+    "--csa-window-size": 12,
+    "--csa-compress-rotary-base": 160000,
+    "--kv-lora-rank": 24,
+    "--qk-head-dim": 24,
+    "--qk-pos-emb-head-dim": 8,
+    "--v-head-dim": 32,
+    "--o-groups": 2,
+    "--o-lora-rank": 16,
+    "--dsa-indexer-topk": 6,
+    "--dsa-indexer-rope-interleaved": True,
+    "--hc-mult": 4,
+}
+PP2 = {"--pipeline-model-parallel-size": 2}
+INTERLEAVED = PP2 | {"--num-layers-per-virtual-pipeline-stage": 1}
+SHARED_LAYOUTS = (
+    "DP2 with distributed optimizer",
+    "selective recompute",
+    "small workspace",
+    "one microbatch of 8 instead of four of 2",
+)
+STREAM_LAYOUTS = {name: LAYOUTS[name] for name in SHARED_LAYOUTS} | {
+    "TP2 by heads": (TP2_HEADS, 2),
+    "CP2, full recompute": (CP2 | FULL_RECOMPUTE, 2),
+    "PP2": (PP2, 2),
+    "PP2 interleaved, full recompute": (INTERLEAVED | FULL_RECOMPUTE, 2),
+    "PP2 interleaved, TP2 by sequence": (INTERLEAVED | TP2_SEQUENCE, 4),
+    "EP2 over DP2": ({"--expert-model-parallel-size": 2}, 2),
+    "last stage has the loss alone": (
+        PP2 | {"--pipeline-model-parallel-layout": "Etttt|L"}, 2,
+    ),
+}  # fmt: skip
+V4_LAYOUTS = {
+    "TP2 by heads and CP2": (TP2_HEADS | CP2, 4),
+    "PP2 with full recompute": (
+        PP2 | {"--pipeline-model-parallel-layout": "Ett|tL"} | FULL_RECOMPUTE, 2,
+    ),
+}  # fmt: skip
+
+
+def cases(layouts):
+    return [pytest.param(n, marks=pytest.mark.ranks(x[1])) for n, x in layouts.items()]
+
+
+def is_connection(name):
+    return ".hc_" in name
+
+
+@pytest.fixture(scope="module")
+def stream_step(steps_of):
+    """One step of the small model from a common checkpoint."""
+    return steps_of(STREAMS)
+
+
+@pytest.fixture(scope="module")
+def single(stream_step):
+    """The reference: one process, four microbatches."""
+    step, gradients, result = stream_step()
+    assert all(gradient.norm() > 0 for gradient in gradients.values())
+    # Stacked over layers, of attention and of the MLP; and the head's.
+    assert sum(map(is_connection, gradients)) == 4 * 6 + 3
+    return step, gradients, result
+
+
+@pytest.mark.parametrize("name", cases(STREAM_LAYOUTS))
+def test_layout(name, single, stream_step):
+    check_layout(name, STREAM_LAYOUTS[name], single, stream_step)
+
+
+@pytest.fixture(scope="module")
+def v4_step(steps_of):
+    return steps_of(V4)
+
+
+@pytest.fixture(scope="module")
+def v4_single(v4_step):
+    return v4_step()
+
+
+@pytest.mark.parametrize("name", cases(V4_LAYOUTS))
+def test_v4_layout(name, v4_single, v4_step):
+    check_layout(name, V4_LAYOUTS[name], v4_single, v4_step)
+
+
+def test_shared_selections(steps_of):
+    """The layer that hands selections on has streams as well, also when it is recomputed."""
+    step = steps_of(
+        {"--num-layers": 3, "--hc-mult": 2, "--dsa-indexer-topk-freq": 2}
+        | {"--dsa-indexer-skip-topk-offset": 1}
+    )
+    check_layout("full recompute", (FULL_RECOMPUTE, 1), step(), step)
+
+
+@pytest.mark.ranks(2)
+def test_packed_documents(short_documents):
+    """Documents of any length over context-parallel ranks."""
+    flags = STREAMS | PACKED | {"--data-path": short_documents}
+    compare_curves(train(flags | CP2, ranks=2), train(flags))
+
+
+def test_report_names_what_ran(single):
+    log = single[2].log
+    for operation in ("read", "write", "head"):
+        assert f">   hyper_connection_{operation}: torch" in log, operation
+
+
+def test_resume_equals_uninterrupted_in_bf16(data, tmp_path):
+    """Connections stay fp32 in the model, in the optimizer and in checkpoints."""
+    state = check_resume(V4 | {"--data-path": data, "--bf16": True}, tmp_path)
+    mine = {name: tensor for name, tensor in state.items() if is_connection(name)}
+    weights = [name for name in mine if not name.startswith("optimizer")]
+    assert len(weights) == 3 * 6 + 3 and len(mine) >= 3 * len(weights)
+    assert {tensor.dtype for tensor in mine.values()} == {torch.float32}
+    other = next(name for name in state if name.endswith("linear_kv_proj.weight"))
+    assert state[other].dtype == torch.bfloat16
+
+
+@pytest.mark.ranks(2)
+def test_distributed_optimizer_in_bf16(data, tmp_path):
+    """Two ranks train like one; weights and moments are saved under the right names."""
+    flags = STREAMS | {"--data-path": data, "--bf16": True, "--train-iters": 1}
+    distributed = {"--use-distributed-optimizer": True, "--dist-ckpt-optim-fully-reshardable": True}
+    one = train(flags | {"--save": tmp_path / "one", "--save-interval": 1})
+    saved = {"--save": tmp_path / "two", "--save-interval": 1}
+    two = train(flags | distributed | saved, ranks=2)
+    assert two.column("lm loss") == pytest.approx(one.column("lm loss"), rel=1e-4)
+    expected, state = read(tmp_path / "one"), read(tmp_path / "two")
+    moments = [name for name in state if name.startswith("optimizer.state.exp_avg")]
+    assert sum(map(is_connection, moments)) == 2 * (4 * 6 + 3)
+    for name in filter(is_connection, moments):
+        assert relative_error(state[name], expected[name]) < 1e-5, name
+
+
+@pytest.mark.ranks(2)
+def test_frozen_main_model(data, tmp_path):
+    """In stage warmup connections stay as they are, in a pipeline, with the layers' losses."""
+    flags = STREAMS | {"--data-path": data, "--save": tmp_path, "--load": tmp_path}
+    flags |= {"--save-interval": 2}
+    train(flags | {"--dsa-stage": "dense", "--train-iters": 2})
+    before = read(tmp_path)
+    train(flags | {"--dsa-stage": "warmup", "--train-iters": 4} | PP2, ranks=2)
+    after = read(tmp_path)
+    for name, tensor in before.items():
+        if not name.startswith(("optimizer", "rng")):
+            assert tensor.equal(after[name]), name
+
+
+def test_refusals_name_the_flags(data):
+    """All of them at once, before anything is built."""
+    wrong = {
+        "--normalization": "LayerNorm",
+        "--mtp-num-layers": 1,
+        "--recompute-granularity": "selective",
+        "--recompute-modules": ["layernorm"],
+    }
+    run = train(STREAMS | wrong | {"--data-path": data}, check=False)
+    assert run.returncode != 0 and not run.steps
+    for flag in ("--normalization must be RMSNorm", "--mtp-num-layers is not supported"):
+        assert f"{flag}" in run.log
+    assert "--recompute-modules must not name layernorm with --hc-mult 4" in run.log
