@@ -10,7 +10,7 @@ from megatron_dsa.ops import OPERATIONS
 from tests.functional.launch import train
 
 #: Lines of README's five steps beside those of the training; Megatron's are most of them.
-LINES = 65
+LINES = 67
 HYBRID = {
     "--num-layers": 3, "--csa-compress-ratios": [0, 4, 16], "--csa-window-size": 12,
     "--csa-compress-rotary-base": 160000, "--o-groups": 2, "--o-lora-rank": 16,
