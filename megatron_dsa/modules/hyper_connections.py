@@ -38,7 +38,7 @@ _PARTS = ("fn", "base", "scale")
 
 
 def _add_parameters(module: Any, kind: str, config, outputs: int, scales: int) -> None:
-    """Add ``hc_{kind}_fn``, ``base`` and ``scale``, initialised as transformers does."""
+    """Add ``hc_{kind}_fn``, ``base`` and ``scale``, with the initial values of transformers."""
     width = config.hc_mult * config.hidden_size
     values = (new_parameter(config, *s) for s in ((outputs, width), (outputs,), (scales,)))
     for part, parameter in zip(_PARTS, values, strict=True):
