@@ -258,11 +258,11 @@ class Layout:
         """Number of ranks that the query tokens are sharded over."""
         return self.all_tokens.num_queries // max(self.num_queries, 1)
 
-    @torch.inference_mode(False)  # what is formed in evaluation is used in training, too
     def derive(self, key, make: Callable) -> Any:
         """Return what ``make()`` makes, once per ``key``: the layers of a microbatch share it."""
         if key not in self.derived:
-            self.derived[key] = make()
+            with torch.inference_mode(False):  # what evaluation forms is used in training, too
+                self.derived[key] = make()
         return self.derived[key]
 
     def derive_large(self, key, make: Callable) -> Any:

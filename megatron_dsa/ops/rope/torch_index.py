@@ -36,7 +36,10 @@ class _RotateIndex(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return _rotated(dy, *ctx.saved_tensors, *ctx.rest, back=True), None, None, None, None
+        cos, sin = ctx.saved_tensors
+        kind, workspace_bytes = ctx.rest
+        dx = _rotated(dy, cos, sin, kind, workspace_bytes, back=True)
+        return dx, None, None, None, None
 
 
 def _rotated(x, cos, sin, kind, workspace_bytes: int, back: bool) -> torch.Tensor:
