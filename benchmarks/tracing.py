@@ -16,8 +16,9 @@ _BACKWARDS = {
     "_CompressBackward": "compressor_backward",
     "_NormRopeBackward": "norm_rope_backward",
     "_RotateBackward": "rotate_backward",
+    "_RotateIndexBackward": "index_rotation_backward",
 }
-#: Counted where they run outside of all operations: projections, mostly, and the Hadamard rotation.
+#: Counted where they run outside of all operations: projections, mostly.
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
 PRODUCTS, OTHER = "matrix products", "other"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -44,9 +46,25 @@ GPUS = {
 _PROCESSORS = {AMPERE: 108, ADA: 142, HOPPER: 132, BLACKWELL: 148}
 
 
-def processors(capability: tuple[int, int]) -> int:
+def planned_processors(capability: tuple[int, int]) -> int:
     """Return how many streaming multiprocessors a GPU to plan for has."""
     return _PROCESSORS.get(capability, _PROCESSORS[HOPPER])
+
+
+def of_device(ask: Callable[[torch.device], Any], device: torch.device) -> Any:
+    """Return ``ask(device)``, what a function of ``torch.cuda`` says of a GPU, asked once."""
+    # Without an index it is the current one.
+    return ask(device) if device.index is None else _asked(ask, device)
+
+
+@lru_cache(maxsize=64)
+def _asked(ask: Callable[[torch.device], Any], device: torch.device) -> Any:
+    return ask(device)
+
+
+def processors(device: torch.device) -> int:
+    """Return how many streaming multiprocessors a GPU has."""
+    return of_device(torch.cuda.get_device_properties, device).multi_processor_count
 
 
 def gpu_here() -> str:

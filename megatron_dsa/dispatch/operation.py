@@ -16,6 +16,7 @@ import torch
 
 from megatron_dsa.dispatch.choice_log import log_choice, log_once
 from megatron_dsa.dispatch.counts import TIMES, count, profiler_range, uncounted
+from megatron_dsa.dispatch.gpus import of_device
 from megatron_dsa.dispatch.policy import FLAG, VARIABLE, Policy, check_environment
 from megatron_dsa.dispatch.support import OpCall, Support
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
@@ -165,7 +166,7 @@ def describe_call(device: torch.device | str, **properties) -> OpCall:
     else:
         device = torch.device(device)
         name = device.type
-        capability = torch.cuda.get_device_capability(device) if name == "cuda" else None
+        capability = of_device(torch.cuda.get_device_capability, device) if name == "cuda" else None
     return OpCall(device=name, capability=capability, **properties)
 
 
@@ -263,11 +264,11 @@ class Operation:
             return import_attribute(self.meta)(candidate, *args, **kwargs)
         count(self.name, candidate.name)
         on_gpu = call.device == "cuda"
-        with (
-            profiler_range(f"megatron_dsa.{self.name}.{candidate.name}", on_gpu),
-            TIMES.measure(self.name, on_gpu),
-        ):
-            return candidate.load()(*args, **kwargs)
+        with profiler_range(f"megatron_dsa.{self.name}.{candidate.name}", on_gpu):
+            if not TIMES.on:
+                return candidate.load()(*args, **kwargs)
+            with TIMES.measure(self.name, on_gpu):
+                return candidate.load()(*args, **kwargs)
 
 
 @lru_cache(maxsize=512)

@@ -37,21 +37,32 @@ def require_tensor(
     Raises:
         ConfigError: names the argument, the rule and the fix.
     """
+    if (
+        isinstance(x, torch.Tensor)
+        and x.dtype in dtypes
+        and (like is None or x.device == like.device)
+        and _has_shape(x, shape)
+    ):
+        return  # before any message is put together
     wanted = "[" + ", ".join(str(size) for size in shape) + "]"
     require(
         isinstance(x, torch.Tensor),
         f"{name} must be a tensor {wanted}, got {type(x).__name__}: convert it",
     )
-    fits = x.dim() == len(shape) and all(
-        isinstance(size, str) or size == given for size, given in zip(shape, x.shape, strict=True)
-    )
-    require(fits, f"{name} must be {wanted}, got shape {tuple(x.shape)}: {fix}")
+    require(_has_shape(x, shape), f"{name} must be {wanted}, got shape {tuple(x.shape)}: {fix}")
     wanted = " or ".join(_short(dtype) for dtype in dtypes)
     require(x.dtype in dtypes, f"{name} must have dtype {wanted}, got {_short(x.dtype)}: cast it")
     require(
         like is None or x.device == like.device,
         f"{name} must be on the device of the other arguments, "
         f"{None if like is None else like.device}, got {x.device}: move it there",
+    )
+
+
+def _has_shape(x: torch.Tensor, shape: tuple[int | str, ...]) -> bool:
+    given = x.shape
+    return len(given) == len(shape) and all(
+        size == own or isinstance(size, str) for size, own in zip(shape, given, strict=True)
     )
 
 

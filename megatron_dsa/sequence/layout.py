@@ -262,12 +262,12 @@ class Layout:
         """Number of ranks that the query tokens are sharded over."""
         return self.all_tokens.num_queries // max(self.num_queries, 1)
 
-    @torch.inference_mode(False)  # what is formed in evaluation is used in training, too
     def derive(self, key, make: Callable) -> Any:
         """Return what ``make()`` makes, once per ``key``: the layers of a microbatch share it."""
         if key in self.derived:
             return self.derived[key]
-        made = make()
+        with torch.inference_mode(False):  # what evaluation forms is used in training, too
+            made = make()
         if self.in_graph or not capturing():  # else it has no content before a replay
             self.derived[key] = made
         return made

@@ -36,7 +36,8 @@ class _RotateIndex(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (cos, sin), (kind, workspace_bytes) = ctx.saved_tensors, ctx.rest
+        cos, sin = ctx.saved_tensors
+        kind, workspace_bytes = ctx.rest
         dx = _rotated(dy, cos, sin, kind, workspace_bytes, back=True)
         return dx, None, None, None, None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.dispatch import Policy
+from megatron_dsa.dispatch.gpus import processors
 from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.numerics.arithmetic import slices
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
@@ -57,8 +58,7 @@ def _wave(heads: int, device: torch.device) -> int:
     """Return how many tokens the thread blocks have that run at once; 0 where there is no GPU."""
     if device.type == "cpu":
         return 0
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return processors * max(1, min(_ROWS // heads, _TOGETHER)) // -(-heads // _ROWS)
+    return processors(device) * max(1, min(_ROWS // heads, _TOGETHER)) // -(-heads // _ROWS)
 
 
 def _up(count: int, multiple: int) -> int:

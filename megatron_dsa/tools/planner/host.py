@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from megatron_dsa.dispatch import meta_dispatch
-from megatron_dsa.dispatch.gpus import processors
+from megatron_dsa.dispatch.gpus import planned_processors
 from megatron_dsa.metrics.log import IndexerLog
 from megatron_dsa.ops.meta import differentiable, empty_sums
 from megatron_dsa.patches.cpu_host import CudaTo, NoStream
@@ -70,7 +70,7 @@ def host(capability: tuple[int, int] | None, device: torch.device = META) -> Ite
     # Memory does not hang on the cache: lists that come in order are not sorted.
     properties = SimpleNamespace(
         major=(capability or (10,))[0],
-        multi_processor_count=0 if capability is None else processors(capability),
+        multi_processor_count=0 if capability is None else planned_processors(capability),
         L2_cache_size=50 * 2**20,
     )
     # One kind of GPU, whose random state is the CPU's: nothing is drawn on the meta device.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_dsa.dispatch.gpus import processors
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.padding import padded_heads, with_heads
 from megatron_dsa.sequence.layout import Block, Seen
@@ -109,6 +110,6 @@ def scores(
         seen.start,
         seen.end,
         out,
-        torch.cuda.get_device_properties(q.device).multi_processor_count,
+        processors(q.device),
     )
     return out

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.dispatch import deterministic_mode
+from megatron_dsa.dispatch.gpus import processors
 from megatron_dsa.ops.masked_attention.bits import GROUP
 from megatron_dsa.ops.masked_attention.inputs import ListedProbabilities, MaskedAttentionInputs
 from megatron_dsa.ops.masked_attention.tilelang import backward as backward_program
@@ -123,8 +124,7 @@ class _Call:
 
     def heads_together(self, blocks: int) -> int:
         """Return how many heads' blocks fill the GPU once: these share keys in the L2 cache."""
-        processors = torch.cuda.get_device_properties(self.q.device).multi_processor_count
-        return max(1, processors // blocks)
+        return max(1, processors(self.q.device) // blocks)
 
 
 def _tiles(inputs: MaskedAttentionInputs, with_queries: bool) -> Tiles:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_dsa.dispatch import deterministic_mode
+from megatron_dsa.dispatch.gpus import processors
 from megatron_dsa.numerics.arithmetic import rows_in_budget
 from megatron_dsa.ops.hopper.fixed_point import largest
 from megatron_dsa.ops.hopper.fragments import (
@@ -231,8 +232,7 @@ def _queries_at_once(inputs: SparseAttentionInputs, tiles: int, bytes_per_query:
     step = rows_in_budget(inputs.workspace_bytes, bytes_per_query)
     if step < queries:
         # As many thread blocks as fill the GPU some times over.
-        device = torch.cuda.get_device_properties(inputs.q.device)
-        wave = max(1, device.multi_processor_count // tiles)
+        wave = max(1, processors(inputs.q.device) // tiles)
         step = step // wave * wave or step
     return min(step, queries)
 
