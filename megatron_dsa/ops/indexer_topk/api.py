@@ -114,7 +114,8 @@ class Exact:
 
     def __call__(self, block: Block, seen: Seen, out: torch.Tensor | None = None) -> torch.Tensor:
         topk = self.given.topk
-        return self._select(self._score(self.inputs, topk, block, seen), seen, topk, out)
+        scores = self._score(self.inputs, topk, block, seen)
+        return self._select(scores, seen, topk, out if self._takes_out else None)
 
     @functools.cached_property
     def _exact_bytes(self) -> int:
@@ -128,9 +129,15 @@ class Exact:
         call = self._describe(inputs, topk)
         return SCORES.run(call, self.policy, inputs, block, inputs.k, seen)
 
+    @functools.cached_property
+    def _takes_out(self) -> bool:
+        call = self._describe(self.inputs, self.given.topk)
+        return getattr(TOPK.choose(call, self.policy).candidate.load(), "takes_out", False)
+
     def _select(self, scores, seen: Seen, topk: int, out: torch.Tensor | None) -> torch.Tensor:
         call = self._describe(self.inputs, topk)
-        return TOPK.run(call, self.policy, scores, seen, topk, out)
+        more = () if out is None else (out,)
+        return TOPK.run(call, self.policy, scores, seen, topk, *more)
 
     def _bytes_per_score(self, scoring: OpCall, selecting: OpCall) -> int:
         """Temporary bytes per score of the implementations that score and select."""

@@ -52,9 +52,7 @@ class Selection:
         """Room for what its kernels allocate, as measured: its documentation does not say."""
         return 10
 
-    def __call__(
-        self, scores: torch.Tensor, seen: Seen, topk: int, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
         """Return int32 ``[r, topk]``: ascending columns of the best seen scores, then -1.
 
         What a row sees must be the first columns of the block (true for unpacked batches).

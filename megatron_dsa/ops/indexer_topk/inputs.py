@@ -72,17 +72,17 @@ class BlockScores(Protocol):
 
 
 class BlockSelection(Protocol):
-    """An implementation of ``indexer_topk``; its call is described by the indexer's q."""
+    """An implementation of ``indexer_topk``; its call is described by the indexer's q.
+
+    One with a true attribute ``takes_out`` is called with a fourth argument where that spares a
+    copy: a contiguous tensor, which takes the result and is returned.
+    """
 
     def bytes_per_score(self) -> int:
         """Temporary bytes per score besides the score itself, for the budget."""
 
-    def __call__(
-        self, scores: torch.Tensor, seen: Seen, topk: int, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
         """Return int32 ``[tokens, topk]``: ascending columns of the best seen scores, then -1.
-
-        The result may be written to ``out``, which is contiguous, and be it.
 
         ``scores [tokens, width]``, ``width > topk``, may be overwritten. Ties go to the smallest
         column, ``-0`` and ``+0`` are equal. What is not ``seen`` may hold anything.

@@ -28,7 +28,11 @@ def listed_scores(
 
 
 def select(
-    candidate: Candidate, scores: torch.Tensor, _seen: Seen, topk: int, _out: torch.Tensor | None
+    candidate: Candidate,
+    scores: torch.Tensor,
+    _seen: Seen,
+    topk: int,
+    _out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Meta function of ``indexer_topk``; ``TOPK.run`` calls it in a plan."""
     selection: Any = candidate.load()

@@ -48,9 +48,7 @@ class Selection:
         """Sorted copies, counters, masks."""
         return 32
 
-    def __call__(
-        self, scores: torch.Tensor, seen: Seen, topk: int, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def __call__(self, scores: torch.Tensor, seen: Seen, topk: int) -> torch.Tensor:
         """Return int32 ``[r, topk]``: ascending columns of the best seen scores, then -1."""
         visible = seen.columns(scores.shape[1])
         scores = scores.masked_fill_(~visible, float("-inf"))

@@ -64,6 +64,33 @@ def test_short_documents_need_no_scores(scored, topk, pairs):
     assert bool(scored) == (topk < 30)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("topk", [8, 5])
+def test_a_selection_may_write_where_it_belongs(monkeypatch, name, topk):
+    """Where its columns are key rows, and rows begin at multiples of 16 bytes."""
+    given = []
+
+    class Writes(Selection):
+        takes_out = True
+
+        def __call__(self, scores, seen, topk, out=None):
+            found = super().__call__(scores, seen, topk)
+            if out is None:
+                return found
+            assert out.is_contiguous() and out.data_ptr() % 16 == 0
+            given.append(out)
+            return out.copy_(found)
+
+    monkeypatch.setattr("megatron_dsa.ops.indexer_topk.torch.Selection", Writes)
+    layout = LAYOUTS[name](torch.device("cpu"))
+    inputs = integer_inputs(60, device="cpu")
+    indices, _ = indexer_topk(inputs, layout, topk, policy=SMALL)
+    assert torch.equal(indices, expected(inputs, layout, topk))
+    direct = layout.key_rows is None and layout.real is None
+    assert direct or not given
+    assert not direct or topk != 8 or given
+
+
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0])
 def test_all_scores_equal(device, value):
     """Trap 18: with nothing but ties the smallest keys win, and exactly K of them."""

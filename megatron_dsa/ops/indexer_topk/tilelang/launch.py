@@ -38,6 +38,8 @@ class Scores:
 class Selection:
     """``indexer_topk`` of a block, for every layout."""
 
+    takes_out = True
+
     def bytes_per_score(self) -> int:
         """Nothing: candidates stay on the chip."""
         return 0
