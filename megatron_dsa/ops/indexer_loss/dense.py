@@ -24,7 +24,8 @@ from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, ExpandedKeys, 
 from megatron_dsa.ops.indexer_loss.teacher import normalised_lse
 from megatron_dsa.ops.indexer_loss.tiles import QueryBlock, Tile, query_blocks
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.sequence.layout import Layout, Seen
+from megatron_dsa.sequence.blocks import Seen
+from megatron_dsa.sequence.layout import Layout
 
 
 class TileFunctions(Protocol):

@@ -10,7 +10,8 @@ import torch
 
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, ExpandedKeys, LatentKeys
-from megatron_dsa.sequence.layout import Layout, QueryRange
+from megatron_dsa.sequence.blocks import QueryRange
+from megatron_dsa.sequence.layout import Layout
 
 #: Heads handled at a time; smaller blocks need less memory, larger ones are faster.
 HEADS_AT_ONCE = 8

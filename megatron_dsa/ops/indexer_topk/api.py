@@ -24,7 +24,8 @@ from megatron_dsa.ops.indexer_topk.inputs import (
     describe_index_call,
 )
 from megatron_dsa.ops.indexer_topk.listed import chosen, put
-from megatron_dsa.sequence.layout import Block, Layout, Seen
+from megatron_dsa.sequence.blocks import Block, Seen
+from megatron_dsa.sequence.layout import Layout
 
 
 def indexer_topk(

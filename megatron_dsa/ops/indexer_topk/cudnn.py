@@ -12,7 +12,7 @@ import torch
 
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.padding import padded_heads, with_heads
-from megatron_dsa.sequence.layout import Block, Seen
+from megatron_dsa.sequence.blocks import Block, Seen
 
 
 class Scores:

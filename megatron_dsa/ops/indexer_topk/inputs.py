@@ -15,7 +15,8 @@ import torch
 from megatron_dsa.dispatch import OpCall, describe_call
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor
-from megatron_dsa.sequence.layout import Block, Layout, Seen
+from megatron_dsa.sequence.blocks import Block, Seen
+from megatron_dsa.sequence.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget
 from megatron_dsa.numerics.scaling import has_triton
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.sequence.layout import Seen
+from megatron_dsa.sequence.blocks import Seen
 
 
 def scores(inputs: IndexerInputs, columns: torch.Tensor, workspace_bytes: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from megatron_dsa.dispatch import Candidate
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.meta import empty_sums, take_workspace
-from megatron_dsa.sequence.layout import Block, Seen
+from megatron_dsa.sequence.blocks import Block, Seen
 
 
 def scores(

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dsa.sequence.layout import Layout, QueryRange
+from megatron_dsa.sequence.blocks import QueryRange
+from megatron_dsa.sequence.layout import Layout
 
 #: Temporary memory that float64 references may take.
 BUDGET_BYTES = 2**30

@@ -23,7 +23,8 @@ from megatron_dsa.ops.indexer_loss.inputs import (
 from megatron_dsa.ops.indexer_loss.tiles import TileBytes, fitting_shape, gathered_bytes
 from megatron_dsa.ops.indexer_loss.triton import gradients, student, teacher
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.sequence.layout import Layout, Seen
+from megatron_dsa.sequence.blocks import Seen
+from megatron_dsa.sequence.layout import Layout
 
 #: Teachers and gradients on scores have multiples of so many rows and columns.
 BLOCK = 128
