@@ -45,9 +45,11 @@ def command_of(number, tiny):
 
 
 #: Models that take less memory than when they were measured: gradients of index queries are scaled
-#: in place, queries rotated in one pass, heads' products written in place, and dense stages keep no
-#: copy of keys and values. To be measured again.
+#: in place, queries rotated in one pass, sparse attention runs in blocks of tokens, dense stages
+#: keep no copy of keys and values. To be measured again.
 LESS_NOW = {
+    "sparse", "sparse, distributed optimizer", "sparse, experts",
+    "sparse, prediction of a second token",
     "sparse, core and up projection recomputed", "sparse, all recomputed", "dense",
     "warmup, all trained", "hybrid, core and up projection recomputed", "v3.2", "v4",
 }  # fmt: skip
