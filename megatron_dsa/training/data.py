@@ -181,6 +181,11 @@ _BATCH_KEYS = (
 _TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
+def _documents(args) -> int | None:
+    """Return how many documents a batch has room for; a script of Megatron's has no such flag."""
+    return getattr(args, "dsa_packed_documents", None)
+
+
 def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[str, Any], Any]:
     """Return this rank's ``(batch, packed_seq_params)``; middle stages get an empty batch.
 
@@ -201,10 +206,9 @@ def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[
     if tp_rank == 0:
         data = next(data_iterator)
         check_tokens(data, args.padded_vocab_size)
-        if args.dsa_packed_documents is not None:
-            data["cu_seqlens"] = with_room(
-                data["cu_seqlens"], args.dsa_packed_documents, args.seq_length
-            )
+        room = _documents(args)
+        if room is not None:
+            data["cu_seqlens"] = with_room(data["cu_seqlens"], room, args.seq_length)
         for key in _BATCH_KEYS:
             value = data.get(key)
             batch[key] = None if value is None else value.cuda(non_blocking=True)
@@ -226,7 +230,7 @@ def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[
     )
     params = None
     if packed:
-        fixed = None if args.dsa_packed_documents is None else args.seq_length
+        fixed = None if _documents(args) is None else args.seq_length
         params = _pack(batch, fixed)
     if config.context_parallel_size > 1:
         sharding = Sharding(
