@@ -30,7 +30,7 @@ from megatron_dsa.numerics.checks import FLOATS, require_lists, require_tensor
 from megatron_dsa.numerics.head_products import write_head_products
 from megatron_dsa.ops.hopper.fixed_point import largest
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
-from megatron_dsa.ops.sparse_attention.api import Settings
+from megatron_dsa.ops.sparse_attention.api import Settings, require_kv_grad
 from megatron_dsa.ops.sparse_attention.blocks import token_blocks
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.sparse_attention.inputs import KeyGradientSum, SparseAttentionInputs
@@ -323,10 +323,7 @@ def absorbed_attention(
         "fit them to each other",
     )
     require_lists(indices, q, topk_length)
-    if kv_grad is not None:
-        wanted = accumulation_dtype(kv.dtype)
-        fix = "pass the proxy that megatron_dsa.parallel.gather.finish_gather returned"
-        require_tensor("kv_grad", kv_grad, tuple(kv.shape), (wanted,), q, fix)
+    require_kv_grad(kv_grad, kv)
     call = describe_call(
         q.device,
         dtype=q.dtype,

@@ -248,10 +248,7 @@ def sparse_attention(
     )
     if attn_sink is not None:
         require_tensor("attn_sink", attn_sink, q.shape[1:2], FLOATS, q, "give one logit per head")
-    if kv_grad is not None:
-        wanted = accumulation_dtype(kv.dtype)
-        fix = "pass the proxy that megatron_dsa.parallel.gather.finish_gather returned"
-        require_tensor("kv_grad", kv_grad, tuple(kv.shape), (wanted,), q, fix)
+    require_kv_grad(kv_grad, kv)
     call = describe_call(
         q.device,
         dtype=q.dtype,
@@ -266,6 +263,14 @@ def sparse_attention(
     return SparseAttentionOutput(
         *SparseAttention.apply(q, kv, kv_grad, attn_sink, *trained, selected, topk_length, settings)
     )
+
+
+def require_kv_grad(kv_grad: torch.Tensor | None, kv: torch.Tensor) -> None:
+    """Raise :class:`ConfigError` unless ``kv_grad``, if given, can stand for the gradient of kv."""
+    if kv_grad is not None:
+        fix = "pass the proxy that megatron_dsa.parallel.gather.finish_gather returned"
+        wanted = accumulation_dtype(kv.dtype)
+        require_tensor("kv_grad", kv_grad, tuple(kv.shape), (wanted,), kv, fix)
 
 
 def _check_lists(lists: KeyLists, q, kv, topk_length, wants_teacher: bool) -> None:

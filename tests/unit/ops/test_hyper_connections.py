@@ -210,7 +210,7 @@ SMALL = ("weigh", "weigh_backward")
 def test_compiles_without_a_gpu(monkeypatch, channels):
     """16 bytes per access, tiles that fit every GPU, and a write that exchanges nothing."""
     launch = pytest.importorskip(f"{PACKAGE}.launch")
-    monkeypatch.setattr(launch, "processors", lambda like: 132)
+    monkeypatch.setattr(launch, "_programs_at_once", lambda x: 132)
     recorders = {}
     for module, names in (
         (launch.weights, ("project", *SMALL)),
@@ -244,7 +244,7 @@ def test_plans_count_what_is_kept_and_allocated(monkeypatch, name, implementatio
     module = unfused
     if implementation == "triton":
         module = pytest.importorskip(f"{PACKAGE}.launch")
-        monkeypatch.setattr(module, "processors", lambda like: 132)
+        monkeypatch.setattr(module, "_programs_at_once", lambda x: 132)
         for name_of in ("project", *SMALL):
             monkeypatch.setattr(module.weights, name_of, Silent())
         for name_of in MOVING[1:]:

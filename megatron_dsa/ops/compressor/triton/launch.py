@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from megatron_dsa.dispatch.gpus import processors
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.ops.compressor.api import CompressorInputs
@@ -96,11 +97,9 @@ def _programs(inputs: CompressorInputs, launch: Launch, blocks: int, parts: int)
     As many as run at the same time: more would only make more partial sums (2 MB for the ratio 4
     and 4 MB for the ratio 128 on 132 multiprocessors).
     """
-    processors = 2
-    if inputs.values.is_cuda:
-        device = inputs.values.device
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(blocks, max(1, launch.resident * processors // parts))
+    device = inputs.values.device
+    count = processors(device) if device.type == "cuda" else 2
+    return min(blocks, max(1, launch.resident * count // parts))
 
 
 def _run_forward(inputs: CompressorInputs, out: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from megatron_dsa.dispatch.gpus import processors
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.ops.hyper_connections.inputs import ReadInputs, WriteInputs
@@ -59,11 +60,9 @@ def _dense(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     return [tensor.contiguous() for tensor in tensors]
 
 
-def processors(like: torch.Tensor) -> int:
+def _programs_at_once(x: torch.Tensor) -> int:
     """Multiprocessors of the device; 2 for an interpreted kernel."""
-    if not like.is_cuda:
-        return 2
-    return torch.cuda.get_device_properties(like.device).multi_processor_count
+    return processors(x.device) if x.is_cuda else 2
 
 
 def _weigh(x, fn, base, scale, settings):
@@ -77,7 +76,7 @@ def _weigh(x, fn, base, scale, settings):
         post, comb = (x.new_empty(tokens, *s, dtype=torch.float32) for s in ((n,), (n, n)))
     if tokens == 0:
         return m, rstd, pre, post, comb
-    tile, parts, steps = project_tiles(tokens, n * channels, outputs, processors(x))
+    tile, parts, steps = project_tiles(tokens, n * channels, outputs, _programs_at_once(x))
     sums = m.new_empty(parts, tokens, outputs)
     squares = m.new_empty(parts, tokens)
     weights.project[(triton.cdiv(tokens, tile["BLOCK_T"]), parts)](
@@ -127,7 +126,7 @@ def _mixed(x, pre, weight, settings):
 def _mix_backward(x, pre, weight, rstd, dnormed):
     """Return the gradients of the rounded sum, of ``pre`` and of the norm's weight."""
     tokens, n, channels = x.shape
-    programs = weight_parts(tokens, processors(x))
+    programs = weight_parts(tokens, _programs_at_once(x))
     du, dpre = torch.empty_like(dnormed), torch.empty_like(pre)
     partial = pre.new_empty(programs, channels)
     kernels.mix_backward[(programs,)](
@@ -177,7 +176,7 @@ def _read_backward(ctx, dnormed, dstreams, dpost, dcomb):
     projected, shrink, dbase, dscale = _weigh_backward(
         (m, flat_rstd), base, scale, channels, ctx.settings, dpre, dpost, dcomb
     )
-    tile, parts, steps = read_backward_tiles(tokens, channels, n, outputs, processors(x))
+    tile, parts, steps = read_backward_tiles(tokens, channels, n, outputs, _programs_at_once(x))
     dx = torch.empty_like(x)
     partial = fn.new_empty(parts, *fn.shape)
     kernels.read_backward[(n * triton.cdiv(channels, tile["BLOCK_C"]), parts)](
