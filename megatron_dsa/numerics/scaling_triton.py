@@ -29,7 +29,7 @@ def _factor(number, times, over):
 @triton.jit
 def _scale_block(x, out, block, count, factor, BLOCK: tl.constexpr):
     """Multiplied in fp32, rounded once."""
-    place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = block * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     values = tl.load(x + place, mask=inside).to(tl.float32) * factor
     tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
@@ -42,7 +42,8 @@ def _scale(
 ):  # fmt: skip
     """One program per block of the tensors, one tensor after the other."""
     factor = _factor(number, times, over).to(tl.float32)
-    block = tl.program_id(0)
+    # A count above 2^31 is int64, and both branches below must have one dtype.
+    block = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(count, BLOCK)
     if block < blocks:
         _scale_block(x, out, block, count, factor, BLOCK)

@@ -28,8 +28,8 @@ def stage(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["sparse", "warmup", "dense"])
 @pytest.mark.parametrize("graphs", [LOCAL, ATTENTION, WHOLE], ids=["layers", "attention", "whole"])
-def test_fifty_steps(graphs, name, data):
-    flags = {"--data-path": data} | STEPS | EVALUATED | UNSAMPLED | stage(name)
+def test_fifty_steps(graphs, name, short_documents):
+    flags = {"--data-path": short_documents} | STEPS | EVALUATED | UNSAMPLED | stage(name)
     check_same(train(flags | graphs), train(flags), name)
 
 

@@ -271,7 +271,13 @@ def training(config, packed, microbatches, steps, wrap=lambda schedule: schedule
     config.finalize_model_grads_func = finalize_model_grads
     empty_log(config.num_layers, torch.device("cuda"))
     model = model_of(config)
-    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    # On a stream of its own, as Megatron does: a capture cannot wait for the legacy stream, where
+    # gradients would be added up.
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    torch.cuda.current_stream().wait_stream(side)
     positions = POSITIONS.to("cuda")
     trained = [p for p in model.parameters() if p.requires_grad]
 

@@ -6,6 +6,7 @@ import torch
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.ops.sparse_attention import torch as unfused
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.reference import sparse_attention as reference
@@ -207,12 +208,14 @@ def test_rounding_of_gradients(heads, most):
         gradient = leaf(32, heads, 512, seed=3, device="cuda", dtype=torch.bfloat16).detach()
         order = torch.rand(32, 4096, generator=torch.Generator().manual_seed(4)).argsort(1)
         indices = order[:, :1024].int().cuda().contiguous()
-        q, kv = (x.to(dtype).requires_grad_() for x in (q, kv))
+        q = q.to(dtype).requires_grad_()
+        kv = kv.to(dtype)
+        kv_grad = torch.zeros_like(kv, dtype=accumulation_dtype(dtype)).requires_grad_()
         out = sparse_attention(
-            q, kv, indices, softmax_scale=192**-0.5, v_dim=512,
+            q, kv, indices, softmax_scale=192**-0.5, v_dim=512, kv_grad=kv_grad,
             policy=policy if dtype == torch.bfloat16 else Policy(fused=False),
         ).out  # fmt: skip
         out.backward(gradient.to(dtype))
-        found.append((q.grad, kv.grad))
+        found.append((q.grad, kv_grad.grad))
     for own, exact, bound in zip(*found, most, strict=True):
         assert relative_error(own, exact) < bound
