@@ -9,7 +9,11 @@ LOCAL = {"--cuda-graph-impl": "local"}
 ATTENTION = LOCAL | {"--cuda-graph-modules": "attn"}
 WHOLE = {"--cuda-graph-impl": "full_iteration", "--no-check-for-nan-in-loss-and-grad": True}
 PACKED = {"--dataloader-inter-document-masking": True}
-STEPS = {"--train-iters": 50, "--micro-batch-size": 2, "--global-batch-size": 8}
+#: Sums in a fixed order: another order selects other keys after some steps.
+STEPS = {
+    "--train-iters": 50, "--micro-batch-size": 2, "--global-batch-size": 8,
+    "--deterministic-mode": True,
+}  # fmt: skip
 EVALUATED = {"--eval-iters": 2, "--eval-interval": 20, "--split": "80,20,0"}
 #: Figures that graphs of layers leave out are left out of both.
 UNSAMPLED = {"--dsa-health-tokens": 0}
@@ -51,7 +55,7 @@ def test_fifty_steps_with_experts_and_multi_token_prediction(data):
 def check_same(run, plain, name):
     figures = ["lm loss"] if name == "dense" else ["lm loss", "indexer loss"]
     for figure in figures:
-        assert run.column(figure) == pytest.approx(plain.column(figure), rel=2e-3)
+        assert run.column(figure) == pytest.approx(plain.column(figure), rel=1e-5)
     assert "CUDA graphs (" in run.log and "not measured in CUDA graphs" in run.log
     assert "without replays of CUDA graphs" in run.log
     assert "CUDA graphs" not in plain.log

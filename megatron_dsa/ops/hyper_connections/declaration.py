@@ -27,11 +27,8 @@ def _why_not_triton(call: OpCall) -> str | None:
     return None
 
 
-_TRITON: dict[str, Any] = {
+_TRITON: dict[str, Any] = PORTABLE | {
     "package": TRITON,
-    "capabilities": PORTABLE["capabilities"],
-    # Compiled for all of these and interpreted; no GPU has run them yet.
-    "not_run": PORTABLE["capabilities"],
     "dtypes": (*HALF, torch.float32),
     "probe": _why_not_triton,
 }
