@@ -105,8 +105,8 @@ class LayerSpec:
     recompute: str = "nothing"
 
 
-def layer_config(spec: LayerSpec):
-    """Return the configuration of a layer; Megatron has to be running."""
+def layer_config(spec: LayerSpec, **more):
+    """Return the configuration of a layer, with fields ``more``; Megatron has to be running."""
     from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformerConfig
     from megatron_dsa.patches import cpu_host
     from megatron_dsa.presets import preset
@@ -122,6 +122,7 @@ def layer_config(spec: LayerSpec):
         "tensor_model_parallel_size": spec.tp,
         "context_parallel_size": spec.cp,
         "sequence_parallel": spec.tp > 1,
+        **more,
     }
     tiny = spec.preset.startswith("tiny")
     if spec.ratio is not None:

@@ -16,6 +16,7 @@ FAMILIES = {
     "masked": "masked dense attention of whole sequences, beside cuDNN's without a mask",
     "indexer": "selection and losses of whole sequences, beside megatron-core's",
     "csa": "memory-bound operations of DeepSeek-V4's attention",
+    "connections": "hyper-connections: operations, and layers with and without them",
     "layer": "whole attention layers: time, memory, and where the time goes",
     "ranks": "layers and dense attention over several GPUs of one host",
     "train": "training: planned memory and operations, resumed runs, convergence",

@@ -2,7 +2,7 @@
 
 * ``attention_<preset>_tflops.png``: speed of forward and backward against the number of keys.
 * ``masked_tflops.png``: that of masked dense attention, beside cuDNN's without a mask.
-* ``csa_pieces.png``: the share of the copy bandwidth.
+* ``csa_pieces.png``, ``connections_<preset>.png``: the share of the copy bandwidth.
 * ``layer_time.png``, ``layer_shares.png``: V3.2's step against the length, and where ours spends
   it; ``layer_<preset>_shares.png`` the latter of V4; ``layer_core_memory.png``: the workspace.
 * ``ranks_<n>gpus_layers.png``: efficiency and exposed communication.
@@ -20,12 +20,13 @@ from pathlib import Path
 from benchmarks.charts.convergence import draw_train
 from benchmarks.charts.drawing import points_of
 from benchmarks.charts.layers import draw_layers
-from benchmarks.charts.operations import draw_attention, draw_csa, draw_masked
+from benchmarks.charts.operations import draw_attention, draw_connections, draw_csa, draw_masked
 from benchmarks.charts.ranks import draw_ranks
 
 DRAWN = {
     "attention": draw_attention,
     "csa": draw_csa,
+    "connections": draw_connections,
     "masked": draw_masked,
     "layer": draw_layers,
     "ranks": draw_ranks,

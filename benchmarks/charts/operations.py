@@ -105,6 +105,22 @@ def _heads_and_dims(point: Point) -> tuple[int, int, int]:
 
 
 def draw_csa(points: list[Point], folder: Path) -> list[Path]:
+    """Draw V4's memory-bound pieces."""
+    title = "Memory-bound operations of V4's attention"
+    return [draw_shares_of_copy(points, title, folder / "csa_pieces.png")]
+
+
+def draw_connections(points: list[Point], folder: Path) -> list[Path]:
+    """Draw the operations of hyper-connections, a chart per width."""
+    written = []
+    for name in dict.fromkeys(point.case["preset"] for point in points):
+        mine = [point for point in points if point.case["preset"] == name]
+        title = f"Hyper-connections of {name}, four streams"
+        written.append(draw_shares_of_copy(mine, title, folder / f"connections_{name}.png"))
+    return written
+
+
+def draw_shares_of_copy(points: list[Point], title: str, target: Path) -> Path:
     """Draw the share of the copy bandwidth, one panel per length, a bar per way."""
     points = of_last_gpu([point for point in points if "share_of_copy" in point.values])
     lengths = sorted({point.case["tokens"] for point in points})
@@ -127,5 +143,4 @@ def draw_csa(points: list[Point], folder: Path) -> list[Path]:
         axis.grid(alpha=0.3, axis="x")
     axes[0][0].invert_yaxis()
     axes[0][0].legend(fontsize=8)
-    title = f"Memory-bound operations of V4's attention\n{machine(points)}"
-    return [save(figure, title, folder / "csa_pieces.png")]
+    return save(figure, f"{title}\n{machine(points)}", target)

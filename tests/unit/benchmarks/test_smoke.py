@@ -32,6 +32,11 @@ RUNS = {
         {("copy", "torch"), ("compressor_forward, ratio 4, dim 32", "eager"),
          ("norm_rope_backward, heads 2, dim 32", "torch"), ("key_lists, ratio 0", "torch")},
     ),
+    "connections": (
+        ["--ways", "torch", "plain", "streams"],
+        {("copy", "torch"), ("read_forward", "torch"), ("write_backward", "torch"),
+         ("head_backward", "torch"), ("step", "plain"), ("step", "streams")},
+    ),
     "layer": (
         ["--tokens", "128", "--ratios", "4"],
         {("forward", "ours"), ("step", "ours"), ("step", "sparse"), ("step", "masked"),

@@ -1,0 +1,87 @@
+"""Hyper-connections of DeepSeek-V4: their operations, and whole layers with and without them.
+
+    python -m benchmarks connections
+    python -m benchmarks connections --presets v4-flash --tokens 8192 --ways triton compiled
+
+Operations are compared with the traffic that they cannot avoid and with a plain copy in the same
+process. Ways are this package's Triton kernels, its memory-bounded torch implementation, and
+``compiled``, plain torch expressions through ``torch.compile``. The part ``step`` is forward and
+backward of two transformer layers, of ratio 4 and 128, with experts (fewer than the model has, as
+many per token): ``plain`` has one residual, ``streams`` has four, with first copies and last mix.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.connections.layers import CHANNELS, measure_layers
+from benchmarks.connections.operations import TRAFFIC, Job, measure_operation
+from benchmarks.settings import Settings, Work
+from benchmarks.timing import Clock
+
+CEILINGS = ("copy",)
+ON_DEVICE = True
+#: Timed calls, at most: these are short.
+REPEATS = 20
+WAYS, LAYER_WAYS = ("triton", "compiled", "torch"), ("plain", "streams")
+#: Cycles before each timed call, half a millisecond: longer than the launches of a fused one take.
+HEAD_START = 10**6
+
+
+@dataclass(frozen=True)
+class Case:
+    """Streams of a model's width.
+
+    Attributes:
+        preset: key of :data:`~benchmarks.connections.layers.CHANNELS`.
+        tokens: of one sequence.
+        workspace_mib: budget of torch implementations.
+    """
+
+    preset: str
+    tokens: int
+    workspace_mib: int = 256
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what tells the inputs."""
+    parser.add_argument("--presets", nargs="+", choices=CHANNELS, help="v4-flash v4-pro")
+    parser.add_argument("--tokens", nargs="+", type=int,
+                        help="(4096 8192 16384, with --quick 256)")  # fmt: skip
+
+
+def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
+    """Return a case per length and preset."""
+    presets = options.presets or (["tiny"] if options.quick else ["v4-flash", "v4-pro"])
+    lengths = options.tokens or ([256] if options.quick else [4096, 8192, 16384])
+    works = [Work(part, way) for part in TRAFFIC for way in WAYS]
+    works += [Work("step", way) for way in LAYER_WAYS]
+    return [
+        (Case(preset, tokens, options.workspace_mib), works)
+        for tokens in lengths
+        for preset in presets
+    ]
+
+
+class _Measurer:
+    def __init__(self, case: Case, device: torch.device, settings: Settings):
+        self.case, self.device, self.settings = case, device, settings
+
+    def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
+        case = self.case
+        if work.part == "step":
+            clock = Clock(self.device)
+            result = measure_layers(case.preset, case.tokens, work.way, clock, self.settings)
+        else:
+            budget = case.workspace_mib * 2**20
+            job = Job(work.part, case.tokens, CHANNELS[case.preset], work.way, budget)
+            clock = Clock(self.device, HEAD_START)
+            result = measure_operation(job, self.device, clock, self.settings)
+        yield work.part, result
+
+
+prepare = _Measurer

@@ -1,0 +1,60 @@
+"""The family ``connections``: widths, plain expressions, checks that find errors."""
+
+import pytest
+import torch
+
+from benchmarks.connections import eager, operations
+from benchmarks.connections.layers import CHANNELS
+from benchmarks.connections.operations import Job, expression, inputs_of, measure_operation
+from benchmarks.megatron_layer import MODELS
+from benchmarks.settings import Settings
+from benchmarks.timing import Clock
+from megatron_dsa.ops.hyper_connections import reference
+from megatron_dsa.ops.hyper_connections.inputs import Connection, ReadInputs, WriteInputs
+from megatron_dsa.presets import PRESETS
+from tests.helpers import relative_error
+
+CPU = torch.device("cpu")
+TOKENS, WIDTH = 6, 16
+
+
+@pytest.mark.parametrize("preset", ["v4-flash", "v4-pro"])
+def test_widths_are_those_of_the_models(preset):
+    assert CHANNELS[preset] == PRESETS[MODELS[preset]]["hidden_size"]
+
+
+@pytest.mark.parametrize("operation", operations.OPERATIONS)
+def test_expressions_equal_the_reference(operation):
+    job = Job(f"{operation}_forward", TOKENS, WIDTH, "compiled", 0)
+    tensors = [x.detach().double() for x in inputs_of(job, CPU)]
+    got = expression(job)(*tensors)
+    if operation == "write":
+        inputs = WriteInputs(*tensors, 0)
+    else:
+        x, *parameters, weight = tensors
+        numbers = operations.EPS, operations.EPS, operations.ITERATIONS
+        inputs = ReadInputs(x, Connection(*parameters, *numbers), weight, 0)
+    wanted = getattr(reference, operation)(inputs)
+    if operation == "read":  # the streams are handed on
+        wanted = [part for place, part in enumerate(wanted) if place != 1]
+    found = got if operation == "read" else (got,)
+    # What a layer reads is rounded to bf16 in the expressions alone.
+    for one, other in zip(found, wanted if operation == "read" else (wanted,), strict=True):
+        assert one.shape == other.shape and relative_error(one, other) < 3e-3
+
+
+@pytest.mark.parametrize("part", operations.TRAFFIC)
+def test_a_wrong_result_is_found(part, monkeypatch):
+    job = Job(part, TOKENS, WIDTH, "torch", 2**20)
+    settings = Settings("cpu", repeats=1, budget=0.1)
+    good = measure_operation(job, CPU, Clock(CPU), settings)
+    assert good["status"] == "ok" and good["tb_per_s"] > 0
+    plain = getattr(eager, job.operation)
+
+    def wrong(*arguments):
+        found = plain(*arguments)
+        return (found[0] * 1.1, *found[1:]) if isinstance(found, tuple) else found * 1.1
+
+    monkeypatch.setattr(eager, job.operation, wrong)
+    bad = measure_operation(job, CPU, Clock(CPU), settings)
+    assert bad["status"] == "failed" and "wrong result" in bad["reason"]
