@@ -94,8 +94,5 @@ def one_of(ranks: int, rank: int) -> Iterator[torch.device]:
         expert_model_parallel_size=1, expert_tensor_parallel_size=None,
         num_distributed_optimizer_instances=1,
     )  # fmt: skip
-    from megatron.core import tensor_parallel
-
     with host.ranks(sharded, rank):
-        tensor_parallel.model_parallel_cuda_manual_seed(1)  # weights are drawn from it
         yield device
