@@ -183,3 +183,9 @@ def test_heads_say_how_many_ranks_there_are():
     ]  # fmt: skip
     spec = Case("v3.2", 4096, heads=16).of_all_ranks()
     assert (spec.heads, spec.tokens, spec.sequence_length) == (128, 4096, 4096)
+
+
+def test_kernels_are_compiled_without_other_ranks():
+    """Building a layer calls the gather without a group, before any bits are drawn."""
+    bits = torch.arange(6, dtype=torch.int32).view(3, 2)
+    assert rank.KeyBits(2, 1).gather(bits, None) is bits
