@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.connections.operations import STREAMS
 from benchmarks.megatron_layer import LayerSpec, fill, layer_config
 from benchmarks.process_groups import alone
 from benchmarks.settings import Settings
 from benchmarks.timing import Clock, measure, what_ran
 from megatron_dsa.dispatch import reset_report
-from megatron_dsa.tools.verify.comparison import Comparison
 
 #: Preset -> channels of a stream.
 CHANNELS = {"v4-flash": 4096, "v4-pro": 7168, "tiny": 32}
 #: Preset -> width of an expert; 8 experts stand for all of them.
 EXPERTS = {"v4-flash": 2048, "v4-pro": 3072, "tiny": 16}
 RATIOS = [4, 128]
-STREAMS = 4
 SEED = 0
 
 
@@ -59,15 +58,11 @@ def measure_layers(preset: str, tokens: int, way: str, clock: Clock, settings: S
         out.backward(gradient)
         return out.detach()
 
-    def check(out: torch.Tensor) -> Comparison:
-        found = Comparison(0.0)
-        grads = [p.grad for p in block.parameters() if p.grad is not None]
-        sound = bool(torch.stack([t.isfinite().all() for t in (out, x.grad, *grads)]).all())
-        found.require(sound, "output or gradient is not finite")
-        return found
-
+    # One model is no reference for the other: all that is asked of them is finite numbers.
+    found = [step(), x.grad, *(p.grad for p in block.parameters() if p.grad is not None)]
+    if not all(bool(tensor.isfinite().all()) for tensor in found):
+        return {"status": "failed", "reason": "output or gradient is not finite"}
+    del found
     reset_report()
-    row = measure(step, check, clock, settings.repeats, settings.budget)
-    if row["status"] == "ok":
-        row["tokens_per_s"] = tokens / row["ms"] * 1e3
-    return row | {"ran": what_ran()}
+    row = measure(step, None, clock, settings.repeats, settings.budget)
+    return row | {"tokens_per_s": tokens / row["ms"] * 1e3, "ran": what_ran()}

@@ -104,8 +104,21 @@ def function(job: Job) -> Callable:
     return run
 
 
-def _results(found) -> list[torch.Tensor]:
-    return list(found) if isinstance(found, tuple) else [found]
+def outputs_of(job: Job, run: Callable, inputs) -> list[torch.Tensor]:
+    """Return all outputs; a plain expression of a read does not hand the streams on itself."""
+    found = run(*inputs)
+    found = list(found) if isinstance(found, tuple) else [found]
+    if job.operation == "read" and len(found) == 3:
+        found.insert(1, inputs[0].view_as(inputs[0]))
+    return found
+
+
+def compare(pairs) -> Comparison:
+    """Compare results with what is right: triples of a name and both."""
+    result = Comparison(MODEL_SHAPES[DTYPE])
+    for name, found, right in pairs:
+        result.compare(name, found, right)
+    return result
 
 
 def measure_operation(job: Job, device: torch.device, clock: Clock, settings: Settings) -> dict:
@@ -119,22 +132,10 @@ def measure_operation(job: Job, device: torch.device, clock: Clock, settings: Se
     ]
 
     def outputs() -> list[torch.Tensor]:
-        found = _results(run(*inputs))
-        if job.operation == "read" and job.way == "compiled":
-            found.insert(1, inputs[0].view_as(inputs[0]))
-        return found
+        return outputs_of(job, run, inputs)
 
     def expected() -> list[torch.Tensor]:
-        found = _results(expression(job)(*wide))
-        if job.operation == "read":
-            found.insert(1, wide[0].view_as(wide[0]))
-        return found
-
-    def compare(pairs) -> Comparison:
-        result = Comparison(MODEL_SHAPES[DTYPE])
-        for name, found, right in pairs:
-            result.compare(name, found, right)
-        return result
+        return outputs_of(job, expression(job), wide)
 
     if job.backward:
         kept = outputs()

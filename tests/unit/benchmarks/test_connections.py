@@ -5,7 +5,13 @@ import torch
 
 from benchmarks.connections import eager, operations
 from benchmarks.connections.layers import CHANNELS
-from benchmarks.connections.operations import Job, expression, inputs_of, measure_operation
+from benchmarks.connections.operations import (
+    Job,
+    expression,
+    inputs_of,
+    measure_operation,
+    outputs_of,
+)
 from benchmarks.megatron_layer import MODELS
 from benchmarks.settings import Settings
 from benchmarks.timing import Clock
@@ -27,19 +33,16 @@ def test_widths_are_those_of_the_models(preset):
 def test_expressions_equal_the_reference(operation):
     job = Job(f"{operation}_forward", TOKENS, WIDTH, "compiled", 0)
     tensors = [x.detach().double() for x in inputs_of(job, CPU)]
-    got = expression(job)(*tensors)
     if operation == "write":
         inputs = WriteInputs(*tensors, 0)
     else:
         x, *parameters, weight = tensors
         numbers = operations.EPS, operations.EPS, operations.ITERATIONS
         inputs = ReadInputs(x, Connection(*parameters, *numbers), weight, 0)
-    wanted = getattr(reference, operation)(inputs)
-    if operation == "read":  # the streams are handed on
-        wanted = [part for place, part in enumerate(wanted) if place != 1]
-    found = got if operation == "read" else (got,)
+    got = outputs_of(job, expression(job), tensors)
+    wanted = outputs_of(job, lambda *_: getattr(reference, operation)(inputs), tensors)
     # What a layer reads is rounded to bf16 in the expressions alone.
-    for one, other in zip(found, wanted if operation == "read" else (wanted,), strict=True):
+    for one, other in zip(got, wanted, strict=True):
         assert one.shape == other.shape and relative_error(one, other) < 3e-3
 
 

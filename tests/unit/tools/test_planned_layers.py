@@ -52,18 +52,16 @@ def planned_mib(way: str, heads: int, tokens: int, workspace_mib: int) -> float:
 CASES = [
     ("ours-dense", 16, 4096), ("ours-dense", 16, 8192), ("dense", 128, 12288), ("dense", 64, 8192),
     ("dense", 16, 8192), ("sparse", 128, 4096), ("sparse", 128, 8192), ("sparse", 64, 8192),
-    ("masked", 16, 4096), ("masked", 16, 8192),
+    ("sparse", 16, 4096), ("sparse", 16, 8192), ("masked", 16, 4096), ("masked", 16, 8192),
 ]  # fmt: skip
 #: Layers that take less memory than when they were measured: absorbed queries and latent outputs
 #: exist for a block of tokens, gradients of index queries are scaled in place, queries rotated in
 #: one pass, and two parts of a gradient or of a teacher are not in memory at once. ``ours`` is
 #: sparse attention. To be measured again.
 LESS_NOW = [("sparse", 128, 12288), ("ours", 128, 32768), ("ours", 128, 131072)]
-#: Plans that are 42 and 40 MiB (6.1 and 3.6 %) above what was measured; the cause is to be found.
-TOO_LARGE = [("sparse", 16, 4096), ("sparse", 16, 8192)]
 
 
-@pytest.mark.parametrize(("way", "heads", "tokens"), CASES + LESS_NOW + TOO_LARGE)
+@pytest.mark.parametrize(("way", "heads", "tokens"), CASES + LESS_NOW)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the benchmark's layer is for a CPU here")
 def test_planned_is_measured(way, heads, tokens):
     pytest.importorskip("tilelang", reason="tilelang is not installed")
@@ -75,9 +73,6 @@ def test_planned_is_measured(way, heads, tokens):
     )  # fmt: skip
     planned = planned_mib(way, heads, tokens, measured["case"]["workspace_mib"])
     expected = pytest.approx(measured["value"], rel=0.03)
-    if (way, heads, tokens) in TOO_LARGE:
-        assert planned <= 1.07 * measured["value"]
-        pytest.xfail(f"{planned:.0f} MiB planned, {measured['value']:.0f} measured")
     assert planned <= 1.03 * measured["value"]
     if (way, heads, tokens) in LESS_NOW and planned != expected:
         pytest.xfail(f"{planned:.0f} MiB planned, {measured['value']:.0f} measured before: again")

@@ -32,6 +32,8 @@ def to_callers_lists(
         workspace_bytes: budget for temporary memory, which one launch on a GPU does not need.
     """
     queries, width = indices.shape
+    if out.is_meta:  # a plan would count temporaries, which the one launch on a GPU does not take
+        return
     if out.is_cuda and has_triton():
         if out.numel():
             block = 1024
