@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -91,6 +92,8 @@ def test_a_meta_function_lies_beside_the_implementations(name):
 @pytest.mark.parametrize("capability", TARGETS)
 def test_our_sparse_attention(capability, heads, shape, kernels):
     silent = kernels(capability)
+    # One launch on a GPU, which takes no memory; the CPU would reorder in torch.
+    silent_order = mock.patch.object(tilelang_kernels, "to_callers_lists", lambda *_: None)
     for sums_heads in (False, True):
         given, meta = (
             sparse_inputs(heads, shape, device, sums_heads) for device in ("cpu", "meta")
@@ -99,7 +102,8 @@ def test_our_sparse_attention(capability, heads, shape, kernels):
             ("sparse_attention_forward", tilelang_kernels.forward, lambda _: ()),
             ("sparse_attention_backward", tilelang_kernels.backward, saved),
         ):
-            real = peak(lambda *all, run=run: run(*all, kernels=silent), given, *more(given))
+            with silent_order:
+                real = peak(lambda *all, run=run: run(*all, kernels=silent), given, *more(given))
             counted = planned(capability, operation, "tilelang", meta, *more(meta))
             assert counted == pytest.approx(real, rel=0.001), (operation, sums_heads)
 
