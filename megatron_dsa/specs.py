@@ -69,6 +69,7 @@ from megatron_dsa.modules.precision import bf16_linear, bf16_weight_linear
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.patches.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
 from megatron_dsa.patches.stream_pipelines import send_streams_between_stages
+from megatron_dsa.patches.unfused_linears import leave_linears_unfused_without_apex
 from megatron_dsa.versions import why_not_transformer_engine
 
 
@@ -286,6 +287,8 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
     install_loss_scale(config)
     install_checkpoint_repairs()
     backend, rms_norm = get_backend(config.transformer_impl), config.normalization == "RMSNorm"
+    if config.transformer_impl == "transformer_engine" and config.gradient_accumulation_fusion:
+        leave_linears_unfused_without_apex()
     fp8_indexer = options_of(config).fp8_indexer
     if uses_csa(config):
         repair_checkpoints_of_fp32_parameters()

@@ -65,7 +65,7 @@ def test_the_interleaved_schedule_computes_the_same(change, data, short_document
     assert first == expected
     if "--mtp-num-layers" in flags:
         # Hidden states feed two branches, whose gradients are added in bf16 in another order.
-        others = [pytest.approx(step, rel=3e-4) for step in others]
+        others = [pytest.approx(step, rel=1e-3) for step in others]
     assert rest == others
     assert got.steps[0]["indexer loss"] > 0
 
