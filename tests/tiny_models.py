@@ -91,14 +91,19 @@ def tiny_config(kind="deepseek_v32", **changes):
     return config | changes
 
 
-def tiny_model(config, stage="sparse", dtype=torch.float32, vocab=80, seed=5, **changes):
-    """A Megatron model of the shape of a Hugging Face configuration: random, on the CPU."""
+def tiny_model(
+    config, stage="sparse", dtype=torch.float32, vocab=80, seed=5, features=(), **changes
+):
+    """A Megatron model of the shape of a Hugging Face configuration: random, on the CPU.
+
+    Its residuals are plain and its routing learned, but for ``features``.
+    """
     start()
     from megatron_dsa.huggingface.build import gpt_model, transformer_config
     from megatron_dsa.huggingface.config_json import parse_config
 
     hf = parse_config(config)
-    ours = transformer_config(hf, stage, params_dtype=dtype, **changes)
+    ours = transformer_config(hf, stage, features, params_dtype=dtype, **changes)
     model = gpt_model(ours, vocab, 64).cpu()
     _randomise(model, seed, 0.3)
     with torch.no_grad():

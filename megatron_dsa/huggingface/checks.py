@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.huggingface.config_json import HFModel
 from megatron_dsa.huggingface.names import Location
 
@@ -49,6 +49,23 @@ class NonFinite:
             + "\n".join(lines)
             + f"\nA model with one of them computes NaN: {self._fix}"
         )
+
+
+def check_table(name: str, table: torch.Tensor, experts: int) -> None:
+    """Raise unless the entries of a table of hash routing are numbers of experts."""
+    low, high = (int(x) for x in torch.aminmax(table)) if table.numel() else (0, 0)
+    require(
+        low >= 0 and high < experts,
+        f"{name} names experts {low} to {high}, and the model has experts 0 to {experts - 1} by "
+        "config.json (n_routed_experts): use the config.json that came with the weights",
+    )
+
+
+def is_unused_bias(name: str, names: Collection[str]) -> bool:
+    """Whether a parameter is the bias of a router that looks experts up by token; ``names`` are
+    those of all parameters."""
+    router = name.removesuffix("expert_bias")
+    return router != name and f"{router}tid2eid" in names
 
 
 def check_inventory(directory: str | Path, locations: Iterable[Location], hf: HFModel) -> None:

@@ -46,7 +46,8 @@ def test_slices_of_all_ranks_make_the_full_tensors(size, splits_latents):
             for place in places[:ranks]
         ]
         latent = entry.split is Split.LATENT
-        split = size > 1 and entry.split is not Split.WHOLE and (splits_latents or not latent)
+        whole = entry.split in (Split.WHOLE, Split.TABLE)
+        split = size > 1 and not whole and (splits_latents or not latent)
         assert ranks == (1 if not split else other if entry.is_expert else size)
         assert all(x.numel() * ranks == sum(y.numel() for y in full) for x in pieces)
         for ours, theirs in zip(assemble(entry, pieces), full, strict=True):

@@ -49,7 +49,14 @@ def test_names_are_those_of_released_checkpoints():
             "layers.2.ffn.experts.31.w1.weight",
             "layers.2.ffn.experts.31.w3.weight",
         ],
+        "decoder.layers.2.hc_attn_fn": ["layers.2.hc_attn_fn"],
+        "decoder.layers.2.hc_ffn_scale": ["layers.2.hc_ffn_scale"],
+        "decoder.final_layernorm.hc_head_base": ["hc_head_base"],
+        "decoder.layers.2.mlp.router.tid2eid": ["layers.2.ffn.gate.tid2eid"],
         "mtp.layers.0.eh_proj.weight": ["mtp.0.e_proj.weight", "mtp.0.h_proj.weight"],
+        "mtp.layers.0.h_proj.weight": ["mtp.0.h_proj.weight"],
+        "mtp.layers.0.final_layernorm.hc_head_fn": ["mtp.0.hc_head_fn"],
+        "mtp.layers.0.mtp_model_layer.hc_ffn_base": ["mtp.0.hc_ffn_base"],
         "mtp.layers.0.final_layernorm.weight": ["mtp.0.norm.weight"],
         "mtp.layers.0.mtp_model_layer.self_attention.linear_q_down_proj.weight": [
             "mtp.0.attn.wq_a.weight"
@@ -58,9 +65,13 @@ def test_names_are_those_of_released_checkpoints():
     for name, names in expected.items():
         assert list(V4.match(name, 43).hf) == names
         assert all(V4.locate(x, 43).is_mtp == name.startswith("mtp") for x in names)
-    for name in ("layers.0.hc_attn_fn", "hc_head_base", "mtp.0.hc_head_scale"):
-        assert V4.lacked(name) == "hyper-connections" and V4.locate(name, 43) is None
-    assert V4.lacked("layers.0.ffn.gate.tid2eid") == "hash-routing"
+    connections = ["hc_head_base", "layers.0.hc_attn_fn", "mtp.0.hc_head_scale"]
+    table = "layers.0.ffn.gate.tid2eid"
+    assert V4.by_feature([table, *reversed(connections), "layers.0.hc_attn_fns"]) == {
+        "hyper-connections": connections,
+        "hash-routing": [table],
+        "multi-token-prediction": connections[2:],
+    }
 
 
 def test_round_trip_is_exact(tmp_path):
