@@ -150,7 +150,8 @@ class Import:
         for hf_name in found.hf:
             piece = _piece(self.reader, found, hf_name, tuple(tensor.shape), self.place)
             if found.is_table:
-                check_table(hf_name, piece, self.hf.fields["num_moe_experts"])
+                words = piece[: self.hf.vocab_size]
+                check_table(hf_name, words, self.hf.fields["num_moe_experts"])
             self.nonfinite.count(hf_name, piece, tensor.dtype)
             pieces.append(piece)
         values = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=found.entry.join)

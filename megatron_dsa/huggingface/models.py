@@ -263,7 +263,7 @@ def _with_indexer(architecture: str, interleaved: bool) -> Model:
 # (layer_types with compress_rates, rope_parameters by kind of layer).
 
 #: Field of the transformer configuration that counts the leading layers with hash routing.
-HASH_LAYERS = "num_hash_layers"
+HASH_LAYERS = "moe_hash_layers"
 #: Features that a model may be built without -> the fields that describe them.
 FEATURE_FIELDS = {
     HYPER_CONNECTIONS: ("hc_mult", "hc_eps", "hc_sinkhorn_iters"),
