@@ -161,7 +161,7 @@ def test_commands_there_and_back(features, tmp_path):
     export_model(model, there, config)
     commands(there, megatron, back)
     count = check_equal(there, back)
-    streams = 27 + 15 * (PREDICTION in features)
+    streams = 27 + 9 * (PREDICTION in features)
     assert sum("hc_" in x for x in stored_bytes(back)) == streams and count > 150
     described = json.loads((back / "config.json").read_text())
     assert described["hc_mult"] == 3 and "quantization_config" not in described
