@@ -89,9 +89,14 @@ class ReleasedPrecision(Precision):
             kind == "e4m3",
             f"quantization_config.fmt = {kind!r}: must be e4m3, no other fp8 is written",
         )
+        scales = said.get("scale_fmt")
+        require(
+            scales in (None, "ue8m0"),
+            f"quantization_config.scale_fmt = {scales!r}: must be ue8m0 or absent",
+        )
         self._names, self._fp4, self._dtype = hf.names, fp4, hf.quantisation.dtype
         self._block: tuple[int, int] = tuple(said["weight_block_size"])
-        self._powers = said.get("scale_fmt") == "ue8m0"
+        self._powers = scales == "ue8m0"
         self._plain = tuple(said.get("modules_to_not_convert") or ())
         self.config = {"quantization_config": said}
         if hf.names.features and "expert_dtype" not in said:

@@ -84,7 +84,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), (dict, "object")),
     **dict.fromkeys(("main", "compress", "compress_rates"), (dict, "object")),
     **dict.fromkeys(("mlp_layer_types", "layer_types", "compress_ratios"), (list, "list")),
-    "indexer_types": (list, "list"),
+    **dict.fromkeys(("indexer_types", "modules_to_not_convert"), (list, "list")),
     "index_topk_pattern": ((str, list), "string or list"),
 }
 

@@ -269,6 +269,12 @@ def test_other_fp8_and_narrow_fp4_are_refused():
     config["quantization_config"]["fmt"] = "e5m2"
     with pytest.raises(ConfigError, match=r"quantization_config\.fmt = 'e5m2': must be e4m3"):
         ReleasedPrecision(parse_config(config), "fp8")
+    config["quantization_config"] |= {"fmt": "e4m3", "scale_fmt": "float"}
+    with pytest.raises(ConfigError, match=r"scale_fmt = 'float': must be ue8m0 or absent"):
+        ReleasedPrecision(parse_config(config), "fp8")
+    config["quantization_config"] |= {"modules_to_not_convert": "lm_head"}
+    with pytest.raises(ConfigError, match=r"modules_to_not_convert = .* must be a JSON list"):
+        parse_config(config)
     config = quantised_config(expert_dtype="fp4")
     precision = ReleasedPrecision(parse_config(config), "released")
     with pytest.raises(ConfigError, match=r"experts\.0\.w2\.weight has 20 columns, no multiple"):
