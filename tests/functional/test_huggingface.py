@@ -223,17 +223,23 @@ LAYOUTS = {
 def test_v4_checkpoint_through_two_ranks(layout, whole, data, tmp_path):
     """Printed flags, slices by rank, a step that changes nothing, and back to the bit.
 
-    The whole model has hyper-connections and weights in fp8 and fp4; the plain one has
+    The whole model has every feature that is built, and weights in fp8 and fp4; the plain one has
     multi-token prediction.
     """
     from megatron_dsa.huggingface.config_json import read_config
     from megatron_dsa.huggingface.convert import export_model, open_checkpoint
+    from megatron_dsa.huggingface.names import HASH_ROUTING, PREDICTION, V4
     from tests.cases.released_formats import stored_bytes, write_v4
     from tests.tiny_models import tiny_model, tiny_v4
 
-    mtp = None if whole else 1
-    config = tiny_v4(vocab_size=264, max_position_embeddings=96, num_nextn_predict_layers=mtp or 0)
-    features = ["hyper-connections"] if whole else []
+    features = V4.features.keys() - V4.lacking if whole else {PREDICTION}
+    mtp = 1 if PREDICTION in features else None
+    config = tiny_v4(
+        vocab_size=264,
+        max_position_embeddings=96,
+        num_nextn_predict_layers=mtp or 0,
+        num_hash_layers=2 if HASH_ROUTING in features else 0,
+    )
     model = tiny_model(config, vocab=264, features=features, mtp_num_layers=mtp)
     there, back = tmp_path / "there", tmp_path / "back"
     if whole:
