@@ -10,7 +10,10 @@ from megatron_dsa.config_rules.cuda_graphs import (
     graph_rules,
     graphs_attention,
 )
-from megatron_dsa.config_rules.hyper_connections import hyper_connection_rules
+from megatron_dsa.config_rules.hyper_connections import (
+    hyper_connection_rules,
+    predicts_apart,
+)
 from megatron_dsa.config_rules.model import (
     CSA_RATIO,
     csa_rules,
@@ -29,5 +32,6 @@ __all__ = [
     "graphs_attention",
     "hyper_connection_rules",
     "masked_rules",
+    "predicts_apart",
     "tp_mode_rules",
 ]

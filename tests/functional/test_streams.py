@@ -46,7 +46,12 @@ V4 = {
     "--dsa-indexer-rope-interleaved": True,
     "--hc-mult": 4,
 }
+#: Two layers of multi-token prediction: the second takes the streams of the first.
+PREDICTION = STREAMS | {"--mtp-num-layers": 2}
+V4_PREDICTION = V4 | {"--mtp-num-layers": 1, "--csa-compress-ratios": [0, 4, 16, 4]}
 PP2 = {"--pipeline-model-parallel-size": 2}
+#: An entry point in which the mean prediction loss is that of all context-parallel ranks.
+EVEN_MTP = "tests.functional.even_mtp"
 INTERLEAVED = PP2 | {"--num-layers-per-virtual-pipeline-stage": 1}
 SHARED_LAYOUTS = (
     "DP2 with distributed optimizer",
@@ -69,6 +74,34 @@ V4_LAYOUTS = {
     "TP2 by heads and CP2": (TP2_HEADS | CP2, 4),
     "PP2 with full recompute": (
         PP2 | {"--pipeline-model-parallel-layout": "Ett|tL"} | FULL_RECOMPUTE, 2,
+    ),
+}  # fmt: skip
+
+
+PER_TOKEN = {"--calculate-per-token-loss": True}
+PREDICTION_LAYOUTS = {name: LAYOUTS[name] for name in SHARED_LAYOUTS} | {
+    "TP2 by heads": (TP2_HEADS, 2),
+    "CP2, full recompute, per-token loss": (CP2 | FULL_RECOMPUTE | PER_TOKEN, 2, EVEN_MTP),
+    "PP2": (PP2, 2),
+    "PP2 interleaved, full recompute": (INTERLEAVED | FULL_RECOMPUTE, 2),
+    "PP2 interleaved, TP2 by sequence": (INTERLEAVED | TP2_SEQUENCE, 4),
+    "EP2 over DP2": ({"--expert-model-parallel-size": 2}, 2),
+    # Stages exchange streams, then streams and the main head's output, then outputs of heads.
+    "stages of prediction and of the loss alone": (
+        {"--pipeline-model-parallel-size": 4, "--pipeline-model-parallel-layout": "Ett|tt|mm|L"}, 4,
+    ),
+    "prediction with the loss, apart from layers": (
+        PP2 | {"--pipeline-model-parallel-layout": "Etttt|mmL"}, 2,
+    ),
+    "interleaved, prediction apart": (
+        PP2 | {"--pipeline-model-parallel-layout": "Et|t|tt|mmL"}, 2,
+    ),
+    "per-token loss": (PER_TOKEN, 1),
+}  # fmt: skip
+V4_PREDICTION_LAYOUTS = {
+    "TP2 by sequence": (TP2_SEQUENCE, 2),
+    "PP2 with full recompute": (
+        PP2 | {"--pipeline-model-parallel-layout": "Ett|tmL"} | FULL_RECOMPUTE, 2,
     ),
 }  # fmt: skip
 
@@ -115,6 +148,42 @@ def v4_single(v4_step):
 @pytest.mark.parametrize("name", cases(V4_LAYOUTS))
 def test_v4_layout(name, v4_single, v4_step):
     check_layout(name, V4_LAYOUTS[name], v4_single, v4_step)
+
+
+@pytest.fixture(scope="module")
+def prediction_step(steps_of):
+    return steps_of(PREDICTION)
+
+
+@pytest.fixture(scope="module")
+def prediction_single(prediction_step):
+    step, gradients, result = prediction_step()
+    assert all(gradient.norm() > 0 for gradient in gradients.values())
+    predicting = [name for name in gradients if name.startswith("mtp.")]
+    # Every prediction layer has a head of its own.
+    assert sum(map(is_connection, predicting)) == 2 * (6 + 3)
+    assert step["mtp_1 loss"] > 0 and step["mtp_2 loss"] > 0
+    return step, gradients, result
+
+
+@pytest.mark.parametrize("name", cases(PREDICTION_LAYOUTS))
+def test_prediction_layout(name, prediction_single, prediction_step):
+    check_layout(name, PREDICTION_LAYOUTS[name], prediction_single, prediction_step)
+
+
+@pytest.fixture(scope="module")
+def v4_prediction_step(steps_of):
+    return steps_of(V4_PREDICTION)
+
+
+@pytest.fixture(scope="module")
+def v4_prediction_single(v4_prediction_step):
+    return v4_prediction_step()
+
+
+@pytest.mark.parametrize("name", cases(V4_PREDICTION_LAYOUTS))
+def test_v4_prediction_layout(name, v4_prediction_single, v4_prediction_step):
+    check_layout(name, V4_PREDICTION_LAYOUTS[name], v4_prediction_single, v4_prediction_step)
 
 
 def test_shared_selections(steps_of):
