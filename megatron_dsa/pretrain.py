@@ -92,6 +92,7 @@ def _main() -> None:
     from megatron_dsa.arguments import add_dsa_arguments, megatron_argv
     from megatron_dsa.training.checkpoints import prepare_loading
     from megatron_dsa.training.data import train_valid_test_datasets
+    from megatron_dsa.training.model import embedding_ranks
     from megatron_dsa.training.quiet_output import quiet_output
     from megatron_dsa.training.setup import forward_step, model_config_from_args
 
@@ -105,6 +106,7 @@ def _main() -> None:
                 train_valid_test_datasets,
                 ModelType.encoder_or_decoder,
                 forward_step,
+                get_embedding_ranks=embedding_ranks(model),
             )
     finish()
 

@@ -82,7 +82,7 @@ class StreamPredictionLayer(MultiTokenPredictionLayer):
         return layer
 
     def _concat_embeddings(self, hidden_states: torch.Tensor, decoder_input: torch.Tensor):
-        """Add the embedding ``[s, b, C]`` of the next token to every stream of ``[s, b, n * C]``."""
+        """Add the next token's embedding ``[s, b, C]`` to every stream of ``[s, b, n * C]``."""
         embedding, _ = self.e_proj(apply_module(self.enorm)(decoder_input))
         streams = hidden_states.unflatten(-1, (self.config.hc_mult, self.config.hidden_size))
         streams, _ = self.h_proj(apply_module(self.hnorm)(streams))

@@ -1,7 +1,7 @@
 """Blocks of multi-token prediction of another class than Megatron's.
 
-megatron-core's ``GPTModel`` takes the layers of such a block from a spec, and the block's class from
-its own module. Here a spec may name the class, too.
+megatron-core's ``GPTModel`` takes the layers of such a block from a spec, and the class of the
+block from its own module. Here a spec may name the class, too.
 """
 
 from __future__ import annotations

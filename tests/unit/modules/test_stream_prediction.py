@@ -1,10 +1,10 @@
-"""Multi-token prediction on streams: a whole small V4 against float64, and what is kept and built."""
+"""Multi-token prediction on streams: a whole small V4 against float64, and its parts."""
 
 import pytest
 import torch
 
 from tests.helpers import relative_error
-from tests.host import small_config, small_csa_config, start
+from tests.host import small_csa_config, start
 from tests.reference import streams_float64
 from tests.reference.csa_float64 import Shape
 
