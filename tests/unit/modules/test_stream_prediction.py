@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.helpers import relative_error
-from tests.host import small_csa_config, start
+from tests.host import small_config, small_csa_config, start
 from tests.reference import streams_float64
 from tests.reference.csa_float64 import Shape
 
@@ -109,7 +109,8 @@ def step(model, ids, labels, mask, packed=None):
         ids, positions, None, labels=labels, loss_mask=mask, packed_seq_params=packed
     )  # fmt: skip
     ((loss * mask).sum() / loss.numel()).backward()
-    tracked = MTPLossLoggingHelper.tracker["loss_values"].clone()
+    tracked = MTPLossLoggingHelper.tracker.get("loss_values")
+    MTPLossLoggingHelper.tracker.clear()  # it has room for as many layers as the first model
     return loss.detach(), tracked, {n: p.grad for n, p in model.named_parameters()}
 
 
@@ -144,3 +145,160 @@ def test_model_against_the_reference(layers, recomputed):
     ids, labels, mask = batch_of()
     want = expected(model, list(ids), list(labels), list(mask))
     compare(step(model, ids, labels, mask), want, 1e-9)
+
+
+def test_packed_sequences_are_predicted_apart():
+    """Trap 10: one shorter than a group, and one shorter than the window."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    lengths = [25, 3, 40, 12]
+    model = model_of(config_of(2))
+    ids, labels, mask = (row.reshape(1, -1) for row in batch_of())
+    offsets = torch.tensor([0, *lengths], device=ids.device).cumsum(0, dtype=torch.int32)
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
+        max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths),
+    )  # fmt: skip
+    rows = [list(x[0].split(lengths)) for x in (ids, labels, mask)]
+    compare(step(model, ids, labels, mask, packed), expected(model, *rows), 1e-9)
+
+
+def test_repeated_layer():
+    """One layer, twice: as two layers with the same weights, whose gradients it sums."""
+    ratios = {"csa_compress_ratios": [*RATIOS, 4, 4]}
+    two = model_of(config_of(2, **ratios))
+    one = model_of(config_of(2, mtp_use_repeated_layer=True, **ratios))
+    weights = {n: p for n, p in one.state_dict().items()}
+    again = {n.replace("layers.0", "layers.1"): p for n, p in weights.items() if "mtp" in n}
+    two.load_state_dict(weights | again)
+    batch = batch_of()
+    loss, tracked, gradients = step(one, *batch)
+    want_loss, want_tracked, wanted = step(two, *batch)
+    assert torch.equal(loss, want_loss) and torch.equal(tracked, want_tracked)
+    for name, gradient in gradients.items():
+        summed = wanted[name]
+        if name.startswith("mtp."):
+            summed = summed + wanted[name.replace("layers.0", "layers.1")]
+        assert relative_error(gradient, summed) < 1e-11, name
+
+
+def test_detached_prediction_trains_itself_alone():
+    """``--mtp-detach-heads``: the main model learns as without, its own losses stay."""
+    alone = model_of(config_of(None, csa_compress_ratios=RATIOS))
+    model = model_of(config_of(2, mtp_detach_heads=True))
+    model.load_state_dict(alone.state_dict(), strict=False)
+    batch = batch_of()
+    loss, _, gradients = step(model, *batch)
+    want, _, wanted = step(alone, *batch)
+    assert torch.equal(loss, want)
+    for name, gradient in wanted.items():
+        assert relative_error(gradients[name], gradient) < 1e-11, name
+    own = [g for name, g in gradients.items() if name.startswith("mtp.")]
+    assert all(gradient.norm() > 0 for gradient in own)
+
+
+def test_names_dtypes_and_marks():
+    """In a 16-bit model connections alone are fp32; what is replicated sums its gradients."""
+    from megatron.core.transformer.module import Float16Module
+
+    config = config_of(dtype=torch.bfloat16, bf16=True)
+    config.sequence_parallel = True
+    (layer,) = Float16Module(config, model_of(config)).module.mtp.layers
+    parameters = dict(layer.named_parameters())
+    own = {name for name in parameters if not name.startswith("mtp_model_layer.")}
+    assert own == {f"{part}.weight" for part in ("enorm", "hnorm", "e_proj", "h_proj")} | {
+        f"final_layernorm.{part}" for part in ("weight", "hc_head_fn", "hc_head_base")
+    } | {"final_layernorm.hc_head_scale"}  # fmt: skip
+    assert {name for name in parameters if "hc_attn" in name or "hc_ffn" in name} == {
+        f"mtp_model_layer.hc_{kind}_{part}"
+        for kind in ("attn", "ffn") for part in ("fn", "base", "scale")
+    }  # fmt: skip
+    for name, parameter in parameters.items():
+        fp32 = "hc_" in name or name.endswith((".ape", "attn_sink"))
+        assert parameter.dtype == (torch.float32 if fp32 else torch.bfloat16), name
+        assert name not in own or parameter.sequence_parallel
+
+
+def test_what_the_main_head_hands_on():
+    """Its output and the streams, whole and in a tensor that Megatron may free."""
+    from megatron_dsa.modules.hyper_connections import StreamsHead
+    from megatron_dsa.modules.stream_prediction import HeadBeforePrediction
+
+    config = config_of()
+    settings = {
+        "config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon,
+    }  # fmt: skip
+    head, plain = HeadBeforePrediction(**settings), StreamsHead(**settings)
+    plain.load_state_dict(head.state_dict())
+    streams = torch.randn(5, 2, 4 * config.hidden_size, dtype=torch.float64).to(start())
+    both = head(streams)
+    assert both.shape == (5 * 5, 2, config.hidden_size) and both._base is None
+    assert torch.equal(both[:5], plain(streams))
+    assert torch.equal(both[5:].view(streams.shape), streams)
+
+
+def test_blocks_of_other_models_are_megatrons():
+    """The patch of the class of blocks changes models with streams alone."""
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+
+    from megatron_dsa.modules.stream_prediction import StreamPredictionBlock
+
+    assert type(model_of(config_of()).mtp) is StreamPredictionBlock
+    plain = model_of(config_of(hc_mult=1)).mtp
+    assert type(plain) is MultiTokenPredictionBlock and hasattr(plain.layers[0], "eh_proj")
+
+
+@pytest.mark.parametrize("recompute", ["nothing", "full"])
+@pytest.mark.parametrize("kind", ["dsa", "csa"])
+def test_indexers_learn_the_same_in_a_frozen_model(kind, recompute):
+    """In a warmup nothing else has a gradient, in the decoder or in prediction."""
+    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.modules.freezing import freeze_for_stage
+
+    fields = {"csa_compress_ratios": [4, 0, 4, 4, 4]} | RECOMPUTE[recompute]
+    gradients = []
+    for freeze in (True, False):
+        options = DSAOptions(stage="warmup", freeze_main=freeze)
+        if kind == "csa":
+            config = config_of(2, options=options, **fields)
+        else:
+            config = small_config(
+                options=options, mtp_num_layers=2, hc_mult=4, normalization="RMSNorm",
+                **RECOMPUTE[recompute],
+            )  # fmt: skip
+        model = model_of(config)
+        freeze_for_stage([model])
+        gradients.append(step(model, *batch_of())[2])
+    frozen, trained = gradients
+    learning = {name for name in trained if ".indexer." in name}
+    assert {name for name, gradient in frozen.items() if gradient is not None} == learning
+    assert any(name.startswith("mtp.layers.1.") for name in learning)
+    for name in learning:
+        assert relative_error(frozen[name], trained[name]) < 1e-11, name
+
+
+@pytest.mark.parametrize(
+    ("layout", "apart"),
+    [("Ettt|mL", True), ("Ett|tmL", False), ("Et|tt|m|L", True), ("Et|ttm|L", False)],
+)
+def test_stages_that_predict_apart(layout, apart):
+    """Their input is wider than that of other stages, so shapes are sent, too."""
+    from megatron_dsa.config_rules import predicts_apart
+
+    config = config_of(
+        pipeline_model_parallel_size=layout.count("|") + 1, pipeline_dtype=torch.float64,
+        pipeline_model_parallel_layout=layout,
+    )  # fmt: skip
+    assert predicts_apart(config) == apart
+
+
+def test_a_last_stage_with_the_loss_alone_predicts_apart():
+    from megatron_dsa.config_rules import predicts_apart
+
+    for layers, apart in ((3, True), (7, False)):
+        config = config_of(
+            num_layers=layers, csa_compress_ratios=[4] * (layers + 1),
+            pipeline_model_parallel_size=4, pipeline_dtype=torch.float64,
+            account_for_loss_in_pipeline_split=True,
+        )  # fmt: skip
+        assert predicts_apart(config) == apart
