@@ -189,7 +189,7 @@ def test_v4_prediction_layout(name, v4_prediction_single, v4_prediction_step):
 def test_shared_selections(steps_of):
     """The layer that hands selections on has streams as well, also when it is recomputed."""
     step = steps_of(
-        {"--num-layers": 3, "--hc-mult": 2, "--dsa-indexer-topk-freq": 2}
+        {"--num-layers": 3, "--hc-mult": 2, "--dsa-indexer-topk-freq": 2, "--mtp-num-layers": 1}
         | {"--dsa-indexer-skip-topk-offset": 1}
     )
     check_layout("full recompute", (FULL_RECOMPUTE, 1), step(), step)
@@ -202,6 +202,15 @@ def test_packed_documents(short_documents):
     compare_curves(train(flags | CP2, ranks=2), train(flags))
 
 
+@pytest.mark.ranks(2)
+def test_packed_documents_in_a_pipeline(steps_of, short_documents):
+    """Predicted is within a document, also where prediction is apart from the decoder."""
+    flags = {"--dataloader-inter-document-masking": True, "--micro-batch-size": 1}
+    step = steps_of(PREDICTION | flags | {"--data-path": short_documents})
+    stages = PP2 | {"--pipeline-model-parallel-layout": "Etttt|mmL"}
+    check_layout("prediction apart", (stages, 2), step(), step)
+
+
 def test_report_names_what_ran(single):
     log = single[2].log
     for operation in ("read", "write", "head"):
@@ -210,10 +219,10 @@ def test_report_names_what_ran(single):
 
 def test_resume_equals_uninterrupted_in_bf16(data, tmp_path):
     """Connections stay fp32 in the model, in the optimizer and in checkpoints."""
-    state = check_resume(V4 | {"--data-path": data, "--bf16": True}, tmp_path)
+    state = check_resume(V4_PREDICTION | {"--data-path": data, "--bf16": True}, tmp_path)
     mine = {name: tensor for name, tensor in state.items() if is_connection(name)}
     weights = [name for name in mine if not name.startswith("optimizer")]
-    assert len(weights) == 3 * 6 + 3 and len(mine) >= 3 * len(weights)
+    assert len(weights) == 4 * 6 + 2 * 3 and len(mine) >= 3 * len(weights)
     assert {tensor.dtype for tensor in mine.values()} == {torch.float32}
     other = next(name for name in state if name.endswith("linear_kv_proj.weight"))
     assert state[other].dtype == torch.bfloat16
@@ -222,7 +231,7 @@ def test_resume_equals_uninterrupted_in_bf16(data, tmp_path):
 @pytest.mark.ranks(2)
 def test_distributed_optimizer_in_bf16(data, tmp_path):
     """Two ranks train like one; weights and moments are saved under the right names."""
-    flags = STREAMS | {"--data-path": data, "--bf16": True, "--train-iters": 1}
+    flags = PREDICTION | {"--data-path": data, "--bf16": True, "--train-iters": 1}
     distributed = {"--use-distributed-optimizer": True, "--dist-ckpt-optim-fully-reshardable": True}
     one = train(flags | {"--save": tmp_path / "one", "--save-interval": 1})
     saved = {"--save": tmp_path / "two", "--save-interval": 1}
@@ -230,7 +239,7 @@ def test_distributed_optimizer_in_bf16(data, tmp_path):
     assert two.column("lm loss") == pytest.approx(one.column("lm loss"), rel=1e-4)
     expected, state = read(tmp_path / "one"), read(tmp_path / "two")
     moments = [name for name in state if name.startswith("optimizer.state.exp_avg")]
-    assert sum(map(is_connection, moments)) == 2 * (4 * 6 + 3)
+    assert sum(map(is_connection, moments)) == 2 * (6 * 6 + 3 * 3)
     for name in filter(is_connection, moments):
         assert relative_error(state[name], expected[name]) < 1e-5, name
 
@@ -238,12 +247,16 @@ def test_distributed_optimizer_in_bf16(data, tmp_path):
 @pytest.mark.ranks(2)
 def test_frozen_main_model(data, tmp_path):
     """In stage warmup connections stay as they are, in a pipeline, with the layers' losses."""
-    flags = STREAMS | {"--data-path": data, "--save": tmp_path, "--load": tmp_path}
+    flags = PREDICTION | {"--data-path": data, "--save": tmp_path, "--load": tmp_path}
     flags |= {"--save-interval": 2}
     train(flags | {"--dsa-stage": "dense", "--train-iters": 2})
     before = read(tmp_path)
-    train(flags | {"--dsa-stage": "warmup", "--train-iters": 4} | PP2, ranks=2)
+    stages = PP2 | {"--pipeline-model-parallel-layout": "Etttt|mmL"}
+    train(flags | {"--dsa-stage": "warmup", "--train-iters": 4} | stages, ranks=2)
     after = read(tmp_path)
+    learning = [name for name in after if name.startswith("optimizer.state.exp_avg.")]
+    assert all(".indexer." in name and after[name].norm() > 0 for name in learning)
+    assert sum(".mtp." in name for name in learning) == 2 * 5
     for name, tensor in before.items():
         if not name.startswith(("optimizer", "rng")):
             assert tensor.equal(after[name]), name

@@ -168,9 +168,9 @@ def test_repeated_layer():
     ratios = {"csa_compress_ratios": [*RATIOS, 4, 4]}
     two = model_of(config_of(2, **ratios))
     one = model_of(config_of(2, mtp_use_repeated_layer=True, **ratios))
-    weights = {n: p for n, p in one.state_dict().items()}
+    weights = one.state_dict()
     again = {n.replace("layers.0", "layers.1"): p for n, p in weights.items() if "mtp" in n}
-    two.load_state_dict(weights | again)
+    two.load_state_dict({**weights, **again})
     batch = batch_of()
     loss, tracked, gradients = step(one, *batch)
     want_loss, want_tracked, wanted = step(two, *batch)
