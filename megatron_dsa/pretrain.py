@@ -22,9 +22,11 @@ from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.versions import untested_versions
 
 if TYPE_CHECKING:
+    from megatron_dsa.training.model import embedding_ranks
     from megatron_dsa.training.setup import forward_step, loss_function, model_config_from_args
 
 __all__ = [
+    "embedding_ranks",
     "finish",
     "forward_step",
     "loss_function",
@@ -40,6 +42,10 @@ def __getattr__(name: str):
         from megatron_dsa.training import setup
 
         return getattr(setup, name)
+    if name == "embedding_ranks":
+        from megatron_dsa.training.model import embedding_ranks
+
+        return embedding_ranks
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -86,7 +86,7 @@ def _check_embedding_group(model: DSAModelConfig, pg_collection) -> None:
         sorted(of(group)) == expected,
         f"the embedding's process group must have the ranks {expected}, got {sorted(of(group))}: "
         "multi-token prediction has a copy of the embedding. Give Megatron's pretrain() "
-        "get_embedding_ranks=embedding_ranks(model) of megatron_dsa.training.model",
+        "get_embedding_ranks=embedding_ranks(model) of megatron_dsa.pretrain",
     )
 
 

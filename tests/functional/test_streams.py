@@ -100,6 +100,7 @@ PREDICTION_LAYOUTS = {name: LAYOUTS[name] for name in SHARED_LAYOUTS} | {
 }  # fmt: skip
 V4_PREDICTION_LAYOUTS = {
     "TP2 by sequence": (TP2_SEQUENCE, 2),
+    "TP2 by heads and CP2, per-token loss": (TP2_HEADS | CP2 | PER_TOKEN, 4, EVEN_MTP),
     "PP2 with full recompute": (
         PP2 | {"--pipeline-model-parallel-layout": "Ett|tmL"} | FULL_RECOMPUTE, 2,
     ),
