@@ -244,6 +244,14 @@ def test_distributed_optimizer_in_bf16(data, tmp_path):
     for name in filter(is_connection, moments):
         assert relative_error(state[name], expected[name]) < 1e-5, name
 
+    # Parameters may arrive late, also those of modules that are not linears.
+    overlap = {"--overlap-grad-reduce": True, "--overlap-param-gather": True}
+    overlap |= {"--ddp-bucket-size": 1, "--train-iters": 2}
+    late = train(flags | distributed | overlap, ranks=2)
+    straight = train(flags | {"--train-iters": 2})
+    for loss in ("lm loss", "mtp_1 loss", "mtp_2 loss"):
+        assert late.column(loss) == pytest.approx(straight.column(loss), rel=1e-4), loss
+
 
 @pytest.mark.ranks(2)
 def test_frozen_main_model(data, tmp_path):

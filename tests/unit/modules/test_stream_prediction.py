@@ -1,5 +1,7 @@
 """Multi-token prediction on streams: a whole small V4 against float64, and its parts."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -217,6 +219,38 @@ def test_names_dtypes_and_marks():
         fp32 = "hc_" in name or name.endswith((".ape", "attn_sink"))
         assert parameter.dtype == (torch.float32 if fp32 else torch.bfloat16), name
         assert name not in own or parameter.sequence_parallel
+
+
+def test_calls_are_those_declared(monkeypatch):
+    """Of every layer for its streams, and of a head before every use of the output layer."""
+    from megatron_dsa.dispatch import Operation
+    from megatron_dsa.required_ops import stream_ops
+
+    model, calls, original = model_of(config_of(2)), [], Operation.run
+
+    def record(operation, call, *arguments, **settings):
+        calls.append((operation.name, dataclasses.replace(call, packed=False)))
+        return original(operation, call, *arguments, **settings)
+
+    monkeypatch.setattr(Operation, "run", record)
+    step(model, *batch_of())
+    got = [call for call in calls if call[0].startswith("hyper_connection")]
+    layer, head = (
+        [(op.operation, op.call) for op in stream_ops(model.config, head=head)]
+        for head in (False, True)
+    )
+    assert got == 3 * 2 * layer + head + 2 * (2 * layer + head)
+
+
+def test_evaluation_is_the_forward_of_training():
+    """Without gradients, with recompute in training alone."""
+    model = model_of(config_of(2, **RECOMPUTE["full"]))
+    ids, labels, mask = batch_of()
+    trained = step(model, ids, labels, mask)[0]
+    positions = torch.arange(LENGTH, device=ids.device).expand_as(ids)
+    with torch.no_grad():
+        loss = model.eval()(ids, positions, None, labels=labels, loss_mask=mask)
+    assert torch.equal(loss, trained)
 
 
 def test_what_the_main_head_hands_on():
