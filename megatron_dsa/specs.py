@@ -68,6 +68,7 @@ from megatron_dsa.modules.layers import LocalNorm, ReplicatedLinear
 from megatron_dsa.modules.precision import bf16_linear, bf16_weight_linear
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.patches.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
+from megatron_dsa.patches.muon import read_marks_of_muon
 from megatron_dsa.patches.stream_pipelines import send_streams_between_stages
 from megatron_dsa.versions import why_not_transformer_engine
 
@@ -285,6 +286,7 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
     validate(config)
     install_loss_scale(config)
     install_checkpoint_repairs()
+    read_marks_of_muon()
     backend, rms_norm = get_backend(config.transformer_impl), config.normalization == "RMSNorm"
     fp8_indexer = options_of(config).fp8_indexer
     if uses_csa(config):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
 
-from megatron.training import print_rank_0
+import torch
+from megatron.core import parallel_state
+from megatron.training import get_args, print_rank_0
 from megatron.training.models import gpt
 
 from megatron_dsa.config import uses_csa
 from megatron_dsa.dispatch import Choice, collect_choices
 from megatron_dsa.modules.cuda_graphs import describe_graphs
+from megatron_dsa.muon.table import Kind, kinds_of, table_of
+from megatron_dsa.patches.muon import MUON
 from megatron_dsa.required_ops import AttentionChoice, attention_of
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
@@ -35,6 +40,8 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
         print_start_table(choices, None if uses_csa(config) else attention_of(config))
         for line in describe_graphs(config):
             print_rank_0(f"> megatron_dsa {line}")
+        if get_args().optimizer in MUON:
+            print_optimizer_table(models, config)
         return models
 
     def build_model(self, *args, **kwargs) -> Any:
@@ -66,6 +73,17 @@ def start_table(choices: Iterable[Choice]) -> list[str]:
         f"{operation:{widths[0]}}  {implementation:{widths[1]}}  {remark}".rstrip()
         for operation, implementation, remark in table
     ]
+
+
+def print_optimizer_table(models: list[Any], config: Any) -> None:
+    """Print what updates which parameters, over all pipeline stages; called on every rank."""
+    own = kinds_of(models, config.tensor_model_parallel_size, config.expert_model_parallel_size)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[Counter[Kind] | None] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(stages, own, group)
+    print_rank_0("> megatron_dsa parameters by optimizer:")
+    for line in table_of(sum(filter(None, stages), Counter[Kind]())):
+        print_rank_0(f">   {line}")
 
 
 def print_start_table(choices: Iterable[Choice], attention: AttentionChoice | None = None) -> None:
