@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import layers
 
 from megatron_dsa.muon.blocks import BLOCK_ROWS, is_left_to_adamw
 from megatron_dsa.muon.optimizer import BlockAdaptiveMuon, BlockMuon
+from megatron_dsa.patches.layer_wise_gather import repair_gather_of_layer_wise_optimizer
 
 #: ``--optimizer`` -> its class.
 MUON = {"muon": BlockMuon, "adaptive_muon": BlockAdaptiveMuon}
@@ -42,3 +43,4 @@ def read_marks_of_muon() -> None:
         return original(parameter) and not is_left_to_adamw(parameter)
 
     layer_wise_optimizer.is_managed_by_layer_wise_optimizer = is_managed
+    repair_gather_of_layer_wise_optimizer()

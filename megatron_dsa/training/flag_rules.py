@@ -103,6 +103,12 @@ def _muon_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
             missing is None,
             f"--optimizer {args.optimizer} needs the package emerging-optimizers: {missing}",
         )
+        yield (
+            args.bf16 or not args.use_layer_wise_distributed_optimizer,
+            f"--use-distributed-optimizer with --optimizer {args.optimizer} needs --bf16: "
+            "megatron-core 0.19's layer-wise optimizer fails in the first step without; add it, or "
+            "drop --use-distributed-optimizer",
+        )
     yield (
         args.optimizer in MUON or args.dsa_muon_per_head == "none",
         f"--dsa-muon-per-head {args.dsa_muon_per_head} has a meaning only with --optimizer "
