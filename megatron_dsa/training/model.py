@@ -10,22 +10,26 @@ from unittest import mock
 
 import torch
 from megatron.core import parallel_state
-from megatron.training import get_args, print_rank_0
+from megatron.training import print_rank_0
 from megatron.training.models import gpt
 
 from megatron_dsa.config import uses_csa
 from megatron_dsa.dispatch import Choice, collect_choices
 from megatron_dsa.modules.cuda_graphs import describe_graphs
 from megatron_dsa.muon.table import Kind, kinds_of, table_of
-from megatron_dsa.patches.muon import MUON
 from megatron_dsa.required_ops import AttentionChoice, attention_of
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 
 @dataclass(kw_only=True)
 class DSAModelConfig(gpt.GPTModelConfig):
-    """GPT model configuration whose layers, MTP layers included, use sparse attention."""
+    """GPT model configuration whose layers, MTP layers included, use sparse attention.
 
+    Attributes:
+        lists_optimizers: print what updates which parameters, where more than one optimizer does.
+    """
+
+    lists_optimizers: bool = False
     builder: ClassVar[str] = "megatron_dsa.training.model.DSAModelBuilder"
 
 
@@ -40,7 +44,7 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
         print_start_table(choices, None if uses_csa(config) else attention_of(config))
         for line in describe_graphs(config):
             print_rank_0(f"> megatron_dsa {line}")
-        if get_args().optimizer in MUON:
+        if self._model_config.lists_optimizers:
             print_optimizer_table(models, config)
         return models
 

@@ -1,4 +1,4 @@
-"""Muon through the training entry point: every layout updates the parameters as one process does."""
+"""Muon through the training entry point: every layout updates parameters as one process does."""
 
 import pytest
 
@@ -114,7 +114,9 @@ def test_blocks_make_a_difference(v4, v4_single):
 
 def test_table_says_what_updates_what(v4_single):
     lines = [line.split(">   ")[1] for line in v4_single[1].log.splitlines() if ">   " in line]
-    table = {(line.split()[0], line.split()[1]): line for line in lines if line.split()[0][0] in "AM"}
+    table = {
+        (line.split()[0], line.split()[1]): line for line in lines if line.split()[0][0] in "AM"
+    }
     assert "embedding.word_embeddings.weight" in {name for kind, name in table if kind == "AdamW"}
     attention = "decoder.layers.*.self_attention"
     ape = f"{attention}.core_attention.compressor.ape"

@@ -27,7 +27,7 @@ def orthogonalised(matrix, coefficients):
 
 
 def scaled_blocks(matrix, sizes, coefficients, extra):
-    """Return the update of a matrix whose blocks of rows are ``sizes``, each scaled by its shape."""
+    """Return the update of a matrix with blocks of ``sizes`` rows, each scaled by its shape."""
     updates = [
         orthogonalised(block, coefficients) * max(block.shape) ** 0.5 * extra
         for block in matrix.split(sizes)
