@@ -7,9 +7,10 @@ parameters in one model do not fit. gloo also refuses parts of different sizes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
@@ -35,26 +36,27 @@ def repair_gather_of_layer_wise_optimizer() -> None:
         if whole and len(dtypes) == 1:
             original(self)
             return
-        # The original asks rank 0's first parameter for the dtype.
-        at_once = {
-            name: whole and each is not None and any(p.dtype == dtypes[0] for p in each[0])
-            for name, each in lists.items()
-        }
-        gathered = {
-            name: _only(each, lambda p: p.dtype == dtypes[0]) if at_once[name] else None
-            for name, each in lists.items()
-        }
-        sent_alone = {
-            name: _only(each, lambda p: p.dtype != dtypes[0]) if at_once[name] else each
-            for name, each in lists.items()
-        }
-        with mock.patch.multiple(self, **gathered):
+        gathered: dict[str, Any] = dict.fromkeys(_LISTS)
+        alone = dict(lists)
+        for name, each in lists.items():
+            # The original asks rank 0's first parameter for the dtype.
+            if whole and each is not None and any(p.dtype == dtypes[0] for p in each[0]):
+                gathered[name] = [[p for p in ps if p.dtype == dtypes[0]] for ps in each]
+                alone[name] = [[p for p in ps if p.dtype != dtypes[0]] for ps in each]
+        with _attributes(self, gathered):
             original(self)
-        with mock.patch.multiple(self, **sent_alone):
+        with _attributes(self, alone):
             self.broadcast_params()
 
     optimizer_class.allgather_params = allgather_params
 
 
-def _only(lists, wanted):
-    return [[p for p in params if wanted(p)] for params in lists]
+@contextlib.contextmanager
+def _attributes(owner: Any, values: dict[str, Any]) -> Iterator[None]:
+    """Give an object other attributes for a while."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        vars(owner).update(values)
+        yield
+    finally:
+        vars(owner).update(before)
