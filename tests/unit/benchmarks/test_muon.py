@@ -35,12 +35,12 @@ def test_sizes():
 
 def test_results_of_a_log():
     scalars = {
-        "lm loss": [(1, 2.0), (2, 1.5)], "grad-norm": [(1, 1.0), (2, 0.5)],
+        "lm loss": [(1, 2.0), (2, 1.5)], "dsa/indexer-loss": [(1, 1.0), (2, 0.5)],
         "lm loss validation": [(2, 1.75)], "iteration-time": [(1, 30.0), (2, 0.1), (3, 0.3)],
     }  # fmt: skip
     (first, one), (second, two), whole = muon.results(RunLog("run", scalars, {}, {}))
     assert (first, one["lm_loss"], one["validation_loss"]) == ("1", 2.0, None)
-    assert (second, two["grad_norm"], two["validation_loss"]) == ("2", 0.5, 1.75)
+    assert (second, two["indexer_loss"], two["validation_loss"]) == ("2", 0.5, 1.75)
     assert whole[0] == "all" and whole[1]["ms"] == pytest.approx(200.0)
 
 
