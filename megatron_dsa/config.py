@@ -157,9 +157,9 @@ class DSAOptions:
     muon_per_head: Literal["none", "attention", "all"] = option(
         "none",
         "--dsa-muon-per-head",
-        "With --optimizer muon, orthogonalise up projections head by head: the attention's (queries, "
-        "MLA's keys and values), or the indexer's queries, too (all). The output groups of V4's "
-        "attention are always orthogonalised one by one.",
+        "With --optimizer muon, orthogonalise up projections head by head: the attention's "
+        "(queries, MLA's keys and values), or the indexer's queries, too (all). The output groups "
+        "of V4's attention are always orthogonalised one by one.",
     )
 
     def __post_init__(self):
