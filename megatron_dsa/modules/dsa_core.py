@@ -358,8 +358,8 @@ class DSACoreAttention(CoreAttention):
         self, x: torch.Tensor, qr: torch.Tensor, layout: Layout, rope: TokenRope, ranks: Ranks
     ) -> TrainedIndexer:
         """Return the indexer's projections of ``x [s, b, hidden]`` and ``qr [s, b, q_lora]``."""
-        # The loss over all keys takes the queries of all tokens, in the forward pass. Both passes of
-        # a recomputed layer make them alike, bit for bit.
+        # The loss over all keys takes the queries of all tokens, in the forward pass. Both passes
+        # of a recomputed layer make them alike, bit for bit.
         sparse_loss = self.loss_is_sparse and self.options.stage == "sparse"
         remake = self.training and self.indexer_is_trained and sparse_loss
         with torch.set_grad_enabled(self.trains_indexer_now()):
