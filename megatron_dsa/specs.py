@@ -36,6 +36,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_dsa.config import (
     computes_topk,
+    hash_layers,
     is_moe_layer,
     options_of,
     shares_indices,
@@ -58,6 +59,7 @@ from megatron_dsa.modules.csa_indexer import CSAIndexer, CSAIndexerSubmodules
 from megatron_dsa.modules.cuda_graphs import GraphedLayer
 from megatron_dsa.modules.dsa_core import DSACoreAttention, DSACoreAttentionSubmodules
 from megatron_dsa.modules.dsa_indexer import DSAIndexer, DSAIndexerSubmodules
+from megatron_dsa.modules.hash_routing import with_hash_routing
 from megatron_dsa.modules.hyper_connections import (
     HyperConnectionLayer,
     StreamsHead,
@@ -69,6 +71,7 @@ from megatron_dsa.modules.precision import bf16_linear, bf16_weight_linear
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.patches.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
 from megatron_dsa.patches.stream_pipelines import send_streams_between_stages
+from megatron_dsa.patches.token_ids import hand_token_ids_to_layers
 from megatron_dsa.versions import why_not_transformer_engine
 
 
@@ -285,6 +288,8 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
     validate(config)
     install_loss_scale(config)
     install_checkpoint_repairs()
+    if hash_layers(config):
+        hand_token_ids_to_layers()
     backend, rms_norm = get_backend(config.transformer_impl), config.normalization == "RMSNorm"
     fp8_indexer = options_of(config).fp8_indexer
     if uses_csa(config):
@@ -328,6 +333,7 @@ def dsa_block_spec(
     install_throughput(config)
     kinds = (False,) if config.num_moe_experts is None else (False, True)
     specs = {moe: dsa_layer_spec(config, moe=moe) for moe in kinds}
+    hashed = with_hash_routing(specs[True]) if hash_layers(config) else None
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         layer_ids = layout.get_layer_id_list(
@@ -346,7 +352,9 @@ def dsa_block_spec(
             f"{config.dsa_indexer_skip_topk_offset})."
         )
     return TransformerBlockSubmodules(
-        layer_specs=[specs[is_moe_layer(config, i)] for i in layer_ids],
+        layer_specs=[
+            hashed if i < hash_layers(config) else specs[is_moe_layer(config, i)] for i in layer_ids
+        ],
         layer_norm=StreamsHead
         if uses_streams(config)
         else get_backend(config.transformer_impl).layer_norm(

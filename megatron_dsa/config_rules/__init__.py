@@ -10,6 +10,7 @@ from megatron_dsa.config_rules.cuda_graphs import (
     graph_rules,
     graphs_attention,
 )
+from megatron_dsa.config_rules.hash_routing import hash_rules
 from megatron_dsa.config_rules.hyper_connections import hyper_connection_rules
 from megatron_dsa.config_rules.model import (
     CSA_RATIO,
@@ -27,6 +28,7 @@ __all__ = [
     "graph_modules",
     "graph_rules",
     "graphs_attention",
+    "hash_rules",
     "hyper_connection_rules",
     "masked_rules",
     "tp_mode_rules",

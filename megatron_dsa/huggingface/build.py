@@ -45,6 +45,7 @@ def gpt_model(config, vocab_size: int, length: int) -> Any:
     """Return a GPT model on one rank for sequences up to ``length``."""
     from megatron.core.models.gpt import GPTModel
 
+    config.moe_hash_vocab_size = vocab_size
     return GPTModel(
         config,
         dsa_block_spec(config),

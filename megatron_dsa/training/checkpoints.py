@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.training import checkpointing, print_rank_0
 
 from megatron_dsa.config import is_indexer_parameter
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.training.checkpoint_files import check_files, saved_name
 from megatron_dsa.training.launching import this_rank
@@ -58,6 +58,7 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
                 )
     if directory is not None and this_rank() == 0:
         say_dropped_indexers(args, directory)
+        check_hash_layers(args, directory)
     return mock.patch.object(checkpointing.dist_checkpointing, "load", load)
 
 
@@ -75,6 +76,20 @@ def say_dropped_indexers(args: argparse.Namespace, directory: Path) -> None:
             f"> checkpoint {directory} has indexers, stage dense has none: {len(indexers)} tensors "
             "are dropped, and what this run saves will not hold them"
         )
+
+
+def check_hash_layers(args: argparse.Namespace, directory: Path) -> None:
+    """Check that a checkpoint has as many layers with hash routing as the model.
+
+    Raises:
+        ConfigError: it has not: their experts would be chosen in another way.
+    """
+    saved = sum(key.endswith(".mlp.router.tid2eid") for key in entries_of(directory))
+    require(
+        saved == args.moe_hash_layers,
+        f"--moe-hash-layers must be {saved}, as in checkpoint {directory}, got "
+        f"{args.moe_hash_layers}: layers would choose experts in another way than they learned to",
+    )
 
 
 def _what_is_trained(args) -> str:

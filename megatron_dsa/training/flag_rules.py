@@ -69,6 +69,15 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "--hc-mult of 2 or more, add that",
     )
     yield (
+        args.dsa_load_hf is None or not args.moe_hash_layers,
+        "--dsa-load-hf does not read the tables of hash routing yet: drop --moe-hash-layers "
+        f"{args.moe_hash_layers}",
+    )
+    yield (
+        args.moe_hash_layers > 0 or args.moe_hash_seed == _default("moe_hash_seed"),
+        "--moe-hash-seed has a meaning only with --moe-hash-layers of 1 or more, add that",
+    )
+    yield (
         args.dsa_stage == "warmup" or not args.dsa_warmup_train_all,
         f"--dsa-warmup-train-all has a meaning only in --dsa-stage warmup, got "
         f"{args.dsa_stage}, which trains everything: drop it",

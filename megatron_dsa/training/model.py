@@ -9,8 +9,9 @@ from unittest import mock
 
 from megatron.training import print_rank_0
 from megatron.training.models import gpt
+from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-from megatron_dsa.config import uses_csa
+from megatron_dsa.config import hash_layers, uses_csa
 from megatron_dsa.dispatch import Choice, collect_choices
 from megatron_dsa.modules.cuda_graphs import describe_graphs
 from megatron_dsa.required_ops import AttentionChoice, attention_of
@@ -39,6 +40,9 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
 
     def build_model(self, *args, **kwargs) -> Any:
         """Build one stage; like the parent, but MTP layers are sparse as well."""
+        transformer = self._model_config.transformer
+        if hash_layers(transformer) and transformer.moe_hash_vocab_size is None:
+            transformer.moe_hash_vocab_size = padded_vocabulary(self._model_config)
         if self._model_config.transformer_layer_spec is None:
             self._model_config.transformer_layer_spec = dsa_block_spec
 
@@ -48,6 +52,17 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
         # The parent derives MTP layers from Megatron's dense spec, through a module function.
         with mock.patch.object(gpt, "mtp_block_spec", mtp_block_spec):
             return super().build_model(*args, **kwargs)
+
+
+def padded_vocabulary(model: Any) -> int:
+    """Return the rows of the embedding that a model configuration asks for, over all ranks."""
+    if not model.should_pad_vocab:
+        return model.vocab_size
+    return calculate_padded_vocab_size(
+        model.vocab_size,
+        model.make_vocab_size_divisible_by,
+        model.transformer.tensor_model_parallel_size,
+    )
 
 
 def start_table(choices: Iterable[Choice]) -> list[str]:

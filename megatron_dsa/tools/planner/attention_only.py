@@ -16,6 +16,7 @@ LEFT_OUT = ("dense MLP", "experts", "router", "logits")
 
 def leave_out_flags(args: argparse.Namespace) -> None:
     """Drop what parsed, unvalidated arguments say about experts and vocabulary."""
+    args.moe_hash_layers, args.moe_hash_seed = 0, 0
     args.num_experts = args.moe_ffn_hidden_size = args.moe_shared_expert_intermediate_size = None
     args.expert_model_parallel_size = 1
     args.expert_tensor_parallel_size = None

@@ -38,7 +38,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters of one reduction group (dense or expert) and dtype.
+    """Parameters of one reduction group (dense or expert) and dtype; tables of hash routing, too.
 
     Attributes:
         expert: whether they are reduced over the experts' data-parallel ranks.
@@ -280,6 +280,7 @@ def kind_of(layer) -> str:
     mlp = "dense MLP"
     if isinstance(layer.mlp, MoELayer):
         mlp = f"{config.num_moe_experts} experts"
+        mlp += ", looked up by token" if getattr(layer, "takes_token_ids", False) else ""
     return f"{attention}; {mlp}"
 
 
@@ -289,4 +290,7 @@ def _weights(chunk) -> tuple[Weights, ...]:
         expert = not getattr(parameter, "allreduce", True)
         kind = expert, parameter.requires_grad, parameter.element_size()
         counts[kind] += parameter.numel()
+    for name, buffer in chunk.named_buffers():
+        if name.endswith(".tid2eid"):
+            counts[False, False, buffer.element_size()] += buffer.numel()
     return tuple(Weights(*kind, count) for kind, count in sorted(counts.items()))

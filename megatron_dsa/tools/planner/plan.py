@@ -17,6 +17,7 @@ from megatron_dsa.tools.planner import attention_only
 from megatron_dsa.tools.planner.chunks import Chunk, measure_rank
 from megatron_dsa.tools.planner.host import ranks
 from megatron_dsa.tools.planner.memory import RankMemory, gradient_bytes, rank_memory
+from megatron_dsa.training.model import padded_vocabulary
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def make_plan(args, model, gpu: GPU) -> Plan:
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     specs.get_backend(model.transformer.transformer_impl)
-    vocabulary = _padded_vocabulary(model)
+    vocabulary = padded_vocabulary(model)
     work = model_work(model.transformer, vocabulary)
     operations = flops_by_part(work, lambda keys: keys.pairs(args.seq_length))
     alone = args.dsa_dry_run_attention_only
@@ -109,18 +110,6 @@ def _place(args, pp_rank: int):
         if args.pipeline_model_parallel_size > 1:
             error.add_note(f"(pipeline rank {pp_rank})")
         raise
-
-
-def _padded_vocabulary(model) -> int:
-    from megatron.training.vocab_utils import calculate_padded_vocab_size
-
-    if not model.should_pad_vocab:
-        return model.vocab_size
-    return calculate_padded_vocab_size(
-        model.vocab_size,
-        model.make_vocab_size_divisible_by,
-        model.transformer.tensor_model_parallel_size,
-    )
 
 
 @contextmanager
