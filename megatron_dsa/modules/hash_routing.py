@@ -149,11 +149,13 @@ class HashMoELayer(MoELayer):
     """
 
     token_ids: torch.Tensor | None = None
+    moe_layer_recompute: bool
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         # Megatron's checkpoint has no place for token ids.
-        self._recompute, self.moe_layer_recompute = self.moe_layer_recompute, False
+        self._recompute: bool = self.moe_layer_recompute
+        self.moe_layer_recompute = False
 
     def forward(
         self, hidden_states: torch.Tensor, intermediate_tensors=None, padding_mask=None

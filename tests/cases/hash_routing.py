@@ -34,7 +34,7 @@ def model_of(config, seed=3, scale=0.3):
     model = gpt_model(config, VOCABULARY, 64)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
+        for _name, parameter in sorted(model.named_parameters()):
             values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             norm = parameter.dim() == 1
             parameter.copy_(values * (0.1 if norm else scale) + norm)

@@ -1,12 +1,11 @@
 """Where hash layers are refused, and which pipelines hold them."""
 
 import pytest
+import torch
 
 from megatron_dsa.errors import ConfigError
 from tests.cases.hash_routing import config_of
 
-PIPELINE = {"num_layers": 8, "pipeline_dtype": None, "moe_hash_layers": 3}
-FULL = {"overlap_p2p_comm": False}
 WRONG = {
     r"--moe-hash-layers \(3\) must count layers with experts": {"moe_hash_layers": 3},
     r"--moe-hash-layers \(2\) must count .* --moe-layer-freq": {
@@ -14,7 +13,8 @@ WRONG = {
     },
     r"--moe-hash-layers \(2\) must count layers": {"moe_hash_layers": 2, "moe_layer_freq": 2},
     r"--moe-hash-layers \(1\) must count .* give --num-experts": {
-        "num_moe_experts": None, "moe_ffn_hidden_size": None, "moe_router_enable_expert_bias": False,
+        "num_moe_experts": None, "moe_ffn_hidden_size": None,
+        "moe_router_enable_expert_bias": False,
     },
     "--moe-hash-layers must be at least 0": {"moe_hash_layers": -1},
     "--moe-hash-seed must be at least 0": {"moe_hash_seed": -1},
@@ -62,8 +62,6 @@ STAGES = [
 
 @pytest.mark.parametrize(("first", "stages"), STAGES)
 def test_hash_layers_stand_with_the_embedding(first, stages):
-    import torch
-
     settings = {"num_layers": 8, "pipeline_dtype": torch.float32} | stages
     for layers in range(1, 9):
         if layers <= first:

@@ -52,7 +52,7 @@ def test_wrong_values_are_refused(message):
 
 @pytest.mark.parametrize("table", [torch.zeros(4, 3).int(), torch.rand(4, 2), torch.ones(4).int()])
 def test_wrong_forms_are_refused(table):
-    with pytest.raises(ConfigError, match="must hold integers .vocabulary, --moe-router-topk = 2"):
+    with pytest.raises(ConfigError, match=r"must hold integers .vocabulary, --moe-router-topk = 2"):
         check_table(table, 2, 5, "table")
 
 
