@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_dsa.config import is_indexer_parameter, uses_streams
+from megatron_dsa.config import hash_layers, is_indexer_parameter, uses_streams
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.huggingface.checks import NonFinite, check_inventory, left_by_rank
 from megatron_dsa.huggingface.config_json import HFModel, check_model, parse_config, read_config
@@ -348,6 +348,11 @@ def _check_exportable(model: torch.nn.Module, hf: HFModel) -> None:
     require(
         not uses_streams(model.config),
         "hc_mult must be 1: hyper-connections are not exported yet; export a model without",
+    )
+    require(
+        not hash_layers(model.config),
+        "moe_hash_layers must be 0: tables of hash routing are not exported yet; export a model "
+        "without",
     )
     has_indexer = any(is_indexer_parameter(name) for name, _ in model_tensors(model))
     found = "indexers" if has_indexer else "no indexers"

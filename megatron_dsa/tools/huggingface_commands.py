@@ -107,6 +107,11 @@ def export_hf(arguments: argparse.Namespace) -> int:
         f"{directory} has hyper-connections (--hc-mult), which are not exported yet: export a "
         "model that was trained without",
     )
+    require(
+        not any(key.endswith(".router.tid2eid") for key in keys),
+        f"{directory} has hash routing (--moe-hash-layers), which is not exported yet: export a "
+        "model that was trained without",
+    )
     mtp = any(key.startswith("mtp.") for key in keys)
     if mtp and not hf.mtp_layers:
         print(

@@ -85,10 +85,11 @@ def check_hash_layers(args: argparse.Namespace, directory: Path) -> None:
         ConfigError: it has not: their experts would be chosen in another way.
     """
     saved = sum(key.endswith(".mlp.router.tid2eid") for key in entries_of(directory))
+    given = getattr(args, "moe_hash_layers", 0)
     require(
-        saved == args.moe_hash_layers,
-        f"--moe-hash-layers must be {saved}, as in checkpoint {directory}, got "
-        f"{args.moe_hash_layers}: layers would choose experts in another way than they learned to",
+        saved == given,
+        f"--moe-hash-layers must be {saved}, as in checkpoint {directory}, got {given}: "
+        "layers would choose experts in another way than they learned to",
     )
 
 

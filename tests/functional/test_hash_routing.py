@@ -4,12 +4,14 @@ As in ``test_parity.py``: loss and every gradient equal those of one process. A 
 attention's frame around it, and a V4 with hyper-connections: routing belongs to the experts.
 """
 
+import json
+
 import pytest
 
 from megatron_dsa.modules.hash_table import balanced_table
 from tests.functional.checkpoint_reader import read
 from tests.functional.comparisons import check_layout, check_resume, compare_curves
-from tests.functional.launch import train
+from tests.functional.launch import SPARSE, launch, train
 from tests.functional.parallel_flags import (
     CP2,
     FULL_RECOMPUTE,
@@ -153,6 +155,7 @@ def test_table_of_the_checkpoint_is_taken(short_documents, tmp_path):
     """Whatever the seed says; and evaluation passes route by it as well."""
     flags = HASH | {"--data-path": short_documents, "--save": tmp_path, "--load": tmp_path}
     flags |= {"--save-interval": 2, "--eval-iters": 1, "--eval-interval": 2, "--split": "90,10,0"}
+    flags |= {"--override-opt-param-scheduler": True}
     train(flags | {"--train-iters": 2})
     before = tables_of(read(tmp_path))
     run = train(flags | {"--train-iters": 4, "--moe-hash-seed": 8})
@@ -203,3 +206,21 @@ def test_refusals_name_the_flags(data):
     assert "--moe-router-load-balancing-type must not be sinkhorn" in run.log
     run = train({"--data-path": data, "--moe-hash-seed": 3}, check=False)
     assert "--moe-hash-seed has a meaning only with --moe-hash-layers" in run.log
+
+
+def test_export_is_refused(data, tmp_path):
+    """A Hugging Face checkpoint without the tables would route at random."""
+    save = {"--data-path": data, "--save": tmp_path / "run", "--save-interval": 1}
+    train(HASH | save | {"--train-iters": 1})
+    config = tmp_path / "config.json"
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    more = {"num_hidden_layers": 4, "first_k_dense_replace": 0, "scoring_func": "sigmoid"}
+    config.write_text(json.dumps(SPARSE | experts | more))
+    run = launch(
+        {"export-hf": True, "--input": tmp_path / "run", "--config": config}
+        | {"--output": tmp_path / "out"},
+        module="megatron_dsa",
+        check=False,
+    )
+    assert run.returncode != 0
+    assert "has hash routing (--moe-hash-layers), which is not exported yet" in run.log

@@ -108,7 +108,9 @@ def test_every_option_has_a_flag():
     }  # fmt: skip
     inherited = len(dataclasses.fields(MLATransformerConfig))
     own = {each.name for each in dataclasses.fields(CSATransformerConfig)[inherited:]}
-    assert own - {each.name for each, _ in option_fields(CSATransformerConfig)} == {"dsa"}
+    assert own - {each.name for each, _ in option_fields(CSATransformerConfig)} == {
+        "dsa", "moe_hash_vocab_size",
+    }  # fmt: skip
 
 
 def test_flags_that_are_not_given_leave_the_defaults():
@@ -270,6 +272,11 @@ def test_a_training_is_not_taken_for_a_plan(flags, message):
             "--rotary-seq-len-interpolation-factor have no effect on MLA",
         ),
         (["--o-groups", "4"], "--o-groups: has a meaning only with --csa-compress-ratios"),
+        (["--moe-hash-seed", "4"], "--moe-hash-seed has a meaning only with --moe-hash-layers"),
+        (
+            ["--dsa-load-hf", "somewhere", "--moe-hash-layers", "3"],
+            "--dsa-load-hf does not read the tables of hash routing yet: drop --moe-hash-layers 3",
+        ),
     ],
 )
 def test_flags_without_an_effect_are_named(flags, message):
