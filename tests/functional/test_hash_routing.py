@@ -5,6 +5,7 @@ attention's frame around it, and a V4 with hyper-connections: routing belongs to
 """
 
 import json
+import re
 
 import pytest
 
@@ -174,9 +175,14 @@ def test_other_layers_than_the_checkpoint_has_are_refused(data, tmp_path):
         run = train(other, check=False)
         assert run.returncode != 0 and not run.steps
         assert "--moe-hash-layers must be 2, as in checkpoint" in run.log, layers
-    experts = flags | {"--num-experts": 2, "--moe-router-topk": 1}
-    run = train(experts, check=False)
-    assert run.returncode != 0 and not run.steps
+    for changes, message in (
+        ({"--moe-router-topk": 3}, "--moe-router-topk must be 2, as in checkpoint"),
+        ({"--padded-vocab-size": 272}, "give --padded-vocab-size 264"),
+        ({"--padded-vocab-size": None}, "must be 264, .* got 384: .* --padded-vocab-size 264"),
+    ):
+        run = train(flags | changes, check=False)
+        assert run.returncode != 0 and not run.steps
+        assert re.search(message, run.log), changes
 
 
 @pytest.mark.ranks(2)
@@ -215,6 +221,8 @@ def test_export_is_refused(data, tmp_path):
     config = tmp_path / "config.json"
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     more = {"num_hidden_layers": 4, "first_k_dense_replace": 0, "scoring_func": "sigmoid"}
+    more |= {"routed_scaling_factor": 1.5, "norm_topk_prob": True, "n_shared_experts": 0}
+    more |= {"n_group": 1, "topk_group": 1}
     config.write_text(json.dumps(SPARSE | experts | more))
     run = launch(
         {"export-hf": True, "--input": tmp_path / "run", "--config": config}
