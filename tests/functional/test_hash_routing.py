@@ -11,7 +11,13 @@ import pytest
 
 from megatron_dsa.modules.hash_table import balanced_table
 from tests.functional.checkpoint_reader import read
-from tests.functional.comparisons import check_layout, check_resume, compare_curves
+from tests.functional.comparisons import (
+    TOLERANCE,
+    check_layout,
+    check_resume,
+    compare,
+    compare_curves,
+)
 from tests.functional.launch import SPARSE, launch, train
 from tests.functional.parallel_flags import (
     CP2,
@@ -136,6 +142,18 @@ def test_packed_documents(short_documents):
     """Documents of any length over context-parallel ranks."""
     flags = HASH | PACKED | {"--data-path": short_documents}
     compare_curves(train(flags | CP2, ranks=2), train(flags))
+
+
+@pytest.mark.ranks(2)
+def test_first_stage_without_losses_of_experts(steps_of):
+    """Trap 19: it has hash layers alone, and Megatron's log sums over stages; with prediction."""
+    losses = {"--moe-router-load-balancing-type": "aux_loss", "--moe-aux-loss-coeff": 0.01}
+    step = steps_of(HASH | losses | {"--moe-z-loss-coeff": 0.001, "--mtp-num-layers": 1})
+    one, two = step(), step(PP2, 2)
+    compare(two, one, TOLERANCE)
+    for figure in ("load_balancing_loss", "z_loss"):
+        assert one[0][figure] > 0
+        assert two[0][figure] == pytest.approx(one[0][figure], rel=1e-4), figure
 
 
 def test_resume_equals_uninterrupted_in_bf16(data, tmp_path):
