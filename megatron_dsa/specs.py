@@ -44,6 +44,7 @@ from megatron_dsa.config import (
     uses_streams,
     validate,
 )
+from megatron_dsa.config_rules import predicts_apart
 from megatron_dsa.csa import CSASelfAttention, CSASelfAttentionSubmodules
 from megatron_dsa.dsa import (
     DSASelfAttention,
@@ -68,8 +69,10 @@ from megatron_dsa.modules.hyper_connections import (
 )
 from megatron_dsa.modules.layers import LocalNorm, ReplicatedLinear
 from megatron_dsa.modules.precision import bf16_linear, bf16_weight_linear
+from megatron_dsa.modules.stream_prediction import HeadBeforePrediction, on_streams
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.patches.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
+from megatron_dsa.patches.prediction_blocks import build_prediction_blocks_from_specs
 from megatron_dsa.patches.stream_pipelines import send_streams_between_stages
 from megatron_dsa.patches.token_ids import hand_token_ids_to_layers
 from megatron_dsa.versions import why_not_transformer_engine
@@ -328,6 +331,9 @@ def dsa_block_spec(
         # Layers with and without an indexer cannot be stacked in one checkpoint tensor. In every
         # stage, so that each can read the checkpoint of the one before.
         config.hetereogenous_dist_checkpoint = True
+    if uses_streams(config) and predicts_apart(config):
+        # The stage of the last layer sends more than the stages before it: shapes are sent, too.
+        config.mtp_standalone = True
     # On every pipeline rank, also on those without an indexer: see IndexerLog.
     install_logging(config, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
     install_throughput(config)
@@ -355,12 +361,16 @@ def dsa_block_spec(
         layer_specs=[
             hashed if i < hash_layers(config) else specs[is_moe_layer(config, i)] for i in layer_ids
         ],
-        layer_norm=StreamsHead
-        if uses_streams(config)
-        else get_backend(config.transformer_impl).layer_norm(
-            rms_norm=config.normalization == "RMSNorm"
-        ),
+        layer_norm=_end(config),
     )
+
+
+def _end(config) -> type:
+    """Return what stands after the last layer."""
+    if not uses_streams(config):
+        backend = get_backend(config.transformer_impl)
+        return backend.layer_norm(rms_norm=config.normalization == "RMSNorm")
+    return HeadBeforePrediction if config.mtp_num_layers else StreamsHead
 
 
 def dsa_mtp_block_spec(config, vp_stage: int | None = None) -> Any:
@@ -370,9 +380,14 @@ def dsa_mtp_block_spec(config, vp_stage: int | None = None) -> Any:
         return None
     moe = is_moe_layer(config, config.num_layers - 1)
     layer = TransformerBlockSubmodules(layer_specs=[dsa_layer_spec(config, moe=moe, is_mtp=True)])
-    return gpt_layer_specs.get_gpt_mtp_block_spec_for_backend(
-        config=config, spec=layer, backend=get_backend(config.transformer_impl), vp_stage=vp_stage
+    backend = get_backend(config.transformer_impl)
+    block = gpt_layer_specs.get_gpt_mtp_block_spec_for_backend(
+        config=config, spec=layer, backend=backend, vp_stage=vp_stage
     )
+    if block is None or not uses_streams(config):
+        return block
+    build_prediction_blocks_from_specs()
+    return on_streams(block, backend.linear())
 
 
 def _dense_layer_spec(transformer_impl: str) -> ModuleSpec:

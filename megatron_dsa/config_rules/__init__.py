@@ -11,7 +11,10 @@ from megatron_dsa.config_rules.cuda_graphs import (
     graphs_attention,
 )
 from megatron_dsa.config_rules.hash_routing import hash_rules
-from megatron_dsa.config_rules.hyper_connections import hyper_connection_rules
+from megatron_dsa.config_rules.hyper_connections import (
+    hyper_connection_rules,
+    predicts_apart,
+)
 from megatron_dsa.config_rules.model import (
     CSA_RATIO,
     csa_rules,
@@ -31,5 +34,6 @@ __all__ = [
     "hash_rules",
     "hyper_connection_rules",
     "masked_rules",
+    "predicts_apart",
     "tp_mode_rules",
 ]

@@ -95,7 +95,7 @@ def model_ops(name: str, missing: dict) -> dict[str, RequiredOp]:
         for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
             ops.setdefault(op.operation, op)
     if _is_v4(name):
-        # The preset is of the attention, with multi-token prediction, which streams exclude so far.
+        # The preset is of the attention.
         config.hc_mult = 4
         ops |= {op.operation: op for head in (False, True) for op in stream_ops(config, head=head)}
     else:

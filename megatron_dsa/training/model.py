@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
 
+import torch
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.training import print_rank_0
 from megatron.training.models import gpt
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_dsa.config import hash_layers, uses_csa
 from megatron_dsa.dispatch import Choice, collect_choices
+from megatron_dsa.errors import require
 from megatron_dsa.modules.cuda_graphs import describe_graphs
 from megatron_dsa.required_ops import AttentionChoice, attention_of
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
@@ -28,10 +31,15 @@ class DSAModelConfig(gpt.GPTModelConfig):
 class DSAModelBuilder(gpt.GPTModelBuilder):
     """Builds a GPT model from :class:`DSAModelConfig`."""
 
-    def build_distributed_models(self, *args, **kwargs) -> list[Any]:
-        """Build all stages of this rank; like the parent, and print what runs their operations."""
+    def build_distributed_models(self, pg_collection, *args, **kwargs) -> list[Any]:
+        """Build all stages of this rank; like the parent, and print what runs their operations.
+
+        Raises:
+            ConfigError: the ranks of ``pg_collection.embd`` are not :func:`embedding_ranks`.
+        """
+        _check_embedding_group(self._model_config, pg_collection)
         with collect_choices() as choices:
-            models = super().build_distributed_models(*args, **kwargs)
+            models = super().build_distributed_models(pg_collection, *args, **kwargs)
         config = self._model_config.transformer
         print_start_table(choices, None if uses_csa(config) else attention_of(config))
         for line in describe_graphs(config):
@@ -62,6 +70,38 @@ def padded_vocabulary(model: Any) -> int:
         model.vocab_size,
         model.make_vocab_size_divisible_by,
         model.transformer.tensor_model_parallel_size,
+    )
+
+
+def embedding_ranks(model: DSAModelConfig) -> Callable[[list[int]], list[int]]:
+    """Return the function for ``get_embedding_ranks`` of Megatron's ``pretrain()``.
+
+    Given the ranks of a pipeline, it returns which of them hold a copy of the embedding's weight:
+    the first, the stage of multi-token prediction, and the last where the output layer is tied to
+    it. Megatron sums the gradients of these copies; by default of the first and the last.
+    """
+
+    def ranks(pipeline: list[int]) -> list[int]:
+        found = {pipeline[0], *get_mtp_ranks(pipeline, model.transformer)}
+        if model.share_embeddings_and_output_weights:
+            found.add(pipeline[-1])
+        return sorted(found)
+
+    return ranks
+
+
+def _check_embedding_group(model: DSAModelConfig, pg_collection) -> None:
+    """Refuse a group that would add gradients of the output layer to those of the embedding."""
+    group = getattr(pg_collection, "embd", None)
+    if not (model.transformer.mtp_num_layers and isinstance(group, torch.distributed.ProcessGroup)):
+        return
+    of = torch.distributed.get_process_group_ranks
+    expected = embedding_ranks(model)(of(pg_collection.pp))
+    require(
+        sorted(of(group)) == expected,
+        f"the embedding's process group must have the ranks {expected}, got {sorted(of(group))}: "
+        "multi-token prediction has a copy of the embedding. Give Megatron's pretrain() "
+        "get_embedding_ranks=embedding_ranks(model) of megatron_dsa.pretrain",
     )
 
 

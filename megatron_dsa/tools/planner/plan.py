@@ -92,7 +92,7 @@ def make_plan(args, model, gpu: GPU) -> Plan:
             with ranks(args, first) as groups, _place(args, pp_rank):
                 chunks = measure_rank(args, model, groups)
                 memory = rank_memory(args, chunks)
-                stages.append(Stage(tuple(chunks), memory, _received(args, chunks, pp_rank)))
+                stages.append(Stage(tuple(chunks), memory, _received(args, chunks)))
     if alone:
         remarks = [*attention_only.remarks(args), *remarks]
     return Plan(
@@ -150,10 +150,10 @@ def _for_planning(config) -> Iterator[list[str]]:
         yield remarks
 
 
-def _received(args, chunks, pp_rank: int) -> dict[str, int]:
+def _received(args, chunks) -> dict[str, int]:
     """Return the bytes that a rank receives per iteration, per kind of group.
 
-    Per microbatch as counted; then gradients and parameters, and what travels between stages.
+    Per microbatch as counted; then gradients and parameters.
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
@@ -162,14 +162,6 @@ def _received(args, chunks, pp_rank: int) -> dict[str, int]:
     for chunk in chunks:
         for name, size in chunk.received.items():
             total[name] = total.get(name, 0) + count * size
-    last = args.pipeline_model_parallel_size - 1
-    if last:
-        divided = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        rows = args.seq_length * args.micro_batch_size // args.context_parallel_size // divided
-        hidden = rows * args.hidden_size * args.hc_mult * args.params_dtype.itemsize
-        # Every chunk gets its input and the gradient of its output, but the first and the last.
-        passes = 2 * len(chunks) - (pp_rank == 0) - (pp_rank == last)
-        total["pipeline"] = count * passes * hidden
     reduced = _data_parallel(args, chunks)
     if reduced:
         total["data"] = total.get("data", 0) + reduced

@@ -228,6 +228,17 @@ def test_products_with_weights(stage, hybrid, mtp, no_pairs):
     assert flops(work, lambda _: SEQUENCE) == forward + backward
 
 
+def test_products_of_prediction_on_streams():
+    """Every stream has a projection, every prediction layer a head."""
+    fields = {"mtp_num_layers": 2, "normalization": "RMSNorm"}
+    config, plain = (configuration("sparse", False, **fields, hc_mult=n) for n in (4, 1))
+    count, single = (flops_by_part(model_work(c, VOCABULARY), lambda _: 1) for c in (config, plain))
+    hidden, layers = config.hidden_size, config.num_layers + 2
+    assert single["multi-token prediction"] == 2 * 3 * 2 * 2 * hidden**2
+    assert count["multi-token prediction"] == 2 * 3 * 2 * 5 * hidden**2
+    assert count["hyper-connections"] == 2 * 3 * (layers * 2 * 24 + 3 * 4) * 4 * hidden
+
+
 def test_parts_sum_up_to_the_whole():
     work = model_work(configuration("sparse", True, **EXPERTS), VOCABULARY)
     parts = flops_by_part(work, lambda keys: keys.pairs(SEQUENCE))

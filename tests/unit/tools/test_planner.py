@@ -55,6 +55,7 @@ CASES = {
     "hash routing, experts recomputed": HASH
     | {"--recompute-granularity": "selective", "--recompute-modules": "moe"},
     "prediction": {"--mtp-num-layers": 1},
+    "prediction on streams": {"--mtp-num-layers": 2, "--hc-mult": 4},
     "bf16": {"--bf16": True},
     "core recomputed": CORE,
     "up projection recomputed": UP,
@@ -230,6 +231,23 @@ def test_microbatches_in_flight(virtual):
         kept = max(c.kept for c in stage.chunks)
         least = min(c.kept for c in stage.chunks)
         assert flying * least <= stage.memory.activations <= flying * kept + extra
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+def test_what_stages_exchange(streams):
+    """Streams between layers; what the main head has read and made; and outputs of all heads."""
+    changes = BF16 | {"--num-layers": 2, "--mtp-num-layers": 2, "--hc-mult": streams}
+    changes |= {"--pipeline-model-parallel-size": 4}
+    changes |= {"--pipeline-model-parallel-layout": "Et|t|mm|L"}
+    hidden = 4 * 96 * 2 * 64 * 2  # of four microbatches, two sequences each
+    links = [streams, 1 + streams * (streams > 1), 1 + 2]
+    stages_of_plan = plan(changes, world=4).stages
+    for rank, stage in enumerate(stages_of_plan):
+        neighbours = links[max(rank - 1, 0) : rank + 1] if rank else links[:1]
+        assert stage.received["pipeline"] == sum(neighbours) * hidden, rank
+    apart = {"--pipeline-model-parallel-size": 2, "--pipeline-model-parallel-layout": "Ett|mmL"}
+    for stage in plan(changes | apart, world=2).stages:
+        assert stage.received["pipeline"] == links[1] * hidden
 
 
 @pytest.mark.parametrize(
