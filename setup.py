@@ -45,6 +45,8 @@ setup(
         "cudnn": ["nvidia-cudnn-frontend[cutedsl]>=1.30"],
         # This package's own Hopper kernels.
         "tilelang": ["tilelang>=0.1.15"],
+        # --optimizer muon.
+        "muon": ["emerging-optimizers>=0.3"],
         # Checkpoints of Hugging Face.
         "hf": ["safetensors>=0.6"],
         # The command report.

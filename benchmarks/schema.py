@@ -88,6 +88,7 @@ EXACT = frozenset({"lm_loss", "validation_loss", "indexer_loss", "grad_norm", "m
 
 #: Optional packages: name in the column ``versions`` -> distribution and module.
 PACKAGES = {
+    "emerging_optimizers": ("emerging-optimizers", "emerging_optimizers"),
     "cudnn_frontend": ("nvidia-cudnn-frontend", "cudnn"),
     "cutlass_dsl": ("nvidia-cutlass-dsl", "cutlass"),
     "flash_mla": ("flash-mla", "flash_mla"),

@@ -155,6 +155,14 @@ class DSAOptions:
         "reading of the model).",
     )
 
+    muon_per_head: Literal["none", "attention", "all"] = option(
+        "none",
+        "--dsa-muon-per-head",
+        "With --optimizer muon, orthogonalise up projections head by head: those of queries, and "
+        "MLA's of keys and values (attention), and the indexer's of queries, too (all). The output "
+        "groups of V4's attention always are, one by one.",
+    )
+
     def __post_init__(self):
         for ok, message in option_rules(DSAOptions, self):
             require(ok, message)

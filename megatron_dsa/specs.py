@@ -72,6 +72,7 @@ from megatron_dsa.modules.precision import bf16_linear, bf16_weight_linear
 from megatron_dsa.modules.stream_prediction import HeadBeforePrediction, on_streams
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.patches.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
+from megatron_dsa.patches.muon import read_marks_of_muon
 from megatron_dsa.patches.prediction_blocks import build_prediction_blocks_from_specs
 from megatron_dsa.patches.stream_pipelines import send_streams_between_stages
 from megatron_dsa.patches.token_ids import hand_token_ids_to_layers
@@ -293,6 +294,7 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
     install_checkpoint_repairs()
     if hash_layers(config):
         hand_token_ids_to_layers()
+    read_marks_of_muon()
     backend, rms_norm = get_backend(config.transformer_impl), config.normalization == "RMSNorm"
     fp8_indexer = options_of(config).fp8_indexer
     if uses_csa(config):

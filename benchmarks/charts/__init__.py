@@ -7,7 +7,7 @@
   it; ``layer_<preset>_shares.png`` the latter of V4; ``layer_core_memory.png``: the workspace.
 * ``ranks_<n>gpus_layers.png``: efficiency and exposed communication.
 * ``train_convergence.png``: losses of sparse and dense attention; ``train_selected.png``: of sparse
-  and masked dense attention.
+  and masked dense attention; ``train_muon.png``: of AdamW and Muon.
 
 Where a file holds several runs of a measurement, the last one counts; a chart shows one GPU, the
 last that was measured.

@@ -12,6 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron_dsa.config import options_of
 from megatron_dsa.dsa_kernels import IndexerInputs
 from megatron_dsa.modules.rope import TokenRope
+from megatron_dsa.muon.blocks import split_for_muon
 from megatron_dsa.ops.rope.api import rotate_index
 from megatron_dsa.parallel.gather import start_gather
 from megatron_dsa.parallel.groups import Ranks, finish_index_gather, gather_rows, gather_same
@@ -47,6 +48,8 @@ class DSAIndexer(MegatronModule):
         self.linear_weights_proj = self._linear(
             submodules.linear_weights_proj, config.hidden_size, self.heads
         )
+        if options_of(config).muon_per_head == "all":
+            split_for_muon(self.linear_wq_b.weight, (self.dim,), config.tensor_model_parallel_size)
         norm_config = copy.copy(config)
         norm_config.normalization = "LayerNorm"
         eps = config.dsa_indexer_k_norm_epsilon

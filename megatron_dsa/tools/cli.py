@@ -54,6 +54,13 @@ def build_parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="versions, GPU, and what every operation would run")
     info.add_argument("--json", action="store_true", help="machine-readable")
     info.add_argument("--support-table", action="store_true", help="what everything can run")
+    info.add_argument(
+        "--muon", metavar="MODEL", help="what --optimizer muon updates in a released model"
+    )
+    info.add_argument(
+        "--muon-per-head", choices=["none", "attention", "all"], default="none",
+        help="of --muon: value of --dsa-muon-per-head",
+    )  # fmt: skip
     info.set_defaults(run=_run("info", "print_info"))
     from megatron_dsa.tools import doctor
 

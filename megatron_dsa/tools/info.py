@@ -24,6 +24,7 @@ from megatron_dsa.required_ops import (
     visible_attention,
     visible_ops,
 )
+from megatron_dsa.tools.released_muon import describe
 from megatron_dsa.tools.support_table import support_table
 from megatron_dsa.versions import (
     OPTIONAL_PACKAGES,
@@ -176,6 +177,9 @@ def print_info(arguments: argparse.Namespace) -> int:
     """Run the command: print for people, as JSON, or the support table; return the exit code."""
     if arguments.support_table:
         print(support_table())
+        return 0
+    if arguments.muon:
+        print(describe(arguments.muon, arguments.muon_per_head))
         return 0
     with choices_unlogged():
         info = collect_info()

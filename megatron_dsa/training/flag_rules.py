@@ -10,7 +10,9 @@ import torch
 from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformerConfig
 from megatron_dsa.config_fields import option_fields
 from megatron_dsa.dispatch import on_meta
+from megatron_dsa.dispatch.packages import EMERGING_OPTIMIZERS
 from megatron_dsa.errors import require
+from megatron_dsa.patches.muon import MUON
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -25,6 +27,7 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "--multi-latent-attention is required: DSA is built on MLA",
     )
     yield from _graph_rules(args)
+    yield from _muon_rules(args)
     packed, batch = args.dataloader_inter_document_masking, args.micro_batch_size
     yield (
         not packed or args.pipeline_model_parallel_size == 1 or batch == 1,
@@ -98,6 +101,27 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     yield (
         args.csa_compress_ratios is not None or not given,
         f"{', '.join(given)}: has a meaning only with --csa-compress-ratios, add that",
+    )
+
+
+def _muon_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    """What a training with Muon needs."""
+    if args.optimizer in MUON:
+        missing = EMERGING_OPTIMIZERS.problem()
+        yield (
+            missing is None,
+            f"--optimizer {args.optimizer} needs the package emerging-optimizers: {missing}",
+        )
+        yield (
+            args.bf16 or not args.use_layer_wise_distributed_optimizer,
+            f"--use-distributed-optimizer with --optimizer {args.optimizer} needs --bf16: "
+            "megatron-core 0.19's layer-wise optimizer fails in the first step without; add it, or "
+            "drop --use-distributed-optimizer",
+        )
+    yield (
+        args.optimizer in MUON or args.dsa_muon_per_head == "none",
+        f"--dsa-muon-per-head {args.dsa_muon_per_head} has a meaning only with --optimizer "
+        f"{' or '.join(MUON)}, got {args.optimizer}: add that or drop it",
     )
 
 

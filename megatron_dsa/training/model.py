@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.training import print_rank_0
 from megatron.training.models import gpt
@@ -17,14 +19,20 @@ from megatron_dsa.config import hash_layers, uses_csa
 from megatron_dsa.dispatch import Choice, collect_choices
 from megatron_dsa.errors import require
 from megatron_dsa.modules.cuda_graphs import describe_graphs
+from megatron_dsa.muon.table import Kind, kinds_of, table_of
 from megatron_dsa.required_ops import AttentionChoice, attention_of
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 
 @dataclass(kw_only=True)
 class DSAModelConfig(gpt.GPTModelConfig):
-    """GPT model configuration whose layers, MTP layers included, use sparse attention."""
+    """GPT model configuration whose layers, MTP layers included, use sparse attention.
 
+    Attributes:
+        lists_optimizers: print what updates which parameters, where more than one optimizer does.
+    """
+
+    lists_optimizers: bool = False
     builder: ClassVar[str] = "megatron_dsa.training.model.DSAModelBuilder"
 
 
@@ -44,6 +52,8 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
         print_start_table(choices, None if uses_csa(config) else attention_of(config))
         for line in describe_graphs(config):
             print_rank_0(f"> megatron_dsa {line}")
+        if self._model_config.lists_optimizers:
+            print_optimizer_table(models, config)
         return models
 
     def build_model(self, *args, **kwargs) -> Any:
@@ -121,6 +131,17 @@ def start_table(choices: Iterable[Choice]) -> list[str]:
         f"{operation:{widths[0]}}  {implementation:{widths[1]}}  {remark}".rstrip()
         for operation, implementation, remark in table
     ]
+
+
+def print_optimizer_table(models: list[Any], config: Any) -> None:
+    """Print what updates which parameters, over all pipeline stages; called on every rank."""
+    own = kinds_of(models, config.tensor_model_parallel_size, config.expert_model_parallel_size)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[Counter[Kind] | None] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(stages, own, group)
+    print_rank_0("> megatron_dsa parameters by optimizer:")
+    for line in table_of(sum(filter(None, stages), Counter[Kind]())):
+        print_rank_0(f">   {line}")
 
 
 def print_start_table(choices: Iterable[Choice], attention: AttentionChoice | None = None) -> None:

@@ -19,6 +19,7 @@ from megatron_dsa.dispatch import log_all_candidates
 from megatron_dsa.dispatch.counts import TIMES
 from megatron_dsa.metrics.throughput import installed
 from megatron_dsa.modules.freezing import freeze_for_stage
+from megatron_dsa.patches.muon import MUON
 from megatron_dsa.training.data import check_cp_layout, get_batch
 from megatron_dsa.training.flag_rules import apply_yarn_flags, check_flags
 from megatron_dsa.training.model import DSAModelConfig
@@ -76,6 +77,7 @@ def model_config_from_args(args) -> DSAModelConfig:
         own = field_values(DSATransformerConfig, args)
         config = DSATransformerConfig.from_mla(mla, options, **own)
     model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)
+    model.lists_optimizers = args.optimizer in MUON
     if args.dsa_load_hf is not None:
         from megatron_dsa.training.load_hf import importing_hook  # needs safetensors
 

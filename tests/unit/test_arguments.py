@@ -140,6 +140,7 @@ GIVEN = {
     "--dsa-latent-norm-epsilon": ("1e-5", 1e-5),
     "--dsa-impl": ("rotate=torch key_lists=torch", (("rotate", "torch"), ("key_lists", "torch"))),
     "--dsa-csa-teacher": ("compressed", "compressed"),
+    "--dsa-muon-per-head": ("all", "all"),
     "--csa-compress-ratios": ("0 4 128", [0, 4, 128]),
     "--csa-window-size": ("9", 9),
     "--csa-compress-rotary-base": ("160000", 160000.0),
