@@ -56,6 +56,7 @@ METRICS = {
     "end_error": "the same of the last tokens' outputs and input gradients",
     "neighbour_share": "share of keys that the next query selects as well; in former rows",
     "efficiency": "time of one rank over ranks times their time, in the same process",
+    "time_over_te": "median over rounds of the time over that of transformer-engine's bf16 layers",
     "communication_share": "share of a step in which NCCL runs",
     "exposed_share": "share of a step in which nothing but NCCL runs",
     "bytes_per_token": "sent by a rank in a step, per token that it holds, counted",
@@ -94,6 +95,7 @@ PACKAGES = {
     "flash_mla": ("flash-mla", "flash_mla"),
     "megatron_core": ("megatron-core", "megatron"),
     "tilelang": ("tilelang", "tilelang"),
+    "transformer_engine": ("transformer-engine", "transformer_engine"),
     "triton": ("triton", "triton"),
 }
 

@@ -130,8 +130,8 @@ INDEXER_GRADIENT, GRADIENT = 0.1, 2e-2
 
 
 def run(flags: dict, layers: dict, precision: str = "bf16", **settings) -> Run:
-    """Train with a set of layers, in a precision."""
-    return train(flags | layers | PRECISIONS[precision], **settings)
+    """Train with a set of layers, in a precision, in the process that all these runs share."""
+    return train(flags | layers | PRECISIONS[precision], one_process=True, **settings)
 
 
 def relative_differences(got: list[float], expected: list[float]) -> list[float]:
