@@ -158,9 +158,9 @@ class DSAOptions:
     muon_per_head: Literal["none", "attention", "all"] = option(
         "none",
         "--dsa-muon-per-head",
-        "With --optimizer muon, orthogonalise up projections head by head: those of queries, and "
-        "MLA's of keys and values (attention), and the indexer's of queries, too (all). The output "
-        "groups of V4's attention always are, one by one.",
+        "With --optimizer muon, orthogonalise up projections head by head: the attention's "
+        "(queries, MLA's keys and values), or the indexer's queries, too (all). The output groups "
+        "of V4's attention are always orthogonalised one by one.",
     )
 
     def __post_init__(self):

@@ -102,8 +102,9 @@ class SameStart:
 
 
 def results(log: RunLog) -> Iterator[tuple[str, dict]]:
-    """Yield what a run logged of every step, and its time as ``all``."""
-    tags = LOGGED | {"validation_loss": "lm loss validation"}
+    """Yield the losses of every step, and the run's time as ``all``."""
+    tags = {name: LOGGED[name] for name in ("lm_loss", "indexer_loss")}
+    tags["validation_loss"] = "lm loss validation"
     logged = {metric: dict(log.scalars.get(tag, ())) for metric, tag in tags.items()}
     for step in sorted(logged["lm_loss"]):
         yield str(step), {"status": "ok"} | {name: x.get(step) for name, x in logged.items()}
