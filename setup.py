@@ -40,7 +40,7 @@ setup(
         # The host: Megatron-Core with its training loop.
         "train": ["megatron-core>=0.19,<0.20", "omegaconf>=2.3", "psutil", "pyyaml>=6"],
         # Megatron's fused linears and norms.
-        "te": ["transformer-engine[pytorch]>=2.5"],
+        "te": ["transformer-engine[pytorch]>=2.6"],
         # cuDNN's sparse-attention kernels (Hopper and Blackwell).
         "cudnn": ["nvidia-cudnn-frontend[cutedsl]>=1.30"],
         # This package's own Hopper kernels.

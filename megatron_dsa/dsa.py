@@ -28,7 +28,11 @@ from megatron_dsa.config import exchanges_latents, options_of, validate
 from megatron_dsa.dispatch import count
 from megatron_dsa.modules.cuda_graphs import GraphedLayer
 from megatron_dsa.modules.dsa_core import TopKIndices
-from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
+from megatron_dsa.modules.frame import (
+    SelfAttentionFrame,
+    weight_gradient_by_autograd,
+    weight_of,
+)
 from megatron_dsa.modules.hyper_connections import HyperConnections
 from megatron_dsa.modules.rope import TokenRope
 from megatron_dsa.muon.blocks import split_for_muon
@@ -91,6 +95,8 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         self.gathers_latents = (
             self.sparse or self.exchanges_latents or (self.masked and self.ranks.cp is not None)
         )
+        if self.gathers_latents:
+            weight_gradient_by_autograd(self.linear_kv_up_proj)
         # TopKIndices handed from layer to layer during one forward call, see IndexSharingLayer.
         self.hands_on_selection = False
         self.shared_selection: TopKIndices | None = None

@@ -76,6 +76,7 @@ from megatron_dsa.patches.muon import read_marks_of_muon
 from megatron_dsa.patches.prediction_blocks import build_prediction_blocks_from_specs
 from megatron_dsa.patches.stream_pipelines import send_streams_between_stages
 from megatron_dsa.patches.token_ids import hand_token_ids_to_layers
+from megatron_dsa.patches.unfused_linears import leave_linears_unfused_without_apex
 from megatron_dsa.versions import why_not_transformer_engine
 
 
@@ -296,6 +297,8 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
         hand_token_ids_to_layers()
     read_marks_of_muon()
     backend, rms_norm = get_backend(config.transformer_impl), config.normalization == "RMSNorm"
+    if config.transformer_impl == "transformer_engine" and config.gradient_accumulation_fusion:
+        leave_linears_unfused_without_apex()
     fp8_indexer = options_of(config).fp8_indexer
     if uses_csa(config):
         repair_checkpoints_of_fp32_parameters()

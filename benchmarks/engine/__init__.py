@@ -14,7 +14,8 @@ one after the other); ``te-bf16``, transformer-engine's (grouped experts); ``te-
 and compares the output of the first tokens, which select every key that they see, with that of
 ``local``. ``step`` times all ways in turn, round by round, in one process. ``time_over_te`` is the
 median over rounds of a way's time over that of ``te-bf16`` in the same round. Where the stacks do
-not fit beside each other, each is built for its turn and freed after it.
+not fit beside each other, each is built for its turn and freed after it. ``step/GROUP`` is the time
+of kernels in one more step (:mod:`benchmarks.engine.kernels`).
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.engine.kernels import kernel_groups
 from benchmarks.engine.stacks import BF16, DENSE, EXPERTS, LOCAL, WAYS, WIDTHS, Stack, build
 from benchmarks.layer import COMPARED_TOKENS, FEWEST, OUT_ERROR_LIMIT, PREPARE_TOKENS
 from benchmarks.process_groups import alone
 from benchmarks.settings import Settings, Work
 from benchmarks.timing import Clock, Peak, quantile, summary, what_ran
+from benchmarks.tracing import trace_of
 from megatron_dsa.dispatch import reset_report
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.tools.verify.comparison import relative_error
@@ -109,6 +112,11 @@ class _Measurer:
         if self._found is None:
             self._found = self._retried(self._rounds)
         yield work.part, self._found[work.way]
+        if self.clock.on_gpu:
+            stack, _ = self._stack(work.way)
+            stack.step()
+            yield from kernel_groups(trace_of(stack.step, on_gpu=True))
+            stack.clear()
 
     def _retried(self, call: Callable):
         """Return what a call returns; if it lacks memory, once more with one stack at a time."""

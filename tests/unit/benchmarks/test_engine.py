@@ -6,7 +6,7 @@ import torch
 from benchmarks import engine
 from benchmarks.__main__ import plan_of
 from benchmarks.charts.drawing import Point
-from benchmarks.engine import BF16, FIRST, LOCAL, STEP, Case, stacks
+from benchmarks.engine import BF16, FIRST, LOCAL, STEP, Case, kernels, stacks
 from benchmarks.settings import Settings, Work
 from megatron_dsa.errors import ImplementationError
 from tests.helpers import relative_error
@@ -168,6 +168,27 @@ def test_stacks_that_do_not_fit_are_built_one_at_a_time():
 def test_transformer_engine_is_missing_here():
     with pytest.raises(ImplementationError, match="transformer-engine cannot be used: "):
         built(BF16)
+
+
+def test_kernels_are_told_apart_by_name_outside_of_operations():
+    def event(cat, name, ts, dur, **args):
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": 1, "args": args}
+
+    launches = [100, 105, 130, 140, 150, 160]
+    names = ["nvjet_sm90_tst", "attention", "nvjet_sm90_qqtst", "block_scaled_1d_cast_transpose",
+             "vectorized_layer_norm", "void transformer_engine::amax_kernel"]  # fmt: skip
+    events = [event("user_annotation", "megatron_dsa.sparse_attention_forward.tilelang", 99, 10)]
+    for number, (ts, name) in enumerate(zip(launches, names, strict=True)):
+        events.append(event("cuda_driver", "cuLaunchKernelEx", ts, 1, correlation=number))
+        events.append(event("kernel", name, 1000 + ts, 2.0**number, correlation=number))
+    found = dict(kernels.kernel_groups(events))
+    assert {part: row["ms"] * 1e3 for part, row in found.items()} == {
+        "step/casts": 40, "step/other": 16, "step/matrix products": 4,
+        "step/operations of this package": 3,
+    }  # fmt: skip
+    assert list(found) == sorted(found, key=lambda part: -found[part]["ms"])
+    assert sum(row["share_of_time"] for row in found.values()) == pytest.approx(1)
+    assert found["step/casts"]["ran"].startswith("void transformer_engine::amax_kernel + block_sc")
 
 
 def test_bars_tell_the_ratio(tmp_path):
