@@ -61,20 +61,11 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "the random weights that it replaces. Run python -m megatron_dsa import-hf, and give its "
         "output to --load",
     )
-    yield (
-        args.dsa_load_hf is None or args.hc_mult == 1,
-        f"--dsa-load-hf does not read hyper-connections yet: drop --hc-mult {args.hc_mult}",
-    )
     given = [f for f in ("hc_sinkhorn_iters", "hc_eps") if getattr(args, f) != _default(f)]
     yield (
         args.hc_mult > 1 or not given,
         f"{', '.join(f'--{name.replace("_", "-")}' for name in given)}: has a meaning only with "
         "--hc-mult of 2 or more, add that",
-    )
-    yield (
-        args.dsa_load_hf is None or not args.moe_hash_layers,
-        "--dsa-load-hf does not read the tables of hash routing yet: drop --moe-hash-layers "
-        f"{args.moe_hash_layers}",
     )
     yield (
         args.moe_hash_layers > 0 or args.moe_hash_seed == _default("moe_hash_seed"),

@@ -232,8 +232,8 @@ def test_refusals_name_the_flags(data):
     assert "--moe-hash-seed has a meaning only with --moe-hash-layers" in run.log
 
 
-def test_export_is_refused(data, tmp_path):
-    """A Hugging Face checkpoint without the tables would route at random."""
+def test_export_as_another_model_is_refused(data, tmp_path):
+    """DeepSeek-V3.2's checkpoints have no place for the tables."""
     save = {"--data-path": data, "--save": tmp_path / "run", "--save-interval": 1}
     train(HASH | save | {"--train-iters": 1})
     config = tmp_path / "config.json"
@@ -249,4 +249,4 @@ def test_export_is_refused(data, tmp_path):
         check=False,
     )
     assert run.returncode != 0
-    assert "has hash routing (--moe-hash-layers), which is not exported yet" in run.log
+    assert "has hash-routing, and config.json, of a deepseek_v32, has not" in run.log

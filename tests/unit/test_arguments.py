@@ -274,10 +274,6 @@ def test_a_training_is_not_taken_for_a_plan(flags, message):
         ),
         (["--o-groups", "4"], "--o-groups: has a meaning only with --csa-compress-ratios"),
         (["--moe-hash-seed", "4"], "--moe-hash-seed has a meaning only with --moe-hash-layers"),
-        (
-            ["--dsa-load-hf", "somewhere", "--moe-hash-layers", "3"],
-            "--dsa-load-hf does not read the tables of hash routing yet: drop --moe-hash-layers 3",
-        ),
     ],
 )
 def test_flags_without_an_effect_are_named(flags, message):
