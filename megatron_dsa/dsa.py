@@ -358,16 +358,12 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
 
 
 def _tensors(inputs) -> tuple:
-    return () if inputs is None else (inputs.q, inputs.k, inputs.weights)
+    return () if inputs is None else inputs.tensors()
 
 
 def _rebuild(inputs, tensors):
     """Put checkpointed tensors back into the indexer's inputs."""
-    return (
-        None
-        if inputs is None
-        else dataclasses.replace(inputs, q=tensors[0], k=tensors[1], weights=tensors[2])
-    )
+    return None if inputs is None else inputs.with_tensors(tensors)
 
 
 class IndexSharingLayer(GraphedLayer):
