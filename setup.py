@@ -40,11 +40,13 @@ setup(
         # The host: Megatron-Core with its training loop.
         "train": ["megatron-core>=0.19,<0.20", "omegaconf>=2.3", "psutil", "pyyaml>=6"],
         # Megatron's fused linears and norms.
-        "te": ["transformer-engine[pytorch]>=2.5"],
+        "te": ["transformer-engine[pytorch]>=2.6"],
         # cuDNN's sparse-attention kernels (Hopper and Blackwell).
         "cudnn": ["nvidia-cudnn-frontend[cutedsl]>=1.30"],
         # This package's own Hopper kernels.
         "tilelang": ["tilelang>=0.1.15"],
+        # --optimizer muon.
+        "muon": ["emerging-optimizers>=0.3"],
         # Checkpoints of Hugging Face.
         "hf": ["safetensors>=0.6"],
         # The command report.

@@ -42,7 +42,7 @@ def parser_of(family: str) -> argparse.ArgumentParser:
     add("--budget", type=float, default=5.0, metavar="SECONDS",
         help="of timed calls per measurement (5), but one call at least")  # fmt: skip
     add("--total", type=float, default=math.inf, metavar="SECONDS",
-        help="start no process after that; what is left is recorded as skipped")  # fmt: skip
+        help="start no measurement after that; what is left is recorded as skipped")  # fmt: skip
     timeout = getattr(module, "TIMEOUT", 600.0)
     add("--timeout", type=float, default=timeout, metavar="SECONDS",
         help=f"until a measurement that does not answer is ended ({timeout:g})")  # fmt: skip

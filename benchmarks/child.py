@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -19,6 +21,9 @@ from benchmarks.schema import environment, long_rows
 from benchmarks.settings import Settings, Work, load
 from benchmarks.timing import CEILINGS, Clock, measure_ceiling
 from megatron_dsa.errors import ImplementationError
+
+#: Result of what was not begun in time.
+OVER = {"status": "skipped", "reason": "the time was over (--total)"}
 
 
 def one_line(error: BaseException) -> str:
@@ -86,9 +91,11 @@ def serve(request: dict, send: Callable[[dict], None]) -> None:
     """Measure what is asked for in order, until all is done or the device is unusable.
 
     Args:
-        request: ``family``, ``case`` and ``settings`` (fields), ``works`` (pairs).
+        request: ``family``, ``case`` and ``settings`` (fields), ``works`` (pairs), and ``seconds``
+            after which no measurement starts, if there is a limit.
         send: takes events.
     """
+    begin, seconds = time.monotonic(), request.get("seconds", math.inf)
     family, settings = load(request["family"]), Settings(**request["settings"])
     case = Case(family, family.Case(**request["case"]), settings)
     clock = Clock(case.device) if family.ON_DEVICE else None
@@ -99,10 +106,12 @@ def serve(request: dict, send: Callable[[dict], None]) -> None:
 
     for part, result in case.ceilings():
         report("torch", part, result)
-    for place, work in enumerate(request["works"]):
+    for place, work in enumerate(Work(*work) for work in request["works"]):
         send({"event": "start", "place": place})
-        for part, result in case.results(Work(*work)):
-            report(work[1], part, result)
+        over = time.monotonic() - begin > seconds
+        results = [(work.part, dict(OVER))] if over else case.results(work)
+        for part, result in results:
+            report(work.way, part, result)
         send({"event": "done", "place": place})
         if clock is not None and not still_works(clock):
             return

@@ -132,7 +132,7 @@ def layer_config(spec: LayerSpec, **more):
             config = preset(MODELS[spec.preset], **changes)
     else:
         changes = {key: value for key, value in changes.items() if not key.startswith("csa_")}
-        changes |= {"num_layers": 1, "normalization": "RMSNorm"}
+        changes |= {"num_layers": more.get("num_layers", 1), "normalization": "RMSNorm"}
         heads = {"num_attention_heads": spec.heads} if spec.heads else {}
         if tiny:
             config = DSATransformerConfig(**_TINY_DSA | changes | heads)

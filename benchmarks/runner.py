@@ -36,7 +36,7 @@ class Run:
         family: name of the cases' family.
         settings: of all cases.
         output: a CSV with the schema's header.
-        total: seconds after which no process starts; the remaining measurements are skipped.
+        total: seconds after which no measurement starts; the remaining ones are skipped.
         child: the command that serves requests.
     """
 
@@ -74,6 +74,8 @@ class Run:
             "family": self.family, "case": asdict(case), "works": todo,
             "settings": asdict(self.settings),
         }  # fmt: skip
+        if self.ends_at < math.inf:
+            request["seconds"] = max(0.0, self.ends_at - time.monotonic())
         done, under_way, timed_out = set(), None, threading.Event()
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
             process = subprocess.Popen(

@@ -56,6 +56,7 @@ METRICS = {
     "end_error": "the same of the last tokens' outputs and input gradients",
     "neighbour_share": "share of keys that the next query selects as well; in former rows",
     "efficiency": "time of one rank over ranks times their time, in the same process",
+    "time_over_te": "median over rounds of the time over that of transformer-engine's bf16 layers",
     "communication_share": "share of a step in which NCCL runs",
     "exposed_share": "share of a step in which nothing but NCCL runs",
     "bytes_per_token": "sent by a rank in a step, per token that it holds, counted",
@@ -88,11 +89,13 @@ EXACT = frozenset({"lm_loss", "validation_loss", "indexer_loss", "grad_norm", "m
 
 #: Optional packages: name in the column ``versions`` -> distribution and module.
 PACKAGES = {
+    "emerging_optimizers": ("emerging-optimizers", "emerging_optimizers"),
     "cudnn_frontend": ("nvidia-cudnn-frontend", "cudnn"),
     "cutlass_dsl": ("nvidia-cutlass-dsl", "cutlass"),
     "flash_mla": ("flash-mla", "flash_mla"),
     "megatron_core": ("megatron-core", "megatron"),
     "tilelang": ("tilelang", "tilelang"),
+    "transformer_engine": ("transformer-engine", "transformer_engine"),
     "triton": ("triton", "triton"),
 }
 

@@ -18,6 +18,7 @@ FAMILIES = {
     "csa": "memory-bound operations of DeepSeek-V4's attention",
     "connections": "hyper-connections: operations, and layers with and without them",
     "layer": "whole attention layers: time, memory, and where the time goes",
+    "engine": "layers with transformer-engine's linears, in bf16 and FP8",
     "ranks": "layers and dense attention over several GPUs of one host",
     "train": "training: planned memory and operations, resumed runs, convergence",
 }

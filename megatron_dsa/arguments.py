@@ -194,7 +194,8 @@ def _add_run_arguments(group) -> None:
         nargs="+",
         default=[],
         metavar="FEATURE",
-        help="Leave out what released Megatron lacks: hyper-connections, hash-routing (V4).",
+        help="Leave out of a V4's checkpoint what the model is built without: hyper-connections, "
+        "hash-routing.",
     )
     group.add_argument(
         "--dsa-log-dispatch",

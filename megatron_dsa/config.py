@@ -13,6 +13,7 @@ from megatron_dsa.config_rules import (
     CSA_RATIO,
     csa_rules,
     dsa_rules,
+    hash_rules,
     hyper_connection_rules,
     masked_rules,
     tp_mode_rules,
@@ -154,6 +155,14 @@ class DSAOptions:
         "reading of the model).",
     )
 
+    muon_per_head: Literal["none", "attention", "all"] = option(
+        "none",
+        "--dsa-muon-per-head",
+        "With --optimizer muon, orthogonalise up projections head by head: the attention's "
+        "(queries, MLA's keys and values), or the indexer's queries, too (all). The output groups "
+        "of V4's attention are always orthogonalised one by one.",
+    )
+
     def __post_init__(self):
         for ok, message in option_rules(DSAOptions, self):
             require(ok, message)
@@ -197,6 +206,20 @@ class DSATransformerConfig(MLATransformerConfig):
         "Added to the weights of hyper-connections and to the sums that divide them.",
         positive=True,
     )
+    moe_hash_layers: int = option(
+        0,
+        "--moe-hash-layers",
+        "First layers whose experts are looked up in a table by token id. DeepSeek-V4 has 3.",
+        minimum=0,
+    )
+    moe_hash_seed: int = option(
+        0,
+        "--moe-hash-seed",
+        "Seed of these tables in a new model; a checkpoint has its own.",
+        minimum=0,
+    )
+    #: Rows of these tables: the padded vocabulary, which the model's builder sets.
+    moe_hash_vocab_size: int | None = None
 
     def __post_init__(self):
         self._derive()
@@ -204,7 +227,10 @@ class DSATransformerConfig(MLATransformerConfig):
         validate(self)
 
     def _derive(self) -> None:
-        """Set fields that follow from the fields of a subclass."""
+        """Set fields that follow from fields of this class or a subclass."""
+        if self.moe_hash_layers:
+            # Layers with and without a table cannot be stacked in one checkpoint tensor.
+            self.hetereogenous_dist_checkpoint = True
 
     @classmethod
     def from_mla(cls, config: MLATransformerConfig, options: DSAOptions, **own: Any) -> Self:
@@ -254,6 +280,7 @@ class CSATransformerConfig(DSATransformerConfig):
     o_lora_rank: int = option(1024, "--o-lora-rank", "Rank of a group's output projection.")
 
     def _derive(self) -> None:
+        super()._derive()
         if self.csa_compress_ratios is not None:
             self.csa_compress_ratios = [int(ratio) for ratio in self.csa_compress_ratios]
             # Layers of different kinds cannot be stacked in one checkpoint tensor.
@@ -278,6 +305,11 @@ def options_of(config: Any) -> DSAOptions:
 def uses_streams(config: Any) -> bool:
     """Whether the residual is several streams, with hyper-connections around every sublayer."""
     return getattr(config, "hc_mult", 1) > 1
+
+
+def hash_layers(config: Any) -> int:
+    """Return how many layers, the first ones, look experts up by token id."""
+    return getattr(config, "moe_hash_layers", 0)
 
 
 def uses_indexer(config: Any) -> bool:
@@ -401,7 +433,7 @@ def validate(config: Any) -> None:
         rules = chain(option_rules(CSATransformerConfig, config), csa_rules(config, options))
     elif isinstance(config, DSATransformerConfig):
         rules = chain(option_rules(DSATransformerConfig, config), rules)
-    rules = chain(rules, hyper_connection_rules(config))
+    rules = chain(rules, hyper_connection_rules(config), hash_rules(config))
     rules = chain(rules, masked_rules(config, options))
     rules = chain(rules, tp_mode_rules(config, options, has_dense_loss(config)))
     complaints = [f"  - {message}" for ok, message in rules if not ok]

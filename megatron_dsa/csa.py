@@ -19,6 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron_dsa.config import options_of, validate
 from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
 from megatron_dsa.modules.rope import PositionRope
+from megatron_dsa.muon.blocks import split_for_muon
 from megatron_dsa.numerics.head_products import head_products
 from megatron_dsa.ops.rope.api import norm_rope, rotate
 from megatron_dsa.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
@@ -136,6 +137,11 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
             init_method=config.output_layer_init_method, input_is_parallel=True, is_expert=False,
             tp_comm_buffer_name="proj", tp_group=pg_collection.tp,
         )  # fmt: skip
+        stacks = [(self.linear_o_group_proj, config.o_lora_rank)]
+        if options_of(config).muon_per_head != "none":
+            stacks.append((self.linear_q_up_proj, config.head_dim))
+        for stack, rows in stacks:
+            split_for_muon(stack.weight, (rows,), config.tensor_model_parallel_size)
 
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
         """See :class:`SelfAttentionFrame`."""

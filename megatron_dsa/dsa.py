@@ -28,9 +28,14 @@ from megatron_dsa.config import exchanges_latents, options_of, validate
 from megatron_dsa.dispatch import count
 from megatron_dsa.modules.cuda_graphs import GraphedLayer
 from megatron_dsa.modules.dsa_core import TopKIndices
-from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
+from megatron_dsa.modules.frame import (
+    SelfAttentionFrame,
+    weight_gradient_by_autograd,
+    weight_of,
+)
 from megatron_dsa.modules.hyper_connections import HyperConnections
 from megatron_dsa.modules.rope import TokenRope
+from megatron_dsa.muon.blocks import split_for_muon
 from megatron_dsa.ops.rope.api import rotate
 from megatron_dsa.parallel.gather import (
     Gathering,
@@ -77,6 +82,8 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
             softmax_scale=self.softmax_scale,
             pg_collection=self.pg_collection,
         )
+        if options_of(config).muon_per_head != "none":
+            self._split_heads_for_muon()
         # Whether plain MLA runs under a bit mask, of the selected keys or of all visible ones.
         attention = attention_of(config)
         self.masked = attention.masked
@@ -88,10 +95,22 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         self.gathers_latents = (
             self.sparse or self.exchanges_latents or (self.masked and self.ranks.cp is not None)
         )
+        if self.gathers_latents:
+            weight_gradient_by_autograd(self.linear_kv_up_proj)
         # TopKIndices handed from layer to layer during one forward call, see IndexSharingLayer.
         self.hands_on_selection = False
         self.shared_selection: TopKIndices | None = None
         self.used_selection: TopKIndices | None = None
+
+    def _split_heads_for_muon(self) -> None:
+        """Mark the up projections: a matrix of queries, of keys and of values per head."""
+        config = self.config
+        up = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+        for weight, rows in (
+            (up.weight, (self.q_head_dim,)),
+            (self.linear_kv_up_proj.weight, (config.qk_head_dim, config.v_head_dim)),
+        ):
+            split_for_muon(weight, rows, config.tensor_model_parallel_size)
 
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
         """See :class:`SelfAttentionFrame`."""
@@ -339,16 +358,12 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
 
 
 def _tensors(inputs) -> tuple:
-    return () if inputs is None else (inputs.q, inputs.k, inputs.weights)
+    return () if inputs is None else inputs.tensors()
 
 
 def _rebuild(inputs, tensors):
     """Put checkpointed tensors back into the indexer's inputs."""
-    return (
-        None
-        if inputs is None
-        else dataclasses.replace(inputs, q=tensors[0], k=tensors[1], weights=tensors[2])
-    )
+    return None if inputs is None else inputs.with_tensors(tensors)
 
 
 class IndexSharingLayer(GraphedLayer):

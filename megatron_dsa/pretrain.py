@@ -22,9 +22,11 @@ from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.versions import untested_versions
 
 if TYPE_CHECKING:
+    from megatron_dsa.training.model import embedding_ranks
     from megatron_dsa.training.setup import forward_step, loss_function, model_config_from_args
 
 __all__ = [
+    "embedding_ranks",
     "finish",
     "forward_step",
     "loss_function",
@@ -40,6 +42,10 @@ def __getattr__(name: str):
         from megatron_dsa.training import setup
 
         return getattr(setup, name)
+    if name == "embedding_ranks":
+        from megatron_dsa.training.model import embedding_ranks
+
+        return embedding_ranks
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -92,6 +98,7 @@ def _main() -> None:
     from megatron_dsa.arguments import add_dsa_arguments, megatron_argv
     from megatron_dsa.training.checkpoints import prepare_loading
     from megatron_dsa.training.data import train_valid_test_datasets
+    from megatron_dsa.training.model import embedding_ranks
     from megatron_dsa.training.quiet_output import quiet_output
     from megatron_dsa.training.setup import forward_step, model_config_from_args
 
@@ -105,6 +112,7 @@ def _main() -> None:
                 train_valid_test_datasets,
                 ModelType.encoder_or_decoder,
                 forward_step,
+                get_embedding_ranks=embedding_ranks(model),
             )
     finish()
 

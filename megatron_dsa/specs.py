@@ -36,6 +36,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_dsa.config import (
     computes_topk,
+    hash_layers,
     is_moe_layer,
     options_of,
     shares_indices,
@@ -43,6 +44,7 @@ from megatron_dsa.config import (
     uses_streams,
     validate,
 )
+from megatron_dsa.config_rules import predicts_apart
 from megatron_dsa.csa import CSASelfAttention, CSASelfAttentionSubmodules
 from megatron_dsa.dsa import (
     DSASelfAttention,
@@ -58,6 +60,7 @@ from megatron_dsa.modules.csa_indexer import CSAIndexer, CSAIndexerSubmodules
 from megatron_dsa.modules.cuda_graphs import GraphedLayer
 from megatron_dsa.modules.dsa_core import DSACoreAttention, DSACoreAttentionSubmodules
 from megatron_dsa.modules.dsa_indexer import DSAIndexer, DSAIndexerSubmodules
+from megatron_dsa.modules.hash_routing import with_hash_routing
 from megatron_dsa.modules.hyper_connections import (
     HyperConnectionLayer,
     StreamsHead,
@@ -66,9 +69,14 @@ from megatron_dsa.modules.hyper_connections import (
 )
 from megatron_dsa.modules.layers import LocalNorm, ReplicatedLinear
 from megatron_dsa.modules.precision import bf16_linear, bf16_weight_linear
+from megatron_dsa.modules.stream_prediction import HeadBeforePrediction, on_streams
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.patches.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
+from megatron_dsa.patches.muon import read_marks_of_muon
+from megatron_dsa.patches.prediction_blocks import build_prediction_blocks_from_specs
 from megatron_dsa.patches.stream_pipelines import send_streams_between_stages
+from megatron_dsa.patches.token_ids import hand_token_ids_to_layers
+from megatron_dsa.patches.unfused_linears import leave_linears_unfused_without_apex
 from megatron_dsa.versions import why_not_transformer_engine
 
 
@@ -285,7 +293,12 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
     validate(config)
     install_loss_scale(config)
     install_checkpoint_repairs()
+    if hash_layers(config):
+        hand_token_ids_to_layers()
+    read_marks_of_muon()
     backend, rms_norm = get_backend(config.transformer_impl), config.normalization == "RMSNorm"
+    if config.transformer_impl == "transformer_engine" and config.gradient_accumulation_fusion:
+        leave_linears_unfused_without_apex()
     fp8_indexer = options_of(config).fp8_indexer
     if uses_csa(config):
         repair_checkpoints_of_fp32_parameters()
@@ -323,11 +336,15 @@ def dsa_block_spec(
         # Layers with and without an indexer cannot be stacked in one checkpoint tensor. In every
         # stage, so that each can read the checkpoint of the one before.
         config.hetereogenous_dist_checkpoint = True
+    if uses_streams(config) and predicts_apart(config):
+        # The stage of the last layer sends more than the stages before it: shapes are sent, too.
+        config.mtp_standalone = True
     # On every pipeline rank, also on those without an indexer: see IndexerLog.
     install_logging(config, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
     install_throughput(config)
     kinds = (False,) if config.num_moe_experts is None else (False, True)
     specs = {moe: dsa_layer_spec(config, moe=moe) for moe in kinds}
+    hashed = with_hash_routing(specs[True]) if hash_layers(config) else None
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         layer_ids = layout.get_layer_id_list(
@@ -346,13 +363,19 @@ def dsa_block_spec(
             f"{config.dsa_indexer_skip_topk_offset})."
         )
     return TransformerBlockSubmodules(
-        layer_specs=[specs[is_moe_layer(config, i)] for i in layer_ids],
-        layer_norm=StreamsHead
-        if uses_streams(config)
-        else get_backend(config.transformer_impl).layer_norm(
-            rms_norm=config.normalization == "RMSNorm"
-        ),
+        layer_specs=[
+            hashed if i < hash_layers(config) else specs[is_moe_layer(config, i)] for i in layer_ids
+        ],
+        layer_norm=_end(config),
     )
+
+
+def _end(config) -> type:
+    """Return what stands after the last layer."""
+    if not uses_streams(config):
+        backend = get_backend(config.transformer_impl)
+        return backend.layer_norm(rms_norm=config.normalization == "RMSNorm")
+    return HeadBeforePrediction if config.mtp_num_layers else StreamsHead
 
 
 def dsa_mtp_block_spec(config, vp_stage: int | None = None) -> Any:
@@ -362,9 +385,14 @@ def dsa_mtp_block_spec(config, vp_stage: int | None = None) -> Any:
         return None
     moe = is_moe_layer(config, config.num_layers - 1)
     layer = TransformerBlockSubmodules(layer_specs=[dsa_layer_spec(config, moe=moe, is_mtp=True)])
-    return gpt_layer_specs.get_gpt_mtp_block_spec_for_backend(
-        config=config, spec=layer, backend=get_backend(config.transformer_impl), vp_stage=vp_stage
+    backend = get_backend(config.transformer_impl)
+    block = gpt_layer_specs.get_gpt_mtp_block_spec_for_backend(
+        config=config, spec=layer, backend=backend, vp_stage=vp_stage
     )
+    if block is None or not uses_streams(config):
+        return block
+    build_prediction_blocks_from_specs()
+    return on_streams(block, backend.linear())
 
 
 def _dense_layer_spec(transformer_impl: str) -> ModuleSpec:

@@ -31,6 +31,7 @@ OPTIONAL_PACKAGES = {
         "sparse attention backward and the indexer on Hopper (extra: cudnn)",
     ),
     "tilelang": ("tilelang", "our own kernels on Hopper (extra: tilelang)"),
+    "emerging-optimizers": ("emerging_optimizers", "--optimizer muon (extra: muon)"),
 }
 
 

@@ -26,7 +26,7 @@ find_python() {
 
 # The lock of versions that the tests were run with; torch's CUDA build also runs on the CPU,
 # and tilelang compiles for GPUs that are not there.
-packages=("torch==2.11.0" "megatron-core==0.19.2" -e ".[train,tilelang,test]")
+packages=("torch==2.11.0" "megatron-core==0.19.2" -e ".[train,tilelang,muon,test]")
 # What some tests compare with; they are skipped without it.
 peers=("transformers==5.23.0")
 stamp=$(printf '%s\n' "${packages[@]}" "${peers[@]}" "$(cksum setup.py)")

@@ -65,7 +65,7 @@ def run_modules(
             late = time.monotonic() >= end
             if late or (kill_at and kill_at in output.read_text(errors="replace")):
                 for process in processes.processes:
-                    _kill_with_children(process.pid)
+                    kill_with_children(process.pid)
             if late:
                 raise TimeoutError(f"{module} {' '.join(flags)}: still running after {limit} s")
     except (ProcessExitedException, ProcessRaisedException) as error:
@@ -73,7 +73,7 @@ def run_modules(
     return 0
 
 
-def _kill_with_children(pid: int) -> None:
+def kill_with_children(pid: int) -> None:
     """Also the processes that write a checkpoint, which would go on."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
@@ -83,14 +83,14 @@ def _kill_with_children(pid: int) -> None:
 
 
 def _start(function, arguments, ranks):
-    _prepare()
+    prepare()
     return torch.multiprocessing.start_processes(
         function, arguments, nprocs=ranks, join=False, start_method="forkserver"
     )
 
 
 @functools.cache
-def _prepare() -> None:
+def prepare() -> None:
     """Start the process that all others are forked from."""
     # Read when torch is imported, and not again in a fork.
     with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}):
@@ -99,41 +99,46 @@ def _prepare() -> None:
         forkserver.ensure_running()
 
 
-def _set_environment(environment: dict) -> None:
+def set_environment(environment: dict) -> None:
     os.environ.clear()
     os.environ.update(environment)
 
 
 def _call(rank, environment, function, *arguments):
-    _set_environment(environment)
+    set_environment(environment)
     function(rank, *arguments)
 
 
-def _fork_managers() -> None:
+def fork_managers() -> None:
     """Fork the process that collects what a save wrote: Megatron's new one would import torch."""
     fork = multiprocessing.get_context("fork")
     multiprocessing.context.SpawnContext.Manager = lambda self: fork.Manager()
 
 
-def _run_module(rank, module, flags, environments, folder, output, saves_fast):
-    _set_environment(environments[rank])
-    if saves_fast:  # else there is time to kill it in a save
-        _fork_managers()
-    os.chdir(folder)
-    with open(output, "a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+def run_main(module: str, flags: list[str]) -> int:
+    """Do what ``python -m module flags`` does, in this process; return its exit status."""
     sys.argv = [module, *flags]
-    status = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as exit:
         if isinstance(exit.code, str):
             print(exit.code, file=sys.stderr)
-        status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+        return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
     except BaseException:
         traceback.print_exc()
-        status = 1
+        return 1
+    return 0
+
+
+def _run_module(rank, module, flags, environments, folder, output, saves_fast):
+    set_environment(environments[rank])
+    if saves_fast:  # else there is time to kill it in a save
+        fork_managers()
+    os.chdir(folder)
+    with open(output, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    status = run_main(module, flags)
     # A process that multiprocessing made leaves these two out.
     atexit._run_exitfuncs()  # prints what they raise
     sys.stdout.flush()

@@ -40,6 +40,17 @@ _NOT_V4 = (
     *("intermediate_size", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "n_group"),
     *("topk_group", "first_k_dense_replace"),
 )
+#: The layers of :data:`_V4` as transformers names them.
+_TYPES = {
+    "layer_types": [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "mlp_layer_types": ["moe"] * 4,
+}
 #: How the classes of transformers begin.
 _CLASSES = {
     "deepseek_v3": "DeepseekV3",
@@ -53,6 +64,14 @@ def tiny_v4(**changes):
     """config.json of a DeepSeek-V4 with window, CSA and HCA layers."""
     common = {k: v for k, v in tiny_config("deepseek_v3").items() if k not in _NOT_V4}
     return common | _V4 | changes
+
+
+def transformers_v4(**changes):
+    """The same as transformers describes it, which knows no ratios but 0, 4 and 128."""
+    config = tiny_v4(**_TYPES | changes)
+    for name in ("compress_ratios", "num_hash_layers"):
+        del config[name]
+    return config
 
 
 def tiny_config(kind="deepseek_v32", **changes):
@@ -91,14 +110,19 @@ def tiny_config(kind="deepseek_v32", **changes):
     return config | changes
 
 
-def tiny_model(config, stage="sparse", dtype=torch.float32, vocab=80, seed=5, **changes):
-    """A Megatron model of the shape of a Hugging Face configuration: random, on the CPU."""
+def tiny_model(
+    config, stage="sparse", dtype=torch.float32, vocab=80, seed=5, features=(), **changes
+):
+    """A Megatron model of the shape of a Hugging Face configuration: random, on the CPU.
+
+    Its residuals are plain and its routing learned, but for ``features``.
+    """
     start()
     from megatron_dsa.huggingface.build import gpt_model, transformer_config
     from megatron_dsa.huggingface.config_json import parse_config
 
     hf = parse_config(config)
-    ours = transformer_config(hf, stage, params_dtype=dtype, **changes)
+    ours = transformer_config(hf, stage, features, params_dtype=dtype, **changes)
     model = gpt_model(ours, vocab, 64).cpu()
     _randomise(model, seed, 0.3)
     with torch.no_grad():
@@ -108,11 +132,15 @@ def tiny_model(config, stage="sparse", dtype=torch.float32, vocab=80, seed=5, **
 
 
 def _randomise(model, seed, scale):
-    """Give a model random values: norms near 1, matrices of this scale."""
+    """Give a model random values: norms near 1, matrices of this scale, tables of 8 experts."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
             if isinstance(tensor, torch.Tensor):
+                if not tensor.is_floating_point():  # experts of tokens, all different
+                    orders = torch.rand(len(tensor), 8, generator=generator).argsort(dim=1)
+                    tensor.copy_(orders[:, : tensor.shape[1]])
+                    continue
                 values = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
                 vector = tensor.dim() == 1
                 tensor.copy_(values * (0.1 if vector else scale) + (vector and "norm" in name))

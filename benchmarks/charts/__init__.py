@@ -5,9 +5,10 @@
 * ``csa_pieces.png``, ``connections_<preset>.png``: the share of the copy bandwidth.
 * ``layer_time.png``, ``layer_shares.png``: V3.2's step against the length, and where ours spends
   it; ``layer_<preset>_shares.png`` the latter of V4; ``layer_core_memory.png``: the workspace.
+* ``engine_tokens_per_s.png``: layers with transformer-engine, in bf16 and FP8.
 * ``ranks_<n>gpus_layers.png``: efficiency and exposed communication.
 * ``train_convergence.png``: losses of sparse and dense attention; ``train_selected.png``: of sparse
-  and masked dense attention.
+  and masked dense attention; ``train_muon.png``: of AdamW and Muon.
 
 Where a file holds several runs of a measurement, the last one counts; a chart shows one GPU, the
 last that was measured.
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.charts.convergence import draw_train
 from benchmarks.charts.drawing import points_of
+from benchmarks.charts.engine import draw_engine
 from benchmarks.charts.layers import draw_layers
 from benchmarks.charts.operations import draw_attention, draw_connections, draw_csa, draw_masked
 from benchmarks.charts.ranks import draw_ranks
@@ -29,6 +31,7 @@ DRAWN = {
     "connections": draw_connections,
     "masked": draw_masked,
     "layer": draw_layers,
+    "engine": draw_engine,
     "ranks": draw_ranks,
     "train": draw_train,
 }

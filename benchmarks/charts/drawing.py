@@ -18,6 +18,7 @@ PACKAGES = {
     "flash_mla": "FlashMLA",
     "cudnn_frontend": "cuDNN front end",
     "tilelang": "TileLang",
+    "transformer_engine": "transformer-engine",
     "triton": "Triton",
 }
 

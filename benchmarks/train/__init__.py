@@ -5,13 +5,15 @@
     python -m benchmarks train --kinds run                  # a stop and what comes after it
     python -m benchmarks train --kinds convergence --runs 1 2
     python -m benchmarks train --kinds selected     # masked beside sparse attention, every step
+    python -m benchmarks train --kinds muon         # needs emerging-optimizers
 
 ``memory``: planned peak of a training step beside the measured (:mod:`benchmarks.train.memory`).
 ``operations``: planned operations beside those that tensor cores counted
 (:mod:`benchmarks.train.operations`). ``run``: runs that are stopped and go on beside others
 (:mod:`benchmarks.train.resume`). ``convergence``: the same training with several attentions
 (:mod:`benchmarks.train.convergence`). ``selected``: the same training with each of the two
-attentions to selected keys (:mod:`benchmarks.train.selected`).
+attentions to selected keys (:mod:`benchmarks.train.selected`). ``muon``: the same training by AdamW
+and by Muon with and without blocks (:mod:`benchmarks.train.muon`).
 """
 
 from __future__ import annotations
@@ -23,18 +25,25 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.settings import Settings, Work
-from benchmarks.train import convergence, memory, operations, resume, selected
+from benchmarks.train import convergence, memory, muon, operations, resume, selected
 from benchmarks.train.models import CASES, command, model_of
 
 CEILINGS = ()
 ON_DEVICE = False
 #: Seconds until a run that does not answer is ended.
 TIMEOUT = 7200.0
-KINDS = ("memory", "operations", "run", "convergence", "selected")
+KINDS = ("memory", "operations", "run", "convergence", "selected", "muon")
+#: Kind -> module and class that train it, a way at a time.
+TRAINED: dict[str, tuple[Any, Any]] = {
+    "convergence": (convergence, convergence.Comparison),
+    "selected": (selected, selected.SameTraining),
+    "muon": (muon, muon.SameStart),
+}
 #: Models whose operations are counted: all stages, both models, experts, prediction,
 #: recomputation; by number in CASES.
 COUNTED = (0, 10, 7, 8, 9, 5, 6, 12)
@@ -49,9 +58,9 @@ class Case:
     Attributes:
         kind: one of :data:`KINDS`.
         model: name in :data:`~benchmarks.train.models.CASES`, of a kind of attention, or of a size.
-        tokens: of a sequence; of a step of ``convergence`` and ``selected``.
+        tokens: of a sequence; of a step of the kinds in :data:`TRAINED`.
         steps: optimizer steps.
-        run: number of the run; of ``convergence`` and ``selected`` its seed.
+        run: number of the run; of the kinds in :data:`TRAINED` its seed.
         indexer_loss_coeff: of a run that has another one than the script.
     """
 
@@ -70,9 +79,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--models", type=int, nargs="+", choices=range(len(CASES)), metavar="NUMBER",
         help=f"of memory and operations, 0 to {len(CASES) - 1} (all; with --quick 0)")  # fmt: skip
     add("--attentions", nargs="+", choices=TOKENS, default=list(TOKENS), help="of runs (all)")
-    add("--runs", type=int, nargs="+", default=[1], help="seeds of convergence and selected (1)")
-    add("--steps", type=int,
-        help="of runs, convergence and selected (50; 300, a multiple of 12; 100)")  # fmt: skip
+    add(
+        "--runs",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="seeds of convergence, selected and muon (1)",
+    )
+    lengths = "of run, convergence, selected, muon (50; 300, a multiple of 12; 100; 200)"
+    add("--steps", type=int, help=lengths)
 
 
 def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
@@ -90,7 +105,7 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
             works = [Work("all", way) for way in resume.WAYS]
             found += [(Case(kind, name, TOKENS[name], steps), works) for name in options.attentions]
         else:
-            module = selected if kind == "selected" else convergence
+            module, _ = TRAINED[kind]
             size = module.size_of(quick, options.steps)
             works = [Work("all", way) for way in module.WAYS]
             name, tokens = "tiny" if quick else "small", size.batch * size.length
@@ -102,13 +117,13 @@ class _Measurer:
     def __init__(self, case: Case, settings: Settings):
         self.case, self.settings = case, settings
         self._folder = tempfile.TemporaryDirectory()
-        self._comparison: convergence.Comparison | selected.SameTraining | None = None
+        self._comparison: Any = None
         self._straight: dict[str, dict] = {}
 
     def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
         kinds = {
             "memory": self._memory, "operations": self._operations, "run": self._run,
-            "convergence": self._trained, "selected": self._trained,
+            **dict.fromkeys(TRAINED, self._trained),
         }  # fmt: skip
         yield from kinds[self.case.kind](work)
 
@@ -136,9 +151,8 @@ class _Measurer:
 
     def _trained(self, work: Work) -> Iterator[tuple[str, dict]]:
         if self._comparison is None:
-            same = self.case.kind == "selected"
-            size = (selected if same else convergence).size_of(self.settings.quick, self.case.steps)
-            make = selected.SameTraining if same else convergence.Comparison
+            module, make = TRAINED[self.case.kind]
+            size = module.size_of(self.settings.quick, self.case.steps)
             self._comparison = make(size, self.case.run, Path(self._folder.name))
         yield from self._comparison.train(work.way)
 

@@ -225,11 +225,18 @@ def training_flags(size: Size, data: Path, seed: int) -> list[str]:
     ).split()
 
 
-def train(flags: list[str], log: Path) -> None:
-    """Train in a process of its own; see :func:`benchmarks.train.models.launch`."""
+def train(flags: list[str], log: Path, module: str | None = None) -> None:
+    """Train in a process of its own; see :func:`benchmarks.train.models.launch`.
+
+    Args:
+        flags: of the training.
+        log: file that its output is appended to.
+        module: what is run in place of the entry point.
+    """
     places = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     quiet = {"PYTHONWARNINGS": "ignore", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    launch([sys.executable, "-m", "megatron_dsa.pretrain", *flags], log, **places, **quiet)
+    command = [sys.executable, "-m", module or "megatron_dsa.pretrain", *flags]
+    launch(command, log, **places, **quiet)
 
 
 def make_start(folder: Path, size: Size, data: Path, seed: int) -> None:

@@ -10,7 +10,11 @@ from megatron_dsa.config_rules.cuda_graphs import (
     graph_rules,
     graphs_attention,
 )
-from megatron_dsa.config_rules.hyper_connections import hyper_connection_rules
+from megatron_dsa.config_rules.hash_routing import hash_rules
+from megatron_dsa.config_rules.hyper_connections import (
+    hyper_connection_rules,
+    predicts_apart,
+)
 from megatron_dsa.config_rules.model import (
     CSA_RATIO,
     csa_rules,
@@ -27,7 +31,9 @@ __all__ = [
     "graph_modules",
     "graph_rules",
     "graphs_attention",
+    "hash_rules",
     "hyper_connection_rules",
     "masked_rules",
+    "predicts_apart",
     "tp_mode_rules",
 ]

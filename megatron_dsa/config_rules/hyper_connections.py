@@ -18,11 +18,6 @@ def hyper_connection_rules(config: Any) -> Iterator[tuple[Any, str]]:
         f"{config.normalization}: what a layer reads from its streams is normalised like that",
     )
     yield (
-        not config.mtp_num_layers,
-        f"--mtp-num-layers is not supported {because}: these layers would read the streams, not "
-        "what the model's end makes of them; drop it",
-    )
-    yield (
         "layernorm" not in (config.recompute_modules or ()),
         f"--recompute-modules must not name layernorm {because}: it frees the streams before the "
         "write-back reads them; drop it, or recompute whole layers",
@@ -65,3 +60,19 @@ def _stream_stage_rules(config: Any, because: str) -> Iterator[tuple[Any, str]]:
         f"--pipeline-model-parallel-layout must begin with a decoder layer {because}: the first "
         "layer makes the streams that stages exchange",
     )
+
+
+def predicts_apart(config: Any) -> bool:
+    """Whether multi-token prediction is on another pipeline stage than the last decoder layer."""
+    if not config.mtp_num_layers or config.pipeline_model_parallel_size == 1:
+        return False
+    layout = getattr(config.pipeline_model_parallel_layout, "layout", None)
+    if layout is None:
+        # The loss counts as a layer of the last stage, which may have no other.
+        stages = config.pipeline_model_parallel_size
+        stages *= config.virtual_pipeline_model_parallel_size or 1
+        alone = config.account_for_loss_in_pipeline_split
+        layers = config.num_layers + 1 + bool(config.account_for_embedding_in_pipeline_split)
+        return bool(alone and layers == stages)
+    kinds = [{kind.name for kind in stage} for rank in layout for stage in rank]
+    return any("mtp" in stage and "decoder" not in stage for stage in kinds)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_dsa.config_rules.cuda_graphs import graph_rules
+from megatron_dsa.config_rules.overlap import overlap_rules
 
 #: Compression ratio of the layers that select among their compressed keys (CSA). Groups overlap.
 CSA_RATIO = 4
@@ -231,11 +232,7 @@ def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         f"--num-attention-heads ({config.num_attention_heads}) must be a multiple of "
         f"--tensor-model-parallel-size ({config.tensor_model_parallel_size})",
     )
-    yield (
-        not config.overlap_moe_expert_parallel_comm and not config.delay_wgrad_compute,
-        "--overlap-moe-expert-parallel-comm and --delay-wgrad-compute are not supported yet: "
-        "drop them",
-    )
+    yield from overlap_rules(config, options)
     yield from graph_rules(config, options)
     yield (
         config.gtp_weight_remat_size == 1,

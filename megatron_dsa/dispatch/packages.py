@@ -153,6 +153,14 @@ TILELANG = Package(
     tested="0.1.15",
 )
 
+EMERGING_OPTIMIZERS = Package(
+    module="emerging_optimizers",
+    install="pip install 'emerging-optimizers>={floor}' (the extra 'muon')",
+    distribution="emerging-optimizers",
+    minimum="0.3",
+    tested="0.3",
+)
+
 TRITON = Package(
     module="triton",
     install="it comes with torch's CUDA builds (>= 2.11)",

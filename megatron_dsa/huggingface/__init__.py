@@ -6,6 +6,8 @@
 * ``flags.py``, ``build.py`` - the model of a config.json as flags, and as a model without memory
 * ``ranks.py`` - which slices of the tensors a rank holds
 * ``files.py``, ``quantised.py`` - JSON, safetensors shards; fp8 and fp4 weights with block scales
+* ``quantising.py``, ``precision.py`` - weights into fp8 and fp4; what an export quantises, and how
+* ``features.py`` - what a V4 may be built without
 * ``convert.py``, ``checks.py`` - the conversion, and its checks of layers, experts and values
 * ``hyper_connections.py`` - V4's, where they leave plain residuals
 * ``streaming.py`` - Megatron's distributed checkpoints, one tensor at a time

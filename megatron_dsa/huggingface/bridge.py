@@ -138,8 +138,8 @@ def sparse_provider(
     hf = _described(bridge)
     if hf.names is not V3:
         raise ConfigError(
-            f"Megatron-Bridge's conversion of {hf.names.models} needs hyper-connections, which "
-            "released Megatron does not have: use python -m megatron_dsa import-hf"
+            f"Megatron-Bridge's conversion of {hf.names.models} makes models of Megatron's "
+            "development branch: use python -m megatron_dsa import-hf"
         )
     provider = SparseModelProvider()
     provider.__dict__.update(bridge.to_megatron_provider(load_weights).__dict__)

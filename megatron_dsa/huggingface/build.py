@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformerConfig
 from megatron_dsa.huggingface.config_json import HFModel
+from megatron_dsa.huggingface.models import FEATURE_FIELDS
 from megatron_dsa.modules.warm_up import without_kernels
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 
 def transformer_config(
-    hf: HFModel, stage: Any, **settings: Any
+    hf: HFModel, stage: Any, features: Collection[str] = (), **settings: Any
 ) -> DSATransformerConfig | CSATransformerConfig:
     """Return the transformer configuration of a model, with ``settings`` on top.
 
-    Without ``mtp_num_layers`` among them, the model has no multi-token prediction.
+    Without ``mtp_num_layers`` among them, the model has no multi-token prediction; its residuals
+    are plain and its routing is learned but for the ``features`` of ``names.py`` that are given.
     """
-    fields = dict(hf.fields)
+    left = {x for feature, keys in FEATURE_FIELDS.items() if feature not in features for x in keys}
+    fields = {name: value for name, value in hf.fields.items() if name not in left}
     kind = DSATransformerConfig
     if "csa_compress_ratios" in fields:
         kind = CSATransformerConfig
@@ -45,6 +48,7 @@ def gpt_model(config, vocab_size: int, length: int) -> Any:
     """Return a GPT model on one rank for sequences up to ``length``."""
     from megatron.core.models.gpt import GPTModel
 
+    config.moe_hash_vocab_size = vocab_size
     return GPTModel(
         config,
         dsa_block_spec(config),
@@ -57,7 +61,11 @@ def gpt_model(config, vocab_size: int, length: int) -> Any:
 
 
 def empty_model(
-    hf: HFModel, stage: str, mtp: bool, dtype: torch.dtype | None = None
+    hf: HFModel,
+    stage: str,
+    mtp: bool,
+    dtype: torch.dtype | None = None,
+    features: Collection[str] = (),
 ) -> torch.nn.Module:
     """Return the model that config.json describes, without memory for its parameters.
 
@@ -69,6 +77,7 @@ def empty_model(
         mtp: whether the model has the layers of multi-token prediction.
         dtype: dtype of the parameters that are not fp32 in every model; ``None``: the dtype of
             config.json, or else bfloat16.
+        features: hyper-connections and hash routing, if the model has them.
     """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -76,6 +85,7 @@ def empty_model(
     config = transformer_config(
         hf,
         stage,
+        features,
         perform_initialization=False,
         init_model_with_meta_device=True,
         params_dtype=dtype or hf.dtype or torch.bfloat16,

@@ -51,6 +51,13 @@ class NonFinite:
         )
 
 
+def is_unused_bias(name: str, names: Collection[str]) -> bool:
+    """Whether a parameter is the bias of a router that looks experts up by token; ``names`` are
+    those of all parameters."""
+    router = name.removesuffix("expert_bias")
+    return router != name and f"{router}tid2eid" in names
+
+
 def check_inventory(directory: str | Path, locations: Iterable[Location], hf: HFModel) -> None:
     """Raise for tensors of layers and experts that the model of config.json does not have.
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config import options_of, uses_indexer
+from megatron_dsa.config import options_of, uses_indexer, uses_streams
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.files import read_json
-from megatron_dsa.huggingface.models import MODELS
-from megatron_dsa.huggingface.names import Names
+from megatron_dsa.huggingface.models import FEATURE_FIELDS, HASH_LAYERS, MODELS
+from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PREDICTION, Names
 from megatron_dsa.huggingface.quantised import Quantisation
 from megatron_dsa.huggingface.rules import SIZE, check_only, check_values, refuse, required
 
@@ -144,17 +144,36 @@ def _unquantised_dtype(config: dict) -> torch.dtype | None:
     return getattr(torch, next(iter(said.values()))) if said else None
 
 
+def model_features(config: Any) -> set[str]:
+    """Return which features of ``names.py`` a Megatron model has, by its configuration."""
+    fields = {
+        HYPER_CONNECTIONS: uses_streams(config),
+        HASH_ROUTING: bool(getattr(config, HASH_LAYERS, 0)),
+        PREDICTION: bool(config.mtp_num_layers),
+    }
+    return {feature for feature, has in fields.items() if has}
+
+
 def check_model(hf: HFModel, config: Any) -> None:
     """Raise unless a Megatron model's configuration describes the Hugging Face model.
 
     Fields of the indexer are compared where the Megatron model has one.
     """
     complaints = []
+    # Models may leave out features; features.py says whether it is on request.
+    left_out = {
+        name
+        for feature, names in FEATURE_FIELDS.items()
+        if feature not in model_features(config)
+        for name in names
+    }
     for name, expected in hf.fields.items():
         # The router's dtype says how it computes, not what.
         if name == "moe_router_dtype" or (name.startswith("dsa_") and not uses_indexer(config)):
             continue
         actual = getattr(config, name, None)
+        if name in left_out:
+            continue
         if name == "moe_layer_freq" and isinstance(actual, int):
             actual = [int(layer % actual == 0) for layer in range(config.num_layers)]
         if name == "dsa_indexer_k_norm_epsilon" and actual is None:

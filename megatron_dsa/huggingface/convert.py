@@ -12,17 +12,32 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron_dsa.config import is_indexer_parameter, uses_streams
+from megatron_dsa.config import is_indexer_parameter
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.huggingface.checks import NonFinite, check_inventory, left_by_rank
-from megatron_dsa.huggingface.config_json import HFModel, check_model, parse_config, read_config
+from megatron_dsa.huggingface.checks import (
+    NonFinite,
+    check_inventory,
+    is_unused_bias,
+    left_by_rank,
+)
+from megatron_dsa.huggingface.config_json import (
+    HFModel,
+    check_model,
+    model_features,
+    parse_config,
+    read_config,
+)
+from megatron_dsa.huggingface.features import check_features, left_tensors
 from megatron_dsa.huggingface.files import CheckpointReader, CheckpointWriter
-from megatron_dsa.huggingface.hyper_connections import identity, is_identity
-from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, Match, Split
+from megatron_dsa.huggingface.hyper_connections import identity
+from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, Match
+from megatron_dsa.huggingface.precision import Precision
 from megatron_dsa.huggingface.ranks import Place, assemble, global_name, part
+from megatron_dsa.modules.hash_table import check_table
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +70,11 @@ class Import:
         model: ``GPTModel`` (unwrapped); only names, shapes and dtypes are looked at.
         directory: directory of config.json and safetensors files.
         place: place of this rank.
-        without: features of the checkpoint that released Megatron lacks and that are left out.
+        without: features of the checkpoint that the model lacks and that are left out.
 
     Raises:
-        ConfigError: config.json is not understood or describes another model, the checkpoint needs
-            what Megatron lacks, or tensors are missing, left over or no weights.
+        ConfigError: config.json is not understood or describes another model, the checkpoint has
+            features that the model lacks, or tensors are missing, left over or no weights.
     """
 
     def __init__(
@@ -74,8 +89,8 @@ class Import:
         self.reader = open_checkpoint(directory, self.hf)
         self._model, self._directory = model, directory
         names = set(self.reader.names())
-        lacking = self._lacking(names, set(without))
-        names -= {name for group in lacking.values() for name in group}
+        left = left_tensors(self.hf, self.reader, model.config, set(without))
+        names -= {name for group in left.values() for name in group}
         located = {name: self.hf.names.locate(name, self.hf.num_layers) for name in names}
         self._locations = {name: x for name, x in located.items() if x is not None}
         if unknown := sorted(names - self._locations.keys()):
@@ -98,17 +113,18 @@ class Import:
         for name, tensor in self._tensors.items():
             found = self.hf.names.match(global_name(name, place), self.hf.num_layers)
             new_indexer = is_indexer_parameter(name) and not has_indexers
-            # Layers that looked their experts up have no bias for choosing them.
-            no_bias = HASH_ROUTING in lacking and name.endswith("router.expert_bias")
-            if new_indexer or (no_bias and found.hf[0] not in self.reader):
+            # Layers that look their experts up have no bias for choosing them.
+            no_bias = HASH_ROUTING in left and name.endswith("router.expert_bias")
+            no_bias = no_bias and found.hf[0] not in self.reader
+            if new_indexer or no_bias or is_unused_bias(name, self._tensors):
                 fresh.append(name)
                 continue
             self._matches[name] = found
             stored = self.stored_dtype(name)
             assert stored is not None
-            if torch.promote_types(stored, tensor.dtype) != tensor.dtype:
+            if torch.promote_types(stored, tensor.dtype) != tensor.dtype and not found.is_table:
                 rounded.append(name)
-            if found.entry.split is Split.VOCABULARY:
+            if found.entry.split.is_padded:
                 self._check_vocabulary(found.hf[0])
             used |= set(found.hf)
         self.report = Report(
@@ -133,12 +149,19 @@ class Import:
         pieces = []
         for hf_name in found.hf:
             piece = _piece(self.reader, found, hf_name, tuple(tensor.shape), self.place)
+            if found.is_table:
+                words = piece[: self.hf.vocab_size]
+                self._check_table(hf_name, words)
             self.nonfinite.count(hf_name, piece, tensor.dtype)
             pieces.append(piece)
         values = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=found.entry.join)
         if values.shape != tensor.shape:
             _refuse_shape(" + ".join(found.hf), values.shape, tensor.shape)
         return values
+
+    def _check_table(self, hf_name: str, table: torch.Tensor) -> None:
+        fields = self.hf.fields
+        check_table(table, fields["moe_router_topk"], fields["num_moe_experts"], hf_name)
 
     def _check_vocabulary(self, hf_name: str) -> None:
         shape, words = self.reader.shape(hf_name), self.hf.vocab_size
@@ -147,33 +170,6 @@ class Import:
             f"{hf_name} is {shape}, and by config.json vocab_size = {words}: use the config.json "
             "that came with the weights",
         )
-
-    def _lacking(self, names: set[str], without: set[str]) -> dict[str, list[str]]:
-        """Return the tensors of every feature that Megatron lacks, or raise."""
-        known = self.hf.names.lacking
-        require(
-            without <= set(known),
-            f"--without {' '.join(sorted(without - set(known)))}: {self.hf.names.models} has "
-            f"{', '.join(known) or 'nothing to leave out'}",
-        )
-        lacking: dict[str, list[str]] = {}
-        for name in sorted(names):
-            if feature := self.hf.names.lacked(name):
-                lacking.setdefault(feature, []).append(name)
-        lost = set(lacking) - without
-        connections, streams = lacking.get(HYPER_CONNECTIONS), self.hf.raw.get("hc_mult")
-        if connections and streams and is_identity(self.reader, connections, streams):
-            lost.discard(HYPER_CONNECTIONS)
-        if lost:
-            lines = [f"  - {len(lacking[x])} tensors of {x}, as {lacking[x][0]}" for x in lost]
-            raise ConfigError(
-                f"checkpoint {self._directory} needs what released Megatron does not have:\n"
-                + "\n".join(sorted(lines))
-                + "\nSuch a model cannot be held. To start another model from its other weights, "
-                "with plain residuals and learned routing, add: "
-                f"--without {' '.join(sorted(lost))} (of a training run: --dsa-hf-without)"
-            )
-        return lacking
 
     def _check_unused(self) -> None:
         """Raise if a tensor is not read that the layers and experts of this rank should have."""
@@ -248,7 +244,7 @@ def _piece(
     full = reader.shape(hf_name)
     if len(full) != len(shape):
         _refuse_shape(hf_name, full, shape)
-    if found.entry.split is not Split.VOCABULARY:
+    if not found.entry.split.is_padded:
         return reader.read(hf_name, part(found.entry, full, place))
     rows = shape[0] * place.shard(found.entry)[1]
     require(
@@ -259,7 +255,10 @@ def _piece(
     wanted, *rest = part(found.entry, (rows, *full[1:]), place)
     start, stop = min(wanted.start, full[0]), min(wanted.stop, full[0])
     words = reader.read(hf_name, (slice(start, stop), *rest))
-    return torch.cat([words, words.new_zeros(shape[0] - len(words), *full[1:])])
+    padding = words.new_zeros(shape[0] - len(words), *full[1:])
+    if found.is_table:  # experts that exist, each once
+        padding += torch.arange(full[1], dtype=words.dtype)
+    return torch.cat([words, padding])
 
 
 def _refuse_shape(names: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
@@ -276,8 +275,9 @@ def export_model(
     *,
     shard_bytes: int = 5 * 10**9,
     values: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, tensor: tensor.detach(),
+    precision: Precision | None = None,
 ) -> None:
-    """Write an unsplit Megatron GPT model as a Hugging Face checkpoint, in the model's dtypes.
+    """Write an unsplit Megatron GPT model as a Hugging Face checkpoint.
 
     Args:
         model: ``GPTModel`` (unwrapped) with all layers and experts.
@@ -286,6 +286,8 @@ def export_model(
             against the model and written without its quantisation.
         shard_bytes: largest size of a shard.
         values: returns the values of a parameter, where the model itself does not hold them.
+        precision: quantises weights, and config.json says so; ``None``: all tensors have the
+            dtypes of the model.
 
     Raises:
         ConfigError: the model is not the one that ``config`` describes, holds values that are no
@@ -294,25 +296,32 @@ def export_model(
     hf = parse_config(config)
     check_model(hf, model.config)
     _check_exportable(model, hf)
+    precision = precision or Precision()
     nonfinite = NonFinite("the model", "export an earlier checkpoint")
+    tensors = dict(model_tensors(model))
     with CheckpointWriter(directory, shard_bytes) as writer:
         dtypes = set()
-        for name, tensor in model_tensors(model):
+        for name, tensor in tensors.items():
+            if is_unused_bias(name, tensors):
+                continue
             found = hf.names.match(name, hf.num_layers)
             fulls = assemble(found.entry, [values(name, tensor)])
             for hf_name, full in zip(found.hf, fulls, strict=True):
-                if found.entry.split is Split.VOCABULARY:
+                if found.entry.split.is_padded:
                     full = full[: hf.vocab_size]
                 nonfinite.count(name, full, full.dtype)
                 for target in (hf_name, *_copies(hf_name, hf, model)):
-                    writer.add(target, full)
-            dtypes.add(tensor.dtype)
+                    for stored, content in precision.tensors(target, full):
+                        writer.add(stored, content)
+            if tensor.is_floating_point():
+                dtypes.add(tensor.dtype)
         nonfinite.check()  # without its index, the directory is no checkpoint
         written = {k: v for k, v in config.items() if k != "quantization_config"}
+        if "expert_dtype" in written:
+            written["expert_dtype"] = None
         if hf.mtp_layers != _mtp_layers(model):
             written["num_nextn_predict_layers"] = _mtp_layers(model)
-        if HYPER_CONNECTIONS in hf.names.lacking:
-            written |= _write_plain_residuals(writer, hf, model)
+        written |= _without_features(writer, hf, model) | precision.config
         # The router's bias is fp32 in every model.
         narrowest = min(dtypes, key=lambda x: x.itemsize)
         written["dtype" if "dtype" in config else "torch_dtype"] = str(narrowest).split(".")[1]
@@ -320,20 +329,25 @@ def export_model(
         (Path(directory) / "config.json").write_text(text)
 
 
-def _write_plain_residuals(writer: CheckpointWriter, hf: HFModel, model) -> dict:
-    """Write hyper-connections that do nothing; return what config.json has to say besides."""
-    mtp = hf.names.mtp_prefixes(_mtp_layers(model), hf.num_layers)
-    layers = [hf.names.prefix(layer, False, hf.num_layers) for layer in range(hf.num_layers)]
-    streams = hf.raw.get("hc_mult") or 1
-    for name, tensor in identity(streams, model.config.hidden_size, layers + mtp, ["", *mtp]):
-        writer.add(name, tensor)
-    changes = {"hc_mult": streams}
-    if "mlp_layer_types" in hf.raw:
-        changes["mlp_layer_types"] = ["moe"] * hf.num_layers
-    else:
-        changes["num_hash_layers"] = 0
-    if "expert_dtype" in hf.raw:
-        changes["expert_dtype"] = None
+def _without_features(writer: CheckpointWriter, hf: HFModel, model) -> dict:
+    """Write hyper-connections that do nothing, if the model has plain residuals.
+
+    Return what config.json has to say of features that the model is built without.
+    """
+    changes: dict[str, Any] = {}
+    features = model_features(model.config)
+    if HYPER_CONNECTIONS in hf.names.features.keys() - features:
+        mtp = hf.names.mtp_prefixes(_mtp_layers(model), hf.num_layers)
+        layers = [hf.names.prefix(layer, False, hf.num_layers) for layer in range(hf.num_layers)]
+        streams = hf.raw.get("hc_mult") or 1
+        for name, tensor in identity(streams, model.config.hidden_size, layers + mtp, ["", *mtp]):
+            writer.add(name, tensor)
+        changes["hc_mult"] = streams
+    if HASH_ROUTING in hf.names.features.keys() - features:
+        if "mlp_layer_types" in hf.raw:
+            changes["mlp_layer_types"] = ["moe"] * hf.num_layers
+        else:
+            changes["num_hash_layers"] = 0
     return changes
 
 
@@ -345,10 +359,7 @@ def _check_exportable(model: torch.nn.Module, hf: HFModel) -> None:
             f"{name}_model_parallel_size is {size}: a model that is split over ranks cannot be "
             "exported; save a Megatron checkpoint and use python -m megatron_dsa export-hf",
         )
-    require(
-        not uses_streams(model.config),
-        "hc_mult must be 1: hyper-connections are not exported yet; export a model without",
-    )
+    check_features(hf, model_features(model.config), "the model")
     has_indexer = any(is_indexer_parameter(name) for name, _ in model_tensors(model))
     found = "indexers" if has_indexer else "no indexers"
     require(

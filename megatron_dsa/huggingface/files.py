@@ -12,7 +12,7 @@ import torch
 
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.huggingface.quantised import (
-    PLAIN,
+    AS_STORED,
     Format,
     Quantisation,
     dequantise,
@@ -79,6 +79,23 @@ class _Stored:
     dtype: torch.dtype
     scale: str = ""
     block: tuple[int, int] = (1, 1)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Scales of a quantised weight.
+
+    Attributes:
+        form: how the weight is stored.
+        values: one scale per block, in the dtype of the file.
+        name: name of their tensor.
+        block: rows and columns that share one.
+    """
+
+    form: Format
+    values: torch.Tensor
+    name: str
+    block: tuple[int, int]
 
 
 class CheckpointReader:
@@ -158,6 +175,11 @@ class CheckpointReader:
         scales = {scale for name in self._where for scale in scale_names(name)}
         return [name for name in self._where if name not in scales]
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether any tensor has scales."""
+        return len(self.names()) < len(self._where)
+
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
@@ -183,7 +205,7 @@ class CheckpointReader:
         dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
         form = self.quantisation.format(name, dtype, scale)
         if form is Format.PLAIN:
-            return _Stored(tensor, form, shape, PLAIN[dtype])
+            return _Stored(tensor, form, shape, AS_STORED[dtype])
         assert scale is not None
         if form is Format.FP4 and shape:  # two columns to a byte
             shape = (*shape[:-1], 2 * shape[-1])
@@ -223,6 +245,13 @@ class CheckpointReader:
             values = values[:, odd : odd + columns.stop - columns.start]
         scale, offset = self._whole(stored.scale), (rows.start, columns.start)
         return dequantise(values, scale, stored.block, stored.dtype, offset)
+
+    def scales(self, name: str) -> Scales | None:
+        """Return the scales of a quantised weight; ``None``: it is not quantised."""
+        stored = self._stored(name)
+        if stored.form is Format.PLAIN:
+            return None
+        return Scales(stored.form, self._whole(stored.scale), stored.scale, stored.block)
 
     def _whole(self, name: str) -> torch.Tensor:
         shard, there = self._where[name]

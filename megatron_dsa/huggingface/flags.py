@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import groupby
 from typing import Any
 
 from megatron_dsa.huggingface.config_json import HFModel
+from megatron_dsa.huggingface.features import described_features
+from megatron_dsa.huggingface.models import FEATURE_FIELDS
+from megatron_dsa.huggingface.names import PREDICTION
 
 #: Fields whose flag is not their name.
 _NAMES = {
@@ -29,19 +33,25 @@ _ALWAYS = (
 )
 
 
-def flags_of(hf: HFModel) -> list[str]:
+def flags_of(hf: HFModel, without: Collection[str] = ()) -> list[str]:
     """Return the flags of ``python -m megatron_dsa.pretrain`` that describe a model.
 
-    How to train it is not among them: parallel layout, data, precision, schedule.
+    How to train it is not among them: parallel layout, data, precision, schedule. ``without`` has
+    the features of ``names.py`` that are left out.
     """
-    fields = hf.fields | {
+    features = described_features(hf) - set(without)
+    left = {x for feature, keys in FEATURE_FIELDS.items() if feature not in features for x in keys}
+    mtp = hf.mtp_layers if PREDICTION in features else 0
+    fields = {name: value for name, value in hf.fields.items() if name not in left} | {
         "dsa_latent_norm_epsilon": hf.latent_norm_epsilon,
         "dsa_stage": None if hf.has_indexer else "dense",
-        "mtp_num_layers": hf.mtp_layers or None,
+        "mtp_num_layers": mtp or None,
         # Exactly the model's rows: a tokenizer may know fewer words.
         "padded_vocab_size": hf.vocab_size,
         "max_position_embeddings": hf.raw.get("max_position_embeddings"),
     }
+    if "csa_compress_ratios" in fields:
+        fields["csa_compress_ratios"] = fields["csa_compress_ratios"][: hf.num_layers + mtp]
     return [x for field, value in fields.items() for x in _flag(field, value)] + list(_ALWAYS)
 
 
@@ -75,9 +85,4 @@ def unsaid(hf: HFModel) -> list[str]:
         else "the model has no indexers; --dsa-stage warmup adds them, with "
         "--dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk of your choice"
     )
-    if hf.names.lacking:
-        notes.append(
-            f"{hf.names.models} has {' and '.join(hf.names.lacking)}, which released Megatron has "
-            "not: these flags give plain residuals and learned routing"
-        )
     return notes

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_dsa.config import computes_topk
 from megatron_dsa.config_rules import CSA_RATIO
-from megatron_dsa.huggingface.names import V3, V4, Names
+from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, V3, V4, Names
 from megatron_dsa.huggingface.rules import COUNT, check_indexer_keys, refuse, required
 
 Fields = dict[str, Any]
@@ -262,6 +262,14 @@ def _with_indexer(architecture: str, interleaved: bool) -> Model:
 # Read in both forms: as released (compress_ratios, rope_scaling) and as transformers writes it
 # (layer_types with compress_rates, rope_parameters by kind of layer).
 
+#: Field of the transformer configuration that counts the leading layers with hash routing.
+HASH_LAYERS = "moe_hash_layers"
+#: Features that a model may be built without -> the fields that describe them.
+FEATURE_FIELDS = {
+    HYPER_CONNECTIONS: ("hc_mult", "hc_eps", "hc_sinkhorn_iters"),
+    HASH_ROUTING: (HASH_LAYERS,),
+}
+
 #: Names of layers by their attention, and the ratio that goes with the name.
 _LAYER_TYPES = {
     "sliding_attention": 0,
@@ -352,6 +360,27 @@ def _csa(config: dict) -> Fields:
     return fields | _indexer(config, rope_interleaved=True) if CSA_RATIO in ratios else fields
 
 
+def _streams(config: dict) -> Fields:
+    """Return the fields of hyper-connections; a single stream is a plain residual."""
+    streams = config.get("hc_mult") or 1
+    if streams == 1:
+        return {"hc_mult": 1}
+    return {key: required(config, key) for key in ("hc_mult", "hc_eps", "hc_sinkhorn_iters")}
+
+
+def _hash_layers(config: dict) -> Fields:
+    """Return how many leading layers look their experts up by token."""
+    layers, types = config["num_hidden_layers"], config.get("mlp_layer_types")
+    if types is None:
+        return {HASH_LAYERS: min(config.get("num_hash_layers") or 0, layers)}
+    if len(types) != layers or any(kind not in ("hash_moe", "moe") for kind in types):
+        refuse("mlp_layer_types", types, "must say hash_moe or moe for every layer")
+    count = types.count("hash_moe")
+    if types != ["hash_moe"] * count + ["moe"] * (layers - count):
+        refuse("mlp_layer_types", types, "must have the layers of hash_moe first")
+    return {HASH_LAYERS: count}
+
+
 _DEEPSEEK_V4 = Model(
     architecture="DeepseekV4ForCausalLM",
     names=V4,
@@ -368,7 +397,7 @@ _DEEPSEEK_V4 = Model(
         "scoring_func": "moe_router_score_function",
     },
     only={"num_key_value_heads": 1, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
-    converters=(_v4_rope, _v4_experts, _csa),
+    converters=(_v4_rope, _v4_experts, _csa, _streams, _hash_layers),
 )
 
 #: By ``model_type`` of config.json.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from megatron_dsa.errors import ConfigError
@@ -25,6 +25,12 @@ class Split(enum.Enum):
     COLUMNS = "by dim 1 (row-parallel linears)"
     VOCABULARY = "by dim 0, after padding with rows of zeros"
     LATENT = "by dim 0 without transformer-engine, else whole (down projections)"
+    TABLE = "every rank holds it in full, after padding with rows that name the first experts"
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether Megatron pads the rows, of which there is one per token of the vocabulary."""
+        return self in (Split.VOCABULARY, Split.TABLE)
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,11 @@ class Match:
 
     entry: Entry
     hf: tuple[str, ...]
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it is a table of experts, one row per token: integers, not weights."""
+        return self.entry.split is Split.TABLE
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,11 @@ class Names:
         copies: tensor in multi-token-prediction layers of checkpoints -> the tensor that it
             repeats. Megatron shares the parameter itself.
         writes_copies: whether an export writes them.
-        lacking: feature that released Megatron lacks -> pattern of the tensors that belong to it.
+        features: feature that a model may be built without -> pattern of the tensors that belong
+            to it.
+        quantised: pattern of the weights that are quantised where a model is released so.
+        scale: name of the scales of such a weight, with ``{}`` for the weight's name without
+            ``.weight``.
         rename: turns the name in a file into the released one.
     """
 
@@ -101,7 +116,9 @@ class Names:
     mtp_prefix: str | None
     copies: dict[str, str]
     writes_copies: bool = True
-    lacking: dict[str, re.Pattern] = field(default_factory=dict)
+    features: dict[str, re.Pattern] = field(default_factory=dict)
+    quantised: re.Pattern = re.compile(r"(?!)")
+    scale: str = "{}.weight_scale_inv"
     rename: Callable[[str], str] = str
 
     def match(self, name: str, num_layers: int) -> Match:
@@ -164,9 +181,11 @@ class Names:
             return Location(hf_name, prefix, is_mtp or int(number) >= num_layers, expert)
         return None
 
-    def lacked(self, hf_name: str) -> str | None:
-        """Return the feature that a tensor belongs to and released Megatron lacks, if any."""
-        return next((x for x, tensors in self.lacking.items() if tensors.fullmatch(hf_name)), None)
+    def by_feature(self, hf_names: Iterable[str]) -> dict[str, list[str]]:
+        """Return the sorted tensors of every feature that ``hf_names`` have any of."""
+        names = sorted(hf_names)
+        found = {x: [n for n in names if p.fullmatch(n)] for x, p in self.features.items()}
+        return {feature: tensors for feature, tensors in found.items() if tensors}
 
 
 @functools.cache
@@ -268,14 +287,19 @@ V3 = Names(
         "embed_tokens.weight": "model.embed_tokens.weight",
         "shared_head.head.weight": "lm_head.weight",
     },
+    quantised=re.compile(
+        r".*\.self_attn\.(\w+_proj|kv_a_proj_with_mqa|indexer\.(wq_b|wk))\.weight"
+        r"|.*\.mlp\.(.*\.)?(gate|up|down)_proj\.weight"
+    ),
 )
 
 # ----------------------------------------------------------------------------------- DeepSeek-V4
 # Sources: the conversion table of transformers (deepseek_v4) and Megatron-Bridge's
-# deepseek_v4_bridge.py, which agree. Not in released Megatron, and so without a place here:
-# hyper-connections and the tables of hash-routed experts.
+# deepseek_v4_bridge.py, which agree. Plain residuals and hyper-connections have different layers of
+# multi-token prediction, and so parameters of their own there.
 
 HYPER_CONNECTIONS, HASH_ROUTING = "hyper-connections", "hash-routing"
+PREDICTION = "multi-token-prediction"
 
 #: How ``save_pretrained`` of transformers names tensors -> released names.
 _V4_SAVED = (
@@ -302,14 +326,23 @@ def _v4_compressor(hf: str, ours: str) -> tuple[Entry, ...]:
     )
 
 
+def _connection(kind: str, ours: str = "") -> tuple[Entry, ...]:
+    """Return the parameters of a hyper-connection."""
+    names = [f"hc_{kind}_{part}" for part in ("fn", "base", "scale")]
+    return tuple(_entry(name, f"{ours}{name}") for name in names)
+
+
 V4 = Names(
     models="DeepSeek-V4",
     model=(
         _entry("embed.weight", "embedding.word_embeddings.weight", Split.VOCABULARY),
         _entry("norm.weight", "decoder.final_layernorm.weight"),
         _entry("head.weight", "output_layer.weight", Split.VOCABULARY),
+        *_connection("head", "decoder.final_layernorm."),
     ),
     layer=(
+        *_connection("attn"),
+        *_connection("ffn"),
         _entry("attn_norm.weight", "input_layernorm.weight"),
         _entry("attn.wq_a.weight", f"{_ATTN}linear_q_down_proj.weight"),
         _entry("attn.q_norm.weight", f"{_ATTN}q_layernorm.weight"),
@@ -326,6 +359,7 @@ V4 = Names(
         _entry("ffn_norm.weight", "pre_mlp_layernorm.weight"),
         _entry("ffn.gate.weight", "mlp.router.weight"),
         _entry("ffn.gate.bias", "mlp.router.expert_bias"),
+        _entry("ffn.gate.tid2eid", "mlp.router.tid2eid", Split.TABLE),
         *_mlp("ffn.experts.{expert}.", _EXPERT, "w1", "w3", "w2"),
         *_mlp("ffn.shared_experts.", _SHARED, "w1", "w3", "w2"),
     ),
@@ -334,15 +368,26 @@ V4 = Names(
         _entry("hnorm.weight", "hnorm.weight"),
         # The sum of two projections is one of both inputs side by side: embedding, hidden state.
         _entry(("e_proj.weight", "h_proj.weight"), "eh_proj.weight", Split.ROWS, 1),
+        # On streams they stay two: one is of the embedding, one of every stream.
+        _entry("e_proj.weight", "e_proj.weight"),
+        _entry("h_proj.weight", "h_proj.weight"),
         _entry("norm.weight", "final_layernorm.weight"),
+        *_connection("head", "final_layernorm."),
     ),
     layer_prefix="layers.{}.",
     mtp_prefix="mtp.{}.",
     copies={"emb.tok_emb.weight": "embed.weight", "head.weight": "head.weight"},
     writes_copies=False,
-    lacking={
+    features={
         HYPER_CONNECTIONS: re.compile(r"(.*\.)?hc_(attn|ffn|head)_(fn|base|scale)"),
         HASH_ROUTING: re.compile(r".*\.ffn\.gate\.tid2eid"),
+        PREDICTION: re.compile(r"mtp\..*"),
     },
+    quantised=re.compile(
+        r".*\.attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)\.weight"
+        r"|.*\.ffn\.(experts\.\d+|shared_experts)\.w[123]\.weight"
+        r"|mtp\.\d+\.[eh]_proj\.weight"
+    ),
+    scale="{}.scale",
     rename=_v4_released,
 )

@@ -1,4 +1,7 @@
-"""Quantised weights: fp8 or packed fp4, with one scale per block, as the models are released."""
+"""Quantised weights: fp8 or packed fp4, with one scale per block, as the models are released.
+
+How they are stored and dequantised; ``quantising.py`` goes the other way.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from megatron_dsa.errors import ConfigError, require
 
 #: Values of the 4-bit codes without a sign (e2m1: sign, two exponent bits, one mantissa bit).
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 #: Rows that are dequantised at a time.
 _ROWS = 1024
@@ -24,7 +27,7 @@ def scale_names(name: str) -> tuple[str, ...]:
 class Format(enum.Enum):
     """How a weight is stored."""
 
-    PLAIN = "floating point numbers"
+    PLAIN = "floating point numbers, or integers of a table"
     FP8 = "fp8 numbers with a scale for every block"
     FP4 = "two fp4 numbers to a byte, with a scale for every few numbers of a row"
 
@@ -36,6 +39,11 @@ PLAIN = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+#: Tables of hash routing, by the end of their names.
+_TABLE = ".tid2eid"
+_INTEGERS = {"I64": torch.int64, "I32": torch.int32}
+#: Dtypes of tensors that are read as they are.
+AS_STORED = PLAIN | _INTEGERS
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _PACKED = ("I8", "U8")
 _SCALES = (*PLAIN, "F8_E8M0")
@@ -57,6 +65,13 @@ class Quantisation:
 
     def format(self, name: str, stored: str, scale: str | None) -> Format:
         """Return how the weight ``name`` is stored, by its dtype and the scales beside it."""
+        if name.endswith(_TABLE):
+            require(
+                stored in _INTEGERS and scale is None,
+                f"{name} is {stored}, and is a table of experts: it must be "
+                f"{' or '.join(_INTEGERS)}, without scales; download the checkpoint again",
+            )
+            return Format.PLAIN
         if stored in PLAIN:
             require(
                 scale is None,
@@ -115,7 +130,7 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     """
     codes = packed.view(torch.uint8)
     codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).long()
-    return torch.tensor([*_E2M1, *(-value for value in _E2M1)])[codes]
+    return torch.tensor([*E2M1, *(-value for value in E2M1)])[codes]
 
 
 def dequantise(

@@ -45,7 +45,8 @@ class Place:
 
     def shard(self, entry: Entry) -> tuple[int, int]:
         """Return ``(rank, size)`` of the ranks that share this parameter by slices."""
-        if entry.split is Split.WHOLE or (entry.split is Split.LATENT and not self.splits_latents):
+        whole = entry.split in (Split.WHOLE, Split.TABLE)
+        if whole or (entry.split is Split.LATENT and not self.splits_latents):
             return 0, 1
         return self.expert_tensor if entry.is_expert else self.tensor
 

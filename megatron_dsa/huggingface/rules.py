@@ -56,7 +56,7 @@ _SIZES = (
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("index_n_heads", "index_head_dim", "index_topk", "index_topk_freq"),
     *("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"),
-    *("o_groups", "o_lora_rank", "sliding_window", "hc_mult"),
+    *("o_groups", "o_lora_rank", "sliding_window", "hc_mult", "hc_sinkhorn_iters"),
     *("max_position_embeddings", "original_max_position_embeddings"),
 )
 _COUNTS = (
@@ -70,6 +70,7 @@ _NUMBERS = (
     | dict.fromkeys(("rope_theta", "compress_rope_theta"), _BASE)
     | dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _POSITIVE)
     | dict.fromkeys(("attention_factor", "routed_scaling_factor"), _POSITIVE)
+    | {"hc_eps": Number(least=0, most=0.01)}
     | {
         # Released models have 1e-6 and 1e-5; a hundredth outweighs activations.
         "rms_norm_eps": Number(above=0, most=0.01),
@@ -83,7 +84,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), (dict, "object")),
     **dict.fromkeys(("main", "compress", "compress_rates"), (dict, "object")),
     **dict.fromkeys(("mlp_layer_types", "layer_types", "compress_ratios"), (list, "list")),
-    "indexer_types": (list, "list"),
+    **dict.fromkeys(("indexer_types", "modules_to_not_convert"), (list, "list")),
     "index_topk_pattern": ((str, list), "string or list"),
 }
 

@@ -76,14 +76,14 @@ def model_work(config: Any, vocabulary: int) -> list[Work]:
     """
     main = _main_gradients(config)
     logits = config.hidden_size * vocabulary
-    work = [_linear("logits", logits, main)]
-    if uses_streams(config):
-        work.append(_linear("hyper-connections", _projection(config, config.hc_mult), main))
+    work = [_linear("logits", logits, main), *_head(config)]
+    # One product for the embedding, one for the hidden state or for each of its streams.
+    projections = (1 + (config.hc_mult if uses_streams(config) else 1)) * config.hidden_size**2
     for number in range(1, config.num_layers + 1):
         work += layer_work(config, number)
     for number in range(1, (config.mtp_num_layers or 0) + 1):
-        work += layer_work(config, number, is_mtp=True)
-        work.append(_linear("multi-token prediction", 2 * config.hidden_size**2, main))
+        work += [*layer_work(config, number, is_mtp=True), *_head(config)]
+        work.append(_linear("multi-token prediction", projections, main))
         # Detached heads train the hidden states, not the output layer.
         work.append(_linear("logits", logits, min(main, 1) if config.mtp_detach_heads else main))
     return _merged(work)
@@ -102,6 +102,13 @@ def _streams(config) -> Iterator[Work]:
     if uses_streams(config):
         outputs = config.hc_mult * (2 + config.hc_mult)
         products = 2 * _projection(config, outputs)
+        yield _linear("hyper-connections", products, _main_gradients(config))
+
+
+def _head(config) -> Iterator[Work]:
+    """Yield the projection of the connection that reads the streams for the output layer."""
+    if uses_streams(config):
+        products = _projection(config, config.hc_mult)
         yield _linear("hyper-connections", products, _main_gradients(config))
 
 

@@ -33,7 +33,7 @@ from megatron_dsa.metrics.quality import (
 )
 from megatron_dsa.numerics.autograd import in_backward
 from megatron_dsa.ops.indexer_loss.inputs import ExpandedKeys, LatentKeys, TeacherKeys
-from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer
 from megatron_dsa.parallel.groups import gather_rows
 from megatron_dsa.sequence.layout import Layout
 
@@ -71,7 +71,7 @@ class Attended:
         group: ranks that have ``H / ranks`` heads of ``w_uk`` each, or ``None``.
     """
 
-    inputs: IndexerInputs
+    inputs: TrainedIndexer
     layout: Layout
     topk: int
     positions: Layout
@@ -108,7 +108,7 @@ def selection_health(attended: Attended, count: int, workspace_bytes: int) -> di
         count: number of queries to sample.
         workspace_bytes: budget for temporary memory.
     """
-    layout, topk, inputs = attended.layout, attended.topk, attended.inputs
+    layout, topk, inputs = attended.layout, attended.topk, attended.inputs.formed()
     queries = sampled_queries(layout, count)
     captured = captured_mass(
         attended.q, attended.kv, attended.indices, attended.lse, layout,

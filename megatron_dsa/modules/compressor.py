@@ -12,6 +12,7 @@ from megatron_dsa.config import options_of
 from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.modules.layers import Fp32Parameters, ReplicatedLinear, new_parameter
 from megatron_dsa.modules.rope import PositionRope
+from megatron_dsa.muon.blocks import leave_to_adamw
 from megatron_dsa.ops.compressor.api import compress
 from megatron_dsa.ops.rope.api import rotate
 from megatron_dsa.parallel.csa_keys import extend
@@ -48,6 +49,7 @@ class Compressor(Fp32Parameters, MegatronModule):
             )
             setattr(self, name, linear)
         self.ape = new_parameter(config, ratio, width)
+        leave_to_adamw(self.ape)  # a table of positions
         self.norm = build_module(
             submodules.norm, config=config, hidden_size=dim, eps=config.layernorm_epsilon
         )

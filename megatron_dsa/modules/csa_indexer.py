@@ -14,6 +14,7 @@ from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.dsa_kernels import IndexerInputs
 from megatron_dsa.modules.layers import ReplicatedLinear
 from megatron_dsa.modules.rope import PositionRope, hadamard
+from megatron_dsa.muon.blocks import split_for_muon
 from megatron_dsa.ops.rope.api import rotate_index
 from megatron_dsa.parallel.csa_keys import index_keys
 from megatron_dsa.parallel.groups import Ranks, gather_rows, gather_same
@@ -54,6 +55,8 @@ class CSAIndexer(MegatronModule):
         weight = self.linear_wq_b.weight
         weight.sequence_parallel = by_sequence(config)
         weight.average_gradients_across_tp_domain = not by_sequence(config)
+        if options_of(config).muon_per_head == "all":
+            split_for_muon(weight, (self.dim,), config.tensor_model_parallel_size)
         self.linear_weights_proj = linear(config.hidden_size, self.heads)
         # From its own tokens only: the gradient is summed over ranks.
         weight = self.linear_weights_proj.weight

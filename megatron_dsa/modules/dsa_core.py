@@ -6,6 +6,7 @@ everything and trains the indexer on that; ``dense`` attends to everything and h
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,6 +36,7 @@ from megatron_dsa.metrics.health import Attended
 from megatron_dsa.modules.core import CoreAttention
 from megatron_dsa.modules.rope import TokenRope
 from megatron_dsa.modules.warm_up import resolving
+from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.groups import Ranks, gather_rows
 from megatron_dsa.required_ops import attention_of
@@ -103,7 +105,7 @@ class DSACoreAttention(CoreAttention):
         kv_grad: torch.Tensor,
         weights: torch.Tensor,
         layout: Layout,
-        index_inputs: IndexerInputs | None,
+        index_inputs: TrainedIndexer | None,
         given: TopKIndices | None,
         ranks: Ranks,
     ) -> tuple[torch.Tensor, TopKIndices]:
@@ -152,7 +154,7 @@ class DSACoreAttention(CoreAttention):
         k_pe: torch.Tensor,
         k_pe_grad: torch.Tensor | None,
         layout: Layout,
-        index_inputs: IndexerInputs | None,
+        index_inputs: TrainedIndexer | None,
         given: TopKIndices | None,
         ranks: Ranks,
     ) -> tuple[torch.Tensor, TopKIndices]:
@@ -198,7 +200,7 @@ class DSACoreAttention(CoreAttention):
         elif index_inputs is not None:
             topk = config.dsa_indexer_topk
             selection = TopKIndices(
-                *balanced_topk(index_inputs, layout, topk, ranks, policy=self.policy)
+                *balanced_topk(index_inputs.formed(), layout, topk, ranks, policy=self.policy)
             )
         else:
             raise ConfigError(
@@ -251,7 +253,7 @@ class DSACoreAttention(CoreAttention):
         k: torch.Tensor,
         v: torch.Tensor,
         layout: Layout,
-        index_inputs: IndexerInputs | None,
+        index_inputs: TrainedIndexer | None,
     ) -> torch.Tensor:
         """Attend to all visible keys: ``q, k [tokens, H, 192]``, ``v [tokens, H, 128]`` -> as v."""
         group = self.pg_collection.cp if layout.num_shards > 1 else None
@@ -269,7 +271,7 @@ class DSACoreAttention(CoreAttention):
         kv: torch.Tensor,
         k_pe: torch.Tensor,
         layout: Layout,
-        index_inputs: IndexerInputs | None,
+        index_inputs: TrainedIndexer | None,
     ) -> torch.Tensor:
         """Attend to all visible keys by plain MLA under a bit mask; ``[tokens, H, v_head_dim]``.
 
@@ -293,7 +295,7 @@ class DSACoreAttention(CoreAttention):
         w_uk: torch.Tensor,
         w_uv: torch.Tensor,
         layout: Layout,
-        index_inputs: IndexerInputs | None,
+        index_inputs: TrainedIndexer | None,
     ) -> torch.Tensor:
         """Attend to every visible key of all context-parallel ranks.
 
@@ -341,7 +343,7 @@ class DSACoreAttention(CoreAttention):
         masked = attended.k_pe is not None
         indices = _in_row_order(attended) if masked else attended.indices
         return sparse_indexer_loss(
-            attended.inputs, indices, p_sum, attended.layout, topk_length=length,
+            attended.inputs.formed(), indices, p_sum, attended.layout, topk_length=length,
             head_group=self.heads_group(), policy=self.policy,
         )  # fmt: skip
 
@@ -354,11 +356,20 @@ class DSACoreAttention(CoreAttention):
 
     def project_index(
         self, x: torch.Tensor, qr: torch.Tensor, layout: Layout, rope: TokenRope, ranks: Ranks
-    ) -> IndexerInputs:
+    ) -> TrainedIndexer:
         """Return the indexer's projections of ``x [s, b, hidden]`` and ``qr [s, b, q_lora]``."""
+        # The loss over all keys takes the queries of all tokens, in the forward pass. Both passes
+        # of a recomputed layer make them alike, bit for bit.
+        sparse_loss = self.loss_is_sparse and self.options.stage == "sparse"
+        remake = self.training and self.indexer_is_trained and sparse_loss
         with torch.set_grad_enabled(self.trains_indexer_now()):
-            inputs = self.indexer(x.detach(), qr.detach(), rope, ranks)
-        return self.checked(inputs, layout)
+            inputs = self.indexer(x.detach(), qr.detach(), rope, ranks, remake)
+        checked = self.checked(inputs.formed(), layout)
+        if isinstance(inputs, IndexerInputs):
+            return checked
+        # Without a replayed selection, the indexer's is made next.
+        ready = [checked] if self.replay is None else []
+        return dataclasses.replace(inputs, checked=True, ready=ready)
 
     def backward_dw(self) -> None:
         """Compute the indexer's delayed weight gradients, if it is trained."""

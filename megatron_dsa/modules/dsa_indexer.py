@@ -11,11 +11,23 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config import options_of
 from megatron_dsa.dsa_kernels import IndexerInputs
+from megatron_dsa.modules.frame import weight_of
+from megatron_dsa.modules.layers import ReplicatedLinear
+from megatron_dsa.modules.precision import multiplies_plainly
 from megatron_dsa.modules.rope import TokenRope
+from megatron_dsa.muon.blocks import split_for_muon
+from megatron_dsa.ops.indexer_loss.queries import (
+    LatentIndexerInputs,
+    LatentQueries,
+    TrainedIndexer,
+)
 from megatron_dsa.ops.rope.api import rotate_index
 from megatron_dsa.parallel.gather import start_gather
 from megatron_dsa.parallel.groups import Ranks, finish_index_gather, gather_rows, gather_same
 from megatron_dsa.required_ops import tensor_parallel_mode
+
+#: Modules with the linears of transformer-engine: Megatron's, and ours made of them.
+_ENGINE = ("megatron.core.extensions.transformer_engine", "megatron_dsa.modules.precision")
 
 
 @dataclass
@@ -47,6 +59,8 @@ class DSAIndexer(MegatronModule):
         self.linear_weights_proj = self._linear(
             submodules.linear_weights_proj, config.hidden_size, self.heads
         )
+        if options_of(config).muon_per_head == "all":
+            split_for_muon(self.linear_wq_b.weight, (self.dim,), config.tensor_model_parallel_size)
         norm_config = copy.copy(config)
         norm_config.normalization = "LayerNorm"
         eps = config.dsa_indexer_k_norm_epsilon
@@ -79,8 +93,13 @@ class DSAIndexer(MegatronModule):
         )
 
     def forward(
-        self, x: torch.Tensor, qr: torch.Tensor, rope: TokenRope, ranks: Ranks
-    ) -> IndexerInputs:
+        self,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        rope: TokenRope,
+        ranks: Ranks,
+        remake_queries: bool = False,
+    ) -> TrainedIndexer:
         """Project a microbatch.
 
         Args:
@@ -88,6 +107,8 @@ class DSAIndexer(MegatronModule):
                 normalised query latent of the tokens that this rank holds.
             rope: rope angles of the query tokens.
             ranks: who shares the microbatch.
+            remake_queries: return what queries are made of in their place, where that gives the
+                same: the backward of the sparse loss makes them again.
 
         Returns:
             queries and weights of the query tokens, keys of the tokens of all ranks.
@@ -95,12 +116,42 @@ class DSAIndexer(MegatronModule):
         k, _ = self.linear_wk(x.flatten(0, 1))
         k = self._rotated(self._norm_keys(k)[:, None], rope.own(ranks)).flatten(1)
         keys = start_gather(k, ranks.group)
-        q, _ = self.linear_wq_b(gather_rows(qr, ranks.row_group).flatten(0, 1))
-        q = self._rotated(q.view(-1, self.heads, self.dim), rope)
+        latent = gather_rows(qr, ranks.row_group).flatten(0, 1)
+        q = None
+        if not (remake_queries and self._reads_query_weight()):
+            q, _ = self.linear_wq_b(latent)
+            q = self._rotated(q.view(-1, self.heads, self.dim), rope)
         weights = gather_same(self.linear_weights_proj(x)[0], ranks.row_group).flatten(0, 1)
         k = finish_index_gather(keys, ranks)
         weights = weights * (self.heads**-0.5 * self.dim**-0.5)
-        return IndexerInputs(q, k, weights, self.config.dsa_indexer_scoring_relu)
+        relu = self.config.dsa_indexer_scoring_relu
+        if q is not None:
+            return IndexerInputs(q, k, weights, relu)
+        return LatentIndexerInputs(self._latent_queries(latent, rope), k, weights, relu)
+
+    def _reads_query_weight(self) -> bool:
+        """Whether products with the weight of the queries are those of the linear.
+
+        A linear in FP8, one with hooks or one of another class has to be called.
+        """
+        linear = self.linear_wq_b
+        if linear._forward_hooks or linear._backward_hooks or linear._backward_pre_hooks:
+            return False
+        if type(linear) is ReplicatedLinear:
+            return True
+        return type(linear).__module__ in _ENGINE and multiplies_plainly(linear, self.config)
+
+    def _latent_queries(self, latent: torch.Tensor, rope: TokenRope) -> LatentQueries:
+        config = self.config
+        return LatentQueries(
+            latent,
+            weight_of(self.linear_wq_b),
+            *rope.tables(latent.dtype),
+            self.heads,
+            config.dsa_indexer_rope_interleaved,
+            config.dsa_indexer_rotate_activation,
+            self.policy,
+        )
 
     def _rotated(self, x: torch.Tensor, rope: TokenRope) -> torch.Tensor:
         """Return ``x [tokens, heads, dim]`` with rope, transformed."""

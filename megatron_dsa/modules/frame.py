@@ -91,6 +91,22 @@ def weight_of(linear: torch.nn.Module) -> torch.Tensor:
     return dequantised(weight)
 
 
+def weight_gradient_by_autograd(linear: torch.nn.Module) -> None:
+    """Mark that autograd alone makes the weight gradient of a linear that is never called.
+
+    With ``--delay-wgrad-compute`` transformer-engine marks every parameter of its linears as one
+    whose gradient ``backward_dw`` makes: Megatron's data parallelism would wait for that call, and
+    leave the gradient out.
+    """
+    for parameter in linear.parameters():
+        if getattr(parameter, _DELAYED, False):
+            setattr(parameter, _DELAYED, False)
+
+
+#: Attribute of parameters that Megatron's data parallelism reads.
+_DELAYED = "skip_backward_post_hook"
+
+
 def refuse_unsupported(inference_context, key_value_states, megatron: dict) -> None:
     """Raise :class:`ConfigError` for arguments of Megatron's attentions that ask for anything else.
 

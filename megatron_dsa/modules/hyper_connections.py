@@ -124,7 +124,8 @@ class StreamsWrite:
 class HyperConnections(Fp32Parameters):
     """Mixin for Megatron's transformer layer, which makes ``n`` streams of its residual.
 
-    The layer takes ``[s, b, n * C]``, the first one ``[s, b, C]``, and returns ``[s, b, n * C]``.
+    The layer takes ``[s, b, n * C]``, the decoder's first one ``[s, b, C]``, and returns
+    ``[s, b, n * C]``.
     Its spec has :class:`StreamsNorm` and :class:`StreamsWrite` in the places of norms and
     additions. The parameters are the layer's own: ``hc_attn_fn``, ``hc_ffn_base``, ...
     """
@@ -132,6 +133,7 @@ class HyperConnections(Fp32Parameters):
     fp32_parameters = tuple(f"hc_{kind}_{part}" for kind, *_ in _SUBLAYERS for part in _PARTS)
     config: Any
     layer_number: int
+    is_mtp_layer: bool
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -145,7 +147,7 @@ class HyperConnections(Fp32Parameters):
         resolve_kernels(stream_ops(self.config), options_of(self.config).policy, None)
 
     def _forward_attention(self, hidden_states: torch.Tensor, *args, **kwargs):
-        if self.layer_number == 1:
+        if self.layer_number == 1 and not self.is_mtp_layer:
             # Every stream starts as the embedding.
             hidden_states = hidden_states.repeat(1, 1, self.config.hc_mult)
         return super()._forward_attention(hidden_states, *args, **kwargs)  # type: ignore[misc]

@@ -20,6 +20,7 @@ from megatron_dsa.metrics.log import (
 )
 from megatron_dsa.modules.warm_up import resolving
 from megatron_dsa.numerics.scaling import Factor, Scaled
+from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer
 from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
 from megatron_dsa.required_ops import tensor_parallel_mode
 from megatron_dsa.sequence.layout import Layout
@@ -102,7 +103,7 @@ class TrainsIndexer:
         return require_finite_scores(inputs, layout, f"layer {self.layer_index + 1}")
 
     def sparse_training(
-        self, inputs: IndexerInputs, keys: Layout, rows: Layout, selected_only: bool = False
+        self, inputs: TrainedIndexer, keys: Layout, rows: Layout, selected_only: bool = False
     ) -> IndexerTraining:
         """Return the sparse loss, whose value and gradients are formed in the attention's backward.
 

@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def _device(config: TransformerConfig) -> str | int:
+def parameter_device(config: TransformerConfig) -> str | int:
     """Return where Megatron puts parameters."""
     if config.init_model_with_meta_device:
         return "meta"
@@ -30,7 +30,9 @@ class LocalNorm:
         norm_class = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[
             config.normalization
         ]
-        norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
+        norm = norm_class(
+            hidden_size, eps=eps, dtype=config.params_dtype, device=parameter_device(config)
+        )
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
@@ -44,7 +46,11 @@ class ReplicatedLinear(torch.nn.Linear):
 
     def __init__(self, input_size: int, output_size: int, *, config, init_method, **_ignored):
         super().__init__(
-            input_size, output_size, bias=False, device=_device(config), dtype=config.params_dtype
+            input_size,
+            output_size,
+            bias=False,
+            device=parameter_device(config),
+            dtype=config.params_dtype,
         )
         if config.perform_initialization:
             init_method(self.weight)
@@ -59,7 +65,7 @@ class ReplicatedLinear(torch.nn.Linear):
 
 def new_norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
     """Return the weight of an RMSNorm, ones, marked as :class:`LocalNorm` marks its own."""
-    weight = torch.ones(size, dtype=config.params_dtype, device=_device(config))
+    weight = torch.ones(size, dtype=config.params_dtype, device=parameter_device(config))
     parameter: Any = torch.nn.Parameter(weight)
     parameter.sequence_parallel = config.sequence_parallel
     return parameter
@@ -68,7 +74,7 @@ def new_norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
 def new_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     """Return a parameter of zeros in fp32 (fp64 if the model is), where Megatron puts its own."""
     dtype = torch.promote_types(config.params_dtype, torch.float32)
-    return torch.nn.Parameter(torch.zeros(*shape, dtype=dtype, device=_device(config)))
+    return torch.nn.Parameter(torch.zeros(*shape, dtype=dtype, device=parameter_device(config)))
 
 
 class Fp32Parameters:

@@ -58,6 +58,25 @@ def _without_recipe(linear: Any, **settings: bool) -> Any:
     return LinearWithoutRecipe
 
 
+def multiplies_plainly(linear: Any, config: Any) -> bool:
+    """Whether a linear of Megatron's multiplies by its weight as it is, in every step.
+
+    Args:
+        linear: of a class of ``megatron.core.extensions.transformer_engine``, or made of one here.
+        config: the transformer configuration.
+    """
+    quantised, params = bool(config.fp8 or config.fp4), linear.te_quant_params
+    if params is None:
+        return not quantised
+    recipe = params.training_recipe
+    overrides = (
+        recipe.override_quantized_autocast if quantised else recipe.override_nonquantized_autocast
+    )
+    if not overrides:
+        return not quantised
+    return recipe.fp8_quantization_recipe is None and recipe.fp4_quantization_recipe is None
+
+
 def dequantised(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight as a plain tensor; the gradient of a quantised one goes to it unchanged."""
     return _Dequantise.apply(weight) if is_float8tensor(weight) else weight

@@ -94,10 +94,10 @@ class _Blocks:
 
 
 class _AbsorbedAttention(torch.autograd.Function):
-    """``q, kv, kv_grad, weights, index q, k, weights, ... -> out, lse, p_sum``."""
+    """``q, kv, kv_grad, weights, ..., the indexer's tensors -> out, lse, p_sum``."""
 
     @staticmethod
-    def forward(ctx, q, kv, kv_grad, weights, index_q, index_k, index_weights, indices, length, p):
+    def forward(ctx, q, kv, kv_grad, weights, indices, length, p, *index_tensors):
         all_weights = all_gather_async(weights, p.group).wait()
         blocks = _Blocks(p, q, kv, all_weights, indices, length)
         out = q.new_empty(*q.shape[:2], all_weights.shape[1] - blocks.own)
@@ -115,10 +115,8 @@ class _AbsorbedAttention(torch.autograd.Function):
                 latents.append(latent)
             del inputs, latent, p_sum  # before the next block takes memory
         lse, p_sum = _joined(lses), _joined(p_sums) if p_sums else None
-        ctx.save_for_backward(
-            q, kv, weights, index_q, index_k, index_weights, indices, length, lse, *latents
-        )
-        ctx.plan = p
+        ctx.save_for_backward(q, kv, weights, indices, length, lse, *index_tensors, *latents)
+        ctx.plan, ctx.index_tensors = p, len(index_tensors)
         ctx.separate_kv_grad = kv_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
         return out, lse, p_sum
@@ -128,12 +126,13 @@ class _AbsorbedAttention(torch.autograd.Function):
     def backward(ctx, dout, _dlse, _dp_sum):
         """Return all gradients; the sparse indexer loss exists in here only."""
         p: _Plan = ctx.plan
-        (q, kv, weights), index_tensors, (indices, length, lse), latents = _cut(ctx.saved_tensors)
+        q, kv, weights, indices, length, lse, *rest = ctx.saved_tensors
+        index_tensors, latents = rest[: ctx.index_tensors], rest[ctx.index_tensors :]
         blocks = _Blocks(p, q, kv, all_gather_async(weights, p.group).wait(), indices, length)
         wanted = ctx.needs_input_grad
         backward = _Backward(p, blocks, lse, latents, dout, wanted[0], wanted[3])
-        index_grads: tuple[torch.Tensor | None, ...] = (None,) * 3
-        if p.attention.indexer is not None and any(wanted[4:7]):
+        index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
+        if p.attention.indexer is not None and any(wanted[7:]):
             policy = p.attention.policy
             index_grads = p.attention.indexer.gradients(index_tensors, backward.teachers(), policy)
         else:
@@ -146,12 +145,7 @@ class _AbsorbedAttention(torch.autograd.Function):
         if travel is not None:
             dweights = travel.wait().to(weights.dtype)
         to_kv, to_proxy = (None, dkv) if ctx.separate_kv_grad else (dkv.to(kv.dtype), None)
-        return backward.dq, to_kv, to_proxy, dweights, *index_grads, None, None, None
-
-
-def _cut(saved):
-    """Return what the forward has saved: inputs, the indexer's, lists and ``lse``, latents."""
-    return saved[:3], saved[3:6], saved[6:9], saved[9:]
+        return backward.dq, to_kv, to_proxy, dweights, None, None, None, *index_grads
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -334,11 +328,15 @@ def absorbed_attention(
     )
     trains = indexer is not None
     indexer, trained = separate_tensors(indexer, q=q)
-    tensors = (q, kv, kv_grad, weights, *trained)
-    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    tensors = (q, kv, kv_grad, weights)
+    backward = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (*tensors, *trained)
+    )
     attention = Settings(rank, softmax_scale, policy, call, want_p_sum, indexer, in_order=in_order)
     blocks = token_blocks(
         len(q), len(kv), replace(call, teacher=trains), policy, q.device, backward
     )
     plan = _Plan(attention, blocks, backward and not recompute, group)
-    return AbsorbedAttentionOutput(*_AbsorbedAttention.apply(*tensors, indices, topk_length, plan))
+    return AbsorbedAttentionOutput(
+        *_AbsorbedAttention.apply(*tensors, indices, topk_length, plan, *trained)
+    )

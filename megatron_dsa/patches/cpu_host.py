@@ -99,6 +99,11 @@ class CudaTo(TorchFunctionMode):
             return args[0].to(self.device)
         if func is torch.Tensor.pin_memory:
             return args[0]
+        if func is torch.distributed.all_to_all_single:
+            # Megatron makes lists of these sizes where it copies them from a GPU.
+            for name in ("output_split_sizes", "input_split_sizes"):
+                if isinstance(kwargs.get(name), torch.Tensor):
+                    kwargs[name] = kwargs[name].tolist()
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # The optimizers compare this string with 'torch.cuda.FloatTensor' and friends.
             # The inner one of two modes has replaced it already.
@@ -134,6 +139,21 @@ class NoStream:
         return self
 
 
+class NoEvent:
+    """An event on a device without streams: it has happened."""
+
+    def __init__(self, *_args, **_kwargs):
+        pass
+
+    def record(self, _stream=None) -> None:
+        """Return at once: there is nothing to wait for."""
+
+    wait = record
+
+    def synchronize(self) -> None:
+        """Return at once, too."""
+
+
 def _patch_torch_cuda() -> None:
     """Answers to questions about the current device and stream, which have one answer here."""
     cuda: Any = torch.cuda
@@ -141,6 +161,10 @@ def _patch_torch_cuda() -> None:
     cuda.synchronize = lambda *_args, **_kwargs: None
     cuda.current_stream = lambda *_args, **_kwargs: NoStream()
     cuda.Stream = NoStream
+    cuda.Event = NoEvent
+    tensor: Any = torch.Tensor
+    # Its C++ code takes real streams only. Memory is used in order.
+    tensor.record_stream = lambda _tensor, _stream: None
     cuda.stream = lambda _stream: contextlib.nullcontext()
 
 

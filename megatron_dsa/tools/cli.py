@@ -54,6 +54,13 @@ def build_parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="versions, GPU, and what every operation would run")
     info.add_argument("--json", action="store_true", help="machine-readable")
     info.add_argument("--support-table", action="store_true", help="what everything can run")
+    info.add_argument(
+        "--muon", metavar="MODEL", help="what --optimizer muon updates in a released model"
+    )
+    info.add_argument(
+        "--muon-per-head", choices=["none", "attention", "all"], default="none",
+        help="of --muon: value of --dsa-muon-per-head",
+    )  # fmt: skip
     info.set_defaults(run=_run("info", "print_info"))
     from megatron_dsa.tools import doctor
 
@@ -84,13 +91,6 @@ def _add_conversions(commands) -> None:
     )
     into.add_argument("--input", required=True, help="directory of config.json and safetensors")
     into.add_argument("--output", required=True, help="directory for --load")
-    into.add_argument(
-        "--without",
-        nargs="+",
-        default=[],
-        metavar="FEATURE",
-        help="leave out what released Megatron lacks: hyper-connections, hash-routing (V4)",
-    )
     out = commands.add_parser(
         "export-hf", help="Hugging Face checkpoint from a Megatron checkpoint"
     )
@@ -98,6 +98,12 @@ def _add_conversions(commands) -> None:
     out.add_argument("--step", type=int, help="iteration (default: the latest)")
     out.add_argument("--config", required=True, help="config.json of the model, or its directory")
     out.add_argument("--output", required=True, help="directory for config.json and safetensors")
+    out.add_argument(
+        "--quantise",
+        choices=("fp8", "released"),
+        help="weights in fp8 with a scale per block, or as config.json says (fp4 experts of V4); "
+        "weights that did not change get the bytes of the checkpoint beside --config",
+    )
     for command, function in ((into, "import_hf"), (out, "export_hf")):
         command.add_argument(
             "--shard-gb", type=float, default=5.0, help="size of a file of the result, in GB (5)"
@@ -106,6 +112,14 @@ def _add_conversions(commands) -> None:
     flags = commands.add_parser("flags", help="Megatron's flags for the model of a config.json")
     flags.add_argument("config", help="config.json of the model, or its directory")
     flags.set_defaults(run=_run("huggingface_commands", "print_flags"))
+    for command in (into, flags):
+        command.add_argument(
+            "--without",
+            nargs="+",
+            default=[],
+            metavar="FEATURE",
+            help="build a V4 without hyper-connections, hash-routing, multi-token-prediction",
+        )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,18 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron_dsa.config import is_indexer_parameter
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.huggingface.build import empty_model, widest_dtype
-from megatron_dsa.huggingface.config_json import read_config
+from megatron_dsa.huggingface.config_json import HFModel, read_config
 from megatron_dsa.huggingface.convert import Import, export_model, open_checkpoint
+from megatron_dsa.huggingface.features import (
+    check_features,
+    check_names,
+    described_features,
+    features_to_build,
+)
+from megatron_dsa.huggingface.files import INDEX, SINGLE
 from megatron_dsa.huggingface.flags import flags_of, unsaid
+from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PREDICTION
+from megatron_dsa.huggingface.precision import Precision, ReleasedPrecision
 from megatron_dsa.huggingface.streaming import StoredParameters, write_checkpoint
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.training.checkpoints import checkpoint_directory, entries_of, redirect
@@ -53,17 +63,22 @@ def import_hf(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--output {output} holds a checkpoint already: choose another directory")
     file_bytes = _bytes(arguments.shard_gb)
     hf = read_config(arguments.input)
-    names = open_checkpoint(arguments.input, hf).names()
+    reader = open_checkpoint(arguments.input, hf)
+    names = reader.names()
+    features = features_to_build(hf, reader, arguments.without)
     stage = "sparse" if any(is_indexer_parameter(name) for name in names) else "dense"
     locations = [hf.names.locate(name, hf.num_layers) for name in names]
     mtp = any(x is not None and x.is_mtp for x in locations)
+    mtp = mtp and PREDICTION not in arguments.without
     with _one_process():
-        model = empty_model(hf, stage, mtp)
-        source = Import(model, arguments.input, without=arguments.without)
+
+        def empty(dtype: torch.dtype | None = None):
+            model = empty_model(hf, stage, mtp, dtype, features)
+            return model, Import(model, arguments.input, without=arguments.without)
+
+        model, source = empty()
         if hf.dtype is None:
-            dtype = _noted(widest_dtype(model, source.stored_dtype))
-            model = empty_model(hf, stage, mtp, dtype)
-            source = Import(model, arguments.input, without=arguments.without)
+            model, source = empty(_noted(widest_dtype(model, source.stored_dtype)))
         chunk: Any = model
         state = chunk.sharded_state_dict()
         objects = {name: x for name, x in state.items() if isinstance(x, ShardedObject)}
@@ -82,6 +97,8 @@ def import_hf(arguments: argparse.Namespace) -> int:
     source.log()
     print(f"{len(tensors)} tensors of {arguments.input} in {output}; load them with")
     print(f"  --load {output} --dsa-stage {stage}")
+    if left := sorted(described_features(hf) - features):
+        print(f"  with the flags that the command flags prints, --without {' '.join(left)}")
     if stage == "dense":
         print(
             "  or --dsa-stage warmup: the checkpoint has no indexers, a run starts with fresh ones"
@@ -102,12 +119,10 @@ def export_hf(arguments: argparse.Namespace) -> int:
         f"--config is of a {hf.raw['model_type']} with {found[hf.has_indexer]}, and {directory} "
         f"has {found[has_indexer]}: give the config.json of the model that was trained",
     )
-    require(
-        not any(".hc_attn_" in key for key in keys),
-        f"{directory} has hyper-connections (--hc-mult), which are not exported yet: export a "
-        "model that was trained without",
-    )
+    features = _features_of(keys)
+    check_features(hf, features, str(directory))
     mtp = any(key.startswith("mtp.") for key in keys)
+    precision = _precision(arguments, hf)
     if mtp and not hf.mtp_layers:
         print(
             "note: layers of multi-token prediction are left out: by config.json "
@@ -119,7 +134,8 @@ def export_hf(arguments: argparse.Namespace) -> int:
 
         def empty(dtype: torch.dtype | None = None):
             """Return a model and where its parameters are in the checkpoint."""
-            model: Any = empty_model(hf, "sparse" if hf.has_indexer else "dense", mtp, dtype)
+            stage = "sparse" if hf.has_indexer else "dense"
+            model: Any = empty_model(hf, stage, mtp, dtype, features)
             state = {"model": model.sharded_state_dict()}
             redirect(state, str(directory))
             return model, state["model"]
@@ -134,15 +150,44 @@ def export_hf(arguments: argparse.Namespace) -> int:
             hf.raw,
             shard_bytes=file_bytes,
             values=lambda name, like: stored.read(entries[name]).to(like.dtype),
+            precision=precision,
         )
     print(f"{directory} in {arguments.output}")
+    if isinstance(precision, ReleasedPrecision):
+        print(f"  {precision.kept} of {precision.blocks} quantised blocks are those of the release")
     return 0
+
+
+def _features_of(keys: Iterable[str]) -> set[str]:
+    """Return the features of ``names.py`` that a distributed checkpoint has in its decoder."""
+    ends = {HYPER_CONNECTIONS: "hc_attn_fn", HASH_ROUTING: "router.tid2eid"}
+    keys = [key for key in keys if key.startswith("decoder.")]
+    return {x for x, end in ends.items() if any(key.endswith(end) for key in keys)}
+
+
+def _precision(arguments: argparse.Namespace, hf: HFModel) -> Precision | None:
+    """Return how ``--quantise`` writes weights; the release is beside the config.json, if any."""
+    if arguments.quantise is None:
+        return None
+    path = Path(arguments.config)
+    folder = path if path.is_dir() else path.parent
+    there = any((folder / name).is_file() for name in (INDEX, SINGLE))
+    release = open_checkpoint(folder, hf) if there else None
+    precision = ReleasedPrecision(hf, arguments.quantise, release)
+    if not precision.uses_release:
+        print(
+            f"note: no quantised checkpoint lies in {folder}, where --config is: every block gets "
+            "a scale of its own, and released weights do not come back to the byte",
+            file=sys.stderr,
+        )
+    return precision
 
 
 def print_flags(arguments: argparse.Namespace) -> int:
     """Print one line of flags; notes on the rest go to the standard error."""
     hf = read_config(arguments.config)
-    print(" ".join(flags_of(hf)))
+    check_names(hf, arguments.without)
+    print(" ".join(flags_of(hf, arguments.without)))
     for note in unsaid(hf):
         print(f"note: {note}", file=sys.stderr)
     return 0

@@ -24,6 +24,7 @@ from megatron_dsa.required_ops import (
     visible_attention,
     visible_ops,
 )
+from megatron_dsa.tools.released_muon import describe
 from megatron_dsa.tools.support_table import support_table
 from megatron_dsa.versions import (
     OPTIONAL_PACKAGES,
@@ -95,7 +96,7 @@ def model_ops(name: str, missing: dict) -> dict[str, RequiredOp]:
         for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
             ops.setdefault(op.operation, op)
     if _is_v4(name):
-        # The preset is of the attention, with multi-token prediction, which streams exclude so far.
+        # The preset is of the attention.
         config.hc_mult = 4
         ops |= {op.operation: op for head in (False, True) for op in stream_ops(config, head=head)}
     else:
@@ -176,6 +177,9 @@ def print_info(arguments: argparse.Namespace) -> int:
     """Run the command: print for people, as JSON, or the support table; return the exit code."""
     if arguments.support_table:
         print(support_table())
+        return 0
+    if arguments.muon:
+        print(describe(arguments.muon, arguments.muon_per_head))
         return 0
     with choices_unlogged():
         info = collect_info()

@@ -21,9 +21,10 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.training import checkpointing, print_rank_0
+from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_dsa.config import is_indexer_parameter
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.training.checkpoint_files import check_files, saved_name
 from megatron_dsa.training.launching import this_rank
@@ -58,6 +59,7 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
                 )
     if directory is not None and this_rank() == 0:
         say_dropped_indexers(args, directory)
+        check_hash_layers(args, directory)
     return mock.patch.object(checkpointing.dist_checkpointing, "load", load)
 
 
@@ -74,6 +76,38 @@ def say_dropped_indexers(args: argparse.Namespace, directory: Path) -> None:
         print(
             f"> checkpoint {directory} has indexers, stage dense has none: {len(indexers)} tensors "
             "are dropped, and what this run saves will not hold them"
+        )
+
+
+def check_hash_layers(args: argparse.Namespace, directory: Path) -> None:
+    """Check that a checkpoint has the tables of hash routing that the model is going to load.
+
+    Raises:
+        ConfigError: it has them for other layers, another vocabulary or another number of experts
+            per token.
+    """
+    entries = entries_of(directory)
+    shapes = [e.global_shape for key, e in entries.items() if key.endswith(".router.tid2eid")]
+    given, where = getattr(args, "moe_hash_layers", 0), f"as in checkpoint {directory}"
+    require(
+        len(shapes) == given,
+        f"--moe-hash-layers must be {len(shapes)}, {where}, got {given}: layers would choose "
+        "experts in another way than they learned to",
+    )
+    for rows, topk in shapes[:1]:
+        require(
+            topk == args.moe_router_topk,
+            f"--moe-router-topk must be {topk}, {where}, got {args.moe_router_topk}: the tables of "
+            "hash routing hold so many experts per token",
+        )
+        vocabulary = args.padded_vocab_size or calculate_padded_vocab_size(
+            args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+        )
+        require(
+            rows == vocabulary,
+            f"--padded-vocab-size must be {rows}, {where}, got {vocabulary}: the tables of hash "
+            "routing have a row per token id. It depends on --tensor-model-parallel-size: give "
+            f"--padded-vocab-size {rows}",
         )
 
 

@@ -10,7 +10,9 @@ import torch
 from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformerConfig
 from megatron_dsa.config_fields import option_fields
 from megatron_dsa.dispatch import on_meta
+from megatron_dsa.dispatch.packages import EMERGING_OPTIMIZERS
 from megatron_dsa.errors import require
+from megatron_dsa.patches.muon import MUON
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -25,6 +27,7 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "--multi-latent-attention is required: DSA is built on MLA",
     )
     yield from _graph_rules(args)
+    yield from _muon_rules(args)
     packed, batch = args.dataloader_inter_document_masking, args.micro_batch_size
     yield (
         not packed or args.pipeline_model_parallel_size == 1 or batch == 1,
@@ -58,15 +61,15 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "the random weights that it replaces. Run python -m megatron_dsa import-hf, and give its "
         "output to --load",
     )
-    yield (
-        args.dsa_load_hf is None or args.hc_mult == 1,
-        f"--dsa-load-hf does not read hyper-connections yet: drop --hc-mult {args.hc_mult}",
-    )
     given = [f for f in ("hc_sinkhorn_iters", "hc_eps") if getattr(args, f) != _default(f)]
     yield (
         args.hc_mult > 1 or not given,
         f"{', '.join(f'--{name.replace("_", "-")}' for name in given)}: has a meaning only with "
         "--hc-mult of 2 or more, add that",
+    )
+    yield (
+        args.moe_hash_layers > 0 or args.moe_hash_seed == _default("moe_hash_seed"),
+        "--moe-hash-seed has a meaning only with --moe-hash-layers of 1 or more, add that",
     )
     yield (
         args.dsa_stage == "warmup" or not args.dsa_warmup_train_all,
@@ -89,6 +92,27 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     yield (
         args.csa_compress_ratios is not None or not given,
         f"{', '.join(given)}: has a meaning only with --csa-compress-ratios, add that",
+    )
+
+
+def _muon_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    """What a training with Muon needs."""
+    if args.optimizer in MUON:
+        missing = EMERGING_OPTIMIZERS.problem()
+        yield (
+            missing is None,
+            f"--optimizer {args.optimizer} needs the package emerging-optimizers: {missing}",
+        )
+        yield (
+            args.bf16 or not args.use_layer_wise_distributed_optimizer,
+            f"--use-distributed-optimizer with --optimizer {args.optimizer} needs --bf16: "
+            "megatron-core 0.19's layer-wise optimizer fails in the first step without; add it, or "
+            "drop --use-distributed-optimizer",
+        )
+    yield (
+        args.optimizer in MUON or args.dsa_muon_per_head == "none",
+        f"--dsa-muon-per-head {args.dsa_muon_per_head} has a meaning only with --optimizer "
+        f"{' or '.join(MUON)}, got {args.optimizer}: add that or drop it",
     )
 
 

@@ -2,43 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
 
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.training import print_rank_0
 from megatron.training.models import gpt
+from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-from megatron_dsa.config import uses_csa
+from megatron_dsa.config import hash_layers, uses_csa
 from megatron_dsa.dispatch import Choice, collect_choices
+from megatron_dsa.errors import require
 from megatron_dsa.modules.cuda_graphs import describe_graphs
+from megatron_dsa.muon.table import Kind, kinds_of, table_of
 from megatron_dsa.required_ops import AttentionChoice, attention_of
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 
 @dataclass(kw_only=True)
 class DSAModelConfig(gpt.GPTModelConfig):
-    """GPT model configuration whose layers, MTP layers included, use sparse attention."""
+    """GPT model configuration whose layers, MTP layers included, use sparse attention.
 
+    Attributes:
+        lists_optimizers: print what updates which parameters, where more than one optimizer does.
+    """
+
+    lists_optimizers: bool = False
     builder: ClassVar[str] = "megatron_dsa.training.model.DSAModelBuilder"
 
 
 class DSAModelBuilder(gpt.GPTModelBuilder):
     """Builds a GPT model from :class:`DSAModelConfig`."""
 
-    def build_distributed_models(self, *args, **kwargs) -> list[Any]:
-        """Build all stages of this rank; like the parent, and print what runs their operations."""
+    def build_distributed_models(self, pg_collection, *args, **kwargs) -> list[Any]:
+        """Build all stages of this rank; like the parent, and print what runs their operations.
+
+        Raises:
+            ConfigError: the ranks of ``pg_collection.embd`` are not :func:`embedding_ranks`.
+        """
+        _check_embedding_group(self._model_config, pg_collection)
         with collect_choices() as choices:
-            models = super().build_distributed_models(*args, **kwargs)
+            models = super().build_distributed_models(pg_collection, *args, **kwargs)
         config = self._model_config.transformer
         print_start_table(choices, None if uses_csa(config) else attention_of(config))
         for line in describe_graphs(config):
             print_rank_0(f"> megatron_dsa {line}")
+        if self._model_config.lists_optimizers:
+            print_optimizer_table(models, config)
         return models
 
     def build_model(self, *args, **kwargs) -> Any:
         """Build one stage; like the parent, but MTP layers are sparse as well."""
+        transformer = self._model_config.transformer
+        if hash_layers(transformer) and transformer.moe_hash_vocab_size is None:
+            transformer.moe_hash_vocab_size = padded_vocabulary(self._model_config)
         if self._model_config.transformer_layer_spec is None:
             self._model_config.transformer_layer_spec = dsa_block_spec
 
@@ -48,6 +70,49 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
         # The parent derives MTP layers from Megatron's dense spec, through a module function.
         with mock.patch.object(gpt, "mtp_block_spec", mtp_block_spec):
             return super().build_model(*args, **kwargs)
+
+
+def padded_vocabulary(model: Any) -> int:
+    """Return the rows of the embedding that a model configuration asks for, over all ranks."""
+    if not model.should_pad_vocab:
+        return model.vocab_size
+    return calculate_padded_vocab_size(
+        model.vocab_size,
+        model.make_vocab_size_divisible_by,
+        model.transformer.tensor_model_parallel_size,
+    )
+
+
+def embedding_ranks(model: DSAModelConfig) -> Callable[[list[int]], list[int]]:
+    """Return the function for ``get_embedding_ranks`` of Megatron's ``pretrain()``.
+
+    Given the ranks of a pipeline, it returns which of them hold a copy of the embedding's weight:
+    the first, the stage of multi-token prediction, and the last where the output layer is tied to
+    it. Megatron sums the gradients of these copies; by default of the first and the last.
+    """
+
+    def ranks(pipeline: list[int]) -> list[int]:
+        found = {pipeline[0], *get_mtp_ranks(pipeline, model.transformer)}
+        if model.share_embeddings_and_output_weights:
+            found.add(pipeline[-1])
+        return sorted(found)
+
+    return ranks
+
+
+def _check_embedding_group(model: DSAModelConfig, pg_collection) -> None:
+    """Refuse a group that would add gradients of the output layer to those of the embedding."""
+    group = getattr(pg_collection, "embd", None)
+    if not (model.transformer.mtp_num_layers and isinstance(group, torch.distributed.ProcessGroup)):
+        return
+    of = torch.distributed.get_process_group_ranks
+    expected = embedding_ranks(model)(of(pg_collection.pp))
+    require(
+        sorted(of(group)) == expected,
+        f"the embedding's process group must have the ranks {expected}, got {sorted(of(group))}: "
+        "multi-token prediction has a copy of the embedding. Give Megatron's pretrain() "
+        "get_embedding_ranks=embedding_ranks(model) of megatron_dsa.pretrain",
+    )
 
 
 def start_table(choices: Iterable[Choice]) -> list[str]:
@@ -66,6 +131,17 @@ def start_table(choices: Iterable[Choice]) -> list[str]:
         f"{operation:{widths[0]}}  {implementation:{widths[1]}}  {remark}".rstrip()
         for operation, implementation, remark in table
     ]
+
+
+def print_optimizer_table(models: list[Any], config: Any) -> None:
+    """Print what updates which parameters, over all pipeline stages; called on every rank."""
+    own = kinds_of(models, config.tensor_model_parallel_size, config.expert_model_parallel_size)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[Counter[Kind] | None] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(stages, own, group)
+    print_rank_0("> megatron_dsa parameters by optimizer:")
+    for line in table_of(sum(filter(None, stages), Counter[Kind]())):
+        print_rank_0(f">   {line}")
 
 
 def print_start_table(choices: Iterable[Choice], attention: AttentionChoice | None = None) -> None:

@@ -17,7 +17,7 @@ WITHOUT_TRANSFORMER_ENGINE = [
     "--no-persist-layer-norm",
     "--no-masked-softmax-fusion",
 ]
-#: Apex's kernel, which Megatron's output layer needs also beside transformer-engine.
+#: Apex's kernel, with which Megatron's own linears fuse the accumulation of gradients.
 GRADIENT_ACCUMULATION_KERNEL = "fused_weight_gradient_mlp_cuda"
 
 
@@ -32,10 +32,13 @@ def preset_flags(argv: list[str], planning: bool = False) -> None:
     """
     flags, reasons = list(ALWAYS), []
     no_gpu = cpu_host.needed()
+    local = _asks_for_local_layers(argv)
     if (reason := why_not_transformer_engine(has_gpu=not no_gpu)) is not None:
         reasons.append(reason)
         flags += WITHOUT_TRANSFORMER_ENGINE
-    if no_gpu or importlib.util.find_spec(GRADIENT_ACCUMULATION_KERNEL) is None:
+        local = True
+    # transformer-engine's linears fuse it themselves.
+    if local and (no_gpu or importlib.util.find_spec(GRADIENT_ACCUMULATION_KERNEL) is None):
         reasons.append("no Apex")
         flags.append("--no-gradient-accumulation-fusion")
     if importlib.util.find_spec("one_logger") is None:
@@ -46,3 +49,13 @@ def preset_flags(argv: list[str], planning: bool = False) -> None:
     argv[1:1] = flags
     if reasons and this_rank() == 0:
         print(f"> {', '.join(reasons)}: preset flags {' '.join(flags)}")
+
+
+def _asks_for_local_layers(argv: list[str]) -> bool:
+    """Return whether the last ``--transformer-impl`` of a command line is ``local``."""
+    value = None
+    for place, word in enumerate(argv):
+        flag, equals, given = word.partition("=")
+        if flag == "--transformer-impl":
+            value = given if equals else next(iter(argv[place + 1 : place + 2]), None)
+    return value == "local"

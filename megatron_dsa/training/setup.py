@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -19,6 +20,7 @@ from megatron_dsa.dispatch import log_all_candidates
 from megatron_dsa.dispatch.counts import TIMES
 from megatron_dsa.metrics.throughput import installed
 from megatron_dsa.modules.freezing import freeze_for_stage
+from megatron_dsa.patches.muon import MUON
 from megatron_dsa.training.data import check_cp_layout, get_batch
 from megatron_dsa.training.flag_rules import apply_yarn_flags, check_flags
 from megatron_dsa.training.model import DSAModelConfig
@@ -34,8 +36,13 @@ def loss_function(
     return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
 
 
-def forward_step(data_iterator, model) -> tuple[torch.Tensor, Callable]:
-    """Run one microbatch; return the per-token losses and the function that reduces them."""
+def forward_step(data_iterator, model, return_schedule_plan: bool = False) -> tuple[Any, Callable]:
+    """Run one microbatch; return the per-token losses and the function that reduces them.
+
+    With ``return_schedule_plan`` it does not run: Megatron (``--overlap-moe-expert-parallel-comm``)
+    gets its plan of the layers in place of the losses, and runs the plans of two microbatches
+    interleaved.
+    """
     TIMES.paused = not model.training
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
@@ -48,7 +55,8 @@ def forward_step(data_iterator, model) -> tuple[torch.Tensor, Callable]:
         counter.count_documents(packed.cu_seqlens_q)
     # Attention does not read the mask, and a CUDA graph would copy it in every replay.
     graphed = get_model_config(model).cuda_graph_impl != "none"
-    losses = model(
+    run = model.build_schedule_plan if return_schedule_plan else model
+    losses = run(
         batch["tokens"],
         batch["position_ids"],
         None if graphed else batch["attention_mask"],
@@ -76,6 +84,7 @@ def model_config_from_args(args) -> DSAModelConfig:
         own = field_values(DSATransformerConfig, args)
         config = DSATransformerConfig.from_mla(mla, options, **own)
     model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)
+    model.lists_optimizers = args.optimizer in MUON
     if args.dsa_load_hf is not None:
         from megatron_dsa.training.load_hf import importing_hook  # needs safetensors
 

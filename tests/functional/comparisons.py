@@ -41,7 +41,7 @@ def compare_curves(got, expected):
         assert got.column(figure) == pytest.approx(expected.column(figure), rel=1e-4), figure
 
 
-def check_resume(flags, folder):
+def check_resume(flags, folder, ranks=1):
     """Check that six steps in one go equal three, a checkpoint and three more; return the state.
 
     Losses and everything that is saved have to be the same to the last bit.
@@ -49,9 +49,9 @@ def check_resume(flags, folder):
     # Dropout puts the random state to the test as well.
     flags = flags | {"--train-iters": 6, "--save-interval": 3, "--hidden-dropout": 0.1}
     flags |= {"--deterministic-mode": True}
-    whole = train(flags | {"--save": folder / "whole"})
-    train(flags | {"--save": folder / "part", "--exit-interval": 3})
-    rest = train(flags | {"--save": folder / "part", "--load": folder / "part"})
+    whole = train(flags | {"--save": folder / "whole"}, ranks=ranks)
+    train(flags | {"--save": folder / "part", "--exit-interval": 3}, ranks=ranks)
+    rest = train(flags | {"--save": folder / "part", "--load": folder / "part"}, ranks=ranks)
     assert [step["iteration"] for step in rest.steps] == [4, 5, 6]
     for name in ("lm loss", "indexer loss", "grad norm"):
         resumed, straight = rest.column(name), whole.column(name)[3:]

@@ -23,11 +23,13 @@ ALLOW_PICKLE = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
 
 LOCAL = {
     "--transformer-impl": "local",
+    "--no-gradient-accumulation-fusion": True,
     "--no-persist-layer-norm": True,
     "--no-masked-softmax-fusion": True,
     "--moe-grouped-gemm": None,  # one expert after the other
 }
-ENGINE = {"--transformer-impl": "transformer_engine"}
+#: Gradients are rounded to bf16 as with local layers; fused accumulation has a test of its own.
+ENGINE = {"--transformer-impl": "transformer_engine", "--no-gradient-accumulation-fusion": True}
 #: Flags of each precision, beside ``--bf16``.
 PRECISIONS = {
     "bf16": {},
@@ -130,8 +132,8 @@ INDEXER_GRADIENT, GRADIENT = 0.1, 2e-2
 
 
 def run(flags: dict, layers: dict, precision: str = "bf16", **settings) -> Run:
-    """Train with a set of layers, in a precision."""
-    return train(flags | layers | PRECISIONS[precision], **settings)
+    """Train with a set of layers, in a precision, in the process that all these runs share."""
+    return train(flags | layers | PRECISIONS[precision], one_process=True, **settings)
 
 
 def relative_differences(got: list[float], expected: list[float]) -> list[float]:

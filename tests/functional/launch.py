@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from tests.processes import run_modules
+from tests.trainer import Trainer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENTRY_POINT = "megatron_dsa.pretrain"
@@ -154,11 +156,13 @@ def launch(
     env: dict | None = None,
     module: str = ENTRY_POINT,
     as_users_do: bool = False,
+    one_process: bool = False,
     kill_at: str | None = None,
 ) -> Run:
     """Train with ``flags`` in ``ranks`` processes on this machine; return the parsed log.
 
     With ``check``, a run that fails raises with the end of its log. ``module`` is what is run.
+    ``one_process`` trains in the process of all runs that ask for it, one rank only.
     ``as_users_do`` starts interpreters, several ranks by torchrun, which takes some seconds more.
     ``kill_at`` kills all processes, which are forked ones, as soon as this text is in the log.
     """
@@ -173,6 +177,9 @@ def launch(
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
         if as_users_do:
             status = _start_interpreters(module, flags, environment, ranks, log.name)
+        elif one_process:
+            assert ranks == 1 and kill_at is None
+            status = _in_one_process(module, flags, environment, log.name)
         else:
             status = _fork(module, flags, environment, ranks, log.name, kill_at)
         text = log.read()
@@ -200,13 +207,34 @@ def _start_interpreters(module, flags, environment, ranks, log) -> int:
         ).returncode  # fmt: skip
 
 
-def _fork(module, flags, environment, ranks, log, kill_at) -> int:
-    # What a launcher has: a store that outlives ranks, and that they find by these variables.
+def _store() -> tuple[TCPStore, dict[str, str]]:
+    """Return what a launcher has: a store that outlives ranks, and how they find it."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    environment |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environment |= {"TORCHELASTIC_RESTART_COUNT": "0"}
+    variables = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return store, variables | {"TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+@functools.cache
+def shared_trainer() -> Trainer:
+    """Return the process of all runs that share one."""
+    return Trainer()
+
+
+def _in_one_process(module, flags, environment, log) -> int:
+    store, variables = _store()
+    environment |= variables | _place(0, 1)
+    status = shared_trainer().run(module, flags, environment, REPOSITORY, Path(log), LIMIT)
+    del store  # it had to outlive the run
+    return status
+
+
+def _fork(module, flags, environment, ranks, log, kill_at) -> int:
+    store, variables = _store()
+    environment |= variables
     places = [environment | _place(rank, ranks) for rank in range(ranks)]
-    return run_modules(module, flags, places, REPOSITORY, Path(log), LIMIT, kill_at)
+    status = run_modules(module, flags, places, REPOSITORY, Path(log), LIMIT, kill_at)
+    del store  # it had to outlive the ranks
+    return status
 
 
 def _place(rank: int, ranks: int) -> dict[str, str]:

@@ -160,8 +160,11 @@ def test_example_from_dense_to_sparse(tmp_path):
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
 
 
-def test_commands_hold_a_file_and_not_the_model(tmp_path):
+@pytest.mark.parametrize("quantise", [False, True], ids=["wide", "fp8"])
+def test_commands_hold_a_file_and_not_the_model(quantise, tmp_path):
     """There and back with a fraction of what the weights take, to the bit."""
+    from megatron_dsa.huggingface.config_json import read_config
+    from megatron_dsa.huggingface.convert import open_checkpoint
     from megatron_dsa.huggingface.files import CheckpointReader
 
     there, megatron, back = (str(tmp_path / name) for name in ("hf", "megatron", "back"))
@@ -171,21 +174,30 @@ def test_commands_hold_a_file_and_not_the_model(tmp_path):
     commands = [
         ["import-hf", "--input", there, "--output", megatron, "--shard-gb", "0.01"],
         ["export-hf", "--input", megatron, "--output", back, "--config", there]
-        + ["--shard-gb", "0.01"],
+        + ["--shard-gb", "0.01"]
+        + (["--quantise", "fp8"] if quantise else []),
     ]
     call = [sys.executable, "-c", WATCHED, json.dumps(commands)]
     done = subprocess.run(call, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert 0 < int(done.stdout.split()[-1]) < size / 2
+    if quantise:
+        reader = open_checkpoint(back, read_config(back))
+        assert set(reader.names()) == set(before)
+        up = "model.layers.1.mlp.experts.63.up_proj.weight"
+        assert reader.scales(up) is not None
+        error = (reader.read(up).float() - before[up]).abs()
+        assert 0 < error.max() < before[up].abs().max() / 16
+        return
     reader = CheckpointReader(back)
     assert set(reader.names()) == set(before)
     assert all(torch.equal(reader.read(name), tensor) for name, tensor in before.items())
 
 
-def described(folder):
+def described(folder, *more):
     """The flags that the command prints for a checkpoint, as :func:`launch` takes them."""
     flags, name = {}, None
-    for item in command("flags", folder).split():
+    for item in command("flags", folder, *more).split():
         if item.startswith("--"):
             name = item
             flags[name] = True
@@ -194,24 +206,55 @@ def described(folder):
     return flags
 
 
+#: Parallel layouts of two ranks.
+LAYOUTS = {
+    "TP": {"--tensor-model-parallel-size": 2, "--sequence-parallel": True},
+    "PP": {"--pipeline-model-parallel-size": 2},
+    "EP": {"--expert-model-parallel-size": 2},
+}
+
+
 @pytest.mark.ranks(2)
-def test_v4_checkpoint_through_two_tensor_parallel_ranks(data, tmp_path):
-    """Printed flags, slices by rank, a step that changes nothing, and back to the bit."""
-    from megatron_dsa.huggingface.convert import export_model
-    from megatron_dsa.huggingface.files import CheckpointReader
+@pytest.mark.parametrize(
+    ("layout", "whole"),
+    [("TP", False), ("TP", True), ("PP", True), ("EP", True)],
+    ids=["TP, plain", "TP", "PP", "EP"],
+)
+def test_v4_checkpoint_through_two_ranks(layout, whole, data, tmp_path):
+    """Printed flags, slices by rank, a step that changes nothing, and back to the bit.
+
+    The whole model has every feature that is built, and weights in fp8 and fp4; the plain one has
+    multi-token prediction.
+    """
+    from megatron_dsa.huggingface.config_json import read_config
+    from megatron_dsa.huggingface.convert import export_model, open_checkpoint
+    from megatron_dsa.huggingface.names import HASH_ROUTING, PREDICTION, V4
+    from tests.cases.released_formats import stored_bytes, write_v4
     from tests.tiny_models import tiny_model, tiny_v4
 
-    config = tiny_v4(vocab_size=264, max_position_embeddings=96, num_nextn_predict_layers=1)
-    model = tiny_model(config, vocab=264, mtp_num_layers=1)
-    export_model(model, tmp_path / "there", config)
+    features = V4.features.keys() if whole else {PREDICTION}
+    mtp = 1 if PREDICTION in features else None
+    config = tiny_v4(
+        vocab_size=264,
+        max_position_embeddings=96,
+        num_nextn_predict_layers=mtp or 0,
+        num_hash_layers=2 if HASH_ROUTING in features else 0,
+    )
+    model = tiny_model(config, vocab=264, features=features, mtp_num_layers=mtp)
+    there, back = tmp_path / "there", tmp_path / "back"
+    if whole:
+        export_model(model.bfloat16(), tmp_path / "wide", config)
+        write_v4(config, tmp_path / "wide", there)
+    else:
+        export_model(model, there, config)
+    without = [] if whole else ["--without", "hyper-connections"]
     launch(
         TINY
-        | described(tmp_path / "there")
+        | described(there, *without)
+        | LAYOUTS[layout]
         | {
-            "--tensor-model-parallel-size": 2,
-            "--sequence-parallel": True,
             "--data-path": data,
-            "--dsa-load-hf": tmp_path / "there",
+            "--dsa-load-hf": there,
             "--save": tmp_path / "run",
             "--save-interval": 1,
             "--train-iters": 1,
@@ -221,9 +264,14 @@ def test_v4_checkpoint_through_two_tensor_parallel_ranks(data, tmp_path):
         },
         ranks=2,
     )
-    paths = ["--config", tmp_path / "there", "--output", tmp_path / "back"]
-    command("export-hf", "--input", tmp_path / "run", *paths)
-    before, after = (CheckpointReader(tmp_path / name) for name in ("there", "back"))
-    assert set(before.names()) == set(after.names())
-    for name in before.names():
-        assert torch.equal(before.read(name), after.read(name)), name
+    quantise = ["--quantise", "released"] if whole else []
+    paths = ["--config", there, "--output", back]
+    command("export-hf", "--input", tmp_path / "run", *paths, *quantise)
+    before, after = stored_bytes(there), stored_bytes(back)
+    assert before.keys() == after.keys()
+    changed = {name for name in before if before[name] != after[name]}
+    # Adam makes 0 of -0, which has another code: compare what codes stand for, and scales.
+    assert all(before[name][0] in (torch.float8_e4m3fn, torch.int8) for name in changed)
+    readers = [open_checkpoint(x, read_config(x)) for x in (there, back)]
+    values = [{name: reader.read(name) for name in changed} for reader in readers]
+    assert all(torch.equal(x, values[1][name]) for name, x in values[0].items())

@@ -108,7 +108,9 @@ def test_every_option_has_a_flag():
     }  # fmt: skip
     inherited = len(dataclasses.fields(MLATransformerConfig))
     own = {each.name for each in dataclasses.fields(CSATransformerConfig)[inherited:]}
-    assert own - {each.name for each, _ in option_fields(CSATransformerConfig)} == {"dsa"}
+    assert own - {each.name for each, _ in option_fields(CSATransformerConfig)} == {
+        "dsa", "moe_hash_vocab_size",
+    }  # fmt: skip
 
 
 def test_flags_that_are_not_given_leave_the_defaults():
@@ -138,6 +140,7 @@ GIVEN = {
     "--dsa-latent-norm-epsilon": ("1e-5", 1e-5),
     "--dsa-impl": ("rotate=torch key_lists=torch", (("rotate", "torch"), ("key_lists", "torch"))),
     "--dsa-csa-teacher": ("compressed", "compressed"),
+    "--dsa-muon-per-head": ("all", "all"),
     "--csa-compress-ratios": ("0 4 128", [0, 4, 128]),
     "--csa-window-size": ("9", 9),
     "--csa-compress-rotary-base": ("160000", 160000.0),
@@ -270,6 +273,7 @@ def test_a_training_is_not_taken_for_a_plan(flags, message):
             "--rotary-seq-len-interpolation-factor have no effect on MLA",
         ),
         (["--o-groups", "4"], "--o-groups: has a meaning only with --csa-compress-ratios"),
+        (["--moe-hash-seed", "4"], "--moe-hash-seed has a meaning only with --moe-hash-layers"),
     ],
 )
 def test_flags_without_an_effect_are_named(flags, message):

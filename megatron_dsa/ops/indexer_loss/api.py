@@ -23,6 +23,7 @@ from megatron_dsa.ops.indexer_loss.inputs import (
     SparseLossInputs,
     TeacherKeys,
 )
+from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer, query_blocks, summed_in
 from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
 from megatron_dsa.ops.indexer_topk.inputs import (
     IndexerInputs,
@@ -45,6 +46,11 @@ class TeacherPart(NamedTuple):
     topk_length: torch.Tensor | None
     teacher: torch.Tensor
 
+    def of(self, own: slice) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Return indices, lengths and teacher of some of the tokens."""
+        length = None if self.topk_length is None else self.topk_length[own]
+        return self.indices[own], length, self.teacher[own]
+
 
 @dataclass(frozen=True)
 class IndexerTraining:
@@ -55,7 +61,8 @@ class IndexerTraining:
     from the attention's backward. Nothing of it exists in the forward pass.
 
     Attributes:
-        inputs: the indexer's tensors; gradients flow to q, k and weights.
+        inputs: the indexer's tensors; gradients flow to q, k and weights. Queries that are made of
+            latents are made again, and their gradient flows to the weight that makes them.
         layout: the layout that the selection was made with.
         weight: called in the backward pass; returns the factor on the gradient of the KL *sum* over
             query tokens (coefficient, mean over rows, scale of auxiliary losses), a number, a
@@ -66,25 +73,24 @@ class IndexerTraining:
             beside window and sink in V4's attention.
     """
 
-    inputs: IndexerInputs
+    inputs: TrainedIndexer
     layout: Layout
     weight: Callable[[], Factor | torch.Tensor | float]
     record: Callable[[torch.Tensor], None] = lambda kl_sum: None
     head_group: object | None = None
     selected_only: bool = False
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the tensors that get gradients."""
-        return self.inputs.q, self.inputs.k, self.inputs.weights
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of ``inputs``; the first three get gradients."""
+        return self.inputs.tensors()
 
     def without_tensors(self) -> IndexerTraining:
         """Return the same without the indexer's tensors, to be kept until the backward."""
-        nothing: Any = None
-        return replace(self, inputs=IndexerInputs(nothing, nothing, nothing, self.inputs.relu))
+        return replace(self, inputs=self.inputs.without_tensors())
 
     def gradients(
         self, tensors, parts: Iterable[TeacherPart], policy: Policy
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[torch.Tensor | None, ...]:
         """Record the loss and return the weighted gradients of ``tensors``, in their dtypes.
 
         Args:
@@ -93,31 +99,46 @@ class IndexerTraining:
                 when the loss of the one before has its value, and dropped with its own.
             policy: which implementations may run.
         """
-        q, k, weights = tensors
-        dq = torch.empty(q.shape, dtype=_summed_in(q), device=q.device)
+        trained, (_, k, weights) = tensors[:3], tensors[:3]
+        factor = self.weight()
+        queries = query_blocks(self.inputs.with_tensors(tensors), factor, policy)
         dk, value, dweights = None, None, []
         for part in parts:
-            inputs = IndexerInputs(q[part.tokens], k, weights[part.tokens], self.inputs.relu)
-            loss = SelectedKeysLoss(self.layout, *part[1:], policy, self.head_group)
-            some, gradients = loss.with_gradients(inputs, dq[part.tokens])
-            assert gradients is not None
-            value = some if value is None else value + some
-            dweights.append(gradients.weights)
-            dk = gradients.k if dk is None else dk.add_(gradients.k)
-            del part, loss, gradients  # before the next part takes memory
+            for tokens, own in queries.cut(part.tokens):
+                q = queries.take(tokens)
+                inputs = IndexerInputs(q, k, weights[tokens], self.inputs.relu)
+                loss = SelectedKeysLoss(self.layout, *part.of(own), policy, self.head_group)
+                some, gradients = loss.with_gradients(inputs, queries.gradient(tokens))
+                assert gradients is not None
+                del q, inputs, loss
+                value = some if value is None else value + some
+                dweights.append(gradients.weights)
+                dk = gradients.k if dk is None else dk.add_(gradients.k)
+                queries.add(tokens, gradients.q)
+                del gradients  # before the next block takes memory
+            del part
         assert dk is not None and value is not None
         self.record(value)
-        found = dq, dk, dweights[0] if len(dweights) == 1 else torch.cat(dweights)
-        return scaled_together(found, self.weight(), [x.dtype for x in tensors], in_place=True)
+        dq, wants_factor = queries.result()
+        found: tuple[torch.Tensor, ...] = (
+            dq, dk, dweights[0] if len(dweights) == 1 else torch.cat(dweights),
+        )  # fmt: skip
+        dtypes = [x.dtype for x in trained]
+        if wants_factor:
+            found = scaled_together(found, factor, dtypes, in_place=True)
+        else:
+            rest = scaled_together(found[1:], factor, dtypes[1:], in_place=True)
+            found = dq.to(dtypes[0]), *rest
+        return *found, *(None for _ in tensors[3:])
 
 
 def separate_tensors(
     indexer: IndexerTraining | None, **queries: torch.Tensor
-) -> tuple[IndexerTraining | None, tuple[torch.Tensor | None, ...]]:
+) -> tuple[IndexerTraining | None, tuple[torch.Tensor, ...]]:
     """Return ``indexer`` without its tensors, and these, for an attention that autograd saves.
 
     Args:
-        indexer: of a call, or ``None``: three times ``None`` are its tensors.
+        indexer: of a call, or ``None``, which has no tensors.
         queries: what has one entry per query token of ``indexer.layout``, by the name of its
             argument.
 
@@ -125,8 +146,8 @@ def separate_tensors(
         ConfigError: the indexer's tensors, its layout and ``queries`` do not fit.
     """
     if indexer is None:
-        return None, (None,) * 3
-    check_indexer(indexer.inputs, indexer.layout, **queries)
+        return None, ()
+    check_indexer(indexer.inputs.shaped(), indexer.layout, **queries)
     return indexer.without_tensors(), indexer.tensors()
 
 
@@ -171,7 +192,7 @@ class SelectedKeysLoss:
     def _run(
         self, inputs: IndexerInputs, want_gradients: bool, dq: torch.Tensor | None = None
     ) -> SparseLoss:
-        if _summed_in(inputs.q) != inputs.q.dtype:
+        if summed_in(inputs.q.dtype) != inputs.q.dtype:
             inputs = IndexerInputs(
                 inputs.q.float(), inputs.k.float(), inputs.weights.float(), inputs.relu
             )
@@ -183,14 +204,6 @@ class SelectedKeysLoss:
             want_gradients, dq,
         )  # fmt: skip
         return SPARSE_LOSS.run(call, self.policy, arguments)
-
-
-def _summed_in(q: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which gradients of q exist before the loss scale is applied.
-
-    In fp16 they would underflow.
-    """
-    return torch.float32 if q.dtype == torch.float16 else q.dtype
 
 
 class _SparseLoss(torch.autograd.Function):

@@ -7,8 +7,9 @@ pairs: ``indexer_scores`` (:class:`BlockScores`) and ``indexer_topk`` (:class:`B
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -44,6 +45,27 @@ class IndexerInputs:
         """Return the same inputs outside of the autograd graph."""
         q, k, weights = (x.detach() for x in (self.q, self.k, self.weights))
         return replace(self, q=q, k=k, weights=weights)
+
+    def formed(self) -> IndexerInputs:
+        """Return these inputs: their queries exist."""
+        return self
+
+    def shaped(self) -> IndexerInputs:
+        """Return these inputs, for their shapes and dtypes."""
+        return self
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that get gradients."""
+        return self.q, self.k, self.weights
+
+    def with_tensors(self, tensors: Sequence[Any]) -> IndexerInputs:
+        """Return the same with other :meth:`tensors`."""
+        q, k, weights = tensors
+        return replace(self, q=q, k=k, weights=weights)
+
+    def without_tensors(self) -> IndexerInputs:
+        """Return the same without tensors, to be kept until a backward."""
+        return self.with_tensors((None,) * 3)
 
 
 @dataclass(frozen=True)

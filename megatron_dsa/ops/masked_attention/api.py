@@ -125,16 +125,16 @@ class _Settings:
 
 
 class _MaskedAttention(torch.autograd.Function):
-    """``q, kv, k_pe, index q, k, weights, ... -> out, lse, p_sum``."""
+    """``q, kv, k_pe, ..., the indexer's tensors -> out, lse, p_sum``."""
 
     @staticmethod
-    def forward(ctx, q, kv, k_pe, index_q, index_k, index_weights, bits, s, k_pe_grad):
+    def forward(ctx, q, kv, k_pe, k_pe_grad, bits, s, *index_tensors):
         inputs = s.inputs(q, kv, k_pe, bits)
         out, lse = FORWARD.run(s.call, s.policy, inputs)
         p_sum = None
         if s.want_p_sum:
             p_sum = s.listed(inputs, lse, slice(0, len(bits))).p_sum
-        ctx.save_for_backward(q, kv, k_pe, index_q, index_k, index_weights, bits, out, lse)
+        ctx.save_for_backward(q, kv, k_pe, bits, out, lse, *index_tensors)
         ctx.settings = s
         ctx.separate_k_pe_grad = k_pe_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
@@ -146,18 +146,18 @@ class _MaskedAttention(torch.autograd.Function):
     def backward(ctx, dout, _dlse, _dp_sum):
         """Return all gradients; the sparse indexer loss exists in here only."""
         if dout is None:  # nothing reads the output
-            return (None,) * 9
+            return (None,) * len(ctx.needs_input_grad)
         s: _Settings = ctx.settings
-        q, kv, k_pe, *index_tensors, bits, out, lse = ctx.saved_tensors
+        q, kv, k_pe, bits, out, lse, *index_tensors = ctx.saved_tensors
         inputs = s.inputs(q, kv, k_pe, bits)
         dq, dkv, dk_pe = BACKWARD.run(s.call, s.policy, inputs, out, lse, dout.contiguous())
-        index_grads: tuple[torch.Tensor | None, ...] = (None,) * 3
-        if s.indexer is not None and any(ctx.needs_input_grad[3:6]):
+        index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
+        if s.indexer is not None and any(ctx.needs_input_grad[6:]):
             parts = s.teachers(inputs, lse, len(bits))
             index_grads = s.indexer.gradients(index_tensors, parts, s.policy)
         separate = ctx.separate_k_pe_grad
         to_k_pe, to_proxy = (None, dk_pe) if separate else (dk_pe.to(k_pe.dtype), None)
-        return dq, dkv, to_k_pe, *index_grads, None, None, to_proxy
+        return dq, dkv, to_k_pe, to_proxy, None, None, *index_grads
 
 
 def masked_attention(
@@ -245,7 +245,7 @@ def masked_attention(
     indexer, trained = separate_tensors(indexer, bits=bits)
     settings = _Settings(softmax_scale, policy, call, want_p_sum, indexer, group)
     return MaskedAttentionOutput(
-        *_MaskedAttention.apply(q, kv, k_pe, *trained, bits.contiguous(), settings, k_pe_grad)
+        *_MaskedAttention.apply(q, kv, k_pe, k_pe_grad, bits.contiguous(), settings, *trained)
     )
 
 

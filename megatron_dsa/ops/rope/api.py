@@ -76,6 +76,7 @@ def rotate_index(
     first: bool = True,
     neighbours: bool = True,
     transform: bool = True,
+    transposed: bool = False,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
     """Rotate some dims of index queries or keys, then apply the Walsh-Hadamard transform.
@@ -91,10 +92,11 @@ def rotate_index(
         neighbours: a pair enters as two neighbouring dims, otherwise as dims ``i`` and
             ``R / 2 + i`` of those that are rotated.
         transform: apply the normalised transform to all ``D`` dims, a power of two.
+        transposed: apply the transpose of all that: the gradient of x, given that of the result.
         policy: which implementations may run.
 
     Returns:
-        ``[tokens, H, D]`` in x's dtype, rounded once, differentiable in x.
+        ``[tokens, H, D]`` in x's dtype, rounded once, differentiable in x unless ``transposed``.
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above.
@@ -106,8 +108,9 @@ def rotate_index(
         f"x must have a power of two as its dim for the transform, got {dim}: pass transform=False",
     )
     return INDEX_ROTATION.run(
-        _describe(x), policy, x, cos, sin, first, neighbours, transform, policy.workspace_bytes
-    )
+        _describe(x), policy, x, cos, sin, first, neighbours, transform, policy.workspace_bytes,
+        transposed,
+    )  # fmt: skip
 
 
 def _describe(x: torch.Tensor):

@@ -41,7 +41,10 @@ def rotate(candidate: Candidate, x, cos, sin, _inverse, workspace_bytes: int) ->
 
 
 def rotate_index(
-    candidate: Candidate, x, cos, sin, _first, _neighbours, _transform, workspace_bytes: int
-) -> torch.Tensor:
+    candidate: Candidate, x, cos, sin, _first, _neighbours, _transform, workspace_bytes: int,
+    transposed: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Meta function of ``index_rotation``; ``INDEX_ROTATION.run`` calls it in a plan."""
+    if transposed:
+        x = x.detach()
     return rotate(candidate, x, cos, sin, False, workspace_bytes)

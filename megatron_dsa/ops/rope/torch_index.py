@@ -18,11 +18,16 @@ def rotate_index(
     neighbours: bool,
     transform: bool,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+    transposed: bool = False,
 ) -> torch.Tensor:
     """Return ``x [tokens, H, D]`` rotated and, with ``transform``, transformed, in the dtype of x.
 
-    Differentiable in x. ``cos, sin``: ``[tokens, R / 2]``.
+    Differentiable in x. ``cos, sin``: ``[tokens, R / 2]``. ``transposed``: the way back, without a
+    gradient.
     """
+    if transposed:
+        kind = first, neighbours, transform
+        return _rotated(x.detach(), cos, sin, kind, workspace_bytes, back=True)
     return _RotateIndex.apply(x, cos, sin, (first, neighbours, transform), workspace_bytes)
 
 

@@ -234,10 +234,12 @@ def rotate_index(
     neighbours: bool,
     transform: bool,
     workspace_bytes: int | None = None,
+    transposed: bool = False,
 ) -> torch.Tensor:
     """Return ``x [tokens, H, D]`` (bf16, fp16, fp32) rotated and, with ``transform``, transformed.
 
     Differentiable in x. ``cos, sin``: fp32 ``[tokens, R / 2]``. There are no temporaries to bound.
+    ``transposed``: the way back, without a gradient.
     """
     if x.dtype == torch.float64:
         raise ConfigError(
@@ -246,4 +248,6 @@ def rotate_index(
         )
     if cos.stride() != sin.stride() or cos.stride(1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
+    if transposed:
+        return _launch(_backward, x.detach(), cos, sin, (first, neighbours, transform))
     return _RotateIndex.apply(x, cos, sin, (first, neighbours, transform))

@@ -111,11 +111,11 @@ def _put(whole: torch.Tensor | None, part: torch.Tensor | None, rows: slice, tot
 
 
 class SparseAttention(torch.autograd.Function):
-    """``q, kv, kv_grad, sink, index q, k, weights, ... -> out, lse, p_sum``."""
+    """``q, kv, kv_grad, sink, ..., the indexer's tensors -> out, lse, p_sum``."""
 
     @staticmethod
     def forward(
-        ctx, q, kv, kv_grad, sink, index_q, index_k, index_weights, indices, length, s
+        ctx, q, kv, kv_grad, sink, indices, length, s, *index_tensors
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return ``out``, ``lse`` and ``p_sum`` (``None`` unless asked for)."""
         out: Any = None
@@ -130,9 +130,7 @@ class SparseAttention(torch.autograd.Function):
                 p_sum = _put(p_sum, s.teacher_columns(part_p_sum, indices, rows), rows, q.shape[0])
             out = _put(out, part, rows, q.shape[0])
             lse = _put(lse, part_lse, rows, q.shape[0])
-        ctx.save_for_backward(
-            q, kv, sink, index_q, index_k, index_weights, indices, length, out, lse
-        )
+        ctx.save_for_backward(q, kv, sink, indices, length, out, lse, *index_tensors)
         ctx.settings = s
         ctx.separate_kv_grad = kv_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
@@ -143,8 +141,8 @@ class SparseAttention(torch.autograd.Function):
     def backward(ctx, dout, _dlse, _dp_sum) -> tuple[torch.Tensor | None, ...]:
         """Return all gradients; the sparse indexer loss exists in here only."""
         s: Settings = ctx.settings
-        q, kv, sink, *index_tensors, indices, length, out, lse = ctx.saved_tensors
-        trains = s.indexer is not None and any(ctx.needs_input_grad[4:7])
+        q, kv, sink, indices, length, out, lse, *index_tensors = ctx.saved_tensors
+        trains = s.indexer is not None and any(ctx.needs_input_grad[7:])
         wants_p_sum = trains and s.indexer is not None and not s.indexer.selected_only
         dq = dsink = teacher = None
         dkv: Any = None
@@ -163,7 +161,7 @@ class SparseAttention(torch.autograd.Function):
                 if p_sum is None:
                     p_sum = s.run(PROBABILITIES, arguments, lse[rows])
                 teacher = _put(teacher, s.teacher_columns(p_sum, indices, rows), rows, q.shape[0])
-        index_grads: tuple[torch.Tensor | None, ...] = (None,) * 3
+        index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
         if trains:
             if teacher is None:
                 teacher = _probabilities_among(s, q, kv, indices, length)
@@ -173,7 +171,7 @@ class SparseAttention(torch.autograd.Function):
         if dsink is not None:
             dsink = dsink.to(sink.dtype)
         to_kv, to_proxy = (None, dkv) if ctx.separate_kv_grad else (dkv.to(kv.dtype), None)
-        return dq, to_kv, to_proxy, dsink, *index_grads, None, None, None
+        return dq, to_kv, to_proxy, dsink, None, None, None, *index_grads
 
 
 def _probabilities_among(s: Settings, q, kv, indices, length) -> torch.Tensor:
@@ -261,7 +259,7 @@ def sparse_attention(
     indexer, trained = separate_tensors(indexer, q=q)
     settings = Settings(v_dim, softmax_scale, policy, call, want_p_sum, indexer, lists, in_order)
     return SparseAttentionOutput(
-        *SparseAttention.apply(q, kv, kv_grad, attn_sink, *trained, selected, topk_length, settings)
+        *SparseAttention.apply(q, kv, kv_grad, attn_sink, selected, topk_length, settings, *trained)
     )
 
 

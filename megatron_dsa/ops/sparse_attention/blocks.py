@@ -12,10 +12,11 @@ from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
 
 #: Rows of queries (tokens times heads), and tokens, that a thread block of a kernel has at most.
 _ROWS, _TOGETHER = 64, 8
-#: Waves of thread blocks, at least: the last one of a launch leaves processors idle.
-_WAVES = 8
-#: Tokens, at least: the fp32 gradients of the weights are read and written once per block.
-_TOKENS = 1024
+#: Waves of thread blocks, at least: the last one of a launch leaves processors idle. And tokens, at
+#: least: the fp32 gradients of the weights are read and written once per block.
+_WAVES, _TOKENS = 8, 1024
+#: The same where a thread block has several tokens: a wave is long there, and takes much memory.
+_SHARED_WAVES, _SHARED_TOKENS = 4, 2048
 #: Blocks at most, where each makes a key gradient of its own, as long as all keys.
 _KEY_GRADIENTS = 16
 
@@ -30,8 +31,9 @@ def token_blocks(
 ) -> tuple[slice, ...]:
     """Return consecutive slices of ``tokens``, equally long but for the last; at least one.
 
-    What a block makes of absorbed queries, latent outputs and their gradients fits in the
-    workspace, unless kernels would not fill the GPU then. A block has whole waves of thread blocks.
+    What a block makes of absorbed queries, latent outputs and their gradients, and of lists and
+    head sums where tokens share a thread block, fits in the workspace, unless kernels would not
+    fill the GPU then. A block has whole waves of thread blocks.
 
     Args:
         tokens, keys: of the call.
@@ -43,7 +45,12 @@ def token_blocks(
     per_token = call.heads * 2 * (call.qk_dim + call.v_dim) * call.dtype.itemsize
     wave, fewest = _wave(call.heads, device), 1
     if wave:
-        fewest = max(_WAVES * wave, _up(_TOKENS, wave))
+        together = _together(call.heads)
+        waves, least = (_SHARED_WAVES, _SHARED_TOKENS) if together > 1 else (_WAVES, _TOKENS)
+        fewest = max(waves * wave, _up(least, wave))
+        if together > 1 and backward:
+            # Ids and members of the union, head sums, where they go (and a copy), the teacher.
+            per_token += (call.topk or 0) * (5 + 4 * together + 16 + 4)
         if backward and not BACKWARD.choose(call, policy).candidate.support.adds_keys:
             fewest = max(fewest, _up(-(-keys // _KEY_GRADIENTS), wave))
     wave = wave or 1
@@ -58,7 +65,12 @@ def _wave(heads: int, device: torch.device) -> int:
     """Return how many tokens the thread blocks have that run at once; 0 where there is no GPU."""
     if device.type == "cpu":
         return 0
-    return processors(device) * max(1, min(_ROWS // heads, _TOGETHER)) // -(-heads // _ROWS)
+    return processors(device) * _together(heads) // -(-heads // _ROWS)
+
+
+def _together(heads: int) -> int:
+    """Return how many tokens a thread block has."""
+    return max(1, min(_ROWS // heads, _TOGETHER))
 
 
 def _up(count: int, multiple: int) -> int:

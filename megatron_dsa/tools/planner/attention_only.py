@@ -16,6 +16,7 @@ LEFT_OUT = ("dense MLP", "experts", "router", "logits")
 
 def leave_out_flags(args: argparse.Namespace) -> None:
     """Drop what parsed, unvalidated arguments say about experts and vocabulary."""
+    args.moe_hash_layers, args.moe_hash_seed = 0, 0
     args.num_experts = args.moe_ffn_hidden_size = args.moe_shared_expert_intermediate_size = None
     args.expert_model_parallel_size = 1
     args.expert_tensor_parallel_size = None
@@ -26,10 +27,16 @@ def leave_out_flags(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def layers_without_mlp() -> Iterator[None]:
-    """Build transformer layers that end after their attention."""
+    """Build transformer layers that end after their attention; connections of streams stay."""
     from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
-    layer_spec = specs._layer_spec
+    layer_spec, with_streams = specs._layer_spec, specs._with_streams
+
+    class NothingBetween(IdentityOp):
+        """What the connection of an MLP has read is what it writes back."""
+
+        def forward(self, x, *_args, **_kwargs):
+            return x, None
 
     def attention_spec(*args, **kwargs):
         spec = layer_spec(*args, **kwargs)
@@ -38,7 +45,15 @@ def layers_without_mlp() -> Iterator[None]:
         )
         return spec
 
-    with mock.patch.object(specs, "_layer_spec", attention_spec):
+    def streams_spec(config, spec):
+        spec = with_streams(config, spec)
+        spec.submodules = dataclasses.replace(spec.submodules, mlp=NothingBetween)
+        return spec
+
+    with (
+        mock.patch.object(specs, "_layer_spec", attention_spec),
+        mock.patch.object(specs, "_with_streams", streams_spec),
+    ):
         yield
 
 

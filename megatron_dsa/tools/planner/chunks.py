@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_dsa.config import uses_streams
 from megatron_dsa.dispatch import Choice
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.required_ops import RequiredOp, called_ops, stream_ops
@@ -38,7 +39,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters of one reduction group (dense or expert) and dtype.
+    """Parameters of one reduction group (dense or expert) and dtype; tables of hash routing, too.
 
     Attributes:
         expert: whether they are reduced over the experts' data-parallel ranks.
@@ -63,7 +64,7 @@ class Chunk:
         weights: its parameters.
         kept: bytes alive between its forward and its backward pass, input and output included.
         forward_peak, backward_peak: the most alive during either, likewise; weights are not in it.
-        received: bytes that it receives per group.
+        received: bytes that it receives per group, and from other stages of its pipeline.
     """
 
     layers: tuple[Layer, ...]
@@ -123,7 +124,7 @@ def _group_names(pg_collection) -> Callable:
     return lambda group: found.get(group.group_name, "other")
 
 
-def _measure(args, chunk: torch.nn.Module, name_of: Callable) -> Chunk:
+def _measure(args, chunk: Any, name_of: Callable) -> Chunk:
     """Run one microbatch through a chunk."""
     tracker = MemoryTracker(name_of)
     tracker.ignore(*chunk.parameters(), *chunk.buffers())
@@ -137,6 +138,11 @@ def _measure(args, chunk: torch.nn.Module, name_of: Callable) -> Chunk:
         forward_peak, kept = tracker.peak, tracker.restart()
         if output.requires_grad:
             _backward(output, gradient(output))
+    received = Counter(tracker.received)
+    if not chunk.pre_process:
+        received["pipeline"] += chunk.decoder.input_tensor.nbytes
+    if not chunk.post_process:
+        received["pipeline"] += output.nbytes  # as much as its gradient
     outside, whole = [], not args.dsa_dry_run_attention_only
     if chunk.pre_process and whole:
         outside.append("embedding")
@@ -149,7 +155,7 @@ def _measure(args, chunk: torch.nn.Module, name_of: Callable) -> Chunk:
         kept,
         forward_peak,
         tracker.peak,
-        dict(tracker.received),
+        dict(received),
     )
 
 
@@ -186,8 +192,7 @@ def _forward(args, chunk):
     }
     if not chunk.pre_process:
         divided = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        width = chunk.config.hidden_size * chunk.config.hc_mult
-        hidden = (rows // divided, batch_size, width)
+        hidden = _input_shape(chunk, rows // divided, batch_size)
         dtype = chunk.config.pipeline_dtype or chunk.config.params_dtype
         chunk.set_input_tensor(torch.zeros(hidden, dtype=dtype, device=device, requires_grad=True))
     output = chunk(**batch)
@@ -195,6 +200,19 @@ def _forward(args, chunk):
         return output, torch.empty_like
     loss = (output.float() * mask.view_as(output)).sum()
     return loss, torch.ones_like
+
+
+def _input_shape(chunk, rows: int, batch_size: int) -> tuple[int, int, int]:
+    """Shape of what a chunk that is not the first gets for ``rows`` tokens of each sequence."""
+    config = chunk.config
+    if not config.mtp_num_layers or len(chunk.decoder.layers):
+        return rows, batch_size, config.hc_mult * config.hidden_size
+    if chunk.mtp_process:
+        # The output of the head, and the streams that it has read.
+        tensors = 1 + (config.hc_mult if uses_streams(config) else 0)
+    else:
+        tensors = 1 + config.mtp_num_layers
+    return tensors * rows, batch_size, config.hidden_size
 
 
 def _packed(args, tokens: torch.Tensor):
@@ -251,9 +269,9 @@ def _follow_layers(chunk, tracker: MemoryTracker) -> list[Layer]:
 
 
 def _stream_ops(layer, is_mtp: bool) -> list[RequiredOp]:
-    """Return what a layer calls for its streams, and the last one for the end of the model."""
+    """Return what a layer calls for its streams, and one before an output layer for its head."""
     ops = stream_ops(layer.config)
-    if layer.layer_number == layer.config.num_layers and not is_mtp:
+    if is_mtp or layer.layer_number == layer.config.num_layers:
         ops += stream_ops(layer.config, head=True)
     return ops
 
@@ -280,6 +298,7 @@ def kind_of(layer) -> str:
     mlp = "dense MLP"
     if isinstance(layer.mlp, MoELayer):
         mlp = f"{config.num_moe_experts} experts"
+        mlp += ", looked up by token" if getattr(layer, "takes_token_ids", False) else ""
     return f"{attention}; {mlp}"
 
 
@@ -289,4 +308,7 @@ def _weights(chunk) -> tuple[Weights, ...]:
         expert = not getattr(parameter, "allreduce", True)
         kind = expert, parameter.requires_grad, parameter.element_size()
         counts[kind] += parameter.numel()
+    for name, buffer in chunk.named_buffers():
+        if name.endswith(".tid2eid"):
+            counts[False, False, buffer.element_size()] += buffer.numel()
     return tuple(Weights(*kind, count) for kind, count in sorted(counts.items()))

@@ -17,6 +17,7 @@ from megatron_dsa.tools.planner import attention_only
 from megatron_dsa.tools.planner.chunks import Chunk, measure_rank
 from megatron_dsa.tools.planner.host import ranks
 from megatron_dsa.tools.planner.memory import RankMemory, gradient_bytes, rank_memory
+from megatron_dsa.training.model import padded_vocabulary
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def make_plan(args, model, gpu: GPU) -> Plan:
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     specs.get_backend(model.transformer.transformer_impl)
-    vocabulary = _padded_vocabulary(model)
+    vocabulary = padded_vocabulary(model)
     work = model_work(model.transformer, vocabulary)
     operations = flops_by_part(work, lambda keys: keys.pairs(args.seq_length))
     alone = args.dsa_dry_run_attention_only
@@ -91,7 +92,7 @@ def make_plan(args, model, gpu: GPU) -> Plan:
             with ranks(args, first) as groups, _place(args, pp_rank):
                 chunks = measure_rank(args, model, groups)
                 memory = rank_memory(args, chunks)
-                stages.append(Stage(tuple(chunks), memory, _received(args, chunks, pp_rank)))
+                stages.append(Stage(tuple(chunks), memory, _received(args, chunks)))
     if alone:
         remarks = [*attention_only.remarks(args), *remarks]
     return Plan(
@@ -109,18 +110,6 @@ def _place(args, pp_rank: int):
         if args.pipeline_model_parallel_size > 1:
             error.add_note(f"(pipeline rank {pp_rank})")
         raise
-
-
-def _padded_vocabulary(model) -> int:
-    from megatron.training.vocab_utils import calculate_padded_vocab_size
-
-    if not model.should_pad_vocab:
-        return model.vocab_size
-    return calculate_padded_vocab_size(
-        model.vocab_size,
-        model.make_vocab_size_divisible_by,
-        model.transformer.tensor_model_parallel_size,
-    )
 
 
 @contextmanager
@@ -161,10 +150,10 @@ def _for_planning(config) -> Iterator[list[str]]:
         yield remarks
 
 
-def _received(args, chunks, pp_rank: int) -> dict[str, int]:
+def _received(args, chunks) -> dict[str, int]:
     """Return the bytes that a rank receives per iteration, per kind of group.
 
-    Per microbatch as counted; then gradients and parameters, and what travels between stages.
+    Per microbatch as counted; then gradients and parameters.
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
@@ -173,14 +162,6 @@ def _received(args, chunks, pp_rank: int) -> dict[str, int]:
     for chunk in chunks:
         for name, size in chunk.received.items():
             total[name] = total.get(name, 0) + count * size
-    last = args.pipeline_model_parallel_size - 1
-    if last:
-        divided = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        rows = args.seq_length * args.micro_batch_size // args.context_parallel_size // divided
-        hidden = rows * args.hidden_size * args.hc_mult * args.params_dtype.itemsize
-        # Every chunk gets its input and the gradient of its output, but the first and the last.
-        passes = 2 * len(chunks) - (pp_rank == 0) - (pp_rank == last)
-        total["pipeline"] = count * passes * hidden
     reduced = _data_parallel(args, chunks)
     if reduced:
         total["data"] = total.get("data", 0) + reduced

@@ -92,6 +92,32 @@ def test_what_there_is_no_time_for_is_skipped(tmp_path):
     ] * 3
 
 
+def test_a_process_begins_nothing_after_its_time(tmp_path, monkeypatch):
+    """It is told how much time is left, and what it has not begun by then is skipped there."""
+    told = "open({!r}, 'w').write(str(request.get('seconds')))"
+    for total, path in ((50, tmp_path / "a"), (None, tmp_path / "b")):
+        more = {} if total is None else {"total": total}
+        path.mkdir()
+        run_with(path, before=told.format(str(path / "told")), **more)
+    assert 40 < float((tmp_path / "a" / "told").read_text()) <= 50
+    assert (tmp_path / "b" / "told").read_text() == "None"
+
+    monkeypatch.setattr(child, "load", lambda _: Family(("step", {"status": "ok", "ms": 1.0})))
+    for seconds, expected in ((60, "ok"), (-1, "skipped"), (None, "ok")):
+        events = []
+        request = {
+            "family": "layer", "case": {}, "works": [["step", "ours"]],
+            "settings": vars(Settings("cpu")),
+        } | ({} if seconds is None else {"seconds": seconds})  # fmt: skip
+        child.serve(request, events.append)
+        (row,) = [
+            row for event in events if event["event"] == "rows" for row in event["rows"]
+            if row["way"] == "ours" and row["metric"] == "ms"
+        ]  # fmt: skip
+        assert (row["status"], row["part"]) == (expected, "step")
+        assert events[-1] == {"event": "done", "place": 0}
+
+
 class Family:
     """Half as fast as a ceiling that is measured in the same process."""
 

@@ -21,7 +21,7 @@ from benchmarks.settings import FAMILIES, load
 FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 FILES = sorted(FOLDER.glob("**/*.csv"))
 #: Families that may have no file yet.
-UNMEASURED: set[str] = set()
+UNMEASURED: set[str] = {"engine"}
 
 
 def test_every_committed_file_has_the_schema():

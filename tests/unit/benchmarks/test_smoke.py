@@ -45,6 +45,10 @@ RUNS = {
          ("step/collectives", "masked-rank"),
          ("step/sparse_attention_backward", "ours")},
     ),
+    "engine": (
+        ["--repeats", "3"],
+        {("step", "local")},
+    ),
     "ranks": (
         ["--grids", "tp1cp2"],
         {("step", "one rank"), ("forward", "zigzag"), ("step", "contiguous"), ("step", "plain"),

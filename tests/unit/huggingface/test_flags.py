@@ -7,6 +7,7 @@ import torch
 
 from megatron_dsa.huggingface.convert import export_model, import_model
 from megatron_dsa.huggingface.flags import flags_of
+from megatron_dsa.huggingface.models import HASH_LAYERS
 from megatron_dsa.tools.cli import main
 from tests.helpers import relative_error
 from tests.host import parsed
@@ -30,8 +31,10 @@ MODELS = {
         *("glm_moe_dsa",), num_hidden_layers=4, index_topk_freq=2, index_skip_topk_offset=2,
         n_group=1, topk_group=1, rms_norm_eps=0.01,
     ),
-    "v4": tiny_v4(num_nextn_predict_layers=1),
+    "v4": tiny_v4(),
+    "v4, plain": tiny_v4(num_nextn_predict_layers=1),
 }  # fmt: skip
+HASH_FLAG = "--" + HASH_LAYERS.replace("_", "-")
 RUN = "--micro-batch-size 1 --seq-length 24 --train-iters 1 --lr 1e-4 --lr-decay-style constant"
 
 
@@ -42,16 +45,17 @@ def test_printed_flags_give_the_model_of_the_checkpoint(name, tmp_path, monkeypa
 
     config = MODELS[name]
     stage = "dense" if name == "v3" else "sparse"
-    expected = tiny_model(config, stage, mtp_num_layers=config.get("num_nextn_predict_layers"))
+    features = ["hyper-connections"] if name == "v4" else []
+    mtp = config.get("num_nextn_predict_layers") or None
+    expected = tiny_model(config, stage, features=features, mtp_num_layers=mtp)
     export_model(expected, tmp_path, config)
-    assert main(["flags", str(tmp_path)]) == 0
+    without = ["--without", "hyper-connections"] if name == "v4, plain" else []
+    assert main(["flags", str(tmp_path), *without]) == 0
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 1  # for read -ra
-    notes = {
-        "v3": "--dsa-stage warmup adds them",
-        "v4": "released Megatron has not: these flags give plain residuals",
-    }
-    assert notes.get(name, "") in printed.err
+    assert ("--dsa-stage warmup adds them" in printed.err) == (name == "v3")
+    assert "this package does not build" not in printed.err
+    assert ("--hc-mult 3 --hc-eps 1e-06 " in printed.out) == (name == "v4")
     asks = "--dsa-indexer-loss-coeff is yours to add" in printed.err
     assert asks == (stage == "sparse")
 
@@ -86,7 +90,7 @@ def test_released_shape_in_full():
         qk_rope_head_dim=64, compress_ratios=[0, 0, 4] + [128, 4] * 20 + [0], swiglu_limit=10.0,
         compress_rope_theta=160000,
     )  # fmt: skip
-    flags = " ".join(flags_of(parse_config(config)))
+    flags = " ".join(flags_of(parse_config(config), ["hyper-connections"]))
     ratios = "0 0 4 " + "128 4 " * 20 + "0"
     for part in (
         *(
@@ -100,3 +104,7 @@ def test_released_shape_in_full():
         *("--moe-router-score-function sqrtsoftplus ", "--dsa-indexer-rope-interleaved "),
     ):
         assert part in flags, part
+    whole = parse_config(config | {"num_hash_layers": 3})
+    flags = " ".join(flags_of(whole))
+    assert "--hc-mult 3 " in flags and f"{HASH_FLAG} 3" in flags
+    assert "--mtp-num-layers" in flags

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import save
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
-from megatron_dsa.huggingface.names import V3, V4, Split
+from megatron_dsa.huggingface.names import HYPER_CONNECTIONS, PREDICTION, V3, V4, Split
 from megatron_dsa.huggingface.ranks import Place, assemble, global_name, part
 from tests.tiny_models import tiny_config, tiny_model, tiny_v4
 
@@ -46,7 +46,8 @@ def test_slices_of_all_ranks_make_the_full_tensors(size, splits_latents):
             for place in places[:ranks]
         ]
         latent = entry.split is Split.LATENT
-        split = size > 1 and entry.split is not Split.WHOLE and (splits_latents or not latent)
+        whole = entry.split in (Split.WHOLE, Split.TABLE)
+        split = size > 1 and not whole and (splits_latents or not latent)
         assert ranks == (1 if not split else other if entry.is_expert else size)
         assert all(x.numel() * ranks == sum(y.numel() for y in full) for x in pieces)
         for ours, theirs in zip(assemble(entry, pieces), full, strict=True):
@@ -65,9 +66,10 @@ def test_gate_and_up_are_split_one_by_one():
 @pytest.mark.parametrize(("names", "config"), [(V3, tiny_config), (V4, tiny_v4)], ids=["v3", "v4"])
 def test_table_splits_as_megatron_does(names, config):
     """The attributes that Megatron's layers put on their parameters say the same."""
-    model = tiny_model(config(num_nextn_predict_layers=1), mtp_num_layers=1)
+    plain = tiny_model(config(num_nextn_predict_layers=1), mtp_num_layers=1)
+    whole = tiny_model(config(), features=names.features.keys() - {PREDICTION})
     dims = {Split.COLUMNS: 1, Split.WHOLE: None}
-    for name, tensor in model_tensors(model):
+    for name, tensor in chain(model_tensors(plain), model_tensors(whole)):
         split = getattr(tensor, "tensor_model_parallel", False)
         expected = dims.get(names.match(name, 2).entry.split, 0)
         assert (tensor.partition_dim if split else None) == expected, name
@@ -114,11 +116,15 @@ class Shell(torch.nn.Module):
         return self._tensors
 
 
-@pytest.mark.parametrize(("names", "config"), [(V3, tiny_config), (V4, tiny_v4)], ids=["v3", "v4"])
-def test_every_rank_of_a_grid_is_filled_with_its_slices(names, config, tmp_path):
+@pytest.mark.parametrize(
+    ("names", "config", "features"),
+    [(V3, tiny_config, ()), (V4, tiny_v4, ()), (V4, tiny_v4, [HYPER_CONNECTIONS])],
+    ids=["v3", "v4, plain", "v4"],
+)
+def test_every_rank_of_a_grid_is_filled_with_its_slices(names, config, features, tmp_path):
     """TP 2 (experts 1) x EP 2, second of two pipeline stages: put together, it is the model."""
     config = config()
-    model = tiny_model(config)
+    model = tiny_model(config, features=features)
     export_model(model, tmp_path, config, shard_bytes=40_000)
     whole = dict(model_tensors(model))
     pieces, entries = {}, {}

@@ -12,6 +12,7 @@ from megatron_dsa.huggingface.convert import export_model, import_model, model_t
 from megatron_dsa.huggingface.files import CheckpointReader, CheckpointWriter
 from megatron_dsa.huggingface.names import V4
 from megatron_dsa.tools.cli import main
+from tests.cases.released_formats import write_v4
 from tests.helpers import relative_error
 from tests.host import start
 from tests.tiny_models import (
@@ -22,6 +23,7 @@ from tests.tiny_models import (
     tiny_model,
     tiny_v4,
     transformers_classes,
+    transformers_v4,
 )
 
 pytest.importorskip("safetensors")
@@ -49,7 +51,14 @@ def test_names_are_those_of_released_checkpoints():
             "layers.2.ffn.experts.31.w1.weight",
             "layers.2.ffn.experts.31.w3.weight",
         ],
+        "decoder.layers.2.hc_attn_fn": ["layers.2.hc_attn_fn"],
+        "decoder.layers.2.hc_ffn_scale": ["layers.2.hc_ffn_scale"],
+        "decoder.final_layernorm.hc_head_base": ["hc_head_base"],
+        "decoder.layers.2.mlp.router.tid2eid": ["layers.2.ffn.gate.tid2eid"],
         "mtp.layers.0.eh_proj.weight": ["mtp.0.e_proj.weight", "mtp.0.h_proj.weight"],
+        "mtp.layers.0.h_proj.weight": ["mtp.0.h_proj.weight"],
+        "mtp.layers.0.final_layernorm.hc_head_fn": ["mtp.0.hc_head_fn"],
+        "mtp.layers.0.mtp_model_layer.hc_ffn_base": ["mtp.0.hc_ffn_base"],
         "mtp.layers.0.final_layernorm.weight": ["mtp.0.norm.weight"],
         "mtp.layers.0.mtp_model_layer.self_attention.linear_q_down_proj.weight": [
             "mtp.0.attn.wq_a.weight"
@@ -58,9 +67,13 @@ def test_names_are_those_of_released_checkpoints():
     for name, names in expected.items():
         assert list(V4.match(name, 43).hf) == names
         assert all(V4.locate(x, 43).is_mtp == name.startswith("mtp") for x in names)
-    for name in ("layers.0.hc_attn_fn", "hc_head_base", "mtp.0.hc_head_scale"):
-        assert V4.lacked(name) == "hyper-connections" and V4.locate(name, 43) is None
-    assert V4.lacked("layers.0.ffn.gate.tid2eid") == "hash-routing"
+    connections = ["hc_head_base", "layers.0.hc_attn_fn", "mtp.0.hc_head_scale"]
+    table = "layers.0.ffn.gate.tid2eid"
+    assert V4.by_feature([table, *reversed(connections), "layers.0.hc_attn_fns"]) == {
+        "hyper-connections": connections,
+        "hash-routing": [table],
+        "multi-token-prediction": connections[2:],
+    }
 
 
 def test_round_trip_is_exact(tmp_path):
@@ -158,51 +171,12 @@ def test_what_megatron_lacks_is_refused_and_named(tmp_path):
     assert main([*command, "--without", *both]) == 0
 
 
-def quantised_copy(config, source, target):
-    """Copy a checkpoint in the released formats: fp8 with e8m0 scales, experts in fp4."""
-    reader, expected = CheckpointReader(source), {}
-    generator = torch.Generator().manual_seed(3)
-
-    def powers(*shape):
-        exponents = torch.randint(120, 131, shape, generator=generator, dtype=torch.uint8)
-        return exponents.view(torch.float8_e8m0fnu)
-
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    values = torch.cat([values, -values])
-    with CheckpointWriter(target, shard_bytes=30_000) as writer:
-        for name in reader.names():
-            weight = reader.read(name)
-            base = name.removesuffix(".weight")
-            if ".experts." in name:
-                codes = torch.randint(0, 16, weight.shape, generator=generator, dtype=torch.uint8)
-                scale = powers(weight.shape[0], weight.shape[1] // 4)
-                packed = codes[:, 0::2] | codes[:, 1::2] << 4
-                writer.add(name, packed.view(torch.int8))
-                writer.add(f"{base}.scale", scale)
-                wide = scale.float().repeat_interleave(4, 1)
-                expected[name] = (values[codes.long()] * wide).bfloat16()
-            elif ".attn.w" in name:
-                scale = powers(-(-weight.shape[0] // 16), -(-weight.shape[1] // 8))
-                wide = scale.float().repeat_interleave(16, 0).repeat_interleave(8, 1)
-                wide = wide[: weight.shape[0], : weight.shape[1]]
-                small = (weight / wide).to(torch.float8_e4m3fn)
-                writer.add(name, small)
-                writer.add(f"{base}.scale", scale)
-                expected[name] = (small.float() * wide).bfloat16()
-            else:
-                writer.add(name, weight)
-    quantised = {"quant_method": "fp8", "weight_block_size": [16, 8], "scale_fmt": "ue8m0"}
-    changes = {"quantization_config": quantised, "torch_dtype": "bfloat16", "expert_dtype": "fp4"}
-    (target / "config.json").write_text(json.dumps(config | changes))
-    return expected
-
-
 def test_released_formats_are_dequantised(tmp_path):
     config = tiny_v4()
     model = tiny_model(config)
     export_model(model, tmp_path / "wide", config)
-    expected = quantised_copy(config, tmp_path / "wide", tmp_path / "small")
-    assert sum("experts" in name for name in expected) == 4 * 8 * 3 and len(expected) > 110
+    expected = write_v4(config, tmp_path / "wide", tmp_path / "small")
+    assert sum(".experts." in name for name in expected) == 4 * 8 * 3 and len(expected) > 120
     assert not import_model(model, tmp_path / "small").unused
     for name, tensor in model_tensors(model):
         names = V4.match(name, 4).hf
@@ -245,31 +219,13 @@ def test_what_is_not_understood_is_refused(changes, message):
 
 # ------------------------------------------------------------- against the classes of transformers
 
-TYPES = {
-    "layer_types": [
-        "sliding_attention",
-        "compressed_sparse_attention",
-        "heavily_compressed_attention",
-        "compressed_sparse_attention",
-    ],
-    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
-    "mlp_layer_types": ["moe"] * 4,
-}
 NO_YARN = {"rope_scaling": {"type": "default"}}
-
-
-def transformers_config(**changes):
-    """The tiny model as transformers describes it, which knows no ratios but 0, 4 and 128."""
-    config = tiny_v4(**TYPES, **changes)
-    for name in ("compress_ratios", "num_hash_layers"):
-        del config[name]
-    return config
 
 
 @pytest.mark.parametrize("rope", [{}, NO_YARN], ids=["yarn", "plain"])
 def test_attention_equals_that_of_transformers(rope, tmp_path):
     """Layer by layer on the same input: a window, a CSA and a HCA layer."""
-    theirs = published(transformers_config(**rope), tmp_path)
+    theirs = published(transformers_v4(**rope), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     ours = tiny_model(config | {"num_nextn_predict_layers": 0})
     report = import_model(ours, tmp_path, without=["hyper-connections"])
@@ -297,7 +253,7 @@ def test_attention_equals_that_of_transformers(rope, tmp_path):
 def test_logits_equal_those_of_transformers(tmp_path):
     """Our export, read by transformers: its hyper-connections leave plain residuals."""
     _, model_class = transformers_classes("deepseek_v4")
-    config = transformers_config(hc_eps=0.0)
+    config = transformers_v4(hc_eps=0.0)
     ours = tiny_model(config)
     with torch.no_grad():
         for layer in ours.decoder.layers:  # other experts are chosen when it is left out
@@ -314,34 +270,3 @@ def test_logits_equal_those_of_transformers(tmp_path):
         if hasattr(module, "config"):  # experts have copies
             module.config.activation_func_clamp_value = None
     assert relative_error(logits_of(ours, ids), reference) > 1e-3
-
-
-@pytest.mark.parametrize("streams", [3, 4])
-def test_streams_equal_those_of_transformers(streams, tmp_path):
-    """Logits with hyper-connections: a whole V4 but for hash routing, weights put in by hand."""
-    theirs = published(transformers_config(hc_mult=streams), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"num_nextn_predict_layers": 0}
-    plain = tiny_model(config)
-    import_model(plain, tmp_path, without=["hyper-connections"])
-    settings = {name: config[name] for name in ("hc_mult", "hc_eps", "hc_sinkhorn_iters")}
-    ours = tiny_model(config, **settings)
-    given = dict(model_tensors(plain))
-    for layer, their_layer in enumerate(theirs.model.layers):
-        for kind, module in (("attn", their_layer.attn_hc), ("ffn", their_layer.ffn_hc)):
-            for part, tensor in module.named_parameters():
-                given[f"decoder.layers.{layer}.hc_{kind}_{part}"] = tensor
-    for name, tensor in theirs.model.hc_head.named_parameters():
-        given["decoder.final_layernorm." + name.replace("hc_", "hc_head_")] = tensor
-    mine = dict(model_tensors(ours))
-    assert set(mine) == set(given)
-    with torch.no_grad():
-        for name, tensor in mine.items():
-            tensor.copy_(given[name])
-    ids = torch.randint(0, 70, (2, 37), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        reference = theirs(ids).logits
-    error = relative_error(logits_of(ours, ids), reference)
-    print(f"logits of deepseek_v4, {streams} streams: {error:.1e}")
-    assert error < 1e-5
-    assert relative_error(logits_of(plain, ids), reference) > 1e-2

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.metrics.flops import TOKEN, Keys, flops, flops_by_part, layer_work, model_work
+from megatron_dsa.ops.indexer_loss.queries import LatentIndexerInputs
 from megatron_dsa.ops.masked_attention.api import MaskedAttentionOutput
 from tests.host import small_config, small_csa_config, start
 
@@ -137,6 +138,19 @@ def test_pairs_with_index_sharing(stage):
         assert counted == pairs_one_by_one(config, number, stage)
 
 
+class QueriesMadeAgain(torch.autograd.Function):
+    """A product that is not carried out; the one of its backward is."""
+
+    @staticmethod
+    def forward(ctx, weight, latent):
+        ctx.save_for_backward(latent)
+        return weight.new_zeros(len(latent), len(weight))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.t() @ ctx.saved_tensors[0], None
+
+
 @pytest.fixture
 def no_pairs(monkeypatch):
     """Attention, selection and losses without a product: what is left are those with weights."""
@@ -144,8 +158,17 @@ def no_pairs(monkeypatch):
     def touch(out, *tensors):
         return out + sum(0 * x.sum() for x in tensors)
 
+    def learning(indexer):
+        """The indexer's tensors, whose queries were counted where they were selected with."""
+        if indexer is None:
+            return ()
+        if isinstance(indexer.inputs, LatentIndexerInputs):
+            weight, k, weights, latent, *_ = indexer.tensors()
+            return QueriesMadeAgain.apply(weight, latent), k, weights
+        return indexer.tensors()
+
     def sparse(q, kv, _keys, *, v_dim, kv_grad=None, indexer=None, **_settings):
-        learns = () if indexer is None else indexer.tensors()
+        learns = learning(indexer)
         out = touch(q[..., :v_dim], kv, *(() if kv_grad is None else (kv_grad,)), *learns)
         return SimpleNamespace(out=out, lse=torch.zeros(q.shape[:2]), p_sum=None)
 
@@ -158,7 +181,7 @@ def no_pairs(monkeypatch):
         return result
 
     def masked(q, kv, k_pe, _keys, *, softmax_scale, indexer=None, **_settings):
-        learns = () if indexer is None else indexer.tensors()
+        learns = learning(indexer)
         value = kv[..., q.shape[2] - k_pe.shape[1] :]
         out = touch(value, q, kv, k_pe, *learns)
         return MaskedAttentionOutput(out, torch.zeros(q.shape[:2]), None)
@@ -226,6 +249,17 @@ def test_products_with_weights(stage, hybrid, mtp, no_pairs):
         backward -= 2 * SEQUENCE * hidden * mtp * 2 * hidden
         assert backward > 0
     assert flops(work, lambda _: SEQUENCE) == forward + backward
+
+
+def test_products_of_prediction_on_streams():
+    """Every stream has a projection, every prediction layer a head."""
+    fields = {"mtp_num_layers": 2, "normalization": "RMSNorm"}
+    config, plain = (configuration("sparse", False, **fields, hc_mult=n) for n in (4, 1))
+    count, single = (flops_by_part(model_work(c, VOCABULARY), lambda _: 1) for c in (config, plain))
+    hidden, layers = config.hidden_size, config.num_layers + 2
+    assert single["multi-token prediction"] == 2 * 3 * 2 * 2 * hidden**2
+    assert count["multi-token prediction"] == 2 * 3 * 2 * 5 * hidden**2
+    assert count["hyper-connections"] == 2 * 3 * (layers * 2 * 24 + 3 * 4) * 4 * hidden
 
 
 def test_parts_sum_up_to_the_whole():

@@ -176,7 +176,6 @@ def test_norms_have_one_epsilon():
     ("changes", "message"),
     [
         ({"normalization": "LayerNorm"}, "--normalization must be RMSNorm"),
-        ({"mtp_num_layers": 1}, "--mtp-num-layers is not supported with --hc-mult 4"),
         (
             {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
             "--recompute-modules must not name layernorm with --hc-mult 4",

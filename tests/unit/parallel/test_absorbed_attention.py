@@ -479,7 +479,7 @@ def test_blocks_fill_the_gpu_with_whole_waves(tokens, heads, monkeypatch):
     sizes = blocks_on(monkeypatch, tokens, heads, workspace=1)
     rows_at_once = max(1, min(64 // heads, 8))
     wave = 132 * rows_at_once // -(-heads // 64)
-    fewest = max(8 * wave, 1024)
+    fewest = max(4 * wave, 2048) if heads <= 32 else max(8 * wave, 1024)
     assert len(sizes) == 1 or all(size % wave == 0 for size in sizes[:-1])
     assert len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]
     assert sizes[0] >= min(tokens, 2 / 3 * fewest) and sizes[0] <= 1.5 * fewest + wave
@@ -490,6 +490,8 @@ def test_blocks_fill_the_gpu_with_whole_waves(tokens, heads, monkeypatch):
 def test_blocks_follow_the_workspace(heads, mib, monkeypatch):
     sizes = blocks_on(monkeypatch, 131072, heads, workspace=mib * 2**20)
     taken = sizes[0] * heads * 2 * (576 + 512) * 2
+    if heads == 16:  # unions of four lists of 2048 keys each, head sums and teacher
+        taken += sizes[0] * 2048 * (5 + 4 * 4 + 16 + 4)
     assert 0.8 * mib < taken / 2**20 <= mib
 
 

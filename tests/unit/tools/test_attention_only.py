@@ -76,6 +76,21 @@ def test_the_attention_alone(capsys):
     assert (again.weights, again.kept) == (alone.weights, alone.kept)
 
 
+def test_the_attention_between_streams():
+    """Connections belong to the residual: those of MLPs, which are left out, are planned."""
+    streams = BF16 | HYBRID | ALONE | {"--hc-mult": 4}
+    whole, alone = plan(streams | EXPERTS | WITH_THE_REST), plan(streams)
+    for part in ("hyper-connections", "multi-token prediction", "attention"):
+        assert alone.operations[part] == whole.operations[part], part
+    assert "experts" not in alone.operations
+    width = 4 * TINY["--hidden-size"]
+    per_sublayer, head = 24 * width + 24 + 3, 4 * width + 4 + 1
+    (fp32,) = (each for each in only_chunk(alone).weights if each.itemsize == 4)
+    plain = only_chunk(plan(streams | {"--hc-mult": 1})).weights
+    others = sum(each.count for each in plain if each.itemsize == 4)  # sinks, positions of groups
+    assert fp32.count == others + 4 * 2 * per_sublayer + 2 * head
+
+
 def test_rope_values_change_no_figure():
     """As the plan of the attention alone says: it assumes values for them."""
     model = BF16 | HYBRID | ALONE | {"--rope-type": "yarn"}

@@ -37,6 +37,7 @@ def no_layouts_yet():
 MASKED = {"--dsa-selected-attention": "masked"}
 CORE = {"--recompute-granularity": "selective", "--recompute-modules": "core_attn"}
 UP = {"--recompute-granularity": "selective", "--recompute-modules": "mla_up_proj"}
+HASH = EXPERTS | {"--moe-layer-freq": "[1,1]", "--moe-hash-layers": 1}
 CASES = {
     "sparse": {},
     "masked": MASKED,
@@ -50,7 +51,11 @@ CASES = {
     "hybrid": HYBRID,
     "hybrid warmup": HYBRID | {"--dsa-stage": "warmup"},
     "experts": EXPERTS,
+    "hash routing": HASH,
+    "hash routing, experts recomputed": HASH
+    | {"--recompute-granularity": "selective", "--recompute-modules": "moe"},
     "prediction": {"--mtp-num-layers": 1},
+    "prediction on streams": {"--mtp-num-layers": 2, "--hc-mult": 4},
     "bf16": {"--bf16": True},
     "core recomputed": CORE,
     "up projection recomputed": UP,
@@ -193,6 +198,20 @@ def test_experts_are_divided_and_their_tokens_travel():
     assert sharding.stages[0].received["expert"] == pytest.approx(4 * hidden, rel=0.05)
 
 
+def test_tables_of_hash_routing_are_buffers():
+    """4 bytes per token id and expert, without gradients; none with the attention alone."""
+    learned, hashed = (plan(c) for c in (HASH | {"--moe-hash-layers": None}, HASH))
+    before, after = (p.stages[0].memory for p in (learned, hashed))
+    assert after.weights - before.weights == 264 * 2 * 4
+    assert (after.gradients, after.optimizer) == (before.gradients, before.optimizer)
+    assert hashed.operations == learned.operations
+    kinds = [layer.kind for layer in only_chunk(hashed).layers]
+    assert kinds == [
+        "DSA with indexer; 8 experts, looked up by token", "DSA with indexer; 8 experts",
+    ]  # fmt: skip
+    assert plan(HASH | {"--dsa-dry-run-attention-only": True}).stages
+
+
 @pytest.mark.parametrize("virtual", [False, True])
 def test_microbatches_in_flight(virtual):
     changes = BF16 | {"--num-layers": 8, "--pipeline-model-parallel-size": 4}
@@ -214,6 +233,23 @@ def test_microbatches_in_flight(virtual):
         assert flying * least <= stage.memory.activations <= flying * kept + extra
 
 
+@pytest.mark.parametrize("streams", [1, 4])
+def test_what_stages_exchange(streams):
+    """Streams between layers; what the main head has read and made; and outputs of all heads."""
+    changes = BF16 | {"--num-layers": 2, "--mtp-num-layers": 2, "--hc-mult": streams}
+    changes |= {"--pipeline-model-parallel-size": 4}
+    changes |= {"--pipeline-model-parallel-layout": "Et|t|mm|L"}
+    hidden = 4 * 96 * 2 * 64 * 2  # of four microbatches, two sequences each
+    links = [streams, 1 + streams * (streams > 1), 1 + 2]
+    stages_of_plan = plan(changes, world=4).stages
+    for rank, stage in enumerate(stages_of_plan):
+        neighbours = links[max(rank - 1, 0) : rank + 1] if rank else links[:1]
+        assert stage.received["pipeline"] == sum(neighbours) * hidden, rank
+    apart = {"--pipeline-model-parallel-size": 2, "--pipeline-model-parallel-layout": "Ett|mmL"}
+    for stage in plan(changes | apart, world=2).stages:
+        assert stage.received["pipeline"] == links[1] * hidden
+
+
 @pytest.mark.parametrize(
     "changes, world, message",
     [
@@ -223,6 +259,11 @@ def test_microbatches_in_flight(virtual):
             {"--num-layers": 4, "--pipeline-model-parallel-size": 2, "--dsa-indexer-topk-freq": 3},
             2,
             "index sharing does not cross pipeline stages",
+        ),
+        (
+            HASH | {"--pipeline-model-parallel-size": 2, "--moe-hash-layers": 2},
+            2,
+            "must lie on the first pipeline stage",
         ),
         ({"--dsa-strict": True}, 1, "--dsa-strict refuses the fallback"),
         ({"--dsa-impl": "sparse_attention_backward=tilelang"}, 1, "needs dims"),

@@ -1,10 +1,20 @@
-"""The table of what runs the operations of a model."""
+"""The table of what runs the operations of a model, and which ranks hold its embedding."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
 from megatron_dsa.dispatch import Candidate, Choice, Support
-from megatron_dsa.training.model import print_start_table, start_table
-from tests.host import start
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.training.model import (
+    DSAModelBuilder,
+    DSAModelConfig,
+    embedding_ranks,
+    print_start_table,
+    start_table,
+)
+from tests.host import small_config, start
 
 FUSED = Candidate("fast", "", Support(""))
 TORCH = Candidate("torch", "", Support(""), fused=False)
@@ -40,3 +50,40 @@ def test_other_ranks_print_nothing(capsys, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 1)
     print_start_table([Choice("one", TORCH, WHY)])
     assert not capsys.readouterr().out
+
+
+def model_of(layout, tied=False, **changes):
+    config = small_config(
+        num_layers=4, mtp_num_layers=1, pipeline_model_parallel_size=4,
+        pipeline_dtype=torch.float64, pipeline_model_parallel_layout=layout, **changes,
+    )  # fmt: skip
+    return DSAModelConfig(
+        transformer=config, vocab_size=64, share_embeddings_and_output_weights=tied
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied", "expected"),
+    [
+        (None, False, [2, 8]),
+        ("Et|t|tt|mL", False, [2, 8]),
+        ("Ett|tt|m|L", False, [2, 6]),
+        ("Ett|tt|m|L", True, [2, 6, 8]),
+        ("Et|tttm||L", False, [2, 4]),
+    ],
+)
+def test_ranks_with_the_embedding(layout, tied, expected):
+    assert embedding_ranks(model_of(layout, tied))([2, 4, 6, 8]) == expected
+
+
+def test_another_group_of_embeddings_is_refused(monkeypatch):
+    """Megatron's own has the last stage, which would add its output layer's gradient."""
+    embd, pp = (torch.distributed.ProcessGroup(0, 4) for _ in range(2))
+    members = {id(embd): [0, 3], id(pp): [0, 1, 2, 3]}
+    monkeypatch.setattr(
+        torch.distributed, "get_process_group_ranks", lambda group: members[id(group)]
+    )
+    groups = SimpleNamespace(embd=embd, pp=pp)
+    builder = DSAModelBuilder(model_of("Ett|tt|m|L"))
+    with pytest.raises(ConfigError, match=r"must have the ranks \[0, 2\], got \[0, 3\]"):
+        builder.build_distributed_models(groups)

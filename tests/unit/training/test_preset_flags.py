@@ -92,7 +92,32 @@ def test_commands_start_with_transformer_engine(
         args.padded_vocab_size = args.padded_vocab_size or 1024  # the tokenizer's
         config = model_config_from_args(args).transformer
         assert config.transformer_impl == "transformer_engine"
-        assert not config.apply_rope_fusion and not config.gradient_accumulation_fusion
+        assert not config.apply_rope_fusion and config.gradient_accumulation_fusion
+
+
+@pytest.mark.parametrize(
+    ("words", "engine", "apex", "fused"),
+    [
+        ([], True, False, True),
+        ([], False, False, False),
+        ([], False, True, True),
+        (["--transformer-impl", "local"], True, False, False),
+        (["--transformer-impl=local"], True, False, False),
+        (["--transformer-impl", "local"], True, True, True),
+        (["--transformer-impl", "local", "--transformer-impl=transformer_engine"], True, False,
+         True),
+        (["--transformer-impl"], True, False, True),
+    ],
+)  # fmt: skip
+def test_gradient_accumulation_is_fused_where_linears_can(words, engine, apex, fused, monkeypatch):
+    """transformer-engine's need no kernel of Apex, Megatron's own do."""
+    reason = None if engine else "no engine"
+    monkeypatch.setattr(presets, "why_not_transformer_engine", lambda has_gpu: reason)
+    monkeypatch.setattr(cpu_host, "needed", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: apex or None)
+    argv = ["pretrain", *words]
+    presets.preset_flags(argv)
+    assert ("--no-gradient-accumulation-fusion" not in argv) == fused
 
 
 def test_presets_go_in_front_and_are_announced(capsys, monkeypatch):

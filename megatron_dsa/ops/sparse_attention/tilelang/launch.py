@@ -282,6 +282,9 @@ def key_lists(
     groups = inputs.workspace_bytes // bytes_per_group
     if groups * group < queries:
         groups //= 2  # the caller holds one part until it gets the next
+        # As many thread blocks as run at once, some times over.
+        wave = 1 if indices.device.type == "cpu" else max(1, processors(indices.device))
+        groups = groups // wave * wave or groups
     step = max(1, groups) * group
     for first in range(0, queries, step):
         part = slice(first, min(first + step, queries))

@@ -1,0 +1,112 @@
+"""A small V4 trained by AdamW, by Megatron's Muon, and by Muon with this package's blocks.
+
+Ways: ``adamw``; ``released``, Megatron's Muon as it is, to which a stack of output groups is one
+matrix and a table of positions is one, too; ``groups``, with this package's marks; ``heads``, the
+same with up projections and the indexer's queries head by head. All have the same weights at first,
+text, order of the text, schedule, and the same learning rate: the scale of DeepSeek-V4 gives Muon's
+updates the size of AdamW's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.timing import summary
+from benchmarks.train.convergence import SPARSE_LOSS, TINY, Size, train, training_flags
+from benchmarks.train.resume import LOGGED
+from benchmarks.train.text import prepare_text
+from megatron_dsa.tools.report.events import RunLog, read_run
+
+#: DeepSeek-V4's Muon. The products of its iteration are in fp32, which CPUs are not slow at.
+MUON = [
+    *("--optimizer", "muon", "--muon-coefficient-type", "deepseekv4", "--muon-num-ns-steps", "10"),
+    *("--muon-momentum", "0.95", "--muon-nesterov", "--muon-extra-scale-factor", "0.18"),
+    *("--muon-fp32-matmul-prec", "high"),
+]
+#: Way -> its flags.
+WAYS = {
+    "adamw": [],
+    "released": MUON,
+    "groups": MUON,
+    "heads": [*MUON, "--dsa-muon-per-head", "all"],
+}
+#: Ways -> what is run, if it is not the entry point.
+MODULES = {"released": "benchmarks.train.unmarked"}
+#: Above the rate of larger models, as in the scripts of small ones.
+RATE = ["--lr", "3e-3", "--min-lr", "3e-4"]
+
+#: A window layer, two CSA layers and an HCA layer, with hyper-connections.
+MEASURED = dataclasses.replace(
+    TINY,
+    model=(
+        "--num-layers 4 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 8 "
+        "--q-lora-rank 64 --hc-mult 4"
+    ),
+    hybrid=(
+        "--kv-lora-rank 32 --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 48 "
+        "--csa-compress-ratios 0 4 16 4 --csa-window-size 32 --csa-compress-rotary-base 10000 "
+        "--o-groups 4 --o-lora-rank 32 --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 32 "
+        "--dsa-indexer-topk 12 --dsa-indexer-rope-interleaved"
+    ),
+    batch=4,
+    length=256,
+    held_out_bytes=40_000,
+    evaluations=32,
+    steps=200,
+    every=50,
+)
+QUICK = dataclasses.replace(TINY, model=f"{TINY.model} --hc-mult 4", steps=12, every=6)
+#: Shorter runs have no step in which the learning rate rises.
+FEWEST_STEPS = 10
+
+
+def size_of(quick: bool, steps: int | None) -> Size:
+    """Return the size of the model.
+
+    Raises:
+        ValueError: too few steps.
+    """
+    size = QUICK if quick else MEASURED
+    steps = size.steps if steps is None else steps
+    if steps < FEWEST_STEPS:
+        raise ValueError(f"--steps must be at least {FEWEST_STEPS}, got {steps}")
+    return dataclasses.replace(size, steps=steps, every=min(size.every, steps))
+
+
+class SameStart:
+    """All runs of one seed, in one folder; the text is written once."""
+
+    def __init__(self, size: Size, seed: int, folder: Path):
+        self.size, self.seed, self.folder = size, seed, folder
+        prepare_text(folder / "data", size.held_out_bytes)
+
+    def flags(self, way: str) -> list[str]:
+        """Return the flags of a way's process."""
+        size = self.size
+        flags = f"{size.model} {size.hybrid}".split()
+        flags += [*training_flags(size, self.folder / "data", self.seed), *SPARSE_LOSS, *RATE]
+        flags += ["--tensorboard-dir", str(self.folder / way / "events"), "--log-interval", "1"]
+        return [*flags, *WAYS[way]]
+
+    def train(self, way: str) -> Iterator[tuple[str, dict]]:
+        """Train; yield the result of every step, and of ``all`` of the run.
+
+        Raises:
+            RuntimeError: training failed; the text is the end of its log.
+        """
+        log, events = self.folder / way / "log.txt", self.folder / way / "events"
+        train(self.flags(way), log, MODULES.get(way))
+        yield from results(read_run(way, events))
+
+
+def results(log: RunLog) -> Iterator[tuple[str, dict]]:
+    """Yield the losses of every step, and the run's time as ``all``."""
+    tags = {name: LOGGED[name] for name in ("lm_loss", "indexer_loss")}
+    tags["validation_loss"] = "lm loss validation"
+    logged = {metric: dict(log.scalars.get(tag, ())) for metric, tag in tags.items()}
+    for step in sorted(logged["lm_loss"]):
+        yield str(step), {"status": "ok"} | {name: x.get(step) for name, x in logged.items()}
+    times = [1e3 * seconds for _, seconds in log.scalars["iteration-time"][1:]]
+    yield "all", {"status": "ok", **summary(times)}

@@ -1,0 +1,17 @@
+"""The training entry point without this package's marks for Muon: what Megatron does by itself.
+
+python -m benchmarks.train.unmarked FLAGS
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+from megatron_dsa.muon import blocks
+from megatron_dsa.pretrain import main
+
+if __name__ == "__main__":
+    # Modules take these functions when they are imported, which main() does.
+    ignored = mock.Mock(return_value=None)
+    with mock.patch.multiple(blocks, split_for_muon=ignored, leave_to_adamw=ignored):
+        main()

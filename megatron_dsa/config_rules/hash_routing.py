@@ -1,0 +1,75 @@
+"""Rules of layers that look experts up by token id (``moe_hash_layers``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def hash_rules(config: Any) -> Iterator[tuple[Any, str]]:
+    """Yield every rule for a model whose first layers look experts up by token id."""
+    layers = getattr(config, "moe_hash_layers", 0)
+    if not layers:
+        return
+    because = f"with --moe-hash-layers {layers}"
+    yield (
+        layers <= config.num_layers and _all_experts(config, layers),
+        f"--moe-hash-layers ({layers}) must count layers with experts at the start of the model: "
+        "give --num-experts and a --moe-layer-freq that makes them expert layers, or fewer",
+    )
+    balancing = config.moe_router_load_balancing_type
+    yield (
+        balancing not in ("sinkhorn", "quantile_balancing"),
+        f"--moe-router-load-balancing-type must not be {balancing} {because}: it chooses experts "
+        "by itself; use none, aux_loss, seq_aux_loss or global_aux_loss",
+    )
+    yield (
+        not config.moe_enable_routing_replay,
+        f"--moe-enable-routing-replay is not supported {because}: these layers choose by their "
+        "table and record nothing; drop it",
+    )
+    yield (
+        config.dsa_indexer_topk_freq == 1,
+        f"--dsa-indexer-topk-freq must be 1 {because}: token ids and shared selections would take "
+        "the same way from layer to layer",
+    )
+    yield (
+        config.mlp_chunks_for_training == 1,
+        f"--mlp-chunks-for-training must be 1 {because}: chunks of tokens would come without ids",
+    )
+    yield (
+        config.cuda_graph_impl == "none",
+        f"--cuda-graph-impl must be none {because}: Megatron's graphs of layers take hidden states "
+        "and no token ids",
+    )
+    first = _first_chunk(config)
+    yield (
+        first is None or layers <= first,
+        f"--moe-hash-layers ({layers}) must lie on the first pipeline stage, in its first virtual "
+        f"one, which has {first} layer(s): token ids do not travel between stages. Give that stage "
+        "more layers (--pipeline-model-parallel-layout, --decoder-first-pipeline-num-layers), or "
+        "use fewer stages",
+    )
+
+
+def _all_experts(config: Any, layers: int) -> bool:
+    pattern = config.moe_layer_freq
+    if config.num_moe_experts is None:
+        return False
+    return pattern == 1 or layers == 1 if isinstance(pattern, int) else all(pattern[:layers])
+
+
+def _first_chunk(config: Any) -> int | None:
+    """Return how many decoder layers stand with the embedding, ``None``: all of them."""
+    if config.pipeline_model_parallel_size == 1:
+        return None
+    stages = getattr(config.pipeline_model_parallel_layout, "layout", None)
+    if stages is not None:
+        # Megatron's object, once it is made of the text: kinds per rank and virtual stage.
+        return sum(kind.name == "decoder" for kind in stages[0][0])
+    if config.pipeline_model_parallel_layout is not None:
+        return None
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    virtual = config.virtual_pipeline_model_parallel_size
+    return get_num_layers_to_build(config, vp_stage=0 if virtual else None, pp_rank=0)

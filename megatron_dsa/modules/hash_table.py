@@ -1,0 +1,89 @@
+"""Tables of hash routing: which experts a token goes to, by its id."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.errors import require
+
+
+def balanced_table(vocabulary: int, topk: int, experts: int, seed: int) -> torch.Tensor:
+    """Return a random table in which every expert stands equally often, up to rounding.
+
+    The experts in random orders, one order after the other, are cut into rows. Where a row would
+    hold an expert of two orders twice, the second of them is exchanged within its order.
+
+    Args:
+        vocabulary: rows.
+        topk: experts of a row, all different.
+        experts: number of experts, at least ``topk``.
+        seed: equal seeds give equal tables.
+
+    Returns:
+        int32 ``[vocabulary, topk]`` on the CPU.
+    """
+    require(
+        experts >= topk,
+        f"experts must be at least topk = {topk}, got {experts}: the experts of a token differ",
+    )
+    rounds = -(-vocabulary * topk // experts)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    shape = rounds, experts
+    draws = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
+    orders = draws.argsort(dim=1, stable=True).tolist()
+    for number in range(1, rounds):
+        begun = number * experts % topk  # entries of the cut row that the order before has
+        if begun:
+            _keep_apart(orders[number], set(orders[number - 1][-begun:]), topk - begun)
+    table = torch.tensor(orders, dtype=torch.int32, device="cpu").flatten()
+    return table[: vocabulary * topk].view(vocabulary, topk)
+
+
+def _keep_apart(order: list[int], taken: set[int], first: int) -> None:
+    """Exchange the ``first`` entries of an order that are taken with later ones, in place."""
+    later = first
+    for place in range(first):
+        if order[place] in taken:
+            while order[later] in taken:
+                later += 1
+            order[place], order[later] = order[later], order[place]
+            later += 1
+
+
+def check_table(table: torch.Tensor, topk: int, experts: int, name: str) -> None:
+    """Check the values of a table; reads them on the host.
+
+    Args:
+        table: integers ``[vocabulary, topk]``.
+        topk: experts of a token (``--moe-router-topk``).
+        experts: number of experts (``--num-experts``).
+        name: of the table, for messages.
+
+    Raises:
+        ConfigError: another width or dtype, an expert that does not exist, or an expert that
+            stands twice in a row.
+    """
+    require(
+        table.dim() == 2 and table.shape[1] == topk and not table.is_floating_point(),
+        f"{name} must hold integers [vocabulary, --moe-router-topk = {topk}], got {table.dtype} "
+        f"{list(table.shape)}: give the table of this model",
+    )
+    outside = ((table < 0) | (table >= experts)).any(1)
+    ordered = table.sort(dim=1).values
+    repeated = (ordered[:, 1:] == ordered[:, :-1]).any(1)
+    wrong, twice = int(outside.sum()), int((repeated & ~outside).sum())
+    if wrong:
+        row = int(outside.nonzero()[0])
+        require(
+            False,
+            f"{name} must hold experts from 0 to --num-experts - 1 = {experts - 1}, got "
+            f"{table[row].tolist()} for token {row} ({wrong} such rows): load a checkpoint that "
+            "has the table, or give the --num-experts that it was made for",
+        )
+    if twice:
+        row = int((repeated & ~outside).nonzero()[0])
+        require(
+            False,
+            f"{name} must not name an expert twice for a token, got {table[row].tolist()} for "
+            f"token {row} ({twice} such rows): load a checkpoint that has the table",
+        )

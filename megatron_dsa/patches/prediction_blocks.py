@@ -1,0 +1,24 @@
+"""Blocks of multi-token prediction of another class than Megatron's.
+
+megatron-core's ``GPTModel`` takes the layers of such a block from a spec, and the class of the
+block from its own module. Here a spec may name the class, too.
+"""
+
+from __future__ import annotations
+
+import functools
+
+
+@functools.cache
+def build_prediction_blocks_from_specs() -> None:
+    """Let models build the class that the module spec of a block names; others see no change."""
+    from megatron.core.models.gpt import gpt_model
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    original = gpt_model.MultiTokenPredictionBlock
+
+    def build(*, spec, **others):
+        block = spec.module if isinstance(spec, ModuleSpec) else original
+        return block(spec=spec, **others)
+
+    gpt_model.MultiTokenPredictionBlock = build

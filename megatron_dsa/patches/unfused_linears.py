@@ -1,0 +1,44 @@
+"""Fused gradient accumulation without Apex: transformer-engine's linears fuse, Megatron's do not.
+
+transformer-engine adds weight gradients to Megatron's main gradients in its own matrix products.
+megatron-core 0.19 also asks its own linears to, the output layer among them, and raises where
+Apex's kernel is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron_dsa.errors import require
+
+
+@functools.cache
+def leave_linears_unfused_without_apex() -> None:
+    """Let Megatron's own linears leave their weight gradients to autograd if Apex is missing."""
+    from megatron.core.tensor_parallel import layers
+
+    if layers._grad_accum_fusion_available:
+        return
+    for linear in (layers.ColumnParallelLinear, layers.RowParallelLinear):
+        _leave_unfused(linear)
+
+
+def _leave_unfused(linear: Any) -> None:
+    original = linear.__init__
+
+    @functools.wraps(original)
+    def __init__(self, *args, config, **kwargs):
+        fused = config.gradient_accumulation_fusion
+        require(
+            not (fused and config.defer_embedding_wgrad_compute),
+            "--defer-embedding-wgrad-compute needs Apex's kernel fused_weight_gradient_mlp_cuda: "
+            "install Apex with --cpp_ext and --cuda_ext, or drop it",
+        )
+        config.gradient_accumulation_fusion = False
+        try:
+            original(self, *args, config=config, **kwargs)
+        finally:
+            config.gradient_accumulation_fusion = fused
+
+    linear.__init__ = __init__

@@ -1,0 +1,75 @@
+"""The package that Muon needs, and settings that have no meaning without it."""
+
+import types
+
+import pytest
+
+from megatron_dsa.dispatch import packages
+from megatron_dsa.dispatch.packages import EMERGING_OPTIMIZERS
+from megatron_dsa.errors import ConfigError
+
+MUON = types.SimpleNamespace(
+    optimizer="muon", dsa_muon_per_head="none", bf16=True, use_layer_wise_distributed_optimizer=True
+)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Function that pretends a version of the package, or none."""
+
+    def pretend(version):
+        spec = None if version is None else types.SimpleNamespace()
+        monkeypatch.setattr(packages, "installed_version", lambda _name: version)
+        monkeypatch.setattr(packages.importlib.util, "find_spec", lambda _name: spec)
+
+    return pretend
+
+
+def complaints(**changes):
+    from megatron_dsa.training.flag_rules import _muon_rules
+
+    args = types.SimpleNamespace(**(vars(MUON) | changes))
+    return [message for ok, message in _muon_rules(args) if not ok]
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (None, "missing: emerging_optimizers is not installed; pip install"),
+        ("0.2.1", "too old: emerging-optimizers 0.2.1 found, >= 0.3 needed"),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["muon", "adaptive_muon"])
+def test_the_package_is_asked_for(version, message, optimizer, installed):
+    installed(version)
+    (complaint,) = complaints(optimizer=optimizer)
+    assert complaint.startswith(f"--optimizer {optimizer} needs the package emerging-optimizers")
+    assert message in complaint and "'emerging-optimizers>=0.3'" in complaint
+    assert complaints(optimizer="adam") == []
+
+
+def test_versions_that_can_be_used(installed):
+    for version in ("0.3.0", "0.3.4"):
+        installed(version)
+        assert complaints() == [] and EMERGING_OPTIMIZERS.untested() is None
+    installed("0.4.0")
+    assert complaints() == [] and "newer than 0.3" in EMERGING_OPTIMIZERS.untested()
+
+
+def test_settings_without_a_meaning(installed):
+    installed("0.3.0")
+    (complaint,) = complaints(optimizer="adam", dsa_muon_per_head="attention")
+    assert "--dsa-muon-per-head attention has a meaning only with --optimizer muon" in complaint
+    (complaint,) = complaints(bf16=False)
+    assert "--use-distributed-optimizer with --optimizer muon needs --bf16" in complaint
+    assert complaints(bf16=False, use_layer_wise_distributed_optimizer=False) == []
+
+
+def test_rows_that_do_not_fit_stop_the_start():
+    """A module whose blocks do not divide its weight is not built."""
+    import torch
+
+    from megatron_dsa.muon.blocks import split_for_muon
+
+    with pytest.raises(ConfigError, match="must divide the 10 rows"):
+        split_for_muon(torch.nn.Parameter(torch.zeros(10, 4)), (4,), 1)

@@ -1,0 +1,59 @@
+"""``info --muon``: the list of a released model's parameters by optimizer."""
+
+import pytest
+
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.presets import PRESETS
+from megatron_dsa.tools.cli import build_parser
+from tests import host
+
+ATTENTION = "decoder.layers.*.self_attention."
+
+
+@pytest.fixture(autouse=True)
+def no_groups():
+    """The command makes process groups of its own."""
+    host.stop()
+
+
+def shown(capsys, *arguments):
+    parsed = build_parser().parse_args(["info", "--muon", *arguments])
+    assert parsed.run(parsed) == 0
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [
+        ("deepseek-v4-flash", "linear_o_group_proj.weight [8192, 4096] 43 8 blocks of 1024 rows"),
+        ("deepseek-v4-pro", "linear_o_group_proj.weight [16384, 4096] 61 16 blocks of 1024 rows"),
+        ("deepseek-v3.2", "linear_kv_up_proj.weight [32768, 512] 61 one matrix"),
+        ("glm-5", "linear_q_up_proj.weight [16384, 2048] 78 one matrix"),
+    ],
+)
+def test_released_models(model, rows, capsys):
+    lines = shown(capsys, model)
+    assert f"Muon {ATTENTION}{rows}" in lines
+    assert lines[1].startswith("AdamW") and "input_layernorm" in lines[1]
+    v4 = "v4" in model
+    assert any(line.startswith("AdamW") and ".ape " in line for line in lines) == v4
+    assert ("attn_sink" in lines[1]) == v4
+    assert not any(".mlp." in line or "output_layer.weight" in line for line in lines)
+
+
+def test_heads(capsys):
+    """128 heads of 128 + 64 rows; GLM-5's keys and values have other sizes."""
+    lines = shown(capsys, "deepseek-v3.2", "--muon-per-head", "attention")
+    query = "linear_q_up_proj.weight [24576, 1536] 61 128 blocks of 192 rows"
+    assert f"Muon {ATTENTION}{query}" in lines
+    lines = shown(capsys, "glm-5", "--muon-per-head", "all")
+    up = "linear_kv_up_proj.weight [28672, 512] 78 128 blocks of 192 and 256 rows"
+    assert f"Muon {ATTENTION}{up}" in lines
+    query = "core_attention.indexer.linear_wq_b.weight [4096, 2048] 78 32 blocks of 128 rows"
+    assert f"Muon {ATTENTION}{query}" in lines
+
+
+def test_an_unknown_model_is_refused(capsys):
+    with pytest.raises(ConfigError, match=r"unknown preset 'v5'.*glm-5"):
+        shown(capsys, "v5")
+    assert len(PRESETS) == 4
