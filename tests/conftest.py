@@ -1,6 +1,7 @@
 """Fixtures for all tests. Memory that nobody wrote is poisoned, so that reading it shows."""
 
 import importlib.util
+import sys
 
 import pytest
 import torch
@@ -47,6 +48,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def no_scale_of_auxiliary_losses():
+    """Megatron keeps it in a class, and copies later ones into it, which may have another shape."""
+    yield
+    if utils := sys.modules.get("megatron.core.transformer.moe.moe_utils"):
+        utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@
     python -m benchmarks train --kinds convergence --runs 1 2
     python -m benchmarks train --kinds selected     # masked beside sparse attention, every step
     python -m benchmarks train --kinds muon         # needs emerging-optimizers
+    python -m benchmarks train --kinds whole-v4     # fused and in torch, every step
 
 ``memory``: planned peak of a training step beside the measured (:mod:`benchmarks.train.memory`).
 ``operations``: planned operations beside those that tensor cores counted
@@ -13,7 +14,8 @@
 (:mod:`benchmarks.train.resume`). ``convergence``: the same training with several attentions
 (:mod:`benchmarks.train.convergence`). ``selected``: the same training with each of the two
 attentions to selected keys (:mod:`benchmarks.train.selected`). ``muon``: the same training by AdamW
-and by Muon with and without blocks (:mod:`benchmarks.train.muon`).
+and by Muon with and without blocks (:mod:`benchmarks.train.muon`). ``whole-v4``: the same training
+of a whole DeepSeek-V4 with fused kernels and in torch (:mod:`benchmarks.train.whole`).
 """
 
 from __future__ import annotations
@@ -30,19 +32,20 @@ from typing import Any
 import torch
 
 from benchmarks.settings import Settings, Work
-from benchmarks.train import convergence, memory, muon, operations, resume, selected
+from benchmarks.train import convergence, memory, muon, operations, resume, selected, whole
 from benchmarks.train.models import CASES, command, model_of
 
 CEILINGS = ()
 ON_DEVICE = False
 #: Seconds until a run that does not answer is ended.
 TIMEOUT = 7200.0
-KINDS = ("memory", "operations", "run", "convergence", "selected", "muon")
+KINDS = ("memory", "operations", "run", "convergence", "selected", "muon", "whole-v4")
 #: Kind -> module and class that train it, a way at a time.
 TRAINED: dict[str, tuple[Any, Any]] = {
     "convergence": (convergence, convergence.Comparison),
     "selected": (selected, selected.SameTraining),
     "muon": (muon, muon.SameStart),
+    "whole-v4": (whole, whole.SameModel),
 }
 #: Models whose operations are counted: all stages, both models, experts, prediction,
 #: recomputation; by number in CASES.
@@ -84,9 +87,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         default=[1],
-        help="seeds of convergence, selected and muon (1)",
+        help="seeds of all kinds but memory, operations and run (1)",
     )
-    lengths = "of run, convergence, selected, muon (50; 300, a multiple of 12; 100; 200)"
+    lengths = "50 of run, 300 of convergence (a multiple of 12), 100 of selected, 200 of others"
     add("--steps", type=int, help=lengths)
 
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config import options_of
 from megatron_dsa.dsa_kernels import IndexerInputs
-from megatron_dsa.modules.frame import weight_of
+from megatron_dsa.modules.frame import delays_weight_gradient, weight_of
 from megatron_dsa.modules.layers import ReplicatedLinear
 from megatron_dsa.modules.precision import multiplies_plainly
 from megatron_dsa.modules.rope import TokenRope
@@ -132,9 +132,12 @@ class DSAIndexer(MegatronModule):
     def _reads_query_weight(self) -> bool:
         """Whether products with the weight of the queries are those of the linear.
 
-        A linear in FP8, one with hooks or one of another class has to be called.
+        A linear in FP8, one with hooks, one of another class, or one that delays its weight
+        gradient has to be called.
         """
         linear = self.linear_wq_b
+        if delays_weight_gradient(linear):
+            return False
         if linear._forward_hooks or linear._backward_hooks or linear._backward_pre_hooks:
             return False
         if type(linear) is ReplicatedLinear:

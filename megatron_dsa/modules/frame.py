@@ -103,6 +103,11 @@ def weight_gradient_by_autograd(linear: torch.nn.Module) -> None:
             setattr(parameter, _DELAYED, False)
 
 
+def delays_weight_gradient(linear: torch.nn.Module) -> bool:
+    """Return whether ``backward_dw`` makes the weight gradient of a linear, and autograd none."""
+    return any(getattr(parameter, _DELAYED, False) for parameter in linear.parameters())
+
+
 #: Attribute of parameters that Megatron's data parallelism reads.
 _DELAYED = "skip_backward_post_hook"
 

@@ -222,7 +222,7 @@ def test_info_says_which(fused, capsys):
     assert 12000 < found["selected_attention"][model]["masked_up_to_tokens"] < 13000
     assert found["operations"][model]["masked_attention_forward"]["runs"] == "made_up"
     assert "masked_attention_forward" not in found["operations"]["DeepSeek-V4-Pro"]
-    info.print_info(SimpleNamespace(support_table=False, json=False))
+    info.print_info(SimpleNamespace(support_table=False, json=False, muon=None))
     out = capsys.readouterr().out
     assert "selected keys: sparse attention (no sequence length is given); masked is" in out
     assert "cheaper up to about 12k tokens" in out

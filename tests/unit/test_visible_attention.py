@@ -174,7 +174,7 @@ def test_info_says_which(fused, capsys):
     assert found["visible_attention"][model]["masked_up_to_tokens"] == MOST_KEPT
     assert found["operations"][model]["visible_bits"]["runs"] == "made_up"
     assert "visible_bits" not in found["operations"]["DeepSeek-V4-Pro"]
-    info.print_info(SimpleNamespace(support_table=False, json=False))
+    info.print_info(SimpleNamespace(support_table=False, json=False, muon=None))
     assert "visible keys: dense attention (no sequence length is given)" in capsys.readouterr().out
 
 

@@ -61,7 +61,8 @@ def test_a_rank_has_its_share_of_the_indexer_and_all_tokens_of_its_heads(groups,
         )
         built.step()
     (inputs,) = given
-    assert inputs.q.shape == (OWN, 3, 16) and inputs.k.shape == (TOKENS, 16)
+    assert len(inputs.queries.latent) == OWN and inputs.queries.heads == 3
+    assert inputs.queries.dim == 16 and inputs.k.shape == (TOKENS, 16)
     # Half of its tokens is scored by another rank, and half of another's here: exactly the mean.
     assert scored(calls) == (OWN, TOKENS * (TOKENS + 1) // 2 // RANKS)
     ((_, (loss,)),) = calls["sparse_indexer_loss"]

@@ -162,9 +162,13 @@ def test_a_quantised_weight_is_read_dequantised(monkeypatch):
     assert stored.grad.as_subclass(torch.Tensor).equal(torch.arange(6.0).view(2, 3))
 
 
-@pytest.mark.parametrize("config", [small_config, lambda **x: small_csa_config(4, **x)])
-def test_an_attention_reads_quantised_weights(config, monkeypatch):
-    """Absorption and output groups get the values, whatever keeps them."""
+@pytest.mark.parametrize(
+    ("config", "reads"),
+    [(small_config, 2), (lambda **x: small_csa_config(4, **x), 1)],
+    ids=["dsa", "csa"],
+)
+def test_an_attention_reads_quantised_weights(config, reads, monkeypatch):
+    """Absorption, index queries and output groups get the values, whatever keeps them."""
     from megatron_dsa.modules import frame
 
     module = attention_module(config(dtype=torch.float32))
@@ -177,4 +181,4 @@ def test_an_attention_reads_quantised_weights(config, monkeypatch):
         return weight * 2
 
     monkeypatch.setattr(frame, "dequantised", recorded)
-    assert not module(x, None)[0].equal(expected) and len(seen) == 1
+    assert not module(x, None)[0].equal(expected) and len(seen) == reads

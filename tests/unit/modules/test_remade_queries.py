@@ -10,6 +10,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.modules.dsa_indexer import DSAIndexer
 from megatron_dsa.modules.precision import multiplies_plainly
 from megatron_dsa.ops.indexer_loss.queries import LatentIndexerInputs, LatentQueries
+from megatron_dsa.presets import preset
 from tests.cases.layers import in_small_blocks
 from tests.helpers import relative_error
 from tests.host import attention_module, hidden_like, small_config
@@ -194,3 +195,25 @@ def recipe(quantised=True, nonquantised=False, fp8=None, fp4=None):
 def test_a_quantised_linear_is_called(fp8, params, plain):
     config = SimpleNamespace(fp8=fp8, fp4=None)
     assert multiplies_plainly(SimpleNamespace(te_quant_params=params), config) == plain
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["sparse", "masked"])
+def test_steps_of_v3_2_are_those_of_queries_that_are_kept(attention, kinds, monkeypatch):
+    """In bf16, by the kernels that this GPU has: sums of blocks are in another order."""
+    options = DSAOptions(selected_attention=attention, health_tokens=0, sequence_length=4096)
+    config = preset(
+        "deepseek-v3.2", dsa=options, num_layers=2, num_attention_heads=16, hidden_size=1024,
+        ffn_hidden_size=1024, num_moe_experts=None, moe_layer_freq=1, transformer_impl="local",
+        params_dtype=torch.bfloat16, bf16=True, dsa_indexer_loss_coeff=0.01,
+        dsa_indexer_use_sparse_loss=True, gradient_accumulation_fusion=False,
+        persist_layer_norm=False, bias_dropout_fusion=False,
+    )  # fmt: skip
+    found = step(attention_module(config).train(), 4096)
+    monkeypatch.setattr(DSAIndexer, "_reads_query_weight", lambda self: False)
+    expected = step(attention_module(config).train(), 4096)
+    assert kinds == [True, False]
+    for name, gradient in expected.items():
+        error = relative_error(found[name], gradient)
+        print(f"{attention} {name}: {error:.1e}")
+        assert gradient.norm() > 0 and error < 1e-2, name
