@@ -6,7 +6,7 @@ import math
 import statistics
 from pathlib import Path
 
-from benchmarks.charts.drawing import Point, machine, of_last_gpu, pyplot, save
+from benchmarks.charts.drawing import Point, machine, of_one_gpu, pyplot, save
 from benchmarks.charts.muon import draw_muon
 from benchmarks.charts.selected import draw_selected
 from benchmarks.train.convergence import WAYS
@@ -24,7 +24,7 @@ LOSS = "validation_loss"
 def draw_train(points: list[Point], folder: Path) -> list[Path]:
     """Draw what was evaluated, and the same training with two attentions and optimizers."""
     found = [p for p in points if p.case["kind"] == "convergence" and LOSS in p.values]
-    drawn = [draw(of_last_gpu(found), folder / "train_convergence.png")] if found else []
+    drawn = [draw(of_one_gpu(found), folder / "train_convergence.png")] if found else []
     return drawn + draw_selected(points, folder) + draw_muon(points, folder)
 
 

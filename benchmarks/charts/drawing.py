@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,9 +53,10 @@ def points_of(path: Path) -> list[Point]:
     return list(found.values())
 
 
-def of_last_gpu(points: list[Point]) -> list[Point]:
-    """Return the points of the GPU that was measured last."""
-    return [point for point in points if point.gpu == points[-1].gpu]
+def of_one_gpu(points: list[Point]) -> list[Point]:
+    """Return the points of the GPU that has most of them."""
+    ((gpu, _),) = Counter(point.gpu for point in points).most_common(1) or [("", 0)]
+    return [point for point in points if point.gpu == gpu]
 
 
 def machine(points: list[Point]) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.charts.drawing import Point, machine, of_last_gpu, pyplot, save, thousands
+from benchmarks.charts.drawing import Point, machine, of_one_gpu, pyplot, save, thousands
 
 
 def draw_engine(points: list[Point], folder: Path) -> list[Path]:
     """Draw tokens per second of every way, and its time over that of ``te-bf16``."""
-    points = of_last_gpu([point for point in points if point.part == "step"])
+    points = of_one_gpu([point for point in points if point.part == "step"])
     if not points:
         return []
     cases = sorted({(p.case["mlp"], p.case["tokens"]) for p in points})

@@ -10,7 +10,7 @@ from benchmarks.charts.drawing import (
     draw_shares,
     machine,
     mark_lengths,
-    of_last_gpu,
+    of_one_gpu,
     pyplot,
     save,
     thousands,
@@ -34,7 +34,7 @@ def draw_layers(points: list[Point], folder: Path) -> list[Path]:
     """Draw time against length of V3.2's layers, shares of all, and the core's memory."""
     written = []
     for preset in dict.fromkeys(point.case["preset"] for point in points):
-        mine = of_last_gpu([point for point in points if point.case["preset"] == preset])
+        mine = of_one_gpu([point for point in points if point.case["preset"] == preset])
         if preset == "core":
             written.append(draw_core(mine, folder / "layer_core_memory.png"))
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from benchmarks.charts.drawing import Point, machine, of_last_gpu, pyplot, save
+from benchmarks.charts.drawing import Point, machine, of_one_gpu, pyplot, save
 from benchmarks.charts.selected import losses
 from benchmarks.train.muon import WAYS
 
@@ -43,7 +43,7 @@ def draw_muon(points: list[Point], folder: Path) -> list[Path]:
     points = [p for p in points if p.case["kind"] == "muon" and p.part != "all"]
     if not points:
         return []
-    points = of_last_gpu(points)
+    points = of_one_gpu(points)
     figure, (training, apart, validation) = pyplot.subplots(1, 3, figsize=(15, 4.6))
     for way in WAYS:
         for number, curve in enumerate(losses(points, way, "lm_loss").values()):

@@ -9,7 +9,7 @@ from benchmarks.charts.drawing import (
     Point,
     machine,
     mark_lengths,
-    of_last_gpu,
+    of_one_gpu,
     pyplot,
     save,
     thousands,
@@ -24,7 +24,7 @@ def draw_attention(points: list[Point], folder: Path) -> list[Path]:
     """Draw the speed of every preset."""
     written = []
     for name in dict.fromkeys(point.case["preset"] for point in points):
-        mine = of_last_gpu([point for point in points if point.case["preset"] == name])
+        mine = of_one_gpu([point for point in points if point.case["preset"] == name])
         p = PRESETS[name]
         title = (
             f"{name}: {p.heads} heads, dims {p.qk_dim}/{p.v_dim}, K = {p.topk}, "
@@ -76,7 +76,7 @@ def draw_lines(axis, points: list[Point], part: str, length: str, ways: dict[str
 
 def draw_masked(points: list[Point], folder: Path) -> list[Path]:
     """Draw masked dense attention, a line of panels per dims and number of heads."""
-    points = of_last_gpu(points)
+    points = of_one_gpu(points)
     found = [point for point in points if point.part in MASKED_PAIR_DIMS]
     if not found:
         return []
@@ -122,7 +122,7 @@ def draw_connections(points: list[Point], folder: Path) -> list[Path]:
 
 def draw_shares_of_copy(points: list[Point], title: str, target: Path) -> Path:
     """Draw the share of the copy bandwidth, one panel per length, a bar per way."""
-    points = of_last_gpu([point for point in points if "share_of_copy" in point.values])
+    points = of_one_gpu([point for point in points if "share_of_copy" in point.values])
     lengths = sorted({point.case["tokens"] for point in points})
     ways = list(dict.fromkeys(point.way for point in points))
     parts = list(dict.fromkeys(point.part for point in points))

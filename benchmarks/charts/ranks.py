@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.charts.drawing import Point, machine, of_last_gpu, pyplot, save, thousands
+from benchmarks.charts.drawing import Point, machine, of_one_gpu, pyplot, save, thousands
 from benchmarks.ranks.cases import LAYERS, ONE_RANK
 
 #: Metric -> label of its bar.
@@ -17,7 +17,7 @@ def draw_ranks(points: list[Point], folder: Path) -> list[Path]:
     layers = [p for p in points if p.case["kind"] == LAYERS and p.part == "step"]
     layers = [p for p in layers if "efficiency" in p.values]
     for ranks in sorted({p.case["tp"] * p.case["cp"] for p in layers}):
-        mine = of_last_gpu([p for p in layers if p.case["tp"] * p.case["cp"] == ranks])
+        mine = of_one_gpu([p for p in layers if p.case["tp"] * p.case["cp"] == ranks])
         written.append(draw_layers(mine, folder / f"ranks_{ranks}gpus_layers.png"))
     return written
 

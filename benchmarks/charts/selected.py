@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.charts.drawing import Point, machine, of_last_gpu, pyplot, save
+from benchmarks.charts.drawing import Point, machine, of_one_gpu, pyplot, save
 from benchmarks.train.selected import WAYS
 
 LABELS = {"sparse": "sparse attention", "masked": "masked dense attention",
@@ -38,7 +38,7 @@ def draw_selected(points: list[Point], folder: Path) -> list[Path]:
     points = [p for p in points if p.case["kind"] == "selected" and p.part != "all"]
     if not points:
         return []
-    points = of_last_gpu(points)
+    points = of_one_gpu(points)
     figure, axes = pyplot.subplots(2, len(METRICS), figsize=(12, 7), sharex=True, squeeze=False)
     for (metric, name), (above, below) in zip(METRICS.items(), axes.T, strict=True):
         for way in WAYS:
