@@ -37,9 +37,9 @@ def dry_run(flags, folder):
     return lines, int(most)
 
 
-def planned(script, folder):
-    """Plan a launch script without a variable; return what was printed, and the memory in KiB."""
-    done = launch(script, folder, {}, "--dsa-dry-run")
+def planned(script, folder, variables=None):
+    """Plan a launch script without data; return what was printed, and the memory in KiB."""
+    done = launch(script, folder, variables or {}, "--dsa-dry-run")
     assert done.returncode == 0, done.stderr
     flags, world = json.loads(done.stdout)
     flags = flags[flags.index("megatron_dsa.pretrain") + 1 :]
@@ -62,6 +62,22 @@ def test_a_launch_script_of_a_whole_v4(tmp_path):
     assert any("hyper-connections" in line and "GFLOP per token" in line for line in lines)
     assert "  hyper_connection_head: triton (fused) in layer 43; MTP layer 1" in lines
     assert most < 2 * 2**20
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the page is for the packages of a CPU")
+def test_memory_of_long_sequences_is_that_of_the_page(tmp_path):
+    """docs/guide/planning.md: a row of its table of V4-Flash."""
+    page = (REPOSITORY / "docs/guide/planning.md").read_text()
+    row = r"^\| 131072 \| 4 \| `RECOMPUTE=full` \| (\d+) to (\d+) \| (\S+) \| (\S+) \|$"
+    least, most, *sizes = re.search(row, page, re.M).groups()
+    variables = {"SEQ_LENGTH": "131072", "CP": "4", "RECOMPUTE": "full", "GLOBAL_BATCH": "32"}
+    lines, _ = planned("v4_flash.sh", tmp_path, variables)
+    (first,) = (line.split() for line in lines if re.match(r" +0 +\d", line))
+    assert [first[4], first[6]] == sizes
+    begin = lines.index("kept for the backward pass, MiB per layer and microbatch") + 1
+    end = lines.index("what runs (dsa_fused)")
+    kept = [float(line.split(": ")[1].split(" to ")[0]) for line in lines[begin:end]]
+    assert [round(min(kept)), round(max(kept))] == [int(least), int(most)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the page is for the packages of a CPU")
