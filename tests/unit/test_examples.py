@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -97,6 +98,17 @@ def test_v4_scripts_have_the_flags_of_config_json(script, tmp_path, monkeypatch)
         and [a] * ours.num_layers != b  # --moe-layer-freq 1
     }  # fmt: skip
     assert not different and ours.dsa == theirs.dsa
+
+
+@pytest.mark.parametrize("script", ["v4_flash.sh", "v4_pro.sh"])
+def test_v4_scripts_take_the_flags_of_muon(script, tmp_path, monkeypatch):
+    """The flags of docs/guide/muon.md, behind the script."""
+    pytest.importorskip("emerging_optimizers", minversion="0.3")
+    page = (EXAMPLES.parent / "docs/guide/muon.md").read_text()
+    flags = re.search(r"```bash\n(--optimizer muon .*?)```", page, re.S)[1].split()
+    _, flags, _ = launched(script, tmp_path, TRAINING, *flags)
+    _, args = configured(flags, SCRIPTS[script][1], monkeypatch)
+    assert args.optimizer == "muon" and args.muon_coefficient_type == "deepseekv4"
 
 
 def test_index_sharing_of_later_glm(tmp_path, monkeypatch):
