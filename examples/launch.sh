@@ -1,7 +1,5 @@
 # Sourced by the scripts of the large models (v3_2.sh, glm_5.sh, v4_flash.sh, v4_pro.sh), which set the
-# arrays `model` and `attention` before, or define a function `describe_model` that sets them (it may read
-# `dry_run` and extend `more`), and `needed_by_model` where the model's own shape needs variables that have
-# no default. One call per node; slurm.sbatch makes these calls.
+# arrays `model` and `attention` before. One call per node; slurm.sbatch makes these calls.
 #
 #   what is trained on what
 #     DATA_PATH      --data-path of a data set in the format of Megatron           (no default)
@@ -39,10 +37,8 @@ if $dry_run; then
   : "${DATA_PATH:=none}" "${TOKENIZER:=none}" "${CHECKPOINTS:=none}"
   : "${TRAIN_STEPS:=1000}" "${GLOBAL_BATCH:=$((nodes * gpus))}" "${LR:=1e-5}"
 fi
-if declare -F describe_model >/dev/null; then describe_model; fi
 unset=()
-for entry in "${needed_by_model[@]}" \
-  "DATA_PATH --data-path of a data set in the format of Megatron" \
+for entry in "DATA_PATH --data-path of a data set in the format of Megatron" \
   "TOKENIZER folder or name of the Hugging Face tokenizer" \
   "CHECKPOINTS folder to load from, if it holds a checkpoint, and to save to" \
   "TRAIN_STEPS optimizer steps" "GLOBAL_BATCH sequences per step" "LR learning rate"; do

@@ -21,7 +21,13 @@ export RANK=${RANK:-0} LOCAL_RANK=${LOCAL_RANK:-0} WORLD_SIZE=${WORLD_SIZE:-1}
 export MASTER_ADDR=${MASTER_ADDR:-localhost} MASTER_PORT=${MASTER_PORT:-0} # 0: any that is free
 
 training_lines() { # in place of log.sh's: of a step the losses and milliseconds
-  sed -nuE -e 's/^ *\[[^]]*\] *(iteration +[0-9]+\/ *[0-9]+) .*elapsed time per iteration \(ms\): ([0-9.]+).*(lm loss: [^|]*)\|( mtp_1 loss: [^|]*\|)?( indexer loss: [^|]*)?.*/\1 | \3|\4\5 \2 ms/p' \
+  sed -nuE -e '/^ *\[[^]]*\] *iteration/{
+      s/^ *\[[^]]*\] *//
+      s/ elapsed time per iteration \(ms\): ([0-9.]+)(.*)/\2@ \1 ms/
+      s/\| *((lm|mtp_1|indexer) loss:)/@ \1/g
+      s/\|[^@|]*//g
+      s/ *@/ |/gp
+    }' \
     -e '/^ validation loss/p' -e '/^> (megatron_dsa|checkpoint|no |warning)|^>   /p' -e '/(WARNING|ERROR|CRITICAL):|^error: /p'
 }
 

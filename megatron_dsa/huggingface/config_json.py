@@ -10,8 +10,9 @@ import torch
 
 from megatron_dsa.config import options_of, uses_indexer, uses_streams
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.huggingface.deepseek_v4 import FEATURE_FIELDS, HASH_LAYERS
 from megatron_dsa.huggingface.files import read_json
-from megatron_dsa.huggingface.models import FEATURE_FIELDS, HASH_LAYERS, MODELS
+from megatron_dsa.huggingface.models import MODELS
 from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PREDICTION, Names
 from megatron_dsa.huggingface.quantised import Quantisation
 from megatron_dsa.huggingface.rules import SIZE, check_only, check_values, refuse, required

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.huggingface.config_json import HFModel, model_features
+from megatron_dsa.huggingface.deepseek_v4 import HASH_LAYERS
 from megatron_dsa.huggingface.files import CheckpointReader
 from megatron_dsa.huggingface.hyper_connections import is_identity
-from megatron_dsa.huggingface.models import HASH_LAYERS
 from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PREDICTION
 
 

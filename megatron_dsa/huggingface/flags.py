@@ -7,8 +7,8 @@ from itertools import groupby
 from typing import Any
 
 from megatron_dsa.huggingface.config_json import HFModel
+from megatron_dsa.huggingface.deepseek_v4 import FEATURE_FIELDS
 from megatron_dsa.huggingface.features import described_features
-from megatron_dsa.huggingface.models import FEATURE_FIELDS
 from megatron_dsa.huggingface.names import PREDICTION
 
 #: Fields whose flag is not their name.

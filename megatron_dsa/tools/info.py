@@ -14,7 +14,7 @@ from megatron_dsa.config import DSAOptions, DSATransformerConfig, uses_csa
 from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.dispatch import OpCall, Policy, choices_unlogged
 from megatron_dsa.ops import OPERATIONS
-from megatron_dsa.presets import NEEDED_FOR_V4, PRESETS, preset
+from megatron_dsa.presets import PRESETS, model_preset, preset
 from megatron_dsa.required_ops import (
     MASKED_OPERATIONS,
     RequiredOp,
@@ -57,25 +57,18 @@ def collect_info() -> dict:
             }
             for i in range(torch.cuda.device_count())
         ],
-        "operations": {model: _operations(model_ops(*source)) for model, source in MODELS.items()},
+        "operations": {model: _operations(model_ops(name)) for model, name in MODELS.items()},
         "selected_attention": {
-            model: _selected_attention(*source)
-            for model, source in MODELS.items()
-            if not _is_v4(source[0])
+            model: _selected_attention(name) for model, name in MODELS.items() if not _is_v4(name)
         },
         "visible_attention": {
-            model: _visible_attention(*source)
-            for model, source in MODELS.items()
-            if not _is_v4(source[0])
+            model: _visible_attention(name) for model, name in MODELS.items() if not _is_v4(name)
         },
     }
 
 
-#: Models whose operations are listed, and what their presets leave open.
-MODELS = {
-    "DeepSeek-V3.2": ("deepseek-v3.2", {}),
-    "DeepSeek-V4-Pro": ("deepseek-v4-pro", dict.fromkeys(NEEDED_FOR_V4, 10000)),
-}
+#: Models whose operations are listed, and their presets.
+MODELS = {"DeepSeek-V3.2": "deepseek-v3.2", "DeepSeek-V4-Pro": "deepseek-v4-pro"}
 #: Options that call all operations between them.
 SETTINGS = (
     DSAOptions(stage="sparse", fp8_selection=True, evaluate_indexer=True),
@@ -84,20 +77,18 @@ SETTINGS = (
 )
 
 
-def model_ops(name: str, missing: dict) -> dict[str, RequiredOp]:
+def model_ops(name: str) -> dict[str, RequiredOp]:
     """Return one call of every operation that a model's layers need in any stage."""
     ops: dict[str, RequiredOp] = {}
     for options in SETTINGS:
         if options.selected_attention == "masked" and _is_v4(name):
             continue
-        config = _config(name, options, missing)
+        config = _config(name, options)
         # V4's layers with an indexer call everything that the others do.
         ratios = config.csa_compress_ratios if uses_csa(config) else [CSA_RATIO]
         for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
             ops.setdefault(op.operation, op)
     if _is_v4(name):
-        # The preset is of the attention.
-        config.hc_mult = 4
         ops |= {op.operation: op for head in (False, True) for op in stream_ops(config, head=head)}
     else:
         for op in visible_ops(config):
@@ -109,22 +100,23 @@ def _is_v4(name: str) -> bool:
     return "csa_compress_ratios" in PRESETS[name]
 
 
-def _config(name: str, options: DSAOptions, missing: dict) -> DSATransformerConfig:
-    return preset(
+def _config(name: str, options: DSAOptions) -> DSATransformerConfig:
+    # V4's streams call operations, too.
+    return (model_preset if _is_v4(name) else preset)(
         name, dsa=options, dsa_indexer_loss_coeff=0.01, params_dtype=torch.bfloat16,
-        dsa_indexer_use_sparse_loss=options.stage == "sparse", **missing,
+        dsa_indexer_use_sparse_loss=options.stage == "sparse",
     )  # fmt: skip
 
 
-def _selected_attention(name: str, missing: dict) -> dict:
+def _selected_attention(name: str) -> dict:
     """How one rank that holds all heads would attend to selected keys."""
-    choice = selected_attention(_config(name, DSAOptions(), missing))
+    choice = selected_attention(_config(name, DSAOptions()))
     return {"masked_up_to_tokens": choice.crossover, "says": choice.describe()}
 
 
-def _visible_attention(name: str, missing: dict) -> dict:
+def _visible_attention(name: str) -> dict:
     """How one rank that holds all heads would attend to all visible keys."""
-    choice = visible_attention(_config(name, DSAOptions(stage="dense"), missing))
+    choice = visible_attention(_config(name, DSAOptions(stage="dense")))
     return {"masked_up_to_tokens": choice.longest, "says": choice.describe()}
 
 

@@ -14,13 +14,11 @@ from megatron_dsa import specs
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.dispatch import choices_unlogged
 from megatron_dsa.muon.table import Kind, kinds_of, table_of
-from megatron_dsa.presets import NEEDED_FOR_V4, PRESETS, preset
+from megatron_dsa.presets import AROUND, PRESETS, preset
 from megatron_dsa.tools.planner.attention_only import layers_without_mlp
 from megatron_dsa.tools.planner.host import host, ranks
 
 PerHead = Literal["none", "attention", "all"]
-#: Streams of DeepSeek-V4, which a preset of its attention leaves open.
-STREAMS = 4
 #: One rank.
 _ALONE = SimpleNamespace(
     world_size=1,
@@ -49,14 +47,11 @@ def released_kinds(name: str, per_head: PerHead = "none") -> Counter[Kind]:
     changes: dict[str, Any] = {}
     if "csa_compress_ratios" in released:
         layers = released["num_layers"]
-        changes = (
-            dict.fromkeys(NEEDED_FOR_V4, 10000)
-            | {  # no shape depends on them
-                "csa_compress_ratios": released["csa_compress_ratios"][:layers],
-                "hc_mult": STREAMS,
-                "mtp_num_layers": None,
-            }
-        )
+        changes = {
+            "csa_compress_ratios": released["csa_compress_ratios"][:layers],
+            "hc_mult": AROUND[name]["hc_mult"],
+            "mtp_num_layers": None,
+        }
     config = preset(
         name, dsa=DSAOptions(muon_per_head=per_head), params_dtype=torch.bfloat16,
         dsa_indexer_loss_coeff=1.0, transformer_impl="local", persist_layer_norm=False,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-#: What the user has to fill in, with made-up values; and for V4, besides.
+#: What the user has to fill in, with made-up values.
 TRAINING = {
     "DATA_PATH": "data",
     "TOKENIZER": "tokenizer",
@@ -17,18 +17,6 @@ TRAINING = {
     "GLOBAL_BATCH": "8",
     "LR": "1e-4",
 }
-MODEL = {
-    "ROTARY_BASE": "10000",
-    "COMPRESS_ROTARY_BASE": "12345",
-    "YARN_FACTOR": "7",
-    "YARN_ORIGINAL_LENGTH": "1024",
-    "MOE_LAYER_FREQ": "1",
-    "NUM_EXPERTS": "16",
-    "EXPERTS_PER_TOKEN": "2",
-    "EXPERT_SIZE": "64",
-    "SHARED_EXPERT_SIZE": "64",
-}
-V4 = TRAINING | MODEL
 
 
 def launch(script, folder, variables, *arguments, before=()):

@@ -3,21 +3,15 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from tests.cases.launch_scripts import V4, launch, launched
+from tests.cases.launch_scripts import launch
 from tests.functional.launch import ENTRY_POINT, REPOSITORY
 
-JOB = {
-    "TP": "8", "PP": "4", "EP": "8", "NODES": "4", "MOE_LAYER_FREQ": "1", "NUM_EXPERTS": "16",
-    "EXPERTS_PER_TOKEN": "2", "EXPERT_SIZE": "2048", "SHARED_EXPERT_SIZE": "2048",
-    "PIPELINE_LAYOUT": "Et*11|t*11|t*11|t*10mL", "GLOBAL_BATCH": "64",
-}  # fmt: skip
 #: Runs a command, and prints the most memory (KiB) that it had. A process of its own: to a command
 #: that this one starts, Linux counts the memory that this one has had.
 WITH_MEMORY = """
@@ -43,29 +37,53 @@ def dry_run(flags, folder):
     return lines, int(most)
 
 
-def test_flags_of_a_launch_script(tmp_path):
-    _, flags, _ = launched("v4_flash.sh", tmp_path, V4 | JOB)
-    shutil.rmtree(tmp_path / "checkpoints")  # the script's log
-    flags += ["--vocab-size", "129280", "--dsa-dry-run", "--dsa-dry-run-world", "32"]
-    lines, most = dry_run([*flags, "--dsa-dry-run-gpu", "h200"], tmp_path)
+def planned(script, folder, variables=None):
+    """Plan a launch script without data; return what was printed, and the memory in KiB."""
+    done = launch(script, folder, variables or {}, "--dsa-dry-run")
+    assert done.returncode == 0, done.stderr
+    flags, world = json.loads(done.stdout)
+    flags = flags[flags.index("megatron_dsa.pretrain") + 1 :]
+    return dry_run([*flags, "--dsa-dry-run-world", world, "--dsa-dry-run-gpu", "h200"], folder)
+
+
+def test_a_launch_script_of_a_whole_v4(tmp_path):
+    lines, most = planned("v4_flash.sh", tmp_path)
     assert lines[0].startswith(
-        "plan for 32 x NVIDIA H200: TP 8 (attention by sequence), PP 4, EP 8"
+        "plan for 128 x NVIDIA H200: TP 8 (attention by sequence), PP 4, EP 32"
     )
     stages = [line for line in lines if line.startswith(("  0: ", "  1: ", "  2: ", "  3: "))]
     assert len(stages) == 4 and "embedding" in stages[0] and "MTP layer 1: window" in stages[3]
-    for kind in ("window", "CSA (ratio 4) with indexer", "HCA (ratio 128)"):
-        assert kind in stages[0]
+    looked_up = "256 experts, looked up by token"
+    assert (
+        f"layers 1-2: window; {looked_up} | layer 3: CSA (ratio 4) with indexer; {looked_up}"
+        in (stages[0])
+    )
+    assert "HCA (ratio 128); 256 experts | " in stages[0] and looked_up not in stages[1]
+    assert any("hyper-connections" in line and "GFLOP per token" in line for line in lines)
+    assert "  hyper_connection_head: triton (fused) in layer 43; MTP layer 1" in lines
     assert most < 2 * 2**20
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the page is for the packages of a CPU")
+def test_memory_of_long_sequences_is_that_of_the_page(tmp_path):
+    """docs/guide/planning.md: a row of its table of V4-Flash."""
+    page = (REPOSITORY / "docs/guide/planning.md").read_text()
+    row = r"^\| 131072 \| 4 \| `RECOMPUTE=full` \| (\d+) to (\d+) \| (\S+) \| (\S+) \|$"
+    least, most, *sizes = re.search(row, page, re.M).groups()
+    variables = {"SEQ_LENGTH": "131072", "CP": "4", "RECOMPUTE": "full", "GLOBAL_BATCH": "32"}
+    lines, _ = planned("v4_flash.sh", tmp_path, variables)
+    (first,) = (line.split() for line in lines if re.match(r" +0 +\d", line))
+    assert [first[4], first[6]] == sizes
+    begin = lines.index("kept for the backward pass, MiB per layer and microbatch") + 1
+    end = lines.index("what runs (dsa_fused)")
+    kept = [float(line.split(": ")[1].split(" to ")[0]) for line in lines[begin:end]]
+    assert [round(min(kept)), round(max(kept))] == [int(least), int(most)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the page is for the packages of a CPU")
 def test_the_plan_that_the_documentation_shows(tmp_path):
     """docs/guide/planning.md: its figures are those of today."""
-    done = launch("v3_2.sh", tmp_path, {}, "--dsa-dry-run")
-    assert done.returncode == 0, done.stderr
-    flags, world = json.loads(done.stdout)
-    flags = flags[flags.index("megatron_dsa.pretrain") + 1 :]
-    lines, _ = dry_run([*flags, "--dsa-dry-run-world", world], tmp_path)
+    lines, _ = planned("v3_2.sh", tmp_path)
     page = (REPOSITORY / "docs/guide/planning.md").read_text()
     shown = re.search(r"```text\n(plan for .*?)```", page, re.DOTALL)[1].splitlines()
     # What runs hangs on the packages that are installed.

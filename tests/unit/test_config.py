@@ -8,6 +8,7 @@ import torch
 from megatron_dsa.config import DSAOptions
 from megatron_dsa.errors import ConfigError, VersionError
 from megatron_dsa.sequence.sharding import CP_LAYOUTS
+from tests.cases.released_models import CONFIGS
 from tests.host import attention_module, hidden_like, small_config, start
 
 #: With transformer-engine, whose FP8 takes weights of so many rows only.
@@ -270,6 +271,33 @@ def test_presets(name):
         preset(name, layers=2)
     with pytest.raises(ConfigError, match="unknown preset"):
         preset("v3")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_whole_models_are_the_released_ones(name):
+    """What ``--dsa-load-hf`` asks of a model before it reads the weights."""
+    start()
+    from megatron_dsa.huggingface.config_json import check_model, parse_config
+    from megatron_dsa.presets import VOCABULARY, model_preset
+
+    released = CONFIGS[name]
+    config = model_preset(name, dsa_indexer_loss_coeff=1.0)
+    check_model(parse_config(released), config)
+    assert config.mtp_num_layers == released["num_nextn_predict_layers"]
+    assert VOCABULARY[name] == released["vocab_size"]
+    wrong = {"moe_router_topk_scaling_factor": 2.0}
+    with pytest.raises(ConfigError, match=r"moe_router_topk_scaling_factor is 2\.0"):
+        check_model(parse_config(released), model_preset(name, dsa_indexer_loss_coeff=1.0, **wrong))
+
+
+def test_options_of_a_whole_model_keep_its_epsilon():
+    start()
+    from megatron_dsa.presets import model_preset
+
+    kept = model_preset("glm-5", dsa_indexer_loss_coeff=1.0, dsa=DSAOptions(fused=False)).dsa
+    assert (kept.fused, kept.latent_norm_epsilon) == (False, 1e-6)
+    other = DSAOptions(latent_norm_epsilon=1e-3)
+    assert model_preset("glm-5", dsa_indexer_loss_coeff=1.0, dsa=other).dsa == other
 
 
 def test_which_layers_compute_their_selection():

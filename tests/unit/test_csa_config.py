@@ -85,25 +85,16 @@ def test_teacher_is_one_of_two():
         DSAOptions(csa_teacher="window")
 
 
-ROPE = {
-    "rotary_base": 1e4, "csa_compress_rotary_base": 160000.0, "rotary_scaling_factor": 16.0,
-    "original_max_position_embeddings": 65536,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", [name for name in PRESETS if "v4" in name])
 def test_presets(name):
     start()
-    config = preset(name, **ROPE, dsa_indexer_loss_coeff=1.0)
+    config = preset(name, dsa_indexer_loss_coeff=1.0)
     assert len(config.csa_compress_ratios) == config.num_layers + 1
     assert config.csa_compress_ratios[-1] == 0 and config.ratio(1, is_mtp=True) == 0
     assert config.csa_compress_ratios[2:5] == [4, 128, 4]
     counts = {ratio: config.csa_compress_ratios.count(ratio) for ratio in (0, 4, 128)}
     expected = {"deepseek-v4-flash": (3, 21, 20), "deepseek-v4-pro": (1, 30, 31)}
     assert tuple(counts.values()) == expected[name]
-    for field in ROPE:
-        with pytest.raises(ConfigError, match=f"needs {field}"):
-            preset(name, **{key: value for key, value in ROPE.items() if key != field})
 
 
 def test_rope_tables_are_megatrons():

@@ -1,7 +1,8 @@
 """The launch scripts: their flags are valid and describe the released models."""
 
-import json
+import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,71 +10,12 @@ import sys
 import pytest
 import torch
 
-from megatron_dsa.config import CSATransformerConfig
 from megatron_dsa.huggingface.config_json import check_model, parse_config
-from megatron_dsa.presets import PRESETS
-from tests.cases.launch_scripts import EXAMPLES, MODEL, TRAINING, V4, launch, launched, logs
+from megatron_dsa.huggingface.flags import flags_of
+from megatron_dsa.presets import AROUND, PRESETS
+from tests.cases.launch_scripts import EXAMPLES, TRAINING, launch, launched, logs
+from tests.cases.released_models import CONFIGS, GLM_5
 from tests.host import parsed
-
-#: config.json of released models, as far as it says what weights mean.
-MOE = {
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 2048,
-    "first_k_dense_replace": 3,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "num_nextn_predict_layers": 1,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "index_head_dim": 128,
-    "index_topk": 2048,
-}
-DEEPSEEK_V32 = MOE | {
-    "model_type": "deepseek_v32",
-    "vocab_size": 129280,
-    "num_hidden_layers": 61,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "num_attention_heads": 128,
-    "n_group": 8,
-    "topk_group": 4,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "index_n_heads": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-}
-GLM_5 = MOE | {
-    "model_type": "glm_moe_dsa",
-    "vocab_size": 154880,
-    "num_hidden_layers": 78,
-    "hidden_size": 6144,
-    "intermediate_size": 12288,
-    "num_attention_heads": 64,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 2048,
-    "qk_nope_head_dim": 192,
-    "v_head_dim": 256,
-    "index_n_heads": 32,
-    "indexer_rope_interleave": True,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
-}
 
 
 def configured(flags, world, monkeypatch):
@@ -89,38 +31,44 @@ def configured(flags, world, monkeypatch):
     return model_config_from_args(args).transformer, args
 
 
-@pytest.mark.parametrize("name", ["flash", "pro"])
-def test_v4_script(name, tmp_path, monkeypatch):
-    launcher, flags, _ = launched(f"v4_{name}.sh", tmp_path, V4)
-    assert launcher[:2] == ["-m", "torch.distributed.run"] and "--nproc-per-node" in launcher
-    config, _ = configured(flags, 8, monkeypatch)
-    assert isinstance(config, CSATransformerConfig)
-    for field, value in PRESETS[f"deepseek-v4-{name}"].items():
-        assert getattr(config, field) == value, field
-    assert (config.rotary_base, config.csa_compress_rotary_base) == (10000, 12345)
-    assert (config.rotary_scaling_factor, config.original_max_position_embeddings) == (7, 1024)
-    assert config.rope_type == "yarn" and config.num_moe_experts == 16
+#: Script -> preset, GPUs, pipeline ranks of its defaults.
+SCRIPTS = {
+    "v3_2.sh": ("deepseek-v3.2", 256, 8),
+    "glm_5.sh": ("glm-5", 256, 8),
+    "v4_flash.sh": ("deepseek-v4-flash", 128, 4),
+    "v4_pro.sh": ("deepseek-v4-pro", 512, 8),
+}
+WARM_UP, LONG = {"STAGE": "warmup"}, {"SEQ_LENGTH": "131072", "CP": "4"}
+RUNS = [
+    *((script, {}) for script in SCRIPTS),
+    ("v3_2.sh", WARM_UP),
+    ("v3_2.sh", WARM_UP | {"RECOMPUTE": "full"}),
+    ("v3_2.sh", LONG),
+    ("v4_flash.sh", {"STAGE": "dense"}),
+    ("v4_flash.sh", WARM_UP),
+    ("v4_pro.sh", LONG | {"RECOMPUTE": "full"}),
+]
+#: What flags of a config.json leave to the user: how experts are balanced, the weight of losses.
+TRAINED = {
+    "moe_router_bias_update_rate", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
+    "mtp_loss_scaling_factor", "kv_lora_rank",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "script, preset, released, variables",
-    [
-        ("v3_2.sh", "deepseek-v3.2", DEEPSEEK_V32, {}),
-        ("v3_2.sh", "deepseek-v3.2", DEEPSEEK_V32, {"STAGE": "warmup"}),
-        ("v3_2.sh", "deepseek-v3.2", DEEPSEEK_V32, {"STAGE": "warmup", "RECOMPUTE": "full"}),
-        ("v3_2.sh", "deepseek-v3.2", DEEPSEEK_V32, {"SEQ_LENGTH": "131072", "CP": "4"}),
-        ("glm_5.sh", "glm-5", GLM_5, {}),
-    ],
-    ids=["v3.2", "v3.2 warm-up", "v3.2 warm-up recomputed", "v3.2 at 128k", "glm-5"],
+    "script, variables", RUNS, ids=[" ".join([s, *map("=".join, v.items())]) for s, v in RUNS]
 )
-def test_script_of_released_model(script, preset, released, variables, tmp_path, monkeypatch):
+def test_script_of_released_model(script, variables, tmp_path, monkeypatch):
     """The flags describe the weights: what ``--dsa-load-hf`` demands of its ``config.json``."""
+    preset, world, ranks = SCRIPTS[script]
+    released = CONFIGS[preset]
     launcher, flags, _ = launched(script, tmp_path, TRAINING | variables)
-    assert launcher[2:4] == ["--nnodes", "32"]
-    config, args = configured(flags, 256, monkeypatch)
+    assert launcher[2:4] == ["--nnodes", str(world // 8)]
+    config, args = configured(flags, world, monkeypatch)
     check_model(parse_config(released), config)
-    for field, value in PRESETS[preset].items():
-        assert getattr(config, field) == value, field
+    for field, value in (AROUND[preset] | PRESETS[preset]).items():
+        if field != "dsa":
+            assert getattr(config, field) == value, field
     assert args.padded_vocab_size == released["vocab_size"]
     assert args.mtp_num_layers == released["num_nextn_predict_layers"]
     assert args.seq_length == int(variables.get("SEQ_LENGTH", 4096))
@@ -129,7 +77,38 @@ def test_script_of_released_model(script, preset, released, variables, tmp_path,
     usual = None if config.dsa.stage == "warmup" else "selective"
     assert args.recompute_granularity == variables.get("RECOMPUTE", usual)
     stages = config.pipeline_model_parallel_layout.layout
-    assert len(stages) == args.pipeline_model_parallel_size == 8
+    assert len(stages) == args.pipeline_model_parallel_size == ranks
+
+
+@pytest.mark.parametrize("script", ["v4_flash.sh", "v4_pro.sh"])
+def test_v4_scripts_have_the_flags_of_config_json(script, tmp_path, monkeypatch):
+    """With the flags that ``megatron_dsa flags`` prints, the model is the same in every field."""
+    preset, world, _ = SCRIPTS[script]
+    _, flags, _ = launched(script, tmp_path, TRAINING)
+    of_training = flags[flags.index("--tensor-model-parallel-size") :]
+    printed = flags_of(parse_config(CONFIGS[preset]))
+    ours, _ = configured(flags, world, monkeypatch)
+    theirs, _ = configured([*printed, *of_training], world, monkeypatch)
+    fields = {field.name for field in dataclasses.fields(ours)} - TRAINED
+    own = [name for name in fields if name not in ("dsa", "pipeline_model_parallel_layout")]
+    assert len(own) > 200 and {"hc_mult", "moe_hash_layers", "init_method_std"} <= set(own)
+    different = {
+        name for name in own
+        if (a := getattr(ours, name)) != (b := getattr(theirs, name)) and not callable(a)
+        and [a] * ours.num_layers != b  # --moe-layer-freq 1
+    }  # fmt: skip
+    assert not different and ours.dsa == theirs.dsa
+
+
+@pytest.mark.parametrize("script", ["v4_flash.sh", "v4_pro.sh"])
+def test_v4_scripts_take_the_flags_of_muon(script, tmp_path, monkeypatch):
+    """The flags of docs/guide/muon.md, behind the script."""
+    pytest.importorskip("emerging_optimizers", minversion="0.3")
+    page = (EXAMPLES.parent / "docs/guide/muon.md").read_text()
+    flags = re.search(r"```bash\n(--optimizer muon .*?)```", page, re.S)[1].split()
+    _, flags, _ = launched(script, tmp_path, TRAINING, *flags)
+    _, args = configured(flags, SCRIPTS[script][1], monkeypatch)
+    assert args.optimizer == "muon" and args.muon_coefficient_type == "deepseekv4"
 
 
 def test_index_sharing_of_later_glm(tmp_path, monkeypatch):
@@ -142,11 +121,10 @@ def test_index_sharing_of_later_glm(tmp_path, monkeypatch):
     check_model(parse_config(released), config)
 
 
-@pytest.mark.parametrize("script", ["v3_2.sh", "glm_5.sh", "v4_flash.sh", "v4_pro.sh"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_dry_run_needs_no_launcher(script, tmp_path):
     """Neither data nor tokenizer nor GPUs: one process that is told how many there would be."""
-    variables = MODEL if script.startswith("v4") else {}
-    launcher, flags, world = launched(script, tmp_path, variables | {"NODES": "4"}, "--dsa-dry-run")
+    launcher, flags, world = launched(script, tmp_path, {"NODES": "4"}, "--dsa-dry-run")
     assert launcher == ["-m"] and flags[-1] == "--dsa-dry-run" and world == "32"
 
 
@@ -189,46 +167,15 @@ def unset_variables(script, folder, variables, *arguments):
     return list(meanings)
 
 
-@pytest.mark.parametrize("variable", V4)
+@pytest.mark.parametrize("variable", TRAINING)
 def test_variables_have_no_default(variable, tmp_path):
-    """Nothing that public sources do not agree on, or do not give, is made up."""
-    others = {name: value for name, value in V4.items() if name != variable}
+    others = {name: value for name, value in TRAINING.items() if name != variable}
     assert unset_variables("v4_flash.sh", tmp_path, others) == [variable]
 
 
-@pytest.mark.parametrize("script", ["v3_2.sh", "glm_5.sh", "v4_flash.sh", "v4_pro.sh"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_all_unset_variables_are_named_at_once(script, tmp_path):
-    of_model = MODEL if script.startswith("v4") else {}
-    assert unset_variables(script, tmp_path, {}) == [*of_model, *TRAINING]
-
-
-@pytest.mark.parametrize("script", ["v4_flash.sh", "v4_pro.sh"])
-def test_v4_is_planned_without_variables(script, tmp_path):
-    """The attention; the rope values it assumes and what is left out are said."""
-    done = launch(script, tmp_path, {"LR": ""}, "--dsa-dry-run")
-    assert done.returncode == 0, done.stderr
-    flags = json.loads(done.stdout)[0]
-    assert "--dsa-dry-run-attention-only" in flags and flags[-1] == "--dsa-dry-run"
-    assert "" not in flags and not {"--num-experts", "--moe-ffn-hidden-size"} & {*flags}
-    assumed, left_out = done.stderr.splitlines()
-    rope = ["ROTARY_BASE", "COMPRESS_ROTARY_BASE", "YARN_FACTOR", "YARN_ORIGINAL_LENGTH"]
-    assert [word.split("=")[0] for word in assumed.split(": ")[-1].split()] == rope
-    assert left_out.split(": ")[-1].split() == [name for name in MODEL if name not in rope]
-    # Values that are known are taken.
-    done = launch(script, tmp_path, {"YARN_FACTOR": "7"}, "--dsa-dry-run")
-    flags = json.loads(done.stdout)[0]
-    assert flags[flags.index("--rotary-scaling-factor") + 1] == "7"
-    assert "YARN_FACTOR" not in done.stderr
-    assert "--dsa-dry-run-attention-only" not in launched(script, tmp_path, V4)[1]
-
-
-def test_experts_that_are_half_known_are_not_planned(tmp_path):
-    """They would be left out although something was said about them."""
-    known = {"NUM_EXPERTS": "16", "EXPERT_SIZE": "64"}
-    asked = ["MOE_LAYER_FREQ", "EXPERTS_PER_TOKEN", "SHARED_EXPERT_SIZE"]
-    done = launch("v4_flash.sh", tmp_path, known, "--dsa-dry-run")
-    assert done.returncode == 2 and not done.stdout
-    assert [line.split(":")[0].strip() for line in done.stderr.splitlines()[2:]] == asked
+    assert unset_variables(script, tmp_path, {}) == [*TRAINING]
 
 
 def test_more_flags_of_several_lines(tmp_path):

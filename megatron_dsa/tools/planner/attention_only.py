@@ -60,7 +60,7 @@ def layers_without_mlp() -> Iterator[None]:
 def remarks(args: argparse.Namespace) -> list[str]:
     """Return what the plan says about itself.
 
-    Rope values are known for few models, and no figure of a plan hangs on them.
+    No figure of a plan depends on the values of rope, which may therefore be placeholders.
     """
     rope = {
         "--rotary-base": args.rotary_base,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_dsa.huggingface.convert import export_model, import_model
+from megatron_dsa.huggingface.deepseek_v4 import HASH_LAYERS
 from megatron_dsa.huggingface.flags import flags_of
-from megatron_dsa.huggingface.models import HASH_LAYERS
 from megatron_dsa.tools.cli import main
 from tests.helpers import relative_error
 from tests.host import parsed

@@ -251,6 +251,36 @@ def test_products_with_weights(stage, hybrid, mtp, no_pairs):
     assert flops(work, lambda _: SEQUENCE) == forward + backward
 
 
+@pytest.fixture
+def no_sums_of_streams(monkeypatch):
+    """Hyper-connections without sums of streams, which do not count."""
+    module = importlib.import_module("megatron_dsa.ops.hyper_connections.torch")
+
+    def written(output, x, post, comb):
+        return output[:, None] + x + 0 * (post.sum() + comb.sum())
+
+    monkeypatch.setattr(module, "_written", written)
+
+
+def test_products_of_a_whole_v4(no_pairs, no_sums_of_streams):
+    """Streams, experts looked up by token and prediction on streams: forward of a model."""
+    changes = EXPERTS | {
+        "mtp_num_layers": 1, "csa_compress_ratios": [*RATIOS, 0], "hc_mult": 4,
+        "normalization": "RMSNorm", "moe_layer_freq": 1, "moe_hash_layers": 1,
+        "moe_hash_vocab_size": VOCABULARY, "moe_router_score_function": "sqrtsoftplus",
+    }  # fmt: skip
+    config = configuration("sparse", True, **changes)
+    forward, backward = step(config)
+    work = [w for w in model_work(config, VOCABULARY) if w.keys == TOKEN]
+    once = [w._replace(backward=0) for w in work]
+    assert flops(once, lambda _: SEQUENCE) == forward
+    # The backward projects the streams again, which does not count.
+    again = flops_by_part(once, lambda _: SEQUENCE)["hyper-connections"]
+    assert flops(work, lambda _: SEQUENCE) == forward + backward - again
+    learned = configuration("sparse", True, **changes | {"moe_hash_layers": 0})
+    assert model_work(learned, VOCABULARY) == model_work(config, VOCABULARY)
+
+
 def test_products_of_prediction_on_streams():
     """Every stream has a projection, every prediction layer a head."""
     fields = {"mtp_num_layers": 2, "normalization": "RMSNorm"}

@@ -38,6 +38,10 @@ MASKED = {"--dsa-selected-attention": "masked"}
 CORE = {"--recompute-granularity": "selective", "--recompute-modules": "core_attn"}
 UP = {"--recompute-granularity": "selective", "--recompute-modules": "mla_up_proj"}
 HASH = EXPERTS | {"--moe-layer-freq": "[1,1]", "--moe-hash-layers": 1}
+WHOLE_V4 = HYBRID | EXPERTS | {
+    "--moe-layer-freq": "1", "--moe-hash-layers": 1, "--hc-mult": 4, "--mtp-num-layers": 1,
+    "--csa-compress-ratios": "0 4 16 0",
+}  # fmt: skip
 CASES = {
     "sparse": {},
     "masked": MASKED,
@@ -54,6 +58,7 @@ CASES = {
     "hash routing": HASH,
     "hash routing, experts recomputed": HASH
     | {"--recompute-granularity": "selective", "--recompute-modules": "moe"},
+    "whole V4": WHOLE_V4,
     "prediction": {"--mtp-num-layers": 1},
     "prediction on streams": {"--mtp-num-layers": 2, "--hc-mult": 4},
     "bf16": {"--bf16": True},

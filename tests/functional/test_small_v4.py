@@ -1,0 +1,39 @@
+"""``examples/train_small_v4.sh``: a small whole DeepSeek-V4 trains on real text."""
+
+import os
+import re
+import subprocess
+import sys
+
+from tests.cases.launch_scripts import EXAMPLES
+from tests.functional.launch import REPOSITORY
+
+
+def test_a_small_whole_v4_trains(tmp_path):
+    places = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    variables = {"PYTHON": sys.executable, "RUN_DIR": str(tmp_path), "STEPS": "8 2"}
+    done = subprocess.run(
+        [EXAMPLES / "train_small_v4.sh", "--log-interval", "1", "--eval-iters", "1"],
+        env=os.environ | {"PYTHONPATH": places, "MASTER_PORT": "0"} | variables,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    steps = re.findall(
+        r"^iteration +(\d+)/ *\d+ \| lm loss: (\S+)(?: \| indexer loss: (\S+))?"
+        r" \| mtp_1 loss: (\S+) \| [\d.]+ ms$",
+        done.stdout, re.M,
+    )  # fmt: skip
+    assert [int(number) for number, *_ in steps] == [*range(1, 11)]
+    first, last = steps[0], steps[-1]
+    assert all(5.5 < float(loss) < 6.5 for loss in (first[1], first[3]))
+    assert all(0 < float(loss) < 5 for loss in (last[1], last[3]))
+    # The first stage has no indexers.
+    assert [bool(loss) for _, _, loss, _ in steps] == [False] * 8 + [True] * 2
+    ran = dict(re.findall(r"^>   (\w+): torch (\d+)$", done.stdout, re.M))
+    connections = {"hyper_connection_read", "hyper_connection_write", "hyper_connection_head"}
+    assert connections | {"compressor", "indexer_topk", "sparse_indexer_loss"} <= set(ran)
+    log = (tmp_path / "train.log").read_text()
+    for part in ("hyper-connections", "experts", "multi-token prediction", "router"):
+        assert re.search(rf"megatron_dsa counts .*{part} [\d.]+ %", log), part
+    assert "seq_load_balancing_loss" in log
+    assert (tmp_path / "report.html").exists()
