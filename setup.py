@@ -46,7 +46,7 @@ setup(
         # This package's own Hopper kernels.
         "tilelang": ["tilelang>=0.1.15"],
         # --optimizer muon.
-        "muon": ["emerging-optimizers>=0.3"],
+        "muon": ["emerging-optimizers>=0.3,<1"],
         # Checkpoints of Hugging Face.
         "hf": ["safetensors>=0.6"],
         # The command report.
