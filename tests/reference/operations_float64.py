@@ -68,9 +68,16 @@ def selected(scores, seen, topk):
 
 def kl(scores, teacher, seen):
     """Return the sum over queries of ``KL(teacher || softmax(scores))`` over the seen keys."""
-    total = scores.new_zeros(())
+    return sum((row.sum() for row in _kl_terms(scores, teacher, seen)), scores.new_zeros(()))
+
+
+def kl_size(scores, teacher, seen):
+    """Return the sum of the absolute terms of :func:`kl`, most of which cancel in it."""
+    return sum((row.abs().sum() for row in _kl_terms(scores, teacher, seen)), scores.new_zeros(()))
+
+
+def _kl_terms(scores, teacher, seen):
     for t, keys in enumerate(seen):
         if keys and (mass := teacher[t, keys].sum()) > 0:
             p = teacher[t, keys] / mass
-            total = total + (p.xlogy(p) - p * scores[t, keys].log_softmax(-1)).sum()
-    return total
+            yield torch.cat([p.xlogy(p), -p * scores[t, keys].log_softmax(-1)])

@@ -163,6 +163,7 @@ def test_all_queries_exist_once_per_pass(recompute, monkeypatch):
     assert sum(len(q) for q in made) == 64 * (len(whole) + 1)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device assert there ends the process")
 def test_scores_that_are_not_finite_are_refused():
     module = layer()
     module.core_attention.indexer.linear_wq_b.weight.data[0, 0] = float("nan")
