@@ -4,8 +4,9 @@
     python -m benchmarks attention --presets v3.2 --skv 8192 --operations forward backward
 
 ``forward`` and ``backward`` are sparse attention, ``teacher`` is the head sum of its probabilities,
-for the last queries of a sequence. FLOP count selected keys only. Selection and the indexer's
-losses are cases of the family ``indexer``.
+for the last queries of a sequence. ``flashmla-raw`` is FlashMLA's kernel without our adapter, its
+queries padded before (:mod:`benchmarks.attention.raw`). FLOP count selected keys only. Selection
+and the indexer's losses are cases of the family ``indexer``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from itertools import product
 
 import torch
 
+from benchmarks.attention import raw
 from benchmarks.attention.inputs import Case, Inputs
 from benchmarks.attention.lists import CLUSTERED_SHARE, parse_distribution
 from benchmarks.attention.shapes import DEFAULT_PRESETS, OPERATIONS, PRESETS, flops
@@ -49,11 +51,7 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
     presets = options.presets or (["tiny"] if quick else DEFAULT_PRESETS)
     lengths = options.skv or ([96] if quick else [8192, 32768, 131072])
     queries = options.queries or (32 if quick else 4096)
-    works = [
-        Work(operation, candidate.name)
-        for operation in options.operations
-        for candidate in DISPATCHED[OPERATIONS[operation]].candidates
-    ]
+    works = [Work(operation, way) for operation in options.operations for way in _ways(operation)]
     # One name for one distribution, or its rows would not be compared.
     named = [f"clustered:{CLUSTERED_SHARE}" if d == "clustered" else d
              for d in options.distributions]  # fmt: skip
@@ -62,6 +60,14 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
     for case in cases:
         check(case)
     return [(case, works) for case in cases]
+
+
+def _ways(operation: str) -> list[str]:
+    """Return the implementations, and FlashMLA's kernel itself beside its adapter."""
+    names = [candidate.name for candidate in DISPATCHED[OPERATIONS[operation]].candidates]
+    if operation == "forward":
+        names.insert(names.index(raw.ADAPTER), raw.WAY)
+    return names
 
 
 def check(case: Case) -> None:
@@ -85,7 +91,7 @@ class _Measurer:
     def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
         result = measure(
             self.inputs.call(work.part, work.way),
-            lambda found: self.inputs.compare(work.part, found),
+            lambda found: self.inputs.compare(work.part, work.way, found),
             self.clock, self.settings.repeats, self.settings.budget,
         )  # fmt: skip
         if result["status"] == "ok":

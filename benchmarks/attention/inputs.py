@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from benchmarks.attention import raw
 from benchmarks.attention.lists import make_indices
 from benchmarks.attention.shapes import OPERATIONS, PRESETS
 from megatron_dsa.dispatch import Policy, describe_call
@@ -72,9 +73,12 @@ class Inputs:
             ImplementationError: the implementation cannot run these inputs.
         """
         dispatched = DISPATCHED[OPERATIONS[operation]]
-        (candidate,) = (c for c in dispatched.candidates if c.name == name)
+        implementation = raw.ADAPTER if name == raw.WAY else name
+        (candidate,) = (c for c in dispatched.candidates if c.name == implementation)
         if reason := candidate.reason(self.op_call):
             raise ImplementationError(reason)
+        if name == raw.WAY:
+            return raw.forward(self.case.inputs())
         policy = Policy(
             workspace_bytes=self.case.workspace_bytes, named=((OPERATIONS[operation], name),)
         )
@@ -84,9 +88,11 @@ class Inputs:
             tensors = (lse,) if operation == "teacher" else (out, lse, self.case.dout)
         return lambda: dispatched.run(self.op_call, policy, self.case.inputs(), *tensors)
 
-    def compare(self, operation: str, result) -> Comparison:
+    def compare(self, operation: str, name: str, result) -> Comparison:
         """Compare what ``operation`` returned with float64."""
         found = comparison_at_model_shapes(self.case.q.dtype)
+        if name == raw.WAY:
+            result = raw.as_ours(result, self.case.q.shape[1])
         if operation == "teacher":
             self._reference.teacher(found, result)
         else:

@@ -83,6 +83,7 @@ class Support:
         deterministic_mode: whether ``torch.use_deterministic_algorithms(True)`` makes it so.
         gives_teacher: whether attention returns the head sum of the probabilities on request.
         adds_keys: whether a backward adds to the key gradient of the calls before, if it is given.
+        head_sizes: numbers of heads that its kernel takes, ascending; the adapter pads others.
         bridged: what the adapter does to fit the contract (padding, conversions).
         declined: why it is never used, for a kernel that exists and does not fit.
         probe: a last question ``OpCall -> reason or None``, asked only when the rest fits.
@@ -106,6 +107,7 @@ class Support:
     deterministic_mode: bool = False
     gives_teacher: bool = False
     adds_keys: bool = False
+    head_sizes: tuple[int, ...] = ()
     bridged: str = ""
     declined: str | None = None
     probe: Callable[[OpCall], str | None] | None = None
@@ -133,6 +135,10 @@ class Support:
     def never_run(self, call: OpCall) -> bool:
         """Whether its kernels were compiled for this GPU, but never run on one."""
         return call.capability in self.not_run
+
+    def kernel_heads(self, heads: int) -> int:
+        """Return how many heads its kernel computes for a call of ``heads``."""
+        return next((size for size in self.head_sizes if heads <= size), heads)
 
     def _declined(self, call: OpCall) -> str | None:
         return None if self.declined is None else f"declined: {self.declined}"

@@ -56,41 +56,50 @@ class _Plan:
     Attributes:
         attention: how the operations are called.
         blocks: of tokens, one after the other.
+        kernel_heads: heads that the forward's kernel computes: those of the call, and padding.
         keeps_latents: whether the latent output is saved for the backward.
         group: the ranks that share the heads, or ``None``.
     """
 
     attention: Settings
     blocks: tuple[slice, ...]
+    kernel_heads: int
     keeps_latents: bool
     group: Any
 
 
 class _Blocks:
-    """The inputs of a pass, and buffers for what a block makes of them."""
+    """The inputs of a pass, and buffers for what a block makes of them.
 
-    def __init__(self, plan: _Plan, q, kv, weights, indices, length):
+    Absorbed queries are written into a tensor of ``heads`` heads, of which q has the first.
+    """
+
+    def __init__(self, plan: _Plan, heads: int, q, kv, weights, indices, length):
         self.attention, self.longest = plan.attention, plan.blocks[0].stop
         self.q, self.kv, self.indices, self.length = q, kv.contiguous(), indices, length
         self.rank = weights.shape[2]
         self.own = q.shape[2] - (kv.shape[1] - self.rank)  # dims of a head without rope
         self.w_uk, self.w_uv = weights[:, : self.own], weights[:, self.own :]
-        self.absorbed = self.buffer(kv.shape[1])
+        self.absorbed = self.buffer(heads, kv.shape[1])
+        if heads > q.shape[1]:
+            self.absorbed[:, q.shape[1] :] = 0.0
 
-    def buffer(self, dims: int) -> torch.Tensor:
-        """Return an empty tensor for any block, ``[tokens, H, dims]``."""
-        return self.q.new_empty(self.longest, self.q.shape[1], dims)
+    def buffer(self, heads: int, dims: int) -> torch.Tensor:
+        """Return an empty tensor for any block, ``[tokens, heads, dims]``."""
+        return self.q.new_empty(self.longest, heads, dims)
 
     def inputs(self, tokens: slice, want_p_sum: bool = False) -> SparseAttentionInputs:
         """Return the attention of some tokens; absorbed queries stay until the next call."""
         q = self.q[tokens]
-        absorbed = self.absorbed[: len(q)]
+        padded = self.absorbed[: len(q)]
+        absorbed = padded[:, : q.shape[1]]
         write_head_products(q[..., : self.own], self.w_uk, absorbed[..., : self.rank])
         absorbed[..., self.rank :] = q[..., self.own :]
         length = None if self.length is None else self.length[tokens]
-        return self.attention.arguments(
+        inputs = self.attention.arguments(
             absorbed, self.kv, None, self.indices[tokens], length, want_p_sum
         )
+        return inputs if padded.shape == absorbed.shape else replace(inputs, padded_q=padded)
 
 
 class _AbsorbedAttention(torch.autograd.Function):
@@ -99,7 +108,7 @@ class _AbsorbedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, kv, kv_grad, weights, indices, length, p, *index_tensors):
         all_weights = all_gather_async(weights, p.group).wait()
-        blocks = _Blocks(p, q, kv, all_weights, indices, length)
+        blocks = _Blocks(p, p.kernel_heads, q, kv, all_weights, indices, length)
         out = q.new_empty(*q.shape[:2], all_weights.shape[1] - blocks.own)
         latents, lses, p_sums = [], [], []
         for tokens in p.blocks:
@@ -112,7 +121,7 @@ class _AbsorbedAttention(torch.autograd.Function):
             write_head_products(latent, blocks.w_uv.transpose(1, 2), out[tokens])
             lses.append(lse)
             if p.keeps_latents:
-                latents.append(latent)
+                latents.append(latent.contiguous())  # a view would keep its padding
             del inputs, latent, p_sum  # before the next block takes memory
         lse, p_sum = _joined(lses), _joined(p_sums) if p_sums else None
         ctx.save_for_backward(q, kv, weights, indices, length, lse, *index_tensors, *latents)
@@ -128,7 +137,9 @@ class _AbsorbedAttention(torch.autograd.Function):
         p: _Plan = ctx.plan
         q, kv, weights, indices, length, lse, *rest = ctx.saved_tensors
         index_tensors, latents = rest[: ctx.index_tensors], rest[ctx.index_tensors :]
-        blocks = _Blocks(p, q, kv, all_gather_async(weights, p.group).wait(), indices, length)
+        all_weights = all_gather_async(weights, p.group).wait()
+        # The kernels of the backward take queries without padding.
+        blocks = _Blocks(p, q.shape[1], q, kv, all_weights, indices, length)
         wanted = ctx.needs_input_grad
         backward = _Backward(p, blocks, lse, latents, dout, wanted[0], wanted[3])
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
@@ -167,7 +178,7 @@ class _Backward:
         self.latents = dict(zip((x.start for x in plan.blocks), latents, strict=False))
         # No method of this object: a cycle would keep all of it until Python collects garbage.
         self.keys = KeyGradientSum(blocks.q.shape[:2].numel(), partial(_bounds, blocks, dout))
-        self.dlatent = blocks.buffer(blocks.rank)
+        self.dlatent = blocks.buffer(blocks.q.shape[1], blocks.rank)
         self.wants_q, self.wants_weights = wants_q, wants_weights
         self.dq: torch.Tensor | None = None
         self.dweights: torch.Tensor | None = None
@@ -333,10 +344,11 @@ def absorbed_attention(
         x is not None and x.requires_grad for x in (*tensors, *trained)
     )
     attention = Settings(rank, softmax_scale, policy, call, want_p_sum, indexer, in_order=in_order)
+    kernel_heads = FORWARD.choose(call, policy).candidate.support.kernel_heads(q.shape[1])
     blocks = token_blocks(
-        len(q), len(kv), replace(call, teacher=trains), policy, q.device, backward
+        len(q), len(kv), replace(call, teacher=trains), policy, q.device, backward, kernel_heads
     )
-    plan = _Plan(attention, blocks, backward and not recompute, group)
+    plan = _Plan(attention, blocks, kernel_heads, backward and not recompute, group)
     return AbsorbedAttentionOutput(
         *_AbsorbedAttention.apply(*tensors, indices, topk_length, plan, *trained)
     )

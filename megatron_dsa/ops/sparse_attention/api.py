@@ -103,7 +103,8 @@ class Settings:
 def _put(whole: torch.Tensor | None, part: torch.Tensor | None, rows: slice, total: int):
     """Return ``whole`` with ``part`` as its rows ``rows``, or a part that is everything."""
     if part is None or part.shape[0] == total:
-        return part
+        # A view would keep the padding behind it.
+        return None if part is None else part.contiguous()
     if whole is None:
         whole = part.new_empty(total, *part.shape[1:])
     whole[rows] = part

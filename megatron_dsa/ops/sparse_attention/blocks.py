@@ -28,6 +28,7 @@ def token_blocks(
     policy: Policy,
     device: torch.device,
     backward: bool = True,
+    kernel_heads: int = 0,
 ) -> tuple[slice, ...]:
     """Return consecutive slices of ``tokens``, equally long but for the last; at least one.
 
@@ -41,8 +42,11 @@ def token_blocks(
         policy: the workspace, and which backward runs.
         device: of the tensors.
         backward: whether there will be a backward.
+        kernel_heads: that the forward's kernel computes, if these are more than the call's.
     """
-    per_token = call.heads * 2 * (call.qk_dim + call.v_dim) * call.dtype.itemsize
+    # The forward has queries and outputs, the backward their gradients as well.
+    per_token = max(2 * call.heads, kernel_heads)
+    per_token *= (call.qk_dim + call.v_dim) * call.dtype.itemsize
     wave, fewest = _wave(call.heads, device), 1
     if wave:
         together = _together(call.heads)

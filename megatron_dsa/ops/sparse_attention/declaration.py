@@ -39,6 +39,7 @@ FORWARD = Operation(
                 dtypes=(torch.bfloat16,),
                 dims=_LATENT,
                 heads=(1, 128),
+                head_sizes=flashmla.HEADS,
                 bridged="heads padded to 64 or 128, K to 128; lengths clamped; lse of empty rows",
                 probe=flashmla.probe,
             ),

@@ -22,6 +22,8 @@ from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 
 #: Widths of lists are multiples of it.
 WIDTH = 128
+#: Numbers of heads that it takes.
+HEADS = (64, 128)
 _ARGUMENTS = ("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length")
 
 
@@ -74,16 +76,25 @@ def _lse_complaint(function) -> str | None:
 
 
 def padded(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q with as many heads, and lists as wide, as FlashMLA takes."""
-    q, indices = inputs.q, inputs.indices
-    q = with_heads(q, padded_heads(q.shape[1], (64, 128)), -2)
+    """Return q with as many heads, and lists as wide, as FlashMLA takes.
+
+    Nothing is copied where the caller wrote q into a tensor of so many heads.
+    """
+    indices, heads = inputs.indices, padded_heads(inputs.q.shape[1], HEADS)
+    if inputs.padded_q is not None and inputs.padded_q.shape[1] == heads:
+        q = inputs.padded_q
+    else:
+        q = with_heads(inputs.q, heads, -2)
     if indices.shape[1] % WIDTH:
         indices = pad(indices, (0, -indices.shape[1] % WIDTH), value=-1)
     return q, indices.contiguous()
 
 
 def forward(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Return ``out``, ``lse`` and ``None`` (FlashMLA does not give the probabilities)."""
+    """Return ``out``, ``lse`` and ``None`` (FlashMLA does not give the probabilities).
+
+    ``out`` is a view of the heads that q has: the result of padding heads stays behind them.
+    """
     from flash_mla import flash_mla_sparse_fwd
 
     heads, sink, length = inputs.q.shape[1], inputs.sink, inputs.topk_length
@@ -102,4 +113,4 @@ def forward(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor, 
         topk_length=length,
     )
     out, lse = out[:, :heads], lse[:, :heads]
-    return out.contiguous(), torch.where(lse == float("inf"), float("-inf"), lse), None
+    return out, torch.where(lse == float("inf"), float("-inf"), lse), None

@@ -68,6 +68,9 @@ class SparseAttentionInputs:
             the forward or in the backward, whichever asks).
         in_order: all lists are known to follow one order of the keys (see :mod:`.lists`).
         key_sum: where a backward may add up its gradient of the keys; it then returns ``None``.
+        padded_q: ``[Sq, more than H, D]``, contiguous, or ``None``: ``q`` is a view of its first H
+            heads, and the others are finite. For a forward that takes so many
+            (``Support.head_sizes``) and would copy ``q``.
     """
 
     q: torch.Tensor
@@ -81,3 +84,4 @@ class SparseAttentionInputs:
     want_p_sum: bool = False
     in_order: bool = False
     key_sum: KeyGradientSum | None = None
+    padded_q: torch.Tensor | None = None

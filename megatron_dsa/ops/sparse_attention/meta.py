@@ -20,7 +20,7 @@ def forward(candidate: Candidate, inputs: SparseAttentionInputs):
     if candidate.name == "flashmla":
         q, _indices = flashmla.padded(inputs)
         out, lse = q.new_empty(*q.shape[:2], v_dim), empty_sums(q, *q.shape[:2])
-        return out[:, :heads].contiguous(), lse[:, :heads].clone(), None
+        return out[:, :heads], lse[:, :heads].clone(memory_format=torch.contiguous_format), None
     q = inputs.q.contiguous()
     out, lse = q.new_empty(rows, heads, v_dim), empty_sums(q, rows, heads)
     if not candidate.fused:

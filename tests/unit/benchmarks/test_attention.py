@@ -1,18 +1,23 @@
 """Cases, index lists, FLOP and verification of the family ``attention``."""
 
 import math
+import sys
+import types
 from itertools import pairwise
 
 import pytest
 import torch
 
 from benchmarks.__main__ import plan_of
-from benchmarks.attention import lists
+from benchmarks.attention import lists, raw
 from benchmarks.attention.inputs import Case, Inputs
 from benchmarks.attention.lists import make_indices
 from benchmarks.attention.shapes import OPERATIONS, PRESETS, flops
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
+from megatron_dsa.ops.sparse_attention import torch as unfused
+from megatron_dsa.ops.sparse_attention.declaration import FORWARD
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 
 DISTRIBUTIONS = ["random", "sorted", "clustered", "clustered:0.95", "clustered:0"]
 
@@ -23,7 +28,9 @@ def test_every_implementation_is_measured():
     for _, works in plan:
         for operation, dispatched in OPERATIONS.items():
             ways = {work.way for work in works if work.part == operation}
-            assert ways == {c.name for c in DISPATCHED[dispatched].candidates} and "torch" in ways
+            peers = {raw.WAY} if operation == "forward" else set()
+            assert ways == {c.name for c in DISPATCHED[dispatched].candidates} | peers
+            assert "torch" in ways
 
 
 def test_flops_by_hand():
@@ -45,7 +52,7 @@ def inputs():
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_torch_passes_verification(inputs, operation):
-    found = inputs.compare(operation, inputs.call(operation, "torch")())
+    found = inputs.compare(operation, "torch", inputs.call(operation, "torch")())
     assert not found.wrong() and 0 < found.worst_error < 4e-3
 
 
@@ -62,13 +69,43 @@ def test_verification_finds_errors(inputs):
             wrong = result(operation)
             for factor, error in ((1.03, pytest.approx(0.03, abs=0.01)), (math.nan, math.inf)):
                 wrong[place] *= factor
-                found = inputs.compare(operation, wrong if count > 1 else wrong[0])
+                found = inputs.compare(operation, "torch", wrong if count > 1 else wrong[0])
                 assert found.wrong() and found.worst_error == error, (operation, place)
 
 
 def test_an_implementation_that_cannot_run_says_why(inputs):
-    with pytest.raises(ImplementationError, match=r"wrong GPU.*the CPU"):
-        inputs.call("forward", "flashmla")
+    for way in ("flashmla", raw.WAY):
+        with pytest.raises(ImplementationError, match=r"wrong GPU.*the CPU"):
+            inputs.call("forward", way)
+
+
+def test_the_raw_kernel_is_timed_without_the_adapter(inputs, monkeypatch):
+    """It gets the same tensors every time, of its own sizes, and is checked like the others."""
+    calls = []
+
+    def upstream(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None):
+        calls.append((q, kv, indices, attn_sink))
+        assert q.shape[1:] == (64, 48) and indices.shape == (32, 1, 128) and kv.shape[1] == 1
+        assert all(x.is_contiguous() for x in (q, kv, indices)) and attn_sink.shape == (64,)
+        case = SparseAttentionInputs(
+            q, kv[:, 0], indices[:, 0], d_v, sm_scale, topk_length, attn_sink, 2**20
+        )
+        out, lse, _ = unfused.forward(case)
+        return out, lse, torch.where(lse == float("-inf"), float("inf"), lse)
+
+    module = types.ModuleType("flash_mla")
+    module.flash_mla_sparse_fwd = upstream
+    monkeypatch.setitem(sys.modules, "flash_mla", module)
+    (adapter,) = (c for c in FORWARD.candidates if c.name == raw.ADAPTER)
+    monkeypatch.setattr(type(adapter), "reason", lambda *_: None)
+    run = inputs.call("forward", raw.WAY)
+    found = inputs.compare("forward", raw.WAY, run())
+    assert not found.wrong() and 0 < found.worst_error < 4e-3
+    run()
+    assert len(calls) == 2 and all(x is y for x, y in zip(*calls, strict=True))
+    out, top, lse = run()
+    assert inputs.compare("forward", raw.WAY, (out * 1.03, top, lse)).wrong()
+    assert inputs.compare("forward", raw.WAY, (out, top, lse * 1.03)).wrong()
 
 
 # Index lists

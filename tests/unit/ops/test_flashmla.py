@@ -3,6 +3,7 @@
 Its values against float64 are in ``test_fused_forward.py``.
 """
 
+import dataclasses
 import math
 import re
 import sys
@@ -61,6 +62,44 @@ def test_what_the_adapter_bridges(heads, width, with_sink, monkeypatch):
     assert (got[1][1:4] == float("-inf")).all() and torch.isfinite(got[1][4:]).all()
     for x, y in zip(got[:2], want[:2], strict=True):
         assert x.shape == y.shape and torch.allclose(x, y, rtol=1e-2, atol=1e-2)
+
+
+def test_padded_queries_are_not_copied(monkeypatch):
+    """The kernel reads the caller's tensor, and its result is returned as a view."""
+    seen = {}
+
+    def upstream(q, kv, indices, *settings, **more):
+        seen["q"], (out, top, lse) = q, strict_upstream(q, kv, indices, *settings, **more)
+        seen["out"] = out
+        return out, top, lse
+
+    module = types.ModuleType("flash_mla")
+    module.flash_mla_sparse_fwd = upstream
+    monkeypatch.setitem(sys.modules, "flash_mla", module)
+    q, kv, indices = make_case(6, 150, 48, 576, 128, device="cpu", dtype=torch.bfloat16)
+    padded_q = torch.zeros(6, 64, 576, dtype=torch.bfloat16)
+    padded_q[:, :48] = q.detach()
+    case = SparseAttentionInputs(
+        padded_q[:, :48], kv.detach(), indices, 512, 0.05, None, None, 2**20, padded_q=padded_q
+    )
+    out, lse, _ = flashmla.forward(case)
+    assert seen["q"] is padded_q and out.data_ptr() == seen["out"].data_ptr()
+    assert out.shape == (6, 48, 512) and lse.shape == (6, 48)
+    copied = flashmla.forward(dataclasses.replace(case, padded_q=None))
+    assert seen["q"] is not padded_q and torch.equal(seen["q"], padded_q)
+    wrong = torch.zeros(6, 128, 576, dtype=torch.bfloat16)
+    other = flashmla.forward(dataclasses.replace(case, padded_q=wrong))
+    for given in (copied, other):  # another number of heads is not what the kernel would take
+        assert torch.equal(given[0], out) and torch.equal(given[1], lse)
+
+
+@pytest.mark.parametrize("heads", [1, 48, 64, 65, 128])
+def test_declared_head_sizes_are_those_of_the_adapter(heads):
+    q = torch.zeros(1, heads, 576, dtype=torch.bfloat16)
+    case = SparseAttentionInputs(
+        q, q[0], torch.zeros(1, 128, dtype=torch.int32), 512, 1.0, None, None, 2**20
+    )
+    assert FLASHMLA.support.kernel_heads(heads) == flashmla.padded(case)[0].shape[1]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,8 @@ def saved(given):
 
 def peak(run, given, *more):
     tracker = MemoryTracker()
-    tracker.ignore(given.q, given.kv, given.indices, *more)
+    padded = () if given.padded_q is None else (given.padded_q,)
+    tracker.ignore(given.q, given.kv, given.indices, *padded, *more)
     with tracker:
         result = run(given, *more)
     assert result is not None
@@ -135,10 +136,20 @@ def test_flashmla(heads, width, monkeypatch):
     module.flash_mla_sparse_fwd = silent
     monkeypatch.setitem(sys.modules, "flash_mla", module)
     monkeypatch.setitem(SHAPES, "this", (64, 32, width))
-    real = peak(flashmla.forward, sparse_inputs(heads, "this", "cpu"))
-    meta = sparse_inputs(heads, "this", "meta")
-    counted = planned((9, 0), "sparse_attention_forward", "flashmla", meta)
-    assert counted == pytest.approx(real, rel=0.01)
+    given, meta = (sparse_inputs(heads, "this", device) for device in ("cpu", "meta"))
+    for padded in (False, True):
+        if padded:
+            given, meta = (_in_padding(x) for x in (given, meta))
+        real = peak(flashmla.forward, given)
+        counted = planned((9, 0), "sparse_attention_forward", "flashmla", meta)
+        assert counted == pytest.approx(real, rel=0.01)
+
+
+def _in_padding(inputs):
+    """The same with q written into a tensor of as many heads as FlashMLA takes."""
+    heads = inputs.q.shape[1]
+    padded = inputs.q.new_zeros(len(inputs.q), 64 if heads <= 64 else 128, 576)
+    return dataclasses.replace(inputs, q=padded[:, :heads], padded_q=padded)
 
 
 def test_our_masked_attention_keeps_no_bits_along_queries(monkeypatch):
