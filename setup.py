@@ -45,6 +45,9 @@ setup(
         "cudnn": ["nvidia-cudnn-frontend[cutedsl]>=1.30"],
         # This package's own Hopper kernels.
         "tilelang": ["tilelang>=0.1.15"],
+        # FlashAttention 4, for dense attention where it is named (with CUDA 13: also
+        # flash-attn-4[cu13]).
+        "flash-attention-4": ["flash-attn-4>=4.0.0b36"],
         # --optimizer muon.
         "muon": ["emerging-optimizers>=0.3,<1"],
         # Checkpoints of Hugging Face.

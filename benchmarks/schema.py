@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import importlib.metadata
-import importlib.util
 import json
 import platform
 import re
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 
 from megatron_dsa import __version__
+from megatron_dsa.versions import module_exists
 
 COLUMNS = {
     "date": "when the run began, UTC",
@@ -92,6 +92,7 @@ PACKAGES = {
     "emerging_optimizers": ("emerging-optimizers", "emerging_optimizers"),
     "cudnn_frontend": ("nvidia-cudnn-frontend", "cudnn"),
     "cutlass_dsl": ("nvidia-cutlass-dsl", "cutlass"),
+    "flash_attn_4": ("flash-attn-4", "flash_attn.cute"),
     "flash_mla": ("flash-mla", "flash_mla"),
     "megatron_core": ("megatron-core", "megatron"),
     "tilelang": ("tilelang", "tilelang"),
@@ -127,7 +128,7 @@ def _version(distribution: str, module: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         # Built in place: there is something to import but no metadata.
-        return "unknown" if importlib.util.find_spec(module) is not None else None
+        return "unknown" if module_exists(module) else None
 
 
 def case_fields(case) -> dict:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import re
 import sys
+
+from packaging.version import InvalidVersion, Version
 
 from megatron_dsa.errors import VersionError
 
@@ -31,6 +34,11 @@ OPTIONAL_PACKAGES = {
         "sparse attention backward and the indexer on Hopper (extra: cudnn)",
     ),
     "tilelang": ("tilelang", "our own kernels on Hopper (extra: tilelang)"),
+    "flash-attn-4": (
+        "flash_attn.cute",
+        "dense attention where --dsa-impl dense_attention=flash4 names it "
+        "(extra: flash-attention-4)",
+    ),
     "emerging-optimizers": ("emerging_optimizers", "--optimizer muon (extra: muon)"),
 }
 
@@ -39,6 +47,33 @@ def parse_version(text: str) -> tuple[int, ...]:
     """Return the leading numeric release of a version string: ``"2.11.0+cu130" -> (2, 11, 0)``."""
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in match.group().split(".")) if match else ()
+
+
+def is_before(found: str, floor: str) -> bool:
+    """Whether version ``found`` is older than ``floor``.
+
+    Numeric releases are compared, and pre-releases only where ``floor`` is one: a build between
+    two releases counts as the one that it is named after.
+    """
+    wanted = Version(floor)
+    if wanted.is_prerelease:
+        try:
+            return Version(found) < wanted
+        except InvalidVersion:
+            pass
+    return parse_version(found) < parse_version(floor)
+
+
+def module_exists(name: str) -> bool:
+    """Whether there is such a module; packages above it are not imported for the answer."""
+    head, *inner = name.split(".")
+    spec = importlib.util.find_spec(head)
+    for part in inner:
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        head = f"{head}.{part}"
+        spec = importlib.machinery.PathFinder.find_spec(head, spec.submodule_search_locations)
+    return spec is not None
 
 
 def installed_version(distribution: str) -> str | None:
@@ -56,7 +91,7 @@ def optional_version(distribution: str) -> str | None:
     """
     version = installed_version(distribution)
     module = OPTIONAL_PACKAGES[distribution][0]
-    if version is None and importlib.util.find_spec(module) is not None:
+    if version is None and module_exists(module):
         return "unknown version"
     return version
 

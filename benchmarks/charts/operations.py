@@ -15,7 +15,7 @@ from benchmarks.charts.drawing import (
     thousands,
 )
 from benchmarks.masked.shapes import PAIR_DIMS as MASKED_PAIR_DIMS
-from benchmarks.masked.shapes import PEER as MASKED_PEER
+from benchmarks.masked.shapes import PEERS as MASKED_PEERS
 
 LINE_STYLES = ("-", "--", ":", "-.")
 
@@ -82,7 +82,7 @@ def draw_masked(points: list[Point], folder: Path) -> list[Path]:
         return []
     parts = [part for part in MASKED_PAIR_DIMS if any(point.part == part for point in found)]
     rows = sorted({_heads_and_dims(point) for point in found}, key=lambda x: (x[1:], -x[0]))
-    ways = {p.way: "cuDNN without a mask" if p.way == MASKED_PEER else p.way for p in found}
+    ways = {p.way: MASKED_PEERS.get(p.way, p.way) for p in found}
     size = (6 * len(parts), 1 + 4 * len(rows))
     figure, axes = pyplot.subplots(
         len(rows), len(parts), figsize=size, squeeze=False, sharey=True

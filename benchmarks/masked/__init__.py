@@ -1,4 +1,4 @@
-"""Masked dense attention of whole sequences: every implementation, and cuDNN without a mask.
+"""Masked dense attention of whole sequences: every implementation, and others without a mask.
 
     python -m benchmarks masked
     python -m benchmarks masked --heads 128 --tokens 8192 --operations forward backward
@@ -8,7 +8,8 @@ The input is one causal sequence with lists of visible keys. ``forward`` and ``b
 attention, ``teacher`` is the head sum of its probabilities; the bits are there, the tiles are found
 in each call. Each result is compared with float64, all of it. The way ``cudnn-dense`` is torch's
 attention by cuDNN, causal, to all visible keys: it computes the same pairs and reads no mask; some
-tokens of ``out`` or ``dq`` are compared. FLOP count all visible pairs, selected or not.
+tokens of ``out`` or ``dq`` are compared. ``flash4-dense`` is the same by FlashAttention 4, where it
+is installed. FLOP count all visible pairs, selected or not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from benchmarks.attention.lists import CLUSTERED_SHARE, parse_distribution
 from benchmarks.masked.inputs import Inputs
-from benchmarks.masked.shapes import OPERATIONS, PEER, Case, flops
+from benchmarks.masked.shapes import OPERATIONS, PEERS, Case, flops
 from benchmarks.settings import Settings, Work
 from benchmarks.timing import Clock, measure
 from megatron_dsa.errors import ImplementationError
@@ -69,7 +70,7 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
         for operation in options.operations
         for way in (
             *(candidate.name for candidate in DISPATCHED[OPERATIONS[operation]].candidates),
-            *((PEER,) if operation != "teacher" else ()),
+            *(PEERS if operation != "teacher" else ()),
         )
     ]
     for case in cases:
@@ -100,7 +101,7 @@ class _Measurer:
         )  # fmt: skip
         if result["status"] == "ok":
             result["tflops"] = flops(work.part, self.case) / result["ms"] / 1e9
-        if work.way == PEER:
+        if work.way in PEERS:
             result["ran"] = "causal, without a mask of selected keys"
         yield work.part, result
 

@@ -9,10 +9,13 @@ import torch
 
 from benchmarks.attention.lists import causal_lists
 from benchmarks.layer.peers import ATTENTIONS
-from benchmarks.masked.shapes import OPERATIONS, PEER, Case
-from megatron_dsa.dispatch import Policy, describe_call
+from benchmarks.masked.shapes import FLASH4, OPERATIONS, PEERS, Case
+from megatron_dsa.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
+from megatron_dsa.ops.dense_attention.blocks import BLOCK_KERNELS
+from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
+from megatron_dsa.ops.dense_attention.sequences import Dense
 from megatron_dsa.ops.masked_attention import torch as in_torch
 from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs, MaskedAttentionInputs
 from megatron_dsa.tools.verify.comparison import Comparison, comparison_at_model_shapes
@@ -28,6 +31,13 @@ def require_cuda(device: torch.device) -> None:
     """Raise :class:`ImplementationError` where there is no cuDNN."""
     if device.type != "cuda":
         raise ImplementationError("cuDNN's attention needs a GPU")
+
+
+def require_flash4(call: OpCall) -> None:
+    """Raise :class:`ImplementationError` where FlashAttention 4 cannot run ``call``."""
+    (candidate,) = (c for c in DENSE_ATTENTION.candidates if c.name == "flash4")
+    if reason := candidate.reason(call):
+        raise ImplementationError(reason)
 
 
 class Inputs:
@@ -61,8 +71,8 @@ class Inputs:
         Raises:
             ImplementationError: the implementation cannot run these inputs.
         """
-        if name == PEER:
-            return self._peer(operation)
+        if name in PEERS:
+            return self._peer(operation, name)
         dispatched = DISPATCHED[OPERATIONS[operation]]
         (candidate,) = (c for c in dispatched.candidates if c.name == name)
         if reason := candidate.reason(self.op_call):
@@ -81,12 +91,21 @@ class Inputs:
             self.op_call, policy, dataclasses.replace(self.inputs, kept={}), *more
         )
 
-    def _peer(self, operation: str):
-        require_cuda(self.case.q.device)
+    def _peer(self, operation: str, name: str):
+        if name == FLASH4:
+            require_flash4(self.op_call)
+        else:
+            require_cuda(self.case.q.device)
         kv, nope = self.case.kv, self.inputs.nope_dim
         k_pe = self.case.k_pe[:, None].expand(-1, kv.shape[1], -1)
         k, v = torch.cat([kv[..., :nope], k_pe], -1), kv[..., nope:].contiguous()
         tensors, scale = (self.case.q, k, v), self.case.softmax_scale
+        if name == FLASH4:
+            block, more = BLOCK_KERNELS["flash4"], (True, scale, Dense(1))
+            if operation == "forward":
+                return lambda: block.forward(*tensors, *more)[0]
+            saved = block.forward(*tensors, *more)
+            return lambda: block.backward(self.case.dout, *tensors, *saved, *more)
         if operation == "forward":
             return lambda: ATTENTIONS["cudnn"](*tensors, scale)
         leaves = [x.detach().requires_grad_() for x in tensors]
@@ -100,7 +119,7 @@ class Inputs:
         compared.
         """
         found = comparison_at_model_shapes(self.case.q.dtype)
-        if name == PEER:
+        if name in PEERS:
             self._compare_peer(found, operation, result)
         elif operation == "teacher":
             self._reference.listed_keys(found, result)

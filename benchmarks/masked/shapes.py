@@ -38,6 +38,10 @@ OPERATIONS = {
 PAIR_DIMS = {"forward": (1, 1), "teacher": (1, 0), "backward": (3, 2)}
 #: cuDNN's attention through torch, causal, with all visible keys.
 PEER = "cudnn-dense"
+#: FlashAttention 4, causal, with all visible keys.
+FLASH4 = "flash4-dense"
+#: Ways that read no mask -> what charts call them.
+PEERS = {PEER: "cuDNN without a mask", FLASH4: "FlashAttention 4 without a mask"}
 
 
 def flops(operation: str, case: Case) -> int:

@@ -6,10 +6,9 @@ are not probed. The history below is what makes a refusal explain itself.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 
-from megatron_dsa.versions import installed_version, parse_version
+from megatron_dsa.versions import installed_version, is_before, module_exists, parse_version
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Package:
         """
         floor = minimum or self.minimum
         install = self.install.format(floor=floor)
-        if importlib.util.find_spec(self.module) is None:
+        if not module_exists(self.module):
             return f"missing: {self.module} is not installed; {install}"
         if self.distribution is None:
             return None
@@ -77,7 +76,7 @@ class Package:
                 f"unknown version: {self.module} can be imported but {self.distribution} is not "
                 f"installed as a distribution, so its version cannot be compared; {install}"
             )
-        if floor is not None and parse_version(found) < parse_version(floor):
+        if floor is not None and is_before(found, floor):
             wrong = "; ".join(
                 f"before {fix.version}: {fix.what}"
                 for fix in self.history
@@ -159,6 +158,15 @@ EMERGING_OPTIMIZERS = Package(
     distribution="emerging-optimizers",
     minimum="0.3",
     tested="0.3",
+)
+
+FLASH_ATTENTION_4 = Package(
+    module="flash_attn.cute",
+    install="pip install 'flash-attn-4>={floor}' (the extra 'flash-attention-4'; with CUDA 13 "
+    "'flash-attn-4[cu13]')",
+    distribution="flash-attn-4",
+    minimum="4.0.0b36",
+    needs=(Need("4.0.0b36", "nvidia-cutlass-dsl", "4.6.2"),),
 )
 
 TRITON = Package(

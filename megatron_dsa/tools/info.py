@@ -14,6 +14,7 @@ from megatron_dsa.config import DSAOptions, DSATransformerConfig, uses_csa
 from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.dispatch import OpCall, Policy, choices_unlogged
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.dense_attention import flash4
 from megatron_dsa.presets import PRESETS, model_preset, preset
 from megatron_dsa.required_ops import (
     MASKED_OPERATIONS,
@@ -49,6 +50,7 @@ def collect_info() -> dict:
         },
         "untested": untested_versions(),
         "transformer_engine_unused": why_not_transformer_engine(torch.cuda.is_available()),
+        "flash_attention_4_unused": _flash_attention_4_unused(),
         "packages": {name: optional_version(name) for name in OPTIONAL_PACKAGES},
         "gpus": [
             {
@@ -65,6 +67,11 @@ def collect_info() -> dict:
             model: _visible_attention(name) for model, name in MODELS.items() if not _is_v4(name)
         },
     }
+
+
+def _flash_attention_4_unused() -> str | None:
+    """Return why an installed FlashAttention 4 cannot be used here, or ``None``."""
+    return flash4.problem() if optional_version("flash-attn-4") else None
 
 
 #: Models whose operations are listed, and their presets.
@@ -165,6 +172,13 @@ def _by_heads(operation: str, call: OpCall) -> dict[str, str]:
     return chosen if len(set(chosen.values())) > 1 else {}
 
 
+#: Package -> the entry that says why it is not used though it is installed.
+_UNUSED = {
+    "transformer-engine": "transformer_engine_unused",
+    "flash-attn-4": "flash_attention_4_unused",
+}
+
+
 def print_info(arguments: argparse.Namespace) -> int:
     """Run the command: print for people, as JSON, or the support table; return the exit code."""
     if arguments.support_table:
@@ -195,7 +209,7 @@ def _print_info(info: dict) -> None:
         print("  GPU: none (training runs on the CPU, for tests and first steps)")
     print("optional packages")
     for name, version in info["packages"].items():
-        unused = info["transformer_engine_unused"] if name == "transformer-engine" else None
+        unused = info[_UNUSED[name]] if name in _UNUSED else None
         state = f"{version}, not used: {unused}" if version and unused else version
         print(f"  {name}: {state or 'not installed'} - {OPTIONAL_PACKAGES[name][1]}")
     for model, operations in info["operations"].items():

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from megatron_dsa.dispatch import Operation
-from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, TILELANG, TRITON
+from megatron_dsa.dispatch.packages import CUDNN, FLASH_ATTENTION_4, FLASH_MLA, TILELANG, TRITON
 from megatron_dsa.dispatch.support import Support, short_dtype
 from megatron_dsa.ops import OPERATIONS
 
@@ -92,7 +92,7 @@ def _package(support: Support) -> str:
 
 def _versions() -> str:
     lines = ["## Versions of the packages\n"]
-    for package in (FLASH_MLA, CUDNN, TILELANG, TRITON):
+    for package in (FLASH_MLA, CUDNN, TILELANG, FLASH_ATTENTION_4, TRITON):
         install = package.install.format(floor=package.minimum)
         lines.append(f"**{package.module}**: {install}.\n")
         lines += [f"* before {fix.version}: {fix.what}" for fix in package.history]

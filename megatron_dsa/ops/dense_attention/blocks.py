@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from megatron_dsa.dispatch import OpCall, Policy
-from megatron_dsa.ops.dense_attention import flash2, torch_cudnn, torch_flash
+from megatron_dsa.ops.dense_attention import flash2, flash4, torch_cudnn, torch_flash
 from megatron_dsa.ops.dense_attention import torch as torch_block
 from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
 
@@ -37,6 +37,7 @@ _MODULES = {
     "torch-cudnn": torch_cudnn,
     "flash2": flash2,
     "torch-flash": torch_flash,
+    "flash4": flash4,
     "torch": torch_block,
 }
 #: By the name of the candidate.
@@ -79,4 +80,5 @@ def _attend_with(name: str) -> Callable:
 with_torch_cudnn = _attend_with("torch-cudnn")
 with_flash2 = _attend_with("flash2")
 with_torch_flash = _attend_with("torch-flash")
+with_flash4 = _attend_with("flash4")
 with_torch = _attend_with("torch")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megatron_dsa.dispatch import Candidate, Operation, Support
+from megatron_dsa.dispatch.packages import FLASH_ATTENTION_4
 from megatron_dsa.dispatch.support import ATOMIC_SUMS, HALF
-from megatron_dsa.ops.dense_attention import flash2, torch_cudnn, torch_flash
+from megatron_dsa.ops.dense_attention import flash2, flash4, torch_cudnn, torch_flash
 
 _HERE = __package__
 
@@ -43,6 +44,22 @@ DENSE_ATTENTION = Operation(
                 "up to 256; narrower values are padded",
                 dtypes=HALF,
                 probe=torch_flash.reason,
+                **ATOMIC_SUMS,
+            ),
+        ),
+        # Behind all others: no benchmark of ours shows it to be the fastest anywhere.
+        Candidate(
+            "flash4",
+            f"{_HERE}.blocks:with_flash4",
+            Support(
+                covers="FlashAttention 4 (package flash-attn-4), values narrower than keys without "
+                "padding",
+                package=FLASH_ATTENTION_4,
+                capabilities=((9, 0), (10, 0)),
+                not_run=((9, 0), (10, 0)),
+                dtypes=HALF,
+                dims=((192, 128), (256, 256), (128, 128)),
+                probe=flash4.reason,
                 **ATOMIC_SUMS,
             ),
         ),

@@ -10,10 +10,11 @@ from benchmarks.attention import lists as drawn_lists
 from benchmarks.masked import LONGEST_TORCH, TINY, Case, _Measurer
 from benchmarks.masked import inputs as masked_inputs
 from benchmarks.masked.inputs import Inputs
-from benchmarks.masked.shapes import OPERATIONS, PEER, flops
+from benchmarks.masked.shapes import FLASH4, OPERATIONS, PEER, PEERS, flops
 from benchmarks.settings import Settings, Work
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
+from megatron_dsa.ops.dense_attention.blocks import BLOCK_KERNELS
 from megatron_dsa.ops.masked_attention.inputs import ListedProbabilities
 from megatron_dsa.tools.verify import layouts
 from megatron_dsa.tools.verify.masked_attention import expected_masked
@@ -29,7 +30,7 @@ def test_every_implementation_is_measured():
     for _, works in plan:
         for operation, dispatched in OPERATIONS.items():
             ways = {work.way for work in works if work.part == operation}
-            peers = {PEER} if operation != "teacher" else set()
+            peers = {*PEERS} if operation != "teacher" else set()
             assert ways == {c.name for c in DISPATCHED[dispatched].candidates} | peers
 
 
@@ -124,17 +125,21 @@ def dense(q, k, v, scale):
     return torch.einsum("hqk,khd->qhd", p, v.float()).to(q.dtype)
 
 
+@pytest.mark.parametrize("peer", PEERS)
 @pytest.mark.parametrize("operation", ["forward", "backward"])
-def test_the_peer_attends_to_all_visible_keys(inputs, operation, monkeypatch):
-    with pytest.raises(ImplementationError, match="needs a GPU"):
-        inputs.call(operation, PEER)
+def test_the_peers_attend_to_all_visible_keys(inputs, operation, peer, monkeypatch):
+    words = {PEER: "needs a GPU", FLASH4: "wrong GPU: this is the CPU"}[peer]
+    with pytest.raises(ImplementationError, match=words):
+        inputs.call(operation, peer)
     monkeypatch.setattr(masked_inputs, "require_cuda", lambda _device: None)
+    monkeypatch.setattr(masked_inputs, "require_flash4", lambda _call: None)
     monkeypatch.setitem(masked_inputs.ATTENTIONS, "cudnn", dense)
-    result = inputs.call(operation, PEER)()
-    found = inputs.compare(operation, PEER, result)
+    monkeypatch.setitem(masked_inputs.BLOCK_KERNELS, "flash4", BLOCK_KERNELS["torch"])
+    result = inputs.call(operation, peer)()
+    found = inputs.compare(operation, peer, result)
     assert not found.wrong() and 0 < found.worst_error < 5e-3
     masked = inputs.call(operation, "torch")()
-    assert inputs.compare(operation, PEER, masked[0] if operation == "forward" else masked).wrong()
+    assert inputs.compare(operation, peer, masked[0] if operation == "forward" else masked).wrong()
     if operation == "backward":  # all leaves have gradients of their own
         k, v = inputs.case.kv.shape[2] - CASE.v, CASE.v
         assert [x.shape[2] for x in result] == [k + CASE.rope, k + CASE.rope, v]

@@ -1,5 +1,6 @@
 """Version guards: the exact message for every version of a package, and the generated table."""
 
+import importlib.util
 import re
 import types
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import packages
-from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, Fix, Package
+from megatron_dsa.dispatch.packages import CUDNN, FLASH_ATTENTION_4, FLASH_MLA, Fix, Package
 from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.sparse_attention.declaration import FORWARD
@@ -44,9 +45,7 @@ def install(monkeypatch):
     def pretend(**versions):
         versions = {name.replace("_", "-"): version for name, version in versions.items()}
         monkeypatch.setattr(packages, "installed_version", versions.get)
-        monkeypatch.setattr(
-            packages.importlib.util, "find_spec", lambda _name: types.SimpleNamespace()
-        )
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _name: types.SimpleNamespace())
 
     return pretend
 
@@ -113,7 +112,7 @@ def test_missing_unknown_and_wrong_gpu(install, monkeypatch):
         "unknown version: cudnn can be imported but nvidia-cudnn-frontend is not installed as a "
         f"distribution, so its version cannot be compared; {INSTALL}"
     )
-    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     assert cudnn().reason(op_call()) == f"missing: cudnn is not installed; {INSTALL}"
     flashmla = FORWARD.candidates[0]
     assert flashmla.reason(op_call()) == f"missing: flash_mla is not installed; {FLASH_MLA.install}"
@@ -145,5 +144,5 @@ def test_the_table_lists_every_implementation(capsys):
     for name, operation in OPERATIONS.items():
         names = re.findall(r"^\| (\w[\w-]*) \|", sections[name], re.M)
         assert names == ["implementation", *(c.name for c in operation.candidates)]
-    for package in (CUDNN, FLASH_MLA):
+    for package in (CUDNN, FLASH_ATTENTION_4, FLASH_MLA):
         assert f"**{package.module}**: " in page

@@ -1,5 +1,6 @@
 """The package that Muon needs, and settings that have no meaning without it."""
 
+import importlib.util
 import types
 
 import pytest
@@ -20,7 +21,7 @@ def installed(monkeypatch):
     def pretend(version):
         spec = None if version is None else types.SimpleNamespace()
         monkeypatch.setattr(packages, "installed_version", lambda _name: version)
-        monkeypatch.setattr(packages.importlib.util, "find_spec", lambda _name: spec)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _name: spec)
 
     return pretend
 

@@ -28,6 +28,8 @@ from tests.helpers import relative_error
 
 DECLARED = {candidate.name: candidate for candidate in DENSE_ATTENTION.candidates}
 FUSED = [name for name, candidate in DECLARED.items() if candidate.fused]
+#: Those that take values narrower than keys as they are.
+NARROW = ("torch-cudnn", "flash4")
 BATCHES = {
     "sbhd": {},
     "sbhd, two sequences": {"batch": 2},
@@ -222,6 +224,23 @@ def fake_kernel(name, patch, seen):
         for x, given in zip((dq, dk, dv), found, strict=True):
             x.copy_(given)
 
+    def flash4(
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+        return_lse,
+    ):  # fmt: skip
+        assert return_lse
+        seen.add((q.shape[-1], v.shape[-1]))
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return *kernel_forward(q, k, v, *lengths, causal, softmax_scale), None
+
+    def flash4_backward(
+        q, k, v, out, dout, lse, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        softmax_scale, causal, deterministic,
+    ):  # fmt: skip
+        assert deterministic is False
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return kernel_backward(dout, q, k, v, out, lse, *lengths, causal, softmax_scale)
+
     if name == "torch-flash":
         patch.setattr(torch.ops.aten, "_flash_attention_forward", torch_flash)
         patch.setattr(torch.ops.aten, "_flash_attention_backward", torch_flash_backward)
@@ -230,6 +249,9 @@ def fake_kernel(name, patch, seen):
         backward = "_scaled_dot_product_cudnn_attention_backward"
         patch.setattr(torch.ops.aten, backward, cudnn_backward)
         patch.setattr(torch_cudnn, "_lse_dims", lambda device: 4)
+    elif name == "flash4":
+        interface = types.SimpleNamespace(_flash_attn_fwd=flash4, _flash_attn_bwd=flash4_backward)
+        patch.setitem(sys.modules, "flash_attn.cute.interface", interface)
     else:
         interface = types.SimpleNamespace(
             _flash_attn_forward=flash2, _flash_attn_varlen_forward=flash2_packed,
@@ -250,7 +272,7 @@ def test_kernels_are_called_right(name, batch, cp, monkeypatch):
         pytest.skip("unpacked batches only")
     fake_kernel(name, monkeypatch, seen)
     check(case, emulate(case, cp, kernel)(), 1e-11)
-    dims = (12, 8) if name == "torch-cudnn" else (12, 12)
+    dims = (12, 8) if name in NARROW else (12, 12)
     assert {pair[:2] for pair in seen} == {dims}
     assert all(len(set(pair)) == 1 for pair in seen if len(pair) > 2)
 
@@ -294,8 +316,8 @@ def test_dims_are_compared_before_anything_is_padded():
 def test_reasons_say_what_is_missing():
     cpu = describe_call("cpu", dtype=torch.bfloat16, heads=4, qk_dim=192, v_dim=128)
     assert choose(cpu).name == "torch"
-    assert all("needs a CUDA GPU" in DECLARED[name].reason(cpu) for name in FUSED)
-    for name in FUSED:
+    assert all("this is the CPU" in DECLARED[name].reason(cpu) for name in FUSED)
+    for name in {*FUSED} - {"flash4"}:  # its declaration names dims: test_flash4.py
         assert "needs bf16 or fp16" in DECLARED[name].reason(_hopper(dtype=torch.float32))
         assert "multiples of 8" in DECLARED[name].reason(_hopper(qk_dim=100, v_dim=100))
     assert "deterministic" in DECLARED["torch-cudnn"].reason(_hopper(deterministic=True))
