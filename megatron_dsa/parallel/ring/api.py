@@ -153,9 +153,10 @@ def _shard(layout: Layout) -> TokenShard:
         "cu_seqlens": sequences.cu_seqlens,
         "cu_seqlens_padded": sequences.cu_seqlens_padded,
     }
+    # All sequences of a batch may be empty, with padding behind.
     if sharding.cp_layout == "zigzag" and cp > 1:
-        return PackedZigzagShard(cp, rank, count, max_seqlen=padded_bound(layout), **lengths)
+        longest = max(padded_bound(layout), 1)
+        return PackedZigzagShard(cp, rank, count, max_seqlen=longest, **lengths)
     runs = (dataclasses.replace(sharding, cp_rank=r).chunks(count * cp) for r in range(cp))
-    return PackedRuns(
-        cp, rank, count, max_seqlen=layout.max_length, runs=tuple(map(tuple, runs)), **lengths
-    )
+    longest = max(layout.max_length, 1)
+    return PackedRuns(cp, rank, count, max_seqlen=longest, runs=tuple(map(tuple, runs)), **lengths)

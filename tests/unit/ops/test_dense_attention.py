@@ -45,6 +45,16 @@ def test_lower_precision(device, dtype, tolerance):
     assert run_case(bshd_layout(48, 1, device), device, dtype, SMALL) < tolerance
 
 
+def test_empty_sequences_alone(device):
+    """Every row is padding, which sees nothing."""
+    cu = torch.zeros(3, dtype=torch.int32, device=device)
+    q, k, v = (leaf(8, 2, 16, seed=n, device=device, dtype=torch.float64) for n in (1, 2, 3))
+    out, lse = dense_attention(q, k, v, packed_layout(cu, 8, 0), softmax_scale=0.3, policy=SMALL)
+    out.sum().backward()
+    assert not out.any() and lse.isneginf().all()
+    assert not any(x.grad.any() for x in (q, k, v))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_fused_kernel_is_used_and_right(batch):
