@@ -59,15 +59,15 @@ PRODUCTS = {
     "forward": (6, 2),
     "backward": (6, 2),
     "backward in order": (6, 2),
-    "probabilities": (2, 0),
+    # A product per slab of 64 dims, for each of two tiles.
+    "probabilities": (6, 0),
     # A query is in one buffer: S before the loop and in it, P V in it and after it.
     "forward, wide": (4, 2),
     # S, dP and dK, and dQ in the loop and after it.
     "backward, wide": (5, 1),
     "backward in order, wide": (5, 1),
     "values' gradient, wide": (4, 2),
-    # A product per slab of 64 dims.
-    "probabilities, wide": (4, 0),
+    "probabilities, wide": (8, 0),
 }
 #: Bytes that a kernel may keep in memory for want of registers.
 SPILLED = {"backward in order": 32}

@@ -1,4 +1,4 @@
-"""The dense loss's teacher for a tile of 128 queries and 128 keys per thread block (sm_90a).
+"""The dense loss's teacher for 128 queries and two tiles of 128 keys per thread block (sm_90a).
 
 :mod:`megatron_dsa.ops.masked_attention.tilelang.head_sums` forms the sums. Whole tiles are written,
 0 where a query does not see a key.
@@ -13,29 +13,31 @@ from megatron_dsa.ops.hopper.cuda import call
 from megatron_dsa.ops.hopper.programs import compiler
 from megatron_dsa.ops.hopper.tiles import GROUP
 from megatron_dsa.ops.masked_attention.tilelang import head_sums
-from megatron_dsa.ops.masked_attention.tilelang.head_sums import OWN, QUERIES
+from megatron_dsa.ops.masked_attention.tilelang.head_sums import OWN, QUERIES, TILES
 from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     KEYS,
     PASSES,
-    REGISTERS,
     THREADS,
     Dims,
     own_row,
 )
 
+#: Registers per thread of the consumers and the producer, which holds the place of two tiles.
+REGISTERS = (232, 40)
 SOURCE = (
     head_sums.SOURCE
     + r"""
-// How many heads to add up: none where no query of the tile sees a key of it. All threads call it.
-__device__ __forceinline__ void dsa_heads_to_add(int* heads, const int* start, const int* end,
-                                                 int row, int rows, int key, int keys) {
-  row += threadIdx.x % 128;
-  bool seen = false;
-  if (row < rows) {
-    const int from = max(start[row], key), to = min(end[row], key + keys);
-    seen = from < to;
-  }
-  if (!__syncthreads_or(seen)) *heads = 0;
+// The first keys of two tiles, and how many of these have a pair that is seen; they come first.
+// Counts and keys are `place[1]` and `place[2]`, `place[3]`. All threads call it.
+__device__ __forceinline__ void dsa_tiles_to_add(int* place, const int* start, const int* end,
+                                                 int rows, int key, int keys) {
+  const int row = place[0] + threadIdx.x % 128;
+  const int from = row < rows ? start[row] : 0, to = row < rows ? end[row] : 0;
+  const bool first = __syncthreads_or(max(from, key) < min(to, key + keys));
+  const bool second = __syncthreads_or(max(from, key + keys) < min(to, key + 2 * keys));
+  place[1] = first + second;
+  place[2] = key + (first || !second ? 0 : keys);
+  place[3] = key + (first || !second ? keys : 0);
 }
 // Writes row R of the thread, whose columns it sees from `from` up to `to`; adds it if `add`.
 template <int N, int R>
@@ -57,27 +59,31 @@ __device__ __forceinline__ void dsa_write_row(float* row, const float* sums, int
 
 
 @T.macro
-def consume(Start, End, Out, m, done, at, dims, scale, tx):
-    """CONSUME: add up all heads, then write the whole tile."""
-    sums = T.alloc_local([OWN], "float32")
+def consume(Start, End, Out, m, done, at, scale, tx):
+    """CONSUME: add up all heads, then write both tiles, also those without a visible pair."""
+    sums = T.alloc_local([TILES * OWN], "float32")
     seen = T.alloc_local([2], "int32")
-    head_sums.add_heads(sums, m, done, at, dims, scale, tx)
+    head_sums.add_heads(sums, m, done, at, scale, tx)
     for r in tuple(range(2)):
         row = at.first + own_row(tx) + 8 * r
         seen[0] = 0
         seen[1] = 0
         if row < Start.shape[0]:
-            seen[0] = Start[row] - at.key
-            seen[1] = End[row] - at.key
-        call(
-            "dsa_write_row",
-            T.address_of(Out[row, at.key]),
-            sums.data,
-            seen[0],
-            seen[1],
-            at.head > 0,
-            of=(KEYS // 8, r),
-        )
+            seen[0] = Start[row]
+            seen[1] = End[row]
+        for tile in tuple(range(TILES)):
+            key = at.keys[tile]
+            # Behind an odd number of tiles is none.
+            if key < Out.shape[1]:
+                call(
+                    "dsa_write_row",
+                    T.address_of(Out[row, key]),
+                    T.address_of(sums[tile * OWN]),
+                    seen[0] - key,
+                    seen[1] - key,
+                    at.head > 0,
+                    of=(KEYS // 8, r),
+                )
 
 
 def build(nope: int, rope: int, behind: int, rope_per_head: bool):
@@ -116,29 +122,30 @@ def build(nope: int, rope: int, behind: int, rope_per_head: bool):
         first: T.int32,
         scale: T.float32,
     ):
-        """One thread block per tile; arguments as :func:`build` describes."""
-        with T.Kernel(height // QUERIES * (width // KEYS), threads=THREADS) as number:
+        """One thread block per pair of tiles; arguments as :func:`build` describes."""
+        across = T.ceildiv(width, TILES * KEYS)
+        with T.Kernel(height // QUERIES * across, threads=THREADS) as number:
             T.import_source(SOURCE)
-            m, done = head_sums.shared(dims, rope_per_head), head_sums.barriers(dims)
+            m, done = head_sums.shared(dims, rope_per_head), head_sums.barriers()
             tx = T.get_thread_binding()
             # Neighbours share the queries.
-            place = T.alloc_local([2], "int32")
-            place[0] = number // (width // KEYS) * QUERIES
-            place[1] = number % (width // KEYS) * KEYS
-            some = T.alloc_local([1], "int32")
-            some[0] = heads
+            place = T.alloc_local([4], "int32")
+            place[0] = number // across * QUERIES
             call(
-                "dsa_heads_to_add", some.data, T.address_of(Start[0]), T.address_of(End[0]),
-                place[0], rows, place[1], KEYS,
+                "dsa_tiles_to_add", place.data, T.address_of(Start[0]), T.address_of(End[0]), rows,
+                number % across * TILES * KEYS, KEYS,
             )  # fmt: skip
-            at = SimpleNamespace(first=place[0], key=place[1], head=first, heads=some[0])
+            at = SimpleNamespace(
+                first=place[0], n=place[1], keys=(place[2], place[3]), head=first,
+                heads=T.if_then_else(place[1] > 0, heads, 0),
+            )  # fmt: skip
             if tx >= 2 * GROUP:
                 T.set_max_nreg(REGISTERS[1], 0)
                 if tx < 2 * GROUP + 32:
-                    head_sums.produce(Q, K, Kpe, Lse, m, done, at, dims)
+                    head_sums.produce(Q, K, Kpe, Lse, m, done, at)
             else:
                 T.set_max_nreg(REGISTERS[0], 1)
-                consume(Start, End, Out, m, done, at, dims, scale, tx)
+                consume(Start, End, Out, m, done, at, scale, tx)
 
     return dense_teacher
 

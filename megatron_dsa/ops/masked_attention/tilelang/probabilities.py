@@ -1,4 +1,4 @@
-"""Head sums of the probabilities of selected keys, a tile of 128 x 128 per thread block (sm_90a).
+"""Head sums of the probabilities of selected keys, two tiles per thread block (sm_90a).
 
 :mod:`.head_sums` forms the sums. Per query, the sums of selected keys are written one after the
 other.
@@ -13,7 +13,7 @@ from megatron_dsa.ops.hopper.cuda import call
 from megatron_dsa.ops.hopper.programs import compiler
 from megatron_dsa.ops.hopper.tiles import GROUP
 from megatron_dsa.ops.masked_attention.tilelang import head_sums
-from megatron_dsa.ops.masked_attention.tilelang.head_sums import OWN, QUERIES
+from megatron_dsa.ops.masked_attention.tilelang.head_sums import OWN, QUERIES, TILES
 from megatron_dsa.ops.masked_attention.tilelang.tiles import (
     KEYS,
     PASSES,
@@ -26,6 +26,24 @@ from megatron_dsa.ops.masked_attention.tilelang.tiles import (
 SOURCE = (
     head_sums.SOURCE
     + r"""
+// A thread block's block of queries, how many tiles of keys it has, and their groups: two that
+// follow each other in the list of its queries, or the last of an odd number of them. These come
+// last and fill the processors that have nothing else to do.
+__device__ __forceinline__ void dsa_pair(int* place, const int* tiles, const int* count, int number,
+                                         int blocks, int width) {
+  asm volatile("" : "+r"(number));  // found where it is needed, not held: registers are short
+  const int pairs = width / 2;
+  const bool whole = number < blocks * pairs;
+  const int block = whole ? number / pairs : number - blocks * pairs;
+  const int listed = count[block], at = whole ? number % pairs * 2 : listed - 1;
+  place[0] = block;
+  place[1] = whole ? (at + 1 < listed) * 2 : listed % 2;
+  if (place[1] > 0) {
+    const int* list = tiles + static_cast<long long>(block) * width + at;
+    place[2] = list[0];
+    place[3] = list[place[1] - 1];
+  }
+}
 // Writes the sums of the keys that row R of the thread selects, behind those of the `before` keys
 // that it selects of earlier groups. `bits`: the four words of the row, in the order of key bits.
 // With more than `width` keys the launch ends with an error.
@@ -58,22 +76,38 @@ __device__ __forceinline__ void dsa_write_sums(float* row, int width, const floa
 
 
 @T.macro
-def consume(Bits, Before, PSum, m, done, at, dims, scale, tx):
+def pair_of(Tiles, Count, number, heads):
+    """Return the place of thread block ``number``: queries, and tiles of keys (none, 1 or 2)."""
+    place = T.alloc_local([4], "int32")
+    call(
+        "dsa_pair", place.data, T.address_of(Tiles[0, 0]), T.address_of(Count[0]), number,
+        Tiles.shape[0], Tiles.shape[1],
+    )  # fmt: skip
+    return SimpleNamespace(
+        first=place[0] * QUERIES, n=place[1], groups=(place[2], place[3]), head=0, heads=heads,
+        keys=(place[2] * KEYS, place[3] * KEYS),
+    )  # fmt: skip
+
+
+@T.macro
+def consume(Bits, Before, PSum, Tiles, Count, m, done, began, number, scale, tx):
     """CONSUME: add up all heads, then write the sums of selected keys."""
-    sums = T.alloc_local([OWN], "float32")
-    head_sums.add_heads(sums, m, done, at, dims, scale, tx)
-    for r in tuple(range(2)):
-        row = at.first + own_row(tx) + 8 * r
-        if row < PSum.shape[0]:
-            call(
-                "dsa_write_sums",
-                T.address_of(PSum[row, 0]),
-                PSum.shape[1],
-                sums.data,
-                T.address_of(Bits[row, at.group, 0]),
-                Before[row, at.group],
-                of=(r,),
-            )
+    sums = T.alloc_local([TILES * OWN], "float32")
+    head_sums.add_heads(sums, m, done, began, scale, tx)
+    at = pair_of(Tiles, Count, number, began.heads)
+    for tile in tuple(range(TILES)):
+        for r in tuple(range(2)):
+            row = at.first + own_row(tx) + 8 * r
+            if tile < at.n and row < PSum.shape[0]:
+                call(
+                    "dsa_write_sums",
+                    T.address_of(PSum[row, 0]),
+                    PSum.shape[1],
+                    T.address_of(sums[tile * OWN]),
+                    T.address_of(Bits[row, at.groups[tile], 0]),
+                    Before[row, at.groups[tile]],
+                    of=(r,),
+                )
 
 
 def build(nope: int, rope: int, v: int):
@@ -108,27 +142,22 @@ def build(nope: int, rope: int, v: int):
         PSum: T.Tensor([queries, wanted], fp32),
         scale: T.float32,
     ):
-        """One thread block per tile that may be; arguments as :func:`build` describes."""
-        with T.Kernel(blocks * width, threads=THREADS) as number:
+        """One thread block per pair of tiles that may be; arguments as :func:`build` describes."""
+        with T.Kernel(blocks * (width // 2 + 1), threads=THREADS) as number:
             T.import_source(SOURCE)
-            m, done = head_sums.shared(dims), head_sums.barriers(dims)
+            m, done = head_sums.shared(dims), head_sums.barriers()
             tx = T.get_thread_binding()
             # Tiles of a block of queries come one after the other: the L2 cache holds these.
-            place = T.alloc_local([2], "int32")
-            place[0] = number // width
-            if number % width < Count[place[0]]:
-                place[1] = Tiles[place[0], number % width]
-                at = SimpleNamespace(
-                    first=place[0] * QUERIES, group=place[1], key=place[1] * KEYS, head=0,
-                    heads=heads,
-                )  # fmt: skip
+            at = pair_of(Tiles, Count, number, heads)
+            if at.n > 0:
                 if tx >= 2 * GROUP:
                     T.set_max_nreg(REGISTERS[1], 0)
                     if tx < 2 * GROUP + 32:
-                        head_sums.produce(Q, KV, Kpe, Numbers, m, done, at, dims)
+                        own = pair_of(Tiles, Count, number, heads)
+                        head_sums.produce(Q, KV, Kpe, Numbers, m, done, own)
                 else:
                     T.set_max_nreg(REGISTERS[0], 1)
-                    consume(Bits, Before, PSum, m, done, at, dims, scale, tx)
+                    consume(Bits, Before, PSum, Tiles, Count, m, done, at, number, scale, tx)
 
     return masked_attention_probabilities
 

@@ -50,14 +50,12 @@ class Tiling:
     Attributes:
         forward_keys: keys of a tile of the forward: a group of key bits, or half of one.
         joined: whether the forward has all dims of a query in one buffer, which its output fills.
-        slots: slabs of 64 dims that the head sums stream; 0: they stream whole heads.
         split: whether the gradient of the values takes a program of its own.
         stages: tiles of queries that the backward has in shared memory at a time.
     """
 
     forward_keys: int = KEYS
     joined: bool = False
-    slots: int = 0
     split: bool = False
     stages: int = STAGES
 
@@ -65,7 +63,7 @@ class Tiling:
 #: By dims of a key without rope, of its rope, and of a value: DeepSeek-V3.2's, GLM-5's.
 TILINGS = {
     (128, 64, 128): Tiling(),
-    (192, 64, 256): Tiling(forward_keys=64, joined=True, slots=6, split=True, stages=1),
+    (192, 64, 256): Tiling(forward_keys=64, joined=True, split=True, stages=1),
 }
 
 
