@@ -109,8 +109,11 @@ def check_listed_keys(lists, numbers, queries, keys, density, width):
     mask = masked(queries, keys, density)
     mask[2::3] = False
     bits = pack(mask)
-    before, length = numbers.keys_before(bits)
+    sums = torch.full((queries, width), torch.nan)
+    before, length = numbers.keys_before(bits, sums)
     assert length.tolist() == mask.sum(1).tolist()
+    rest = torch.arange(width) >= length[:, None]
+    assert (sums[rest] == 0).all() and sums[~rest].isnan().all()
     found = lists.listed_keys(bits, before, length, width)
     assert found.dtype == torch.int32 and found.shape == (queries, width)
     for own, selected in zip(found, mask, strict=True):

@@ -94,9 +94,9 @@ def probabilities(
     """
     call = _Call.of(inputs)
     queries = len(call.q)
-    p_sum = call.q.new_zeros(queries, width, dtype=torch.float32)
+    p_sum = call.q.new_empty(queries, width, dtype=torch.float32)
     bits = inputs.bits.contiguous()
-    before, length = keys_before(bits)
+    before, length = keys_before(bits, p_sum)
     if p_sum.numel() > 0 and len(call.kv) > 0:
         tiles = _tiles(inputs, with_queries=False)
         probabilities_program.compiled(*call.dims)(

@@ -56,19 +56,27 @@ __device__ __forceinline__ void dsa_write_sums(float* row, int width, const floa
   if (before + __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w) > width)
     asm volatile("trap;");
   const int lane = threadIdx.x % 4;
-  const unsigned own = lane == 0 ? four.x : lane == 1 ? four.y : lane == 2 ? four.z : four.w;
 #pragma unroll
-  for (int n = 0; n < 16; n++) {
-    int place = before;
+  for (int b = 0; b < 4; b++) {
+    // A byte of each word has two columns of four eights of columns: these 32 bits by column.
+    unsigned some = 0;
 #pragma unroll
     for (int l = 0; l < 4; l++) {
-      const int count = __popc(words[l] >> 2 * n & 3);
-      before += count;
-      if (l < lane) place += count;
+      unsigned x = words[l] >> 8 * b & 0xFF;
+      x = (x | x << 12) & 0x000F000F;
+      x = (x | x << 6) & 0x03030303;
+      some |= x << 2 * l;
     }
-    const bool first = own >> 2 * n & 1, second = own >> (2 * n + 1) & 1;
-    if (first) row[place] = sums[4 * n + 2 * R];
-    if (second) row[place + first] = sums[4 * n + 2 * R + 1];
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+      const int column = 8 * n + 2 * lane;
+      float* place = row + before + __popc(some & ((1u << column) - 1));
+      const float* own = sums + 4 * (4 * b + n) + 2 * R;
+      const bool first = some >> column & 1, second = some >> column & 2;
+      if (first) place[0] = own[0];
+      if (second) place[first] = own[1];
+    }
+    before += __popc(some);
   }
 }
 """

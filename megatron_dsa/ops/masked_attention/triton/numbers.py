@@ -54,11 +54,12 @@ def _numbers(
         tl.store(target + count, tl.sum(a * b, 1))
 
 
-def keys_before(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Count the keys that each query selects.
+def keys_before(bits: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Count the keys that each query selects, and set the rest of its sums to 0.
 
     Args:
         bits: int32 ``[Sq, G, 4]``, key bits.
+        sums: fp32 ``[Sq, K]``, contiguous; entries of selected keys, which come first, stay.
 
     Returns:
         int32 ``[Sq, G]``, keys in the groups before each, and int32 ``[Sq]``, keys in all.
@@ -66,12 +67,16 @@ def keys_before(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     queries, key_groups = bits.shape[:2]
     before, total = bits.new_empty(queries, key_groups), bits.new_empty(queries)
     if queries > 0:
-        _keys_before[(queries,)](bits.contiguous(), before, total, key_groups, BLOCK=128)
+        _keys_before[(queries,)](
+            bits.contiguous(), before, total, sums, key_groups, sums.shape[1], BLOCK=128, REST=1024
+        )
     return before, total
 
 
-@triton.jit(do_not_specialize=["key_groups"])
-def _keys_before(bits, before, total, key_groups, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["key_groups", "width"])
+def _keys_before(
+    bits, before, total, sums, key_groups, width, BLOCK: tl.constexpr, REST: tl.constexpr
+):
     """One program per query."""
     row = tl.program_id(0).to(tl.int64) * key_groups
     found = 0
@@ -89,6 +94,10 @@ def _keys_before(bits, before, total, key_groups, BLOCK: tl.constexpr):
         tl.store(before + row + group, found + up_to - count, mask=inside)
         found += tl.sum(count, 0)
     tl.store(total + tl.program_id(0), found)
+    own = sums + tl.program_id(0).to(tl.int64) * width
+    for first in range(found // REST * REST, width, REST):
+        entry = first + tl.arange(0, REST)
+        tl.store(own + entry, 0.0, mask=(entry >= found) & (entry < width))
 
 
 def round_gradient(dq: torch.Tensor, sums: torch.Tensor, first: int, scale: float) -> None:
