@@ -13,6 +13,7 @@ from tests.cases.triton_kernels import assembly, interpret, prepare_interpreter,
 SIZES = (1, 127, 128, 129, 300)
 BITS = "megatron_dsa.ops.masked_attention.triton.bits"
 TILES = "megatron_dsa.ops.masked_attention.triton.tiles"
+NUMBERS = "megatron_dsa.ops.masked_attention.triton.numbers"
 
 
 def masked(queries, keys, density=0.3, seed=0):
@@ -160,20 +161,21 @@ def main():
 
 def test_compile_once_without_a_gpu(monkeypatch):
     """For Hopper and Blackwell; the same code for other sizes and strides."""
-    kernels = pytest.importorskip(BITS), pytest.importorskip(TILES)
-    names = (("_set_bits",), ("_transpose", "_list_tiles", "_list_key_groups"))
+    kernels = [pytest.importorskip(module) for module in (BITS, TILES, NUMBERS)]
+    names = (("_set_bits",), ("_transpose", "_list_tiles", "_list_key_groups"), ("_keys_before",))
     recorders = [
         recorder
         for module, some in zip(kernels, names, strict=True)
         for recorder in recorded(monkeypatch, module, some)
     ]
-    bits, tiles = kernels
+    bits, tiles, numbers = kernels
     for queries, keys, width in ((1, 1, 1), (256, 256, 16), (37, 301, 5)):
         lists = ascending_lists(queries, keys, width)
         packed = bits.key_bits(KeyBitsInputs(lists.indices, None, keys, 0))
         tiles.tiles_for(packed, keys, True)
         tiles.tiles_for(packed, keys, False)
-    for recorder, variants in zip(recorders, (1, 1, 1, 1), strict=True):
+        numbers.keys_before(packed, torch.empty(queries, width))
+    for recorder, variants in zip(recorders, (1, 1, 1, 1, 1), strict=True):
         assert len(recorder.launches) >= 3
         for capability in (80, 90, 100):
             compiled = [
