@@ -221,6 +221,20 @@ def test_rows_that_see_nothing(tiles, form):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ends", [(0, 100), (130, 250), (100, 140), (256, 300), (140, 300)])
+def test_tiles_that_share_queries(tiles, ends, form):
+    """Of two tiles of keys the first, the second or both are seen; the last tile is alone."""
+    call = draw_call(form, 128, 300, 7)
+    start, end = (torch.full_like(call.seen.start, x) for x in ends)
+    lse = torch.randn(call.lse.shape, device="cuda") + 4
+    call = dataclasses.replace(call, lse=lse, seen=Seen(start, end))
+    functions = tiles(7)
+    poison()
+    call.check(functions.teacher(call.q, call.keys, call.lse, call.seen))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
 def test_parts_of_tensors(tiles, form):
     """Every third query, and log-sum-exps and keys that are parts of larger tensors."""
     call = draw_call(form, 900, 400, 5)
