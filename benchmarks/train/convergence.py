@@ -114,6 +114,22 @@ def size_of(quick: bool, steps: int | None) -> Size:
     return dataclasses.replace(size, steps=steps, every=steps // 12)
 
 
+#: Shorter runs have no step in which the learning rate rises.
+FEWEST_STEPS = 10
+
+
+def with_steps(size: Size, steps: int | None) -> Size:
+    """Return a size with this number of steps, if one is given.
+
+    Raises:
+        ValueError: too few steps.
+    """
+    steps = size.steps if steps is None else steps
+    if steps < FEWEST_STEPS:
+        raise ValueError(f"--steps must be at least {FEWEST_STEPS}, got {steps}")
+    return dataclasses.replace(size, steps=steps)
+
+
 #: Indexers learn from the keys that they selected, or from all visible ones.
 LOSS_OVER_ALL = ["--dsa-indexer-loss-coeff", "1.0"]
 SPARSE_LOSS = [*LOSS_OVER_ALL, "--dsa-indexer-use-sparse-loss"]

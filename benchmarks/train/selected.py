@@ -14,7 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.timing import summary
-from benchmarks.train.convergence import SMALL, SPARSE_LOSS, TINY, Size, train, training_flags
+from benchmarks.train.convergence import (
+    SMALL,
+    SPARSE_LOSS,
+    TINY,
+    Size,
+    train,
+    training_flags,
+    with_steps,
+)
 from benchmarks.train.resume import LOGGED
 from benchmarks.train.text import prepare_text
 from megatron_dsa.metrics.tags import CALLS
@@ -34,8 +42,6 @@ MEASURED = dataclasses.replace(
     every=100,
 )
 QUICK = dataclasses.replace(TINY, steps=12, every=12)
-#: Shorter runs have no step in which the learning rate rises.
-FEWEST_STEPS = 10
 
 
 def size_of(quick: bool, steps: int | None) -> Size:
@@ -44,11 +50,8 @@ def size_of(quick: bool, steps: int | None) -> Size:
     Raises:
         ValueError: too few steps.
     """
-    size = QUICK if quick else MEASURED
-    steps = size.steps if steps is None else steps
-    if steps < FEWEST_STEPS:
-        raise ValueError(f"--steps must be at least {FEWEST_STEPS}, got {steps}")
-    return dataclasses.replace(size, steps=steps, every=steps)
+    size = with_steps(QUICK if quick else MEASURED, steps)
+    return dataclasses.replace(size, every=size.steps)
 
 
 class SameTraining:

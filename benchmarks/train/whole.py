@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from benchmarks.train.convergence import SPARSE_LOSS, TINY, Size, training_flags
-from benchmarks.train.selected import FEWEST_STEPS, SameTraining
+from benchmarks.train.convergence import SPARSE_LOSS, TINY, Size, training_flags, with_steps
+from benchmarks.train.selected import SameTraining
 
 #: Way -> its attention backend.
 WAYS = {"fused": "dsa_fused", "unfused": "dsa_unfused", "fused again": "dsa_fused"}
@@ -59,11 +59,8 @@ def size_of(quick: bool, steps: int | None) -> Size:
     Raises:
         ValueError: too few steps.
     """
-    size = QUICK if quick else MEASURED
-    steps = size.steps if steps is None else steps
-    if steps < FEWEST_STEPS:
-        raise ValueError(f"--steps must be at least {FEWEST_STEPS}, got {steps}")
-    return dataclasses.replace(size, steps=steps, every=steps)
+    size = with_steps(QUICK if quick else MEASURED, steps)
+    return dataclasses.replace(size, every=size.steps)
 
 
 class SameModel(SameTraining):

@@ -52,8 +52,10 @@ class NonFinite:
 
 
 def is_unused_bias(name: str, names: Collection[str]) -> bool:
-    """Whether a parameter is the bias of a router that looks experts up by token; ``names`` are
-    those of all parameters."""
+    """Whether a parameter is the bias of a router that looks experts up by token.
+
+    ``names`` are the names of all parameters.
+    """
     router = name.removesuffix("expert_bias")
     return router != name and f"{router}tid2eid" in names
 

@@ -65,7 +65,7 @@ def features_to_build(hf: HFModel, reader: CheckpointReader, without: Collection
 def left_tensors(
     hf: HFModel, reader: CheckpointReader, config: Any, without: Collection[str]
 ) -> dict[str, list[str]]:
-    """Return the tensors of a checkpoint that a Megatron model leaves out, by feature.
+    """Return the tensors of a checkpoint that a Megatron model does not read, by feature.
 
     Multi-token prediction is among them only if ``without`` names it: a model without it need not
     say so.

@@ -130,7 +130,7 @@ class DSAIndexer(MegatronModule):
         return LatentIndexerInputs(self._latent_queries(latent, rope), k, weights, relu)
 
     def _reads_query_weight(self) -> bool:
-        """Whether products with the weight of the queries are those of the linear.
+        """Whether products with the weight of the queries give what the linear gives.
 
         A linear in FP8, one with hooks, one of another class, or one that delays its weight
         gradient has to be called.

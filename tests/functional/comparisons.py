@@ -10,6 +10,11 @@ TOLERANCE = 2e-5
 HEALTH = ("dsa attention mass captured", "dsa zero scores", "dsa boundary ties")
 
 
+def layout_cases(layouts):
+    """A test's parameters: names of layouts, each marked with its number of ranks."""
+    return [pytest.param(n, marks=pytest.mark.ranks(x[1])) for n, x in layouts.items()]
+
+
 def check_layout(name, layout, expected, one_step):
     """Take a step in another layout and compare it with one process."""
     got = one_step(*layout)

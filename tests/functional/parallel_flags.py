@@ -14,6 +14,17 @@ FULL_RECOMPUTE = {
 }
 #: Documents have any length: only packed rows can be cut into equal parts.
 PACKED = {"--dataloader-inter-document-masking": True, "--dsa-cp-layout": "zigzag_rows"}
+#: What makes DeepSeek-V4's attention of the layers that tests train by default.
+SMALL_V4 = {
+    "--csa-compress-ratios": [0, 4],
+    "--csa-window-size": 16,
+    "--csa-compress-rotary-base": 160000,
+    "--kv-lora-rank": 16,
+    "--v-head-dim": 24,
+    "--o-groups": 2,
+    "--o-lora-rank": 16,
+    "--dsa-indexer-rope-interleaved": True,
+}
 LAYOUTS = {
     "TP2 by heads": (TP2_HEADS, 2),
     "TP2 by sequence and CP2": (TP2_SEQUENCE | CP2, 4),

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.functional.launch import train
-from tests.functional.parallel_flags import PACKED
+from tests.functional.parallel_flags import PACKED, SMALL_V4
 
 pytestmark = pytest.mark.ranks(2)
 OVERLAP = {"--overlap-moe-expert-parallel-comm": True}
@@ -20,23 +20,13 @@ MODEL = {
     "--micro-batch-size": 1,
     "--train-iters": 3,
 }
-V4 = {
-    "--csa-compress-ratios": [0, 4],
-    "--csa-window-size": 16,
-    "--csa-compress-rotary-base": 160000,
-    "--kv-lora-rank": 16,
-    "--v-head-dim": 24,
-    "--o-groups": 2,
-    "--o-lora-rank": 16,
-    "--dsa-indexer-rope-interleaved": True,
-}
 SELECTIVE = {
     "--recompute-granularity": "selective",
     "--recompute-modules": ["core_attn", "mla_up_proj"],
 }
 CHANGES = {
     "DSA, selective recompute": SELECTIVE,
-    "V4, distributed optimizer": V4
+    "V4, distributed optimizer": SMALL_V4
     | {"--use-distributed-optimizer": True, "--overlap-grad-reduce": True},
     "packed": PACKED,
     "multi-token prediction": {"--mtp-num-layers": 1},

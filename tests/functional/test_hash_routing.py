@@ -17,6 +17,7 @@ from tests.functional.comparisons import (
     check_resume,
     compare,
     compare_curves,
+    layout_cases,
 )
 from tests.functional.launch import SPARSE, launch, train
 from tests.functional.parallel_flags import (
@@ -93,10 +94,6 @@ V4_LAYOUTS = {
 }  # fmt: skip
 
 
-def cases(layouts):
-    return [pytest.param(n, marks=pytest.mark.ranks(x[1])) for n, x in layouts.items()]
-
-
 def tables_of(state):
     return {name: tensor for name, tensor in state.items() if name.endswith("tid2eid")}
 
@@ -117,7 +114,7 @@ def single(hash_step):
     return step, gradients, result
 
 
-@pytest.mark.parametrize("name", cases(HASH_LAYOUTS))
+@pytest.mark.parametrize("name", layout_cases(HASH_LAYOUTS))
 def test_layout(name, single, hash_step):
     check_layout(name, HASH_LAYOUTS[name], single, hash_step)
 
@@ -132,7 +129,7 @@ def v4_single(v4_step):
     return v4_step()
 
 
-@pytest.mark.parametrize("name", cases(V4_LAYOUTS))
+@pytest.mark.parametrize("name", layout_cases(V4_LAYOUTS))
 def test_v4_layout(name, v4_single, v4_step):
     check_layout(name, V4_LAYOUTS[name], v4_single, v4_step)
 

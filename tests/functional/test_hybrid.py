@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.functional.checkpoint_reader import read
-from tests.functional.comparisons import check_layout, check_resume, compare_curves
+from tests.functional.comparisons import check_layout, check_resume, compare_curves, layout_cases
 from tests.functional.launch import train
 from tests.functional.parallel_flags import (
     CP2,
@@ -81,9 +81,7 @@ def single(hybrid_step):
     return step, gradients, result
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.ranks(x[1])) for n, x in HYBRID_LAYOUTS.items()]
-)
+@pytest.mark.parametrize("name", layout_cases(HYBRID_LAYOUTS))
 def test_layout(name, single, hybrid_step):
     check_layout(name, HYBRID_LAYOUTS[name], single, hybrid_step)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.functional.checkpoint_reader import read
-from tests.functional.comparisons import check_resume
+from tests.functional.comparisons import check_resume, layout_cases
 from tests.functional.launch import train
 from tests.functional.muon_flags import EXPERTS, MUON, V4
 from tests.functional.parallel_flags import TP2_HEADS, TP2_SEQUENCE
@@ -65,10 +65,6 @@ def check_same(got, expected, tolerance=TOLERANCE):
     assert errors[worst] < tolerance, (worst, errors[worst])
 
 
-def cases(layouts):
-    return [pytest.param(n, marks=pytest.mark.ranks(x[1])) for n, x in layouts.items()]
-
-
 @pytest.fixture(scope="module")
 def v4(data, tmp_path_factory):
     return Training(V4 | EXPERTS, data, tmp_path_factory.mktemp("v4"))
@@ -81,7 +77,7 @@ def v4_single(v4):
     return updates, run
 
 
-@pytest.mark.parametrize("name", cases(V4_LAYOUTS))
+@pytest.mark.parametrize("name", layout_cases(V4_LAYOUTS))
 def test_layout_of_v4(name, v4, v4_single):
     check_same(v4.updates(name, *V4_LAYOUTS[name])[0], v4_single[0])
 
@@ -96,7 +92,7 @@ def dsa_single(dsa):
     return dsa.updates("single")[0]
 
 
-@pytest.mark.parametrize("name", cases(DSA_LAYOUTS))
+@pytest.mark.parametrize("name", layout_cases(DSA_LAYOUTS))
 def test_layout_of_dsa(name, dsa, dsa_single):
     check_same(dsa.updates(name, *DSA_LAYOUTS[name])[0], dsa_single)
 

@@ -3,19 +3,9 @@
 import pytest
 
 from tests.functional.launch import TINY, Trainer, launch, shared_trainer, train
-from tests.functional.parallel_flags import PACKED
+from tests.functional.parallel_flags import PACKED, SMALL_V4
 
-V4 = {
-    "--csa-compress-ratios": [0, 4],
-    "--csa-window-size": 16,
-    "--csa-compress-rotary-base": 160000,
-    "--kv-lora-rank": 16,
-    "--v-head-dim": 24,
-    "--o-groups": 2,
-    "--o-lora-rank": 16,
-    "--dsa-indexer-rope-interleaved": True,
-    "--micro-batch-size": 1,
-}
+V4 = SMALL_V4 | {"--micro-batch-size": 1}
 EXPERTS = {
     "--num-experts": 4,
     "--moe-router-topk": 2,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.functional.checkpoint_reader import read
-from tests.functional.comparisons import check_layout, check_resume, compare_curves
+from tests.functional.comparisons import check_layout, check_resume, compare_curves, layout_cases
 from tests.functional.launch import train
 from tests.functional.parallel_flags import (
     CP2,
@@ -107,10 +107,6 @@ V4_PREDICTION_LAYOUTS = {
 }  # fmt: skip
 
 
-def cases(layouts):
-    return [pytest.param(n, marks=pytest.mark.ranks(x[1])) for n, x in layouts.items()]
-
-
 def is_connection(name):
     return ".hc_" in name
 
@@ -131,7 +127,7 @@ def single(stream_step):
     return step, gradients, result
 
 
-@pytest.mark.parametrize("name", cases(STREAM_LAYOUTS))
+@pytest.mark.parametrize("name", layout_cases(STREAM_LAYOUTS))
 def test_layout(name, single, stream_step):
     check_layout(name, STREAM_LAYOUTS[name], single, stream_step)
 
@@ -146,7 +142,7 @@ def v4_single(v4_step):
     return v4_step()
 
 
-@pytest.mark.parametrize("name", cases(V4_LAYOUTS))
+@pytest.mark.parametrize("name", layout_cases(V4_LAYOUTS))
 def test_v4_layout(name, v4_single, v4_step):
     check_layout(name, V4_LAYOUTS[name], v4_single, v4_step)
 
@@ -167,7 +163,7 @@ def prediction_single(prediction_step):
     return step, gradients, result
 
 
-@pytest.mark.parametrize("name", cases(PREDICTION_LAYOUTS))
+@pytest.mark.parametrize("name", layout_cases(PREDICTION_LAYOUTS))
 def test_prediction_layout(name, prediction_single, prediction_step):
     check_layout(name, PREDICTION_LAYOUTS[name], prediction_single, prediction_step)
 
@@ -182,7 +178,7 @@ def v4_prediction_single(v4_prediction_step):
     return v4_prediction_step()
 
 
-@pytest.mark.parametrize("name", cases(V4_PREDICTION_LAYOUTS))
+@pytest.mark.parametrize("name", layout_cases(V4_PREDICTION_LAYOUTS))
 def test_v4_prediction_layout(name, v4_prediction_single, v4_prediction_step):
     check_layout(name, V4_PREDICTION_LAYOUTS[name], v4_prediction_single, v4_prediction_step)
 
