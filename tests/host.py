@@ -120,8 +120,9 @@ def attention_module(config, layer_number=1, seed=3, full=None):
 
     from megatron_dsa.specs import dsa_layer_spec
 
+    device = start()
     spec = dsa_layer_spec(config).submodules.self_attention
-    module = build_module(spec, config=config, layer_number=layer_number).to(start())
+    module = build_module(spec, config=config, layer_number=layer_number).to(device)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(module.named_parameters()):

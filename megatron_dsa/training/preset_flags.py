@@ -19,6 +19,9 @@ WITHOUT_TRANSFORMER_ENGINE = [
 ]
 #: Apex's kernel, with which Megatron's own linears fuse the accumulation of gradients.
 GRADIENT_ACCUMULATION_KERNEL = "fused_weight_gradient_mlp_cuda"
+#: Scales of delayed scaling start at 1, where E5M2 rounds gradients below 2**-17 to 0: layers get
+#: none in the first steps, one layer after the other from the output on. A factor lifts them.
+LOSS_SCALE = ["--loss-scale", "65536"]
 
 
 def preset_flags(argv: list[str], planning: bool = False) -> None:
@@ -32,7 +35,7 @@ def preset_flags(argv: list[str], planning: bool = False) -> None:
     """
     flags, reasons = list(ALWAYS), []
     no_gpu = cpu_host.needed()
-    local = _asks_for_local_layers(argv)
+    local = _last_value(argv, "--transformer-impl") == "local"
     if (reason := why_not_transformer_engine(has_gpu=not no_gpu)) is not None:
         reasons.append(reason)
         flags += WITHOUT_TRANSFORMER_ENGINE
@@ -41,6 +44,11 @@ def preset_flags(argv: list[str], planning: bool = False) -> None:
     if local and (no_gpu or importlib.util.find_spec(GRADIENT_ACCUMULATION_KERNEL) is None):
         reasons.append("no Apex")
         flags.append("--no-gradient-accumulation-fusion")
+    fp8 = _last_value(argv, "--fp8-format") is not None
+    delayed = _last_value(argv, "--fp8-recipe") in (None, "delayed")  # Megatron's default
+    if fp8 and delayed and "--fp16" not in argv:  # which has loss scales of its own
+        reasons.append("delayed scaling")
+        flags += LOSS_SCALE
     if importlib.util.find_spec("one_logger") is None:
         flags.append("--no-one-logger")  # else Megatron prints that the package is missing
     if no_gpu and not planning:
@@ -51,11 +59,11 @@ def preset_flags(argv: list[str], planning: bool = False) -> None:
         print(f"> {', '.join(reasons)}: preset flags {' '.join(flags)}")
 
 
-def _asks_for_local_layers(argv: list[str]) -> bool:
-    """Return whether the last ``--transformer-impl`` of a command line is ``local``."""
+def _last_value(argv: list[str], name: str) -> str | None:
+    """Return the last value of a flag on a command line; None if it is not there."""
     value = None
     for place, word in enumerate(argv):
         flag, equals, given = word.partition("=")
-        if flag == "--transformer-impl":
+        if flag == name:
             value = given if equals else next(iter(argv[place + 1 : place + 2]), None)
-    return value == "local"
+    return value

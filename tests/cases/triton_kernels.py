@@ -12,7 +12,7 @@ def interpret(file):
     """Run ``file`` as a script whose Triton kernels are interpreted on the CPU."""
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.getcwd()
+    environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, file], env=environment, capture_output=True, text=True, check=False
     )

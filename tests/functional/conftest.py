@@ -41,6 +41,38 @@ def short_documents(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def source(tmp_path_factory):
+    """``--data-path`` of this package's source as byte tokens, so that no two batches are alike."""
+    from megatron_dsa.training.data import write_byte_dataset
+
+    prefix = tmp_path_factory.mktemp("source") / "source"
+    files = sorted((REPOSITORY / "megatron_dsa").rglob("*.py"))
+    write_byte_dataset([file.read_text(encoding="utf-8") for file in files], prefix)
+    return str(prefix)
+
+
+@pytest.fixture(scope="session")
+def started(source, tmp_path_factory):
+    """Function that returns a model's flags with those of a start from a few steps of training.
+
+    It trains each model once, with Megatron's own layers.
+    """
+    from tests.functional.engine import LOCAL, START, run
+
+    folders = {}
+
+    def start(flags):
+        key = tuple(sorted((name, str(value)) for name, value in flags.items()))
+        flags = flags | {"--data-path": source}
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("start")
+            run(flags | START | {"--save": folders[key]}, LOCAL)
+        return flags | {"--load": folders[key], "--finetune": True}
+
+    return start
+
+
+@pytest.fixture(scope="session")
 def steps_of(data, tmp_path_factory):
     """Function that prepares a model (changes to :data:`TINY`) and returns its ``one_step``.
 

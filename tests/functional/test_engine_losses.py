@@ -16,50 +16,46 @@ from tests.functional.engine import (
     MODELS,
     PRECISIONS,
     check_losses,
+    noise_of,
     run,
 )
 from tests.helpers import relative_error
 
 pytestmark = MARKS
-V4_DELAYED = pytest.mark.xfail(
-    reason="V4's layers train worse with delayed scaling; not understood yet", strict=False
-)
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def model(request, data, tmp_path_factory):
-    """Name, flags and local run of a model; the flags start it from a few steps of training."""
-    folder = tmp_path_factory.mktemp("start")
-    flags = MODELS[request.param] | {"--data-path": data}
-    run(flags | {"--train-iters": 3, "--save": folder, "--save-interval": 3}, LOCAL)
-    flags |= {"--load": folder, "--finetune": True}
-    return request.param, flags, run(flags, LOCAL)
+def model(request, started):
+    """Name, flags, local run and noise of a model that starts from a few steps of training."""
+    flags = started(MODELS[request.param])
+    local = run(flags, LOCAL)
+    return request.param, flags, local, noise_of(local, run(flags, LOCAL))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_losses(model, precision, request):
-    name, flags, local = model
-    if (name, precision) == ("V4", "delayed"):
-        request.applymarker(V4_DELAYED)
+def test_losses(model, precision):
+    name, flags, local, noise = model
     engine = run(flags, ENGINE, precision)
-    check_losses(engine, local, BOUNDS[name, precision])
+    check_losses(engine, local, BOUNDS[name, precision], noise)
     assert engine.steps[-1]["lm loss"] < engine.steps[0]["lm loss"]
     assert engine.steps[-1]["indexer loss"] > 0
     if "--mtp-num-layers" in flags:
         assert engine.steps[-1]["mtp_1 loss"] < engine.steps[0]["mtp_1 loss"]
 
 
-def test_delayed_scaling_with_a_loss_scale(model):
-    """Scales start at 1, where E5M2 holds no gradient below 1.5e-5; a constant factor lifts them.
-
-    Without it layers get no gradient in the first steps, one after the other from the output on.
-    """
-    name, flags, local = model
-    engine = run(flags | {"--loss-scale": 65536}, ENGINE, "delayed")
-    check_losses(engine, local, BOUNDS[name, "tensorwise"])
-    norms = (engine.steps[0]["grad norm"], local.steps[0]["grad norm"])
-    print("gradient norm of the first step, and of local layers:", *norms)
-    assert norms[0] == pytest.approx(norms[1], rel=0.1)
+def test_delayed_scaling_needs_a_loss_scale(model):
+    """Without the preset one, E5M2 rounds the first step's gradients to 0 layer after layer."""
+    _, flags, local, _ = model
+    one_step = flags | {"--train-iters": 1}
+    expected = local.steps[0]["grad norm"]
+    preset, without = (
+        run(one_step | more, ENGINE, "delayed") for more in ({}, {"--loss-scale": 1})
+    )
+    assert "> delayed scaling: preset flags" in preset.log and "--loss-scale 65536" in preset.log
+    norms = [each.steps[0]["grad norm"] for each in (preset, without)]
+    print("gradient norms of the first step, preset, without, local:", *norms, expected)
+    assert norms[0] == pytest.approx(expected, rel=0.1)
+    assert abs(norms[1] - expected) > 2 * abs(norms[0] - expected)
 
 
 #: transformer-engine keeps this norm in the linear that follows.
@@ -68,7 +64,7 @@ NORM = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
 
 def test_gradients_of_the_first_step(model, tmp_path):
     """Every parameter's, in bf16."""
-    name, flags, _ = model
+    name, flags, _, _ = model
     gradients = []
     for kind, layers in (("local", LOCAL), ("engine", ENGINE)):
         step = {"--train-iters": 1, "--save": tmp_path / kind, "--save-interval": 1}

@@ -27,24 +27,24 @@ WAYS = {
 
 @pytest.mark.parametrize("precision", FP8)
 @pytest.mark.parametrize("way", WAYS)
-def test_losses(way, precision, data):
-    flags = DSA | WAYS[way] | {"--data-path": data}
+def test_losses(way, precision, started):
+    flags = started(DSA) | WAYS[way]
     expected = run(flags | DISTRIBUTED, ENGINE, precision)
     got = run(flags | PARAMETERS, ENGINE, precision)
     check_losses(got, expected, BOUNDS["DSA", precision])
 
 
 @pytest.mark.parametrize("precision", ["tensorwise", "blockwise"])
-def test_losses_of_v4(precision, data):
-    flags = V4 | {"--data-path": data}
+def test_losses_of_v4(precision, started):
+    flags = started(V4)
     expected = run(flags | DISTRIBUTED, ENGINE, precision)
     check_losses(run(flags | PARAMETERS, ENGINE, precision), expected, BOUNDS["V4", precision])
 
 
 @pytest.mark.parametrize("precision", FP8)
-def test_resume(precision, data, tmp_path):
+def test_resume(precision, source, tmp_path):
     """Six steps in one go equal three, a checkpoint and three more."""
-    flags = DSA | PARAMETERS | {"--data-path": data, "--train-iters": 6}
+    flags = DSA | PARAMETERS | {"--data-path": source, "--train-iters": 6}
     whole = run(flags, ENGINE, precision)
     saved = flags | {"--save": tmp_path, "--save-interval": 3}
     run(saved | {"--exit-interval": 3}, ENGINE, precision)

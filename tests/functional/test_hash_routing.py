@@ -214,6 +214,7 @@ def test_frozen_main_model(data, tmp_path):
             assert tensor.equal(after[name]), name
 
 
+@pytest.mark.ranks(4)
 def test_refusals_name_the_flags(data):
     """Before anything is built."""
     wrong = {

@@ -120,6 +120,26 @@ def test_gradient_accumulation_is_fused_where_linears_can(words, engine, apex, f
     assert ("--no-gradient-accumulation-fusion" not in argv) == fused
 
 
+@pytest.mark.parametrize(
+    ("words", "lifted"),
+    [
+        (["--fp8-format", "hybrid"], True),  # Megatron's default recipe
+        (["--fp8-format=hybrid", "--fp8-recipe", "delayed"], True),
+        (["--fp8-format", "hybrid", "--fp8-recipe=tensorwise"], False),
+        (["--fp8-recipe", "delayed"], False),
+        (["--fp8-format", "hybrid", "--fp16"], False),
+        ([], False),
+    ],
+)
+def test_delayed_scaling_gets_a_loss_scale(words, lifted, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    argv = ["pretrain", *words, "--loss-scale", "2"]
+    presets.preset_flags(argv)
+    assert (argv.count("--loss-scale") == 2) == lifted
+    assert argv[-2:] == ["--loss-scale", "2"]  # the user's wins
+    assert ("delayed scaling" in capsys.readouterr().out) == lifted
+
+
 def test_presets_go_in_front_and_are_announced(capsys, monkeypatch):
     start()
     monkeypatch.setattr(presets, "why_not_transformer_engine", lambda has_gpu: "no engine")
