@@ -2,12 +2,21 @@
 
 Addresses in shared memory are plain integers here: given a pointer inside a loop, TileLang puts a
 memory barrier before each product. ``delta = rowsum(dO * O)``.
+
+P leaves its warpgroup twice: in bf16 for dKV, and for dS in fp16, in units of :data:`P_UNIT`. In
+bf16 it would add as much to the error of dS as dS's own rounding does.
 """
 
 from megatron_dsa.ops.hopper.cuda import ADDRESSES
 
+#: P is at most 2, so that it fits in fp16; below 2^-28 it has fewer digits.
+P_UNIT = 2.0**-14
+
 SOURCE = (
     ADDRESSES
+    + f"""
+#define DSA_P_UNITS {1 / P_UNIT:.1f}f
+"""
     + r"""
 // A quarter of the sum of products of row `row` of two matrices of COLUMNS bf16.
 template <int COLUMNS>
@@ -60,21 +69,17 @@ __device__ __forceinline__ void dsa_store_half(const float* acc, int place) {
          "r"(pairs[3]) : "memory");
   }
 }
-// Stores what dsa_store_half loses of the values.
+// The same for P in fp16, in its units.
 template <int HALF>
-__device__ __forceinline__ void dsa_store_errors(const float* acc, int place) {
+__device__ __forceinline__ void dsa_store_p(const float* acc, int place) {
 #pragma unroll
   for (int i = 2 * HALF; i < 2 * HALF + 2; i++) {
     unsigned pairs[4];
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const float x = acc[8 * i + 2 * j], y = acc[8 * i + 2 * j + 1];
-      unsigned rounded;
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rounded) : "f"(y), "f"(x));
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
+    for (int j = 0; j < 4; j++)
+      asm("cvt.rn.f16x2.f32 %0, %1, %2;"
         : "=r"(pairs[j])
-        : "f"(y - __uint_as_float(rounded & 0xffff0000u)), "f"(x - __uint_as_float(rounded << 16)));
-    }
+        : "f"(acc[8 * i + 2 * j + 1] * DSA_P_UNITS), "f"(acc[8 * i + 2 * j] * DSA_P_UNITS));
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
       :: "r"(dsa_laundered(place) ^ (i * 32)), "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]),
          "r"(pairs[3]) : "memory");
@@ -91,7 +96,7 @@ __device__ __forceinline__ void dsa_probabilities(float* acc, const float* lse, 
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(acc[i]));
   }
 }
-// acc = acc scale - delta; `delta` in shared memory, times scale, of this thread's first row.
+// acc = acc scale - delta; `delta` in shared memory, times that scale, of this thread's first row.
 __device__ __forceinline__ void dsa_less_delta(float* acc, int delta, float scale) {
   delta = dsa_laundered(delta);
 #pragma unroll
@@ -104,27 +109,24 @@ __device__ __forceinline__ void dsa_less_delta(float* acc, int delta, float scal
     acc[4 * j + 3] = acc[4 * j + 3] * scale - y;
   }
 }
-// Stores acc * P. `p`, `place`: dsa_place in the tile of P and in that of dS, which holds what
-// dsa_store_errors has stored of P if ERRORS.
-template <int HALF, bool ERRORS>
-__device__ __forceinline__ void dsa_times_p(float* acc, int p, int place) {
+// Stores acc * P. `place`: dsa_place in the tile of dS, where dsa_store_p has stored P.
+template <int HALF>
+__device__ __forceinline__ void dsa_times_p(float* acc, int place) {
 #pragma unroll
   for (int i = 2 * HALF; i < 2 * HALF + 2; i++) {
-    unsigned pairs[4], errors[4] = {0, 0, 0, 0};
+    unsigned pairs[4];
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
       : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
-      : "r"(dsa_laundered(p) ^ (i * 32)) : "memory");
-    if (ERRORS)
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-        : "=r"(errors[0]), "=r"(errors[1]), "=r"(errors[2]), "=r"(errors[3])
-        : "r"(dsa_laundered(place) ^ (i * 32)) : "memory");
+      : "r"(dsa_laundered(place) ^ (i * 32)) : "memory");
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      float x = __uint_as_float(pairs[j] << 16), y = __uint_as_float(pairs[j] & 0xffff0000u);
-      if (ERRORS) {
-        x += __uint_as_float(errors[j] << 16);
-        y += __uint_as_float(errors[j] & 0xffff0000u);
-      }
+      float x, y;
+      asm("{\n"
+          ".reg .b16 low, high;\n"
+          "mov.b32 {low, high}, %2;\n"
+          "cvt.f32.f16 %0, low;\n"
+          "cvt.f32.f16 %1, high;\n"
+          "}" : "=f"(x), "=f"(y) : "r"(pairs[j]));
       acc[8 * i + 2 * j] *= x;
       acc[8 * i + 2 * j + 1] *= y;
     }

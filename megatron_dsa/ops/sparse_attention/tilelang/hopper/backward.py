@@ -34,6 +34,7 @@ from megatron_dsa.ops.hopper.tiles import (
     place_of,
 )
 from megatron_dsa.ops.sparse_attention.tilelang.hopper import queries
+from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import P_UNIT
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import SOURCE as ACCUMULATORS
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.reduction import SOURCE
 
@@ -123,6 +124,9 @@ def scores(dQ, PSum, m, done, at, shape, scale, thread):
     """S: scores, P and the left half of dQ."""
     s = T.alloc_fragment([TILE, TILE], "float32")
     dq = queries.left_columns()
+    here = T.alloc_local([1], "int32")
+    here[0] = shared_address(m.ds[0, 0])
+    here[0] = call("dsa_place", here[0], thread, returns="int32")
     if shape.group > 1:
         members = T.alloc_fragment([TILE], "uint8")
     T.barrier_wait(done.queries, 0)
@@ -134,8 +138,11 @@ def scores(dQ, PSum, m, done, at, shape, scale, thread):
         exponentials(s, m, i, members if shape.group > 1 else None, shape, scale)
         if PSum is not None:
             queries.sum_heads(PSum, s, at, i, shape, thread)
+        # Nothing reads the old dS either: KV is done with both, DP was before the keys came.
         T.barrier_wait(done.p_free, (i & 1) ^ 1)
         T.copy(s, m.p)
+        for side in (0, 1):
+            call("dsa_store_p", s.data, here[0], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.p)
         T.barrier_wait(done.ds, i & 1)
@@ -151,12 +158,10 @@ def score_gradients(dQ, m, done, at, dim, scale, thread):
     """DP: dP, dS and the other columns of dQ."""
     dp = T.alloc_fragment([TILE, TILE], "float32")
     dq = queries.right_columns(dim)
-    here = T.alloc_local([3], "int32")
+    here = T.alloc_local([2], "int32")
     here[0] = shared_address(m.ds[0, 0])
     here[0] = call("dsa_place", here[0], thread, returns="int32")
-    here[1] = shared_address(m.p[0, 0])
-    here[1] = call("dsa_place", here[1], thread, returns="int32")
-    here[2] = shared_address(m.delta[0]) + thread % 4 * 8
+    here[1] = shared_address(m.delta[0]) + thread % 4 * 8
     T.barrier_wait(done.queries, 0)
     for i in T.serial(at.blocks()):
         T.barrier_wait(done.keys[0], i & 1)
@@ -164,11 +169,10 @@ def score_gradients(dQ, m, done, at, dim, scale, thread):
         T.barrier_wait(done.keys[1], i & 1)
         T.wgmma_gemm(m.k[:, HALF:V_DIM], m.do[:, HALF:], dp, transpose_B=True)
         T.wait_wgmma(0)
-        call("dsa_less_delta", dp.data, here[2], scale)
+        call("dsa_less_delta", dp.data, here[1], scale * P_UNIT)
         T.barrier_wait(done.p, i & 1)
-        # Nothing reads the old dS: P was written after KV and S were done with it.
         for side in (0, 1):
-            call("dsa_times_p", dp.data, here[1], here[0], of=(side, False))
+            call("dsa_times_p", dp.data, here[0], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
         # A product reads what the other warps have stored, too.

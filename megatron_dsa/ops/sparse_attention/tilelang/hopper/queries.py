@@ -21,6 +21,7 @@ from megatron_dsa.ops.hopper.tiles import (
     fetch_tile,
     list_ahead,
 )
+from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import P_UNIT
 from megatron_dsa.ops.sparse_attention.tilelang.softmax import read_lse
 
 
@@ -44,7 +45,7 @@ def tile_memory(dim: int, with_members: bool) -> SimpleNamespace:
 def start(Q, O, dO, Lse, Delta, m, done, at, dim, scale, tx):  # noqa: E741
     """Fetch the queries and their gradients, compute delta; 256 threads do this.
 
-    In shared memory, lse is in units of log 2, and delta times scale.
+    In shared memory, lse is in units of log 2, and delta times scale and the unit of P.
     """
     if tx < 2 * GROUP:
         copies = ((m.q, Q, (0, dim)), (m.do, dO, (0, V_DIM)))
@@ -59,7 +60,7 @@ def start(Q, O, dO, Lse, Delta, m, done, at, dim, scale, tx):  # noqa: E741
         delta[0] += T.shfl_xor(delta[0], 1)
         delta[0] += T.shfl_xor(delta[0], 2)
         if tx % 4 == 0:
-            m.delta[row] = delta[0] * scale
+            m.delta[row] = delta[0] * (scale * P_UNIT)
             if row < at.rows:
                 Delta[at.first + row] = delta[0]
     read_lse(Lse, m, at, TILE, tx)

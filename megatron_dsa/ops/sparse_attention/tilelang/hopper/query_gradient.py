@@ -32,6 +32,7 @@ from megatron_dsa.ops.hopper.tiles import (
     place_of,
 )
 from megatron_dsa.ops.sparse_attention.tilelang.hopper import queries
+from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import P_UNIT
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.accumulators import SOURCE as ACCUMULATORS
 from megatron_dsa.ops.sparse_attention.tilelang.hopper.reduction import SOURCE as REDUCTION
 
@@ -123,14 +124,14 @@ def scores(dQ, PSum, PdS, m, done, at, shape, scale, thread):
             )
         T.barrier_arrive(done.s_issued)
         T.wait_wgmma(0)
-        # DP has read the old P, and so has its copy. The old dS was read before DP freed the keys.
+        # The copy has read the old P. The old dS was read before DP freed the keys.
         if thread == 0:
             call("dsa_tile_is_read")
         T.sync_threads(9, GROUP)
         for side in (0, 1):
             call("dsa_probabilities", s.data, lse.data, scale * LOG2_E, of=(side,))
             call("dsa_store_half", s.data, here[1], of=(side,))
-            call("dsa_store_errors", s.data, here[2], of=(side,))
+            call("dsa_store_p", s.data, here[2], of=(side,))
             T.barrier_arrive(done.p[side])
         # Copies read through the async proxy; DP does not.
         T.fence_proxy_async()
@@ -158,13 +159,11 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
     """DP: dP, dS and the other columns of dQ."""
     dp = T.alloc_fragment([TILE, TILE], "float32")
     dq = queries.right_columns(shape.dim)
-    here = T.alloc_local([4], "int32")
-    here[3] = shared_address(m.delta[0]) + thread % 4 * 8
+    here = T.alloc_local([3], "int32")
+    here[2] = shared_address(m.delta[0]) + thread % 4 * 8
     target = T.alloc_local([1], "int64")
     here[0] = shared_address(m.ds[0, 0])
     here[1] = call("dsa_place", here[0], thread, returns="int32")
-    here[2] = shared_address(m.p[0, 0])
-    here[2] = call("dsa_place", here[2], thread, returns="int32")
     target[0] = call("dsa_global", T.address_of(PdS[at.list, 0, at.rank, 1, 0, 0]), returns="int64")
     T.barrier_wait(done.queries, 0)
     for i in T.serial(at.blocks()):
@@ -178,10 +177,10 @@ def score_gradients(dQ, PdS, m, done, at, shape, scale, thread):
                 m.k[:, left:right], m.do[:, left:right], dp, transpose_B=True, clear_accum=n == 0
             )
         T.wait_wgmma(0)
-        call("dsa_less_delta", dp.data, here[3], scale)
+        call("dsa_less_delta", dp.data, here[2], scale * P_UNIT)
         for side in (0, 1):
             T.barrier_wait(done.p[side], i & 1)
-            call("dsa_times_p", dp.data, here[2], here[1], of=(side, True))
+            call("dsa_times_p", dp.data, here[1], of=(side,))
         T.fence_proxy_async()
         T.barrier_arrive(done.ds)
         # A product reads what the other warps have stored, too.
