@@ -5,7 +5,8 @@
 flags of the last line printed.
 
 A unit is a folder two levels below the source (``drivers/net``; files above it belong to the folder
-that they are in). The files of a unit follow each other, sorted by path, in documents of at least
+that they are in); folders that are too small for a document are one unit, that of the folder above
+(``Documentation``). The files of a unit follow each other, sorted by path, in documents of at least
 ``--document-tokens`` tokens; one file is never divided. Units are held out whole, and the tokenizer
 sees none of them.
 """
@@ -46,6 +47,25 @@ def find_units(
             if path.suffix in suffixes and path.is_file() and not path.is_symlink():
                 units.setdefault("/".join(file.parts[:-1][:2]), []).append(file)
     return dict(sorted(units.items()))
+
+
+def join_small(
+    source: Path, units: dict[str, list[Path]], least: int
+) -> tuple[dict[str, list[Path]], dict[str, int]]:
+    """Join units of less than ``least`` bytes with that of the folder above.
+
+    Returns:
+        The units, and the bytes of each.
+    """
+    joined: dict[str, list[Path]] = {}
+    for name, files in units.items():
+        small = sum((source / file).stat().st_size for file in files) < least
+        joined.setdefault(name.split("/")[0] if small else name, []).extend(files)
+    sizes = {
+        name: sum((source / file).stat().st_size for file in files)
+        for name, files in joined.items()
+    }
+    return {name: sorted(files) for name, files in joined.items()}, sizes
 
 
 def held_out_units(sizes: dict[str, int], share: float) -> set[str]:
@@ -170,7 +190,8 @@ def main() -> None:
     units = find_units(source, arguments.folders, arguments.without, arguments.suffixes)
     if not units:
         sys.exit(f"error: {source} has no file that ends in {' '.join(arguments.suffixes)}")
-    sizes = {name: sum((source / f).stat().st_size for f in units[name]) for name in units}
+    # More than four bytes per token are rare.
+    units, sizes = join_small(source, units, 4 * arguments.document_tokens)
     held_out = held_out_units(sizes, arguments.held_out)
     output.mkdir(parents=True, exist_ok=True)
     seen = [file for name, files in units.items() if name not in held_out for file in files]

@@ -4,7 +4,7 @@
 writes ``RUN_DIR/validation.csv`` and prints a table. Gaps are in nats per token, at equal steps and
 so at equal tokens. A frozen warm-up does not train the model, so the gap of ``sparse`` is given at
 equal updates of the model, too: to the dense model as many steps earlier as the warm-up took. The
-last column is the share of dense attention's probability on the selected keys, of the last log line.
+last column is the share of dense attention's probability on the selected keys, as logged last.
 """
 
 import argparse
