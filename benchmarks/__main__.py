@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import signal
 import sys
 import time
 from pathlib import Path
@@ -93,6 +94,7 @@ def settings_of(family: str, options: argparse.Namespace) -> Settings:
 def measure(family: str, argv: list[str]) -> list[dict]:
     """Measure what a command line asks for; return the rows."""
     begin = time.monotonic()
+    signal.signal(signal.SIGTERM, _end)  # `timeout` sends it
     options, plan = plan_of(family, argv)
     if options.dry_run:
         for case, works in plan:
@@ -112,6 +114,11 @@ def measure(family: str, argv: list[str]) -> list[dict]:
     where = f"; they are in {output}" if kept else ""
     print(f"\n{what} in {time.monotonic() - begin:.0f} s{where}")
     return run.rows
+
+
+def _end(number: int, _frame) -> None:
+    """End by an exception, which ends the process of the case as well: it would go on alone."""
+    raise SystemExit(128 + number)
 
 
 def charts(argv: list[str]) -> None:

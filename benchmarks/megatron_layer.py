@@ -80,12 +80,12 @@ class LayerSpec:
         ratio: compression ratio, ``None`` for DSA.
         heads: of a DSA layer's attention, ``None`` for the model's.
         fused: dispatch may take fused kernels.
-        selected_attention, sequence_length: see :class:`megatron_dsa.config.DSAOptions`; without a
+        selected_attention, sequence_length: see :class:`megatron_dsa.options.DSAOptions`; without a
             length, ``auto`` is sparse attention.
         layers: in a chain.
-        tp, cp: ranks; cp_layout, tp_mode: see :class:`megatron_dsa.config.DSAOptions`.
+        tp, cp: ranks; cp_layout, tp_mode: see :class:`megatron_dsa.options.DSAOptions`.
         workspace_mib: budget of torch implementations, and of blocks of absorbed attention.
-        recompute: see :class:`megatron_dsa.config.DSAOptions`.
+        recompute: see :class:`megatron_dsa.options.DSAOptions`.
     """
 
     preset: str

@@ -19,6 +19,7 @@ FAMILIES = {
     "connections": "hyper-connections: operations, and layers with and without them",
     "layer": "whole attention layers: time, memory, and where the time goes",
     "engine": "layers with transformer-engine's linears, in bf16 and FP8",
+    "recall": "selection of a trained small model with its indexers' linears in FP8",
     "ranks": "layers and dense attention over several GPUs of one host",
     "train": "training: planned memory and operations, resumed runs, convergence",
 }

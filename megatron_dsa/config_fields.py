@@ -1,6 +1,6 @@
 """Fields of a configuration that have a flag: its name, help text, and the rule for its values.
 
-``config.py`` declares such fields; ``arguments.py`` makes the flags.
+``options.py`` and ``config.py`` declare such fields; ``arguments.py`` makes the flags.
 """
 
 from __future__ import annotations

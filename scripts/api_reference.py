@@ -27,6 +27,7 @@ MODULES = (
     "sequence.layout",
     "specs",
     "csa",
+    "options",
     "config",
     "presets",
     "modules.freezing",

@@ -8,7 +8,8 @@
 * ``engine_tokens_per_s.png``: layers with transformer-engine, in bf16 and FP8.
 * ``ranks_<n>gpus_layers.png``: efficiency and exposed communication.
 * ``train_convergence.png``: losses of sparse and dense attention; ``train_selected.png``: of sparse
-  and masked dense attention; ``train_muon.png``: of AdamW and Muon.
+  and masked dense attention; ``train_whole_v4.png``: of fused kernels and torch;
+  ``train_muon.png``: of AdamW and Muon.
 
 Where a file holds several runs of a measurement, the last one counts; a chart shows one GPU, the
 last that was measured.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.charts.drawing import Point, machine, of_one_gpu, pyplot, save
 from benchmarks.charts.muon import draw_muon
-from benchmarks.charts.selected import draw_selected
+from benchmarks.charts.same import draw_same
 from benchmarks.train.convergence import WAYS
 
 LABELS = {
@@ -22,10 +22,10 @@ LOSS = "validation_loss"
 
 
 def draw_train(points: list[Point], folder: Path) -> list[Path]:
-    """Draw what was evaluated, and the same training with two attentions and optimizers."""
+    """Draw what was evaluated, and the same training in several ways."""
     found = [p for p in points if p.case["kind"] == "convergence" and LOSS in p.values]
     drawn = [draw(of_one_gpu(found), folder / "train_convergence.png")] if found else []
-    return drawn + draw_selected(points, folder) + draw_muon(points, folder)
+    return drawn + draw_same(points, folder) + draw_muon(points, folder)
 
 
 def curves(points: list[Point], way: str, metric: str) -> dict[int, dict[int, float]]:

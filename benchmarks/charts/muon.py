@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 from benchmarks.charts.drawing import Point, machine, of_one_gpu, pyplot, save
-from benchmarks.charts.selected import losses
+from benchmarks.charts.same import losses
 from benchmarks.train.muon import WAYS
 
 LABELS = {

@@ -1,7 +1,7 @@
 """Refused configurations: rules ``(ok, message)``; messages name argument, rule and fix.
 
 They read a transformer configuration and its options, and know neither class, so that
-``config.py`` builds on them.
+``options.py`` and ``config.py`` build on them.
 """
 
 from megatron_dsa.config_rules.cuda_graphs import (

@@ -33,7 +33,7 @@ def dsa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
     Args:
         config: the transformer configuration.
-        options: its :class:`~megatron_dsa.config.DSAOptions`.
+        options: its :class:`~megatron_dsa.options.DSAOptions`.
     """
     yield from attention_rules(config)
     yield from _mla_rules(config, options)
@@ -248,7 +248,7 @@ def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
     Args:
         config: the transformer configuration.
-        options: its :class:`~megatron_dsa.config.DSAOptions`.
+        options: its :class:`~megatron_dsa.options.DSAOptions`.
     """
     if options.selected_attention != "masked" or options.stage != "sparse":
         return

@@ -39,6 +39,26 @@ def described_features(hf: HFModel) -> set[str]:
     return {feature for feature, has in fields.items() if has}
 
 
+def check_prediction(hf: HFModel, features: Collection[str]) -> None:
+    """Raise if what predicts further tokens is something else than the layers that are counted.
+
+    DeepSeek-V4-Flash-0731 has stages of DSpark in their place: ``mtp.0`` to ``mtp.2``, a ratio for
+    each, and one counted layer.
+
+    Args:
+        hf: the checkpoint's config.json.
+        features: of the model.
+    """
+    listed = len(hf.raw.get("compress_ratios") or ())
+    require(
+        PREDICTION not in features or listed <= hf.num_layers + hf.mtp_layers,
+        f"compress_ratios has {listed} entries, and config.json counts {hf.num_layers} layers and "
+        f"{hf.mtp_layers} of multi-token prediction (num_nextn_predict_layers): its modules that "
+        f"predict tokens, such as DSpark's, are not understood; leave them out by --without "
+        f"{PREDICTION} (of a training run: --dsa-hf-without)",
+    )
+
+
 def features_to_build(hf: HFModel, reader: CheckpointReader, without: Collection[str]) -> set[str]:
     """Return the features of the model that a checkpoint is imported into.
 
@@ -50,11 +70,13 @@ def features_to_build(hf: HFModel, reader: CheckpointReader, without: Collection
         without: features to leave out.
 
     Raises:
-        ConfigError: ``without`` names a feature that the model type does not have.
+        ConfigError: ``without`` names a feature that the model type does not have, or predictions
+            are not those of V4.
     """
     check_names(hf, without)
     tensors = hf.names.by_feature(reader.names())
     features = described_features(hf) - set(without)
+    check_prediction(hf, features)
     if PREDICTION in hf.names.features and PREDICTION not in tensors:
         features.discard(PREDICTION)
     if leaves_plain_residuals(hf, reader, tensors):
@@ -77,7 +99,8 @@ def left_tensors(
         without: features that are left out on request.
 
     Raises:
-        ConfigError: the model lacks what the checkpoint has, or has what ``without`` names.
+        ConfigError: the model lacks what the checkpoint has, or has what ``without`` names; its
+            predictions are not the checkpoint's.
     """
     check_names(hf, without)
     has = model_features(config)
@@ -87,6 +110,7 @@ def left_tensors(
         f"--without {' '.join(both)}: the model has it; drop the flag that adds it to the model "
         "(--hc-mult, --mtp-num-layers), or this one",
     )
+    check_prediction(hf, has)
     tensors = hf.names.by_feature(reader.names())
     left = {x: names for x, names in tensors.items() if x in without or x not in has}
     if PREDICTION not in without:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_dsa.huggingface.config_json import HFModel
 from megatron_dsa.huggingface.deepseek_v4 import FEATURE_FIELDS
-from megatron_dsa.huggingface.features import described_features
+from megatron_dsa.huggingface.features import check_prediction, described_features
 from megatron_dsa.huggingface.names import PREDICTION
 
 #: Fields whose flag is not their name.
@@ -38,8 +38,12 @@ def flags_of(hf: HFModel, without: Collection[str] = ()) -> list[str]:
 
     How to train it is not among them: parallel layout, data, precision, schedule. ``without`` has
     the features of ``names.py`` that are left out.
+
+    Raises:
+        ConfigError: what predicts further tokens is not understood, and not left out.
     """
     features = described_features(hf) - set(without)
+    check_prediction(hf, features)
     left = {x for feature, keys in FEATURE_FIELDS.items() if feature not in features for x in keys}
     mtp = hf.mtp_layers if PREDICTION in features else 0
     fields = {name: value for name, value in hf.fields.items() if name not in left} | {

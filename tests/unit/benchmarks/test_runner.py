@@ -1,6 +1,10 @@
 """A run: a crash costs one measurement, a ratio is of one process; the command line."""
 
+import os
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -10,7 +14,7 @@ from benchmarks import child
 from benchmarks.__main__ import main, plan_of, settings_of
 from benchmarks.child import Case as Process
 from benchmarks.child import complaint
-from benchmarks.runner import Run, summary
+from benchmarks.runner import ROOT, Run, summary
 from benchmarks.schema import open_csv, read_csv
 from benchmarks.settings import FAMILIES, Settings, Work
 from megatron_dsa.errors import ImplementationError
@@ -83,6 +87,39 @@ def test_a_child_that_stops_early_is_replaced(tmp_path):
     """A fault that was reported leaves a process that cannot measure on: it ends by itself."""
     rows = run_with(tmp_path, end="send(event='done', place=place); break")
     assert [row["part"] for row in rows] == ["forward", "teacher"]
+
+
+#: A command line whose child says that it is there, and goes on.
+STOPPED = """
+import functools, sys
+import benchmarks.__main__ as command
+child = "import os, time; open(os.environ['PID_FILE'], 'w').write(str(os.getpid())); time.sleep(60)"
+command.Run = functools.partial(command.Run, child=(sys.executable, "-c", child))
+command.main(["csa", "--quick"])
+"""
+
+
+def test_the_process_of_a_case_ends_with_the_command(tmp_path):
+    file = tmp_path / "pid"
+    command = subprocess.Popen(
+        [sys.executable, "-c", STOPPED], cwd=ROOT, env=os.environ | {"PID_FILE": str(file)}
+    )
+    try:
+        _until(lambda: file.exists() and file.read_text(), 60)
+        child = int(file.read_text())
+        command.terminate()
+        assert command.wait(20) == 128 + signal.SIGTERM
+    finally:
+        command.kill()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def _until(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the child did not start"
+        time.sleep(0.05)
 
 
 def test_what_there_is_no_time_for_is_skipped(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.__main__ import plan_of
-from benchmarks.train import selected
+from benchmarks.train import selected, whole
 from benchmarks.train.selected import MEASURED, QUICK, WAYS, SameTraining, size_of
 from megatron_dsa.tools.report.events import RunLog
 
@@ -54,31 +54,47 @@ def test_results_of_a_log():
     assert found["ms"] == pytest.approx(200.0) and found["status"] == "ok"
 
 
-def test_the_chart(tmp_path, monkeypatch):
+def test_charts_name_the_ways_of_the_trainings():
     pytest.importorskip("matplotlib")
-    from benchmarks.charts import selected as chart
+    from benchmarks.charts.same import COMPARISONS
+
+    assert {x.kind: list(x.labels) for x in COMPARISONS} == {
+        "selected": list(WAYS), "whole-v4": list(whole.WAYS),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "ways", "file"),
+    [
+        ("selected", ("sparse", "masked", "sparse again"), "train_selected.png"),
+        ("whole-v4", ("fused", "unfused", "fused again"), "train_whole_v4.png"),
+    ],
+)
+def test_the_chart(kind, ways, file, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from benchmarks.charts import same as chart
     from benchmarks.charts.drawing import Point
 
     def point(way, step, **values):
-        case = {"kind": "selected", "run": 1}
+        case = {"kind": kind, "run": 1}
         return Point(case, step, way, "GPU 9000", {"torch": "2.11"}, values)
 
-    losses = {"sparse": (3.0, 2.0), "masked": (3.0, 2.25), "sparse again": (3.0, 1.5)}
+    losses = dict(zip(ways, ((3.0, 2.0), (3.0, 2.25), (3.0, 1.5)), strict=True))
     points = [
         point(way, str(step), lm_loss=loss, indexer_loss=2 * loss)
         for way, curve in losses.items()
         for step, loss in zip((2, 10), curve, strict=True)
     ]
-    points += [point("sparse", "all", ms=5.0)]
-    assert chart.apart(points, "masked", "lm_loss") == {1: {2: 0.0, 10: 0.25}}
+    points += [point(ways[0], "all", ms=5.0)]
+    assert chart.apart(points, ways[1], ways[0], "lm_loss") == {1: {2: 0.0, 10: 0.25}}
     drawn = []
     monkeypatch.setattr(
         chart, "save", lambda figure, _title, target: drawn.append(figure) or target
     )  # fmt: skip
-    assert chart.draw_selected(points, tmp_path) == [tmp_path / "train_selected.png"]
+    assert chart.draw_same(points, tmp_path) == [tmp_path / file]
     (loss, indexer, apart, indexer_apart) = drawn[0].axes
     assert [list(line.get_ydata()) for line in loss.lines] == [list(x) for x in losses.values()]
     assert [list(line.get_ydata()) for line in apart.lines[:2]] == [[0, 0.25], [0, -0.5]]
     assert [list(line.get_ydata()) for line in indexer_apart.lines[:2]] == [[0, 0.5], [0, -1]]
     assert len(indexer.lines) == 3
-    assert chart.draw_selected([point("sparse", "all", ms=5.0)], tmp_path) == []
+    assert chart.draw_same([point(ways[0], "all", ms=5.0)], tmp_path) == []

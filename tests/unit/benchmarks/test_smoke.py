@@ -49,6 +49,10 @@ RUNS = {
         ["--repeats", "3"],
         {("step", "local")},
     ),
+    "recall": (
+        [],
+        {("layer 2", "bf16"), ("all", "bf16"), ("layer 2", "e4m3"), ("all", "e4m3")},
+    ),
     "ranks": (
         ["--grids", "tp1cp2"],
         {("step", "one rank"), ("forward", "zigzag"), ("step", "contiguous"), ("step", "plain"),
@@ -94,7 +98,8 @@ def test_quick(family, tmp_path):
             assert row["repeats"] <= 5 or row["part"] == "all"  # steps of a run
         elif row["metric"] == "rel_error":
             assert row["value"] < 4e-3
-    check = {"ranks": check_ranks, "train": check_train, "layer": check_layer}.get(family)
+    check = {"ranks": check_ranks, "train": check_train, "layer": check_layer,
+             "recall": check_recall}.get(family)  # fmt: skip
     if check:
         check(rows)
 
@@ -122,6 +127,17 @@ def check_layer(rows):
     ran = {row["way"]: row["ran"] for row in rows if row["part"] == "step"}
     assert "; masked_attention_forward=" in ran["masked"] and "sparse_att" not in ran["masked"]
     assert "; sparse_attention_forward=" in ran["sparse"] and "masked_att" not in ran["sparse"]
+
+
+def check_recall(rows):
+    """Rounding changes some keys of a query and hardly what they capture."""
+    found, least = (values(rows, "all", name) for name in ("recall", "least_recall"))
+    assert found["bf16"] == least["bf16"] == 1 and 0.7 < found["e4m3"] < 1
+    assert least["e4m3"] <= found["e4m3"]
+    errors = values(rows, "all", "score_error")
+    assert errors["bf16"] == 0 and 1e-3 < errors["e4m3"] < 0.2
+    mass = values(rows, "all", "mass_captured")
+    assert mass["e4m3"] == pytest.approx(mass["bf16"], abs=0.05) and 0 < mass["bf16"] < 1
 
 
 def check_ranks(rows):

@@ -136,6 +136,31 @@ def add_tensors(folder, tensors):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def test_predictions_of_another_kind_are_refused_or_left_out(tmp_path, capsys):
+    """Stages of DSpark, as in DeepSeek-V4-Flash-0731: more ratios than layers that are counted."""
+    config = tiny_v4()
+    model = tiny_model(config)
+    export_model(model, tmp_path, config)
+    layers = config["num_hidden_layers"]
+    config |= MTP | {"compress_ratios": [*config["compress_ratios"][:layers], 0, 0, 0]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    add_tensors(tmp_path, {f"mtp.{stage}.markov_head": torch.zeros(3) for stage in range(3)})
+    there, out = str(tmp_path), str(tmp_path / "megatron")
+    plain = ["--without", "hyper-connections"]
+    refusal = f"compress_ratios has {layers + 3} entries, .* counts {layers} layers and 1 of multi"
+    for command in (["flags", there], ["import-hf", "--input", there, "--output", out]):
+        with pytest.raises(ConfigError, match=refusal):
+            main([*command, *plain])
+        assert main([*command, *plain, "multi-token-prediction"]) == 0
+        assert "--mtp-num-layers" not in capsys.readouterr().out
+    other = tiny_model(config, seed=6)
+    import_model(other, there, without=["multi-token-prediction", "hyper-connections"])
+    before, after = tensors_of(model), tensors_of(other)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(ConfigError, match=refusal):
+        import_model(tiny_model(config, mtp_num_layers=1), there, without=["hyper-connections"])
+
+
 def test_what_megatron_lacks_is_refused_and_named(tmp_path):
     config = tiny_v4()
     model = tiny_model(config)

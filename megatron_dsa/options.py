@@ -1,0 +1,164 @@
+"""Options of this package beside Megatron's configuration; flags are made from these fields."""
+
+# Without ``from __future__ import annotations``: flags are made from the types of fields.
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_dsa.config_fields import option, option_rules
+from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
+from megatron_dsa.dispatch.policy import FLAG, VARIABLE, parse_named
+from megatron_dsa.errors import require
+from megatron_dsa.sequence.sharding import CPLayout
+
+#: What tensor-parallel ranks divide: heads, tokens, or attention's heads and the indexer's tokens.
+TPMode = Literal["heads", "sequence", "select"]
+
+
+@dataclass(frozen=True)
+class DSAOptions:
+    """Settings that Megatron's own configuration has no field for.
+
+    They travel as the attribute ``dsa`` of the transformer configuration; a configuration without
+    it (somebody else's training script) gets the defaults. ``--help-dsa`` prints their help texts.
+    """
+
+    stage: Literal["dense", "warmup", "sparse"] = option(
+        "sparse",
+        "--dsa-stage",
+        "dense: plain MLA without indexer; warmup: dense attention, train the indexer on it; "
+        "sparse: attend to the indexer's top-k.",
+    )
+    freeze_main: bool = option(
+        True,
+        "--dsa-warmup-train-all",
+        "In stage warmup, train the main model too (default: only the indexer).",
+    )
+    #: Prefer fused implementations; ``--attention-backend dsa_unfused`` does not.
+    fused: bool = True
+    strict: bool = option(
+        False,
+        "--dsa-strict",
+        "Stop at start-up if an operation has no fused implementation that can run.",
+    )
+    workspace_bytes: int = option(
+        DEFAULT_WORKSPACE_BYTES,
+        "--dsa-workspace-mib",
+        "Memory that an implementation may use for temporaries, in MiB.",
+        unit=2**20,
+        minimum=1,
+    )
+    recompute: Literal["nothing", "latent_output"] = option(
+        "nothing",
+        "--dsa-recompute",
+        "What sparse attention computes again in the backward beside Megatron's --recompute-*: "
+        "latent_output runs its forward kernel again instead of keeping the output in the space of "
+        "the latents (1 KiB per token and head in DeepSeek-V3.2).",
+    )
+    health_tokens: int = option(
+        16,
+        "--dsa-health-tokens",
+        "Queries per layer on which the selection is measured for the log, once per iteration; 0 "
+        "turns this off.",
+        minimum=0,
+    )
+    evaluate_indexer: bool = option(
+        False,
+        "--dsa-evaluate-indexer",
+        "Compute and log the indexer loss in evaluation passes, too.",
+    )
+    cp_layout: CPLayout = option(
+        "zigzag",
+        "--dsa-cp-layout",
+        "How context parallelism shards tokens: two chunks per rank, of every document (zigzag) or "
+        "of all packed tokens (zigzag_rows), or one part per rank (contiguous).",
+    )
+    tp_mode: Literal["auto", "heads", "sequence", "select"] = option(
+        "auto",
+        "--dsa-tp-mode",
+        "Under tensor parallelism a rank attends for all tokens with its heads (heads), or for its "
+        "part of the sequence with all heads (sequence), or selects keys for its own tokens and "
+        "attends with its own heads (select, masked attention only); auto: select where attention "
+        "is masked, else sequence where a rank would have less than 64 heads, which leave a GPU's "
+        "tile empty.",
+    )
+    selected_attention: Literal["auto", "masked", "sparse"] = option(
+        "auto",
+        "--dsa-selected-attention",
+        "How DSA attends to selected keys in stage sparse: by absorbed attention to lists of "
+        "latents (sparse), or by plain MLA over all keys under a bit mask (masked), which is "
+        "faster for short sequences; auto: masked where fused kernels can run it and it is "
+        "cheaper.",
+    )
+    #: Tokens of the longest sequence (``--seq-length``), by which ``auto`` above decides.
+    sequence_length: int | None = None
+    #: Sequences of a microbatch whose tokens alternate: those of an unpacked one.
+    interleaved_sequences: int = 1
+    #: Sequences of that length that a packed microbatch holds, one after the other.
+    packed_sequences: int = 1
+    cp_exchange: Literal["auto", "latents", "keys"] = option(
+        "auto",
+        "--dsa-cp-exchange",
+        "What context-parallel ranks exchange in the dense stages: MLA's latents, gathered, or "
+        "keys and values of the local heads, round a ring; auto: the narrower.",
+    )
+    fp8_selection: bool = option(
+        False,
+        "--dsa-fp8-selection",
+        "Select keys by index scores in fp8 and score the best of them again: faster, and a key "
+        "that fp8 misjudges by much is missed.",
+    )
+    fp8_indexer: bool = option(
+        False,
+        "--dsa-fp8-indexer",
+        "With --fp8-format, quantise the indexer's linears too (default: they run in --bf16). The "
+        "compressor of V4's indexer is never quantised.",
+    )
+    latent_norm_epsilon: float | None = option(
+        None,
+        "--dsa-latent-norm-epsilon",
+        "Epsilon of the norms of MLA's latents (default: --norm-epsilon). GLM-5 has another.",
+        positive=True,
+    )
+    #: Pairs ``(operation, implementation)`` that must run or raise.
+    named: tuple[tuple[str, str], ...] = option(
+        (),
+        FLAG,
+        "Implementations that run or stop the start-up, by operation, for example "
+        "sparse_attention_forward=flashmla. python -m megatron_dsa info --support-table lists all "
+        f"names. Environment: {VARIABLE}, split by commas.",
+        metavar="OPERATION=NAME",
+        parse=parse_named,
+    )
+    csa_teacher: Literal["attention", "compressed"] = option(
+        "attention",
+        "--dsa-csa-teacher",
+        "What the indexer of CSA layers learns: the probabilities of compressed keys beside window "
+        "and sink (attention), or a softmax over compressed keys alone (compressed, an older "
+        "reading of the model).",
+    )
+
+    muon_per_head: Literal["none", "attention", "all"] = option(
+        "none",
+        "--dsa-muon-per-head",
+        "With --optimizer muon, orthogonalise up projections head by head: the attention's "
+        "(queries, MLA's keys and values), or the indexer's queries, too (all). The output groups "
+        "of V4's attention are always orthogonalised one by one.",
+    )
+
+    def __post_init__(self):
+        for ok, message in option_rules(DSAOptions, self):
+            require(ok, message)
+        for name in ("sequence_length", "interleaved_sequences", "packed_sequences"):
+            value = getattr(self, name)
+            require(
+                value is None or value >= 1,
+                f"DSAOptions.{name} must be at least 1, got {value}: give --seq-length or "
+                "--micro-batch-size",
+            )
+        # Configuration files give lists back, and dispatch looks its choices up by these.
+        object.__setattr__(self, "named", tuple(tuple(pair) for pair in self.named))
+
+    @property
+    def policy(self) -> Policy:
+        """What dispatch needs to know."""
+        return Policy(self.fused, self.strict, self.workspace_bytes, self.named, self.fp8_selection)
