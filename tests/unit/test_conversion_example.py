@@ -242,7 +242,7 @@ def test_the_page_has_the_figures_of_the_csv():
             key = (row["run"], int(row["step"]))
             losses.setdefault(key, {})[row["seed"]] = float(row["validation_loss"])
     rows = re.findall(
-        r"^\| `(\w+)` \| (\d+) \| ([\d., ]+) \| (?:`dense_on`, (\d+) \| (\S+) ± (\S+))?",
+        r"^\| `(\w+)` \| (\d+) \| ([\d., ]+) \| (?:`dense_on`, (\d+)[\w, ]* \| (\S+) ± (\S+))?",
         PAGE.read_text(encoding="utf-8"), re.M,
     )  # fmt: skip
     assert {name for name, *_ in rows} == set(RUNS)
