@@ -34,7 +34,7 @@ def train_all(folder):
     """Run the example as users do; return what it printed."""
     places = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     variables = {"PYTHON": sys.executable, "RUN_DIR": str(folder), "SMALL": "1", "SEED": "1"}
-    unset = ("STEPS", "TOPK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+    unset = ("STEPS", "TOPK", "ONLY", "GPU30", "RANK", "LOCAL_RANK", "WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     done = subprocess.run(
         [EXAMPLES / "conversion/all.sh"],
