@@ -71,10 +71,14 @@ def logged(conversion, run, figure):
     return [float(value) for value in re.findall(rf"\b{figure}: (\S+)", log)]
 
 
-def test_losses_are_within_their_bands(conversion, losses):
+def same_text(conversion):
+    """Whether the corpus is the one that was measured with."""
     facts = json.loads((conversion[0] / "data/corpus.json").read_text(encoding="utf-8"))
-    same_text = (facts["train"]["tokens"], facts["held_out"]["tokens"]) == TOKENS
-    band = BAND if same_text else BAND_OF_OTHER_TEXT
+    return (facts["train"]["tokens"], facts["held_out"]["tokens"]) == TOKENS
+
+
+def test_losses_are_within_their_bands(conversion, losses):
+    band = BAND if same_text(conversion) else BAND_OF_OTHER_TEXT
     for run, (step, loss) in MEASURED.items():
         assert max(losses[run]) == step
         assert losses[run][step] == pytest.approx(loss, abs=band), run
@@ -100,6 +104,58 @@ def test_after_a_warm_up_the_selected_keys_hold_more_attention(conversion):
         for run in ("sparse", "sparse_without_warmup")
     }
     assert first["sparse"] > first["sparse_without_warmup"] + 0.005
+
+
+def measured(conversion, run):
+    """Return values by step, measure and part."""
+    with open(conversion[0] / run / "measures.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    found = {(int(row["step"]), row["measure"], row["part"]): float(row["value"]) for row in rows}
+    assert len(found) == len(rows)  # nothing was measured twice
+    return found
+
+
+@pytest.mark.parametrize("run", MEASURED)
+def test_measured_losses_are_those_of_megatron(conversion, losses, run):
+    """At every evaluation; and losses by position average to them."""
+    found = measured(conversion, run)
+    mine = {step: loss for (step, _, part), loss in found.items() if part == "all"}
+    assert mine == pytest.approx(losses[run], abs=2e-5)
+    assert len(losses[run]) >= (1 if run == "warmup" else 2)
+    tokens, sums = {}, {}
+    with open(conversion[0] / run / "documents.csv", newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            key = int(row["step"]), row["band"]
+            tokens[key] = tokens.get(key, 0) + int(row["tokens"])
+            sums[key] = sums.get(key, 0.0) + float(row["loss_sum"])
+    sequences = tokens[max(losses[run]), "0-64"] // 64
+    assert sequences == TOKENS[1] // 512 or not same_text(conversion)
+    for step in losses[run]:
+        for band, share in {"0-64": 64, "64-256": 192, "256-512": 256}.items():
+            assert tokens[step, band] == share * sequences
+            mean = sums[step, band] / tokens[step, band]
+            assert mean == pytest.approx(found[step, "loss", band], rel=1e-9)
+        total = sum(sums[step, band] for band in ("0-64", "64-256", "256-512"))
+        assert total / (512 * sequences) == pytest.approx(mine[step], rel=1e-9)
+
+
+def test_what_else_is_measured(conversion):
+    """Probes of all runs; layers of those that select, which a warm-up does not."""
+    for run in MEASURED:
+        found = measured(conversion, run)
+        last = max(step for step, _, _ in found)
+        names = {name for step, name, _ in found if step == last}
+        expected = {"loss", "copy", "look-up"}
+        if not run.startswith("dense"):
+            expected.add("indexer KL")
+        if run not in ("dense", "dense_on", "warmup"):
+            expected |= {"mass", "best mass", "recall"}
+        assert names == expected, run
+        for layer in ("layer 1", "layer 2") if "mass" in names else ():
+            assert 0.125 < found[last, "mass", layer] <= found[last, "best mass", layer] < 0.7
+            assert 0.3 < found[last, "recall", layer] < 0.9
+    for name in ("measures", "documents", "validation"):
+        assert (conversion[0] / f"{name}.csv").is_file()
 
 
 def test_a_table_ends_the_run(conversion):

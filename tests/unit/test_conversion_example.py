@@ -1,26 +1,17 @@
 """``examples/conversion``: the corpus, the flags of the runs at full size, and the table."""
 
 import csv
-import importlib.util
 import json
 import re
 
 import numpy
 import pytest
 
+from tests.cases.conversion import FOLDER, module
 from tests.cases.launch_scripts import EXAMPLES, launch
 from tests.host import parsed
 
-FOLDER = EXAMPLES / "conversion"
 PAGE = EXAMPLES.parent / "docs/evidence.md"
-
-
-def module(name):
-    """Return a script of the example as a module."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -141,16 +132,19 @@ def trained_to(folder, run, step):
     (folder / run / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
-def flags_of_run(folder, run, *arguments):
+def flags_of_run(folder, run, *arguments, **variables):
     """Return the flags that a run is launched with where the runs before it are trained."""
     script, start, *_ = RUNS[run]
     trained_to(folder, "dense", 1500 if run != "dense" else 0)
     if start == "warmup":
         trained_to(folder, "warmup", 1600)
-    launch(f"conversion/{script}", folder, {"RUN_DIR": str(folder)}, *arguments)
+    launch(f"conversion/{script}", folder, {"RUN_DIR": str(folder)} | variables, *arguments)
     command, _ = json.loads((folder / run / "train.log").read_text())
-    assert command[:2] == ["-m", "megatron_dsa.pretrain"]
-    return command[2:]
+    if "--dsa-dry-run" in arguments:
+        assert command[:2] == ["-m", "megatron_dsa.pretrain"]
+        return command[2:]
+    assert command[:3] == ["examples/conversion/train.py", "--measures", str(folder / run)]
+    return command[3:]
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -168,6 +162,44 @@ def test_runs_at_full_size(run, tmp_path, monkeypatch):
     assert args.load == str(tmp_path / (start or run)) and args.save == str(tmp_path / run)
     assert bool(args.no_load_optim) == bool(start)
     assert args.log_interval == 7
+    assert args.dsa_evaluate_indexer == (stage != "dense")
+    assert args.full_validation and args.multiple_validation_sets and args.exit_signal_handler
+
+
+def test_a_dry_run_plans_without_measures(tmp_path, monkeypatch):
+    flags = flags_of_run(tmp_path, "dense_on", "--dsa-dry-run")
+    args = parsed([flag for flag in flags if flag != "--dsa-dry-run"], 1, monkeypatch)
+    assert args.train_iters == 2100
+
+
+#: Run of ``GPU30`` -> its last step and its rate.
+GPU30 = {"dense": (840, 1e-3), "dense_on": (1020, 3.3e-5), "sparse_without_warmup": (1020, 3.3e-5)}
+
+
+@pytest.mark.parametrize("run", GPU30)
+def test_runs_for_30_minutes(run, tmp_path, monkeypatch):
+    args = parsed(flags_of_run(tmp_path, run, GPU30="1"), 1, monkeypatch)
+    assert (args.train_iters, args.lr) == GPU30[run]
+    assert (args.num_layers, args.hidden_size, args.seq_length) == (12, 768, 8192)
+    assert (args.global_batch_size, args.dsa_indexer_topk) == (4, 2048)
+    assert (args.eval_interval, args.lr_warmup_iters) == ((420, 60) if run == "dense" else (60, 0))
+
+
+def test_a_warm_up_serves_all_numbers_of_keys(tmp_path, monkeypatch):
+    """Every one has a run; ``ONLY`` picks one."""
+    trained_to(tmp_path, "dense", 1500)
+    trained_to(tmp_path, "warmup", 1600)
+    trained_to(tmp_path, "sparse", 2100)
+    places = {"RUN_DIR": str(tmp_path), "TOPK": "2048 1024 512"}
+    done = launch("conversion/sparse.sh", tmp_path, places | {"ONLY": "512"})
+    assert done.returncode == 3 and "sparse_512 was stopped at step 0" in done.stderr
+    assert not (tmp_path / "sparse_1024").exists()
+    command, _ = json.loads((tmp_path / "sparse_512/train.log").read_text())
+    args = parsed(command[3:], 1, monkeypatch)
+    assert (args.dsa_indexer_topk, args.load) == (512, str(tmp_path / "warmup"))
+    launch("conversion/sparse.sh", tmp_path, places)
+    command, _ = json.loads((tmp_path / "sparse_1024/train.log").read_text())
+    assert parsed(command[3:], 1, monkeypatch).dsa_indexer_topk == 1024
 
 
 def test_a_run_continues_and_ends(tmp_path):
@@ -198,9 +230,9 @@ def test_without_apt_the_corpus_is_asked_for(tmp_path):
 
 
 LOG = """\
- [x] iteration 10/ 20 | lm loss: 4.1E+00 | dsa attention mass captured: 5.0E-01 |
+ [x] iteration 10/ 20 | elapsed time per iteration (ms): 200.0 | dsa attention mass captured: 5.0E-01 |
  validation-held_out loss at iteration 10 | lm loss value: {0}.5E+00 | lm loss PPL: 1.0E+01 |
- [x] iteration 20/ 20 | lm loss: 4.1E+00 | dsa attention mass captured: 6.0E-01 |
+ [x] iteration 20/ 20 | elapsed time per iteration (ms): 300.0 | dsa attention mass captured: 6.0E-01 |
  validation-held_out loss at iteration 20 | lm loss value: {0}.2E+00 | lm loss PPL: 1.0E+01 |
  validation-held_out loss at iteration 20 on validation set | lm loss value: {0}.0E+00 | lm loss
 """
@@ -214,9 +246,9 @@ def test_table(table, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", command)
     table.main()
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "| dense_on | 20 | 4.0000 | | | 0.600 |",
-        "| sparse | 20 | 5.0000 | +1.0000 (+25.00%) | 20 | 0.600 |",
-        "| sparse | 20 | 5.0000 | +0.5000 (+11.11%) | 10 | 0.600 |",
+        "| dense_on | 20 | 4.0000 | | | 0.600 | 250 |",
+        "| sparse | 20 | 5.0000 | +1.0000 (+25.00%) | 20 | 0.600 | 250 |",
+        "| sparse | 20 | 5.0000 | +0.5000 (+11.11%) | 10 | 0.600 | 250 |",
     ]
     assert (tmp_path / "validation.csv").read_text().splitlines() == [
         "run,step,tokens,validation_loss",
