@@ -230,9 +230,9 @@ def test_without_apt_the_corpus_is_asked_for(tmp_path):
 
 
 LOG = """\
- [x] iteration 10/ 20 | elapsed time per iteration (ms): 200.0 | dsa attention mass captured: 5.0E-01 |
+ [x] iteration 10 | elapsed time per iteration (ms): 200.0 | dsa attention mass captured: 5.0E-01 |
  validation-held_out loss at iteration 10 | lm loss value: {0}.5E+00 | lm loss PPL: 1.0E+01 |
- [x] iteration 20/ 20 | elapsed time per iteration (ms): 300.0 | dsa attention mass captured: 6.0E-01 |
+ [x] iteration 20 | elapsed time per iteration (ms): 300.0 | dsa attention mass captured: 6.0E-01 |
  validation-held_out loss at iteration 20 | lm loss value: {0}.2E+00 | lm loss PPL: 1.0E+01 |
  validation-held_out loss at iteration 20 on validation set | lm loss value: {0}.0E+00 | lm loss
 """
