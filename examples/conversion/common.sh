@@ -1,58 +1,75 @@
 # Sourced by the scripts of this folder: sizes, flags, and the function `train`.
 #   RUN_DIR  where data, checkpoints, logs and the table go       (runs/conversion)
 #   SMALL    1: a small model and corpus, minutes on a CPU        (one GPU, 160 M parameters)
-#   STEPS    optimizer steps: dense, warm-up, sparse              ("1500 100 500", small "40 8 16")
-#   TOPK     keys that a query selects                            (2048, small 64)
+#   GPU30    1: the model of full size, for 30 minutes of one GPU
+#   STEPS    optimizer steps: dense, warm-up, sparse  ("1500 100 500", small "80 20 40", GPU30 "840 60 120")
+#   TOPK     keys that a query selects; a run of the sparse stage for each of several
+#            ("2048 1024", small 64)
 #   SEED     of weights and data                                  (1)
 #   PYTHON   interpreter with everything installed                (sets up .venv and takes that)
 # Arguments of the scripts are appended to Megatron's flags. A script that is called again continues
-# from the last checkpoints of its runs. Other TOPK, SEED or STEPS need another RUN_DIR.
+# from the last checkpoints of its runs, also after SIGTERM (`timeout --foreground`), which saves one.
+# Another SEED, STEPS or first TOPK needs another RUN_DIR.
 source examples/log.sh
 python=${PYTHON:-$(scripts/environment.sh)}
-run=${RUN_DIR:-runs/conversion${SMALL:+_small}}
+run=${RUN_DIR:-runs/conversion${SMALL:+_small}${GPU30:+_gpu30}}
 data=$run/data
 # Rates: the highest and the last of the dense model, and of the warm-up. What follows a dense model
 # keeps its last rate, as in DeepSeek's report (there 2.2e-4, 7.3e-6 = 1/30 of it, and 1e-3).
 if [[ -n ${SMALL:-} ]]; then
-  read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-40 8 16}"
-  topk=${TOPK:-64} vocabulary=1024 document_tokens=2048 seq_length=512 batch=4 micro_batch=4
-  peak=3e-3 last=1e-3 warmup_rate=3e-3 lr_warmup=5 eval_interval=8 save_interval=100000 log_interval=8
+  read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-80 20 40}"
+  topks=${TOPK:-64} vocabulary=1024 document_tokens=2048 seq_length=512 batch=4 micro_batch=4
+  peak=3e-3 last=1e-3 warmup_rate=3e-3 lr_warmup=5 eval_interval=20 save_interval=100000 log_interval=10
+  measures=(--probe-sequences 8 --selection-sequences 4)
   model=(
-    --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 8
+    --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4
     --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32
-    --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 32 --init-method-std 0.05
+    --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 32 --init-method-std 0.05
   )
 else
-  read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-1500 100 500}"
-  topk=${TOPK:-2048} vocabulary=16384 document_tokens=32768 seq_length=8192 batch=64 micro_batch=1
-  peak=6e-4 last=2e-5 warmup_rate=1e-3 lr_warmup=100 eval_interval=100 save_interval=250 log_interval=10
+  topks=${TOPK:-2048 1024} vocabulary=16384 seq_length=8192 micro_batch=1
+  warmup_rate=1e-3 log_interval=10 measures=()
+  if [[ -n ${GPU30:-} ]]; then
+    read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-840 60 120}"
+    document_tokens=16384 batch=4 peak=1e-3 last=3.3e-5 lr_warmup=$((dense_steps / 14)) eval_interval=60
+    save_interval=$((dense_steps / 2)) dense_eval_interval=$((dense_steps / 2))
+  else
+    read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-1500 100 500}"
+    document_tokens=32768 batch=64 peak=6e-4 last=2e-5 lr_warmup=100 eval_interval=100 save_interval=250
+  fi
   model=(
     --num-layers 12 --hidden-size 768 --ffn-hidden-size 2048 --num-attention-heads 16
     --q-lora-rank 384 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128
     --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 128 --init-method-std 0.02 --bf16
   )
 fi
+dense_eval_interval=${dense_eval_interval:-$eval_interval}
 on_steps=$((warmup_steps + sparse_steps))
+read -ra topks <<<"$topks"
 model+=(
   --multi-latent-attention --qk-layernorm --normalization RMSNorm --swiglu --disable-bias-linear
   --attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights
   --rope-type rope --position-embedding-type rope
-  --attention-backend dsa_fused --dsa-indexer-topk "$topk"
+  --attention-backend dsa_fused --dsa-indexer-topk "${topks[0]}"
   --dsa-indexer-loss-coeff 1.0 --dsa-indexer-use-sparse-loss
 )
 training=(
   --seq-length "$seq_length" --max-position-embeddings "$seq_length"
   --micro-batch-size "$micro_batch" --global-batch-size "$batch" --seed "${SEED:-1}"
   --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95
-  --train-data-path "$data/train" --valid-data-path "$data/held_out" --full-validation --multiple-validation-sets
-  --eval-global-batch-size 1 --eval-micro-batch-size 1 # Megatron gives all of the set one by one
+  --train-data-path "$data/train" --valid-data-path "$data/held_out"
+  # All of the held-out set each time, which Megatron evaluates one by one and as one of several sets.
+  --full-validation --eval-global-batch-size 1 --eval-micro-batch-size 1
+  --multiple-validation-sets --validation-set-names held_out
   --tokenizer-type NullTokenizer --vocab-size "$vocabulary"
   --eval-interval "$eval_interval" --save-interval "$save_interval" --log-interval "$log_interval"
   --override-opt_param-scheduler --log-timers-to-tensorboard --log-throughput
+  # Workers would not outlive a signal to the process group; a sequence takes a millisecond.
+  --exit-signal-handler --num-workers 0
 )
 falling=(
   --lr "$peak" --min-lr "$last" --lr-decay-style cosine --lr-warmup-iters "$lr_warmup"
-  --lr-decay-iters "$dense_steps"
+  --lr-decay-iters "$dense_steps" --eval-interval "$dense_eval_interval"
 )
 constant() { # rate: its flags
   echo "--lr $1 --min-lr $1 --lr-decay-style constant"
@@ -81,8 +98,17 @@ train() { # run, run that it starts from or "", stage, last step, flags
     # Every run starts with a new optimizer, whether or not the stage changes.
     start=(--load "$run/$from" --no-load-optim)
   fi
+  if [[ $stage != dense ]]; then start+=(--dsa-evaluate-indexer); fi
   echo "== $name, stage $stage, up to step $until"
-  logged "$run/$name/train.log" "$python" -m megatron_dsa.pretrain \
+  local program=(examples/conversion/train.py --measures "$run/$name" "${measures[@]}")
+  if [[ " $* " == *" --dsa-dry-run "* ]]; then program=(-m megatron_dsa.pretrain); fi
+  logged "$run/$name/train.log" "$python" "${program[@]}" \
     "${model[@]}" "${training[@]}" "${start[@]}" --save "$run/$name" \
     --tensorboard-dir "$run/$name/events" --dsa-stage "$stage" --train-iters "$until" "$@"
+  if [[ ${program[0]} == -m ]]; then return; fi
+  step=$(step_of "$name")
+  if ((step < until)); then
+    echo "== $name was stopped at step $step: run the script again to go on" >&2
+    return 3
+  fi
 }

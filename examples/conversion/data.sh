@@ -2,8 +2,9 @@
 # Prepares the corpus in RUN_DIR/data: the source and the documentation of Linux 6.1, from Debian's
 # package linux-source-6.1 (138 MB, 1.3 GB unpacked; apt-get and its package lists are needed, not root).
 # Where there is no apt, set LINUX_SOURCE to an unpacked source tree. Nothing is done a second time.
-# With SMALL=1: packages of Python's standard library, which are there already.
-#   RUN_DIR, SMALL, PYTHON   as in common.sh
+# With GPU30=1 it is the kernel without drivers and architectures; with SMALL=1 it is packages of
+# Python's standard library, which are there already.
+#   RUN_DIR, SMALL, GPU30, PYTHON   as in common.sh
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source examples/conversion/common.sh
@@ -22,21 +23,29 @@ else
   from=${LINUX_SOURCE:-}
   if [[ -z $from ]]; then
     package=linux-source-6.1 from=$data/linux-source-6.1
-    candidate=$(apt-cache policy "$package" 2>/dev/null | sed -n 's/^ *Candidate: //p')
-    if [[ -z $candidate || $candidate == "(none)" ]]; then
-      echo "no package $package here: run 'apt-get update' on Debian 12, or fetch and unpack Linux 6.1" \
-        "(https://www.kernel.org) and set LINUX_SOURCE to its folder" >&2
-      exit 2
+    if [[ ! -f $data/unpacked ]]; then
+      candidate=$(apt-cache policy "$package" 2>/dev/null | sed -n 's/^ *Candidate: //p' || true)
+      if [[ -z $candidate || $candidate == "(none)" ]]; then
+        echo "apt knows no package $package: run 'apt-get update' on Debian 12, or fetch and unpack" \
+          "Linux 6.1 (https://www.kernel.org) and set LINUX_SOURCE to its folder" >&2
+        exit 2
+      fi
+      echo "== data: $package $candidate"
+      (
+        cd "$data"
+        apt-get download "$package"
+        dpkg-deb --fsys-tarfile "$package"_*.deb |
+          tar -xO ./usr/src/linux-source-6.1.tar.xz | tar -xJ
+        touch unpacked
+      )
     fi
-    echo "== data: $package $candidate"
-    (
-      cd "$data"
-      apt-get download "$package"
-      dpkg-deb --fsys-tarfile "$package"_*.deb |
-        tar -xO ./usr/src/linux-source-6.1.tar.xz | tar -xJ
-    )
   fi
-  choice=()
+  # A quarter of all bytes are tables of registers, made by a program.
+  choice=(--without drivers/gpu/drm/amd/include)
+  if [[ -n ${GPU30:-} ]]; then # 50 M tokens
+    choice=(--held-out 0.025
+      --folders Documentation block crypto fs init io_uring ipc kernel lib mm net security virt)
+  fi
 fi
 "$python" examples/conversion/prepare.py --source "$from" --output "$data" \
   --vocabulary "$vocabulary" --document-tokens "$document_tokens" "${choice[@]}"

@@ -1,24 +1,25 @@
 """Text files become a tokenizer and two of Megatron's indexed data sets of long documents.
 
-``python prepare.py --source FOLDER --output FOLDER`` writes ``tokenizer.json``, ``train`` and
-``held_out`` (``.bin``, ``.idx``) and ``corpus.json`` (what went into them). Train with the last
-line printed.
+``python prepare.py --source FOLDER --output FOLDER`` writes ``tokenizer.json``, ``train.bin`` and
+``.idx``, ``held_out.bin`` and ``.idx``, and ``corpus.json`` (what went into them). Train with the
+flags of the last line printed.
 
 A unit is a folder two levels below the source (``drivers/net``; files above it belong to the folder
-that they are in). The files of a unit follow each other, sorted by path, in documents of at least
+that they are in); folders that are too small for a document are one unit, that of the folder above
+(``Documentation``). The files of a unit follow each other, sorted by path, in documents of at least
 ``--document-tokens`` tokens; one file is never divided. Units are held out whole, and the tokenizer
 sees none of them.
 """
 
 import argparse
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy
-import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 try:
@@ -29,15 +30,42 @@ except ModuleNotFoundError:
 END = "<|end_of_document|>"
 
 
-def find_units(source: Path, folders: list[str], suffixes: list[str]) -> dict[str, list[Path]]:
+#: Files that are encoded at a time: the tokenizer holds a few hundred bytes per token of them.
+AT_A_TIME = 256
+
+
+def find_units(
+    source: Path, folders: list[str], without: list[str], suffixes: list[str]
+) -> dict[str, list[Path]]:
     """Return the files (relative to ``source``) of each unit, both sorted; links are left out."""
     units: dict[str, list[Path]] = {}
     for folder in folders or ["."]:
         for path in sorted((source / folder).rglob("*")):
+            file = path.relative_to(source)
+            if any(file.is_relative_to(other) for other in without):
+                continue
             if path.suffix in suffixes and path.is_file() and not path.is_symlink():
-                file = path.relative_to(source)
                 units.setdefault("/".join(file.parts[:-1][:2]), []).append(file)
     return dict(sorted(units.items()))
+
+
+def join_small(
+    source: Path, units: dict[str, list[Path]], least: int
+) -> tuple[dict[str, list[Path]], dict[str, int]]:
+    """Join units of less than ``least`` bytes with that of the folder above.
+
+    Returns:
+        The units, and the bytes of each.
+    """
+    joined: dict[str, list[Path]] = {}
+    for name, files in units.items():
+        small = sum((source / file).stat().st_size for file in files) < least
+        joined.setdefault(name.split("/")[0] if small else name, []).extend(files)
+    sizes = {
+        name: sum((source / file).stat().st_size for file in files)
+        for name, files in joined.items()
+    }
+    return {name: sorted(files) for name, files in joined.items()}, sizes
 
 
 def held_out_units(sizes: dict[str, int], share: float) -> set[str]:
@@ -80,13 +108,21 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def documents(files: Iterable[list[int]], least: int) -> Iterator[list[list[int]]]:
-    """Group files of a unit, each a list of ids, into documents of at least ``least`` tokens.
+def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[numpy.ndarray]:
+    """Return the ids ``[n]`` (int32) of each text."""
+    texts = iter(texts)
+    while some := list(itertools.islice(texts, AT_A_TIME)):
+        for encoded in tokenizer.encode_batch_fast(some):
+            yield numpy.array(encoded.ids, dtype=numpy.int32)
+
+
+def documents(files: Iterable[numpy.ndarray], least: int) -> Iterator[list[numpy.ndarray]]:
+    """Group files of a unit, as ids, into documents of at least ``least`` tokens.
 
     Files after the last complete document are added to it. A unit without one gives nothing.
     """
-    last: list[list[int]] = []
-    pending: list[list[int]] = []
+    last: list[numpy.ndarray] = []
+    pending: list[numpy.ndarray] = []
     for ids in files:
         pending.append(ids)
         if sum(map(len, pending)) >= least:
@@ -107,12 +143,16 @@ class Writer:
         self.units: list[str] = []
         self.lengths: list[int] = []
 
-    def add(self, unit: str, found: list[list[list[int]]]) -> None:
-        self.units += [unit] if found else []
-        for parts in found:
-            ids = torch.tensor([token for part in parts for token in part] + [self.end])
+    def add(self, unit: str, found: Iterable[list[numpy.ndarray]]) -> bool:
+        """Write the documents of a unit, each in files; return whether there is one."""
+        before = len(self.lengths)
+        for files in found:
+            ids = numpy.concatenate([*files, [self.end]])
             self.builder.add_document(ids, [len(ids)])
             self.lengths.append(len(ids))
+        written = len(self.lengths) > before
+        self.units += [unit] if written else []
+        return written
 
     def finish(self) -> dict:
         if not self.lengths:
@@ -131,6 +171,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", type=Path, required=True, help="folder of the text files")
     parser.add_argument("--folders", nargs="*", default=[], help="of it (default: all)")
+    parser.add_argument("--without", nargs="*", default=[], help="folders that are left out")
     parser.add_argument("--suffixes", nargs="+", default=[".c", ".h", ".S", ".rst", ".txt"])
     parser.add_argument("--output", type=Path, required=True, help="folder")
     parser.add_argument("--vocabulary", type=int, default=16384, help="tokens (16384)")
@@ -146,10 +187,11 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     source, output, vocabulary = arguments.source, arguments.output, arguments.vocabulary
-    units = find_units(source, arguments.folders, arguments.suffixes)
+    units = find_units(source, arguments.folders, arguments.without, arguments.suffixes)
     if not units:
         sys.exit(f"error: {source} has no file that ends in {' '.join(arguments.suffixes)}")
-    sizes = {name: sum((source / f).stat().st_size for f in units[name]) for name in units}
+    # More than four bytes per token are rare.
+    units, sizes = join_small(source, units, 4 * arguments.document_tokens)
     held_out = held_out_units(sizes, arguments.held_out)
     output.mkdir(parents=True, exist_ok=True)
     seen = [file for name, files in units.items() if name not in held_out for file in files]
@@ -160,10 +202,10 @@ def main() -> None:
     writers = {name: Writer(output / name, vocabulary) for name in ("train", "held_out")}
     too_short = []
     for name, files in units.items():
-        encoded = tokenizer.encode_batch([read(source, file) for file in files])
-        found = list(documents((each.ids for each in encoded), arguments.document_tokens))
-        writers["held_out" if name in held_out else "train"].add(name, found)
-        too_short += [] if found else [name]
+        encoded = encode(tokenizer, (read(source, file) for file in files))
+        writer = writers["held_out" if name in held_out else "train"]
+        if not writer.add(name, documents(encoded, arguments.document_tokens)):
+            too_short.append(name)
     facts = {name: writer.finish() for name, writer in writers.items()}
     facts["left out, too short"] = too_short
     (output / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

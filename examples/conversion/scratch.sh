@@ -4,5 +4,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source examples/conversion/common.sh
-train scratch "" sparse "$dense_steps" "${falling[@]}" "$@"
-train scratch_on scratch sparse $((dense_steps + on_steps)) $(constant "$last") "$@"
+train scratch "" sparse $((dense_steps + on_steps)) "${falling[@]}" "$@"

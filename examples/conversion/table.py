@@ -1,16 +1,25 @@
-"""Losses on held-out text of the runs of ``all.sh``, and the gaps to the dense model that went on.
+"""Losses of the runs of ``all.sh`` on held-out text, gaps to the dense model that went on, probes.
 
-``python table.py RUN_DIR --warmup-steps N --tokens-per-step N`` reads ``RUN_DIR/RUN/train.log``,
-writes ``RUN_DIR/validation.csv`` and prints a table. Gaps are in nats per token, at equal steps and
-so at equal tokens. A frozen warm-up does not train the model, so the gap of ``sparse`` is given at
-equal updates of the model, too: to the dense model as many steps earlier as the warm-up took.
+``python table.py RUN_DIR --warmup-steps N --tokens-per-step N`` reads what the runs wrote to
+``RUN_DIR/RUN`` and prints tables: of the gaps by position in the sequence, of the probes, and of
+the losses. Gaps are in nats per token, at equal steps and so at equal tokens, with the standard
+error over documents, which says nothing of other seeds. A frozen warm-up does not train the model,
+so the gap is given at equal updates of the model, too: to the dense model as many steps earlier as
+the warm-up took. ``mass`` is the share of dense attention's probability on the selected keys, as
+logged last; ``ms`` the median time of a step. Of all runs it writes ``validation.csv``,
+``measures.csv``, ``documents.csv`` and, where tensorboard is installed, ``layers.csv``, to
+``RUN_DIR``.
 """
 
 import argparse
 import csv
 import re
+import statistics
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+
+from held_out import gaps
 
 RUNS = (
     "dense",
@@ -19,39 +28,164 @@ RUNS = (
     "sparse",
     "sparse_without_warmup",
     "scratch",
-    "scratch_on",
 )
 REFERENCE = "dense_on"
-LINE = re.compile(r"validation-0 loss at iteration (\d+) \| lm loss value: (\S+) \|")
+#: Runs after a warm-up: with the first number of selected keys, and with others.
+WARMED = re.compile(r"sparse(_\d+)?")
+LINE = re.compile(
+    r"validation-held_out loss at iteration (\d+)(?: on validation set)? \| lm loss value: (\S+) \|"
+)
+
+MASS = re.compile(r"dsa attention mass captured: (\S+)")
+TIME = re.compile(r"elapsed time per iteration \(ms\): (\S+)")
+#: Figures of layers that training writes to TensorBoard, by column of ``layers.csv``.
+LAYERS = {"mass": "dsa/mass-captured", "indexer_loss": "dsa/indexer-loss"}
+
+#: By document and band, sum of losses and number of tokens.
+Sums = dict[tuple[int, str], tuple[float, int]]
 
 
-def losses(log: Path) -> dict[int, float]:
+def losses(log: str) -> dict[int, float]:
     """Return the validation losses of a log by step; of one that was repeated, the later one."""
-    found = LINE.findall(log.read_text(encoding="utf-8", errors="replace"))
-    return {int(step): float(value) for step, value in found}
+    return {int(step): float(value) for step, value in LINE.findall(log)}
 
 
-def gap_line(name: str, loss: float, reference: float | None, against: str) -> str:
-    """Return a row of the table."""
-    if reference is None:
-        return f"| {name} | {loss:.4f} | | |"
-    gap = loss - reference
-    return f"| {name} | {loss:.4f} | {gap:+.4f} ({gap / reference:+.2%}) | {against} |"
+def runs_of(folder: Path) -> list[str]:
+    """Return the runs that have a log, in the order of the table."""
+    found = {file.parent.name for file in folder.glob("*/train.log")}
+    others = [name for name in found if name not in RUNS and WARMED.fullmatch(name)]
+    at = RUNS.index("sparse") + 1
+    others.sort(key=lambda name: -int(name.split("_")[1]))
+    return [name for name in (*RUNS[:at], *others, *RUNS[at:]) if name in found]
 
 
-def table(curves: dict[str, dict[int, float]], warmup_steps: int) -> list[str]:
-    """Return the lines of the table, of the runs that were trained."""
+def read(file: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV, none if there is no such file."""
+    if not file.is_file():
+        return []
+    with open(file, newline="", encoding="utf-8") as opened:
+        return list(csv.DictReader(opened))
+
+
+def write(file: Path, columns: Iterable[str], rows: Iterable[Iterable]) -> None:
+    """Write a CSV."""
+    with open(file, "w", newline="", encoding="utf-8") as opened:
+        csv.writer(opened, lineterminator="\n").writerows([list(columns), *map(list, rows)])
+
+
+def document_sums(rows: list[dict[str, str]]) -> dict[int, Sums]:
+    """Return the losses of documents by step."""
+    found: dict[int, Sums] = {}
+    for row in rows:
+        of_step = found.setdefault(int(row["step"]), {})
+        key = (int(row["document"]), row["band"])
+        of_step[key] = (float(row["loss_sum"]), int(row["tokens"]))
+    return found
+
+
+def compared(name: str, last: int, warmup_steps: int) -> list[int]:
+    """Return the steps of the dense model that the last step of a run is compared with."""
+    if name == REFERENCE:
+        return []
+    return [last, last - warmup_steps] if WARMED.fullmatch(name) else [last]
+
+
+def gap(mine: dict[int, Sums], theirs: dict[int, Sums], step: int, other: int) -> dict[str, str]:
+    """Return the gaps with their errors, as text, by band and of ``all``; none if not measured."""
+    if step not in mine or other not in theirs:
+        return {}
+    found = gaps(mine[step], theirs[other])
+    return {part: f"{value:+.4f} ± {error:.4f}" for part, (value, error) in found.items()}
+
+
+def table(
+    curves: dict[str, dict[int, float]], documents: dict[str, dict[int, Sums]],
+    masses: dict[str, float], times: dict[str, float], warmup_steps: int,
+) -> list[str]:  # fmt: skip
+    """Return the lines of the table of losses, of the runs that were evaluated.
+
+    Args:
+        curves: by run, losses by step.
+        documents: by run and step, losses of documents.
+        masses: by run, the share of attention on selected keys, of runs that select.
+        times: by run, milliseconds per step.
+        warmup_steps: steps in which the model was frozen.
+    """
     dense = curves.get(REFERENCE, {})
-    lines = ["| run | held-out loss | gap | to |", "|---|---|---|---|"]
+    lines = ["| run | step | held-out loss | gap | to step | mass | ms |", "|" + "---|" * 7]
     for name, curve in curves.items():
         last = max(curve)
-        reference = dense.get(last) if name != REFERENCE else None
-        lines.append(gap_line(name, curve[last], reference, f"{REFERENCE}, step {last}"))
-        earlier = last - warmup_steps
-        if name == "sparse" and earlier in dense:
-            against = f"{REFERENCE}, step {earlier}: equal updates"
-            lines.append(gap_line(name, curve[last], dense[earlier], against))
+        mass = f"{masses[name]:.3f}" if name in masses else ""
+        ms = f"{times[name]:.0f}" if name in times else ""
+        start, end = f"| {name} | {last} | {curve[last]:.4f} |", f"| {mass} | {ms} |"
+        rows = []
+        for step in compared(name, last, warmup_steps):
+            if step not in dense:
+                continue
+            apart = curve[last] - dense[step]
+            text = gap(documents.get(name, {}), documents.get(REFERENCE, {}), last, step)
+            text = text.get("all", f"{apart:+.4f}")
+            rows.append(f"{start} {text} ({apart / dense[step]:+.2%}) | {step} {end}")
+        lines += rows or [f"{start} | {end}"]
     return lines
+
+
+def position_table(documents: dict[str, dict[int, Sums]]) -> list[str]:
+    """Return the lines of the table of gaps by position, at equal tokens."""
+    theirs = documents.get(REFERENCE, {})
+    rows = {}
+    for name, mine in documents.items():
+        if name != REFERENCE and mine and (found := gap(mine, theirs, max(mine), max(mine))):
+            rows[name] = found
+    if not rows:
+        return []
+    bands = [band for band in next(iter(rows.values())) if band != "all"]
+    return [
+        "| gap at positions | " + " | ".join(bands) + " |",
+        "|" + "---|" * (len(bands) + 1),
+        *(f"| {name} | " + " | ".join(row[band] for band in bands) + " |"
+          for name, row in rows.items()),
+    ]  # fmt: skip
+
+
+def probe_table(measures: dict[str, list[dict[str, str]]]) -> list[str]:
+    """Return the lines of the table of probes, of the last step of every run."""
+    lines = []
+    for kind in ("copy", "look-up"):
+        rows: dict[str, dict[str, str]] = {}
+        for name, measured in measures.items():
+            of_kind = [row for row in measured if row["measure"] == kind]
+            last = max((int(row["step"]) for row in of_kind), default=0)
+            for row in of_kind:
+                if int(row["step"]) == last:
+                    text = f"{float(row['value']):.3f} ± {float(row['error']):.3f}"
+                    rows.setdefault(name, {})[row["part"]] = text
+        if rows:
+            parts = list(next(iter(rows.values())))
+            lines += [f"| {kind}, tokens back | " + " | ".join(parts) + " |"]
+            lines += ["|" + "---|" * (len(parts) + 1)]
+            lines += [
+                f"| {n} | " + " | ".join(row[p] for p in parts) + " |" for n, row in rows.items()
+            ]
+    return lines
+
+
+def layer_rows(folder: Path, names: Iterable[str]) -> list[tuple]:
+    """Return rows of ``layers.csv`` from the TensorBoard files of runs, of every tenth step."""
+    from megatron_dsa.tools.report.events import read_run
+
+    rows = []
+    for name in names:
+        if not any((folder / name / "events").glob("*tfevents*")):
+            continue
+        log = read_run(name, folder / name / "events")
+        columns = {column: log.layers(tag) for column, tag in LAYERS.items()}
+        for layer in sorted(set().union(*columns.values())):
+            series = {c: dict(found.get(layer, ())) for c, found in columns.items()}
+            for step in sorted(set().union(*series.values())):
+                if step % 10 == 0:
+                    rows.append((name, step, layer, *(s.get(step, "") for s in series.values())))
+    return rows
 
 
 def main() -> None:
@@ -60,18 +194,41 @@ def main() -> None:
     parser.add_argument("--warmup-steps", type=int, required=True)
     parser.add_argument("--tokens-per-step", type=int, required=True)
     arguments = parser.parse_args()
-    logs = {name: arguments.run / name / "train.log" for name in RUNS}
-    curves = {name: losses(log) for name, log in logs.items() if log.is_file()}
-    curves = {name: curve for name, curve in curves.items() if curve}
+    folder = arguments.run
+    logs = {
+        name: (folder / name / "train.log").read_text(encoding="utf-8", errors="replace")
+        for name in runs_of(folder)
+    }
+    curves = {name: curve for name, log in logs.items() if (curve := losses(log))}
     if not curves:
-        sys.exit(f"error: no run in {arguments.run} has a validation loss yet")
-    with open(arguments.run / "validation.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["run", "step", "tokens", "validation_loss"])
-        for name, curve in curves.items():
-            for step, loss in sorted(curve.items()):
-                writer.writerow([name, step, step * arguments.tokens_per_step, loss])
-    print("\n".join(table(curves, arguments.warmup_steps)))
+        sys.exit(f"error: no run in {folder} has a validation loss yet")
+    masses = {name: float(found[-1]) for name, log in logs.items() if (found := MASS.findall(log))}
+    times = {
+        name: statistics.median(map(float, found))
+        for name, log in logs.items()
+        if (found := TIME.findall(log))
+    }
+    write(
+        folder / "validation.csv", ["run", "step", "tokens", "validation_loss"],
+        ([name, step, step * arguments.tokens_per_step, loss]
+         for name, curve in curves.items() for step, loss in sorted(curve.items())),
+    )  # fmt: skip
+    of_runs = {}
+    for kind in ("measures", "documents"):
+        of_runs[kind] = {name: read(folder / name / f"{kind}.csv") for name in curves}
+        rows = [(name, *row.values()) for name, found in of_runs[kind].items() for row in found]
+        columns = next((list(row) for found in of_runs[kind].values() for row in found), None)
+        if columns:
+            write(folder / f"{kind}.csv", ["run", *columns], rows)
+    documents = {name: document_sums(rows) for name, rows in of_runs["documents"].items()}
+    try:
+        if rows := layer_rows(folder, curves):
+            write(folder / "layers.csv", ["run", "step", "layer", *LAYERS], rows)
+    except ImportError as missing:
+        print(f"no layers.csv: {missing}")
+    for lines in (position_table(documents), probe_table(of_runs["measures"])):
+        print("\n".join([*lines, ""]) if lines else "", end="\n" if lines else "")
+    print("\n".join(table(curves, documents, masses, times, arguments.warmup_steps)))
 
 
 if __name__ == "__main__":

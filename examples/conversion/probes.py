@@ -1,0 +1,125 @@
+"""Can a model use what it saw thousands of tokens ago? Copies and look-ups, as accuracy.
+
+Every sequence is held-out text in which some tokens are replaced. *copy*: a passage of another
+sequence stands there twice, and the model has to go on with it when it comes again (the first
+quarter of it is not counted); ``none`` is the same without the first passage, which tells how much
+could have been guessed. *look-up*: four records of a name (three tokens at random) and a value (one
+token) are defined, and come again in another order: the value has to be found by its name. Guessing
+one of the four values would be right a quarter of the time.
+
+Queries stand in the last eighth of a sequence, so that they see nearly all of it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from held_out import mean_over_clusters
+
+#: Tokens of a name and its value; records that are defined together; longest passage.
+NAME, VALUE, RECORDS, PASSAGE = 3, 1, 4, 32
+NOTHING = "none"
+
+#: Given ``tokens [s]`` and positions ``[n]``, returns the likeliest token behind each of them.
+Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Probe:
+    """A sequence and what is asked about it.
+
+    Attributes:
+        tokens: int64 ``[s]``.
+        asked: distance (tokens between both occurrences, or :data:`NOTHING`) -> positions whose
+            next token is to be predicted.
+    """
+
+    tokens: torch.Tensor
+    asked: dict[str, list[int]] = field(default_factory=dict)
+
+
+def distances(length: int) -> list[int]:
+    """Return how far apart definition and use are."""
+    return [length // 8, length // 4, length // 2, length * 7 // 8]
+
+
+def copies(sequences: torch.Tensor, generator: torch.Generator) -> Iterator[Probe]:
+    """Yield a probe per sequence of ``sequences [n, s]``, ``n`` at least 2."""
+    number, length = sequences.shape
+    asked = [*map(str, distances(length)), NOTHING]
+    slot = length // 8 // len(asked)
+    size = min(PASSAGE, slot - slot // 3)
+    for index in range(number):
+        probe = Probe(sequences[index].clone())
+        for place, part in enumerate(asked):
+            other = sequences[(index + 1 + place % (number - 1)) % number]
+            first = int(torch.randint(length - size, (), generator=generator))
+            passage = other[first : first + size]
+            use = length - length // 8 + place * slot
+            if part != NOTHING:
+                probe.tokens[use - int(part) :][:size] = passage
+            probe.tokens[use:][:size] = passage
+            probe.asked[part] = list(range(use + size // 4 - 1, use + size - 1))
+        yield probe
+
+
+def lookups(sequences: torch.Tensor, generator: torch.Generator) -> Iterator[Probe]:
+    """Yield a probe per sequence of ``sequences [n, s]``; names and values are tokens of them."""
+    number, length = sequences.shape
+    known = sequences.unique()
+    width = NAME + VALUE
+    slot = length // 8 // len(distances(length))
+    for index in range(number):
+        probe = Probe(sequences[index].clone())
+        for place, distance in enumerate(distances(length)):
+            drawn = torch.randperm(len(known), generator=generator)[: RECORDS * width]
+            records = known[drawn].view(RECORDS, width)
+            again = records[torch.randperm(RECORDS, generator=generator)]
+            use = length - length // 8 + place * slot
+            probe.tokens[use - distance :][: records.numel()] = records.flatten()
+            probe.tokens[use:][: records.numel()] = again.flatten()
+            probe.asked[str(distance)] = [use + width * r + NAME - 1 for r in range(RECORDS)]
+        yield probe
+
+
+def accuracies(predict: Predict, probes: Iterator[Probe]) -> dict[str, tuple[float, float, int]]:
+    """Return accuracy, its standard error over sequences and their number, by distance."""
+    right: dict[str, list[tuple[int, int]]] = {}
+    for probe in probes:
+        positions = torch.tensor([p for asked in probe.asked.values() for p in asked])
+        correct = (predict(probe.tokens, positions).cpu() == probe.tokens[positions + 1]).tolist()
+        for part, asked in probe.asked.items():
+            mine, correct = correct[: len(asked)], correct[len(asked) :]
+            right.setdefault(part, []).append((sum(mine), len(mine)))
+    return {
+        part: (*mean_over_clusters(*zip(*found, strict=True)), len(found))
+        for part, found in right.items()
+    }
+
+
+def check(sequences: torch.Tensor) -> None:
+    """Check that probes fit into sequences ``[n, s]``.
+
+    Raises:
+        ValueError: fewer than two, too short, or of too few different tokens.
+    """
+    number, length = sequences.shape
+    if number < 2 or length < 8 * len(distances(length)) * RECORDS * (NAME + VALUE):
+        raise ValueError(
+            f"probes need 2 sequences of 512 tokens, got {number} of {length}: give longer ones, "
+            "or --probe-sequences 0"
+        )
+    if (kinds := len(sequences.unique())) < RECORDS * (NAME + VALUE):
+        raise ValueError(f"probes need text of 16 different tokens, got {kinds}")
+
+
+def probe(
+    predict: Predict, sequences: torch.Tensor, seed: int = 1
+) -> dict[str, dict[str, tuple[float, float, int]]]:
+    """Return the :func:`accuracies` of both kinds; the same probes for the same ``seed``."""
+    check(sequences)
+    kinds = {"copy": copies, "look-up": lookups}
+    return {
+        name: accuracies(predict, make(sequences, torch.Generator().manual_seed(seed)))
+        for name, make in kinds.items()
+    }
