@@ -199,6 +199,15 @@ def sharded_model(options, device: torch.device) -> Model:
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
+def backward(model: Model, batch: Tensor, indexer_loss_coeff: float) -> Tensor:
+    """Form the gradients of this rank's sequences; return both losses."""
+    logits, indexer_loss = model(batch[:, :-1])
+    lm_loss = cross_entropy(logits.float(), batch[:, 1:].flatten())
+    # Means over this rank's tokens, of which all have as many: FSDP averages gradients.
+    (lm_loss + indexer_loss_coeff * indexer_loss).backward()
+    return torch.stack([lm_loss.detach(), indexer_loss.detach().float()])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=20)
@@ -207,7 +216,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--indexer-loss-coeff", type=float, default=1.0)
     parser.add_argument("--load", type=Path, help="folder with config.json and *.safetensors")
-    parser.add_argument("--log", type=Path, help="JSON file for the losses")
+    parser.add_argument("--losses", type=Path, help="JSON file for the losses")
     parser.add_argument("--compile", help="compile layers with this backend, such as inductor")
     parser.add_argument("--bf16", action="store_true", help="compute in bf16, sum in fp32")
     options = parser.parse_args()
@@ -223,20 +232,16 @@ def main() -> None:
     log = []
     for step in range(options.steps):
         batch = global_batch(step, options.batch, options.length).chunk(ranks)[rank].to(device)
-        logits, indexer_loss = model(batch[:, :-1])
-        lm_loss = cross_entropy(logits.float(), batch[:, 1:].flatten())
-        # Means over this rank's tokens, of which all have as many: FSDP averages gradients.
-        (lm_loss + options.indexer_loss_coeff * indexer_loss).backward()
+        losses = backward(model, batch, options.indexer_loss_coeff) / ranks
         optimizer.step()
         optimizer.zero_grad()
-        losses = torch.stack([lm_loss.detach(), indexer_loss.detach().float()]) / ranks
         dist.all_reduce(losses)
         log.append({"lm loss": losses[0].item(), "indexer loss": losses[1].item()})
         if rank == 0:
             figures = " | ".join(f"{name} {value:.6f}" for name, value in log[-1].items())
             print(f"step {step + 1} | {figures}", flush=True)
-    if options.log and rank == 0:
-        options.log.write_text(json.dumps(log))
+    if options.losses and rank == 0:
+        options.losses.write_text(json.dumps(log))
     dist.destroy_process_group()
 
 
