@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.numerics.autograd import once_differentiable
@@ -15,6 +14,7 @@ from megatron_dsa.torch_ops.registration import (
     layout_of,
     policy_of,
     policy_text,
+    registered,
 )
 
 
@@ -50,7 +50,7 @@ def compress(
     )  # fmt: skip
 
 
-@custom_op("megatron_dsa::compress", mutates_args=())
+@registered("compress")
 def _compress(
     values: Tensor,
     scores: Tensor,
@@ -90,7 +90,7 @@ def _(
     return values.new_empty(slots, values.shape[1] // (2 if overlap else 1))
 
 
-@custom_op("megatron_dsa::compress_backward", mutates_args=())
+@registered("compress_backward")
 def _backward(
     dpooled: Tensor,
     values: Tensor,

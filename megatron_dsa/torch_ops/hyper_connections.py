@@ -2,14 +2,13 @@
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.ops.hyper_connections import api
 from megatron_dsa.ops.hyper_connections.api import Connection, StreamsRead
 from megatron_dsa.ops.hyper_connections.inputs import ReadInputs, WriteInputs
-from megatron_dsa.torch_ops.registration import derivatives, policy_of, policy_text
+from megatron_dsa.torch_ops.registration import derivatives, policy_of, policy_text, registered
 
 
 def read_streams(
@@ -44,7 +43,7 @@ def write_streams(output: Tensor, read: StreamsRead, *, policy: Policy = Policy(
     return _write(output, read.streams, read.post, read.comb, policy_text(policy))
 
 
-@custom_op("megatron_dsa::read_streams", mutates_args=())
+@registered("read_streams")
 def _read(
     streams: Tensor,
     fn: Tensor,
@@ -70,7 +69,7 @@ def _(streams, fn, base, scale, weight, eps, norm_eps, iterations, policy=""):
     return streams.new_empty(tokens, channels), post, comb
 
 
-@custom_op("megatron_dsa::read_head", mutates_args=())
+@registered("read_head")
 def _head(
     streams: Tensor,
     fn: Tensor,
@@ -93,7 +92,7 @@ def _(streams, fn, base, scale, weight, eps, norm_eps, iterations, policy=""):
     return streams.new_empty(streams.shape[0], streams.shape[2])
 
 
-@custom_op("megatron_dsa::read_streams_backward", mutates_args=())
+@registered("read_streams_backward")
 def _read_backward(
     dnormed: Tensor,
     dpost: Tensor | None,
@@ -147,7 +146,7 @@ def _differentiate_head(ctx, dnormed):
     return *found, *(None,) * 4
 
 
-@custom_op("megatron_dsa::write_streams", mutates_args=())
+@registered("write_streams")
 def _write(output: Tensor, streams: Tensor, post: Tensor, comb: Tensor, policy: str = "") -> Tensor:
     # A write does not look at what was read.
     read = StreamsRead(output, streams, post, comb)
@@ -160,7 +159,7 @@ def _(output, streams, post, comb, policy=""):
     return streams.new_empty(streams.shape)
 
 
-@custom_op("megatron_dsa::write_streams_backward", mutates_args=())
+@registered("write_streams_backward")
 def _write_backward(
     dout: Tensor, output: Tensor, streams: Tensor, post: Tensor, comb: Tensor, policy: str = ""
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

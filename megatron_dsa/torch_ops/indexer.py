@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.errors import require
@@ -28,6 +27,7 @@ from megatron_dsa.torch_ops.registration import (
     policy_of,
     policy_text,
     refuse_lost_gradients,
+    registered,
 )
 
 
@@ -66,7 +66,7 @@ def indexer_topk(
     )  # fmt: skip
 
 
-@custom_op("megatron_dsa::indexer_topk", mutates_args=())
+@registered("indexer_topk")
 def _topk(
     q: Tensor,
     k: Tensor,
@@ -141,7 +141,7 @@ def sparse_indexer_loss(
     )[0]
 
 
-@custom_op("megatron_dsa::sparse_indexer_loss", mutates_args=())
+@registered("sparse_indexer_loss")
 def _sparse_loss(
     q: Tensor,
     k: Tensor,
@@ -241,7 +241,7 @@ def dense_indexer_loss(
     )[0]  # fmt: skip
 
 
-@custom_op("megatron_dsa::dense_indexer_loss", mutates_args=())
+@registered("dense_indexer_loss")
 def _dense_loss(
     q_index: Tensor,
     k_index: Tensor,
@@ -308,7 +308,7 @@ def _teacher_keys(k, w_uk, k_pe, v_dim: int) -> TeacherKeys:
     return k if k_pe is None else ExpandedKeys(k, k_pe, v_dim)
 
 
-@custom_op("megatron_dsa::scaled_gradients", mutates_args=())
+@registered("scaled_gradients")
 def _scaled(
     dloss: Tensor, dq: Tensor, dk: Tensor, dweights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.errors import require
@@ -19,6 +18,7 @@ from megatron_dsa.torch_ops.registration import (
     none_of,
     policy_of,
     policy_text,
+    registered,
 )
 
 
@@ -29,7 +29,7 @@ def key_bits(
     return _key_bits(indices, topk_length, num_keys, policy_text(policy))
 
 
-@custom_op("megatron_dsa::key_bits", mutates_args=())
+@registered("key_bits")
 def _key_bits(
     indices: Tensor, topk_length: Tensor | None, num_keys: int, policy: str = ""
 ) -> Tensor:
@@ -63,7 +63,7 @@ def visible_bits(
     return _visible_bits(tokens, cu_seqlens, cu_seqlens_padded, max_seqlen, policy_text(policy))
 
 
-@custom_op("megatron_dsa::visible_bits", mutates_args=())
+@registered("visible_bits")
 def _visible_bits(
     tokens: Tensor,
     cu_seqlens: Tensor | None = None,
@@ -105,7 +105,7 @@ def masked_attention(
     return MaskedAttentionOutput(out, lse, p_sum if want_p_sum else None)
 
 
-@custom_op("megatron_dsa::masked_attention", mutates_args=())
+@registered("masked_attention")
 def _attend(
     q: Tensor,
     kv: Tensor,
@@ -134,7 +134,7 @@ def _(q, kv, k_pe, bits, softmax_scale, topk=None, want_p_sum=False, policy=""):
     return q.new_empty(*q.shape[:2], v_dim), lse, p_sum
 
 
-@custom_op("megatron_dsa::masked_attention_backward", mutates_args=())
+@registered("masked_attention_backward")
 def _backward(
     dout: Tensor,
     q: Tensor,

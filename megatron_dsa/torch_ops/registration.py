@@ -54,6 +54,27 @@ def policy_of(text: str) -> Policy:
     return Policy(**values)
 
 
+def registered[**Arguments, Result](
+    name: str,
+) -> Callable[[Callable[Arguments, Result]], Any]:
+    """Decorate the implementation of ``torch.ops.megatron_dsa.<name>``; see ``custom_op``.
+
+    It mutates nothing. Autocast is off inside: products have the dtype of the arguments in the
+    forward, as they have in the backward, which autocast never covers.
+    """
+
+    def register(function: Callable[Arguments, Result]):
+        @functools.wraps(function)
+        def plain(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            first: Any = args[0]
+            with torch.autocast(first.device.type, enabled=False):
+                return function(*args, **kwargs)
+
+        return torch.library.custom_op(f"megatron_dsa::{name}", plain, mutates_args=())
+
+    return register
+
+
 def layout_of(
     tokens: int,
     device: torch.device,

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
@@ -10,7 +9,7 @@ from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.checks import require_lists
 from megatron_dsa.ops.sparse_attention import api
 from megatron_dsa.ops.sparse_attention.api import SparseAttentionOutput
-from megatron_dsa.torch_ops.registration import none_of, policy_of, policy_text
+from megatron_dsa.torch_ops.registration import none_of, policy_of, policy_text, registered
 
 
 def sparse_attention(
@@ -37,7 +36,7 @@ def sparse_attention(
     return SparseAttentionOutput(out, lse, p_sum if want_p_sum else None)
 
 
-@custom_op("megatron_dsa::sparse_attention", mutates_args=())
+@registered("sparse_attention")
 def _attend(
     q: Tensor,
     kv: Tensor,
@@ -70,7 +69,7 @@ def _(
     return q.new_empty(*q.shape[:2], v_dim), lse, p_sum
 
 
-@custom_op("megatron_dsa::sparse_attention_backward", mutates_args=())
+@registered("sparse_attention_backward")
 def _backward(
     dout: Tensor,
     q: Tensor,

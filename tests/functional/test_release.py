@@ -159,7 +159,7 @@ def test_files(dist):
 
 
 def test_operations_without_megatron(bare_python, tmp_path):
-    """``pip install megatron-dsa[torch]``: no megatron-core; import, registered operations, FSDP2."""
+    """``megatron-dsa[torch]``: no megatron-core; imports, registered operations, FSDP2."""
     bare = command_of(bare_python, tmp_path)
     found = "import importlib.util as u; print(u.find_spec('megatron'), u.find_spec('omegaconf'))"
     assert bare("-c", found).strip() == "None None"
