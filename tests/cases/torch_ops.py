@@ -10,8 +10,10 @@ import torch
 
 import megatron_dsa.dsa_kernels as eager
 import megatron_dsa.torch_ops as ops
+from megatron_dsa.dispatch import Policy
 from megatron_dsa.ops.compressor.api import compress
 from megatron_dsa.ops.hyper_connections import api as streams
+from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.sequence.compressed import compressed_keys, visible_groups
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 
@@ -201,6 +203,32 @@ def all_bits(dtype, device, packed=False) -> Case:
     return Case(op, plain, {}, rest)
 
 
+def v4_lists(dtype, device, packed=False, ratio=4, selects=False) -> Case:
+    draw, lengths = Draw(dtype, device), _lengths(packed, device)
+    rest = {"tokens": draw(TOKENS, 2)} | lengths
+    bound = {"max_seqlen": 15} if packed else {}
+    if selects:
+        index = _index(draw, TOKENS // ratio)
+        found = ops.indexer_topk(**index, topk=3, ratio=ratio, **lengths, **bound)
+        rest["selected"], rest["selected_length"] = found
+
+    def op(tokens, selected=None, selected_length=None, **lengths):
+        return ops.key_lists(
+            tokens, 5, ratio=ratio, selected=selected, selected_length=selected_length,
+            **lengths, **bound,
+        )  # fmt: skip
+
+    def plain(tokens, selected=None, selected_length=None, **lengths):
+        layout = _layout(lengths, device)
+        compressed = compressed_keys(layout, ratio) if ratio else None
+        lists = KeyLists(layout, 5, compressed, selected, selected_length)
+        (block,) = lists.blocks(Policy())
+        padding = (0, lists.full_width - block[1].shape[1])
+        return torch.nn.functional.pad(block[1], padding, value=-1), block[2]
+
+    return Case(op, plain, {}, rest)
+
+
 def masked(dtype, device, p_sum=False) -> Case:
     draw = Draw(dtype, device)
     indices, length = draw.lists(TOKENS, 30, 9)
@@ -317,6 +345,10 @@ CASES: dict[str, Callable[..., Case]] = {
     "key_bits": bits,
     "visible_bits": all_bits,
     "visible_bits, packed": lambda *a: all_bits(*a, packed=True),
+    "key_lists, window": lambda *a: v4_lists(*a, ratio=0),
+    "key_lists, all compressed, packed": lambda *a: v4_lists(*a, packed=True),
+    "key_lists, all compressed": v4_lists,
+    "key_lists, selected": lambda *a: v4_lists(*a, packed=True, selects=True),
     "masked_attention": masked,
     "masked_attention, p_sum": lambda *a: masked(*a, p_sum=True),
     "compress": compressor,

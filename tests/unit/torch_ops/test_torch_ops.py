@@ -298,6 +298,19 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": -1}, "window must not be negative"),
+        ({"ratio": 1}, "ratio must be 0 or at least 2"),
+        ({"selected": torch.zeros(TOKENS, 3).int()}, "selected needs selected_length and a ratio"),
+    ],
+)
+def test_wrong_lists_are_named(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        ops.key_lists(torch.zeros(TOKENS), **{"window": 3, "ratio": 4} | changes)
+
+
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_wrong_input_is_named(name, compiled):
