@@ -1,9 +1,9 @@
 """The public operations registered with ``torch.library``, for ``torch.compile``, without Megatron.
 
 Functions have the names, results and errors of :mod:`megatron_dsa.dsa_kernels`; they take tensors
-and numbers where those take layouts and dataclasses of tensors. Each calls ``torch.ops.megatron_dsa.*``
-of the same name, which runs the implementation that dispatch picks; its backward is an operation,
-too (``docs/guide/torch.md``).
+and numbers where those take layouts and dataclasses of tensors. Each calls an operation of
+``torch.ops.megatron_dsa``, which runs the implementation that dispatch picks; its backward is an
+operation, too (``docs/guide/torch.md``).
 """
 
 from megatron_dsa.ops.hyper_connections.api import Connection, StreamsRead
