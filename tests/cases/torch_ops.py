@@ -79,13 +79,15 @@ def _layout(lengths: dict[str, Any], device: str):
     return packed_layout(real, TOKENS, 15, padded)
 
 
-def attention(dtype, device, sink=False, p_sum=False) -> Case:
-    draw = Draw(dtype, device)
-    leaves = {"q": draw(TOKENS, HEADS, 24), "kv": draw(30, 24)}
+def attention(
+    dtype, device, sink=False, p_sum=False, heads=HEADS, dims=(24, 16), keys=30, width=9
+) -> Case:
+    draw, (dim, v_dim) = Draw(dtype, device), dims
+    leaves = {"q": draw(TOKENS, heads, dim), "kv": draw(keys, dim)}
     if sink:
-        leaves["attn_sink"] = draw(HEADS, dtype=torch.float32)
-    indices, length = draw.lists(TOKENS, 30, 9)
-    given = {"softmax_scale": 0.3, "v_dim": 16, "want_p_sum": p_sum}
+        leaves["attn_sink"] = draw(heads, dtype=torch.float32)
+    indices, length = draw.lists(TOKENS, keys, width)
+    given = {"softmax_scale": dim**-0.5, "v_dim": v_dim, "want_p_sum": p_sum}
 
     def call(function):
         def run(q, kv, indices, topk_length, attn_sink=None):
@@ -98,11 +100,11 @@ def attention(dtype, device, sink=False, p_sum=False) -> Case:
     return Case(call(ops.sparse_attention), call(eager.sparse_attention), leaves, rest)
 
 
-def _index(draw: Draw, keys: int) -> dict[str, torch.Tensor]:
-    return {"q": draw(TOKENS, 3, 8), "k": draw(keys, 8), "weights": draw(TOKENS, 3)}
+def _index(draw: Draw, keys: int, heads: int = 3, dim: int = 8) -> dict[str, torch.Tensor]:
+    return {"q": draw(TOKENS, heads, dim), "k": draw(keys, dim), "weights": draw(TOKENS, heads)}
 
 
-def selection(dtype, device, packed=False, ratio=1, relu=True) -> Case:
+def selection(dtype, device, packed=False, ratio=1, relu=True, sizes=()) -> Case:
     draw, lengths = Draw(dtype, device), _lengths(packed, device)
     bound = {"max_seqlen": 15} if packed else {}
 
@@ -114,10 +116,10 @@ def selection(dtype, device, packed=False, ratio=1, relu=True) -> Case:
         layout = layout if ratio == 1 else visible_groups(layout, ratio)
         return eager.indexer_topk(eager.IndexerInputs(q, k, weights, relu), layout, TOPK)
 
-    return Case(op, plain, _index(draw, TOKENS // ratio), lengths)
+    return Case(op, plain, _index(draw, TOKENS // ratio, *sizes), lengths)
 
 
-def sparse_loss(dtype, device, relu=True) -> Case:
+def sparse_loss(dtype, device, relu=True, sizes=()) -> Case:
     draw = Draw(dtype, device)
     indices, length = draw.lists(TOKENS, TOKENS, 9)
     teacher = draw(TOKENS, 9, dtype=_wide(dtype)).abs()
@@ -137,7 +139,7 @@ def sparse_loss(dtype, device, relu=True) -> Case:
             eager.sparse_indexer_loss(inputs, indices, teacher, layout, topk_length=topk_length),
         )
 
-    return Case(op, plain, _index(draw, TOKENS), rest)
+    return Case(op, plain, _index(draw, TOKENS, *sizes), rest)
 
 
 def dense_loss(dtype, device, packed=False, ratio=1, keys="one head") -> Case:
@@ -229,11 +231,12 @@ def v4_lists(dtype, device, packed=False, ratio=4, selects=False) -> Case:
     return Case(op, plain, {}, rest)
 
 
-def masked(dtype, device, p_sum=False) -> Case:
+def masked(dtype, device, p_sum=False, heads=HEADS, nope=8, rope=4, v_dim=6) -> Case:
     draw = Draw(dtype, device)
     indices, length = draw.lists(TOKENS, 30, 9)
     leaves = {
-        "q": draw(TOKENS, HEADS, 12), "kv": draw(30, HEADS, 8 + 6), "k_pe": draw(30, 4)
+        "q": draw(TOKENS, heads, nope + rope), "kv": draw(30, heads, nope + v_dim),
+        "k_pe": draw(30, rope),
     }  # fmt: skip
 
     def call(function):
@@ -358,4 +361,14 @@ CASES: dict[str, Callable[..., Case]] = {
     "read_head": stream_head,
     "write_streams": stream_write,
     "read and write": stream_layer,
+}
+
+#: The sizes of V3.2, for which there are fused kernels.
+RELEASED: dict[str, Callable[..., Case]] = {
+    "sparse_attention": lambda *a: attention(
+        *a, p_sum=True, heads=16, dims=(576, 512), keys=300, width=128
+    ),
+    "indexer_topk": lambda *a: selection(*a, sizes=(64, 128)),
+    "sparse_indexer_loss": lambda *a: sparse_loss(*a, sizes=(64, 128)),
+    "masked_attention": lambda *a: masked(*a, heads=16, nope=128, rope=64, v_dim=128),
 }

@@ -15,7 +15,7 @@ import megatron_dsa.torch_ops as ops
 from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.errors import ConfigError, ImplementationError
 from megatron_dsa.torch_ops.registration import policy_of, policy_text
-from tests.cases.torch_ops import CASES, TOKENS, Case
+from tests.cases.torch_ops import CASES, RELEASED, TOKENS, Case
 
 ROOT = Path(__file__).resolve().parents[3]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -62,23 +62,39 @@ def test_compiled_without_a_break(name):
 
 
 @pytest.fixture
-def deterministic():
+def deterministic(monkeypatch):
     """Sums in a fixed order, without which two calls on a GPU differ in their last bits."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def check_compiled(case: Case) -> None:
+    """Compare eager and compiled with the eager function."""
+    theirs = results(case.eager, case)
+    assert_same(results(case.op, case), theirs)
+    torch._dynamo.reset()
+    compiled = torch.compile(case.op, fullgraph=True, backend="aot_eager")
+    assert_same(results(compiled, case), theirs)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "read and write"])
 def test_on_a_gpu(name, dtype, deterministic):
-    case = CASES[name](dtype, "cuda")
-    theirs = results(case.eager, case)
-    assert_same(results(case.op, case), theirs)
-    torch._dynamo.reset()
-    compiled = torch.compile(case.op, fullgraph=True, backend="aot_eager")
-    assert_same(results(compiled, case), theirs)
+    check_compiled(CASES[name](dtype, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RELEASED)
+def test_fused_on_a_gpu(name, deterministic):
+    check_compiled(RELEASED[name](torch.bfloat16, "cuda"))
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_sizes(name):
+    check_compiled(RELEASED[name](torch.bfloat16, "cpu"))
 
 
 @pytest.mark.parametrize("name", CASES)
