@@ -118,8 +118,9 @@ def _read_backward(
 
     gradients = [dnormed] if dpost is None or dcomb is None else [dnormed, dpost, dcomb]
     found = derivatives(run, (streams, fn, base, scale, weight), gradients)[1]
+    # Kernels return views of one buffer, and results of an operation share no memory.
     dx, dfn, dbase, dscale, dweight = found
-    return dx, dfn, dbase, dscale, dweight
+    return dx, dfn.clone(), dbase.clone(), dscale.clone(), dweight
 
 
 @_read_backward.register_fake
