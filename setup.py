@@ -37,6 +37,8 @@ setup(
     python_requires=">=3.12",
     install_requires=["torch>=2.6", "numpy", "packaging"],
     extras_require={
+        # The operations alone, eager or registered (megatron_dsa.torch_ops): nothing more.
+        "torch": ["torch>=2.6"],
         # The host: Megatron-Core with its training loop.
         "train": ["megatron-core>=0.19,<0.20", "omegaconf>=2.3", "psutil", "pyyaml>=6"],
         # Megatron's fused linears and norms.

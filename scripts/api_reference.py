@@ -19,6 +19,7 @@ from megatron_dsa.config_fields import option_fields
 #: The public modules, in the order of the page; ``docs/design/architecture.md`` names them, too.
 MODULES = (
     "dsa_kernels",
+    "torch_ops",
     "pretrain",
     "arguments",
     "ops.compressor.api",

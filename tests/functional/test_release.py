@@ -101,12 +101,32 @@ def fresh_python(dist, tmp_path_factory):
     environment = tmp_path_factory.mktemp("fresh")
     venv.create(environment, with_pip=True)
     python = environment / "bin/python"
-    uv = shutil.which("uv")
-    install = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
     (wheel,) = dist.glob("*.whl")
-    run(*install, f"{wheel}[train,hf]", *os.environ.get("FRESH_INSTALL", "").split())
+    install_with(python, f"{wheel}[train,hf]", *os.environ.get("FRESH_INSTALL", "").split())
     yield str(python)
     shutil.rmtree(environment)  # several GB
+
+
+@pytest.fixture(scope="module")
+def bare_python(dist, tmp_path_factory):
+    """A Python with the wheel and what its operations need alone, this torch among it."""
+    if "CI" not in os.environ:
+        pytest.skip("installs torch: set CI=1 to run it")
+    environment = tmp_path_factory.mktemp("bare")
+    venv.create(environment, with_pip=True)
+    python = environment / "bin/python"
+    (wheel,) = dist.glob("*.whl")
+    # The version of the lock, which uv has in its cache.
+    install_with(python, f"{wheel}[torch]", f"torch=={torch.__version__.split('+')[0]}")
+    yield str(python)
+    shutil.rmtree(environment)  # several GB
+
+
+def install_with(python: Path, *requirements: str) -> None:
+    """Install with uv where there is one, else with pip."""
+    uv = shutil.which("uv")
+    install = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
+    run(*install, *requirements)
 
 
 def test_version_and_change_log_agree():
@@ -136,6 +156,20 @@ def test_files(dist):
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     assert modules(REPOSITORY) <= names and {"README.md", "LICENSE", "setup.py"} <= names
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
+
+
+def test_operations_without_megatron(bare_python, tmp_path):
+    """``megatron-dsa[torch]``: no megatron-core; imports, registered operations, FSDP2."""
+    bare = command_of(bare_python, tmp_path)
+    found = "import importlib.util as u; print(u.find_spec('megatron'), u.find_spec('omegaconf'))"
+    assert bare("-c", found).strip() == "None None"
+    bare("-c", "import megatron_dsa.dsa_kernels, megatron_dsa.torch_ops")
+    shutil.copy(REPOSITORY / "examples/fsdp2_dsa.py", tmp_path)
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    flags = ("--steps", "4", "--batch", "2", "--length", "64", "--losses", "losses.json")
+    bare(*ranks, "fsdp2_dsa.py", *flags, "--compile", "aot_eager")
+    losses = [step["lm loss"] for step in json.loads((tmp_path / "losses.json").read_text())]
+    assert len(losses) == 4 and losses[-1] < losses[0]
 
 
 def command_of(python, folder):

@@ -21,7 +21,7 @@ LEVELS = (
     {"options", "ops"},
     {"config"},
     {"parallel", "presets", "required_ops"},
-    {"arguments", "dsa_kernels", "metrics"},
+    {"arguments", "dsa_kernels", "metrics", "torch_ops"},
     {"modules"},
     {"dsa"},
     {"csa"},

@@ -33,6 +33,9 @@ from megatron_dsa.ops.masked_attention.inputs import (
     MaskedAttentionInputs,
 )
 
+#: What is wrong without ``topk``.
+NO_TOPK = "topk must be given with want_p_sum or indexer, got None: the most keys that a query has"
+
 
 def key_bits(
     indices: torch.Tensor,
@@ -212,6 +215,23 @@ def masked_attention(
             on the CPU, one that is too small (on a GPU an error of the launch), or an ``indexer``
             with a ``head_group`` beside ``group``.
     """
+    check_queries_and_keys(q, kv, k_pe)
+    check_bits(bits, q, kv, _own_tokens(q, indexer, group))
+    if k_pe_grad is not None:
+        wanted = accumulation_dtype(k_pe.dtype)
+        fix = "pass the rope dims of the proxy that megatron_dsa.parallel.gather.finish_gather made"
+        require_tensor("k_pe_grad", k_pe_grad, tuple(k_pe.shape), (wanted,), q, fix)
+    require(topk is not None or not (want_p_sum or indexer), NO_TOPK)
+    call = describe_attention(q, kv, k_pe, topk)
+    indexer, trained = separate_tensors(indexer, bits=bits)
+    settings = _Settings(softmax_scale, policy, call, want_p_sum, indexer, group)
+    return MaskedAttentionOutput(
+        *_MaskedAttention.apply(q, kv, k_pe, k_pe_grad, bits.contiguous(), settings, *trained)
+    )
+
+
+def check_queries_and_keys(q: torch.Tensor, kv: torch.Tensor, k_pe: torch.Tensor) -> None:
+    """Raise :class:`ConfigError` unless these fit, as of :func:`masked_attention`."""
     require_tensor("q", q, ("Sq", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
     fix = "give it the H and dtype of q"
     require_tensor("kv", kv, ("Skv", q.shape[1], "Dn + Dv"), (q.dtype,), q, fix)
@@ -223,17 +243,20 @@ def masked_attention(
         f"q must have more than the {k_pe.shape[1]} dims of k_pe, and fewer beyond them than the "
         f"{kv.shape[2]} of kv (key and value), got {q.shape[2]}: give it those of a key with rope",
     )
-    shape = (_own_tokens(q, indexer, group), groups(kv.shape[0]), WORDS)
+
+
+def check_bits(bits: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, queries: int) -> None:
+    """Raise :class:`ConfigError` unless there are bits of the keys for as many queries."""
+    shape = (queries, groups(kv.shape[0]), WORDS)
     require_tensor("bits", bits, shape, (torch.int32,), q, "make them of lists with key_bits")
-    if k_pe_grad is not None:
-        wanted = accumulation_dtype(k_pe.dtype)
-        fix = "pass the rope dims of the proxy that megatron_dsa.parallel.gather.finish_gather made"
-        require_tensor("k_pe_grad", k_pe_grad, tuple(k_pe.shape), (wanted,), q, fix)
-    require(
-        topk is not None or not (want_p_sum or indexer),
-        "topk must be given with want_p_sum or indexer, got None: the most keys that a query has",
-    )
-    call = describe_call(
+
+
+def describe_attention(
+    q: torch.Tensor, kv: torch.Tensor, k_pe: torch.Tensor, topk: int | None
+) -> OpCall:
+    """Describe a call to dispatch; no query has more than ``topk`` keys."""
+    nope = q.shape[2] - k_pe.shape[1]
+    return describe_call(
         q.device,
         dtype=q.dtype,
         heads=q.shape[1],
@@ -241,11 +264,6 @@ def masked_attention(
         v_dim=kv.shape[2] - nope,
         rope_dim=k_pe.shape[1],
         topk=topk,
-    )
-    indexer, trained = separate_tensors(indexer, bits=bits)
-    settings = _Settings(softmax_scale, policy, call, want_p_sum, indexer, group)
-    return MaskedAttentionOutput(
-        *_MaskedAttention.apply(q, kv, k_pe, k_pe_grad, bits.contiguous(), settings, *trained)
     )
 
 

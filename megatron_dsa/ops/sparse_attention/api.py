@@ -228,8 +228,7 @@ def sparse_attention(
     Raises:
         ConfigError: for shapes or dtypes outside of the above.
     """
-    require_tensor("q", q, ("Sq", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
-    require_tensor("kv", kv, ("Skv", q.shape[2]), (q.dtype,), q, "give it the D of q")
+    check_queries_and_keys(q, kv, v_dim, attn_sink)
     lists: KeyLists | None = None
     selected: torch.Tensor | None
     if isinstance(indices, KeyLists):
@@ -241,14 +240,34 @@ def sparse_attention(
     else:
         require_lists(indices, q, topk_length)
         selected, width = indices, indices.shape[1]
+    require_kv_grad(kv_grad, kv)
+    call = describe_attention(q, v_dim, width, attn_sink)
+    indexer, trained = separate_tensors(indexer, q=q)
+    settings = Settings(v_dim, softmax_scale, policy, call, want_p_sum, indexer, lists, in_order)
+    return SparseAttentionOutput(
+        *SparseAttention.apply(q, kv, kv_grad, attn_sink, selected, topk_length, settings, *trained)
+    )
+
+
+def check_queries_and_keys(
+    q: torch.Tensor, kv: torch.Tensor, v_dim: int, attn_sink: torch.Tensor | None
+) -> None:
+    """Raise :class:`ConfigError` unless these fit, as of :func:`sparse_attention`."""
+    require_tensor("q", q, ("Sq", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
+    require_tensor("kv", kv, ("Skv", q.shape[2]), (q.dtype,), q, "give it the D of q")
     require(
         0 < v_dim <= kv.shape[1],
         f"v_dim must be in [1, {kv.shape[1]}] (the value is a slice of kv), got {v_dim}",
     )
     if attn_sink is not None:
         require_tensor("attn_sink", attn_sink, q.shape[1:2], FLOATS, q, "give one logit per head")
-    require_kv_grad(kv_grad, kv)
-    call = describe_call(
+
+
+def describe_attention(
+    q: torch.Tensor, v_dim: int, width: int, attn_sink: torch.Tensor | None
+) -> OpCall:
+    """Describe a call whose lists have ``width`` entries to dispatch."""
+    return describe_call(
         q.device,
         dtype=q.dtype,
         heads=q.shape[1],
@@ -256,11 +275,6 @@ def sparse_attention(
         v_dim=v_dim,
         topk=width,
         sink=attn_sink is not None,
-    )
-    indexer, trained = separate_tensors(indexer, q=q)
-    settings = Settings(v_dim, softmax_scale, policy, call, want_p_sum, indexer, lists, in_order)
-    return SparseAttentionOutput(
-        *SparseAttention.apply(q, kv, kv_grad, attn_sink, selected, topk_length, settings, *trained)
     )
 
 

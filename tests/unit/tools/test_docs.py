@@ -281,6 +281,8 @@ def check_command(words: list[str]) -> None:
         subprocess.run(["bash", "-n", ROOT / program], check=True)
         if program.startswith("examples/"):
             check_training(rest)
+    elif program in ("torchrun", "python") and (script := example_script(rest)):
+        check_module(script.removesuffix(".py").replace("/", "."), rest[rest.index(script) + 1 :])
     elif program == "torchrun" or (program == "python" and "-m" in rest):
         module = rest[rest.index("-m") + 1]
         check_module(module, rest[rest.index("-m") + 2 :])
@@ -290,6 +292,11 @@ def check_command(words: list[str]) -> None:
         check_training(words)
     else:
         raise AssertionError(f"no idea how to check {shlex.join(words)}; teach check_command")
+
+
+def example_script(words: list[str]) -> str | None:
+    """Return the Python script of ``examples/`` among the words of a command."""
+    return next((x for x in words if re.fullmatch(r"examples/\w+\.py", x)), None)
 
 
 def check_module(module: str, flags: list[str]) -> None:
@@ -345,6 +352,8 @@ def names_of(module: str) -> set[str]:
         "python -m benchmarks attention --no-such-flag",
         "python -m benchmarks frobnicate",
         "pip install 'megatron-dsa[nothing]'",
+        "torchrun --nproc-per-node 2 examples/missing.py",
+        "torchrun --nproc-per-node 2 examples/fsdp2_dsa.py --no-such-flag 3",
         "nonsense",
     ],
 )

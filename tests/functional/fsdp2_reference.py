@@ -1,0 +1,105 @@
+"""Losses and gradients of ``examples/fsdp2_dsa.py`` by the package's Megatron path.
+
+``python -m tests.functional.fsdp2_reference FOLDER``: FOLDER gets a checkpoint to begin with
+(``hf/``), the gradients of the first step (``gradients/``, in the same format) and the losses of
+all steps (``megatron.json``).
+
+``torchrun ... -m tests.functional.fsdp2_reference FOLDER example``: FOLDER gets the gradients that
+the example's model has in the first step (``fsdp2.pt``).
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from tests.functional.launch import REPOSITORY, SPARSE
+
+STEPS, BATCH, LENGTH, LEARNING_RATE, COEFFICIENT = 12, 4, 96, 3e-3, 0.7
+#: A token is a byte; all MLPs are dense.
+MODEL = SPARSE | {"vocab_size": 256, "first_k_dense_replace": SPARSE["num_hidden_layers"]}
+
+
+def example():
+    """The example as a module."""
+    path = REPOSITORY / "examples/fsdp2_dsa.py"
+    spec = importlib.util.spec_from_file_location("fsdp2_dsa", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(model, config, global_batch, keep) -> list[dict[str, float]]:
+    """Train with Megatron's layers and autograd, and return the losses of every step.
+
+    ``keep(model)`` is called with the gradients of the first.
+    """
+    from megatron_dsa.metrics.log import NAMES, IndexerLog
+
+    IndexerLog.create(config.num_layers, "cpu")
+    sums = IndexerLog._state.sums
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (0.9, 0.95), weight_decay=0.0)
+    position, log = torch.arange(LENGTH)[None], []
+    for step in range(STEPS):
+        sums.zero_()
+        batch = global_batch(step, BATCH, LENGTH)
+        loss = model(batch[:, :-1], position, None, labels=batch[:, 1:]).mean()
+        loss.backward()
+        if step == 0:
+            keep(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        indexer = float(sums[0, :, NAMES.index("indexer loss")].sum()) / COEFFICIENT
+        log.append({"lm loss": loss.item(), "indexer loss": indexer})
+    return log
+
+
+def main(folder: Path) -> None:
+    """Write both files."""
+    from megatron_dsa.huggingface.build import gpt_model, transformer_config
+    from megatron_dsa.huggingface.config_json import parse_config
+    from megatron_dsa.huggingface.convert import export_model
+    from tests.host import start
+
+    start()
+    config = transformer_config(
+        parse_config(MODEL), "sparse", params_dtype=torch.float32,
+        dsa_indexer_loss_coeff=COEFFICIENT, dsa_indexer_use_sparse_loss=True,
+    )  # fmt: skip
+    model = gpt_model(config, MODEL["vocab_size"], LENGTH).train()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            scale = 0.1 if x.dim() == 1 else 0.08
+            x.copy_(torch.randn(x.shape, generator=generator) * scale)
+            if "norm" in name and name.endswith("weight"):
+                x.add_(1)
+    export_model(model, folder / "hf", MODEL)
+
+    def keep(model):
+        export_model(model, folder / "gradients", MODEL, values=lambda _name, x: x.grad)
+
+    log = train(model, config, example().global_batch, keep)
+    (folder / "megatron.json").write_text(json.dumps(log))
+
+
+def gradients_of_the_example(folder: Path) -> None:
+    """Write the gradients of the first step, whole, by Hugging Face's names."""
+    dist.init_process_group("gloo")
+    module = example()
+    options = SimpleNamespace(load=folder / "hf", bf16=False, compile=None)
+    model = module.sharded_model(options, torch.device("cpu"))
+    batch = module.global_batch(0, BATCH, LENGTH).chunk(dist.get_world_size())[dist.get_rank()]
+    module.backward(model, batch, COEFFICIENT)
+    found = {name: x.grad.full_tensor() for name, x in model.named_parameters()}
+    if dist.get_rank() == 0:
+        torch.save(found, folder / "fsdp2.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    (gradients_of_the_example if sys.argv[2:] else main)(Path(sys.argv[1]))
