@@ -114,6 +114,12 @@ class DSAOptions:
         "(exact), or in fp8 as SGLang and vLLM form them with DeepGEMM, for training on rollouts "
         "(deepgemm-fp8). The indexer's loss and gradients are the same.",
     )
+    kv_rounding: Literal["none", "fp8-cache"] = option(
+        "none",
+        "--dsa-kv-rounding",
+        "Round MLA's latents, or V4's keys, to what the fp8 caches of inference engines hold, for "
+        "training on rollouts (fp8-cache). The gradient passes straight through.",
+    )
     fp8_indexer: bool = option(
         False,
         "--dsa-fp8-indexer",

@@ -10,9 +10,9 @@ through fp8 scores, ``deepgemm-fp8`` by scores in the arithmetic of inference en
 ``recall`` is of the keys that exact scores select, its ``rule_recall`` of those that the rule's
 torch implementation does, for a few queries. The way ``megatron`` is megatron-core's own: its
 TileLang indexer (:mod:`benchmarks.indexer.bundled`), and its unfused dense loss
-(:mod:`benchmarks.indexer.dense`). The input is one causal sequence. FLOP count what is visible: 2 * heads * dim per pair for
-``select``, three products per selected pair for ``loss``; for ``dense`` the same per visible pair,
-and the teacher's scores. Peak memory includes the results.
+(:mod:`benchmarks.indexer.dense`). The input is one causal sequence. FLOP count what is visible:
+2 * heads * dim per pair for ``select``, three products per selected pair for ``loss``; for
+``dense`` the same per visible pair, and the teacher's scores. Peak memory includes the results.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_dsa.config_rules.cuda_graphs import graph_rules
-from megatron_dsa.config_rules.numerics import numerics_rules
+from megatron_dsa.config_rules.numerics import cache_rules, numerics_rules
 from megatron_dsa.config_rules.overlap import overlap_rules
 
 #: Compression ratio of the layers that select among their compressed keys (CSA). Groups overlap.
@@ -242,6 +242,7 @@ def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     )
     yield from _precision_rules(config)
     yield from _fp8_indexer_rules(config, options)
+    yield from cache_rules(config, options)
 
 
 def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:

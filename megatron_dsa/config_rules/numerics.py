@@ -1,9 +1,11 @@
-"""What scores in the arithmetic of inference engines need (``--dsa-indexer-numerics``)."""
+"""What the arithmetic of inference engines needs: scores, and keys as their caches hold them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 #: ``--dsa-indexer-numerics``: scores of the inputs as they are, or as DeepGEMM forms them.
 EXACT, DEEPGEMM_FP8 = "exact", "deepgemm-fp8"
@@ -36,4 +38,23 @@ def numerics_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         dim <= LARGEST_DIM,
         f"--dsa-indexer-head-dim must be at most {LARGEST_DIM} with {flag}, got {dim}: engines "
         f"have one scale per {LARGEST_DIM} dims, and their kernel takes one",
+    )
+
+
+def cache_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
+    """Yield where keys cannot be rounded as the engines' caches hold them."""
+    if options.kv_rounding == "none":
+        return
+    flag = f"--dsa-kv-rounding {options.kv_rounding}"
+    yield (
+        config.params_dtype == torch.bfloat16,
+        f"{flag} needs --bf16, got {config.params_dtype}: engines fill their caches from bf16",
+    )
+    is_v4 = getattr(config, "csa_compress_ratios", None) is not None
+    name, block = ("qk_head_dim", 64) if is_v4 else ("kv_lora_rank", 128)
+    dims = getattr(config, name)
+    yield (
+        dims % block == 0,
+        f"--{name.replace('_', '-')} must be a multiple of {block} with {flag}, got {dims}: so "
+        "many dims share a scale",
     )

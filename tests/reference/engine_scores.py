@@ -75,3 +75,16 @@ def hadamard(x):
     while len(matrix) < x.shape[-1]:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     return to_bf16(x @ matrix * np.float64(np.float32(x.shape[-1] ** -0.5)))
+
+
+def as_cached(x, block, power_of_two):
+    """Vectors ``[..., D]`` that bf16 holds as an fp8 cache holds them, float64."""
+    blocks = x.reshape(*x.shape[:-1], -1, block)
+    if power_of_two:
+        values, scale = quantised(blocks)
+    else:
+        scale = np.abs(blocks).max(-1).astype(np.float32) / np.float32(448)
+        scale[scale == 0] = 1
+        values = to_e4m3((blocks.astype(np.float32) / scale[..., None]).astype(np.float64))
+        values, scale = values.astype(np.float32), scale.astype(np.float32)
+    return to_bf16(values * scale[..., None]).reshape(x.shape)
