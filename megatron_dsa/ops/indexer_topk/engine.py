@@ -23,6 +23,7 @@ import torch
 from megatron_dsa.config_rules.numerics import DEEPGEMM_FP8, EXACT, LARGEST_DIM
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.errors import require
+from megatron_dsa.numerics.arithmetic import slices
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE, LARGEST, converts
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.sequence.blocks import Block, Seen
@@ -31,6 +32,8 @@ from megatron_dsa.sequence.blocks import Block, Seen
 LEAST = 1e-4
 #: Heads whose sums are kept apart (``s`` of the rule).
 SUMS = 8
+#: Keys that torch multiplies at a time; in fp64 they take 8 MiB.
+KEYS = 8192
 #: All bits of an fp32 number below its exponent.
 _MANTISSA = 0x7FFFFF
 
@@ -101,17 +104,26 @@ class Scores:
         """Return the scores ``[rows, width]`` of a block of e4m3 queries and keys."""
         assert inputs.key_scales is not None
         q, weights = inputs.q[block.rows], inputs.weights[block.rows].double()
-        # Products of e4m3 numbers are multiples of 2^-18: 128 of them add up exactly in fp64.
-        k = keys[block.lo : block.hi].double().t()
-        sums = weights.new_zeros(q.shape[0], SUMS, k.shape[1], dtype=torch.float32)
-        for first in range(0, q.shape[1], SUMS):
-            part = q[:, first : first + SUMS].double()
-            products = (part.flatten(0, 1) @ k).unflatten(0, part.shape[:2])
-            # A product of two fp32 numbers is exact in fp64: what follows is fused.
-            products = products.float().relu_().double()
-            products.mul_(weights[:, first : first + SUMS, None])
-            some = sums[:, : part.shape[1]]
-            some.copy_(products.add_(some))
-        pairs = sums[:, 0::2] + sums[:, 1::2]
-        halves = pairs[:, 0::2] + pairs[:, 1::2]
-        return (halves[:, 0] + halves[:, 1]).mul_(inputs.key_scales[block.lo : block.hi])
+        scores = weights.new_empty(len(q), block.width, dtype=torch.float32)
+        for some in slices(block.width, KEYS):
+            own = slice(block.lo + some.start, block.lo + some.stop)
+            scores[:, some] = _scores(q, weights, keys[own], inputs.key_scales[own])
+        return scores
+
+
+def _scores(q, weights, keys, key_scales) -> torch.Tensor:
+    """Return fp32 ``[r, w]`` of ``q [r, HI, DI]`` and ``keys [w, DI]`` by the rule."""
+    # Products of e4m3 numbers are multiples of 2^-18: 128 of them add up exactly in fp64.
+    keys = keys.double().t()
+    sums = weights.new_zeros(len(q), SUMS, keys.shape[1], dtype=torch.float32)
+    for heads in slices(q.shape[1], SUMS):
+        part = q[:, heads].double()
+        products = (part.flatten(0, 1) @ keys).unflatten(0, part.shape[:2])
+        # A product of two fp32 numbers is exact in fp64: what follows is fused.
+        products = products.float().relu_().double()
+        products.mul_(weights[:, heads, None])
+        taken = sums[:, : part.shape[1]]
+        taken.copy_(products.add_(taken))
+    pairs = sums[:, 0::2] + sums[:, 1::2]
+    halves = pairs[:, 0::2] + pairs[:, 1::2]
+    return (halves[:, 0] + halves[:, 1]).mul_(key_scales)

@@ -22,7 +22,7 @@ from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout
 from tests.cases.indexer_topk import LAYOUTS
 from tests.cases.triton_kernels import Recorder, assembly
-from tests.helpers import leaf, skip_unless_they_run
+from tests.helpers import leaf, peak_bytes, skip_unless_they_run
 from tests.reference import engine_scores as reference
 
 KERNELS = "megatron_dsa.ops.indexer_topk.triton"
@@ -187,6 +187,16 @@ def test_compressed_keys():
     )
     want = reference.best(made, layout.end[some].tolist(), 32)
     assert torch.equal(indices[some], torch.from_numpy(want))
+
+
+@pytest.mark.parametrize("mib", [32, 64])
+def test_memory_is_bounded(mib):
+    """The workspace, 8192 keys in fp64, keys in fp8 and what quantises them, and the result."""
+    inputs, layout = draw(40, 20_000, 16), last(40, 20_000)
+    policy = dataclasses.replace(ENGINE, workspace_bytes=mib * 2**20)
+    peak = peak_bytes(CPU, lambda: indexer_topk(inputs, layout, 2048, policy=policy))
+    rest = 8192 * 128 * 8 + 20_000 * 128 * 12 + 40 * 2048 * 8
+    assert mib * 2**19 < peak < mib * 2**20 + rest
 
 
 def test_weights_without_fp32_ones_are_taken_as_they_are():
