@@ -76,6 +76,7 @@ METRICS = {
     "grad_norm": "norm of a training step's gradient",
     "mass_captured": "share of the attention that selected keys hold",
     "recall": "share of the keys that the first way selects, mean over queries",
+    "rule_recall": "share of the keys that a written rule selects, of a few queries",
     "least_recall": "the same of the query that has least",
     "score_error": "norm(x - reference) / norm(reference) of index scores, of the first way",
     "validation_loss": "language model's loss on held-out text, nats per token",

@@ -21,6 +21,7 @@ from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
 from megatron_dsa.modules.rope import PositionRope
 from megatron_dsa.muon.blocks import split_for_muon
 from megatron_dsa.numerics.head_products import head_products
+from megatron_dsa.ops.cached_keys import CSA_CACHE, as_cached
 from megatron_dsa.ops.rope.api import norm_rope, rotate
 from megatron_dsa.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
 from megatron_dsa.required_ops import tensor_parallel_mode
@@ -152,6 +153,9 @@ class CSASelfAttention(SelfAttentionFrame, MegatronModule):
         q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
         kv = self.kv_layernorm(self.linear_kv_proj(hidden_states)[0])
         kv = rotate(kv.flatten(0, 1)[:, None], *ranks.own(tables), policy=policy).view_as(kv)
+        if options_of(self.config).kv_rounding != "none":
+            rope_dims = self.config.qk_pos_emb_head_dim
+            kv = as_cached(kv, CSA_CACHE, policy.workspace_bytes, rope_dims)
 
         def queries(q_latent):
             q, _ = self.linear_q_up_proj(q_latent)

@@ -36,6 +36,7 @@ from megatron_dsa.modules.frame import (
 from megatron_dsa.modules.hyper_connections import HyperConnections
 from megatron_dsa.modules.rope import TokenRope
 from megatron_dsa.muon.blocks import split_for_muon
+from megatron_dsa.ops.cached_keys import MLA_CACHE, as_cached
 from megatron_dsa.ops.rope.api import rotate
 from megatron_dsa.parallel.gather import (
     Gathering,
@@ -158,7 +159,11 @@ class DSASelfAttention(SelfAttentionFrame, MLASelfAttention):
         kv_latent, k_pe = kv.split(latent_dims, dim=-1)
         if config.q_lora_rank is not None:
             q_latent = self.q_layernorm(q_latent)
-        return q_latent, self.kv_layernorm(kv_latent), k_pe
+        kv_latent = self.kv_layernorm(kv_latent)
+        options = options_of(config)
+        if options.kv_rounding != "none":
+            kv_latent = as_cached(kv_latent, MLA_CACHE, options.workspace_bytes)
+        return q_latent, kv_latent, k_pe
 
     def _start_gather(self, kv_latent, k_pe, rope: TokenRope) -> Gathering:
         """Start to gather this rank's latents, rope key rotated.

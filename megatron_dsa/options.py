@@ -107,6 +107,19 @@ class DSAOptions:
         "Select keys by index scores in fp8 and score the best of them again: faster, and a key "
         "that fp8 misjudges by much is missed.",
     )
+    indexer_numerics: Literal["exact", "deepgemm-fp8"] = option(
+        "exact",
+        "--dsa-indexer-numerics",
+        "Arithmetic of the index scores that select keys: of the indexer's tensors as they are "
+        "(exact), or in fp8 as SGLang and vLLM form them with DeepGEMM, for training on rollouts "
+        "(deepgemm-fp8). The indexer's loss and gradients are the same.",
+    )
+    kv_rounding: Literal["none", "fp8-cache"] = option(
+        "none",
+        "--dsa-kv-rounding",
+        "Round MLA's latents, or V4's keys, to what the fp8 caches of inference engines hold, for "
+        "training on rollouts (fp8-cache). The gradient passes straight through.",
+    )
     fp8_indexer: bool = option(
         False,
         "--dsa-fp8-indexer",
@@ -161,4 +174,7 @@ class DSAOptions:
     @property
     def policy(self) -> Policy:
         """What dispatch needs to know."""
-        return Policy(self.fused, self.strict, self.workspace_bytes, self.named, self.fp8_selection)
+        return Policy(
+            self.fused, self.strict, self.workspace_bytes, self.named, self.fp8_selection,
+            indexer_numerics=self.indexer_numerics,
+        )  # fmt: skip

@@ -6,18 +6,20 @@
 ``select`` scores every visible pair and keeps the best keys, ``loss:LISTS`` is the KL sum with all
 gradients over selected keys, ``dense`` that of the warm-up stage, all through dispatch as a layer
 calls them. A way names the implementations; what one lacks is left to dispatch. ``fp8`` selects
-through fp8 scores. The way ``megatron`` is megatron-core's own: its TileLang indexer
-(:mod:`benchmarks.indexer.bundled`), and its unfused dense loss (:mod:`benchmarks.indexer.dense`).
-The input is one causal sequence. FLOP count what is visible: 2 * heads * dim per pair for
-``select``, three products per selected pair for ``loss``; for ``dense`` the same per visible pair,
-and the teacher's scores. Peak memory includes the results.
+through fp8 scores, ``deepgemm-fp8`` by scores in the arithmetic of inference engines; its
+``recall`` is of the keys that exact scores select, its ``rule_recall`` of those that the rule's
+torch implementation does, for a few queries. The way ``megatron`` is megatron-core's own: its
+TileLang indexer (:mod:`benchmarks.indexer.bundled`), and its unfused dense loss
+(:mod:`benchmarks.indexer.dense`). The input is one causal sequence. FLOP count what is visible:
+2 * heads * dim per pair for ``select``, three products per selected pair for ``loss``; for
+``dense`` the same per visible pair, and the teacher's scores. Peak memory includes the results.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -25,11 +27,13 @@ from benchmarks.attention.lists import make_indices
 from benchmarks.indexer import bundled, dense
 from benchmarks.settings import Settings, Work
 from benchmarks.timing import Clock, measure, what_ran
+from megatron_dsa.config_rules.numerics import DEEPGEMM_FP8
 from megatron_dsa.dispatch import Policy, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.metrics.flops import Keys
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
+from megatron_dsa.ops.indexer_topk import engine
 from megatron_dsa.sequence.layout import bshd_layout
 from megatron_dsa.tools.verify.comparison import comparison_at_model_shapes
 from megatron_dsa.tools.verify.indexer_loss import (
@@ -38,7 +42,11 @@ from megatron_dsa.tools.verify.indexer_loss import (
     expected_loss,
     random_teacher,
 )
-from megatron_dsa.tools.verify.indexer_topk import SelectionCase, random_index_inputs
+from megatron_dsa.tools.verify.indexer_topk import (
+    SelectionCase,
+    best_keys,
+    random_index_inputs,
+)
 from megatron_dsa.tools.verify.layouts import layout_of_tokens, sampled_tokens
 from megatron_dsa.tools.verify.lists import Lists
 from megatron_dsa.tools.verify.shapes import Shape
@@ -53,6 +61,10 @@ OPERATIONS = {
 }
 #: Selection through fp8 candidates, with our kernels.
 FP8 = "fp8"
+#: Selection by scores in the arithmetic of inference engines, with our kernels.
+ENGINE = DEEPGEMM_FP8
+#: Least share of the rule's keys: tensor cores keep fewer bits of the products.
+LEAST_SHARE = 0.998
 
 
 def _ways(operation: str, *more: str) -> tuple[str, ...]:
@@ -60,7 +72,7 @@ def _ways(operation: str, *more: str) -> tuple[str, ...]:
 
 
 WAYS = {
-    "select": _ways("indexer_topk", FP8),
+    "select": _ways("indexer_topk", FP8, ENGINE),
     "loss": _ways("sparse_indexer_loss"),
     "dense": _ways("dense_indexer_loss"),
 }
@@ -95,6 +107,8 @@ class Call:
     call: Callable
     check: Callable
     flop: int
+    #: Filled by the check.
+    figures: dict = field(default_factory=dict)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -147,16 +161,17 @@ class _Measurer:
     def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
         operation, _, lists = work.part.partition(":")
         self._check(operation, work.way, lists)
-        fp8 = work.way == FP8
+        ours = work.way in (FP8, ENGINE)
         policy = Policy(
-            workspace_bytes=self.case.workspace_mib * 2**20, fp8_selection=fp8,
-            named=named(operation, "tilelang" if fp8 else work.way),
+            workspace_bytes=self.case.workspace_mib * 2**20, fp8_selection=work.way == FP8,
+            named=named(operation, "tilelang" if ours else work.way),
+            indexer_numerics=ENGINE if work.way == ENGINE else "exact",
         )  # fmt: skip
         make = {"select": self.select, "loss": self.loss, "dense": self.dense}[operation]
         made = make(policy, work.way == bundled.WAY, lists)
         reset_report()
         limits = self.settings.repeats, self.settings.budget
-        result = measure(made.call, made.check, self.clock, *limits)
+        result = measure(made.call, made.check, self.clock, *limits) | made.figures
         result["ran"] = what_ran()
         if result["status"] == "ok":
             result["tflops"] = made.flop / result["ms"] / 1e9
@@ -173,6 +188,7 @@ class _Measurer:
     def select(self, policy: Policy, is_bundled: bool, _lists: str) -> Call:
         """Return the selection."""
         case, inputs = self.case, self.inputs
+        figures: dict[str, float] = {}
 
         def call():
             if is_bundled:
@@ -182,10 +198,33 @@ class _Measurer:
         def check(result):
             found = comparison_at_model_shapes(torch.bfloat16)
             selected = bundled.sorted_lists(result) if is_bundled else result
-            SelectionCase(inputs, self.layout, self.checked, case.topk).compare(found, *selected)
+            right = SelectionCase(inputs, self.layout, self.checked, case.topk)
+            if policy.indexer_numerics == ENGINE:
+                figures.update(self._engine_figures(found, right, *selected))
+            else:
+                right.compare(found, *selected)
             return found
 
-        return Call(call, check, 2 * case.heads * case.dim * Keys().pairs(case.tokens))
+        flop = 2 * case.heads * case.dim * Keys().pairs(case.tokens)
+        return Call(call, check, flop, figures)
+
+    def _engine_figures(self, found, right: SelectionCase, indices, length) -> dict[str, float]:
+        """Return shares of the keys of exact scores and of the rule; complain of the latter."""
+        chosen, inputs = right.selected(found, indices, length), self._sampled()
+        q, weights = engine.quantized_queries(inputs.q, inputs.weights)
+        k, scales = engine.quantized(inputs.k)
+        given = IndexerInputs(q, k, weights, key_scales=scales)
+        (whole,) = self.layout.blocks(lambda width: self.case.tokens)
+        block = replace(whole, rows=slice(0, len(q), 1))
+        scores = engine.Scores()(given, block, k, self.layout.kept_seen(whole))
+        wanted = best_keys(scores, right.visible, self.case.topk)
+        shares = {
+            name: float((keys & chosen).sum() / keys.sum())
+            for name, keys in (("recall", right.best), ("rule_recall", wanted))
+        }
+        share = shares["rule_recall"]
+        found.require(share >= LEAST_SHARE, f"{share:.4f} of the rule's keys < {LEAST_SHARE}")
+        return shares
 
     def loss(self, policy: Policy, is_bundled: bool, lists: str) -> Call:
         """Return the sparse loss with the gradients of q, k and weights."""

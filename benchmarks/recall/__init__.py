@@ -6,8 +6,9 @@ A small DSA model is trained in bf16 on Python's standard library. Each layer's 
 the hidden states of held-out text once more, with its linears in bf16 and quantised, all with the
 same weights. Ways: ``bf16``; ``e4m3``, factors rounded to e4m3 with one scale per tensor, in torch;
 ``tensorwise``, ``delayed`` and ``blockwise``, transformer-engine's recipes, whose products are in
-FP8. Scores and their selection are computed alike in all. Compared are queries that see more keys
-than they select, evenly spaced over the sequence.
+FP8. Scores and their selection are computed alike in all these. ``deepgemm-fp8`` has linears in
+bf16 and forms scores as inference engines do (``--dsa-indexer-numerics``). Compared are queries
+that see more keys than they select, evenly spaced over the sequence.
 """
 
 from __future__ import annotations
@@ -16,23 +17,27 @@ import argparse
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks.process_groups import alone
 from benchmarks.recall.model import WIDTHS, Recorded, Text, build, recorded, train
 from benchmarks.settings import Settings, Work
+from megatron_dsa.config_rules.numerics import DEEPGEMM_FP8
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.metrics.quality import query_scores, recall, visible_keys
+from megatron_dsa.ops.indexer_topk import engine
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.sequence.blocks import Seen
+from megatron_dsa.sequence.layout import bshd_layout
 from megatron_dsa.tools.verify.comparison import relative_error
 from megatron_dsa.versions import why_not_transformer_engine
 
 CEILINGS = ()
 ON_DEVICE = True
 TIMEOUT = 1800.0
-BF16, ROUNDED = "bf16", "e4m3"
+BF16, ROUNDED, ENGINE = "bf16", "e4m3", DEEPGEMM_FP8
 RECIPES = ("tensorwise", "delayed", "blockwise")
 #: Passes before the one that counts: delayed scaling takes its scales from earlier ones.
 WARMING = {"delayed": 3}
@@ -63,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
     """Return the model."""
     preset, tokens, steps = ("tiny", 128, 10) if options.quick else ("small", 4096, 400)
-    works = [Work("all", way) for way in (BF16, ROUNDED, *RECIPES)]
+    works = [Work("all", way) for way in (BF16, ENGINE, ROUNDED, *RECIPES)]
     return [(Case(preset, tokens, options.steps or steps), works)]
 
 
@@ -121,11 +126,26 @@ class _Measurer:
                 found = indexer(x, qr, rope, ranks)
         if way in RECIPES and not getattr(indexer.linear_wq_b, "fp8", False):
             raise RuntimeError(f"{way}: the indexer's linear did not multiply in FP8")
-        inputs = IndexerInputs(found.q, found.k, found.weights, found.relu)
-        scores = query_scores(inputs, self._queries)
+        if way == ENGINE:
+            scores = _engine_scores(found, self._queries)
+        else:
+            inputs = IndexerInputs(found.q, found.k, found.weights, found.relu)
+            scores = query_scores(inputs, self._queries)
         seen = visible_keys(layer.layout, self._queries)
         best = scores.masked_fill(~seen, -math.inf).topk(indexer.config.dsa_indexer_topk)
         return torch.where(best.values.isinf(), -1, best.indices).int(), scores
+
+
+def _engine_scores(found: IndexerInputs, queries: torch.Tensor) -> torch.Tensor:
+    """Return the scores ``[queries, keys]`` of the rule, by torch."""
+    assert found.fp32_weights is not None
+    q, weights = engine.quantized_queries(found.q[queries], found.fp32_weights[queries])
+    k, scales = engine.quantized(found.k)
+    (block,) = bshd_layout(len(k), 1, k.device).blocks(lambda width: len(k))
+    block = replace(block, rows=slice(0, len(q), 1))
+    start = torch.zeros(len(q), dtype=torch.int32, device=k.device)
+    given = IndexerInputs(q, k, weights, key_scales=scales)
+    return engine.Scores()(given, block, k, Seen(start, start + len(k)))
 
 
 def _linears(indexer) -> list[torch.nn.Module]:
@@ -137,6 +157,12 @@ def _quantised(indexer, way: str) -> Iterator[None]:
     """Let an indexer's linears compute as a way does."""
     if way == BF16:
         yield
+    elif way == ENGINE:
+        indexer.as_engine = True
+        try:
+            yield
+        finally:
+            indexer.as_engine = False
     elif way == ROUNDED:
         weights = [linear.weight.data for linear in _linears(indexer)]
         hooks = [

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_dsa.config_rules.cuda_graphs import graph_rules
+from megatron_dsa.config_rules.numerics import cache_rules, numerics_rules
 from megatron_dsa.config_rules.overlap import overlap_rules
 
 #: Compression ratio of the layers that select among their compressed keys (CSA). Groups overlap.
@@ -241,6 +242,7 @@ def host_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     )
     yield from _precision_rules(config)
     yield from _fp8_indexer_rules(config, options)
+    yield from cache_rules(config, options)
 
 
 def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
@@ -329,6 +331,7 @@ def indexer_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         "--dsa-indexer-topk-freq must be >= 1 and --dsa-indexer-skip-topk-offset >= 0, got "
         f"{config.dsa_indexer_topk_freq} and {config.dsa_indexer_skip_topk_offset}",
     )
+    yield from numerics_rules(config, options)
     yield from _loss_rules(config.dsa_indexer_loss_coeff, options.stage)
 
 

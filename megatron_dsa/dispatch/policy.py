@@ -32,6 +32,8 @@ class Policy:
             (``--dsa-fp8-selection``).
         fp8_least_ratio: but only where there are at least as many times more keys than candidates.
             By measurement (``docs/kernels/indexer.md``): from there on fp8 wins what these cost.
+        indexer_numerics: arithmetic of the index scores that select, ``exact`` or
+            ``deepgemm-fp8`` (``--dsa-indexer-numerics``).
     """
 
     fused: bool = True
@@ -40,6 +42,7 @@ class Policy:
     named: tuple[tuple[str, str], ...] = ()
     fp8_selection: bool = False
     fp8_least_ratio: int = 12
+    indexer_numerics: str = "exact"
 
     def named_for(self, operation: str) -> str | None:
         """Return the implementation named for ``operation``: by the policy, else by ``VARIABLE``.

@@ -31,6 +31,7 @@ from megatron_dsa.metrics.health import Attended
 from megatron_dsa.modules.core import CoreAttention
 from megatron_dsa.modules.layers import Fp32Parameters, new_parameter
 from megatron_dsa.modules.rope import PositionRope
+from megatron_dsa.ops.cached_keys import CSA_CACHE, as_cached
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.csa_keys import join_keys
@@ -121,6 +122,9 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
         if self.compressor is not None:
             keys = compressed_keys(layout, self.ratio, self.compressor.overlap)
             compressed = self.compressor(hidden_states, keys, rope, ranks)
+            if self.options.kv_rounding != "none":
+                rope_dims = self.config.qk_pos_emb_head_dim
+                compressed = as_cached(compressed, CSA_CACHE, policy.workspace_bytes, rope_dims)
         halo = None
         if ranks.queries.ranks > 1:
             halo = halo_of(layout, ranks.queries, max(self.config.csa_window_size - 1, 1))

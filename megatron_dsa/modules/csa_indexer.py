@@ -11,10 +11,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config import by_sequence, options_of
 from megatron_dsa.config_rules import CSA_RATIO
+from megatron_dsa.config_rules.numerics import EXACT
 from megatron_dsa.dsa_kernels import IndexerInputs
 from megatron_dsa.modules.layers import ReplicatedLinear
 from megatron_dsa.modules.rope import PositionRope, hadamard
 from megatron_dsa.muon.blocks import split_for_muon
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.ops.indexer_topk.engine import fp32_weights
 from megatron_dsa.ops.rope.api import rotate_index
 from megatron_dsa.parallel.csa_keys import index_keys
 from megatron_dsa.parallel.groups import Ranks, gather_rows, gather_same
@@ -42,6 +45,8 @@ class CSAIndexer(MegatronModule):
         super().__init__(config=config)
         self.heads, self.dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         self.policy = options_of(config).policy
+        # Scores that select are formed as inference engines form them.
+        self.as_engine = self.policy.indexer_numerics != EXACT
 
         def linear(inputs: int, outputs: int) -> Any:
             return build_module(
@@ -92,14 +97,27 @@ class CSAIndexer(MegatronModule):
         q = q.view(-1, self.heads, self.dim)
         transform = config.dsa_indexer_rotate_activation
         tables = rope.of_rows(layout, q.dtype)
-        q = rotate_index(q, *tables, first=False, transform=transform, policy=self.policy)
+        q = rotate_index(
+            q, *tables, first=False, transform=transform, rounded=self.as_engine,
+            policy=self.policy,
+        )  # fmt: skip
         k = self.compressor(x, keys, rope, ranks)
         weights = gather_same(self.linear_weights_proj(x)[0], ranks.row_group).flatten(0, 1)
+        in_fp32 = fp32_weights(weights, self.dim) if self.as_engine else None
         weights = weights * (self.heads**-0.5 * self.dim**-0.5)
         if transform:
-            k = hadamard(k)
+            k = self._transformed(k)
         k = index_keys(k, keys, ranks)
-        return IndexerInputs(q, k, weights, config.dsa_indexer_scoring_relu)
+        relu = config.dsa_indexer_scoring_relu
+        return IndexerInputs(q, k, weights, relu, fp32_weights=in_fp32)
+
+    def _transformed(self, k: torch.Tensor) -> torch.Tensor:
+        """Return the Hadamard transform of ``k [slots, dim]``."""
+        if not self.as_engine:
+            return hadamard(k)
+        # Rounded once, as engines do; without columns in the tables nothing is turned.
+        none = k.new_empty(len(k), 0, dtype=accumulation_dtype(k.dtype))
+        return rotate_index(k[:, None], none, none, policy=self.policy)[:, 0]
 
     def backward_dw(self) -> None:
         """Compute delayed weight gradients."""

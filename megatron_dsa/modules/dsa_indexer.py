@@ -10,6 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config import options_of
+from megatron_dsa.config_rules.numerics import EXACT
 from megatron_dsa.dsa_kernels import IndexerInputs
 from megatron_dsa.modules.frame import delays_weight_gradient, weight_of
 from megatron_dsa.modules.layers import ReplicatedLinear
@@ -21,6 +22,7 @@ from megatron_dsa.ops.indexer_loss.queries import (
     LatentQueries,
     TrainedIndexer,
 )
+from megatron_dsa.ops.indexer_topk.engine import fp32_weights
 from megatron_dsa.ops.rope.api import rotate_index
 from megatron_dsa.parallel.gather import start_gather
 from megatron_dsa.parallel.groups import Ranks, finish_index_gather, gather_rows, gather_same
@@ -53,6 +55,8 @@ class DSAIndexer(MegatronModule):
         self.policy = options_of(config).policy
         self.heads = config.dsa_indexer_n_heads
         self.dim = config.dsa_indexer_head_dim
+        # Scores that select are formed as inference engines form them.
+        self.as_engine = self.policy.indexer_numerics != EXACT
         query_size = config.q_lora_rank if config.q_lora_rank is not None else config.hidden_size
         self.linear_wq_b = self._linear(submodules.linear_wq_b, query_size, self.heads * self.dim)
         self.linear_wk = self._linear(submodules.linear_wk, config.hidden_size, self.dim)
@@ -123,11 +127,13 @@ class DSAIndexer(MegatronModule):
             q = self._rotated(q.view(-1, self.heads, self.dim), rope)
         weights = gather_same(self.linear_weights_proj(x)[0], ranks.row_group).flatten(0, 1)
         k = finish_index_gather(keys, ranks)
+        in_fp32 = fp32_weights(weights, self.dim) if self.as_engine else None
         weights = weights * (self.heads**-0.5 * self.dim**-0.5)
         relu = self.config.dsa_indexer_scoring_relu
         if q is not None:
-            return IndexerInputs(q, k, weights, relu)
-        return LatentIndexerInputs(self._latent_queries(latent, rope), k, weights, relu)
+            return IndexerInputs(q, k, weights, relu, fp32_weights=in_fp32)
+        queries = self._latent_queries(latent, rope)
+        return LatentIndexerInputs(queries, k, weights, relu, in_fp32)
 
     def _reads_query_weight(self) -> bool:
         """Whether products with the weight of the queries give what the linear gives.
@@ -154,6 +160,7 @@ class DSAIndexer(MegatronModule):
             config.dsa_indexer_rope_interleaved,
             config.dsa_indexer_rotate_activation,
             self.policy,
+            self.as_engine,
         )
 
     def _rotated(self, x: torch.Tensor, rope: TokenRope) -> torch.Tensor:
@@ -164,6 +171,7 @@ class DSAIndexer(MegatronModule):
             *rope.tables(x.dtype),
             neighbours=config.dsa_indexer_rope_interleaved,
             transform=config.dsa_indexer_rotate_activation,
+            rounded=self.as_engine,
             policy=self.policy,
         )
 

@@ -153,8 +153,14 @@ def balanced_topk(
     kept, taken = layout.derive(("balanced selection", ratio), lambda: halves(layout, swap, ratio))
     inputs = inputs.detach()
 
-    def select(q: torch.Tensor, weights: torch.Tensor, rows: Layout) -> torch.Tensor:
+    of_queries = [inputs.q, inputs.weights]
+    if inputs.fp32_weights is not None:
+        of_queries.append(inputs.fp32_weights)
+
+    def select(rows: Layout, q: torch.Tensor, weights: torch.Tensor, *fp32_weights) -> torch.Tensor:
         part = dataclasses.replace(inputs, q=q, weights=weights)
+        if fp32_weights:
+            part = dataclasses.replace(part, fp32_weights=fp32_weights[0])
         return indexer_topk(part, rows, topk, policy=policy)[0]
 
     half = layout.num_queries // 2
@@ -163,10 +169,10 @@ def balanced_topk(
     group = ranks.query_group
     there = [
         _Message(x[given], x.new_empty(half, *x.shape[1:]), swap.to, swap.source, group)
-        for x in (inputs.q, inputs.weights)
+        for x in of_queries
     ]
-    selected = select(inputs.q[own], inputs.weights[own], kept)
-    for_other = select(there[0].wait(), there[1].wait(), taken)
+    selected = select(kept, *(x[own] for x in of_queries))
+    for_other = select(taken, *(message.wait() for message in there))
     indices = for_other.new_empty(2 * half, topk)
     back = _Message(for_other, indices[given], swap.source, swap.to, group)
     indices[own] = selected

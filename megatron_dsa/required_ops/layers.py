@@ -18,6 +18,7 @@ from megatron_dsa.config import (
     uses_indexer,
 )
 from megatron_dsa.config_rules import CSA_RATIO
+from megatron_dsa.config_rules.numerics import EXACT
 from megatron_dsa.dispatch import Operation, Policy
 from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk.api import selection_calls
@@ -195,6 +196,8 @@ def _csa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[Req
         yield RequiredOp("compressor", calls.of(1, config.dsa_indexer_head_dim))
         head = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         yield RequiredOp("index_rotation", calls.of(*head))
+        if config.dsa_indexer_rotate_activation and options.indexer_numerics != EXACT:
+            yield RequiredOp("index_rotation", calls.of(1, config.dsa_indexer_head_dim))
         yield RequiredOp("rotate", calls.of(1, config.dsa_indexer_head_dim))
     if selects:
         yield from _selection(calls, visible)

@@ -77,6 +77,11 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         f"{args.dsa_stage}, which trains everything: drop it",
     )
     yield (
+        args.dsa_stage == "sparse" or args.dsa_indexer_numerics == "exact",
+        f"--dsa-indexer-numerics {args.dsa_indexer_numerics} has a meaning only in --dsa-stage "
+        f"sparse, got {args.dsa_stage}, which selects no keys: drop it",
+    )
+    yield (
         args.dsa_stage != "dense" or not args.dsa_evaluate_indexer,
         "--dsa-evaluate-indexer has no meaning in --dsa-stage dense, which has no indexer: drop it",
     )

@@ -39,6 +39,7 @@ SETTINGS = {
         {},
     ),
     "sparse, fp8 selection": ({"fp8_selection": True}, {}),
+    "sparse, engine numerics": ({"indexer_numerics": "deepgemm-fp8"}, {}),
     "visible, dense": (
         {"stage": "dense", "sequence_length": 140},
         {"dsa_indexer_loss_coeff": None},

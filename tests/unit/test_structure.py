@@ -37,6 +37,7 @@ LATE = {
     # Triton, TileLang, safetensors and matplotlib are optional.
     "numerics/scaling.py": "Triton",
     "ops/indexer_loss/tilelang/launch.py": "TileLang",
+    "ops/indexer_topk/engine.py": "Triton",
     "ops/indexer_topk/fp8.py": "Triton",
     "ops/indexer_topk/finite.py": "Triton",
     "ops/indexer_topk/listed.py": "Triton",

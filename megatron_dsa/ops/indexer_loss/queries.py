@@ -31,7 +31,7 @@ class LatentQueries:
         weight: ``[HI * DI, L]``, in its dtype.
         cos, sin: ``[Sq, R / 2]``, as of :func:`~megatron_dsa.ops.rope.api.rotate_index`.
         heads: ``HI``.
-        neighbours, transform: as of ``rotate_index``.
+        neighbours, transform, rounded: as of ``rotate_index``.
         policy: which implementations may run.
     """
 
@@ -43,6 +43,7 @@ class LatentQueries:
     neighbours: bool
     transform: bool
     policy: Policy
+    rounded: bool = False
 
     def check(self) -> None:
         """Raise :class:`~megatron_dsa.errors.ConfigError` for tensors that do not fit."""
@@ -69,7 +70,8 @@ class LatentQueries:
     def _rotated(self, x: torch.Tensor, tokens: slice, transposed: bool = False) -> torch.Tensor:
         return rotate_index(
             x, self.cos[tokens], self.sin[tokens], neighbours=self.neighbours,
-            transform=self.transform, transposed=transposed, policy=self.policy,
+            transform=self.transform, rounded=self.rounded, transposed=transposed,
+            policy=self.policy,
         )  # fmt: skip
 
 
@@ -79,13 +81,14 @@ class LatentIndexerInputs:
 
     Attributes:
         queries: what the queries are made of.
-        k, weights, relu, checked: as of ``IndexerInputs``.
+        k, weights, relu, fp32_weights, checked: as of ``IndexerInputs``.
     """
 
     queries: LatentQueries
     k: torch.Tensor
     weights: torch.Tensor
     relu: bool = True
+    fp32_weights: torch.Tensor | None = None
     checked: bool = False
     #: At most one entry: what :meth:`formed` hands out once.
     ready: list[IndexerInputs] = field(default_factory=list, repr=False, compare=False)
@@ -100,7 +103,7 @@ class LatentIndexerInputs:
             return self.ready.pop()
         return IndexerInputs(
             self.queries.formed(), self.k.detach(), self.weights.detach(), self.relu,
-            checked=self.checked,
+            fp32_weights=self.fp32_weights, checked=self.checked,
         )  # fmt: skip
 
     def shaped(self) -> IndexerInputs:
@@ -127,7 +130,7 @@ class LatentIndexerInputs:
 
     def without_tensors(self) -> LatentIndexerInputs:
         """Return the same without tensors."""
-        return replace(self.with_tensors((None,) * 6), ready=[])
+        return replace(self.with_tensors((None,) * 6), fp32_weights=None, ready=[])
 
 
 #: What an indexer returns: its tensors, or with latents in place of its queries.

@@ -9,11 +9,13 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_dsa.dispatch import Policy
+from megatron_dsa.config_rules.numerics import DEEPGEMM_FP8, EXACT
+from megatron_dsa.dispatch import Operation, Policy
 from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget
-from megatron_dsa.ops.indexer_topk.declaration import LISTED_SCORES, SCORES, TOPK
+from megatron_dsa.ops.indexer_topk import engine
+from megatron_dsa.ops.indexer_topk.declaration import ENGINE_SCORES, LISTED_SCORES, SCORES, TOPK
 from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
 from megatron_dsa.ops.indexer_topk.fp8 import quantized, quantized_queries
@@ -36,7 +38,9 @@ def indexer_topk(
     Scores are ``I[t, s] = sum_h w[t, h] * relu(q[t, h] . k[s])`` in fp32. The selection is exact
     and deterministic; equal scores go to the key that comes first in its sequence. With
     ``policy.fp8_selection`` a key that fp8 scores put far behind may be missed
-    (:class:`megatron_dsa.ops.indexer_topk.api.Candidates`).
+    (:class:`megatron_dsa.ops.indexer_topk.api.Candidates`). With ``policy.indexer_numerics``
+    ``deepgemm-fp8`` scores are those of inference engines, by the rule of
+    :mod:`megatron_dsa.ops.indexer_topk.engine`.
 
     Args:
         inputs: see :class:`IndexerInputs`.
@@ -51,9 +55,12 @@ def indexer_topk(
     Raises:
         ConfigError: for shapes or dtypes outside of the above, a layout of other tensors, or scores
             that are NaN or infinite; on a GPU the latter is a device assert, which ends the
-            process at its next synchronisation.
+            process at its next synchronisation; for what scores of inference engines do not
+            have: no relu, index dims above 128, candidates in fp8.
     """
     check_indexer(inputs, layout)
+    if policy.indexer_numerics != EXACT:
+        engine.check(inputs, policy)
     require(topk >= 1, f"topk must be at least 1, got {topk}")
     inputs = require_finite_scores(inputs, layout, "indexer_topk")
     arguments = TopKInputs(inputs.detach(), layout, topk)
@@ -84,6 +91,9 @@ def candidates_for(topk: int) -> int:
 def selection_calls(call: OpCall, policy: Policy) -> Iterator[tuple[str, OpCall]]:
     """Yield what a selection described by ``call`` calls, each with its own call."""
     yield "indexer_topk", call
+    if policy.indexer_numerics == DEEPGEMM_FP8:
+        yield "indexer_engine_scores", dataclasses.replace(call, dtype=FP8)
+        return
     yield "indexer_scores", call
     if not policy.fp8_selection:
         return
@@ -96,6 +106,8 @@ def selection_calls(call: OpCall, policy: Policy) -> Iterator[tuple[str, OpCall]
 
 def selector(inputs: TopKInputs, policy: Policy) -> Selector:
     """Return what finds the best keys of a block, as ``policy`` asks for it."""
+    if policy.indexer_numerics == DEEPGEMM_FP8:
+        return EngineScored(inputs, policy)
     return (Candidates if policy.fp8_selection else Exact)(inputs, policy)
 
 
@@ -140,12 +152,47 @@ class Exact:
         more = () if out is None else (out,)
         return TOPK.run(call, self.policy, scores, seen, topk, *more)
 
-    def _bytes_per_score(self, scoring: OpCall, selecting: OpCall) -> int:
+    def _bytes_per_score(
+        self, scoring: OpCall, selecting: OpCall, operation: Operation = SCORES
+    ) -> int:
         """Temporary bytes per score of the implementations that score and select."""
-        scores: Any = SCORES.choose(scoring, self.policy).candidate.load()
+        scores: Any = operation.choose(scoring, self.policy).candidate.load()
         select: Any = TOPK.choose(selecting, self.policy).candidate.load()
         itemsize = accumulation_dtype(self.inputs.q.dtype).itemsize
         return scores.bytes_per_score(scoring.heads, itemsize) + select.bytes_per_score()
+
+
+class EngineScored(Exact):
+    """Scores in the fp8 arithmetic of inference engines, and the best of them: no second look."""
+
+    @functools.cached_property
+    def fp8_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and their scales, for all blocks; queries are quantised a block at a time."""
+        return engine.quantized(self.keys)
+
+    @functools.cached_property
+    def _engine_bytes(self) -> int:
+        call = self._describe(self.inputs, self.given.topk)
+        scoring = dataclasses.replace(call, dtype=FP8)
+        return self._bytes_per_score(scoring, call, ENGINE_SCORES)
+
+    def bytes_per_row(self, width: int) -> int:
+        """The same; queries in bf16, fp32 and fp8."""
+        heads, dim = self.inputs.q.shape[1:]
+        return width * self._engine_bytes + 11 * heads * dim + 4 * self.given.topk
+
+    def __call__(self, block: Block, seen: Seen, out: torch.Tensor | None = None) -> torch.Tensor:
+        weights = self.inputs.fp32_weights
+        weights = self.inputs.weights if weights is None else weights
+        q, weights = engine.quantized_queries(self.inputs.q[block.rows], weights[block.rows])
+        k, scales = self.fp8_keys
+        rows = IndexerInputs(q, k, weights, self.inputs.relu, scales)
+        # The queries are the block's own, from the first on.
+        here = dataclasses.replace(block, rows=slice(0, q.shape[0], 1))
+        topk = self.given.topk
+        call = self._describe(rows, topk)
+        scores = ENGINE_SCORES.run(call, self.policy, rows, here, k, seen)
+        return self._select(scores, seen, topk, out if self._takes_out else None)
 
 
 class Candidates(Exact):

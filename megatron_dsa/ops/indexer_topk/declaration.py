@@ -48,6 +48,29 @@ SCORES = Operation(
     meta=f"{_HERE}.meta:scores",
 )
 
+ENGINE_SCORES = Operation(
+    "indexer_engine_scores",
+    "index scores of a block of queries in the fp8 arithmetic of inference engines",
+    (
+        Candidate(
+            "tilelang",
+            f"{_HERE}.tilelang.launch:EngineScores",
+            Support(
+                covers="fp8 scores of a block of queries, where they are seen, in DeepGEMM's order",
+                package=TILELANG,
+                capabilities=(HOPPER,),
+                dims=((128, 0),),
+                heads=(1, 64),
+                dtypes=(torch.float8_e4m3fn,),
+                without_relu=False,
+                bridged="heads padded to 16, 32 or 64",
+            ),
+        ),
+        Candidate("torch", f"{_HERE}.engine:Scores", Support(covers="any shape"), fused=False),
+    ),
+    meta=f"{_HERE}.meta:scores",
+)
+
 LISTED_SCORES = Operation(
     "indexer_listed_scores",
     "index scores of listed keys",

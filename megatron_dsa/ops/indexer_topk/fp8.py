@@ -19,7 +19,7 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     fp32, has the scale 1. What is not finite makes products with its vector NaN.
     """
     dim = x.shape[-1]
-    if dim & (dim - 1) == 0 and _converts(x.device):
+    if dim & (dim - 1) == 0 and converts(x.device):
         from megatron_dsa.ops.indexer_topk.triton import quantize
 
         return quantize(x.contiguous())
@@ -31,8 +31,8 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @functools.cache
-def _converts(device: torch.device) -> bool:
-    """Whether a Triton kernel can do it there."""
+def converts(device: torch.device) -> bool:
+    """Return whether a Triton kernel can round to fp8 there."""
     fits = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     return fits and has_triton()
 

@@ -31,6 +31,9 @@ class IndexerInputs:
         relu: clamp each head's product at 0 (DeepSeek) or leave it.
         key_scales: fp32 ``[Skv]``, factor on the scores of each key; q and k are then fp8 (e4m3),
             the scales of q in ``weights`` (:mod:`.fp8`). ``None`` otherwise.
+        fp32_weights: fp32 ``[Sq, HI]``, the head weights whose constants were multiplied in fp32
+            (:func:`.engine.fp32_weights`), for scores in the arithmetic of inference engines.
+            ``None``: these take ``weights``.
         checked: :func:`.finite.require_finite_scores` accepted them, it need not look again.
     """
 
@@ -39,6 +42,7 @@ class IndexerInputs:
     weights: torch.Tensor
     relu: bool = True
     key_scales: torch.Tensor | None = None
+    fp32_weights: torch.Tensor | None = None
     checked: bool = False
 
     def detach(self) -> IndexerInputs:
@@ -65,7 +69,7 @@ class IndexerInputs:
 
     def without_tensors(self) -> IndexerInputs:
         """Return the same without tensors, to be kept until a backward."""
-        return self.with_tensors((None,) * 3)
+        return replace(self.with_tensors((None,) * 3), fp32_weights=None)
 
 
 @dataclass(frozen=True)
@@ -138,4 +142,10 @@ def check_indexer(inputs: IndexerInputs, layout: Layout, **queries: torch.Tensor
     fix = "give one weight per query token and index head"
     require_tensor("inputs.weights", weights, tuple(q.shape[:2]), FLOATS, q, fix)
     require(inputs.key_scales is None, "inputs.key_scales must be None: they belong to fp8 keys")
+    if inputs.fp32_weights is not None:
+        fix = "make them with ops.indexer_topk.engine.fp32_weights"
+        dtypes = (torch.float32,)
+        require_tensor(
+            "inputs.fp32_weights", inputs.fp32_weights, tuple(q.shape[:2]), dtypes, q, fix
+        )
     require_layout(layout, {"inputs.q": q} | queries, {"inputs.k": k})

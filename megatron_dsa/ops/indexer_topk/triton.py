@@ -17,6 +17,8 @@ BLOCK, LEAST_HEADS = 128, 16
 #: Elements that a program quantizes, and the largest e4m3.
 ELEMENTS = 8192
 _LARGEST = tl.constexpr(448.0)
+#: All bits of an fp32 number below its exponent.
+_MANTISSA = tl.constexpr(0x7FFFFF)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -65,24 +67,31 @@ def scores(inputs: IndexerInputs, columns: torch.Tensor, workspace_bytes: int) -
 
 
 @triton.jit(do_not_specialize=["count"])
-def _quantize(x, out, scales, count, DIM: tl.constexpr, VECTORS: tl.constexpr):
-    """One program per ``VECTORS`` vectors."""
+def _quantize(x, out, scales, count, DIM: tl.constexpr, VECTORS: tl.constexpr, LEAST: tl.constexpr):
+    """One program per ``VECTORS`` vectors; with ``LEAST`` scales are powers of two."""
     vector = tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
     inside = vector < count
     at = vector[:, None] * DIM + tl.arange(0, DIM)[None, :]
     values = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.abs(values), 1), _LARGEST)
-    scale = tl.where(scale > 0, scale, 1.0)
+    largest = tl.max(tl.abs(values), 1)
+    if LEAST > 0:
+        bits = (tl.maximum(largest, LEAST) * (1 / _LARGEST)).to(tl.int32, bitcast=True)
+        scale = ((bits + _MANTISSA) & ~_MANTISSA).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.div_rn(largest, _LARGEST)
+        scale = tl.where(scale > 0, scale, 1.0)
     values = tl.div_rn(values, scale[:, None])
     # What rounding puts above 448 saturates; NaN stays NaN.
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside[:, None])
     tl.store(scales + vector, scale, mask=inside)
 
 
-def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, least: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x [..., D]`` as e4m3 and fp32 scales ``[...]``.
 
-    As :func:`megatron_dsa.ops.indexer_topk.fp8.quantized`; ``D`` is a power of two, x contiguous.
+    As :func:`megatron_dsa.ops.indexer_topk.fp8.quantized`, or with ``least`` as
+    :func:`megatron_dsa.ops.indexer_topk.engine.quantized`, where the largest element of a vector
+    counts as ``least`` or more; ``D`` is a power of two, x contiguous.
     """
     dim = x.shape[-1]
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
@@ -90,8 +99,9 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     vectors = max(ELEMENTS // dim, 1)
     if x.numel():
         _quantize[(triton.cdiv(scales.numel(), vectors),)](
-            x, out, scales, scales.numel(), DIM=dim, VECTORS=vectors, num_warps=8
-        )
+            x, out, scales, scales.numel(), DIM=dim, VECTORS=vectors, LEAST=least,
+            num_warps=8,
+        )  # fmt: skip
     return out, scales
 
 

@@ -76,6 +76,7 @@ def rotate_index(
     first: bool = True,
     neighbours: bool = True,
     transform: bool = True,
+    rounded: bool = False,
     transposed: bool = False,
     policy: Policy = Policy(),
 ) -> torch.Tensor:
@@ -92,11 +93,13 @@ def rotate_index(
         neighbours: a pair enters as two neighbouring dims, otherwise as dims ``i`` and
             ``R / 2 + i`` of those that are rotated.
         transform: apply the normalised transform to all ``D`` dims, a power of two.
+        rounded: round to x's dtype before the transform, too, as inference engines do.
         transposed: apply the transpose of all that: the gradient of x, given that of the result.
         policy: which implementations may run.
 
     Returns:
-        ``[tokens, H, D]`` in x's dtype, rounded once, differentiable in x unless ``transposed``.
+        ``[tokens, H, D]`` in x's dtype, rounded once (``rounded``: twice), differentiable in x
+        unless ``transposed``.
 
     Raises:
         ConfigError: for shapes or dtypes outside of the above.
@@ -107,10 +110,16 @@ def rotate_index(
         not transform or dim & (dim - 1) == 0,
         f"x must have a power of two as its dim for the transform, got {dim}: pass transform=False",
     )
-    return INDEX_ROTATION.run(
-        _describe(x), policy, x, cos, sin, first, neighbours, transform, policy.workspace_bytes,
-        transposed,
-    )  # fmt: skip
+    steps = [(cos, sin, transform)]
+    if rounded and transform and cos.shape[1]:
+        # Without columns in the tables nothing is turned.
+        steps = [(cos, sin, False), (cos[:, :0], sin[:, :0], True)]
+    for cos, sin, transform in reversed(steps) if transposed else steps:
+        x = INDEX_ROTATION.run(
+            _describe(x), policy, x, cos, sin, first, neighbours, transform,
+            policy.workspace_bytes, transposed,
+        )  # fmt: skip
+    return x
 
 
 def _describe(x: torch.Tensor):

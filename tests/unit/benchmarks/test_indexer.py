@@ -1,5 +1,7 @@
 """The family ``indexer``: its checks find wrong results, and its peer computes the same."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -42,6 +44,24 @@ def test_fp8_selects_through_candidates(monkeypatch):
     ((part, result),) = one.measure(Work("select", indexer.FP8))
     assert part == "select" and result["status"] == "ok"
     assert "indexer_listed_scores=" in result["ran"]
+
+
+def test_engine_scores_are_compared_with_the_rule(monkeypatch):
+    monkeypatch.setattr(indexer, "named", lambda operation, way: ())
+    one = measurer(300, topk=16, workspace_mib=1)
+    ((_, result),) = one.measure(Work("select", indexer.ENGINE))
+    assert result["status"] == "ok" and "indexer_engine_scores=torch" in result["ran"]
+    assert result["rule_recall"] == 1 and 0.8 < result["recall"] <= 1
+    # The keys of other queries are found out.
+    monkeypatch.setattr(
+        indexer,
+        "indexer_topk",
+        lambda given, *rest, policy: indexer_topk(
+            dataclasses.replace(given, q=given.q.flip(1)), *rest, policy=policy
+        ),
+    )
+    ((_, result),) = one.measure(Work("select", indexer.ENGINE))
+    assert result["status"] == "failed" and "of the rule's keys" in result["reason"]
 
 
 def test_a_way_that_cannot_run_says_why():

@@ -35,6 +35,9 @@ ATTENTIONS = {
         options=options("sparse"), dsa_indexer_use_sparse_loss=False
     ),
     "sparse, fp8 selection": lambda: small_config(options=options("sparse", fp8_selection=True)),
+    "sparse, engine numerics": lambda: small_config(
+        options=options("sparse", indexer_numerics="deepgemm-fp8")
+    ),
     "sparse, loss per token": lambda: small_config(
         options=options("sparse"), calculate_per_token_loss=True
     ),

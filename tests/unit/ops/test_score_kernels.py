@@ -29,7 +29,7 @@ from tests.helpers import (
 )
 
 BF16, FP8 = "bfloat16", "float8_e4m3fn"
-#: Heads, dtype, relu.
+#: Heads, dtype, relu, whether sums have the order of inference engines.
 KERNELS = {
     "64 heads": (64, BF16, True),
     "32 heads": (32, BF16, True),
@@ -37,6 +37,9 @@ KERNELS = {
     "64 heads without relu": (64, BF16, False),
     "64 heads in fp8": (64, FP8, True),
     "32 heads in fp8": (32, FP8, True),
+    "64 heads in the engines' order": (64, FP8, True, True),
+    "32 heads in the engines' order": (32, FP8, True, True),
+    "16 heads in the engines' order": (16, FP8, True, True),
 }
 #: Bytes of shared memory that a thread block can have.
 SHARED = 227 * 1024

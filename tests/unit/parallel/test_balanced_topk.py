@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_dsa.config import DSAOptions
-from megatron_dsa.dispatch import report, reset_report
+from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.parallel import balanced_topk as module
 from megatron_dsa.parallel.balanced_topk import balanced_topk, swap_of
@@ -207,11 +207,15 @@ def _selections(ranks, batch, ratio):
         evaluated = balanced_topk(inputs, layout, topk, ranks, compressed=compressed)
     # What the evaluation has formed serves the training step, too.
     trained = balanced_topk(inputs, layout, topk, ranks, compressed=compressed)
+    as_engine = {"policy": Policy(indexer_numerics="deepgemm-fp8")}
+    engine = balanced_topk(inputs, layout, topk, ranks, compressed=compressed, **as_engine)
     module.indexer_topk = original
     return {
         "alone": indexer_topk(inputs, visible, topk),
+        "engine alone": indexer_topk(inputs, visible, topk, **as_engine),
+        "engine": tuple(x.clone() for x in engine),
         "together": [tuple(x.clone() for x in pair) for pair in (evaluated, trained)],
-        "scored": sum(scored) / 2,
+        "scored": sum(scored) / 3,
         "seen": int((visible.end - visible.start).sum()),
         "count": report().get("indexer_balance"),
     }
@@ -228,7 +232,10 @@ def random_inputs(layout, num_keys):
     q, weights, k = whole(rows, 2, 3), whole(rows, 2), whole(num_keys, 3)
     # By slot, so that a row has the same values on any number of ranks.
     own = layout.start + layout.position
-    return IndexerInputs(q[own].requires_grad_(), k, weights[own])
+    # Other weights than those above, in reverse.
+    return IndexerInputs(
+        q[own].requires_grad_(), k, weights[own], fp32_weights=weights.flip(1)[own].float()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +270,9 @@ def test_the_selection_is_that_of_the_rank_alone(grid, batch, ratio, selections)
             assert got[1].dtype == torch.int32 and got[1].equal(length)
         # Compressed keys come into sight one group at a time.
         assert one["scored"] == pytest.approx(mean, rel=0 if ratio == 1 else 0.05)
-        assert one["count"] == {"exchanged": 2}
+        assert one["count"] == {"exchanged": 3}
+        assert all(a.equal(b) for a, b in zip(one["engine"], one["engine alone"], strict=True))
+        assert not one["engine"][0].equal(indices)
     assert max(one["seen"] for one in found) > 1.1 * mean
 
 

@@ -62,6 +62,9 @@ CASES = {
     "prediction": {"--mtp-num-layers": 1},
     "prediction on streams": {"--mtp-num-layers": 2, "--hc-mult": 4},
     "bf16": {"--bf16": True},
+    "engine numerics": BF16 | {"--dsa-indexer-numerics": "deepgemm-fp8"},
+    "engine numerics of V4": HYBRID | BF16 | {"--dsa-indexer-numerics": "deepgemm-fp8"},
+    "cached keys": BF16 | {"--dsa-kv-rounding": "fp8-cache", "--kv-lora-rank": 128},
     "core recomputed": CORE,
     "up projection recomputed": UP,
     "all recomputed": {

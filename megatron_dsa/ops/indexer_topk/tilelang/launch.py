@@ -1,7 +1,7 @@
 """Index scores (index dim 128) and selection through this package's own kernels (Hopper).
 
-One kernel of scores is compiled per head count and relu, three of selection for short rows,
-long rows and many keys, each when it is first called.
+One kernel of scores is compiled per head count, relu and order of sums, three of selection for
+short rows, long rows and many keys, each when it is first called.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from megatron_dsa.sequence.blocks import Block, Seen
 class Scores:
     """``indexer_scores`` of a block (bf16 or fp8)."""
 
+    engine = False
+
     def bytes_per_score(self, heads: int, itemsize: int) -> int:
         """Only the scores: products stay on the chip."""
         return itemsize
@@ -31,8 +33,15 @@ class Scores:
             # A copy: the kernel's arguments begin at multiples of 16 bytes.
             scales = scales[block.lo : block.hi].clone()
         return scores(
-            q, keys[block.lo : block.hi], weights, seen, key_scales=scales, relu=inputs.relu
-        )
+            q, keys[block.lo : block.hi], weights, seen, key_scales=scales, relu=inputs.relu,
+            engine=self.engine,
+        )  # fmt: skip
+
+
+class EngineScores(Scores):
+    """``indexer_engine_scores`` of a block: fp8, summed in the order of inference engines."""
+
+    engine = True
 
 
 class Selection:
@@ -83,6 +92,7 @@ def scores(
     *,
     key_scales: torch.Tensor | None = None,
     relu: bool = True,
+    engine: bool = False,
 ) -> torch.Tensor:
     """Return fp32 ``[rows, width]``: ``sum_h w[t, h] relu(q[t, h] . k[s])`` where it is seen.
 
@@ -95,6 +105,7 @@ def scores(
         seen: which columns each row sees.
         key_scales: fp32 ``[width]``, 0 or more; for fp8.
         relu: clamp each head's product at 0, or leave it.
+        engine: add up in the order of :mod:`megatron_dsa.ops.indexer_topk.engine`.
 
     Raises:
         ValueError: heads or a dtype that the kernel does not have.
@@ -102,7 +113,7 @@ def scores(
     from megatron_dsa.ops.indexer_topk.tilelang.scores import DIM, HEADS, compiled
 
     heads = padded_heads(q.shape[1], HEADS)
-    kernel = compiled(heads, str(q.dtype).removeprefix("torch."), relu)
+    kernel = compiled(heads, str(q.dtype).removeprefix("torch."), relu, engine)
     out = torch.empty(q.shape[0], keys.shape[0], dtype=torch.float32, device=q.device)
     kernel(
         with_heads(q, heads, -2).view(-1, DIM),

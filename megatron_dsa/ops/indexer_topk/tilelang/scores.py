@@ -52,12 +52,14 @@ class Kind:
         dtype: of queries and keys.
         relu: one of the ways to take it in :mod:`.sums`.
         buffers: tiles of q in shared memory.
+        engine: add up in the order of :mod:`megatron_dsa.ops.indexer_topk.engine`.
     """
 
     heads: int
     dtype: str
     relu: int
     buffers: int
+    engine: bool
 
     @property
     def scaled(self) -> bool:
@@ -75,9 +77,9 @@ class Kind:
         return TILE // self.heads, KEYS
 
     @property
-    def of_unit(self) -> tuple[int, int]:
-        """Heads and rows of q of an accumulator, constants of :mod:`.sums`."""
-        return self.heads, COLUMNS
+    def of_unit(self) -> tuple[int, int, bool]:
+        """Heads and rows of q of an accumulator, order of sums: constants of :mod:`.sums`."""
+        return self.heads, COLUMNS, self.engine
 
 
 # In the macros: `at` is the call (Start, End), `m` the shared memory, `done` its barriers; `share`
@@ -267,8 +269,10 @@ def consume(Weights, KeyScales, Scores, m, done, at, wg, kind):
         advance(share, span)
 
 
-def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
+def build(heads: int, dtype: str = "bfloat16", relu: bool = True, engine: bool = False):
     """Return the TileLang program for ``heads`` index heads of 128.
+
+    ``engine``: add up in the order of :mod:`megatron_dsa.ops.indexer_topk.engine`.
 
     Its arguments (contiguous but for the scores; sizes are dynamic):
         Q ``[rows * HI, 128]``, K ``[keys, 128]`` of ``dtype`` (``bfloat16``, ``float8_e4m3fn``);
@@ -285,7 +289,7 @@ def build(heads: int, dtype: str = "bfloat16", relu: bool = True):
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype}")
     buffers, with_relu = DTYPES[dtype]
-    kind = Kind(heads, dtype, with_relu if relu else sums.RELU_NONE, buffers)
+    kind = Kind(heads, dtype, with_relu if relu else sums.RELU_NONE, buffers, engine)
     fp32, int32 = "float32", "int32"
     rows, q_rows, keys, stride = T.dynamic("rows, q_rows, keys, stride")
 

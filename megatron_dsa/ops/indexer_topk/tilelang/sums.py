@@ -2,6 +2,10 @@
 
 A thread of a warpgroup's accumulator holds two keys, 8 apart, and a quarter of the columns: for
 each query a quarter of its heads. It sums these in registers; then four threads add up.
+
+With ``ENGINE`` the order of all sums is that of :mod:`megatron_dsa.ops.indexer_topk.engine`: a
+thread has one sum for its even heads and one for its odd ones, and neighbours of the four threads
+add up first.
 """
 
 #: Ways to take the relu (``RELU`` below): none; by the unit that compares, half as fast as the
@@ -44,18 +48,22 @@ __device__ __forceinline__ void dsa_halve(float* sums) {
   }
 }
 // What a thread writes: of each accumulator, OWN queries and 2 / PARTS keys, 8 apart.
-template <int HEADS, int COLUMNS>
+template <int HEADS, int COLUMNS, bool ENGINE>
 struct dsa_part {
   static constexpr int QUERIES = COLUMNS / HEADS, OWN = QUERIES < 4 ? 1 : QUERIES / 4;
   static constexpr int PARTS = QUERIES < 4 ? 2 : 1;
+  // Which of four threads; its higher bit chose first.
+  static __device__ __forceinline__ int quad() {
+    const int quad = threadIdx.x % 4;
+    return ENGINE ? quad % 2 * 2 + quad / 2 : quad;
+  }
   // The first of these queries, and of these keys of a block.
   static __device__ __forceinline__ int query() {
-    const int quad = threadIdx.x % 4;
-    return QUERIES < 4 ? quad / 2 : quad * OWN;
+    return QUERIES < 4 ? quad() / 2 : quad() * OWN;
   }
   static __device__ __forceinline__ int key() {
     const int key = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    return PARTS == 2 ? key + threadIdx.x % 2 * 8 : key;
+    return PARTS == 2 ? key + quad() % 2 * 8 : key;
   }
 };
 // Kept in a register over a loop, not computed again in it.
@@ -63,10 +71,10 @@ __device__ __forceinline__ void dsa_keep_value(int& value) { asm volatile("" : "
 __device__ __forceinline__ void dsa_keep_value(int64_t& value) { asm volatile("" : "+l"(value)); }
 // Where this thread writes the first block's scores, and which blocks its rows see: those that
 // begin in [first, past the last), which is not above 0 for a row that does not exist.
-template <int HEADS, int COLUMNS>
+template <int HEADS, int COLUMNS, bool ENGINE>
 __device__ __forceinline__ void dsa_rows(int64_t* target, int* seen, float* scores, int64_t stride,
                                          const int* start, const int* end, int query, int rows) {
-  using part = dsa_part<HEADS, COLUMNS>;
+  using part = dsa_part<HEADS, COLUMNS, ENGINE>;
 #pragma unroll
   for (int i = 0; i < part::OWN; i++) {
     const int row = query + part::query() + i, key = part::key();
@@ -80,10 +88,10 @@ __device__ __forceinline__ void dsa_rows(int64_t* target, int* seen, float* scor
   }
 }
 // Scales of the keys that this thread writes.
-template <int HEADS, int COLUMNS>
+template <int HEADS, int COLUMNS, bool ENGINE>
 __device__ __forceinline__ void dsa_scales(float* scales, const float* source, int first,
                                            int keys) {
-  using part = dsa_part<HEADS, COLUMNS>;
+  using part = dsa_part<HEADS, COLUMNS, ENGINE>;
 #pragma unroll
   for (int i = 0; i < 2 / part::PARTS; i++)
     scales[i] = __ldg(source + min(first + part::key() + 8 * i, keys - 1));
@@ -99,31 +107,40 @@ __device__ __forceinline__ void dsa_store(int64_t target, float score, bool want
 }
 // Weighted sums of an accumulator [64 keys, COLUMNS rows of q], written to columns from `first` on
 // where they are seen.
-template <int HEADS, int COLUMNS, int RELU, bool SCALED>
+template <int HEADS, int COLUMNS, bool ENGINE, int RELU, bool SCALED>
 __device__ __forceinline__ void dsa_write(float* acc, const float* weights, const float* scales,
                                           const int64_t* target, const int* seen, int first) {
-  using part = dsa_part<HEADS, COLUMNS>;
+  using part = dsa_part<HEADS, COLUMNS, ENGINE>;
   // Nothing of what follows may move up to where the product is still under way.
 #pragma unroll
   for (int i = 0; i < COLUMNS / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
   float sums[2 * part::QUERIES];
 #pragma unroll
   for (int q = 0; q < part::QUERIES; q++) {
-    float low = 0.f, high = 0.f;
+    float low = 0.f, high = 0.f, odd_low = 0.f, odd_high = 0.f;
 #pragma unroll
     for (int j = 0; j < HEADS / 8; j++) {
       const int i = q * (HEADS / 8) + j;
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        low += weights[2 * i + c] * dsa_relu<RELU>(acc[4 * i + c], c);
-        high += weights[2 * i + c] * dsa_relu<RELU>(acc[4 * i + 2 + c], c);
+        const float low_relu = dsa_relu<RELU>(acc[4 * i + c], c);
+        const float high_relu = dsa_relu<RELU>(acc[4 * i + 2 + c], c);
+        if (ENGINE) {  // not left to the compiler, which may contract a product and a sum
+          float& one = c ? odd_low : low;
+          float& other = c ? odd_high : high;
+          one = __fmaf_rn(weights[2 * i + c], low_relu, one);
+          other = __fmaf_rn(weights[2 * i + c], high_relu, other);
+        } else {
+          low += weights[2 * i + c] * low_relu;
+          high += weights[2 * i + c] * high_relu;
+        }
       }
     }
-    sums[2 * q] = low;
-    sums[2 * q + 1] = high;
+    sums[2 * q] = ENGINE ? low + odd_low : low;
+    sums[2 * q + 1] = ENGINE ? high + odd_high : high;
   }
-  dsa_halve<part::QUERIES, 2>(sums);
-  dsa_halve<part::QUERIES / 2, 1>(sums);
+  dsa_halve<part::QUERIES, ENGINE ? 1 : 2>(sums);
+  dsa_halve<part::QUERIES / 2, ENGINE ? 2 : 1>(sums);
 #pragma unroll
   for (int i = 0; i < part::OWN; i++)
 #pragma unroll

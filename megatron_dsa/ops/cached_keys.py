@@ -1,0 +1,74 @@
+"""Keys as the fp8 caches of inference engines hold them; the gradient passes straight through.
+
+The engines keep a latent or a V4 key in blocks of e4m3 numbers with a scale each, and its rope dims
+in bf16. Their kernels multiply by the scale and round to bf16 (``docs/guide/rl.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dsa.numerics.arithmetic import rows_in_budget, slices
+from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.indexer_topk import engine, fp8
+
+#: Temporary bytes per element: fp32 twice, bf16, fp8.
+_BYTES = 11
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """How a cache holds the dims without rope.
+
+    Attributes:
+        block: dims that share a scale.
+        quantize: ``x [..., block]`` -> e4m3 and fp32 scales ``[...]``.
+    """
+
+    block: int
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+#: V3.2's latents: scales are the largest element over 448.
+MLA_CACHE = CacheFormat(128, fp8.quantized)
+#: V4's keys, of positions and compressed: scales are powers of two.
+CSA_CACHE = CacheFormat(64, engine.quantized)
+
+
+def as_cached(
+    x: torch.Tensor, form: CacheFormat, workspace_bytes: int, rope_dims: int = 0
+) -> torch.Tensor:
+    """Return keys as a cache holds them.
+
+    Args:
+        x: ``[..., D]`` bf16; ``D - rope_dims`` is a multiple of ``form.block``.
+        form: of the cache.
+        workspace_bytes: budget for temporary memory.
+        rope_dims: the last dims, which stay as they are.
+
+    Returns:
+        ``[..., D]`` bf16. The gradient of x is that of the result.
+    """
+    return _AsCached.apply(x, form, workspace_bytes, rope_dims)
+
+
+class _AsCached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, form, workspace_bytes, rope_dims):
+        tokens = x.flatten(0, -2)
+        dims = tokens.shape[1] - rope_dims
+        out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
+        out[:, dims:] = tokens[:, dims:]
+        for rows in slices(len(tokens), rows_in_budget(workspace_bytes, _BYTES * dims)):
+            blocks = tokens[rows, :dims].unflatten(1, (-1, form.block))
+            values, scales = form.quantize(blocks)
+            out[rows, :dims] = (values.float() * scales[..., None]).flatten(1)
+        return out.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad, None, None, None

@@ -1,0 +1,129 @@
+"""Index scores in the fp8 arithmetic of inference engines (DeepGEMM's ``fp8_mqa_logits``).
+
+The rule, from bf16 queries ``q [HI, DI]`` and key ``k [DI]`` after rope and Hadamard transform
+(``docs/guide/rl.md`` compares it with the engines):
+
+1. A vector ``x`` (``k``, or one head of ``q``) has the scale ``2^ceil(log2(max(|x|max, 1e-4) /
+   448))``; ``x / scale`` is rounded to e4m3, to nearest, ties to even.
+2. The weight of a head is ``w * HI^-1/2 * DI^-1/2`` in fp32, times the scale of its query.
+3. ``p[h] = relu(q[h] . k)`` of the e4m3 numbers. In torch the product is exact, then rounded to
+   fp32. Hopper's tensor cores form it as they do in the engine, with fewer bits.
+4. Heads are added up in fp32. For ``r`` in 0 to 7, ``s[r]`` begins at 0 and takes ``w[h] * p[h]``
+   of the heads ``h = r, r + 8, r + 16, ...`` one after the other by fused multiply-add. With
+   ``t[i] = s[2 i] + s[2 i + 1]`` the score is ``((t[0] + t[1]) + (t[2] + t[3])) * scale of k``.
+
+The order of 4 is that of DeepGEMM's kernels for SM90, where ``s`` lies in the registers of four
+threads. Every step but 3 has one result on every device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.config_rules.numerics import DEEPGEMM_FP8, EXACT, LARGEST_DIM
+from megatron_dsa.dispatch import Policy
+from megatron_dsa.errors import require
+from megatron_dsa.numerics.arithmetic import slices
+from megatron_dsa.ops.indexer_topk.fp8 import DTYPE, LARGEST, converts
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.sequence.blocks import Block, Seen
+
+#: What the largest element of a vector counts at least: zeros have a scale, too.
+LEAST = 1e-4
+#: Heads whose sums are kept apart (``s`` of the rule).
+SUMS = 8
+#: Keys that torch multiplies at a time; in fp64 they take 8 MiB.
+KEYS = 8192
+#: All bits of an fp32 number below its exponent.
+_MANTISSA = 0x7FFFFF
+
+
+def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``x [..., D]`` as e4m3 and power-of-two fp32 scales ``[...]`` (step 1 of the rule).
+
+    ``x`` is rounded to bf16 first. What is not finite makes products with its vector NaN.
+    """
+    x, dim = x.bfloat16(), x.shape[-1]
+    if dim & (dim - 1) == 0 and converts(x.device):
+        from megatron_dsa.ops.indexer_topk.triton import quantize
+
+        return quantize(x.contiguous(), least=LEAST)
+    x = x.float()
+    largest = torch.linalg.vector_norm(x, ord=float("inf"), dim=-1).clamp_min(LEAST)
+    # The next power of two: a mantissa that is not 0 carries into the exponent.
+    bits = (largest * (1 / LARGEST)).view(torch.int32)
+    scales = ((bits + _MANTISSA) & ~_MANTISSA).view(torch.float32)
+    return (x / scales[..., None]).to(DTYPE), scales
+
+
+def quantized_queries(q: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return q ``[r, HI, DI]`` in fp8 and fp32 weights ``[r, HI]`` with its scales in them."""
+    q, scales = quantized(q)
+    return q, weights.float() * scales
+
+
+def check(inputs: IndexerInputs, policy: Policy) -> None:
+    """Raise unless the rule has scores for ``inputs``, and ``policy`` asks for nothing else."""
+    require(
+        policy.indexer_numerics == DEEPGEMM_FP8,
+        f"policy.indexer_numerics must be {EXACT} or {DEEPGEMM_FP8}, got {policy.indexer_numerics}",
+    )
+    require(
+        not policy.fp8_selection,
+        f"policy.fp8_selection must be off with indexer_numerics {DEEPGEMM_FP8}: engines do not "
+        "score candidates again",
+    )
+    require(
+        inputs.relu,
+        f"inputs.relu must be true with indexer_numerics {DEEPGEMM_FP8}: the engines' scores have "
+        "a relu",
+    )
+    require(
+        inputs.q.shape[2] <= LARGEST_DIM,
+        f"inputs.q must have at most {LARGEST_DIM} dims with indexer_numerics {DEEPGEMM_FP8}, got "
+        f"{inputs.q.shape[2]}: engines have one scale per {LARGEST_DIM} dims, and their kernel "
+        "takes one",
+    )
+
+
+def fp32_weights(weights: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return ``weights [Sq, HI] * HI^-1/2 * dim^-1/2``, each product rounded to fp32."""
+    return weights.detach().float() * weights.shape[1] ** -0.5 * dim**-0.5
+
+
+class Scores:
+    """``indexer_engine_scores`` in torch, eight index heads at a time."""
+
+    def bytes_per_score(self, heads: int, itemsize: int) -> int:
+        """Products of eight heads in fp64 and fp32, their sums in fp64 and fp32, the score."""
+        return SUMS * (8 + 8 + 4 + 4) + 4
+
+    def __call__(
+        self, inputs: IndexerInputs, block: Block, keys: torch.Tensor, seen: Seen
+    ) -> torch.Tensor:
+        """Return the scores ``[rows, width]`` of a block of e4m3 queries and keys."""
+        assert inputs.key_scales is not None
+        q, weights = inputs.q[block.rows], inputs.weights[block.rows].double()
+        scores = weights.new_empty(len(q), block.width, dtype=torch.float32)
+        for some in slices(block.width, KEYS):
+            own = slice(block.lo + some.start, block.lo + some.stop)
+            scores[:, some] = _scores(q, weights, keys[own], inputs.key_scales[own])
+        return scores
+
+
+def _scores(q, weights, keys, key_scales) -> torch.Tensor:
+    """Return fp32 ``[r, w]`` of ``q [r, HI, DI]`` and ``keys [w, DI]`` by the rule."""
+    # Products of e4m3 numbers are multiples of 2^-18: 128 of them add up exactly in fp64.
+    keys = keys.double().t()
+    sums = weights.new_zeros(len(q), SUMS, keys.shape[1], dtype=torch.float32)
+    for heads in slices(q.shape[1], SUMS):
+        part = q[:, heads].double()
+        products = (part.flatten(0, 1) @ keys).unflatten(0, part.shape[:2])
+        # A product of two fp32 numbers is exact in fp64: what follows is fused.
+        products = products.float().relu_().double()
+        products.mul_(weights[:, heads, None])
+        taken = sums[:, : part.shape[1]]
+        taken.copy_(products.add_(taken))
+    pairs = sums[:, 0::2] + sums[:, 1::2]
+    halves = pairs[:, 0::2] + pairs[:, 1::2]
+    return (halves[:, 0] + halves[:, 1]).mul_(key_scales)
