@@ -19,8 +19,8 @@ FORMS = {"MLA": (MLA_CACHE, 128, False), "CSA": (CSA_CACHE, 64, True)}
 def by_reference(x, block, power_of_two, rope_dims=0):
     """What the cache holds of ``x``, by numpy; the gradient is that of ``x``."""
     dims = x.shape[-1] - rope_dims
-    held = reference.as_cached(x[..., :dims].detach().double().numpy(), block, power_of_two)
-    held = torch.cat([torch.from_numpy(held).to(x.dtype), x[..., dims:].detach()], -1)
+    held = reference.as_cached(x[..., :dims].detach().double().cpu().numpy(), block, power_of_two)
+    held = torch.cat([torch.from_numpy(held).to(x), x[..., dims:].detach()], -1)
     return Straight.apply(x, held)
 
 

@@ -59,14 +59,14 @@ def test_a_layer_selects_what_the_reference_does(kind, monkeypatch):
         want = weights.flatten(0, 1).float() * heads**-0.5 * dim**-0.5
         assert torch.equal(inputs.fp32_weights, want)
         assert inputs.weights.dtype == torch.bfloat16
-        q, k = (x.detach().double().numpy() for x in (inputs.q, inputs.k))
+        q, k = (x.detach().double().cpu().numpy() for x in (inputs.q, inputs.k))
         pad = -heads % 8
         q = torch.nn.functional.pad(torch.from_numpy(q), (0, 0, 0, pad)).numpy()
-        made = reference.scores(q, k, torch.nn.functional.pad(want, (0, pad)).numpy())
+        made = reference.scores(q, k, torch.nn.functional.pad(want.cpu(), (0, pad)).numpy())
         ratio = 64 // len(k)
         seen = [(t + 1) // ratio for t in range(64)]
         lists = reference.best(made, seen, indices.shape[1])
-        assert torch.equal(indices, torch.from_numpy(lists))
+        assert torch.equal(indices, torch.from_numpy(lists).to(indices))
 
 
 @pytest.mark.parametrize("recompute", [{}, full(1), CORE], ids=["", "full", "core"])
