@@ -109,8 +109,12 @@ def _add_conversions(commands) -> None:
             "--shard-gb", type=float, default=5.0, help="size of a file of the result, in GB (5)"
         )
         command.set_defaults(run=_run("huggingface_commands", function))
-    flags = commands.add_parser("flags", help="Megatron's flags for the model of a config.json")
-    flags.add_argument("config", help="config.json of the model, or its directory")
+    flags = commands.add_parser(
+        "flags", help="Megatron's flags for the model of a config.json, or for a --dsa-model"
+    )
+    flags.add_argument(
+        "config", help="config.json of the model, or its directory, or a name of --dsa-model"
+    )
     flags.set_defaults(run=_run("huggingface_commands", "print_flags"))
     for command in (into, flags):
         command.add_argument(

@@ -34,6 +34,7 @@ from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PRED
 from megatron_dsa.huggingface.precision import Precision, ReleasedPrecision
 from megatron_dsa.huggingface.streaming import StoredParameters, write_checkpoint
 from megatron_dsa.patches import cpu_host
+from megatron_dsa.presets import MODELS, model_flags
 from megatron_dsa.training.checkpoints import checkpoint_directory, entries_of, redirect
 
 
@@ -185,6 +186,20 @@ def _precision(arguments: argparse.Namespace, hf: HFModel) -> Precision | None:
 
 def print_flags(arguments: argparse.Namespace) -> int:
     """Print one line of flags; notes on the rest go to the standard error."""
+    named = not Path(arguments.config).exists()
+    require(
+        not named or arguments.config in MODELS,
+        f"{arguments.config} is not there, and no name of --dsa-model: give a config.json, its "
+        f"directory, or one of {', '.join(MODELS)}",
+    )
+    if named:
+        require(
+            not arguments.without,
+            f"--without is for a config.json, not for {arguments.config}: the flags to leave out "
+            "can be taken from the line",
+        )
+        print(" ".join(model_flags(arguments.config)))
+        return 0
     hf = read_config(arguments.config)
     check_names(hf, arguments.without)
     print(" ".join(flags_of(hf, arguments.without)))
