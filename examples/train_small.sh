@@ -20,3 +20,4 @@ stage dense "$dense_steps" 3e-3 "$@"
 stage warmup $((dense_steps + warmup_steps)) 3e-3 "$@"
 stage sparse $((dense_steps + warmup_steps + sparse_steps)) 1e-3 "$@"
 report
+lines

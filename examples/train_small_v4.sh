@@ -24,3 +24,4 @@ attention=(--attention-backend dsa_fused) # fused kernels where they can run, el
 stage dense "$dense_steps" 3e-3 "$@"
 stage sparse $((dense_steps + sparse_steps)) 1e-3 "$@"
 report
+lines

@@ -35,7 +35,7 @@ from megatron_dsa.huggingface.precision import Precision, ReleasedPrecision
 from megatron_dsa.huggingface.streaming import StoredParameters, write_checkpoint
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.presets import MODELS, model_flags
-from megatron_dsa.training.checkpoints import checkpoint_directory, entries_of, redirect
+from megatron_dsa.training.checkpoints import distributed_checkpoint, entries_of, redirect
 
 
 @contextlib.contextmanager
@@ -110,7 +110,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
 def export_hf(arguments: argparse.Namespace) -> int:
     """Write a Hugging Face checkpoint in the dtype that config.json says, or else as stored."""
     file_bytes = _bytes(arguments.shard_gb)
-    directory = _distributed_checkpoint(arguments.input, arguments.step)
+    directory = distributed_checkpoint(arguments.input, arguments.step, "--input")
     hf = read_config(arguments.config)
     keys = entries_of(directory)
     has_indexer = any(map(is_indexer_parameter, keys))
@@ -216,21 +216,6 @@ def _noted(dtype: torch.dtype) -> torch.dtype:
         file=sys.stderr,
     )
     return dtype
-
-
-def _distributed_checkpoint(root: str, step: int | None) -> Path:
-    """Return the directory of the latest checkpoint of a run, or of one iteration."""
-    directory = checkpoint_directory(
-        argparse.Namespace(load=root, pretrained_checkpoint=None, ckpt_step=step)
-    )
-    # Megatron's rules know of no step in a directory of imported weights, and take 0 for none.
-    if directory is None or (step is not None and directory.name != f"iter_{step:07d}"):
-        which = "" if step is None else f" of --step {step}"
-        raise ConfigError(
-            f"--input {root} holds no distributed checkpoint{which}: name the directory that "
-            "--save of the run was, with --ckpt-format torch_dist, and an iteration that it saved"
-        )
-    return directory
 
 
 def _bytes(gigabytes: float) -> int:
