@@ -1,5 +1,5 @@
 # Sourced by the scripts of the large models (v3_2.sh, glm_5.sh, v4_flash.sh, v4_pro.sh), which set the
-# arrays `model` and `attention` before. One call per node; slurm.sbatch makes these calls.
+# array `model` before: --dsa-model, with all flags of the model. One call per node; slurm.sbatch makes these calls.
 #
 #   what is trained on what
 #     DATA_PATH      --data-path of a data set in the format of Megatron           (no default)
@@ -79,13 +79,12 @@ training=(
   # Sparse attention, by fused kernels where they can run (--dsa-strict: nothing else).
   --attention-backend dsa_fused --dsa-stage "$stage"
   # Weight of the indexers' loss; in stage sparse over the chosen keys, in stage warmup over all.
-  --dsa-indexer-loss-coeff "${INDEXER_LOSS_COEFF:-1.0}" --dsa-indexer-use-sparse-loss
+  --dsa-indexer-loss-coeff "${INDEXER_LOSS_COEFF:-1.0}"
   # All experts of a rank in one GEMM; tokens travel all to all.
   --moe-grouped-gemm --moe-token-dispatcher-type alltoall
-  --attention-dropout 0 --hidden-dropout 0
   # bf16 weights and arithmetic; gradients are summed and weights are kept in fp32.
   --bf16
-  --seq-length "${SEQ_LENGTH:-4096}" --max-position-embeddings "${SEQ_LENGTH:-4096}"
+  --seq-length "${SEQ_LENGTH:-4096}"
   # Sequences a rank works on at a time, and of a step.
   --micro-batch-size 1 --global-batch-size "$GLOBAL_BATCH" --train-iters "$TRAIN_STEPS"
   # Schedule: MORE_FLAGS (--lr-decay-style, --lr-warmup-iters, --min-lr), Megatron's default is linear.
@@ -98,8 +97,7 @@ training=(
   --log-interval 10 --log-throughput --eval-iters 0 --eval-interval 1000
 )
 flags=(
-  "${model[@]}" "${attention[@]}" "${parallel[@]}" "${recompute[@]}" "${training[@]}"
-  "${more[@]}" "$@"
+  "${model[@]}" "${parallel[@]}" "${recompute[@]}" "${training[@]}" "${more[@]}" "$@"
 )
 # Megatron's communication under computation needs one queue to the GPU.
 export CUDA_DEVICE_MAX_CONNECTIONS=1

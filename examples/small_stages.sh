@@ -1,5 +1,5 @@
 # Sourced by the train_small scripts, which set `run` (a folder) before and the arrays `model` and
-# `attention` (flags) after. Prepares the data, and gives them the functions `stage` and `report`.
+# `attention` (flags) after. Prepares the data, and gives them the functions `stage`, `report` and `lines`.
 source examples/log.sh
 python=${PYTHON:-$(scripts/environment.sh)}
 data=$run/data/topics
@@ -46,4 +46,10 @@ stage() { # name, last step, learning rate, more flags
 
 report() { # a page on the run
   "$python" -m megatron_dsa report "$run/events" --output "$run/report.html" 2>>"$run/train.log"
+}
+
+lines() { # that the model writes, from the most probable byte to the next
+  echo "== three lines"
+  "$python" -m megatron_dsa generate --load "$run/checkpoints" --tokens 60 \
+    --prompt "The " "An expression" "class " 2>>"$run/train.log"
 }

@@ -14,20 +14,10 @@ run=${RUN_DIR:-runs/train_small}
 read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-150 100 150}"
 source examples/small_stages.sh
 
-model=(
-  --num-layers 4 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 8
-  --multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64
-  --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32 --qk-layernorm
-  --normalization RMSNorm --swiglu --disable-bias-linear
-  --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.05
-  --rope-type rope --position-embedding-type rope --untie-embeddings-and-output-weights
-)
-attention=(
-  --attention-backend dsa_fused  # fused kernels where they can run, else torch; the log says which
-  --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 32 --dsa-indexer-topk 48
-  --dsa-indexer-loss-coeff 1.0 --dsa-indexer-use-sparse-loss
-)
+model=(--dsa-model v3.2-tiny) # python -m megatron_dsa flags v3.2-tiny prints the flags of the model
+attention=(--attention-backend dsa_fused) # fused kernels where they can run, else torch; the log says which
 stage dense "$dense_steps" 3e-3 "$@"
 stage warmup $((dense_steps + warmup_steps)) 3e-3 "$@"
 stage sparse $((dense_steps + warmup_steps + sparse_steps)) 1e-3 "$@"
 report
+lines

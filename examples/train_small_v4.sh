@@ -19,28 +19,9 @@ run=${RUN_DIR:-runs/train_small_v4}
 read -r dense_steps sparse_steps <<<"${STEPS:-70 80}"
 source examples/small_stages.sh
 
-model=(
-  --num-layers 5 --mtp-num-layers 1 --hidden-size 128 --num-attention-heads 8
-  --multi-latent-attention --q-lora-rank 64
-  # The one key/value head: 32 + 16 (rotated) dims. --kv-lora-rank has no meaning here.
-  --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 48 --kv-lora-rank 32 --qk-layernorm
-  --o-groups 4 --o-lora-rank 32
-  --hc-mult 4
-  --num-experts 8 --moe-layer-freq 1 --moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 96
-  --moe-router-topk 2 --moe-router-score-function sqrtsoftplus --moe-router-topk-scaling-factor 1.5
-  --moe-router-enable-expert-bias --moe-router-dtype fp32 --moe-hash-layers 1
-  --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
-  --swiglu --activation-func-clamp-value 10 --no-bias-swiglu-fusion
-  --normalization RMSNorm --norm-epsilon 1e-6 --disable-bias-linear
-  --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.05
-  --rope-type rope --position-embedding-type rope --untie-embeddings-and-output-weights
-)
-attention=(
-  --attention-backend dsa_fused  # fused kernels where they can run, else torch; the log says which
-  --csa-compress-ratios 0 4 16 4 16 0 --csa-window-size 32 --csa-compress-rotary-base 10000
-  --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 32 --dsa-indexer-topk 12
-  --dsa-indexer-rope-interleaved --dsa-indexer-loss-coeff 1.0 --dsa-indexer-use-sparse-loss
-)
+model=(--dsa-model v4-tiny) # python -m megatron_dsa flags v4-tiny prints the flags of the model
+attention=(--attention-backend dsa_fused) # fused kernels where they can run, else torch; the log says which
 stage dense "$dense_steps" 3e-3 "$@"
 stage sparse $((dense_steps + sparse_steps)) 1e-3 "$@"
 report
+lines

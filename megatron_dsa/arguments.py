@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import sys
 from types import UnionType
 from typing import Any, get_args, get_origin
 
@@ -19,8 +21,12 @@ from megatron_dsa.dispatch.gpus import GPUS
 from megatron_dsa.dispatch.policy import FLAG, check_operations
 from megatron_dsa.errors import TRACEBACK_FLAG
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.presets import MODELS, model_flags
 
 BACKENDS = ("dsa_fused", "dsa_unfused")
+MODEL_FLAG = "--dsa-model"
+#: Layer specs that ``--spec`` may name beside it.
+SPECS = "megatron_dsa.specs"
 _FORMER_NAMES = {
     "compressor": "compressor",
     "norm-rope": "norm_rope",
@@ -115,7 +121,79 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     _add_run_arguments(group)
     add_dry_run_arguments(group)
     _add_former_arguments(group)
+    _add_models(parser, group)
     return parser
+
+
+def _add_models(parser: argparse.ArgumentParser, group) -> None:
+    """Add ``--dsa-model``, whose flags the parser reads before those of the command line."""
+    group.add_argument(
+        MODEL_FLAG,
+        choices=MODELS,
+        help="Set the flags of this model; flags of the command line win. 'python -m megatron_dsa "
+        "flags NAME' prints them.",
+    )
+    parser.set_defaults(dsa_model_changes=[])
+    parse = parser.parse_known_args
+
+    def parse_known_args(args=None, namespace=None):
+        words = list(sys.argv[1:] if args is None else args)
+        flags = _flags_of_model(parser, words)
+        parsed, unknown = parse([*flags, *words], namespace)
+        if flags:
+            _refuse_other_models(parser, parsed)
+            parsed.dsa_model_changes = _changes(parser, flags, parse(flags)[0], parsed)
+            if os.environ.get("RANK", "0") == "0":
+                print(f"> {MODEL_FLAG} {parsed.dsa_model} sets {' '.join(flags)}")
+                for change in parsed.dsa_model_changes:
+                    print(f"> megatron_dsa {change}")
+        return parsed, unknown
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]  # of parse_args, too
+
+
+def _flags_of_model(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """Return the flags of the model that a command line names; an unknown name has none."""
+    named = []
+    for place, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag == MODEL_FLAG:
+            named += [value] if equals else words[place + 1 : place + 2]
+    if len(named) > 1:
+        parser.error(f"argument {MODEL_FLAG}: it was given {len(named)} times, name one model")
+    return model_flags(named[0]) if named and named[0] in MODELS else []
+
+
+def _refuse_other_models(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse what describes the model a second time, and would win without a word."""
+    others = {
+        "--use-checkpoint-args": args.use_checkpoint_args,
+        "--yaml-cfg": args.yaml_cfg,
+        "--spec": args.spec and args.spec[0] != SPECS,
+    }
+    for flag, given in others.items():
+        if given:
+            than = f", other than {SPECS}'s," if flag == "--spec" else ""
+            parser.error(
+                f"argument {MODEL_FLAG}: not allowed with {flag}{than} which describes the model, "
+                "too: drop one of them"
+            )
+
+
+def _changes(parser, flags: list[str], model, parsed) -> list[str]:
+    """Return a sentence for each flag of a model that has another value on the command line."""
+    options = parser._option_string_actions
+    names = {options[word].dest: word for word in flags if word in options}
+    return [
+        f"{flag} is {_said(getattr(parsed, dest))} by the command line, "
+        f"{_said(getattr(model, dest))} in {MODEL_FLAG} {parsed.dsa_model}"
+        for dest, flag in names.items()
+        if getattr(parsed, dest) != getattr(model, dest)
+    ]
+
+
+def _said(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 class _HelpAction(argparse.Action):

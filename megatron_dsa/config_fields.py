@@ -1,6 +1,7 @@
 """Fields of a configuration that have a flag: its name, help text, and the rule for its values.
 
-``options.py`` and ``config.py`` declare such fields; ``arguments.py`` makes the flags.
+``options.py`` and ``config.py`` declare such fields; ``arguments.py`` makes the flags. For fields
+of Megatron's configurations, :func:`flag_words` returns the flag of Megatron that sets them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal, get_args, get_origin
 
 
@@ -74,3 +76,43 @@ def option_rules(config_class: type, values: Any) -> Iterator[tuple[Any, str]]:
             yield given >= least, f"{about.flag} must be at least {least}, got {given:g}"
         elif value is not None and about.positive:
             yield value > 0, f"{about.flag} must be positive, got {value}"
+
+
+#: Fields of Megatron's configurations whose flag is not their name.
+_NAMES = {
+    "layernorm_epsilon": "--norm-epsilon",
+    "num_moe_experts": "--num-experts",
+    "original_max_position_embeddings": "--yarn-original-max-position-embeddings",
+    "beta_fast": "--yarn-beta-fast",
+    "beta_slow": "--yarn-beta-slow",
+    "gated_linear_unit": "--swiglu",
+}
+#: What other flags say already, and Megatron's defaults.
+_LEFT_OUT = {"activation_func", "dsa_indexer_scoring_relu"}
+#: Flags for ``False``.
+_NEGATIVE = {
+    "add_bias_linear": "--disable-bias-linear",
+    "bias_activation_fusion": "--no-bias-swiglu-fusion",
+}
+
+
+def flag_words(name: str, value: Any) -> list[str]:
+    """Return the words of the command line that give a field of a configuration its value.
+
+    ``None`` stands for a default and gives no words, as do fields that other flags set.
+    """
+    if value is None or name in _LEFT_OUT:
+        return []
+    flag = _NAMES.get(name, "--" + name.replace("_", "-"))
+    if value is True:
+        return [flag]
+    if value is False:
+        return [_NEGATIVE[name]] if name in _NEGATIVE else []
+    if name == "moe_layer_freq" and isinstance(value, list):  # without blanks: ([0]*3+[1]*58)
+        runs = [f"[{kind}]*{len(list(group))}" for kind, group in groupby(value)]
+        return [flag, f"({'+'.join(runs)})"]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return [flag, str(value)]

@@ -1,4 +1,7 @@
-"""Released models as configurations: the attention alone, or the whole model."""
+"""Released models as configurations (the attention alone, or the whole model) and as flags.
+
+``--dsa-model NAME`` stands for :func:`model_flags`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 from torch.nn.functional import silu
 
 from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformerConfig
+from megatron_dsa.config_fields import flag_words
 from megatron_dsa.errors import ConfigError
 
 
@@ -192,3 +196,128 @@ def _configuration(
         epsilon = changes["dsa"].latent_norm_epsilon or own
         fields["dsa"] = dataclasses.replace(changes["dsa"], latent_norm_epsilon=epsilon)
     return kind(**fields)
+
+
+#: Flags of every model: Megatron's defaults are another embedding and dropout.
+ALWAYS = (
+    *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0"),
+)
+#: Positions that the released models were made for, which are no field of a configuration.
+_POSITIONS = {
+    "deepseek-v3.2": 163840,
+    "glm-5": 202752,
+    "deepseek-v4-flash": 1048576,
+    "deepseek-v4-pro": 1048576,
+}
+#: How every model is trained: weight of the indexers' loss, which stage sparse takes over selected
+#: keys.
+_INDEXER_LOSS = {"dsa_indexer_loss_coeff": 1.0, "dsa_indexer_use_sparse_loss": True}
+#: How experts are balanced: by a bias, and a little by a loss within sequences, as by DeepSeek.
+_BALANCE = {
+    "moe_router_bias_update_rate": 1e-3,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1e-4,
+}
+#: What the two small models have in common; they train on a CPU.
+_TINY: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "q_lora_rank": 64,
+    "qk_head_dim": 32,
+    "qk_pos_emb_head_dim": 16,
+    "qk_layernorm": True,
+    "gated_linear_unit": True,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "init_method_std": 0.05,
+    "rope_type": "rope",
+    "dsa_indexer_n_heads": 8,
+    "dsa_indexer_head_dim": 32,
+    "max_position_embeddings": 256,
+}
+#: Small models by name, as fields of configurations and other flags.
+TINY: dict[str, dict[str, Any]] = {
+    "v3.2-tiny": _TINY
+    | {
+        "num_layers": 4,
+        "ffn_hidden_size": 256,
+        "kv_lora_rank": 64,
+        "v_head_dim": 32,
+        "dsa_indexer_topk": 48,
+    },
+    "v4-tiny": _TINY
+    | {
+        "num_layers": 5,
+        "mtp_num_layers": 1,
+        "kv_lora_rank": 32,  # not used
+        "v_head_dim": 48,
+        "o_groups": 4,
+        "o_lora_rank": 32,
+        "csa_compress_ratios": [0, 4, 16, 4, 16, 0],
+        "csa_window_size": 32,
+        "csa_compress_rotary_base": 10000,
+        "dsa_indexer_topk": 12,
+        "dsa_indexer_rope_interleaved": True,
+        "hc_mult": 4,
+        "num_moe_experts": 8,
+        "moe_layer_freq": 1,
+        "moe_ffn_hidden_size": 96,
+        "moe_shared_expert_intermediate_size": 96,
+        "moe_router_topk": 2,
+        "moe_router_score_function": "sqrtsoftplus",
+        "moe_router_topk_scaling_factor": 1.5,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+        "moe_hash_layers": 1,
+        "activation_func_clamp_value": 10.0,
+        "bias_activation_fusion": False,
+        "layernorm_epsilon": 1e-6,
+    },
+}
+#: Released models by the names of ``--dsa-model`` -> their presets.
+RELEASED = {
+    "v3.2": "deepseek-v3.2",
+    "glm-5": "glm-5",
+    "v4-flash": "deepseek-v4-flash",
+    "v4-pro": "deepseek-v4-pro",
+}
+#: Values of ``--dsa-model``.
+MODELS = ("v3.2-tiny", "v3.2", "glm-5", "v4-tiny", "v4-flash", "v4-pro")
+
+
+def model_flags(name: str) -> list[str]:
+    """Return the flags that ``--dsa-model`` stands for: one of :data:`MODELS`, and its training.
+
+    They say what the model is, and how its indexers, experts and predictions are trained. Sequence
+    length, data, tokenizer, schedule, precision and parallel layout are left to other flags; the
+    small models leave the size of the vocabulary to the tokenizer.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    if name not in MODELS:
+        raise ConfigError(f"unknown model {name!r}; available: {', '.join(MODELS)}")
+    fields = TINY[name] if name in TINY else _released_fields(RELEASED[name])
+    fields = fields | _INDEXER_LOSS
+    if "num_moe_experts" in fields:
+        fields |= _BALANCE
+    if "mtp_num_layers" in fields:
+        # DeepSeek's V4 has 0.1 once the learning rate decays.
+        fields["mtp_loss_scaling_factor"] = 0.3 if "csa_compress_ratios" in fields else 0.1
+    words = [word for field, value in fields.items() for word in flag_words(field, value)]
+    return words + list(ALWAYS)
+
+
+def _released_fields(name: str) -> dict[str, Any]:
+    """Return the fields of a released model; those of its options by the names of their flags."""
+    fields = {"multi_latent_attention": True} | PRESETS[name] | AROUND[name]
+    options = fields.pop("dsa", DSAOptions())
+    said = ("attention_dropout", "hidden_dropout")  # by ALWAYS
+    return {field: value for field, value in fields.items() if field not in said} | {
+        "dsa_latent_norm_epsilon": options.latent_norm_epsilon,
+        "init_method_std": 0.02,
+        "padded_vocab_size": VOCABULARY[name],
+        "max_position_embeddings": _POSITIONS[name],
+    }

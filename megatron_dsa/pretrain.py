@@ -7,7 +7,6 @@ here, too.
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,11 @@ from megatron_dsa.errors import require
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.training.entry_errors import told_in_a_sentence
 from megatron_dsa.training.host_warnings import silence_host_warnings
-from megatron_dsa.training.launching import check_launch, this_rank
+from megatron_dsa.training.launching import (
+    check_launch,
+    this_rank,
+    use_compiled_dataset_helper,
+)
 from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.versions import untested_versions
 
@@ -75,7 +78,7 @@ def prepare_host(argv: list[str]) -> None:
     if this_rank() == 0:
         for warning in untested_versions():
             print(f"> warning: {warning}")
-    _use_compiled_dataset_helper()
+    use_compiled_dataset_helper()
 
 
 def main() -> None:
@@ -137,15 +140,6 @@ def finish() -> None:
         # Without the barrier a rank may leave while another still waits for it.
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
-
-
-def _use_compiled_dataset_helper() -> None:
-    """The wheel holds the compiled helper but not the Makefile that Megatron would run."""
-    from megatron.core.datasets import utils
-
-    makefile = os.path.join(os.path.dirname(utils.__file__), "Makefile")
-    if not os.path.exists(makefile):
-        utils.compile_helpers = lambda: None
 
 
 # Saving a checkpoint spawns processes that import this module again.

@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import groupby
-from typing import Any
 
+from megatron_dsa.config_fields import flag_words
 from megatron_dsa.huggingface.config_json import HFModel
 from megatron_dsa.huggingface.deepseek_v4 import FEATURE_FIELDS
 from megatron_dsa.huggingface.features import check_prediction, described_features
 from megatron_dsa.huggingface.names import PREDICTION
-
-#: Fields whose flag is not their name.
-_NAMES = {
-    "layernorm_epsilon": "--norm-epsilon",
-    "num_moe_experts": "--num-experts",
-    "original_max_position_embeddings": "--yarn-original-max-position-embeddings",
-    "beta_fast": "--yarn-beta-fast",
-    "beta_slow": "--yarn-beta-slow",
-    "gated_linear_unit": "--swiglu",
-}
-#: What other flags say already, and Megatron's defaults.
-_LEFT_OUT = {"activation_func", "dsa_indexer_scoring_relu"}
-#: Flags for ``False``.
-_NEGATIVE = {
-    "add_bias_linear": "--disable-bias-linear",
-    "bias_activation_fusion": "--no-bias-swiglu-fusion",
-}
-_ALWAYS = (
-    *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
-    *("--attention-dropout", "0", "--hidden-dropout", "0"),
-)
+from megatron_dsa.presets import ALWAYS
 
 
 def flags_of(hf: HFModel, without: Collection[str] = ()) -> list[str]:
@@ -56,25 +35,7 @@ def flags_of(hf: HFModel, without: Collection[str] = ()) -> list[str]:
     }
     if "csa_compress_ratios" in fields:
         fields["csa_compress_ratios"] = fields["csa_compress_ratios"][: hf.num_layers + mtp]
-    return [x for field, value in fields.items() for x in _flag(field, value)] + list(_ALWAYS)
-
-
-def _flag(field: str, value: Any) -> list[str]:
-    if value is None or field in _LEFT_OUT:
-        return []
-    name = _NAMES.get(field, "--" + field.replace("_", "-"))
-    if value is True:
-        return [name]
-    if value is False:
-        return [_NEGATIVE[field]] if field in _NEGATIVE else []
-    if field == "moe_layer_freq":  # without blanks: ([0]*3+[1]*58)
-        runs = [f"[{kind}]*{len(list(group))}" for kind, group in groupby(value)]
-        return [name, f"({'+'.join(runs)})"]
-    if isinstance(value, list):
-        return [name, *map(str, value)]
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return [name, str(value)]
+    return [x for field, value in fields.items() for x in flag_words(field, value)] + list(ALWAYS)
 
 
 def unsaid(hf: HFModel) -> list[str]:

@@ -1,5 +1,6 @@
 """Command line tools: ``info`` tells what would run here, ``doctor`` proves it, ``prepare-data``
-makes a data set, ``import-hf`` and ``export-hf`` convert checkpoints, ``report`` shows runs."""
+makes a data set, ``import-hf`` and ``export-hf`` convert checkpoints, ``report`` shows runs, and
+``generate`` and ``evaluate`` run trained models."""
 
 from __future__ import annotations
 
@@ -74,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--input", nargs="*", help="text files (default: Python's documentation)")
     data.set_defaults(run=_prepare_data)
     _add_conversions(commands)
+    _add_trained(commands)
     from megatron_dsa.tools.report import command
 
     command.add_command(commands)
@@ -109,8 +111,12 @@ def _add_conversions(commands) -> None:
             "--shard-gb", type=float, default=5.0, help="size of a file of the result, in GB (5)"
         )
         command.set_defaults(run=_run("huggingface_commands", function))
-    flags = commands.add_parser("flags", help="Megatron's flags for the model of a config.json")
-    flags.add_argument("config", help="config.json of the model, or its directory")
+    flags = commands.add_parser(
+        "flags", help="Megatron's flags for the model of a config.json, or for a --dsa-model"
+    )
+    flags.add_argument(
+        "config", help="config.json of the model, or its directory, or a name of --dsa-model"
+    )
     flags.set_defaults(run=_run("huggingface_commands", "print_flags"))
     for command in (into, flags):
         command.add_argument(
@@ -120,6 +126,34 @@ def _add_conversions(commands) -> None:
             metavar="FEATURE",
             help="build a V4 without hyper-connections, hash-routing, multi-token-prediction",
         )
+
+
+def _add_trained(commands) -> None:
+    """Add the commands that run a trained model."""
+    write = commands.add_parser(
+        "generate",
+        help="text of a trained model, by full forward passes, without a cache: for a quick look",
+    )
+    rate = commands.add_parser("evaluate", help="loss and perplexity of a trained model")
+    for command in (write, rate):
+        command.add_argument("--load", required=True, help="what --save of the training was")
+        command.add_argument("--step", type=int, help="iteration (default: the latest)")
+    write.add_argument(
+        "--prompt", nargs="+", required=True, help="texts to continue; '' starts a document"
+    )
+    write.add_argument("--tokens", type=int, default=64, help="tokens to write, at most (64)")
+    write.add_argument(
+        "--temperature", type=float, default=0.0,
+        help="above 0, draw tokens from the softmax of logits divided by it (0: the most probable)",
+    )  # fmt: skip
+    write.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
+    write.set_defaults(run=_run("generate", "run"))
+    rate.add_argument(
+        "--data-path",
+        metavar="PREFIX",
+        help="indexed data set, all of it (default: validation data of the training)",
+    )
+    rate.set_defaults(run=_run("evaluate", "run"))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -34,7 +35,9 @@ from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PRED
 from megatron_dsa.huggingface.precision import Precision, ReleasedPrecision
 from megatron_dsa.huggingface.streaming import StoredParameters, write_checkpoint
 from megatron_dsa.patches import cpu_host
-from megatron_dsa.training.checkpoints import checkpoint_directory, entries_of, redirect
+from megatron_dsa.presets import MODELS, model_flags
+from megatron_dsa.tools.model_card import write_card
+from megatron_dsa.training.checkpoints import distributed_checkpoint, entries_of, redirect
 
 
 @contextlib.contextmanager
@@ -109,7 +112,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
 def export_hf(arguments: argparse.Namespace) -> int:
     """Write a Hugging Face checkpoint in the dtype that config.json says, or else as stored."""
     file_bytes = _bytes(arguments.shard_gb)
-    directory = _distributed_checkpoint(arguments.input, arguments.step)
+    directory = distributed_checkpoint(arguments.input, arguments.step, "--input")
     hf = read_config(arguments.config)
     keys = entries_of(directory)
     has_indexer = any(map(is_indexer_parameter, keys))
@@ -152,6 +155,8 @@ def export_hf(arguments: argparse.Namespace) -> int:
             values=lambda name, like: stored.read(entries[name]).to(like.dtype),
             precision=precision,
         )
+    output = Path(arguments.output)
+    write_card(output, json.loads((output / "config.json").read_text()), directory)
     print(f"{directory} in {arguments.output}")
     if isinstance(precision, ReleasedPrecision):
         print(f"  {precision.kept} of {precision.blocks} quantised blocks are those of the release")
@@ -185,6 +190,20 @@ def _precision(arguments: argparse.Namespace, hf: HFModel) -> Precision | None:
 
 def print_flags(arguments: argparse.Namespace) -> int:
     """Print one line of flags; notes on the rest go to the standard error."""
+    named = not Path(arguments.config).exists()
+    require(
+        not named or arguments.config in MODELS,
+        f"{arguments.config} is not there, and no name of --dsa-model: give a config.json, its "
+        f"directory, or one of {', '.join(MODELS)}",
+    )
+    if named:
+        require(
+            not arguments.without,
+            f"--without is for a config.json, not for {arguments.config}: the flags to leave out "
+            "can be taken from the line",
+        )
+        print(" ".join(model_flags(arguments.config)))
+        return 0
     hf = read_config(arguments.config)
     check_names(hf, arguments.without)
     print(" ".join(flags_of(hf, arguments.without)))
@@ -201,21 +220,6 @@ def _noted(dtype: torch.dtype) -> torch.dtype:
         file=sys.stderr,
     )
     return dtype
-
-
-def _distributed_checkpoint(root: str, step: int | None) -> Path:
-    """Return the directory of the latest checkpoint of a run, or of one iteration."""
-    directory = checkpoint_directory(
-        argparse.Namespace(load=root, pretrained_checkpoint=None, ckpt_step=step)
-    )
-    # Megatron's rules know of no step in a directory of imported weights, and take 0 for none.
-    if directory is None or (step is not None and directory.name != f"iter_{step:07d}"):
-        which = "" if step is None else f" of --step {step}"
-        raise ConfigError(
-            f"--input {root} holds no distributed checkpoint{which}: name the directory that "
-            "--save of the run was, with --ckpt-format torch_dist, and an iteration that it saved"
-        )
-    return directory
 
 
 def _bytes(gigabytes: float) -> int:

@@ -144,6 +144,30 @@ def checkpoint_directory(args) -> Path | None:
     return None
 
 
+def distributed_checkpoint(root: str, step: int | None, flag: str) -> Path:
+    """Return the directory of the latest checkpoint of a run, or of one iteration.
+
+    Args:
+        root: what ``--save`` of the run was.
+        step: iteration, or ``None``.
+        flag: what gave ``root``, for messages.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    directory = checkpoint_directory(
+        argparse.Namespace(load=root, pretrained_checkpoint=None, ckpt_step=step)
+    )
+    # Megatron's rules know of no step in a directory of imported weights, and take 0 for none.
+    if directory is None or (step is not None and directory.name != f"iter_{step:07d}"):
+        which = "" if step is None else f" of --step {step}"
+        raise ConfigError(
+            f"{flag} {root} holds no distributed checkpoint{which}: name the directory that "
+            "--save of the run was, with --ckpt-format torch_dist, and an iteration that it saved"
+        )
+    return directory
+
+
 _original_load = dist_checkpointing.load
 
 

@@ -78,3 +78,12 @@ def _number(name: str, default: int, least: int = 0) -> int:
         f"{name} must be a number of at least {least}, got {text!r}: {_LAUNCHER}",
     )
     return int(text)
+
+
+def use_compiled_dataset_helper() -> None:
+    """The wheel holds the compiled helper but not the Makefile that Megatron would run."""
+    from megatron.core.datasets import utils  # Megatron, which not all callers have imported yet
+
+    makefile = os.path.join(os.path.dirname(utils.__file__), "Makefile")
+    if not os.path.exists(makefile):
+        utils.compile_helpers = lambda: None

@@ -37,3 +37,6 @@ def test_a_small_whole_v4_trains(tmp_path):
         assert re.search(rf"megatron_dsa counts .*{part} [\d.]+ %", log), part
     assert "seq_load_balancing_loss" in log
     assert (tmp_path / "report.html").exists()
+    starts = ("The ", "An expression", "class ")
+    written = done.stdout.splitlines()[-3:]
+    assert all(line.startswith(start) for line, start in zip(written, starts, strict=True))

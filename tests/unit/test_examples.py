@@ -51,7 +51,7 @@ RUNS = [
 #: What flags of a config.json leave to the user: how experts are balanced, the weight of losses.
 TRAINED = {
     "moe_router_bias_update_rate", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
-    "mtp_loss_scaling_factor", "kv_lora_rank",
+    "mtp_loss_scaling_factor", "kv_lora_rank", "dsa_indexer_use_sparse_loss",
 }  # fmt: skip
 
 
@@ -72,6 +72,7 @@ def test_script_of_released_model(script, variables, tmp_path, monkeypatch):
     assert args.padded_vocab_size == released["vocab_size"]
     assert args.mtp_num_layers == released["num_nextn_predict_layers"]
     assert args.seq_length == int(variables.get("SEQ_LENGTH", 4096))
+    assert not args.dsa_model_changes
     assert args.context_parallel_size == int(variables.get("CP", 1))
     assert config.dsa.stage == variables.get("STAGE", "sparse")
     usual = None if config.dsa.stage == "warmup" else "selective"

@@ -47,7 +47,7 @@ class Plan:
         microbatches: of an iteration, per data-parallel rank.
         operations: floating-point operations of a sequence, per part (docs/guide/throughput.md).
         attention: how keys are attended to.
-        remarks: what was planned otherwise than it will run.
+        remarks: what was planned otherwise than it will run, or is no flag of ``--dsa-model``.
     """
 
     args: Any
@@ -97,7 +97,7 @@ def make_plan(args, model, gpu: GPU) -> Plan:
         remarks = [*attention_only.remarks(args), *remarks]
     return Plan(
         args, model.transformer, gpu, tuple(stages), get_num_microbatches(), operations,
-        attention_of(model.transformer), tuple(remarks),
+        attention_of(model.transformer), (*args.dsa_model_changes, *remarks),
     )  # fmt: skip
 
 

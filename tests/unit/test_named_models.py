@@ -1,0 +1,152 @@
+"""``--dsa-model``: the flags of a model by name, and what the command line changes of it."""
+
+import argparse
+import re
+
+import pytest
+
+from tests.host import start, stop
+
+
+def parse(*flags):
+    """Return what Megatron's parser with our flags reads."""
+    start()
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_dsa.arguments import add_dsa_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    return add_dsa_arguments(add_megatron_arguments(parser)).parse_args(list(flags))
+
+
+def configured(*flags):
+    """Return the transformer configuration that flags describe on one GPU, or on the CPU."""
+    from megatron_dsa.tools.planner.command import parsed as planned
+    from megatron_dsa.training.setup import model_config_from_args
+
+    run = "--seq-length 64 --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1"
+    argv = ["pretrain", *flags, *run.split(), "--vocab-size", "257"]
+    with planned(argv, 1, planning=False) as args:
+        return model_config_from_args(args).transformer, args
+
+
+#: Flags of the small examples before they had names.
+SMALL = {
+    "v3.2-tiny": """
+        --num-layers 4 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 8
+        --multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64
+        --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32 --qk-layernorm
+        --normalization RMSNorm --swiglu --disable-bias-linear
+        --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.05
+        --rope-type rope --position-embedding-type rope --untie-embeddings-and-output-weights
+        --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 32 --dsa-indexer-topk 48
+        --dsa-indexer-loss-coeff 1.0 --dsa-indexer-use-sparse-loss
+        --max-position-embeddings 256""",
+    "v4-tiny": """
+        --num-layers 5 --mtp-num-layers 1 --hidden-size 128 --num-attention-heads 8
+        --multi-latent-attention --q-lora-rank 64
+        --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 48 --kv-lora-rank 32 --qk-layernorm
+        --o-groups 4 --o-lora-rank 32 --hc-mult 4 --num-experts 8 --moe-layer-freq 1
+        --moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 96 --moe-router-topk 2
+        --moe-router-score-function sqrtsoftplus --moe-router-topk-scaling-factor 1.5
+        --moe-router-enable-expert-bias --moe-router-dtype fp32 --moe-hash-layers 1
+        --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
+        --mtp-loss-scaling-factor 0.3 --swiglu --activation-func-clamp-value 10
+        --no-bias-swiglu-fusion --normalization RMSNorm --norm-epsilon 1e-6 --disable-bias-linear
+        --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.05
+        --rope-type rope --position-embedding-type rope --untie-embeddings-and-output-weights
+        --csa-compress-ratios 0 4 16 4 16 0 --csa-window-size 32 --csa-compress-rotary-base 10000
+        --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 32 --dsa-indexer-topk 12
+        --dsa-indexer-rope-interleaved --dsa-indexer-loss-coeff 1.0 --dsa-indexer-use-sparse-loss
+        --max-position-embeddings 256""",
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_name_stands_for_the_flags_of_a_model(name):
+    """Every argument is the same, and every field of the configuration."""
+    start()
+    named, args = configured("--dsa-model", name)
+    written, others = configured(*SMALL[name].split())
+    apart = {"dsa_model"}
+    for one, other in ((vars(args), vars(others)), (vars(named), vars(written))):
+        different = {
+            key for key in one.keys() | other.keys()
+            if (a := one.get(key)) != (b := other.get(key)) and not (callable(a) and callable(b))
+        }  # fmt: skip
+        assert different <= apart
+
+
+@pytest.mark.parametrize("name", ["v3.2", "glm-5", "v4-flash", "v4-pro"])
+def test_named_models_are_the_released_ones(name):
+    """The flags of their config.json are among them."""
+    from megatron_dsa.huggingface.config_json import parse_config
+    from megatron_dsa.huggingface.flags import flags_of
+    from megatron_dsa.presets import MODELS, RELEASED, model_flags
+    from tests.cases.released_models import CONFIGS
+
+    assert name in MODELS and set(MODELS) == set(SMALL) | set(RELEASED)
+    named = vars(parse(*model_flags(name)))
+    released = vars(parse(*flags_of(parse_config(CONFIGS[RELEASED[name]]))))
+    default = vars(parse())
+    said = {key for key, value in released.items() if value != default[key]}
+    # V4's attention does not read it. Experts in every layer are written in two ways.
+    apart = {"kv_lora_rank", "moe_layer_freq"} if name.startswith("v4") else set()
+    assert len(said) > 20 and all(named[key] == released[key] for key in said - apart)
+
+
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_the_users_flags_win_and_are_listed(place, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    model, own = ["--dsa-model=v3.2-tiny"], ["--num-layers", "2", "--hidden-size=128"]
+    args = parse(*(own + model if place == "before" else model + own))
+    assert (args.num_layers, args.hidden_size, args.q_lora_rank) == (2, 128, 64)
+    assert args.dsa_model == "v3.2-tiny"
+    sentence = "--num-layers is 2 by the command line, 4 in --dsa-model v3.2-tiny"
+    assert args.dsa_model_changes == [sentence]  # the other one changes nothing
+    first, *changes = capsys.readouterr().out.splitlines()
+    assert first.startswith("> --dsa-model v3.2-tiny sets ") and "--q-lora-rank 64" in first
+    assert changes == [f"> megatron_dsa {sentence}"]
+    monkeypatch.setenv("RANK", "1")
+    parse(*model, *own)
+    assert not capsys.readouterr().out
+
+
+def test_no_named_model_changes_nothing(capsys):
+    args = parse("--num-layers", "2")
+    assert args.dsa_model is None and not args.dsa_model_changes and not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dsa-model", "v3"], "invalid choice: 'v3' .*v3.2-tiny.*v4-pro"),
+        (["--dsa-model"], "expected one argument"),
+        (["--dsa-model", "v3.2", "--dsa-model=glm-5"], "given 2 times"),
+        (["--dsa-model", "v3.2", "--use-checkpoint-args"], "with --use-checkpoint-args which"),
+        (["--dsa-model", "v3.2", "--yaml-cfg", "it"], "not allowed with --yaml-cfg"),
+        (["--dsa-model", "v3.2", "--spec", "my.specs", "it"], "with --spec, other than"),
+    ],
+)
+def test_models_that_are_refused(flags, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(*flags)
+    assert end.value.code == 2 and re.search(message, capsys.readouterr().err)
+
+
+def test_our_own_layer_specs_are_taken():
+    args = parse("--dsa-model", "v3.2-tiny", "--spec", "megatron_dsa.specs", "dsa_block_spec")
+    assert args.spec == ["megatron_dsa.specs", "dsa_block_spec"] and args.num_layers == 4
+
+
+def test_a_plan_notes_what_changes_a_model():
+    from megatron_dsa.dispatch.gpus import GPUS
+    from megatron_dsa.tools.planner.command import plan_of
+    from megatron_dsa.tools.planner.text import describe
+
+    stop()  # a plan has process groups of its own
+    flags = "--dsa-model v3.2-tiny --num-layers 1 --seq-length 64 --vocab-size 257 --lr 1"
+    flags += " --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --eval-interval 1"
+    text = describe(plan_of(["pretrain", *flags.split()], 1, GPUS["h200"]))
+    note = "note: --num-layers is 1 by the command line, 4 in --dsa-model v3.2-tiny"
+    assert note in text.splitlines()
