@@ -36,6 +36,8 @@ MODULES = (
     "training.data",
     "huggingface.convert",
     "modules.replay",
+    "modules.rollouts",
+    "metrics.agreement",
     "metrics.quality",
     "metrics.flops",
     "dispatch.operation",

@@ -102,13 +102,11 @@ def _table(rows: dict[str, Any]) -> Iterator[str]:
 
 def _training(args: argparse.Namespace) -> dict[str, Any]:
     rows = {words: getattr(args, name, None) for name, words in _TRAINING.items()}
-    sequences = getattr(args, "consumed_train_samples", None)
-    known = sequences is not None and rows["tokens of a sequence"] is not None
     # Earlier stages may have had other lengths: the run counts sequences.
+    sequences, length = (getattr(args, x, None) for x in ("consumed_train_samples", "seq_length"))
+    tokens = None if sequences is None or length is None else sequences * length
     rows["sequences that were trained on"] = sequences
-    rows["tokens, with sequences of this length"] = (
-        sequences * rows["tokens of a sequence"] if known else None
-    )
+    rows["tokens, with sequences of this length"] = tokens
     bf16, fp16 = getattr(args, "bf16", False), getattr(args, "fp16", False)
     rows["precision"] = "bf16" if bf16 else "fp16" if fp16 else "fp32"
     return rows

@@ -41,10 +41,8 @@ def test_without_a_dtype_weights_keep_theirs(dtype, tmp_path, capsys):
     paths = ["--config", str(there), "--output", str(back)]
     assert main(["export-hf", "--input", str(out), *paths]) == 0
     card = (back / "README.md").read_text()
-    assert (
-        f"| hidden size | {config['hidden_size']} |" in card
+    assert f"| hidden size | {config['hidden_size']} |" in card
     assert "Not known: the checkpoint" in card
-    )
     before, after = (open_checkpoint(x, parse_config(written)) for x in (there, back))
     for name in before.names():
         ours = after.read(name)
