@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,6 +36,7 @@ from megatron_dsa.huggingface.precision import Precision, ReleasedPrecision
 from megatron_dsa.huggingface.streaming import StoredParameters, write_checkpoint
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.presets import MODELS, model_flags
+from megatron_dsa.tools.model_card import write_card
 from megatron_dsa.training.checkpoints import distributed_checkpoint, entries_of, redirect
 
 
@@ -153,6 +155,8 @@ def export_hf(arguments: argparse.Namespace) -> int:
             values=lambda name, like: stored.read(entries[name]).to(like.dtype),
             precision=precision,
         )
+    output = Path(arguments.output)
+    write_card(output, json.loads((output / "config.json").read_text()), directory)
     print(f"{directory} in {arguments.output}")
     if isinstance(precision, ReleasedPrecision):
         print(f"  {precision.kept} of {precision.blocks} quantised blocks are those of the release")
