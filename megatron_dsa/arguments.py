@@ -16,7 +16,7 @@ from typing import Any, get_args, get_origin
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_dsa.config import CSATransformerConfig, DSAOptions
-from megatron_dsa.config_fields import Option, choices_of, option_fields
+from megatron_dsa.config_fields import Option, choices_of, given_values, option_fields
 from megatron_dsa.dispatch.gpus import GPUS
 from megatron_dsa.dispatch.policy import FLAG, check_operations
 from megatron_dsa.errors import TRACEBACK_FLAG
@@ -154,11 +154,7 @@ def _add_models(parser: argparse.ArgumentParser, group) -> None:
 
 def _flags_of_model(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
     """Return the flags of the model that a command line names; an unknown name has none."""
-    named = []
-    for place, word in enumerate(words):
-        flag, equals, value = word.partition("=")
-        if flag == MODEL_FLAG:
-            named += [value] if equals else words[place + 1 : place + 2]
+    named = given_values(words, MODEL_FLAG)
     if len(named) > 1:
         parser.error(f"argument {MODEL_FLAG}: it was given {len(named)} times, name one model")
     return model_flags(named[0]) if named and named[0] in MODELS else []

@@ -2,6 +2,7 @@
 
 ``options.py`` and ``config.py`` declare such fields; ``arguments.py`` makes the flags. For fields
 of Megatron's configurations, :func:`flag_words` returns the flag of Megatron that sets them.
+:func:`given_values` reads a command line before any parser does.
 """
 
 from __future__ import annotations
@@ -76,6 +77,16 @@ def option_rules(config_class: type, values: Any) -> Iterator[tuple[Any, str]]:
             yield given >= least, f"{about.flag} must be at least {least}, got {given:g}"
         elif value is not None and about.positive:
             yield value > 0, f"{about.flag} must be positive, got {value}"
+
+
+def given_values(words: list[str], flag: str) -> list[str]:
+    """Return the values that a command line gives a flag, behind a blank or ``=``."""
+    values = []
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            values += [value] if equals else words[place + 1 : place + 2]
+    return values
 
 
 #: Fields of Megatron's configurations whose flag is not their name.

@@ -46,7 +46,7 @@ def sums_by_document(
 
 
 def mean_over_clusters(totals, counts) -> tuple[float, float]:
-    """Return the mean of all entries and its standard error, where those of a cluster go together.
+    """Return the mean of all entries and its standard error, with entries in clusters.
 
     The linearised error of a ratio of sums. It is NaN for a single cluster.
 

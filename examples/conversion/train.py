@@ -18,7 +18,7 @@ from megatron_dsa.training.entry_errors import told_in_a_sentence
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the package's flags and those of the measures."""
+    """Add the flags of the package and of the measures."""
     from megatron_dsa.arguments import add_dsa_arguments
 
     parser = add_dsa_arguments(parser)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from megatron_dsa.config_fields import given_values
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.training.launching import this_rank
 from megatron_dsa.versions import why_not_transformer_engine
@@ -59,11 +60,6 @@ def preset_flags(argv: list[str], planning: bool = False) -> None:
         print(f"> {', '.join(reasons)}: preset flags {' '.join(flags)}")
 
 
-def _last_value(argv: list[str], name: str) -> str | None:
-    """Return the last value of a flag on a command line; None if it is not there."""
-    value = None
-    for place, word in enumerate(argv):
-        flag, equals, given = word.partition("=")
-        if flag == name:
-            value = given if equals else next(iter(argv[place + 1 : place + 2]), None)
-    return value
+def _last_value(argv: list[str], flag: str) -> str | None:
+    """Return the last value of a flag on a command line; None if it has none."""
+    return next(reversed(given_values(argv, flag)), None)

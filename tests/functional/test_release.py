@@ -93,33 +93,31 @@ def python(dist, tmp_path_factory):
     return str(python)
 
 
-@pytest.fixture(scope="module")
-def fresh_python(dist, tmp_path_factory):
-    """A Python with the wheel and the dependencies that are the newest today."""
+def installed(dist, environment, extras, *others):
+    """Yield a Python of its own with extras of the wheel and other requirements."""
     if "CI" not in os.environ:
         pytest.skip("downloads torch: set CI=1 to run it")
-    environment = tmp_path_factory.mktemp("fresh")
     venv.create(environment, with_pip=True)
     python = environment / "bin/python"
     (wheel,) = dist.glob("*.whl")
-    install_with(python, f"{wheel}[train,hf]", *os.environ.get("FRESH_INSTALL", "").split())
+    install_with(python, f"{wheel}[{extras}]", *others)
     yield str(python)
     shutil.rmtree(environment)  # several GB
+
+
+@pytest.fixture(scope="module")
+def fresh_python(dist, tmp_path_factory):
+    """A Python with the wheel and the dependencies that are the newest today."""
+    others = os.environ.get("FRESH_INSTALL", "").split()
+    yield from installed(dist, tmp_path_factory.mktemp("fresh"), "train,hf", *others)
 
 
 @pytest.fixture(scope="module")
 def bare_python(dist, tmp_path_factory):
     """A Python with the wheel and what its operations need alone, this torch among it."""
-    if "CI" not in os.environ:
-        pytest.skip("installs torch: set CI=1 to run it")
-    environment = tmp_path_factory.mktemp("bare")
-    venv.create(environment, with_pip=True)
-    python = environment / "bin/python"
-    (wheel,) = dist.glob("*.whl")
     # The version of the lock, which uv has in its cache.
-    install_with(python, f"{wheel}[torch]", f"torch=={torch.__version__.split('+')[0]}")
-    yield str(python)
-    shutil.rmtree(environment)  # several GB
+    torch_here = f"torch=={torch.__version__.split('+')[0]}"
+    yield from installed(dist, tmp_path_factory.mktemp("bare"), "torch", torch_here)
 
 
 def install_with(python: Path, *requirements: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 import megatron_dsa.torch_ops as ops
@@ -17,8 +18,16 @@ from megatron_dsa.errors import ConfigError, ImplementationError
 from megatron_dsa.torch_ops.registration import policy_of, policy_text
 from tests.cases.torch_ops import CASES, RELEASED, TOKENS, Case
 
+
 ROOT = Path(__file__).resolve().parents[3]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def compiling():
+    """Let ``torch.compile`` compile: Megatron on a CPU, in tests before, makes it run eagerly."""
+    with torch.compiler.set_stance("default"):
+        yield
 
 
 def results(function, case: Case, without: tuple[str, ...] = (), change=lambda x: x):
@@ -244,7 +253,7 @@ def test_no_tokens():
 def test_other_lengths_share_one_graph():
     """Other numbers of tokens compile once more, with a symbolic size, and no further."""
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
 
     def step(q, kv, qi, ki, w):
         indices, length = ops.indexer_topk(qi, ki, w, 4)
