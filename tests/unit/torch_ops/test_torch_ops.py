@@ -18,7 +18,6 @@ from megatron_dsa.errors import ConfigError, ImplementationError
 from megatron_dsa.torch_ops.registration import policy_of, policy_text
 from tests.cases.torch_ops import CASES, RELEASED, TOKENS, Case
 
-
 ROOT = Path(__file__).resolve().parents[3]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
