@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import zlib
 
 import pytest
 import torch
@@ -48,6 +49,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seeded(request):
+    """Give every test random numbers of its own, the same in every run and order of tests."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture(autouse=True)

@@ -429,7 +429,7 @@ def test_the_committed_benchmark_shows_who_is_fastest_with_the_teacher(monkeypat
     monkeypatch.setattr(Package, "problem", lambda *_args: None)
     times = defaultdict(dict)
     for row in committed_times("backward", "teacher"):
-        case = (shape_of(row), row["case"]["skv"], row["case"]["distribution"])
+        case = (shape_of(row), row["case"]["skv"], row["case"]["distribution"], row["gpu"])
         times[case][row["part"], row["way"]] = row["value"]
     ratios = defaultdict(list)
     for (shape, *_), found in times.items():

@@ -86,25 +86,34 @@ def test_lower_precision(device, dtype):
     check(inputs, loss, expected, INDEXER_LOSS[dtype])
 
 
-@pytest.mark.parametrize("relu", [True, False])
-def test_rounded_inputs(relu):
-    """Without relu, gradients are as good as the inputs; relu adds its heads that change sides."""
+def errors_of_rounded_inputs(relu, seed):
+    """Relative errors of the gradients of q, k and weights when the inputs are rounded to bf16."""
     tokens, device = 256, torch.device("cpu")
     layout = bshd_layout(tokens, 1, device)
     shapes = ((tokens, 8, 32), (tokens, 32), (tokens, 8))
     exact = [leaf(*shape, seed=i, dtype=torch.float64) for i, shape in enumerate(shapes)]
     rounded = [x.detach().bfloat16().double().requires_grad_() for x in exact]
-    teacher = torch.rand(tokens, 64, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    teacher = torch.rand(tokens, 64, dtype=torch.float64, generator=generator)
     indices, length = indexer_topk(IndexerInputs(*exact, relu), layout, 64)
     for tensors in (exact, rounded):
         inputs = IndexerInputs(tensors[0], tensors[1], tensors[2] * 0.01, relu)
         loss = sparse_indexer_loss(inputs, indices, teacher, layout, topk_length=length)
         loss.backward()
-    errors = [relative_error(y.grad, x.grad) for x, y in zip(exact, rounded, strict=True)]
+    return [relative_error(y.grad, x.grad) for x, y in zip(exact, rounded, strict=True)]
+
+
+@pytest.mark.parametrize("relu", [True, False])
+def test_rounded_inputs(relu):
+    """Without relu, gradients are as good as the inputs; relu adds its heads that change sides.
+
+    The mean over five teachers: a single one gives 3 to 4 %.
+    """
+    errors = torch.tensor([errors_of_rounded_inputs(relu, seed) for seed in range(5)]).mean(0)
     if relu:
-        assert 1e-2 < errors[0] < 4e-2 and 1e-2 < errors[1] < 4e-2, errors
+        assert (errors[:2] > 1e-2).all() and (errors[:2] < 4e-2).all(), errors
     else:
-        assert max(errors) < 6e-3, errors
+        assert (errors < 6e-3).all(), errors
 
 
 def test_perfect_student_has_no_loss(device):
