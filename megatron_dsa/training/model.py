@@ -19,6 +19,7 @@ from megatron_dsa.config import hash_layers, uses_csa
 from megatron_dsa.dispatch import Choice, collect_choices
 from megatron_dsa.errors import require
 from megatron_dsa.modules.cuda_graphs import describe_graphs
+from megatron_dsa.modules.lora import add_adapters
 from megatron_dsa.muon.table import Kind, kinds_of, table_of
 from megatron_dsa.required_ops import AttentionChoice, attention_of
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
@@ -69,7 +70,9 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
 
         # The parent derives MTP layers from Megatron's dense spec, through a module function.
         with mock.patch.object(gpt, "mtp_block_spec", mtp_block_spec):
-            return super().build_model(*args, **kwargs)
+            model = super().build_model(*args, **kwargs)
+        add_adapters(model, transformer)
+        return model
 
 
 def padded_vocabulary(model: Any) -> int:
