@@ -19,6 +19,7 @@ from megatron_dsa.config_rules.lora import LINEARS as MODULES_OF_LINEARS
 from megatron_dsa.config_rules.lora import (
     adapted_linears,
     adapts_indexer,
+    existing_linears,
     linears_named,
     lora_option_rules,
     lora_rules,
@@ -39,6 +40,7 @@ __all__ = [
     "adapts_indexer",
     "csa_rules",
     "dsa_rules",
+    "existing_linears",
     "graph_modules",
     "graph_rules",
     "graphs_attention",

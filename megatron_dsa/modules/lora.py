@@ -20,9 +20,7 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import (
@@ -54,7 +52,6 @@ class AdaptedLinear:
             size; ``adapted`` are those with adapters.
         split: how tensor-parallel ranks share the weight.
         ranks: tensor-parallel ranks that do, of the group ``tp_group``.
-        by_sequence: whether these ranks hold different tokens outside of the linear.
         scale: ``alpha / rank``.
     """
 
@@ -62,7 +59,6 @@ class AdaptedLinear:
     adapted: tuple[str, ...]
     split: Split
     ranks: int
-    by_sequence: bool
     scale: float
     tp_group: Any
     weight: torch.Tensor
@@ -87,23 +83,22 @@ class AdaptedLinear:
         return torch.cat(down), torch.block_diag(*up)
 
     def _shared(self, inner: torch.Tensor) -> torch.Tensor:
-        """Return ``A x [..., n rank]`` of the tokens, and over the ranks, that ``B`` is for."""
+        """Return ``A x [..., n rank]`` of the tokens that ``B`` is for, summed over a split ``A``.
+
+        Tensor parallelism comes with sequence parallelism here: ranks hold different tokens.
+        """
         if self.ranks == 1 or self.split == "none":
             return inner
         if self.split == "rows":
-            if self.by_sequence:
-                return gather_from_sequence_parallel_region(inner, group=self.tp_group)
-            return copy_to_tensor_model_parallel_region(inner, group=self.tp_group)
-        if self.by_sequence:
-            return reduce_scatter_to_sequence_parallel_region(inner, group=self.tp_group)
-        return reduce_from_tensor_model_parallel_region(inner, group=self.tp_group)
+            return gather_from_sequence_parallel_region(inner, group=self.tp_group)
+        return reduce_scatter_to_sequence_parallel_region(inner, group=self.tp_group)
 
     def with_adapters(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return ``weight + scale * B A``, this rank's rows, rounded once."""
+        """Return ``weight + scale * B A``, this rank's part, rounded once.
+
+        The gradient of a replicated factor is of this rank's part, too; Megatron sums it.
+        """
         down, up = self._factors()
-        if self.ranks > 1 and self.split == "rows" and not self.by_sequence:
-            # Each rank forms the gradient of its own rows. By sequence Megatron sums them.
-            down = copy_to_tensor_model_parallel_region(down, group=self.tp_group)
         return torch.addmm(weight, up, down, alpha=self.scale)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
@@ -184,7 +179,6 @@ def adapt(linear: Any, parts: list[str], adapted: list[str], config: Any) -> Non
     linear.__class__ = _adapted_class(type(linear))
     linear.parts, linear.adapted = map(_last_words, (parts, adapted))
     linear.split, linear.ranks, linear.scale = split, ranks, alpha / rank
-    linear.by_sequence = config.sequence_parallel
     if split == "none":
         linear.tp_group = None
     for part in linear.adapted:

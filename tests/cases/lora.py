@@ -5,8 +5,9 @@ import dataclasses
 import torch
 
 from megatron_dsa.config import DSAOptions, is_adapter_parameter
+from tests import host
 from tests.cases.models import CORE, full
-from tests.host import small_config, start
+from tests.host import small_config
 
 RANK, ALPHA = 3, 6.0
 #: Dense MLP, then experts with shared ones.
@@ -67,7 +68,7 @@ def model_of(config, ups=True, part=None):
     from megatron_dsa.specs import dsa_block_spec
 
     model = GPTModel(config, dsa_block_spec(config), 96, 64, position_embedding_type="rope")
-    model = model.to(start(), config.params_dtype).train()
+    model = model.to(host.start(), config.params_dtype).train()
     add_adapters(model, config)
     generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
     with torch.no_grad():
