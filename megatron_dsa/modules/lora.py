@@ -17,6 +17,7 @@ import math
 from typing import Any, Literal
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
@@ -51,7 +52,7 @@ class AdaptedLinear:
         parts: linears of released checkpoints that lie in this one, one under the other and of one
             size; ``adapted`` are those with adapters.
         split: how tensor-parallel ranks share the weight.
-        ranks: tensor-parallel ranks that do, of the group ``tp_group``.
+        ranks: tensor-parallel ranks, of the group ``adapter_group``.
         scale: ``alpha / rank``.
     """
 
@@ -60,7 +61,7 @@ class AdaptedLinear:
     split: Split
     ranks: int
     scale: float
-    tp_group: Any
+    adapter_group: Any
     weight: torch.Tensor
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -90,8 +91,8 @@ class AdaptedLinear:
         if self.ranks == 1 or self.split == "none":
             return inner
         if self.split == "rows":
-            return gather_from_sequence_parallel_region(inner, group=self.tp_group)
-        return reduce_scatter_to_sequence_parallel_region(inner, group=self.tp_group)
+            return gather_from_sequence_parallel_region(inner, group=self.adapter_group)
+        return reduce_scatter_to_sequence_parallel_region(inner, group=self.adapter_group)
 
     def with_adapters(self, weight: torch.Tensor) -> torch.Tensor:
         """Return ``weight + scale * B A``, this rank's part, rounded once.
@@ -121,7 +122,7 @@ class AdaptedLinear:
             prefix,
             axes,
             sharded_offsets,
-            tp_group=self.tp_group,
+            tp_group=self.adapter_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
 
@@ -179,8 +180,11 @@ def adapt(linear: Any, parts: list[str], adapted: list[str], config: Any) -> Non
     linear.__class__ = _adapted_class(type(linear))
     linear.parts, linear.adapted = map(_last_words, (parts, adapted))
     linear.split, linear.ranks, linear.scale = split, ranks, alpha / rank
-    if split == "none":
-        linear.tp_group = None
+    # transformer-engine's linears that are not split have none.
+    group = getattr(linear, "tp_group", None)
+    linear.adapter_group = (
+        parallel_state.get_tensor_model_parallel_group() if group is None else group
+    )
     for part in linear.adapted:
         down = _new_down(linear, rank, columns, config)
         up = torch.nn.Parameter(
@@ -233,7 +237,7 @@ def _new_down(linear: Any, rank: int, columns: int, config: Any) -> torch.nn.Par
         with _random_numbers_of_all_ranks(device):
             torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
     if shards > 1:
-        number = torch.distributed.get_rank(linear.tp_group)
+        number = torch.distributed.get_rank(linear.adapter_group)
         whole = whole.chunk(shards, dim=1)[number].contiguous()
     return torch.nn.Parameter(whole)
 

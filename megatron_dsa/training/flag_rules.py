@@ -81,11 +81,6 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "run together; take --use-distributed-optimizer",
     )
     yield (
-        args.lora_rank is None or args.optimizer not in MUON,
-        f"--optimizer {args.optimizer} must not be used with --lora-rank: Muon is for whole "
-        "matrices, not for their factors; take adam",
-    )
-    yield (
         args.dsa_stage == "warmup" or not args.dsa_warmup_train_all,
         f"--dsa-warmup-train-all has a meaning only in --dsa-stage warmup, got "
         f"{args.dsa_stage}, which trains everything: drop it",
@@ -116,6 +111,11 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
 
 def _muon_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     """What a training with Muon needs."""
+    yield (
+        args.lora_rank is None or args.optimizer not in MUON,
+        f"--optimizer {args.optimizer} must not be used with --lora-rank: Muon is for whole "
+        "matrices, not for their factors; take adam",
+    )
     if args.optimizer in MUON:
         missing = EMERGING_OPTIMIZERS.problem()
         yield (
