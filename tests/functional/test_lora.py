@@ -16,7 +16,7 @@ LORA = {
     "--lora-targets": "all-linear",
     "--use-distributed-optimizer": True,
     # The optimizer's state can be read on other ranks.
-    "--ckpt-fully-parallel-save": True,
+    "--dist-ckpt-optim-fully-reshardable": True,
 }
 LAYOUTS = {
     "TP2": TP2_HEADS,
@@ -35,9 +35,9 @@ def runs(data, tmp_path_factory):
     flags = {"--data-path": data, "--norm-epsilon": 1e-6, "--save-interval": 2}
     flags |= {"--override-opt_param-scheduler": True}
     base = train(flags | {"--train-iters": 2, "--save": folder / "base"}, one_process=True)
+    start = {"--pretrained-checkpoint": folder / "base", "--load": folder / "lora"}
     lora = train(
-        flags | LORA | {"--load": folder / "base", "--save": folder / "lora", "--train-iters": 8},
-        one_process=True,
+        flags | LORA | start | {"--save": folder / "lora", "--train-iters": 6}, one_process=True
     )
     return folder, flags, base, lora
 
@@ -58,7 +58,7 @@ def test_a_base_is_left_as_it_is(runs):
     states = [name for name in after if name.startswith("optimizer.") and "exp_avg" in name]
     adapters = [name for name in after if name.startswith("decoder.") and "_lora_" in name]
     assert adapters and all(after[name].any() for name in adapters)
-    assert states and not any("weight" in name for name in states)
+    assert states and all("_lora_" in name for name in states)
     assert lora.column("lm loss")[-1] < base.column("lm loss")[-1]
 
 
@@ -74,13 +74,13 @@ def count(state):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_ranks_train_the_same(layout, runs, tmp_path):
-    """From the base, whose adapters every rank draws alike, or from step 4 of one process."""
+    """From the base, whose adapters every rank draws alike, or from step 2 of one process."""
     folder, flags, _, one = runs
-    start = {"--load": folder / "base"}
+    start = {"--pretrained-checkpoint": folder / "base", "--load": tmp_path}
     if layout != "TP2":
-        start = {"--load": folder / "lora", "--ckpt-step": 4}
+        start = {"--load": folder / "lora", "--ckpt-step": 2}
     several = train(
-        flags | LORA | LAYOUTS[layout] | start | {"--save": tmp_path, "--train-iters": 8}, ranks=2
+        flags | LORA | LAYOUTS[layout] | start | {"--save": tmp_path, "--train-iters": 6}, ranks=2
     )
     steps = {step["iteration"]: step for step in one.steps}
     assert len(several.steps) == (6 if layout == "TP2" else 4)
@@ -134,10 +134,8 @@ def test_export_and_evaluation(runs, tmp_path, capsys):
         ({}, "has adapters, which this run would leave out: give --lora-rank 4 --lora-alpha 8 --"),
         (LORA | {"--lora-rank": 8}, "--lora-rank and --lora-alpha must be as in checkpoint"),
         (LORA | {"--lora-targets": "o_proj"}, "has adapters of self_attn.q_a_proj, self_attn.q_b"),
-        (LORA | {"--optimizer": "muon"}, "Muon"),
-        ({"--lora-load": "adapter"}, "--lora-load has a meaning only with --lora-rank"),
     ],
-    ids=["no flags", "rank", "targets", "muon", "load"],
+    ids=["no flags", "rank", "targets"],
 )
 def test_refused(flags, message, runs):
     run = train(
@@ -157,8 +155,9 @@ def test_start_from_an_adapter(runs, tmp_path):
     arguments = ["export-hf", "--input", folder / "lora", "--config", tmp_path / "config.json"]
     arguments += ["--adapter", "--output", tmp_path / "adapter"]
     assert main([*map(str, arguments)]) == 0
-    start = {"--load": folder / "base", "--lora-load": tmp_path / "adapter"}
-    settings = {"--train-iters": 3, "--lr": 0.0, "--min-lr": 0.0, "--save": tmp_path / "run"}
+    start = {"--pretrained-checkpoint": folder / "base", "--lora-load": tmp_path / "adapter"}
+    settings = {"--train-iters": 1, "--save-interval": 1, "--lr": 0.0, "--min-lr": 0.0}
+    settings |= {"--load": tmp_path / "run", "--save": tmp_path / "run"}
     run = train(flags | LORA | start | settings, one_process=True)
     assert f"> adapters of {tmp_path / 'adapter'} are loaded" in run.log
     before, after = read(folder / "lora"), read(tmp_path / "run")
