@@ -126,7 +126,8 @@ def export_adapter(
     Raises:
         ConfigError: the model has no adapters, or the directory holds some.
     """
-    folder, config = Path(directory), model.config
+    config: Any = model.config
+    folder = Path(directory)
     found = [
         (factor_of(name, names, config.num_layers), name, tensor)
         for name, tensor in adapter_parameters(model)
@@ -146,18 +147,24 @@ def export_adapter(
 
 
 def _peft_config(config: Any, base: str | None) -> dict[str, Any]:
-    options = options_of(config)
-    alpha = options.lora_rank if options.lora_alpha is None else options.lora_alpha
+    rank, alpha = _rank_and_alpha(config)
     return _PLAIN | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
-        "r": options.lora_rank,
-        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": 0.0,
         "target_modules": _target_modules(config),
     }
+
+
+def _rank_and_alpha(config: Any) -> tuple[int, float]:
+    options = options_of(config)
+    assert options.lora_rank is not None
+    alpha = options.lora_rank if options.lora_alpha is None else options.lora_alpha
+    return options.lora_rank, float(alpha)
 
 
 def _target_modules(config: Any) -> list[str]:
@@ -187,7 +194,8 @@ def import_adapter(
     Raises:
         ConfigError: the adapter is of another rank, scale, kind or shape, or has other linears.
     """
-    folder, config = Path(directory), model.config
+    config: Any = model.config
+    folder = Path(directory)
     _check_peft_config(read_json(folder / CONFIG), folder, config)
     stored = read_safetensors(folder / WEIGHTS)
     kept, adapted = 0, linears_with_adapters(config)
@@ -232,7 +240,7 @@ def _part(full: torch.Tensor, parameter: Any, name: str, place: Place) -> torch.
 
 
 def _check_peft_config(given: dict[str, Any], folder: Path, config: Any) -> None:
-    where, options = f"{folder / CONFIG}:", options_of(config)
+    where = f"{folder / CONFIG}:"
     kind = given.get("peft_type")
     require(kind == "LORA", f"{where} peft_type must be LORA, got {kind!r}: take a LoRA adapter")
     for name, ours in _PLAIN.items():
@@ -241,8 +249,7 @@ def _check_peft_config(given: dict[str, Any], folder: Path, config: Any) -> None
             raise ConfigError(
                 f"{where} {name} must be {ours!r}, got {value!r}: such adapters are not supported"
             )
-    alpha = options.lora_rank if options.lora_alpha is None else options.lora_alpha
-    for key, flag, value in (("r", "--lora-rank", options.lora_rank),
-                             ("lora_alpha", "--lora-alpha", alpha)):  # fmt: skip
-        require(given.get(key) == value, f"{flag} must be {given.get(key)}, as {where[:-1]} says, "
-                f"got {value:g}")  # fmt: skip
+    rank, alpha = _rank_and_alpha(config)
+    for key, flag, value in (("r", "--lora-rank", rank), ("lora_alpha", "--lora-alpha", alpha)):
+        found = given.get(key)
+        require(found == value, f"{flag} must be {found}, as {where[:-1]} says, got {value:g}")

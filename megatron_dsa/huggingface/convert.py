@@ -276,7 +276,7 @@ def export_model(
     config: dict,
     *,
     shard_bytes: int = 5 * 10**9,
-    values: Callable[[str], torch.Tensor] | None = None,
+    values: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, tensor: tensor.detach(),
     precision: Precision | None = None,
 ) -> None:
     """Write an unsplit Megatron GPT model as a Hugging Face checkpoint, adapters merged.
@@ -287,8 +287,8 @@ def export_model(
         config: config.json of the model, e.g. of the checkpoint that it came from. It is checked
             against the model and written without its quantisation.
         shard_bytes: largest size of a shard.
-        values: returns the values of a parameter by name, adapters included, where the model
-            itself does not hold them.
+        values: returns the values of a parameter, where the model itself does not hold them; of
+            adapters, too.
         precision: quantises weights, and config.json says so; ``None``: all tensors have the
             dtypes of the model.
 
@@ -301,9 +301,12 @@ def export_model(
     _check_exportable(model, hf)
     precision = precision or Precision()
     nonfinite = NonFinite("the model", "export an earlier checkpoint")
+
+    def read(name: str) -> torch.Tensor:
+        return values(name, held[name])
+
     tensors = dict(model_tensors(model))
     held = dict(model.state_dict(keep_vars=True))
-    read = values or (lambda name: held[name].detach())
     with CheckpointWriter(directory, shard_bytes) as writer:
         dtypes = set()
         for name, tensor in tensors.items():

@@ -177,7 +177,8 @@ def adapt(linear: Any, parts: list[str], adapted: list[str], config: Any) -> Non
         for name in ("sequence_parallel", "average_gradients_across_tp_domain")
         if (value := getattr(linear.weight, name, None)) is not None
     }
-    linear.__class__ = _adapted_class(type(linear))
+    kind: Any = type(linear)
+    linear.__class__ = _adapted_class(kind)
     linear.parts, linear.adapted = map(_last_words, (parts, adapted))
     linear.split, linear.ranks, linear.scale = split, ranks, alpha / rank
     # transformer-engine's linears that are not split have none.

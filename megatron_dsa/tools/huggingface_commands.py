@@ -161,13 +161,15 @@ def export_hf(arguments: argparse.Namespace) -> int:
             dtype = widest_dtype(model, lambda name: stored.dtype(entries[name]))
             model, entries = empty(_noted(dtype))
         if arguments.adapter:
-            return _export_adapter(arguments, model, hf, lambda name: stored.read(entries[name]))
+            return _export_adapter(
+                arguments, model, hf, lambda name, like: stored.read(entries[name]).to(like.dtype)
+            )
         export_model(
             model,
             arguments.output,
             hf.raw,
             shard_bytes=file_bytes,
-            values=lambda name: stored.read(entries[name]),
+            values=lambda name, _like: stored.read(entries[name]),
             precision=precision,
         )
     output = Path(arguments.output)
@@ -183,10 +185,8 @@ def _export_adapter(arguments: argparse.Namespace, model: Any, hf: HFModel, valu
     path = Path(arguments.config)
     folder = path if path.is_dir() else path.parent
     there = any((folder / name).is_file() for name in (INDEX, SINGLE))
-    left = export_adapter(
-        model, arguments.output, hf.names, str(folder.resolve()) if there else None,
-        lambda name, like: values(name).to(like.dtype),
-    )  # fmt: skip
+    base = str(folder.resolve()) if there else None
+    left = export_adapter(model, arguments.output, hf.names, base, values)
     if left:
         print(
             f"note: {left} tensors of multi-token prediction are left out, PEFT's models have no "

@@ -128,22 +128,39 @@ def test_export_and_evaluation(runs, tmp_path, capsys):
     assert losses["lora"] < losses["base"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({}, "has adapters, which this run would leave out: give --lora-rank 4 --lora-alpha 8 --"),
-        (LORA | {"--lora-rank": 8}, "--lora-rank and --lora-alpha must be as in checkpoint"),
-        (LORA | {"--lora-targets": "o_proj"}, "has adapters of self_attn.q_a_proj, self_attn.q_b"),
-    ],
-    ids=["no flags", "rank", "targets"],
-)
-def test_refused(flags, message, runs):
+def test_adapters_are_not_dropped(runs):
     run = train(
-        runs[1] | {"--load": runs[0] / "lora", "--train-iters": 7} | flags,
-        one_process=True,
-        check=False,
+        runs[1] | {"--load": runs[0] / "lora", "--train-iters": 7}, one_process=True, check=False
     )
-    assert run.returncode and message in " ".join(run.log.split()), run.log[-2000:]
+    message = "has adapters, which this run would leave out: give --lora-rank 4 --lora-alpha 8 --"
+    assert run.returncode and message in run.log
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_rank": 8}, "--lora-rank and --lora-alpha must be as in checkpoint"),
+        ({"lora_alpha": None}, "--lora-rank and --lora-alpha must be as in checkpoint"),
+        ({"lora_targets": ["o_proj", "mlp.gate_proj"]}, "has adapters of self_attn.q_a_proj, self"),
+        ({"dsa_indexer_loss_coeff": 0.0}, "--dsa-indexer-loss-coeff must not be 0"),
+    ],
+    ids=["rank", "alpha", "targets", "loss"],
+)
+def test_other_adapters_are_refused(changes, message, runs):
+    """Dense stages have no indexers, and leave their adapters behind as they do the indexers."""
+    from megatron_dsa.errors import ConfigError
+    from megatron_dsa.tools.trained_model import saved_arguments
+    from megatron_dsa.training.checkpoints import check_adapters
+
+    directory = runs[0] / "lora" / "iter_0000006"
+    args = saved_arguments(directory)
+    check_adapters(args, directory)
+    vars(args).update(changes)
+    with pytest.raises(ConfigError, match=message):
+        check_adapters(args, directory)
+    vars(args).update(dsa_stage="dense")
+    if "dsa_indexer_loss_coeff" in changes:
+        check_adapters(args, directory)
 
 
 def test_start_from_an_adapter(runs, tmp_path):

@@ -279,7 +279,6 @@ LORA = ["--lora-rank", "2", "--lora-targets", "o_proj"]
         (["--lora-load", "somewhere"], "--lora-load has a meaning only with --lora-rank"),
         ([*LORA, "--optimizer", "muon"], "--optimizer muon must not be used with --lora-rank"),
         ([*LORA, "--use-torch-fsdp2"], "--lora-rank must not be used with --use-megatron-fsdp or"),
-        (["--lora-rank", "2"], "--lora-targets is required with --lora-rank"),
         (["--moe-hash-seed", "4"], "--moe-hash-seed has a meaning only with --moe-hash-layers"),
     ],
 )
