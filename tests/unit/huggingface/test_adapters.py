@@ -17,6 +17,7 @@ from megatron_dsa.huggingface.ranks import Place
 from megatron_dsa.modules.freezing import freeze_for_stage
 from tests.cases.lora import gradients_of
 from tests.helpers import relative_error
+from tests.host import start
 from tests.tiny_models import logits_of, published, tiny_config, tiny_model
 
 pytest.importorskip("safetensors")
@@ -78,8 +79,9 @@ def test_loss_and_gradients_are_those_of_peft(kind, targets, tmp_path, monkeypat
 
     freeze_for_stage([ours])
     ours.train()
-    positions = torch.arange(24)[None]
-    losses = with_loss(logits), with_loss(ours(tokens(), positions, None)[..., :70])
+    ids = tokens().to(start())
+    positions = torch.arange(24, device=ids.device)[None]
+    losses = with_loss(logits), with_loss(ours(ids, positions, None)[..., :70].cpu())
     for loss in losses:
         loss.backward()
     assert relative_error(losses[1], losses[0]) < 1e-6
@@ -95,7 +97,7 @@ def test_loss_and_gradients_are_those_of_peft(kind, targets, tmp_path, monkeypat
         if ".indexer." in name:
             assert reference is None
             continue
-        errors[peft_name] = relative_error(gradient, reference)
+        errors[peft_name] = relative_error(gradient.cpu(), reference)
         assert errors[peft_name] < 2e-5, peft_name
     assert not wanted and len(errors) == 2 * 2 * (8 if targets == ALL else 5)
     print(

@@ -56,10 +56,12 @@ def test_loss_and_gradients_are_those_of_merged_weights(variant):
     assert compared == 2 * (5 + 3 * indexer + 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
 @pytest.mark.parametrize("variant", ["sparse", "masked", "dense"])
-def test_a_run_starts_with_the_loss_of_its_base(variant):
-    """To the bit, since every B is zero; after it, A and B are no longer alone."""
-    base, model = model_of(config_of(variant, ())), model_of(config_of(variant), ups=False)
+def test_a_run_starts_with_the_loss_of_its_base(variant, dtype):
+    """To the bit, since every B is zero, and so is the gradient of every A."""
+    base = model_of(config_of(variant, (), dtype=dtype))
+    model = model_of(config_of(variant, dtype=dtype), ups=False)
     losses = [forward(each, 7) for each in (base, model)]
     assert losses[0].equal(losses[1])
     losses[1].backward()
