@@ -18,7 +18,12 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_dsa.config import DSAOptions, is_adapter_parameter, is_indexer_parameter
+from megatron_dsa.config import (
+    DSAOptions,
+    is_adapter_parameter,
+    is_indexer_parameter,
+    linears_with_adapters,
+)
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.huggingface.adapters import export_adapter
 from megatron_dsa.huggingface.build import empty_model, widest_dtype
@@ -191,6 +196,13 @@ def _export_adapter(arguments: argparse.Namespace, model: Any, hf: HFModel, valu
         print(
             f"note: {left} tensors of multi-token prediction are left out, PEFT's models have no "
             "such layers",
+            file=sys.stderr,
+        )
+    in_mlps = any(x.startswith("mlp.") for x in linears_with_adapters(model.config))
+    if in_mlps and model.config.num_moe_experts is not None:
+        print(
+            "note: PEFT 0.21 takes adapters of MLPs for those of routed experts in this model "
+            "(docs/guide/lora.md): merge them, without --adapter",
             file=sys.stderr,
         )
     print(f"adapters of {arguments.input} in {arguments.output}")

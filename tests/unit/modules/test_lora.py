@@ -165,6 +165,12 @@ def test_the_table_of_linears_is_that_of_checkpoints():
         (("wk",), {"stage": "dense"}, "with --dsa-stage dense no indexer is trained"),
         (("o_proj",), {"stage": "warmup"}, "--lora-targets must name a linear of the indexer"),
         (("o_proj",), {"delay_wgrad_compute": True}, "--delay-wgrad-compute has no meaning"),
+        (("o_proj",), {"fp8_param": True}, "--fp8-param-gather is not supported with --lora-rank"),
+        (
+            ("o_proj",),
+            {"overlap_moe_expert_parallel_comm": True},
+            "--overlap-moe-expert-parallel-comm must not be used with --lora-rank",
+        ),
         (("o_proj",), {"cuda_graph_impl": "local"}, "--cuda-graph-impl must not be used with --lo"),
         (
             ("up_proj",),
@@ -178,7 +184,8 @@ def test_refused(targets, changes, message):
 
     stage = changes.get("stage", "sparse")
     settings = {name: value for name, value in changes.items() if name != "stage"}
-    late = {name: settings.pop(name) for name in ("delay_wgrad_compute",) if name in settings}
+    names = ("delay_wgrad_compute", "fp8_param", "overlap_moe_expert_parallel_comm")
+    late = {name: settings.pop(name) for name in names if name in settings}
     options = small_options(targets, stage=stage)
     if stage == "warmup":
         settings["dsa_indexer_use_sparse_loss"] = False
