@@ -2,7 +2,7 @@
 #   RUN_DIR  where data, checkpoints, logs and the table go       (runs/conversion)
 #   SMALL    1: a small model and corpus, minutes on a CPU        (one GPU, 160 M parameters)
 #   GPU30    1: the model of full size, for 30 minutes of one GPU
-#   STEPS    optimizer steps: dense, warm-up, sparse  ("1500 100 500", small "80 20 40", GPU30 "840 60 120")
+#   STEPS    optimizer steps: dense, warm-up, sparse  ("1500 100 500", small "60 20 40", GPU30 "840 60 120")
 #   TOPK     keys that a query selects; a run of the sparse stage for each of several
 #            ("2048 1024", small 64)
 #   SEED     of weights and data                                  (1)
@@ -17,9 +17,9 @@ data=$run/data
 # Rates: the highest and the last of the dense model, and of the warm-up. What follows a dense model
 # keeps its last rate, as in DeepSeek's report (there 2.2e-4, 7.3e-6 = 1/30 of it, and 1e-3).
 if [[ -n ${SMALL:-} ]]; then
-  read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-80 20 40}"
-  topks=${TOPK:-64} vocabulary=1024 document_tokens=2048 seq_length=512 batch=4 micro_batch=4
-  peak=3e-3 last=1e-3 warmup_rate=3e-3 lr_warmup=5 eval_interval=20 save_interval=100000 log_interval=10
+  read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-60 20 40}"
+  topks=${TOPK:-64} vocabulary=1024 document_tokens=2048 seq_length=512 batch=2 micro_batch=2
+  peak=3e-3 last=1e-3 warmup_rate=3e-3 lr_warmup=5 eval_interval=50 save_interval=100000 log_interval=10
   measures=(--probe-sequences 8 --selection-sequences 4)
   model=(
     --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4
