@@ -1,4 +1,4 @@
-"""A Python for scripts of ``examples/``, whose processes are forked from one that has imported torch.
+"""A Python for scripts of ``examples/``: its processes are forked from one that has torch.
 
 A script that starts a dozen of them spends most of a small test on imports. Megatron and this
 package are imported by every process anew; environment, folder, arguments, standard streams, exit

@@ -7,7 +7,6 @@ import subprocess
 from tests.cases.launch_scripts import EXAMPLES
 from tests.functional.launch import REPOSITORY
 
-
 #: Half of the sequences of a step.
 LESS = ("--global-batch-size", "4")
 
