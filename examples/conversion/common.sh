@@ -46,7 +46,7 @@ else
     --q-lora-rank 384 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128
     --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 128 --init-method-std 0.02 --bf16
   )
-  v4=( # 12 layers like the first 12 of V4-Flash, with as many parameters as the model above
+  v4=( # 12 layers like the first of V4-Flash; 157 M parameters, the model above has 160 M
     --q-lora-rank 256 --kv-lora-rank 448 --qk-head-dim 448 --v-head-dim 512 --o-groups 4 --o-lora-rank 192
     --csa-compress-ratios 0 0 4 128 4 128 4 128 4 128 4 128 --dsa-indexer-topk 512
   )

@@ -101,7 +101,7 @@ def gap_of(found: list[Session], run: str, step: int, other: str, at: int) -> Ga
         ValueError: they were measured on different text.
     """
     of_seeds: dict[int, list[dict[int, tuple[float, int]]]] = {}
-    references: list[float] = []
+    references: dict[int, float] = {}
     for session in found:
         mine = session.documents.get(run, {}).get(step)
         here = [session, *(each for each in found if each.seed == session.seed)]
@@ -117,7 +117,7 @@ def gap_of(found: list[Session], run: str, step: int, other: str, at: int) -> Ga
             apart[document] = (before[0] + loss - reference, before[1] + count)
             total, tokens = total + reference, tokens + count
         of_seeds.setdefault(session.seed, []).append(apart)
-        references.append(total / tokens)
+        references[session.seed] = total / tokens
     if not of_seeds:
         return None
     means = [mean(each) for each in of_seeds.values()]
@@ -125,7 +125,7 @@ def gap_of(found: list[Session], run: str, step: int, other: str, at: int) -> Ga
     values = [mean_over_clusters(*zip(*each.values(), strict=True))[0] for each in means]
     _, over_documents = mean_over_clusters(*zip(*mean(means).values(), strict=True))
     over_seeds = stdev(values) / number**0.5 if number > 1 else float("nan")
-    return Gap(number, fmean(values), over_documents, over_seeds, fmean(references))
+    return Gap(number, fmean(values), over_documents, over_seeds, fmean(references.values()))
 
 
 def mean(several: list[dict[int, tuple[float, int]]]) -> dict[int, tuple[float, int]]:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cases.conversion import FOLDER, module
 from tests.cases.launch_scripts import EXAMPLES, launch
-from tests.host import parsed
+from tests.host import parsed, stop
 
 PAGE = EXAMPLES.parent / "docs/evidence.md"
 
@@ -202,6 +202,91 @@ def test_a_warm_up_serves_all_numbers_of_keys(tmp_path, monkeypatch):
     assert parsed(command[3:], 1, monkeypatch).dsa_indexer_topk == 1024
 
 
+#: What K/S of 1/16 and 1/32, the variants, the equal runs and V4 change in the flags of a run.
+NAMED = {
+    "dense_on_again": {"dsa_stage": "dense", "dsa_indexer_topk": 2048},
+    "sparse_again": {"dsa_indexer_topk": 2048, "dsa_selected_attention": "auto"},
+    "sparse_512": {"dsa_indexer_topk": 512, "dsa_indexer_numerics": "exact"},
+    "sparse_256": {"dsa_indexer_topk": 256, "dsa_fp8_selection": False},
+    "sparse_absorbed": {"dsa_indexer_topk": 2048, "dsa_selected_attention": "sparse"},
+    "sparse_masked": {"dsa_indexer_topk": 2048, "dsa_selected_attention": "masked"},
+    "sparse_fp8_scores": {"dsa_indexer_topk": 2048, "dsa_indexer_numerics": "deepgemm-fp8"},
+    "sparse_256_fp8": {"dsa_indexer_topk": 256, "dsa_fp8_selection": True},
+    "v4": {"dsa_indexer_topk": 512, "csa_compress_ratios": [0, 0] + 5 * [4, 128]},
+}
+
+
+def all_runs(folder, *names, **variables):
+    """Let ``all.sh`` train these runs where the corpus and the runs before them are there."""
+    (folder / "data").mkdir(exist_ok=True)
+    (folder / "data/corpus.json").write_text("{}")
+    variables = {"RUN_DIR": str(folder), "GPU30": "1"} | variables
+    return launch("conversion/all.sh", folder, variables, *names)
+
+
+@pytest.mark.parametrize("run", NAMED)
+def test_named_runs_parse_and_plan(run, tmp_path, monkeypatch, capsys):
+    """Every run that ``all.sh`` takes the name of, at the size of ``GPU30``, on an H100."""
+    from megatron_dsa.tools.planner.command import dry_run
+
+    trained_to(tmp_path, "dense", 840)
+    trained_to(tmp_path, "warmup", 900)
+    done = all_runs(tmp_path, run)
+    assert done.returncode == 3 and f"{run} was stopped at step 0" in done.stderr
+    command, _ = json.loads((tmp_path / run / "train.log").read_text())
+    flags = command[3:]
+    args = parsed(flags, 1, monkeypatch)
+    assert {name: getattr(args, name) for name in NAMED[run]} == NAMED[run]
+    start = None if run == "v4" else "dense" if run == "dense_on_again" else "warmup"
+    assert args.load == str(tmp_path / (start or run)) and bool(args.no_load_optim) == bool(start)
+    assert (args.train_iters, args.lr) == (1020, 3.3e-5 if start else 1e-3)
+    capsys.readouterr()
+    stop()  # a plan has process groups of its own
+    assert dry_run(["pretrain", *flags, "--dsa-dry-run", "--dsa-dry-run-gpu", "h100"]) == 0
+    plan = capsys.readouterr().out
+    # The teacher of absorbed attention has a fused kernel in cuDNN's front end alone.
+    assert set(re.findall(r"^  (\w+): torch", plan, re.M)) <= {"sparse_attention_probabilities"}
+    weights = float(re.search(r"weights.*\n +0 +(\S+)", plan)[1])
+    millions = 157 if run == "v4" else 149 if "dense" in run else 160
+    assert weights == pytest.approx(2e6 * millions / 2**30, rel=0.005)
+
+
+def test_what_is_done_and_what_is_left(tmp_path):
+    """With what runs start from, and times of steps from logs where there are any."""
+    trained_to(tmp_path, "dense", 420)
+    log = "iteration 10 | elapsed time per iteration (ms): {}.0 |\n"
+    times = "".join(log.format(value) for value in (900, 500, 400))
+    (tmp_path / "dense/train.log").write_text(times)
+    done = all_runs(tmp_path, "sparse_256_fp8", "dense_on", PLAN="1")
+    # Half of dense at 0.5 s a step; the start of a process and an evaluation take 45 s.
+    assert done.stdout.splitlines() == [
+        "== dense: 420 of 840 steps left, about 4.2 minutes",
+        "== warmup: 60 of 900 steps left, about 1.1 minutes",
+        "== sparse_256_fp8: 120 of 1020 steps left, about 2.4 minutes",
+        "== dense_on: 180 of 1020 steps left, about 1.8 minutes",
+        "== about 9.5 minutes left",
+    ]
+    trained_to(tmp_path, "dense", 840)
+    assert "== dense: done, step 840" in all_runs(tmp_path, PLAN="1").stdout
+    assert not (tmp_path / "warmup").exists()
+
+
+def test_an_unknown_run_is_refused(tmp_path):
+    for name in ("sparse_0", "sparse_fp4", "dence"):
+        done = all_runs(tmp_path, name)
+        assert done.returncode == 2 and f"no run is called {name}: dense, " in done.stderr
+        assert not done.stdout
+
+
+def test_other_settings_are_refused(tmp_path):
+    """They would go on from checkpoints of another seed, without a word."""
+    trained_to(tmp_path, "dense", 840)
+    assert all_runs(tmp_path, "dense").returncode in (0, 1)
+    for other in ({"SEED": "2"}, {"STEPS": "840 60 200"}, {"TOPK": "1024"}, {"GPU30": ""}):
+        done = all_runs(tmp_path, "dense_on", **other)
+        assert done.returncode == 2 and "begun with other settings" in done.stderr, other
+
+
 def test_a_run_continues_and_ends(tmp_path):
     trained_to(tmp_path, "dense_on", 1700)
     flags = flags_of_run(tmp_path, "dense_on")
@@ -257,6 +342,94 @@ def test_table(table, tmp_path, monkeypatch, capsys):
         "sparse,10,640,5.5",
         "sparse,20,1280,5.0",
     ]
+
+
+SETTINGS = "seed {}, steps 20 10 20, first TOPK 64, --num-layers 2, batch 2\n"
+
+
+def session(folder, seed, **losses):
+    """Write what ``results.sh`` writes: by run, losses of documents of 100 and 300 tokens."""
+    folder.mkdir()
+    (folder / "settings.txt").write_text(SETTINGS.format(seed))
+    with open(folder / "documents.csv", "w") as file:
+        file.write("run,step,document,band,loss_sum,tokens\n")
+        for run, (step, first, second) in losses.items():
+            file.write(
+                f"{run},{step},0,0-8,{first * 100},100\n{run},{step},1,0-8,{second * 300},300\n"
+            )
+    return folder
+
+
+def rows_of(seeds, capsys, monkeypatch, output, *folders):
+    monkeypatch.setattr("sys.argv", ["seeds", str(output), *map(str, folders)])
+    seeds.main()
+    cells = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    return {(row[0], row[2]): row[3:] for row in cells}
+
+
+def test_gaps_over_seeds(tmp_path, monkeypatch, capsys):
+    """Two seeds, one of them in two sessions; gaps that are negative or NaN stay in the table."""
+    seeds = module("seeds")
+    folders = [
+        session(tmp_path / "a", 1, dense_on=(50, 2.0, 2.0), sparse=(50, 2.3, 2.1)),
+        session(tmp_path / "b", 1, dense_on=(50, 2.0, 2.0), sparse=(50, 2.5, 2.1),
+                sparse_fp8=(50, 2.5, 2.0)),
+        session(tmp_path / "c", 2, dense_on=(50, 3.0, 3.0), sparse=(50, 2.9, 2.9),
+                scratch=(50, float("nan"), 3.0)),
+        session(tmp_path / "d", 2, sparse_32=(50, 3.3, 3.3)),
+    ]  # fmt: skip
+    found = rows_of(seeds, capsys, monkeypatch, tmp_path / "all", *folders)
+    # Seed 1: (0.4 * 100 + 0.1 * 300) / 400 = 0.175; seed 2: -0.1. Documents: +0.15 and 0.
+    mean, over_seeds = (0.175 - 0.1) / 2, 0.275 / 2
+    over_documents = ((15 - 3.75) ** 2 + 11.25**2) ** 0.5 * 2**0.5 / 400
+    number, gap, *errors = found["sparse", "dense_on, 50"]
+    assert (number, gap) == ("2", f"{mean:+.4f} ({mean / 2.5:+.2%})")
+    assert [float(x) for x in errors] == pytest.approx([over_documents, over_seeds], abs=6e-5)
+    assert found["sparse_fp8", "sparse, 50"][:2] == ["1", "-0.0750 (-3.41%)"]
+    assert found["scratch", "dense_on, 50"][1] == "+nan (+nan%)"
+    # The dense model of another session of its seed.
+    assert found["sparse_32", "dense_on, 50"][:2] == ["1", "+0.3000 (+10.00%)"]
+    assert found["sparse", "dense_on, 40"] == ["0", "not measured"]
+    with open(tmp_path / "all/documents.csv", newline="") as file:
+        written = [(row["seed"], row["run"]) for row in csv.DictReader(file)]
+    assert written.count(("1", "sparse")) == 2 and written.count(("1", "sparse_fp8")) == 2
+
+
+def test_sessions_that_do_not_compare_are_refused(tmp_path, monkeypatch, capsys):
+    seeds = module("seeds")
+    one = session(tmp_path / "a", 1, dense_on=(50, 2.0, 2.0), sparse=(50, 2.3, 2.1))
+    other = session(tmp_path / "b", 2, dense_on=(50, 2.0, 2.0))
+    (other / "settings.txt").write_text(SETTINGS.format(2).replace("20 10 20", "20 10 30"))
+    with pytest.raises(SystemExit, match="other settings have no common gap"):
+        rows_of(seeds, capsys, monkeypatch, tmp_path / "all", one, other)
+    (other / "settings.txt").unlink()
+    with pytest.raises(SystemExit, match="must say seed and steps"):
+        rows_of(seeds, capsys, monkeypatch, tmp_path / "all", other)
+
+
+def test_charts_of_several_seeds(tmp_path):
+    """Means, with the error over seeds; of one seed its own error."""
+    pytest.importorskip("matplotlib")
+    charts = module("charts")
+    row = {"run": "sparse", "step": "50", "measure": "copy", "part": "8", "error": "0.5"}
+    rows = [row | {"seed": seed, "value": value} for seed, value in (("1", "0.1"), ("2", "0.3"))]
+    (found,) = charts.means(rows)
+    assert float(found["value"]) == pytest.approx(0.2)
+    assert float(found["error"]) == pytest.approx(0.1)
+    (found,) = charts.means(rows[:1])
+    assert (float(found["value"]), float(found["error"])) == (0.1, 0.5)
+    sums = {
+        seed: {
+            "dense_on": {50: {(0, "0-8"): (20.0, 10), (1, "0-8"): (20.0, 10)}},
+            "sparse": {50: {(0, "0-8"): (20.0 + gap, 10), (1, "0-8"): (20.0 + gap, 10)}},
+        }
+        for seed, gap in (("1", -2.0), ("2", 4.0))
+    }
+    assert charts.last_gaps(sums)["sparse"]["0-8"] == pytest.approx((0.1, 0.3))
+    columns = {"step": "50", "tokens": "100", "validation_loss": "2"}
+    validation = [columns | {"seed": s, "run": r} for s in "12" for r in ("dense_on", "sparse")]
+    assert charts.draw_losses(validation, sums, tmp_path / "losses.png").is_file()
+    assert charts.draw_positions(sums, tmp_path / "positions.png").is_file()
 
 
 def test_a_table_of_nothing_is_refused(table, tmp_path, monkeypatch):
