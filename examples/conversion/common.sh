@@ -32,14 +32,14 @@ if [[ -n ${SMALL:-} ]]; then
   )
 else
   topks=${TOPK:-2048 1024} vocabulary=16384 seq_length=8192 micro_batch=1
-  warmup_rate=1e-3 log_interval=10 measures=() start_seconds=45
+  warmup_rate=1e-3 log_interval=10 measures=() start_seconds=60
   if [[ -n ${GPU30:-} ]]; then
     read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-840 60 120}"
-    seconds="0.35 0.4 0.8" document_tokens=16384 batch=4 peak=1e-3 last=3.3e-5 lr_warmup=$((dense_steps / 14)) eval_interval=60
+    seconds="0.37 0.4 0.9" document_tokens=16384 batch=4 peak=1e-3 last=3.3e-5 lr_warmup=$((dense_steps / 14)) eval_interval=60
     save_interval=$((dense_steps / 2)) dense_eval_interval=$((dense_steps / 2))
   else
     read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-1500 100 500}"
-    seconds="5.6 6.4 13" document_tokens=32768 batch=64 peak=6e-4 last=2e-5 lr_warmup=100 eval_interval=100 save_interval=250
+    seconds="6 6.5 14" document_tokens=32768 batch=64 peak=6e-4 last=2e-5 lr_warmup=100 eval_interval=100 save_interval=250
   fi
   model=(
     --num-layers 12 --hidden-size 768 --ffn-hidden-size 2048 --num-attention-heads 16

@@ -1,7 +1,7 @@
 # Sourced by common.sh: what every run is. `run NAME FLAGS...` trains one, `list_runs NAMES...` says
 # what is done and how many minutes are left.
 #   SECONDS_PER_STEP  of stages dense, warm-up and sparse, for the estimate of runs without a log
-#                     (on an H100, estimated: 5 6 12, GPU30 "0.35 0.4 0.75"; small "0.2 0.2 0.3")
+#                     (estimated, of an H100: "6 6.5 14", GPU30 "0.37 0.4 0.9"; small "0.2 0.2 0.3")
 
 # Without names: those that the gap needs. A model from scratch takes as long as all others of GPU30.
 default_runs=(dense dense_on warmup sparse)

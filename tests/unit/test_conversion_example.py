@@ -258,13 +258,13 @@ def test_what_is_done_and_what_is_left(tmp_path):
     times = "".join(log.format(value) for value in (900, 500, 400))
     (tmp_path / "dense/train.log").write_text(times)
     done = all_runs(tmp_path, "sparse_256_fp8", "dense_on", PLAN="1")
-    # Half of dense at 0.5 s a step; the start of a process and an evaluation take 45 s.
+    # Half of dense at 0.5 s a step; the start of a process and its evaluations take 60 s.
     assert done.stdout.splitlines() == [
-        "== dense: 420 of 840 steps left, about 4.2 minutes",
-        "== warmup: 60 of 900 steps left, about 1.1 minutes",
-        "== sparse_256_fp8: 120 of 1020 steps left, about 2.4 minutes",
-        "== dense_on: 180 of 1020 steps left, about 1.8 minutes",
-        "== about 9.5 minutes left",
+        "== dense: 420 of 840 steps left, about 4.5 minutes",
+        "== warmup: 60 of 900 steps left, about 1.4 minutes",
+        "== sparse_256_fp8: 120 of 1020 steps left, about 2.8 minutes",
+        "== dense_on: 180 of 1020 steps left, about 2.1 minutes",
+        "== about 10.8 minutes left",
     ]
     trained_to(tmp_path, "dense", 840)
     assert "== dense: done, step 840" in all_runs(tmp_path, PLAN="1").stdout
