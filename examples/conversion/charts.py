@@ -24,7 +24,7 @@ COLOURS = {
     "sparse_without_warmup": "#e69f00", "scratch": "#009e73",
     "v4": "#7f3c8d",
 }  # fmt: skip
-OTHERS = ("#56b4e9", "#d55e00", "#f0e442")
+OTHERS = ("#56b4e9", "#d55e00", "#f0e442", "#8c564b", "#17becf", "#bcbd22", "#e377c2", "#7f7f7f")
 
 
 def colours(runs: list[str]) -> dict[str, str]:

@@ -271,6 +271,17 @@ def test_what_is_done_and_what_is_left(tmp_path):
     assert not (tmp_path / "warmup").exists()
 
 
+def test_the_page_lists_the_runs(tmp_path):
+    """Its table has all runs that are tested here; ``all.sh`` knows every one of it."""
+    table = PAGE.read_text(encoding="utf-8").split("| run | starts from |")[1].split("\n\n")[0]
+    rows = [row.split("|")[1] for row in table.splitlines()[2:]]
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert {*RUNS, *NAMED} <= set(names)
+    done = all_runs(tmp_path, *names, PLAN="1")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == len(names) + 1
+
+
 def test_an_unknown_run_is_refused(tmp_path):
     for name in ("sparse_0", "sparse_fp4", "dence"):
         done = all_runs(tmp_path, name)
