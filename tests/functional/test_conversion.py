@@ -18,7 +18,7 @@ MEASURED = {
 }  # fmt: skip
 #: Tokens of the corpus then, to train on and held out: Python's library differs between versions.
 TOKENS = (1117610, 11659)
-#: Other processors round in other places (AVX2 for AVX-512: 0.0013); another corpus is another task.
+#: Other processors round in other places (with AVX2: 0.0013); another corpus is another task.
 BAND, BAND_OF_OTHER_TEXT = 0.02, 0.2
 #: Run, and its gap to dense_on: what three seeds gave, with room on either side.
 GAPS = [("sparse", 0.07, 0.2), ("sparse_without_warmup", 0.0, 0.035), ("scratch", 0.0, 0.3)]
