@@ -1,7 +1,8 @@
 """Processes for tests, forked from one that has imported torch: it takes longer than most tests.
 
-The process they come from holds only what torch itself imports. Megatron and this package are
-imported by every process anew, after it was given its environment, as in a process of a user.
+The process they come from holds torch and other packages that Megatron takes time to import.
+Megatron and this package are imported by every process anew, after it was given its environment, as
+in a process of a user.
 """
 
 from __future__ import annotations
@@ -24,8 +25,14 @@ import psutil
 import torch
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-#: Nothing of it asks for GPUs, which would make them unusable in processes that are forked later.
-PARTS_OF_TORCH = ["torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx"]
+#: None of them asks for GPUs, which would make them unusable in processes that are forked later.
+IMPORTED = [
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.utils.tensorboard",
+    "transformers.models.auto.tokenization_auto",  # by Megatron
+]
 
 
 def run_ranks(function: Callable, arguments: Sequence, ranks: int) -> None:
@@ -95,7 +102,7 @@ def prepare() -> None:
     # Read when torch is imported, and not again in a fork.
     with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}):
         if not torch.cuda.is_available():
-            multiprocessing.set_forkserver_preload(PARTS_OF_TORCH)
+            multiprocessing.set_forkserver_preload(IMPORTED)
         forkserver.ensure_running()
 
 

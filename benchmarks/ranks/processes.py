@@ -38,7 +38,9 @@ def measured(case: Case, way: str, settings: dict, timeout: float, run=None) -> 
     Raises:
         RankFailed: all ranks are ended: those that are not at the same place can do nothing.
     """
-    grid, context = case.grid_of(way), multiprocessing.get_context("spawn")
+    grid, context = case.grid_of(way), multiprocessing.get_context("forkserver")
+    # Importing torch, which takes longest, does not use the GPU yet: its forks can.
+    context.set_forkserver_preload(["torch"])
     pipes, processes = [], []
     with tempfile.TemporaryDirectory() as folder:
         try:

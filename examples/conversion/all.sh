@@ -1,20 +1,32 @@
 #!/usr/bin/env bash
 # What it costs to make a dense model sparse: prepares the corpus, trains all runs, and prints tables
 # of their losses on held-out text and of the measures, which are also written to CSVs in RUN_DIR, and
-# drawn where matplotlib is installed.
+# drawn where matplotlib is installed. Runs that are done are not done again.
 #   SMALL=1 examples/conversion/all.sh    the same in minutes on a CPU
 #   GPU30=1 examples/conversion/all.sh    in 30 minutes on one GPU, without the model from scratch
-# common.sh explains the variables; arguments are appended to Megatron's flags.
+#   all.sh NAME...                        these runs and those that they start from; runs.sh has the names
+#   PLAN=1 all.sh ...                     only says what is done, and how many minutes are left
+# common.sh explains the variables; arguments from the first one with a dash on are appended to
+# Megatron's flags.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+source examples/conversion/common.sh
+names=()
+while [[ $# -gt 0 && $1 != -* ]]; do
+  names+=("$1")
+  shift
+done
+if ((${#names[@]} == 0)); then names=("${default_runs[@]}"); fi
+runs=$(with_parents "${names[@]}")
+read -ra runs <<<"$runs"
+list_runs "${runs[@]}"
+if [[ -n ${PLAN:-} ]]; then exit; fi
 examples/conversion/data.sh
-runs=(dense dense_on sparse sparse_without_warmup)
-if [[ -z ${GPU30:-} ]]; then runs+=(scratch); fi
 stopped=false
 # A signal goes on to the run, which saves a checkpoint.
 trap 'stopped=true; kill -TERM "$child" 2>/dev/null || true' INT TERM
 for name in "${runs[@]}"; do
-  "examples/conversion/$name.sh" "$@" &
+  (run "$name" "$@") &
   child=$! status=0
   wait "$child" || status=$?
   if $stopped; then

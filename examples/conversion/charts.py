@@ -2,11 +2,14 @@
 
 ``python charts.py RUN_DIR FOLDER`` writes ``losses.png``, ``positions.png``, ``selection.png`` and
 ``probes.png``; a chart without data is left out. Bars of error are standard errors: over documents
-for losses, over sequences for probes.
+for losses, over sequences for probes. CSVs of several seeds, which ``seeds.py`` writes, give a line
+per seed in the first chart and means in the others, with the standard error over seeds.
 """
 
 import argparse
+import math
 from pathlib import Path
+from statistics import fmean, stdev
 
 import matplotlib
 
@@ -19,8 +22,9 @@ from table import REFERENCE, Sums, document_sums, read
 COLOURS = {
     "dense": "#000000", "dense_on": "#4d4d4d", "warmup": "#cc79a7", "sparse": "#0072b2",
     "sparse_without_warmup": "#e69f00", "scratch": "#009e73",
+    "v4": "#7f3c8d",
 }  # fmt: skip
-OTHERS = ("#56b4e9", "#d55e00", "#f0e442")
+OTHERS = ("#56b4e9", "#d55e00", "#f0e442", "#8c564b", "#17becf", "#bcbd22", "#e377c2", "#7f7f7f")
 
 
 def colours(runs: list[str]) -> dict[str, str]:
@@ -37,6 +41,34 @@ def in_runs(rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
     return found
 
 
+def by_seed(rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
+    """Return rows by seed, in their order; those of a CSV without seeds have the empty one."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        found.setdefault(row.get("seed", ""), []).append(row)
+    return found
+
+
+def over_seeds(values: list[float], error: float) -> tuple[float, float]:
+    """Return the mean and its standard error; ``error`` is that of a single value."""
+    if len(values) < 2:
+        return values[0], error
+    return fmean(values), stdev(values) / math.sqrt(len(values))
+
+
+def means(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return the rows of ``measures.csv`` with one, of all seeds, in place of one per seed."""
+    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        groups.setdefault((row["run"], row["step"], row["measure"], row["part"]), []).append(row)
+    found = []
+    for first, *others in groups.values():
+        values = [float(row["value"]) for row in (first, *others)]
+        value, error = over_seeds(values, float(first["error"] or "nan"))
+        found.append(first | {"value": str(value), "error": str(error)})
+    return found
+
+
 def save(figure, target: Path) -> Path:
     """Write a figure; return the file."""
     for axis in figure.axes:
@@ -48,23 +80,29 @@ def save(figure, target: Path) -> Path:
     return target
 
 
-def draw_losses(validation: list[dict[str, str]], sums: dict[str, dict[int, Sums]], target: Path):
+def draw_losses(
+    validation: list[dict[str, str]], sums: dict[str, dict[str, dict[int, Sums]]], target: Path
+):
     """Draw losses against tokens, and the gaps to the dense model that went on."""
-    runs = in_runs(validation)
-    colour = colours(list(runs))
+    colour = colours(list(in_runs(validation)))
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.4))
-    for run, rows in runs.items():
-        places = [float(row["tokens"]) / 1e6 for row in rows]
-        values = [float(row["validation_loss"]) for row in rows]
-        left.plot(places, values, marker="o", ms=3, color=colour[run], label=run)
-        per_step = {int(row["step"]): float(row["tokens"]) / 1e6 for row in rows}
-        theirs, mine = sums.get(REFERENCE, {}), sums.get(run, {})
-        steps = [step for step in sorted(mine) if step in theirs and step in per_step]
-        if run != REFERENCE and steps:
-            found = [gaps(mine[step], theirs[step])["all"] for step in steps]
-            places = [per_step[step] for step in steps]
-            values, errors = zip(*found, strict=True)
-            right.errorbar(places, values, errors, capsize=3, color=colour[run], label=run)
+    labelled = set()
+    for seed, of_seed in by_seed(validation).items():
+        for run, rows in in_runs(of_seed).items():
+            label = None if run in labelled else run
+            labelled.add(run)
+            places = [float(row["tokens"]) / 1e6 for row in rows]
+            values = [float(row["validation_loss"]) for row in rows]
+            left.plot(places, values, marker="o", ms=3, color=colour[run], label=label)
+            per_step = {int(row["step"]): float(row["tokens"]) / 1e6 for row in rows}
+            documents = sums.get(seed, {})
+            theirs, mine = documents.get(REFERENCE, {}), documents.get(run, {})
+            steps = [step for step in sorted(mine) if step in theirs and step in per_step]
+            if run != REFERENCE and steps:
+                found = [gaps(mine[step], theirs[step])["all"] for step in steps]
+                places = [per_step[step] for step in steps]
+                values, errors = zip(*found, strict=True)
+                right.errorbar(places, values, errors, capsize=3, color=colour[run], label=label)
     right.axhline(0, color=COLOURS[REFERENCE], lw=1)
     left.set(xlabel="million tokens", ylabel="held-out loss (nats per token)")
     right.set(xlabel="million tokens", ylabel=f"gap to {REFERENCE} at equal tokens (nats)")
@@ -72,17 +110,31 @@ def draw_losses(validation: list[dict[str, str]], sums: dict[str, dict[int, Sums
     return save(figure, target)
 
 
-def draw_positions(sums: dict[str, dict[int, Sums]], target: Path):
-    """Draw the gaps by position in the sequence, of the last step of every run."""
-    theirs = sums.get(REFERENCE, {})
-    found = {
-        run: gaps(mine[max(mine)], theirs[max(mine)])
-        for run, mine in sums.items()
-        if run != REFERENCE and mine and max(mine) in theirs
+def last_gaps(
+    sums: dict[str, dict[str, dict[int, Sums]]],
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return gaps and errors of the last step of every run, by band of positions."""
+    of_seeds: dict[str, list[dict[str, tuple[float, float]]]] = {}
+    for documents in sums.values():
+        theirs = documents.get(REFERENCE, {})
+        for run, mine in documents.items():
+            if run != REFERENCE and mine and max(mine) in theirs:
+                of_seeds.setdefault(run, []).append(gaps(mine[max(mine)], theirs[max(mine)]))
+    return {
+        run: {
+            band: over_seeds([each[band][0] for each in found], found[0][band][1])
+            for band in found[0]
+        }
+        for run, found in of_seeds.items()
     }
+
+
+def draw_positions(sums: dict[str, dict[str, dict[int, Sums]]], target: Path):
+    """Draw the gaps by position in the sequence, of the last step of every run."""
+    found = last_gaps(sums)
     if not found:
         return None
-    colour = colours(list(sums))
+    colour = colours(list(found))
     bands = [band for band in next(iter(found.values())) if band != "all"]
     figure, axis = pyplot.subplots(figsize=(7, 4.4))
     width = 0.8 / len(found)
@@ -124,11 +176,11 @@ def draw_selection(measures: list[dict[str, str]], layers: list[dict[str, str]],
                               ls="--" if best else "-", label=None if best else run)  # fmt: skip
     for run, rows in in_runs(layers).items():
         for axis, column in ((axes[1, 0], "mass"), (axes[1, 1], "indexer_loss")):
-            for layer in sorted({int(row["layer"]) for row in rows}):
+            for seed, layer in sorted({(row.get("seed", ""), int(row["layer"])) for row in rows}):
                 series = [
                     (int(row["step"]), float(row[column]))
                     for row in rows
-                    if int(row["layer"]) == layer and row[column]
+                    if (row.get("seed", ""), int(row["layer"])) == (seed, layer) and row[column]
                 ]
                 if series:
                     axis.plot(*zip(*series, strict=True), color=colour[run], lw=0.7, alpha=0.6)
@@ -177,7 +229,11 @@ def main() -> None:
         read(arguments.run / f"{name}.csv")
         for name in ("validation", "measures", "documents", "layers")
     )
-    sums = {run: document_sums(rows) for run, rows in in_runs(documents).items()}
+    sums = {
+        seed: {run: document_sums(of_run) for run, of_run in in_runs(rows).items()}
+        for seed, rows in by_seed(documents).items()
+    }
+    measures = means(measures)
     folder = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
     drawn = [

@@ -1,15 +1,15 @@
-# Sourced by the scripts of this folder: sizes, flags, and the function `train`.
+# Sourced by the scripts of this folder: sizes, flags, and the function `train`. runs.sh has the runs.
 #   RUN_DIR  where data, checkpoints, logs and the table go       (runs/conversion)
 #   SMALL    1: a small model and corpus, minutes on a CPU        (one GPU, 160 M parameters)
 #   GPU30    1: the model of full size, for 30 minutes of one GPU
-#   STEPS    optimizer steps: dense, warm-up, sparse  ("1500 100 500", small "80 20 40", GPU30 "840 60 120")
+#   STEPS    optimizer steps: dense, warm-up, sparse  ("1500 100 500", small "60 20 40", GPU30 "840 60 120")
 #   TOPK     keys that a query selects; a run of the sparse stage for each of several
 #            ("2048 1024", small 64)
 #   SEED     of weights and data                                  (1)
 #   PYTHON   interpreter with everything installed                (sets up .venv and takes that)
 # Arguments of the scripts are appended to Megatron's flags. A script that is called again continues
 # from the last checkpoints of its runs, also after SIGTERM (`timeout --foreground`), which saves one.
-# Another SEED, STEPS or first TOPK needs another RUN_DIR.
+# Another size, SEED, STEPS or first TOPK needs another RUN_DIR, and is refused.
 source examples/log.sh
 python=${PYTHON:-$(scripts/environment.sh)}
 run=${RUN_DIR:-runs/conversion${SMALL:+_small}${GPU30:+_gpu30}}
@@ -17,32 +17,41 @@ data=$run/data
 # Rates: the highest and the last of the dense model, and of the warm-up. What follows a dense model
 # keeps its last rate, as in DeepSeek's report (there 2.2e-4, 7.3e-6 = 1/30 of it, and 1e-3).
 if [[ -n ${SMALL:-} ]]; then
-  read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-80 20 40}"
-  topks=${TOPK:-64} vocabulary=1024 document_tokens=2048 seq_length=512 batch=4 micro_batch=4
-  peak=3e-3 last=1e-3 warmup_rate=3e-3 lr_warmup=5 eval_interval=20 save_interval=100000 log_interval=10
-  measures=(--probe-sequences 8 --selection-sequences 4)
+  read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-60 20 40}"
+  topks=${TOPK:-64} vocabulary=1024 document_tokens=2048 seq_length=512 batch=2 micro_batch=2
+  peak=3e-3 last=1e-3 warmup_rate=3e-3 lr_warmup=5 eval_interval=50 save_interval=100000 log_interval=10
+  measures=(--probe-sequences 8 --selection-sequences 4) seconds="0.2 0.2 0.3" start_seconds=15
   model=(
     --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4
     --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32
     --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 32 --init-method-std 0.05
   )
+  v4=(
+    --kv-lora-rank 32 --v-head-dim 48 --o-groups 2 --o-lora-rank 32
+    --csa-compress-ratios 4 16 --csa-window-size 32 --dsa-indexer-topk 16
+  )
 else
   topks=${TOPK:-2048 1024} vocabulary=16384 seq_length=8192 micro_batch=1
-  warmup_rate=1e-3 log_interval=10 measures=()
+  warmup_rate=1e-3 log_interval=10 measures=() start_seconds=60
   if [[ -n ${GPU30:-} ]]; then
     read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-840 60 120}"
-    document_tokens=16384 batch=4 peak=1e-3 last=3.3e-5 lr_warmup=$((dense_steps / 14)) eval_interval=60
+    seconds="0.37 0.4 0.9" document_tokens=16384 batch=4 peak=1e-3 last=3.3e-5 lr_warmup=$((dense_steps / 14)) eval_interval=60
     save_interval=$((dense_steps / 2)) dense_eval_interval=$((dense_steps / 2))
   else
     read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-1500 100 500}"
-    document_tokens=32768 batch=64 peak=6e-4 last=2e-5 lr_warmup=100 eval_interval=100 save_interval=250
+    seconds="6 6.5 14" document_tokens=32768 batch=64 peak=6e-4 last=2e-5 lr_warmup=100 eval_interval=100 save_interval=250
   fi
   model=(
     --num-layers 12 --hidden-size 768 --ffn-hidden-size 2048 --num-attention-heads 16
     --q-lora-rank 384 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128
     --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 128 --init-method-std 0.02 --bf16
   )
+  v4=( # 12 layers like the first of V4-Flash; 157 M parameters, the model above has 160 M
+    --q-lora-rank 256 --kv-lora-rank 448 --qk-head-dim 448 --v-head-dim 512 --o-groups 4 --o-lora-rank 192
+    --csa-compress-ratios 0 0 4 128 4 128 4 128 4 128 4 128 --dsa-indexer-topk 512
+  )
 fi
+v4+=(--csa-compress-rotary-base 160000 --dsa-indexer-rope-interleaved)
 dense_eval_interval=${dense_eval_interval:-$eval_interval}
 on_steps=$((warmup_steps + sparse_steps))
 read -ra topks <<<"$topks"
@@ -82,9 +91,23 @@ step_of() { # run: step of its last checkpoint
   cat "$run/$1/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0
 }
 
+check_settings() { # those of RUN_DIR are what this call has; the first one sets them
+  local file=$run/settings.txt now
+  now="seed ${SEED:-1}, steps $dense_steps $warmup_steps $sparse_steps, first TOPK ${topks[0]}, ${model[*]:0:6}, batch $batch"
+  if [[ ! -f $file ]]; then
+    mkdir -p "$run"
+    echo "$now" >"$file"
+  elif [[ $(<"$file") != "$now" ]]; then
+    printf '%s was begun with other settings: choose another RUN_DIR\n  there %s\n  now   %s\n' \
+      "$run" "$(<"$file")" "$now" >&2
+    return 2
+  fi
+}
+
 train() { # run, run that it starts from or "", stage, last step, flags
   local name=$1 from=$2 stage=$3 until=$4 step start=(--load "$run/$1")
   shift 4
+  check_settings || return
   step=$(step_of "$name")
   if ((step >= until)); then
     echo "== $name is at step $step"
@@ -112,3 +135,5 @@ train() { # run, run that it starts from or "", stage, last step, flags
     return 3
   fi
 }
+
+source examples/conversion/runs.sh

@@ -3,4 +3,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source examples/conversion/common.sh
-train dense "" dense "$dense_steps" "${falling[@]}" "$@"
+run dense "$@"

@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source examples/conversion/common.sh
-train dense_on dense dense $((dense_steps + on_steps)) $(constant "$last") "$@"
+run dense_on "$@"

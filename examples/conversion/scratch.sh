@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source examples/conversion/common.sh
-train scratch "" sparse $((dense_steps + on_steps)) "${falling[@]}" "$@"
+run scratch "$@"

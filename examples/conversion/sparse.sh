@@ -6,11 +6,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source examples/conversion/common.sh
-train warmup dense warmup $((dense_steps + warmup_steps)) $(constant "$warmup_rate") "$@"
+run warmup "$@"
 for topk in "${topks[@]}"; do
   if [[ ${ONLY:-$topk} != "$topk" ]]; then continue; fi
-  name=sparse
-  if [[ $topk != "${topks[0]}" ]]; then name=sparse_$topk; fi
-  train "$name" warmup sparse $((dense_steps + on_steps)) $(constant "$last") \
-    --dsa-indexer-topk "$topk" "$@"
+  if [[ $topk == "${topks[0]}" ]]; then run sparse "$@"; else run "sparse_$topk" "$@"; fi
 done

@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source examples/conversion/common.sh
-train sparse_without_warmup dense sparse $((dense_steps + on_steps)) $(constant "$last") "$@"
+run sparse_without_warmup "$@"

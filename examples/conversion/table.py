@@ -24,14 +24,16 @@ from held_out import gaps
 RUNS = (
     "dense",
     "dense_on",
+    "dense_on_again",
     "warmup",
     "sparse",
     "sparse_without_warmup",
     "scratch",
+    "v4",
 )
 REFERENCE = "dense_on"
-#: Runs after a warm-up: with the first number of selected keys, and with others.
-WARMED = re.compile(r"sparse(_\d+)?")
+#: Runs after a warm-up: another number of selected keys than the first, and what else is different.
+WARMED = re.compile(r"sparse(?:_(\d+))?(?:_(again|absorbed|masked|fp8|fp8_scores))?")
 LINE = re.compile(
     r"validation-held_out loss at iteration (\d+)(?: on validation set)? \| lm loss value: (\S+) \|"
 )
@@ -55,8 +57,15 @@ def runs_of(folder: Path) -> list[str]:
     found = {file.parent.name for file in folder.glob("*/train.log")}
     others = [name for name in found if name not in RUNS and WARMED.fullmatch(name)]
     at = RUNS.index("sparse") + 1
-    others.sort(key=lambda name: -int(name.split("_")[1]))
+    others.sort(key=warmed)
     return [name for name in (*RUNS[:at], *others, *RUNS[at:]) if name in found]
+
+
+def warmed(name: str) -> tuple[float, str]:
+    """Return what runs after a warm-up are sorted by: most keys first, then by variant."""
+    found = WARMED.fullmatch(name)
+    assert found
+    return -float(found[1] or "inf"), found[2] or ""
 
 
 def read(file: Path) -> list[dict[str, str]]:

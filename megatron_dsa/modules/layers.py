@@ -6,9 +6,14 @@ With transformer-engine its own classes are used instead, see ``specs.py``.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -38,10 +43,23 @@ class LocalNorm:
         return norm
 
 
+def replicated_draws() -> AbstractContextManager:
+    """Draw from the random state that Megatron keeps for what all tensor-parallel ranks hold.
+
+    Transformer-engine's replicated linears draw from it: with one seed, layers of either kind
+    start from the same weights.
+    """
+    tracker = get_cuda_rng_tracker()
+    if not tracker.is_initialized():
+        return nullcontext()
+    return tracker.fork(get_data_parallel_rng_tracker_name())
+
+
 class ReplicatedLinear(torch.nn.Linear):
     """A linear layer without bias that every tensor-parallel rank holds in full.
 
-    Takes the arguments of Megatron's linears and returns ``(output, None)`` like them.
+    Takes the arguments of Megatron's linears and returns ``(output, None)`` like them. Its weight
+    is drawn in :func:`replicated_draws`.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config, init_method, **_ignored):
@@ -53,7 +71,11 @@ class ReplicatedLinear(torch.nn.Linear):
             dtype=config.params_dtype,
         )
         if config.perform_initialization:
-            init_method(self.weight)
+            with replicated_draws():
+                init_method(self.weight)
+
+    def reset_parameters(self) -> None:
+        """Draw nothing: torch's own start would take numbers that other modules draw."""
 
     def forward(self, x: torch.Tensor) -> Any:  # Megatron's linears return a bias as well
         """Return ``(x @ weight.T, None)``."""

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 
@@ -14,27 +13,22 @@ from tests.functional.launch import REPOSITORY
 
 #: Run -> its last step, and its loss on held-out text there (nats per token), as first measured.
 MEASURED = {
-    "dense": (80, 4.903), "dense_on": (140, 4.646), "warmup": (100, 4.903), "sparse": (140, 4.745),
-    "sparse_without_warmup": (140, 4.661), "scratch": (140, 4.707),
+    "dense": (60, 5.372), "dense_on": (120, 4.962), "warmup": (80, 5.372), "sparse": (120, 5.074),
+    "sparse_without_warmup": (120, 4.981), "scratch": (120, 5.003),
 }  # fmt: skip
 #: Tokens of the corpus then, to train on and held out: Python's library differs between versions.
 TOKENS = (1117610, 11659)
-#: Other processors and versions of torch round in other places; another corpus is another task.
-BAND, BAND_OF_OTHER_TEXT = 0.03, 0.2
-#: Run, step of dense_on, and the gap to it: what three seeds gave, and as much on either side.
-GAPS = [
-    ("sparse", 140, 0.02, 0.14),
-    ("sparse", 120, -0.04, 0.09),
-    ("sparse_without_warmup", 140, -0.02, 0.04),
-    ("scratch", 140, 0.0, 0.12),
-]
+#: Other processors round in other places (with AVX2: 0.0013); another corpus is another task.
+BAND, BAND_OF_OTHER_TEXT = 0.02, 0.2
+#: Run, and its gap to dense_on: what three seeds gave, with room on either side.
+GAPS = [("sparse", 0.07, 0.2), ("sparse_without_warmup", 0.0, 0.035), ("scratch", 0.0, 0.3)]
 
 
-def train_all(folder):
+def train_all(folder, python):
     """Run the example as users do; return what it printed."""
     places = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    variables = {"PYTHON": sys.executable, "RUN_DIR": str(folder), "SMALL": "1", "SEED": "1"}
-    unset = ("STEPS", "TOPK", "ONLY", "GPU30", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+    variables = {"PYTHON": python, "RUN_DIR": str(folder), "SMALL": "1", "SEED": "1"}
+    unset = ("STEPS", "TOPK", "ONLY", "PLAN", "GPU30", "RANK", "LOCAL_RANK", "WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     done = subprocess.run(
         [EXAMPLES / "conversion/all.sh"],
@@ -46,11 +40,11 @@ def train_all(folder):
 
 
 @pytest.fixture(scope="module")
-def conversion(tmp_path_factory):
+def conversion(tmp_path_factory, python):
     """Train all runs once; return their folder and what was printed."""
     pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("conversion")
-    return folder, train_all(folder)
+    return folder, train_all(folder, python)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +53,7 @@ def losses(conversion):
     found = {}
     with open(conversion[0] / "validation.csv", newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            assert int(row["tokens"]) == int(row["step"]) * 4 * 512
+            assert int(row["tokens"]) == int(row["step"]) * 2 * 512
             found.setdefault(row["run"], {})[int(row["step"])] = float(row["validation_loss"])
     assert list(found) == list(MEASURED)
     return found
@@ -85,14 +79,14 @@ def test_losses_are_within_their_bands(conversion, losses):
 
 
 def test_the_gap_to_the_dense_model_that_goes_on(losses):
-    """At equal tokens, and after a warm-up at equal updates, too."""
-    for run, step, least, most in GAPS:
-        gap = losses[run][140] - losses["dense_on"][step]
-        assert least < gap < most, (run, step, gap)
+    """At equal tokens."""
+    for run, least, most in GAPS:
+        gap = losses[run][120] - losses["dense_on"][120]
+        assert least < gap < most, (run, gap)
 
 
 def test_a_warm_up_trains_the_indexers_alone(conversion, losses):
-    assert losses["warmup"] == {100: pytest.approx(losses["dense"][80], abs=1e-5)}
+    assert losses["warmup"] == {80: pytest.approx(losses["dense"][60], abs=1e-5)}
     indexer = logged(conversion, "warmup", "indexer loss")
     assert indexer[-1] < 0.7 * indexer[0]
 
@@ -161,18 +155,19 @@ def test_what_else_is_measured(conversion):
 def test_a_table_ends_the_run(conversion):
     rows = conversion[1].splitlines()[-7:]
     assert [re.match(r"\| (\w+) \| (\d+) ", row).groups() for row in rows] == [
-        ("dense", "80"),
-        ("dense_on", "140"),
-        ("warmup", "100"),
-        ("sparse", "140"),
-        ("sparse", "140"),
-        ("sparse_without_warmup", "140"),
-        ("scratch", "140"),
+        ("dense", "60"),
+        ("dense_on", "120"),
+        ("warmup", "80"),
+        ("sparse", "120"),
+        ("sparse", "120"),
+        ("sparse_without_warmup", "120"),
+        ("scratch", "120"),
     ]
 
 
-def test_nothing_is_trained_twice(conversion):
-    again = train_all(conversion[0])
+def test_nothing_is_trained_twice(conversion, python):
+    again = train_all(conversion[0], python)
+    assert again.startswith("== dense: done, step 60\n") and "== about 0 minutes left\n" in again
     for run, (step, _) in MEASURED.items():
         assert f"== {run} is at step {step}\n" in again
     assert "iteration" not in again and again.endswith(

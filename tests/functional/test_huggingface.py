@@ -146,12 +146,12 @@ def test_dense_checkpoint_to_warmed_up_sparse_checkpoint(way, data, tmp_path):
     assert all(reader.read(name).any() for name in indexers if not name.endswith("bias"))
 
 
-def test_example_from_dense_to_sparse(tmp_path):
+def test_example_from_dense_to_sparse(tmp_path, python):
     """Trained, exported, imported, warmed up, made sparse, exported, and imported again."""
     done = subprocess.run(
         [REPOSITORY / "examples" / "dense_to_sparse.sh"],
         env=os.environ
-        | {"RUN_DIR": str(tmp_path / "run"), "STEPS": "4 2 2", "PYTHON": sys.executable},
+        | {"RUN_DIR": str(tmp_path / "run"), "STEPS": "4 2 2", "PYTHON": python},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cases.conversion import FOLDER, module
 from tests.cases.launch_scripts import EXAMPLES, launch
-from tests.host import parsed
+from tests.host import parsed, stop
 
 PAGE = EXAMPLES.parent / "docs/evidence.md"
 
@@ -200,6 +200,102 @@ def test_a_warm_up_serves_all_numbers_of_keys(tmp_path, monkeypatch):
     launch("conversion/sparse.sh", tmp_path, places)
     command, _ = json.loads((tmp_path / "sparse_1024/train.log").read_text())
     assert parsed(command[3:], 1, monkeypatch).dsa_indexer_topk == 1024
+
+
+#: What K/S of 1/16 and 1/32, the variants, the equal runs and V4 change in the flags of a run.
+NAMED = {
+    "dense_on_again": {"dsa_stage": "dense", "dsa_indexer_topk": 2048},
+    "sparse_again": {"dsa_indexer_topk": 2048, "dsa_selected_attention": "auto"},
+    "sparse_512": {"dsa_indexer_topk": 512, "dsa_indexer_numerics": "exact"},
+    "sparse_256": {"dsa_indexer_topk": 256, "dsa_fp8_selection": False},
+    "sparse_absorbed": {"dsa_indexer_topk": 2048, "dsa_selected_attention": "sparse"},
+    "sparse_masked": {"dsa_indexer_topk": 2048, "dsa_selected_attention": "masked"},
+    "sparse_fp8_scores": {"dsa_indexer_topk": 2048, "dsa_indexer_numerics": "deepgemm-fp8"},
+    "sparse_256_fp8": {"dsa_indexer_topk": 256, "dsa_fp8_selection": True},
+    "v4": {"dsa_indexer_topk": 512, "csa_compress_ratios": [0, 0] + 5 * [4, 128]},
+}
+
+
+def all_runs(folder, *names, **variables):
+    """Let ``all.sh`` train these runs where the corpus and the runs before them are there."""
+    (folder / "data").mkdir(exist_ok=True)
+    (folder / "data/corpus.json").write_text("{}")
+    variables = {"RUN_DIR": str(folder), "GPU30": "1"} | variables
+    return launch("conversion/all.sh", folder, variables, *names)
+
+
+@pytest.mark.parametrize("run", NAMED)
+def test_named_runs_parse_and_plan(run, tmp_path, monkeypatch, capsys):
+    """Every run that ``all.sh`` takes the name of, at the size of ``GPU30``, on an H100."""
+    from megatron_dsa.tools.planner.command import dry_run
+
+    trained_to(tmp_path, "dense", 840)
+    trained_to(tmp_path, "warmup", 900)
+    done = all_runs(tmp_path, run)
+    assert done.returncode == 3 and f"{run} was stopped at step 0" in done.stderr
+    command, _ = json.loads((tmp_path / run / "train.log").read_text())
+    flags = command[3:]
+    args = parsed(flags, 1, monkeypatch)
+    assert {name: getattr(args, name) for name in NAMED[run]} == NAMED[run]
+    start = None if run == "v4" else "dense" if run == "dense_on_again" else "warmup"
+    assert args.load == str(tmp_path / (start or run)) and bool(args.no_load_optim) == bool(start)
+    assert (args.train_iters, args.lr) == (1020, 3.3e-5 if start else 1e-3)
+    capsys.readouterr()
+    stop()  # a plan has process groups of its own
+    assert dry_run(["pretrain", *flags, "--dsa-dry-run", "--dsa-dry-run-gpu", "h100"]) == 0
+    plan = capsys.readouterr().out
+    # The teacher of absorbed attention has a fused kernel in cuDNN's front end alone.
+    assert set(re.findall(r"^  (\w+): torch", plan, re.M)) <= {"sparse_attention_probabilities"}
+    weights = float(re.search(r"weights.*\n +0 +(\S+)", plan)[1])
+    millions = 157 if run == "v4" else 149 if "dense" in run else 160
+    assert weights == pytest.approx(2e6 * millions / 2**30, rel=0.005)
+
+
+def test_what_is_done_and_what_is_left(tmp_path):
+    """With what runs start from, and times of steps from logs where there are any."""
+    trained_to(tmp_path, "dense", 420)
+    log = "iteration 10 | elapsed time per iteration (ms): {}.0 |\n"
+    times = "".join(log.format(value) for value in (900, 500, 400))
+    (tmp_path / "dense/train.log").write_text(times)
+    done = all_runs(tmp_path, "sparse_256_fp8", "dense_on", PLAN="1")
+    # Half of dense at 0.5 s a step; the start of a process and its evaluations take 60 s.
+    assert done.stdout.splitlines() == [
+        "== dense: 420 of 840 steps left, about 4.5 minutes",
+        "== warmup: 60 of 900 steps left, about 1.4 minutes",
+        "== sparse_256_fp8: 120 of 1020 steps left, about 2.8 minutes",
+        "== dense_on: 180 of 1020 steps left, about 2.1 minutes",
+        "== about 10.8 minutes left",
+    ]
+    trained_to(tmp_path, "dense", 840)
+    assert "== dense: done, step 840" in all_runs(tmp_path, PLAN="1").stdout
+    assert not (tmp_path / "warmup").exists()
+
+
+def test_the_page_lists_the_runs(tmp_path):
+    """Its table has all runs that are tested here; ``all.sh`` knows every one of it."""
+    table = PAGE.read_text(encoding="utf-8").split("| run | starts from |")[1].split("\n\n")[0]
+    rows = [row.split("|")[1] for row in table.splitlines()[2:]]
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert {*RUNS, *NAMED} <= set(names)
+    done = all_runs(tmp_path, *names, PLAN="1")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == len(names) + 1
+
+
+def test_an_unknown_run_is_refused(tmp_path):
+    for name in ("sparse_0", "sparse_fp4", "dence"):
+        done = all_runs(tmp_path, name)
+        assert done.returncode == 2 and f"no run is called {name}: dense, " in done.stderr
+        assert not done.stdout
+
+
+def test_other_settings_are_refused(tmp_path):
+    """They would go on from checkpoints of another seed, without a word."""
+    trained_to(tmp_path, "dense", 840)
+    assert all_runs(tmp_path, "dense").returncode in (0, 1)
+    for other in ({"SEED": "2"}, {"STEPS": "840 60 200"}, {"TOPK": "1024"}, {"GPU30": ""}):
+        done = all_runs(tmp_path, "dense_on", **other)
+        assert done.returncode == 2 and "begun with other settings" in done.stderr, other
 
 
 def test_a_run_continues_and_ends(tmp_path):

@@ -1,0 +1,91 @@
+# Sourced by common.sh: what every run is. `run NAME FLAGS...` trains one, `list_runs NAMES...` says
+# what is done and how many minutes are left.
+#   SECONDS_PER_STEP  of stages dense, warm-up and sparse, for the estimate of runs without a log
+#                     (estimated, of an H100: "6 6.5 14", GPU30 "0.37 0.4 0.9"; small "0.2 0.2 0.3")
+
+# Without names: those that the gap needs. A model from scratch takes as long as all others of GPU30.
+default_runs=(dense dense_on warmup sparse)
+for topk in "${topks[@]:1}"; do default_runs+=("sparse_$topk"); done
+default_runs+=(sparse_without_warmup)
+if [[ -z ${GPU30:-} ]]; then default_runs+=(scratch); fi
+
+describe() { # run: sets from, stage, until, rates, flags
+  from=dense stage=sparse until=$((dense_steps + on_steps)) flags=()
+  read -ra rates <<<"$(constant "$last")"
+  case $1 in
+    dense) from='' stage=dense until=$dense_steps rates=("${falling[@]}") ;;
+    dense_on | dense_on_again) stage=dense ;; # two equal runs: what differs is noise
+    warmup)
+      stage=warmup until=$((dense_steps + warmup_steps))
+      read -ra rates <<<"$(constant "$warmup_rate")"
+      ;;
+    sparse_without_warmup) ;;
+    scratch) from='' rates=("${falling[@]}") ;;
+    v4) from='' rates=("${falling[@]}") flags=("${v4[@]}") ;;
+    *) # sparse, sparse_TOPK, sparse_VARIANT, sparse_TOPK_VARIANT
+      if [[ ! $1 =~ ^sparse(_([1-9][0-9]*))?(_(again|absorbed|masked|fp8|fp8_scores))?$ ]]; then
+        echo "no run is called $1: dense, dense_on, dense_on_again, warmup, sparse, sparse_without_warmup," \
+          "scratch, v4, or sparse with a number of keys, a variant (again, absorbed, masked, fp8," \
+          "fp8_scores) or both behind it, such as sparse_512 and sparse_256_fp8" >&2
+        return 2
+      fi
+      from=warmup flags=(--dsa-indexer-topk "${BASH_REMATCH[2]:-${topks[0]}}")
+      case ${BASH_REMATCH[4]} in
+        absorbed) flags+=(--dsa-selected-attention sparse) ;;
+        masked) flags+=(--dsa-selected-attention masked) ;;
+        fp8) flags+=(--dsa-fp8-selection) ;; # exact where a query sees less than 15 K keys
+        fp8_scores) flags+=(--dsa-indexer-numerics deepgemm-fp8) ;;
+      esac
+      ;;
+  esac
+}
+
+run() { # name, flags
+  local from stage until rates flags name=$1
+  shift
+  describe "$name" || return
+  train "$name" "$from" "$stage" "$until" "${rates[@]}" "${flags[@]}" "$@"
+}
+
+with_parents() { # names: these and what they start from, each once, in the order of training
+  local from stage until rates flags name found=()
+  for name in "$@"; do
+    describe "$name" || return
+    if [[ -n $from ]]; then read -ra parents <<<"$(with_parents "$from")"; else parents=(); fi
+    for name in "${parents[@]}" "$name"; do
+      if [[ " ${found[*]} " != *" $name "* ]]; then found+=("$name"); fi
+    done
+  done
+  echo "${found[@]}"
+}
+
+seconds_per_step() { # run, stage: as in its log, or as estimated
+  local milliseconds of_stage
+  milliseconds=$(sed -nE 's/.*elapsed time per iteration \(ms\): ([0-9.]+).*/\1/p' "$run/$1/train.log" \
+    2>/dev/null | sort -n | awk '{found[NR] = $1} END {if (NR) print found[int((NR + 1) / 2)]}')
+  read -r -a of_stage <<<"${SECONDS_PER_STEP:-$seconds}"
+  case $2 in dense) of_stage=${of_stage[0]} ;; warmup) of_stage=${of_stage[1]} ;; *) of_stage=${of_stage[2]} ;; esac
+  awk -v ms="$milliseconds" -v s="$of_stage" 'BEGIN {print ms ? ms / 1000 : s}'
+}
+
+list_runs() { # names
+  local from stage until rates flags name step begins minutes total=0
+  for name in "$@"; do
+    describe "$name" || return
+    step=$(step_of "$name") begins=0
+    if ((step >= until)); then
+      echo "== $name: done, step $step"
+      continue
+    fi
+    case $from in
+      dense) begins=$dense_steps ;;
+      warmup) begins=$((dense_steps + warmup_steps)) ;;
+    esac
+    if ((step > begins)); then begins=$step; fi
+    minutes=$(awk -v n=$((until - begins)) -v s="$(seconds_per_step "$name" "$stage")" \
+      -v start="$start_seconds" 'BEGIN {printf "%.1f", (n * s + start) / 60}')
+    total=$(awk "BEGIN {print $total + $minutes}")
+    echo "== $name: $((until - begins)) of $until steps left, about $minutes minutes"
+  done
+  echo "== about $total minutes left"
+}

@@ -1,0 +1,141 @@
+"""A Python for scripts of ``examples/``: its processes are forked from one that has torch.
+
+A script that starts a dozen of them spends most of a small test on imports. Megatron and this
+package are imported by every process anew; environment, folder, arguments, standard streams, exit
+status and signals are those of a process that was started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+
+from tests.processes import fork_managers, prepare, set_environment
+
+#: Stands in for ``python``. What is neither a module nor a file is left to a real one.
+CLIENT = """#!{python} -SE
+import json, os, signal, socket, sys
+if not (sys.argv[1:2] == ["-m"] or sys.argv[1:] and sys.argv[1].endswith(".py")):
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+socket.send_fds(server, [b"s"], [0, 1, 2])
+with server.makefile("rw") as stream:
+    stream.write(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]) + "\\n")
+    stream.flush()
+    pid = int(stream.readline())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    status = int(stream.readline())
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
+
+
+@contextmanager
+def forked_python(folder: Path) -> Iterator[Path]:
+    """Give the path of a program in ``folder`` that scripts can call in place of ``python``."""
+    prepare()
+    program, address = folder / "python", folder / "socket"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(address))
+        server.listen()
+        program.write_text(CLIENT.format(python=sys.executable, address=str(address)))
+        program.chmod(0o755)
+        accepting = threading.Thread(target=_accept, args=(server,), daemon=True)
+        accepting.start()
+        try:
+            yield program
+        finally:
+            server.shutdown(socket.SHUT_RDWR)  # ends accept()
+            accepting.join()
+
+
+def _accept(server: socket.socket) -> None:
+    while True:
+        try:
+            client, _ = server.accept()
+        except OSError:
+            return
+        threading.Thread(target=_serve, args=(client,), daemon=True).start()
+
+
+def _serve(client: socket.socket) -> None:
+    with client, client.makefile("rw") as stream:
+        _, files, _, _ = socket.recv_fds(client, 1, 3)
+        arguments, environment, folder = json.loads(stream.readline())
+        context = multiprocessing.get_context("forkserver")
+        process = context.Process(
+            target=_run,
+            args=(arguments, environment, folder, _Streams(files)),
+        )
+        process.start()
+        for file in files:
+            os.close(file)
+        stream.write(f"{process.pid}\n")
+        stream.flush()
+        process.join()
+        stream.write(f"{process.exitcode}\n")
+
+
+class _Streams:
+    """File descriptors that go along with the arguments of a process."""
+
+    def __init__(self, files: list[int]):
+        self.files = files
+
+    def __reduce__(self):
+        return _taken, tuple(DupFd(file) for file in self.files)
+
+
+def _taken(*files) -> list[int]:
+    return [file.detach() for file in files]
+
+
+def _run(arguments: list[str], environment: dict, folder: str, streams: list[int]) -> None:
+    for number, file in enumerate(streams):
+        os.dup2(file, number)
+        os.close(file)
+    set_environment(environment)
+    os.chdir(folder)
+    fork_managers()
+    status = _main(arguments)
+    atexit._run_exitfuncs()  # a process that multiprocessing made leaves them out
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(status)
+
+
+def _main(arguments: list[str]) -> int:
+    """Do what ``python arguments`` does; return the exit status."""
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(arguments)
+            sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as leaving:
+        if leaving.code is None or isinstance(leaving.code, int):
+            return leaving.code or 0
+        print(leaving.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0

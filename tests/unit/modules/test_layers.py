@@ -1,0 +1,42 @@
+"""Linears that every tensor-parallel rank holds in full, and where their weights come from."""
+
+import torch
+
+from megatron_dsa.modules.layers import ReplicatedLinear
+from tests.host import small_config, start
+
+
+def drawn(config):
+    linear = ReplicatedLinear(8, 6, config=config, init_method=config.init_method)
+    return linear.weight.detach().clone()
+
+
+def test_weights_come_from_the_replicated_state():
+    """Transformer-engine's linears draw from it: one seed gives both the same weights."""
+    start()
+    from megatron.core.tensor_parallel import random
+
+    config = small_config()
+    random.model_parallel_cuda_manual_seed(11)
+    tracker, name = random.get_cuda_rng_tracker(), random.get_data_parallel_rng_tracker_name()
+    expected = [torch.empty_like(drawn(config)) for _ in range(2)]
+    random.model_parallel_cuda_manual_seed(11)
+    with tracker.fork(name):
+        for tensor in expected:
+            config.init_method(tensor)
+    random.model_parallel_cuda_manual_seed(11)
+    found = [drawn(config), drawn(config)]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not torch.equal(*found)
+
+
+def test_the_usual_state_is_left_alone():
+    """Modules that draw from it start alike, whichever linears stand before them."""
+    start()
+    config = small_config()
+    device = drawn(config).device
+    torch.manual_seed(3)
+    expected = torch.rand(4, device=device)
+    torch.manual_seed(3)
+    drawn(config)
+    assert torch.equal(torch.rand(4, device=device), expected)
