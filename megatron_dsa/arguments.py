@@ -272,6 +272,12 @@ def _add_run_arguments(group) -> None:
         "hash-routing.",
     )
     group.add_argument(
+        "--lora-load",
+        metavar="DIR",
+        help="Start from adapters in PEFT's format, unless --load holds some; --lora-rank and "
+        "--lora-alpha have to be theirs.",
+    )
+    group.add_argument(
         "--dsa-log-dispatch",
         action="store_true",
         help="Log every implementation that was rejected, with its reason.",

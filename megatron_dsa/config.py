@@ -11,10 +11,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_dsa.config_fields import option, option_fields, option_rules
 from megatron_dsa.config_rules import (
     CSA_RATIO,
+    adapted_linears,
+    adapts_indexer,
     csa_rules,
     dsa_rules,
     hash_rules,
     hyper_connection_rules,
+    lora_rules,
     masked_rules,
     tp_mode_rules,
 )
@@ -24,6 +27,8 @@ from megatron_dsa.versions import require_supported_megatron
 
 require_supported_megatron()
 
+#: How the names of an adapter's parameters end, after the name of its linear.
+LORA_A, LORA_B = "_lora_A", "_lora_B"
 #: Heads that fill the tiles of the attention kernels.
 FULL_TILE = 64
 
@@ -176,8 +181,23 @@ def has_indexers(config: Any) -> bool:
 
 
 def indexer_is_trained(config: Any) -> bool:
-    """Whether an indexer loss is computed."""
+    """Whether an indexer loss is computed.
+
+    Not under LoRA without adapters of the indexer: nothing would learn from it.
+    """
+    if has_adapters(config) and not adapts_indexer(config, options_of(config)):
+        return False
     return uses_indexer(config) and bool(config.dsa_indexer_loss_coeff)
+
+
+def has_adapters(config: Any) -> bool:
+    """Whether linears have adapters (LoRA), which alone are trained."""
+    return options_of(config).lora_rank is not None
+
+
+def linears_with_adapters(config: Any) -> tuple[str, ...]:
+    """Return the names of the linears of a layer that have adapters, as in released checkpoints."""
+    return adapted_linears(config, options_of(config))
 
 
 def loss_is_sparse(config: Any) -> bool:
@@ -280,7 +300,7 @@ def validate(config: Any) -> None:
     elif isinstance(config, DSATransformerConfig):
         rules = chain(option_rules(DSATransformerConfig, config), rules)
     rules = chain(rules, hyper_connection_rules(config), hash_rules(config))
-    rules = chain(rules, masked_rules(config, options))
+    rules = chain(rules, masked_rules(config, options), lora_rules(config, options))
     rules = chain(rules, tp_mode_rules(config, options, has_dense_loss(config)))
     complaints = [f"  - {message}" for ok, message in rules if not ok]
     require(not complaints, "\n".join(["unsupported configuration:", *complaints]))
@@ -289,6 +309,11 @@ def validate(config: Any) -> None:
 def is_indexer_parameter(name: str) -> bool:
     """Whether a parameter (or checkpoint key) belongs to an indexer."""
     return ".indexer." in name
+
+
+def is_adapter_parameter(name: str) -> bool:
+    """Whether a parameter (or checkpoint key) belongs to an adapter."""
+    return name.endswith((LORA_A, LORA_B))
 
 
 def trains_main(config) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_dsa.config_fields import option, option_rules
+from megatron_dsa.config_rules import lora_option_rules
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.dispatch.policy import FLAG, VARIABLE, parse_named
 from megatron_dsa.errors import require
@@ -157,9 +158,31 @@ class DSAOptions:
         "(queries, MLA's keys and values), or the indexer's queries, too (all). The output groups "
         "of V4's attention are always orthogonalised one by one.",
     )
+    lora_rank: int | None = option(
+        None,
+        "--lora-rank",
+        "Train adapters of this rank (LoRA) on the linears that --lora-targets names, and freeze "
+        "everything else.",
+        minimum=1,
+    )
+    lora_alpha: float | None = option(
+        None,
+        "--lora-alpha",
+        "An adapter's output is multiplied by this number divided by the rank (default: the rank).",
+        positive=True,
+    )
+    lora_targets: tuple[str, ...] = option(
+        (),
+        "--lora-targets",
+        "Linears that get adapters, by the names of released checkpoints or their ends, as in "
+        "PEFT: for example q_b_proj indexer.wq_b, or all-linear (all but routed experts, router, "
+        "embedding and output layer).",
+        metavar="NAME",
+        parse=lambda words, _flag: tuple(dict.fromkeys(words)),
+    )
 
     def __post_init__(self):
-        for ok, message in option_rules(DSAOptions, self):
+        for ok, message in (*option_rules(DSAOptions, self), *lora_option_rules(self)):
             require(ok, message)
         for name in ("sequence_length", "interleaved_sequences", "packed_sequences"):
             value = getattr(self, name)
@@ -170,6 +193,7 @@ class DSAOptions:
             )
         # Configuration files give lists back, and dispatch looks its choices up by these.
         object.__setattr__(self, "named", tuple(tuple(pair) for pair in self.named))
+        object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
 
     @property
     def policy(self) -> Policy:

@@ -36,6 +36,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_dsa.config import (
     computes_topk,
+    has_adapters,
     hash_layers,
     is_moe_layer,
     options_of,
@@ -242,7 +243,10 @@ def _layer_spec(
 
 
 class _SeparateNorms:
-    """Layers of a backend that fuses no norm into the linear after it: streams come between."""
+    """Layers of a backend that fuses no norm into the linear after it.
+
+    Streams come between, or adapters take what the linear takes.
+    """
 
     def __init__(self, backend):
         self._backend = backend
@@ -312,7 +316,7 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
             fp8_indexer=fp8_indexer,
         )
     spec = _layer_spec(
-        _SeparateNorms(backend) if uses_streams(config) else backend,
+        _SeparateNorms(backend) if uses_streams(config) or has_adapters(config) else backend,
         attention,
         layer=IndexSharingLayer if shares_indices(config) and not is_mtp else GraphedLayer,
         rms_norm=rms_norm,

@@ -169,11 +169,13 @@ def build_two(case: Case, tp: int = 1, cp: int = 1):
 
 
 def summed_gradients(module: torch.nn.Module, tp: int, cp: int = 1) -> dict[str, torch.Tensor]:
-    """Return the gradients of parameters, summed over ranks where Megatron sums them."""
+    """Return the gradients of trained parameters, summed over ranks where Megatron sums them."""
     from megatron.core import parallel_state
 
     gradients = {}
     for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
         gradients[name] = parameter.grad
         if getattr(parameter, "sequence_parallel", False) and tp > 1:
             group = parallel_state.get_tensor_model_parallel_group()

@@ -15,6 +15,15 @@ from megatron_dsa.config_rules.hyper_connections import (
     hyper_connection_rules,
     predicts_apart,
 )
+from megatron_dsa.config_rules.lora import LINEARS as MODULES_OF_LINEARS
+from megatron_dsa.config_rules.lora import (
+    adapted_linears,
+    adapts_indexer,
+    existing_linears,
+    linears_named,
+    lora_option_rules,
+    lora_rules,
+)
 from megatron_dsa.config_rules.model import (
     CSA_RATIO,
     csa_rules,
@@ -25,14 +34,21 @@ from megatron_dsa.config_rules.model import (
 
 __all__ = [
     "CSA_RATIO",
+    "MODULES_OF_LINEARS",
     "PER_LAYER",
+    "adapted_linears",
+    "adapts_indexer",
     "csa_rules",
     "dsa_rules",
+    "existing_linears",
     "graph_modules",
     "graph_rules",
     "graphs_attention",
     "hash_rules",
     "hyper_connection_rules",
+    "linears_named",
+    "lora_option_rules",
+    "lora_rules",
     "masked_rules",
     "predicts_apart",
     "tp_mode_rules",

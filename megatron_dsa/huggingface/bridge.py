@@ -25,8 +25,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import get_model_config
 from transformers import PretrainedConfig
 
-from megatron_dsa.config import DSAOptions, DSATransformerConfig, validate
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.config import DSAOptions, DSATransformerConfig, has_adapters, validate
+from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.huggingface.config_json import HFModel, parse_config
 from megatron_dsa.huggingface.models import MODELS
 from megatron_dsa.huggingface.names import INDEXER, V3
@@ -106,6 +106,11 @@ class SparseModelProvider(MLAModelProvider, DSATransformerConfig):
         """Derive fields from others, and refuse unsupported ones."""
         super().finalize()
         validate(self)
+        require(
+            not has_adapters(self),
+            "lora_rank is not supported with Megatron-Bridge: its loader does not know these "
+            "adapters; train with python -m megatron_dsa.pretrain, or take Bridge's own PEFT",
+        )
 
     def provide(self, *args, **kwargs) -> GPTModel:
         """Build one stage; like the parent, but multi-token prediction is sparse as well.

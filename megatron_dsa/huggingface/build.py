@@ -11,6 +11,7 @@ import torch
 from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformerConfig
 from megatron_dsa.huggingface.config_json import HFModel
 from megatron_dsa.huggingface.deepseek_v4 import FEATURE_FIELDS
+from megatron_dsa.modules.lora import add_adapters
 from megatron_dsa.modules.warm_up import without_kernels
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
@@ -45,11 +46,11 @@ def transformer_config(
 
 
 def gpt_model(config, vocab_size: int, length: int) -> Any:
-    """Return a GPT model on one rank for sequences up to ``length``."""
+    """Return a GPT model on one rank for sequences up to ``length``, with its adapters if any."""
     from megatron.core.models.gpt import GPTModel
 
     config.moe_hash_vocab_size = vocab_size
-    return GPTModel(
+    model = GPTModel(
         config,
         dsa_block_spec(config),
         vocab_size,
@@ -58,6 +59,8 @@ def gpt_model(config, vocab_size: int, length: int) -> Any:
         share_embeddings_and_output_weights=False,
         mtp_block_spec=dsa_mtp_block_spec(config),
     )
+    add_adapters(model, config)
+    return model
 
 
 def empty_model(
@@ -66,6 +69,7 @@ def empty_model(
     mtp: bool,
     dtype: torch.dtype | None = None,
     features: Collection[str] = (),
+    **settings: Any,
 ) -> torch.nn.Module:
     """Return the model that config.json describes, without memory for its parameters.
 
@@ -78,6 +82,7 @@ def empty_model(
         dtype: dtype of the parameters that are not fp32 in every model; ``None``: the dtype of
             config.json, or else bfloat16.
         features: hyper-connections and hash routing, if the model has them.
+        settings: further fields of the transformer configuration.
     """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -90,6 +95,7 @@ def empty_model(
         init_model_with_meta_device=True,
         params_dtype=dtype or hf.dtype or torch.bfloat16,
         mtp_num_layers=hf.mtp_layers if mtp else None,
+        **settings,
     )
     with torch.device("meta"), without_kernels():
         return gpt_model(config, hf.vocab_size, hf.raw.get("max_position_embeddings", 4096))

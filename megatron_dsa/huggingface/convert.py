@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config import is_indexer_parameter
+from megatron_dsa.config import is_adapter_parameter, is_indexer_parameter
 from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.huggingface.adapters import merged
 from megatron_dsa.huggingface.checks import (
     NonFinite,
     check_inventory,
@@ -54,10 +55,11 @@ class Report:
 
 
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and persistent buffers of a model by Megatron's names."""
+    """Yield the parameters and persistent buffers of a model by Megatron's names, less adapters."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         # Layers of transformer-engine keep quantisation statistics as extra state.
-        if isinstance(tensor, torch.Tensor) and not name.endswith("_extra_state"):
+        statistics = name.endswith("_extra_state")
+        if isinstance(tensor, torch.Tensor) and not statistics and not is_adapter_parameter(name):
             yield name, tensor
 
 
@@ -277,7 +279,7 @@ def export_model(
     values: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, tensor: tensor.detach(),
     precision: Precision | None = None,
 ) -> None:
-    """Write an unsplit Megatron GPT model as a Hugging Face checkpoint.
+    """Write an unsplit Megatron GPT model as a Hugging Face checkpoint, adapters merged.
 
     Args:
         model: ``GPTModel`` (unwrapped) with all layers and experts.
@@ -285,7 +287,8 @@ def export_model(
         config: config.json of the model, e.g. of the checkpoint that it came from. It is checked
             against the model and written without its quantisation.
         shard_bytes: largest size of a shard.
-        values: returns the values of a parameter, where the model itself does not hold them.
+        values: returns the values of a parameter, where the model itself does not hold them; of
+            adapters, too.
         precision: quantises weights, and config.json says so; ``None``: all tensors have the
             dtypes of the model.
 
@@ -298,14 +301,19 @@ def export_model(
     _check_exportable(model, hf)
     precision = precision or Precision()
     nonfinite = NonFinite("the model", "export an earlier checkpoint")
+
+    def read(name: str) -> torch.Tensor:
+        return values(name, held[name])
+
     tensors = dict(model_tensors(model))
+    held = dict(model.state_dict(keep_vars=True))
     with CheckpointWriter(directory, shard_bytes) as writer:
         dtypes = set()
         for name, tensor in tensors.items():
             if is_unused_bias(name, tensors):
                 continue
             found = hf.names.match(name, hf.num_layers)
-            fulls = assemble(found.entry, [values(name, tensor)])
+            fulls = assemble(found.entry, [merged(model, read, name, tensor)])
             for hf_name, full in zip(found.hf, fulls, strict=True):
                 if found.entry.split.is_padded:
                     full = full[: hf.vocab_size]

@@ -303,7 +303,7 @@ class CheckpointWriter:
             raise ConfigError(f"{self.directory} holds a checkpoint already: choose another place")
         self.directory.mkdir(parents=True, exist_ok=True)
         self.shard_bytes = shard_bytes
-        self._save = _safetensors().torch.save_file
+        _safetensors()  # before anything is computed for it
         self._held: dict[str, torch.Tensor] = {}
         self._held_bytes = self._total_bytes = 0
         self._shards: list[tuple[Path, list[str]]] = []
@@ -324,12 +324,7 @@ class CheckpointWriter:
 
     def _flush(self) -> None:
         path = self.directory / f"incomplete-{len(self._shards) + 1:05d}.safetensors"
-        # safetensors renames a temporary file that only its owner may read: give the shard the
-        # mode of a new file, as config.json and the index have it.
-        path.touch()
-        mode = path.stat().st_mode
-        self._save(self._held, str(path), metadata={"format": "pt"})
-        path.chmod(mode)
+        _save(path, self._held)
         self._shards.append((path, list(self._held)))
         self._held, self._held_bytes = {}, 0
 
@@ -348,3 +343,32 @@ class CheckpointWriter:
             weight_map |= dict.fromkeys(names, shard)
         index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
         (self.directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    # safetensors renames a temporary file that only its owner may read: give it the mode of a new
+    # file, as config.json and the index have it.
+    path.touch()
+    mode = path.stat().st_mode
+    _safetensors().torch.save_file(tensors, str(path), metadata={"format": "pt"})
+    path.chmod(mode)
+
+
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write one file of tensors, which may be views of each other."""
+    _save(path, {name: x.detach().to("cpu", copy=True).contiguous() for name, x in tensors.items()})
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of one file.
+
+    Raises:
+        ConfigError: it is not there, or damaged.
+    """
+    package = _safetensors()
+    try:
+        return package.torch.load_file(str(path))
+    except (package.SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"{path} is no whole safetensors file ({error}): download it again"
+        ) from error

@@ -8,7 +8,8 @@ sums of residual streams).
 Divided by time and by a GPU's peak this is the model FLOPs utilization of PaLM (appendix B).
 
 * A product with a trained weight counts three times, forward and both gradients; one of the
-  indexer, whose inputs are detached, twice; one of a frozen main model once.
+  indexer, whose inputs are detached, twice; one of a frozen main model once. Under LoRA the
+  products with frozen weights have the gradient of the input alone; those of adapters are left out.
 * The indexer scores all visible keys, forward only. Its loss adds the two gradients of the scores:
   for selected keys (sparse loss) or for all visible ones (dense loss).
 * Attention, forward and backward, counts the keys that are attended to. A dense loss on top of
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from megatron_dsa.config import (
+    has_adapters,
     indexer_is_trained,
     is_moe_layer,
     selects_keys,
@@ -74,7 +76,7 @@ def model_work(config: Any, vocabulary: int) -> list[Work]:
         config: a validated transformer configuration of this package.
         vocabulary: words of the output layer, padding included.
     """
-    main = _main_gradients(config)
+    main = _weight_gradients(config)
     logits = config.hidden_size * vocabulary
     work = [_linear("logits", logits, main), *_head(config)]
     # One product for the embedding, one for the hidden state or for each of its streams.
@@ -102,14 +104,14 @@ def _streams(config) -> Iterator[Work]:
     if uses_streams(config):
         outputs = config.hc_mult * (2 + config.hc_mult)
         products = 2 * _projection(config, outputs)
-        yield _linear("hyper-connections", products, _main_gradients(config))
+        yield _linear("hyper-connections", products, _weight_gradients(config))
 
 
 def _head(config) -> Iterator[Work]:
     """Yield the projection of the connection that reads the streams for the output layer."""
     if uses_streams(config):
         products = _projection(config, config.hc_mult)
-        yield _linear("hyper-connections", products, _main_gradients(config))
+        yield _linear("hyper-connections", products, _weight_gradients(config))
 
 
 def _projection(config, outputs: int) -> int:
@@ -119,7 +121,7 @@ def _projection(config, outputs: int) -> int:
 
 def _dsa_weights(config, number: int, is_mtp: bool) -> list[Work]:
     """Return the products with weights of V3.2's attention."""
-    main, heads, hidden = _main_gradients(config), config.num_attention_heads, config.hidden_size
+    main, heads, hidden = _weight_gradients(config), config.num_attention_heads, config.hidden_size
     latent, rope = config.kv_lora_rank, config.qk_pos_emb_head_dim
     query = heads * (config.qk_head_dim + rope)
     if config.q_lora_rank is None:
@@ -140,7 +142,7 @@ def _dsa_weights(config, number: int, is_mtp: bool) -> list[Work]:
 
 def _csa_weights(config, number: int, is_mtp: bool) -> list[Work]:
     """Return the products with weights of V4's attention."""
-    main, heads, hidden = _main_gradients(config), config.num_attention_heads, config.hidden_size
+    main, heads, hidden = _weight_gradients(config), config.num_attention_heads, config.hidden_size
     dim, ratio = config.head_dim, config.ratio(number, is_mtp)
     queries = config.q_lora_rank * (hidden + heads * dim)
     output = heads * dim * config.o_lora_rank + config.o_groups * config.o_lora_rank * hidden
@@ -160,9 +162,8 @@ def _indexer_weights(config, keys: int) -> Work:
     index = config.dsa_indexer_n_heads * config.dsa_indexer_head_dim
     queries = (config.q_lora_rank or config.hidden_size) * index
     weights = config.hidden_size * config.dsa_indexer_n_heads
-    return _linear(
-        "indexer's projections", queries + keys + weights, int(indexer_is_trained(config))
-    )
+    gradients = int(indexer_is_trained(config) and not has_adapters(config))
+    return _linear("indexer's projections", queries + keys + weights, gradients)
 
 
 def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
@@ -194,7 +195,7 @@ def _pair_work(config, number: int, is_mtp: bool) -> Iterator[Work]:
 
 
 def _mlp_work(config, moe: bool) -> list[Work]:
-    main, hidden = _main_gradients(config), config.hidden_size
+    main, hidden = _weight_gradients(config), config.hidden_size
     matrices = 3 if config.gated_linear_unit else 2
     if not moe:
         return [_linear("dense MLP", matrices * hidden * config.ffn_hidden_size, main)]
@@ -214,7 +215,13 @@ def _linear(part: str, products: int, gradients: int) -> Work:
 
 
 def _main_gradients(config) -> int:
+    """Gradients of a product of two tensors of the main model."""
     return 2 if trains_main(config) else 0
+
+
+def _weight_gradients(config) -> int:
+    """Gradients of a product with a weight of the main model; under LoRA that of the input."""
+    return 1 if has_adapters(config) and trains_main(config) else _main_gradients(config)
 
 
 def _merged(work: Iterable[Work]) -> list[Work]:

@@ -8,6 +8,7 @@ import torch
 from megatron.core import tensor_parallel
 
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.modules.lora import AdaptedLinear
 from megatron_dsa.modules.precision import dequantised
 from megatron_dsa.parallel.groups import Ranks
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
@@ -83,12 +84,13 @@ def weight_of(linear: torch.nn.Module) -> torch.Tensor:
 
     Its forward pre-hooks run here: with ``--overlap-param-gather`` one of them waits for the
     weight. Our specs keep such weights in bf16; those of other specs may be quantised
-    (``--fp8-param-gather``), and are dequantised once per call.
+    (``--fp8-param-gather``), and are dequantised once per call. Adapters are added to the weight.
     """
     for hook in linear._forward_pre_hooks.values():
         hook(linear, ())
     weight: Any = linear.weight
-    return dequantised(weight)
+    weight = dequantised(weight)
+    return linear.with_adapters(weight) if isinstance(linear, AdaptedLinear) else weight
 
 
 def weight_gradient_by_autograd(linear: torch.nn.Module) -> None:

@@ -1,4 +1,6 @@
-"""A frozen main model: only the indexers are trained, and only their losses have a backward.
+"""What a stage trains, and a frozen main model, of which only the indexers' losses have a backward.
+
+Under LoRA (``modules/lora.py``) a stage trains the adapters of what it trains otherwise.
 
 Autograd would carry a gradient through every frozen layer to reach the losses below it, and keep
 what that takes. Here a layer is computed without gradients, and its loss hangs onto its output. So
@@ -16,7 +18,12 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank, make_viewless_tensor
 
-from megatron_dsa.config import is_indexer_parameter, trains_main
+from megatron_dsa.config import (
+    has_adapters,
+    is_adapter_parameter,
+    is_indexer_parameter,
+    trains_main,
+)
 from megatron_dsa.modules.cuda_graphs import GraphedLayer
 from megatron_dsa.modules.indexer_training import TrainsIndexer
 from megatron_dsa.numerics.autograd import once_differentiable
@@ -25,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Freeze everything but the indexers in a ``warmup`` that asks for it; return the model.
+    """Freeze what a stage, or LoRA, does not train; return the model.
 
     To be called before the model is wrapped for data parallelism and before the optimizer is
     built (``pre_wrap_hooks`` of Megatron's model configuration), so that neither sees the rest.
@@ -33,15 +40,17 @@ def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
     chunk: Any
     module: Any
     for chunk in model:
-        if trains_main(chunk.config):
+        if trains_main(chunk.config) and not has_adapters(chunk.config):
             continue
         for name, parameter in chunk.named_parameters():
-            parameter.requires_grad_(is_indexer_parameter(name))
+            parameter.requires_grad_(is_trained(chunk.config, name))
         for module in chunk.modules():
             if hasattr(module, "frozen_expert_bias"):
                 # Routers move this buffer by themselves, gradients or not.
                 module.frozen_expert_bias = True
         chunk.decoder.register_forward_pre_hook(_let_gradients_pass, with_kwargs=True)
+        if trains_main(chunk.config):
+            continue
         drop_head_gradient(chunk)
         if chunk.config.recompute_granularity == "selective":
             # Parts of a layer that are computed again are woven into its backward.
@@ -58,11 +67,18 @@ def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
     return model
 
 
+def is_trained(config: Any, name: str) -> bool:
+    """Whether a parameter of a model is trained, by its name."""
+    if has_adapters(config) and not is_adapter_parameter(name):
+        return False
+    return trains_main(config) or is_indexer_parameter(name)
+
+
 def _let_gradients_pass(_decoder, args, kwargs):
     """Make the decoder's input want a gradient.
 
     A recomputed layer only runs its backward if one of its inputs wants a gradient. Behind a frozen
-    embedding none does, and the indexers would silently learn nothing.
+    embedding none does, and indexers and adapters would silently learn nothing.
     """
     hidden_states = kwargs.get("hidden_states", args[0] if args else None)
     if torch.is_grad_enabled() and hidden_states is not None and hidden_states.is_leaf:

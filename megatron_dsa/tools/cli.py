@@ -106,6 +106,11 @@ def _add_conversions(commands) -> None:
         help="weights in fp8 with a scale per block, or as config.json says (fp4 experts of V4); "
         "weights that did not change get the bytes of the checkpoint beside --config",
     )
+    out.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the adapters alone, in PEFT's format (default: merge them into the weights)",
+    )
     for command, function in ((into, "import_hf"), (out, "export_hf")):
         command.add_argument(
             "--shard-gb", type=float, default=5.0, help="size of a file of the result, in GB (5)"

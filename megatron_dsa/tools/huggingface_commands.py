@@ -15,11 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_dsa.config import is_indexer_parameter
+from megatron_dsa.config import (
+    DSAOptions,
+    is_adapter_parameter,
+    is_indexer_parameter,
+    linears_with_adapters,
+)
 from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.huggingface.adapters import export_adapter
 from megatron_dsa.huggingface.build import empty_model, widest_dtype
 from megatron_dsa.huggingface.config_json import HFModel, read_config
 from megatron_dsa.huggingface.convert import Import, export_model, open_checkpoint
@@ -110,7 +116,10 @@ def import_hf(arguments: argparse.Namespace) -> int:
 
 
 def export_hf(arguments: argparse.Namespace) -> int:
-    """Write a Hugging Face checkpoint in the dtype that config.json says, or else as stored."""
+    """Write a Hugging Face checkpoint in the dtype that config.json says, or else as stored.
+
+    Adapters (LoRA) are merged into the weights, or with ``--adapter`` written alone.
+    """
     file_bytes = _bytes(arguments.shard_gb)
     directory = distributed_checkpoint(arguments.input, arguments.step, "--input")
     hf = read_config(arguments.config)
@@ -125,6 +134,16 @@ def export_hf(arguments: argparse.Namespace) -> int:
     features = _features_of(keys)
     check_features(hf, features, str(directory))
     mtp = any(key.startswith("mtp.") for key in keys)
+    stage = "sparse" if hf.has_indexer else "dense"
+    adapters = _adapters_of(directory, keys, stage)
+    require(
+        adapters or not arguments.adapter,
+        f"--adapter: {directory} has no adapters; drop it to export the model",
+    )
+    require(
+        not (arguments.adapter and arguments.quantise),
+        "--quantise has no meaning with --adapter: adapters are not quantised; drop one of them",
+    )
     precision = _precision(arguments, hf)
     if mtp and not hf.mtp_layers:
         print(
@@ -137,8 +156,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
 
         def empty(dtype: torch.dtype | None = None):
             """Return a model and where its parameters are in the checkpoint."""
-            stage = "sparse" if hf.has_indexer else "dense"
-            model: Any = empty_model(hf, stage, mtp, dtype, features)
+            model: Any = empty_model(hf, stage, mtp, dtype, features, **adapters)
             state = {"model": model.sharded_state_dict()}
             redirect(state, str(directory))
             return model, state["model"]
@@ -147,12 +165,16 @@ def export_hf(arguments: argparse.Namespace) -> int:
         if hf.dtype is None:
             dtype = widest_dtype(model, lambda name: stored.dtype(entries[name]))
             model, entries = empty(_noted(dtype))
+        if arguments.adapter:
+            return _export_adapter(
+                arguments, model, hf, lambda name, like: stored.read(entries[name]).to(like.dtype)
+            )
         export_model(
             model,
             arguments.output,
             hf.raw,
             shard_bytes=file_bytes,
-            values=lambda name, like: stored.read(entries[name]).to(like.dtype),
+            values=lambda name, _like: stored.read(entries[name]),
             precision=precision,
         )
     output = Path(arguments.output)
@@ -161,6 +183,46 @@ def export_hf(arguments: argparse.Namespace) -> int:
     if isinstance(precision, ReleasedPrecision):
         print(f"  {precision.kept} of {precision.blocks} quantised blocks are those of the release")
     return 0
+
+
+def _export_adapter(arguments: argparse.Namespace, model: Any, hf: HFModel, values) -> int:
+    """Write the adapters alone; PEFT finds the model beside ``--config``, if it lies there."""
+    path = Path(arguments.config)
+    folder = path if path.is_dir() else path.parent
+    there = any((folder / name).is_file() for name in (INDEX, SINGLE))
+    base = str(folder.resolve()) if there else None
+    left = export_adapter(model, arguments.output, hf.names, base, values)
+    if left:
+        print(
+            f"note: {left} tensors of multi-token prediction are left out, PEFT's models have no "
+            "such layers",
+            file=sys.stderr,
+        )
+    in_mlps = any(x.startswith("mlp.") for x in linears_with_adapters(model.config))
+    if in_mlps and model.config.num_moe_experts is not None:
+        print(
+            "note: PEFT 0.21 takes adapters of MLPs for those of routed experts in this model "
+            "(docs/guide/lora.md): merge them, without --adapter",
+            file=sys.stderr,
+        )
+    print(f"adapters of {arguments.input} in {arguments.output}")
+    return 0
+
+
+def _adapters_of(directory: Path, keys: Iterable[str], stage: Any) -> dict[str, Any]:
+    """Return the settings of a configuration that give a model the adapters of a checkpoint."""
+    if not any(map(is_adapter_parameter, keys)):
+        return {}
+    saved = dist_checkpointing.load_common_state_dict(str(directory))["args"]
+    options = DSAOptions(
+        stage=stage,
+        lora_rank=saved.lora_rank,
+        lora_alpha=saved.lora_alpha,
+        lora_targets=saved.lora_targets,
+        latent_norm_epsilon=saved.dsa_latent_norm_epsilon,
+    )
+    # Without it a model has no adapters of the indexer.
+    return {"dsa": options, "dsa_indexer_loss_coeff": saved.dsa_indexer_loss_coeff}
 
 
 def _features_of(keys: Iterable[str]) -> set[str]:

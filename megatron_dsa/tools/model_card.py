@@ -107,6 +107,8 @@ def _training(args: argparse.Namespace) -> dict[str, Any]:
     tokens = None if sequences is None or length is None else sequences * length
     rows["sequences that were trained on"] = sequences
     rows["tokens, with sequences of this length"] = tokens
+    if (rank := getattr(args, "lora_rank", None)) is not None:
+        rows["rank of adapters, merged"] = rank
     bf16, fp16 = getattr(args, "bf16", False), getattr(args, "fp16", False)
     rows["precision"] = "bf16" if bf16 else "fp16" if fp16 else "fp32"
     return rows

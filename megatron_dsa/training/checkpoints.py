@@ -1,9 +1,9 @@
 """Loading checkpoints of an earlier stage, or of a plain dense MLA model.
 
 A ``dense`` checkpoint has no indexers; a ``warmup`` or ``sparse`` run starts with fresh ones. A
-change of stage also changes which parameters are trained, so the optimizer starts anew. Both are
-decided here, by looking at the checkpoint, and said in the log. Anything else that is missing is
-an error.
+change of stage also changes which parameters are trained, so the optimizer starts anew, and so do
+LoRA's adapters, which a run starts with where the checkpoint has none. All of this is decided here,
+by looking at the checkpoint, and said in the log. Anything else that is missing is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.training import checkpointing, print_rank_0
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-from megatron_dsa.config import is_indexer_parameter
+from megatron_dsa.config import is_adapter_parameter, is_indexer_parameter
+from megatron_dsa.config_rules import linears_named
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.training.checkpoint_files import check_files, saved_name
@@ -60,12 +61,13 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
     if directory is not None and this_rank() == 0:
         say_dropped_indexers(args, directory)
         check_hash_layers(args, directory)
+        check_adapters(args, directory)
     return mock.patch.object(checkpointing.dist_checkpointing, "load", load)
 
 
 def say_dropped_indexers(args: argparse.Namespace, directory: Path) -> None:
     """Print that a run of stage ``dense`` leaves the indexers of its checkpoint behind."""
-    if _what_is_trained(args) != "dense":
+    if _stage_of(args) != "dense":
         return
     indexers = [
         key
@@ -111,8 +113,60 @@ def check_hash_layers(args: argparse.Namespace, directory: Path) -> None:
         )
 
 
+def check_adapters(args: argparse.Namespace, directory: Path) -> None:
+    """Check that a run takes over the adapters (LoRA) of its checkpoint as they are.
+
+    Raises:
+        ConfigError: it has none of them, or of another rank or scale, or would drop some.
+    """
+    found = [
+        key
+        for key in entries_of(directory)
+        if is_adapter_parameter(key) and not key.startswith("optimizer")
+    ]
+    if not found:
+        return
+    saved = dist_checkpointing.load_common_state_dict(str(directory))["args"]
+    alpha = "" if saved.lora_alpha is None else f" --lora-alpha {saved.lora_alpha:g}"
+    flags = f"--lora-rank {saved.lora_rank}{alpha} --lora-targets {' '.join(saved.lora_targets)}"
+    given = getattr(args, "lora_rank", None)
+    require(
+        given is not None,
+        f"checkpoint {directory} has adapters, which this run would leave out: give {flags}, or "
+        "merge them into the weights with python -m megatron_dsa export-hf",
+    )
+    scales = [x.lora_rank if x.lora_alpha is None else x.lora_alpha for x in (saved, args)]
+    require(
+        given == saved.lora_rank and scales[0] == scales[1],
+        f"--lora-rank and --lora-alpha must be as in checkpoint {directory}: give {flags}",
+    )
+    kept = linears_named(tuple(args.lora_targets))
+    dropped = [x for x in linears_named(tuple(saved.lora_targets)) if x not in kept]
+    require(
+        not dropped,
+        f"checkpoint {directory} has adapters of {', '.join(dropped)}, which this run would leave "
+        f"out: give {flags}",
+    )
+    require(
+        args.dsa_stage == "dense"
+        or args.dsa_indexer_loss_coeff
+        or not any(map(is_indexer_parameter, found)),
+        f"--dsa-indexer-loss-coeff must not be 0: checkpoint {directory} has adapters of indexers, "
+        "which this run would leave out",
+    )
+
+
 def _what_is_trained(args) -> str:
     """Name the set of parameters that the optimizer holds: its state fits no other set."""
+    trained = _stage_of(args)
+    if getattr(args, "lora_rank", None) is None:
+        return trained
+    linears = ", ".join(linears_named(tuple(args.lora_targets)))
+    return f"{trained} (adapters of rank {args.lora_rank} of {linears})"
+
+
+def _stage_of(args) -> str:
+    """Name the stage of a run, and what of the model it trains."""
     stage = getattr(args, "dsa_stage", None)
     if stage is None:  # not of this package: megatron-core's own DSA, or dense attention
         bundled = getattr(args, "experimental_attention_variant", None) == "dsa"
@@ -199,7 +253,7 @@ def redirect(sharded_state_dict, checkpoint_dir) -> None:
 
 def _redirect_models(sharded_state_dict, checkpoint_dir, available: dict) -> None:
     has_indexers = any(is_indexer_parameter(key) for key in available)
-    fresh, missing, renamed = [], [], []
+    fresh, missing, renamed, adapters = [], [], [], []
     models = [part for name, part in sharded_state_dict.items() if name.startswith("model")]
     for parent, name, entry in list(_nested_entries(models)):
         if entry.key in available:
@@ -211,6 +265,9 @@ def _redirect_models(sharded_state_dict, checkpoint_dir, available: dict) -> Non
         elif (found := _same_under_another_name(entry, available)) is not None:
             parent[name] = found
             renamed.append(entry.key)
+        elif is_adapter_parameter(entry.key):
+            adapters.append(entry.key)
+            del parent[name]
         elif is_indexer_parameter(entry.key) and not has_indexers:
             fresh.append(entry.key)
             del parent[name]
@@ -226,6 +283,11 @@ def _redirect_models(sharded_state_dict, checkpoint_dir, available: dict) -> Non
         print_rank_0(
             f"> checkpoint {checkpoint_dir} has no indexers: {len(fresh)} tensors keep their "
             "initial values"
+        )
+    if adapters:
+        print_rank_0(
+            f"> checkpoint {checkpoint_dir} does not hold {len(adapters)} tensors of adapters: "
+            "they keep their initial values"
         )
     if renamed:
         print_rank_0(f"> {len(renamed)} tensors of the checkpoint go by another name there")

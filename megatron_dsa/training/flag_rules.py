@@ -72,6 +72,15 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "--moe-hash-seed has a meaning only with --moe-hash-layers of 1 or more, add that",
     )
     yield (
+        args.lora_rank is not None or args.lora_load is None,
+        "--lora-load has a meaning only with --lora-rank, add that",
+    )
+    yield (
+        args.lora_rank is None or not (args.use_megatron_fsdp or args.use_torch_fsdp2),
+        "--lora-rank must not be used with --use-megatron-fsdp or --use-torch-fsdp2: they were not "
+        "run together; take --use-distributed-optimizer",
+    )
+    yield (
         args.dsa_stage == "warmup" or not args.dsa_warmup_train_all,
         f"--dsa-warmup-train-all has a meaning only in --dsa-stage warmup, got "
         f"{args.dsa_stage}, which trains everything: drop it",
@@ -102,6 +111,11 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
 
 def _muon_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     """What a training with Muon needs."""
+    yield (
+        args.lora_rank is None or args.optimizer not in MUON,
+        f"--optimizer {args.optimizer} must not be used with --lora-rank: Muon is for whole "
+        "matrices, not for their factors; take adam",
+    )
     if args.optimizer in MUON:
         missing = EMERGING_OPTIMIZERS.problem()
         yield (

@@ -1,4 +1,5 @@
-"""Starting a training run from a Hugging Face checkpoint: ``--dsa-load-hf``."""
+"""Starting from a Hugging Face checkpoint (``--dsa-load-hf``) or PEFT's adapters
+(``--lora-load``)."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from megatron.training import get_tokenizer, print_rank_0
 
 from megatron_dsa.config import is_indexer_parameter
 from megatron_dsa.errors import require
+from megatron_dsa.huggingface.adapters import import_adapter
 from megatron_dsa.huggingface.config_json import read_config
 from megatron_dsa.huggingface.convert import import_model
+from megatron_dsa.huggingface.names import V3
 from megatron_dsa.huggingface.ranks import Place
 from megatron_dsa.training.checkpoints import checkpoint_directory
 
@@ -62,6 +65,22 @@ def importing_hook(args: argparse.Namespace) -> Callable[[list], list]:
         print_rank_0(f"> weights of {args.dsa_load_hf} are loaded")
         if fresh:
             print_rank_0(f"> it has no indexers: {fresh} tensors keep their initial values")
+        return model
+
+    return fill
+
+
+def adapting_hook(args: argparse.Namespace) -> Callable[[list], list]:
+    """Return a ``pre_wrap_hook`` that fills the adapters of a model on every rank.
+
+    Adapters of a Megatron checkpoint that the run finds are loaded after it.
+    """
+
+    def fill(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        fresh = sum(import_adapter(x, args.lora_load, V3, place_of(x)) for x in model)
+        print_rank_0(f"> adapters of {args.lora_load} are loaded")
+        if fresh:
+            print_rank_0(f"> it has none of multi-token prediction: {fresh} tensors start anew")
         return model
 
     return fill

@@ -15,10 +15,17 @@ from megatron.training import print_rank_0
 from megatron.training.models import gpt
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-from megatron_dsa.config import hash_layers, uses_csa
+from megatron_dsa.config import (
+    has_adapters,
+    hash_layers,
+    linears_with_adapters,
+    options_of,
+    uses_csa,
+)
 from megatron_dsa.dispatch import Choice, collect_choices
 from megatron_dsa.errors import require
 from megatron_dsa.modules.cuda_graphs import describe_graphs
+from megatron_dsa.modules.lora import add_adapters
 from megatron_dsa.muon.table import Kind, kinds_of, table_of
 from megatron_dsa.required_ops import AttentionChoice, attention_of
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
@@ -54,6 +61,8 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
             print_rank_0(f"> megatron_dsa {line}")
         if self._model_config.lists_optimizers:
             print_optimizer_table(models, config)
+        if has_adapters(config):
+            print_adapters(models, config)
         return models
 
     def build_model(self, *args, **kwargs) -> Any:
@@ -69,7 +78,9 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
 
         # The parent derives MTP layers from Megatron's dense spec, through a module function.
         with mock.patch.object(gpt, "mtp_block_spec", mtp_block_spec):
-            return super().build_model(*args, **kwargs)
+            model = super().build_model(*args, **kwargs)
+        add_adapters(model, transformer)
+        return model
 
 
 def padded_vocabulary(model: Any) -> int:
@@ -142,6 +153,35 @@ def print_optimizer_table(models: list[Any], config: Any) -> None:
     print_rank_0("> megatron_dsa parameters by optimizer:")
     for line in table_of(sum(filter(None, stages), Counter[Kind]())):
         print_rank_0(f">   {line}")
+
+
+def print_adapters(models: list[Any], config: Any) -> None:
+    """Print what LoRA trains, over all ranks that share a model; called on every rank."""
+    counts = {True: 0, False: 0}
+    for model in models:
+        for parameter in model.parameters():
+            expert = not getattr(parameter, "allreduce", True)
+            ranks = config.expert_model_parallel_size if expert else 1
+            if getattr(parameter, "tensor_model_parallel", False):
+                ranks *= (
+                    config.expert_tensor_parallel_size
+                    if expert
+                    else config.tensor_model_parallel_size
+                )
+            # A second copy of the embedding, on a later pipeline stage, is no other parameter.
+            if not getattr(parameter, "shared", False):
+                counts[parameter.requires_grad] += ranks * parameter.numel()
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(stages, counts, group)
+    trained, frozen = (sum(stage[kind] for stage in stages) for kind in (True, False))
+    rank, alpha = options_of(config).lora_rank, options_of(config).lora_alpha
+    assert rank is not None
+    scale = 1 if alpha is None else alpha / rank
+    print_rank_0(
+        f"> megatron_dsa adapters of rank {rank}, scale {scale:g}: {trained:,} parameters are "
+        f"trained, {frozen:,} are frozen; on {', '.join(linears_with_adapters(config))}"
+    )
 
 
 def print_start_table(choices: Iterable[Choice], attention: AttentionChoice | None = None) -> None:

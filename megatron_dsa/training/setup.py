@@ -89,5 +89,9 @@ def model_config_from_args(args) -> DSAModelConfig:
         from megatron_dsa.training.load_hf import importing_hook  # needs safetensors
 
         model.pre_wrap_hooks.append(importing_hook(args))
+    if args.lora_load is not None:
+        from megatron_dsa.training.load_hf import adapting_hook  # needs safetensors
+
+        model.pre_wrap_hooks.append(adapting_hook(args))
     model.pre_wrap_hooks.append(freeze_for_stage)
     return model

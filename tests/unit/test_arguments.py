@@ -250,6 +250,9 @@ def test_a_training_is_not_taken_for_a_plan(flags, message):
         model_config_from_args(parse("--multi-latent-attention", *flags))
 
 
+LORA = ["--lora-rank", "2", "--lora-targets", "o_proj"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -273,6 +276,9 @@ def test_a_training_is_not_taken_for_a_plan(flags, message):
             "--rotary-seq-len-interpolation-factor have no effect on MLA",
         ),
         (["--o-groups", "4"], "--o-groups: has a meaning only with --csa-compress-ratios"),
+        (["--lora-load", "somewhere"], "--lora-load has a meaning only with --lora-rank"),
+        ([*LORA, "--optimizer", "muon"], "--optimizer muon must not be used with --lora-rank"),
+        ([*LORA, "--use-torch-fsdp2"], "--lora-rank must not be used with --use-megatron-fsdp or"),
         (["--moe-hash-seed", "4"], "--moe-hash-seed has a meaning only with --moe-hash-layers"),
     ],
 )

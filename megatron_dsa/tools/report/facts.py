@@ -130,6 +130,8 @@ def model(log: RunLog) -> str:
         parts.append(f"{flag('num_experts')} experts")
     parts.append(f"{flag('seq_length')} tokens")
     parts.append("bf16" if flag("bf16") else "fp16" if flag("fp16") else "fp32")
+    if flag("lora_rank"):
+        parts.append(f"adapters of rank {flag('lora_rank')}")
     ranks = [
         f"{short} {flag(name)}"
         for short, name in (

@@ -298,3 +298,23 @@ def test_parts_sum_up_to_the_whole():
     assert sum(parts.values()) == flops(work, lambda keys: keys.pairs(SEQUENCE))
     assert list(parts.values()) == sorted(parts.values(), reverse=True)
     assert {"attention", "window attention", "index scores", "indexer loss", "experts"} < set(parts)
+
+
+@pytest.mark.parametrize("stage", ["sparse", "dense", "warmup"])
+def test_frozen_weights_have_the_gradient_of_their_input_alone(stage):
+    """Under LoRA; products of two tensors are counted as without it."""
+    options = DSAOptions(stage, lora_rank=2, lora_targets=("all-linear",))
+    plain, lora = (
+        {(w.part, w.keys): w for w in layer_work(small_config(options=each), 1)}
+        for each in (DSAOptions(stage), options)
+    )
+    assert plain.keys() == lora.keys()
+    for (part, keys), work in lora.items():
+        before = plain[part, keys]
+        assert work.forward == before.forward
+        if keys != TOKEN:
+            assert work == before
+        elif part == "indexer's projections":
+            assert (before.backward, work.backward) == (work.forward, 0)
+        else:
+            assert work.backward == before.backward / 2 == (stage != "warmup") * work.forward

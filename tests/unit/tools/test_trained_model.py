@@ -70,7 +70,7 @@ def test_every_option_that_changes_the_model_is_taken_over():
     taken = set(taken_over(everything, data=False))
     assert taken == {
         "dsa_stage", "dsa_latent_norm_epsilon", "dsa_csa_teacher", "dsa_fp8_selection",
-        "dsa_indexer_numerics", "dsa_kv_rounding",
+        "dsa_indexer_numerics", "dsa_kv_rounding", "lora_rank", "lora_alpha", "lora_targets",
     }  # fmt: skip
     assert set(vars(everything)) - taken == {
         "dsa_warmup_train_all", "dsa_strict", "dsa_workspace_mib", "dsa_recompute", "dsa_impl",

@@ -1,0 +1,165 @@
+"""LoRA: which linears have adapters, and where they are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+#: Linear of a layer as released checkpoints of DeepSeek-V3.2 and GLM-5 name it -> Megatron's module
+#: that it is, or that holds it after the linear before in this table.
+LINEARS = {
+    "self_attn.q_a_proj": "self_attention.linear_q_down_proj",
+    "self_attn.q_b_proj": "self_attention.linear_q_up_proj",
+    "self_attn.kv_a_proj_with_mqa": "self_attention.linear_kv_down_proj",
+    "self_attn.kv_b_proj": "self_attention.linear_kv_up_proj",
+    "self_attn.o_proj": "self_attention.linear_proj",
+    "self_attn.indexer.wq_b": "self_attention.core_attention.indexer.linear_wq_b",
+    "self_attn.indexer.wk": "self_attention.core_attention.indexer.linear_wk",
+    "self_attn.indexer.weights_proj": "self_attention.core_attention.indexer.linear_weights_proj",
+    "mlp.gate_proj": "mlp.linear_fc1",
+    "mlp.up_proj": "mlp.linear_fc1",
+    "mlp.down_proj": "mlp.linear_fc2",
+    "mlp.shared_experts.gate_proj": "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.up_proj": "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
+}
+#: Target that names all of them, as in PEFT.
+ALL = "all-linear"
+
+_OF_QUERY_LATENT = ("self_attn.q_a_proj", "self_attn.q_b_proj")
+_INDEXER, _SHARED = "self_attn.indexer.", "mlp.shared_experts."
+
+
+def linears_named(targets: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the linears of :data:`LINEARS` that targets name, by PEFT's rule.
+
+    A target names the linears whose name is the target, or ends with it after a dot.
+    """
+    return tuple(x for x in LINEARS if any(_names(target, x) for target in targets))
+
+
+def _names(target: str, linear: str) -> bool:
+    return target == ALL or linear == target or linear.endswith(f".{target}")
+
+
+def existing_linears(config: Any, options: Any) -> tuple[str, ...]:
+    """Return the linears of :data:`LINEARS` that a model has and trains."""
+    indexer = options.stage != "dense" and bool(config.dsa_indexer_loss_coeff)
+    experts = _expert_layers(config)
+    shared = any(experts) and bool(config.moe_shared_expert_intermediate_size)
+
+    def exists(linear: str) -> bool:
+        if linear.startswith(_INDEXER):
+            return indexer
+        if linear.startswith(_SHARED):
+            return shared
+        if linear in _OF_QUERY_LATENT:
+            return config.q_lora_rank is not None
+        return linear.startswith("self_attn.") or not all(experts)
+
+    return tuple(filter(exists, LINEARS))
+
+
+def _expert_layers(config: Any) -> list[bool]:
+    """Return which decoder layers have experts."""
+    layers, pattern = range(config.num_layers), config.moe_layer_freq
+    if config.num_moe_experts is None:
+        return [False for _ in layers]
+    return [i % pattern == 0 if isinstance(pattern, int) else bool(pattern[i]) for i in layers]
+
+
+def adapted_linears(config: Any, options: Any) -> tuple[str, ...]:
+    """Return the linears of :data:`LINEARS` that get adapters."""
+    if options.lora_rank is None:
+        return ()
+    named = linears_named(options.lora_targets)
+    return tuple(x for x in existing_linears(config, options) if x in named)
+
+
+def adapts_indexer(config: Any, options: Any) -> bool:
+    """Whether any linear of the indexers gets adapters."""
+    return any(x.startswith(_INDEXER) for x in adapted_linears(config, options))
+
+
+def lora_option_rules(options: Any) -> Iterator[tuple[Any, str]]:
+    """Yield the rules for the options alone."""
+    given = [
+        flag
+        for flag, value in (
+            ("--lora-targets", options.lora_targets),
+            ("--lora-alpha", options.lora_alpha is not None),
+        )
+        if value
+    ]
+    yield (
+        options.lora_rank is not None or not given,
+        f"{' and '.join(given)}: has a meaning only with --lora-rank, add that",
+    )
+    yield (
+        options.lora_rank is None or options.lora_targets,
+        f"--lora-targets is required with --lora-rank: name linears, for example q_b_proj o_proj, "
+        f"or {ALL}",
+    )
+
+
+def lora_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
+    """Yield every rule for a model whose linears get adapters.
+
+    Args:
+        config: the transformer configuration.
+        options: its :class:`~megatron_dsa.options.DSAOptions`.
+    """
+    if options.lora_rank is None:
+        return
+    csa = getattr(config, "csa_compress_ratios", None) is not None
+    yield (
+        not csa,
+        "--lora-rank is not supported with --csa-compress-ratios: adapters are for the linears of "
+        "DeepSeek-V3.2 and GLM-5; drop it",
+    )
+    if csa:
+        return
+    existing = existing_linears(config, options)
+    for target in options.lora_targets:
+        yield (
+            any(_names(target, linear) for linear in existing),
+            f"--lora-targets {target} names no linear of this model{_why(target, options)}; there "
+            f"are {', '.join(existing)}, and {ALL} for all of them",
+        )
+    adapted = adapted_linears(config, options)
+    frozen = options.stage == "warmup" and options.freeze_main
+    yield (
+        not frozen or adapts_indexer(config, options),
+        "--lora-targets must name a linear of the indexer in --dsa-stage warmup, which trains "
+        "nothing else: add wq_b, wk or weights_proj, or --dsa-warmup-train-all",
+    )
+    yield (
+        not (config.moe_shared_expert_overlap and any(x.startswith(_SHARED) for x in adapted)),
+        "--moe-shared-expert-overlap must not be used with adapters of shared experts: it takes "
+        "the communication out of their linears, and that of adapters stays; drop it",
+    )
+    yield (
+        not config.delay_wgrad_compute,
+        "--delay-wgrad-compute has no meaning with --lora-rank: frozen weights have no gradient; "
+        "drop it",
+    )
+    yield (
+        not config.fp8_param,
+        "--fp8-param-gather is not supported with --lora-rank: the optimizer, which quantises such "
+        "weights, does not hold frozen ones; drop it",
+    )
+    for flag, given in (
+        ("--cuda-graph-impl", config.cuda_graph_impl != "none"),
+        ("--overlap-moe-expert-parallel-comm", config.overlap_moe_expert_parallel_comm),
+    ):
+        yield not given, f"{flag} must not be used with --lora-rank: they were not run together"
+
+
+def _why(target: str, options: Any) -> str:
+    """Return why a target names nothing, if that is known."""
+    if target.startswith("experts.") or ".experts." in target:
+        return ": routed experts have no adapters, they are no linears in transformers either"
+    if any(x.startswith(_INDEXER) and _names(target, x) for x in LINEARS):
+        cause = "--dsa-stage dense" if options.stage == "dense" else "--dsa-indexer-loss-coeff 0"
+        return f": with {cause} no indexer is trained"
+    return ""

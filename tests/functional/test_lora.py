@@ -1,0 +1,183 @@
+"""LoRA as users run it: from a base checkpoint, resumed on other ranks, exported and merged."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tests.functional.checkpoint_reader import read
+from tests.functional.launch import SPARSE, train
+from tests.functional.parallel_flags import FULL_RECOMPUTE, TP2_HEADS
+
+LORA = {
+    "--lora-rank": 4,
+    "--lora-alpha": 8,
+    "--lora-targets": "all-linear",
+    "--use-distributed-optimizer": True,
+    # The optimizer's state can be read on other ranks.
+    "--dist-ckpt-optim-fully-reshardable": True,
+}
+LAYOUTS = {
+    "TP2": TP2_HEADS,
+    "PP2 and full recompute": {"--pipeline-model-parallel-size": 2} | FULL_RECOMPUTE,
+    "DP2, gradients and parameters on their way": {
+        "--overlap-grad-reduce": True,
+        "--overlap-param-gather": True,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def runs(data, tmp_path_factory):
+    """A base of two steps, and six steps of adapters from there; folder, flags and both logs."""
+    folder = tmp_path_factory.mktemp("lora")
+    flags = {"--data-path": data, "--norm-epsilon": 1e-6, "--save-interval": 2}
+    flags |= {"--override-opt_param-scheduler": True}
+    base = train(flags | {"--train-iters": 2, "--save": folder / "base"}, one_process=True)
+    start = {"--pretrained-checkpoint": folder / "base", "--load": folder / "lora"}
+    lora = train(
+        flags | LORA | start | {"--save": folder / "lora", "--train-iters": 6}, one_process=True
+    )
+    return folder, flags, base, lora
+
+
+def test_a_base_is_left_as_it_is(runs):
+    folder, _, base, lora = runs
+    assert "the optimizer starts anew" in lora.log
+    assert "does not hold 44 tensors of adapters: they keep their initial values" in lora.log
+    trained = 2 * 4 * (96 + 128 + 104 + 160 + 128 + 96 + 80 + 68 + 2 * 160 + 160)
+    frozen = count(read(folder / "base"))
+    assert (
+        f"adapters of rank 4, scale 2: {trained:,} parameters are trained, {frozen:,} are fr"
+        in (lora.log)
+    )
+    before, after = read(folder / "base"), read(folder / "lora")
+    weights = [name for name in before if name.startswith(("decoder.", "embedding.", "output_"))]
+    assert weights and all(before[name].equal(after[name]) for name in weights)
+    states = [name for name in after if name.startswith("optimizer.") and "exp_avg" in name]
+    adapters = [name for name in after if name.startswith("decoder.") and "_lora_" in name]
+    assert adapters and all(after[name].any() for name in adapters)
+    assert states and all("_lora_" in name for name in states)
+    assert lora.column("lm loss")[-1] < base.column("lm loss")[-1]
+
+
+def count(state):
+    """Parameters of a model's checkpoint."""
+    return sum(
+        tensor.numel()
+        for name, tensor in state.items()
+        if name.startswith(("decoder.", "embedding.", "output_"))
+    )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_ranks_train_the_same(layout, runs, tmp_path):
+    """From the base, whose adapters every rank draws alike, or from step 2 of one process."""
+    folder, flags, _, one = runs
+    start = {"--pretrained-checkpoint": folder / "base", "--load": tmp_path}
+    if layout != "TP2":
+        start = {"--load": folder / "lora", "--ckpt-step": 2}
+    several = train(
+        flags | LORA | LAYOUTS[layout] | start | {"--save": tmp_path, "--train-iters": 6}, ranks=2
+    )
+    steps = {step["iteration"]: step for step in one.steps}
+    assert len(several.steps) == (6 if layout == "TP2" else 4)
+    assert ("starts anew" in several.log) == (layout == "TP2")
+    for step in several.steps:
+        # Megatron averages the first two losses that it logs after a start.
+        averaged = step["iteration"] == several.steps[1]["iteration"] and layout != "TP2"
+        for figure in ("grad norm",) if averaged else ("lm loss", "indexer loss", "grad norm"):
+            expected = steps[step["iteration"]][figure]
+            assert step[figure] == pytest.approx(expected, rel=1e-4), (figure, step)
+
+
+def test_export_and_evaluation(runs, tmp_path, capsys):
+    """Merged weights are those that the trained adapters make of the base's."""
+    pytest.importorskip("safetensors")
+    from megatron_dsa.huggingface.files import CheckpointReader, read_safetensors
+    from megatron_dsa.tools.cli import main
+
+    folder = runs[0]
+    (tmp_path / "config.json").write_text(json.dumps(SPARSE))
+    for name, source, flags in (
+        ("base", "base", []), ("merged", "lora", []), ("adapter", "lora", ["--adapter"]),
+    ):  # fmt: skip
+        arguments = ["export-hf", "--input", folder / source, "--config", tmp_path / "config.json"]
+        assert main([*map(str, [*arguments, "--output", tmp_path / name]), *flags]) == 0
+    base, merged = (CheckpointReader(tmp_path / name) for name in ("base", "merged"))
+    adapter = read_safetensors(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert base.names() == merged.names() and len(adapter) == 44
+    for name in base.names():
+        key = f"base_model.model.{name.removesuffix('.weight')}.lora_{{}}.weight"
+        expected = base.read(name)
+        if key.format("A") in adapter:
+            product = adapter.pop(key.format("B")) @ adapter.pop(key.format("A"))
+            assert product.norm() > 1e-3 * expected.norm(), name
+            expected = expected + 2 * product
+        torch.testing.assert_close(merged.read(name), expected, rtol=1e-6, atol=1e-7)
+    assert not adapter
+    assert "| rank of adapters, merged | 4 |" in (tmp_path / "merged" / "README.md").read_text()
+    capsys.readouterr()
+    data = ["--data-path", str(runs[1]["--data-path"])]
+    losses = {}
+    for name in ("base", "lora"):
+        assert main(["evaluate", "--load", str(folder / name), *data]) == 0
+        losses[name] = float(re.search(r"loss ([\d.]+)", capsys.readouterr().out)[1])
+    assert losses["lora"] < losses["base"]
+
+
+def test_adapters_are_not_dropped(runs):
+    run = train(
+        runs[1] | {"--load": runs[0] / "lora", "--train-iters": 7}, one_process=True, check=False
+    )
+    message = "has adapters, which this run would leave out: give --lora-rank 4 --lora-alpha 8 --"
+    assert run.returncode and message in run.log
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_rank": 8}, "--lora-rank and --lora-alpha must be as in checkpoint"),
+        ({"lora_alpha": None}, "--lora-rank and --lora-alpha must be as in checkpoint"),
+        ({"lora_targets": ["o_proj", "mlp.gate_proj"]}, "has adapters of self_attn.q_a_proj, self"),
+        ({"dsa_indexer_loss_coeff": 0.0}, "--dsa-indexer-loss-coeff must not be 0"),
+    ],
+    ids=["rank", "alpha", "targets", "loss"],
+)
+def test_other_adapters_are_refused(changes, message, runs):
+    """Dense stages have no indexers, and leave their adapters behind as they do the indexers."""
+    from megatron_dsa.errors import ConfigError
+    from megatron_dsa.tools.trained_model import saved_arguments
+    from megatron_dsa.training.checkpoints import check_adapters
+
+    directory = runs[0] / "lora" / "iter_0000006"
+    args = saved_arguments(directory)
+    check_adapters(args, directory)
+    vars(args).update(changes)
+    with pytest.raises(ConfigError, match=message):
+        check_adapters(args, directory)
+    vars(args).update(dsa_stage="dense")
+    if "dsa_indexer_loss_coeff" in changes:
+        check_adapters(args, directory)
+
+
+def test_start_from_an_adapter(runs, tmp_path):
+    """In PEFT's format beside the base's weights: both are what the run starts with."""
+    from megatron_dsa.tools.cli import main
+
+    folder, flags, _, lora = runs
+    (tmp_path / "config.json").write_text(json.dumps(SPARSE))
+    arguments = ["export-hf", "--input", folder / "lora", "--config", tmp_path / "config.json"]
+    arguments += ["--adapter", "--output", tmp_path / "adapter"]
+    assert main([*map(str, arguments)]) == 0
+    start = {"--pretrained-checkpoint": folder / "base", "--lora-load": tmp_path / "adapter"}
+    settings = {"--train-iters": 1, "--save-interval": 1, "--lr": 0.0, "--min-lr": 0.0}
+    settings |= {"--load": tmp_path / "run", "--save": tmp_path / "run"}
+    run = train(flags | LORA | start | settings, one_process=True)
+    assert f"> adapters of {tmp_path / 'adapter'} are loaded" in run.log
+    before, after = read(folder / "lora"), read(tmp_path / "run")
+    weights = [name for name in before if name.startswith(("decoder.", "embedding.", "output_"))]
+    assert weights and all(before[name].equal(after[name]) for name in weights)
+    assert run.steps[0]["lm loss"] < lora.steps[0]["lm loss"]

@@ -1,0 +1,206 @@
+"""Adapters in PEFT's format, against PEFT's own, and merged weights.
+
+``pytest -s`` prints the figures of ``docs/guide/lora.md``.
+"""
+
+import json
+
+import pytest
+import torch
+
+from megatron_dsa.config import DSAOptions, is_adapter_parameter
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.huggingface.adapters import export_adapter, factor_of, import_adapter
+from megatron_dsa.huggingface.convert import export_model, import_model
+from megatron_dsa.huggingface.names import V3
+from megatron_dsa.huggingface.ranks import Place
+from megatron_dsa.modules.freezing import freeze_for_stage
+from tests.cases.lora import gradients_of
+from tests.helpers import relative_error
+from tests.host import start
+from tests.tiny_models import logits_of, published, tiny_config, tiny_model
+
+pytest.importorskip("safetensors")
+RANK, ALPHA = 4, 10
+ALL = ("all-linear",)
+
+
+def adapted_model(config, targets=ALL, stage="sparse", seed=5, **changes):
+    """A random model with random adapters."""
+    options = DSAOptions(stage=stage, lora_rank=RANK, lora_alpha=ALPHA, lora_targets=targets)
+    return tiny_model(config, stage, seed=seed, dsa=options, dsa_indexer_loss_coeff=1.0, **changes)
+
+
+def tokens():
+    return torch.randint(0, 70, (1, 24), generator=torch.Generator().manual_seed(1))
+
+
+def with_loss(logits):
+    """Mean loss of the next tokens."""
+    return torch.nn.functional.cross_entropy(logits[0, :-1].float(), tokens()[0, 1:])
+
+
+#: Linears that PEFT takes for what they are, see ``docs/guide/lora.md``.
+ATTENTION = (
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    *("indexer.wq_b", "indexer.wk", "indexer.weights_proj"),
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [("deepseek_v32", ATTENTION), ("deepseek_v32", ALL), ("glm_moe_dsa", ATTENTION)],
+    ids=["v3.2", "v3.2-all-linear", "glm-5"],
+)
+def test_loss_and_gradients_are_those_of_peft(kind, targets, tmp_path, monkeypatch):
+    """The adapter that we write, read by PEFT's own loader beside a model of transformers.
+
+    That model's indexer has no gradient: its loss is this package's, and its adapters' gradients
+    are compared with products of plain weights' in ``tests/unit/modules``.
+    """
+    peft = pytest.importorskip("peft")
+    if targets == ALL:
+        # It would take the linears of MLPs for routed experts.
+        name = "peft.utils.transformers_weight_conversion._convert_peft_config_moe"
+        monkeypatch.setattr(name, lambda *_args, **_settings: None)
+    changes = {"n_group": 1, "topk_group": 1} if kind == "glm_moe_dsa" else {}
+    base = published(tiny_config(kind, **changes), tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    ours = adapted_model(config, targets)
+    import_model(ours, tmp_path / "base")
+    with torch.no_grad():
+        before = base(tokens()).logits
+    assert not export_adapter(ours, tmp_path / "adapter", V3)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+    logits = theirs(tokens()).logits
+    error = relative_error(logits_of(ours, tokens()), logits.detach())
+    assert error < 1e-5
+    assert relative_error(logits_of(ours, tokens()), before) > 0.1
+
+    freeze_for_stage([ours])
+    ours.train()
+    ids = tokens().to(start())
+    positions = torch.arange(24, device=ids.device)[None]
+    losses = with_loss(logits), with_loss(ours(ids, positions, None)[..., :70].cpu())
+    for loss in losses:
+        loss.backward()
+    assert relative_error(losses[1], losses[0]) < 1e-6
+    wanted = {
+        name.replace(".default.", "."): p.grad
+        for name, p in theirs.named_parameters()
+        if p.requires_grad
+    }
+    errors = {}
+    for name, gradient in gradients_of(ours).items():
+        peft_name = factor_of(name, V3, ours.config.num_layers).name
+        reference = wanted.pop(peft_name)
+        if ".indexer." in name:
+            assert reference is None
+            continue
+        errors[peft_name] = relative_error(gradient.cpu(), reference)
+        assert errors[peft_name] < 2e-5, peft_name
+    assert not wanted and len(errors) == 2 * 2 * (8 if targets == ALL else 5)
+    print(
+        f"{kind} {targets[0]}: logits {error:.1e}, loss {float(losses[1].detach()):.4f}, "
+        f"{len(errors)} gradients at most {max(errors.values()):.1e}"
+    )
+
+
+@pytest.mark.parametrize("targets", [ALL, ("mlp.up_proj", "wq_b", "kv_b_proj")])
+def test_merged_weights_give_the_same_logits(targets, tmp_path):
+    config = tiny_config()
+    ours = adapted_model(config, targets)
+    export_model(ours, tmp_path, config)
+    plain = tiny_model(config)
+    import_model(plain, tmp_path)
+    assert relative_error(logits_of(plain, tokens()), logits_of(ours, tokens())) < 1e-5
+
+
+def test_adapters_come_back_from_their_file(tmp_path):
+    """On one rank, and on the second of two tensor-parallel ranks, which holds half of some."""
+    from safetensors.torch import load_file
+
+    config = tiny_config()
+    ours, other = adapted_model(config), adapted_model(config, seed=6)
+    export_adapter(ours, tmp_path, V3, base="the/base")
+    assert import_adapter(other, tmp_path, V3) == 0
+    mine = {n: p for n, p in ours.named_parameters() if is_adapter_parameter(n)}
+    for name, parameter in other.named_parameters():
+        if is_adapter_parameter(name):
+            assert parameter.equal(mine[name]), name
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    one = "base_model.model.model.layers.1.mlp.shared_experts.up_proj.lora_B.weight"
+    assert tensors[one].shape == (20, RANK) and len(tensors) == len(mine) == 2 * 2 * 11
+    said = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == "the/base"
+    assert (said["r"], said["lora_alpha"], said["peft_type"]) == (RANK, ALPHA, "LORA")
+    assert said["target_modules"] == sorted(
+        ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b", "wk"]
+        + ["weights_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+
+    class Half(torch.nn.Module):
+        """What a rank holds of one linear of the second pipeline stage's first layer."""
+
+        def __init__(self):
+            super().__init__()
+            up = torch.nn.Parameter(torch.zeros(10, RANK))
+            up.tensor_model_parallel, up.partition_dim = True, 0
+            self.linear = torch.nn.Module()
+            self.linear.up_proj_lora_B = up
+            self.config = ours.config
+
+        def named_parameters(self):
+            name = "decoder.layers.0.mlp.shared_experts.linear_fc1.up_proj_lora_B"
+            yield name, self.linear.up_proj_lora_B
+
+    half = Half()
+    import_adapter(half, tmp_path, V3, Place(tensor=(1, 2), first_layer=1))
+    assert half.linear.up_proj_lora_B.equal(tensors[one][10:])
+
+
+def test_one_of_two_linears_of_a_name(tmp_path):
+    """The name in adapter_config.json selects no more than has adapters."""
+    export_adapter(adapted_model(tiny_config(), ("shared_experts.up_proj",)), tmp_path, V3)
+    said = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert said["target_modules"] == ["mlp.shared_experts.up_proj"]
+
+
+def test_layers_of_prediction_are_left_out(tmp_path):
+    config = tiny_config(num_nextn_predict_layers=1)
+    ours = adapted_model(config, ("o_proj",), mtp_num_layers=1)
+    assert export_adapter(ours, tmp_path, V3) == 2
+    assert import_adapter(ours, tmp_path, V3) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r": 8}, "--lora-rank must be 8, as .*adapter_config.json says, got 4"),
+        ({"lora_alpha": 3}, "--lora-alpha must be 3, .* got 10"),
+        ({"use_rslora": True}, "use_rslora must be False, got True"),
+        ({"peft_type": "IA3"}, "peft_type must be LORA, got 'IA3'"),
+        ({"rank_pattern": {"o_proj": 2}}, "rank_pattern must be {}"),
+    ],
+)
+def test_other_adapters_are_refused(changes, message, tmp_path):
+    model = adapted_model(tiny_config(), ("o_proj",))
+    export_adapter(model, tmp_path, V3)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ConfigError, match=message):
+        import_adapter(model, tmp_path, V3)
+
+
+def test_adapters_of_other_linears_are_refused(tmp_path):
+    few, many = (adapted_model(tiny_config(), x) for x in (("o_proj",), ("o_proj", "wk")))
+    export_adapter(few, tmp_path / "few", V3)
+    export_adapter(many, tmp_path / "many", V3)
+    with pytest.raises(ConfigError, match=r"indexer\.wk\.lora_A\.weight is of no linear that --lo"):
+        import_adapter(few, tmp_path / "many", V3)
+    with pytest.raises(ConfigError, match=r"has no tensor .*\.indexer\.wk\.lora_A\.weight: --lora"):
+        import_adapter(many, tmp_path / "few", V3)
+    with pytest.raises(ConfigError, match="holds an adapter already"):
+        export_adapter(few, tmp_path / "few", V3)
+    with pytest.raises(ConfigError, match="the model has no adapters"):
+        export_adapter(tiny_model(tiny_config()), tmp_path / "none", V3)
