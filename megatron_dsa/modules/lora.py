@@ -11,7 +11,6 @@ B A``, see :func:`megatron_dsa.modules.frame.weight_of`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from typing import Any, Literal
@@ -24,10 +23,6 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.random import (
-    get_cuda_rng_tracker,
-    get_data_parallel_rng_tracker_name,
-)
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_dsa.config import (
@@ -38,7 +33,7 @@ from megatron_dsa.config import (
     options_of,
 )
 from megatron_dsa.config_rules import MODULES_OF_LINEARS
-from megatron_dsa.modules.layers import ReplicatedLinear
+from megatron_dsa.modules.layers import ReplicatedLinear, replicated_draws
 
 #: How tensor-parallel ranks share a weight: by its rows (column-parallel linears), by its columns
 #: (row-parallel ones), or not.
@@ -235,16 +230,9 @@ def _new_down(linear: Any, rank: int, columns: int, config: Any) -> torch.nn.Par
     device, shards = linear.weight.device, linear.ranks if linear.split == "columns" else 1
     whole = torch.empty(rank, columns * shards, dtype=config.params_dtype, device=device)
     if not whole.is_meta:
-        with _random_numbers_of_all_ranks(device):
+        with replicated_draws():
             torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
     if shards > 1:
         number = torch.distributed.get_rank(linear.adapter_group)
         whole = whole.chunk(shards, dim=1)[number].contiguous()
     return torch.nn.Parameter(whole)
-
-
-def _random_numbers_of_all_ranks(device: torch.device) -> contextlib.AbstractContextManager:
-    """Draw what tensor-parallel ranks draw alike; on a GPU from Megatron's state for that."""
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    return get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name())
