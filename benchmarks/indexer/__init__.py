@@ -7,8 +7,8 @@
 gradients over selected keys, ``dense`` that of the warm-up stage, all through dispatch as a layer
 calls them. A way names the implementations; what one lacks is left to dispatch. ``fp8`` selects
 through fp8 scores, ``deepgemm-fp8`` by scores in the arithmetic of inference engines; its
-``recall`` is of the keys that exact scores select, its ``rule_recall`` of those that the rule's
-torch implementation does, for a few queries. The way ``megatron`` is megatron-core's own: its
+``recall`` is of the keys that exact scores select, its ``rule_recall`` of those that the rule in
+float64 does, for a few queries. The way ``megatron`` is megatron-core's own: its
 TileLang indexer (:mod:`benchmarks.indexer.bundled`), and its unfused dense loss
 (:mod:`benchmarks.indexer.dense`). The input is one causal sequence. FLOP count what is visible:
 2 * heads * dim per pair for ``select``, three products per selected pair for ``loss``; for
@@ -33,9 +33,9 @@ from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.metrics.flops import Keys
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
-from megatron_dsa.ops.indexer_topk import engine
 from megatron_dsa.sequence.layout import bshd_layout
 from megatron_dsa.tools.verify.comparison import comparison_at_model_shapes
+from megatron_dsa.tools.verify.engine_scores import EngineCase
 from megatron_dsa.tools.verify.indexer_loss import (
     ExpectedLoss,
     expected_dense_loss,
@@ -44,12 +44,12 @@ from megatron_dsa.tools.verify.indexer_loss import (
 )
 from megatron_dsa.tools.verify.indexer_topk import (
     SelectionCase,
-    best_keys,
     random_index_inputs,
 )
 from megatron_dsa.tools.verify.layouts import layout_of_tokens, sampled_tokens
 from megatron_dsa.tools.verify.lists import Lists
 from megatron_dsa.tools.verify.shapes import Shape
+from megatron_dsa.tools.verify.tolerances import LEAST_ENGINE_SHARE
 
 CEILINGS = ("gemm",)
 ON_DEVICE = True
@@ -63,8 +63,6 @@ OPERATIONS = {
 FP8 = "fp8"
 #: Selection by scores in the arithmetic of inference engines, with our kernels.
 ENGINE = DEEPGEMM_FP8
-#: Least share of the rule's keys: tensor cores keep fewer bits of the products.
-LEAST_SHARE = 0.998
 
 
 def _ways(operation: str, *more: str) -> tuple[str, ...]:
@@ -210,20 +208,15 @@ class _Measurer:
 
     def _engine_figures(self, found, right: SelectionCase, indices, length) -> dict[str, float]:
         """Return shares of the keys of exact scores and of the rule; complain of the latter."""
-        chosen, inputs = right.selected(found, indices, length), self._sampled()
-        q, weights = engine.quantized_queries(inputs.q, inputs.weights)
-        k, scales = engine.quantized(inputs.k)
-        given = IndexerInputs(q, k, weights, key_scales=scales)
-        (whole,) = self.layout.blocks(lambda width: self.case.tokens)
-        block = replace(whole, rows=slice(0, len(q), 1))
-        scores = engine.Scores()(given, block, k, self.layout.kept_seen(whole))
-        wanted = best_keys(scores, right.visible, self.case.topk)
+        chosen = right.selected(found, indices, length)
+        wanted = EngineCase(self.inputs, self.layout, self.checked, self.case.topk).best
         shares = {
             name: float((keys & chosen).sum() / keys.sum())
             for name, keys in (("recall", right.best), ("rule_recall", wanted))
         }
         share = shares["rule_recall"]
-        found.require(share >= LEAST_SHARE, f"{share:.4f} of the rule's keys < {LEAST_SHARE}")
+        least = LEAST_ENGINE_SHARE
+        found.require(share >= least, f"{share:.4f} of the rule's keys < {least}")
         return shares
 
     def loss(self, policy: Policy, is_bundled: bool, lists: str) -> Call:

@@ -52,8 +52,8 @@ def log_choice(choice: Choice, policy: Policy, call: OpCall, in_table: bool) -> 
     # A fallback is a warning unless it was asked for: it must show at default log levels.
     level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
     if level == logging.WARNING and _without_gpu(call):
-        # The same reason for every operation: one line says it.
-        log_once(level, "no GPU: torch runs everything")
+        # The same reason for every operation: one line says it, and nothing is wrong.
+        log_once(logging.INFO, "no GPU: torch runs everything")
         level = logging.DEBUG
     elif level == logging.INFO and in_table:
         level = logging.DEBUG

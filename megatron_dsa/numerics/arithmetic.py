@@ -63,12 +63,17 @@ def valid_entries(
     return valid
 
 
-def lengths(indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Tensor:
-    """Return int32 ``[Sq]`` within ``[0, K]``: ``topk_length``, or ``K`` everywhere."""
+def lengths(
+    indices: torch.Tensor, topk_length: torch.Tensor | None, in_range: bool = False
+) -> torch.Tensor:
+    """Return int32 ``[Sq]`` within ``[0, K]``: ``topk_length``, or ``K`` everywhere.
+
+    ``in_range``: the lengths are known to be.
+    """
     width = indices.shape[1]
     if topk_length is None:
         return torch.full(indices.shape[:1], width, dtype=torch.int32, device=indices.device)
-    return topk_length.clamp(0, width).int().contiguous()
+    return (topk_length if in_range else topk_length.clamp(0, width)).int().contiguous()
 
 
 def slices(total: int, size: int) -> Iterator[slice]:

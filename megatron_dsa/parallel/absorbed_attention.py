@@ -24,7 +24,13 @@ import torch
 
 from megatron_dsa.dispatch import Policy, describe_call
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, add_bmm, rows_in_budget, slices
+from megatron_dsa.numerics.arithmetic import (
+    accumulation_dtype,
+    add_bmm,
+    lengths,
+    rows_in_budget,
+    slices,
+)
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.numerics.checks import FLOATS, require_lists, require_tensor
 from megatron_dsa.numerics.head_products import write_head_products
@@ -128,6 +134,7 @@ class _AbsorbedAttention(torch.autograd.Function):
         ctx.plan, ctx.index_tensors = p, len(index_tensors)
         ctx.separate_kv_grad = kv_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
+        ctx.set_materialize_grads(False)  # of lse and p_sum, which have none
         return out, lse, p_sum
 
     @staticmethod
@@ -140,6 +147,8 @@ class _AbsorbedAttention(torch.autograd.Function):
         all_weights = all_gather_async(weights, p.group).wait()
         # The kernels of the backward take queries without padding.
         blocks = _Blocks(p, q.shape[1], q, kv, all_weights, indices, length)
+        if dout is None:  # nothing reads the output; other ranks take part
+            dout = q.new_zeros(*q.shape[:2], all_weights.shape[1] - blocks.own)
         wanted = ctx.needs_input_grad
         backward = _Backward(p, blocks, lse, latents, dout, wanted[0], wanted[3])
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
@@ -343,7 +352,12 @@ def absorbed_attention(
     backward = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tensors, *trained)
     )
-    attention = Settings(rank, softmax_scale, policy, call, want_p_sum, indexer, in_order=in_order)
+    if topk_length is not None:  # once for all blocks and both directions
+        topk_length = lengths(indices, topk_length)
+    attention = Settings(
+        rank, softmax_scale, policy, call, want_p_sum, indexer, in_order=in_order,
+        length_in_range=True,
+    )  # fmt: skip
     kernel_heads = FORWARD.choose(call, policy).candidate.support.kernel_heads(q.shape[1])
     blocks = token_blocks(
         len(q), len(kv), replace(call, teacher=trains), policy, q.device, backward, kernel_heads

@@ -151,11 +151,17 @@ class _Arrive(torch.autograd.Function):
         ctx.back, ctx.group = back, group
         keys = out.wait().flatten(0, -2)
         ctx.mark_non_differentiable(keys)
-        return keys, grad_proxy_for(keys)
+        ctx.set_materialize_grads(False)  # of the keys, which have none
+        proxy = grad_proxy_for(keys)
+        ctx.of_proxy = proxy.shape, proxy.dtype, proxy.device
+        return keys, proxy
 
     @staticmethod
     @once_differentiable
     def backward(ctx, _keys, grad):
+        if grad is None:  # other ranks take part
+            shape, dtype, device = ctx.of_proxy
+            grad = torch.zeros(shape, dtype=dtype, device=device)
         shape = ctx.back.begin(reduce_scatter_async(grad, ctx.group))
         # The result is not there yet: _Launch takes it from where it travels.
         token = _nothing(shape, grad.dtype, grad.device)

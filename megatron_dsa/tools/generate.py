@@ -163,9 +163,11 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with trained_model(arguments.load, arguments.step, flags=_NO_DATA) as trained:
         codec = codec_of(trained.args)
+        device = next(trained.chunks[0].parameters()).device
+        runs = "torch on the CPU" if device.type == "cpu" else f"on {device}"
         print(
-            f"> {trained.directory}: every token takes a forward pass of all tokens before it; "
-            "nothing is cached",
+            f"> {trained.directory}, {runs}: every token takes a forward pass of all tokens before "
+            "it; nothing is cached",
             file=sys.stderr,
         )
         for prompt in arguments.prompt:

@@ -118,9 +118,9 @@ def _read_backward(
 
     gradients = [dnormed] if dpost is None or dcomb is None else [dnormed, dpost, dcomb]
     found = derivatives(run, (streams, fn, base, scale, weight), gradients)[1]
-    # Kernels return views of one buffer, and results of an operation share no memory.
     dx, dfn, dbase, dscale, dweight = found
-    return dx, dfn.clone(), dbase.clone(), dscale.clone(), dweight
+    # Triton's launch cuts base and scale from one sum, and results of an operation share no memory.
+    return dx, dfn, dbase, dscale.clone(), dweight
 
 
 @_read_backward.register_fake

@@ -215,11 +215,11 @@ def query_blocks(
     Args:
         inputs: the indexer's tensors.
         factor: on the gradients of the loss, as of :func:`~megatron_dsa.numerics.scaling.scaled`.
-        policy: queries that are made again, with their gradient, take a quarter of its workspace.
+        policy: queries that are made again, with their gradient, take half of its workspace.
     """
     if isinstance(inputs, IndexerInputs):
         return QueryBlocks(inputs.q)
-    return _BlocksOfLatents(inputs.queries, factor, policy.workspace_bytes // 4)
+    return _BlocksOfLatents(inputs.queries, factor, policy.workspace_bytes // 2)
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:

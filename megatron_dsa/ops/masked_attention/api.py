@@ -111,17 +111,23 @@ class _Settings:
         found = PROBABILITIES.run(self.call, self.policy, inputs, lse, width, of_all)
         return found._replace(p_sum=sum_own_tokens(found.p_sum, self.group))
 
-    def teachers(self, inputs: MaskedAttentionInputs, lse, tokens: int) -> Iterator[TeacherPart]:
-        """Yield the teacher, part by part: sums and lists take an eighth of the workspace.
+    def part_size(self, tokens: int) -> int:
+        """Return how many of so many tokens get their teacher together, at most.
 
-        Ranks of a group sum all at once.
+        Sums and lists take an eighth of the workspace, or a quarter for halves of the tokens and
+        less.
         """
-        assert self.call.topk is not None
+        if self.group is not None or self.call.topk is None:
+            return tokens
         # In whole groups, so that no tile is visited twice.
-        per_group = GROUP * self.call.topk * 8
-        part = GROUP * rows_in_budget(self.policy.workspace_bytes // 8, per_group)
-        part = tokens if self.group is not None else part
-        for some in slices(tokens, part) if tokens else [slice(0, 0)]:
+        budget, per_group = self.policy.workspace_bytes // 8, GROUP * self.call.topk * 8
+        fewest, most = (GROUP * rows_in_budget(x, per_group) for x in (budget, 2 * budget))
+        halves = -(-tokens // (2 * GROUP)) * GROUP
+        return min(max(fewest, halves), most)
+
+    def teachers(self, inputs: MaskedAttentionInputs, lse, tokens: int) -> Iterator[TeacherPart]:
+        """Yield the teacher, part by part; ranks of a group sum all at once."""
+        for some in slices(tokens, self.part_size(tokens)) if tokens else [slice(0, 0)]:
             found = self.listed(inputs, lse, some)
             yield TeacherPart(some, found.indices, found.length, found.p_sum)
             del found  # before the next part takes memory
@@ -153,11 +159,19 @@ class _MaskedAttention(torch.autograd.Function):
         s: _Settings = ctx.settings
         q, kv, k_pe, bits, out, lse, *index_tensors = ctx.saved_tensors
         inputs = s.inputs(q, kv, k_pe, bits)
-        dq, dkv, dk_pe = BACKWARD.run(s.call, s.policy, inputs, out, lse, dout.contiguous())
         index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
-        if s.indexer is not None and any(ctx.needs_input_grad[6:]):
-            parts = s.teachers(inputs, lse, len(bits))
-            index_grads = s.indexer.gradients(index_tensors, parts, s.policy)
+
+        def train(indexer: IndexerTraining | None) -> None:
+            nonlocal index_grads
+            if indexer is not None and any(ctx.needs_input_grad[6:]):
+                parts = s.teachers(inputs, lse, len(bits))
+                index_grads = indexer.gradients(index_tensors, parts, s.policy)
+
+        # Several parts use nothing that the backward keeps, and dq and dkv need not exist yet.
+        before = s.part_size(len(bits)) < len(bits)
+        train(s.indexer if before else None)
+        dq, dkv, dk_pe = BACKWARD.run(s.call, s.policy, inputs, out, lse, dout.contiguous())
+        train(None if before else s.indexer)
         separate = ctx.separate_k_pe_grad
         to_k_pe, to_proxy = (None, dk_pe) if separate else (dk_pe.to(k_pe.dtype), None)
         return dq, dkv, to_k_pe, to_proxy, None, None, *index_grads

@@ -59,6 +59,7 @@ class Settings:
     indexer: IndexerTraining | None  # without its tensors
     lists: KeyLists | None = None
     in_order: bool = False
+    length_in_range: bool = False
 
     def arguments(
         self, q, kv, sink, indices, topk_length, want_p_sum: bool
@@ -75,6 +76,7 @@ class Settings:
             workspace_bytes=self.policy.workspace_bytes,
             want_p_sum=want_p_sum,
             in_order=self.in_order,
+            length_in_range=self.length_in_range,
         )
 
     def run(self, operation: Operation, *args, teacher: bool = False) -> Any:
@@ -135,6 +137,7 @@ class SparseAttention(torch.autograd.Function):
         ctx.settings = s
         ctx.separate_kv_grad = kv_grad is not None
         ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
+        ctx.set_materialize_grads(False)  # of lse and p_sum, which have none
         return out, lse, p_sum
 
     @staticmethod
@@ -143,6 +146,7 @@ class SparseAttention(torch.autograd.Function):
         """Return all gradients; the sparse indexer loss exists in here only."""
         s: Settings = ctx.settings
         q, kv, sink, indices, length, out, lse, *index_tensors = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
         trains = s.indexer is not None and any(ctx.needs_input_grad[7:])
         wants_p_sum = trains and s.indexer is not None and not s.indexer.selected_only
         dq = dsink = teacher = None

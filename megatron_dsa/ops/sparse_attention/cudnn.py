@@ -133,7 +133,7 @@ def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Ten
         indices[None],
         inputs.softmax_scale,
         qhead_per_kv_head=heads,
-        topk_length=lengths(inputs.indices, inputs.topk_length)[None],
+        topk_length=lengths(inputs.indices, inputs.topk_length, inputs.length_in_range)[None],
         topk_indices_global=False,
     )["target"][0, :, : valid.shape[1]]
     # Entries that select nothing may hold anything there.

@@ -67,6 +67,7 @@ class SparseAttentionInputs:
         want_p_sum: the caller wants the head sum of the probabilities, if it comes for free (in
             the forward or in the backward, whichever asks).
         in_order: all lists are known to follow one order of the keys (see :mod:`.lists`).
+        length_in_range: ``topk_length`` is known to be from 0 to ``K``.
         key_sum: where a backward may add up its gradient of the keys; it then returns ``None``.
         padded_q: ``[Sq, more than H, D]``, contiguous, or ``None``: ``q`` is a view of its first H
             heads, and the others are finite. For a forward that takes so many
@@ -83,5 +84,6 @@ class SparseAttentionInputs:
     workspace_bytes: int
     want_p_sum: bool = False
     in_order: bool = False
+    length_in_range: bool = False
     key_sum: KeyGradientSum | None = None
     padded_q: torch.Tensor | None = None

@@ -24,7 +24,7 @@ def sorting_pays(inputs: SparseAttentionInputs) -> bool:
 def caller_lists(inputs: SparseAttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the caller's ``indices [Sq, K]`` and a length ``[Sq]`` for each, int32, in [0, K]."""
     indices = inputs.indices.contiguous()
-    return indices, lengths(indices, inputs.topk_length)
+    return indices, lengths(indices, inputs.topk_length, inputs.length_in_range)
 
 
 def ascending_lists(

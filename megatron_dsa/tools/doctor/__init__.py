@@ -2,12 +2,13 @@
 
 Every forward of sparse attention that can run here is combined with every backward, every pair of
 index scores and top-k and every indexer loss with its gradients likewise, at the user's shape,
-and compared with float64. The inputs hold what kernels are known to fail on: empty rows, holes,
+and compared with float64; index scores in the arithmetic of inference engines, with its rule. The
+inputs hold what kernels are known to fail on: empty rows, holes,
 ids out of range, stale ids, lists of different lengths, keys that are NaN and must not be touched.
 
-``options`` and ``shapes`` are what is asked for, ``attention`` and ``indexer`` the checks (run by
-``session``, in the order of ``examine``) by :mod:`megatron_dsa.tools.verify`, ``results`` what they
-say, ``table`` how it is printed.
+``options`` and ``shapes`` are what is asked for, ``attention``, ``indexer`` and ``engine`` the
+checks (run by ``session``, in the order of ``examine``) by :mod:`megatron_dsa.tools.verify`,
+``results`` what they say, ``table`` how it is printed.
 """
 
 from __future__ import annotations

@@ -10,13 +10,22 @@ import torch
 from megatron_dsa import __version__
 from megatron_dsa.dispatch import choices_unlogged, uncounted
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.tools.doctor.attention import check_attention
+from megatron_dsa.tools.doctor.engine import check_engine_scores
 from megatron_dsa.tools.doctor.indexer import check_loss, check_selection
 from megatron_dsa.tools.doctor.results import Report
 from megatron_dsa.tools.doctor.session import Session
 from megatron_dsa.tools.doctor.shapes import shapes_from
 from megatron_dsa.tools.verify.shapes import Shape
 from megatron_dsa.versions import OPTIONAL_PACKAGES, optional_version
+
+#: Operations that get verdicts.
+CHECKED = {
+    *("sparse_attention_forward", "sparse_attention_backward", "sparse_attention_probabilities"),
+    *("indexer_scores", "indexer_listed_scores", "indexer_engine_scores", "indexer_topk"),
+    "sparse_indexer_loss",
+}
 
 
 def examine(arguments: argparse.Namespace) -> Report:
@@ -29,10 +38,8 @@ def examine(arguments: argparse.Namespace) -> Report:
     asked = shapes_from(arguments)
     shapes = asked if device.type == "cuda" else list(dict.fromkeys(s.on_cpu() for s in asked))
     report = Report(_environment(device), asked, shapes)
-    report.remarks.append(
-        "masked_attention, dense_attention and dense_indexer_loss are not checked here, they are "
-        "by the unit tests"
-    )
+    others = sorted(OPERATIONS.keys() - CHECKED)
+    report.remarks.append(f"checked by the unit tests and not here: {', '.join(others)}")
     if device.type == "cuda":
         report.remarks.append(
             f"ms are medians with {shapes[0].timed_rows} query rows; the selection's with all "
@@ -52,7 +59,7 @@ def examine(arguments: argparse.Namespace) -> Report:
 
 def _check_all(session: Session, shapes: list[Shape]) -> None:
     done = set()
-    for check in (check_attention, check_selection, check_loss):
+    for check in (check_attention, check_selection, check_engine_scores, check_loss):
         for shape in shapes:
             attention = check is check_attention
             label = shape.attention_label() if attention else shape.indexer_label()

@@ -1,4 +1,7 @@
-"""The indexer: selection by every pair of scores and top-k, and its sparse loss with gradients."""
+"""The indexer: selection by every pair of scores and top-k, and its sparse loss with gradients.
+
+Scores in the arithmetic of inference engines are in :mod:`.engine`.
+"""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ _ERRORS = {
     "teacher": ("p_sum",),
     "index selection": ("score shortfall", "score inversion"),
     "fp8 selection": ("score shortfall", "score inversion"),
+    "engine scores": ("engine scores", "score shortfall", "score inversion"),
     "indexer loss": ("loss", "dq", "dk", "dweights"),
 }
 
@@ -91,6 +92,7 @@ def _column(operation: str) -> str:
         "sparse_attention_backward": "backward",
         "sparse_attention_probabilities": "teacher",
         "indexer_scores": "scores",
+        "indexer_engine_scores": "scores",
         "indexer_listed_scores": "again",
         "indexer_topk": "top-k",
         "sparse_indexer_loss": "loss of",

@@ -16,6 +16,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.indexer_topk import engine
 from megatron_dsa.ops.indexer_topk.api import selection_calls
 from megatron_dsa.ops.indexer_topk.declaration import ENGINE_SCORES
+from megatron_dsa.ops.indexer_topk.reference import engine_scores
 from megatron_dsa.ops.rope.api import rotate_index
 from megatron_dsa.sequence.blocks import Block, QueryRange, Seen
 from megatron_dsa.sequence.compressed import compressed_keys
@@ -128,6 +129,9 @@ def test_scores_equal_the_reference_to_the_bit():
         padded[0][:, :heads], padded[1][:, :heads] = numbers(inputs.q), inputs.fp32_weights
         want = reference.scores(padded[0], numbers(inputs.k), padded[1].astype(np.float32))
         assert np.array_equal(all_scores(inputs).numpy(), want)
+        # So does what the doctor and the benchmarks compare with.
+        in_float64 = engine_scores(inputs.q, inputs.k, inputs.fp32_weights)
+        assert np.array_equal(in_float64.numpy(), want)
 
 
 def all_scores(inputs, run=engine.Scores()):

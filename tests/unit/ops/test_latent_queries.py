@@ -23,8 +23,8 @@ from megatron_dsa.sequence.layout import bshd_layout
 from tests.helpers import relative_error
 
 TOKENS, LATENT, HEADS, DIM, ROPE, TOPK = 29, 12, 3, 8, 4, 6
-#: A block of queries and of their gradients, of one token in float64, times four.
-ONE = 4 * HEADS * DIM * 16
+#: A block of queries and of their gradients, of one token in float64, times two.
+ONE = 2 * HEADS * DIM * 16
 
 
 def normal(*shape, seed, dtype):
@@ -122,7 +122,7 @@ def test_gradients_against_float64(dtype, tolerance, workspace):
 
 
 @pytest.mark.parametrize(("workspace", "longest"), [(ONE, 1), (7 * ONE, 7), (2**28, TOKENS)])
-def test_blocks_fit_a_quarter_of_the_workspace(workspace, longest, monkeypatch):
+def test_blocks_fit_half_of_the_workspace(workspace, longest, monkeypatch):
     """As few as fit, equally long; nothing of the indexer's queries is kept."""
     made = []
     formed = LatentQueries.formed

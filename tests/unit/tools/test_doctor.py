@@ -49,6 +49,7 @@ def test_full_size_calls_are_timed(capsys, add, as_if_on_gpu):
         "teacher": [{"teacher"}],
         "index selection": [{"selection"}],
         "fp8 selection": [{"selection"}],
+        "engine scores": [{"selection"}],
         "indexer loss": [{"loss and gradients"}],
     }
     for result in data["results"]:

@@ -187,7 +187,7 @@ def raises(original):
 
 @pytest.mark.parametrize(
     "operation",
-    [FORWARD, BACKWARD, TEACHER, "indexer_topk", "sparse_indexer_loss"],
+    [FORWARD, BACKWARD, TEACHER, "indexer_topk", "indexer_engine_scores", "sparse_indexer_loss"],
 )
 def test_a_crash_is_a_verdict_and_the_rest_goes_on(capsys, add, operation):
     add(operation, raises)
@@ -200,7 +200,8 @@ def test_a_crash_is_a_verdict_and_the_rest_goes_on(capsys, add, operation):
         assert "ValueError: no such kernel image" in result["verdict"]
         assert "traceback" not in result["verdict"]
     assert {result["check"] for result in data["results"]} == {
-        "sparse attention", "teacher", "index selection", "fp8 selection", "indexer loss",
+        "sparse attention", "teacher", "index selection", "fp8 selection", "engine scores",
+        "indexer loss",
     }  # fmt: skip
 
 

@@ -5,10 +5,15 @@ import dataclasses
 import pytest
 import torch
 
+from megatron_dsa.tools.doctor.engine import check_engine_scores
+from megatron_dsa.tools.doctor.results import Report
+from megatron_dsa.tools.doctor.session import Session
+from megatron_dsa.tools.doctor.shapes import shapes_from
 from tests.doctor_harness import (
     SMALL,
     TEACHER,
     others_are_ok,
+    parse,
     run,
     verdicts,
 )
@@ -113,6 +118,52 @@ def test_wrong_scores_are_found(capsys, add):
     assert code == 1 and others_are_ok(data)
     (result,) = verdicts(data).values()
     assert "recall" in result["verdict"] and "score shortfall" in result["verdict"]
+
+
+def in_another_order(original):
+    """The same sums, beginning with the last head."""
+
+    def implementation(inputs, *args):
+        q, weights = inputs.q.roll(1, 1), inputs.weights.roll(1, 1)
+        return original(dataclasses.replace(inputs, q=q, weights=weights), *args)
+
+    return implementation
+
+
+def rounded_to_bf16(original):
+    return lambda *args: original(*args).bfloat16().float()
+
+
+def without_key_scales(original):
+    def implementation(inputs, *args):
+        ones = torch.ones_like(inputs.key_scales)
+        return original(dataclasses.replace(inputs, key_scales=ones), *args)
+
+    return implementation
+
+
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (in_another_order, "not added up in the order of the rule"),
+        (rounded_to_bf16, "not added up in the order of the rule"),
+        (without_key_scales, "engine scores 1."),
+    ],
+)
+def test_wrong_engine_scores_are_found(capsys, add, wrap, said):
+    add("indexer_engine_scores", wrap)
+    code, data = run(capsys, f"{SMALL} --index-heads 8 --index-dim 64")
+    assert code == 1 and others_are_ok(data)
+    (result,) = verdicts(data).values()
+    assert result["check"] == "engine scores" and said in result["verdict"], result["verdict"]
+
+
+def test_engines_have_no_wider_heads():
+    (shape,) = shapes_from(parse(f"{SMALL} --index-dim 256"))
+    report = Report({}, [], [])
+    check_engine_scores(Session(torch.device("cpu"), shape.dtype, None, report), shape)
+    (entry,) = report.not_checked
+    assert not report.results and "at most 128 index dims" in entry.reason
 
 
 def scaled_gradients(original):
