@@ -153,7 +153,9 @@ def _attend(policy, tp, cp):
         want_p_sum=True, indexer=training, group=group, policy=policy,
     )  # fmt: skip
     kept = [x for x in out.grad_fn.saved_tensors if x is not None and x.dtype == torch.int32]
-    grads = torch.autograd.grad((out * torch.arange(1, 1 + out.shape[2], device=device)).sum(), leaves)
+    grads = torch.autograd.grad(
+        (out * torch.arange(1, 1 + out.shape[2], device=device)).sum(), leaves
+    )
     return {
         "out": out.detach(),
         "lse": lse,
