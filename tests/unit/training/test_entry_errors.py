@@ -146,7 +146,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:129] "
     ],
 )
 def test_a_rank_that_is_lost(text, monkeypatch, capsys):
-    """With the traceback, which says where the rank waited; a restart mends it, so the code is 1."""
+    """With the traceback, which says where the rank waited; a restart mends it: the code is 1."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert ended(RuntimeError(f"{text}\nmore")) == 1
