@@ -151,8 +151,8 @@ def _processes(error: BaseException) -> str | None:
     return f"{reason} ({told}): {first}"
 
 
-#: What gloo and NCCL say where another rank has ended, or does not answer in time. Of NCCL's
-#: time-outs Python hears only where its watchdog does not end the process first.
+#: What gloo and NCCL say where another rank has ended, or does not answer in time. NCCL's watchdog
+#: may end the process first.
 _LOST = re.compile(
     r"gloo/transport/.*(Connection (closed|reset) by peer|Timed out waiting|Broken pipe"
     r"|Connection refused|Socket closed)|Application timeout caused pair closure"
