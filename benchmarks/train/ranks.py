@@ -27,13 +27,15 @@ from megatron_dsa.tools.report.events import read_run
 
 ONE, AGAIN = "one rank", "one rank again"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-CP2 = "--context-parallel-size 2"
-EP2 = "--expert-model-parallel-size 2"
+#: Ranks with the same weights share the optimizer's state, as in the launch scripts.
+DP2 = "--use-distributed-optimizer"
+CP2 = f"--context-parallel-size 2 {DP2}"
+EP2 = f"--expert-model-parallel-size 2 {DP2}"
 #: Model -> way -> ranks and flags. Data-parallel ranks share the batch of two sequences.
 WAYS: dict[str, dict[str, tuple[int, str]]] = {
     "v3.2": {
         ONE: (1, ""), AGAIN: (1, ""), "TP2": (2, TP2), "CP2": (2, CP2),
-        "DP2": (2, "--use-distributed-optimizer"), "TP2 x CP2": (4, f"{TP2} {CP2}"),
+        "DP2": (2, DP2), "TP2 x CP2": (4, f"{TP2} {CP2}"),
     },
     "v4": {
         ONE: (1, ""), AGAIN: (1, ""), "TP2": (2, TP2), "CP2": (2, CP2), "EP2": (2, EP2),
