@@ -104,12 +104,15 @@ def run_without_a_rank(
     """
     arguments = (module, flags, environments, str(folder), str(output), True)
     processes = _start(_run_module, arguments, len(environments)).processes
+    started: list[psutil.Process] = []
     try:
         end = time.monotonic() + 600
         while lost.at not in output.read_text(errors="replace"):
             if time.monotonic() > end or any(p.exitcode for p in processes):
                 raise TimeoutError(f"no {lost.at!r} in the log: {output.read_text()[-3000:]}")
             time.sleep(0.01)
+        # What a rank has started would outlive it, and keep the pipes of this process open.
+        started += [child for p in processes for child in children_of(p.pid)]
         os.kill(processes[lost.rank].pid, lost.signal)
         end = time.monotonic() + lost.limit
         others = [p for rank, p in enumerate(processes) if rank != lost.rank]
@@ -120,13 +123,22 @@ def run_without_a_rank(
         for process in processes:
             kill_with_children(process.pid)
             process.join()
+        for child in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    """Processes that a process has started, and that these have; none of one that has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []
 
 
 def kill_with_children(pid: int) -> None:
     """Also the processes that write a checkpoint, which would go on."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for each in [process, *process.children(recursive=True)]:
+        for each in [psutil.Process(pid), *children_of(pid)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
 
