@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
@@ -80,11 +81,71 @@ def run_modules(
     return 0
 
 
+@dataclass(frozen=True)
+class Lost:
+    """A rank that is lost in a run whose launcher does nothing about it.
+
+    Attributes:
+        rank: which one.
+        at: text in the log that comes before.
+        signal: what it gets: killed, or stopped, so that it hangs.
+        limit: seconds that the others have to end by themselves.
+    """
+
+    rank: int
+    at: str
+    signal: int
+    limit: float
+
+
+def run_without_a_rank(
+    module: str, flags: list[str], environments: list[dict], folder: Path, output: Path, lost: Lost
+) -> list[int | None]:
+    """Do what :func:`run_modules` does, lose a rank and wait for the others.
+
+    Returns:
+        Exit statuses, ``None`` of a rank that did not end by itself.
+
+    Raises:
+        TimeoutError: the run did not get to where it was to lose the rank.
+    """
+    arguments = (module, flags, environments, str(folder), str(output), True)
+    processes = _start(_run_module, arguments, len(environments)).processes
+    started: list[psutil.Process] = []
+    try:
+        end = time.monotonic() + 600
+        while lost.at not in output.read_text(errors="replace"):
+            if time.monotonic() > end or any(p.exitcode for p in processes):
+                raise TimeoutError(f"no {lost.at!r} in the log: {output.read_text()[-3000:]}")
+            time.sleep(0.01)
+        # What a rank has started would outlive it, and keep the pipes of this process open.
+        started += [child for p in processes for child in children_of(p.pid)]
+        os.kill(processes[lost.rank].pid, lost.signal)
+        end = time.monotonic() + lost.limit
+        others = [p for rank, p in enumerate(processes) if rank != lost.rank]
+        for process in others:
+            process.join(max(end - time.monotonic(), 0.0))
+        return [process.exitcode for process in others]
+    finally:
+        for process in processes:
+            kill_with_children(process.pid)
+            process.join()
+        for child in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    """Processes that a process has started, and that these have; none of one that has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []
+
+
 def kill_with_children(pid: int) -> None:
     """Also the processes that write a checkpoint, which would go on."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for each in [process, *process.children(recursive=True)]:
+        for each in [psutil.Process(pid), *children_of(pid)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
 

@@ -71,12 +71,14 @@ class Case:
         return ranks
 
 
-def run(cases: dict[str, Case], tp: int, folder, cp: int = 1) -> list[dict[str, dict]]:
+def run(
+    cases: dict[str, Case], tp: int, folder, cp: int = 1, backend: str = "gloo"
+) -> list[dict[str, dict]]:
     """Run forward and backward of every case on ``tp * cp`` ranks; return each rank's results.
 
     Gradients that Megatron sums over ranks are summed; others are as computed.
     """
-    return spawn(_run_case, cases, tp, folder, cp)
+    return spawn(_run_case, cases, tp, folder, cp, backend)
 
 
 def spawn(
@@ -84,8 +86,13 @@ def spawn(
 ) -> list[dict[str, dict]]:
     """Return each rank's ``{name: run_case(case, tp, cp)}``, with all tensors on the CPU.
 
-    Computed on the CPU (``gloo``), or on a GPU per rank (``nccl``).
+    Computed on the CPU (``gloo``), or on a GPU per rank (``nccl``); a test that wants more ranks
+    than there are GPUs is skipped.
     """
+    if backend == "nccl" and torch.cuda.device_count() < tp * cp:
+        import pytest  # not in the processes of ranks
+
+        pytest.skip(f"needs {tp * cp} GPUs, {torch.cuda.device_count()} here")
     # On the CPU also where there is a GPU: NCCL wants one GPU per rank.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
     handle, store = tempfile.mkstemp(dir=folder)

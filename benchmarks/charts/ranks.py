@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.charts.drawing import Point, machine, of_one_gpu, pyplot, save, thousands
-from benchmarks.ranks.cases import LAYERS, ONE_RANK
+from benchmarks.ranks.cases import LAYERS, ONE_RANK, ONE_RANK_MASKED
 
 #: Metric -> label of its bar.
 BARS = {"efficiency": "parallel efficiency, %", "exposed_share": "exposed communication, %"}
@@ -48,5 +48,5 @@ def label_of(point: Point) -> str:
     ratio = f" ratio {case['ratio']}" if "ratio" in case else ""
     chain = f" x {case['layers']}" if case["layers"] > 1 else ""
     grid = " ".join(f"{name}{case[name]}" for name in ("tp", "cp") if case[name] > 1)
-    how = way if way == ONE_RANK else f"{grid} {way}"
+    how = way if way in (ONE_RANK, ONE_RANK_MASKED) else f"{grid} {way}"
     return f"{case['preset']}{ratio}{chain}, {thousands(case['tokens'])}, {how}"

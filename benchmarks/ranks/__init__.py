@@ -6,15 +6,17 @@
 
 A grid has one process per GPU (:mod:`benchmarks.ranks.processes`); a rank that fails or does not
 answer ends its measurement, for all ranks of the grid, in bounded time. All ranks begin a call
-together and the slowest counts. The way ``one rank`` measures the same on one GPU in the same run:
-efficiency is its time, divided by the ranks and by theirs. Communication is exposed where NCCL's
+together and the slowest counts. The way ``one rank`` measures the same on one GPU in the same run,
+``one rank masked`` by masked dense attention, which masked ways are compared with: efficiency is
+its time, divided by the ranks and by theirs. Communication is exposed where NCCL's
 kernels run and no other kernel does. Bytes are counted where collectives are called, and stand
 beside what the design says (:mod:`benchmarks.ranks.traffic`).
 
 ``layers``: attention layers. Ways of context parallelism are ``zigzag`` and ``contiguous``, which
 say who holds what, and ``plain``: zigzag, with every collective waited for where it is launched
 (:mod:`benchmarks.ranks.plain`). V3.2's layers have another, ``masked``: zigzag by masked dense
-attention. Tensor-parallel ranks divide ``heads`` or ``rows`` (tokens).
+attention. Tensor-parallel ranks divide ``heads`` or ``rows`` (tokens), and V3.2's by masked dense
+attention heads (``masked heads``), or heads for attention and tokens for selection (``select``).
 ``--chain N`` measures N layers in a chain (:mod:`benchmarks.megatron_layer`).
 
 ``dense``: dense causal attention, ways for keys and values to reach the queries

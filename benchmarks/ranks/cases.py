@@ -10,16 +10,23 @@ from benchmarks.settings import Work
 
 #: Kinds of cases: attention layers; dense attention alone.
 LAYERS, DENSE = "layers", "dense"
-#: The way that the others are compared with.
-ONE_RANK = "one rank"
+#: The way that the others are compared with; of masked ones with its own attention.
+ONE_RANK, ONE_RANK_MASKED = "one rank", "one rank masked"
 #: Ways of context-parallel layers, and what they change; all but ``plain`` overlap collectives.
 CP_WAYS = {
     "zigzag": {}, "contiguous": {"cp_layout": "contiguous"}, "plain": {},
 }  # fmt: skip
+_MASKED = {"selected_attention": "masked"}
 #: A way of context-parallel layers of V3.2; the others attend to lists of latents.
-MASKED_WAYS = {"masked": {"selected_attention": "masked"}}
+MASKED_WAYS = {"masked": _MASKED}
 #: Ways of tensor-parallel layers.
 TP_WAYS = {"heads": {"tp_mode": "heads"}, "rows": {"tp_mode": "sequence"}}
+#: Ways of tensor-parallel layers of V3.2 by masked dense attention.
+MASKED_TP_WAYS = {
+    "masked heads": {"tp_mode": "heads", **_MASKED}, "select": {"tp_mode": "select", **_MASKED},
+}  # fmt: skip
+#: Way -> the one of one rank that its time is compared with, where it is not :data:`ONE_RANK`.
+BASES = dict.fromkeys((ONE_RANK_MASKED, *MASKED_WAYS, *MASKED_TP_WAYS), ONE_RANK_MASKED)
 DENSE_WAYS = ("ring", "gathered latents", "contiguous ring")
 
 
@@ -81,12 +88,13 @@ class Case:
 
     def grid_of(self, way: str) -> Grid:
         """Return the ranks that a way runs on."""
-        return ONE if way == ONE_RANK else self.grid
+        return ONE if way in (ONE_RANK, ONE_RANK_MASKED) else self.grid
 
     def spec(self, way: str) -> LayerSpec:
         """Return a rank's part of the layer."""
         grid = self.grid_of(way)
-        changes = (CP_WAYS | MASKED_WAYS | TP_WAYS).get(way, {})
+        ways = CP_WAYS | MASKED_WAYS | TP_WAYS | MASKED_TP_WAYS | {ONE_RANK_MASKED: _MASKED}
+        changes = ways.get(way, {})
         return LayerSpec(
             self.preset, self.tokens, self.ratio, self.heads, layers=self.layers, tp=grid.tp,
             cp=grid.cp, workspace_mib=self.workspace_mib, **changes,
@@ -106,17 +114,23 @@ NAMED = {
 }
 #: Lengths with context parallelism, and without: of the comparison of rows and heads.
 CP_TOKENS = {"v3.2": (32768, 65536, 131072), "v4-flash-r4": (65536,), "v4-flash-r128": (65536,)}
-TP_TOKENS = {"v3.2": (8192, 32768), "v3.2-h32": (8192, 32768)}
+TP_TOKENS = {
+    "v3.2": (8192, 32768), "v3.2-h32": (8192, 32768), "v4-flash-r4": (32768,),
+    "v4-flash-r128": (32768,),
+}  # fmt: skip
 DENSE_TOKENS = (32768, 65536)
 QUICK_TOKENS = 256
 
 
 def works_of(case: Case) -> list[Work]:
     """Return the measurements of a case, one rank first."""
-    ways = DENSE_WAYS if case.kind == DENSE else CP_WAYS if case.cp > 1 else TP_WAYS
-    if case.kind == LAYERS and case.cp > 1 and case.ratio is None:
-        ways = (*ways, *MASKED_WAYS)
-    return [Work("step", way) for way in (ONE_RANK, *ways)]
+    if case.kind == DENSE:
+        return [Work("step", way) for way in (ONE_RANK, *DENSE_WAYS)]
+    ways, masked = (CP_WAYS, MASKED_WAYS) if case.cp > 1 else (TP_WAYS, MASKED_TP_WAYS)
+    found = [ONE_RANK, *ways]
+    if case.ratio is None:
+        found += [ONE_RANK_MASKED, *masked]
+    return [Work("step", way) for way in found]
 
 
 def layer_cases(grid: Grid, names, tokens=None, layers: int = 1, **more) -> list[Case]:

@@ -7,7 +7,7 @@ import gc
 import torch
 
 from benchmarks.megatron_layer import Layer
-from benchmarks.ranks.cases import Case
+from benchmarks.ranks.cases import MASKED_TP_WAYS, Case
 from benchmarks.ranks.design import Design, formula_bytes, hidden_bytes
 from benchmarks.ranks.plain import OVERLAPPED, PLAIN, collectives
 from benchmarks.ranks.timing import measured, traced_shares
@@ -35,7 +35,8 @@ def measure_layer(case: Case, way: str, device: torch.device, settings: dict) ->
     design = Design(layer.config, case.ratio, tokens, grid.tp, grid.cp, layer.sharding.runs(None))
     if grid.ranks > 1:
         result["bytes_per_token"] = traffic.bytes / tokens / case.layers
-        result["formula_bytes_per_token"] = formula_bytes(design) / tokens
+        if way not in MASKED_TP_WAYS:  # the formulas are those of lists of keys
+            result["formula_bytes_per_token"] = formula_bytes(design) / tokens
     if grid.cp > 1 and grid.tp == 1:  # tensor-parallel linears gather hidden states anyway
         result["hidden_bytes_per_token"] = hidden_bytes(design) / tokens
     return result

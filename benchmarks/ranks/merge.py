@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.ranks.cases import ONE_RANK, Case
+from benchmarks.ranks.cases import BASES, ONE_RANK, ONE_RANK_MASKED, Case
 from benchmarks.timing import summary
 
 #: The largest value over ranks counts. These belong to the whole step, not to its forward.
@@ -49,19 +49,20 @@ def norms(answers: list[dict]) -> dict[str, float]:
 
 
 class Judge:
-    """Compares the ways of a case with one rank's, which comes first."""
+    """Compares the ways of a case with one rank's, which come before them."""
 
     def __init__(self, case: Case):
         self._ranks = case.grid.ranks
-        self._alone: dict[str, float] = {}  # milliseconds of one rank
+        self._alone: dict[tuple[str, str], float] = {}  # milliseconds of one rank
         self._norms: dict[str, float] = {}
 
     def judged(self, way: str, part: str, result: dict, answers: list[dict]) -> dict:
         """Return a result with its efficiency, or a failed one with the reason."""
         found = norms(answers)
-        if way == ONE_RANK:
-            self._alone[part], self._norms = result["ms"], found
-            return result
+        alone = way in (ONE_RANK, ONE_RANK_MASKED)
+        if alone:
+            self._alone[way, part] = result["ms"]
+            self._norms = self._norms or found
         if found and self._norms:
             wanted = self._norms
             error = max(abs(found[n] - wanted[n]) / wanted[n] for n in found)
@@ -69,6 +70,7 @@ class Judge:
                 reason = f"wrong result: norms differ from one rank's by {error:.3g}"
                 return {"status": "failed", "reason": reason, "out_error": error}
             result = result | {"out_error": error}
-        if self._alone.get(part):
-            result = result | {"efficiency": self._alone[part] / (self._ranks * result["ms"])}
+        base = self._alone.get((BASES.get(way, ONE_RANK), part))
+        if base and not alone:
+            result = result | {"efficiency": base / (self._ranks * result["ms"])}
         return result

@@ -7,6 +7,7 @@
     python -m benchmarks train --kinds selected     # masked beside sparse attention, every step
     python -m benchmarks train --kinds muon         # needs emerging-optimizers
     python -m benchmarks train --kinds whole-v4     # fused and in torch, every step
+    python -m benchmarks train --kinds ranks        # one and several GPUs, every step
 
 ``memory``: planned peak of a training step beside the measured (:mod:`benchmarks.train.memory`).
 ``operations``: planned operations beside those that tensor cores counted
@@ -15,7 +16,8 @@
 (:mod:`benchmarks.train.convergence`). ``selected``: the same training with each of the two
 attentions to selected keys (:mod:`benchmarks.train.selected`). ``muon``: the same training by AdamW
 and by Muon with and without blocks (:mod:`benchmarks.train.muon`). ``whole-v4``: the same training
-of a whole DeepSeek-V4 with fused kernels and in torch (:mod:`benchmarks.train.whole`).
+of a whole DeepSeek-V4 with fused kernels and in torch (:mod:`benchmarks.train.whole`). ``ranks``:
+the same training on one and several ranks (:mod:`benchmarks.train.ranks`).
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ from typing import Any
 import torch
 
 from benchmarks.settings import Settings, Work
-from benchmarks.train import convergence, memory, muon, operations, resume, selected, whole
+from benchmarks.train import convergence, memory, muon, operations, ranks, resume, selected, whole
 from benchmarks.train.models import CASES, command, model_of
 
 CEILINGS = ()
 ON_DEVICE = False
 #: Seconds until a run that does not answer is ended.
 TIMEOUT = 7200.0
-KINDS = ("memory", "operations", "run", "convergence", "selected", "muon", "whole-v4")
+KINDS = ("memory", "operations", "run", "convergence", "selected", "muon", "whole-v4", "ranks")
 #: Kind -> module and class that train it, a way at a time.
 TRAINED: dict[str, tuple[Any, Any]] = {
     "convergence": (convergence, convergence.Comparison),
@@ -61,9 +63,9 @@ class Case:
     Attributes:
         kind: one of :data:`KINDS`.
         model: name in :data:`~benchmarks.train.models.CASES`, of a kind of attention, or of a size.
-        tokens: of a sequence; of a step of the kinds in :data:`TRAINED`.
+        tokens: of a sequence; of a step of the kinds in :data:`TRAINED` and ``ranks``.
         steps: optimizer steps.
-        run: number of the run; of the kinds in :data:`TRAINED` its seed.
+        run: number of the run; of the kinds in :data:`TRAINED` and ``ranks`` its seed.
         indexer_loss_coeff: of a run that has another one than the script.
     """
 
@@ -81,7 +83,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--kinds", nargs="+", choices=KINDS, default=["memory"], help="default: memory")
     add("--models", type=int, nargs="+", choices=range(len(CASES)), metavar="NUMBER",
         help=f"of memory and operations, 0 to {len(CASES) - 1} (all; with --quick 0)")  # fmt: skip
-    add("--attentions", nargs="+", choices=TOKENS, default=list(TOKENS), help="of runs (all)")
+    add("--attentions", nargs="+", choices=TOKENS, default=list(TOKENS),
+        help="of run and ranks (all)")  # fmt: skip
     add(
         "--runs",
         type=int,
@@ -107,6 +110,14 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
                 raise ValueError(f"--steps must be above {resume.WARM_UP_STEPS}, got {steps}")
             works = [Work("all", way) for way in resume.WAYS]
             found += [(Case(kind, name, TOKENS[name], steps), works) for name in options.attentions]
+        elif kind == "ranks":
+            for name in options.attentions:
+                size = ranks.size_of(name, quick, options.steps)
+                works = [Work("all", way) for way in ranks.WAYS[name]]
+                tokens = size.batch * size.length
+                found += [
+                    (Case(kind, name, tokens, size.steps, run), works) for run in options.runs
+                ]
         else:
             module, _ = TRAINED[kind]
             size = module.size_of(quick, options.steps)
@@ -126,7 +137,7 @@ class _Measurer:
     def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
         kinds = {
             "memory": self._memory, "operations": self._operations, "run": self._run,
-            **dict.fromkeys(TRAINED, self._trained),
+            **dict.fromkeys((*TRAINED, "ranks"), self._trained),
         }  # fmt: skip
         yield from kinds[self.case.kind](work)
 
@@ -154,9 +165,14 @@ class _Measurer:
 
     def _trained(self, work: Work) -> Iterator[tuple[str, dict]]:
         if self._comparison is None:
-            module, make = TRAINED[self.case.kind]
-            size = module.size_of(self.settings.quick, self.case.steps)
-            self._comparison = make(size, self.case.run, Path(self._folder.name))
+            quick, folder = self.settings.quick, Path(self._folder.name)
+            if self.case.kind == "ranks":
+                size = ranks.size_of(self.case.model, quick, self.case.steps)
+                self._comparison = ranks.SameOnRanks(self.case.model, size, self.case.run, folder)
+            else:
+                module, make = TRAINED[self.case.kind]
+                size = module.size_of(quick, self.case.steps)
+                self._comparison = make(size, self.case.run, folder)
         yield from self._comparison.train(work.way)
 
 

@@ -32,10 +32,11 @@ _RERUN, _REJECTED = 16, 17
 
 @dataclass(frozen=True)
 class Ending:
-    """A message and an exit code."""
+    """A message and an exit code; ``traceback`` is printed before the message."""
 
     message: str
     code: int = USAGE
+    traceback: bool = False
 
 
 @contextlib.contextmanager
@@ -67,6 +68,8 @@ def told_in_a_sentence(argv: Sequence[str] | None = None) -> Iterator[None]:
         ending = explain(error)
         if ending is None:
             raise
+        if ending.traceback:
+            traceback.print_exception(error)
         _say(ending.message)
         raise SystemExit(ending.code) from None
 
@@ -83,6 +86,8 @@ def explain(error: BaseException) -> Ending | None:
     for functions, message_of in _KNOWN:
         if passed & functions and (message := message_of(error)) is not None:
             return Ending(message)
+    if (message := _lost_rank(error)) is not None:
+        return Ending(message, 1, traceback=True)
     message = _processes(error)
     return None if message is None else Ending(message)
 
@@ -144,6 +149,31 @@ def _processes(error: BaseException) -> str | None:
             "it says, each with its own RANK, where this address can be reached"
         )
     return f"{reason} ({told}): {first}"
+
+
+#: What gloo and NCCL say where another rank has ended, or does not answer in time. NCCL's watchdog
+#: may end the process first.
+_LOST = re.compile(
+    r"gloo/transport/.*(Connection (closed|reset) by peer|Timed out waiting|Broken pipe"
+    r"|Connection refused|Socket closed)|Application timeout caused pair closure"
+    r"|NCCL communicator was aborted|remote process exited"
+    r"|Watchdog caught collective operation timeout"
+)
+
+
+def _lost_rank(error: BaseException) -> str | None:
+    """Errors of a collective that another rank has left, or does not join."""
+    from megatron_dsa.training.launching import world_size
+
+    if not isinstance(error, RuntimeError) or world_size() < 2:
+        return None
+    if not _LOST.search(str(error)):
+        return None
+    return (
+        f"another rank is lost or does not answer ({str(error).splitlines()[0]}): read the log of "
+        "the rank that ended first. The same command resumes from the last checkpoint of --load "
+        "(docs/guide/resume.md)"
+    )
 
 
 def _unreadable_checkpoint(error: BaseException) -> str | None:

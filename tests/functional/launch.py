@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from tests.processes import run_modules
+from tests.processes import Lost, run_modules, run_without_a_rank
 from tests.trainer import Trainer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -167,13 +167,7 @@ def launch(
     ``kill_at`` kills all processes, which are forked ones, as soon as this text is in the log.
     """
     flags = command_line(flags)
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
-        "PYTHONWARNINGS": "ignore",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        **(env or {}),
-    }
+    environment = _environment() | (env or {})
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
         if as_users_do:
             status = _start_interpreters(module, flags, environment, ranks, log.name)
@@ -187,6 +181,15 @@ def launch(
     if check and run.returncode != 0:
         raise AssertionError(f"training failed ({' '.join(flags)}):\n{run.log[-6000:]}")
     return run
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
 
 
 # All of these take a port that is free when they open it: one that was looked up may be gone.
@@ -235,6 +238,25 @@ def _fork(module, flags, environment, ranks, log, kill_at) -> int:
     status = run_modules(module, flags, places, REPOSITORY, Path(log), LIMIT, kill_at)
     del store  # it had to outlive the ranks
     return status
+
+
+def train_without_a_rank(flags: dict, ranks: int, lost: Lost) -> tuple[list[int | None], Run]:
+    """Train with :data:`TINY` plus ``flags`` and lose a rank, which no launcher sees.
+
+    Returns:
+        Exit statuses of the other ranks (see :func:`tests.processes.run_without_a_rank`), and the
+        log.
+    """
+    store, variables = _store()
+    places = [_environment() | variables | _place(rank, ranks) for rank in range(ranks)]
+    arguments = command_line(TINY | flags)
+    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+        statuses = run_without_a_rank(
+            ENTRY_POINT, arguments, places, REPOSITORY, Path(log.name), lost
+        )
+        text = log.read()
+    del store  # it had to outlive the ranks
+    return statuses, Run(max((x or 0 for x in statuses), key=abs), text, parse_steps(text))
 
 
 def _place(rank: int, ranks: int) -> dict[str, str]:

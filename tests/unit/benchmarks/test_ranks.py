@@ -9,7 +9,7 @@ import torch
 from benchmarks import ranks
 from benchmarks.__main__ import plan_of
 from benchmarks.ranks import traffic as traffic_of
-from benchmarks.ranks.cases import ONE_RANK, Case, Grid
+from benchmarks.ranks.cases import ONE_RANK, ONE_RANK_MASKED, Case, Grid
 from benchmarks.ranks.exposed import STEP, communication_shares, length, outside, union
 from benchmarks.ranks.merge import Judge, merge
 from benchmarks.ranks.plain import OVERLAPPED, PLAIN, collectives
@@ -34,6 +34,8 @@ def test_cases_of_a_full_run():
         ("layers", "v3.2-h32", None, 8192, "tp2cp1"),
         ("layers", "v3.2", None, 32768, "tp2cp1"),
         ("layers", "v3.2-h32", None, 32768, "tp2cp1"),
+        ("layers", "v4-flash", 4, 32768, "tp2cp1"),
+        ("layers", "v4-flash", 128, 32768, "tp2cp1"),
         ("dense", "v3.2", None, 32768, "tp1cp2"),
         ("dense", "v3.2", None, 65536, "tp1cp2"),
     ]
@@ -43,9 +45,11 @@ def test_cases_of_a_full_run():
         case.grid.name + case.kind + str(case.ratio or ""): [w.way for w in works[1:]]
         for case, works in plan
     }
-    assert ways["tp1cp2layers"] == ["zigzag", "contiguous", "plain", "masked"]
+    alone = "one rank masked"
+    assert ways["tp1cp2layers"] == ["zigzag", "contiguous", "plain", alone, "masked"]
     assert ways["tp1cp2layers4"] == ["zigzag", "contiguous", "plain"]
-    assert ways["tp2cp1layers"] == ["heads", "rows"]
+    assert ways["tp2cp1layers"] == ["heads", "rows", alone, "masked heads", "select"]
+    assert ways["tp2cp1layers4"] == ["heads", "rows"]
 
 
 def test_a_rank_holds_its_part():
@@ -56,7 +60,11 @@ def test_a_rank_holds_its_part():
     assert case.spec("masked").selected_attention == "masked"
     assert sharding.selected_attention == alone.selected_attention == "auto"
     assert alone.workspace_mib == sharding.workspace_mib == 7
-    assert Case("layers", "v3.2", 8192, tp=2).spec("rows").tp_mode == "sequence"
+    two = Case("layers", "v3.2", 8192, tp=2)
+    assert two.spec("rows").tp_mode == "sequence"
+    select, alone = two.spec("select"), two.spec(ONE_RANK_MASKED)
+    assert (select.tp, select.tp_mode, select.selected_attention) == (2, "select", "masked")
+    assert (alone.tp, alone.tp_mode, alone.selected_attention) == (1, "auto", "masked")
 
 
 # Traffic and traces
@@ -193,6 +201,19 @@ def test_efficiency_refers_to_one_rank_of_the_same_run():
     # Another run has nothing to refer to.
     other = judged(Judge(CP2), "zigzag", answers([[4.0], [2.0]], [[10.0], [20.0]]))
     assert "efficiency" not in other["step"] and other["step"]["status"] == "ok"
+
+
+def test_masked_ways_refer_to_masked_attention_of_one_rank():
+    judge = Judge(CP2)
+    judged(judge, ONE_RANK, answers([[6.0]], [[30.0]]))
+    alone = judged(judge, ONE_RANK_MASKED, answers([[6.0]], [[16.0]]))
+    assert "efficiency" not in alone["step"] and alone["step"]["out_error"] == 0
+    both = {way: answers([[4.0]] * 2, [[10.0]] * 2) for way in ("masked", "zigzag")}
+    found = {way: judged(judge, way, x)["step"]["efficiency"] for way, x in both.items()}
+    assert found == {"masked": 0.8, "zigzag": 1.5}
+    # It has to find what the other attention does.
+    other = judged(judge, ONE_RANK_MASKED, answers([[6.0]], [[16.0]], out=1.1))
+    assert other["step"]["status"] == "failed"
 
 
 @pytest.mark.parametrize("out", [1.1, 0.0, math.nan])

@@ -5,6 +5,7 @@ is kept, and gradients that are not rounded before the sum over ranks.
 """
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ CASES = {
     "full recompute": ("zigzag", PACKED),
 }
 #: Ranks of tensor and context parallelism, and what the former divide.
+ONE = (1, 1, "heads")
 GRIDS = [(1, 2, "heads"), (2, 2, "heads"), (2, 2, "select")]
 #: Means over tokens; others are of a rank's heads, or of neighbours.
 SAME = ("indexer loss", "dsa zero scores", "dsa boundary ties")
@@ -114,17 +116,20 @@ def _run_layers(given, tp, cp):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What every rank found, by grid."""
-    found = {}
-    for tp, cp, mode in [(1, 1, "heads"), *GRIDS]:
+def results(tmp_path_factory, backend):
+    """``results(grid)``: what every rank found."""
+
+    @functools.cache
+    def found(grid):
+        tp, cp, mode = grid
         cases = {name: (sharing_layers(name, mode), name == "full recompute") for name in CASES}
-        found[tp, cp, mode] = spawn(_run_layers, cases, tp, tmp_path_factory.mktemp(mode), cp)
+        return spawn(_run_layers, cases, tp, tmp_path_factory.mktemp(mode), cp, backend)
+
     return found
 
 
 def of_case(results, grid, name):
-    (one,), several = ([rank[name] for rank in results[key]] for key in ((1, 1, "heads"), grid))
+    (one,), several = ([rank[name] for rank in results(key)] for key in (ONE, grid))
     return one, several
 
 
@@ -165,7 +170,7 @@ def test_the_log_says_the_same_as_on_one_rank(name, grid, results):
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_what_runs_is_what_is_declared(name, grid, results):
-    for rank in results[grid]:
+    for rank in results(grid):
         assert not rank[name]["undeclared"]
 
 
@@ -176,16 +181,16 @@ def test_recompute_makes_the_keys_of_all_ranks_again(name, grid, results):
     case, (tp, *_) = sharing_layers(name), grid
     size = case.rows * case.batch * 4 // tp * (12 + 10) * 8
     expected = 0 if "recompute" in name else 2
-    for rank in results[grid]:
+    for rank in results(grid):
         assert rank[name]["kept"].count(size) == expected
 
 
-def test_the_up_projection_has_no_delayed_weight_gradient(results):
+@pytest.mark.parametrize("grid", [ONE, *GRIDS], ids=str)
+def test_the_up_projection_has_no_delayed_weight_gradient(grid, results):
     """Its weight enters as a plain tensor, of which autograd has the gradient."""
-    for grid, ranks in results.items():
-        late = ranks[0]["zigzag"]["late"]
-        assert "linear_q_up_proj" in late
-        assert ("linear_kv_up_proj" in late) == (grid[:2] == (1, 1))
+    late = results(grid)[0]["zigzag"]["late"]
+    assert "linear_q_up_proj" in late
+    assert ("linear_kv_up_proj" in late) == (grid == ONE)
 
 
 # Gradients for the sum over ranks

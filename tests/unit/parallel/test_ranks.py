@@ -43,7 +43,7 @@ def exists(layer, rows, mode, ranks):
 
 
 @pytest.fixture(scope="module")
-def grid(tmp_path_factory):
+def grid(tmp_path_factory, backend):
     """Results of a grid of ranks, by ``(layer, rows, mode)``."""
     done = {}
 
@@ -55,17 +55,17 @@ def grid(tmp_path_factory):
                 for mode in GRIDS[tp, cp]
                 if exists(layer, rows, mode, tp * cp)
             }
-            done[tp, cp] = run(cases, tp, tmp_path_factory.mktemp("ranks"), cp)
+            done[tp, cp] = run(cases, tp, tmp_path_factory.mktemp("ranks"), cp, backend)
         return done[tp, cp]
 
     return get
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory):
+def single(tmp_path_factory, backend):
     """What one rank computes."""
     cases = {n: case(*n) for n in names()}
-    return run(cases, 1, tmp_path_factory.mktemp("one"))[0]
+    return run(cases, 1, tmp_path_factory.mktemp("one"), backend=backend)[0]
 
 
 PARAMETERS = [

@@ -4,6 +4,7 @@ Layers that share a selection, figures of the log, evaluation, and the operation
 """
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -66,17 +67,17 @@ def _run_layers(case, tp, cp):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What every rank found, by the number of ranks."""
+def results(tmp_path_factory, backend):
+    """``results(ranks)``: what every one of them found."""
     cases = {name: sharing_layers(name) for name in CASES}
     folder = tmp_path_factory.mktemp("select")
-    return {tp: spawn(_run_layers, cases, tp, folder) for tp in (1, 2, 4)}
+    return functools.cache(lambda tp: spawn(_run_layers, cases, tp, folder, backend=backend))
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_layers_that_share_selections_equal_one_rank(name, tp, results):
-    (one,), several = ([rank[name] for rank in results[n]] for n in (1, tp))
+    (one,), several = ([rank[name] for rank in results(n)] for n in (1, tp))
     case, size = sharing_layers(name), len(one["lists"]) // tp
     assert len(one["gradients"]) > 15
     for index, rank in enumerate(several):
@@ -95,7 +96,7 @@ def test_layers_that_share_selections_equal_one_rank(name, tp, results):
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_the_log_says_the_same_as_on_one_rank(name, tp, results):
-    (one,), several = ([rank[name] for rank in results[n]] for n in (1, tp))
+    (one,), several = ([rank[name] for rank in results(n)] for n in (1, tp))
     for rank in several:
         for figure in SAME:
             assert rank["trained"][figure] == pytest.approx(one["trained"][figure], rel=1e-6)
@@ -133,7 +134,9 @@ def _attend(policy, tp, cp):
 
     group = parallel_state.get_tensor_model_parallel_group() if tp > 1 else None
     rank = 0 if group is None else group.rank()
+    device = torch.device("cuda", rank) if torch.distributed.get_backend() == "nccl" else "cpu"
     tensors, lists, length = _tensors()
+    tensors, lists, length = [x.to(device) for x in tensors], lists.to(device), length.to(device)
     q, kv, k_pe, index_q, index_k, weights = tensors
     heads, own = (slice(rank * n // tp, (rank + 1) * n // tp) for n in (HEADS, KEYS))
     layout = bshd_layout(KEYS, 1, q.device)
@@ -150,7 +153,9 @@ def _attend(policy, tp, cp):
         want_p_sum=True, indexer=training, group=group, policy=policy,
     )  # fmt: skip
     kept = [x for x in out.grad_fn.saved_tensors if x is not None and x.dtype == torch.int32]
-    grads = torch.autograd.grad((out * torch.arange(1, 1 + out.shape[2])).sum(), leaves)
+    grads = torch.autograd.grad(
+        (out * torch.arange(1, 1 + out.shape[2], device=device)).sum(), leaves
+    )
     return {
         "out": out.detach(),
         "lse": lse,
@@ -162,10 +167,10 @@ def _attend(policy, tp, cp):
 
 
 @pytest.fixture(scope="module")
-def attended(tmp_path_factory):
+def attended(tmp_path_factory, backend):
     folder = tmp_path_factory.mktemp("masked")
     cases = {"one block": Policy(), "blocks": Policy(workspace_bytes=4000)}
-    return {tp: spawn(_attend, cases, tp, folder) for tp in (1, 2)}
+    return {tp: spawn(_attend, cases, tp, folder, backend=backend) for tp in (1, 2)}
 
 
 @pytest.mark.parametrize("name", ["one block", "blocks"])

@@ -46,11 +46,11 @@ def _run(case, tp, cp):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, backend):
     """What every rank found, by the number of ranks."""
     cases = {name: layer(name) for name in CASES}
     folder = tmp_path_factory.mktemp("visible")
-    return {tp: spawn(_run, cases, tp, folder) for tp in (1, 2)}
+    return {tp: spawn(_run, cases, tp, folder, backend=backend) for tp in (1, 2)}
 
 
 @pytest.mark.parametrize("name", CASES)

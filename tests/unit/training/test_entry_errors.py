@@ -133,6 +133,32 @@ def test_two_processes_of_rank_0(monkeypatch):
     assert explain(raised.value) is None  # in the middle of a training it has other causes
 
 
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:129] "
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GLOO + "Timed out waiting 8000ms for send operation to complete",
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer",
+        "Application timeout caused pair closure",
+        "NCCL error: remote process exited or there was a network error",
+    ],
+)
+def test_a_rank_that_is_lost(text, monkeypatch, capsys):
+    """With the traceback, which says where the rank waited; a restart mends it: the code is 1."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert ended(RuntimeError(f"{text}\nmore")) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback") and f"does not answer ({text})" in said
+    assert "The same command resumes" in said
+    # One process waits for none, and other errors are bugs.
+    assert explain(RuntimeError("CUDA error: an illegal memory access")) is None
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert explain(RuntimeError(text)) is None
+
+
 def test_a_checkpoint_that_is_damaged_inside():
     """Bytes that sizes do not show."""
 

@@ -1,0 +1,89 @@
+"""transformer-engine's layers on two ranks train like one rank, in bf16 and in FP8.
+
+From one checkpoint: losses of all steps, and in bf16 the gradients of the first step.
+"""
+
+import pytest
+
+from tests.functional.checkpoint_reader import gradients_of_first_step
+from tests.functional.engine import (
+    BOUNDS,
+    ENGINE,
+    GRADIENT,
+    INDEXER_GRADIENT,
+    MARKS,
+    MODELS,
+    PRECISIONS,
+    check_losses,
+    noise_of,
+    run,
+)
+from tests.functional.launch import train
+from tests.functional.parallel_flags import CP2, TP2_HEADS, TP2_SEQUENCE
+from tests.helpers import relative_error
+
+pytestmark = [*MARKS, pytest.mark.ranks(2)]
+EP2 = {"--expert-model-parallel-size": 2}
+MASKED = {"--dsa-selected-attention": "masked"}
+#: Name: model of engine.py, flags of both runs, flags of two ranks.
+LAYOUTS = {
+    "DSA, TP2 by heads": ("DSA", {}, TP2_HEADS),
+    "DSA, TP2 by sequence": ("DSA", {}, TP2_SEQUENCE),
+    "DSA masked, TP2 by select": ("DSA", MASKED, TP2_HEADS | {"--dsa-tp-mode": "select"}),
+    "DSA, CP2": ("DSA", {}, CP2),
+    "DSA masked, CP2": ("DSA", MASKED, CP2),
+    "V4, TP2 by sequence": ("V4", {}, TP2_SEQUENCE),
+    "V4, CP2": ("V4", {}, CP2),
+    "experts, EP2 over DP2": ("experts", {}, EP2),
+    "experts, TP2 by heads, EP2": (
+        "experts", {}, TP2_HEADS | EP2 | {"--expert-tensor-parallel-size": 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def single(started):
+    """Flags, run and noise of one rank, by model, flags and precision."""
+    runs = {}
+
+    def run_of(model, changes, precision):
+        key = (model, *changes.items(), precision)
+        if key not in runs:
+            flags = started(MODELS[model]) | changes
+            once = run(flags, ENGINE, precision)
+            runs[key] = flags, once, noise_of(once, run(flags, ENGINE, precision))
+        return runs[key]
+
+    return run_of
+
+
+@pytest.mark.parametrize("precision", ["bf16", "tensorwise"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_losses(name, precision, single):
+    model, changes, layout = LAYOUTS[name]
+    flags, one, noise = single(model, changes, precision)
+    two = train(flags | ENGINE | PRECISIONS[precision] | layout, ranks=2)
+    check_losses(two, one, BOUNDS[model, precision], noise)
+    assert two.steps[-1]["lm loss"] < two.steps[0]["lm loss"]
+    assert two.steps[0]["indexer loss"] == pytest.approx(one.steps[0]["indexer loss"], rel=2e-2)
+
+
+@pytest.mark.parametrize("name", [n for n in LAYOUTS if n.startswith("DSA")] + ["V4, CP2"])
+def test_gradients_of_the_first_step(name, single, tmp_path):
+    """Every parameter's, in bf16."""
+    model, changes, layout = LAYOUTS[name]
+    flags = single(model, changes, "bf16")[0] | ENGINE | {"--clip-grad": 0.0}
+    found = []
+    for ranks, more in ((1, {}), (2, layout)):
+        folder = tmp_path / str(ranks)
+        step = {"--train-iters": 1, "--save": folder, "--save-interval": 1}
+        train(flags | PRECISIONS["bf16"] | step | more, ranks=ranks)
+        found.append(gradients_of_first_step(folder))
+    one, two = found
+    assert set(two) == set(one) and len(one) > 10
+    errors = {key: relative_error(two[key], one[key]) for key in one}
+    for indexers, bound in ((True, INDEXER_GRADIENT), (False, GRADIENT)):
+        of_kind = {key: x for key, x in errors.items() if (".indexer." in key) == indexers}
+        worst = max(of_kind, key=of_kind.get)
+        print(f"{name}: {worst} {of_kind[worst]:.1e}")
+        assert of_kind[worst] < bound, (worst, of_kind[worst])

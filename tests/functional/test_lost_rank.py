@@ -1,0 +1,40 @@
+"""One rank of two is lost, and no launcher ends the other, as on another node.
+
+The other one ends by itself in bounded time, says so, and the same command resumes.
+"""
+
+import signal
+
+import pytest
+
+from tests.functional.launch import train, train_without_a_rank
+from tests.processes import Lost
+
+#: Seconds that a rank waits for another after the first steps.
+WAIT = 10
+#: NCCL's watchdog looks every second, and ends the process after it has written what it knows.
+LIMIT = WAIT + 60
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("how", "layout"),
+    [
+        (signal.SIGKILL, {"--context-parallel-size": 2}),
+        (signal.SIGSTOP, {"--tensor-model-parallel-size": 2, "--sequence-parallel": True}),
+    ],
+    ids=["killed", "hangs"],
+)
+def test_the_other_rank_ends_and_the_run_resumes(how, layout, data, tmp_path):
+    flags = {"--data-path": data, "--save": tmp_path, "--load": tmp_path} | layout
+    flags |= {"--save-interval": 2, "--distributed-timeout-seconds-after-init": WAIT}
+    flags |= {"--train-iters": 1000}  # the run is not over when the rank is lost
+    lost = Lost(1, "iteration        3/", how, LIMIT)  # which rank 1 prints
+    statuses, run = train_without_a_rank(flags, 2, lost)
+    assert len(statuses) == 1 and statuses[0], "rank 0 did not end by itself"
+    told = "another rank is lost or does not answer"
+    watchdog = "Watchdog caught collective operation timeout"
+    assert told in run.log or watchdog in run.log, run.log[-3000:]
+    saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    rest = train(flags | {"--exit-interval": saved + 2}, ranks=2)
+    assert [step["iteration"] for step in rest.steps] == [saved + 1, saved + 2]

@@ -1,0 +1,39 @@
+"""A checkpoint of two tensor-parallel ranks resumes on two context-parallel ones.
+
+With the distributed optimizer, whose states Megatron shards over other ranks then.
+"""
+
+import pytest
+
+from tests.functional.checkpoint_reader import read
+from tests.functional.launch import train
+from tests.functional.parallel_flags import CP2, TP2_HEADS
+from tests.helpers import relative_error
+
+RESHARDABLE = {"--use-distributed-optimizer": True, "--dist-ckpt-optim-fully-reshardable": True}
+TOTAL, HALF = 6, 3
+
+
+@pytest.mark.ranks(2)
+def test_resume(data, tmp_path):
+    """Losses, weights and moments are those of a run that was not stopped."""
+    flags = {"--data-path": data, "--train-iters": TOTAL, "--save-interval": HALF} | RESHARDABLE
+    whole = train(flags | TP2_HEADS | {"--save": tmp_path / "whole"}, ranks=2)
+    part = {"--save": tmp_path / "part", "--load": tmp_path / "part"}
+    train(flags | TP2_HEADS | part | {"--exit-interval": HALF}, ranks=2)
+    rest = train(flags | CP2 | part, ranks=2)
+    assert [step["iteration"] for step in rest.steps] == [4, 5, 6]
+    assert "the optimizer starts anew" not in rest.log
+    for figure in ("lm loss", "indexer loss", "grad norm"):
+        resumed, straight = rest.column(figure), whole.column(figure)[HALF:]
+        # Not the second: Megatron averages the first two losses that it logs after a start.
+        for step in (0, 2):
+            assert resumed[step] == pytest.approx(straight[step], rel=1e-4), (figure, step)
+    expected, state = read(tmp_path / "whole"), read(tmp_path / "part")
+    names = [name for name in expected if name.startswith(("decoder.", "optimizer.state."))]
+    moments = [name for name in names if "exp_avg" in name]
+    assert len(moments) > 20 and set(names) <= set(state)
+    errors = {name: relative_error(state[name], expected[name]) for name in names}
+    worst = max(errors, key=errors.get)
+    print(f"{worst} {errors[worst]:.1e}")
+    assert errors[worst] < 1e-4, (worst, errors[worst])
