@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("megatron_dsa.dispatch")
 
+#: Stands for all fallbacks on a machine without a GPU.
+NO_GPU = "no GPU: torch runs everything"
 _logged: set[str] = set()
 
 
@@ -52,8 +54,8 @@ def log_choice(choice: Choice, policy: Policy, call: OpCall, in_table: bool) -> 
     # A fallback is a warning unless it was asked for: it must show at default log levels.
     level = logging.WARNING if policy.fused and choice.is_fallback else logging.INFO
     if level == logging.WARNING and _without_gpu(call):
-        # The same reason for every operation: one line says it, and nothing is wrong.
-        log_once(logging.INFO, "no GPU: torch runs everything")
+        # The same reason for every operation: one line says it.
+        log_once(level, NO_GPU)
         level = logging.DEBUG
     elif level == logging.INFO and in_table:
         level = logging.DEBUG

@@ -43,14 +43,14 @@ class LocalNorm:
         return norm
 
 
-def replicated_draws() -> AbstractContextManager:
-    """Draw from the random state that Megatron keeps for what all tensor-parallel ranks hold.
+def replicated_draws(device: torch.device) -> AbstractContextManager:
+    """Draw for ``device`` from Megatron's random state for what all tensor-parallel ranks hold.
 
     Transformer-engine's replicated linears draw from it: with one seed, layers of either kind
-    start from the same weights.
+    start from the same weights. A CPU has one random state for everything.
     """
     tracker = get_cuda_rng_tracker()
-    if not tracker.is_initialized():
+    if device.type != "cuda" or not tracker.is_initialized():
         return nullcontext()
     return tracker.fork(get_data_parallel_rng_tracker_name())
 
@@ -71,11 +71,13 @@ class ReplicatedLinear(torch.nn.Linear):
             dtype=config.params_dtype,
         )
         if config.perform_initialization:
-            with replicated_draws():
+            with replicated_draws(self.weight.device):
                 init_method(self.weight)
 
     def reset_parameters(self) -> None:
-        """Draw nothing: torch's own start would take numbers that other modules draw."""
+        """Draw nothing on a GPU: torch's own start would take numbers that other modules draw."""
+        if self.weight.device.type != "cuda":
+            super().reset_parameters()
 
     def forward(self, x: torch.Tensor) -> Any:  # Megatron's linears return a bias as well
         """Return ``(x @ weight.T, None)``."""

@@ -230,7 +230,7 @@ def _new_down(linear: Any, rank: int, columns: int, config: Any) -> torch.nn.Par
     device, shards = linear.weight.device, linear.ranks if linear.split == "columns" else 1
     whole = torch.empty(rank, columns * shards, dtype=config.params_dtype, device=device)
     if not whole.is_meta:
-        with replicated_draws():
+        with replicated_draws(device):
             torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
     if shards > 1:
         number = torch.distributed.get_rank(linear.adapter_group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from megatron.training import get_tokenizer
 
+from megatron_dsa.dispatch.choice_log import NO_GPU, log_once
 from megatron_dsa.errors import require
 from megatron_dsa.tools.trained_model import trained_model
 from megatron_dsa.training.data import BYTE_EOD, BYTE_VOCAB
@@ -161,6 +163,8 @@ def run(arguments: argparse.Namespace) -> int:
         f"--temperature must not be negative, got {arguments.temperature:g}: 0 takes the most "
         "probable token",
     )
+    if not torch.cuda.is_available():
+        log_once(logging.DEBUG, NO_GPU)  # the line below says where it runs
     with trained_model(arguments.load, arguments.step, flags=_NO_DATA) as trained:
         codec = codec_of(trained.args)
         device = next(trained.chunks[0].parameters()).device

@@ -200,7 +200,7 @@ def test_without_a_gpu_one_line_stands_for_all_fallbacks(
     dispatched = [r for r in caplog.records if r.name == "megatron_dsa.dispatch"]
     loud = [r.getMessage() for r in dispatched if r.levelno > logging.DEBUG]
     assert loud == ["megatron_dsa no GPU: torch runs everything"]
-    assert dispatched[0].levelno == logging.INFO
+    assert dispatched[0].levelno == logging.WARNING
     details = [r.getMessage() for r in dispatched if r.levelno == logging.DEBUG]
     assert [line.split(":")[0] for line in details] == [
         f"megatron_dsa {operation.name}",

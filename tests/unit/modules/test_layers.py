@@ -1,5 +1,6 @@
 """Linears that every tensor-parallel rank holds in full, and where their weights come from."""
 
+import pytest
 import torch
 
 from megatron_dsa.modules.layers import ReplicatedLinear
@@ -11,6 +12,7 @@ def drawn(config):
     return linear.weight.detach().clone()
 
 
+@pytest.mark.gpu
 def test_weights_come_from_the_replicated_state():
     """Transformer-engine's linears draw from it: one seed gives both the same weights."""
     start()
@@ -30,6 +32,7 @@ def test_weights_come_from_the_replicated_state():
     assert not torch.equal(*found)
 
 
+@pytest.mark.gpu
 def test_the_usual_state_is_left_alone():
     """Modules that draw from it start alike, whichever linears stand before them."""
     start()

@@ -10,8 +10,9 @@ from megatron_dsa.dispatch.packages import EMERGING_OPTIMIZERS
 from megatron_dsa.errors import ConfigError
 
 MUON = types.SimpleNamespace(
-    optimizer="muon", dsa_muon_per_head="none", bf16=True, use_layer_wise_distributed_optimizer=True
-)
+    optimizer="muon", dsa_muon_per_head="none", bf16=True,
+    use_layer_wise_distributed_optimizer=True, lora_rank=None,
+)  # fmt: skip
 
 
 @pytest.fixture
