@@ -20,6 +20,8 @@ CASES = {
     "fully recomputed": ("fully recomputed", {}),
     "dense": ("dense", {}),
     "warm-up": ("warm-up of everything", {}),
+    "V4, heads": ("V4", {"tp_mode": "heads"}),
+    "V4, by sequence": ("V4, selectively recomputed", {"tp_mode": "sequence"}),
 }
 
 
