@@ -156,9 +156,9 @@ def export_adapter(
 def _check_family(config: Any, flag: str, instead: str) -> None:
     require(
         not uses_csa(config),
-        f"{flag} is not supported with DeepSeek-V4: PEFT goes by the linears of transformers, where "
-        "V4's have other names than in released checkpoints, and attn.wo_a, one product per group, "
-        f"is no linear that PEFT's adapters fit: {instead}",
+        f"{flag} is not supported with DeepSeek-V4: PEFT goes by the linears of transformers, "
+        "where V4's have other names than in released checkpoints, and attn.wo_a, one product per "
+        f"group, is no linear that PEFT's adapters fit: {instead}",
     )
 
 

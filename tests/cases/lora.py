@@ -43,7 +43,7 @@ V4_VARIANTS = {
         {"stage": "warmup", "freeze_main": False},
         {"dsa_indexer_use_sparse_loss": False},
     ),
-    "V4, fully recomputed": ({}, full(1)),
+    "V4 on streams, fully recomputed": ({}, full(1) | {"hc_mult": 2}),
     "V4, selectively recomputed": ({}, UP),
 }
 

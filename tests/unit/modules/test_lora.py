@@ -1,5 +1,6 @@
 """Adapters beside frozen weights: what they compute and train, and where they are refused."""
 
+import functools
 import re
 
 import pytest
@@ -100,18 +101,23 @@ def routers(model):
     return found
 
 
-def test_a_frozen_warm_up_trains_the_adapters_of_indexers():
+@pytest.mark.parametrize(
+    ("config", "linears"),
+    [(small_config, 3), (functools.partial(small_csa_config, 4), 4)],
+    ids=["V3", "V4"],
+)
+def test_a_frozen_warm_up_trains_the_adapters_of_indexers(config, linears):
     """They learn what they do where everything is trained; the rest has no backward."""
     frozen = small_options(stage="warmup", targets=("all-linear",))
     everything = small_options(stage="warmup", targets=("all-linear",), freeze_main=False)
     models = [
-        model_of(small_config(options=options, dsa_indexer_use_sparse_loss=False))
+        model_of(config(options=options, dsa_indexer_use_sparse_loss=False))
         for options in (frozen, everything)
     ]
     for model in models:
         forward(model, 5).backward()
     ours, theirs = map(gradients_of, models)
-    assert len(ours) == 2 * 3 * 2
+    assert len(ours) == 2 * linears * 2
     for name, gradient in ours.items():
         assert ".indexer." in name
         assert relative_error(gradient, theirs[name]) < 1e-12, name
@@ -214,7 +220,7 @@ def test_refused(targets, changes, message):
 @pytest.mark.parametrize(
     ("target", "changes", "message"),
     [
-        ("o_proj", {}, r"of this model: linears have that name in DeepSeek-V3.2 and GLM-5; there a"),
+        ("o_proj", {}, "of this model: linears have that name in DeepSeek-V3.2 and GLM-5; there"),
         ("ffn.experts.0.w1", {}, "names no linear of this model: routed experts have no adapters"),
         ("w1", {}, "w1 names no linear of this model; there are attn.wq_a, "),
         ("weights_proj", {"csa_compress_ratios": [6, 0]}, "no layer has ratio 4, and with it an"),
