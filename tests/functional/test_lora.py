@@ -181,3 +181,47 @@ def test_start_from_an_adapter(runs, tmp_path):
     weights = [name for name in before if name.startswith(("decoder.", "embedding.", "output_"))]
     assert weights and all(before[name].equal(after[name]) for name in weights)
     assert run.steps[0]["lm loss"] < lora.steps[0]["lm loss"]
+
+
+@pytest.mark.ranks(2)
+def test_a_whole_v4(short_documents, tmp_path):
+    """Trained on two ranks from a released base; evaluated on one, and merged."""
+    pytest.importorskip("safetensors")
+    from megatron_dsa.huggingface.convert import export_model
+    from megatron_dsa.huggingface.files import CheckpointReader
+    from megatron_dsa.huggingface.names import V4
+    from tests.functional.test_huggingface import command, described
+    from tests.tiny_models import tiny_model, tiny_v4
+
+    base, run, merged = (tmp_path / name for name in ("base", "run", "merged"))
+    config = tiny_v4(
+        vocab_size=264, max_position_embeddings=96, num_nextn_predict_layers=1, num_hash_layers=2
+    )
+    features = V4.features.keys()
+    model = tiny_model(config, vocab=264, features=features, mtp_num_layers=1)
+    export_model(model, base, config)
+    flags = {"--data-path": short_documents, "--split": "60,40,0", "--eval-iters": 2}
+    flags |= {"--dsa-load-hf": base, "--save": run, "--save-interval": 100, "--train-iters": 2}
+    trained = train(described(base) | flags | LORA | TP2_HEADS, ranks=2)
+    assert (
+        "attn.wo_a, attn.wo_b, attn.compressor.wkv, attn.compressor.wgate, attn.in" in trained.log
+    )
+    loss = re.search(r"validation loss at iteration 2 on .* lm loss value: (\S+) \|", trained.log)
+    found = re.search(r"sequences of 96 tokens: loss (\S+), ", command("evaluate", "--load", run))
+    assert float(found[1]) == pytest.approx(float(loss[1]), rel=1e-6)
+
+    command("export-hf", "--input", run, "--config", base, "--output", merged)
+    before, after = (CheckpointReader(folder) for folder in (base, merged))
+    assert before.names() == after.names()
+    linears = (
+        r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.(wq_b|weights_proj))"
+        r"|attn\.(indexer\.)?compressor\.(wkv|wgate)|ffn\.shared_experts\.w[123]"
+    )
+    adapted = {x for x in before.names() if re.fullmatch(rf"\w+\.\d\.({linears})\.weight", x)}
+    assert adapted == {x for x in before.names() if not before.read(x).equal(after.read(x))}
+    assert len(adapted) == 5 * (5 + 3) + 3 * 2 + 2 * 4
+    state = read(run)
+    layer = "decoder.layers.1.self_attention.linear_o_group_proj.wo_a_lora_{}".format
+    product = 2 * state[layer("B")] @ state[layer("A")]
+    name = "layers.1.attn.wo_a.weight"
+    torch.testing.assert_close(after.read(name), before.read(name) + product, rtol=1e-6, atol=1e-7)
