@@ -202,8 +202,13 @@ def test_commands_hold_a_file_and_not_the_model(quantise, tmp_path):
 
 def described(folder, *more):
     """The flags that the command prints for a checkpoint, as :func:`launch` takes them."""
+    return flags_in(command("flags", folder, *more))
+
+
+def flags_in(text):
+    """Printed flags as :func:`launch` takes them."""
     flags, name = {}, None
-    for item in command("flags", folder, *more).split():
+    for item in text.split():
         if item.startswith("--"):
             name = item
             flags[name] = True

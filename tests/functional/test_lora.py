@@ -184,14 +184,20 @@ def test_start_from_an_adapter(runs, tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_a_whole_v4(short_documents, tmp_path):
+def test_a_whole_v4(short_documents, tmp_path, capsys):
     """Trained on two ranks from a released base; evaluated on one, and merged."""
     pytest.importorskip("safetensors")
     from megatron_dsa.huggingface.convert import export_model
     from megatron_dsa.huggingface.files import CheckpointReader
     from megatron_dsa.huggingface.names import V4
-    from tests.functional.test_huggingface import command, described
+    from megatron_dsa.tools.cli import main
+    from tests.functional.test_huggingface import flags_in
     from tests.tiny_models import tiny_model, tiny_v4
+
+    def command(*arguments):
+        capsys.readouterr()
+        assert main([*map(str, arguments)]) == 0
+        return capsys.readouterr().out
 
     base, run, merged = (tmp_path / name for name in ("base", "run", "merged"))
     config = tiny_v4(
@@ -202,7 +208,7 @@ def test_a_whole_v4(short_documents, tmp_path):
     export_model(model, base, config)
     flags = {"--data-path": short_documents, "--split": "60,40,0", "--eval-iters": 2}
     flags |= {"--dsa-load-hf": base, "--save": run, "--save-interval": 100, "--train-iters": 2}
-    trained = train(described(base) | flags | LORA | TP2_HEADS, ranks=2)
+    trained = train(flags_in(command("flags", base)) | flags | LORA | TP2_HEADS, ranks=2)
     assert (
         "attn.wo_a, attn.wo_b, attn.compressor.wkv, attn.compressor.wgate, attn.in" in trained.log
     )
