@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tests.functional.launch import DENSE, REPOSITORY, SPARSE, TINY, launch, train
+from tests.functional.launch import DENSE, REPOSITORY, SPARSE, TINY, flags_in, launch, train
 
 pytest.importorskip("safetensors")
 
@@ -203,18 +203,6 @@ def test_commands_hold_a_file_and_not_the_model(quantise, tmp_path):
 def described(folder, *more):
     """The flags that the command prints for a checkpoint, as :func:`launch` takes them."""
     return flags_in(command("flags", folder, *more))
-
-
-def flags_in(text):
-    """Printed flags as :func:`launch` takes them."""
-    flags, name = {}, None
-    for item in text.split():
-        if item.startswith("--"):
-            name = item
-            flags[name] = True
-        else:
-            flags[name] = [*flags[name], item] if isinstance(flags[name], list) else [item]
-    return flags
 
 
 #: Parallel layouts of two ranks.

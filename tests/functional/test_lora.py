@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.functional.checkpoint_reader import read
-from tests.functional.launch import SPARSE, train
+from tests.functional.launch import SPARSE, flags_in, train
 from tests.functional.parallel_flags import FULL_RECOMPUTE, TP2_HEADS
 
 LORA = {
@@ -191,7 +191,6 @@ def test_a_whole_v4(short_documents, tmp_path, capsys):
     from megatron_dsa.huggingface.files import CheckpointReader
     from megatron_dsa.huggingface.names import V4
     from megatron_dsa.tools.cli import main
-    from tests.functional.test_huggingface import flags_in
     from tests.tiny_models import tiny_model, tiny_v4
 
     def command(*arguments):
