@@ -93,7 +93,7 @@ def test_other_ranks_train_the_same(layout, runs, tmp_path):
             assert step[figure] == pytest.approx(expected, rel=1e-4), (figure, step)
 
 
-def test_export_and_evaluation(runs, tmp_path, capsys):
+def test_export_and_evaluation(runs, tmp_path):
     """Merged weights are those that the trained adapters make of the base's."""
     pytest.importorskip("safetensors")
     from megatron_dsa.huggingface.files import CheckpointReader, read_safetensors
@@ -119,12 +119,11 @@ def test_export_and_evaluation(runs, tmp_path, capsys):
         torch.testing.assert_close(merged.read(name), expected, rtol=1e-6, atol=1e-7)
     assert not adapter
     assert "| rank of adapters, merged | 4 |" in (tmp_path / "merged" / "README.md").read_text()
-    capsys.readouterr()
-    data = ["--data-path", str(runs[1]["--data-path"])]
     losses = {}
     for name in ("base", "lora"):
-        assert main(["evaluate", "--load", str(folder / name), *data]) == 0
-        losses[name] = float(re.search(r"loss ([\d.]+)", capsys.readouterr().out)[1])
+        flags = {"--load": folder / name, "--data-path": runs[1]["--data-path"]}
+        log = launch({"evaluate": True} | flags, module="megatron_dsa").log
+        losses[name] = float(re.search(r"tokens: loss ([\d.]+)", log)[1])
     assert losses["lora"] < losses["base"]
 
 
