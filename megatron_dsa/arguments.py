@@ -275,7 +275,7 @@ def _add_run_arguments(group) -> None:
         "--lora-load",
         metavar="DIR",
         help="Start from adapters in PEFT's format, unless --load holds some; --lora-rank and "
-        "--lora-alpha have to be theirs.",
+        "--lora-alpha have to be theirs. Not for DeepSeek-V4.",
     )
     group.add_argument(
         "--dsa-log-dispatch",

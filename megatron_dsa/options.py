@@ -175,8 +175,8 @@ class DSAOptions:
         (),
         "--lora-targets",
         "Linears that get adapters, by the names of released checkpoints or their ends, as in "
-        "PEFT: for example q_b_proj indexer.wq_b, or all-linear (all but routed experts, router, "
-        "embedding and output layer).",
+        "PEFT: for example q_b_proj indexer.wq_b (V4: attn.wq_b), or all-linear (all but routed "
+        "experts, router, embedding and output layer).",
         metavar="NAME",
         parse=lambda words, _flag: tuple(dict.fromkeys(words)),
     )

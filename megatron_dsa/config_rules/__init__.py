@@ -15,7 +15,6 @@ from megatron_dsa.config_rules.hyper_connections import (
     hyper_connection_rules,
     predicts_apart,
 )
-from megatron_dsa.config_rules.lora import LINEARS as MODULES_OF_LINEARS
 from megatron_dsa.config_rules.lora import (
     adapted_linears,
     adapts_indexer,
@@ -23,6 +22,7 @@ from megatron_dsa.config_rules.lora import (
     linears_named,
     lora_option_rules,
     lora_rules,
+    modules_of_linears,
 )
 from megatron_dsa.config_rules.model import (
     CSA_RATIO,
@@ -34,7 +34,6 @@ from megatron_dsa.config_rules.model import (
 
 __all__ = [
     "CSA_RATIO",
-    "MODULES_OF_LINEARS",
     "PER_LAYER",
     "adapted_linears",
     "adapts_indexer",
@@ -50,6 +49,7 @@ __all__ = [
     "lora_option_rules",
     "lora_rules",
     "masked_rules",
+    "modules_of_linears",
     "predicts_apart",
     "tp_mode_rules",
 ]

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_dsa.config_rules.model import CSA_RATIO
+
+_ATTENTION = "self_attention."
+_CORE = f"{_ATTENTION}core_attention."
 #: Linear of a layer as released checkpoints of DeepSeek-V3.2 and GLM-5 name it -> Megatron's module
 #: that it is, or that holds it after the linear before in this table.
-LINEARS = {
+V3_LINEARS = {
     "self_attn.q_a_proj": "self_attention.linear_q_down_proj",
     "self_attn.q_b_proj": "self_attention.linear_q_up_proj",
     "self_attn.kv_a_proj_with_mqa": "self_attention.linear_kv_down_proj",
@@ -23,19 +27,48 @@ LINEARS = {
     "mlp.shared_experts.up_proj": "mlp.shared_experts.linear_fc1",
     "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
 }
+#: The same of DeepSeek-V4, whose released models have no dense MLPs.
+V4_LINEARS = {
+    "attn.wq_a": f"{_ATTENTION}linear_q_down_proj",
+    "attn.wq_b": f"{_ATTENTION}linear_q_up_proj",
+    "attn.wkv": f"{_ATTENTION}linear_kv_proj",
+    "attn.wo_a": f"{_ATTENTION}linear_o_group_proj",
+    "attn.wo_b": f"{_ATTENTION}linear_proj",
+    "attn.compressor.wkv": f"{_CORE}compressor.linear_wkv",
+    "attn.compressor.wgate": f"{_CORE}compressor.linear_wgate",
+    "attn.indexer.wq_b": f"{_CORE}indexer.linear_wq_b",
+    "attn.indexer.weights_proj": f"{_CORE}indexer.linear_weights_proj",
+    "attn.indexer.compressor.wkv": f"{_CORE}indexer.compressor.linear_wkv",
+    "attn.indexer.compressor.wgate": f"{_CORE}indexer.compressor.linear_wgate",
+    "ffn.shared_experts.w1": "mlp.shared_experts.linear_fc1",
+    "ffn.shared_experts.w3": "mlp.shared_experts.linear_fc1",
+    "ffn.shared_experts.w2": "mlp.shared_experts.linear_fc2",
+}
 #: Target that names all of them, as in PEFT.
 ALL = "all-linear"
 
 _OF_QUERY_LATENT = ("self_attn.q_a_proj", "self_attn.q_b_proj")
-_INDEXER, _SHARED = "self_attn.indexer.", "mlp.shared_experts."
+_OF_COMPRESSOR = "attn.compressor."
+_INDEXER, _SHARED = ".indexer.", ".shared_experts."
 
 
-def linears_named(targets: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the linears of :data:`LINEARS` that targets name, by PEFT's rule.
+def modules_of_linears(config: Any) -> dict[str, str]:
+    """Return :data:`V3_LINEARS` or :data:`V4_LINEARS`.
+
+    Args:
+        config: a transformer configuration, or the arguments of a run.
+    """
+    csa = getattr(config, "csa_compress_ratios", None) is not None
+    return V4_LINEARS if csa else V3_LINEARS
+
+
+def linears_named(config: Any, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the linears of :func:`modules_of_linears` that targets name, by PEFT's rule.
 
     A target names the linears whose name is the target, or ends with it after a dot.
     """
-    return tuple(x for x in LINEARS if any(_names(target, x) for target in targets))
+    linears = modules_of_linears(config)
+    return tuple(x for x in linears if any(_names(target, x) for target in targets))
 
 
 def _names(target: str, linear: str) -> bool:
@@ -43,21 +76,26 @@ def _names(target: str, linear: str) -> bool:
 
 
 def existing_linears(config: Any, options: Any) -> tuple[str, ...]:
-    """Return the linears of :data:`LINEARS` that a model has and trains."""
+    """Return the linears of :func:`modules_of_linears` that a model has and trains."""
+    linears = modules_of_linears(config)
+    ratios = getattr(config, "csa_compress_ratios", None)
     indexer = options.stage != "dense" and bool(config.dsa_indexer_loss_coeff)
+    indexer = indexer and (ratios is None or CSA_RATIO in ratios)
     experts = _expert_layers(config)
     shared = any(experts) and bool(config.moe_shared_expert_intermediate_size)
 
     def exists(linear: str) -> bool:
-        if linear.startswith(_INDEXER):
+        if _INDEXER in linear:
             return indexer
-        if linear.startswith(_SHARED):
+        if _SHARED in linear:
             return shared
+        if linear.startswith(_OF_COMPRESSOR):
+            return any(ratios or ())
         if linear in _OF_QUERY_LATENT:
             return config.q_lora_rank is not None
-        return linear.startswith("self_attn.") or not all(experts)
+        return linear.startswith(("self_attn.", "attn.")) or not all(experts)
 
-    return tuple(filter(exists, LINEARS))
+    return tuple(filter(exists, linears))
 
 
 def _expert_layers(config: Any) -> list[bool]:
@@ -69,16 +107,16 @@ def _expert_layers(config: Any) -> list[bool]:
 
 
 def adapted_linears(config: Any, options: Any) -> tuple[str, ...]:
-    """Return the linears of :data:`LINEARS` that get adapters."""
+    """Return the linears of :func:`modules_of_linears` that get adapters."""
     if options.lora_rank is None:
         return ()
-    named = linears_named(options.lora_targets)
+    named = linears_named(config, options.lora_targets)
     return tuple(x for x in existing_linears(config, options) if x in named)
 
 
 def adapts_indexer(config: Any, options: Any) -> bool:
     """Whether any linear of the indexers gets adapters."""
-    return any(x.startswith(_INDEXER) for x in adapted_linears(config, options))
+    return any(_INDEXER in x for x in adapted_linears(config, options))
 
 
 def lora_option_rules(options: Any) -> Iterator[tuple[Any, str]]:
@@ -111,30 +149,23 @@ def lora_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     """
     if options.lora_rank is None:
         return
-    csa = getattr(config, "csa_compress_ratios", None) is not None
-    yield (
-        not csa,
-        "--lora-rank is not supported with --csa-compress-ratios: adapters are for the linears of "
-        "DeepSeek-V3.2 and GLM-5; drop it",
-    )
-    if csa:
-        return
     existing = existing_linears(config, options)
     for target in options.lora_targets:
         yield (
             any(_names(target, linear) for linear in existing),
-            f"--lora-targets {target} names no linear of this model{_why(target, options)}; there "
-            f"are {', '.join(existing)}, and {ALL} for all of them",
+            f"--lora-targets {target} names no linear of this model"
+            f"{_why(target, config, options)}; there are {', '.join(existing)}, and {ALL} for all "
+            "of them",
         )
     adapted = adapted_linears(config, options)
     frozen = options.stage == "warmup" and options.freeze_main
     yield (
         not frozen or adapts_indexer(config, options),
         "--lora-targets must name a linear of the indexer in --dsa-stage warmup, which trains "
-        "nothing else: add wq_b, wk or weights_proj, or --dsa-warmup-train-all",
+        "nothing else: add indexer.wq_b or weights_proj, or --dsa-warmup-train-all",
     )
     yield (
-        not (config.moe_shared_expert_overlap and any(x.startswith(_SHARED) for x in adapted)),
+        not (config.moe_shared_expert_overlap and any(_SHARED in x for x in adapted)),
         "--moe-shared-expert-overlap must not be used with adapters of shared experts: it takes "
         "the communication out of their linears, and that of adapters stays; drop it",
     )
@@ -155,11 +186,19 @@ def lora_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         yield not given, f"{flag} must not be used with --lora-rank: they were not run together"
 
 
-def _why(target: str, options: Any) -> str:
+def _why(target: str, config: Any, options: Any) -> str:
     """Return why a target names nothing, if that is known."""
+    linears = modules_of_linears(config)
     if target.startswith("experts.") or ".experts." in target:
         return ": routed experts have no adapters, they are no linears in transformers either"
-    if any(x.startswith(_INDEXER) and _names(target, x) for x in LINEARS):
+    named = [x for x in linears if _names(target, x)]
+    if any(_INDEXER in x for x in named):
+        if options.stage != "dense" and config.dsa_indexer_loss_coeff:
+            return f": no layer has ratio {CSA_RATIO}, and with it an indexer"
         cause = "--dsa-stage dense" if options.stage == "dense" else "--dsa-indexer-loss-coeff 0"
         return f": with {cause} no indexer is trained"
+    other = V3_LINEARS if linears is V4_LINEARS else V4_LINEARS
+    if not named and any(_names(target, x) for x in other):
+        family = "DeepSeek-V4" if linears is V3_LINEARS else "DeepSeek-V3.2 and GLM-5"
+        return f": linears have that name in {family}"
     return ""

@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config import LORA_A, is_adapter_parameter, linears_with_adapters, options_of
+from megatron_dsa.config import (
+    LORA_A,
+    is_adapter_parameter,
+    linears_with_adapters,
+    options_of,
+    uses_csa,
+)
 from megatron_dsa.config_rules import existing_linears
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.huggingface.files import read_json, read_safetensors, write_safetensors
@@ -124,7 +130,7 @@ def export_adapter(
         How many tensors were left out, which are of layers of multi-token prediction.
 
     Raises:
-        ConfigError: the model has no adapters, or the directory holds some.
+        ConfigError: the model has no adapters or is a DeepSeek-V4, or the directory holds some.
     """
     config: Any = model.config
     folder = Path(directory)
@@ -133,6 +139,7 @@ def export_adapter(
         for name, tensor in adapter_parameters(model)
     ]
     require(found, "the model has no adapters: it was built without --lora-rank")
+    _check_family(config, "--adapter", "export merged weights, without it")
     for file in (CONFIG, WEIGHTS):
         require(
             not (folder / file).exists(),
@@ -144,6 +151,15 @@ def export_adapter(
     text = json.dumps(_peft_config(config, base), indent=2, sort_keys=True) + "\n"
     (folder / CONFIG).write_text(text)
     return len(found) - len(tensors)
+
+
+def _check_family(config: Any, flag: str, instead: str) -> None:
+    require(
+        not uses_csa(config),
+        f"{flag} is not supported with DeepSeek-V4: PEFT goes by the linears of transformers, "
+        "where V4's have other names than in released checkpoints, and attn.wo_a, one product per "
+        f"group, is no linear that PEFT's adapters fit: {instead}",
+    )
 
 
 def _peft_config(config: Any, base: str | None) -> dict[str, Any]:
@@ -192,9 +208,11 @@ def import_adapter(
         prediction.
 
     Raises:
-        ConfigError: the adapter is of another rank, scale, kind or shape, or has other linears.
+        ConfigError: the adapter is of another rank, scale, kind or shape, or has other linears;
+            or the model is a DeepSeek-V4.
     """
     config: Any = model.config
+    _check_family(config, "--lora-load", "start from a checkpoint with adapters, by --load")
     folder = Path(directory)
     _check_peft_config(read_json(folder / CONFIG), folder, config)
     stored = read_safetensors(folder / WEIGHTS)

@@ -32,7 +32,7 @@ from megatron_dsa.config import (
     linears_with_adapters,
     options_of,
 )
-from megatron_dsa.config_rules import MODULES_OF_LINEARS
+from megatron_dsa.config_rules import modules_of_linears
 from megatron_dsa.modules.layers import ReplicatedLinear, replicated_draws
 
 #: How tensor-parallel ranks share a weight: by its rows (column-parallel linears), by its columns
@@ -142,7 +142,7 @@ def add_adapters(model: torch.nn.Module, config: Any, prefix: str = "") -> None:
     if not adapted:
         return
     parts: dict[str, list[str]] = {}
-    for linear, where in MODULES_OF_LINEARS.items():
+    for linear, where in modules_of_linears(config).items():
         parts.setdefault(where, []).append(linear)
     for path, module in list(model.named_modules()):
         for where, linears in parts.items():

@@ -109,7 +109,8 @@ def _add_conversions(commands) -> None:
     out.add_argument(
         "--adapter",
         action="store_true",
-        help="write the adapters alone, in PEFT's format (default: merge them into the weights)",
+        help="write the adapters alone, in PEFT's format, but for DeepSeek-V4 (default: merge them "
+        "into the weights)",
     )
     for command, function in ((into, "import_hf"), (out, "export_hf")):
         command.add_argument(

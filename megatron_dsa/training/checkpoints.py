@@ -140,8 +140,8 @@ def check_adapters(args: argparse.Namespace, directory: Path) -> None:
         given == saved.lora_rank and scales[0] == scales[1],
         f"--lora-rank and --lora-alpha must be as in checkpoint {directory}: give {flags}",
     )
-    kept = linears_named(tuple(args.lora_targets))
-    dropped = [x for x in linears_named(tuple(saved.lora_targets)) if x not in kept]
+    kept = linears_named(args, tuple(args.lora_targets))
+    dropped = [x for x in linears_named(saved, tuple(saved.lora_targets)) if x not in kept]
     require(
         not dropped,
         f"checkpoint {directory} has adapters of {', '.join(dropped)}, which this run would leave "
@@ -161,7 +161,7 @@ def _what_is_trained(args) -> str:
     trained = _stage_of(args)
     if getattr(args, "lora_rank", None) is None:
         return trained
-    linears = ", ".join(linears_named(tuple(args.lora_targets)))
+    linears = ", ".join(linears_named(args, tuple(args.lora_targets)))
     return f"{trained} (adapters of rank {args.lora_rank} of {linears})"
 
 

@@ -7,7 +7,7 @@ import torch
 from megatron_dsa.config import DSAOptions, is_adapter_parameter
 from tests import host
 from tests.cases.models import CORE, full
-from tests.host import small_config
+from tests.host import small_config, small_csa_config
 
 RANK, ALPHA = 3, 6.0
 #: Dense MLP, then experts with shared ones.
@@ -35,11 +35,22 @@ VARIANTS = {
     "selectively recomputed": ({}, UP),
     "masked, recomputed": ({"selected_attention": "masked"}, CORE),
 }
+#: The same of DeepSeek-V4.
+V4_VARIANTS = {
+    "V4": ({}, {}),
+    "V4, dense loss": ({}, {"dsa_indexer_use_sparse_loss": False}),
+    "V4, warm-up of everything": (
+        {"stage": "warmup", "freeze_main": False},
+        {"dsa_indexer_use_sparse_loss": False},
+    ),
+    "V4 on streams, fully recomputed": ({}, full(1) | {"hc_mult": 2}),
+    "V4, selectively recomputed": ({}, UP),
+}
 
 
 def config_of(variant, targets=("all-linear",), rank=RANK, **changes):
     """Return the configuration of a variant; without adapters if ``targets`` is empty."""
-    options, settings = VARIANTS[variant]
+    options, settings = (VARIANTS | V4_VARIANTS)[variant]
     options = DSAOptions(**options)
     if targets:
         options = dataclasses.replace(
@@ -50,7 +61,11 @@ def config_of(variant, targets=("all-linear",), rank=RANK, **changes):
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
     } | settings
-    return small_config(options=options, **settings | MIXED | changes)
+    if variant in VARIANTS:
+        return small_config(options=options, **settings | MIXED | changes)
+    # A layer with an indexer, and one with longer groups; both have experts, as released.
+    v4 = {"csa_compress_ratios": [4, 6], "moe_layer_freq": 1}
+    return small_csa_config(4, options=options, **settings | MIXED | v4 | changes)
 
 
 def model_of(config, ups=True, part=None):

@@ -143,6 +143,19 @@ def command_line(flags: dict) -> list[str]:
     return out
 
 
+def flags_in(text: str) -> dict:
+    """Return printed flags as :func:`launch` takes them."""
+    flags: dict = {}
+    name = None
+    for item in text.split():
+        if item.startswith("--"):
+            name = item
+            flags[name] = True
+        else:
+            flags[name] = [*flags[name], item] if isinstance(flags[name], list) else [item]
+    return flags
+
+
 def train(changes: dict | None = None, **settings) -> Run:
     """Train with :data:`TINY` plus ``changes``; see :func:`launch` for ``settings``."""
     return launch(TINY | (changes or {}), **settings)

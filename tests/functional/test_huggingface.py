@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tests.functional.launch import DENSE, REPOSITORY, SPARSE, TINY, launch, train
+from tests.functional.launch import DENSE, REPOSITORY, SPARSE, TINY, flags_in, launch, train
 
 pytest.importorskip("safetensors")
 
@@ -202,14 +202,7 @@ def test_commands_hold_a_file_and_not_the_model(quantise, tmp_path):
 
 def described(folder, *more):
     """The flags that the command prints for a checkpoint, as :func:`launch` takes them."""
-    flags, name = {}, None
-    for item in command("flags", folder, *more).split():
-        if item.startswith("--"):
-            name = item
-            flags[name] = True
-        else:
-            flags[name] = [*flags[name], item] if isinstance(flags[name], list) else [item]
-    return flags
+    return flags_in(command("flags", folder, *more))
 
 
 #: Parallel layouts of two ranks.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.functional.checkpoint_reader import read
-from tests.functional.launch import SPARSE, train
+from tests.functional.launch import SPARSE, flags_in, launch, train
 from tests.functional.parallel_flags import FULL_RECOMPUTE, TP2_HEADS
 
 LORA = {
@@ -93,7 +93,7 @@ def test_other_ranks_train_the_same(layout, runs, tmp_path):
             assert step[figure] == pytest.approx(expected, rel=1e-4), (figure, step)
 
 
-def test_export_and_evaluation(runs, tmp_path, capsys):
+def test_export_and_evaluation(runs, tmp_path):
     """Merged weights are those that the trained adapters make of the base's."""
     pytest.importorskip("safetensors")
     from megatron_dsa.huggingface.files import CheckpointReader, read_safetensors
@@ -119,12 +119,11 @@ def test_export_and_evaluation(runs, tmp_path, capsys):
         torch.testing.assert_close(merged.read(name), expected, rtol=1e-6, atol=1e-7)
     assert not adapter
     assert "| rank of adapters, merged | 4 |" in (tmp_path / "merged" / "README.md").read_text()
-    capsys.readouterr()
-    data = ["--data-path", str(runs[1]["--data-path"])]
     losses = {}
     for name in ("base", "lora"):
-        assert main(["evaluate", "--load", str(folder / name), *data]) == 0
-        losses[name] = float(re.search(r"loss ([\d.]+)", capsys.readouterr().out)[1])
+        flags = {"--load": folder / name, "--data-path": runs[1]["--data-path"]}
+        log = launch({"evaluate": True} | flags, module="megatron_dsa").log
+        losses[name] = float(re.search(r"tokens: loss ([\d.]+)", log)[1])
     assert losses["lora"] < losses["base"]
 
 
@@ -181,3 +180,54 @@ def test_start_from_an_adapter(runs, tmp_path):
     weights = [name for name in before if name.startswith(("decoder.", "embedding.", "output_"))]
     assert weights and all(before[name].equal(after[name]) for name in weights)
     assert run.steps[0]["lm loss"] < lora.steps[0]["lm loss"]
+
+
+@pytest.mark.ranks(2)
+def test_a_whole_v4(short_documents, tmp_path, capsys):
+    """Trained on two ranks from a released base; evaluated on one, and merged."""
+    pytest.importorskip("safetensors")
+    from megatron_dsa.huggingface.convert import export_model
+    from megatron_dsa.huggingface.files import CheckpointReader
+    from megatron_dsa.huggingface.names import V4
+    from megatron_dsa.tools.cli import main
+    from tests.tiny_models import tiny_model, tiny_v4
+
+    def command(*arguments):
+        capsys.readouterr()
+        assert main([*map(str, arguments)]) == 0
+        return capsys.readouterr().out
+
+    base, run, merged = (tmp_path / name for name in ("base", "run", "merged"))
+    config = tiny_v4(
+        vocab_size=264, max_position_embeddings=96, num_nextn_predict_layers=1, num_hash_layers=2
+    )
+    features = V4.features.keys()
+    model = tiny_model(config, vocab=264, features=features, mtp_num_layers=1)
+    export_model(model, base, config)
+    flags = {"--data-path": short_documents, "--split": "60,40,0", "--eval-iters": 2}
+    flags |= {"--dsa-load-hf": base, "--save": run, "--save-interval": 100, "--train-iters": 2}
+    trained = train(flags_in(command("flags", base)) | flags | LORA | TP2_HEADS, ranks=2)
+    assert (
+        "attn.wo_a, attn.wo_b, attn.compressor.wkv, attn.compressor.wgate, attn.in" in trained.log
+    )
+    loss = re.search(r"validation loss at iteration 2 on .* lm loss value: (\S+) \|", trained.log)
+    # In a process of its own: it ends the process group.
+    evaluated = launch({"evaluate": True, "--load": run}, module="megatron_dsa").log
+    found = re.search(r"sequences of 96 tokens: loss (\S+), ", evaluated)
+    assert float(found[1]) == pytest.approx(float(loss[1]), rel=1e-6)
+
+    command("export-hf", "--input", run, "--config", base, "--output", merged)
+    before, after = (CheckpointReader(folder) for folder in (base, merged))
+    assert before.names() == after.names()
+    linears = (
+        r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.(wq_b|weights_proj))"
+        r"|attn\.(indexer\.)?compressor\.(wkv|wgate)|ffn\.shared_experts\.w[123]"
+    )
+    adapted = {x for x in before.names() if re.fullmatch(rf"\w+\.\d\.({linears})\.weight", x)}
+    assert adapted == {x for x in before.names() if not before.read(x).equal(after.read(x))}
+    assert len(adapted) == 5 * (5 + 3) + 3 * 2 + 2 * 4
+    state = read(run)
+    layer = "decoder.layers.1.self_attention.linear_o_group_proj.wo_a_lora_{}".format
+    product = 2 * state[layer("B")] @ state[layer("A")]
+    name = "layers.1.attn.wo_a.weight"
+    torch.testing.assert_close(after.read(name), before.read(name) + product, rtol=1e-6, atol=1e-7)

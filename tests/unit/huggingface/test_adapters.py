@@ -12,13 +12,13 @@ from megatron_dsa.config import DSAOptions, is_adapter_parameter
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.adapters import export_adapter, factor_of, import_adapter
 from megatron_dsa.huggingface.convert import export_model, import_model
-from megatron_dsa.huggingface.names import V3
+from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, V3, V4
 from megatron_dsa.huggingface.ranks import Place
 from megatron_dsa.modules.freezing import freeze_for_stage
 from tests.cases.lora import gradients_of
 from tests.helpers import relative_error
 from tests.host import start
-from tests.tiny_models import logits_of, published, tiny_config, tiny_model
+from tests.tiny_models import logits_of, published, tiny_config, tiny_model, tiny_v4
 
 pytest.importorskip("safetensors")
 RANK, ALPHA = 4, 10
@@ -106,14 +106,26 @@ def test_loss_and_gradients_are_those_of_peft(kind, targets, tmp_path, monkeypat
     )
 
 
-@pytest.mark.parametrize("targets", [ALL, ("mlp.up_proj", "wq_b", "kv_b_proj")])
-def test_merged_weights_give_the_same_logits(targets, tmp_path):
-    config = tiny_config()
-    ours = adapted_model(config, targets)
+@pytest.mark.parametrize(
+    ("config", "targets"),
+    [
+        (tiny_config(), ALL),
+        (tiny_config(), ("mlp.up_proj", "wq_b", "kv_b_proj")),
+        (tiny_v4(num_hash_layers=1), ALL),
+        (tiny_v4(num_hash_layers=1), ("attn.wq_b", "compressor.wkv", "wo_a", "w3")),
+    ],
+    ids=["v3.2-all-linear", "v3.2", "v4-all-linear", "v4"],
+)
+def test_merged_weights_give_the_same_logits(config, targets, tmp_path):
+    """V4 on streams, with a table of experts, which stay what they are."""
+    features = (HYPER_CONNECTIONS, HASH_ROUTING) if config["model_type"] == "deepseek_v4" else ()
+    ours = adapted_model(config, targets, features=features)
     export_model(ours, tmp_path, config)
-    plain = tiny_model(config)
+    plain = tiny_model(config, features=features)
+    before = logits_of(plain, tokens())
     import_model(plain, tmp_path)
     assert relative_error(logits_of(plain, tokens()), logits_of(ours, tokens())) < 1e-5
+    assert relative_error(before, logits_of(ours, tokens())) > 0.1
 
 
 def test_adapters_come_back_from_their_file(tmp_path):
@@ -204,3 +216,13 @@ def test_adapters_of_other_linears_are_refused(tmp_path):
         export_adapter(few, tmp_path / "few", V3)
     with pytest.raises(ConfigError, match="the model has no adapters"):
         export_adapter(tiny_model(tiny_config()), tmp_path / "none", V3)
+
+
+def test_v4_is_refused(tmp_path):
+    """Its linears have other names in transformers; merged weights have those of the release."""
+    model = adapted_model(tiny_v4(), ("wo_b",))
+    with pytest.raises(ConfigError, match="--adapter is not supported with DeepSeek-V4: PEFT goes"):
+        export_adapter(model, tmp_path, V4)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="--lora-load is not supported with DeepSeek-V4"):
+        import_adapter(model, tmp_path, V4)

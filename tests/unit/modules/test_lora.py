@@ -1,14 +1,17 @@
 """Adapters beside frozen weights: what they compute and train, and where they are refused."""
 
+import functools
+import re
+
 import pytest
 import torch
 
 from megatron_dsa.config import DSAOptions, is_adapter_parameter
-from megatron_dsa.config_rules import MODULES_OF_LINEARS
+from megatron_dsa.config_rules import modules_of_linears
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.names import V3
+from megatron_dsa.huggingface.names import V3, V4
 from megatron_dsa.modules.lora import AdaptedLinear
-from tests.cases.lora import ALPHA, RANK, VARIANTS, config_of, gradients_of, model_of
+from tests.cases.lora import ALPHA, RANK, V4_VARIANTS, VARIANTS, config_of, gradients_of, model_of
 from tests.cases.models import forward
 from tests.helpers import relative_error
 from tests.host import small_config, small_csa_config
@@ -32,7 +35,7 @@ def merged(model, config):
     return plain
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS | V4_VARIANTS)
 def test_loss_and_gradients_are_those_of_merged_weights(variant):
     """With ``W' = W + s B A``: ``dA = s B^T dW'`` and ``dB = s dW' A^T``, the indexer's too."""
     model = model_of(config_of(variant))
@@ -52,12 +55,15 @@ def test_loss_and_gradients_are_those_of_merged_weights(variant):
             assert relative_error(down.grad, SCALE * up.t() @ wanted) < 1e-11, (name, part)
             assert relative_error(up.grad, SCALE * wanted @ down.t()) < 1e-11, (name, part)
             compared += 1
+    if variant in V4_VARIANTS:  # attention and its compressor, shared experts; an indexer
+        assert compared == 2 * (5 + 2 + 3) + 4
+        return
     indexer = VARIANTS[variant][0].get("stage") != "dense"
     assert compared == 2 * (5 + 3 * indexer + 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
-@pytest.mark.parametrize("variant", ["sparse", "masked", "dense"])
+@pytest.mark.parametrize("variant", ["sparse", "masked", "dense", "V4"])
 def test_a_run_starts_with_the_loss_of_its_base(variant, dtype):
     """To the bit, since every B is zero, and so is the gradient of every A."""
     base = model_of(config_of(variant, (), dtype=dtype))
@@ -95,18 +101,23 @@ def routers(model):
     return found
 
 
-def test_a_frozen_warm_up_trains_the_adapters_of_indexers():
+@pytest.mark.parametrize(
+    ("config", "linears"),
+    [(small_config, 3), (functools.partial(small_csa_config, 4), 4)],
+    ids=["V3", "V4"],
+)
+def test_a_frozen_warm_up_trains_the_adapters_of_indexers(config, linears):
     """They learn what they do where everything is trained; the rest has no backward."""
     frozen = small_options(stage="warmup", targets=("all-linear",))
     everything = small_options(stage="warmup", targets=("all-linear",), freeze_main=False)
     models = [
-        model_of(small_config(options=options, dsa_indexer_use_sparse_loss=False))
+        model_of(config(options=options, dsa_indexer_use_sparse_loss=False))
         for options in (frozen, everything)
     ]
     for model in models:
         forward(model, 5).backward()
     ours, theirs = map(gradients_of, models)
-    assert len(ours) == 2 * 3 * 2
+    assert len(ours) == 2 * linears * 2
     for name, gradient in ours.items():
         assert ".indexer." in name
         assert relative_error(gradient, theirs[name]) < 1e-12, name
@@ -140,18 +151,22 @@ def test_initial_values():
     assert not any(p.any() for name, p in model.named_parameters() if name.endswith("_lora_B"))
 
 
-def test_the_table_of_linears_is_that_of_checkpoints():
+@pytest.mark.parametrize(
+    ("names", "config"), [(V3, small_config), (V4, lambda: small_csa_config(4))], ids=["V3", "V4"]
+)
+def test_the_table_of_linears_is_that_of_checkpoints(names, config):
     """Every linear of a layer but routed experts is in it, with the module that holds it."""
     matrices = {
         hf.removesuffix(".weight"): entry.megatron[0].removesuffix(".weight")
-        for entry in V3.layer
+        for entry in names.layer
         for hf in entry.hf
-        if "norm" not in hf and "{expert}" not in hf and not hf.startswith("mlp.gate.")
+        if hf.endswith(".weight") and not re.search(r"norm|\{expert\}|(mlp|ffn)\.gate\.", hf)
     }
-    assert matrices == MODULES_OF_LINEARS
-    for hf, module in MODULES_OF_LINEARS.items():  # halves come in this order
-        halves = [name for name, where in MODULES_OF_LINEARS.items() if where == module]
-        entry = next(e for e in V3.layer if f"{hf}.weight" in e.hf)
+    linears = modules_of_linears(config())
+    assert matrices == linears
+    for hf, module in linears.items():  # halves come in this order
+        halves = [name for name, where in linears.items() if where == module]
+        entry = next(e for e in names.layer if f"{hf}.weight" in e.hf)
         assert entry.hf == tuple(f"{half}.weight" for half in halves)
 
 
@@ -202,9 +217,20 @@ def test_refused(targets, changes, message):
         validate(config)
 
 
-def test_refused_in_v4():
-    with pytest.raises(ConfigError, match="--lora-rank is not supported with --csa-compress-rati"):
-        small_csa_config(4, options=small_options(("o_proj",)))
+@pytest.mark.parametrize(
+    ("target", "changes", "message"),
+    [
+        ("o_proj", {}, "of this model: linears have that name in DeepSeek-V3.2 and GLM-5; there"),
+        ("ffn.experts.0.w1", {}, "names no linear of this model: routed experts have no adapters"),
+        ("w1", {}, "w1 names no linear of this model; there are attn.wq_a, "),
+        ("weights_proj", {"csa_compress_ratios": [6, 0]}, "no layer has ratio 4, and with it an"),
+        ("compressor.wkv", {"csa_compress_ratios": [0, 0]}, "wkv names no linear of this model"),
+        ("indexer.wq_b", {"dsa_indexer_loss_coeff": 0.0}, "with --dsa-indexer-loss-coeff 0 no ind"),
+    ],
+)
+def test_refused_in_v4(target, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        small_csa_config(4, options=small_options((target,)), **changes)
 
 
 @pytest.mark.parametrize(

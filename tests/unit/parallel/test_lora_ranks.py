@@ -20,6 +20,8 @@ CASES = {
     "fully recomputed": ("fully recomputed", {}),
     "dense": ("dense", {}),
     "warm-up": ("warm-up of everything", {}),
+    "V4, heads": ("V4", {"tp_mode": "heads"}),
+    "V4, by sequence": ("V4, selectively recomputed", {"tp_mode": "sequence"}),
 }
 
 
@@ -103,8 +105,9 @@ def test_ranks_equal_one(tp, cp, single, tmp_path):
 
 def check_splits(splits, names):
     """B of column-parallel linears and A of row-parallel ones are split, and nothing else is."""
-    by_columns = r".*\.(o_proj|down_proj)_lora_A"
-    by_rows = r".*\.(q_a|q_b|kv_a_proj_with_mqa|kv_b|gate|up)(_proj)?_lora_B"
+    by_columns = r".*\.(o_proj|down_proj|wo_b|w2)_lora_A"
+    by_rows = r".*\.((q_a|q_b|kv_a_proj_with_mqa|kv_b|gate|up)(_proj)?|wo_a|w1|w3)_lora_B"
+    by_rows += r"|.*\.linear_q_up_proj\.wq_b_lora_B"  # not the indexer's
     assert splits == {name: 1 for name in names if re.fullmatch(by_columns, name)} | {
         name: 0 for name in names if re.fullmatch(by_rows, name)
     }
