@@ -280,14 +280,6 @@ def selects_keys(config: Any, layer_number: int, is_mtp: bool = False) -> bool:
     return is_mtp or not shares_indices(config) or computes_topk(config, layer_number)
 
 
-def is_moe_layer(config: Any, index: int) -> bool:
-    """Whether decoder layer ``index`` (from 0) has experts instead of a dense MLP."""
-    if config.num_moe_experts is None:
-        return False
-    pattern = config.moe_layer_freq
-    return index % pattern == 0 if isinstance(pattern, int) else bool(pattern[index])
-
-
 def validate(config: Any) -> None:
     """Raise :class:`ConfigError` for everything that this package does not support.
 

@@ -38,14 +38,13 @@ from megatron_dsa.config import (
     computes_topk,
     has_adapters,
     hash_layers,
-    is_moe_layer,
     options_of,
     shares_indices,
     uses_csa,
     uses_streams,
     validate,
 )
-from megatron_dsa.config_rules import predicts_apart
+from megatron_dsa.config_rules import is_moe_layer, predicts_apart
 from megatron_dsa.csa import CSASelfAttention, CSASelfAttentionSubmodules
 from megatron_dsa.dsa import (
     DSASelfAttention,

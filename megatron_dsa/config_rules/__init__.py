@@ -28,6 +28,7 @@ from megatron_dsa.config_rules.model import (
     CSA_RATIO,
     csa_rules,
     dsa_rules,
+    is_moe_layer,
     masked_rules,
     tp_mode_rules,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "graphs_attention",
     "hash_rules",
     "hyper_connection_rules",
+    "is_moe_layer",
     "linears_named",
     "lora_option_rules",
     "lora_rules",

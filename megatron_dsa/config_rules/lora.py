@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_dsa.config_rules.model import CSA_RATIO
+from megatron_dsa.config_rules.model import CSA_RATIO, is_moe_layer
 
 _ATTENTION = "self_attention."
 _CORE = f"{_ATTENTION}core_attention."
@@ -81,7 +81,7 @@ def existing_linears(config: Any, options: Any) -> tuple[str, ...]:
     ratios = getattr(config, "csa_compress_ratios", None)
     indexer = options.stage != "dense" and bool(config.dsa_indexer_loss_coeff)
     indexer = indexer and (ratios is None or CSA_RATIO in ratios)
-    experts = _expert_layers(config)
+    experts = [is_moe_layer(config, i) for i in range(config.num_layers)]
     shared = any(experts) and bool(config.moe_shared_expert_intermediate_size)
 
     def exists(linear: str) -> bool:
@@ -96,14 +96,6 @@ def existing_linears(config: Any, options: Any) -> tuple[str, ...]:
         return linear.startswith(("self_attn.", "attn.")) or not all(experts)
 
     return tuple(filter(exists, linears))
-
-
-def _expert_layers(config: Any) -> list[bool]:
-    """Return which decoder layers have experts."""
-    layers, pattern = range(config.num_layers), config.moe_layer_freq
-    if config.num_moe_experts is None:
-        return [False for _ in layers]
-    return [i % pattern == 0 if isinstance(pattern, int) else bool(pattern[i]) for i in layers]
 
 
 def adapted_linears(config: Any, options: Any) -> tuple[str, ...]:

@@ -29,6 +29,14 @@ UNSUPPORTED = {
 }
 
 
+def is_moe_layer(config: Any, index: int) -> bool:
+    """Whether decoder layer ``index`` (from 0) has experts instead of a dense MLP."""
+    if config.num_moe_experts is None:
+        return False
+    pattern = config.moe_layer_freq
+    return index % pattern == 0 if isinstance(pattern, int) else bool(pattern[index])
+
+
 def dsa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
     """Yield every rule for a model with DSA layers.
 

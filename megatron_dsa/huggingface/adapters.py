@@ -163,7 +163,7 @@ def _check_family(config: Any, flag: str, instead: str) -> None:
 
 
 def _peft_config(config: Any, base: str | None) -> dict[str, Any]:
-    rank, alpha = _rank_and_alpha(config)
+    rank, alpha = options_of(config).rank_and_alpha
     return _PLAIN | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -174,13 +174,6 @@ def _peft_config(config: Any, base: str | None) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "target_modules": _target_modules(config),
     }
-
-
-def _rank_and_alpha(config: Any) -> tuple[int, float]:
-    options = options_of(config)
-    assert options.lora_rank is not None
-    alpha = options.lora_rank if options.lora_alpha is None else options.lora_alpha
-    return options.lora_rank, float(alpha)
 
 
 def _target_modules(config: Any) -> list[str]:
@@ -267,7 +260,7 @@ def _check_peft_config(given: dict[str, Any], folder: Path, config: Any) -> None
             raise ConfigError(
                 f"{where} {name} must be {ours!r}, got {value!r}: such adapters are not supported"
             )
-    rank, alpha = _rank_and_alpha(config)
+    rank, alpha = options_of(config).rank_and_alpha
     for key, flag, value in (("r", "--lora-rank", rank), ("lora_alpha", "--lora-alpha", alpha)):
         found = given.get(key)
         require(found == value, f"{flag} must be {found}, as {where[:-1]} says, got {value:g}")

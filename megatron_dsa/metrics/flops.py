@@ -29,14 +29,13 @@ from typing import Any, NamedTuple
 from megatron_dsa.config import (
     has_adapters,
     indexer_is_trained,
-    is_moe_layer,
     selects_keys,
     trains_main,
     uses_csa,
     uses_indexer,
     uses_streams,
 )
-from megatron_dsa.config_rules import CSA_RATIO
+from megatron_dsa.config_rules import CSA_RATIO, is_moe_layer
 from megatron_dsa.required_ops import Keys, RequiredOp, required_ops
 
 

@@ -161,10 +161,7 @@ def adapt(linear: Any, parts: list[str], adapted: list[str], config: Any) -> Non
         adapted: which of them get adapters.
         config: the transformer configuration.
     """
-    options, split = options_of(config), _split_of(linear)
-    assert options.lora_rank is not None
-    rank = options.lora_rank
-    alpha = rank if options.lora_alpha is None else options.lora_alpha
+    (rank, alpha), split = options_of(config).rank_and_alpha, _split_of(linear)
     ranks = config.tensor_model_parallel_size
     rows, columns = linear.weight.shape
     marks = {

@@ -175,12 +175,10 @@ def print_adapters(models: list[Any], config: Any) -> None:
     stages: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(stages, counts, group)
     trained, frozen = (sum(stage[kind] for stage in stages) for kind in (True, False))
-    rank, alpha = options_of(config).lora_rank, options_of(config).lora_alpha
-    assert rank is not None
-    scale = 1 if alpha is None else alpha / rank
+    rank, alpha = options_of(config).rank_and_alpha
     print_rank_0(
-        f"> megatron_dsa adapters of rank {rank}, scale {scale:g}: {trained:,} parameters are "
-        f"trained, {frozen:,} are frozen; on {', '.join(linears_with_adapters(config))}"
+        f"> megatron_dsa adapters of rank {rank}, scale {alpha / rank:g}: {trained:,} parameters "
+        f"are trained, {frozen:,} are frozen; on {', '.join(linears_with_adapters(config))}"
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from megatron_dsa.versions import why_not_transformer_engine
 from tests.functional.launch import TINY, Run, train
+from tests.helpers import relative_error
 
 #: Marks of a test file whose runs need transformer-engine.
 MARKS = [
@@ -162,3 +163,14 @@ def check_losses(got: Run, expected: Run, bounds: Bounds, noise: float = 0.0) ->
     # Written so that NaN is a difference.
     assert found[0] <= bounds.first, found
     assert all(x <= max(bounds.later, 2 * noise) for x in found[2:]), (found, noise)
+
+
+def check_gradients(name: str, got: dict, expected: dict) -> None:
+    """Check every parameter's gradient of the first step, in bf16."""
+    assert set(got) == set(expected) and len(expected) > 10
+    errors = {key: relative_error(got[key], expected[key]) for key in expected}
+    for indexers, bound in ((True, INDEXER_GRADIENT), (False, GRADIENT)):
+        of_kind = {key: x for key, x in errors.items() if (".indexer." in key) == indexers}
+        worst = max(of_kind, key=of_kind.get)
+        print(f"{name}: {worst} {of_kind[worst]:.1e}")
+        assert of_kind[worst] < bound, (worst, of_kind[worst])

@@ -9,17 +9,15 @@ from tests.functional.checkpoint_reader import gradients_of_first_step
 from tests.functional.engine import (
     BOUNDS,
     ENGINE,
-    GRADIENT,
-    INDEXER_GRADIENT,
     LOCAL,
     MARKS,
     MODELS,
     PRECISIONS,
+    check_gradients,
     check_losses,
     noise_of,
     run,
 )
-from tests.helpers import relative_error
 
 pytestmark = MARKS
 
@@ -72,10 +70,4 @@ def test_gradients_of_the_first_step(model, tmp_path):
         found = gradients_of_first_step(tmp_path / kind)
         gradients.append({key.replace(*NORM): value for key, value in found.items()})
     local, engine = gradients
-    assert set(engine) == set(local) and len(local) > 10
-    errors = {key: relative_error(engine[key], local[key]) for key in local}
-    for indexers, bound in ((True, INDEXER_GRADIENT), (False, GRADIENT)):
-        of_kind = {key: x for key, x in errors.items() if (".indexer." in key) == indexers}
-        worst = max(of_kind, key=of_kind.get)
-        print(f"{name}: {worst} {of_kind[worst]:.1e}")
-        assert of_kind[worst] < bound, (worst, of_kind[worst])
+    check_gradients(name, engine, local)
