@@ -30,8 +30,8 @@ COLUMNS = {
     "family": "of cases",
     "case": "the case's dataclass, JSON; fields that are None are left out",
     "way": "implementation or peer",
-    "part": "what of the case: an operation, a step, `step/OPERATION` of a profiled step, or the "
-    "number of a training step",
+    "part": "what of the case: an operation, `OPERATION/kernel` of a profiled call, a step, "
+    "`step/OPERATION` of a profiled step, or the number of a training step",
     "metric": "one of METRICS",
     "value": "empty if the measurement failed; of repeated calls the median",
     "p10": "10 % of the calls were at or below this",

@@ -65,6 +65,22 @@ def trace_of(call, on_gpu: bool, ready=None) -> list[dict]:
         return json.loads(path.read_text(errors="replace"))["traceEvents"]
 
 
+def kernel_milliseconds(call, name: str) -> float:
+    """Return the time of the kernels of one call on a GPU whose names begin with ``name``.
+
+    Raises:
+        RuntimeError: the profiler recorded no such kernel.
+    """
+    times = [
+        event["dur"] / 1e3
+        for event in trace_of(call, True)
+        if event.get("cat") == "kernel" and event["name"].startswith(name)
+    ]
+    if not times:
+        raise RuntimeError(f"the profiler recorded no kernel {name}*")
+    return sum(times)
+
+
 def time_per_operation(
     events: Iterable[dict], on_gpu: bool
 ) -> dict[str, tuple[float, int, set[str]]]:

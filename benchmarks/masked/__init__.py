@@ -9,7 +9,9 @@ attention, ``teacher`` is the head sum of its probabilities; the bits are there,
 in each call. Each result is compared with float64, all of it. The way ``cudnn-dense`` is torch's
 attention by cuDNN, causal, to all visible keys: it computes the same pairs and reads no mask; some
 tokens of ``out`` or ``dq`` are compared. ``flash4-dense`` is the same by FlashAttention 4, where it
-is installed. FLOP count all visible pairs, selected or not.
+is installed. FLOP count all visible pairs, selected or not. ``forward/kernel`` and the like are the
+TileLang kernels of such calls alone, by the profiler: without tiles, sums that are set to zero,
+rounding and lists of keys.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ from benchmarks.attention.lists import CLUSTERED_SHARE, parse_distribution
 from benchmarks.masked.inputs import Inputs
 from benchmarks.masked.shapes import OPERATIONS, PEERS, Case, flops
 from benchmarks.settings import Settings, Work
-from benchmarks.timing import Clock, measure
+from benchmarks.timing import Clock, measure, summary
+from benchmarks.tracing import kernel_milliseconds
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
 
 CEILINGS = ("gemm",)
 ON_DEVICE = True
 REPEATS = 30
+#: Profiled calls.
+PROFILED = 10
 #: Longer sequences take seconds per call in torch, and all pairs of all heads are computed.
 LONGEST_TORCH = 8192
 #: Dims of a model, and the heads of its ranks (1, 2 or 8 tensor-parallel ones).
@@ -104,6 +109,16 @@ class _Measurer:
         if work.way in PEERS:
             result["ran"] = "causal, without a mask of selected keys"
         yield work.part, result
+        if result["status"] == "ok" and work.way == "tilelang":
+            yield f"{work.part}/kernel", self._kernel(work)
+
+    def _kernel(self, work: Work) -> dict:
+        """Return the time of the TileLang kernels of a call."""
+        call = self.inputs.call(*work)
+        times = [kernel_milliseconds(call, "masked_attention_") for _ in range(PROFILED)]
+        result = {"status": "ok"} | summary(times)
+        result["tflops"] = flops(work.part, self.case) / result["ms"] / 1e9
+        return result
 
 
 prepare = _Measurer

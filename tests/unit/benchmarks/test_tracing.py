@@ -1,5 +1,7 @@
 """Traces: kernels belong to the operation that launched them."""
 
+import pytest
+
 from benchmarks import tracing
 
 
@@ -54,3 +56,17 @@ def test_own_times_add_up():
     times = list(tracing._own_times(events))
     assert times == [(0, 10), (0, 20), (10, 20), (50, 50), (100, 5)]
     assert tracing.time_per_operation(events, on_gpu=False) == {"other": (105.0, 5, set())}
+
+
+def test_kernels_of_a_name_are_added_up(monkeypatch):
+    events = [
+        event("kernel", "attention_backward", 10, 2000.0),
+        event("kernel", "attention_backward", 20, 500.0),
+        event("kernel", "fill", 30, 4000.0),
+        event("cpu_op", "attention_backward", 5, 100),
+        {"ph": "M", "name": "process_name"},
+    ]
+    monkeypatch.setattr(tracing, "trace_of", lambda call, on_gpu: events)
+    assert tracing.kernel_milliseconds(None, "attention_") == 2.5
+    with pytest.raises(RuntimeError, match="no kernel lists"):
+        tracing.kernel_milliseconds(None, "lists")
