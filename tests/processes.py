@@ -186,6 +186,8 @@ def fork_managers() -> None:
 def run_main(module: str, flags: list[str]) -> int:
     """Do what ``python -m module flags`` does, in this process; return its exit status."""
     sys.argv = [module, *flags]
+    # As in a process that a shell starts: a child of the fork server would ask that for workers.
+    multiprocessing.set_start_method("fork", force=True)
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as exit:

@@ -85,6 +85,8 @@ def test_changes(change, precision, local):
     got = run(flags, ENGINE, precision)
     check_losses(got, expected, BOUNDS["DSA", precision], noise)
     if change == "warmup":
+        for name, run_of in (("engine", got), ("local", expected)):
+            print(name, "indexer loss:", *(f"{step['indexer loss']:.5f}" for step in run_of.steps))
         assert got.steps[-1]["indexer loss"] < got.steps[0]["indexer loss"]
 
 
