@@ -47,6 +47,17 @@ def add_bmm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.baddbmm_(a.to(dtype), b.to(dtype))
 
 
+def sum_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return ``total + a @ b``, in place, or :func:`mm` where there is no ``total`` yet."""
+    if total is not None:
+        add_bmm(total[None], a[None], b[None])
+    elif a.is_meta:  # as in add_bmm
+        total = a.new_empty(a.shape[0], b.shape[1], dtype=accumulation_dtype(a.dtype))
+    else:
+        total = mm(a, b)
+    return total
+
+
 def rows_in_budget(budget_bytes: int, bytes_per_row: int) -> int:
     """How many rows fit the workspace; at least one, or nothing could run."""
     return max(1, budget_bytes // max(1, bytes_per_row))

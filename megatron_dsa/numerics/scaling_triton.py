@@ -30,9 +30,13 @@ def _factor(number, times, over):
 def _scale_block(x, out, block, count, factor, BLOCK: tl.constexpr):
     """Multiplied in fp32, rounded once."""
     place = block * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    values = tl.load(x + place, mask=inside).to(tl.float32) * factor
-    tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
+    if (block + 1) * BLOCK <= count:  # a mask of an unknown count splits accesses into elements
+        values = tl.load(x + place).to(tl.float32) * factor
+        tl.store(out + place, values.to(out.dtype.element_ty))
+    else:
+        inside = place < count
+        values = tl.load(x + place, mask=inside).to(tl.float32) * factor
+        tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["number", "count", "count_b", "count_c"])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron_dsa.dispatch import Policy
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, add_bmm, rows_in_budget, slices
+from megatron_dsa.numerics.arithmetic import rows_in_budget, slices, sum_mm
 from megatron_dsa.numerics.checks import FLOATS, require_tensor
 from megatron_dsa.numerics.scaling import Factor, scaled
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
@@ -198,9 +198,7 @@ class _BlocksOfLatents(QueryBlocks):
         if dq.dtype != x.weight.dtype:  # it could underflow without the factor
             dq = scaled(dq, self._factor, x.weight.dtype)
         dq = x.turned_back(dq, tokens).flatten(1)
-        if self._total is None:
-            self._total = torch.zeros_like(x.weight, dtype=accumulation_dtype(dq.dtype))
-        add_bmm(self._total[None], dq.t()[None], x.latent[tokens][None])
+        self._total = sum_mm(self._total, dq.t(), x.latent[tokens])
 
     def result(self) -> tuple[torch.Tensor, bool]:
         assert self._total is not None
