@@ -77,8 +77,9 @@ def thousands(number: int) -> str:
 
 
 def mark_lengths(axis, lengths: list[int]) -> None:
-    """Mark the lengths that were measured on an axis of lengths."""
-    axis.set_xticks(lengths, [thousands(n) for n in lengths])
+    """Mark the lengths that were measured on an axis of lengths; names of neighbours would overlap."""
+    names = [thousands(n) if n & (n - 1) == 0 or len(lengths) < 6 else "" for n in lengths]
+    axis.set_xticks(lengths, names)
     axis.xaxis.set_minor_locator(ticker.NullLocator())
     axis.yaxis.set_tick_params(labelleft=True)
     axis.grid(alpha=0.3)

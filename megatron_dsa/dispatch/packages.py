@@ -166,6 +166,7 @@ FLASH_ATTENTION_4 = Package(
     "'flash-attn-4[cu13]')",
     distribution="flash-attn-4",
     minimum="4.0.0b36",
+    tested="4.0.0",
     needs=(Need("4.0.0b36", "nvidia-cutlass-dsl", "4.6.2"),),
 )
 
