@@ -77,7 +77,7 @@ def thousands(number: int) -> str:
 
 
 def mark_lengths(axis, lengths: list[int]) -> None:
-    """Mark the lengths that were measured on an axis of lengths; names of neighbours would overlap."""
+    """Mark the lengths that were measured; among many, names are of powers of two only."""
     names = [thousands(n) if n & (n - 1) == 0 or len(lengths) < 6 else "" for n in lengths]
     axis.set_xticks(lengths, names)
     axis.xaxis.set_minor_locator(ticker.NullLocator())
