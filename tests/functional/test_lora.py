@@ -277,7 +277,7 @@ def test_a_whole_v4(v4, tmp_path):
 @pytest.mark.ranks(4)
 def test_v4_goes_on_over_other_ranks(v4, tmp_path):
     """Two ranks' adapters on one, and on four: all that divides a V4 at once."""
-    folder, flags, _ = v4
+    folder, flags, two = v4
     layout = FULL_RECOMPUTE | {
         "--pipeline-model-parallel-size": 2,
         "--pipeline-model-parallel-layout": "Ett|t|t|mL",
@@ -291,3 +291,5 @@ def test_v4_goes_on_over_other_ranks(v4, tmp_path):
     assert [step["iteration"] for step in four.steps] == [3, 4, 5]
     check_steps(four, one, ("lm loss", "indexer loss", "mtp_1 loss", "grad norm"))
     check_adapters_and_moments(tmp_path / "four", tmp_path / "one")
+    counts = {re.search("[0-9,]+ parameters are trained, .*", run.log)[0] for run in (one, two, four)}
+    assert len(counts) == 1
