@@ -196,13 +196,6 @@ class DSAOptions:
         object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
 
     @property
-    def rank_and_alpha(self) -> tuple[int, float]:
-        """Rank and alpha of adapters, where ``lora_rank`` is given."""
-        assert self.lora_rank is not None
-        alpha = self.lora_rank if self.lora_alpha is None else self.lora_alpha
-        return self.lora_rank, float(alpha)
-
-    @property
     def policy(self) -> Policy:
         """What dispatch needs to know."""
         return Policy(

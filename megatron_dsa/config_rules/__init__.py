@@ -23,6 +23,7 @@ from megatron_dsa.config_rules.lora import (
     lora_option_rules,
     lora_rules,
     modules_of_linears,
+    rank_and_alpha,
 )
 from megatron_dsa.config_rules.model import (
     CSA_RATIO,
@@ -53,5 +54,6 @@ __all__ = [
     "masked_rules",
     "modules_of_linears",
     "predicts_apart",
+    "rank_and_alpha",
     "tp_mode_rules",
 ]

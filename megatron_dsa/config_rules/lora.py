@@ -111,6 +111,17 @@ def adapts_indexer(config: Any, options: Any) -> bool:
     return any(_INDEXER in x for x in adapted_linears(config, options))
 
 
+def rank_and_alpha(options: Any) -> tuple[int, float]:
+    """Return rank and alpha of adapters; alpha is the rank where none is given.
+
+    Args:
+        options: a :class:`~megatron_dsa.options.DSAOptions`, or the arguments of a run, with
+            ``lora_rank``.
+    """
+    rank, alpha = options.lora_rank, options.lora_alpha
+    return rank, float(rank if alpha is None else alpha)
+
+
 def lora_option_rules(options: Any) -> Iterator[tuple[Any, str]]:
     """Yield the rules for the options alone."""
     given = [

@@ -23,7 +23,7 @@ from megatron_dsa.config import (
     options_of,
     uses_csa,
 )
-from megatron_dsa.config_rules import existing_linears
+from megatron_dsa.config_rules import existing_linears, rank_and_alpha
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.huggingface.files import read_json, read_safetensors, write_safetensors
 from megatron_dsa.huggingface.names import Names
@@ -163,7 +163,7 @@ def _check_family(config: Any, flag: str, instead: str) -> None:
 
 
 def _peft_config(config: Any, base: str | None) -> dict[str, Any]:
-    rank, alpha = options_of(config).rank_and_alpha
+    rank, alpha = rank_and_alpha(options_of(config))
     return _PLAIN | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -260,7 +260,7 @@ def _check_peft_config(given: dict[str, Any], folder: Path, config: Any) -> None
             raise ConfigError(
                 f"{where} {name} must be {ours!r}, got {value!r}: such adapters are not supported"
             )
-    rank, alpha = options_of(config).rank_and_alpha
+    rank, alpha = rank_and_alpha(options_of(config))
     for key, flag, value in (("r", "--lora-rank", rank), ("lora_alpha", "--lora-alpha", alpha)):
         found = given.get(key)
         require(found == value, f"{flag} must be {found}, as {where[:-1]} says, got {value:g}")

@@ -32,7 +32,7 @@ from megatron_dsa.config import (
     linears_with_adapters,
     options_of,
 )
-from megatron_dsa.config_rules import modules_of_linears
+from megatron_dsa.config_rules import modules_of_linears, rank_and_alpha
 from megatron_dsa.modules.layers import ReplicatedLinear, replicated_draws
 
 #: How tensor-parallel ranks share a weight: by its rows (column-parallel linears), by its columns
@@ -161,7 +161,7 @@ def adapt(linear: Any, parts: list[str], adapted: list[str], config: Any) -> Non
         adapted: which of them get adapters.
         config: the transformer configuration.
     """
-    (rank, alpha), split = options_of(config).rank_and_alpha, _split_of(linear)
+    (rank, alpha), split = rank_and_alpha(options_of(config)), _split_of(linear)
     ranks = config.tensor_model_parallel_size
     rows, columns = linear.weight.shape
     marks = {

@@ -24,7 +24,7 @@ from megatron.training import checkpointing, print_rank_0
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_dsa.config import is_adapter_parameter, is_indexer_parameter
-from megatron_dsa.config_rules import linears_named
+from megatron_dsa.config_rules import linears_named, rank_and_alpha
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.training.checkpoint_files import check_files, saved_name
@@ -127,17 +127,16 @@ def check_adapters(args: argparse.Namespace, directory: Path) -> None:
     if not found:
         return
     saved = dist_checkpointing.load_common_state_dict(str(directory))["args"]
-    alpha = "" if saved.lora_alpha is None else f" --lora-alpha {saved.lora_alpha:g}"
-    flags = f"--lora-rank {saved.lora_rank}{alpha} --lora-targets {' '.join(saved.lora_targets)}"
-    given = getattr(args, "lora_rank", None)
+    rank, alpha = rank_and_alpha(saved)
+    flags = f"--lora-rank {rank} --lora-alpha {alpha:g} --lora-targets "
+    flags += " ".join(saved.lora_targets)
     require(
-        given is not None,
+        getattr(args, "lora_rank", None) is not None,
         f"checkpoint {directory} has adapters, which this run would leave out: give {flags}, or "
         "merge them into the weights with python -m megatron_dsa export-hf",
     )
-    scales = [x.lora_rank if x.lora_alpha is None else x.lora_alpha for x in (saved, args)]
     require(
-        given == saved.lora_rank and scales[0] == scales[1],
+        rank_and_alpha(args) == (rank, alpha),
         f"--lora-rank and --lora-alpha must be as in checkpoint {directory}: give {flags}",
     )
     kept = linears_named(args, tuple(args.lora_targets))

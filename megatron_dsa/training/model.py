@@ -22,6 +22,7 @@ from megatron_dsa.config import (
     options_of,
     uses_csa,
 )
+from megatron_dsa.config_rules import rank_and_alpha
 from megatron_dsa.dispatch import Choice, collect_choices
 from megatron_dsa.errors import require
 from megatron_dsa.modules.cuda_graphs import describe_graphs
@@ -175,7 +176,7 @@ def print_adapters(models: list[Any], config: Any) -> None:
     stages: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(stages, counts, group)
     trained, frozen = (sum(stage[kind] for stage in stages) for kind in (True, False))
-    rank, alpha = options_of(config).rank_and_alpha
+    rank, alpha = rank_and_alpha(options_of(config))
     print_rank_0(
         f"> megatron_dsa adapters of rank {rank}, scale {alpha / rank:g}: {trained:,} parameters "
         f"are trained, {frozen:,} are frozen; on {', '.join(linears_with_adapters(config))}"

@@ -1,5 +1,7 @@
 """LoRA as users run it: from a base checkpoint, resumed on other ranks, exported and merged."""
 
+import contextlib
+import io
 import json
 import re
 
@@ -7,8 +9,10 @@ import pytest
 import torch
 
 from tests.functional.checkpoint_reader import read
+from tests.functional.comparisons import TOLERANCE
 from tests.functional.launch import SPARSE, flags_in, launch, train
 from tests.functional.parallel_flags import FULL_RECOMPUTE, TP2_HEADS
+from tests.helpers import relative_error
 
 LORA = {
     "--lora-rank": 4,
@@ -20,7 +24,11 @@ LORA = {
 }
 LAYOUTS = {
     "TP2": TP2_HEADS,
-    "PP2 and full recompute": {"--pipeline-model-parallel-size": 2} | FULL_RECOMPUTE,
+    "PP2 interleaved, rank 0 without adapters, full recompute": {
+        "--pipeline-model-parallel-size": 2,
+        "--pipeline-model-parallel-layout": "E|t||tL",
+    }
+    | FULL_RECOMPUTE,
     "DP2, gradients and parameters on their way": {
         "--overlap-grad-reduce": True,
         "--overlap-param-gather": True,
@@ -82,15 +90,34 @@ def test_other_ranks_train_the_same(layout, runs, tmp_path):
     several = train(
         flags | LORA | LAYOUTS[layout] | start | {"--save": tmp_path, "--train-iters": 6}, ranks=2
     )
-    steps = {step["iteration"]: step for step in one.steps}
     assert len(several.steps) == (6 if layout == "TP2" else 4)
     assert ("starts anew" in several.log) == (layout == "TP2")
-    for step in several.steps:
-        # Megatron averages the first two losses that it logs after a start.
-        averaged = step["iteration"] == several.steps[1]["iteration"] and layout != "TP2"
-        for figure in ("grad norm",) if averaged else ("lm loss", "indexer loss", "grad norm"):
-            expected = steps[step["iteration"]][figure]
-            assert step[figure] == pytest.approx(expected, rel=1e-4), (figure, step)
+    check_steps(several, one, resumed=layout != "TP2")
+    check_adapters_and_moments(tmp_path, folder / "lora")
+
+
+def check_steps(run, expected, figures=("lm loss", "indexer loss", "grad norm"), resumed=True):
+    """Check the steps of a run against those of one that has them among others."""
+    steps = {step["iteration"]: step for step in expected.steps}
+    for number, step in enumerate(run.steps):
+        for figure in figures:
+            # Megatron averages the first two losses that it logs after a start.
+            if number == 1 and resumed and figure != "grad norm":
+                continue
+            wanted = steps[step["iteration"]][figure]
+            assert step[figure] == pytest.approx(wanted, rel=1e-4), (figure, step)
+
+
+def check_adapters_and_moments(folder, expected):
+    """Check those of the last checkpoint of a run; what is frozen is the same to the bit."""
+    found, wanted = read(folder), read(expected)
+    assert set(found) == set(wanted)
+    for name, tensor in found.items():
+        if "_lora_" in name:
+            error = relative_error(tensor, wanted[name])
+            assert error < TOLERANCE, (name, error)
+        elif name.startswith(("decoder.", "mtp.", "embedding.", "output_")):
+            assert tensor.equal(wanted[name]), name
 
 
 def test_export_and_evaluation(runs, tmp_path):
@@ -182,42 +209,56 @@ def test_start_from_an_adapter(runs, tmp_path):
     assert run.steps[0]["lm loss"] < lora.steps[0]["lm loss"]
 
 
-@pytest.mark.ranks(2)
-def test_a_whole_v4(short_documents, tmp_path, capsys):
-    """Trained on two ranks from a released base; evaluated on one, and merged."""
+@pytest.fixture(scope="module")
+def v4(short_documents, tmp_path_factory):
+    """Two steps of adapters on two ranks, from a released base; folder, flags and log."""
     pytest.importorskip("safetensors")
+    if torch.cuda.device_count() == 1:  # the marks of tests come after fixtures of a module
+        pytest.skip("needs 2 GPUs, 1 here")
     from megatron_dsa.huggingface.convert import export_model
-    from megatron_dsa.huggingface.files import CheckpointReader
     from megatron_dsa.huggingface.names import V4
-    from megatron_dsa.tools.cli import main
     from tests.tiny_models import tiny_model, tiny_v4
 
-    def command(*arguments):
-        capsys.readouterr()
-        assert main([*map(str, arguments)]) == 0
-        return capsys.readouterr().out
-
-    base, run, merged = (tmp_path / name for name in ("base", "run", "merged"))
+    folder = tmp_path_factory.mktemp("v4")
     config = tiny_v4(
         vocab_size=264, max_position_embeddings=96, num_nextn_predict_layers=1, num_hash_layers=2
     )
     features = V4.features.keys()
     model = tiny_model(config, vocab=264, features=features, mtp_num_layers=1)
-    export_model(model, base, config)
-    flags = {"--data-path": short_documents, "--split": "60,40,0", "--eval-iters": 2}
-    flags |= {"--dsa-load-hf": base, "--save": run, "--save-interval": 100, "--train-iters": 2}
-    trained = train(flags_in(command("flags", base)) | flags | LORA | TP2_HEADS, ranks=2)
+    export_model(model, folder / "base", config)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        command("flags", folder / "base")
+    flags = flags_in(printed.getvalue()) | LORA | {"--data-path": short_documents}
+    flags |= {"--split": "60,40,0", "--save-interval": 100, "--override-opt_param-scheduler": True}
+    start = {"--dsa-load-hf": folder / "base", "--save": folder / "run", "--train-iters": 2}
+    return folder, flags, train(flags | start | {"--eval-iters": 2} | TP2_HEADS, ranks=2)
+
+
+def command(*arguments):
+    from megatron_dsa.tools.cli import main
+
+    assert main([*map(str, arguments)]) == 0
+
+
+@pytest.mark.ranks(2)
+def test_a_whole_v4(v4, tmp_path):
+    """What two ranks trained is evaluated on one, and merged."""
+    from megatron_dsa.huggingface.files import CheckpointReader
+
+    folder, _, trained = v4
     assert (
         "attn.wo_a, attn.wo_b, attn.compressor.wkv, attn.compressor.wgate, attn.in" in trained.log
     )
     loss = re.search(r"validation loss at iteration 2 on .* lm loss value: (\S+) \|", trained.log)
     # In a process of its own: it ends the process group.
-    evaluated = launch({"evaluate": True, "--load": run}, module="megatron_dsa").log
+    evaluated = launch({"evaluate": True, "--load": folder / "run"}, module="megatron_dsa").log
     found = re.search(r"sequences of 96 tokens: loss (\S+), ", evaluated)
     assert float(found[1]) == pytest.approx(float(loss[1]), rel=1e-6)
 
-    command("export-hf", "--input", run, "--config", base, "--output", merged)
-    before, after = (CheckpointReader(folder) for folder in (base, merged))
+    base, merged = folder / "base", tmp_path / "merged"
+    command("export-hf", "--input", folder / "run", "--config", base, "--output", merged)
+    before, after = CheckpointReader(base), CheckpointReader(merged)
     assert before.names() == after.names()
     linears = (
         r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.(wq_b|weights_proj))"
@@ -226,8 +267,29 @@ def test_a_whole_v4(short_documents, tmp_path, capsys):
     adapted = {x for x in before.names() if re.fullmatch(rf"\w+\.\d\.({linears})\.weight", x)}
     assert adapted == {x for x in before.names() if not before.read(x).equal(after.read(x))}
     assert len(adapted) == 5 * (5 + 3) + 3 * 2 + 2 * 4
-    state = read(run)
+    state = read(folder / "run")
     layer = "decoder.layers.1.self_attention.linear_o_group_proj.wo_a_lora_{}".format
     product = 2 * state[layer("B")] @ state[layer("A")]
     name = "layers.1.attn.wo_a.weight"
     torch.testing.assert_close(after.read(name), before.read(name) + product, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.ranks(4)
+def test_v4_goes_on_over_other_ranks(v4, tmp_path):
+    """Two ranks' adapters on one, and on four: all that divides a V4 at once."""
+    folder, flags, two = v4
+    layout = FULL_RECOMPUTE | {
+        "--pipeline-model-parallel-size": 2,
+        "--pipeline-model-parallel-layout": "Ett|t|t|mL",
+        "--expert-model-parallel-size": 2,
+        "--overlap-grad-reduce": True,
+        "--overlap-param-gather": True,
+    }
+    flags |= {"--load": folder / "run", "--train-iters": 5}
+    one = train(flags | {"--save": tmp_path / "one"}, one_process=True)
+    four = train(flags | layout | {"--save": tmp_path / "four"}, ranks=4)
+    assert [step["iteration"] for step in four.steps] == [3, 4, 5]
+    check_steps(four, one, ("lm loss", "indexer loss", "mtp_1 loss", "grad norm"))
+    check_adapters_and_moments(tmp_path / "four", tmp_path / "one")
+    count = re.compile("[0-9,]+ parameters are trained, .*")
+    assert len({count.search(run.log)[0] for run in (one, two, four)}) == 1

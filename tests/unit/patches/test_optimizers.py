@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from tests.host import start
+from tests import host
+from tests.ranks import spawn
 
 LAYERS = 3
 
 
-def build(dtype, distributed, seed=0):
+def build(dtype, distributed, seed=0, frozen=False):
     """Return DDP-wrapped linears in several buckets, and Megatron's optimizer for them."""
-    start()
+    host.start()
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,6 +29,7 @@ def build(dtype, distributed, seed=0):
     )
     # Sizes that are no multiple of a bucket's alignment.
     linears = torch.nn.Sequential(*(torch.nn.Linear(7, 11, dtype=dtype) for _ in range(LAYERS)))
+    linears.requires_grad_(not frozen)
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed, overlap_grad_reduce=True, bucket_size=50
     )
@@ -41,7 +43,7 @@ def build(dtype, distributed, seed=0):
 
 def step(model, optimizer, seed):
     generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
+    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
         gradient = torch.randn(parameter.shape, generator=generator)
         parameter.main_grad.copy_(gradient.to(parameter.device))
     optimizer.step()
@@ -121,7 +123,7 @@ def test_states_that_a_checkpoint_lacks_are_named():
 
     from megatron_dsa.training.checkpoints import _redirect_optimizers
 
-    start()
+    host.start()
     key = "optimizer.state.exp_avg.decoder.layers.self_attention.linear_proj.weight"
     entry = ShardedTensor.from_rank_offsets(key, torch.zeros(4))
     state = {"optimizer": {"state": {0: {"exp_avg": entry}}}}
@@ -172,3 +174,49 @@ def test_states_are_saved_under_their_parameters(dtype):
     for name, parameter in model.module.named_parameters():
         moment = moments[f"optimizer.state.exp_avg.decoder.layers.{name}"]
         assert torch.allclose(moment, 0.1 * parameter.main_grad.float().cpu(), rtol=1e-5), name
+
+
+def resume_with_a_frozen_rank(case, _tp, _cp):
+    """Train two steps, resume and train two more; return what this rank has then, and had to have.
+
+    One rank trains nothing, as a pipeline stage may.
+    """
+    from megatron.core import dist_checkpointing
+
+    kind, dtype, frozen_rank, folder = case
+    distributed, metadata = FORMATS[kind]
+    metadata = {**metadata, "chained_optim_avoid_prefix": True}
+    frozen = torch.distributed.get_rank() == frozen_rank
+    model, optimizer = build(dtype, distributed, frozen=frozen)
+    other, other_optimizer = build(dtype, distributed, frozen=frozen)
+    for seed in (1, 2):
+        step(model, optimizer, seed)
+    tensors = {} if frozen else sharded_model(model)
+    state = optimizer.sharded_state_dict(tensors, metadata=metadata)
+    if not frozen:
+        folder.mkdir()
+    torch.distributed.barrier()
+    dist_checkpointing.save({"optimizer": state, "model": tensors}, str(folder))
+    other.load_state_dict(model.state_dict())
+    tensors = {} if frozen else sharded_model(other)
+    state = other_optimizer.sharded_state_dict(tensors, is_loading=True, metadata=metadata)
+    loaded = dist_checkpointing.load({"optimizer": state, "model": tensors}, str(folder))
+    other_optimizer.load_state_dict(loaded["optimizer"])
+    for seed in (3, 4):
+        step(model, optimizer, seed)
+        step(other, other_optimizer, seed)
+    counts = [state["step"].item() for state in other_optimizer.optimizer.state.values()]
+    return {"parameters": [*zip(model.parameters(), other.parameters(), strict=True)]} | {
+        "counts": counts or [group["step"] for group in other_optimizer.param_groups]
+    }
+
+
+def test_ranks_that_train_nothing_keep_the_count(tmp_path):
+    """Rank 0's part of a checkpoint is that of all ranks, whatever it holds."""
+    cases = [("plain", dtype, rank) for dtype in (torch.float32, torch.bfloat16) for rank in (0, 1)]
+    cases += [("distributed", torch.float32, 0), ("fully_reshardable", torch.bfloat16, 0)]
+    cases = {case: (*case, tmp_path / f"saved{number}") for number, case in enumerate(cases)}
+    for results in spawn(resume_with_a_frozen_rank, cases, 2, tmp_path):
+        for name, result in results.items():
+            assert set(result["counts"]) == {4}, name
+            assert all(one.equal(two) for one, two in result["parameters"]), name

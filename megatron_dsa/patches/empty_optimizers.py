@@ -1,0 +1,114 @@
+"""Optimizers without parameters, as on a pipeline stage on which nothing is trained.
+
+What is not sharded in a checkpoint is written by rank 0 and read by all ranks. megatron-core 0.19
+does not expect that an optimizer there, or elsewhere, has nothing to step:
+
+* It has no count of steps. The distributed optimizer with torch's Adam asks for one and cannot be
+  saved; without one from rank 0, the other ranks resume at no step.
+* Its list of weights in fp32 is empty, which rank 0 writes for all ranks, and which a checkpoint
+  that other ranks wrote does not hold.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import torch
+
+_FP32 = "fp32_from_fp16_params"
+
+
+@functools.cache
+def repair_empty_optimizers() -> None:
+    """Let optimizers without parameters count, save and load, for the rest of the process."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import (
+        Float16OptimizerWithFloat16Params,
+        FP32Optimizer,
+        MegatronOptimizer,
+    )
+
+    _repair_counting(MegatronOptimizer)
+    _repair_distributed(DistributedOptimizer)
+    _repair_plain(FP32Optimizer)
+    _repair_plain(Float16OptimizerWithFloat16Params)
+    _repair_fp32_weights(Float16OptimizerWithFloat16Params)
+
+
+def _is_empty(optimizer: Any) -> bool:
+    return not any(group["params"] for group in optimizer.param_groups)
+
+
+def _repair_counting(optimizer_class: Any) -> None:
+    """Count in parameter groups, as transformer-engine's optimizers do."""
+    init = optimizer_class.__init__
+
+    @functools.wraps(init)
+    def __init__(self, optimizer, *args, **kwargs):
+        init(self, optimizer, *args, **kwargs)
+        if optimizer is not None:
+            optimizer.register_step_post_hook(_count)
+
+    optimizer_class.__init__ = __init__
+
+
+def _count(optimizer, _args, _kwargs) -> None:
+    # Asked at every step: the distributed optimizer takes parameters away after it was built.
+    if _is_empty(optimizer):
+        for group in optimizer.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+
+def _repair_distributed(optimizer_class: Any) -> None:
+    save = optimizer_class.state_dict
+
+    @functools.wraps(save)
+    def state_dict(self):
+        if not _is_empty(self.optimizer):
+            return save(self)
+        inner = self.optimizer.state_dict()
+        count = torch.tensor(float(inner["param_groups"][0].get("step", 0)))
+        # Megatron takes the count from here, and nothing else.
+        inner["state"] = {0: {"step": count}}
+        with mock.patch.object(self.optimizer, "state_dict", lambda: inner):
+            return save(self)
+
+    optimizer_class.state_dict = state_dict
+
+
+def _repair_plain(optimizer_class: Any) -> None:
+    """Take the count of a checkpoint that a rank with parameters wrote."""
+    load = optimizer_class.load_state_dict
+
+    @functools.wraps(load)
+    def load_state_dict(self, state_dict):
+        saved = state_dict.get("optimizer", state_dict)
+        if _is_empty(self.optimizer) and "common_step" in saved["state"]:
+            count = int(saved["state"]["common_step"])
+            for group in saved["param_groups"]:
+                group["step"] = count
+        load(self, state_dict)
+
+    optimizer_class.load_state_dict = load_state_dict
+
+
+def _repair_fp32_weights(optimizer_class: Any) -> None:
+    save, load = optimizer_class.sharded_state_dict, optimizer_class.load_state_dict
+
+    @functools.wraps(save)
+    def sharded_state_dict(self, *args, **kwargs):
+        state = save(self, *args, **kwargs)
+        if _is_empty(self.optimizer):
+            del state[_FP32]
+        return state
+
+    @functools.wraps(load)
+    def load_state_dict(self, state_dict):
+        if _is_empty(self.optimizer):
+            state_dict = {**state_dict, _FP32: []}
+        load(self, state_dict)
+
+    optimizer_class.sharded_state_dict = sharded_state_dict
+    optimizer_class.load_state_dict = load_state_dict
