@@ -7,6 +7,8 @@ import zlib
 import pytest
 import torch
 
+from tests.interpreter import forked_python
+
 # An assertion there says what it compared, as in a test.
 pytest.register_assert_rewrite("tests.cases", "tests.functional.comparisons")
 
@@ -76,6 +78,13 @@ def poisoned_empty():
     yield
     torch.use_deterministic_algorithms(before)
     torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory):
+    """Program that can be called in place of ``python``; it starts faster."""
+    with forked_python(tmp_path_factory.mktemp("python")) as program:
+        yield str(program)
 
 
 @pytest.fixture(params=DEVICES)

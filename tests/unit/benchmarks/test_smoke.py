@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -66,9 +65,9 @@ RUNS = {
 }  # fmt: skip
 
 
-def run(family, output, *arguments):
+def run(python, family, output, *arguments):
     """Rows of a quick run."""
-    command = [sys.executable, "-m", "benchmarks", family, "--quick", "--repeats", "2"]
+    command = [python, "-m", "benchmarks", family, "--quick", "--repeats", "2"]
     done = subprocess.run(
         [*command, "--output", str(output), *arguments], cwd=ROOT, capture_output=True, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -83,9 +82,9 @@ def test_every_family_is_run():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_quick(family, tmp_path):
+def test_quick(family, python, tmp_path):
     arguments, expected = RUNS[family]
-    rows = run(family, tmp_path / "rows.csv", *arguments)
+    rows = run(python, family, tmp_path / "rows.csv", *arguments)
     assert expected <= {(row["part"], row["way"]) for row in rows if row["status"] == "ok"}
     assert {row["family"] for row in rows} == {family} and len({r["date"] for r in rows}) == 1
     for row in rows:
