@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,8 @@ def test_every_family_is_run():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quick(family, python, tmp_path):
     arguments, expected = RUNS[family]
+    if family == "attention":  # one starts as users start it
+        python = sys.executable
     rows = run(python, family, tmp_path / "rows.csv", *arguments)
     assert expected <= {(row["part"], row["way"]) for row in rows if row["status"] == "ok"}
     assert {row["family"] for row in rows} == {family} and len({r["date"] for r in rows}) == 1
