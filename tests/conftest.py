@@ -7,8 +7,6 @@ import zlib
 import pytest
 import torch
 
-from tests.interpreter import forked_python
-
 # An assertion there says what it compared, as in a test.
 pytest.register_assert_rewrite("tests.cases", "tests.functional.comparisons")
 
@@ -83,6 +81,8 @@ def poisoned_empty():
 @pytest.fixture(scope="session")
 def python(tmp_path_factory):
     """Program that can be called in place of ``python``; it starts faster."""
+    from tests.interpreter import forked_python  # needs psutil, as few tests do
+
     with forked_python(tmp_path_factory.mktemp("python")) as program:
         yield str(program)
 
