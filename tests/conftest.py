@@ -78,6 +78,15 @@ def poisoned_empty():
     torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
+@pytest.fixture(scope="session")
+def python(tmp_path_factory):
+    """Program that can be called in place of ``python``; it starts faster."""
+    from tests.interpreter import forked_python  # needs psutil, as few tests do
+
+    with forked_python(tmp_path_factory.mktemp("python")) as program:
+        yield str(program)
+
+
 @pytest.fixture(params=DEVICES)
 def device(request):
     """Every device that this machine has."""

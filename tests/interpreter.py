@@ -1,8 +1,9 @@
-"""A Python for scripts of ``examples/``: its processes are forked from one that has torch.
+"""A Python for scripts of ``examples/``: its processes are forked from one that has torch and
+Megatron.
 
-A script that starts a dozen of them spends most of a small test on imports. Megatron and this
-package are imported by every process anew; environment, folder, arguments, standard streams, exit
-status and signals are those of a process that was started.
+A script that starts a dozen of them spends most of a small test on imports. This package is
+imported by every process anew; environment, folder, arguments, standard streams, exit status and
+signals are those of a process that was started.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 
-from tests.processes import fork_managers, prepare, set_environment
+from tests.processes import begin, fork_managers, prepare
 
 #: Stands in for ``python``. What is neither a module nor a file is left to a real one.
 CLIENT = """#!{python} -SE
@@ -109,7 +110,7 @@ def _run(arguments: list[str], environment: dict, folder: str, streams: list[int
     for number, file in enumerate(streams):
         os.dup2(file, number)
         os.close(file)
-    set_environment(environment)
+    begin(environment)
     os.chdir(folder)
     fork_managers()
     status = _main(arguments)

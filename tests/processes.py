@@ -1,8 +1,8 @@
 """Processes for tests, forked from one that has imported torch: it takes longer than most tests.
 
-The process they come from holds torch and other packages that Megatron takes time to import.
-Megatron and this package are imported by every process anew, after it was given its environment, as
-in a process of a user.
+The process they come from holds torch and Megatron, which reads no variable of these tests when it
+is imported. This package is imported by every process anew, after it was given its environment, as
+in a process of a user. ``as_users_do`` of :func:`tests.functional.launch.launch` forks nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import runpy
@@ -18,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
@@ -32,8 +34,11 @@ IMPORTED = [
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.utils.tensorboard",
-    "transformers.models.auto.tokenization_auto",  # by Megatron
+    "transformers.models.auto.tokenization_auto",  # by Megatron, when it makes a tokenizer
 ]
+#: Most of the time until a forked process trains. Where it can be imported, Megatron would take
+#: transformer-engine along, which this package hides from it on a machine without a GPU.
+MEGATRON = "megatron.training.training"
 
 
 def run_ranks(function: Callable, arguments: Sequence, ranks: int) -> None:
@@ -163,17 +168,27 @@ def prepare() -> None:
     # Read when torch is imported, and not again in a fork.
     with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}):
         if not torch.cuda.is_available():
-            multiprocessing.set_forkserver_preload(IMPORTED)
+            # Not asked of sys.modules, where it may be hidden already.
+            engine = PathFinder.find_spec("transformer_engine")
+            multiprocessing.set_forkserver_preload(IMPORTED if engine else [*IMPORTED, MEGATRON])
         forkserver.ensure_running()
 
 
+def begin(environment: dict) -> None:
+    """Start what a forked process does, with this environment."""
+    # A search for garbage takes 0.25 s in what was imported before the fork, and copies its pages.
+    gc.freeze()
+    set_environment(environment)
+
+
 def set_environment(environment: dict) -> None:
+    """Let the variables be these and no others."""
     os.environ.clear()
     os.environ.update(environment)
 
 
 def _call(rank, environment, function, *arguments):
-    set_environment(environment)
+    begin(environment)
     function(rank, *arguments)
 
 
@@ -201,7 +216,7 @@ def run_main(module: str, flags: list[str]) -> int:
 
 
 def _run_module(rank, module, flags, environments, folder, output, saves_fast):
-    set_environment(environments[rank])
+    begin(environments[rank])
     if saves_fast:  # else there is time to kill it in a save
         fork_managers()
     os.chdir(folder)

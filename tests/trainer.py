@@ -78,6 +78,7 @@ class Trainer:
 
 
 def _serve(pipe) -> None:
+    gc.freeze()  # as of other forked processes
     fork_managers()
     while True:
         try:

@@ -18,6 +18,10 @@ from benchmarks.child import one_line
 from benchmarks.process_groups import join
 from benchmarks.ranks.cases import DENSE, LAYERS, Case, Grid
 
+#: Importing these does not use the GPU yet: forks can.
+IMPORTED = ["torch"]
+#: What Megatron imports of torch, most of a small measurement's time; not tried with GPUs.
+IMPORTED_ON_CPU = [*IMPORTED, "torch.distributed.tensor", "torch._inductor.compile_fx"]
 #: Seconds that the others get once a rank has failed: they may wait for it in a collective.
 GRACE = 15.0
 
@@ -39,8 +43,8 @@ def measured(case: Case, way: str, settings: dict, timeout: float, run=None) -> 
         RankFailed: all ranks are ended: those that are not at the same place can do nothing.
     """
     grid, context = case.grid_of(way), multiprocessing.get_context("forkserver")
-    # Importing torch, which takes longest, does not use the GPU yet: its forks can.
-    context.set_forkserver_preload(["torch"])
+    on_gpu = torch.cuda.is_available()
+    context.set_forkserver_preload(IMPORTED if on_gpu else IMPORTED_ON_CPU)
     pipes, processes = [], []
     with tempfile.TemporaryDirectory() as folder:
         try:

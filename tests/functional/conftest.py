@@ -6,7 +6,6 @@ import torch
 from tests.functional.cases.run import prepare_data
 from tests.functional.checkpoint_reader import gradients_of_first_step
 from tests.functional.launch import ENTRY_POINT, REPOSITORY, train
-from tests.interpreter import forked_python
 
 ONE_STEP = {"--train-iters": 1, "--save-interval": 1, "--finetune": True}
 
@@ -22,13 +21,6 @@ def enough_ranks(request):
     marker = request.node.get_closest_marker("ranks")
     if marker and marker.args[0] > ranks_available():
         pytest.skip(f"needs {marker.args[0]} GPUs, {ranks_available()} here")
-
-
-@pytest.fixture(scope="session")
-def python(tmp_path_factory):
-    """Program that scripts of ``examples/`` can call in place of ``python``; it starts faster."""
-    with forked_python(tmp_path_factory.mktemp("python")) as program:
-        yield str(program)
 
 
 @pytest.fixture(scope="session")

@@ -14,12 +14,17 @@ from tests.functional.launch import DENSE, REPOSITORY, SPARSE, TINY, flags_in, l
 pytest.importorskip("safetensors")
 
 
-def command(*arguments):
-    """Run ``python -m megatron_dsa`` with arguments; return what it printed."""
-    call = [sys.executable, "-m", "megatron_dsa", *map(str, arguments)]
-    done = subprocess.run(call, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+@pytest.fixture
+def command(python):
+    """Function that runs ``python -m megatron_dsa`` with arguments; it returns what is printed."""
+
+    def run(*arguments):
+        call = [python, "-m", "megatron_dsa", *map(str, arguments)]
+        done = subprocess.run(call, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    return run
 
 
 #: Experts with 101 MB of weights.
@@ -107,7 +112,7 @@ def write_dense(folder, config=DENSE):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", ["command", "flag"])
-def test_dense_checkpoint_to_warmed_up_sparse_checkpoint(way, data, tmp_path):
+def test_dense_checkpoint_to_warmed_up_sparse_checkpoint(way, command, data, tmp_path):
     """Warm-up on two tensor-parallel ranks trains new indexers and leaves the rest as it was."""
     from megatron_dsa.huggingface.files import CheckpointReader
 
@@ -200,11 +205,6 @@ def test_commands_hold_a_file_and_not_the_model(quantise, tmp_path):
     assert all(torch.equal(reader.read(name), tensor) for name, tensor in before.items())
 
 
-def described(folder, *more):
-    """The flags that the command prints for a checkpoint, as :func:`launch` takes them."""
-    return flags_in(command("flags", folder, *more))
-
-
 #: Parallel layouts of two ranks.
 LAYOUTS = {
     "TP": {"--tensor-model-parallel-size": 2, "--sequence-parallel": True},
@@ -219,7 +219,7 @@ LAYOUTS = {
     [("TP", False), ("TP", True), ("PP", True), ("EP", True)],
     ids=["TP, plain", "TP", "PP", "EP"],
 )
-def test_v4_checkpoint_through_two_ranks(layout, whole, data, tmp_path):
+def test_v4_checkpoint_through_two_ranks(layout, whole, command, data, tmp_path):
     """Printed flags, slices by rank, a step that changes nothing, and back to the bit.
 
     The whole model has every feature that is built, and weights in fp8 and fp4; the plain one has
@@ -249,7 +249,7 @@ def test_v4_checkpoint_through_two_ranks(layout, whole, data, tmp_path):
     without = [] if whole else ["--without", "hyper-connections"]
     launch(
         TINY
-        | described(there, *without)
+        | flags_in(command("flags", there, *without))
         | LAYOUTS[layout]
         | {
             "--data-path": data,

@@ -27,7 +27,8 @@ def rows(log, beginning):
 
 
 def test_few_lines_besides_those_of_the_training(data):
-    log = train({"--data-path": data, "--train-iters": 5}).log
+    # Importing counts as well.
+    log = train({"--data-path": data, "--train-iters": 5}, as_users_do=True).log
     others = [line for line in log.splitlines() if not re.match(r" *\[.*(iteration|memory)", line)]
     assert len(others) <= LINES, log
     (left_out,) = (line for line in others if "not printed" in line)

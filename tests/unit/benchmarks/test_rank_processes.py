@@ -10,6 +10,7 @@ import torch
 from benchmarks.ranks import processes
 from benchmarks.ranks.cases import LAYERS, ONE_RANK, Case
 from benchmarks.ranks.processes import RankFailed, failure, measured
+from tests.processes import prepare
 
 CASE = Case(LAYERS, "tiny", 256, cp=2)
 
@@ -37,6 +38,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     act = importlib.import_module("rank_actors").act
     monkeypatch.setattr(processes, "GRACE", 0.5)
+    prepare()  # a process has one fork server: that of all tests
     before = set(multiprocessing.active_children())  # of tests that ran in this process
     yield lambda way, timeout=60.0: measured(CASE, way, {"repeats": 3}, timeout, act)
     sys.modules.pop("rank_actors")
