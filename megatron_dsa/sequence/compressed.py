@@ -126,7 +126,8 @@ def _slot_counts(layout: Layout, ratio: int) -> tuple[int, int]:
     if layout.real is not None:  # packed
         return 1, global_layout.num_keys // ratio
     length = global_layout.max_length  # of every batch element
-    return global_layout.num_keys // max(length, 1), length // ratio
+    # A batch without tokens says nothing of its elements.
+    return max(global_layout.num_keys // max(length, 1), 1), length // ratio
 
 
 def _first_slots(layout: Layout, ratio: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_dsa.errors import TRACEBACK_FLAG
+from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError
 
 
 def _run(module: str, function: str) -> Callable[[argparse.Namespace], int]:
@@ -22,11 +22,20 @@ def _run(module: str, function: str) -> Callable[[argparse.Namespace], int]:
     return run
 
 
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--input {path} must be a text file in UTF-8 ({error}): convert it, or leave it out"
+        ) from None
+
+
 def _prepare_data(arguments: argparse.Namespace) -> int:
     from megatron_dsa.training.data import BYTE_VOCAB, python_documentation, write_byte_dataset
 
     if arguments.input:
-        documents = [Path(path).read_text(encoding="utf-8") for path in arguments.input]
+        documents = [_text_of(path) for path in arguments.input]
         source = f"{len(documents)} file(s)"
     else:
         documents = python_documentation()

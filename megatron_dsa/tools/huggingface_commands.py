@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -285,6 +286,8 @@ def _noted(dtype: torch.dtype) -> torch.dtype:
 
 
 def _bytes(gigabytes: float) -> int:
-    size = int(gigabytes * 1e9)
-    require(size >= 1, f"--shard-gb must be positive, got {gigabytes}: name the size of a file")
-    return size
+    require(
+        1e-9 <= gigabytes < math.inf,
+        f"--shard-gb must be positive, got {gigabytes}: name the size of a file",
+    )
+    return int(gigabytes * 1e9)

@@ -13,6 +13,7 @@ from megatron_dsa import __version__
 from megatron_dsa.config import DSAOptions, DSATransformerConfig, uses_csa
 from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.dispatch import OpCall, Policy, choices_unlogged
+from megatron_dsa.errors import require
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dense_attention import flash4
 from megatron_dsa.presets import PRESETS, model_preset, preset
@@ -183,10 +184,11 @@ _UNUSED = {
 
 def print_info(arguments: argparse.Namespace) -> int:
     """Run the command: print for people, as JSON, or the support table; return the exit code."""
+    _check_flags(arguments)
     if arguments.support_table:
         print(support_table())
         return 0
-    if arguments.muon:
+    if arguments.muon is not None:
         print(describe(arguments.muon, arguments.muon_per_head))
         return 0
     with choices_unlogged():
@@ -196,6 +198,25 @@ def print_info(arguments: argparse.Namespace) -> int:
     else:
         _print_info(info)
     return 0 if info["megatron-core"]["problem"] is None else 1
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    """Raise :class:`ConfigError` for flags of which one would have no effect."""
+    kinds = {
+        "--json": arguments.json,
+        "--support-table": arguments.support_table,
+        "--muon": arguments.muon is not None,
+    }
+    given = [name for name, value in kinds.items() if value]
+    require(
+        len(given) <= 1,
+        f"{' and '.join(given)} must not be given together: each prints something else; drop "
+        "all but one",
+    )
+    require(
+        arguments.muon_per_head == "none" or arguments.muon is not None,
+        f"--muon-per-head {arguments.muon_per_head} needs --muon: name a model, or drop it",
+    )
 
 
 def _print_info(info: dict) -> None:

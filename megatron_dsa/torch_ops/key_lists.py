@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.checks import require_tensor
+from megatron_dsa.numerics.checks import require_tensor, require_values
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.torch_ops.registration import (
@@ -71,6 +71,11 @@ def _key_lists(
     layout = layout_of(tokens.shape[0], tokens.device, cu_seqlens, cu_seqlens_padded, max_seqlen)
     compressed = compressed_keys(layout, ratio) if ratio else None
     lists = KeyLists(layout, window, compressed, selected, selected_length)
+    if selected is not None and selected.numel() > 0:
+        # A larger slot would be the row of a token's own key.
+        rule = f"selected must be compressed slots below {lists.offset}, or -1"
+        fine = selected.amax() < lists.offset
+        require_values({f"{rule}: select with indexer_topk at this ratio": fine}, rule)
     shape = tokens.shape[0], lists.full_width
     indices = torch.full(shape, -1, dtype=torch.int32, device=tokens.device)
     length = torch.empty_like(layout.start)

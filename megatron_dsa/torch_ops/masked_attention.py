@@ -4,10 +4,8 @@ import torch
 from torch import Tensor
 
 from megatron_dsa.dispatch import Policy
-from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.numerics.checks import require_lists, require_tensor
 from megatron_dsa.ops.masked_attention import api, visible
 from megatron_dsa.ops.masked_attention.api import MaskedAttentionOutput
 from megatron_dsa.ops.masked_attention.bits import WORDS, groups
@@ -38,8 +36,7 @@ def _key_bits(
 
 @_key_bits.register_fake
 def _(indices, topk_length, num_keys, policy=""):
-    require_tensor("indices", indices, ("Sq", "K"), (torch.int32,), fix="give one list per query")
-    require_lists(indices, indices, topk_length)
+    api.check_lists(indices, topk_length, num_keys)
     return indices.new_empty(indices.shape[0], groups(num_keys), WORDS)
 
 
@@ -127,7 +124,7 @@ def _attend(
 def _(q, kv, k_pe, bits, softmax_scale, topk=None, want_p_sum=False, policy=""):
     api.check_queries_and_keys(q, kv, k_pe)
     api.check_bits(bits, q, kv, q.shape[0])
-    require(topk is not None or not want_p_sum, api.NO_TOPK)
+    api.check_topk(topk, want_p_sum)
     lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
     p_sum = lse.new_empty(q.shape[0], topk) if want_p_sum else none_of(lse)
     v_dim = kv.shape[2] - q.shape[2] + k_pe.shape[1]

@@ -44,11 +44,12 @@ def saved_name(root: Path, step: int | None) -> str | None:
     return f"iter_{step or int(text):07d}"
 
 
-def check_files(directory: Path) -> None:
+def check_files(directory: Path, flag: str = "--ckpt-step") -> None:
     """Check that a checkpoint is there and whole, by the sizes that its metadata gives.
 
     Args:
         directory: such as ``checkpoints/iter_0000100``.
+        flag: what chooses an iteration, for messages.
 
     Raises:
         ConfigError: a file is missing, or shorter than what was written; names another checkpoint.
@@ -56,34 +57,34 @@ def check_files(directory: Path) -> None:
     root = directory.parent
     if not directory.is_dir():
         raise ConfigError(
-            f"{root / TRACKER} or --ckpt-step names {directory.name}, which {root} does not hold. "
-            f"{_saved(root)} Name one of them with --ckpt-step"
+            f"{root / TRACKER} or {flag} names {directory.name}, which {root} does not hold. "
+            f"{_saved(root)} Name one of them with {flag}"
         )
     if not any(directory.glob("*.distcp")) and not (directory / "metadata.json").exists():
         return  # another format, which Megatron knows
-    for path, length in _lengths(directory).items():
+    for path, length in _lengths(directory, flag).items():
         found = path.stat().st_size if path.is_file() else None
         if found is None or found < length:
             state = "is missing" if found is None else f"is cut off: {found} bytes of {length}"
-            raise ConfigError(f"{path} {state}. {_other(directory)}")
+            raise ConfigError(f"{path} {state}. {_other(directory, flag)}")
 
 
-def _lengths(directory: Path) -> dict[Path, int]:
+def _lengths(directory: Path, flag: str) -> dict[Path, int]:
     """Return the least size of every file of tensors, and read the others."""
     from torch.distributed.checkpoint import FileSystemReader
 
     config, metadata = directory / "metadata.json", directory / ".metadata"
     for path in (config, metadata):
-        require(path.is_file(), f"{path} is missing. {_other(directory)}")
+        require(path.is_file(), f"{path} is missing. {_other(directory, flag)}")
     try:
         json.loads(config.read_text())
     except ValueError as error:
-        raise ConfigError(f"{config} is not JSON ({error}). {_other(directory)}") from error
+        raise ConfigError(f"{config} is not JSON ({error}). {_other(directory, flag)}") from error
     try:
         stored = FileSystemReader(directory).read_metadata().storage_data or {}
     except (EOFError, pickle.UnpicklingError, ValueError, AttributeError) as error:
         reason = str(error) or type(error).__name__
-        raise ConfigError(f"{metadata} is damaged ({reason}). {_other(directory)}") from error
+        raise ConfigError(f"{metadata} is damaged ({reason}). {_other(directory, flag)}") from error
     lengths: dict[Path, int] = {}
     for info in stored.values():
         path = directory / info.relative_path
@@ -91,13 +92,13 @@ def _lengths(directory: Path) -> dict[Path, int]:
     return lengths
 
 
-def _other(directory: Path) -> str:
+def _other(directory: Path, flag: str) -> str:
     """What to do about a checkpoint that cannot be read."""
     others = [step for step in _steps(directory.parent) if directory.name != f"iter_{step:07d}"]
     if not others:
         return "The checkpoint cannot be read, and there is no other beside it: copy it again"
     return (
-        f"The checkpoint cannot be read: copy it again, or load another one with --ckpt-step "
+        f"The checkpoint cannot be read: copy it again, or load another one with {flag} "
         f"({', '.join(map(str, others[-8:]))}; docs/guide/resume.md)"
     )
 

@@ -179,8 +179,12 @@ def _stage_of(args) -> str:
     return stage
 
 
-def checkpoint_directory(args) -> Path | None:
+def checkpoint_directory(args, step_flag: str = "--ckpt-step") -> Path | None:
     """The distributed checkpoint that Megatron is going to load, or ``None``.
+
+    Args:
+        args: Megatron's arguments.
+        step_flag: what chooses an iteration, for messages.
 
     Raises:
         ConfigError: it is not there, or damaged (:mod:`megatron_dsa.training.checkpoint_files`).
@@ -191,7 +195,7 @@ def checkpoint_directory(args) -> Path | None:
             continue
         directory = Path(root) / name
         if this_rank() == 0:  # the files are the same for all
-            check_files(directory)
+            check_files(directory, step_flag)
         if dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
             return directory
     return None
@@ -209,7 +213,7 @@ def distributed_checkpoint(root: str, step: int | None, flag: str) -> Path:
         ConfigError: there is none.
     """
     directory = checkpoint_directory(
-        argparse.Namespace(load=root, pretrained_checkpoint=None, ckpt_step=step)
+        argparse.Namespace(load=root, pretrained_checkpoint=None, ckpt_step=step), "--step"
     )
     # Megatron's rules know of no step in a directory of imported weights, and take 0 for none.
     if directory is None or (step is not None and directory.name != f"iter_{step:07d}"):

@@ -33,9 +33,6 @@ from megatron_dsa.ops.masked_attention.inputs import (
     MaskedAttentionInputs,
 )
 
-#: What is wrong without ``topk``.
-NO_TOPK = "topk must be given with want_p_sum or indexer, got None: the most keys that a query has"
-
 
 def key_bits(
     indices: torch.Tensor,
@@ -50,7 +47,7 @@ def key_bits(
         indices: int32 ``[Sq, K]``, key tokens in any order. Entries ``< 0`` or ``>= num_keys``
             select nothing.
         topk_length: int32 ``[Sq]`` or ``None``: entries of ``indices`` from there on are ignored.
-        num_keys: number of keys, ``Skv``.
+        num_keys: number of keys, ``Skv``, at least 0.
         policy: which implementations may run.
 
     Returns:
@@ -59,8 +56,7 @@ def key_bits(
     Raises:
         ConfigError: for shapes or dtypes outside of the above.
     """
-    require_tensor("indices", indices, ("Sq", "K"), (torch.int32,), fix="give one list per query")
-    require_lists(indices, indices, topk_length)
+    check_lists(indices, topk_length, num_keys)
     call = describe_call(
         indices.device, dtype=torch.int32, heads=1, qk_dim=0, v_dim=0, topk=indices.shape[1]
     )
@@ -235,13 +231,30 @@ def masked_attention(
         wanted = accumulation_dtype(k_pe.dtype)
         fix = "pass the rope dims of the proxy that megatron_dsa.parallel.gather.finish_gather made"
         require_tensor("k_pe_grad", k_pe_grad, tuple(k_pe.shape), (wanted,), q, fix)
-    require(topk is not None or not (want_p_sum or indexer), NO_TOPK)
+    check_topk(topk, want_p_sum or indexer is not None)
     call = describe_attention(q, kv, k_pe, topk)
     indexer, trained = separate_tensors(indexer, bits=bits)
     settings = _Settings(softmax_scale, policy, call, want_p_sum, indexer, group)
     return MaskedAttentionOutput(
         *_MaskedAttention.apply(q, kv, k_pe, k_pe_grad, bits.contiguous(), settings, *trained)
     )
+
+
+def check_lists(indices: torch.Tensor, topk_length: torch.Tensor | None, num_keys: int) -> None:
+    """Raise :class:`ConfigError` unless these are arguments of :func:`key_bits`."""
+    require_tensor("indices", indices, ("Sq", "K"), (torch.int32,), fix="give one list per query")
+    require_lists(indices, indices, topk_length)
+    require(num_keys >= 0, f"num_keys must not be negative, got {num_keys}: pass len(kv)")
+
+
+def check_topk(topk: int | None, wants_teacher: bool) -> None:
+    """Raise :class:`ConfigError` unless ``topk`` can be that of :func:`masked_attention`."""
+    rule = "the most keys that a query has"
+    require(
+        topk is not None or not wants_teacher,
+        f"topk must be given with want_p_sum or indexer, got None: {rule}",
+    )
+    require(topk is None or topk >= 0, f"topk must not be negative, got {topk}: give {rule}")
 
 
 def check_queries_and_keys(q: torch.Tensor, kv: torch.Tensor, k_pe: torch.Tensor) -> None:

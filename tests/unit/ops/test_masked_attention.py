@@ -310,6 +310,7 @@ def to_meta(x):
         ({"k_pe_grad": torch.zeros(9, 3, dtype=torch.bfloat16)}, "k_pe_grad must have dtype"),
         ({"bits": torch.zeros(4, 1, 4, dtype=torch.int64)}, "bits must have dtype int32"),
         ({"bits": torch.zeros(4, 2, 4, dtype=torch.int32)}, "bits must be"),
+        ({"topk": -2}, "topk must not be negative, got -2"),
         ({"want_p_sum": True}, "topk must be given with want_p_sum or indexer"),
         ({"indexer": IndexerTraining(
             IndexerInputs(torch.zeros(4, 1, 2), torch.zeros(4, 2), torch.zeros(4, 1)),
@@ -339,3 +340,8 @@ def test_wrong_arguments_are_named(change, message):
 def test_wrong_lists_are_named(indices, length, message):
     with pytest.raises(ConfigError, match=message):
         key_bits(indices, length, 9)
+
+
+def test_a_negative_number_of_keys_is_named():
+    with pytest.raises(ConfigError, match="num_keys must not be negative, got -1"):
+        key_bits(torch.zeros(4, 3, dtype=torch.int32), None, -1)

@@ -6,6 +6,7 @@ import torch
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.compressor.api import compress
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
@@ -197,3 +198,13 @@ def test_a_teacher_needs_a_selection():
         sparse_attention(
             q, kv, KeyLists(layout, 6, keys), softmax_scale=1.0, v_dim=20, want_p_sum=True
         )
+
+
+def test_a_batch_without_tokens_has_no_compressed_keys():
+    layout = bshd_layout(0, 1, torch.device("cpu"))
+    keys = compressed_keys(layout, 4, overlap=True)
+    values, ape = leaf(0, 6, seed=0), leaf(4, 6, seed=1)
+    pooled = compress(values, leaf(0, 6, seed=2), ape, keys, overlap=True)
+    assert keys.count == 0 and pooled.shape == (0, 3)
+    pooled.sum().backward()
+    assert values.grad.shape == (0, 6) and not ape.grad.any()

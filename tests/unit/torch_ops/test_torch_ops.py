@@ -328,6 +328,13 @@ WRONG = {
         ({"window": -1}, "window must not be negative"),
         ({"ratio": 1}, "ratio must be 0 or at least 2"),
         ({"selected": torch.zeros(TOKENS, 3).int()}, "selected needs selected_length and a ratio"),
+        (
+            {
+                "selected": torch.full((TOKENS, 3), TOKENS // 4).int(),
+                "selected_length": torch.ones(TOKENS).int(),
+            },
+            f"selected must be compressed slots below {TOKENS // 4}, or -1: select with",
+        ),
     ],
 )
 def test_wrong_lists_are_named(changes, message):

@@ -9,7 +9,7 @@ from torch.distributed import checkpoint
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.training.checkpoint_files import TRACKER, check_files
-from megatron_dsa.training.checkpoints import checkpoint_directory
+from megatron_dsa.training.checkpoints import checkpoint_directory, distributed_checkpoint
 
 
 @pytest.fixture
@@ -87,6 +87,12 @@ def test_iteration_that_is_not_there(root):
     message = "iter_0000077, which .* does not hold. Saved there: 1, 2. Name one of them"
     with pytest.raises(ConfigError, match=message):
         found(root)
+
+
+def test_commands_name_their_own_flag(root):
+    """``generate``, ``evaluate`` and ``export-hf`` have ``--step``."""
+    with pytest.raises(ConfigError, match=r"or --step names .* Name one of them with --step"):
+        distributed_checkpoint(str(root), 77, "--load")
 
 
 def test_the_only_checkpoint_has_no_other_beside_it(root):

@@ -266,6 +266,12 @@ def test_not_a_number_with_save(rejected, alone, capsys):
         (["import-hf", "--input", "nowhere", "--output", "x"], "config.json is missing"),
         (["prepare-data", "--output", "x", "--input", "nowhere"], "nowhere: No such file"),
         (["report", "nowhere"], "nowhere is no folder"),
+        (["prepare-data", "--output", "x", "--input", sys.executable], "must be a text file"),
+        (["import-hf", "--input", "x", "--output", "x", "--shard-gb", "nan"], "--shard-gb must be"),
+        (["import-hf", "--input", "x", "--output", "x", "--shard-gb", "inf"], "--shard-gb must be"),
+        (["info", "--muon", "glm-5", "--json"], "--json and --muon must not be given together"),
+        (["info", "--support-table", "--json"], "must not be given together"),
+        (["info", "--muon-per-head", "all"], "--muon-per-head all needs --muon"),
     ],
 )
 def test_commands(command, says, monkeypatch, alone, capsys):
