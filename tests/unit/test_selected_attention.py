@@ -1,7 +1,5 @@
 """The choice between sparse and masked dense attention: conditions, and who reads it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from megatron_dsa.modules import warm_up
 from megatron_dsa.required_ops import MASKED_OPERATIONS as OPERATIONS
 from megatron_dsa.required_ops import required_ops, selected_attention
 from megatron_dsa.tools import info
+from megatron_dsa.tools.cli import build_parser
 from megatron_dsa.tools.planner.text import describe
 from megatron_dsa.training.model import print_start_table
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start, stop
@@ -222,7 +221,7 @@ def test_info_says_which(fused, capsys):
     assert 12000 < found["selected_attention"][model]["masked_up_to_tokens"] < 13000
     assert found["operations"][model]["masked_attention_forward"]["runs"] == "made_up"
     assert "masked_attention_forward" not in found["operations"]["DeepSeek-V4-Pro"]
-    info.print_info(SimpleNamespace(support_table=False, json=False, muon=None))
+    info.print_info(build_parser().parse_args(["info"]))
     out = capsys.readouterr().out
     assert "selected keys: sparse attention (no sequence length is given); masked is" in out
     assert "cheaper up to about 12k tokens" in out

@@ -1,7 +1,5 @@
 """The choice between masked dense attention and dense attention: conditions, and who reads it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VIS
 from megatron_dsa.ops.masked_attention.visible import MOST_KEPT
 from megatron_dsa.required_ops import attention_of, required_ops, visible_attention
 from megatron_dsa.tools import info
+from megatron_dsa.tools.cli import build_parser
 from megatron_dsa.tools.planner.text import describe
 from megatron_dsa.training.model import print_start_table
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start, stop
@@ -174,7 +173,7 @@ def test_info_says_which(fused, capsys):
     assert found["visible_attention"][model]["masked_up_to_tokens"] == MOST_KEPT
     assert found["operations"][model]["visible_bits"]["runs"] == "made_up"
     assert "visible_bits" not in found["operations"]["DeepSeek-V4-Pro"]
-    info.print_info(SimpleNamespace(support_table=False, json=False, muon=None))
+    info.print_info(build_parser().parse_args(["info"]))
     assert "visible keys: dense attention (no sequence length is given)" in capsys.readouterr().out
 
 
