@@ -97,7 +97,7 @@ def test_other_ranks_train_the_same(layout, runs, tmp_path):
 
 
 def check_steps(run, expected, figures=("lm loss", "indexer loss", "grad norm"), resumed=True):
-    """Check the steps of a run against those of one that has them among others."""
+    """Check the figures of each step of a run; ``expected`` has these steps, and perhaps more."""
     steps = {step["iteration"]: step for step in expected.steps}
     for number, step in enumerate(run.steps):
         for figure in figures:
@@ -109,7 +109,7 @@ def check_steps(run, expected, figures=("lm loss", "indexer loss", "grad norm"),
 
 
 def check_adapters_and_moments(folder, expected):
-    """Check those of the last checkpoint of a run; what is frozen is the same to the bit."""
+    """Check adapters and moments of the last checkpoint; frozen weights are equal to the bit."""
     found, wanted = read(folder), read(expected)
     assert set(found) == set(wanted)
     for name, tensor in found.items():
