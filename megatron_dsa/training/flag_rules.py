@@ -61,6 +61,7 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "the random weights that it replaces. Run python -m megatron_dsa import-hf, and give its "
         "output to --load",
     )
+    yield from _fp8_parameter_rules(args)
     given = [f for f in ("hc_sinkhorn_iters", "hc_eps") if getattr(args, f) != _default(f)]
     yield (
         args.hc_mult > 1 or not given,
@@ -106,6 +107,18 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     yield (
         args.csa_compress_ratios is not None or not given,
         f"{', '.join(given)}: has a meaning only with --csa-compress-ratios, add that",
+    )
+
+
+def _fp8_parameter_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    """A start without the optimizer's main parameters takes those that were rounded to FP8."""
+    resumes = args.load is None or not (args.finetune or args.no_load_optim)
+    read_in_bf16 = args.load_main_params_from_ckpt and not args.stream_ckpt_dequant
+    yield (
+        not args.fp8_param_gather or resumes or read_in_bf16,
+        "--load with --finetune or --no-load-optim and --fp8-param-gather: Megatron would train "
+        "from weights rounded to FP8, which small updates do not move; add --no-load-optim "
+        "--load-main-params-from-ckpt --no-stream-ckpt-dequant",
     )
 
 

@@ -18,6 +18,12 @@ from tests.functional.engine import (
 pytestmark = MARKS
 DISTRIBUTED = {"--use-distributed-optimizer": True}
 PARAMETERS = DISTRIBUTED | {"--fp8-param-gather": True}
+#: Main parameters from the checkpoint's bf16 weights, and not from those rounded to FP8.
+MAIN = {
+    "--load-main-params-from-ckpt": True,
+    "--no-load-optim": True,
+    "--no-stream-ckpt-dequant": True,
+}
 WAYS = {
     "sparse": {},
     "masked": {"--dsa-selected-attention": "masked"},
@@ -30,7 +36,7 @@ WAYS = {
 def test_losses(way, precision, started):
     flags = started(DSA) | WAYS[way]
     expected = run(flags | DISTRIBUTED, ENGINE, precision)
-    got = run(flags | PARAMETERS, ENGINE, precision)
+    got = run(flags | PARAMETERS | MAIN, ENGINE, precision)
     check_losses(got, expected, BOUNDS["DSA", precision])
 
 
@@ -38,7 +44,8 @@ def test_losses(way, precision, started):
 def test_losses_of_v4(precision, started):
     flags = started(V4)
     expected = run(flags | DISTRIBUTED, ENGINE, precision)
-    check_losses(run(flags | PARAMETERS, ENGINE, precision), expected, BOUNDS["V4", precision])
+    got = run(flags | PARAMETERS | MAIN, ENGINE, precision)
+    check_losses(got, expected, BOUNDS["V4", precision])
 
 
 @pytest.mark.parametrize("precision", FP8)

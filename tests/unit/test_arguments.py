@@ -251,6 +251,7 @@ def test_a_training_is_not_taken_for_a_plan(flags, message):
 
 
 LORA = ["--lora-rank", "2", "--lora-targets", "o_proj"]
+FP8_START = ["--load", "somewhere", "--no-load-optim", "--fp8-param-gather"]
 
 
 @pytest.mark.parametrize(
@@ -269,6 +270,14 @@ LORA = ["--lora-rank", "2", "--lora-targets", "o_proj"]
         (
             ["--dsa-load-hf", "somewhere", "--fp8-param-gather"],
             "--dsa-load-hf is not supported with --fp8-param-gather: .* import-hf",
+        ),
+        (
+            ["--load", "somewhere", "--finetune", "--fp8-param-gather"],
+            "--fp8-param-gather: .* add --no-load-optim --load-main-params-from-ckpt",
+        ),
+        (
+            [*FP8_START, "--load-main-params-from-ckpt"],
+            "--fp8-param-gather: .* --no-stream-ckpt-dequant",
         ),
         (["--use-rope-scaling"], "--use-rope-scaling .* no effect on MLA"),
         (
@@ -293,6 +302,8 @@ def test_flags_without_an_effect_are_named(flags, message):
         [],
         ["--dsa-stage", "warmup", "--dsa-warmup-train-all", "--dsa-evaluate-indexer"],
         ["--dsa-load-hf", "somewhere", "--dsa-hf-without", "hash-routing"],
+        ["--load", "somewhere", "--fp8-param-gather"],
+        [*FP8_START, "--load-main-params-from-ckpt", "--no-stream-ckpt-dequant"],
     ):
         check_flags(parse("--multi-latent-attention", *allowed))
 
