@@ -15,10 +15,10 @@ def ranks_available() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 8
 
 
-@pytest.fixture(autouse=True)
-def enough_ranks(request):
-    """Skip a case that needs more GPUs than there are (marker ``ranks(n)``)."""
-    marker = request.node.get_closest_marker("ranks")
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Skip a case that needs more GPUs than there are (``ranks(n)``), before fixtures run."""
+    marker = item.get_closest_marker("ranks")
     if marker and marker.args[0] > ranks_available():
         pytest.skip(f"needs {marker.args[0]} GPUs, {ranks_available()} here")
 

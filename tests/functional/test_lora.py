@@ -213,8 +213,6 @@ def test_start_from_an_adapter(runs, tmp_path):
 def v4(short_documents, tmp_path_factory):
     """Two steps of adapters on two ranks, from a released base; folder, flags and log."""
     pytest.importorskip("safetensors")
-    if torch.cuda.device_count() == 1:  # the marks of tests come after fixtures of a module
-        pytest.skip("needs 2 GPUs, 1 here")
     from megatron_dsa.huggingface.convert import export_model
     from megatron_dsa.huggingface.names import V4
     from tests.tiny_models import tiny_model, tiny_v4
