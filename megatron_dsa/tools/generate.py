@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -159,9 +160,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command: print every prompt with its continuation, a line each."""
     require(arguments.tokens > 0, f"--tokens must be positive, got {arguments.tokens}")
     require(
-        arguments.temperature >= 0,
-        f"--temperature must not be negative, got {arguments.temperature:g}: 0 takes the most "
-        "probable token",
+        0 <= arguments.temperature < math.inf,
+        f"--temperature must be finite and not negative, got {arguments.temperature:g}: 0 takes "
+        "the most probable token",
     )
     if not torch.cuda.is_available():
         log_once(logging.DEBUG, NO_GPU)  # the line below says where it runs

@@ -214,6 +214,10 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         "all but one",
     )
     require(
+        arguments.muon in {None, *PRESETS},
+        f"--muon {arguments.muon}: must be a released model, one of {', '.join(sorted(PRESETS))}",
+    )
+    require(
         arguments.muon_per_head == "none" or arguments.muon is not None,
         f"--muon-per-head {arguments.muon_per_head} needs --muon: name a model, or drop it",
     )

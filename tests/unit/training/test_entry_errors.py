@@ -272,6 +272,11 @@ def test_not_a_number_with_save(rejected, alone, capsys):
         (["info", "--muon", "glm-5", "--json"], "--json and --muon must not be given together"),
         (["info", "--support-table", "--json"], "must not be given together"),
         (["info", "--muon-per-head", "all"], "--muon-per-head all needs --muon"),
+        (["info", "--muon", "nosuch"], "--muon nosuch: must be a released model, one of deepseek"),
+        (
+            ["generate", "--load", "x", "--prompt", "a", "--temperature", "inf"],
+            "--temperature must be finite",
+        ),
     ],
 )
 def test_commands(command, says, monkeypatch, alone, capsys):
