@@ -53,7 +53,7 @@ def host(capability: tuple[int, int] | None, device: torch.device = META) -> Ite
         device: meta; or the CPU, where everything runs as it does there (to test what stands in).
     """
     from megatron.core.tensor_parallel import random as megatron_random
-    from megatron.core.transformer.moe import moe_logging
+    from megatron.core.transformer.moe import moe_logging, moe_utils
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.multi_token_prediction import (
@@ -97,6 +97,8 @@ def host(capability: tuple[int, int] | None, device: torch.device = META) -> Ite
     patches: tuple[Any, ...] = (
         mock.patch.multiple(torch.cuda, **answers),
         mock.patch.multiple(megatron_random, **random),
+        # transformer-engine's, which routers take where it is installed: it needs a GPU.
+        mock.patch.object(moe_utils, "te_general_gemm", None),
         # Made once per process, by the first layer.
         mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None),
         # What layers log there is of the process's own model.

@@ -123,7 +123,8 @@ def _for_planning(config) -> Iterator[list[str]]:
             "memory is that of an uncaptured step; CUDA graphs keep the memory of their parts"
         )
     if config.transformer_impl != "local":
-        changes["transformer_impl"] = "local"
+        # Local linears cannot fuse what transformer-engine's do (Apex's kernel is needed).
+        changes |= {"transformer_impl": "local", "gradient_accumulation_fusion": False}
         remarks.append(
             "memory is that of Megatron's local layers; transformer-engine's keep other copies"
         )

@@ -206,6 +206,23 @@ def test_experts_are_divided_and_their_tokens_travel():
     assert sharding.stages[0].received["expert"] == pytest.approx(4 * hidden, rel=0.05)
 
 
+def test_a_machine_with_transformer_engine_plans_alike(monkeypatch):
+    """Its routers multiply on a GPU only, and it lets gradients be accumulated fused."""
+    from megatron.core.transformer.moe import moe_utils
+
+    # Not --transformer-impl local, nor what follows from it.
+    job = {name: value for name, value in (BF16 | EXPERTS).items() if "impl" not in name}
+    job |= {"--moe-router-dtype": "fp32", "--no-gradient-accumulation-fusion": None}
+    expected = plan(job)
+    presets = "megatron_dsa.training.preset_flags.why_not_transformer_engine"
+    monkeypatch.setattr(presets, lambda has_gpu: None)
+    monkeypatch.setattr(specs, "_te_backend", lambda: None)  # asked whether it can be imported
+    monkeypatch.setattr(moe_utils, "te_general_gemm", mock.Mock(side_effect=RuntimeError("no GPU")))
+    found = plan(job)
+    assert found.stages[0].memory == expected.stages[0].memory
+    assert any("local layers" in remark for remark in found.remarks)
+
+
 def test_tables_of_hash_routing_are_buffers():
     """4 bytes per token id and expert, without gradients; none with the attention alone."""
     learned, hashed = (plan(c) for c in (HASH | {"--moe-hash-layers": None}, HASH))
