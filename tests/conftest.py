@@ -23,7 +23,14 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Draw the same random cases in every run of CI, so that no run fails by chance."""
+    """Draw the same random cases in every run of CI, so that no run fails by chance.
+
+    Where there is no GPU, transformer-engine is hidden, as this package's commands do.
+    """
+    if not torch.cuda.is_available() and importlib.util.find_spec("transformer_engine"):
+        from megatron_dsa.patches.cpu_host import hide_transformer_engine
+
+        hide_transformer_engine()
     if importlib.util.find_spec("hypothesis") is None:
         return
     from hypothesis import HealthCheck, settings
