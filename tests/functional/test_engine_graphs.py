@@ -1,0 +1,64 @@
+"""CUDA graphs of transformer-engine's layers: the losses of uncaptured ones, in bf16 and FP8."""
+
+import pytest
+
+from tests.functional.engine import (
+    BOUNDS,
+    DSA,
+    ENGINE,
+    MARKS,
+    PRECISIONS,
+    V4,
+    check_losses,
+    noise_of,
+    run,
+)
+from tests.functional.launch import train
+
+pytestmark = MARKS
+ATTENTION = {"--cuda-graph-modules": "attn"}
+GRAPHS = {
+    "layers": {"--cuda-graph-impl": "local"},
+    "attention": {"--cuda-graph-impl": "local"} | ATTENTION,
+    "transformer-engine's": {"--cuda-graph-impl": "transformer_engine"} | ATTENTION,
+    "iteration": {
+        "--cuda-graph-impl": "full_iteration",
+        "--no-check-for-nan-in-loss-and-grad": True,
+    },
+}
+#: Figures that graphs of layers leave out are left out of both.
+STEPS = {"--train-iters": 12, "--dsa-health-tokens": 0}
+
+
+@pytest.fixture(scope="module")
+def uncaptured(started):
+    """Flags, run and noise of a model in a precision."""
+    runs = {}
+
+    def run_of(name, model, precision):
+        if (name, precision) not in runs:
+            flags = started(model) | STEPS
+            once = run(flags, ENGINE, precision)
+            runs[name, precision] = flags, once, noise_of(once, run(flags, ENGINE, precision))
+        return runs[name, precision]
+
+    return run_of
+
+
+def check(name, model, graphs, precision, uncaptured):
+    flags, plain, noise = uncaptured(name, model, precision)
+    # In a process of its own: Megatron's record of graphs is one per process.
+    got = train(flags | ENGINE | PRECISIONS[precision] | GRAPHS[graphs])
+    assert "CUDA graphs (" in got.log
+    check_losses(got, plain, BOUNDS[name, "bf16"], noise)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "tensorwise"])
+@pytest.mark.parametrize("graphs", GRAPHS)
+def test_losses(graphs, precision, uncaptured):
+    check("DSA", DSA, graphs, precision, uncaptured)
+
+
+@pytest.mark.parametrize("graphs", ["layers", "transformer-engine's"])
+def test_losses_of_v4(graphs, uncaptured):
+    check("V4", V4, graphs, "bf16", uncaptured)
