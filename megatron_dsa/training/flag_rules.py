@@ -112,13 +112,13 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
 
 def _fp8_parameter_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     """A start without the optimizer's main parameters takes those that were rounded to FP8."""
-    resumes = args.load is None or not (args.finetune or args.no_load_optim)
+    starts = args.pretrained_checkpoint or (args.load and (args.finetune or args.no_load_optim))
     read_in_bf16 = args.load_main_params_from_ckpt and not args.stream_ckpt_dequant
     yield (
-        not args.fp8_param_gather or resumes or read_in_bf16,
-        "--load with --finetune or --no-load-optim and --fp8-param-gather: Megatron would train "
-        "from weights rounded to FP8, which small updates do not move; add --no-load-optim "
-        "--load-main-params-from-ckpt --no-stream-ckpt-dequant",
+        not args.fp8_param_gather or not starts or read_in_bf16,
+        "--pretrained-checkpoint, or --load with --finetune or --no-load-optim, and "
+        "--fp8-param-gather: Megatron would train from weights rounded to FP8, which small updates "
+        "do not move; add --no-load-optim --load-main-params-from-ckpt --no-stream-ckpt-dequant",
     )
 
 

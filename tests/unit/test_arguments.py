@@ -276,6 +276,10 @@ FP8_START = ["--load", "somewhere", "--no-load-optim", "--fp8-param-gather"]
             "--fp8-param-gather: .* add --no-load-optim --load-main-params-from-ckpt",
         ),
         (
+            ["--pretrained-checkpoint", "somewhere", "--fp8-param-gather"],
+            "--fp8-param-gather: .* add --no-load-optim --load-main-params-from-ckpt",
+        ),
+        (
             [*FP8_START, "--load-main-params-from-ckpt"],
             "--fp8-param-gather: .* --no-stream-ckpt-dequant",
         ),
