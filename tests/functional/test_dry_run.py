@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from megatron_dsa.versions import installed_version
 from tests.cases.launch_scripts import launch
 from tests.functional.launch import ENTRY_POINT, REPOSITORY
 
@@ -80,7 +81,10 @@ def test_memory_of_long_sequences_is_that_of_the_page(tmp_path):
     assert [round(min(kept)), round(max(kept))] == [int(least), int(most)]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the page is for the packages of a CPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available() or installed_version("transformer-engine") is not None,
+    reason="the page is for a machine without a GPU and without transformer-engine's optimizer",
+)
 def test_the_plan_that_the_documentation_shows(tmp_path):
     """docs/guide/planning.md: its figures are those of today."""
     lines, _ = planned("v3_2.sh", tmp_path)
