@@ -7,13 +7,17 @@ number, so that a test sees what attention contributes.
 """
 
 import torch
-from megatron.core.transformer import multi_token_prediction
 
 from megatron_dsa import pretrain
+from megatron_dsa.patches import cpu_host
 
 
 def main() -> None:
     """Patch Megatron and train."""
+    if cpu_host.needed():
+        cpu_host.hide_transformer_engine()  # before Megatron is imported
+    from megatron.core.transformer import multi_token_prediction
+
     roll = multi_token_prediction.roll_tensor
 
     def roll_and_count_alike(*args, cp_group=None, **kwargs):

@@ -54,6 +54,6 @@ def test_heads(capsys):
 
 
 def test_an_unknown_model_is_refused(capsys):
-    with pytest.raises(ConfigError, match=r"unknown preset 'v5'.*glm-5"):
+    with pytest.raises(ConfigError, match=r"--muon v5: must be a released model, .*glm-5"):
         shown(capsys, "v5")
     assert len(PRESETS) == 4
