@@ -108,8 +108,6 @@ def parsed(argv: list[str], world: int, planning: bool = True) -> Iterator[Any]:
         world: GPUs of the job.
         planning: whether flags are preset for a GPU where there is none.
     """
-    if cpu_host.needed():
-        cpu_host.hide_transformer_engine()
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.training import arguments
 
