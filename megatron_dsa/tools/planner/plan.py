@@ -115,6 +115,8 @@ def _place(args, pp_rank: int):
 @contextmanager
 def _for_planning(config) -> Iterator[list[str]]:
     """Set a configuration so that shapes alone can run; yields remarks on what that changes."""
+    from megatron.core.transformer.moe import moe_utils
+
     changes: dict[str, Any] = {"perform_initialization": False}
     remarks = []
     if config.cuda_graph_impl != "none":
@@ -134,6 +136,8 @@ def _for_planning(config) -> Iterator[list[str]]:
         remarks.append("FP8 and FP4 are planned as bf16")
     if config.num_moe_experts is not None:
         changes |= {"moe_token_dispatcher_type": "alltoall", "moe_permute_fusion": False}
+        if moe_utils.fused_topk_with_score_function is not None:
+            changes["moe_router_fusion"] = False  # by transformer-engine, which needs a GPU
         if config.moe_token_dispatcher_type != "alltoall":
             remarks.append(
                 f"token dispatcher {config.moe_token_dispatcher_type} planned as alltoall"

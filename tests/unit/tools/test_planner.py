@@ -223,6 +223,37 @@ def test_a_machine_with_transformer_engine_plans_alike(monkeypatch):
     assert any("local layers" in remark for remark in found.remarks)
 
 
+def test_routers_are_planned_unfused(monkeypatch):
+    """transformer-engine's kernel needs a GPU; without it the job would not start."""
+    from megatron.core.transformer.moe import moe_utils
+
+    job = BF16 | EXPERTS
+    expected = plan(job)
+    with pytest.raises(ValueError, match="fused_topk_with_score_function is not available"):
+        plan(job | {"--moe-router-fusion": True})
+    kernel = mock.Mock(side_effect=RuntimeError("no GPU"))
+    monkeypatch.setattr(moe_utils, "HAVE_TE", True)
+    monkeypatch.setattr(moe_utils, "fused_topk_with_score_function", kernel)
+    found = plan(job | {"--moe-router-fusion": True})
+    assert found.stages[0].memory == expected.stages[0].memory
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [
+        ({}, 2 + 4 + 4),  # 16 bits that the weight lacks, and moments
+        ({"--exp-avg-dtype": "bf16", "--exp-avg-sq-dtype": "bf16"}, 2 + 2 + 2),
+        ({"--main-params-dtype": "fp16"}, 2 + 4 + 4),
+        ({"--fp8-recipe": "blockwise"}, 4 + 4 + 4),  # Megatron keeps them
+    ],
+)
+def test_states_of_the_precision_aware_optimizer(flags, size, monkeypatch):
+    """transformer-engine's, which Megatron looks for when the job starts, not the plan."""
+    job = BF16 | {"--use-precision-aware-optimizer": True, "--use-distributed-optimizer": True}
+    memory = plan(job | flags).stages[0].memory
+    assert memory.optimizer == memory.weights // 2 * size
+
+
 def test_tables_of_hash_routing_are_buffers():
     """4 bytes per token id and expert, without gradients; none with the attention alone."""
     learned, hashed = (plan(c) for c in (HASH | {"--moe-hash-layers": None}, HASH))
