@@ -47,11 +47,7 @@ def rank_memory(args, chunks: Sequence[Chunk]) -> RankMemory:
     Args:
         args: validated arguments; Megatron's parallel state tells which rank this is.
         chunks: see :func:`megatron_dsa.tools.planner.chunks.measure_rank`.
-
-    Raises:
-        ConfigError: for optimizers and wrappers that are not counted.
     """
-    _refuse_uncounted(args)
     weights = [each for chunk in chunks for each in chunk.weights]
     trained = [each for each in weights if each.trained]
     kept = [chunk.kept for chunk in chunks]
@@ -122,13 +118,22 @@ def _uses_transformer_engine() -> bool:
     return installed_version("transformer-engine") is not None
 
 
-def _refuse_uncounted(args) -> None:
-    for name in ("use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload", "cpu_offloading"):
+def refuse_uncounted(args) -> None:
+    """Raise :class:`ConfigError` for optimizers, wrappers and layers that are not counted."""
+    for name in (
+        "use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload", "cpu_offloading",
+        "fine_grained_activation_offloading",
+    ):  # fmt: skip
         if getattr(args, name, False):
             raise ConfigError(
                 f"--{name.replace('_', '-')} cannot be planned: --dsa-dry-run counts the memory of "
                 "Megatron's DDP and its (distributed) optimizer on the GPU. Drop one of the two"
             )
+    if getattr(args, "moe_latent_size", None) is not None:
+        raise ConfigError(
+            "--moe-latent-size cannot be planned: its projections are transformer-engine's, which "
+            "--dsa-dry-run does not build. Drop one of the two"
+        )
     if args.optimizer not in ("adam", "sgd"):
         raise ConfigError(
             f"--optimizer must be adam or sgd with --dsa-dry-run, got {args.optimizer}: states of "
