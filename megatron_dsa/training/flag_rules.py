@@ -61,6 +61,11 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "the random weights that it replaces. Run python -m megatron_dsa import-hf, and give its "
         "output to --load",
     )
+    yield (
+        args.dsa_load_hf is None or not args.layernorm_zero_centered_gamma,
+        "--dsa-load-hf is not supported with --apply-layernorm-1p: released norms do not add 1 to "
+        "their weights; drop one of them",
+    )
     yield from _fp8_parameter_rules(args)
     given = [f for f in ("hc_sinkhorn_iters", "hc_eps") if getattr(args, f) != _default(f)]
     yield (

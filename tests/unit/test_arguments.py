@@ -272,6 +272,10 @@ FP8_START = ["--load", "somewhere", "--no-load-optim", "--fp8-param-gather"]
             "--dsa-load-hf is not supported with --fp8-param-gather: .* import-hf",
         ),
         (
+            ["--dsa-load-hf", "somewhere", "--apply-layernorm-1p"],
+            "--dsa-load-hf is not supported with --apply-layernorm-1p",
+        ),
+        (
             ["--load", "somewhere", "--finetune", "--fp8-param-gather"],
             "--fp8-param-gather: .* add --no-load-optim --load-main-params-from-ckpt",
         ),
