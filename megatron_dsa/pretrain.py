@@ -74,6 +74,8 @@ def prepare_host(argv: list[str]) -> None:
             "in the README's script",
         )
         cpu_host.activate()
+    else:
+        cpu_host.hide_unusable_transformer_engine()
     preset_flags(argv)
     if this_rank() == 0:
         for warning in untested_versions():
@@ -90,6 +92,7 @@ def main() -> None:
 
 def _main() -> None:
     if "--dsa-dry-run" in sys.argv[1:]:
+        cpu_host.hide_unusable_transformer_engine()  # the planner imports Megatron
         from megatron_dsa.tools.planner.command import dry_run
 
         sys.exit(dry_run(sys.argv))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -99,17 +101,30 @@ def optional_version(distribution: str) -> str | None:
 def why_not_transformer_engine(has_gpu: bool) -> str | None:
     """Return why Megatron cannot use transformer-engine here, or ``None`` if it can.
 
+    Where it is installed and there is a GPU, it is imported for the answer, as Megatron does.
+
     Args:
         has_gpu: whether this machine has a GPU.
     """
-    if sys.modules.get("transformer_engine") is not None:
+    if sys.modules.get("transformer_engine.pytorch") is not None:
         return None  # imported already, so it works for its importer
     if installed_version("transformer-engine") is None:
         return "no transformer-engine"
     if not has_gpu:  # asked first: there the extension is hidden from Python
         return "transformer-engine needs a GPU"
-    if importlib.util.find_spec("transformer_engine_torch") is None:
-        return "transformer-engine without its PyTorch extension (pip install the extra 'te')"
+    return _failed_import_of_transformer_engine()
+
+
+@functools.cache
+def _failed_import_of_transformer_engine() -> str | None:
+    """Return why it cannot be imported, or ``None``; asked once, since it is hidden after that."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # libraries that are missing or of other versions: any error
+        if not module_exists("transformer_engine_torch"):
+            return "transformer-engine without its PyTorch extension (pip install the extra 'te')"
+        first = (str(error).splitlines() or [""])[0]
+        return f"transformer-engine cannot be imported ({type(error).__name__}: {first})"
     return None
 
 

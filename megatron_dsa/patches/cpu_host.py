@@ -18,7 +18,11 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from megatron_dsa.errors import DSAError, VersionError
-from megatron_dsa.versions import MEGATRON_RUN_WITH, installed_version
+from megatron_dsa.versions import (
+    MEGATRON_RUN_WITH,
+    installed_version,
+    why_not_transformer_engine,
+)
 
 #: Flags that turn off features that the CPU lacks or is slow at.
 FLAGS = [
@@ -76,14 +80,29 @@ def _install() -> None:
 
 
 def hide_transformer_engine() -> None:
-    """Let Megatron take transformer-engine for not installed: it needs a GPU.
+    """Let Megatron take transformer-engine for not installed, if it was not imported before.
 
     Megatron's norms, optimizers and clipping of gradients use it wherever it can be imported.
     """
-    if "transformer_engine" not in sys.modules:
-        modules: dict[str, Any] = sys.modules
-        modules["transformer_engine"] = None
-        modules["transformer_engine_torch"] = None  # its PyTorch extension, a module of its own
+    if "transformer_engine.pytorch" in sys.modules:
+        return
+    modules: dict[str, Any] = sys.modules
+    for name in list(modules):  # an import that failed may leave parts
+        if name.startswith("transformer_engine."):
+            del modules[name]
+    modules["transformer_engine"] = None
+    modules["transformer_engine_torch"] = None  # its PyTorch extension, a module of its own
+
+
+def hide_unusable_transformer_engine() -> None:
+    """Hide transformer-engine where it needs a GPU that is not there, or cannot be imported.
+
+    To be called before Megatron is imported, which expects no other error than ``ImportError`` of
+    it: one for a library that is missing, or for an installation without extension, would end every
+    command.
+    """
+    if why_not_transformer_engine(has_gpu=not needed()) is not None:
+        hide_transformer_engine()
 
 
 class CudaTo(TorchFunctionMode):

@@ -49,16 +49,29 @@ def _repair_counting(optimizer_class: Any) -> None:
     def __init__(self, optimizer, *args, **kwargs):
         init(self, optimizer, *args, **kwargs)
         if optimizer is not None:
-            optimizer.register_step_post_hook(_count)
+            count_without_parameters(optimizer)
 
     optimizer_class.__init__ = __init__
 
 
-def _count(optimizer, _args, _kwargs) -> None:
-    # Asked at every step: the distributed optimizer takes parameters away after it was built.
-    if _is_empty(optimizer):
-        for group in optimizer.param_groups:
-            group["step"] = group.get("step", 0) + 1
+def count_without_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer count its steps while it has no parameters; some of its kind do so already.
+
+    transformer-engine 2.9 leaves groups without parameters uncounted, 2.20 counts them.
+    """
+    before: list[Any] = []
+
+    def note(optimizer, _args, _kwargs):
+        before[:] = [group.get("step", 0) + 0 for group in optimizer.param_groups]
+
+    def count(optimizer, _args, _kwargs):
+        # Asked at every step: the distributed optimizer takes parameters away after it was built.
+        if _is_empty(optimizer):
+            for group, step in zip(optimizer.param_groups, before, strict=True):
+                group["step"] = step + 1
+
+    optimizer.register_step_pre_hook(note)
+    optimizer.register_step_post_hook(count)
 
 
 def _repair_distributed(optimizer_class: Any) -> None:

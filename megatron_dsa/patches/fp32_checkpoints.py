@@ -2,7 +2,8 @@
 
 megatron-core 0.19 trains such a mix, but mistakes one parameter for another when it saves: it
 crashes, or files states under wrong names. Later versions repair this (NVIDIA/Megatron-LM pull
-requests 5835 and 5929). Optimizers of one precision see no difference.
+requests 5835 and 5929). With ``--use-precision-aware-optimizer`` it saves fp32 parameters as they
+were at the start of the run. Optimizers of one precision see no difference.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def _all_parameters_named(optimizer):
 def _repair_distributed(optimizer_class: Any) -> None:
     """It notes every parameter's place in its group, and then puts the fp32 ones in front."""
     original = optimizer_class._build_optimizer_group_ranges.__func__
+    states = optimizer_class._get_main_param_and_optimizer_states
 
     @functools.wraps(original)
     def build_optimizer_group_ranges(cls, param_groups, gbuf_ranges):
@@ -80,4 +82,14 @@ def _repair_distributed(optimizer_class: Any) -> None:
             places |= {p: (group, place) for place, p in enumerate(content["params"])}
         return places, ranges
 
+    @functools.wraps(states)
+    def get_main_param_and_optimizer_states(self, model_param):
+        tensors = states(self, model_param)
+        if model_param.dtype == torch.float32:
+            # transformer-engine's precision-aware optimizer steps it, and never the copy it keeps.
+            group, place = self.model_param_group_index_map[model_param]
+            tensors["param"] = self.optimizer.param_groups[group]["params"][place]
+        return tensors
+
     optimizer_class._build_optimizer_group_ranges = classmethod(build_optimizer_group_ranges)
+    optimizer_class._get_main_param_and_optimizer_states = get_main_param_and_optimizer_states

@@ -24,17 +24,25 @@ def leave_linears_unfused_without_apex() -> None:
         _leave_unfused(linear)
 
 
+def require_kernel_of_deferred_gradients(config: Any) -> None:
+    """Raise :class:`ConfigError` for an output layer whose gradient Apex's kernel is to compute."""
+    from megatron.core.tensor_parallel import layers
+
+    deferred = config.gradient_accumulation_fusion and config.defer_embedding_wgrad_compute
+    require(
+        not deferred or layers._grad_accum_fusion_available,
+        "--defer-embedding-wgrad-compute needs Apex's kernel fused_weight_gradient_mlp_cuda: "
+        "install Apex with --cpp_ext and --cuda_ext, or drop it",
+    )
+
+
 def _leave_unfused(linear: Any) -> None:
     original = linear.__init__
 
     @functools.wraps(original)
     def __init__(self, *args, config, **kwargs):
         fused = config.gradient_accumulation_fusion
-        require(
-            not (fused and config.defer_embedding_wgrad_compute),
-            "--defer-embedding-wgrad-compute needs Apex's kernel fused_weight_gradient_mlp_cuda: "
-            "install Apex with --cpp_ext and --cuda_ext, or drop it",
-        )
+        require_kernel_of_deferred_gradients(config)
         config.gradient_accumulation_fusion = False
         try:
             original(self, *args, config=config, **kwargs)

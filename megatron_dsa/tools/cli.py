@@ -52,8 +52,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run a parsed command; returns the exit code."""
     from megatron_dsa.patches import cpu_host
 
-    if cpu_host.needed():
-        cpu_host.hide_transformer_engine()
+    cpu_host.hide_unusable_transformer_engine()
     return arguments.run(arguments)
 
 

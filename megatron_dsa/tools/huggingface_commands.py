@@ -124,6 +124,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
     file_bytes = _bytes(arguments.shard_gb)
     directory = distributed_checkpoint(arguments.input, arguments.step, "--input")
     hf = read_config(arguments.config)
+    _check_norms(directory)
     keys = entries_of(directory)
     has_indexer = any(map(is_indexer_parameter, keys))
     found = {True: "indexers", False: "no indexers"}
@@ -184,6 +185,16 @@ def export_hf(arguments: argparse.Namespace) -> int:
     if isinstance(precision, ReleasedPrecision):
         print(f"  {precision.kept} of {precision.blocks} quantised blocks are those of the release")
     return 0
+
+
+def _check_norms(directory: Path) -> None:
+    """Raise :class:`ConfigError` for norms whose weights no released model has."""
+    saved = dist_checkpointing.load_common_state_dict(str(directory)).get("args")
+    require(
+        not getattr(saved, "layernorm_zero_centered_gamma", False),
+        f"--input {directory} was trained with --apply-layernorm-1p: its norms add 1 to their "
+        "weights, which config.json cannot say. Train without it what is to be exported",
+    )
 
 
 def _export_adapter(arguments: argparse.Namespace, model: Any, hf: HFModel, values) -> int:

@@ -46,8 +46,13 @@ _OF_THE_RUN = (
     *("moe_grouped_gemm", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"),
     *("moe_permute_fusion", "moe_router_fusion", "moe_shared_expert_overlap"),
     *("memory_efficient_layer_norm", "persist_layer_norm", "attention_backend"),
+    *("delay_offload_until_cuda_graph", "symmetric_ar_type", "use_te_activation_func"),
 )
-_KINDS_OF_THE_RUN = ("recompute_", "cuda_graph", "fp8", "fp4", "inference_", "cpu_offloading")
+_KINDS_OF_THE_RUN = (
+    *("recompute_", "cuda_graph", "fp8", "fp4", "inference_", "cpu_offloading"),
+    # What only transformer-engine's layers can do: tokens padded for FP8, offloaded activations.
+    *("moe_router_padding_", "fine_grained_", "offload_"),
+)
 #: Arguments of the model that are no fields of its configuration.
 _MODEL = (
     *("seq_length", "max_position_embeddings", "num_experts", "swiglu", "squared_relu"),

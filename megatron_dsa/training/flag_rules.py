@@ -14,6 +14,9 @@ from megatron_dsa.dispatch.packages import EMERGING_OPTIMIZERS
 from megatron_dsa.errors import require
 from megatron_dsa.patches.muon import MUON
 
+#: Values of --main-grads-dtype, and what Megatron's validation makes of them.
+_NARROW_NAMES, _NARROW = ("bf16", "fp16"), (torch.bfloat16, torch.float16)
+
 
 def check_flags(args: argparse.Namespace) -> None:
     """Raise for flags of a training that have no effect on the run that the others describe."""
@@ -61,7 +64,22 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "the random weights that it replaces. Run python -m megatron_dsa import-hf, and give its "
         "output to --load",
     )
+    yield (
+        args.dsa_load_hf is None or not args.layernorm_zero_centered_gamma,
+        "--dsa-load-hf is not supported with --apply-layernorm-1p: released norms do not add 1 to "
+        "their weights; drop one of them",
+    )
     yield from _fp8_parameter_rules(args)
+    narrow = args.use_precision_aware_optimizer and args.main_grads_dtype in (
+        *_NARROW,
+        *_NARROW_NAMES,
+    )
+    yield (
+        not narrow or not (args.csa_compress_ratios or args.hc_mult > 1),
+        "--main-grads-dtype must be fp32 with --csa-compress-ratios or --hc-mult above 1, got "
+        f"{args.main_grads_dtype}: some parameters stay in fp32, and transformer-engine reads all "
+        "gradients in one dtype to clip them; drop it",
+    )
     given = [f for f in ("hc_sinkhorn_iters", "hc_eps") if getattr(args, f) != _default(f)]
     yield (
         args.hc_mult > 1 or not given,

@@ -81,7 +81,21 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
         with mock.patch.object(gpt, "mtp_block_spec", mtp_block_spec):
             model = super().build_model(*args, **kwargs)
         add_adapters(model, transformer)
+        if transformer.mtp_use_repeated_layer:
+            accumulate_in_every_call(model)
         return model
+
+
+def accumulate_in_every_call(model: torch.nn.Module) -> None:
+    """Let linears of a layer of multi-token prediction that is called several times add gradients.
+
+    With fused accumulation transformer-engine's linears overwrite the main gradient in the backward
+    pass of the first call of a step, which comes after those of the later calls.
+    """
+    for module in getattr(model, "mtp", torch.nn.Module()).modules():
+        if hasattr(module, "disable_parameter_transpose_cache"):
+            # They are not told which call is the first; FP8 weights are quantised in each.
+            module.disable_parameter_transpose_cache = True
 
 
 def padded_vocabulary(model: Any) -> int:

@@ -272,6 +272,10 @@ FP8_START = ["--load", "somewhere", "--no-load-optim", "--fp8-param-gather"]
             "--dsa-load-hf is not supported with --fp8-param-gather: .* import-hf",
         ),
         (
+            ["--dsa-load-hf", "somewhere", "--apply-layernorm-1p"],
+            "--dsa-load-hf is not supported with --apply-layernorm-1p",
+        ),
+        (
             ["--load", "somewhere", "--finetune", "--fp8-param-gather"],
             "--fp8-param-gather: .* add --no-load-optim --load-main-params-from-ckpt",
         ),
@@ -282,6 +286,10 @@ FP8_START = ["--load", "somewhere", "--no-load-optim", "--fp8-param-gather"]
         (
             [*FP8_START, "--load-main-params-from-ckpt"],
             "--fp8-param-gather: .* --no-stream-ckpt-dequant",
+        ),
+        (
+            ["--hc-mult", "4", "--use-precision-aware-optimizer", "--main-grads-dtype", "bf16"],
+            "--main-grads-dtype must be fp32 with --csa-compress-ratios or --hc-mult above 1",
         ),
         (["--use-rope-scaling"], "--use-rope-scaling .* no effect on MLA"),
         (
@@ -307,6 +315,7 @@ def test_flags_without_an_effect_are_named(flags, message):
         ["--dsa-stage", "warmup", "--dsa-warmup-train-all", "--dsa-evaluate-indexer"],
         ["--dsa-load-hf", "somewhere", "--dsa-hf-without", "hash-routing"],
         ["--load", "somewhere", "--fp8-param-gather"],
+        ["--use-precision-aware-optimizer", "--main-grads-dtype", "bf16"],
         [*FP8_START, "--load-main-params-from-ckpt", "--no-stream-ckpt-dequant"],
     ):
         check_flags(parse("--multi-latent-attention", *allowed))

@@ -18,7 +18,6 @@ import torch
 from megatron_dsa.arguments import add_dsa_arguments, add_setting_arguments
 from megatron_dsa.dispatch.gpus import GPU, GPUS, gpu_here
 from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, DSAError, require
-from megatron_dsa.patches import cpu_host
 from megatron_dsa.tools.planner.attention_only import leave_out_flags
 from megatron_dsa.tools.planner.host import META, host
 from megatron_dsa.tools.planner.plan import Plan, make_plan
@@ -108,8 +107,6 @@ def parsed(argv: list[str], world: int, planning: bool = True) -> Iterator[Any]:
         world: GPUs of the job.
         planning: whether flags are preset for a GPU where there is none.
     """
-    if cpu_host.needed():
-        cpu_host.hide_transformer_engine()
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.training import arguments
 

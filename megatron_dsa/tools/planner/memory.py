@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.tools.planner.chunks import Chunk, Weights
 from megatron_dsa.tools.planner.schedule import most_kept
-from megatron_dsa.versions import installed_version
+from megatron_dsa.versions import installed_version, why_not_transformer_engine
 
 #: Workspaces of matrix products, one per thread that calls them (forward, backward), on Hopper.
 LIBRARIES = 2 * 32 * 2**20
@@ -45,11 +47,7 @@ def rank_memory(args, chunks: Sequence[Chunk]) -> RankMemory:
     Args:
         args: validated arguments; Megatron's parallel state tells which rank this is.
         chunks: see :func:`megatron_dsa.tools.planner.chunks.measure_rank`.
-
-    Raises:
-        ConfigError: for optimizers and wrappers that are not counted.
     """
-    _refuse_uncounted(args)
     weights = [each for chunk in chunks for each in chunk.weights]
     trained = [each for each in weights if each.trained]
     kept = [chunk.kept for chunk in chunks]
@@ -86,13 +84,19 @@ def shards(args, weights: Weights) -> int:
 def _state_bytes(args, weights: Weights) -> int:
     """Bytes of main parameter and moments per number."""
     if args.use_precision_aware_optimizer:
-        main, first, second = (
-            dtype.itemsize
-            for dtype in (args.main_params_dtype, args.exp_avg_dtype, args.exp_avg_sq_dtype)
-        )
-        return main + first + second
+        main = args.main_params_dtype.itemsize
+        if _keeps_main_parameters(args) and main == 4 and args.bf16 and weights.itemsize == 2:
+            main = 2  # the bits that bf16 lacks
+        return main + args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
     moments = 8 if args.optimizer == "adam" else 4 if args.sgd_momentum else 0
     return moments + (4 if weights.itemsize < 4 else 0)
+
+
+def _keeps_main_parameters(args) -> bool:
+    """Whether transformer-engine's precision-aware Adam keeps them, not Megatron."""
+    if args.main_params_dtype != torch.float32:
+        return True
+    return args.fp8_recipe in (None, "delayed")  # Megatron asks for the recipe alone
 
 
 def _step_bytes(args, weights: Weights) -> int:
@@ -102,18 +106,34 @@ def _step_bytes(args, weights: Weights) -> int:
     second moments at once; gradients that are not fp32 are copied.
     """
     copies = 4 if gradient_bytes(args, weights) < 4 else 0
-    if args.optimizer != "adam" or installed_version("transformer-engine") is not None:
+    if args.optimizer != "adam" or _uses_transformer_engine():
         return copies
     return copies + 4
 
 
-def _refuse_uncounted(args) -> None:
-    for name in ("use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload", "cpu_offloading"):
+def _uses_transformer_engine() -> bool:
+    """Whether optimizers are transformer-engine's; without a GPU, where one that trains has it."""
+    if torch.cuda.is_available():
+        return why_not_transformer_engine(has_gpu=True) is None
+    return installed_version("transformer-engine") is not None
+
+
+def refuse_uncounted(args) -> None:
+    """Raise :class:`ConfigError` for optimizers, wrappers and layers that are not counted."""
+    for name in (
+        "use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload", "cpu_offloading",
+        "fine_grained_activation_offloading",
+    ):  # fmt: skip
         if getattr(args, name, False):
             raise ConfigError(
                 f"--{name.replace('_', '-')} cannot be planned: --dsa-dry-run counts the memory of "
                 "Megatron's DDP and its (distributed) optimizer on the GPU. Drop one of the two"
             )
+    if getattr(args, "moe_latent_size", None) is not None:
+        raise ConfigError(
+            "--moe-latent-size cannot be planned: its projections are transformer-engine's, which "
+            "--dsa-dry-run does not build. Drop one of the two"
+        )
     if args.optimizer not in ("adam", "sgd"):
         raise ConfigError(
             f"--optimizer must be adam or sgd with --dsa-dry-run, got {args.optimizer}: states of "

@@ -12,11 +12,17 @@ from megatron_dsa import specs
 from megatron_dsa.config import options_of
 from megatron_dsa.dispatch.gpus import GPU
 from megatron_dsa.metrics.flops import flops_by_part, model_work
+from megatron_dsa.patches.unfused_linears import require_kernel_of_deferred_gradients
 from megatron_dsa.required_ops import AttentionChoice, attention_of
 from megatron_dsa.tools.planner import attention_only
 from megatron_dsa.tools.planner.chunks import Chunk, measure_rank
 from megatron_dsa.tools.planner.host import ranks
-from megatron_dsa.tools.planner.memory import RankMemory, gradient_bytes, rank_memory
+from megatron_dsa.tools.planner.memory import (
+    RankMemory,
+    gradient_bytes,
+    rank_memory,
+    refuse_uncounted,
+)
 from megatron_dsa.training.model import padded_vocabulary
 
 
@@ -75,7 +81,10 @@ def make_plan(args, model, gpu: GPU) -> Plan:
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+    refuse_uncounted(args)
     specs.get_backend(model.transformer.transformer_impl)
+    if model.transformer.transformer_impl != "local":
+        require_kernel_of_deferred_gradients(model.transformer)
     vocabulary = padded_vocabulary(model)
     work = model_work(model.transformer, vocabulary)
     operations = flops_by_part(work, lambda keys: keys.pairs(args.seq_length))
@@ -115,6 +124,8 @@ def _place(args, pp_rank: int):
 @contextmanager
 def _for_planning(config) -> Iterator[list[str]]:
     """Set a configuration so that shapes alone can run; yields remarks on what that changes."""
+    from megatron.core.transformer.moe import moe_utils
+
     changes: dict[str, Any] = {"perform_initialization": False}
     remarks = []
     if config.cuda_graph_impl != "none":
@@ -123,17 +134,21 @@ def _for_planning(config) -> Iterator[list[str]]:
             "memory is that of an uncaptured step; CUDA graphs keep the memory of their parts"
         )
     if config.transformer_impl != "local":
-        # Local linears cannot fuse what transformer-engine's do (Apex's kernel is needed).
-        changes |= {"transformer_impl": "local", "gradient_accumulation_fusion": False}
+        changes |= _as_local_layers(config)
         remarks.append(
             "memory is that of Megatron's local layers; transformer-engine's keep other copies"
         )
+        if changes.get("recompute_modules", config.recompute_modules) != config.recompute_modules:
+            remarks.append("--recompute-modules layernorm is not counted: norms are kept")
     if config.fp8 or config.fp4:
         in_bf16 = replace(options_of(config), fp8_indexer=False)
         changes |= {"fp8": None, "fp4": None, "fp8_param": False, "dsa": in_bf16}
+        changes["moe_router_padding_for_quantization"] = False
         remarks.append("FP8 and FP4 are planned as bf16")
     if config.num_moe_experts is not None:
         changes |= {"moe_token_dispatcher_type": "alltoall", "moe_permute_fusion": False}
+        if moe_utils.fused_topk_with_score_function is not None:
+            changes["moe_router_fusion"] = False  # by transformer-engine, which needs a GPU
         if config.moe_token_dispatcher_type != "alltoall":
             remarks.append(
                 f"token dispatcher {config.moe_token_dispatcher_type} planned as alltoall"
@@ -149,6 +164,23 @@ def _for_planning(config) -> Iterator[list[str]]:
         mock.patch.object(specs, "install_throughput"),
     ):
         yield remarks
+
+
+def _as_local_layers(config) -> dict[str, Any]:
+    """Return the changes that let Megatron's local layers stand for transformer-engine's."""
+    changes: dict[str, Any] = {
+        "transformer_impl": "local",
+        # Local linears cannot fuse what transformer-engine's do (Apex's kernel is needed).
+        "gradient_accumulation_fusion": False,
+        "defer_embedding_wgrad_compute": False,
+        # Neither changes a size, and local layers have neither.
+        "layernorm_zero_centered_gamma": False,
+        "quant_recipe": None,
+    }
+    if "layernorm" in (config.recompute_modules or ()):
+        kept = [name for name in config.recompute_modules if name != "layernorm"]
+        changes["recompute_modules"] = kept
+    return changes
 
 
 def _received(args, chunks) -> dict[str, int]:

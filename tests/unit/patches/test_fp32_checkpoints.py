@@ -48,6 +48,25 @@ def test_distributed_optimizer(model_and_optimizer):
             assert parameter.eq(1).all(), name
 
 
+@pytest.mark.parametrize("model_and_optimizer", [True], indirect=True, ids=["distributed"])
+def test_precision_aware_optimizer(model_and_optimizer, monkeypatch):
+    """transformer-engine's Adam keeps copies of all parameters, and steps those of 16 bits."""
+    module, optimizer = model_and_optimizer
+    inner = optimizer.optimizer
+    for parameter, state in inner.state.items():
+        state["master_param"] = torch.zeros_like(parameter)
+    unscaled = lambda parameter, name: inner.state[parameter][name]  # noqa: E731
+    monkeypatch.setattr(inner, "get_unscaled_state", unscaled, raising=False)
+    aware = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
+    monkeypatch.setattr(optimizer.config, aware, True)
+    for name, parameter in module.named_parameters():
+        saved = optimizer._get_main_param_and_optimizer_states(parameter)["param"]
+        if parameter.dtype == torch.float32:
+            assert saved.equal(parameter.detach().flatten()) and saved.any(), name
+        else:
+            assert not saved.any(), name
+
+
 @pytest.mark.parametrize("model_and_optimizer", [False], indirect=True, ids=["plain"])
 def test_plain_optimizer(model_and_optimizer):
     module, optimizer = model_and_optimizer

@@ -220,3 +220,29 @@ def test_ranks_that_train_nothing_keep_the_count(tmp_path):
         for name, result in results.items():
             assert set(result["counts"]) == {4}, name
             assert all(one.equal(two) for one, two in result["parameters"]), name
+
+
+class Adam(torch.optim.Optimizer):
+    """Counts the steps of its groups as transformer-engine's Adam does."""
+
+    def __init__(self, counts_empty_groups: bool):
+        super().__init__([torch.zeros(1)], {})
+        self.counts_empty_groups = counts_empty_groups
+        self.param_groups[0]["params"] = []
+
+    def step(self):
+        for group in self.param_groups:
+            if self.counts_empty_groups:
+                group["step"] = group.get("step", 0) + 1
+
+
+@pytest.mark.parametrize("counts", [False, True], ids=["2.9", "2.20"])
+def test_steps_without_parameters_are_counted_once(counts):
+    """Releases of transformer-engine differ in whether they count them."""
+    from megatron_dsa.patches.empty_optimizers import count_without_parameters
+
+    optimizer = Adam(counts)
+    count_without_parameters(optimizer)
+    for _ in range(3):
+        optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 3

@@ -12,6 +12,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from megatron_dsa import dispatch, specs
 from megatron_dsa.dispatch.gpus import GPU, GPUS
+from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.log import NAMES, IndexerLog
 from megatron_dsa.ops.compressor.declaration import COMPRESSOR
 from megatron_dsa.tools.planner import chunks
@@ -221,6 +222,93 @@ def test_a_machine_with_transformer_engine_plans_alike(monkeypatch):
     found = plan(job)
     assert found.stages[0].memory == expected.stages[0].memory
     assert any("local layers" in remark for remark in found.remarks)
+
+
+NORMS = {"--recompute-granularity": "selective", "--recompute-modules": "core_attn layernorm"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "same"),
+    [
+        (NORMS, NORMS | {"--recompute-modules": "core_attn"}),
+        ({"--te-precision-config-file": "precision.yaml"}, {}),
+        ({"--apply-layernorm-1p": True}, {}),
+        (
+            EXPERTS | {"--fp8-format": "e4m3", "--fp8-recipe": "blockwise",
+                       "--moe-router-padding-for-quantization": True},
+            EXPERTS,
+        ),
+    ],
+    ids=["norms recomputed", "precision of linears", "norms around one", "tokens padded"],
+)  # fmt: skip
+def test_what_transformer_engine_alone_can_is_planned(flags, same, tmp_path, monkeypatch):
+    """Local layers, which stand for its layers in a plan, refuse these flags."""
+    from megatron.core.transformer import transformer_config
+
+    (tmp_path / "precision.yaml").write_text("configs: {}\nmatchers: {}\n")
+    monkeypatch.chdir(tmp_path)
+    backend = specs.get_backend
+    monkeypatch.setattr(specs, "get_backend", lambda _kind: backend("local"))
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_args: True)
+    engine = BF16 | {"--transformer-impl": "transformer_engine"}
+    expected, found = plan(engine | same), plan(engine | flags)
+    for size in ("weights", "gradients", "optimizer", "activations", "step"):
+        got, wanted = (getattr(each.stages[0].memory, size) for each in (found, expected))
+        assert got == pytest.approx(wanted, rel=1e-5), size
+    counted = any("layernorm is not counted" in remark for remark in found.remarks)
+    assert counted == (flags is NORMS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"--fine-grained-activation-offloading": True, "--offload-modules": "attn_norm"},
+         "--fine-grained-activation-offloading cannot be planned"),
+        (EXPERTS | {"--moe-latent-size": 16}, "--moe-latent-size cannot be planned"),
+        ({"--pipeline-model-parallel-size": 2, "--defer-embedding-wgrad-compute": True},
+         "--defer-embedding-wgrad-compute needs Apex's kernel"),
+    ],
+)  # fmt: skip
+def test_what_a_plan_cannot_build_of_transformer_engine_is_named(flags, message, monkeypatch):
+    presets = "megatron_dsa.training.preset_flags.why_not_transformer_engine"
+    monkeypatch.setattr(presets, lambda has_gpu: None)
+    monkeypatch.setattr("megatron_dsa.patches.cpu_host.needed", lambda: False)
+    backend = specs.get_backend
+    monkeypatch.setattr(specs, "get_backend", lambda _kind: backend("local"))
+    job = {name: value for name, value in BF16.items() if "accumulation" not in name}
+    with pytest.raises(ConfigError, match=message):
+        plan(job | {"--transformer-impl": "transformer_engine"} | flags, world=2)
+
+
+def test_routers_are_planned_unfused(monkeypatch):
+    """transformer-engine's kernel needs a GPU; without it the job would not start."""
+    from megatron.core.transformer.moe import moe_utils
+
+    job = BF16 | EXPERTS
+    expected = plan(job)
+    with pytest.raises(ValueError, match="fused_topk_with_score_function is not available"):
+        plan(job | {"--moe-router-fusion": True})
+    kernel = mock.Mock(side_effect=RuntimeError("no GPU"))
+    monkeypatch.setattr(moe_utils, "HAVE_TE", True)
+    monkeypatch.setattr(moe_utils, "fused_topk_with_score_function", kernel)
+    found = plan(job | {"--moe-router-fusion": True})
+    assert found.stages[0].memory == expected.stages[0].memory
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [
+        ({}, 2 + 4 + 4),  # 16 bits that the weight lacks, and moments
+        ({"--exp-avg-dtype": "bf16", "--exp-avg-sq-dtype": "bf16"}, 2 + 2 + 2),
+        ({"--main-params-dtype": "fp16"}, 2 + 4 + 4),
+        ({"--fp8-recipe": "blockwise"}, 4 + 4 + 4),  # Megatron keeps them
+    ],
+)
+def test_states_of_the_precision_aware_optimizer(flags, size, monkeypatch):
+    """transformer-engine's, which Megatron looks for when the job starts, not the plan."""
+    job = BF16 | {"--use-precision-aware-optimizer": True, "--use-distributed-optimizer": True}
+    memory = plan(job | flags).stages[0].memory
+    assert memory.optimizer == memory.weights // 2 * size
 
 
 def test_tables_of_hash_routing_are_buffers():

@@ -64,6 +64,17 @@ def test_other_data_take_the_place_of_all_data_of_the_training():
     assert taken_over(saved, data=True)["valid_data_path"] == ["b"]
 
 
+def test_what_transformer_engine_alone_can_is_left_to_the_training():
+    """Megatron refuses it with local layers, and padded tokens without FP8."""
+    saved = argparse.Namespace(
+        fp8="hybrid", moe_router_padding_for_quantization=True, moe_router_padding_for_fp8=True,
+        fine_grained_activation_offloading=True, offload_modules=["attn_norm"], num_layers=2,
+        fine_grained_offloading_max_inflight_offloads=1, delay_offload_until_cuda_graph=True,
+        symmetric_ar_type="two_shot", use_te_activation_func=True,
+    )  # fmt: skip
+    assert taken_over(saved, data=True) == {"num_layers": 2}
+
+
 def test_every_option_that_changes_the_model_is_taken_over():
     """A new option has to be put on one of the two sides."""
     everything = argparse.Namespace(**{about.dest: 1 for _, about in option_fields(DSAOptions)})

@@ -87,3 +87,23 @@ def test_another_group_of_embeddings_is_refused(monkeypatch):
     builder = DSAModelBuilder(model_of("Ett|tt|m|L"))
     with pytest.raises(ConfigError, match=r"must have the ranks \[0, 2\], got \[0, 3\]"):
         builder.build_distributed_models(groups)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_linears_that_are_called_again_are_not_told_of_a_first_call(repeated, monkeypatch):
+    """transformer-engine's overwrite the main gradient where the first call is differentiated."""
+
+    class Linear(torch.nn.Module):
+        disable_parameter_transpose_cache = False
+
+    model = torch.nn.Module()
+    model.decoder, model.mtp = Linear(), torch.nn.Sequential(Linear())
+    parent = DSAModelBuilder.__mro__[1]
+    monkeypatch.setattr(parent, "build_model", lambda *_args: model)
+    config = DSAModelConfig(
+        transformer=small_config(mtp_num_layers=2, mtp_use_repeated_layer=repeated),
+        vocab_size=64,
+    )  # fmt: skip
+    assert DSAModelBuilder(config).build_model() is model
+    assert model.mtp[0].disable_parameter_transpose_cache == repeated
+    assert not model.decoder.disable_parameter_transpose_cache
