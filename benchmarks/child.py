@@ -21,6 +21,7 @@ from benchmarks.schema import environment, long_rows
 from benchmarks.settings import Settings, Work, load
 from benchmarks.timing import CEILINGS, Clock, measure_ceiling
 from megatron_dsa.errors import ImplementationError
+from megatron_dsa.patches import cpu_host
 
 #: Result of what was not begun in time.
 OVER = {"status": "skipped", "reason": "the time was over (--total)"}
@@ -119,6 +120,8 @@ def serve(request: dict, send: Callable[[dict], None]) -> None:
 
 def main() -> None:
     """Serve one request. Standard output is kept for events; compilers may print to it as well."""
+    if cpu_host.needed():
+        cpu_host.hide_transformer_engine()
     events = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     serve(json.load(sys.stdin), lambda event: print(json.dumps(event), file=events, flush=True))
