@@ -121,7 +121,7 @@ def serve(request: dict, send: Callable[[dict], None]) -> None:
 def main() -> None:
     """Serve one request. Standard output is kept for events; compilers may print to it as well."""
     if cpu_host.needed():
-        cpu_host.hide_transformer_engine()
+        cpu_host.hide_transformer_engine()  # before Megatron is imported
     events = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     serve(json.load(sys.stdin), lambda event: print(json.dumps(event), file=events, flush=True))

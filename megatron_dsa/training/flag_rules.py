@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -13,9 +14,7 @@ from megatron_dsa.dispatch import on_meta
 from megatron_dsa.dispatch.packages import EMERGING_OPTIMIZERS
 from megatron_dsa.errors import require
 from megatron_dsa.patches.muon import MUON
-
-#: Values of --main-grads-dtype, and what Megatron's validation makes of them.
-_NARROW_NAMES, _NARROW = ("bf16", "fp16"), (torch.bfloat16, torch.float16)
+from megatron_dsa.training.checkpoint_files import saved_name
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -70,12 +69,11 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "their weights; drop one of them",
     )
     yield from _fp8_parameter_rules(args)
-    narrow = args.use_precision_aware_optimizer and args.main_grads_dtype in (
-        *_NARROW,
-        *_NARROW_NAMES,
-    )
+    fp32_gradients = args.main_grads_dtype in ("fp32", torch.float32)  # given, or validated
     yield (
-        not narrow or not (args.csa_compress_ratios or args.hc_mult > 1),
+        fp32_gradients
+        or not args.use_precision_aware_optimizer
+        or not (args.csa_compress_ratios or args.hc_mult > 1),
         "--main-grads-dtype must be fp32 with --csa-compress-ratios or --hc-mult above 1, got "
         f"{args.main_grads_dtype}: some parameters stay in fp32, and transformer-engine reads all "
         "gradients in one dtype to clip them; drop it",
@@ -130,7 +128,10 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
 
 def _fp8_parameter_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     """A start without the optimizer's main parameters takes those that were rounded to FP8."""
-    starts = args.pretrained_checkpoint or (args.load and (args.finetune or args.no_load_optim))
+    # Megatron takes the pretrained checkpoint until this run has saved one of its own.
+    saved = args.load is not None and saved_name(Path(args.load), args.ckpt_step) is not None
+    pretrained = args.pretrained_checkpoint is not None and not saved
+    starts = pretrained or (args.load and (args.finetune or args.no_load_optim))
     read_in_bf16 = args.load_main_params_from_ckpt and not args.stream_ckpt_dequant
     yield (
         not args.fp8_param_gather or not starts or read_in_bf16,

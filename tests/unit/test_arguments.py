@@ -321,6 +321,18 @@ def test_flags_without_an_effect_are_named(flags, message):
         check_flags(parse("--multi-latent-attention", *allowed))
 
 
+def test_a_run_with_a_checkpoint_of_its_own_resumes(tmp_path):
+    """With FP8 parameters, too: Megatron leaves the pretrained checkpoint alone then."""
+    start()
+    from megatron_dsa.training.flag_rules import check_flags
+
+    flags = ["--pretrained-checkpoint", "somewhere", "--load", str(tmp_path), "--fp8-param-gather"]
+    with pytest.raises(ConfigError, match="--load-main-params-from-ckpt"):
+        check_flags(parse("--multi-latent-attention", *flags))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    check_flags(parse("--multi-latent-attention", *flags))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
