@@ -162,6 +162,15 @@ class Model(nn.Module):
         return self.lm_head(self.model["norm"](x)), sum(losses) / position.numel()
 
 
+def device_of_rank() -> torch.device:
+    """Return this rank's GPU, made the current one, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
 def global_batch(step: int, size: int, length: int) -> Tensor:
     """Return the sequences ``[size, length + 1]`` of a step, the same on every rank."""
     text = torch.frombuffer(bytearray("".join(topics.values()).encode()), dtype=torch.uint8)
@@ -221,10 +230,7 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="compute in bf16, sum in fp32")
     options = parser.parse_args()
 
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    device = device_of_rank()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = sharded_model(options, device)

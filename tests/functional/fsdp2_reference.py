@@ -89,13 +89,14 @@ def main(folder: Path) -> None:
 
 def gradients_of_the_example(folder: Path) -> None:
     """Write the gradients of the first step, whole, by Hugging Face's names."""
-    dist.init_process_group("gloo")
     module = example()
+    device = module.device_of_rank()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     options = SimpleNamespace(load=folder / "hf", bf16=False, compile=None)
-    model = module.sharded_model(options, torch.device("cpu"))
+    model = module.sharded_model(options, device)
     batch = module.global_batch(0, BATCH, LENGTH).chunk(dist.get_world_size())[dist.get_rank()]
-    module.backward(model, batch, COEFFICIENT)
-    found = {name: x.grad.full_tensor() for name, x in model.named_parameters()}
+    module.backward(model, batch.to(device), COEFFICIENT)
+    found = {name: x.grad.full_tensor().cpu() for name, x in model.named_parameters()}
     if dist.get_rank() == 0:
         torch.save(found, folder / "fsdp2.pt")
     dist.destroy_process_group()

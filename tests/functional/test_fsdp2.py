@@ -14,11 +14,12 @@ from tests.functional.launch import REPOSITORY
 load_file = pytest.importorskip("safetensors.torch").load_file
 
 
-def run(*command: str) -> str:
-    """Run a Python command of this repository on the CPU, which must succeed."""
-    environment = os.environ | {
-        "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
+def run(*command: str, device: str = "cpu") -> str:
+    """Run a Python command of this repository, which must succeed."""
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *command], cwd=REPOSITORY, env=environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=300,
@@ -30,6 +31,19 @@ def run(*command: str) -> str:
 RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
+#: gloo on the CPU, NCCL on a GPU per rank.
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
+        ],
+    ),
+]
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """Folder with what Megatron's path gave: a checkpoint, gradients and losses."""
@@ -38,8 +52,9 @@ def reference(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("more", [(), ("--compile", "aot_eager")], ids=["eager", "compiled"])
-def test_losses_are_those_of_megatron(reference, tmp_path, more):
+def test_losses_are_those_of_megatron(reference, tmp_path, more, device):
     """Measured: 1.4e-7 for the language model and 4e-5 for the indexer, relative.
 
     The KL of a token, 0.01 to 0.02, is the difference of two sums of about 2.8 in fp32.
@@ -50,7 +65,7 @@ def test_losses_are_those_of_megatron(reference, tmp_path, more):
         "--losses": tmp_path / "losses.json",
     }  # fmt: skip
     words = [str(word) for pair in flags.items() for word in pair]
-    log = run(*RANKS, "examples/fsdp2_dsa.py", *words, *more)
+    log = run(*RANKS, "examples/fsdp2_dsa.py", *words, *more, device=device)
     assert f"step {STEPS} | lm loss" in log
     ours = json.loads((tmp_path / "losses.json").read_text())
     theirs = json.loads((reference / "megatron.json").read_text())
@@ -62,9 +77,11 @@ def test_losses_are_those_of_megatron(reference, tmp_path, more):
     assert ours[-1]["indexer loss"] < 0.7 * ours[0]["indexer loss"]
 
 
-def test_gradients_are_those_of_megatron(reference):
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_are_those_of_megatron(reference, device):
     """Every parameter, the scale of both losses included, which Adam would hide: 9.3e-7."""
-    run(*RANKS, "-m", "tests.functional.fsdp2_reference", str(reference), "example")
+    module = "tests.functional.fsdp2_reference"
+    run(*RANKS, "-m", module, str(reference), "example", device=device)
     ours = torch.load(reference / "fsdp2.pt")
     (shard,) = (reference / "gradients").glob("*.safetensors")
     theirs = load_file(shard)
