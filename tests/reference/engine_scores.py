@@ -1,7 +1,8 @@
 """Index scores of inference engines, written from public descriptions with numpy alone.
 
 DeepSeek-V3.2's ``inference/kernel.py`` (scales, weights) and DeepGEMM's
-``sm90_fp8_mqa_logits.cuh`` (order of the sum over heads). Roundings to bf16 and e4m3 are explicit;
+``sm90_fp8_mqa_logits.cuh`` (order of the sum over heads; what nvcc of CUDA 12.1 to 13.0 fuses in
+it). Roundings to bf16 and e4m3 are explicit;
 no code of the package and no float8 of torch takes part.
 """
 
@@ -50,9 +51,12 @@ def scores(q, k, weights):
         for lane in range(4):
             sums = []
             for head in (2 * lane, 2 * lane + 1):
+                # A sum of two products: one is rounded, then the other is fused with it.
                 total = np.zeros(len(k), np.float32)
-                for later in range(head, len(query), 8):
-                    total = (total + weighted[later]).astype(np.float32)
+                second, first = head + 8, head
+                for later in (second, first, *range(head + 16, len(query), 8)):
+                    if later < len(query):
+                        total = (total + weighted[later]).astype(np.float32)
                 sums.append(total)
             lanes.append((sums[0] + sums[1]) * k_scale.astype(np.float32))
         out[i] = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3])

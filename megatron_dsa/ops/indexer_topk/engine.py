@@ -9,14 +9,18 @@ The rule, from bf16 queries ``q [HI, DI]`` and key ``k [DI]`` after rope and Had
 3. ``p[h] = relu(q[h] . k)`` of the e4m3 numbers. In torch the product is exact, then rounded to
    fp32. Hopper's tensor cores form it as they do in the engine, with fewer bits.
 4. Heads are added up in fp32. For ``r`` in 0 to 7, ``s[r]`` begins at 0 and takes ``w[h] * p[h]``
-   of the heads ``h = r, r + 8, r + 16, ...`` one after the other by fused multiply-add. With
-   ``t[i] = s[2 i] + s[2 i + 1]`` the score is ``((t[0] + t[1]) + (t[2] + t[3])) * scale of k``.
+   of the heads ``h = r + 8, r, r + 16, r + 24, ...`` one after the other by fused multiply-add.
+   With ``t[i] = s[2 i] + s[2 i + 1]`` the score is ``((t[0] + t[1]) + (t[2] + t[3]))`` times the
+   scale of ``k``.
 
 The order of 4 is that of DeepGEMM's kernels for SM90, where ``s`` lies in the registers of four
-threads. Every step but 3 has one result on every device.
+threads. They add ``w[r + 8] * p[r + 8]`` to ``w[r] * p[r]``, of which the CUDA compiler rounds the
+former and fuses the latter. Every step but 3 has one result on every device.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 
@@ -111,12 +115,18 @@ class Scores:
         return scores
 
 
+def in_order(groups: Iterable[slice]) -> list[slice]:
+    """Return groups of eight heads in the order in which they are added up."""
+    first, *others = groups
+    return [*others[:1], first, *others[1:]]
+
+
 def _scores(q, weights, keys, key_scales) -> torch.Tensor:
     """Return fp32 ``[r, w]`` of ``q [r, HI, DI]`` and ``keys [w, DI]`` by the rule."""
     # Products of e4m3 numbers are multiples of 2^-18: 128 of them add up exactly in fp64.
     keys = keys.double().t()
     sums = weights.new_zeros(len(q), SUMS, keys.shape[1], dtype=torch.float32)
-    for heads in slices(q.shape[1], SUMS):
+    for heads in in_order(slices(q.shape[1], SUMS)):
         part = q[:, heads].double()
         products = (part.flatten(0, 1) @ keys).unflatten(0, part.shape[:2])
         # A product of two fp32 numbers is exact in fp64: what follows is fused.

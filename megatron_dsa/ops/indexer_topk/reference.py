@@ -22,7 +22,8 @@ def engine_scores(q, k, weights) -> torch.Tensor:
     (q, q_scale), (k, k_scale) = _engine_quantized(q), _engine_quantized(k)
     weights = (weights.float().double() * q_scale).float().double()
     sums = [weights.new_zeros(len(q), len(k)) for _ in range(8)]
-    for head in range(q.shape[1]):
+    heads = list(range(q.shape[1]))
+    for head in heads[8:16] + heads[:8] + heads[16:]:
         products = (q[:, head] @ k.T).float().double().clamp_min(0)
         # A product of two fp32 numbers is exact in float64: product and sum round once.
         fused = sums[head % 8] + weights[:, head, None] * products

@@ -4,8 +4,8 @@ A thread of a warpgroup's accumulator holds two keys, 8 apart, and a quarter of 
 each query a quarter of its heads. It sums these in registers; then four threads add up.
 
 With ``ENGINE`` the order of all sums is that of :mod:`megatron_dsa.ops.indexer_topk.engine`: a
-thread has one sum for its even heads and one for its odd ones, and neighbours of the four threads
-add up first.
+thread has one sum for its even heads and one for its odd ones, takes its second heads before its
+first ones, and neighbours of the four threads add up first.
 """
 
 #: Ways to take the relu (``RELU`` below): none; by the unit that compares, half as fast as the
@@ -120,7 +120,8 @@ __device__ __forceinline__ void dsa_write(float* acc, const float* weights, cons
     float low = 0.f, high = 0.f, odd_low = 0.f, odd_high = 0.f;
 #pragma unroll
     for (int j = 0; j < HEADS / 8; j++) {
-      const int i = q * (HEADS / 8) + j;
+      const bool swapped = ENGINE && HEADS > 8 && j < 2;
+      const int i = q * (HEADS / 8) + (swapped ? 1 - j : j);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         const float low_relu = dsa_relu<RELU>(acc[4 * i + c], c);
