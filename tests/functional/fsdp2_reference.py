@@ -2,7 +2,7 @@
 
 ``python -m tests.functional.fsdp2_reference FOLDER``: FOLDER gets a checkpoint to begin with
 (``hf/``), the gradients of the first step (``gradients/``, in the same format) and the losses of
-all steps (``megatron.json``).
+all steps (``megatron.json``). Both run on GPUs where there are any.
 
 ``torchrun ... -m tests.functional.fsdp2_reference FOLDER example``: FOLDER gets the gradients that
 the example's model has in the first step (``fsdp2.pt``).
@@ -33,20 +33,20 @@ def example():
     return module
 
 
-def train(model, config, global_batch, keep) -> list[dict[str, float]]:
+def train(model, config, global_batch, keep, device) -> list[dict[str, float]]:
     """Train with Megatron's layers and autograd, and return the losses of every step.
 
     ``keep(model)`` is called with the gradients of the first.
     """
     from megatron_dsa.metrics.log import NAMES, IndexerLog
 
-    IndexerLog.create(config.num_layers, "cpu")
+    IndexerLog.create(config.num_layers, device)
     sums = IndexerLog._state.sums
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (0.9, 0.95), weight_decay=0.0)
-    position, log = torch.arange(LENGTH)[None], []
+    position, log = torch.arange(LENGTH, device=device)[None], []
     for step in range(STEPS):
         sums.zero_()
-        batch = global_batch(step, BATCH, LENGTH)
+        batch = global_batch(step, BATCH, LENGTH).to(device)
         loss = model(batch[:, :-1], position, None, labels=batch[:, 1:]).mean()
         loss.backward()
         if step == 0:
@@ -66,11 +66,12 @@ def main(folder: Path) -> None:
     from tests.host import start
 
     start()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = transformer_config(
         parse_config(MODEL), "sparse", params_dtype=torch.float32,
         dsa_indexer_loss_coeff=COEFFICIENT, dsa_indexer_use_sparse_loss=True,
     )  # fmt: skip
-    model = gpt_model(config, MODEL["vocab_size"], LENGTH).train()
+    model = gpt_model(config, MODEL["vocab_size"], LENGTH).to(device).train()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, x in model.named_parameters():
@@ -83,7 +84,7 @@ def main(folder: Path) -> None:
     def keep(model):
         export_model(model, folder / "gradients", MODEL, values=lambda _name, x: x.grad)
 
-    log = train(model, config, example().global_batch, keep)
+    log = train(model, config, example().global_batch, keep, device)
     (folder / "megatron.json").write_text(json.dumps(log))
 
 

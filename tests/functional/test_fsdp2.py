@@ -44,15 +44,20 @@ DEVICES = [
 ]
 
 
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request):
+    """Where both paths run."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory):
+def reference(tmp_path_factory, device):
     """Folder with what Megatron's path gave: a checkpoint, gradients and losses."""
     folder = tmp_path_factory.mktemp("reference")
-    run("-m", "tests.functional.fsdp2_reference", str(folder))
+    run("-m", "tests.functional.fsdp2_reference", str(folder), device=device)
     return folder
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("more", [(), ("--compile", "aot_eager")], ids=["eager", "compiled"])
 def test_losses_are_those_of_megatron(reference, tmp_path, more, device):
     """Measured: 1.4e-7 for the language model and 4e-5 for the indexer, relative.
@@ -77,7 +82,6 @@ def test_losses_are_those_of_megatron(reference, tmp_path, more, device):
     assert ours[-1]["indexer loss"] < 0.7 * ours[0]["indexer loss"]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_gradients_are_those_of_megatron(reference, device):
     """Every parameter, the scale of both losses included, which Adam would hide: 9.3e-7."""
     module = "tests.functional.fsdp2_reference"
