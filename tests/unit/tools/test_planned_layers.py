@@ -55,7 +55,8 @@ CASES = [
     ("recomputed", 128, 12288), ("ours", 128, 131072), ("sparse", 16, 8192), ("masked", 16, 8192),
     ("recomputed", 16, 8192), ("sparse", 16, 32768), ("masked", 16, 32768),
     ("recomputed", 16, 32768), ("sparse", 16, 4096), ("masked", 16, 4096),
-    ("ours", 128, 32768), ("sparse", 128, 4096), ("sparse", 128, 8192),
+    ("ours", 128, 32768), ("sparse", 128, 4096), ("sparse", 128, 8192), ("sparse", 16, 131072),
+    ("dense", 16, 131072),
 ]  # fmt: skip
 #: Measured before index queries were made again in the backward. To be measured again.
 LESS_NOW = [("sparse", 64, 8192)]
