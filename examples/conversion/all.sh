@@ -3,7 +3,7 @@
 # of their losses on held-out text and of the measures, which are also written to CSVs in RUN_DIR, and
 # drawn where matplotlib is installed. Runs that are done are not done again.
 #   SMALL=1 examples/conversion/all.sh    the same in minutes on a CPU
-#   GPU30=1 examples/conversion/all.sh    in 30 minutes on one GPU, without the model from scratch
+#   GPU30=1 examples/conversion/all.sh    in 16 minutes on one H200, without the model from scratch
 #   all.sh NAME...                        these runs and those that they start from; runs.sh has the names
 #   PLAN=1 all.sh ...                     only says what is done, and how many minutes are left
 # common.sh explains the variables; arguments from the first one with a dash on are appended to

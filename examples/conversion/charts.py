@@ -3,7 +3,8 @@
 ``python charts.py RUN_DIR FOLDER`` writes ``losses.png``, ``positions.png``, ``selection.png`` and
 ``probes.png``; a chart without data is left out. Bars of error are standard errors: over documents
 for losses, over sequences for probes. CSVs of several seeds, which ``seeds.py`` writes, give a line
-per seed in the first chart and means in the others, with the standard error over seeds.
+per seed in the first chart and means in the others, with the standard error over seeds where that
+is the larger one. A variant of a run has its colour and another style of line.
 """
 
 import argparse
@@ -17,20 +18,41 @@ matplotlib.use("Agg")
 
 from held_out import gaps
 from matplotlib import pyplot
-from table import REFERENCE, Sums, document_sums, read
+from PIL import Image
+from seeds import mean
+from table import REFERENCE, WARMED, Sums, document_sums, read
 
 COLOURS = {
     "dense": "#000000", "dense_on": "#4d4d4d", "warmup": "#cc79a7", "sparse": "#0072b2",
     "sparse_without_warmup": "#e69f00", "scratch": "#009e73",
     "v4": "#7f3c8d",
 }  # fmt: skip
-OTHERS = ("#56b4e9", "#d55e00", "#f0e442", "#8c564b", "#17becf", "#bcbd22", "#e377c2", "#7f7f7f")
+OTHERS = ("#56b4e9", "#d55e00", "#bcbd22", "#8c564b", "#17becf", "#f0e442", "#e377c2", "#7f7f7f")
+#: Style of the line by variant.
+STYLES = {"again": ":", "absorbed": "--", "masked": "-.", "fp8": (0, (1, 1)),
+          "fp8_scores": (0, (5, 1, 1, 1))}  # fmt: skip
 
 
-def colours(runs: list[str]) -> dict[str, str]:
-    """Return a colour per run."""
-    others = [run for run in runs if run not in COLOURS]
-    return COLOURS | {run: OTHERS[i % len(OTHERS)] for i, run in enumerate(others)}
+def parts(run: str) -> tuple[str, str]:
+    """Return the run that a run is a variant of, and the variant; ``""`` where it is none."""
+    if run == "dense_on_again":
+        return "dense_on", "again"
+    found = WARMED.fullmatch(run)
+    if found and found[2]:
+        return run.removesuffix(f"_{found[2]}"), found[2]
+    return run, ""
+
+
+def styles(runs: list[str]) -> dict[str, dict]:
+    """Return colour and style of the line per run."""
+    names = dict.fromkeys(parts(run)[0] for run in runs)
+    others = [name for name in names if name not in COLOURS]
+    colour = COLOURS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(others)}
+    return {
+        run: {"color": colour[name], "ls": STYLES.get(variant, "-")}
+        for run in runs
+        for name, variant in (parts(run),)
+    }
 
 
 def in_runs(rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
@@ -50,23 +72,33 @@ def by_seed(rows: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
 
 
 def over_seeds(values: list[float], error: float) -> tuple[float, float]:
-    """Return the mean and its standard error; ``error`` is that of a single value."""
+    """Return the mean and the larger error: that over seeds, or ``error``, that of the mean."""
     if len(values) < 2:
         return values[0], error
-    return fmean(values), stdev(values) / math.sqrt(len(values))
+    spread = stdev(values) / math.sqrt(len(values))
+    return fmean(values), spread if math.isnan(error) else max(spread, error)
 
 
 def means(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the rows of ``measures.csv`` with one, of all seeds, in place of one per seed."""
+    """Return the rows of ``measures.csv`` with one, of all seeds, in place of one per seed.
+
+    All seeds are measured on the same sequences, so that their mean has no smaller error over them.
+    """
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         groups.setdefault((row["run"], row["step"], row["measure"], row["part"]), []).append(row)
     found = []
-    for first, *others in groups.values():
-        values = [float(row["value"]) for row in (first, *others)]
-        value, error = over_seeds(values, float(first["error"] or "nan"))
-        found.append(first | {"value": str(value), "error": str(error)})
+    for group in groups.values():
+        values = [float(row["value"]) for row in group]
+        value, error = over_seeds(values, fmean(float(row["error"] or "nan") for row in group))
+        found.append(group[0] | {"value": str(value), "error": str(error)})
     return found
+
+
+def labels(last: dict[str, int]) -> dict[str, str]:
+    """Return a label per run, which says its last step where others went on."""
+    end = max(last.values(), default=0)
+    return {run: run if step == end else f"{run} (step {step})" for run, step in last.items()}
 
 
 def save(figure, target: Path) -> Path:
@@ -77,6 +109,8 @@ def save(figure, target: Path) -> Path:
     figure.tight_layout()
     figure.savefig(target, dpi=120)
     pyplot.close(figure)
+    image = Image.open(target).convert("P", palette=Image.Palette.ADAPTIVE)
+    image.save(target, optimize=True)  # a third of the size
     return target
 
 
@@ -84,8 +118,8 @@ def draw_losses(
     validation: list[dict[str, str]], sums: dict[str, dict[str, dict[int, Sums]]], target: Path
 ):
     """Draw losses against tokens, and the gaps to the dense model that went on."""
-    colour = colours(list(in_runs(validation)))
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.4))
+    style = styles(list(in_runs(validation)))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.4))
     labelled = set()
     for seed, of_seed in by_seed(validation).items():
         for run, rows in in_runs(of_seed).items():
@@ -93,7 +127,7 @@ def draw_losses(
             labelled.add(run)
             places = [float(row["tokens"]) / 1e6 for row in rows]
             values = [float(row["validation_loss"]) for row in rows]
-            left.plot(places, values, marker="o", ms=3, color=colour[run], label=label)
+            left.plot(places, values, marker="o", ms=3, label=label, **style[run])
             per_step = {int(row["step"]): float(row["tokens"]) / 1e6 for row in rows}
             documents = sums.get(seed, {})
             theirs, mine = documents.get(REFERENCE, {}), documents.get(run, {})
@@ -102,11 +136,11 @@ def draw_losses(
                 found = [gaps(mine[step], theirs[step])["all"] for step in steps]
                 places = [per_step[step] for step in steps]
                 values, errors = zip(*found, strict=True)
-                right.errorbar(places, values, errors, capsize=3, color=colour[run], label=label)
+                right.errorbar(places, values, errors, capsize=3, marker="o", ms=3, **style[run])
     right.axhline(0, color=COLOURS[REFERENCE], lw=1)
     left.set(xlabel="million tokens", ylabel="held-out loss (nats per token)")
-    right.set(xlabel="million tokens", ylabel=f"gap to {REFERENCE} at equal tokens (nats)")
-    left.legend(fontsize=8)
+    right.set(xlabel="million tokens", ylabel=f"gap to {REFERENCE} (nats per token)")
+    left.legend(fontsize=7)
     return save(figure, target)
 
 
@@ -114,19 +148,21 @@ def last_gaps(
     sums: dict[str, dict[str, dict[int, Sums]]],
 ) -> dict[str, dict[str, tuple[float, float]]]:
     """Return gaps and errors of the last step of every run, by band of positions."""
-    of_seeds: dict[str, list[dict[str, tuple[float, float]]]] = {}
+    of_seeds: dict[str, list[tuple[Sums, Sums]]] = {}
     for documents in sums.values():
         theirs = documents.get(REFERENCE, {})
         for run, mine in documents.items():
             if run != REFERENCE and mine and max(mine) in theirs:
-                of_seeds.setdefault(run, []).append(gaps(mine[max(mine)], theirs[max(mine)]))
-    return {
-        run: {
-            band: over_seeds([each[band][0] for each in found], found[0][band][1])
-            for band in found[0]
+                of_seeds.setdefault(run, []).append((mine[max(mine)], theirs[max(mine)]))
+    found = {}
+    for run, pairs in of_seeds.items():
+        each = [gaps(*pair) for pair in pairs]
+        both = gaps(*(mean(list(several)) for several in zip(*pairs, strict=True)))
+        found[run] = {
+            band: over_seeds([gap[band][0] for gap in each], error)
+            for band, (_, error) in both.items()
         }
-        for run, found in of_seeds.items()
-    }
+    return found
 
 
 def draw_positions(sums: dict[str, dict[str, dict[int, Sums]]], target: Path):
@@ -134,23 +170,45 @@ def draw_positions(sums: dict[str, dict[str, dict[int, Sums]]], target: Path):
     found = last_gaps(sums)
     if not found:
         return None
-    colour = colours(list(found))
+    style = styles(list(found))
+    label = labels(
+        {run: max(mine) for documents in sums.values() for run, mine in documents.items()}
+    )
     bands = [band for band in next(iter(found.values())) if band != "all"]
-    figure, axis = pyplot.subplots(figsize=(7, 4.4))
+    figure, axis = pyplot.subplots(figsize=(9, 4.4))
     width = 0.8 / len(found)
     for number, (run, by_band) in enumerate(found.items()):
         places = [place + (number - (len(found) - 1) / 2) * width for place in range(len(bands))]
-        axis.bar(places, [by_band[band][0] for band in bands], width, color=colour[run], label=run,
-                 yerr=[by_band[band][1] for band in bands], capsize=3)  # fmt: skip
+        axis.errorbar(places, [by_band[band][0] for band in bands],
+                      [by_band[band][1] for band in bands], capsize=3, marker="o", ms=4,
+                      lw=0.8, label=label[run], **style[run])  # fmt: skip
     axis.axhline(0, color=COLOURS[REFERENCE], lw=1)
     axis.set_xticks(range(len(bands)), bands)
     axis.set(xlabel="position in the sequence", ylabel=f"gap to {REFERENCE} (nats per token)")
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     return save(figure, target)
 
 
-def draw_selection(measures: list[dict[str, str]], layers: list[dict[str, str]], target: Path):
-    """Draw captured mass (dashed: of the best K keys), recall and the indexer's loss by layer."""
+def of_layers(rows: list[dict[str, str]], measure: str) -> dict[int, tuple[float, float]]:
+    """Return value and error by layer, of the last step of a run that has this measure."""
+    of_measure = [row for row in rows if row["measure"] == measure]
+    last = max((int(row["step"]) for row in of_measure), default=0)
+    return {
+        int(row["part"].split()[1]): (float(row["value"]), float(row["error"] or "nan"))
+        for row in sorted(of_measure, key=lambda row: int(row["part"].split()[1]))
+        if int(row["step"]) == last
+    }
+
+
+def draw_selection(
+    measures: list[dict[str, str]], training: list[dict[str, str]],
+    layers: list[dict[str, str]], target: Path,
+):  # fmt: skip
+    """Draw captured mass (dashed: of the best K keys), recall and the indexer's loss by layer.
+
+    Over steps of the training, the mass is drawn by layer where ``layers.csv`` has it, else its
+    mean over layers from ``training.csv``.
+    """
     of_runs = {
         run: rows
         for run, rows in in_runs(measures).items()
@@ -158,37 +216,34 @@ def draw_selection(measures: list[dict[str, str]], layers: list[dict[str, str]],
     }
     if not of_runs:
         return None
-    colour = colours(list(in_runs(measures)))
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8))
+    style = styles(list(in_runs(measures)))
+    label = labels({run: max(int(row["step"]) for row in rows) for run, rows in of_runs.items()})
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.4))
     for run, rows in of_runs.items():
-        last = max(int(row["step"]) for row in rows if row["measure"] == "recall")
-        for axis, names in ((axes[0, 0], ("mass", "best mass")), (axes[0, 1], ("recall",))):
-            for name in names:
-                found = {
-                    int(row["part"].split()[1]): (float(row["value"]), float(row["error"]))
-                    for row in rows
-                    if row["measure"] == name and int(row["step"]) == last
-                }
-                numbers = sorted(found)
-                best = name == "best mass"
-                axis.errorbar(numbers, [found[n][0] for n in numbers],
-                              [found[n][1] for n in numbers], capsize=2, color=colour[run],
-                              ls="--" if best else "-", label=None if best else run)  # fmt: skip
-    for run, rows in in_runs(layers).items():
-        for axis, column in ((axes[1, 0], "mass"), (axes[1, 1], "indexer_loss")):
-            for seed, layer in sorted({(row.get("seed", ""), int(row["layer"])) for row in rows}):
-                series = [
-                    (int(row["step"]), float(row[column]))
-                    for row in rows
-                    if (row.get("seed", ""), int(row["layer"])) == (seed, layer) and row[column]
-                ]
-                if series:
-                    axis.plot(*zip(*series, strict=True), color=colour[run], lw=0.7, alpha=0.6)
-    axes[0, 0].set(xlabel="layer", ylabel="attention mass captured (dashed: best K keys)")
+        for axis, name in (
+            (axes[0, 0], "mass"), (axes[0, 0], "best mass"), (axes[0, 1], "recall"),
+            (axes[1, 1], "indexer KL"),
+        ):  # fmt: skip
+            found = of_layers(rows, name)
+            values, errors = zip(*found.values(), strict=True) if found else ((), ())
+            look = {"ls": "--", "lw": 0.8} if name == "best mass" else {"lw": 1.2}
+            axis.errorbar(list(found), values, errors, capsize=2,
+                          label=None if name == "best mass" else label[run],
+                          **style[run] | look)  # fmt: skip
+    for run, rows in in_runs(layers or training).items():
+        lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
+        for row in rows:
+            if row["mass"]:
+                line = lines.setdefault((row.get("seed", ""), row.get("layer", "")), [])
+                line.append((int(row["step"]), float(row["mass"])))
+        for line in lines.values():
+            axes[1, 0].plot(*zip(*line, strict=True), lw=0.8, alpha=0.8, **style[run])
+    each = "a line per layer" if layers else "mean over layers"
+    axes[0, 0].set(xlabel="layer", ylabel="attention mass (dashed: best K keys)")
     axes[0, 1].set(xlabel="layer", ylabel="recall of the best K keys")
-    axes[1, 0].set(xlabel="step", ylabel="mass captured, in training; a line per layer")
-    axes[1, 1].set(xlabel="step", ylabel="indexer loss (nats); a line per layer", yscale="log")
-    axes[0, 1].legend(fontsize=8)
+    axes[1, 0].set(xlabel="step", ylabel=f"mass in training, {each}")
+    axes[1, 1].set(xlabel="layer", ylabel="indexer KL (nats)", ylim=(0, None))
+    axes[0, 0].legend(fontsize=7)
     return save(figure, target)
 
 
@@ -201,7 +256,7 @@ def draw_probes(measures: list[dict[str, str]], target: Path):
     }
     if not runs:
         return None
-    colour = colours(list(runs))
+    style = styles(list(runs))
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.4), sharey=True)
     for axis, kind in zip(axes, ("copy", "look-up"), strict=True):
         for run, rows in runs.items():
@@ -213,10 +268,11 @@ def draw_probes(measures: list[dict[str, str]], target: Path):
             }
             axis.errorbar(list(found), [value for value, _ in found.values()],
                           [error for _, error in found.values()], capsize=3, marker="o", ms=3,
-                          color=colour[run], label=run)  # fmt: skip
+                          label=run, **style[run])  # fmt: skip
         axis.set(xlabel="tokens back", title=kind)
     axes[0].set_ylabel("accuracy")
-    axes[0].legend(fontsize=8)
+    axes[0].set(ylim=(-0.02, None))
+    axes[0].legend(fontsize=7, ncols=2)
     return save(figure, target)
 
 
@@ -225,9 +281,9 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="folder of the CSVs")
     parser.add_argument("folder", type=Path, help="folder of the charts")
     arguments = parser.parse_args()
-    validation, measures, documents, layers = (
+    validation, measures, documents, training, layers = (
         read(arguments.run / f"{name}.csv")
-        for name in ("validation", "measures", "documents", "layers")
+        for name in ("validation", "measures", "documents", "training", "layers")
     )
     sums = {
         seed: {run: document_sums(of_run) for run, of_run in in_runs(rows).items()}
@@ -239,7 +295,7 @@ def main() -> None:
     drawn = [
         draw_losses(validation, sums, folder / "losses.png") if validation else None,
         draw_positions(sums, folder / "positions.png"),
-        draw_selection(measures, layers, folder / "selection.png"),
+        draw_selection(measures, training, layers, folder / "selection.png"),
         draw_probes(measures, folder / "probes.png"),
     ]
     for file in filter(None, drawn):

@@ -1,7 +1,7 @@
 # Sourced by the scripts of this folder: sizes, flags, and the function `train`. runs.sh has the runs.
 #   RUN_DIR  where data, checkpoints, logs and the table go       (runs/conversion)
 #   SMALL    1: a small model and corpus, minutes on a CPU        (one GPU, 160 M parameters)
-#   GPU30    1: the model of full size, for 30 minutes of one GPU
+#   GPU30    1: the model of full size, fewer tokens: 16 minutes on one H200
 #   STEPS    optimizer steps: dense, warm-up, sparse  ("1500 100 500", small "60 20 40", GPU30 "840 60 120")
 #   TOPK     keys that a query selects; a run of the sparse stage for each of several
 #            ("2048 1024", small 64)
@@ -32,14 +32,14 @@ if [[ -n ${SMALL:-} ]]; then
   )
 else
   topks=${TOPK:-2048 1024} vocabulary=16384 seq_length=8192 micro_batch=1
-  warmup_rate=1e-3 log_interval=10 measures=() start_seconds=60
+  warmup_rate=1e-3 log_interval=10 measures=() start_seconds=65
   if [[ -n ${GPU30:-} ]]; then
     read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-840 60 120}"
-    seconds="0.37 0.4 0.9" document_tokens=16384 batch=4 peak=1e-3 last=3.3e-5 lr_warmup=$((dense_steps / 14)) eval_interval=60
+    seconds="0.27 0.71 0.58" document_tokens=16384 batch=4 peak=1e-3 last=3.3e-5 lr_warmup=$((dense_steps / 14)) eval_interval=60
     save_interval=$((dense_steps / 2)) dense_eval_interval=$((dense_steps / 2))
   else
     read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-1500 100 500}"
-    seconds="6 6.5 14" document_tokens=32768 batch=64 peak=6e-4 last=2e-5 lr_warmup=100 eval_interval=100 save_interval=250
+    seconds="4.3 11 9.3" document_tokens=32768 batch=64 peak=6e-4 last=2e-5 lr_warmup=100 eval_interval=100 save_interval=250
   fi
   model=(
     --num-layers 12 --hidden-size 768 --ffn-hidden-size 2048 --num-attention-heads 16

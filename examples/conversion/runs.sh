@@ -1,9 +1,11 @@
 # Sourced by common.sh: what every run is. `run NAME FLAGS...` trains one, `list_runs NAMES...` says
 # what is done and how many minutes are left.
 #   SECONDS_PER_STEP  of stages dense, warm-up and sparse, for the estimate of runs without a log
-#                     (estimated, of an H100: "6 6.5 14", GPU30 "0.37 0.4 0.9"; small "0.2 0.2 0.3")
+#                     (of an H200: GPU30 "0.27 0.71 0.58", measured; "4.3 11 9.3" from that, with a
+#                     batch 16 times as large; small "0.2 0.2 0.3")
 
-# Without names: those that the gap needs. A model from scratch takes as long as all others of GPU30.
+# Without names: those that the gap needs. A model from scratch takes two thirds as long as all
+# others of GPU30.
 default_runs=(dense dense_on warmup sparse)
 for topk in "${topks[@]:1}"; do default_runs+=("sparse_$topk"); done
 default_runs+=(sparse_without_warmup)

@@ -2,10 +2,12 @@
 
 ``python seeds.py OUTPUT RUN_DIR...`` reads the CSVs that ``results.sh`` wrote to every ``RUN_DIR``,
 writes them as one each, with the column ``seed`` in front, to ``OUTPUT``, and prints a table. A gap
-is that of each seed to the dense model of its own that went on (runs with a variant: to the run
-without it, too), document by document, and the mean over seeds. Its first error is over documents,
-of which all seeds see the same; the second one over seeds, where there are two. A run that was
-trained in two sessions of a seed counts once, with the mean of its gaps; the CSVs have the first.
+is that of each seed to the dense model of its own that went on, document by document, and the mean
+over seeds. Runs with a variant are compared with the run without it, too, and runs with fewer keys
+or without a warm-up with ``sparse``. The first error is over documents, of which all seeds see the
+same; the second one over seeds, where there are two. A run that was trained in two sessions of a
+seed counts once, with the mean of its gaps; the CSVs have the first. ``OUTPUT`` can be one of the
+``RUN_DIR`` of a later call.
 """
 
 import argparse
@@ -19,8 +21,8 @@ from statistics import fmean, stdev
 from held_out import mean_over_clusters
 from table import REFERENCE, WARMED, Sums, compared, document_sums, read, write
 
-FILES = ("validation", "measures", "documents", "layers")
-SETTINGS = re.compile(r"seed (\d+), (steps \d+ (\d+) \d+, .*)")
+FILES = ("validation", "measures", "documents", "training", "layers")
+SETTINGS = re.compile(r"seeds? ([\d ]+), (steps \d+ (\d+) \d+, .*)")
 
 
 @dataclass
@@ -44,8 +46,11 @@ class Session:
         self.documents = {run: document_sums(rows) for run, rows in by_run.items()}
 
 
-def sessions(folders: Iterable[Path]) -> tuple[list[Session], int]:
-    """Read folders, which differ in their seeds alone; return the steps of the warm-up, too."""
+def sessions(folders: Iterable[Path]) -> tuple[list[Session], str, int]:
+    """Read folders, which differ in their seeds alone; return settings and steps of the warm-up.
+
+    A folder that :func:`main` wrote gives a session per seed.
+    """
     found, others, warmup = [], set(), 0
     for folder in folders:
         file = folder / "settings.txt"
@@ -55,12 +60,17 @@ def sessions(folders: Iterable[Path]) -> tuple[list[Session], int]:
         rows = {name: read(folder / f"{name}.csv") for name in FILES}
         if not rows["documents"]:
             sys.exit(f"error: {folder} has no documents.csv: run results.sh first")
-        found.append(Session(int(said[1]), rows))
+        for seed in said[1].split():
+            of_seed = {
+                name: [row for row in of_file if row.get("seed", seed) == seed]
+                for name, of_file in rows.items()
+            }
+            found.append(Session(int(seed), of_seed))
         others.add(said[2])
         warmup = int(said[3])
     if len(others) > 1:
         sys.exit(f"error: runs of other settings have no common gap: {'; '.join(sorted(others))}")
-    return found, warmup
+    return found, others.pop(), warmup
 
 
 def combined(found: list[Session], name: str) -> Iterator[list]:
@@ -70,7 +80,7 @@ def combined(found: list[Session], name: str) -> Iterator[list]:
     for session in found:
         for row in session.rows[name]:
             if not columns:
-                columns = list(row)
+                columns = [column for column in row if column != "seed"]
                 yield ["seed", *columns]
             if (session.seed, row["run"]) not in there:
                 yield [session.seed, *(row[column] for column in columns)]
@@ -128,11 +138,17 @@ def gap_of(found: list[Session], run: str, step: int, other: str, at: int) -> Ga
     return Gap(number, fmean(values), over_documents, over_seeds, fmean(references.values()))
 
 
-def mean(several: list[dict[int, tuple[float, int]]]) -> dict[int, tuple[float, int]]:
-    """Return the means of the sums of documents."""
+def mean[Key](several: list[dict[Key, tuple[float, int]]]) -> dict[Key, tuple[float, float]]:
+    """Return the means of sums and numbers of tokens.
+
+    Seeds cut documents into sequences at other places: a band has other tokens of a document.
+    """
     return {
-        document: (fmean(each[document][0] for each in several), tokens)
-        for document, (_, tokens) in several[0].items()
+        key: (
+            fmean(each.get(key, (0.0, 0))[0] for each in several),
+            fmean(each.get(key, (0.0, 0))[1] for each in several),
+        )
+        for key in dict.fromkeys(key for each in several for key in each)
     }
 
 
@@ -140,12 +156,16 @@ def comparisons(found: list[Session], warmup: int) -> Iterator[tuple[str, int, s
     """Yield run, last step, the run that it is compared with, and its step."""
     runs = dict.fromkeys(run for session in found for run in session.documents)
     for run in runs:
+        if run == "dense":  # ends where what it is compared with begins
+            continue
         last = max(max(each.documents[run]) for each in found if run in each.documents)
         for step in compared(run, last, warmup):
             yield run, last, REFERENCE, step
         parts = WARMED.fullmatch(run)
         if parts and parts[2]:
             yield run, last, f"sparse_{parts[1]}" if parts[1] else "sparse", last
+        elif (parts and parts[1]) or run == "sparse_without_warmup":
+            yield run, last, "sparse", last
 
 
 def table(found: list[Session], warmup: int) -> list[str]:
@@ -169,8 +189,10 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="folder of the CSVs of all")
     parser.add_argument("runs", type=Path, nargs="+", help="RUN_DIR of the scripts, of each seed")
     arguments = parser.parse_args()
-    found, warmup = sessions(arguments.runs)
+    found, settings, warmup = sessions(arguments.runs)
     arguments.output.mkdir(parents=True, exist_ok=True)
+    numbers = " ".join(map(str, sorted({session.seed for session in found})))
+    (arguments.output / "settings.txt").write_text(f"seeds {numbers}, {settings}\n")
     for name in FILES:
         rows = list(combined(found, name))
         if rows:

@@ -7,8 +7,8 @@ error over documents, which says nothing of other seeds. A frozen warm-up does n
 so the gap is given at equal updates of the model, too: to the dense model as many steps earlier as
 the warm-up took. ``mass`` is the share of dense attention's probability on the selected keys, as
 logged last; ``ms`` the median time of a step. Of all runs it writes ``validation.csv``,
-``measures.csv``, ``documents.csv`` and, where tensorboard is installed, ``layers.csv``, to
-``RUN_DIR``.
+``measures.csv``, ``documents.csv``, ``training.csv`` (times of steps, and the mass, as logged) and,
+where tensorboard is installed, ``layers.csv``, to ``RUN_DIR``.
 """
 
 import argparse
@@ -38,8 +38,10 @@ LINE = re.compile(
     r"validation-held_out loss at iteration (\d+)(?: on validation set)? \| lm loss value: (\S+) \|"
 )
 
-MASS = re.compile(r"dsa attention mass captured: (\S+)")
-TIME = re.compile(r"elapsed time per iteration \(ms\): (\S+)")
+STEP = re.compile(
+    r"iteration +(\d+)(?:/ *\d+)? \|.*?elapsed time per iteration \(ms\): (\S+)"
+    r"(?:.*?dsa attention mass captured: (\S+))?"
+)
 #: Figures of layers that training writes to TensorBoard, by column of ``layers.csv``.
 LAYERS = {"mass": "dsa/mass-captured", "indexer_loss": "dsa/indexer-loss"}
 
@@ -50,6 +52,14 @@ Sums = dict[tuple[int, str], tuple[float, int]]
 def losses(log: str) -> dict[int, float]:
     """Return the validation losses of a log by step; of one that was repeated, the later one."""
     return {int(step): float(value) for step, value in LINE.findall(log)}
+
+
+def training_steps(log: str) -> dict[int, tuple[float, float | None]]:
+    """Return milliseconds per step and captured mass, of runs that select, by logged step."""
+    return {
+        int(step): (float(time), float(mass) if mass else None)
+        for step, time, mass in STEP.findall(log)
+    }
 
 
 def runs_of(folder: Path) -> list[str]:
@@ -211,12 +221,19 @@ def main() -> None:
     curves = {name: curve for name, log in logs.items() if (curve := losses(log))}
     if not curves:
         sys.exit(f"error: no run in {folder} has a validation loss yet")
-    masses = {name: float(found[-1]) for name, log in logs.items() if (found := MASS.findall(log))}
-    times = {
-        name: statistics.median(map(float, found))
-        for name, log in logs.items()
-        if (found := TIME.findall(log))
+    trained = {name: found for name, log in logs.items() if (found := training_steps(log))}
+    masses = {
+        name: mass for name, found in trained.items() if (mass := found[max(found)][1]) is not None
     }
+    times = {
+        name: statistics.median(time for time, _ in found.values())
+        for name, found in trained.items()
+    }
+    write(
+        folder / "training.csv", ["run", "step", "milliseconds", "mass"],
+        ([name, step, time, "" if mass is None else mass]
+         for name, found in trained.items() for step, (time, mass) in sorted(found.items())),
+    )  # fmt: skip
     write(
         folder / "validation.csv", ["run", "step", "tokens", "validation_loss"],
         ([name, step, step * arguments.tokens_per_step, loss]

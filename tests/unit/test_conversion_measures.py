@@ -268,10 +268,16 @@ def made_up_runs(folder):
             sums = held_out.sums_by_document(losses + number / 8 + 1 / step, counted, documents)
             rows += [(step, *key, *of) for key, of in sums.items()]
             mean = held_out.summary(sums)["all"][0]
+            log.append(
+                f" iteration {step}/ 20 | elapsed time per iteration (ms): 5.0 | lm loss: 1 |"
+                + " dsa attention mass captured: 0.9 |" * (run != "dense_on")
+            )
             log.append(f" validation-held_out loss at iteration {step} | lm loss value: {mean} |")
             for name in ("mass", "best mass", "recall"):
                 if run != "dense_on":
                     measured += [(step, name, f"layer {n}", 0.5 + n / 10, 0.01, 4) for n in (1, 2)]
+            if run != "dense_on":
+                measured += [(step, "indexer KL", f"layer {n}", 1.5 / n, "", 4) for n in (1, 2)]
             measured += [(step, "copy", part, 0.75, 0.01 * number, 8) for part in ("64", "none")]
             measured += [(step, "look-up", "64", step / 40, 0.01, 8)]
         write(folder / run / "documents.csv", module("measures").DOCUMENTS, rows)
@@ -301,7 +307,16 @@ def test_tables_and_charts(tmp_path, monkeypatch, capsys):
     layers = [(run, step, 1, 0.5, 0.1) for run in ("sparse", "sparse_1024") for step in (10, 20)]
     write(tmp_path / "layers.csv", ["run", "step", "layer", *table.LAYERS], layers)
     monkeypatch.setattr("sys.argv", ["charts", str(tmp_path), str(tmp_path / "drawn")])
+    figures = []
+    save = charts.save
+    monkeypatch.setattr(charts, "save", lambda *given: figures.append(given[0]) or save(*given))
     charts.main()
     drawn = {file.name for file in (tmp_path / "drawn").iterdir()}
     assert drawn == {"losses.png", "positions.png", "selection.png", "probes.png"}
-    assert all(file.stat().st_size > 10000 for file in (tmp_path / "drawn").iterdir())
+    assert all(axis.has_data() for figure in figures for axis in figure.axes)
+    # Without TensorBoard's figures of layers: their mean, from the logs.
+    (tmp_path / "layers.csv").unlink()
+    figures.clear()
+    charts.main()
+    assert [len(figure.axes) for figure in figures] == [2, 1, 4, 2]
+    assert all(axis.has_data() for figure in figures for axis in figure.axes)

@@ -1,6 +1,7 @@
 """``examples/conversion``: tables and charts of several seeds and sessions."""
 
 import csv
+from statistics import fmean
 
 import pytest
 
@@ -52,9 +53,30 @@ def test_gaps_over_seeds(tmp_path, monkeypatch, capsys):
     # The dense model of another session of its seed.
     assert found["sparse_32", "dense_on, 50"][:2] == ["1", "+0.3000 (+10.00%)"]
     assert found["sparse", "dense_on, 40"] == ["0", "not measured"]
+    # Fewer keys are compared with more, too.
+    assert found["sparse_32", "sparse, 50"][:2] == ["1", "+0.4000 (+13.79%)"]
     with open(tmp_path / "all/documents.csv", newline="") as file:
         written = [(row["seed"], row["run"]) for row in csv.DictReader(file)]
     assert written.count(("1", "sparse")) == 2 and written.count(("1", "sparse_fp8")) == 2
+
+
+def test_what_was_put_together_is_read_again(tmp_path, monkeypatch, capsys):
+    """The same table and the same CSVs; another seed is added to it."""
+    seeds = module("seeds")
+    folders = [
+        session(tmp_path / "a", 1, dense=(30, 4.0, 4.0), dense_on=(50, 2.0, 2.0),
+                sparse=(50, 2.3, 2.1)),
+        session(tmp_path / "b", 2, dense_on=(50, 3.0, 3.0), sparse=(50, 2.9, 2.9)),
+    ]  # fmt: skip
+    first = rows_of(seeds, capsys, monkeypatch, tmp_path / "all", *folders)
+    assert ("dense", "dense_on, 30") not in first
+    again = rows_of(seeds, capsys, monkeypatch, tmp_path / "again", tmp_path / "all")
+    assert again == first
+    for name in ("documents.csv", "settings.txt"):
+        assert (tmp_path / "again" / name).read_text() == (tmp_path / "all" / name).read_text()
+    other = session(tmp_path / "c", 3, dense_on=(50, 3.0, 3.0), sparse=(50, 3.3, 3.3))
+    found = rows_of(seeds, capsys, monkeypatch, tmp_path / "more", tmp_path / "all", other)
+    assert found["sparse", "dense_on, 50"][0] == "3"
 
 
 def test_sessions_that_do_not_compare_are_refused(tmp_path, monkeypatch, capsys):
@@ -70,14 +92,15 @@ def test_sessions_that_do_not_compare_are_refused(tmp_path, monkeypatch, capsys)
 
 
 def test_charts_of_several_seeds(tmp_path):
-    """Means, with the error over seeds; of one seed its own error."""
+    """Means, with the larger error: over seeds or its own; of one seed its own."""
     pytest.importorskip("matplotlib")
     charts = module("charts")
     row = {"run": "sparse", "step": "50", "measure": "copy", "part": "8", "error": "0.5"}
     rows = [row | {"seed": seed, "value": value} for seed, value in (("1", "0.1"), ("2", "0.3"))]
-    (found,) = charts.means(rows)
-    assert float(found["value"]) == pytest.approx(0.2)
-    assert float(found["error"]) == pytest.approx(0.1)
+    for own, expected in (("0.5", 0.5), ("0.05", 0.1), ("", 0.1)):
+        (found,) = charts.means([each | {"error": own} for each in rows])
+        assert float(found["value"]) == pytest.approx(0.2)
+        assert float(found["error"]) == pytest.approx(expected)
     (found,) = charts.means(rows[:1])
     assert (float(found["value"]), float(found["error"])) == (0.1, 0.5)
     sums = {
@@ -88,6 +111,18 @@ def test_charts_of_several_seeds(tmp_path):
         for seed, gap in (("1", -2.0), ("2", 4.0))
     }
     assert charts.last_gaps(sums)["sparse"]["0-8"] == pytest.approx((0.1, 0.3))
+    # Documents that differ more than seeds, which cut them into bands at other places.
+    sums["1"]["sparse"][50] = {(0, "0-8"): (28.0, 10), (1, "0-8"): (8.0, 10)}
+    sums["2"] = {
+        "dense_on": {50: {(0, "0-8"): (40.0, 20), (2, "0-8"): (20.0, 10)}},
+        "sparse": {50: {(0, "0-8"): (46.0, 20), (2, "0-8"): (17.0, 10)}},
+    }
+    # Sums of both, over tokens of both: (8 + 6) / 30, -12 / 10, -3 / 10.
+    value = fmean([-4 / 20, 3 / 30])
+    total = (14 - 12 - 3) / 50
+    apart = (14 - 30 * total, -12 - 10 * total, -3 - 10 * total)
+    error = (sum(each**2 for each in apart) * 3 / 2) ** 0.5 / 50
+    assert charts.last_gaps(sums)["sparse"]["0-8"] == pytest.approx((value, error))
     columns = {"step": "50", "tokens": "100", "validation_loss": "2"}
     validation = [columns | {"seed": s, "run": r} for s in "12" for r in ("dense_on", "sparse")]
     assert charts.draw_losses(validation, sums, tmp_path / "losses.png").is_file()
