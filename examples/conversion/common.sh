@@ -3,13 +3,14 @@
 #   SMALL    1: a small model and corpus, minutes on a CPU        (one GPU, 160 M parameters)
 #   GPU30    1: the model of full size, fewer tokens: 16 minutes on one H200
 #   STEPS    optimizer steps: dense, warm-up, sparse  ("1500 100 500", small "60 20 40", GPU30 "840 60 120")
+#   BATCH    sequences of an optimizer step                        (64, small 2, GPU30 4)
 #   TOPK     keys that a query selects; a run of the sparse stage for each of several
 #            ("2048 1024", small 64)
 #   SEED     of weights and data                                  (1)
 #   PYTHON   interpreter with everything installed                (sets up .venv and takes that)
 # Arguments of the scripts are appended to Megatron's flags. A script that is called again continues
 # from the last checkpoints of its runs, also after SIGTERM (`timeout --foreground`), which saves one.
-# Another size, SEED, STEPS or first TOPK needs another RUN_DIR, and is refused.
+# Another size, SEED, STEPS, BATCH or first TOPK needs another RUN_DIR, and is refused.
 source examples/log.sh
 python=${PYTHON:-$(scripts/environment.sh)}
 run=${RUN_DIR:-runs/conversion${SMALL:+_small}${GPU30:+_gpu30}}
@@ -18,7 +19,7 @@ data=$run/data
 # keeps its last rate, as in DeepSeek's report (there 2.2e-4, 7.3e-6 = 1/30 of it, and 1e-3).
 if [[ -n ${SMALL:-} ]]; then
   read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-60 20 40}"
-  topks=${TOPK:-64} vocabulary=1024 document_tokens=2048 seq_length=512 batch=2 micro_batch=2
+  topks=${TOPK:-64} vocabulary=1024 document_tokens=2048 seq_length=512 batch=${BATCH:-2} micro_batch=2
   peak=3e-3 last=1e-3 warmup_rate=3e-3 lr_warmup=5 eval_interval=50 save_interval=100000 log_interval=10
   measures=(--probe-sequences 8 --selection-sequences 4) seconds="0.2 0.2 0.3" start_seconds=15
   model=(
@@ -35,11 +36,12 @@ else
   warmup_rate=1e-3 log_interval=10 measures=() start_seconds=65
   if [[ -n ${GPU30:-} ]]; then
     read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-840 60 120}"
-    seconds="0.27 0.71 0.58" document_tokens=16384 batch=4 peak=1e-3 last=3.3e-5 lr_warmup=$((dense_steps / 14)) eval_interval=60
+    seconds="0.27 0.71 0.58" document_tokens=16384 batch=${BATCH:-4} peak=1e-3 last=3.3e-5 lr_warmup=$((dense_steps / 14))
+    eval_interval=$(((warmup_steps + sparse_steps) / 3))
     save_interval=$((dense_steps / 2)) dense_eval_interval=$((dense_steps / 2))
   else
     read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-1500 100 500}"
-    seconds="4.3 11 9.3" document_tokens=32768 batch=64 peak=6e-4 last=2e-5 lr_warmup=100 eval_interval=100 save_interval=250
+    seconds="4.3 11 9.3" document_tokens=32768 batch=${BATCH:-64} peak=6e-4 last=2e-5 lr_warmup=100 eval_interval=100 save_interval=250
   fi
   model=(
     --num-layers 12 --hidden-size 768 --ffn-hidden-size 2048 --num-attention-heads 16

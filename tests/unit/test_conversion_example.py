@@ -294,7 +294,14 @@ def test_other_settings_are_refused(tmp_path):
     """They would go on from checkpoints of another seed, without a word."""
     trained_to(tmp_path, "dense", 840)
     assert all_runs(tmp_path, "dense").returncode in (0, 1)
-    for other in ({"SEED": "2"}, {"STEPS": "840 60 200"}, {"TOPK": "1024"}, {"GPU30": ""}):
+    changes = (
+        {"SEED": "2"},
+        {"STEPS": "840 60 200"},
+        {"TOPK": "1024"},
+        {"GPU30": ""},
+        {"BATCH": "1"},
+    )
+    for other in changes:
         done = all_runs(tmp_path, "dense_on", **other)
         assert done.returncode == 2 and "begun with other settings" in done.stderr, other
 
