@@ -8,7 +8,7 @@ import torch
 
 from megatron_dsa.dispatch import Candidate, First, OpCall, Operation, Policy, Support
 from megatron_dsa.dispatch.gpus import BLACKWELL, HOPPER, PORTABLE
-from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, TILELANG
+from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, TILELANG, TRITON
 from megatron_dsa.dispatch.support import ATOMIC_SUMS, HALF
 from megatron_dsa.ops.sparse_attention import flashmla
 
@@ -115,6 +115,17 @@ PROBABILITIES = Operation(
                 dtypes=(torch.bfloat16,),
                 heads=(1, 128),
                 bridged="heads padded to 8, 16, 32 or 64, K in buckets; row normalisation undone",
+            ),
+        ),
+        Candidate(
+            "triton",
+            f"{_HERE}.triton:probabilities",
+            Support(
+                covers="p_sum from q, kv, lse",
+                package=TRITON,
+                capabilities=PORTABLE["capabilities"],
+                not_run=PORTABLE["capabilities"],
+                dtypes=(*HALF, torch.float32),
             ),
         ),
         Candidate(

@@ -59,7 +59,7 @@ def forward(
         keys = table[index]
         scores = _scores(inputs, rows, keys, valid)
         chunk_lse = torch.logsumexp(scores, dim=-1)
-        probs = scores.sub_(_denominator(inputs, chunk_lse)[..., None]).exp_()
+        probs = scores.sub_(denominator(inputs, chunk_lse)[..., None]).exp_()
         out[rows] = bmm(probs.to(q.dtype), keys[..., :v_dim])
         lse[rows] = chunk_lse
         if p_sum is not None:
@@ -74,12 +74,12 @@ def probabilities(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Ten
     for rows in _chunks(inputs, copies_of_keys=2, copies_of_scores=3):
         index, valid = _selected(inputs, rows)
         scores = _scores(inputs, rows, table[index], valid)
-        probs = scores.sub_(_denominator(inputs, lse[rows])[..., None]).exp_()
+        probs = scores.sub_(denominator(inputs, lse[rows])[..., None]).exp_()
         torch.sum(probs, dim=1, out=p_sum[rows])
     return p_sum
 
 
-def _denominator(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
+def denominator(inputs: SparseAttentionInputs, lse: torch.Tensor) -> torch.Tensor:
     """Log of the softmax denominator, sink included; 0 for rows without any mass."""
     if inputs.sink is not None:
         lse = torch.logaddexp(lse, inputs.sink.to(lse.dtype).expand_as(lse))
@@ -108,7 +108,7 @@ def backward(
         keys = table[index]
         chunk_dout = dout[rows].to(q.dtype)
         delta = (chunk_dout.to(acc) * out[rows].to(acc)).sum(-1)
-        total = _denominator(inputs, lse[rows])
+        total = denominator(inputs, lse[rows])
         probs = _scores(inputs, rows, keys, valid).sub_(total[..., None]).exp_()
         if p_sum is not None:
             torch.sum(probs, dim=1, out=p_sum[rows])
