@@ -7,6 +7,8 @@ from tests.functional.launch import train
 from tests.helpers import relative_error
 
 TOLERANCE = 2e-5
+#: The indexers' KL is a difference of sums of 2 to 4 in fp32: their last bit.
+KL_ROUNDING = 2.0**-22
 HEALTH = ("dsa attention mass captured", "dsa zero scores", "dsa boundary ties")
 
 
@@ -32,7 +34,9 @@ def compare(got, expected, tolerance):
     expected_step, expected_gradients, _ = expected
     mtp = tuple(name for name in expected_step if name.startswith("mtp_"))
     for figure in ("lm loss", "indexer loss", "grad norm", *mtp):
-        assert step[figure] == pytest.approx(expected_step[figure], rel=1e-4), figure
+        rounding = KL_ROUNDING if figure == "indexer loss" else None
+        wanted = pytest.approx(expected_step[figure], rel=1e-4, abs=rounding)
+        assert step[figure] == wanted, figure
     assert set(gradients) == set(expected_gradients)
     errors = {n: relative_error(g, expected_gradients[n]) for n, g in gradients.items()}
     worst = max(errors, key=errors.get)
