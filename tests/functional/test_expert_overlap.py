@@ -55,7 +55,12 @@ def test_the_interleaved_schedule_computes_the_same(change, data, short_document
     assert first == expected
     if "--mtp-num-layers" in flags:
         # Hidden states feed two branches, whose gradients are added in bf16 in another order.
-        others = [pytest.approx(step, rel=1e-3) for step in others]
+        # The indexers' loss is a small difference of sums: 2e-3 was seen on one kind of CPU.
+        bounds = (1e-3, 5e-3, 1e-3, 1e-3)
+        others = [
+            [pytest.approx(x, rel=bound) for x, bound in zip(step, bounds, strict=True)]
+            for step in others
+        ]
     assert rest == others
     assert got.steps[0]["indexer loss"] > 0
 
