@@ -29,7 +29,13 @@ CHANGES = {
     "V4, distributed optimizer": SMALL_V4
     | {"--use-distributed-optimizer": True, "--overlap-grad-reduce": True},
     "packed": PACKED,
-    "multi-token prediction": {"--mtp-num-layers": 1},
+    # fp16 has three bits more: in bf16 the order of a sum moves the indexers' loss by 2e-3.
+    "multi-token prediction": {
+        "--mtp-num-layers": 1,
+        "--bf16": None,
+        "--fp16": True,
+        "--loss-scale": 1024,
+    },
     "warm-up": {
         "--dsa-stage": "warmup",
         "--dsa-warmup-train-all": True,
@@ -54,13 +60,8 @@ def test_the_interleaved_schedule_computes_the_same(change, data, short_document
     expected, *others = figures(plain)
     assert first == expected
     if "--mtp-num-layers" in flags:
-        # Hidden states feed two branches, whose gradients are added in bf16 in another order.
-        # The indexers' loss is a small difference of sums: 2e-3 was seen on one kind of CPU.
-        bounds = (1e-3, 5e-3, 1e-3, 1e-3)
-        others = [
-            [pytest.approx(x, rel=bound) for x, bound in zip(step, bounds, strict=True)]
-            for step in others
-        ]
+        # Hidden states feed two branches, whose gradients are added in another order.
+        others = [pytest.approx(step, rel=2e-4) for step in others]
     assert rest == others
     assert got.steps[0]["indexer loss"] > 0
 

@@ -126,6 +126,7 @@ PROBABILITIES = Operation(
                 capabilities=PORTABLE["capabilities"],
                 not_run=PORTABLE["capabilities"],
                 dtypes=(*HALF, torch.float32),
+                declined="never run on a GPU: interpreted and compiled only",
             ),
         ),
         Candidate(

@@ -23,7 +23,6 @@ from megatron_dsa.ops.hyper_connections.triton import streams as kernels
 from megatron_dsa.ops.hyper_connections.triton import weights
 from megatron_dsa.ops.hyper_connections.triton.tiles import (
     TOKENS,
-    mix_backward_stages,
     project_tiles,
     read_backward_tiles,
     row_warps,
@@ -132,8 +131,8 @@ def _mix_backward(x, pre, weight, rstd, dnormed):
     partial = pre.new_empty(programs, channels)
     kernels.mix_backward[(programs,)](
         x, pre, weight, rstd, dnormed, du, dpre, partial, tokens,
-        C=channels, N=n, BLOCK_C=triton.next_power_of_2(channels), maxnreg=128,
-        STAGES=mix_backward_stages(channels, n, x.element_size()), num_warps=row_warps(channels),
+        C=channels, N=n, BLOCK_C=triton.next_power_of_2(channels), num_warps=row_warps(channels),
+        maxnreg=128,
     )  # fmt: skip
     return du, dpre, partial.sum(0)
 

@@ -39,19 +39,19 @@ def mix(
 @triton.jit(do_not_specialize=["tokens"])
 def mix_backward(
     x, pre, weight, rstd, dout, du, dpre, partial, tokens,
-    C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+    C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the rounded sum and of ``pre``, and ``partial [programs, C]`` of the weight's.
 
-    Program ``p`` of ``P`` takes tokens ``p``, ``p + P``, ..., each fetched ``STAGES - 1`` before it
-    is needed; the sum of the streams is formed again.
+    Program ``p`` of ``P`` takes tokens ``p``, ``p + P``, ...; the sum of the streams is formed
+    again.
     """
     program = tl.program_id(0)
     column, stream = tl.arange(0, BLOCK_C), tl.arange(0, N)
     inside = column < C
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     dgain = tl.zeros([BLOCK_C], tl.float32)
-    for token in tl.range(program, tokens, tl.num_programs(0), num_stages=STAGES):
+    for token in range(program, tokens, tl.num_programs(0)):
         row = tl.cast(token, tl.int64)
         at = row * (N * C) + stream[:, None] * C + column[None, :]
         tile = tl.load(x + at, mask=inside[None, :], other=0.0)
@@ -95,26 +95,13 @@ def read_backward(
         mask=(output < OUT)[:, None] & inside, other=0.0,
     )  # fmt: skip
     dfn = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
-    token = (part * steps).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    mask = (token < tokens)[:, None] & inside
-    mixed = tl.load(du + token[:, None] * C + channel[None, :], mask=mask, other=0.0)
-    given = mixed
-    if dstreams is not None:
-        given = tl.load(dstreams + token[:, None] * (N * C) + column[None, :], mask=mask, other=0.0)
     for step in range(steps):
+        token = (part * steps + step).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         held = token < tokens
         mask = held[:, None] & inside
         at = token[:, None] * (N * C) + column[None, :]
         tile = tl.load(x + at, mask=mask, other=0.0)
-        # Triton fetches ahead only what a product takes: these are of the next step.
-        later = token + BLOCK_T
-        next_mask = ((later < tokens) & (step + 1 < steps))[:, None] & inside
-        to_next = later[:, None] * C + channel[None, :]
-        next_mixed = tl.load(du + to_next, mask=next_mask, other=0.0)
-        next_given = next_mixed
-        if dstreams is not None:
-            to_next = later[:, None] * (N * C) + column[None, :]
-            next_given = tl.load(dstreams + to_next, mask=next_mask, other=0.0)
+        mixed = tl.load(du + token[:, None] * C + channel[None, :], mask=mask, other=0.0)
         factor = tl.load(pre + token * N + stream, mask=held, other=0.0)
         less = tl.load(shrink + token, mask=held, other=0.0)
         weights = tl.load(
@@ -122,7 +109,7 @@ def read_backward(
         )
         gradient = factor[:, None] * mixed.to(tl.float32) - less[:, None] * tile.to(tl.float32)
         if dstreams is not None:
-            gradient += given.to(tl.float32)
+            gradient += tl.load(dstreams + at, mask=mask, other=0.0).to(tl.float32)
         if SPLIT:
             gradient = tl.dot(weights, rows, gradient, input_precision="tf32")
             high, low = split_halves(weights, tile.dtype)
@@ -132,7 +119,6 @@ def read_backward(
             gradient = tl.dot(weights, rows, gradient, input_precision="ieee")
             dfn = tl.dot(tl.trans(weights), tile.to(tl.float32), dfn, input_precision="ieee")
         tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=mask)
-        token, mixed, given = later, next_mixed, next_given
     to_partial = part.to(tl.int64) * (OUT * N * C) + output[:, None] * (N * C) + column[None, :]
     tl.store(partial + to_partial, dfn, mask=(output < OUT)[:, None] & inside)
 
