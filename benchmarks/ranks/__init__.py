@@ -43,7 +43,7 @@ from benchmarks.ranks.cases import (
     works_of,
 )
 from benchmarks.ranks.merge import Judge, merge
-from benchmarks.ranks.processes import RankFailed, measured
+from benchmarks.ranks.processes import Grids, RankFailed
 from benchmarks.settings import Settings, Work
 from megatron_dsa.errors import ImplementationError
 
@@ -100,8 +100,9 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
 
 
 class _Measurer:
-    def __init__(self, case: Case, device: torch.device, settings: Settings, measured=measured):
-        self.case, self.settings, self._measured = case, settings, measured
+    def __init__(self, case: Case, device: torch.device, settings: Settings, measured=None):
+        self.case, self.settings = case, settings
+        self._measured = measured or Grids().measured
         self._gpus = torch.cuda.device_count() if device.type == "cuda" else None
         self._judge = Judge(case)
 

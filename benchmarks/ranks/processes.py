@@ -1,10 +1,12 @@
-"""The processes of one grid: all measure the same, and end together in bounded time.
+"""The processes of grids: those of one measure the same, and end together in bounded time.
 
 They belong to the process group of the case's process, which the runner ends whatever happens.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -30,64 +32,102 @@ class RankFailed(Exception):
     """A rank has failed, ended or does not answer; the text says which and why."""
 
 
-def measured(case: Case, way: str, settings: dict, timeout: float, run=None) -> list[dict]:
-    """Measure a way of a case on the ranks of its grid; return the answer of every rank.
+class Ranks:
+    """The processes of one grid, which measure one way after another.
 
     Args:
-        case, way: what is measured.
-        settings: ``repeats`` and ``budget`` (seconds).
-        timeout: seconds until ranks that do not answer are ended.
+        grid: how many there are, and how they divide the work.
         run: ``(case, way, device, settings) -> answer`` (:func:`run_rank`).
-
-    Raises:
-        RankFailed: all ranks are ended: those that are not at the same place can do nothing.
     """
-    grid, context = case.grid_of(way), multiprocessing.get_context("forkserver")
-    on_gpu = torch.cuda.is_available()
-    context.set_forkserver_preload(IMPORTED if on_gpu else IMPORTED_ON_CPU)
-    pipes, processes = [], []
-    with tempfile.TemporaryDirectory() as folder:
+
+    def __init__(self, grid: Grid, run=None):
+        context, on_gpu = multiprocessing.get_context("forkserver"), torch.cuda.is_available()
+        context.set_forkserver_preload(IMPORTED if on_gpu else IMPORTED_ON_CPU)
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes, self._processes = [], []
+        for rank in range(grid.ranks):
+            ours, theirs = context.Pipe()
+            arguments = rank, grid, os.path.join(self._folder.name, "store"), theirs, run
+            process = context.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def measured(self, case: Case, way: str, settings: dict, timeout: float) -> list[dict]:
+        """Measure a way of a case; return the answer of every rank.
+
+        Args:
+            case, way: what is measured.
+            settings: ``repeats`` and ``budget`` (seconds).
+            timeout: seconds until ranks that do not answer have failed.
+
+        Raises:
+            RankFailed: those that are not at the same place can do nothing more: end them.
+        """
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # it has ended, as its answer will say
+                pipe.send((case, way, settings))
+        answers: dict[int, dict] = {}
+        deadline = time.monotonic() + timeout
+        waiting = dict(enumerate(self._pipes))
+        while waiting:
+            ready = connection.wait(waiting.values(), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                try:
+                    answers[rank] = waiting.pop(rank).recv()
+                except (EOFError, OSError):
+                    reason = _ending(rank, self._processes[rank])
+                    answers[rank] = {"status": "failed", "reason": reason}
+                if answers[rank]["status"] != "ok":
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        bad = [found for found in answers.values() if found["status"] != "ok"]
+        if bad:
+            # The lack of memory on one rank is the cause of whatever happens to the others.
+            raise RankFailed(
+                min(bad, key=lambda found: found["status"] != "out of memory")["reason"]
+            )
+        if waiting:
+            ranks = ", ".join(map(str, waiting))
+            raise RankFailed(f"no answer of rank {ranks} in {timeout:g} s (--timeout)")
+        return [answers[rank] for rank in range(len(self._pipes))]
+
+    def end(self) -> None:
+        """End the processes, whatever they are doing."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._folder.cleanup()
+
+
+class Grids:
+    """The ranks of a case's grids, which are started when they are needed and stay.
+
+    Starting them takes longer than most measurements.
+    """
+
+    def __init__(self, run=None):
+        self._run = run
+        self._started: dict[Grid, Ranks] = {}
+
+    def measured(self, case: Case, way: str, settings: dict, timeout: float) -> list[dict]:
+        """Do what :meth:`Ranks.measured` does, with the ranks of the way; ranks that fail end."""
+        grid = case.grid_of(way)
+        if grid not in self._started:
+            self._started[grid] = Ranks(grid, self._run)
         try:
-            for rank in range(grid.ranks):
-                ours, theirs = context.Pipe(duplex=False)
-                arguments = (rank, grid, os.path.join(folder, "store"), theirs)
-                arguments += (run or run_rank, case, way, settings)
-                process = context.Process(target=answer, args=arguments, daemon=True)
-                process.start()
-                theirs.close()
-                pipes.append(ours)
-                processes.append(process)
-            return _answers(pipes, processes, timeout)
-        finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
+            return self._started[grid].measured(case, way, settings, timeout)
+        except RankFailed:
+            self._started.pop(grid).end()
+            raise
 
-
-def _answers(pipes: list, processes: list, timeout: float) -> list[dict]:
-    answers: dict[int, dict] = {}
-    deadline = time.monotonic() + timeout
-    waiting = dict(enumerate(pipes))
-    while waiting:
-        ready = connection.wait(waiting.values(), max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
-        for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
-            try:
-                answers[rank] = waiting.pop(rank).recv()
-            except (EOFError, OSError):
-                answers[rank] = {"status": "failed", "reason": _ending(rank, processes[rank])}
-            if answers[rank]["status"] != "ok":
-                deadline = min(deadline, time.monotonic() + GRACE)
-    bad = [found for found in answers.values() if found["status"] != "ok"]
-    if bad:
-        # The lack of memory on one rank is the cause of whatever happens to the others.
-        raise RankFailed(min(bad, key=lambda found: found["status"] != "out of memory")["reason"])
-    if waiting:
-        ranks = ", ".join(map(str, waiting))
-        raise RankFailed(f"no answer of rank {ranks} in {timeout:g} s (--timeout)")
-    return [answers[rank] for rank in range(len(pipes))]
+    def end(self) -> None:
+        """End all processes."""
+        while self._started:
+            self._started.popitem()[1].end()
 
 
 def _ending(rank: int, process) -> str:
@@ -97,13 +137,21 @@ def _ending(rank: int, process) -> str:
     return f"process of rank {rank} ended {how}"
 
 
-def answer(rank: int, grid: Grid, store: str, pipe, run, case: Case, way: str, settings) -> None:
-    """Join the grid, measure this rank's part and send the answer, whatever happened."""
+def serve(rank: int, grid: Grid, store: str, pipe, run) -> None:
+    """Join the grid, then measure this rank's part of what is asked for, until one fails."""
     # What Megatron asks for under sequence parallelism; alike on all grids, to be compared.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     try:
         device = join(rank, grid.tp, grid.cp, store)
-        pipe.send({"status": "ok", **run(case, way, device, settings)})
+        while True:
+            case, way, settings = pipe.recv()
+            pipe.send({"status": "ok", **(run or run_rank)(case, way, device, settings)})
+            # The next way begins with the memory that a new process would have.
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    except EOFError:  # nobody is left to ask
+        return
     except Exception as error:
         traceback.print_exc()
         pipe.send(failure(error))

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.ranks import processes
 from benchmarks.ranks.cases import LAYERS, ONE_RANK, Case
-from benchmarks.ranks.processes import RankFailed, failure, measured
+from benchmarks.ranks.processes import Grids, RankFailed, failure
 from tests.processes import prepare
 
 CASE = Case(LAYERS, "tiny", 256, cp=2)
@@ -28,7 +28,7 @@ def act(case, way, device, settings):
         os.abort()
     elif way == "hang" and rank == 0:
         time.sleep(600)
-    return {"rank": rank, "device": str(device), **settings}
+    return {"rank": rank, "device": str(device), **settings, "process": os.getpid()}
 """
 
 
@@ -40,7 +40,9 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "GRACE", 0.5)
     prepare()  # a process has one fork server: that of all tests
     before = set(multiprocessing.active_children())  # of tests that ran in this process
-    yield lambda way, timeout=60.0: measured(CASE, way, {"repeats": 3}, timeout, act)
+    grids = Grids(act)
+    yield lambda way, timeout=60.0: grids.measured(CASE, way, {"repeats": 3}, timeout)
+    grids.end()
     sys.modules.pop("rank_actors")
     assert set(multiprocessing.active_children()) <= before
 
@@ -50,8 +52,17 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are on 
 
 def test_every_rank_answers(run):
     common = {"status": "ok", "device": "cpu", "repeats": 3}
-    assert run("measure") == [common | {"rank": 0}, common | {"rank": 1}]
-    assert run(ONE_RANK) == [common | {"rank": 0}]
+    two, one = run("measure"), run(ONE_RANK)
+    processes = [answer.pop("process") for answer in two + one]
+    assert two == [common | {"rank": 0}, common | {"rank": 1}]
+    assert one == [common | {"rank": 0}]
+    assert len(set(processes)) == 3
+
+
+def test_ranks_stay_for_the_next_way(run):
+    first, one, second = run("measure"), run(ONE_RANK), run("another")
+    assert [x["process"] for x in first] == [x["process"] for x in second]
+    assert run(ONE_RANK) == one
 
 
 @pytest.mark.parametrize(
@@ -59,8 +70,11 @@ def test_every_rank_answers(run):
     [("lack on one", "OutOfMemoryError: rank 1"), ("die", "process of rank 1 ended by signal 6")],
 )
 def test_a_rank_that_fails_ends_all(run, way, reason):
+    before = run("measure")
     with pytest.raises(RankFailed, match=reason):
         run(way)
+    after = run("measure")
+    assert not {x["process"] for x in before} & {x["process"] for x in after}
 
 
 def test_a_rank_that_hangs_is_named(run):
