@@ -43,6 +43,7 @@ COLUMNS = {
 }
 METRICS = {
     "ms": "time of a call",
+    "kernel_ms": "time of all kernels, copies and fills of a CUDA graph's replay",
     "tflops": "TFLOP/s; of the operations that the mathematics asks for",
     "tb_per_s": "bytes that cannot be avoided, per time",
     "tokens_per_s": "tokens per time",
@@ -54,6 +55,8 @@ METRICS = {
     "rel_error": "largest norm(x - reference) / norm(reference), references in float64",
     "out_error": "the same of outputs, against the first way of the case",
     "end_error": "the same of the last tokens' outputs and input gradients",
+    "graph_error": "the same of output and gradients of a CUDA graph's replay, against the step "
+    "uncaptured",
     "neighbour_share": "share of keys that the next query selects as well; in former rows",
     "efficiency": "time of one rank over ranks times their time, in the same process",
     "time_over_te": "median over rounds of the time over that of transformer-engine's bf16 layers",

@@ -81,6 +81,15 @@ def kernel_milliseconds(call, name: str) -> float:
     return sum(times)
 
 
+def all_kernels_milliseconds(call) -> float | None:
+    """Return the time of all kernels, copies and fills of one call on a GPU.
+
+    It is ``None`` if the profiler recorded none.
+    """
+    found = time_per_operation(trace_of(call, True), True)
+    return sum(microseconds for microseconds, _, _ in found.values()) / 1e3 or None
+
+
 def time_per_operation(
     events: Iterable[dict], on_gpu: bool
 ) -> dict[str, tuple[float, int, set[str]]]:

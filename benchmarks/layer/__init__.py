@@ -4,6 +4,7 @@
     python -m benchmarks layer --presets v3.2 --heads 128 --tokens 4096 131072 --ways ours dense
     python -m benchmarks layer --presets v3.2 --ways ours sparse recomputed masked dense
     python -m benchmarks layer --presets v3.2 --heads 16 --ways masked-rank dense-rank
+    python -m benchmarks layer --presets v3.2 --heads 16 --tokens 4096 --ways ours graph
     python -m benchmarks layer --presets core      # the workspace's bound, on the CPU
 
 A step is the forward in training mode of one causal sequence, and the backward of a random
@@ -22,6 +23,12 @@ share of the tokens where work is divided by tokens, indexer and loss included. 
 what collectives would send is counted in ``sent_bytes``, and the copies that stand in for them are
 ``step/collectives``. Other ways with the same heads have a rank's heads and all tokens, as if every
 rank repeated the indexer's work.
+
+The way ``graph`` is ``ours`` with its step captured in one CUDA graph
+(:mod:`benchmarks.layer.graph`). ``graph_error`` compares output and gradients of a replay with the
+same step uncaptured, ``peak_mib`` is that of the capture, and ``kernel_ms`` the time of all
+kernels, copies and fills of one replay. For ``ours``, the sum of the rows ``step/OPERATION`` is
+that time of an uncaptured step.
 
 The kernels of one more step of the package's own ways are put down to the operations that launch
 them (:mod:`benchmarks.tracing`): ``step/matrix products`` are projections, ``step/other`` rope,
@@ -43,13 +50,14 @@ import torch
 
 from benchmarks.child import still_works
 from benchmarks.layer import rank
+from benchmarks.layer.graph import StepGraph, largest_error
 from benchmarks.layer.peers import build, declined_hooks
-from benchmarks.megatron_layer import LayerSpec, shortened
+from benchmarks.megatron_layer import Layer, LayerSpec, shortened
 from benchmarks.process_groups import alone
 from benchmarks.ranks.traffic import counted
 from benchmarks.settings import Settings, Work
 from benchmarks.timing import Clock, Peak, summary, what_ran
-from benchmarks.tracing import profiled
+from benchmarks.tracing import all_kernels_milliseconds, profiled
 from megatron_dsa.dispatch import reset_report
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.tools.verify.comparison import relative_error
@@ -57,9 +65,12 @@ from megatron_dsa.tools.verify.comparison import relative_error
 CEILINGS = ()
 ON_DEVICE = True
 #: Ways of a DSA layer, of a CSA layer, and of the core.
-DSA_WAYS = ("ours", "sparse", "recomputed", "masked", "dense", "ours-dense", *rank.WAYS, "bundled")
+GRAPH = "graph"
+DSA_WAYS = (
+    "ours", "sparse", "recomputed", "masked", "dense", "ours-dense", *rank.WAYS, GRAPH, "bundled",
+)  # fmt: skip
 DENSE_WAYS = ("dense", "ours-dense")
-CSA_WAYS, CORE_WAYS = ("ours", "torch"), ("torch",)
+CSA_WAYS, CORE_WAYS = ("ours", "torch", GRAPH), ("torch",)
 #: Heads of a DSA layer of all tensor-parallel ranks together.
 ALL_HEADS = {"v3.2": 128, "tiny": 32}
 RATIOS = (0, 4, 128)
@@ -175,6 +186,8 @@ class _Measurer:
         way, case = work.way, self.case
         if way == "torch" and case.tokens > LONGEST_TORCH:
             raise ImplementationError(f"more than {LONGEST_TORCH} tokens in torch: minutes")
+        if way == GRAPH and not self.clock.on_gpu:
+            raise ImplementationError("CUDA graphs need a GPU")
         build(way, shortened(spec, PREPARE_TOKENS), self.device)[0].step()
         still_works(self.clock)  # gives the memory back
         layer, remark = build(way, spec, self.device)
@@ -185,11 +198,28 @@ class _Measurer:
         if result["status"] != "ok":
             yield work.part, result
             return
+        if way == GRAPH:
+            yield work.part, self._measure_graph(layer, result["ran"])
+            return
         yield "forward", {"status": "ok", **self._times(layer.forward, once)}
         times = self._times(layer.step, once)
         yield work.part, result | times | {"tokens_per_s": case.tokens / times["ms"] * 1e3}
         if way in CSA_WAYS or way in rank.WAYS:
             yield from profiled(layer.step, self.device)
+
+    def _measure_graph(self, layer: Layer, ran: str) -> dict:
+        """Return the result of a layer's step as one CUDA graph; it has run uncaptured before."""
+        graph = StepGraph(layer, self.clock)
+        error, name = largest_error(layer, graph.replay)
+        if not error <= OUT_ERROR_LIMIT:
+            reason = f"not the results of the uncaptured step: error {error:.3g} of {name}"
+            return {"status": "failed", "reason": f"{reason} is above {OUT_ERROR_LIMIT}"}
+        times = self._times(graph.replay, self.clock.seconds(graph.replay))
+        return {
+            "status": "ok", "ran": ran, **times, "peak_mib": graph.peak_mib, "graph_error": error,
+            "tokens_per_s": self.case.tokens / times["ms"] * 1e3,
+            "kernel_ms": all_kernels_milliseconds(graph.replay),
+        }  # fmt: skip
 
     def _times(self, call, once: float) -> dict:
         most = self.settings.repeats

@@ -1,7 +1,7 @@
 """Ways to run one attention layer, with the same weights and inputs.
 
 * ``ours``: the layer of this package, everything left to dispatch and to the costs of attention.
-  ``torch``: without fused kernels.
+  ``torch``: without fused kernels. ``graph``: the layer of ``ours``, for its step's CUDA graph.
 * ``sparse``, ``masked``: the same, by sparse attention or by masked dense attention as asked for.
   ``recomputed``: sparse attention with ``--dsa-recompute latent_output``.
 * ``bundled``: megatron-core's own DSA layer with its TileLang kernels. Its Hadamard rotation of
@@ -57,7 +57,7 @@ def build(way: str, spec: LayerSpec, device: torch.device) -> tuple[Layer, str]:
             require_fused(layer.config, f"{attention}_attention")
         return layer, ""
     layer = Layer(spec, device)
-    if way == "ours":
+    if way in ("ours", "graph"):
         return layer, ""
     makers = {"dense": dense_module, "ours-dense": own_dense_module, "bundled": bundled_module}
     module, remark = makers[way](layer.config, device)

@@ -2,14 +2,18 @@
 
 import dataclasses
 import logging
+import math
+import re
 
 import pytest
 import torch
 
 from benchmarks import layer
-from benchmarks.layer import DENSE_WAYS, Case, peers
+from benchmarks.layer import DENSE_WAYS, Case, graph, peers
 from benchmarks.megatron_layer import Layer, LayerSpec, layer_config, shortened
+from benchmarks.schema import long_rows
 from benchmarks.settings import Settings, Work
+from benchmarks.timing import Clock, Peak
 from megatron_dsa.errors import ImplementationError
 from tests.helpers import relative_error
 from tests.host import start
@@ -60,6 +64,78 @@ def test_another_output_is_a_failure(monkeypatch):
     assert result["out_error"] == pytest.approx(1, rel=0.05)
 
 
+def test_a_graph_needs_a_gpu():
+    with pytest.raises(ImplementationError, match=r"^CUDA graphs need a GPU$"):
+        next(measurer().measure(Work("step", "graph")))
+
+
+class Replayed:
+    """Stands for a CUDA graph of a layer's step: the step again, on what ``change`` makes of it."""
+
+    change = staticmethod(lambda layer: None)
+    peak_mib = 7.0
+
+    def __init__(self, built, _clock):
+        self.layer = built
+
+    def replay(self):
+        self.change(self.layer)
+        return graph.run_step(self.layer)
+
+
+def negate_weights(built):
+    with torch.no_grad():
+        built.module.linear_proj.weight.neg_()
+
+
+def overflow(built):
+    built.module.linear_proj.weight.grad.fill_(torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "change", "error", "name"),
+    [
+        (None, lambda built: None, 0.0, ""),
+        (4, lambda built: None, 0.0, ""),
+        (None, negate_weights, 2.0, "out|gradient of "),
+        (None, overflow, math.nan, "gradient of linear_proj.weight"),
+    ],
+)
+def test_a_replay_is_compared_with_the_step(ratio, change, error, name, monkeypatch):
+    monkeypatch.setattr(Replayed, "change", staticmethod(change))
+    built = Layer(LayerSpec("tiny", 32, ratio, workspace_mib=1), start())
+    for tensor in (*built.module.parameters(), built.x):
+        tensor.grad = torch.ones_like(tensor)
+    before = built.x.detach().clone()
+    found, of = graph.largest_error(built, Replayed(built, None).replay)
+    assert found == pytest.approx(error, rel=1e-2, abs=1e-6, nan_ok=True) and re.match(name, of)
+    # Results of the tokens in another order are others.
+    assert torch.equal(built.x, before.flip(0))
+
+
+def test_a_captured_step(monkeypatch):
+    """Its result has no errors of the way that ran before it; a wrong replay has failed."""
+    one = measurer()
+    monkeypatch.setattr(one.clock, "on_gpu", True)
+    monkeypatch.setattr(one.clock, "wait", lambda: None)
+    monkeypatch.setattr(layer, "Peak", lambda clock: Peak(Clock(one.device)))
+    monkeypatch.setattr(layer, "still_works", lambda clock: True)
+    monkeypatch.setattr(one.clock, "milliseconds", lambda call, count: [2.0] * count)
+    monkeypatch.setattr(layer, "StepGraph", Replayed)
+    monkeypatch.setattr(layer, "all_kernels_milliseconds", lambda call: 0.5)
+    results = dict(one.measure(Work("step", "graph")))
+    assert list(results) == ["step"]
+    result = results["step"]
+    assert result["status"] == "ok" and result["graph_error"] < 1e-6
+    assert (result["peak_mib"], result["kernel_ms"]) == (7.0, 0.5)
+    assert "masked_attention_forward=" in result["ran"] or "sparse_attention" in result["ran"]
+    assert "out_error" not in result and long_rows("step", result)
+    monkeypatch.setattr(Replayed, "change", staticmethod(negate_weights))
+    result = dict(one.measure(Work("step", "graph")))["step"]
+    assert result["status"] == "failed"
+    assert result["reason"].startswith("not the results of the uncaptured step: error 2 of ")
+
+
 def test_wrong_ends_are_found():
     """As addresses that overflow would make them."""
     one, rows = measurer(), torch.arange(6.0).view(2, 3) + 1
@@ -85,8 +161,10 @@ def test_what_may_fault_comes_last():
     ]  # fmt: skip
     for case, works in plan:
         ranks = ["sparse-rank", "masked-rank", "dense-rank"] if case.heads < 128 else []
-        ways = ["ours", "sparse", "recomputed", "masked", "dense", "ours-dense", *ranks, "bundled"]
-        assert [work.way for work in works] == ways
+        ways = ["ours", "sparse", "recomputed", "masked", "dense", "ours-dense", *ranks]
+        assert [work.way for work in works] == [*ways, "graph", "bundled"]
+    _, ((_, works),) = plan_of("layer", ["--presets", "v4-flash", "--tokens", "8", "--ratios", "4"])
+    assert [work.way for work in works] == ["ours", "torch", "graph"]
 
 
 def test_ours_is_chosen_for_the_length_of_the_case():

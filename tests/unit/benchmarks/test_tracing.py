@@ -70,3 +70,17 @@ def test_kernels_of_a_name_are_added_up(monkeypatch):
     assert tracing.kernel_milliseconds(None, "attention_") == 2.5
     with pytest.raises(RuntimeError, match="no kernel lists"):
         tracing.kernel_milliseconds(None, "lists")
+
+
+def test_all_kernels_of_a_replay_are_added_up(monkeypatch):
+    """One launch of a graph; fills count, what the host does does not."""
+    events = [
+        event("cuda_runtime", "cudaGraphLaunch", 5, 100, correlation=1),
+        event("kernel", "attention", 10, 2000.0, correlation=1),
+        event("kernel", "gemm", 20, 500.0, correlation=1),
+        event("gpu_memset", "fill", 30, 4.0, correlation=1),
+    ]
+    monkeypatch.setattr(tracing, "trace_of", lambda call, on_gpu: events)
+    assert tracing.all_kernels_milliseconds(None) == pytest.approx(2.504)
+    del events[1:]
+    assert tracing.all_kernels_milliseconds(None) is None

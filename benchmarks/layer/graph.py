@@ -1,0 +1,75 @@
+"""A training step of a layer as one CUDA graph, the way ``graph``.
+
+Forward and backward are captured together with torch's own ``torch.cuda.graph``, as Megatron's
+``--cuda-graph-impl full_iteration`` captures an iteration: Megatron's graphs of layers hold a whole
+transformer layer, or attention and its norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.megatron_layer import Layer
+from benchmarks.timing import Clock, Peak
+from megatron_dsa.tools.verify.comparison import relative_error
+
+#: Steps on the stream of the capture before it: kernels are compiled and tables made.
+WARM_UP_STEPS = 3
+
+
+class StepGraph:
+    """Forward and backward of a layer as one CUDA graph.
+
+    A replay reads input and weights where they lie, and adds to the gradients that there are.
+
+    Attributes:
+        peak_mib: peak memory of the captured step; the graph keeps as much.
+    """
+
+    def __init__(self, layer: Layer, clock: Clock):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_STEPS):
+                layer.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with Peak(clock) as peak, torch.cuda.graph(self._graph, stream=stream):
+            self._out = run_step(layer)
+        self.peak_mib = peak.mib
+
+    def replay(self) -> torch.Tensor:
+        """Run the step; return its output, which the next replay writes over."""
+        self._graph.replay()
+        return self._out
+
+
+def run_step(layer: Layer) -> torch.Tensor:
+    """Run forward and backward; return the output."""
+    out = layer.forward()
+    out.backward(layer.gradient)
+    return out.detach()
+
+
+def largest_error(layer: Layer, replay: Callable[[], torch.Tensor]) -> tuple[float, str]:
+    """Return the largest relative error of a replay, against the same step uncaptured, and of what.
+
+    Output, input gradient and all gradients of weights are compared. The tokens are put into
+    reversed order first, so that a replay of other tokens' results has an error.
+    """
+    with torch.no_grad():
+        layer.x.copy_(layer.x.flip(0))
+    leaves, found = {"x": layer.x, **dict(layer.module.named_parameters())}, []
+    for run in (lambda: run_step(layer), replay):
+        for leaf in leaves.values():
+            leaf.grad.zero_()
+        results = {"out": run().clone()}
+        results |= {f"gradient of {name}": leaf.grad.clone() for name, leaf in leaves.items()}
+        found.append(results)
+    wanted, got = found
+    errors = {name: relative_error(got[name], wanted[name]) for name in wanted}
+    name = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    return errors[name], name
