@@ -23,6 +23,8 @@ from megatron_dsa.ops.hyper_connections.triton import streams as kernels
 from megatron_dsa.ops.hyper_connections.triton import weights
 from megatron_dsa.ops.hyper_connections.triton.tiles import (
     TOKENS,
+    WEIGHT_WARPS,
+    mix_backward_stages,
     project_tiles,
     read_backward_tiles,
     row_warps,
@@ -76,7 +78,9 @@ def _weigh(x, fn, base, scale, settings):
         post, comb = (x.new_empty(tokens, *s, dtype=torch.float32) for s in ((n,), (n, n)))
     if tokens == 0:
         return m, rstd, pre, post, comb
-    tile, parts, steps = project_tiles(tokens, n * channels, outputs, _programs_at_once(x))
+    tile, parts, steps = project_tiles(
+        tokens, n * channels, outputs, x.element_size(), _programs_at_once(x)
+    )
     sums = m.new_empty(parts, tokens, outputs)
     squares = m.new_empty(parts, tokens)
     weights.project[(triton.cdiv(tokens, tile["BLOCK_T"]), parts)](
@@ -86,7 +90,7 @@ def _weigh(x, fn, base, scale, settings):
     weights.weigh[(triton.cdiv(tokens, TOKENS),)](
         sums, squares, base, scale, m, rstd, pre, post, comb, tokens, parts, eps, norm_eps,
         WIDTH=n * channels, N=n, HEAD=is_head, ITERATIONS=iterations, BLOCK_T=TOKENS,
-        num_warps=4,
+        num_warps=WEIGHT_WARPS,
     )  # fmt: skip
     return m, rstd, pre, post, comb
 
@@ -105,7 +109,7 @@ def _weigh_backward(kept, base, scale, channels, settings, dpre, dpost, dcomb):
     weights.weigh_backward[(programs,)](
         m, rstd, base, scale, dpre, dpost, dcomb, projected, shrink, partial, divisors, tokens,
         eps, WIDTH=n * channels, N=n, HEAD=is_head, ITERATIONS=iterations, BLOCK_T=TOKENS,
-        num_warps=4,
+        num_warps=WEIGHT_WARPS,
     )  # fmt: skip
     sums = partial.sum(0)
     return projected, shrink, sums[:outputs], sums[outputs : outputs + scale.shape[0]]
@@ -131,8 +135,8 @@ def _mix_backward(x, pre, weight, rstd, dnormed):
     partial = pre.new_empty(programs, channels)
     kernels.mix_backward[(programs,)](
         x, pre, weight, rstd, dnormed, du, dpre, partial, tokens,
-        C=channels, N=n, BLOCK_C=triton.next_power_of_2(channels), num_warps=row_warps(channels),
-        maxnreg=128,
+        C=channels, N=n, BLOCK_C=triton.next_power_of_2(channels), maxnreg=128,
+        STAGES=mix_backward_stages(channels, n, x.element_size()), num_warps=row_warps(channels),
     )  # fmt: skip
     return du, dpre, partial.sum(0)
 

@@ -39,19 +39,19 @@ def mix(
 @triton.jit(do_not_specialize=["tokens"])
 def mix_backward(
     x, pre, weight, rstd, dout, du, dpre, partial, tokens,
-    C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr,
+    C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the rounded sum and of ``pre``, and ``partial [programs, C]`` of the weight's.
 
-    Program ``p`` of ``P`` takes tokens ``p``, ``p + P``, ...; the sum of the streams is formed
-    again.
+    Program ``p`` of ``P`` takes tokens ``p``, ``p + P``, ..., each fetched ``STAGES - 1`` before it
+    is needed; the sum of the streams is formed again.
     """
     program = tl.program_id(0)
     column, stream = tl.arange(0, BLOCK_C), tl.arange(0, N)
     inside = column < C
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     dgain = tl.zeros([BLOCK_C], tl.float32)
-    for token in range(program, tokens, tl.num_programs(0)):
+    for token in tl.range(program, tokens, tl.num_programs(0), num_stages=STAGES):
         row = tl.cast(token, tl.int64)
         at = row * (N * C) + stream[:, None] * C + column[None, :]
         tile = tl.load(x + at, mask=inside[None, :], other=0.0)
@@ -95,6 +95,7 @@ def read_backward(
         mask=(output < OUT)[:, None] & inside, other=0.0,
     )  # fmt: skip
     dfn = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
+    nothing = tl.zeros([BLOCK_O, BLOCK_T], x.dtype.element_ty)
     for step in range(steps):
         token = (part * steps + step).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         held = token < tokens
@@ -108,13 +109,19 @@ def read_backward(
             projected + token[:, None] * OUT + output[None, :], mask=held[:, None] & some, other=0.0
         )
         gradient = factor[:, None] * mixed.to(tl.float32) - less[:, None] * tile.to(tl.float32)
+        given = mixed
         if dstreams is not None:
-            gradient += tl.load(dstreams + at, mask=mask, other=0.0).to(tl.float32)
+            given = tl.load(dstreams + at, mask=mask, other=0.0)
+            gradient += given.to(tl.float32)
         if SPLIT:
             gradient = tl.dot(weights, rows, gradient, input_precision="tf32")
             high, low = split_halves(weights, tile.dtype)
             dfn = tl.dot(tl.trans(high), tile, dfn)
             dfn = tl.dot(tl.trans(low), tile, dfn)
+            # Triton fetches ahead only what a product takes. These add nothing to finite numbers.
+            dfn = tl.dot(nothing, mixed, dfn)
+            if dstreams is not None:
+                dfn = tl.dot(nothing, given, dfn)
         else:
             gradient = tl.dot(weights, rows, gradient, input_precision="ieee")
             dfn = tl.dot(tl.trans(weights), tile.to(tl.float32), dfn, input_precision="ieee")

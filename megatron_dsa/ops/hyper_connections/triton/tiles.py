@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-#: Tokens of a program that computes weights, and of its backward.
-TOKENS = 64
+from dataclasses import dataclass
+
+#: Tokens and warps of a program that computes weights, and of its backward.
+TOKENS, WEIGHT_WARPS = 16, 1
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -25,21 +27,53 @@ def row_warps(channels: int) -> int:
     return max(1, min(16, _power_of_2(channels) // 512))
 
 
-def project_tiles(tokens: int, width: int, outputs: int, processors: int) -> tuple[dict, int, int]:
+def mix_backward_stages(channels: int, streams: int, itemsize: int) -> int:
+    """Return 2 where the streams and the gradient of the next token fit in shared memory, else 1.
+
+    The smallest shared memory of the GPUs in question has 99 KiB, of which sums take 16.
+    """
+    return 2 if (streams + 1) * _power_of_2(channels) * itemsize <= 80 * 1024 else 1
+
+
+def project_tiles(
+    tokens: int, width: int, outputs: int, itemsize: int, processors: int
+) -> tuple[dict, int, int]:
     """Return the constants of ``project``, the parts of columns, and the blocks of each.
 
-    About four programs per multiprocessor, each with at least eight blocks.
+    As many programs as run at the same time, two per multiprocessor, each with at least eight
+    blocks.
     """
-    block_t = max(16, min(128, _power_of_2(tokens)))
-    block_k = 64
+    block_t, block_k = max(16, min(64, _power_of_2(tokens))), 256 // itemsize
     blocks = _cdiv(width, block_k)
-    wanted = _cdiv(4 * processors, _cdiv(tokens, block_t))
+    wanted = max(1, 2 * processors // _cdiv(tokens, block_t))
     steps = max(min(8, blocks), _cdiv(blocks, wanted))
     tile = {
-        "BLOCK_T": block_t, "BLOCK_K": block_k, "num_warps": max(1, min(8, block_t // 16)),
-        "BLOCK_O": max(16, _power_of_2(outputs)), "num_stages": 4,
+        "BLOCK_T": block_t, "BLOCK_K": block_k, "num_warps": max(1, min(4, block_t // 16)),
+        "BLOCK_O": max(16, _power_of_2(outputs)), "num_stages": 3,
     }  # fmt: skip
     return tile, _cdiv(blocks, steps), steps
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """How ``read_backward`` is launched: the fastest of what was tried on an H100.
+
+    Attributes:
+        tokens: of a block.
+        stages: blocks on their way, and the one that is computed.
+        at_once: programs that run at the same time on a multiprocessor.
+        idle: share of their places that may be empty, on average.
+    """
+
+    tokens: int
+    stages: int
+    at_once: int
+    idle: float
+
+
+_READ, _HEAD = _Tile(64, 3, 2, 0.05), _Tile(32, 4, 4, 0.16)
+#: Parts of tokens that are tried; each costs partial sums.
+MOST_PARTS = 8
 
 
 def read_backward_tiles(
@@ -47,14 +81,22 @@ def read_backward_tiles(
 ) -> tuple[dict, int, int]:
     """Return the constants of ``read_backward``, the parts of tokens, and the blocks of each.
 
-    About two programs per multiprocessor, or one part: the fastest of those tried on an H100.
+    The fewest parts with which few multiprocessors are idle.
     """
-    block_t, block_c = 64, min(64, max(16, _power_of_2(channels)))
-    blocks = _cdiv(tokens, block_t)
-    wanted = _cdiv(2 * processors, streams * _cdiv(channels, block_c))
-    steps = _cdiv(blocks, max(1, min(blocks, wanted)))
+    kind = _HEAD if outputs == streams else _READ
+    block_c = min(64, max(16, _power_of_2(channels)))
+    blocks = _cdiv(tokens, kind.tokens)
+    columns, places = streams * _cdiv(channels, block_c), kind.at_once * processors
+
+    def idle(parts: int) -> float:
+        programs = columns * parts
+        return 1 - programs / (_cdiv(programs, places) * places)
+
+    some = range(1, min(blocks, max(MOST_PARTS, places // columns)) + 1)
+    parts = next((n for n in some if idle(n) <= kind.idle), min(some, key=idle, default=1))
+    steps = _cdiv(blocks, parts)
     tile = {
-        "BLOCK_T": block_t, "BLOCK_C": block_c, "num_warps": 4, "num_stages": 3,
+        "BLOCK_T": kind.tokens, "BLOCK_C": block_c, "num_warps": 4, "num_stages": kind.stages,
         "BLOCK_O": max(16, _power_of_2(outputs)),
     }  # fmt: skip
-    return tile, _cdiv(blocks, steps), steps
+    return tile, _cdiv(blocks, max(1, steps)), steps
