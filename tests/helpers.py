@@ -147,6 +147,8 @@ def skip_unless_they_run(*pairs):
     for operation, name in pairs:
         (candidate,) = (c for c in OPERATIONS[operation].candidates if c.name == name)
         shape = {"heads": 64, "qk_dim": 128, "v_dim": 0, "topk": 64}
-        reason = candidate.reason(describe_call("cuda", dtype=torch.bfloat16, **shape))
+        taken = candidate.support.dtypes or (torch.bfloat16,)
+        dtype = torch.bfloat16 if torch.bfloat16 in taken else taken[0]
+        reason = candidate.reason(describe_call("cuda", dtype=dtype, **shape))
         if reason is not None:
             pytest.skip(reason)

@@ -125,7 +125,8 @@ def measure_operation(job: Job, device: torch.device, clock: Clock, settings: Se
     """Measure one pass; return its result, see :mod:`benchmarks.schema`."""
     inputs, run = inputs_of(job, device), function(job)
     checked = min(job.tokens, CHECKED_TOKENS)
-    per_token = [x.shape[0] == job.tokens for x in inputs]
+    # All of a write; of a read the streams alone.
+    per_token = [place == 0 or job.operation == "write" for place in range(len(inputs))]
     wide = [
         (x[:checked] if cut else x).detach().double().requires_grad_()
         for x, cut in zip(inputs, per_token, strict=True)

@@ -123,10 +123,8 @@ PROBABILITIES = Operation(
             Support(
                 covers="p_sum from q, kv, lse",
                 package=TRITON,
-                capabilities=PORTABLE["capabilities"],
-                not_run=PORTABLE["capabilities"],
+                **PORTABLE,
                 dtypes=(*HALF, torch.float32),
-                declined="never run on a GPU: interpreted and compiled only",
             ),
         ),
         Candidate(

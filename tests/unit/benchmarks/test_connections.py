@@ -61,3 +61,12 @@ def test_a_wrong_result_is_found(part, monkeypatch):
     monkeypatch.setattr(eager, job.operation, wrong)
     bad = measure_operation(job, CPU, Clock(CPU), settings)
     assert bad["status"] == "failed" and "wrong result" in bad["reason"]
+
+
+@pytest.mark.parametrize("part", operations.TRAFFIC)
+def test_as_many_tokens_as_channels(part, monkeypatch):
+    """Parameters are not cut to the tokens that are checked."""
+    monkeypatch.setattr(operations, "CHECKED_TOKENS", 4)
+    job = Job(part, WIDTH, WIDTH, "torch", 2**20)
+    row = measure_operation(job, CPU, Clock(CPU), Settings("cpu", repeats=1, budget=0.1))
+    assert row["status"] == "ok", row["reason"]
