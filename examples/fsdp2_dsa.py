@@ -223,6 +223,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="sequences of all ranks")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--eps", type=float, default=1e-8, help="of Adam")
     parser.add_argument("--indexer-loss-coeff", type=float, default=1.0)
     parser.add_argument("--load", type=Path, help="folder with config.json and *.safetensors")
     parser.add_argument("--losses", type=Path, help="JSON file for the losses")
@@ -234,7 +235,9 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = sharded_model(options, device)
-    optimizer = torch.optim.AdamW(model.parameters(), options.lr, (0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), options.lr, (0.9, 0.95), options.eps, weight_decay=0.0
+    )
     log = []
     for step in range(options.steps):
         batch = global_batch(step, options.batch, options.length).chunk(ranks)[rank].to(device)

@@ -8,7 +8,14 @@ import sys
 import pytest
 import torch
 
-from tests.functional.fsdp2_reference import BATCH, COEFFICIENT, LEARNING_RATE, LENGTH, STEPS
+from tests.functional.fsdp2_reference import (
+    BATCH,
+    COEFFICIENT,
+    EPS,
+    LEARNING_RATE,
+    LENGTH,
+    STEPS,
+)
 from tests.functional.launch import REPOSITORY
 
 load_file = pytest.importorskip("safetensors.torch").load_file
@@ -66,7 +73,7 @@ def test_losses_are_those_of_megatron(reference, tmp_path, more, device):
     """
     flags = {
         "--load": reference / "hf", "--steps": STEPS, "--batch": BATCH, "--length": LENGTH,
-        "--lr": LEARNING_RATE, "--indexer-loss-coeff": COEFFICIENT,
+        "--lr": LEARNING_RATE, "--eps": EPS, "--indexer-loss-coeff": COEFFICIENT,
         "--losses": tmp_path / "losses.json",
     }  # fmt: skip
     words = [str(word) for pair in flags.items() for word in pair]
