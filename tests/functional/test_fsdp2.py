@@ -67,10 +67,7 @@ def reference(tmp_path_factory, device):
 
 @pytest.mark.parametrize("more", [(), ("--compile", "aot_eager")], ids=["eager", "compiled"])
 def test_losses_are_those_of_megatron(reference, tmp_path, more, device):
-    """Measured: 1.4e-7 for the language model and 4e-5 for the indexer, relative.
-
-    The KL of a token, 0.01 to 0.02, is the difference of two sums of about 2.8 in fp32.
-    """
+    """Measured: 1.3e-7 for the language model and 1.3e-6 for the indexer, relative."""
     flags = {
         "--load": reference / "hf", "--steps": STEPS, "--batch": BATCH, "--length": LENGTH,
         "--lr": LEARNING_RATE, "--eps": EPS, "--indexer-loss-coeff": COEFFICIENT,
@@ -84,7 +81,7 @@ def test_losses_are_those_of_megatron(reference, tmp_path, more, device):
     assert len(ours) == len(theirs) == STEPS
     for one, other in zip(ours, theirs, strict=True):
         assert one["lm loss"] == pytest.approx(other["lm loss"], rel=2e-6)
-        assert one["indexer loss"] == pytest.approx(other["indexer loss"], rel=2e-4)
+        assert one["indexer loss"] == pytest.approx(other["indexer loss"], rel=2e-5)
     assert ours[-1]["lm loss"] < 0.7 * ours[0]["lm loss"]
     assert ours[-1]["indexer loss"] < 0.7 * ours[0]["indexer loss"]
 
