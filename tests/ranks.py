@@ -96,7 +96,9 @@ def spawn(
     # On the CPU also where there is a GPU: NCCL wants one GPU per rank.
     # cuBLAS wants the other variable in torch's deterministic mode.
     variables = (
-        {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        {"CUDA_VISIBLE_DEVICES": ""}
+        if backend == "gloo"
+        else {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     )
     handle, store = tempfile.mkstemp(dir=folder)
     os.close(handle)
