@@ -40,6 +40,7 @@ else
     read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-840 60 120}"
     document_tokens=16384 batch=${BATCH:-4} peak=${RATE:-1e-3} lr_warmup=$((dense_steps / 14))
     eval_interval=$(((warmup_steps + sparse_steps) / 3))
+    if [[ -z ${RATE:-} ]]; then last=3.3e-5; fi # as in the runs of docs/evidence.md
     save_interval=$((dense_steps / 2)) dense_eval_interval=$((dense_steps / 2))
   else
     read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-1500 100 500}"
@@ -56,7 +57,7 @@ else
     --csa-compress-ratios 0 0 4 128 4 128 4 128 4 128 4 128 --dsa-indexer-topk 512
   )
 fi
-last=$(awk "BEGIN {print $peak / $fall}")
+last=${last:-$(awk "BEGIN {print $peak / $fall}")}
 v4+=(--csa-compress-rotary-base 160000 --dsa-indexer-rope-interleaved)
 dense_eval_interval=${dense_eval_interval:-$eval_interval}
 on_steps=$((warmup_steps + sparse_steps))
