@@ -64,8 +64,9 @@ from megatron_dsa.tools.verify.comparison import relative_error
 
 CEILINGS = ()
 ON_DEVICE = True
-#: Ways of a DSA layer, of a CSA layer, and of the core.
+#: The way that replays a captured step.
 GRAPH = "graph"
+#: Ways of a DSA layer, of a CSA layer, and of the core.
 DSA_WAYS = (
     "ours", "sparse", "recomputed", "masked", "dense", "ours-dense", *rank.WAYS, GRAPH, "bundled",
 )  # fmt: skip
