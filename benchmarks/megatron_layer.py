@@ -177,16 +177,15 @@ class Layer:
             out = self.module(x, None)[0]
         return out
 
-    def step(self) -> None:
-        """Forward and backward; gradients are added to those that there are."""
-        self.forward().backward(self.gradient)
+    def step(self) -> torch.Tensor:
+        """Run forward and backward; return the output. Gradients are added to the present ones."""
+        out = self.forward()
+        out.backward(self.gradient)
+        return out.detach()
 
     def first_step(self) -> dict:
         """Run a step; return the squared norms of this rank's output and input gradient."""
-        out = self.forward()
-        squares = {"out": squared_norm(out.detach())}
-        out.backward(self.gradient)
-        return squares | {"dx": squared_norm(self.x.grad)}
+        return {"out": squared_norm(self.step()), "dx": squared_norm(self.x.grad)}
 
 
 def fill(module, ranks: int, generator: torch.Generator) -> None:

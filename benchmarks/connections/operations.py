@@ -125,7 +125,7 @@ def measure_operation(job: Job, device: torch.device, clock: Clock, settings: Se
     """Measure one pass; return its result, see :mod:`benchmarks.schema`."""
     inputs, run = inputs_of(job, device), function(job)
     checked = min(job.tokens, CHECKED_TOKENS)
-    # All of a write; of a read the streams alone.
+    # Every input of a write has a row per token; of a read and a head only the streams have.
     per_token = [place == 0 or job.operation == "write" for place in range(len(inputs))]
     wide = [
         (x[:checked] if cut else x).detach().double().requires_grad_()

@@ -50,7 +50,7 @@ import torch
 
 from benchmarks.child import still_works
 from benchmarks.layer import rank
-from benchmarks.layer.graph import StepGraph, largest_error
+from benchmarks.layer.graph import GRAPH, StepGraph, largest_error
 from benchmarks.layer.peers import build, declined_hooks
 from benchmarks.megatron_layer import Layer, LayerSpec, shortened
 from benchmarks.process_groups import alone
@@ -64,8 +64,6 @@ from megatron_dsa.tools.verify.comparison import relative_error
 
 CEILINGS = ()
 ON_DEVICE = True
-#: The way that replays a captured step.
-GRAPH = "graph"
 #: Ways of a DSA layer, of a CSA layer, and of the core.
 DSA_WAYS = (
     "ours", "sparse", "recomputed", "masked", "dense", "ours-dense", *rank.WAYS, GRAPH, "bundled",

@@ -16,6 +16,8 @@ from benchmarks.megatron_layer import Layer
 from benchmarks.timing import Clock, Peak
 from megatron_dsa.tools.verify.comparison import relative_error
 
+#: The name of the way.
+GRAPH = "graph"
 #: Steps on the stream of the capture before it: kernels are compiled and tables made.
 WARM_UP_STEPS = 3
 
@@ -38,20 +40,13 @@ class StepGraph:
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with Peak(clock) as peak, torch.cuda.graph(self._graph, stream=stream):
-            self._out = run_step(layer)
+            self._out = layer.step()
         self.peak_mib = peak.mib
 
     def replay(self) -> torch.Tensor:
         """Run the step; return its output, which the next replay writes over."""
         self._graph.replay()
         return self._out
-
-
-def run_step(layer: Layer) -> torch.Tensor:
-    """Run forward and backward; return the output."""
-    out = layer.forward()
-    out.backward(layer.gradient)
-    return out.detach()
 
 
 def largest_error(layer: Layer, replay: Callable[[], torch.Tensor]) -> tuple[float, str]:
@@ -63,7 +58,7 @@ def largest_error(layer: Layer, replay: Callable[[], torch.Tensor]) -> tuple[flo
     with torch.no_grad():
         layer.x.copy_(layer.x.flip(0))
     leaves, found = {"x": layer.x, **dict(layer.module.named_parameters())}, []
-    for run in (lambda: run_step(layer), replay):
+    for run in (layer.step, replay):
         for leaf in leaves.values():
             leaf.grad.zero_()
         results = {"out": run().clone()}

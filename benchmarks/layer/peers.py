@@ -29,6 +29,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.child import one_line
+from benchmarks.layer.graph import GRAPH
 from benchmarks.megatron_layer import Layer, LayerSpec
 from benchmarks.timing import Clock, quantile
 from megatron_dsa.errors import ImplementationError
@@ -57,7 +58,7 @@ def build(way: str, spec: LayerSpec, device: torch.device) -> tuple[Layer, str]:
             require_fused(layer.config, f"{attention}_attention")
         return layer, ""
     layer = Layer(spec, device)
-    if way in ("ours", "graph"):
+    if way in ("ours", GRAPH):
         return layer, ""
     makers = {"dense": dense_module, "ours-dense": own_dense_module, "bundled": bundled_module}
     module, remark = makers[way](layer.config, device)

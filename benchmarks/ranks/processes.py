@@ -1,4 +1,4 @@
-"""The processes of grids: those of one measure the same, and end together in bounded time.
+"""The processes of grids: all of one grid measure the same, and end together in bounded time.
 
 They belong to the process group of the case's process, which the runner ends whatever happens.
 """
@@ -150,7 +150,7 @@ def serve(rank: int, grid: Grid, store: str, pipe, run) -> None:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    except EOFError:  # nobody is left to ask
+    except EOFError:  # the process of the case has ended
         return
     except Exception as error:
         traceback.print_exc()

@@ -22,7 +22,7 @@ data=$run/data
 if [[ -n ${SMALL:-} ]]; then
   read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-60 20 40}"
   topks=${TOPK:-64} vocabulary=1024 document_tokens=2048 seq_length=512 batch=${BATCH:-2} micro_batch=2
-  peak=${RATE:-3e-3} fall=3 warmup_rate=3e-3 lr_warmup=5 eval_interval=50 save_interval=100000 log_interval=10
+  peak=${RATE:-3e-3} fall=3 last= warmup_rate=3e-3 lr_warmup=5 eval_interval=50 save_interval=100000 log_interval=10
   measures=(--probe-sequences 8 --selection-sequences 4) seconds="0.2 0.2 0.3" start_seconds=15
   model=(
     --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4
@@ -34,7 +34,7 @@ if [[ -n ${SMALL:-} ]]; then
     --csa-compress-ratios 4 16 --csa-window-size 32 --dsa-indexer-topk 16
   )
 else
-  topks=${TOPK:-2048 1024} vocabulary=16384 seq_length=8192 micro_batch=1 fall=30
+  topks=${TOPK:-2048 1024} vocabulary=16384 seq_length=8192 micro_batch=1 fall=30 last=
   warmup_rate=1e-3 log_interval=10 measures=() start_seconds=65
   if [[ -n ${GPU30:-} ]]; then
     read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-840 60 120}"

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from tests.functional.launch import REPOSITORY, SPARSE
 
 STEPS, BATCH, LENGTH, LEARNING_RATE, COEFFICIENT = 12, 4, 96, 3e-3, 0.7
-#: Adam's. With 1e-8 the rounding of gradients that are zero otherwise, as those of the indexers'
-#: biases, moves weights by the learning rate, and other keys are selected.
+#: Epsilon of Adam. With 1e-8, gradients that are zero but for rounding, as of the indexers' biases,
+#: move weights by the learning rate, and other keys are selected.
 EPS = 1e-4
 #: A token is a byte; all MLPs are dense.
 MODEL = SPARSE | {"vocab_size": 256, "first_k_dense_replace": SPARSE["num_hidden_layers"]}

@@ -80,7 +80,7 @@ class Replayed:
 
     def replay(self):
         self.change(self.layer)
-        return graph.run_step(self.layer)
+        return self.layer.step()
 
 
 def negate_weights(built):
