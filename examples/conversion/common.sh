@@ -6,13 +6,14 @@
 #   BATCH    sequences of an optimizer step                        (64, small 2, GPU30 4)
 #   RATE     highest learning rate of a dense model; the last is 1/30 of it, small 1/3
 #            (6e-4, small 3e-3, GPU30 1e-3)
+#   LENGTH   tokens of a sequence, at most those of a document (8192, small 512)
 #   TOPK     keys that a query selects; a run of the sparse stage for each of several
 #            ("2048 1024", small 64)
 #   SEED     of weights and data                                  (1)
 #   PYTHON   interpreter with everything installed                (sets up .venv and takes that)
 # Arguments of the scripts are appended to Megatron's flags. A script that is called again continues
 # from the last checkpoints of its runs, also after SIGTERM (`timeout --foreground`), which saves one.
-# Another size, SEED, STEPS, BATCH, RATE or first TOPK needs another RUN_DIR, and is refused.
+# Another size, SEED, STEPS, BATCH, RATE, LENGTH or first TOPK needs another RUN_DIR, and is refused.
 source examples/log.sh
 python=${PYTHON:-$(scripts/environment.sh)}
 run=${RUN_DIR:-runs/conversion${SMALL:+_small}${GPU30:+_gpu30}}
@@ -21,7 +22,7 @@ data=$run/data
 # keeps its last rate, as in DeepSeek's report (there 2.2e-4, 7.3e-6 = 1/30 of it, and 1e-3).
 if [[ -n ${SMALL:-} ]]; then
   read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-60 20 40}"
-  topks=${TOPK:-64} vocabulary=1024 document_tokens=2048 seq_length=512 batch=${BATCH:-2} micro_batch=2
+  topks=${TOPK:-64} vocabulary=1024 document_tokens=2048 seq_length=${LENGTH:-512} batch=${BATCH:-2} micro_batch=2
   peak=${RATE:-3e-3} fall=3 last= warmup_rate=3e-3 lr_warmup=5 eval_interval=50 save_interval=100000 log_interval=10
   measures=(--probe-sequences 8 --selection-sequences 4) seconds="0.2 0.2 0.3" start_seconds=15
   model=(
@@ -34,7 +35,7 @@ if [[ -n ${SMALL:-} ]]; then
     --csa-compress-ratios 4 16 --csa-window-size 32 --dsa-indexer-topk 16
   )
 else
-  topks=${TOPK:-2048 1024} vocabulary=16384 seq_length=8192 micro_batch=1 fall=30 last=
+  topks=${TOPK:-2048 1024} vocabulary=16384 seq_length=${LENGTH:-8192} micro_batch=1 fall=30 last=
   warmup_rate=1e-3 log_interval=10 measures=() start_seconds=65
   if [[ -n ${GPU30:-} ]]; then
     read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-840 60 120}"
@@ -46,7 +47,7 @@ else
     read -r dense_steps warmup_steps sparse_steps <<<"${STEPS:-1500 100 500}"
     document_tokens=32768 batch=${BATCH:-64} peak=${RATE:-6e-4} lr_warmup=100 eval_interval=100 save_interval=250
   fi
-  seconds=$(awk -v n="$batch" 'BEGIN {print n * 0.068, n * 0.178, n * 0.145}')
+  seconds=$(awk -v n="$batch" -v s="$seq_length" 'BEGIN {n *= s / 8192; print n * 0.068, n * 0.178, n * 0.145}')
   model=(
     --num-layers 12 --hidden-size 768 --ffn-hidden-size 2048 --num-attention-heads 16
     --q-lora-rank 384 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128
@@ -100,7 +101,7 @@ step_of() { # run: step of its last checkpoint
 
 check_settings() { # those of RUN_DIR are what this call has; the first one sets them
   local file=$run/settings.txt now
-  now="seed ${SEED:-1}, steps $dense_steps $warmup_steps $sparse_steps, first TOPK ${topks[0]}, ${model[*]:0:6}, batch $batch${RATE:+, rate $RATE}"
+  now="seed ${SEED:-1}, steps $dense_steps $warmup_steps $sparse_steps, first TOPK ${topks[0]}, ${model[*]:0:6}, batch $batch${RATE:+, rate $RATE}${LENGTH:+, length $LENGTH}"
   if [[ ! -f $file ]]; then
     mkdir -p "$run"
     echo "$now" >"$file"

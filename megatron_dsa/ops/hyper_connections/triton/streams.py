@@ -96,22 +96,25 @@ def read_backward(
     )  # fmt: skip
     dfn = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
     nothing = tl.zeros([BLOCK_O, BLOCK_T], x.dtype.element_ty)
+    # Formed once, or Triton fetches less far ahead.
+    first = (part * steps).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     for step in range(steps):
-        token = (part * steps + step).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        token = first + step * BLOCK_T
         held = token < tokens
         mask = held[:, None] & inside
         at = token[:, None] * (N * C) + column[None, :]
         tile = tl.load(x + at, mask=mask, other=0.0)
         mixed = tl.load(du + token[:, None] * C + channel[None, :], mask=mask, other=0.0)
+        given = mixed
+        if dstreams is not None:
+            given = tl.load(dstreams + at, mask=mask, other=0.0)
         factor = tl.load(pre + token * N + stream, mask=held, other=0.0)
         less = tl.load(shrink + token, mask=held, other=0.0)
         weights = tl.load(
             projected + token[:, None] * OUT + output[None, :], mask=held[:, None] & some, other=0.0
         )
         gradient = factor[:, None] * mixed.to(tl.float32) - less[:, None] * tile.to(tl.float32)
-        given = mixed
         if dstreams is not None:
-            given = tl.load(dstreams + at, mask=mask, other=0.0)
             gradient += given.to(tl.float32)
         if SPLIT:
             gradient = tl.dot(weights, rows, gradient, input_precision="tf32")
