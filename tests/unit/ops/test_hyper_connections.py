@@ -204,6 +204,7 @@ def test_triton_interpreted():
 #: Kernels by module: those that move streams, and those of a few numbers per token.
 MOVING = ("project", "mix", "mix_backward", "read_backward", "write", "write_backward")
 SMALL = ("weigh", "weigh_backward")
+ADDING = "add_parts"
 
 
 @pytest.mark.parametrize("channels", [4096, 7168])
@@ -215,6 +216,7 @@ def test_compiles_without_a_gpu(monkeypatch, channels):
     for module, names in (
         (launch.weights, ("project", *SMALL)),
         (launch.kernels, MOVING[1:]),
+        (launch.gradients, (ADDING,)),
     ):
         found = recorded(monkeypatch, module, names)
         recorders |= dict(zip(names, found, strict=True))
@@ -229,7 +231,7 @@ def test_compiles_without_a_gpu(monkeypatch, channels):
                 compiled = assembly(recorder.kernel, args, kwargs, capability)
                 assert compiled.metadata.shared <= 99 * 1024, name
                 ptx = compiled.asm["ptx"]
-                if name in MOVING:
+                if name in (*MOVING, ADDING):
                     assert "ld.global.v4.b32" in ptx or "cp.async.cg.shared.global" in ptx, name
                 if name in ("mix", "mix_backward", "write", "write_backward"):
                     assert "st.global.v4.b32" in ptx and "st.global.b16" not in ptx, name
@@ -247,6 +249,7 @@ def test_plans_count_what_is_kept_and_allocated(monkeypatch, name, implementatio
         monkeypatch.setattr(module, "_programs_at_once", lambda x: 132)
         for name_of in ("project", *SMALL):
             monkeypatch.setattr(module.weights, name_of, Silent())
+        monkeypatch.setattr(module.gradients, ADDING, Silent())
         for name_of in MOVING[1:]:
             monkeypatch.setattr(module.kernels, name_of, Silent())
     # As many tokens as a budget of a twentieth allows at once, so that this is what torch takes.

@@ -19,9 +19,10 @@ from megatron_dsa.dispatch.gpus import processors
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.numerics.autograd import once_differentiable
 from megatron_dsa.ops.hyper_connections.inputs import ReadInputs, WriteInputs
+from megatron_dsa.ops.hyper_connections.triton import gradients, weights
 from megatron_dsa.ops.hyper_connections.triton import streams as kernels
-from megatron_dsa.ops.hyper_connections.triton import weights
 from megatron_dsa.ops.hyper_connections.triton.tiles import (
+    SUMMED_COLUMNS,
     TOKENS,
     WEIGHT_WARPS,
     mix_backward_stages,
@@ -96,7 +97,7 @@ def _weigh(x, fn, base, scale, settings):
 
 
 def _weigh_backward(kept, base, scale, channels, settings, dpre, dpost, dcomb):
-    """Return the gradients of the projection, of its norm, of ``base`` and of ``scale``."""
+    """Return the gradients of the projection and of its norm, and partial ones of the rest."""
     m, rstd = kept
     tokens, outputs = m.shape
     n = dpre.shape[1]
@@ -111,8 +112,7 @@ def _weigh_backward(kept, base, scale, channels, settings, dpre, dpost, dcomb):
         eps, WIDTH=n * channels, N=n, HEAD=is_head, ITERATIONS=iterations, BLOCK_T=TOKENS,
         num_warps=WEIGHT_WARPS,
     )  # fmt: skip
-    sums = partial.sum(0)
-    return projected, shrink, sums[:outputs], sums[outputs : outputs + scale.shape[0]]
+    return projected, shrink, partial
 
 
 def _mixed(x, pre, weight, settings):
@@ -128,7 +128,7 @@ def _mixed(x, pre, weight, settings):
 
 
 def _mix_backward(x, pre, weight, rstd, dnormed):
-    """Return the gradients of the rounded sum, of ``pre`` and of the norm's weight."""
+    """Return the gradients of the rounded sum and of ``pre``, and partial ones of the weight."""
     tokens, n, channels = x.shape
     programs = weight_parts(tokens, _programs_at_once(x))
     du, dpre = torch.empty_like(dnormed), torch.empty_like(pre)
@@ -138,7 +138,21 @@ def _mix_backward(x, pre, weight, rstd, dnormed):
         C=channels, N=n, BLOCK_C=triton.next_power_of_2(channels), maxnreg=128,
         STAGES=mix_backward_stages(channels, n, x.element_size()), num_warps=row_warps(channels),
     )  # fmt: skip
-    return du, dpre, partial.sum(0)
+    return du, dpre, partial
+
+
+def _added(fn, weight, of_fn, of_weight, of_rest):
+    """Return the gradients of ``fn`` and ``weight``, and all others in one, from their parts."""
+    dfn = of_fn[0] if len(of_fn) == 1 else torch.empty_like(fn)
+    dweight, rest = torch.empty_like(weight), of_rest.new_empty(of_rest.shape[1])
+    fn_programs = 0 if len(of_fn) == 1 else triton.cdiv(fn.numel(), SUMMED_COLUMNS[0])
+    gradients.add_parts[(fn_programs + triton.cdiv(len(weight), SUMMED_COLUMNS[1]) + 1,)](
+        of_fn, dfn, of_weight, dweight, of_rest, rest,
+        len(of_fn), len(of_weight), len(of_rest), fn_programs,
+        FN=fn.numel(), C=len(weight), REST=len(rest), FN_COLUMNS=SUMMED_COLUMNS[0],
+        C_COLUMNS=SUMMED_COLUMNS[1], REST_COLUMNS=triton.next_power_of_2(len(rest)),
+    )  # fmt: skip
+    return dfn, dweight, rest
 
 
 class _Read(torch.autograd.Function):
@@ -176,18 +190,19 @@ def _read_backward(ctx, dnormed, dstreams, dpost, dcomb):
     dnormed, dstreams, dpost, dcomb = (
         None if g is None else g.contiguous() for g in (dnormed, dstreams, dpost, dcomb)
     )
-    du, dpre, dweight = _mix_backward(x, pre, weight, rstd, dnormed)
-    projected, shrink, dbase, dscale = _weigh_backward(
+    du, dpre, of_weight = _mix_backward(x, pre, weight, rstd, dnormed)
+    projected, shrink, of_rest = _weigh_backward(
         (m, flat_rstd), base, scale, channels, ctx.settings, dpre, dpost, dcomb
     )
     tile, parts, steps = read_backward_tiles(tokens, channels, n, outputs, _programs_at_once(x))
     dx = torch.empty_like(x)
-    partial = fn.new_empty(parts, *fn.shape)
+    of_fn = fn.new_empty(parts, *fn.shape)
     kernels.read_backward[(n * triton.cdiv(channels, tile["BLOCK_C"]), parts)](
-        x, du, pre, fn, projected, shrink, dstreams, dx, partial, tokens, steps,
+        x, du, pre, fn, projected, shrink, dstreams, dx, of_fn, tokens, steps,
         C=channels, N=n, OUT=outputs, SPLIT=x.dtype == torch.bfloat16, **tile,
     )  # fmt: skip
-    return dx, partial.sum(0), dbase, dscale, dweight.to(weight.dtype), None
+    dfn, dweight, rest = _added(fn, weight, of_fn, of_weight, of_rest)
+    return dx, dfn, rest[:outputs], rest[outputs : outputs + len(scale)], dweight, None
 
 
 class _Write(torch.autograd.Function):
@@ -209,11 +224,11 @@ class _Write(torch.autograd.Function):
     def backward(ctx, dout):
         output, x, post, comb = ctx.saved_tensors
         tokens, n, channels = x.shape
-        gradients = [torch.empty_like(tensor) for tensor in (output, x, post, comb)]
+        found = [torch.empty_like(tensor) for tensor in (output, x, post, comb)]
         block = min(1024, triton.next_power_of_2(channels))
         if tokens:
             kernels.write_backward[(tokens,)](
-                output, x, post, comb, dout.contiguous(), *gradients,
+                output, x, post, comb, dout.contiguous(), *found,
                 C=channels, N=n, BLOCK_C=block, VEC=min(8, block), num_warps=max(1, block // 256),
             )  # fmt: skip
-        return tuple(gradients)
+        return tuple(found)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 #: Tokens and warps of a program that computes weights, and of its backward.
 TOKENS, WEIGHT_WARPS = 16, 1
+#: Columns of a program that adds partial sums: of the projection's weights, and of the norm's.
+SUMMED_COLUMNS = 1024, 64
 
 
 def _cdiv(a: int, b: int) -> int:
