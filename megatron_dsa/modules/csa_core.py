@@ -21,17 +21,13 @@ from megatron.core.transformer.utils import (
 
 from megatron_dsa.config import uses_indexer
 from megatron_dsa.config_rules import CSA_RATIO
-from megatron_dsa.dsa_kernels import (
-    IndexerInputs,
-    dense_indexer_loss,
-    sparse_attention,
-    sparse_indexer_loss,
-)
+from megatron_dsa.dsa_kernels import IndexerInputs, dense_indexer_loss, sparse_attention
 from megatron_dsa.metrics.health import Attended
 from megatron_dsa.modules.core import CoreAttention
 from megatron_dsa.modules.layers import Fp32Parameters, new_parameter
 from megatron_dsa.modules.rope import PositionRope
 from megatron_dsa.ops.cached_keys import CSA_CACHE, as_cached
+from megatron_dsa.ops.indexer_loss.api import SelectedKeysLoss
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.csa_keys import join_keys
@@ -231,10 +227,11 @@ class CSACoreAttention(Fp32Parameters, CoreAttention):
                 q, kv, lists.selected, softmax_scale=self.softmax_scale, v_dim=q.shape[2],
                 topk_length=lists.selected_length, want_p_sum=True, policy=policy,
             ).p_sum  # fmt: skip
-        return sparse_indexer_loss(
-            inputs, lists.selected, p_sum, lists.compressed.layout,
-            topk_length=lists.selected_length, head_group=self.heads_group(), policy=policy,
+        loss = SelectedKeysLoss(
+            lists.compressed.layout, lists.selected, lists.selected_length, p_sum, policy,
+            self.heads_group(),
         )  # fmt: skip
+        return loss.value(inputs)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, Any]:
         """Add that ``attn_sink`` is sharded over tensor-parallel ranks like the heads."""

@@ -28,7 +28,6 @@ from megatron_dsa.dsa_kernels import (
     gathered_latent_attention,
     key_bits,
     masked_attention,
-    sparse_indexer_loss,
     visible_bits,
 )
 from megatron_dsa.errors import ConfigError
@@ -36,6 +35,7 @@ from megatron_dsa.metrics.health import Attended
 from megatron_dsa.modules.core import CoreAttention
 from megatron_dsa.modules.rope import TokenRope
 from megatron_dsa.modules.warm_up import resolving
+from megatron_dsa.ops.indexer_loss.api import SelectedKeysLoss
 from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer
 from megatron_dsa.parallel.balanced_topk import balanced_topk
 from megatron_dsa.parallel.groups import Ranks, gather_rows
@@ -342,10 +342,10 @@ class DSACoreAttention(CoreAttention):
             return self._dense_loss(attended.inputs, attended.q, attended.keys(), attended.layout)
         masked = attended.k_pe is not None
         indices = _in_row_order(attended) if masked else attended.indices
-        return sparse_indexer_loss(
-            attended.inputs.formed(), indices, p_sum, attended.layout, topk_length=length,
-            head_group=self.heads_group(), policy=self.policy,
-        )  # fmt: skip
+        loss = SelectedKeysLoss(
+            attended.layout, indices, length, p_sum, self.policy, self.heads_group()
+        )
+        return loss.value(attended.inputs.formed())
 
     def needs_index_inputs(self) -> bool:
         """Whether this forward pass selects keys or trains the indexer."""

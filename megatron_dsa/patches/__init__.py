@@ -8,6 +8,7 @@ from __future__ import annotations
 from megatron_dsa.patches.bucket_padding import repair_offsets_of_states
 from megatron_dsa.patches.checkpoint_metadata import repair_reading_of_metadata
 from megatron_dsa.patches.empty_optimizers import repair_empty_optimizers
+from megatron_dsa.patches.empty_stages import repair_empty_stages
 from megatron_dsa.patches.optimizer_steps import repair_optimizer_steps
 
 
@@ -16,4 +17,5 @@ def install_checkpoint_repairs() -> None:
     repair_reading_of_metadata()
     repair_offsets_of_states()
     repair_empty_optimizers()
+    repair_empty_stages()
     repair_optimizer_steps()

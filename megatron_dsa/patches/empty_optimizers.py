@@ -7,6 +7,8 @@ does not expect that an optimizer there, or elsewhere, has nothing to step:
   saved; without one from rank 0, the other ranks resume at no step.
 * Its list of weights in fp32 is empty, which rank 0 writes for all ranks, and which a checkpoint
   that other ranks wrote does not hold.
+* Its states are empty, too, and the loader leaves out empty entries, where rank 0 counts steps
+  elsewhere (Muon).
 """
 
 from __future__ import annotations
@@ -98,10 +100,12 @@ def _repair_plain(optimizer_class: Any) -> None:
     @functools.wraps(load)
     def load_state_dict(self, state_dict):
         saved = state_dict.get("optimizer", state_dict)
-        if _is_empty(self.optimizer) and "common_step" in saved["state"]:
-            count = int(saved["state"]["common_step"])
-            for group in saved["param_groups"]:
-                group["step"] = count
+        if _is_empty(self.optimizer):
+            state = saved.setdefault("state", {})
+            if "common_step" in state:
+                count = int(state["common_step"])
+                for group in saved["param_groups"]:
+                    group["step"] = count
         load(self, state_dict)
 
     optimizer_class.load_state_dict = load_state_dict

@@ -126,8 +126,9 @@ def sparse_indexer_loss(
     Args:
         q, k, weights, relu: of :class:`~megatron_dsa.dsa_kernels.IndexerInputs`.
         indices, topk_length: of :func:`indexer_topk`; they say all that a layout would.
-        teacher: ``p_sum`` of :func:`sparse_attention` or :func:`masked_attention`. Where heads are
-            sharded over ranks, sum it over these first. No gradient flows to it.
+        teacher: ``p_sum`` of :func:`sparse_attention` or :func:`masked_attention`, finite and not
+            negative. Where heads are sharded over ranks, sum it over these first. No gradient
+            flows to it.
         policy: which implementations may run.
 
     Returns:
@@ -154,8 +155,7 @@ def _sparse_loss(
     policy: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_sparse(q, k, weights, indices, teacher, topk_length, relu)
-    # The operation overwrites its teacher.
-    teacher = teacher.to(accumulation_dtype(q.dtype), copy=True)
+    teacher = losses.checked_teacher(teacher, accumulation_dtype(q.dtype))
     layout = bshd_layout(q.shape[0], 1, q.device)  # the lists alone say which keys there are
     loss = losses.SelectedKeysLoss(layout, indices, topk_length, teacher, policy_of(policy))
     inputs = IndexerInputs(q, k, weights, relu)

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
@@ -225,14 +226,11 @@ def distributed_checkpoint(root: str, step: int | None, flag: str) -> Path:
     return directory
 
 
-_original_load = dist_checkpointing.load
-
-
 def load(sharded_state_dict, checkpoint_dir, *args, **kwargs) -> Any:
     """Megatron's ``dist_checkpointing.load``, same arguments, for checkpoints that may lack
     indexers or go by the names of other layer sets."""
     redirect(sharded_state_dict, checkpoint_dir)
-    return _original_load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    return serialization.load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 
 def entries_of(checkpoint_dir) -> dict[str, ShardedBase]:

@@ -8,11 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dsa.dispatch import Policy
+from megatron_dsa.dispatch import Policy, on_meta
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.numerics.checks import FLOATS, require_layout, require_lists, require_tensor
+from megatron_dsa.numerics.checks import (
+    FLOATS,
+    require_layout,
+    require_lists,
+    require_on_device,
+    require_tensor,
+)
 from megatron_dsa.numerics.scaling import Factor, scaled_together
 from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, SPARSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import (
@@ -224,6 +230,28 @@ class _SparseLoss(torch.autograd.Function):
         return *scaled_together(gradients, dvalue, [g.dtype for g in gradients]), None, None
 
 
+def checked_teacher(teacher: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy of a caller's teacher in ``dtype``, which :class:`SelectedKeysLoss` overwrites.
+
+    One reduction on a GPU and no synchronisation. The teachers of layers are head sums of
+    probabilities and do not come here.
+
+    Raises:
+        ConfigError: an entry is negative, NaN or infinite. On a GPU a device assert.
+    """
+    teacher = teacher.detach().to(dtype, copy=True)
+    if on_meta() or teacher.numel() == 0:
+        return teacher
+    least, most = teacher.aminmax()  # NaN if an entry is
+    rule = "teacher must have no entry that is negative, NaN or infinite"
+    fix = "pass p_sum of the attention, with 0 where nothing is selected"
+    require_on_device(
+        (least >= 0) & (most < float("inf")), f"{rule}: {fix}",
+        lambda: f"{rule}, got {float(least):.3g} to {float(most):.3g}: {fix}",
+    )  # fmt: skip
+    return teacher
+
+
 def sparse_indexer_loss(
     inputs: IndexerInputs,
     indices: torch.Tensor,
@@ -239,8 +267,8 @@ def sparse_indexer_loss(
     Args:
         inputs: the indexer's tensors; the result is differentiable in q, k and weights.
         indices: int32 ``[Sq, K]``, rows of ``inputs.k``, as from :func:`indexer_topk`.
-        teacher: ``[Sq, K]``: ``p_sum`` of :func:`sparse_attention`. Normalised here; no gradient
-            flows to it.
+        teacher: ``[Sq, K]``: ``p_sum`` of :func:`sparse_attention`, finite and not negative, also
+            where nothing is selected. Normalised here; no gradient flows to it.
         layout: the layout the selection was made with.
         topk_length: int32 ``[Sq]`` or ``None``.
         head_group: process group that shares the heads; the teacher is summed over it.
@@ -250,13 +278,15 @@ def sparse_indexer_loss(
         fp32 scalar. Divide by the number of real tokens for the mean.
 
     Raises:
-        ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
+        ConfigError: for shapes or dtypes outside of the above, a layout of other tensors, or a
+            teacher that is negative, NaN or infinite (on a GPU a device assert, as in
+            :func:`indexer_topk`).
     """
     check_indexer(inputs, layout)
     require_lists(indices, inputs.q, topk_length)
     fix = "give one entry per entry of indices"
     require_tensor("teacher", teacher, tuple(indices.shape), FLOATS, inputs.q, fix)
-    teacher = teacher.detach().to(accumulation_dtype(inputs.q.dtype), copy=True)
+    teacher = checked_teacher(teacher, accumulation_dtype(inputs.q.dtype))
     loss = SelectedKeysLoss(layout, indices, topk_length, teacher, policy, head_group)
     return loss.differentiable(inputs)
 

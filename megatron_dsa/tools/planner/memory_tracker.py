@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 import torch
@@ -31,6 +32,9 @@ _RECEIVES = (c10d.recv_.default,)
 class MemoryTracker(TorchDispatchMode):
     """Follows the storages that are made under it, of any device.
 
+    Where a tensor gets several gradients, autograd writes their sum to one that nothing else refers
+    to, but not under a dispatch mode. A sum counts beside its terms only if all of them stay alive.
+
     Attributes:
         live: bytes of storages that were made and are still alive.
         peak: the most that were alive at once since :meth:`restart`.
@@ -42,14 +46,24 @@ class MemoryTracker(TorchDispatchMode):
 
     def __init__(self, name_of: Callable[[ProcessGroup], str] = lambda group: "ranks"):
         super().__init__()
-        self.live = self.peak = 0
+        self.live = self._peak = 0
         self.received: Counter[str] = Counter()
         self._bytes: dict[int, int] = {}
+        #: Storage -> number of the node of the backward pass that made it.
+        self._makers: dict[int, int] = {}
+        #: What was alive beside the last sum of gradients, and the storages it may be written to.
+        self._sum: tuple[int, list[int]] | None = None
         self._name_of = name_of
+
+    @property
+    def peak(self) -> int:
+        self._settle_sum()
+        return self._peak
 
     def restart(self) -> int:
         """Begin a new phase: forget the peak; return what is alive."""
-        self.peak = self.live
+        self._settle_sum()
+        self._peak = self.live
         return self.live
 
     def ignore(self, *tensors: torch.Tensor) -> None:
@@ -81,27 +95,61 @@ class MemoryTracker(TorchDispatchMode):
         if func.namespace == "c10d":
             self._exchange(func, args)
         result = func(*args, **(kwargs or {}))
+        node = torch._C._current_autograd_node()
+        number = None if node is None else node._sequence_nr()
+        terms = []
+        if func is torch.ops.aten.add.Tensor and number is not None and _autograd_calls():
+            terms = self._terms(args, number)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self._follow(tensor)
+                self._follow(tensor, number, terms)
         return result
 
-    def _follow(self, tensor: torch.Tensor) -> None:
+    def _follow(self, tensor: torch.Tensor, node: int | None, terms: list[int]) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._bytes:
             return
+        self._settle_sum()
         self._bytes[key] = storage.nbytes()
-        self._count(storage.nbytes())
+        if node is not None:
+            self._makers[key] = node
+        self._count(storage.nbytes(), terms)
         # A storage keeps its Python object while anything refers to it, autograd included.
         weakref.finalize(storage, self._forget, key)
 
-    def _count(self, more: int) -> None:
+    def _count(self, more: int, terms: Sequence[int] = ()) -> None:
+        self._settle_sum()
         self.live += more
-        self.peak = max(self.peak, self.live)
+        if terms:
+            self._sum = self.live, list(terms)
+        else:
+            self._peak = max(self._peak, self.live)
 
     def _forget(self, key: int) -> None:
         self.live -= self._bytes.pop(key)
+        self._makers.pop(key, None)
+
+    def _terms(self, args, node: int) -> list[int]:
+        """Return the storages that autograd may write a sum of gradients to."""
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        keys = [x.untyped_storage()._cdata for x in tensors]
+        # What a node adds while it forms its gradient was made by itself.
+        if all(self._makers.get(key) == node for key in keys):
+            return []
+        return [key for key, x in zip(keys, tensors, strict=True) if self._may_be_written(key, x)]
+
+    def _may_be_written(self, key: int, x: torch.Tensor) -> bool:
+        span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        return self._bytes.get(key, 0) > 0 and span == x.numel()
+
+    def _settle_sum(self) -> None:
+        """Count the last sum of gradients: what it was written to is not alive any more."""
+        if self._sum is not None:
+            (live, terms), self._sum = self._sum, None
+            if all(key in self._bytes for key in terms):
+                self._peak = max(self._peak, live)
+            self._peak = max(self._peak, self.live)
 
     def _exchange(self, func, args) -> None:
         if func in _RECEIVES:
@@ -113,6 +161,14 @@ class MemoryTracker(TorchDispatchMode):
             size = round(times * share * _size(args[tensors]))
             if size:
                 self.received[self._name_of(group)] += size
+
+
+def _autograd_calls() -> bool:
+    """Whether autograd itself called the operation at hand, and no code of a function or hook."""
+    frame = sys._getframe(2)  # below __torch_dispatch__
+    while frame.f_back is not None and frame.f_code.co_name in ("inner", "_fn"):  # of its wrapper
+        frame = frame.f_back
+    return "run_backward" in frame.f_code.co_names
 
 
 def _size(tensors) -> int:

@@ -1,5 +1,6 @@
 """Plans of jobs: memory as real modules take it, schedules, checks, the command."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -107,6 +108,73 @@ def test_a_storage_that_is_emptied_counts_no_more():
         assert tracker.live == tracker.peak == before + 40
         del x, y
     assert tracker.live == 0
+
+
+class Term(torch.autograd.Function):
+    """Has a gradient that is a new tensor, which ``seen`` is called with."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        new = gradient.new_zeros(1000)
+        ctx.seen(new)
+        return new, None
+
+
+class OwnSum(torch.autograd.Function):
+    """Adds two tensors in its backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.new_zeros(1000) + gradient.new_zeros(1000)
+
+
+def terms(x, count, seen=lambda _: None):
+    return sum(Term.apply(x, seen) for _ in range(count))
+
+
+#: What is differentiated, and the tensors that its backward holds at once.
+SUMS = {
+    "one term": (lambda x, kept: terms(x, 1), 1),
+    "two terms": (lambda x, kept: terms(x, 2), 2),
+    "three terms": (lambda x, kept: terms(x, 3), 2),
+    "two terms that stay": (lambda x, kept: terms(x, 2, kept.append), 3),
+    # The first sum is a new tensor, the second is written to it.
+    "three terms that stay": (lambda x, kept: terms(x, 3, kept.append), 4),
+    "a node in Python": (lambda x, kept: OwnSum.apply(x), 3),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_gradients(name):
+    """Autograd writes a sum to a term that nothing else refers to; a node's own sum is new."""
+    differentiate, expected = SUMS[name]
+    x = torch.zeros(1000, device="meta", requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
+    loss = differentiate(x, [])
+    tracker = MemoryTracker()
+    with tracker:
+        loss.backward()
+    assert tracker.peak == expected * x.nbytes + 4  # and the gradient of the loss
+
+
+def test_autograd_writes_sums_to_terms():
+    """But not under a dispatch mode, such as the tracker is."""
+    for mode, is_written in ((contextlib.nullcontext(), True), (MemoryTracker(), False)):
+        x, places = torch.zeros(1000, requires_grad=True), []
+        loss = terms(x, 2, lambda term, places=places: places.append(term.data_ptr()))
+        x.register_hook(lambda sum_, places=places: places.append(sum_.data_ptr()))
+        with mode:
+            loss.backward()
+        assert (places[2] in places[:2]) == is_written
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, real modules take other kernels")
