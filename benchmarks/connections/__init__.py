@@ -28,8 +28,8 @@ ON_DEVICE = True
 #: Timed calls, at most: these are short.
 REPEATS = 20
 WAYS, LAYER_WAYS = ("triton", "compiled", "torch"), ("plain", "streams")
-#: Cycles before each timed call, half a millisecond: longer than the launches of a fused one take.
-HEAD_START = 10**6
+#: Cycles before each timed call, two milliseconds: longer than the launches of a fused one take.
+HEAD_START = 4 * 10**6
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ def section(title):
 
 #: Section of the page -> folder of its CSVs.
 STUDIES = {"Results": "gpu30_longer", "A shorter training": "gpu30"}
+#: The same for the section that compares runs with an equal one.
+VARIANTS = ("Variants", "gpu30_variants")
 BANDS = ("0-1024", "1024-4096", "4096-8192")
 
 
@@ -509,10 +511,36 @@ def test_the_page_says_what_follows_from_its_tables(studies):
     assert not missing, "\n".join(missing)
 
 
-@pytest.mark.parametrize("title", STUDIES)
+def test_the_page_has_the_figures_of_the_variants(studies):
+    """Cells and sentences; variants differ from the run without as equal runs do."""
+    study, cells, apart = OnGPU(VARIANTS[1]), 0, {}
+    for lines in tables(section(VARIANTS[0])):
+        for expected, written in study.table(lines):
+            assert written == expected
+            cells += 1
+    assert cells == 6
+    steps = (study.earlier, study.end)
+    for variant in ("again", "absorbed", "fp8_scores"):
+        found = [study.gap(f"sparse_{variant}", step, "sparse", step) for step in steps]
+        apart[variant] = max(abs(gap.value) for gap in found)
+        for measure in ("mass", "recall", "indexer KL"):
+            one, other = (mean_mass(study, run, measure) for run in ("sparse", f"sparse_{variant}"))
+            assert abs(one - other) < 2e-4
+    text = " ".join(section(VARIANTS[0]).split())
+    largest, loss = max(apart.values()), study.losses["1", "sparse", study.end]
+    assert f"at most {largest:.5f} apart ({100 * largest / loss:.3f} % of the loss)" in text
+    assert largest < 2 * apart["again"]
+    dense = study.losses["1", "dense", study.dense]
+    before = studies["A shorter training"].losses["1", "dense", study.dense]
+    assert f"has a loss of {dense:.4f}, not {before:.4f}" in text
+    times = (study.of_times("evaluation, s", run) for run in ("sparse_absorbed", "sparse"))
+    assert "`sparse_absorbed` takes {} s against {} s".format(*times) in text
+
+
+@pytest.mark.parametrize("title", [*STUDIES, VARIANTS[0]])
 def test_runs_on_a_gpu_have_the_whole_held_out_set(studies, title):
     """Losses of documents are of 148 sequences, and are those that Megatron logged."""
-    study = studies[title]
+    study = studies.get(title) or OnGPU(VARIANTS[1])
     for session in study.sessions:
         for run, steps in session.documents.items():
             for step, sums in steps.items():
