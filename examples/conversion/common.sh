@@ -6,7 +6,8 @@
 #   BATCH    sequences of an optimizer step                        (64, small 2, GPU30 4)
 #   RATE     highest learning rate of a dense model; the last is 1/30 of it, small 1/3
 #            (6e-4, small 3e-3, GPU30 1e-3)
-#   LENGTH   tokens of a sequence, at most those of a document (8192, small 512)
+#   LENGTH   tokens of a sequence, 512 to those of a document       (8192 of 32768, small 512 of 2048,
+#            GPU30 8192 of 16384)
 #   TOPK     keys that a query selects; a run of the sparse stage for each of several
 #            ("2048 1024", small 64)
 #   SEED     of weights and data                                  (1)
@@ -101,6 +102,10 @@ step_of() { # run: step of its last checkpoint
 
 check_settings() { # those of RUN_DIR are what this call has; the first one sets them
   local file=$run/settings.txt now
+  if ((seq_length < 512 || seq_length > document_tokens)); then
+    echo "LENGTH must be 512 to $document_tokens, the tokens of a document, got $seq_length" >&2
+    return 2
+  fi
   now="seed ${SEED:-1}, steps $dense_steps $warmup_steps $sparse_steps, first TOPK ${topks[0]}, ${model[*]:0:6}, batch $batch${RATE:+, rate $RATE}${LENGTH:+, length $LENGTH}"
   if [[ ! -f $file ]]; then
     mkdir -p "$run"

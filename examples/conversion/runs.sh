@@ -1,7 +1,7 @@
 # Sourced by common.sh: what every run is. `run NAME FLAGS...` trains one, `list_runs NAMES...` says
 # what is done and how many minutes are left.
 #   SECONDS_PER_STEP  of stages dense, warm-up and sparse, for the estimate of runs without a log
-#                     (of an H200: 0.068, 0.178 and 0.145 times BATCH; small "0.2 0.2 0.3")
+#                     (of an H200: 0.068, 0.178 and 0.145 times BATCH * LENGTH / 8192; small "0.2 0.2 0.3")
 
 # Without names: those that the gap needs. A model from scratch takes two thirds as long as all
 # others of GPU30.

@@ -28,7 +28,7 @@ def train_all(folder, python):
     """Run the example as users do; return what it printed."""
     places = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     variables = {"PYTHON": python, "RUN_DIR": str(folder), "SMALL": "1", "SEED": "1"}
-    unset = ("STEPS", "BATCH", "RATE", "TOPK", "ONLY", "PLAN", "GPU30")
+    unset = ("STEPS", "BATCH", "RATE", "LENGTH", "TOPK", "ONLY", "PLAN", "GPU30")
     unset += ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     done = subprocess.run(

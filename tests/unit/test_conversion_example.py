@@ -298,10 +298,20 @@ def test_other_settings_are_refused(tmp_path):
         {"TOPK": "1024"},
         {"GPU30": ""},
         {"BATCH": "1"},
+        {"RATE": "5e-4"},
+        {"LENGTH": "16384"},
     )
     for other in changes:
         done = all_runs(tmp_path, "dense_on", **other)
         assert done.returncode == 2 and "begun with other settings" in done.stderr, other
+
+
+@pytest.mark.parametrize("length", ["256", "16385"])
+def test_sequences_longer_than_documents_are_refused(tmp_path, length):
+    """Before anything is trained; and those that are too short for the probes."""
+    done = all_runs(tmp_path, "dense", LENGTH=length)
+    assert done.returncode == 2
+    assert f"LENGTH must be 512 to 16384, the tokens of a document, got {length}" in done.stderr
 
 
 def test_a_run_continues_and_ends(tmp_path):

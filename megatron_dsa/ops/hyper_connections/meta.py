@@ -71,8 +71,8 @@ def _gradients(fused: bool, workspace_bytes: int, x, parameters):
     if fused:
         (tokens, n, channels), fn = x.shape, parameters[0]
         _, parts, _ = read_backward_tiles(tokens, channels, n, fn.shape[0], _PROCESSORS)
-        fn.new_empty(weight_parts(tokens, _PROCESSORS), channels)  # is added up before the rest
         temporaries = [
+            fn.new_empty(weight_parts(tokens, _PROCESSORS), channels),
             x.new_empty(tokens, channels), fn.new_empty(parts, *fn.shape),
             fn.new_empty(tokens, fn.shape[0] + n + 1),
         ]  # fmt: skip

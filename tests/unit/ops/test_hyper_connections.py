@@ -239,9 +239,19 @@ def test_compiles_without_a_gpu(monkeypatch, channels):
                     assert compiled.metadata.shared == 0
 
 
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
+#: As many tokens as a budget of a twentieth allows at once, so that this is what torch takes; and
+#: few, whose partial sums are a part of the peak.
+PLANNED = {
+    "torch": [Case(4000, 4, 512, iterations=2, workspace=2**24)],
+    "triton": [Case(4000, 4, 512, iterations=2), Case(256, 4, 7168, iterations=2)],
+}
+
+
+@pytest.mark.parametrize(
+    ("implementation", "case"), [(name, case) for name, cases in PLANNED.items() for case in cases]
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_plans_count_what_is_kept_and_allocated(monkeypatch, name, implementation):
+def test_plans_count_what_is_kept_and_allocated(monkeypatch, name, implementation, case):
     """Meta functions against the adapters, whose kernels do nothing."""
     module = unfused
     if implementation == "triton":
@@ -252,8 +262,6 @@ def test_plans_count_what_is_kept_and_allocated(monkeypatch, name, implementatio
         monkeypatch.setattr(module.gradients, ADDING, Silent())
         for name_of in MOVING[1:]:
             monkeypatch.setattr(module.kernels, name_of, Silent())
-    # As many tokens as a budget of a twentieth allows at once, so that this is what torch takes.
-    case = Case(4000, 4, 512, iterations=2, workspace=2**24)
     operation = OPERATIONS[f"hyper_connection_{name}"]
     (candidate,) = (c for c in operation.candidates if c.name == implementation)
     meta = import_attribute(operation.meta)
@@ -348,6 +356,27 @@ def test_more_elements_than_int32_counts():
         normed = launch.read(replace(given, streams=repeated[1]))[0]
         few = launch.read(replace(given, streams=repeated[1][-2:]))[0]
     assert relative_error(normed[-2:], few) < 5e-3
+    del normed
+
+    def gradient(streams):
+        streams = streams.detach().requires_grad_()
+        normed, handed_on, *_ = launch.read(replace(given, streams=streams))
+        upstream = inputs.output.detach().repeat(len(streams) // 2, 1), streams.detach()
+        return torch.autograd.grad((normed, handed_on), streams, upstream)[0]
+
+    found = gradient(repeated[1])[-2:].clone()
+    assert relative_error(found, gradient(repeated[1][-2:])) < 5e-3
+
+
+def check_added(launch):
+    """Parameters' gradients from more parts than the loops of ``add_parts`` take at once."""
+    for parts, dtype in (((1, 70, 130), torch.bfloat16), ((5, 264, 300), torch.float32)):
+        shapes = ((parts[0], 24, 160), (parts[1], 100), (parts[2], 27))
+        given = [torch.randn(*shape) for shape in shapes]
+        like = torch.empty(24, 160), torch.empty(100, dtype=dtype)
+        for found, of_parts in zip(launch._added(*like, *given), given, strict=True):
+            bound = 5e-3 if found.dtype == torch.bfloat16 else 1e-6
+            assert relative_error(found, of_parts.double().sum(0)) < bound
 
 
 def main():
@@ -367,6 +396,7 @@ def main():
             else:
                 run(call, inputs_of(case, name, torch.float32))
         check(call, name, inputs_of(Case(20, 4, 40), name, torch.bfloat16), 5e-3)
+    check_added(launch)
     check_extreme(launch, 1e30)
     rounded_up(launch, tokens=420, channels=64)
 
