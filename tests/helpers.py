@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -140,6 +142,18 @@ def deterministic():
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned)
+
+
+def check_device_assert(program: str, message: str) -> None:
+    """Check that a program prints ``fine``, and ends in an assert before it prints ``not seen``.
+
+    It runs in a process of its own, as no other test could run after it.
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    printed = done.stdout.splitlines()  # of compilers, too
+    assert done.returncode != 0 and "fine" in printed and "not seen" not in printed, done.stderr
+    assert message in done.stderr
 
 
 def skip_unless_they_run(*pairs):

@@ -20,8 +20,8 @@ def section(title):
 
 #: Section of the page -> folder of its CSVs.
 STUDIES = {"Results": "gpu30_longer", "A shorter training": "gpu30"}
-#: The same for the section that compares runs with an equal one.
-VARIANTS = ("Variants", "gpu30_variants")
+#: The same, with the section that compares runs with an equal one.
+SECTIONS = STUDIES | {"Variants": "gpu30_variants"}
 BANDS = ("0-1024", "1024-4096", "4096-8192")
 
 
@@ -486,7 +486,7 @@ def said_of_probes(longer, shorter):
 
 @pytest.fixture(scope="module")
 def studies():
-    return {section: OnGPU(folder) for section, folder in STUDIES.items()}
+    return {section: OnGPU(folder) for section, folder in SECTIONS.items()}
 
 
 @pytest.mark.parametrize("title", STUDIES)
@@ -507,14 +507,16 @@ def test_the_page_has_the_figures_of_the_runs_on_a_gpu(studies, title):
 def test_the_page_says_what_follows_from_its_tables(studies):
     """Figures in its sentences."""
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
-    missing = [figure for figure in said(*studies.values()) if figure not in text]
+    missing = [
+        figure for figure in said(*(studies[title] for title in STUDIES)) if figure not in text
+    ]
     assert not missing, "\n".join(missing)
 
 
 def test_the_page_has_the_figures_of_the_variants(studies):
     """Cells and sentences; variants differ from the run without as equal runs do."""
-    study, cells, apart = OnGPU(VARIANTS[1]), 0, {}
-    for lines in tables(section(VARIANTS[0])):
+    study, cells, apart = studies["Variants"], 0, {}
+    for lines in tables(section("Variants")):
         for expected, written in study.table(lines):
             assert written == expected
             cells += 1
@@ -526,7 +528,7 @@ def test_the_page_has_the_figures_of_the_variants(studies):
         for measure in ("mass", "recall", "indexer KL"):
             one, other = (mean_mass(study, run, measure) for run in ("sparse", f"sparse_{variant}"))
             assert abs(one - other) < 2e-4
-    text = " ".join(section(VARIANTS[0]).split())
+    text = " ".join(section("Variants").split())
     largest, loss = max(apart.values()), study.losses["1", "sparse", study.end]
     assert f"at most {largest:.5f} apart ({100 * largest / loss:.3f} % of the loss)" in text
     assert largest < 2 * apart["again"]
@@ -537,10 +539,10 @@ def test_the_page_has_the_figures_of_the_variants(studies):
     assert "`sparse_absorbed` takes {} s against {} s".format(*times) in text
 
 
-@pytest.mark.parametrize("title", [*STUDIES, VARIANTS[0]])
+@pytest.mark.parametrize("title", SECTIONS)
 def test_runs_on_a_gpu_have_the_whole_held_out_set(studies, title):
     """Losses of documents are of 148 sequences, and are those that Megatron logged."""
-    study = studies.get(title) or OnGPU(VARIANTS[1])
+    study = studies[title]
     for session in study.sessions:
         for run, steps in session.documents.items():
             for step, sums in steps.items():

@@ -57,12 +57,12 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def peak(self) -> int:
-        self._settle_sum()
+        self._count_last_sum()
         return self._peak
 
     def restart(self) -> int:
         """Begin a new phase: forget the peak; return what is alive."""
-        self._settle_sum()
+        self._count_last_sum()
         self._peak = self.live
         return self.live
 
@@ -110,7 +110,7 @@ class MemoryTracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._bytes:
             return
-        self._settle_sum()
+        self._count_last_sum()
         self._bytes[key] = storage.nbytes()
         if node is not None:
             self._makers[key] = node
@@ -119,7 +119,7 @@ class MemoryTracker(TorchDispatchMode):
         weakref.finalize(storage, self._forget, key)
 
     def _count(self, more: int, terms: Sequence[int] = ()) -> None:
-        self._settle_sum()
+        self._count_last_sum()
         self.live += more
         if terms:
             self._sum = self.live, list(terms)
@@ -143,7 +143,7 @@ class MemoryTracker(TorchDispatchMode):
         span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
         return self._bytes.get(key, 0) > 0 and span == x.numel()
 
-    def _settle_sum(self) -> None:
+    def _count_last_sum(self) -> None:
         """Count the last sum of gradients: what it was written to is not alive any more."""
         if self._sum is not None:
             (live, terms), self._sum = self._sum, None

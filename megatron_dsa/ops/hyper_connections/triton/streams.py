@@ -96,7 +96,7 @@ def read_backward(
     )  # fmt: skip
     dfn = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
     nothing = tl.zeros([BLOCK_O, BLOCK_T], x.dtype.element_ty)
-    # Formed once, or Triton fetches less far ahead.
+    # Formed once, and large loads first in a step, or Triton fetches less far ahead.
     first = (part * steps).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     for step in range(steps):
         token = first + step * BLOCK_T
