@@ -88,6 +88,7 @@ def settings_of(family: str, options: argparse.Namespace) -> Settings:
         budget=options.budget,
         timeout=options.timeout,
         quick=options.quick,
+        timelines=getattr(options, "timelines", None),
     )
 
 

@@ -6,7 +6,8 @@
 * ``layer_time.png``, ``layer_shares.png``: V3.2's step against the length, and where ours spends
   it; ``layer_<preset>_shares.png`` the latter of V4; ``layer_core_memory.png``: the workspace.
 * ``engine_tokens_per_s.png``: layers with transformer-engine, in bf16 and FP8.
-* ``ranks_<n>gpus_layers.png``: efficiency and exposed communication.
+* ``ranks_<n>gpus_layers.png``: efficiency and exposed communication. ``ranks_timelines.png``: when
+  NCCL and other kernels run.
 * ``train_convergence.png``: losses of sparse and dense attention; ``train_selected.png``: of sparse
   and masked dense attention; ``train_whole_v4.png``: of fused kernels and torch;
   ``train_muon.png``: of AdamW and Muon.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from benchmarks.charts.drawing import Point, machine, of_one_gpu, pyplot, save, thousands
-from benchmarks.ranks.cases import LAYERS, ONE_RANK, ONE_RANK_MASKED
+from benchmarks.ranks.cases import ALONE, LAYERS
 
+#: What ``python -m benchmarks ranks --timelines`` wrote.
+TIMELINES = "ranks_timelines.jsonl"
 #: Metric -> label of its bar.
 BARS = {"efficiency": "parallel efficiency, %", "exposed_share": "exposed communication, %"}
 
@@ -19,6 +22,8 @@ def draw_ranks(points: list[Point], folder: Path) -> list[Path]:
     for ranks in sorted({p.case["tp"] * p.case["cp"] for p in layers}):
         mine = of_one_gpu([p for p in layers if p.case["tp"] * p.case["cp"] == ranks])
         written.append(draw_layers(mine, folder / f"ranks_{ranks}gpus_layers.png"))
+    if (timelines := folder / TIMELINES).exists():
+        written += draw_timelines(timelines)
     return written
 
 
@@ -42,11 +47,41 @@ def draw_layers(points: list[Point], target: Path) -> Path:
     return save(figure, title, target, bottom=0.3 / figure.get_figheight())
 
 
+def draw_timelines(file: Path) -> list[Path]:
+    """Draw the lines of ``ranks --timelines``: of each way a row per rank and kind of kernels."""
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    figure, axes = pyplot.subplots(
+        len(lines), figsize=(10, 1 + 1.6 * len(lines)), squeeze=False, layout="constrained"
+    )
+    for axis, line in zip(axes[:, 0], lines, strict=True):
+        for rank, timeline in enumerate(line["ranks"]):
+            for number, (name, intervals) in enumerate(timeline.items()):
+                spans = [(begin, end - begin) for begin, end in intervals]
+                label = name if rank == 0 else None
+                axis.broken_barh(spans, (rank + 0.4 * number, 0.4), color=f"C{number}", label=label)
+        ranks = range(len(line["ranks"]))
+        axis.set_yticks([rank + 0.4 for rank in ranks], ranks)
+        axis.invert_yaxis()
+        axis.set_ylabel("rank")
+        versions = {name: version for name, version in line["versions"].items() if version}
+        point = Point(line["case"], "step", line["way"], line["gpu"], versions, {})
+        axis.set_title(label_of(point), fontsize=9)
+    axes[-1, 0].set_xlabel("ms")
+    handles = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    figure.suptitle(f"Kernels of a training step\n{machine([point])}", fontsize=10)
+    target = file.with_suffix(".png")
+    figure.savefig(target, dpi=110)
+    pyplot.close(figure)
+    return [target]
+
+
 def label_of(point: Point) -> str:
     """Return the layer, its length, its ranks and the way."""
     case, way = point.case, point.way
     ratio = f" ratio {case['ratio']}" if "ratio" in case else ""
     chain = f" x {case['layers']}" if case["layers"] > 1 else ""
     grid = " ".join(f"{name}{case[name]}" for name in ("tp", "cp") if case[name] > 1)
-    how = way if way in (ONE_RANK, ONE_RANK_MASKED) else f"{grid} {way}"
+    how = way if way in ALONE else f"{grid} {way}"
+    how += ", graph" if case.get("graph") else ""
     return f"{case['preset']}{ratio}{chain}, {thousands(case['tokens'])}, {how}"

@@ -50,7 +50,7 @@ import torch
 
 from benchmarks.child import still_works
 from benchmarks.layer import rank
-from benchmarks.layer.graph import GRAPH, StepGraph, largest_error
+from benchmarks.layer.graph import GRAPH, StepGraph, checked_error
 from benchmarks.layer.peers import build, declined_hooks
 from benchmarks.megatron_layer import Layer, LayerSpec, shortened
 from benchmarks.process_groups import alone
@@ -209,10 +209,7 @@ class _Measurer:
     def _measure_graph(self, layer: Layer, ran: str) -> dict:
         """Return the result of a layer's step as one CUDA graph; it has run uncaptured before."""
         graph = StepGraph(layer, self.clock)
-        error, name = largest_error(layer, graph.replay)
-        if not error <= OUT_ERROR_LIMIT:
-            reason = f"not the results of the uncaptured step: error {error:.3g} of {name}"
-            return {"status": "failed", "reason": f"{reason} is above {OUT_ERROR_LIMIT}"}
+        error = checked_error(layer, graph, OUT_ERROR_LIMIT)
         times = self._times(graph.replay, self.clock.seconds(graph.replay))
         return {
             "status": "ok", "ran": ran, **times, "peak_mib": graph.peak_mib, "graph_error": error,

@@ -32,6 +32,9 @@ class StepGraph:
     """
 
     def __init__(self, layer: Layer, clock: Clock):
+        for leaf in (layer.x, *layer.module.parameters()):
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -39,7 +42,9 @@ class StepGraph:
                 layer.step()
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with Peak(clock) as peak, torch.cuda.graph(self._graph, stream=stream):
+        # NCCL's watchdog asks the GPU from a thread of its own.
+        capture = torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local")
+        with Peak(clock) as peak, capture:
             self._out = layer.step()
         self.peak_mib = peak.mib
 
@@ -68,3 +73,16 @@ def largest_error(layer: Layer, replay: Callable[[], torch.Tensor]) -> tuple[flo
     errors = {name: relative_error(got[name], wanted[name]) for name in wanted}
     name = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     return errors[name], name
+
+
+def checked_error(layer: Layer, graph: StepGraph, limit: float) -> float:
+    """Return :func:`largest_error` of a graph.
+
+    Raises:
+        RuntimeError: it is above ``limit``.
+    """
+    error, name = largest_error(layer, graph.replay)
+    if not error <= limit:
+        reason = f"not the results of the uncaptured step: error {error:.3g} of {name}"
+        raise RuntimeError(f"{reason} is above {limit}")
+    return error

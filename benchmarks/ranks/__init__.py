@@ -16,8 +16,10 @@ beside what the design says (:mod:`benchmarks.ranks.traffic`).
 say who holds what, and ``plain``: zigzag, with every collective waited for where it is launched
 (:mod:`benchmarks.ranks.plain`). V3.2's layers have another, ``masked``: zigzag by masked dense
 attention. Tensor-parallel ranks divide ``heads`` or ``rows`` (tokens), and V3.2's by masked dense
-attention heads (``masked heads``), or heads for attention and tokens for selection (``select``).
-``--chain N`` measures N layers in a chain (:mod:`benchmarks.megatron_layer`).
+attention heads (``masked heads``), or heads for attention and tokens for selection (``select``);
+``dense`` is the same layer by torch's dense attention, beside ``one rank dense``.
+``--chain N`` measures N layers in a chain (:mod:`benchmarks.megatron_layer`), ``--graph`` steps as
+one CUDA graph each (:mod:`benchmarks.layer.graph`).
 
 ``dense``: dense causal attention, ways for keys and values to reach the queries
 (:mod:`benchmarks.ranks.dense`).
@@ -26,6 +28,7 @@ attention heads (``masked heads``), or heads for attention and tokens for select
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 
 import torch
@@ -44,6 +47,7 @@ from benchmarks.ranks.cases import (
 )
 from benchmarks.ranks.merge import Judge, merge
 from benchmarks.ranks.processes import Grids, RankFailed
+from benchmarks.schema import case_fields, environment
 from benchmarks.settings import Settings, Work
 from megatron_dsa.errors import ImplementationError
 
@@ -67,12 +71,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", nargs="+", type=int, help="of all ranks; default: depends on the case")
     add("--chain", type=int, default=1, metavar="N",
         help="layers in a chain: the host is ahead of the GPU, as in a model (1)")  # fmt: skip
+    add("--graph", action="store_true", help="steps of layers as CUDA graphs")
+    add("--timelines", metavar="FILE", help="file to append a line per way to: when NCCL and "
+        "other kernels run on each rank in the traced step, in ms")  # fmt: skip
     add("--heads", type=int, help="of dense attention, on each GPU (128, with --quick 2)")
 
 
 def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
     """Return the cases, kind by kind."""
     quick, more = options.quick, {"workspace_mib": options.workspace_mib}
+    of_layers = more | {"graph": options.graph or None}
     grids = [grid for grid in map(Grid.parse, options.grids) if grid != ONE]
     if not grids:
         raise ValueError("--grids must have a grid of several ranks: one rank is measured always")
@@ -88,7 +96,7 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
     for kind in options.kinds:
         if kind == LAYERS:
             for grid in grids:
-                cases += layer_cases(grid, names, options.tokens, options.chain, **more)
+                cases += layer_cases(grid, names, options.tokens, options.chain, **of_layers)
         else:
             heads = options.heads or (2 if quick else 128)
             cases += [
@@ -101,13 +109,15 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, list[Work]]]:
 
 class _Measurer:
     def __init__(self, case: Case, device: torch.device, settings: Settings, measured=None):
-        self.case, self.settings = case, settings
+        self.case, self.settings, self._device = case, settings, device
         self._measured = measured or Grids().measured
         self._gpus = torch.cuda.device_count() if device.type == "cuda" else None
         self._judge = Judge(case)
 
     def measure(self, work: Work) -> Iterator[tuple[str, dict]]:
         grid = self.case.grid_of(work.way)
+        if self.case.graph and self._device.type != "cuda":
+            raise ImplementationError("CUDA graphs need a GPU")
         if self._gpus is not None and grid.ranks > self._gpus:
             raise ImplementationError(f"{grid.name} needs {grid.ranks} GPUs, not {self._gpus}")
         settings = {"repeats": self.settings.repeats, "budget": self.settings.budget}
@@ -118,8 +128,18 @@ class _Measurer:
         except RankFailed as error:
             yield work.part, {"status": "failed", "reason": str(error)}
             return
+        if self.settings.timelines and "timeline" in answers[0]:
+            self._keep_timelines(work.way, answers)
         for part, result in merge(answers):
             yield part, self._judge.judged(work.way, part, result, answers)
+
+    def _keep_timelines(self, way: str, answers: list[dict]) -> None:
+        line = environment(self._device) | {
+            "case": case_fields(self.case), "way": way,
+            "ranks": [answer["timeline"] for answer in answers],
+        }  # fmt: skip
+        with open(self.settings.timelines, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 prepare = _Measurer

@@ -12,6 +12,9 @@ from benchmarks.settings import Work
 LAYERS, DENSE = "layers", "dense"
 #: The way that the others are compared with; of masked ones with its own attention.
 ONE_RANK, ONE_RANK_MASKED = "one rank", "one rank masked"
+#: What dense layers are compared with: dense attention on one rank.
+ONE_RANK_DENSE = "one rank dense"
+ALONE = (ONE_RANK, ONE_RANK_MASKED, ONE_RANK_DENSE)
 #: Ways of context-parallel layers, and what they change; all but ``plain`` overlap collectives.
 CP_WAYS = {
     "zigzag": {}, "contiguous": {"cp_layout": "contiguous"}, "plain": {},
@@ -25,8 +28,11 @@ TP_WAYS = {"heads": {"tp_mode": "heads"}, "rows": {"tp_mode": "sequence"}}
 MASKED_TP_WAYS = {
     "masked heads": {"tp_mode": "heads", **_MASKED}, "select": {"tp_mode": "select", **_MASKED},
 }  # fmt: skip
+#: The way of tensor-parallel layers of V3.2 by dense attention of torch, and what it changes.
+DENSE_TP_WAYS = {"dense": {"tp_mode": "heads"}}
 #: Way -> the one of one rank that its time is compared with, where it is not :data:`ONE_RANK`.
 BASES = dict.fromkeys((ONE_RANK_MASKED, *MASKED_WAYS, *MASKED_TP_WAYS), ONE_RANK_MASKED)
+BASES |= dict.fromkeys((ONE_RANK_DENSE, *DENSE_TP_WAYS), ONE_RANK_DENSE)
 DENSE_WAYS = ("ring", "gathered latents", "contiguous ring")
 
 
@@ -69,6 +75,7 @@ class Case:
         heads: of the attention; with dense attention, per rank.
         ratio: compression ratio of a CSA layer.
         layers: in a chain; times and bytes are per layer, memory is that of the chain.
+        graph: true: the step is one CUDA graph.
         workspace_mib: budget of torch implementations.
     """
 
@@ -80,6 +87,7 @@ class Case:
     heads: int | None = None
     ratio: int | None = None
     layers: int = 1
+    graph: bool | None = None
     workspace_mib: int = 256
 
     @property
@@ -88,12 +96,13 @@ class Case:
 
     def grid_of(self, way: str) -> Grid:
         """Return the ranks that a way runs on."""
-        return ONE if way in (ONE_RANK, ONE_RANK_MASKED) else self.grid
+        return ONE if way in ALONE else self.grid
 
     def spec(self, way: str) -> LayerSpec:
         """Return a rank's part of the layer."""
         grid = self.grid_of(way)
-        ways = CP_WAYS | MASKED_WAYS | TP_WAYS | MASKED_TP_WAYS | {ONE_RANK_MASKED: _MASKED}
+        ways = CP_WAYS | MASKED_WAYS | TP_WAYS | MASKED_TP_WAYS | DENSE_TP_WAYS
+        ways |= {ONE_RANK_MASKED: _MASKED}
         changes = ways.get(way, {})
         return LayerSpec(
             self.preset, self.tokens, self.ratio, self.heads, layers=self.layers, tp=grid.tp,
@@ -130,6 +139,8 @@ def works_of(case: Case) -> list[Work]:
     found = [ONE_RANK, *ways]
     if case.ratio is None:
         found += [ONE_RANK_MASKED, *masked]
+        if case.cp == 1:
+            found += [ONE_RANK_DENSE, *DENSE_TP_WAYS]
     return [Work("step", way) for way in found]
 
 

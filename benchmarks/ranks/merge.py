@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.ranks.cases import BASES, ONE_RANK, ONE_RANK_MASKED, Case
+from benchmarks.ranks.cases import ALONE, BASES, ONE_RANK, ONE_RANK_DENSE, Case
 from benchmarks.timing import summary
 
 #: The largest value over ranks counts. These belong to the whole step, not to its forward.
 OF_STEP = (
     "communication_share", "exposed_share", "bytes_per_token", "formula_bytes_per_token",
-    "hidden_bytes_per_token", "peak_mib",
+    "hidden_bytes_per_token", "peak_mib", "graph_error",
 )  # fmt: skip
 #: Outputs that differ by more than this are not outputs of the same layer. bf16 lands near 1e-3.
 NORM_LIMIT = 2e-2
@@ -54,23 +54,22 @@ class Judge:
     def __init__(self, case: Case):
         self._ranks = case.grid.ranks
         self._alone: dict[tuple[str, str], float] = {}  # milliseconds of one rank
-        self._norms: dict[str, float] = {}
+        self._norms: dict[bool, dict[str, float]] = {}  # of dense attention, of selected keys
 
     def judged(self, way: str, part: str, result: dict, answers: list[dict]) -> dict:
         """Return a result with its efficiency, or a failed one with the reason."""
-        found = norms(answers)
-        alone = way in (ONE_RANK, ONE_RANK_MASKED)
+        found, base = norms(answers), BASES.get(way, ONE_RANK)
+        alone, dense = way in ALONE, base == ONE_RANK_DENSE
         if alone:
             self._alone[way, part] = result["ms"]
-            self._norms = self._norms or found
-        if found and self._norms:
-            wanted = self._norms
+            self._norms.setdefault(dense, found)
+        if found and (wanted := self._norms.get(dense)):
             error = max(abs(found[n] - wanted[n]) / wanted[n] for n in found)
             if not error <= NORM_LIMIT:
                 reason = f"wrong result: norms differ from one rank's by {error:.3g}"
                 return {"status": "failed", "reason": reason, "out_error": error}
             result = result | {"out_error": error}
-        base = self._alone.get((BASES.get(way, ONE_RANK), part))
-        if base and not alone:
-            result = result | {"efficiency": base / (self._ranks * result["ms"])}
+        ms = self._alone.get((base, part))
+        if ms and not alone:
+            result = result | {"efficiency": ms / (self._ranks * result["ms"])}
         return result

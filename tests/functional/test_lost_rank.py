@@ -14,6 +14,8 @@ from tests.processes import Lost
 WAIT = 10
 #: NCCL's watchdog looks every second, and ends the process after it has written what it knows.
 LIMIT = WAIT + 60
+#: It gives all ranks four times these milliseconds (15000) to write.
+TIME_TO_WRITE = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 
 
 @pytest.mark.ranks(2)
@@ -25,13 +27,14 @@ LIMIT = WAIT + 60
     ],
     ids=["killed", "hangs"],
 )
-def test_the_other_rank_ends_and_the_run_resumes(how, layout, data, tmp_path):
+def test_the_other_rank_ends_and_the_run_resumes(how, layout, data, tmp_path, monkeypatch):
+    monkeypatch.setenv(TIME_TO_WRITE, "1000")
     flags = {"--data-path": data, "--save": tmp_path, "--load": tmp_path} | layout
     flags |= {"--save-interval": 2, "--distributed-timeout-seconds-after-init": WAIT}
     flags |= {"--train-iters": 1000}  # the run is not over when the rank is lost
     lost = Lost(1, "iteration        3/", how, LIMIT)  # which rank 1 prints
     statuses, run = train_without_a_rank(flags, 2, lost)
-    assert len(statuses) == 1 and statuses[0], "rank 0 did not end by itself"
+    assert len(statuses) == 1 and statuses[0], f"rank 0 did not end by itself: {run.log[-3000:]}"
     told = "another rank is lost or does not answer"
     watchdog = "Watchdog caught collective operation timeout"
     assert told in run.log or watchdog in run.log, run.log[-3000:]

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
 def test_every_committed_chart_is_drawn(tmp_path):
-    for file in FOLDER.glob("*.csv"):
+    for file in (*FOLDER.glob("*.csv"), *FOLDER.glob("*.jsonl")):
         shutil.copy(file, tmp_path)
     written = draw_all(tmp_path)
     assert {file.name for file in written} == {file.name for file in FOLDER.glob("*.png")}

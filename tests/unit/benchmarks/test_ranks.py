@@ -1,5 +1,7 @@
 """The family ``ranks``: cases, traffic, what answers of all ranks come to, plain collectives."""
 
+import dataclasses
+import json
 import math
 from types import SimpleNamespace
 
@@ -9,8 +11,15 @@ import torch
 from benchmarks import ranks
 from benchmarks.__main__ import plan_of
 from benchmarks.ranks import traffic as traffic_of
-from benchmarks.ranks.cases import ONE_RANK, ONE_RANK_MASKED, Case, Grid
-from benchmarks.ranks.exposed import STEP, communication_shares, length, outside, union
+from benchmarks.ranks.cases import ONE_RANK, ONE_RANK_DENSE, ONE_RANK_MASKED, Case, Grid
+from benchmarks.ranks.exposed import (
+    STEP,
+    communication_shares,
+    length,
+    outside,
+    union,
+    without_gaps,
+)
 from benchmarks.ranks.merge import Judge, merge
 from benchmarks.ranks.plain import OVERLAPPED, PLAIN, collectives
 from benchmarks.ranks.processes import RankFailed
@@ -48,7 +57,8 @@ def test_cases_of_a_full_run():
     alone = "one rank masked"
     assert ways["tp1cp2layers"] == ["zigzag", "contiguous", "plain", alone, "masked"]
     assert ways["tp1cp2layers4"] == ["zigzag", "contiguous", "plain"]
-    assert ways["tp2cp1layers"] == ["heads", "rows", alone, "masked heads", "select"]
+    dense = ["one rank dense", "dense"]
+    assert ways["tp2cp1layers"] == ["heads", "rows", alone, "masked heads", "select", *dense]
     assert ways["tp2cp1layers4"] == ["heads", "rows"]
 
 
@@ -101,6 +111,10 @@ def test_shares_of_communication():
     assert communication_shares([*kernels, step]) == {
         "communication_share": (15 + 10 + 20) / 100,
         "exposed_share": (8 + 20) / 100,
+        "timeline": {
+            "NCCL": [[0.005, 0.02], [0.04, 0.05], [0.08, 0.1]],
+            "other kernels": [[0.0, 0.01], [0.018, 0.022], [0.03, 0.07]],
+        },
     }
     with pytest.raises(RuntimeError, match="recorded no range"):
         communication_shares(kernels)
@@ -214,6 +228,43 @@ def test_masked_ways_refer_to_masked_attention_of_one_rank():
     # It has to find what the other attention does.
     other = judged(judge, ONE_RANK_MASKED, answers([[6.0]], [[16.0]], out=1.1))
     assert other["step"]["status"] == "failed"
+
+
+def test_dense_ways_refer_to_dense_attention_of_one_rank():
+    """Its results are others than those of attention to selected keys."""
+    judge = Judge(CP2)
+    judged(judge, ONE_RANK, answers([[6.0]], [[30.0]]))
+    judged(judge, ONE_RANK_DENSE, answers([[6.0]], [[8.0]], out=3.0))
+    found = judged(judge, "dense", answers([[4.0]] * 2, [[5.0]] * 2, out=3.0))["step"]
+    assert found["efficiency"] == 0.8 and found["status"] == "ok" and found["out_error"] == 0
+    other = judged(judge, "dense", answers([[4.0]] * 2, [[5.0]] * 2))
+    assert other["step"]["status"] == "failed"
+
+
+def test_short_gaps_are_left_out_of_a_timeline():
+    assert without_gaps([(0, 4), (5, 6), (8, 9)], 1.0) == [[0, 6], [8, 9]]
+    assert without_gaps([], 1.0) == []
+
+
+def test_timelines_are_kept(tmp_path):
+    file = tmp_path / "timelines.jsonl"
+    found = answers([[4.0]] * 2, [[10.0]] * 2)
+    script = {"zigzag": [x | {"timeline": {"NCCL": [[0.0, 1.0]]}} for x in found]}
+    settings = Settings("cpu", timelines=str(file))
+    one = ranks._Measurer(
+        CP2, torch.device("cpu"), settings, lambda case, way, settings, timeout: script[way]
+    )
+    list(one.measure(Work("step", "zigzag")))
+    line = json.loads(file.read_text())
+    assert line["way"] == "zigzag" and line["case"]["cp"] == 2 and "torch" in line["versions"]
+    assert line["ranks"] == [{"NCCL": [[0.0, 1.0]]}] * 2
+
+
+def test_graphs_need_a_gpu():
+    case = dataclasses.replace(CP2, graph=True)
+    one = ranks.prepare(case, torch.device("cpu"), Settings("cpu"))
+    with pytest.raises(ImplementationError, match="CUDA graphs need a GPU"):
+        list(one.measure(Work("step", ONE_RANK)))
 
 
 @pytest.mark.parametrize("out", [1.1, 0.0, math.nan])
