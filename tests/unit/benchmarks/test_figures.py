@@ -1,5 +1,6 @@
 """Figures that the documentation quotes are in the committed CSVs, where a reader looks."""
 
+import json
 import re
 from pathlib import Path
 
@@ -134,3 +135,16 @@ def test_training_on_four_gpus_beside_one():
         every = sum(abs(other[step] - one[step]) / one[step] for step in one) / len(one)
         found = (100 * (ends[1] / ends[0] - 1), 100 * every)
         assert found == pytest.approx(expected, rel=3e-2), (model, way)
+
+
+def test_kernels_of_each_rank():
+    """All but NCCL's, in ms, from the timelines."""
+    file = FOLDER / "ranks_timelines.jsonl"
+    found = {}
+    for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+        busy = [sum(end - start for start, end in rank["other kernels"]) for rank in line["ranks"]]
+        found[line["way"], line["case"]["tokens"], line["case"].get("graph")] = busy
+    assert found["rows", 131072, None] == pytest.approx([301, 321, 339, 352], abs=0.6)
+    for way, bounds in (("zigzag", (59.6, 61.8)), ("masked", (118, 123))):
+        busy = found[way, 32768, None]
+        assert (min(busy), max(busy)) == pytest.approx(bounds, abs=0.5), way
