@@ -39,13 +39,11 @@ def compare(got, expected, tolerance):
         assert step[figure] == pytest.approx(expected_step[figure], rel=1e-4), figure
     assert set(gradients) == set(expected_gradients)
     errors = {n: relative_error(g, expected_gradients[n]) for n, g in gradients.items()}
+    beyond = {name: error for name, error in errors.items() if not error < tolerance}
     # cuBLAS rounds products of other shapes in other places, a CPU mostly in the same.
-    if torch.cuda.is_available():
-        beyond = {name for name, error in errors.items() if error >= tolerance}
-        if relu_let_one_score_through(beyond, gradients, expected_gradients):
-            errors = {name: error for name, error in errors.items() if name not in beyond}
-    worst = max(errors, key=errors.get)
-    assert errors[worst] < tolerance, (worst, errors[worst])
+    on_gpu = torch.cuda.is_available()
+    if not (on_gpu and relu_let_one_score_through(beyond, gradients, expected_gradients)):
+        assert not beyond, beyond
 
 
 def relu_let_one_score_through(names, gradients, expected) -> bool:
