@@ -50,9 +50,8 @@ def draw_layers(points: list[Point], target: Path) -> Path:
 def draw_timelines(file: Path) -> list[Path]:
     """Draw the lines of ``ranks --timelines``: of each way a row per rank and kind of kernels."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    figure, axes = pyplot.subplots(
-        len(lines), figsize=(10, 1 + 1.6 * len(lines)), squeeze=False, layout="constrained"
-    )
+    height = 1 + 1.7 * len(lines)
+    figure, axes = pyplot.subplots(len(lines), figsize=(10, height), squeeze=False)
     for axis, line in zip(axes[:, 0], lines, strict=True):
         for rank, timeline in enumerate(line["ranks"]):
             for number, (name, intervals) in enumerate(timeline.items()):
@@ -68,12 +67,9 @@ def draw_timelines(file: Path) -> list[Path]:
         axis.set_title(label_of(point), fontsize=9)
     axes[-1, 0].set_xlabel("ms")
     handles = axes[0, 0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-    figure.suptitle(f"Kernels of a training step\n{machine([point])}", fontsize=10)
-    target = file.with_suffix(".png")
-    figure.savefig(target, dpi=110)
-    pyplot.close(figure)
-    return [target]
+    figure.legend(*handles, loc="lower center", ncols=2, fontsize=8, frameon=False)
+    title = f"Kernels of a training step\n{machine([point])}"
+    return [save(figure, title, file.with_suffix(".png"), bottom=0.3 / height)]
 
 
 def label_of(point: Point) -> str:

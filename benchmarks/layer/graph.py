@@ -32,9 +32,9 @@ class StepGraph:
     """
 
     def __init__(self, layer: Layer, clock: Clock):
-        for leaf in (layer.x, *layer.module.parameters()):
-            if leaf.grad is None:
-                leaf.grad = torch.zeros_like(leaf)
+        for tensor in (layer.x, *layer.module.parameters()):
+            if tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

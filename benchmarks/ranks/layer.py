@@ -8,9 +8,8 @@ import torch
 
 from benchmarks.layer import OUT_ERROR_LIMIT
 from benchmarks.layer.graph import StepGraph, checked_error
-from benchmarks.layer.peers import dense_module, with_weights
-from benchmarks.megatron_layer import Layer
-from benchmarks.ranks.cases import DENSE_TP_WAYS, MASKED_TP_WAYS, ONE_RANK_DENSE, Case
+from benchmarks.layer.peers import build
+from benchmarks.ranks.cases import BASES, MASKED_TP_WAYS, ONE_RANK_DENSE, Case
 from benchmarks.ranks.design import Design, formula_bytes, hidden_bytes
 from benchmarks.ranks.plain import OVERLAPPED, PLAIN, collectives
 from benchmarks.ranks.timing import measured, traced_shares
@@ -23,10 +22,8 @@ def measure_layer(case: Case, way: str, device: torch.device, settings: dict) ->
     """Measure a layer on this rank; return the answer for :func:`benchmarks.ranks.merge.merge`."""
     clock, spec = Clock(device), case.spec(way)
     grid = case.grid_of(way)
-    layer, result, remark = Layer(spec, device), {}, ""
-    if way in (ONE_RANK_DENSE, *DENSE_TP_WAYS):
-        module, remark = dense_module(layer.config, device)
-        layer.module = with_weights(module.to(device).bfloat16().train(), layer.module)
+    dense = BASES.get(way) == ONE_RANK_DENSE
+    (layer, remark), result = build("dense" if dense else "ours", spec, device), {}
     with collectives(PLAIN if way == PLAIN else OVERLAPPED):
         reset_report()
         # Also compiles, and makes the gradients' memory, which so is not part of a step's.
@@ -52,7 +49,7 @@ def measure_layer(case: Case, way: str, device: torch.device, settings: dict) ->
     design = Design(layer.config, case.ratio, tokens, grid.tp, grid.cp, layer.sharding.runs(None))
     if grid.ranks > 1:
         result["bytes_per_token"] = traffic.bytes / tokens / case.layers
-        if way not in MASKED_TP_WAYS | DENSE_TP_WAYS:  # the formulas are those of lists of keys
+        if way not in MASKED_TP_WAYS and not dense:  # the formulas are for lists of keys
             result["formula_bytes_per_token"] = formula_bytes(design) / tokens
     if grid.cp > 1 and grid.tp == 1:  # tensor-parallel linears gather hidden states anyway
         result["hidden_bytes_per_token"] = hidden_bytes(design) / tokens

@@ -231,7 +231,7 @@ def test_masked_ways_refer_to_masked_attention_of_one_rank():
 
 
 def test_dense_ways_refer_to_dense_attention_of_one_rank():
-    """Its results are others than those of attention to selected keys."""
+    """Dense attention has other results than attention to selected keys."""
     judge = Judge(CP2)
     judged(judge, ONE_RANK, answers([[6.0]], [[30.0]]))
     judged(judge, ONE_RANK_DENSE, answers([[6.0]], [[8.0]], out=3.0))
