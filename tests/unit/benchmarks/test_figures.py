@@ -1,5 +1,6 @@
 """Figures that the documentation quotes are in the committed CSVs, where a reader looks."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -68,6 +69,7 @@ def test_quoted_figures_are_recorded(family, case, way, part, metric, value):
     assert float(f"{value:g}") in {float(f"{v:.{digits}g}") for v in found} or value in found, found
 
 
+@functools.cache
 def column(family, metric, part=None):
     """Values of a metric by case's fields, way and part, of the committed CSV."""
     return {
@@ -86,55 +88,92 @@ RANKS = {
     "| masked, `select` |": ("select", "tp"),
     "| dense |": ("dense", "tp"),
 }  # fmt: skip
+#: Columns of V4's table: fields of the case, and the way.
+V4_COLUMNS = (
+    ({"cp": 2}, "zigzag"), ({"cp": 4}, "zigzag"), ({"cp": 4, "graph": True}, "zigzag"),
+    ({"tp": 2}, "rows"), ({"tp": 4}, "rows"),
+)  # fmt: skip
 #: ``94 %, 67.9 (3 %)``
 CELL = re.compile(r"\**([\d.]+) %\**, ([\d.]+) \(([\d.]+) %\)")
 
 
-def test_table_of_layers_on_several_gpus():
-    """Every cell of V3.2's tables, from the CSV."""
-    metrics = {
-        name: column("ranks", name, "step") for name in ("ms", "efficiency", "exposed_share")
-    }
+def check_cell(cell, fields, way):
+    """Check a cell of a table of layers, if it has figures; return whether it has."""
+    found = CELL.search(cell)
+    if found is None:
+        assert cell.strip() == "not run", cell
+        return False
+    case = {"tp": 1, "cp": 1, "kind": "layers", "layers": 1, "workspace_mib": 256} | fields
+    key = (tuple(sorted(case.items())), way, "step")
+    efficiency, ms, exposed = map(float, found.groups())
+    assert 100 * column("ranks", "efficiency", "step")[key] == pytest.approx(efficiency, abs=0.51)
+    assert column("ranks", "ms", "step")[key] == pytest.approx(ms, rel=6e-3)
+    assert 100 * column("ranks", "exposed_share", "step")[key] == pytest.approx(exposed, abs=0.51)
+    return True
+
+
+def test_tables_of_layers_on_several_gpus():
+    """Every cell of V3.2's tables and V4's, from the CSV."""
     page = (FOLDER.parent / "docs" / "performance.md").read_text(encoding="utf-8")
-    section = page.split("### Layers on two and four GPUs")[1].split("\nV4-Flash")[0]
-    kind, checked = None, 0
+    section = page.split("### Layers on two and four GPUs")[1].split("\n### ")[0]
+    kind, checked = None, {"v3.2": 0, "v4-flash": 0}
     for line in section.splitlines():
-        kind = next((RANKS[start] for start in RANKS if line.startswith(start)), kind)
-        found = re.match(r"\|[^|]*\| (\d+)k \|", line)
+        cells = line.split("|")[1:-1]
+        if line.startswith("| layer |"):
+            kind = "layer"
+        elif line.startswith(("| CSA |", "| HCA |")):
+            kind = {"CSA": 4, "HCA": 128}[cells[0].strip()]
+        else:
+            kind = next((RANKS[start] for start in RANKS if line.startswith(start)), kind)
+        found = re.match(r"\|[^|]*\| (\d+)k\b", line)
         if not found or kind is None:
             continue
-        way, size = kind
-        for ranks, cell in zip((2, 4), CELL.findall(line), strict=False):
-            case = {"tp": 1, "cp": 1} | {size: ranks}
-            case |= {"heads": 128, "kind": "layers", "layers": 1, "preset": "v3.2"}
-            case |= {"tokens": 1024 * int(found[1]), "workspace_mib": 256}
-            key = (tuple(sorted(case.items())), way, "step")
-            efficiency, ms, exposed = map(float, cell)
-            assert 100 * metrics["efficiency"][key] == pytest.approx(efficiency, abs=0.51), line
-            assert metrics["ms"][key] == pytest.approx(ms, rel=6e-3), line
-            assert 100 * metrics["exposed_share"][key] == pytest.approx(exposed, abs=0.51), line
-            checked += 1
-    assert checked == 39
+        tokens = 1024 * int(found[1])
+        if isinstance(kind, int):
+            preset = {"preset": "v4-flash", "ratio": kind}
+            columns = [(preset | fields, way) for fields, way in V4_COLUMNS]
+        else:
+            way, size = kind
+            columns = [({"preset": "v3.2", "heads": 128, size: ranks}, way) for ranks in (2, 4)]
+        for cell, (fields, way) in zip(cells[3:], columns, strict=False):
+            checked[fields["preset"]] += check_cell(cell, fields | {"tokens": tokens}, way)
+    assert checked == {"v3.2": 39, "v4-flash": 19}
 
 
-def test_training_on_four_gpus_beside_one():
-    """Mean loss of the last steps against one rank's, and mean difference of all steps, in %."""
-    losses = {}
-    for (case, way, part), value in column("train", "lm_loss").items():
-        fields = dict(case)
-        if fields["kind"] == "ranks" and part.isdigit():
-            losses.setdefault((fields["model"], way), {})[int(part)] = value
+def losses_of_runs():
+    """(model, way) -> mean loss of every step, of every run of 200 steps on ranks, in order."""
+    runs = {}
+    for row in read_csv(FOLDER / "train.csv"):
+        if (row["case"]["kind"], row["metric"]) == ("ranks", "lm_loss") and row["part"].isdigit():
+            mine = runs.setdefault((row["case"]["model"], row["way"]), [])
+            if row["part"] == "1":
+                mine.append([])
+            mine[-1].append(row["value"])
+    return runs
+
+
+def test_training_on_ranks_beside_one():
+    """Last steps' mean loss against the mean of one rank's runs, and mean of all steps, in %."""
+    runs = losses_of_runs()
     quoted = {
-        ("v3.2", "one rank again"): (-0.23, 0.15), ("v3.2", "TP2 x CP2"): (-0.17, 0.11),
-        ("v4", "one rank again"): (0.21, 2.3),
+        ("v3.2", "one rank"): [(0.34, 0.19), (-0.21, 0.18)],
+        ("v3.2", "one rank again"): [(0.11, 0.15), (-0.24, 0.19)],
+        ("v3.2", "TP2"): [(-0.52, 0.34)], ("v3.2", "CP2"): [(0.53, 0.23)],
+        ("v3.2", "DP2"): [(-0.40, 0.25)], ("v3.2", "TP2 x CP2"): [(0.18, 0.16), (-0.44, 0.31)],
+        ("v4", "one rank"): [(-0.04, 0.61), (0.05, 0.75), (-0.17, 0.68), (0.17, 0.66)],
+        ("v4", "TP2"): [(0.63, 1.40)], ("v4", "CP2"): [(0.35, 0.89)], ("v4", "EP2"): [(-0.50, 0.91)],
+        ("v4", "TP2 x CP2 x EP2"): [(-0.18, 0.98)],
     }  # fmt: skip
+    assert set(runs) == set(quoted)
     for (model, way), expected in quoted.items():
-        one, other = losses[model, "one rank"], losses[model, way]
-        assert one.keys() == other.keys() == set(range(1, 201))
-        ends = [sum(curve[step] for step in range(181, 201)) / 20 for curve in (one, other)]
-        every = sum(abs(other[step] - one[step]) / one[step] for step in one) / len(one)
-        found = (100 * (ends[1] / ends[0] - 1), 100 * every)
-        assert found == pytest.approx(expected, rel=3e-2), (model, way)
+        alone = [run for ran in ("one rank", "one rank again") for run in runs.get((model, ran), ())]
+        assert len(alone) == 4
+        one = [sum(losses) / len(losses) for losses in zip(*alone, strict=True)]
+        assert len(one) == 200
+        for run, quote in zip(runs[model, way], expected, strict=True):
+            every = sum(abs(b - a) / a for a, b in zip(one, run, strict=True)) / len(one)
+            found = (100 * (sum(run[-20:]) / sum(one[-20:]) - 1), 100 * every)
+            assert found == pytest.approx(quote, abs=6e-3), (model, way)
 
 
 def test_kernels_of_each_rank():
@@ -143,8 +182,12 @@ def test_kernels_of_each_rank():
     found = {}
     for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
         busy = [sum(end - start for start, end in rank["other kernels"]) for rank in line["ranks"]]
-        found[line["way"], line["case"]["tokens"], line["case"].get("graph")] = busy
-    assert found["rows", 131072, None] == pytest.approx([301, 321, 339, 352], abs=0.6)
+        case = line["case"]
+        found[case["preset"], line["way"], case["tokens"], case.get("graph")] = busy
+    assert found["v3.2", "rows", 131072, None] == pytest.approx([301, 321, 339, 352], abs=0.6)
     for way, bounds in (("zigzag", (59.6, 61.8)), ("masked", (118, 123))):
-        busy = found[way, 32768, None]
+        busy = found["v3.2", way, 32768, None]
         assert (min(busy), max(busy)) == pytest.approx(bounds, abs=0.5), way
+    for graph, bounds in ((None, (18.4, 19.1)), (True, (18.1, 18.9))):
+        busy = found["v4-flash", "zigzag", 32768, graph]
+        assert (min(busy), max(busy)) == pytest.approx(bounds, abs=0.06), graph
