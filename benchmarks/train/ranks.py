@@ -58,7 +58,7 @@ MEASURED = {
 }
 QUICK = {"v3.2": selected.QUICK, "v4": whole.QUICK}
 #: With the usual rate losses rise at first, and equal runs end 3 % (V4) to 10 % (V3.2) apart.
-RATES = dict.fromkeys(("v3.2", "v4"), "--lr 1e-4 --min-lr 1e-5")
+RATE = "--lr 1e-4 --min-lr 1e-5"
 #: Steps at the end of which the mean loss is compared.
 LAST = 20
 
@@ -89,8 +89,7 @@ class SameOnRanks:
         flags += [*training_flags(size, self.folder / "data", self.seed), *SPARSE_LOSS]
         # Padding of the vocabulary depends on ranks, and so would the weights.
         flags += ["--micro-batch-size", "1", "--padded-vocab-size", "512", "--log-interval", "1"]
-        flags += RATES.get(self.model, "").split()
-        return [*flags, "--eval-iters", "0"]
+        return [*flags, *RATE.split(), "--eval-iters", "0"]
 
     def start(self) -> Path:
         """Return a checkpoint of the weights that all ways start from."""
