@@ -1,6 +1,7 @@
 """Figures that the documentation quotes are in the committed CSVs, where a reader looks."""
 
 import functools
+import itertools
 import json
 import re
 from pathlib import Path
@@ -174,6 +175,25 @@ def test_training_on_ranks_beside_one():
             every = sum(abs(b - a) / a for a, b in zip(one, run, strict=True)) / len(one)
             found = (100 * (sum(run[-20:]) / sum(one[-20:]) - 1), 100 * every)
             assert found == pytest.approx(quote, abs=6e-3), (model, way)
+
+
+def test_runs_of_one_rank_beside_each_other():
+    """In %: ends of two runs, and V4's first five steps, where TP 2 and four GPUs round alike."""
+    runs = losses_of_runs()
+
+    def ends(a, b):
+        return 100 * abs(sum(b[-20:]) / sum(a[-20:]) - 1)
+
+    def first(a, b):
+        return 100 * sum(abs(y - x) / x for x, y in zip(a[:5], b[:5], strict=True)) / 5
+
+    for model, quote in (("v3.2", 0.58), ("v4", 0.34)):
+        alone = runs[model, "one rank"] + runs.get((model, "one rank again"), [])
+        assert max(ends(a, b) for a in alone for b in alone) == pytest.approx(quote, abs=0.015)
+    pairs = [first(a, b) for a, b in itertools.combinations(runs["v4", "one rank"], 2)]
+    assert (min(pairs), max(pairs)) == pytest.approx((0.007, 0.023), abs=5e-4)
+    pair = runs["v4", "TP2"][0], runs["v4", "TP2 x CP2 x EP2"][0]
+    assert (first(*pair), ends(*pair)) == pytest.approx((0.003, 0.8), rel=0.15)
 
 
 def test_kernels_of_each_rank():
