@@ -1,5 +1,6 @@
 """``python -m megatron_dsa``: see :mod:`megatron_dsa.tools.cli`."""
 
+import os
 import sys
 
 from megatron_dsa.training.entry_errors import told_in_a_sentence
@@ -25,7 +26,13 @@ def main() -> int:
         from megatron_dsa.tools import cli
 
         with told_in_a_sentence():
-            return cli.main()
+            status = cli.main()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # ``head`` has read enough; the interpreter flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except ModuleNotFoundError as error:
         if error.name not in _NEEDED:
             raise

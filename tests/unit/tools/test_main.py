@@ -1,4 +1,4 @@
-"""``python -m megatron_dsa`` in a Python that lacks what it needs."""
+"""``python -m megatron_dsa`` in a Python that lacks what it needs, and before another command."""
 
 import subprocess
 import sys
@@ -48,3 +48,12 @@ def test_what_else_is_missing_keeps_its_traceback(module, tmp_path):
     done = run_without(module, "prepare-data", "--output", str(tmp_path / "data"))
     assert done.returncode == 1 and "Traceback" in done.stderr and module in done.stderr
     assert "does not have" not in done.stderr
+
+
+def test_who_reads_the_output_may_stop():
+    """As ``head`` does."""
+    command = [sys.executable, "-m", "megatron_dsa", "info"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        run.stdout.close()
+        errors = run.stderr.read().decode()
+    assert run.returncode == 1 and "BrokenPipeError" not in errors, errors
