@@ -141,6 +141,7 @@ def test_tables_of_layers_on_several_gpus():
     assert checked == {"v3.2": 39, "v4-flash": 19}
 
 
+@functools.cache
 def losses_of_runs():
     """(model, way) -> mean loss of every step, of every run of 200 steps on ranks, in order."""
     runs = {}
@@ -151,6 +152,14 @@ def losses_of_runs():
                 mine.append([])
             mine[-1].append(row["value"])
     return runs
+
+
+def of_one_rank(model):
+    """Mean losses of the four runs of one rank."""
+    alone = losses_of_runs()[model, "one rank"]
+    alone = alone + losses_of_runs().get((model, "one rank again"), [])
+    assert len(alone) == 4 and {len(losses) for losses in alone} == {200}
+    return alone
 
 
 def test_training_on_ranks_beside_one():
@@ -167,10 +176,7 @@ def test_training_on_ranks_beside_one():
     }  # fmt: skip
     assert set(runs) == set(quoted)
     for (model, way), expected in quoted.items():
-        alone = runs[model, "one rank"] + runs.get((model, "one rank again"), [])
-        assert len(alone) == 4
-        one = [sum(losses) / len(losses) for losses in zip(*alone, strict=True)]
-        assert len(one) == 200
+        one = [sum(losses) / 4 for losses in zip(*of_one_rank(model), strict=True)]
         for run, quote in zip(runs[model, way], expected, strict=True):
             every = sum(abs(b - a) / a for a, b in zip(one, run, strict=True)) / len(one)
             found = (100 * (sum(run[-20:]) / sum(one[-20:]) - 1), 100 * every)
@@ -188,9 +194,9 @@ def test_runs_of_one_rank_beside_each_other():
         return 100 * sum(abs(y - x) / x for x, y in zip(a[:5], b[:5], strict=True)) / 5
 
     for model, quote in (("v3.2", 0.58), ("v4", 0.34)):
-        alone = runs[model, "one rank"] + runs.get((model, "one rank again"), [])
-        assert max(ends(a, b) for a in alone for b in alone) == pytest.approx(quote, abs=0.015)
-    pairs = [first(a, b) for a, b in itertools.combinations(runs["v4", "one rank"], 2)]
+        pairs = itertools.permutations(of_one_rank(model), 2)
+        assert max(itertools.starmap(ends, pairs)) == pytest.approx(quote, abs=0.015)
+    pairs = [first(a, b) for a, b in itertools.combinations(of_one_rank("v4"), 2)]
     assert (min(pairs), max(pairs)) == pytest.approx((0.007, 0.023), abs=5e-4)
     pair = runs["v4", "TP2"][0], runs["v4", "TP2 x CP2 x EP2"][0]
     assert (first(*pair), ends(*pair)) == pytest.approx((0.003, 0.8), rel=0.15)
