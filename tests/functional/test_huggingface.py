@@ -36,6 +36,10 @@ LARGE = DENSE | {
     "first_k_dense_replace": 1,
 }
 
+#: With these glibc returns freed memory at once. By default it keeps tens of MB, and how much
+#: differs from run to run.
+RETURNED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
 #: Runs commands and prints how many bytes more than before they held at most; the pages of files
 #: that are mapped do not count.
 WATCHED = """
@@ -189,9 +193,11 @@ def test_commands_hold_a_file_and_not_the_model(quantise, tmp_path):
         + (["--quantise", "fp8"] if quantise else []),
     ]
     call = [sys.executable, "-c", WATCHED, json.dumps(commands)]
-    done = subprocess.run(call, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        call, env=os.environ | RETURNED_AT_ONCE, cwd=REPOSITORY, capture_output=True, text=True
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert 0 < int(done.stdout.split()[-1]) < size / 2
+    assert 0 < int(done.stdout.split()[-1]) < size / 4
     if quantise:
         reader = open_checkpoint(back, read_config(back))
         assert set(reader.names()) == set(before)
