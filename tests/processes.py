@@ -28,6 +28,8 @@ import psutil
 import torch
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
+REPOSITORY = Path(__file__).resolve().parents[1]
+
 #: None of them asks for GPUs, which would make them unusable in processes that are forked later.
 IMPORTED = [
     "torch.distributed.tensor",
@@ -38,7 +40,7 @@ IMPORTED = [
 ]
 #: Most of the time until a forked process trains. Where it can be imported, Megatron would take
 #: transformer-engine along, which this package hides from it on a machine without a GPU.
-MEGATRON = "megatron.training.training"
+MEGATRON = "tests.megatron_preload"
 
 
 def run_ranks(function: Callable, arguments: Sequence, ranks: int) -> None:
@@ -165,8 +167,14 @@ def _start(function, arguments, ranks):
 @functools.cache
 def prepare() -> None:
     """Start the process that all others are forked from."""
-    # Read when torch is imported, and not again in a fork.
-    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}):
+    variables = {
+        # Read when torch is imported, and not again in a fork.
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        # What cannot be imported is left out without a word.
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+    }
+    with mock.patch.dict(os.environ, variables):
         if not torch.cuda.is_available():
             # Not asked of sys.modules, where it may be hidden already.
             engine = PathFinder.find_spec("transformer_engine")

@@ -105,6 +105,12 @@ def hide_unusable_transformer_engine() -> None:
         hide_transformer_engine()
 
 
+#: Functions that :class:`CudaTo` changes without a keyword.
+_LOOKED_AT = frozenset(
+    {torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.to, torch.Tensor.type}
+)
+
+
 class CudaTo(TorchFunctionMode):
     """Sends tensors that ask for a CUDA device to another one."""
 
@@ -113,6 +119,8 @@ class CudaTo(TorchFunctionMode):
         self.device = device
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not kwargs and func not in _LOOKED_AT:  # nearly every call
+            return func(*args)
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0].to(self.device)
