@@ -1,5 +1,7 @@
 """Triton kernels without a GPU: interpreted, recorded and compiled; and repeated on one."""
 
+import functools
+import inspect
 import os
 import subprocess
 import sys
@@ -24,6 +26,7 @@ def prepare_interpreter():
 
     Memory that no kernel writes shows from then on.
     """
+    from triton.language.core import is_builtin
     from triton.runtime import interpreter
 
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -36,6 +39,19 @@ def prepare_interpreter():
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_and_repair
+
+    # For every call of a kernel's function the interpreter would ask hundreds of names anew.
+    names = functools.cache(
+        lambda package: [name for name, x in inspect.getmembers(package) if is_builtin(x)]
+    )
+
+    def patch_builtins(package, builder, scope):
+        for name in names(package):
+            member = getattr(package, name)
+            if is_builtin(member):  # else it is patched already
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtins
 
 
 def let_interpreter_use_bf16():
