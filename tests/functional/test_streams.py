@@ -53,19 +53,10 @@ PP2 = {"--pipeline-model-parallel-size": 2}
 #: An entry point in which the mean prediction loss is that of all context-parallel ranks.
 EVEN_MTP = "tests.functional.even_mtp"
 INTERLEAVED = PP2 | {"--num-layers-per-virtual-pipeline-stage": 1}
-SHARED_LAYOUTS = (
-    "DP2 with distributed optimizer",
-    "selective recompute",
-    "small workspace",
-    "one microbatch of 8 instead of four of 2",
-)
-STREAM_LAYOUTS = {name: LAYOUTS[name] for name in SHARED_LAYOUTS} | {
-    "TP2 by heads": (TP2_HEADS, 2),
+#: What streams do without prediction; PREDICTION_LAYOUTS have all layouts of the same layers.
+STREAM_LAYOUTS = {
     "CP2, full recompute": (CP2 | FULL_RECOMPUTE, 2),
-    "PP2": (PP2, 2),
-    "PP2 interleaved, full recompute": (INTERLEAVED | FULL_RECOMPUTE, 2),
     "PP2 interleaved, TP2 by sequence": (INTERLEAVED | TP2_SEQUENCE, 4),
-    "EP2 over DP2": ({"--expert-model-parallel-size": 2}, 2),
     "last stage has the loss alone": (
         PP2 | {"--pipeline-model-parallel-layout": "Etttt|L"}, 2,
     ),
@@ -79,6 +70,12 @@ V4_LAYOUTS = {
 
 
 PER_TOKEN = {"--calculate-per-token-loss": True}
+SHARED_LAYOUTS = (
+    "DP2 with distributed optimizer",
+    "selective recompute",
+    "small workspace",
+    "one microbatch of 8 instead of four of 2",
+)
 PREDICTION_LAYOUTS = {name: LAYOUTS[name] for name in SHARED_LAYOUTS} | {
     "TP2 by heads": (TP2_HEADS, 2),
     "CP2, full recompute, per-token loss": (CP2 | FULL_RECOMPUTE | PER_TOKEN, 2, EVEN_MTP),
