@@ -27,13 +27,16 @@ from tests.processes import begin, fork_managers, prepare
 #: Stands in for ``python``. What is neither a module nor a file is left to a real one.
 CLIENT = """#!{python} -SE
 import json, os, signal, socket, sys
-if not (sys.argv[1:2] == ["-m"] or sys.argv[1:] and sys.argv[1].endswith(".py")):
+arguments = sys.argv[1:]
+safe = arguments[:1] == ["-P"]
+arguments = arguments[safe:]
+if not (arguments[:1] == ["-m"] or arguments and arguments[0].endswith(".py")):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 socket.send_fds(server, [b"s"], [0, 1, 2])
 with server.makefile("rw") as stream:
-    stream.write(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]) + "\\n")
+    stream.write(json.dumps([arguments, safe, dict(os.environ), os.getcwd()]) + "\\n")
     stream.flush()
     pid = int(stream.readline())
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -56,7 +59,7 @@ def forked_python(folder: Path) -> Iterator[Path]:
         server.listen()
         program.write_text(CLIENT.format(python=sys.executable, address=str(address)))
         program.chmod(0o755)
-        accepting = threading.Thread(target=_accept, args=(server,), daemon=True)
+        accepting = threading.Thread(target=_accept, args=(server, program), daemon=True)
         accepting.start()
         try:
             yield program
@@ -65,23 +68,23 @@ def forked_python(folder: Path) -> Iterator[Path]:
             accepting.join()
 
 
-def _accept(server: socket.socket) -> None:
+def _accept(server: socket.socket, program: Path) -> None:
     while True:
         try:
             client, _ = server.accept()
         except OSError:
             return
-        threading.Thread(target=_serve, args=(client,), daemon=True).start()
+        threading.Thread(target=_serve, args=(client, program), daemon=True).start()
 
 
-def _serve(client: socket.socket) -> None:
+def _serve(client: socket.socket, program: Path) -> None:
     with client, client.makefile("rw") as stream:
         _, files, _, _ = socket.recv_fds(client, 1, 3)
-        arguments, environment, folder = json.loads(stream.readline())
+        request = json.loads(stream.readline())
         context = multiprocessing.get_context("forkserver")
         process = context.Process(
             target=_run,
-            args=(arguments, environment, folder, _Streams(files)),
+            args=(str(program), *request, _Streams(files)),
         )
         process.start()
         for file in files:
@@ -106,30 +109,39 @@ def _taken(*files) -> list[int]:
     return [file.detach() for file in files]
 
 
-def _run(arguments: list[str], environment: dict, folder: str, streams: list[int]) -> None:
+def _run(
+    program: str, arguments: list[str], safe: bool, environment: dict, folder: str,
+    streams: list[int],
+) -> None:  # fmt: skip
     for number, file in enumerate(streams):
         os.dup2(file, number)
         os.close(file)
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing gave it nothing to read
     begin(environment)
     os.chdir(folder)
     fork_managers()
-    status = _main(arguments)
+    # As in a process that a shell starts: a child of the fork server would ask that for workers.
+    multiprocessing.set_start_method("fork", force=True)
+    sys.executable = program  # what it starts is forked, too
+    status = _main(arguments, safe)
     atexit._run_exitfuncs()  # a process that multiprocessing made leaves them out
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(status)
 
 
-def _main(arguments: list[str]) -> int:
-    """Do what ``python arguments`` does; return the exit status."""
+def _main(arguments: list[str], safe: bool) -> int:
+    """Do what ``python arguments`` does, ``python -P arguments`` if ``safe``; return the status."""
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
-            sys.path.insert(0, os.getcwd())
+            if not safe:
+                sys.path.insert(0, os.getcwd())
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(arguments)
-            sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+            if not safe:
+                sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
             runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as leaving:
         if leaving.code is None or isinstance(leaving.code, int):

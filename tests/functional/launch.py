@@ -13,10 +13,9 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from tests.processes import Lost, run_modules, run_without_a_rank
+from tests.processes import REPOSITORY, Lost, run_modules, run_without_a_rank
 from tests.trainer import Trainer
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 ENTRY_POINT = "megatron_dsa.pretrain"
 LIMIT = 600  # seconds
 

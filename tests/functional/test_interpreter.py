@@ -45,6 +45,30 @@ def test_a_file_ends_as_with_python(python, program, way):
     assert "said to stderr" in found[1]
 
 
+CHILD = """
+import os, sys
+print("torch" in sys.modules, os.getcwd() in sys.path, sys.stdin.read())
+"""
+PARENT = """
+import subprocess, sys
+for way in (["-P", "child.py"], ["child.py"], ["-m", "child"], ["-P", "-m", "child"]):
+    subprocess.run([sys.executable, *way], input="given", text=True)
+"""
+
+
+def test_a_process_that_it_starts_is_forked(python, tmp_path):
+    """With its input, and without its folder in the path if it asks for that."""
+    (tmp_path / "child.py").write_text(CHILD)
+    (tmp_path / "parent.py").write_text(PARENT)
+    forked, started = (
+        outcome(x, tmp_path, tmp_path / "parent.py")[:2] for x in (python, sys.executable)
+    )
+    lines = ["False given", "True given", "True given"]
+    assert forked[0].splitlines() == [f"True {line}" for line in lines]
+    assert started[0].splitlines() == [f"False {line}" for line in lines]
+    assert all("No module named child" in said[-1] for _, said in (forked, started))
+
+
 def test_a_module_and_what_is_neither(python, tmp_path):
     for arguments in (["-m", "platform"], ["-c", "import sys; print(sys.argv, sys.version)", "x"]):
         found = outcome(python, tmp_path, *arguments)
