@@ -8,21 +8,18 @@ signals are those of a process that was started.
 
 from __future__ import annotations
 
-import atexit
 import json
 import multiprocessing
 import os
-import runpy
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 
-from tests.processes import begin, fork_managers, prepare
+from tests.processes import begin, fork_managers, leave, prepare, run_program
 
 #: Stands in for ``python``. What is neither a module nor a file is left to a real one.
 CLIENT = """#!{python} -SE
@@ -120,35 +117,8 @@ def _run(
     begin(environment)
     os.chdir(folder)
     fork_managers()
-    # As in a process that a shell starts: a child of the fork server would ask that for workers.
-    multiprocessing.set_start_method("fork", force=True)
     sys.executable = program  # what it starts is forked, too
-    status = _main(arguments, safe)
-    atexit._run_exitfuncs()  # a process that multiprocessing made leaves them out
-    sys.stdout.flush()
-    sys.stderr.flush()
-    sys.exit(status)
-
-
-def _main(arguments: list[str], safe: bool) -> int:
-    """Do what ``python arguments`` does, ``python -P arguments`` if ``safe``; return the status."""
-    try:
-        if arguments[0] == "-m":
-            sys.argv = arguments[1:]
-            if not safe:
-                sys.path.insert(0, os.getcwd())
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = list(arguments)
-            if not safe:
-                sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
-            runpy.run_path(arguments[0], run_name="__main__")
-    except SystemExit as leaving:
-        if leaving.code is None or isinstance(leaving.code, int):
-            return leaving.code or 0
-        print(leaving.code, file=sys.stderr)
-        return 1
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
+    if not safe:
+        is_module = arguments[0] == "-m"
+        sys.path.insert(0, folder if is_module else os.path.dirname(os.path.abspath(arguments[0])))
+    leave(run_program(arguments))

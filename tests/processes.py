@@ -206,21 +206,39 @@ def fork_managers() -> None:
     multiprocessing.context.SpawnContext.Manager = lambda self: fork.Manager()
 
 
-def run_main(module: str, flags: list[str]) -> int:
-    """Do what ``python -m module flags`` does, in this process; return its exit status."""
-    sys.argv = [module, *flags]
+def run_program(arguments: list[str]) -> int:
+    """Do what ``python arguments`` does, in this process; return its exit status.
+
+    Args:
+        arguments: ``-m`` and a module, or a file; and theirs. ``sys.path`` stays as it is.
+    """
     # As in a process that a shell starts: a child of the fork server would ask that for workers.
     multiprocessing.set_start_method("fork", force=True)
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as exit:
-        if isinstance(exit.code, str):
-            print(exit.code, file=sys.stderr)
-        return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(arguments)
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as leaving:
+        if leaving.code is None or isinstance(leaving.code, int):
+            return leaving.code or 0
+        print(leaving.code, file=sys.stderr)
+        return 1
     except BaseException:
         traceback.print_exc()
         return 1
     return 0
+
+
+def leave(status: int) -> None:
+    """End a process that multiprocessing made as any other one ends."""
+    # It leaves these two out.
+    atexit._run_exitfuncs()  # prints what they raise
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(status)
 
 
 def _run_module(rank, module, flags, environments, folder, output, saves_fast):
@@ -231,10 +249,4 @@ def _run_module(rank, module, flags, environments, folder, output, saves_fast):
     with open(output, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    status = run_main(module, flags)
-    # A process that multiprocessing made leaves these two out.
-    atexit._run_exitfuncs()  # prints what they raise
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if status:
-        raise SystemExit(status)
+    leave(run_program(["-m", module, *flags]))

@@ -18,7 +18,7 @@ from tests.processes import (
     fork_managers,
     kill_with_children,
     prepare,
-    run_main,
+    run_program,
     set_environment,
 )
 
@@ -90,7 +90,7 @@ def _serve(pipe) -> None:
         with open(output, "a") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        status = run_main(module, flags)
+        status = run_program(["-m", module, *flags])
         if not status:
             _take_down()
         sys.stdout.flush()

@@ -105,7 +105,7 @@ def hide_unusable_transformer_engine() -> None:
         hide_transformer_engine()
 
 
-#: Functions that :class:`CudaTo` changes without a keyword.
+#: Functions that :class:`CudaTo` changes even without keywords; it passes on all others at once.
 _LOOKED_AT = frozenset(
     {torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.to, torch.Tensor.type}
 )
