@@ -73,6 +73,7 @@ from megatron_dsa.modules.stream_prediction import HeadBeforePrediction, on_stre
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.patches.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
 from megatron_dsa.patches.muon import read_marks_of_muon
+from megatron_dsa.patches.packed_targets import shift_within_padded_documents
 from megatron_dsa.patches.prediction_blocks import build_prediction_blocks_from_specs
 from megatron_dsa.patches.stream_pipelines import send_streams_between_stages
 from megatron_dsa.patches.token_ids import hand_token_ids_to_layers
@@ -223,6 +224,7 @@ def _layer_spec(
     num_experts: int | None = None,
     moe_grouped_gemm: bool = False,
 ) -> ModuleSpec:
+    shift_within_padded_documents()
     norm = backend.layer_norm(rms_norm=rms_norm, has_residual=True)
     # With transformer-engine the norm before a dense MLP is fused into its first linear.
     fused_mlp_norm = backend.fuse_layernorm_and_linear() and num_experts is None
