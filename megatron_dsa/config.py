@@ -128,7 +128,9 @@ class CSATransformerConfig(DSATransformerConfig):
     o_groups: int = option(
         8, "--o-groups", "Groups of heads with a low-rank output projection each."
     )
-    o_lora_rank: int = option(1024, "--o-lora-rank", "Rank of a group's output projection.")
+    o_lora_rank: int = option(
+        1024, "--o-lora-rank", "Rank of a group's output projection.", minimum=1
+    )
 
     def _derive(self) -> None:
         super()._derive()

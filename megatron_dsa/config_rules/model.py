@@ -11,6 +11,7 @@ import torch
 from megatron_dsa.config_rules.cuda_graphs import graph_rules
 from megatron_dsa.config_rules.numerics import cache_rules, numerics_rules
 from megatron_dsa.config_rules.overlap import overlap_rules
+from megatron_dsa.config_rules.sizes import size_rules
 
 #: Compression ratio of the layers that select among their compressed keys (CSA). Groups overlap.
 CSA_RATIO = 4
@@ -105,6 +106,7 @@ def attention_rules(config: Any) -> Iterator[tuple[Any, str]]:
         "selection is the mask",
     )
     yield from _ignored_rules(config)
+    yield from size_rules(config)
     yield (
         config.attention_dropout == 0.0,
         f"--attention-dropout must be 0, got {config.attention_dropout}: sparse attention kernels "
@@ -330,6 +332,10 @@ def indexer_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
         f"({config.qk_pos_emb_head_dim}): rope is applied to that many of its dims",
     )
     yield (
+        head_dim % 2 == 0,
+        f"--dsa-indexer-head-dim must be even, got {head_dim}: rope rotates pairs of its dims",
+    )
+    yield (
         not config.dsa_indexer_rotate_activation or head_dim & (head_dim - 1) == 0,
         f"--dsa-indexer-head-dim must be a power of two for the Hadamard rotation, got {head_dim}; "
         "or pass --no-dsa-indexer-rotate-activation",
@@ -406,7 +412,6 @@ def _shape_rules(config, options):
         f"--v-head-dim ({config.v_head_dim}) must be --qk-head-dim ({config.qk_head_dim}) plus "
         f"--qk-pos-emb-head-dim ({rope}): the key is the value",
     )
-    yield (rope % 2 == 0, f"--qk-pos-emb-head-dim must be even, got {rope}")
     yield (
         config.q_lora_rank is not None and config.qk_layernorm,
         "--q-lora-rank and --qk-layernorm are required: queries come from a normalised latent",

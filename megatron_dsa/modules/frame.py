@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.errors import require
 from megatron_dsa.modules.lora import AdaptedLinear
 from megatron_dsa.modules.precision import dequantised
 from megatron_dsa.parallel.groups import Ranks
+from megatron_dsa.sequence.causal_mask import require_causal_mask
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.layout import Layout
 
@@ -40,16 +41,24 @@ class SelfAttentionFrame:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(output, bias)`` for ``hidden_states [s, b, hidden]``.
 
-        ``attention_mask`` is not read: attention is causal within each sequence, and packed
-        sequences are described by ``packed_seq_params``.
+        Attention is causal within each sequence, and packed sequences are described by
+        ``packed_seq_params``: ``attention_mask`` may be ``None`` or say the same.
 
         Raises:
-            ConfigError: for inference contexts, cross attention, biases and embeddings passed in.
+            ConfigError: for another mask, inference contexts, cross attention, biases and
+                embeddings passed in.
         """
         refuse_unsupported(inference_context, key_value_states, megatron)
         ranks = self.ranks
         ranks.count()
         rows, batch = hidden_states.shape[:2]
+        require_causal_mask(
+            attention_mask,
+            rows * ranks.sharding.ranks,
+            ranks.sharding,
+            packed_seq_params is not None,
+        )
+        self._refuse_shifts_across_ranks(packed_seq_params)
         layout = layout_from_megatron(
             rows, batch, hidden_states.device, packed_seq_params, ranks.sharding, ranks.queries
         )
@@ -59,6 +68,19 @@ class SelfAttentionFrame:
             checkpoint.discard_output_and_register_recompute(out)
         self._recomputed = []
         return self.linear_proj(out)
+
+    def _refuse_shifts_across_ranks(self, packed_seq_params) -> None:
+        sharding = self.ranks.sharding
+        require(
+            packed_seq_params is None
+            or not self.config.mtp_num_layers
+            or sharding.cp == 1
+            or sharding.cp_layout == "zigzag",
+            "--dsa-cp-layout must be zigzag with packed_seq_params, --mtp-num-layers and context "
+            f"parallelism, got {sharding.cp_layout}: Megatron shifts tokens from rank to rank as "
+            "if every sequence lay in zigzag order. Use zigzag, each sequence padded to a multiple of "
+            f"{2 * sharding.cp} tokens",
+        )
 
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Return what enters the output projection, ``[tokens, ...]`` of the local heads."""
@@ -120,16 +142,11 @@ def refuse_unsupported(inference_context, key_value_states, megatron: dict) -> N
     Args:
         megatron: the other keyword arguments of a forward call.
     """
-    for name, value in {
-        "inference_context": inference_context,
-        "inference_params": megatron.get("inference_params"),
-        "key_value_states": key_value_states,
-        "attention_bias": megatron.get("attention_bias"),
-        "rotary_pos_emb": megatron.get("rotary_pos_emb"),
-        "sequence_len_offset": megatron.get("sequence_len_offset"),
-    }.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name} must be None: this attention trains causal self-attention with its own "
-                "rope; it does not run inference, cross attention or biased attention"
-            )
+    given = {"inference_context": inference_context, "key_value_states": key_value_states}
+    for name, value in (given | megatron).items():
+        require(
+            value is None,
+            f"{name} must be None: this attention trains causal self-attention with its own "
+            "rope; it does not run inference, cross attention or biased attention. Documents and "
+            "padding are described by packed_seq_params",
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.numerics.capture import capturing, tensor_cache
 from megatron_dsa.numerics.checks import require_values
 from megatron_dsa.sequence.layout import Layout, bshd_layout, packed_layout
@@ -43,12 +43,12 @@ def layout_from_megatron(
     total = rows * keys.ranks
     if packed_seq_params is None:
         return _unpacked(total, batch, device, keys, queries)
-    _check_packed(packed_seq_params, batch, keys)
     # Every layer of a microbatch gets the same object, so it carries its own layouts.
     cached = packed_seq_params.__dict__.setdefault("_megatron_dsa_layouts", {})
     # A CUDA graph makes the layout of the lengths of each replay, and nothing else may read that.
     key = (total, keys, queries, capturing())
     if key not in cached:
+        _check_packed(packed_seq_params, rows, batch, keys)
         cached[key] = _packed(total, packed_seq_params, keys, queries)
     return cached[key]
 
@@ -92,7 +92,7 @@ def _packed(total: int, packed_seq_params, keys: Sharding, queries: Sharding) ->
     return sharded_layout(layout, queries, KeyOwnership(keys, table, 1))
 
 
-def _check_packed(packed_seq_params, batch: int, keys: Sharding) -> None:
+def _check_packed(packed_seq_params, rows: int, batch: int, keys: Sharding) -> None:
     if packed_seq_params.qkv_format != "thd":
         raise ConfigError(
             f"packed_seq_params.qkv_format must be 'thd', got {packed_seq_params.qkv_format!r}; "
@@ -109,9 +109,59 @@ def _check_packed(packed_seq_params, batch: int, keys: Sharding) -> None:
             f"packed batches must have micro-batch size 1, got {batch}: pack the sequences into "
             "one row of tokens."
         )
-    if getattr(packed_seq_params, "local_cp_size", None) not in (None, keys.cp):
-        raise ConfigError(
-            "packed_seq_params.local_cp_size must be the context-parallel size "
-            f"({keys.cp}), got {packed_seq_params.local_cp_size}: drop "
-            "--hybrid-context-parallel, which is not supported."
+    _check_other_fields(packed_seq_params, rows * keys.ranks, keys)
+
+
+def _check_other_fields(params, total: int, keys: Sharding) -> None:
+    """Refuse fields that would describe another batch to other readers than this attention."""
+    for field, value, size in (
+        ("local_cp_size", getattr(params, "local_cp_size", None), keys.cp),
+        ("cp_group", getattr(params, "cp_group", None), keys.cp),
+    ):
+        given = value if value is None or isinstance(value, int) else value.size()
+        require(
+            given in (None, size),
+            f"packed_seq_params.{field} must be of the context-parallel size ({size}), got "
+            f"{given}: drop --hybrid-context-parallel, which is not supported",
         )
+    samples = getattr(params, "tokens_per_sample", None)
+    require(
+        samples is None or samples == total or (keys.ranks == 1 and 0 < samples < total),
+        f"packed_seq_params.tokens_per_sample must be None, or the {total} tokens of the batch, "
+        f"with tensor or context parallelism, got {samples}: Megatron cuts the tokens of each rank "
+        "by it. Use one sample per microbatch"
+        if keys.ranks > 1
+        else f"packed_seq_params.tokens_per_sample must be None or from 1 to {total}, the tokens "
+        f"of the batch, got {samples}: pass the length of a sample",
+    )
+    require(
+        samples is None or total % samples == 0,
+        f"packed_seq_params.tokens_per_sample must divide the {total} tokens of the batch, got "
+        f"{samples}: pass the length of a sample",
+    )
+    padded = getattr(params, "cu_seqlens_q_padded", None)
+    for ours, theirs in (
+        ("cu_seqlens_q", "cu_seqlens_kv"),
+        ("cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+    ):
+        queries, keys_of = getattr(params, ours, None), getattr(params, theirs, None)
+        if keys_of is None or keys_of is queries:
+            continue
+        rule = (
+            f"packed_seq_params.{theirs} must be None or equal {ours}: queries attend to their "
+            "own sequences; pass the same lengths for both"
+        )
+        require(queries is not None and keys_of.shape == queries.shape, rule)
+        require_values({rule: (keys_of == queries).all()}, rule)
+    between = getattr(params, "pad_between_seqs", None)
+    require(
+        not between or padded is not None,
+        "packed_seq_params.cu_seqlens_q_padded must be given with pad_between_seqs=True, got None: "
+        "pass the cumulative padded lengths",
+    )
+    if between is False and padded is not None and padded is not params.cu_seqlens_q:
+        rule = (
+            "packed_seq_params.pad_between_seqs must not be False where cu_seqlens_q_padded "
+            "differs from cu_seqlens_q: pass True or None"
+        )
+        require_values({rule: (padded == params.cu_seqlens_q).all()}, rule)

@@ -231,7 +231,8 @@ def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[
     params = None
     if packed:
         fixed = None if _documents(args) is None else args.seq_length
-        params = _pack(batch, fixed)
+        ranks = config.tensor_model_parallel_size * config.context_parallel_size
+        params = _pack(batch, fixed, whole=ranks == 1)
     if config.context_parallel_size > 1:
         sharding = Sharding(
             cp=config.context_parallel_size,
@@ -321,14 +322,23 @@ def with_room(cu_seqlens: torch.Tensor, documents: int, length: int) -> torch.Te
     return cu_seqlens[:, : documents + 1].contiguous()
 
 
-def _pack(batch: dict, fixed: int | None) -> PackedSeqParams:
+def _pack(batch: dict, fixed: int | None, whole: bool = True) -> PackedSeqParams:
     """Flatten a batch to one row of tokens.
+
+    Megatron balances experts per sample by ``tokens_per_sample``, and cuts the tokens of a rank by
+    it, so that it is set only where a rank holds whole samples. ``seq_idx`` and ``total_tokens``
+    are for Mamba layers; the other unset fields repeat or restrict those that are set.
 
     Args:
         batch: of Megatron, changed in place.
         fixed: tokens of a sequence if lengths are to have one size in all batches, as
             :func:`with_room` makes them; nothing is read by the host then.
+        whole: a rank holds all tokens: neither tensor nor context parallelism.
     """
+    some = next((batch[key] for key in _TOKEN_KEYS if batch.get(key) is not None), None)
+    several = whole and some is not None and some.shape[0] > 1
+    sample = some.shape[1] if several else None
+    batch["attention_mask"] = None  # the lengths say it
     if fixed is None:
         flatten_batch_for_packed_sequences(batch)
         cu_seqlens = batch["cu_seqlens"][0]
@@ -344,6 +354,7 @@ def _pack(batch: dict, fixed: int | None) -> PackedSeqParams:
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        tokens_per_sample=sample,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,10 +32,22 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     yield from _graph_rules(args)
     yield from _muon_rules(args)
     packed, batch = args.dataloader_inter_document_masking, args.micro_batch_size
+    yield from _length_rules(args)
     yield (
         not packed or args.pipeline_model_parallel_size == 1 or batch == 1,
         "--micro-batch-size must be 1 with --dataloader-inter-document-masking and pipeline "
         f"parallelism, got {batch}: Megatron sends unpacked shapes between stages",
+    )
+    kinds, ranks = (
+        args.moe_router_load_balancing_type,
+        args.tensor_model_parallel_size * args.context_parallel_size,
+    )
+    balanced = "seq_aux_loss" in ([kinds] if isinstance(kinds, str) else kinds)
+    yield (
+        not (packed and balanced and args.num_experts and batch > 1 and ranks > 1),
+        "--micro-batch-size must be 1 with --dataloader-inter-document-masking, "
+        "--moe-router-load-balancing-type seq_aux_loss and tensor or context parallelism, got "
+        f"{batch}: Megatron would balance the experts of all samples together",
     )
     yield (
         packed or not (args.reset_attention_mask or args.reset_position_ids),
@@ -123,6 +136,19 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     yield (
         args.csa_compress_ratios is not None or not given,
         f"{', '.join(given)}: has a meaning only with --csa-compress-ratios, add that",
+    )
+
+
+def _length_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    """Tensor- and context-parallel ranks hold equal parts of a microbatch."""
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    halves = 1 if context == 1 or args.dsa_cp_layout == "contiguous" else 2
+    length, unit = args.seq_length, math.lcm(halves * context, context * tensor)
+    yield (
+        length % unit == 0,
+        f"--seq-length must be a multiple of {unit} with --tensor-model-parallel-size {tensor} and "
+        f"--context-parallel-size {context} (--dsa-cp-layout {args.dsa_cp_layout}), got {length}: "
+        f"ranks hold equal parts of a sequence; use {length // unit * unit or unit}",
     )
 
 
