@@ -78,8 +78,8 @@ class SelfAttentionFrame:
             or sharding.cp_layout == "zigzag",
             "--dsa-cp-layout must be zigzag with packed_seq_params, --mtp-num-layers and context "
             f"parallelism, got {sharding.cp_layout}: Megatron shifts tokens from rank to rank as "
-            "if every sequence lay in zigzag order. Use zigzag, each sequence padded to a multiple of "
-            f"{2 * sharding.cp} tokens",
+            "if every sequence lay in zigzag order. Use zigzag, each sequence padded to a multiple "
+            f"of {2 * sharding.cp} tokens",
         )
 
     def attend(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -24,12 +24,12 @@ def require_causal_mask(
     """Raise unless a mask hides what causal attention does not see, and nothing else.
 
     Args:
-        mask: bool ``[..., q, k]``, True where a key is hidden, or ``None``; ``q`` are all tokens,
-            or those of the context-parallel rank.
+        mask: bool ``[..., q, k]``, True where a key is hidden, or ``None``; ``q`` counts all
+            tokens, or the tokens of the context-parallel rank.
         tokens: of a sequence, over all ranks.
         sharding: of the hidden states.
-        packed: whether documents are packed; the mask is that of the samples of the batch then,
-            which divide ``tokens``.
+        packed: documents are packed, and ``k`` is the length of a sample, which divides
+            ``tokens``.
 
     Raises:
         ConfigError: for shapes and dtypes; on the CPU for values, on a GPU these end in a device

@@ -129,6 +129,29 @@ def test_every_stage_takes_every_layout(stage, cp_layout):
             {"tensor_model_parallel_size": 2, "sequence_parallel": True, "q_lora_rank": 25},
             "--q-lora-rank .25. must be a multiple of --tensor-model-parallel-size .2.",
         ),
+        ({"qk_head_dim": 13}, "--qk-head-dim must be even, got 13"),
+        ({"qk_head_dim": 0}, "--qk-head-dim must be at least 1, got 0"),
+        ({"qk_pos_emb_head_dim": 7}, "--qk-pos-emb-head-dim must be even"),
+        ({"qk_pos_emb_head_dim": -2}, "--qk-pos-emb-head-dim must be even and not negative"),
+        ({"q_lora_rank": 0}, "--q-lora-rank must be at least 1, or unset"),
+        ({"kv_lora_rank": -1}, "--kv-lora-rank must be at least 1"),
+        ({"v_head_dim": 0}, "--v-head-dim must be at least 1"),
+        ({"rotary_base": 0}, "--rotary-base must be positive"),
+        ({"rotary_scaling_factor": float("nan")}, "--rotary-scaling-factor must be positive"),
+        ({"rotary_percent": 1.5}, "--rotary-percent must be above 0"),
+        (
+            {"dsa_indexer_head_dim": 17, "dsa_indexer_rotate_activation": False},
+            "--dsa-indexer-head-dim must be even, got 17",
+        ),
+        (
+            {
+                "mtp_num_layers": 1,
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 2,
+            },
+            "--recompute-num-layers must be 1 with --mtp-num-layers",
+        ),
     ],
 )  # fmt: skip
 def test_unsupported_values_are_named(changes, message):
@@ -219,7 +242,8 @@ def test_strict_policy_refuses_at_construction():
 
 @pytest.mark.parametrize(
     "argument",
-    ["inference_context", "key_value_states", "attention_bias", "rotary_pos_emb"],
+    ["inference_context", "key_value_states", "attention_bias", "rotary_pos_emb"]
+    + ["rotary_pos_cos", "sequence_len_offset", "position_ids"],
 )
 def test_unsupported_calls_are_named(argument):
     module = attention_module(small_config())

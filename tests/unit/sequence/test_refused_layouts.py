@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch.multiprocessing import ProcessExitedException
 
 from megatron_dsa.errors import ConfigError
@@ -63,6 +64,44 @@ def test_megatron_s_parameters_are_refused_alike(case):
     )
     with pytest.raises(ConfigError, match=message):
         layout_from_megatron(16, 1, CPU, params)
+
+
+#: Fields of ``PackedSeqParams`` that other readers take, and the message.
+FIELDS = {
+    "cu_seqlens_kv": (ends(0, 4, 12), "cu_seqlens_kv must be None or equal cu_seqlens_q"),
+    "cu_seqlens_kv_padded": (ends(0, 9, 16), "cu_seqlens_kv_padded must be None or equal"),
+    "local_cp_size": (2, "local_cp_size must be of the context-parallel size"),
+    "cp_group": (SimpleNamespace(size=lambda: 2), "cp_group must be of the context-parallel size"),
+    "tokens_per_sample": (5, "tokens_per_sample must divide the 16 tokens"),
+    "pad_between_seqs": (True, "cu_seqlens_q_padded must be given with pad_between_seqs=True"),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_fields_that_say_something_else_are_refused(field):
+    value, message = FIELDS[field]
+    cu_seqlens = ends(0, 9, 16)
+    params = PackedSeqParams("thd", cu_seqlens, cu_seqlens.clone(), max_seqlen_q=9)
+    layout_from_megatron(16, 1, CPU, dataclasses.replace(params, total_tokens=16))
+    setattr(params, field, value)
+    with pytest.raises(ConfigError, match=message):
+        layout_from_megatron(16, 1, CPU, params)
+
+
+def test_padding_that_is_denied_is_refused():
+    real, padded = ends(0, 9, 14), ends(0, 10, 16)
+    params = PackedSeqParams("thd", real, real, padded, padded, 9, 9, pad_between_seqs=False)
+    with pytest.raises(ConfigError, match="pad_between_seqs must not be False"):
+        layout_from_megatron(16, 1, CPU, params)
+
+
+@pytest.mark.parametrize("keys", [Sharding(cp=2), Sharding(sp=2)])
+def test_samples_of_ranks_are_refused(keys):
+    params = PackedSeqParams("thd", ends(0, 8, 16), max_seqlen_q=8, tokens_per_sample=8)
+    with pytest.raises(ConfigError, match="tokens_per_sample must be None, or the 16 tokens"):
+        layout_from_megatron(8, 1, CPU, params, keys)
+    params.tokens_per_sample = 16
+    layout_from_megatron(8, 1, CPU, params, keys)
 
 
 @pytest.mark.parametrize("max_seqlen", [None, 8, 16, 99])

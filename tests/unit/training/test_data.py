@@ -93,6 +93,13 @@ def test_packed_batches_of_one_size_hold_the_same_documents():
     assert params.cu_seqlens_q.unique().equal(plain_params.cu_seqlens_q)
     assert bool((params.cu_seqlens_q.diff() >= 0).all())
     assert (params.max_seqlen_q, plain_params.max_seqlen_q) == (8, 5)
+    assert params.tokens_per_sample == plain_params.tokens_per_sample == 8
+
+
+def test_only_ranks_that_hold_whole_samples_balance_experts_by_sample():
+    assert _pack(packed_batch(), None, whole=False).tokens_per_sample is None
+    one = {name: value[:1] for name, value in packed_batch().items()}
+    assert _pack(one, None).tokens_per_sample is None
 
 
 def test_room_for_more_documents_than_there_are_tokens():
