@@ -335,9 +335,8 @@ def _pack(batch: dict, fixed: int | None, whole: bool = True) -> PackedSeqParams
             :func:`with_room` makes them; nothing is read by the host then.
         whole: a rank holds all tokens: neither tensor nor context parallelism.
     """
-    some = next((batch[key] for key in _TOKEN_KEYS if batch.get(key) is not None), None)
-    several = whole and some is not None and some.shape[0] > 1
-    sample = some.shape[1] if several else None
+    shapes = [batch[key].shape for key in _TOKEN_KEYS if batch.get(key) is not None]
+    sample = shapes[0][1] if whole and shapes and shapes[0][0] > 1 else None
     batch["attention_mask"] = None  # the lengths say it
     if fixed is None:
         flatten_batch_for_packed_sequences(batch)
