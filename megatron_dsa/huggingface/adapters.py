@@ -42,6 +42,27 @@ _PLAIN: dict[str, Any] = {
     "rank_pattern": {},
     "alpha_pattern": {},
     "layer_replication": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "alora_invocation_tokens": None,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "monteclora_config": None,
+    "megatron_config": None,
+}
+#: Initial values of adapters that leave the base as it is.
+_KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+#: Settings that the tensors, or checks of their own, cover, or that shape only PEFT's training.
+_NO_MATTER = {
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
+    *("revision", "inference_mode", "r", "lora_alpha", "lora_dropout", "init_lora_weights"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("megatron_core", "runtime_config", "velora_config", "qalora_group_size"),
+    "ensure_weight_tying",
+    # PEFT ignores them unless init_lora_weights names their method.
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
 
 
@@ -254,13 +275,35 @@ def _check_peft_config(given: dict[str, Any], folder: Path, config: Any) -> None
     where = f"{folder / CONFIG}:"
     kind = given.get("peft_type")
     require(kind == "LORA", f"{where} peft_type must be LORA, got {kind!r}: take a LoRA adapter")
-    for name, ours in _PLAIN.items():
-        value = given.get(name, ours)
-        if (value or None) != (ours or None):
+    for name, value in given.items():
+        ours = _PLAIN.get(name)
+        # An unknown setting that is off changes nothing: later versions of PEFT write such.
+        if name not in _NO_MATTER and (value or None) != (ours or None):
             raise ConfigError(
                 f"{where} {name} must be {ours!r}, got {value!r}: such adapters are not supported"
+                if name in _PLAIN
+                else f"{where} {name} = {value!r} is not understood, and may change what the "
+                "adapter means: merge it with PEFT and import the result with import-hf"
             )
+    _check_initial_values(given.get("init_lora_weights", True), where)
     rank, alpha = rank_and_alpha(options_of(config))
     for key, flag, value in (("r", "--lora-rank", rank), ("lora_alpha", "--lora-alpha", alpha)):
         found = given.get(key)
         require(found == value, f"{flag} must be {found}, as {where[:-1]} says, got {value:g}")
+
+
+def _check_initial_values(method: Any, where: str) -> None:
+    """Raise for a method that changed the base when it set the adapter's initial values."""
+    name = str(method).lower()
+    if method in _KEEPS_BASE or name in _KEEPS_BASE:
+        return
+    convert = (
+        "convert it with PEFT: model.save_pretrained(directory, "
+        "path_initial_model_for_weight_conversion=the adapter before training)"
+    )
+    if not name.startswith(("pissa", "olora", "corda", "lora_ga")):  # PEFT's conversion takes these
+        convert = "merge it with PEFT into the base that it was trained on, and import that"
+    raise ConfigError(
+        f"{where} init_lora_weights = {method!r}: adapters of this method go with a base whose "
+        f"weights it changed, and are wrong on the released one; {convert}"
+    )

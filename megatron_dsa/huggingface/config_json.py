@@ -14,6 +14,7 @@ from megatron_dsa.huggingface.deepseek_v4 import FEATURE_FIELDS, HASH_LAYERS
 from megatron_dsa.huggingface.files import read_json
 from megatron_dsa.huggingface.models import MODELS
 from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PREDICTION, Names
+from megatron_dsa.huggingface.pairs import resolved
 from megatron_dsa.huggingface.quantised import Quantisation
 from megatron_dsa.huggingface.rules import SIZE, check_only, check_values, refuse, required
 
@@ -95,15 +96,16 @@ def _parsed(config: dict) -> HFModel:
     kind: Any = config.get("model_type")
     if kind not in tuple(MODELS):
         refuse("model_type", kind, f"must be one of {', '.join(MODELS)}; others are unknown")
-    model = MODELS[kind]
+    model, raw = MODELS[kind], config
     check_values(config)
+    config, notes = resolved(config)
     check_only(config, model.only)
     fields = {field: required(config, key) for key, field in model.fields.items()}
     for converter in model.converters:
         fields |= converter(config)
     epsilon, dtype = model.latent_norm_epsilon, _unquantised_dtype(config)
     return HFModel(
-        raw=config,
+        raw=raw,
         fields=fields | _COMMON,
         num_layers=config["num_hidden_layers"],
         mtp_layers=config.get("num_nextn_predict_layers") or 0,
@@ -113,7 +115,7 @@ def _parsed(config: dict) -> HFModel:
         dtype=dtype,
         quantisation=_quantisation(config, dtype or torch.bfloat16),
         latent_norm_epsilon=None if epsilon == fields["layernorm_epsilon"] else epsilon,
-        remarks=tuple(remark for key, remark in model.remarks.items() if config.get(key)),
+        remarks=notes + tuple(remark for key, remark in model.remarks.items() if config.get(key)),
     )
 
 

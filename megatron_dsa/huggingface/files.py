@@ -171,14 +171,19 @@ class CheckpointReader:
         return self._shards[shard]
 
     def names(self) -> list[str]:
-        """Return the names of all tensors but scales."""
+        """Return the names of all weights."""
         scales = {scale for name in self._where for scale in scale_names(name)}
-        return [name for name in self._where if name not in scales]
+        return [
+            name
+            for name in self._where
+            # Buffers of rope, which old versions of transformers saved, are no weights.
+            if name not in scales and not name.endswith("rotary_emb.inv_freq")
+        ]
 
     @property
     def is_quantised(self) -> bool:
         """Whether any tensor has scales."""
-        return len(self.names()) < len(self._where)
+        return any(scale in self for name in self._where for scale in scale_names(name))
 
     def __contains__(self, name: str) -> bool:
         return name in self._where

@@ -66,9 +66,9 @@ def is_yarn(rope: dict, where: str, yarn: set[str] | None) -> bool:
     return kind == "yarn"
 
 
-def yarn_fields(rope: dict, where: str, more: tuple[str, ...] = ()) -> Fields:
-    """Return the fields of YaRN but for the base; ``more`` are required and named as fields."""
-    for key in ("factor", "original_max_position_embeddings", *more):
+def yarn_fields(rope: dict, where: str) -> Fields:
+    """Return the fields of YaRN but for the base and its factors of attention."""
+    for key in ("factor", "original_max_position_embeddings"):
         if rope.get(key) is None:
             refuse(f"{where}.{key}", None, "must be given with yarn")
     if rope.get("truncate", True) is not True:
@@ -82,7 +82,6 @@ def yarn_fields(rope: dict, where: str, more: tuple[str, ...] = ()) -> Fields:
         "original_max_position_embeddings": rope["original_max_position_embeddings"],
         "beta_fast": fast,
         "beta_slow": slow,
-        **{key: rope[key] for key in more},
     }
 
 

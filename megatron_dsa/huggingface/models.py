@@ -37,7 +37,7 @@ def _mla(config: dict) -> Fields:
     if key_heads != heads:
         rule = f"must be num_attention_heads ({heads}): multi-latent attention shares no heads"
         refuse("num_key_value_heads", key_heads, rule)
-    where = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(where) or {}
     stretched = is_yarn(rope, where, set(_MSCALES))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -48,9 +48,19 @@ def _mla(config: dict) -> Fields:
         )
     base = rope.get("rope_theta") or required(config, "rope_theta")
     if stretched:
-        return {"rotary_base": base, **yarn_fields(rope, where, _MSCALES)}
+        return {"rotary_base": base, **yarn_fields(rope, where), **_mscales(rope, where)}
     # The scaling factor enters Megatron's softmax scale whatever the type of rope is.
     return {"rope_type": "rope", "rotary_base": base, "rotary_scaling_factor": 1.0}
+
+
+def _mscales(rope: dict, where: str) -> Fields:
+    """Return both factors of YaRN, with the defaults of transformers."""
+    scale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    if of_all is None:  # transformers reads mscale only with mscale_all_dim
+        return {"mscale": 1.0, "mscale_all_dim": 0.0}
+    if scale is None:
+        refuse(f"{where}.mscale", None, "must be given with mscale_all_dim")
+    return {"mscale": scale, "mscale_all_dim": of_all}
 
 
 def _grouped_experts(config: dict) -> Fields:
@@ -112,6 +122,8 @@ def _index_sharing(config: dict) -> Fields:
         if freq > 1 and not offset:
             refuse("index_skip_topk_offset", offset, "must be 1 or more with index_topk_freq > 1")
         return rule(freq, offset or 0)
+    if len(listed) != layers:
+        refuse(key, f"a list of {len(listed)}", f"must have num_hidden_layers ({layers}) entries")
     if unknown := [kind for kind in listed if kind not in ("full", "F", "shared", "S")]:
         refuse(key, unknown[0], "must say full (F) or shared (S) for every layer")
     full = [kind in ("full", "F") for kind in listed]

@@ -124,6 +124,8 @@ def export_hf(arguments: argparse.Namespace) -> int:
     file_bytes = _bytes(arguments.shard_gb)
     directory = distributed_checkpoint(arguments.input, arguments.step, "--input")
     hf = read_config(arguments.config)
+    for remark in hf.remarks:
+        print(f"note: {remark}", file=sys.stderr)
     _check_norms(directory)
     keys = entries_of(directory)
     has_indexer = any(map(is_indexer_parameter, keys))
@@ -210,11 +212,10 @@ def _export_adapter(arguments: argparse.Namespace, model: Any, hf: HFModel, valu
             "such layers",
             file=sys.stderr,
         )
-    in_mlps = any(x.startswith("mlp.") for x in linears_with_adapters(model.config))
-    if in_mlps and model.config.num_moe_experts is not None:
+    if any(x.startswith("mlp.") for x in linears_with_adapters(model.config)):
         print(
-            "note: PEFT 0.21 takes adapters of MLPs for those of routed experts in this model "
-            "(docs/guide/lora.md): merge them, without --adapter",
+            "note: PEFT 0.21 takes adapters of MLPs for those of routed experts, also in models of "
+            "dense layers (docs/guide/lora.md): merge them, without --adapter",
             file=sys.stderr,
         )
     print(f"adapters of {arguments.input} in {arguments.output}")

@@ -193,6 +193,12 @@ def test_layers_of_prediction_are_left_out(tmp_path):
         ({"use_rslora": True}, "use_rslora must be False, got True"),
         ({"peft_type": "IA3"}, "peft_type must be LORA, got 'IA3'"),
         ({"rank_pattern": {"o_proj": 2}}, "rank_pattern must be {}"),
+        ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights = 'olora': .* base whose weights it"),
+        ({"init_lora_weights": "loftq"}, "'loftq': .* merge it with PEFT into the base"),
+        ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens must be None, got .3"),
+        ({"use_qalora": True}, "use_qalora must be False, got True"),
+        ({"a_later_method": {"x": 1}}, "a_later_method = .* is not understood"),
     ],
 )
 def test_other_adapters_are_refused(changes, message, tmp_path):
@@ -202,6 +208,15 @@ def test_other_adapters_are_refused(changes, message, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ConfigError, match=message):
         import_adapter(model, tmp_path, V3)
+
+
+def test_all_settings_of_peft_are_known():
+    """Those of the version that is installed; a new one is looked at before it is named."""
+    peft = pytest.importorskip("peft")
+    from megatron_dsa.huggingface import adapters
+
+    unknown = set(peft.LoraConfig().to_dict()) - adapters._PLAIN.keys() - adapters._NO_MATTER
+    assert not unknown
 
 
 def test_adapters_of_other_linears_are_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Numbers in config.json that no model has are refused, with the file, the key and the rule."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -10,7 +11,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.config_json import parse_config, read_config
 from megatron_dsa.huggingface.models import MODELS
 from megatron_dsa.tools.cli import main
-from tests.tiny_models import tiny_config, tiny_v4
+from tests.tiny_models import tiny_config, tiny_v4, transformers_classes
 
 YARN = {
     "type": "yarn",
@@ -142,3 +143,64 @@ def test_broken_json_is_named(content, message, tmp_path):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=rf"config\.json {message}"):
         read_config(tmp_path)
+
+
+PLAIN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "rope_scaling": PLAIN_YARN,
+        },
+        {
+            "rope_theta": 5e5,
+            "rope_parameters": PLAIN_YARN | {"factor": 8.0},
+            "rope_scaling": PLAIN_YARN,
+        },
+        {"rope_theta": 1e4, "rope_parameters": PLAIN_YARN | {"rope_theta": 5e5}},
+        {"rope_theta": 5e5, "rope_scaling": PLAIN_YARN | {"mscale": 0.5}},
+        {"rope_theta": 5e5, "rope_scaling": PLAIN_YARN | {"mscale": 0.5, "mscale_all_dim": 0.7}},
+    ],
+    ids=["plain-and-yarn", "factors", "theta", "one-mscale", "mscales"],
+)
+def test_two_descriptions_of_rope_are_read_as_transformers_reads_them(kind, keys):
+    config_class, _ = transformers_classes(kind)
+    config = tiny_config(kind)
+    del config["rope_theta"]
+    config |= copy.deepcopy(keys)
+    settings = {name: value for name, value in config.items() if name != "model_type"}
+    theirs = config_class(**copy.deepcopy(settings)).rope_parameters
+    hf = parse_config(config)
+    assert hf.fields["rope_type"] == theirs["rope_type"] == "yarn"
+    assert hf.fields["rotary_base"] == theirs["rope_theta"]
+    assert hf.fields["rotary_scaling_factor"] == theirs["factor"]
+    assert hf.fields["mscale_all_dim"] == theirs.get("mscale_all_dim", 0)
+    two = "rope_parameters" in keys
+    assert any("as by transformers" in note for note in hf.remarks) == two
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": PLAIN_YARN},
+            "takes rope_scaling and",
+        ),
+        ({"num_local_experts": 4}, "num_local_experts = 4: contradicts n_routed_experts = 8"),
+        ({"num_experts": 4}, "num_experts = 4: contradicts n_routed_experts = 8"),
+        ({"head_dim": 24}, "head_dim = 24: contradicts qk_rope_head_dim = 8"),
+        ({"qk_head_dim": 24}, "qk_head_dim = 24: contradicts qk_nope_head_dim"),
+        (
+            {"rope_scaling": PLAIN_YARN, "original_max_position_embeddings": 32},
+            "embeddings = 16: contradicts original_max_position_embeddings = 32",
+        ),
+        ({"indexer_types": ["full"] * 79}, "a list of 79': must have num_hidden_layers .2. entri"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config(tiny_config("glm_moe_dsa", **changes))

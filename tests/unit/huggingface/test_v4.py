@@ -224,7 +224,7 @@ def test_released_formats_are_dequantised(tmp_path):
         ({"compress_rates": {"compressed_sparse_attention": 8}}, "CSA's rate must be 4"),
         ({"compress_rope_theta": None}, "compress_rope_theta = None: it must be given"),
         (
-            {"rope_parameters": {"compress": None}},
+            {"rope_scaling": None, "rope_parameters": {"compress": None}},
             "rope_parameters.compress = None: must be a JSON",
         ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.rope_type = 'linear'"),
