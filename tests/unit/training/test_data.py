@@ -9,6 +9,7 @@ from megatron.core.datasets.utils import Split
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.tools import cli
+from megatron_dsa.training import data
 from megatron_dsa.training.data import (
     BYTE_EOD,
     GPTDataset,
@@ -41,6 +42,40 @@ def batch(*tokens):
 def test_tokens_outside_the_vocabulary(tokens, says):
     with pytest.raises(ConfigError, match=says):
         check_tokens(batch(*tokens), 264)
+
+
+@pytest.mark.parametrize(
+    "told, tokenizer, most", [(257, 257, 256), (None, 300, 299), (320, 300, 319), (257, 300, 299)]
+)
+def test_rows_of_padding_are_no_tokens(told, tokenizer, most, monkeypatch):
+    """The vocabulary of --vocab-size and of the tokenizer with its added tokens, not its padding."""
+    args = SimpleNamespace(
+        dataloader_inter_document_masking=False, vocab_size=told, padded_vocab_size=384
+    )
+    ranks = SimpleNamespace(
+        is_pipeline_first_stage=lambda: True,
+        is_pipeline_last_stage=lambda: True,
+        get_tensor_model_parallel_rank=lambda: 0,
+    )
+    monkeypatch.setattr(data, "mpu", ranks)
+    monkeypatch.setattr(data, "get_args", lambda: args)
+    monkeypatch.setattr(data, "get_tokenizer", lambda: SimpleNamespace(vocab_size=tokenizer))
+    monkeypatch.setattr(data, "mtp_on_this_rank", lambda *_: False)
+    monkeypatch.setattr(data, "_documents", _passed)
+    config = SimpleNamespace(pipeline_model_parallel_layout=None, mtp_num_layers=None)
+    with pytest.raises(_Passed):
+        data.get_batch(iter([batch(most, most)]), config)
+    for wrong in ((most + 1, 1), (1, most + 1)):
+        with pytest.raises(ConfigError, match=f"holds the token {most + 1}"):
+            data.get_batch(iter([batch(*wrong)]), config)
+
+
+class _Passed(Exception):
+    """The batch passed its checks."""
+
+
+def _passed(_args):
+    raise _Passed
 
 
 def test_tokens_of_the_vocabulary_pass():
