@@ -48,7 +48,7 @@ def test_tokens_outside_the_vocabulary(tokens, says):
     "told, tokenizer, most", [(257, 257, 256), (None, 300, 299), (320, 300, 319), (257, 300, 299)]
 )
 def test_rows_of_padding_are_no_tokens(told, tokenizer, most, monkeypatch):
-    """The vocabulary of --vocab-size and of the tokenizer with its added tokens, not its padding."""
+    """The larger of --vocab-size and the tokenizer with its added tokens, without padding."""
     args = SimpleNamespace(
         dataloader_inter_document_masking=False, vocab_size=told, padded_vocab_size=384
     )
