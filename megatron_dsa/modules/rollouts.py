@@ -80,7 +80,7 @@ def read_sglang(
         f"got {len(data)} bytes: give the layers and the width of the model that ran",
     )
     values = np.frombuffer(data, dtype=name).reshape(-1, layers, width)
-    return EngineRecord(_int32(values), start)
+    return EngineRecord(_int32(values, f"meta_info.{field}"), start)
 
 
 def read_vllm(choice: Mapping[str, Any], field: Field, start: int = 0) -> EngineRecord:
@@ -107,7 +107,7 @@ def read_vllm(choice: Mapping[str, Any], field: Field, start: int = 0) -> Engine
         data.ndim == 3 and np.issubdtype(data.dtype, np.integer),
         f"choice.{field} must be integers [tokens, layers, K], got {data.dtype} {data.shape}",
     )
-    return EngineRecord(_int32(data), start)
+    return EngineRecord(_int32(data, f"choice.{field}"), start)
 
 
 def _decoded(holder: Mapping[str, Any], field: Field, name: str) -> bytes:
@@ -126,7 +126,14 @@ def _decoded(holder: Mapping[str, Any], field: Field, name: str) -> bytes:
         ) from None
 
 
-def _int32(data: np.ndarray) -> torch.Tensor:
+def _int32(data: np.ndarray, name: str) -> torch.Tensor:
+    bounds = np.iinfo(np.int32)
+    least, most = (int(data.min()), int(data.max())) if data.size else (0, 0)
+    require(
+        least >= bounds.min and most <= bounds.max,
+        f"{name} must hold numbers of 32 bits, got {least if least < bounds.min else most}: give "
+        "the record as the server returned it",
+    )
     return torch.from_numpy(data.astype(np.int32))
 
 

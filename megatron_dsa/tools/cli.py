@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,20 +23,29 @@ def _run(module: str, function: str) -> Callable[[argparse.Namespace], int]:
     return run
 
 
+_BYTE_ORDER_MARK = "\ufeff"
+
+
 def _text_of(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_bytes().decode("utf-8")  # read_text would translate ends of lines
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"--input {path} must be a text file in UTF-8 ({error}): convert it, or leave it out"
         ) from None
+    if text.startswith(_BYTE_ORDER_MARK):
+        print(f"note: --input {path} begins with a byte order mark, left out", file=sys.stderr)
+    text = text.removeprefix(_BYTE_ORDER_MARK)
+    if not text:
+        print(f"note: --input {path} is empty, left out", file=sys.stderr)
+    return text
 
 
 def _prepare_data(arguments: argparse.Namespace) -> int:
     from megatron_dsa.training.data import BYTE_VOCAB, python_documentation, write_byte_dataset
 
     if arguments.input:
-        documents = [_text_of(path) for path in arguments.input]
+        documents = [text for path in arguments.input if (text := _text_of(path))]
         source = f"{len(documents)} file(s)"
     else:
         documents = python_documentation()
@@ -80,7 +90,12 @@ def build_parser() -> argparse.ArgumentParser:
     check.set_defaults(run=doctor.run)
     data = commands.add_parser("prepare-data", help="byte-level Megatron data set from text files")
     data.add_argument("--output", required=True, help="path prefix of the .bin and .idx files")
-    data.add_argument("--input", nargs="*", help="text files (default: Python's documentation)")
+    data.add_argument(
+        "--input",
+        nargs="+",
+        help="text files in UTF-8, taken byte for byte but for a byte order mark (default: "
+        "Python's documentation)",
+    )
     data.set_defaults(run=_prepare_data)
     _add_conversions(commands)
     _add_trained(commands)

@@ -117,6 +117,7 @@ def _(
     dpooled, values, scores, ape, cu_seqlens, cu_seqlens_padded, overlap, max_seqlen=None,
     policy="",
 ):  # fmt: skip
+    _check(values, scores, ape, overlap, cu_seqlens, cu_seqlens_padded, max_seqlen)
     return tuple(x.new_empty(x.shape) for x in (values, scores, ape))
 
 

@@ -163,9 +163,7 @@ def _sparse_loss(
         return loss.value(inputs), *_gradients_or_none(q, k, weights, False)
     value, gradients = loss.with_gradients(inputs)
     assert gradients is not None
-    dq, dk, dweights = (
-        g.to(x.dtype).contiguous() for g, x in zip(gradients, (q, k, weights), strict=True)
-    )
+    dq, dk, dweights = (g.to(x.dtype) for g, x in zip(gradients, (q, k, weights), strict=True))
     return value, dq, dk, dweights
 
 
@@ -319,7 +317,7 @@ def _scaled(
 
 @_scaled.register_fake
 def _(dloss, dq, dk, dweights):
-    return tuple(torch.empty_like(x) for x in (dq, dk, dweights))
+    return tuple(x.new_empty(x.shape) for x in (dq, dk, dweights))
 
 
 def _register_backward(name: str, arguments: int, flag: int) -> None:

@@ -117,7 +117,7 @@ def _attend(
         q, kv, k_pe, bits, softmax_scale=softmax_scale, topk=topk, want_p_sum=want_p_sum,
         policy=policy_of(policy),
     )  # fmt: skip
-    return out.contiguous(), lse.contiguous(), none_of(lse) if p_sum is None else p_sum
+    return out, lse, none_of(lse) if p_sum is None else p_sum
 
 
 @_attend.register_fake
@@ -150,7 +150,7 @@ def _backward(
     )
     call = api.describe_attention(q, kv, k_pe, topk)
     dq, dkv, dk_pe = api.BACKWARD.run(call, asked, inputs, out, lse, dout.contiguous())
-    return dq.contiguous(), dkv.contiguous(), dk_pe.to(k_pe.dtype).contiguous()
+    return dq, dkv, dk_pe.to(k_pe.dtype)
 
 
 @_backward.register_fake

@@ -61,7 +61,8 @@ def registered[**Arguments, Result](
     """Decorate the implementation of ``torch.ops.megatron_dsa.<name>``; see ``custom_op``.
 
     It mutates nothing. Autocast is off inside: products have the dtype of the arguments in the
-    forward, as they have in the backward, which autocast never covers.
+    forward, as they have in the backward, which autocast never covers. Results have the strides of
+    ``new_empty(shape)``, whatever the strides of the arguments, as fake implementations return.
     """
 
     def register(function: Callable[Arguments, Result]):
@@ -69,11 +70,19 @@ def registered[**Arguments, Result](
         def plain(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             first: Any = args[0]
             with torch.autocast(first.device.type, enabled=False):
-                return function(*args, **kwargs)
+                return _with_default_strides(function(*args, **kwargs))
 
         return torch.library.custom_op(f"megatron_dsa::{name}", plain, mutates_args=())
 
     return register
+
+
+def _with_default_strides(result: Any) -> Any:
+    if isinstance(result, tuple):
+        return tuple(_with_default_strides(x) for x in result)
+    if result.stride() == torch.empty(result.shape, device="meta").stride():
+        return result
+    return result.new_empty(result.shape).copy_(result)
 
 
 def layout_of(
@@ -152,7 +161,7 @@ def derivatives(
             leaves = [x.detach().requires_grad_() for x in tensors]
             results = run(*leaves)
         found = torch.autograd.grad(results, leaves, gradients, materialize_grads=True)
-    return [x.detach() for x in results], [x.contiguous() for x in found]
+    return [x.detach() for x in results], list(found)
 
 
 def refuse_lost_gradients(ctx, name: str) -> None:

@@ -89,9 +89,8 @@ def _backward(
     )
     arguments = s.arguments(q, kv, attn_sink, indices, topk_length, False)
     dq, dkv, dsink, _ = s.run(api.BACKWARD, arguments, out, lse, dout.contiguous())
-    # A view would keep the padding behind it.
     dsink = none_of(lse) if attn_sink is None else dsink.to(attn_sink.dtype)
-    return dq.contiguous(), dkv.to(kv.dtype).contiguous(), dsink
+    return dq, dkv.to(kv.dtype), dsink
 
 
 @_backward.register_fake
@@ -116,8 +115,9 @@ def _keep(ctx, inputs, output):
 def _differentiate(ctx, dout, _dlse, _dp_sum):
     if dout is None:
         return (None,) * 10
-    dq, dkv, dsink = _backward(dout, *ctx.saved_tensors, *ctx.rest)
-    with_sink = ctx.saved_tensors[4] is not None
+    saved = ctx.saved_tensors  # once: non-reentrant checkpoints unpack each tensor once
+    dq, dkv, dsink = _backward(dout, *saved, *ctx.rest)
+    with_sink = saved[4] is not None
     return dq, dkv, None, None, dsink if with_sink else None, *(None,) * 5
 
 

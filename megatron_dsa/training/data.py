@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import flatten_batch_for_packed_sequences, get_batch_on_this_tp_rank
-from megatron.training import get_args, print_rank_0
+from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_dsa.config import options_of
@@ -40,19 +41,39 @@ def write_byte_dataset(documents: list[str], prefix: str | Path) -> int:
     """Write ``<prefix>.bin`` and ``<prefix>.idx`` with one token per byte; return the token count.
 
     Each document ends with :data:`BYTE_EOD`. Train on it with
-    ``--tokenizer-type NullTokenizer --vocab-size 257``.
+    ``--tokenizer-type NullTokenizer --vocab-size 257``. Existing files are replaced when all is
+    written, the index last: a run that stops in between leaves no index of other data.
+
+    Raises:
+        ConfigError: there is no text, or a file of the result is a link or a directory.
     """
     documents = [text for text in documents if text]
     if not documents:
         raise ConfigError("the text is empty: give a file with at least one line")
-    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    data, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    for file in (data, index):
+        require(
+            not file.is_symlink() and (file.is_file() or not file.exists()),
+            f"{file} is a link or no file: remove it, or choose another prefix (--output)",
+        )
+    data.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="incomplete-", dir=data.parent) as folder:
+        whole = Path(folder, "data.bin"), Path(folder, "data.idx")
+        tokens = _write_documents(documents, *whole)
+        index.unlink(missing_ok=True)
+        whole[0].replace(data)
+        whole[1].replace(index)
+    return tokens
+
+
+def _write_documents(documents: list[str], data: Path, index: Path) -> int:
+    builder = IndexedDatasetBuilder(str(data), dtype=numpy.uint16)
     tokens = 0
     for text in documents:
         ids = torch.tensor(list(text.encode("utf-8")) + [BYTE_EOD], dtype=torch.int32)
         builder.add_document(ids, [len(ids)])
         tokens += len(ids)
-    builder.finalize(f"{prefix}.idx")
+    builder.finalize(str(index))
     return tokens
 
 
@@ -141,11 +162,11 @@ def check_prefixes(prefixes: Iterable[str]) -> None:
 
 
 def check_tokens(batch: dict, vocabulary: int) -> None:
-    """Check that the embedding has a row for every token id; reads tensors of the host only.
+    """Check that token ids are of the vocabulary; reads tensors of the host only.
 
     Args:
         batch: integer ``tokens`` and ``labels`` ``[b, s]``, as a data loader gives them.
-        vocabulary: rows of the embedding, ``--padded-vocab-size``.
+        vocabulary: tokens of the tokenizer; the embedding's rows of padding lie behind.
 
     Raises:
         ConfigError: a token is negative or too large. On a GPU that would be a device-side assert.
@@ -158,7 +179,7 @@ def check_tokens(batch: dict, vocabulary: int) -> None:
         require(
             least >= 0 and most < vocabulary,
             f"--data-path holds the token {least if least < 0 else most}, and the vocabulary has "
-            f"{vocabulary} (padded): give the tokenizer that the data was made with, or its "
+            f"{vocabulary} tokens: give the tokenizer that the data was made with, or its "
             "--vocab-size",
         )
 
@@ -205,7 +226,7 @@ def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[
     batch = {}
     if tp_rank == 0:
         data = next(data_iterator)
-        check_tokens(data, args.padded_vocab_size)
+        check_tokens(data, max(args.vocab_size or 0, get_tokenizer().vocab_size))
         room = _documents(args)
         if room is not None:
             data["cu_seqlens"] = with_room(data["cu_seqlens"], room, args.seq_length)

@@ -239,3 +239,12 @@ def test_a_rank_has_some_of_the_tokens():
         compare_selections({1: recorded}, {1: selected})
     with pytest.raises(ConfigError, match=r"layer\(s\) 1 missing"):
         compare_selections({2: recorded}, {1: selected})
+
+
+@pytest.mark.parametrize("number, dtype", [(2**32 + 3, "int64"), (2**31, "uint32")])
+def test_numbers_of_more_than_32_bits(number, dtype):
+    buffer = io.BytesIO()
+    np.save(buffer, np.full((2, 1, 1), number, dtype))
+    text = base64.b64encode(buffer.getvalue()).decode()
+    with pytest.raises(ConfigError, match=f"indexer_topk must hold numbers of 32 .* got {number}:"):
+        read_vllm({"indexer_topk": text}, "indexer_topk")

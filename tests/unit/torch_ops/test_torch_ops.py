@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
 
 import megatron_dsa.torch_ops as ops
 from megatron_dsa.dispatch import Policy, report, reset_report
@@ -184,6 +187,84 @@ def test_non_contiguous(name):
     torch._dynamo.reset()
     compiled = torch.compile(case.op, fullgraph=True, backend="aot_eager")
     assert_same(results(compiled, case, change=strided), ours)
+
+
+def in_columns(x: torch.Tensor) -> torch.Tensor:
+    """Return the same values with the first dim contiguous."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else every_other(x)
+
+
+def every_other(x: torch.Tensor) -> torch.Tensor:
+    return x.unsqueeze(-1).repeat(*(1,) * x.dim(), 2)[..., 0]
+
+
+def repeated(x: torch.Tensor) -> torch.Tensor:
+    """Return the first entry for all: floats only, as lists may not name a key twice."""
+    return x[:1].expand(x.shape) if x.dim() and x.is_floating_point() else x
+
+
+@pytest.mark.parametrize("change", [strided, in_columns, every_other, repeated])
+@pytest.mark.parametrize("name", CASES)
+def test_fake_results_are_like_the_real_ones(name, change):
+    """Shapes, dtypes and strides of every operation that a call and its backward run."""
+    case, calls = CASES[name](torch.float32, "cpu"), Recorder()
+    with calls:
+        results(case.op, case)
+    for op, arguments in calls.seen:
+        given = [change(x) if isinstance(x, torch.Tensor) and x.dim() else x for x in arguments]
+        real = described(op, given)
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given]
+            fake = described(op, fakes)
+        assert fake == real, op
+
+
+def described(op, arguments):
+    """Return what a fake result has in common with the real one, or how the call is refused."""
+    try:
+        found = op(*arguments)
+    except ConfigError as error:
+        return str(error)
+    found = (found,) if isinstance(found, torch.Tensor) else found
+    return [(x.shape, x.dtype, x.device, x.stride(), x.storage_offset()) for x in found]
+
+
+@pytest.mark.parametrize("kind", ["op", "eager"])
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name](DTYPES[0], "cpu").leaves])
+def test_gradients_under_checkpoints_and_hooks(name, kind):
+    """A backward may unpack each saved tensor once, and may run again."""
+    case = CASES[name](torch.float32, "cpu")
+    function, names = getattr(case, kind), list(case.leaves)
+
+    def call(*tensors):
+        found = function(**dict(zip(names, tensors, strict=True)), **case.rest)
+        return tuple(x for x in found if x is not None)
+
+    def gradients(run, **options):
+        leaves = [x.clone().requires_grad_() for x in case.leaves.values()]
+        outputs = [x for x in run(*leaves) if x.requires_grad]
+        generator = torch.Generator().manual_seed(1)
+        given = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
+        if outputs:
+            torch.autograd.backward(outputs, given, **options)
+        first = [None if x.grad is None else x.grad.clone() for x in leaves]
+        if options and outputs:
+            torch.autograd.backward(outputs, given)
+            assert all(torch.equal(x.grad, 2 * g) for x, g in zip(leaves, first, strict=True))
+        return first
+
+    def offloaded(*leaves):
+        with torch.autograd.graph.save_on_cpu():
+            return call(*leaves)
+
+    expected = gradients(call, retain_graph=True)
+    runs = [offloaded] + [
+        partial(checkpoint, call, use_reentrant=reentrant) for reentrant in (True, False)
+    ]
+    for run in runs:
+        for ours, theirs in zip(gradients(run), expected, strict=True):
+            assert (ours is None) == (theirs is None)
+            assert theirs is None or torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,16 @@
 
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from megatron.core.datasets.utils import Split
 
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.tools import cli
+from megatron_dsa.training import data
 from megatron_dsa.training.data import (
+    BYTE_EOD,
     GPTDataset,
     _pack,
     check_prefixes,
@@ -38,6 +42,40 @@ def batch(*tokens):
 def test_tokens_outside_the_vocabulary(tokens, says):
     with pytest.raises(ConfigError, match=says):
         check_tokens(batch(*tokens), 264)
+
+
+@pytest.mark.parametrize(
+    "told, tokenizer, most", [(257, 257, 256), (None, 300, 299), (320, 300, 319), (257, 300, 299)]
+)
+def test_rows_of_padding_are_no_tokens(told, tokenizer, most, monkeypatch):
+    """The larger of --vocab-size and the tokenizer with its added tokens, without padding."""
+    args = SimpleNamespace(
+        dataloader_inter_document_masking=False, vocab_size=told, padded_vocab_size=384
+    )
+    ranks = SimpleNamespace(
+        is_pipeline_first_stage=lambda: True,
+        is_pipeline_last_stage=lambda: True,
+        get_tensor_model_parallel_rank=lambda: 0,
+    )
+    monkeypatch.setattr(data, "mpu", ranks)
+    monkeypatch.setattr(data, "get_args", lambda: args)
+    monkeypatch.setattr(data, "get_tokenizer", lambda: SimpleNamespace(vocab_size=tokenizer))
+    monkeypatch.setattr(data, "mtp_on_this_rank", lambda *_: False)
+    monkeypatch.setattr(data, "_documents", _passed)
+    config = SimpleNamespace(pipeline_model_parallel_layout=None, mtp_num_layers=None)
+    with pytest.raises(_Passed):
+        data.get_batch(iter([batch(most, most)]), config)
+    for wrong in ((most + 1, 1), (1, most + 1)):
+        with pytest.raises(ConfigError, match=f"holds the token {most + 1}"):
+            data.get_batch(iter([batch(*wrong)]), config)
+
+
+class _Passed(Exception):
+    """The batch passed its checks."""
+
+
+def _passed(_args):
+    raise _Passed
 
 
 def test_tokens_of_the_vocabulary_pass():
@@ -71,6 +109,38 @@ def test_a_split_without_documents():
     )
     with pytest.raises(ConfigError, match="--split gives the valid data no document of topics"):
         GPTDataset._get_num_epochs(empty, 0)
+
+
+def test_files_of_a_data_set_are_replaced_whole(tmp_path):
+    """A link is not followed, and a failure leaves the files that were there."""
+    target, prefix = tmp_path / "target", tmp_path / "data"
+    target.write_text("kept")
+    write_byte_dataset(["text"], prefix)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(UnicodeEncodeError):
+        write_byte_dataset(["other text", "\ud800"], prefix)
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+    for ending in ("bin", "idx"):
+        link = tmp_path / f"linked.{ending}"
+        link.symlink_to(target)
+        with pytest.raises(ConfigError, match=f"linked.{ending} is a link or no file"):
+            write_byte_dataset(["text"], tmp_path / "linked")
+        link.unlink()
+    assert target.read_text() == "kept"
+
+
+def test_files_are_taken_byte_for_byte(tmp_path, capsys):
+    text, empty, prefix = tmp_path / "text", tmp_path / "empty", tmp_path / "data"
+    text.write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
+    empty.write_bytes(b"")
+    cli.main(["prepare-data", "--output", str(prefix), "--input", str(text), str(empty)])
+    tokens = numpy.fromfile(f"{prefix}.bin", dtype=numpy.uint16)
+    assert tokens.tolist() == [*b"one\r\ntwo\rthree\n", BYTE_EOD]
+    said = capsys.readouterr()
+    assert "byte order mark, left out" in said.err and f"{empty} is empty" in said.err
+    assert "from 1 file(s)" in said.out
+    with pytest.raises(SystemExit):
+        cli.main(["prepare-data", "--output", str(prefix), "--input"])
 
 
 #: Cumulative lengths of two sequences of 8 tokens, as Megatron's data sets give them.
