@@ -9,7 +9,8 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError
+from megatron_dsa.config_rules.ranges import COMMANDS, range_rules
+from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, naming, require
 
 
 def _run(module: str, function: str) -> Callable[[argparse.Namespace], int]:
@@ -40,7 +41,8 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
     else:
         documents = python_documentation()
         source = "Python's language reference"
-    tokens = write_byte_dataset(documents, arguments.output)
+    with naming(f"{arguments.output}.bin"):
+        tokens = write_byte_dataset(documents, arguments.output)
     print(f"{tokens} byte tokens from {source} in {arguments.output}.bin and .idx; train with")
     print(
         f"  --data-path {arguments.output} --tokenizer-type NullTokenizer --vocab-size {BYTE_VOCAB}"
@@ -52,6 +54,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run a parsed command; returns the exit code."""
     from megatron_dsa.patches import cpu_host
 
+    for ok, message in range_rules(vars(arguments), COMMANDS):
+        require(ok, message)
     cpu_host.hide_unusable_transformer_engine()
     return arguments.run(arguments)
 
