@@ -27,7 +27,7 @@ REFUSED = """--hidden-size 0|--num-layers 0|--num-layers -1|--num-layers 1000000
 --kv-lora-rank -4|--v-head-dim 0|--ffn-hidden-size -1|--dsa-indexer-topk 0
 --tensor-model-parallel-size 0|--vocab-size 100000000000|--muon-num-ns-steps 0
 --seed 100000000000|--norm-epsilon 0|--norm-epsilon nan|--lora-alpha inf
---mtp-loss-scaling-factor -1|--adam-beta2 1|--adam-eps 0|--rotary-base inf
+--mtp-loss-scaling-factor -1|--adam-beta2 1|--adam-eps 0|--rotary-base 0
 --attention-dropout nan|--train-iters -1|--adam-eps nan|--moe-aux-loss-coeff nan"""
 CASES = [case.split() for case in REFUSED.replace("\n", "|").split("|")]
 
@@ -78,7 +78,7 @@ def test_numbers_of_commands(flag, value):
 
 
 def test_text_that_is_no_unicode():
-    with pytest.raises(ConfigError, match="^--prompt .* must be text in UTF-8"):
+    with pytest.raises(ConfigError, match=r"^--prompt .* must be text in UTF-8"):
         cli.main(["generate", "--load", "none", "--prompt", "a\udcff"])
 
 
@@ -101,7 +101,7 @@ def test_low_temperatures_take_the_most_probable(temperature):
 def test_softmax_scale(scale):
     q, kv = torch.randn(4, 2, 8), torch.randn(4, 8)
     indices = torch.zeros(4, 1, dtype=torch.int32)
-    with pytest.raises(ConfigError, match="^softmax_scale must be positive and finite"):
+    with pytest.raises(ConfigError, match=r"^softmax_scale must be positive and finite"):
         sparse_attention(q, kv, indices, softmax_scale=scale, v_dim=4)
 
 

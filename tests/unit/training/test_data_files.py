@@ -35,7 +35,7 @@ def test_damaged_headers(place, prefix):
     data = bytearray(file.read_bytes())
     data[place] ^= 0xFF
     file.write_bytes(data)
-    with pytest.raises(ConfigError, match="^--data-path"):
+    with pytest.raises(ConfigError, match=r"^--data-path"):
         check_data_set(str(prefix))
 
 
