@@ -1,7 +1,7 @@
 """Ranges of numbers on the command line: Megatron's flags, ours, and those of the commands.
 
-One table for trainings, plans and commands. A row gives the range and the reason; the message is
-made from it. Every other number must be finite.
+One table for trainings, plans and commands. An entry gives range and reason, from which
+the message is made. Every other number must be finite.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Range:
     open: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether ``value`` is finite and within the range."""
+        """Check that ``value`` is finite and within the range."""
         above = value > self.low if self.open else value >= self.low
         return above and value <= self.high and value < math.inf
 
@@ -108,15 +108,6 @@ FLAGS: dict[str, Range] = {
     **_rows(Range(1, 2**32 - 1, "numpy's generators take 32 bits"), "--seed"),
 }  # fmt: skip
 
-#: Flag -> range, for ``python -m megatron_dsa``.
-COMMANDS: dict[str, Range] = {
-    "--tokens": Range(1, 2**30, "it is a number of tokens to write"),
-    "--temperature": Range(0, _INF, "logits are divided by it; 0 takes the most probable token"),
-    "--seed": Range(0, 2**63 - 1, "torch's generators take 64 bits"),
-    "--step": Range(0, _INF, "it is an iteration"),
-    "--shard-gb": Range(0, 2**20, "it is the size of a file", open=True),
-}
-
 
 def range_rules(
     values: Mapping[str, Any], table: Mapping[str, Range]
@@ -125,7 +116,7 @@ def range_rules(
 
     Args:
         values: parsed arguments by name; lists are checked number by number.
-        table: :data:`FLAGS` or :data:`COMMANDS`.
+        table: :data:`FLAGS` or that of the commands.
     """
     for name, value in values.items():
         flag = flag_of(name)

@@ -6,11 +6,23 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_dsa.config_rules.ranges import COMMANDS, range_rules
+from megatron_dsa.config_rules.ranges import Range, range_rules
 from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, naming, require
+
+#: Flag -> range, for all commands.
+RANGES: dict[str, Range] = {
+    "--tokens": Range(1, 2**30, "it is a number of tokens to write"),
+    "--temperature": Range(
+        0, math.inf, "logits are divided by it; 0 takes the most probable token"
+    ),
+    "--seed": Range(0, 2**63 - 1, "torch's generators take 64 bits"),
+    "--step": Range(0, math.inf, "it is an iteration"),
+    "--shard-gb": Range(0, 2**20, "it is the size of a file", open=True),
+}
 
 
 def _run(module: str, function: str) -> Callable[[argparse.Namespace], int]:
@@ -54,7 +66,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run a parsed command; returns the exit code."""
     from megatron_dsa.patches import cpu_host
 
-    for ok, message in range_rules(vars(arguments), COMMANDS):
+    for ok, message in range_rules(vars(arguments), RANGES):
         require(ok, message)
     cpu_host.hide_unusable_transformer_engine()
     return arguments.run(arguments)
