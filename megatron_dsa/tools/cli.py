@@ -16,9 +16,7 @@ from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, naming, require
 #: Flag -> range, for all commands.
 RANGES: dict[str, Range] = {
     "--tokens": Range(1, 2**30, "it is a number of tokens to write"),
-    "--temperature": Range(
-        0, math.inf, "logits are divided by it; 0 takes the most probable token"
-    ),
+    "--temperature": Range(0, math.inf, "0 takes the most probable token"),
     "--seed": Range(0, 2**63 - 1, "torch's generators take 64 bits"),
     "--step": Range(0, math.inf, "it is an iteration"),
     "--shard-gb": Range(0, 2**20, "it is the size of a file", open=True),
