@@ -47,7 +47,7 @@ _INF = math.inf
 
 #: Flag -> range, for the training entry point and its plans.
 FLAGS: dict[str, Range] = {
-    **_rows(Range(1, 1000, "every layer is built"), "--num-layers"),
+    **_rows(Range(1, 512, "every layer is built"), "--num-layers"),
     **_rows(
         Range(1, 2**24, "it is a dimension of weights"),
         "--hidden-size --ffn-hidden-size --kv-lora-rank --moe-ffn-hidden-size --vocab-size "
@@ -73,7 +73,7 @@ FLAGS: dict[str, Range] = {
         "--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size "
         "--expert-model-parallel-size --expert-tensor-parallel-size --dsa-dry-run-world",
     ),
-    **_rows(Range(0, 1000, "every layer is built"), "--mtp-num-layers"),
+    **_rows(Range(0, 512, "every layer is built"), "--mtp-num-layers"),
     **_rows(
         Range(1, _INF, "it is a number of steps"),
         "--log-interval --save-interval --eval-interval --tensorboard-log-interval "
