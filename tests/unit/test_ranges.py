@@ -28,7 +28,8 @@ REFUSED = """--hidden-size 0|--num-layers 0|--num-layers -1|--num-layers 1000000
 --tensor-model-parallel-size 0|--vocab-size 100000000000|--muon-num-ns-steps 0
 --seed 100000000000|--norm-epsilon 0|--norm-epsilon nan|--lora-alpha inf
 --mtp-loss-scaling-factor -1|--adam-beta2 1|--adam-eps 0|--rotary-base 0
---attention-dropout nan|--dsa-indexer-loss-coeff -1|--train-iters -1|--adam-eps nan|--moe-aux-loss-coeff nan"""
+--attention-dropout nan|--dsa-indexer-loss-coeff -1
+--train-iters -1|--adam-eps nan|--moe-aux-loss-coeff nan"""
 CASES = [case.split() for case in REFUSED.replace("\n", "|").split("|")]
 
 
