@@ -17,9 +17,10 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron_dsa.config import CSATransformerConfig, DSAOptions
 from megatron_dsa.config_fields import Option, choices_of, given_values, option_fields
+from megatron_dsa.config_rules.ranges import FLAGS, range_rules
 from megatron_dsa.dispatch.gpus import GPUS
 from megatron_dsa.dispatch.policy import FLAG, check_operations
-from megatron_dsa.errors import TRACEBACK_FLAG
+from megatron_dsa.errors import TRACEBACK_FLAG, require
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.presets import MODELS, model_flags
 
@@ -105,7 +106,8 @@ def _repair_help(parser: argparse.ArgumentParser) -> None:
 def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add this package's flags; pass it to Megatron as ``extra_args_provider``.
 
-    ``--dsa-indexer-*`` are Megatron's own flags and keep their names and meaning.
+    ``--dsa-indexer-*`` are Megatron's own flags and keep their names and meaning. Parsing raises a
+    :class:`ConfigError` for numbers out of range (:mod:`.config_rules.ranges`).
     """
     _repair_help(parser)
     # Without it, argparse prints the names of all of Megatron's flags before an error.
@@ -147,6 +149,8 @@ def _add_models(parser: argparse.ArgumentParser, group) -> None:
                 print(f"> {MODEL_FLAG} {parsed.dsa_model} sets {' '.join(flags)}")
                 for change in parsed.dsa_model_changes:
                     print(f"> megatron_dsa {change}")
+        for ok, message in range_rules(vars(parsed), FLAGS):
+            require(ok, message)
         return parsed, unknown
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]  # of parse_args, too

@@ -8,6 +8,7 @@ of Megatron's configurations, :func:`flag_words` returns the flag of Megatron th
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -76,7 +77,8 @@ def option_rules(config_class: type, values: Any) -> Iterator[tuple[Any, str]]:
             least, given = about.minimum, value / about.unit
             yield given >= least, f"{about.flag} must be at least {least}, got {given:g}"
         elif value is not None and about.positive:
-            yield value > 0, f"{about.flag} must be positive, got {value}"
+            ok = 0 < value < math.inf
+            yield ok, f"{about.flag} must be positive and finite, got {value}"
 
 
 def given_values(words: list[str], flag: str) -> list[str]:
@@ -107,6 +109,11 @@ _NEGATIVE = {
 }
 
 
+def flag_of(name: str) -> str:
+    """Return the flag that sets a field of a configuration or an argument."""
+    return _NAMES.get(name, "--" + name.replace("_", "-"))
+
+
 def flag_words(name: str, value: Any) -> list[str]:
     """Return the words of the command line that give a field of a configuration its value.
 
@@ -114,7 +121,7 @@ def flag_words(name: str, value: Any) -> list[str]:
     """
     if value is None or name in _LEFT_OUT:
         return []
-    flag = _NAMES.get(name, "--" + name.replace("_", "-"))
+    flag = flag_of(name)
     if value is True:
         return [flag]
     if value is False:

@@ -1,5 +1,9 @@
 """Exceptions raised to users. Each message names the argument, the rule and the fix."""
 
+import contextlib
+from collections.abc import Iterator
+from os import PathLike
+
 #: Flag that shows where an error comes from, instead of a sentence.
 TRACEBACK_FLAG = "--traceback"
 
@@ -28,3 +32,14 @@ def require(condition: object, message: str) -> None:
     """Raise a :class:`ConfigError` unless ``condition`` holds."""
     if not condition:
         raise ConfigError(message)
+
+
+@contextlib.contextmanager
+def naming(path: str | PathLike[str]) -> Iterator[None]:
+    """Name the file in errors of the file system that lack it, as of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise

@@ -17,7 +17,7 @@ import torch
 from megatron_dsa.dispatch.choice_log import log_choice, log_once
 from megatron_dsa.dispatch.counts import TIMES, count, profiler_range, uncounted
 from megatron_dsa.dispatch.gpus import of_device
-from megatron_dsa.dispatch.policy import FLAG, VARIABLE, Policy, check_environment
+from megatron_dsa.dispatch.policy import FLAG, VARIABLE, Policy, check_environment, check_operations
 from megatron_dsa.dispatch.support import OpCall, Support
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
 
@@ -273,6 +273,9 @@ class Operation:
 
 @lru_cache(maxsize=512)
 def _choose(operation: Operation, call: OpCall, policy: Policy, planned: bool) -> Choice:
+    for name, implementation in policy.named:
+        check_operations([name], _declared, "Policy.named")
+        _require_candidate(_declared[name], implementation)
     named = policy.named_for(operation.name)
     for warning in check_environment(_declared):
         log_once(logging.WARNING, warning)
@@ -306,11 +309,17 @@ def forget_choices() -> None:
     _choose.cache_clear()
 
 
+def _require_candidate(operation: Operation, name: str) -> None:
+    known = [candidate.name for candidate in operation.candidates]
+    if name not in ("auto", *known):
+        asked = f"{FLAG} ({VARIABLE}) {operation.name}={name}"
+        raise ConfigError(f"{asked}: must be auto or one of {', '.join(known)}")
+
+
 def _choose_named(operation: Operation, call: OpCall, name: str) -> Choice:
+    _require_candidate(operation, name)
     asked = f"{FLAG} ({VARIABLE}) {operation.name}={name}"
     known = {candidate.name: candidate for candidate in operation.candidates}
-    if name not in known:
-        raise ConfigError(f"{asked}: must be auto or one of {', '.join(known)}")
     reason = known[name].reason(call)
     if reason is not None:
         raise ImplementationError(

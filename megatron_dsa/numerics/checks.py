@@ -6,6 +6,7 @@ layout is made of them: an operation that is given a layout can rely on it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -63,6 +64,14 @@ def _has_shape(x: torch.Tensor, shape: tuple[int | str, ...]) -> bool:
     given = x.shape
     return len(given) == len(shape) and all(
         size == own or isinstance(size, str) for size, own in zip(shape, given, strict=True)
+    )
+
+
+def require_scale(softmax_scale: float) -> None:
+    """Raise a :class:`ConfigError` unless the factor on ``q . k`` is positive and finite."""
+    require(
+        0 < softmax_scale < math.inf,
+        f"softmax_scale must be positive and finite, got {softmax_scale}: pass head_dim**-0.5",
     )
 
 

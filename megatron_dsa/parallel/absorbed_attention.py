@@ -32,7 +32,7 @@ from megatron_dsa.numerics.arithmetic import (
     slices,
 )
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.numerics.checks import FLOATS, require_lists, require_tensor
+from megatron_dsa.numerics.checks import FLOATS, require_lists, require_scale, require_tensor
 from megatron_dsa.numerics.head_products import write_head_products
 from megatron_dsa.ops.hopper.fixed_point import largest
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
@@ -336,6 +336,7 @@ def absorbed_attention(
         f"{kv.shape[1]} columns beside q of {q.shape[2]} dims and weights of {weights.shape[1]}: "
         "fit them to each other",
     )
+    require_scale(softmax_scale)
     require_lists(indices, q, topk_length)
     require_kv_grad(kv_grad, kv)
     call = describe_call(

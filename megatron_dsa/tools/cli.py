@@ -6,11 +6,22 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError
+from megatron_dsa.config_rules.ranges import Range, range_rules
+from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, naming, require
+
+#: Flag -> range, for all commands.
+RANGES: dict[str, Range] = {
+    "--tokens": Range(1, 2**30, "it is a number of tokens to write"),
+    "--temperature": Range(0, math.inf, "0 takes the most probable token"),
+    "--seed": Range(0, 2**63 - 1, "torch's generators take 64 bits"),
+    "--step": Range(0, math.inf, "it is an iteration"),
+    "--shard-gb": Range(0, 2**20, "it is the size of a file", open=True),
+}
 
 
 def _run(module: str, function: str) -> Callable[[argparse.Namespace], int]:
@@ -50,7 +61,8 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
     else:
         documents = python_documentation()
         source = "Python's language reference"
-    tokens = write_byte_dataset(documents, arguments.output)
+    with naming(f"{arguments.output}.bin"):
+        tokens = write_byte_dataset(documents, arguments.output)
     print(f"{tokens} byte tokens from {source} in {arguments.output}.bin and .idx; train with")
     print(
         f"  --data-path {arguments.output} --tokenizer-type NullTokenizer --vocab-size {BYTE_VOCAB}"
@@ -62,6 +74,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run a parsed command; returns the exit code."""
     from megatron_dsa.patches import cpu_host
 
+    for ok, message in range_rules(vars(arguments), RANGES):
+        require(ok, message)
     cpu_host.hide_unusable_transformer_engine()
     return arguments.run(arguments)
 

@@ -13,6 +13,7 @@ from megatron.training import training
 from megatron_dsa.errors import require
 from megatron_dsa.tools.trained_model import TrainedModel, trained_model
 from megatron_dsa.training.data import train_valid_test_datasets
+from megatron_dsa.training.data_files import check_data_set
 from megatron_dsa.training.setup import forward_step
 
 
@@ -26,6 +27,13 @@ def run(arguments: argparse.Namespace) -> int:
         flags += ["--eval-interval", "1"]
     with trained_model(arguments.load, arguments.step, flags) as trained:
         args = trained.args
+        if arguments.data_path is not None:
+            tokens = check_data_set(arguments.data_path)
+            require(
+                tokens > args.seq_length,
+                f"--data-path {arguments.data_path} must have more tokens than a sequence of the "
+                f"training ({args.seq_length}), got {tokens}: give a longer text",
+            )
         require(
             args.full_validation or args.eval_iters,
             f"--load {arguments.load}: its training did not evaluate (--eval-iters 0): give "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -146,7 +145,8 @@ def generate(
     for _ in range(count):
         logits = next_logits(model, ids, maximum)[:vocabulary].cpu()
         if temperature > 0:
-            probabilities = torch.softmax(logits / temperature, 0)
+            logits = logits.double()  # below 1e-38 fp32 has no temperatures
+            probabilities = torch.softmax((logits - logits.max()) / temperature, 0)
             token = int(torch.multinomial(probabilities, 1, generator=generator))
         else:
             token = int(logits.argmax())
@@ -158,12 +158,11 @@ def generate(
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command: print every prompt with its continuation, a line each."""
-    require(arguments.tokens > 0, f"--tokens must be positive, got {arguments.tokens}")
-    require(
-        0 <= arguments.temperature < math.inf,
-        f"--temperature must be finite and not negative, got {arguments.temperature:g}: 0 takes "
-        "the most probable token",
-    )
+    for prompt in arguments.prompt:
+        require(
+            not any("\ud800" <= c <= "\udfff" for c in prompt),
+            f"--prompt {prompt!a} must be text in UTF-8: it holds bytes that are none; convert it",
+        )
     if not torch.cuda.is_available():
         log_once(logging.DEBUG, NO_GPU)  # the line below says where it runs
     with trained_model(arguments.load, arguments.step, flags=_NO_DATA) as trained:

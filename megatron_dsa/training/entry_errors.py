@@ -8,6 +8,7 @@ shows all tracebacks.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import linecache
@@ -88,7 +89,7 @@ def explain(error: BaseException) -> Ending | None:
             return Ending(message)
     if (message := _lost_rank(error)) is not None:
         return Ending(message, 1, traceback=True)
-    message = _processes(error)
+    message = _processes(error) or _file(error)
     return None if message is None else Ending(message)
 
 
@@ -235,11 +236,39 @@ def _optimizer_groups(error: BaseException) -> str:
     )
 
 
+#: Errors of the file system that users can mend -> how.
+_FILE_FIXES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "the file is incomplete: remove it, make room"),
+    errno.EFBIG: "the file is incomplete: remove it, raise the limit",
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change its permissions or the path"),
+    **dict.fromkeys(
+        (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP),
+        "check the path",
+    ),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.EINVAL), "give another path"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
+}
+
+
 def _file(error: BaseException) -> str | None:
-    """Files that a command was told to read or write."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return None
+    """Errors of the file system, in any command or training."""
+    if not isinstance(error, OSError) or error.errno not in _FILE_FIXES:
+        return None
+    name = "a file" if error.filename is None else os.fsdecode(error.filename)
+    return f"{name}: {error.strerror}: {_FILE_FIXES[error.errno]}"
+
+
+def _other_schedule(error: BaseException) -> str | None:
+    """Megatron compares the schedule of the checkpoint with that of the flags."""
+    if not isinstance(error, AssertionError):
+        return None
+    return (
+        "the learning-rate schedule in the checkpoint of --load is not that of the flags "
+        f"({' '.join(str(error).split())}): give the --train-iters, --lr and the like of then, or "
+        "--override-opt-param-scheduler to take these, or --use-checkpoint-opt-param-scheduler "
+        "to keep those"
+    )
 
 
 #: Functions that an error came through -> returns the message for it, or ``None``.
@@ -252,7 +281,7 @@ _KNOWN: tuple[tuple[set[str], Callable[[BaseException], str | None]], ...] = (
     ({"load_checkpoint", "prepare_loading", "export_hf"}, _unreadable_checkpoint),
     ({"save_checkpoint"}, _failed_save),
     ({"_filter_and_reorder_param_groups"}, _optimizer_groups),
-    ({"run_command"}, _file),
+    ({"_check_and_set"}, _other_schedule),
 )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformer
 from megatron_dsa.config_fields import option_fields
 from megatron_dsa.dispatch import on_meta
 from megatron_dsa.dispatch.packages import EMERGING_OPTIMIZERS
-from megatron_dsa.errors import require
+from megatron_dsa.errors import naming, require
 from megatron_dsa.patches.muon import MUON
 from megatron_dsa.training.checkpoint_files import saved_name
 
@@ -22,6 +24,16 @@ def check_flags(args: argparse.Namespace) -> None:
     """Raise for flags of a training that have no effect on the run that the others describe."""
     for ok, message in _flag_rules(args):
         require(ok, message)
+    if not on_meta():
+        for folder in filter(None, (args.save, args.tensorboard_dir)):
+            _require_writable(folder)
+
+
+def _require_writable(folder: str) -> None:
+    """Raise an :class:`OSError` unless files can be written to a folder, which is made."""
+    os.makedirs(folder, exist_ok=True)
+    with naming(folder), tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
@@ -175,6 +187,11 @@ def _muon_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "matrices, not for their factors; take adam",
     )
     if args.optimizer in MUON:
+        yield (
+            not args.fp16,
+            f"--fp16 must not be used with --optimizer {args.optimizer}, which scales no losses: "
+            "take --bf16",
+        )
         missing = EMERGING_OPTIMIZERS.problem()
         yield (
             missing is None,

@@ -13,7 +13,8 @@ TESTS = ROOT / "tests"
 
 #: Files and folders of the package, the lowest first. Imports go down only.
 LEVELS = (
-    {"__init__", "errors", "config_fields", "config_rules"},
+    {"__init__", "errors", "config_fields"},
+    {"config_rules"},
     {"versions", "muon"},
     {"dispatch", "patches"},
     {"numerics"},

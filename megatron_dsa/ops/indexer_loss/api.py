@@ -17,6 +17,7 @@ from megatron_dsa.numerics.checks import (
     require_layout,
     require_lists,
     require_on_device,
+    require_scale,
     require_tensor,
 )
 from megatron_dsa.numerics.scaling import Factor, scaled_together
@@ -330,7 +331,7 @@ def dense_indexer_loss(
     require_tensor("q", q, ("Sq", "H", "D"), FLOATS, inputs.q, "flatten sequence and batch")
     check_indexer(inputs, layout, q=q)
     _check_teacher_keys(q, k, layout)
-    require(softmax_scale > 0, f"softmax_scale must be positive, got {softmax_scale}")
+    require_scale(softmax_scale)
     for name, value in (("other_lse", other_lse), ("lse", lse)):
         if value is not None:
             fix = "give one value per query token and head"

@@ -17,7 +17,7 @@ from megatron_dsa.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget, slices
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.numerics.checks import FLOATS, require_lists, require_tensor
+from megatron_dsa.numerics.checks import FLOATS, require_lists, require_scale, require_tensor
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
 from megatron_dsa.ops.masked_attention.bits import GROUP, WORDS, groups
 from megatron_dsa.ops.masked_attention.declaration import (
@@ -225,6 +225,7 @@ def masked_attention(
             on the CPU, one that is too small (on a GPU an error of the launch), or an ``indexer``
             with a ``head_group`` beside ``group``.
     """
+    require_scale(softmax_scale)
     check_queries_and_keys(q, kv, k_pe)
     check_bits(bits, q, kv, _own_tokens(q, indexer, group))
     if k_pe_grad is not None:

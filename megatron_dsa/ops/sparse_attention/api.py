@@ -22,6 +22,7 @@ from megatron_dsa.numerics.checks import (
     FLOATS,
     require_layout,
     require_lists,
+    require_scale,
     require_tensor,
     require_values,
 )
@@ -232,6 +233,7 @@ def sparse_attention(
     Raises:
         ConfigError: for shapes or dtypes outside of the above.
     """
+    require_scale(softmax_scale)
     check_queries_and_keys(q, kv, v_dim, attn_sink)
     lists: KeyLists | None = None
     selected: torch.Tensor | None

@@ -9,7 +9,7 @@ import torch
 
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor
+from megatron_dsa.numerics.checks import FLOATS, require_layout, require_scale, require_tensor
 from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
 from megatron_dsa.parallel.ring import attention
 from megatron_dsa.parallel.ring.attention import describe_dense_call
@@ -53,6 +53,7 @@ def dense_attention(
     Raises:
         ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
     """
+    require_scale(softmax_scale)
     _check_operands(q, k, v)
     require_layout(layout, {"q": q, "k": k}, {})
     shard = token_shard(layout)
@@ -96,6 +97,7 @@ def gathered_latent_attention(
     Raises:
         ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
     """
+    require_scale(softmax_scale)
     require_tensor(
         "q", q, ("tokens", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]"
     )

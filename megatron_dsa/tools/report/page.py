@@ -22,6 +22,8 @@ from megatron_dsa.tools.report.events import RunLog
 from megatron_dsa.tools.report.lines import color_of
 from megatron_dsa.tools.report.panels import PANELS, Panel
 
+matplotlib.rcParams["text.parse_math"] = False  # names of runs may hold dollar signs
+
 #: Stands for the colour of text and axes, which the page sets for light and dark ground.
 INK = "#010203"
 GRID = "#040506"
