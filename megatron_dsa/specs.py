@@ -75,6 +75,7 @@ from megatron_dsa.patches.fp32_checkpoints import repair_checkpoints_of_fp32_par
 from megatron_dsa.patches.muon import read_marks_of_muon
 from megatron_dsa.patches.packed_targets import shift_within_padded_documents
 from megatron_dsa.patches.prediction_blocks import build_prediction_blocks_from_specs
+from megatron_dsa.patches.prediction_loss import count_prediction_tokens_of_all_ranks
 from megatron_dsa.patches.stream_pipelines import send_streams_between_stages
 from megatron_dsa.patches.token_ids import hand_token_ids_to_layers
 from megatron_dsa.patches.unfused_linears import leave_linears_unfused_without_apex
@@ -225,6 +226,7 @@ def _layer_spec(
     moe_grouped_gemm: bool = False,
 ) -> ModuleSpec:
     shift_within_padded_documents()
+    count_prediction_tokens_of_all_ranks()
     norm = backend.layer_norm(rms_norm=rms_norm, has_residual=True)
     # With transformer-engine the norm before a dense MLP is fused into its first linear.
     fused_mlp_norm = backend.fuse_layernorm_and_linear() and num_experts is None

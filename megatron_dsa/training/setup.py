@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import mpu
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
-from megatron.training import get_timers
+from megatron.training import get_args, get_timers
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
     gpt_config_from_args,
@@ -29,11 +30,30 @@ from megatron_dsa.training.model import DSAModelConfig
 def loss_function(
     loss_mask: torch.Tensor, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss sum over unmasked tokens, their number, and both for the log."""
+    """Return this rank's loss, the divisor of its gradient, and what Megatron logs.
+
+    Megatron's schedules divide by the divisor and average gradients over the ranks of context
+    parallelism, which hold parts of the same sequences: the divisor is the count of all of them,
+    and the loss is multiplied by their number. With ``--calculate-per-token-loss`` Megatron itself
+    sums the counts of all ranks.
+
+    Args:
+        loss_mask: ``[b, s]`` of this rank's tokens, 0 for tokens outside the loss.
+        losses: ``[b, s]``, per token.
+
+    Returns:
+        the sum over unmasked tokens (times the context-parallel ranks), int32 count of unmasked
+        tokens, and ``{"lm loss": [sum, count]}`` of this rank's tokens.
+    """
     mask = loss_mask.reshape(-1).float()
     total = torch.sum(losses.reshape(-1).float() * mask)
     tokens = mask.sum().to(torch.int)
-    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
+    log = {"lm loss": torch.stack([total.detach(), tokens.float()])}
+    ranks = mpu.get_context_parallel_world_size()
+    if ranks > 1 and not get_args().calculate_per_token_loss:
+        total = total * ranks
+        torch.distributed.all_reduce(tokens, group=mpu.get_context_parallel_group())
+    return total, tokens, log
 
 
 def forward_step(data_iterator, model, return_schedule_plan: bool = False) -> tuple[Any, Callable]:

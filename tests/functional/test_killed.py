@@ -63,7 +63,5 @@ def test_killed_run_resumes(name, data, tmp_path):
     rest = train(flags, ranks=ranks)
     assert [step["iteration"] for step in rest.steps] == [3, 4, 5]
     for figure in ("lm loss", "indexer loss", "grad norm"):
-        resumed, straight = rest.column(figure), whole.column(figure)[2:]
-        # Not the second: Megatron averages the first two losses that it logs after a start.
-        assert (resumed[0], resumed[2]) == (straight[0], straight[2]), figure
+        assert rest.column(figure) == whole.column(figure)[2:], figure
     check_same_state(tmp_path / "whole", tmp_path / "part")
