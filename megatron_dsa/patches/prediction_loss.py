@@ -17,19 +17,17 @@ import torch
 def count_prediction_tokens_of_all_ranks() -> None:
     """Let models divide by the tokens of the context-parallel group; one rank sees no change."""
     from megatron.core.models.gpt import gpt_model
-    from megatron.core.models.hybrid import hybrid_model
     from megatron.core.transformer import multi_token_prediction
 
     original = multi_token_prediction.process_mtp_loss
 
     @functools.wraps(original)
-    def process(*args, cp_group=None, **others):
-        if cp_group is None or cp_group.size() == 1:
-            return original(*args, cp_group=cp_group, **others)
-        return _process(*args, cp_group=cp_group, **others)
+    def process(*args, **kwargs):
+        group = kwargs.get("cp_group")
+        return (original if group is None or group.size() == 1 else _process)(*args, **kwargs)
 
-    for module in (multi_token_prediction, gpt_model, hybrid_model):
-        module.process_mtp_loss = process
+    for module in (multi_token_prediction, gpt_model):
+        setattr(module, original.__name__, process)
 
 
 def _process(

@@ -120,10 +120,9 @@ def test_means_are_over_the_iterations_that_have_a_figure(training_log):
 def test_the_first_step_is_in_one_line_only(config, interval, start, lines, training_log):
     """Megatron alone prints 1.5 as the second step, as if a run resumed wrongly."""
     step = training_log(config, interval)
-    logged = {
-        number: step(number, first=number == start) for number in range(start, max(lines) + 1)
-    }
-    assert {number: line["lm loss"] for number, line in logged.items() if line} == lines
+    steps = range(start, max(lines) + 1)
+    logged = {n: line["lm loss"] for n in steps if (line := step(n, first=n == start))}
+    assert logged == lines
 
 
 def test_means_over_layers_and_microbatches(training_log):
