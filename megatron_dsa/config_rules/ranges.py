@@ -1,4 +1,4 @@
-"""Ranges of numbers on the command line: Megatron's flags, ours, and those of the commands.
+"""Ranges of numbers on the command line: flags of Megatron, of this package and of the commands.
 
 One table for trainings, plans and commands. An entry gives range and reason, from which
 the message is made. Every other number must be finite.
@@ -116,7 +116,7 @@ def range_rules(
 
     Args:
         values: parsed arguments by name; lists are checked number by number.
-        table: :data:`FLAGS` or that of the commands.
+        table: :data:`FLAGS` or the table of the commands.
     """
     for name, value in values.items():
         flag = flag_of(name)

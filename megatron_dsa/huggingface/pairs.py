@@ -102,7 +102,7 @@ def _check_lengths(config: dict, rope: dict, where: str) -> None:
 
 
 def _check_rotated(config: dict, rope: dict, where: str, v4: bool) -> None:
-    """Check the rotated share of a V4's head, which ``qk_rope_head_dim`` says, too."""
+    """Check the rotated share of a V4's head, which ``qk_rope_head_dim`` also gives."""
     share, head, dims = (
         rope.get("partial_rotary_factor"),
         config.get("head_dim"),
@@ -134,7 +134,7 @@ def _lists(config: dict) -> list[str]:
         if not kinds or not layers or count is None:
             continue
         if list(kinds).count(kind) != min(count, layers):
-            if config.get("model_type") == "deepseek_v3":  # transformers reads the count alone
+            if config.get("model_type") == "deepseek_v3":  # transformers reads only the count
                 refuse("mlp_layer_types", kinds, f"contradicts {key} = {count}: drop one of them")
             notes.append(f"mlp_layer_types is used, and not {key} = {count}")
     return notes

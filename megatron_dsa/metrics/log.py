@@ -248,14 +248,14 @@ def _print_once(line: str) -> None:
 
 
 class TrainingLog:
-    """Megatron's ``training_log`` with our metrics, and with a first line of its own.
+    """Megatron's ``training_log`` with our metrics, and with the first step in one line.
 
     Megatron's own hook for the metrics of an indexer is called with a positive
-    ``--dsa-indexer-loss-coeff`` only, and is not told which iterations were skipped.
+    ``--dsa-indexer-loss-coeff`` only, without the iterations that were skipped.
 
-    Megatron (0.19.2) prints the first step after a start besides the lines of every
-    ``--log-interval``, and keeps its sums for the line of the interval. Where that step ends an
-    interval it kept them, too: with ``--log-interval 1`` the second line was the mean of two steps.
+    Megatron (0.19.2) prints a line for the first step after a start and keeps its sums for the line
+    of the interval. It keeps them even if that step ends an interval: with ``--log-interval 1`` the
+    second line would be the mean of two steps.
 
     Args:
         megatron: the function that it replaces.
@@ -283,7 +283,7 @@ class TrainingLog:
 
 
 def install_logging(config, device, training_module: ModuleType | None = None) -> None:
-    """Let Megatron's training loop log our metrics, and each step in one line alone."""
+    """Let Megatron's training loop log our metrics, and every step in its own interval."""
     if has_indexers(config):
         IndexerLog.create(config.num_layers + (config.mtp_num_layers or 0), device)
     training: Any = training_module or sys.modules.get("megatron.training.training")

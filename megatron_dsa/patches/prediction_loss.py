@@ -2,8 +2,8 @@
 
 megatron-core 0.19.2 divides each rank's loss by the rank's own count of unmasked tokens, for the
 gradient and for the log. Ranks of context parallelism hold parts of the same sequences, so masks
-that are not spread evenly gave other gradients and another log than one rank. Here the counts are
-those of all ranks of the group.
+that are not spread evenly gave other gradients and another log than one rank. Here counts are
+summed over the ranks of the group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a training is made of: the model's configuration from parsed flags, and the forward step."""
+"""The model's configuration from parsed flags, and the forward step of a training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron_dsa.training.model import DSAModelConfig
 def loss_function(
     loss_mask: torch.Tensor, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return this rank's loss, the divisor of its gradient, and what Megatron logs.
+    """Return this rank's loss, the divisor of its gradient, and figures for the log.
 
     Megatron's schedules divide by the divisor and average gradients over the ranks of context
     parallelism, which hold parts of the same sequences: the divisor is the count of all of them,

@@ -104,7 +104,7 @@ class Bounds:
 
     Attributes:
         first: at step 1.
-        later: at steps 2 to 7, where twice the difference of two equal runs is allowed, too.
+        later: at steps 2 to 7; twice the difference of two equal runs is allowed there.
     """
 
     first: float
@@ -140,7 +140,7 @@ def noise_of(first: Run, second: Run) -> float:
 
 
 def check_losses(got: Run, expected: Run, bounds: Bounds, noise: float = 0.0) -> None:
-    """Check every step's lm loss; ``noise`` is that of two equal runs, see :func:`noise_of`."""
+    """Check the lm loss of every step; ``noise`` of two equal runs, see :func:`noise_of`."""
     found = relative_differences(got.column("lm loss"), expected.column("lm loss"))
     print(f"differences by step (noise {noise:.1e}):", " ".join(f"{x:.1e}" for x in found))
     assert len(found) >= 3

@@ -16,7 +16,7 @@ TOLERANCE = 3e-6  # the cross entropy is in fp32
 
 
 def masks():
-    """Ten masks ``[96]`` that count tokens in other places, so in other numbers per rank."""
+    """Ten masks ``[96]`` that leave ranks with different numbers of tokens."""
     generator = torch.Generator().manual_seed(11)
     found = [torch.ones(LENGTH) for _ in range(3)]
     found[0][:20] = 0
@@ -177,7 +177,7 @@ def step(model, config, case, pair):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """What one rank computes."""
+    """Results of one rank."""
     return ranks.spawn(run_case, CASES, 1, tmp_path_factory.mktemp("single"))[0]
 
 
