@@ -127,8 +127,6 @@ def export_hf(arguments: argparse.Namespace) -> int:
     hf = read_config(arguments.config)
     for remark in hf.remarks:
         print(f"note: {remark}", file=sys.stderr)
-    saved = dist_checkpointing.load_common_state_dict(str(directory)).get("args")
-    check_arguments(hf, saved, directory)
     keys = entries_of(directory)
     has_indexer = any(map(is_indexer_parameter, keys))
     found = {True: "indexers", False: "no indexers"}
@@ -139,6 +137,8 @@ def export_hf(arguments: argparse.Namespace) -> int:
     )
     features = _features_of(keys)
     check_features(hf, features, str(directory))
+    saved = dist_checkpointing.load_common_state_dict(str(directory)).get("args")
+    check_arguments(hf, saved, directory)
     mtp = any(key.startswith("mtp.") for key in keys)
     stage = "sparse" if hf.has_indexer else "dense"
     adapters = _adapters_of(directory, keys, stage)
