@@ -74,6 +74,7 @@ FLAGS: dict[str, Range] = {
         "--expert-model-parallel-size --expert-tensor-parallel-size --dsa-dry-run-world",
     ),
     **_rows(Range(0, 512, "every layer is built"), "--mtp-num-layers"),
+    **_rows(Range(1, 512, "it is a number of layers"), "--recompute-num-layers"),
     **_rows(
         Range(1, _INF, "it is a number of steps"),
         "--log-interval --save-interval --eval-interval --tensorboard-log-interval "
