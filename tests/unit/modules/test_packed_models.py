@@ -2,11 +2,19 @@
 
 import pytest
 import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from tests.helpers import relative_error
-from tests.host import small_config, small_csa_config, start
 from tests.host import packed as packed_documents
+from tests.host import small_config, small_csa_config, start
 from tests.unit.modules.test_stream_prediction import VOCABULARY, model_of
+
+
+@pytest.fixture(autouse=True)
+def no_logged_losses():
+    """Megatron's log has room for as many layers of prediction as the first model."""
+    MTPLossLoggingHelper.tracker.clear()
+
 
 SWIGLU = {
     "gated_linear_unit": True,
@@ -48,12 +56,14 @@ def batch_of(rows, masks=None):
     return {name: value.to(start()) for name, value in batch.items()}
 
 
-#: Lengths, lengths with padding, and tokens of the batch.
+#: Lengths, lengths with padding, tokens of the batch, and layers of prediction. The gradients of
+#: several layers, each a mean over its own targets, add up like this for documents of one length.
 DOCUMENTS = {
-    "padding behind each": ([5, 9, 12], [8, 12, 16], 36),
-    "padding behind the last": ([5, 9, 12], [8, 12, 16], 44),
-    "short ones": ([1, 5, 0, 2, 9, 1], [4, 8, 4, 4, 12, 4], 36),
-    "no padding": ([5, 1, 9, 2], None, 17),
+    "padding behind each": ([5, 9, 12], [8, 12, 16], 36, 1),
+    "padding behind the last": ([5, 9, 12], [8, 12, 16], 44, 1),
+    "short ones": ([1, 5, 0, 2, 9, 1], [4, 8, 4, 4, 12, 4], 36, 1),
+    "no padding": ([5, 1, 9, 2], None, 17, 1),
+    "two predictions": ([6, 6, 6], [8, 12, 8], 32, 2),
 }
 
 
@@ -73,9 +83,9 @@ def padded_batch(documents, padded, tokens):
 @pytest.mark.parametrize("kind", MAKE)
 def test_predictions_of_documents(kind, case):
     """The gradient of multi-token prediction is the mean over the targets of all documents."""
-    lengths, padded, tokens = DOCUMENTS[case]
-    ratios = {"csa_compress_ratios": [4, 0, 16]} if kind == "v4" else {}
-    model = model_of(MAKE[kind](mtp_num_layers=1, **ratios))
+    lengths, padded, tokens, layers = DOCUMENTS[case]
+    ratios = {"csa_compress_ratios": [4, 0, 16, 4][: 2 + layers]} if kind == "v4" else {}
+    model = model_of(MAKE[kind](mtp_num_layers=layers, **ratios))
     draw = torch.Generator().manual_seed(5)
     documents = [torch.randint(0, VOCABULARY, (1, n + 1), generator=draw) for n in lengths]
     want: dict = {}
