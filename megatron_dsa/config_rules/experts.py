@@ -7,7 +7,7 @@ from typing import Any
 
 
 def is_moe_layer(config: Any, index: int) -> bool:
-    """Whether decoder layer ``index`` (from 0) has experts instead of a dense MLP."""
+    """Return ``True`` if decoder layer ``index`` (from 0) has experts instead of a dense MLP."""
     if config.num_moe_experts is None:
         return False
     pattern = config.moe_layer_freq

@@ -1,13 +1,13 @@
-"""Whole models: a packed batch trains like its documents, or its samples, alone."""
+"""Whole models: a packed batch trains like batches of its documents, or of its samples."""
 
 import pytest
 import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from tests.cases.models import VOCABULARY, gpt
 from tests.helpers import relative_error
 from tests.host import packed as packed_documents
 from tests.host import small_config, small_csa_config, start
-from tests.unit.modules.test_stream_prediction import VOCABULARY, model_of
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ MAKE = {
 
 
 def gradients_beside_the_loss(model, batch, params=None):
-    """Gradients of what Megatron adds to the language model's loss, which is taken 0 times."""
+    """Return the gradients of the losses that Megatron adds to the language model's."""
     model.zero_grad()
     losses = model(
         batch["tokens"],
@@ -85,7 +85,7 @@ def test_predictions_of_documents(kind, case):
     """The gradient of multi-token prediction is the mean over the targets of all documents."""
     lengths, padded, tokens, layers = DOCUMENTS[case]
     ratios = {"csa_compress_ratios": [4, 0, 16, 4][: 2 + layers]} if kind == "v4" else {}
-    model = model_of(MAKE[kind](mtp_num_layers=layers, **ratios))
+    model = gpt(MAKE[kind](mtp_num_layers=layers, **ratios))
     draw = torch.Generator().manual_seed(5)
     documents = [torch.randint(0, VOCABULARY, (1, n + 1), generator=draw) for n in lengths]
     want: dict = {}
@@ -108,7 +108,7 @@ def test_experts_are_balanced_by_sample(kind, samples):
     """``seq_aux_loss``: the mean over the samples of a packed microbatch."""
     from megatron_dsa.training.data import _pack
 
-    model = model_of(
+    model = gpt(
         MAKE[kind](
             num_moe_experts=4,
             moe_router_topk=2,
