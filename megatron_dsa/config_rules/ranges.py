@@ -52,17 +52,17 @@ FLAGS: dict[str, Range] = {
         Range(1, 2**24, "it is a dimension of weights"),
         "--hidden-size --ffn-hidden-size --kv-lora-rank --moe-ffn-hidden-size --vocab-size "
         "--padded-vocab-size --make-vocab-size-divisible-by --dsa-indexer-head-dim "
-        "--moe-shared-expert-intermediate-size",
+        "--moe-shared-expert-intermediate-size --q-lora-rank --o-lora-rank --lora-rank",
     ),
     **_rows(
-        Range(1, 2**16, "it is a count of heads, groups or experts, or a dimension of a head"),
+        Range(1, 2**16, "it counts heads, groups, streams or experts, or dimensions of a head"),
         "--num-attention-heads --num-query-groups --kv-channels --qk-head-dim --v-head-dim "
-        "--dsa-indexer-n-heads --num-experts --moe-router-topk",
+        "--dsa-indexer-n-heads --num-experts --moe-router-topk --o-groups --hc-mult",
     ),
     **_rows(Range(0, 2**16, "it is a dimension of a head"), "--qk-pos-emb-head-dim"),
     **_rows(
         Range(1, 2**30, "it is a number of tokens"),
-        "--seq-length --max-position-embeddings --dsa-indexer-topk",
+        "--seq-length --max-position-embeddings --dsa-indexer-topk --csa-window-size",
     ),
     **_rows(
         Range(1, 2**20, "it is a number of sequences"),
@@ -73,7 +73,10 @@ FLAGS: dict[str, Range] = {
         "--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size "
         "--expert-model-parallel-size --expert-tensor-parallel-size --dsa-dry-run-world",
     ),
+    **_rows(Range(0, 2**30, "it is a number of tokens"), "--csa-compress-ratios"),
+    **_rows(Range(1, 2**24, "it is memory of a GPU"), "--dsa-workspace-mib"),
     **_rows(Range(0, 512, "every layer is built"), "--mtp-num-layers"),
+    **_rows(Range(1, 512, "it is a number of layers"), "--recompute-num-layers"),
     **_rows(
         Range(1, _INF, "it is a number of steps"),
         "--log-interval --save-interval --eval-interval --tensorboard-log-interval "

@@ -13,6 +13,7 @@ import torch
 
 from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformerConfig
 from megatron_dsa.config_fields import option_fields
+from megatron_dsa.config_rules.sizes import TENSOR, share_rules
 from megatron_dsa.dispatch import on_meta
 from megatron_dsa.dispatch.packages import EMERGING_OPTIMIZERS
 from megatron_dsa.errors import naming, require
@@ -44,7 +45,6 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     yield from _graph_rules(args)
     yield from _muon_rules(args)
     packed, batch = args.dataloader_inter_document_masking, args.micro_batch_size
-    yield from _length_rules(args)
     yield (
         not packed or args.pipeline_model_parallel_size == 1 or batch == 1,
         "--micro-batch-size must be 1 with --dataloader-inter-document-masking and pipeline "
@@ -149,10 +149,13 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         args.csa_compress_ratios is not None or not given,
         f"{', '.join(given)}: has a meaning only with --csa-compress-ratios, add that",
     )
+    yield from _rank_rules(args)
 
 
-def _length_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    """Tensor- and context-parallel ranks hold equal parts of a microbatch."""
+def _rank_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    """Require sizes that ranks share equally."""
+    if args.seq_length is None:
+        return  # not validated: Megatron requires it
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     halves = 1 if context == 1 or args.dsa_cp_layout == "contiguous" else 2
     length, unit = args.seq_length, math.lcm(halves * context, context * tensor)
@@ -161,6 +164,16 @@ def _length_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         f"--seq-length must be a multiple of {unit} with --tensor-model-parallel-size {tensor} and "
         f"--context-parallel-size {context} (--dsa-cp-layout {args.dsa_cp_layout}), got {length}: "
         f"ranks hold equal parts of a sequence; use {length // unit * unit or unit}",
+    )
+    yield from share_rules(args, {"padded_vocab_size": TENSOR})
+    expert, stages = args.expert_model_parallel_size, args.pipeline_model_parallel_size
+    expert_tensor = args.expert_tensor_parallel_size or tensor
+    needed = expert * expert_tensor * stages
+    yield (
+        args.world_size % needed == 0,
+        f"--expert-model-parallel-size ({expert}) times --expert-tensor-parallel-size "
+        f"({expert_tensor}) times --pipeline-model-parallel-size ({stages}) must divide the number "
+        f"of processes, got {args.world_size}: start a multiple of {needed}, or give smaller sizes",
     )
 
 

@@ -29,7 +29,9 @@ REFUSED = """--hidden-size 0|--num-layers 0|--num-layers -1|--num-layers 1000000
 --seed 100000000000|--norm-epsilon 0|--norm-epsilon nan|--lora-alpha inf
 --mtp-loss-scaling-factor -1|--adam-beta2 1|--adam-eps 0|--rotary-base 0
 --attention-dropout nan|--dsa-indexer-loss-coeff -1
---train-iters -1|--adam-eps nan|--moe-aux-loss-coeff nan"""
+--train-iters -1|--o-groups 0|--lora-rank 0|--csa-compress-ratios -4
+--hc-mult 1000000000000|--q-lora-rank 100000000000000000000|--dsa-workspace-mib 100000000000000
+--adam-eps nan|--moe-aux-loss-coeff nan"""
 CASES = [case.split() for case in REFUSED.replace("\n", "|").split("|")]
 
 
