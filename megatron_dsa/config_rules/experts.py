@@ -39,8 +39,8 @@ def expert_rules(config: Any) -> Iterator[tuple[Any, str]]:
     )
     if groups and chosen:
         yield (
-            topk % chosen == 0 and topk <= chosen * (experts // groups),
-            f"--moe-router-topk ({topk}) must be a multiple of --moe-router-group-topk ({chosen}), "
-            f"and at most the {chosen * (experts // groups)} experts of so many groups: a group is "
+            chosen <= topk <= chosen * (experts // groups),
+            f"--moe-router-topk ({topk}) must be at least --moe-router-group-topk ({chosen}), and "
+            f"at most the {chosen * (experts // groups)} experts of so many groups: a group is "
             "scored by its best --moe-router-topk / --moe-router-group-topk experts",
         )

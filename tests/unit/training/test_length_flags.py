@@ -96,7 +96,7 @@ SIZES = [
         EXPERTS,
         1,
         "--moe-router-num-groups 4 --moe-router-group-topk 3",
-        r"--moe-router-topk \(2\) must be a multiple of --moe-router-group-topk \(3\)",
+        r"--moe-router-topk \(2\) must be at least --moe-router-group-topk \(3\)",
     ),
     (EXPERTS, 1, "--moe-router-num-groups 4", "--moe-router-group-topk is required"),
     (EXPERTS, 1, "--moe-layer-freq 0", "--moe-layer-freq must be a positive number, or a list"),
@@ -123,6 +123,12 @@ def test_sizes(model, world, wrong, message):
         (PP | {"--num-layers": 3, "--decoder-first-pipeline-num-layers": 1}, 2),
         (PP | {"--num-layers": 3, "--account-for-embedding-in-pipeline-split": True}, 2),
         (EXPERTS | {"--moe-router-num-groups": 4, "--moe-router-group-topk": 1}, 1),
+        (
+            EXPERTS
+            | {"--moe-router-topk": 3}
+            | {"--moe-router-num-groups": 4, "--moe-router-group-topk": 2},
+            1,
+        ),
         (YARN | {"--mscale": 0, "--mscale-all-dim": 0}, 1),
     ],
 )
