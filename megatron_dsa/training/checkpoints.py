@@ -28,7 +28,8 @@ from megatron_dsa.config import is_adapter_parameter, is_indexer_parameter
 from megatron_dsa.config_rules import linears_named, rank_and_alpha
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.patches import install_checkpoint_repairs
-from megatron_dsa.training.checkpoint_files import check_files, saved_name
+from megatron_dsa.patches.tracker_file import keep_tracker_file_whole
+from megatron_dsa.training.checkpoint_files import check_files, read_tracker, saved_name
 from megatron_dsa.training.launching import this_rank
 
 # transformer-engine keeps some norms inside the linear that follows them; names for both forms.
@@ -45,6 +46,7 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
     Inside it, Megatron's loader accepts that a checkpoint has no indexers.
     """
     install_checkpoint_repairs()
+    keep_tracker_file_whole(read_tracker)
     directory = checkpoint_directory(args)
     # A release (imported weights) has no optimizer.
     if directory is not None and directory.name != "release":
