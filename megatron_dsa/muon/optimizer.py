@@ -93,7 +93,10 @@ class BlockAdaptiveMuon(_ByBlock, TensorParallelAdaptiveMuon):
         super().__init__(
             *args, scale_mode=scale_mode, extra_scale_factor=extra_scale_factor, **kwargs
         )
-        self._scaled, self._settings = self.scaled_orthogonalize_fn, (scale_mode, extra_scale_factor)
+        self._scaled, self._settings = (
+            self.scaled_orthogonalize_fn,
+            (scale_mode, extra_scale_factor),
+        )
         self._scale: torch.Tensor
 
     def _scale_of(self, part, group, dim=None) -> torch.Tensor:

@@ -6,9 +6,11 @@ file, which a kill leaves behind, stands for the last whole checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dsa.errors import ConfigError, require
@@ -144,9 +146,33 @@ def way_on(directory: Path, flag: str = "--ckpt-step") -> str:
     other = other or _last_whole(directory.parent, others)
     if other is None:
         return "there is no other beside it: copy it again"
-    return (
-        f"add {flag} {other} to take iteration {other}, or copy it again (docs/guide/resume.md)"
-    )
+    return f"add {flag} {other} to take iteration {other}, or copy it again (docs/guide/resume.md)"
+
+
+@contextlib.contextmanager
+def reading(directory: Path) -> Iterator[None]:
+    """Say what is damaged in the files of a checkpoint, where sizes do not show it."""
+    try:
+        yield
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        reason = damage_in(error)
+        if reason is None:
+            raise
+        message = f"checkpoint {directory} cannot be read: {reason}; {way_on(directory)}"
+        raise ConfigError(message) from error
+
+
+def damage_in(error: BaseException) -> str | None:
+    """Return how an error describes damaged files, or ``None`` for another error."""
+    # torch collects the errors of all ranks.
+    cause = next((each[0] for each in getattr(error, "failures", {}).values()), error)
+    if not (
+        isinstance(cause, EOFError | OSError | pickle.UnpicklingError)
+        or (isinstance(cause, RuntimeError) and "PytorchStreamReader" in str(cause))
+    ):
+        return None
+    reason = (str(cause).splitlines() or [""])[0] or "a file ends too early"
+    return f"{type(cause).__name__}: {reason}"
 
 
 def _last_whole(root: Path, steps: list[int]) -> int | None:
