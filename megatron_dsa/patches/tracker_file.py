@@ -48,7 +48,7 @@ class _Storage:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[TextIO]:
-    """Open a text file for writing that takes the place of ``path`` once it is on the disk.
+    """Open a text file that replaces ``path`` once it is on the disk.
 
     A process that is killed at any time leaves the old content or the new one.
     """

@@ -45,11 +45,11 @@ def saved_name(root: Path, step: int | None) -> str | None:
 def read_tracker(tracker: Path) -> str:
     """Return what a tracker file holds: an iteration or ``release``.
 
-    A damaged file stands for the last whole checkpoint beside it. All ranks find the same one; rank
-    0 says so.
+    A damaged file stands for the last whole checkpoint of its folder. All ranks find the same one;
+    rank 0 says so.
 
     Raises:
-        ConfigError: it is damaged, and there is no whole checkpoint beside it.
+        ConfigError: it is damaged, and its folder holds no whole checkpoint.
     """
     text = tracker.read_text(errors="replace").strip()
     return text if text == RELEASE or _is_number(text) else _fall_back(tracker, text)
@@ -71,7 +71,7 @@ def _fall_back(tracker: Path, text: str) -> str:
         )
     if this_rank() == 0:
         print(
-            f"> {tracker} {content}: taking the last whole checkpoint of {root}, {found} "
+            f"> {tracker} {content}: it stands for the last whole checkpoint of {root}, {found} "
             "(docs/guide/resume.md)"
         )
     return found

@@ -1,7 +1,7 @@
-"""Whether a run can take over a checkpoint's tensors, by the arguments and shapes of both.
+"""Checks that a run can take over a checkpoint, by arguments and shapes, before Megatron reads it.
 
-Megatron finds out in the middle of loading, by what it first misses: in errors that name neither
-the flag nor a way on, or name a flag that changes nothing.
+Megatron fails in the middle of loading, with errors that name neither a flag nor a fix, or name a
+flag that changes nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check_optimizer(
         directory: of the checkpoint, for messages.
 
     Raises:
-        ConfigError: it is not; names the flag, and what goes on.
+        ConfigError: it is not; names the flag and the fix.
     """
     if args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", False):
         return

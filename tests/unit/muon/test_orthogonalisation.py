@@ -71,7 +71,7 @@ def test_a_step_equals_the_reference(rows, columns, pattern, coefficients):
 
 @pytest.mark.parametrize("pattern", [(8,), (6, 10), None])
 def test_a_step_of_adaptive_muon_equals_the_reference(pattern):
-    """The second moment divides what is orthogonalised, block by block; the block's scale follows."""
+    """The second moment divides each orthogonalised block; the block's scale follows."""
     host.start()
     from megatron_dsa.muon.optimizer import BlockAdaptiveMuon
 

@@ -72,8 +72,8 @@ def test_settings_without_a_meaning(installed):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"optimizer": "sgd", "use_distributed_optimizer": True}, "with --optimizer sgd: .* take adam"),
-        ({"optimizer": "lion"}, "--use-distributed-optimizer must not be used with --optimizer lion"),
+        ({"optimizer": "sgd", "use_distributed_optimizer": True}, "with --optimizer sgd: .* adam"),
+        ({"optimizer": "lion"}, "--use-distributed-optimizer must not .* with --optimizer lion"),
         ({"optimizer": "soap", "save": "there", "use_layer_wise_distributed_optimizer": False},
          "--save must not be used with --optimizer soap"),
         ({"optimizer": "lion", "fp16": True, "use_layer_wise_distributed_optimizer": False},

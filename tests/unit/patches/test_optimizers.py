@@ -151,7 +151,9 @@ OPTIMIZERS = {
     "muon-lion": (MUON | {"muon_scalar_optimizer": "lion"}, ["plain"], {"momentum_buffer"}),
     "muon-layers": (MUON | LAYER_WISE, ["plain"], {"momentum_buffer"}),
     "adaptive_muon": (ADAPTIVE, ["plain"], {"momentum_buffer", "moment2_buffer"}),
-    "adaptive_muon-layers": (ADAPTIVE | LAYER_WISE, ["plain"], {"momentum_buffer", "moment2_buffer"}),
+    "adaptive_muon-layers": (
+        ADAPTIVE | LAYER_WISE, ["plain"], {"momentum_buffer", "moment2_buffer"},
+    ),
     "lion": ({"optimizer": "lion"}, ["plain"], {"exp_avg"}),
 }  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -197,11 +199,10 @@ def test_loaded_optimizer_continues(name, kind, dtype, tmp_path):
         model.named_parameters(), other.named_parameters(), strict=True
     ):
         assert one.equal(two), parameter
-    states = [list(each.state.values()) for each in inner(optimizer)]
-    others = [list(each.state.values()) for each in inner(other_optimizer)]
-    assert held == set(states[0][0]) if held else not any(map(any, states[0]))
-    assert [len(x) for x in states] == [len(x) for x in others]
-    for one, two in zip(sum(states, []), sum(others, []), strict=True):
+    states, others = ([x for each in inner(it) for x in each.state.values()]
+                      for it in (optimizer, other_optimizer))  # fmt: skip
+    assert set(states[0]) == held if held else not any(states)
+    for one, two in zip(states, others, strict=True):
         assert set(one) == set(two) and all(value.equal(two[key]) for key, value in one.items())
         assert one.get("step", 4) == 4
 
