@@ -19,6 +19,7 @@ from megatron_dsa.errors import ConfigError, require
 
 #: Makes checkpoints whose states fit any layout, if given when they are saved.
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
+_FIT_ANY_LAYOUT = DistributedOptimizer.checkpoint_fully_reshardable_formats
 #: Keys of states in the distributed optimizer's own layout, unless a chain puts its number first.
 BUCKETS = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
 ANEW = "or start the optimizer anew with --no-load-optim"
@@ -47,7 +48,7 @@ def check_optimizer(
     Raises:
         ConfigError: it is not; names the flag and the fix.
     """
-    if args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", False):
+    if args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", saved is None):
         return
     for holds, message in _rules(args, saved, metadata, f"as in checkpoint {directory}"):
         require(holds, f"{message}, {ANEW}")
@@ -76,8 +77,8 @@ def check_shapes(sharded_state_dict, checkpoint_dir, available: dict) -> None:
         if bucket:
             raise ConfigError(
                 f"checkpoint {checkpoint_dir} holds the distributed optimizer's states in other "
-                f"buckets than this run ({entry.key}), as it was saved without {RESHARDABLE}: give "
-                "the --ddp-bucket-size, --ddp-num-buckets, --overlap-grad-reduce, precision and "
+                f"buckets than this run ({entry.key}), saved without {RESHARDABLE}: give the "
+                "--ddp-bucket-size, --ddp-num-buckets, --overlap-grad-reduce, precision and "
                 f"parallel sizes of then, {ANEW}"
             )
         if saved is not None:
@@ -121,14 +122,16 @@ def _rules(args, saved, metadata, where: str) -> Iterator[tuple[bool, str]]:
         f"--muon-scalar-optimizer must be {scalars[0]}, {where}, got {scalars[1]}: the two keep "
         "other states. Give it",
     )
-    was, is_now = _distribution(saved), _distribution(args)
+    # Not of the layer-wise optimizer, whose states are the plain one's.
+    was = getattr(saved, "use_distributed_optimizer", False)
     yield (
-        was == is_now,
+        was == args.use_distributed_optimizer,
         f"--use-distributed-optimizer must be {'' if was else 'not '}given, {where}: states of the "
-        f"plain and of the distributed optimizer do not fit each other. "
+        "plain and of the distributed optimizer do not fit each other. "
         f"{'Add' if was else 'Drop'} it",
     )
-    if was and metadata.get("distrib_optim_sharding_type") in _fit_any_layout():
+    sharding = metadata.get("distrib_optim_sharding_type")
+    if was and (sharding is None or sharding in _FIT_ANY_LAYOUT):
         return
     precision = next((f"--{x}" for x in ("fp16", "bf16") if getattr(saved, x, False)), None)
     yield (
@@ -145,14 +148,3 @@ def _rules(args, saved, metadata, where: str) -> Iterator[tuple[bool, str]]:
             f"were saved without {RESHARDABLE} and fit their own layout only. Resume with that "
             f"layout and {RESHARDABLE} until it has saved, then change it",
         )
-
-
-def _distribution(args) -> str:
-    """Return how an optimizer's states are divided among data-parallel ranks, if at all."""
-    if getattr(args, "use_layer_wise_distributed_optimizer", False):
-        return "by layers"
-    return "by buckets" if getattr(args, "use_distributed_optimizer", False) else ""
-
-
-def _fit_any_layout() -> set[str]:
-    return DistributedOptimizer.checkpoint_fully_reshardable_formats

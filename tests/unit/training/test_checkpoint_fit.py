@@ -30,9 +30,6 @@ MISFITS = {
     ),
     "to distributed": ({}, DISTRIBUTED, "--use-distributed-optimizer must be not given.*Drop it"),
     "to plain": (DISTRIBUTED, {}, "--use-distributed-optimizer must be given.*Add it"),
-    "to whole": (
-        LAYER_WISE, {"optimizer": "muon"}, "--use-distributed-optimizer must be given.*Add it",
-    ),
     "to bf16": ({}, {"bf16": True}, "--bf16 and --fp16 must not be given.*Drop it"),
     "to fp32": ({"bf16": True}, {}, "--bf16 must be given.*Add it"),
     "TP": (DISTRIBUTED, DISTRIBUTED | TP2, "--tensor-model-parallel-size must be 1.*got 2.*Resume"),
@@ -73,8 +70,12 @@ def test_states_that_fit():
     check(DISTRIBUTED, DISTRIBUTED | TP2, ANY)
     check(DISTRIBUTED, DISTRIBUTED | {"bf16": True}, ANY)
     check({}, TP2, {})
+    check(LAYER_WISE, {"optimizer": "muon"}, BUCKETS)
+    check({"optimizer": "muon"}, LAYER_WISE, {})
     check({"bf16": True}, {"fp16": True}, {})
-    check_optimizer(RUN, None, {}, Path("iter_0000001"))  # no arguments were saved
+    check_optimizer(
+        changed(**DISTRIBUTED), None, {}, Path("iter_0000001")
+    )  # no arguments were saved
 
 
 def test_the_layout_is_said_at_start(capsys):
@@ -109,5 +110,5 @@ def test_shapes_and_buckets():
         tensor(f"chained_0.{bucket}0.exp_avg", 8),
         ShardedObject(f"{bucket}1.per_bucket_numel", None, (1,), (0,)),
     ):
-        with pytest.raises(ConfigError, match="in other buckets .*--ddp-bucket-size"):
+        with pytest.raises(ConfigError, match=r"in other buckets .*--ddp-bucket-size"):
             asked(other)
