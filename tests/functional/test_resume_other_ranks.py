@@ -1,7 +1,7 @@
 """A checkpoint of two tensor-parallel ranks resumes on two context-parallel ones.
 
-With the distributed optimizer, whose states Megatron shards over other ranks then, once a run in the
-old layout has saved them for any.
+With the distributed optimizer, whose states Megatron shards over other ranks then, once a run in
+the old layout has saved them for any.
 """
 
 import pytest
