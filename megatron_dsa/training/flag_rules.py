@@ -183,6 +183,11 @@ def _optimizer_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     """What optimizers other than Adam need, and cannot."""
     name, divided = f"--optimizer {args.optimizer}", "--use-distributed-optimizer"
     yield (
+        args.lora_rank is None or args.optimizer not in MUON,
+        f"{name} must not be used with --lora-rank: Muon is for whole matrices, not for their "
+        "factors; take adam",
+    )
+    yield (
         args.optimizer != "sgd" or not args.use_distributed_optimizer,
         f"{divided} must not be used with {name}: megatron-core 0.19's holds the states of Adam "
         "only; drop it, or take adam",
@@ -209,11 +214,6 @@ def _optimizer_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
             f"{divided} with {name} needs --bf16: megatron-core 0.19's layer-wise optimizer fails "
             f"in the first step without; add it, or drop {divided}",
         )
-    yield (
-        args.lora_rank is None or args.optimizer not in MUON,
-        f"{name} must not be used with --lora-rank: Muon is for whole matrices, not for their "
-        "factors; take adam",
-    )
     yield (
         args.optimizer in MUON or args.dsa_muon_per_head == "none",
         f"--dsa-muon-per-head {args.dsa_muon_per_head} has a meaning only with --optimizer "
