@@ -75,7 +75,8 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
                     "optimizer starts anew"
                 )
         metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
-        check_optimizer(args, saved, metadata or {}, directory)
+        if args.load and directory.parent == Path(args.load):  # not of --pretrained-checkpoint
+            check_optimizer(args, saved, metadata or {}, directory)
     if this_rank() == 0 and args.save:
         say_layout(args)
     if directory is not None and this_rank() == 0:

@@ -9,6 +9,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.training.checkpoint_fit import check_optimizer, check_shapes, say_layout
+from tests import host
 
 RUN = Namespace(
     optimizer="adam", muon_scalar_optimizer="adam", use_distributed_optimizer=False,
@@ -112,3 +113,22 @@ def test_shapes_and_buckets():
     ):
         with pytest.raises(ConfigError, match=r"in other buckets .*--ddp-bucket-size"):
             asked(other)
+
+
+def test_a_pretrained_checkpoint_gives_no_optimizer(tmp_path):
+    """Its optimizer may be any; that of --load is checked, and named before Megatron reads it."""
+    host.start()
+    from megatron.core import dist_checkpointing
+
+    from megatron_dsa.training.checkpoints import prepare_loading
+
+    folder = tmp_path / "iter_0000001"
+    folder.mkdir()
+    common = {"args": changed(dsa_stage="dense", optimizer="sgd"), "content_metadata": {}}
+    weight = ShardedTensor.from_rank_offsets("decoder.weight", torch.zeros(4))
+    dist_checkpointing.save({"model": {"weight": weight}, **common}, str(folder))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    run = {"ckpt_step": None, "save": None, "dsa_stage": "dense"}
+    prepare_loading(changed(**run, load=None, pretrained_checkpoint=str(tmp_path)))
+    with pytest.raises(ConfigError, match="--optimizer must be sgd"):
+        prepare_loading(changed(**run, load=str(tmp_path), pretrained_checkpoint=None))
