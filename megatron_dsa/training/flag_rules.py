@@ -43,7 +43,7 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "--multi-latent-attention is required: DSA is built on MLA",
     )
     yield from _graph_rules(args)
-    yield from _muon_rules(args)
+    yield from _optimizer_rules(args)
     packed, batch = args.dataloader_inter_document_masking, args.micro_batch_size
     yield (
         not packed or args.pipeline_model_parallel_size == 1 or batch == 1,
@@ -192,29 +192,40 @@ def _fp8_parameter_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]
     )
 
 
-def _muon_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    """What a training with Muon needs."""
+def _optimizer_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    """What optimizers other than Adam need, and cannot."""
+    name, divided = f"--optimizer {args.optimizer}", "--use-distributed-optimizer"
     yield (
         args.lora_rank is None or args.optimizer not in MUON,
-        f"--optimizer {args.optimizer} must not be used with --lora-rank: Muon is for whole "
-        "matrices, not for their factors; take adam",
+        f"{name} must not be used with --lora-rank: Muon is for whole matrices, not for their "
+        "factors; take adam",
     )
-    if args.optimizer in MUON:
+    yield (
+        args.optimizer != "sgd" or not args.use_distributed_optimizer,
+        f"{divided} must not be used with {name}: megatron-core 0.19's holds the states of Adam "
+        "only; drop it, or take adam",
+    )
+    if args.optimizer not in ("adam", "sgd"):
         yield (
             not args.fp16,
-            f"--fp16 must not be used with --optimizer {args.optimizer}, which scales no losses: "
-            "take --bf16",
+            f"--fp16 must not be used with {name}, which scales no losses: take --bf16",
         )
         missing = EMERGING_OPTIMIZERS.problem()
+        yield missing is None, f"{name} needs the package emerging-optimizers: {missing}"
         yield (
-            missing is None,
-            f"--optimizer {args.optimizer} needs the package emerging-optimizers: {missing}",
+            args.optimizer != "soap" or args.save is None,
+            f"--save must not be used with {name}: megatron-core 0.19 saves states of the shape of "
+            "their parameter only; drop it, or take adam or muon",
+        )
+        yield (
+            args.optimizer in MUON or not args.use_layer_wise_distributed_optimizer,
+            f"{divided} must not be used with {name}: megatron-core 0.19's layer-wise optimizer "
+            "is of Muon only; drop it, or take adam or muon",
         )
         yield (
             args.bf16 or not args.use_layer_wise_distributed_optimizer,
-            f"--use-distributed-optimizer with --optimizer {args.optimizer} needs --bf16: "
-            "megatron-core 0.19's layer-wise optimizer fails in the first step without; add it, or "
-            "drop --use-distributed-optimizer",
+            f"{divided} with {name} needs --bf16: megatron-core 0.19's layer-wise optimizer fails "
+            f"in the first step without; add it, or drop {divided}",
         )
     yield (
         args.optimizer in MUON or args.dsa_muon_per_head == "none",
