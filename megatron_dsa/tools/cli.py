@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dsa.config_rules.ranges import Range, range_rules
-from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, naming, require
+from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, require
 
 #: Flag -> range, for all commands.
 RANGES: dict[str, Range] = {
@@ -61,8 +61,7 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
     else:
         documents = python_documentation()
         source = "Python's language reference"
-    with naming(f"{arguments.output}.bin"):
-        tokens = write_byte_dataset(documents, arguments.output)
+    tokens = write_byte_dataset(documents, arguments.output)
     print(f"{tokens} byte tokens from {source} in {arguments.output}.bin and .idx; train with")
     print(
         f"  --data-path {arguments.output} --tokenizer-type NullTokenizer --vocab-size {BYTE_VOCAB}"

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_dsa.config import (
     linears_with_adapters,
 )
 from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.files.whole import WholeFiles
 from megatron_dsa.huggingface.adapters import export_adapter
 from megatron_dsa.huggingface.build import empty_model, widest_dtype
 from megatron_dsa.huggingface.config_json import HFModel, read_config
@@ -44,6 +46,7 @@ from megatron_dsa.huggingface.streaming import StoredParameters, write_checkpoin
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.presets import MODELS, model_flags
 from megatron_dsa.tools.model_card import write_card
+from megatron_dsa.training.checkpoint_files import RELEASE, TRACKER
 from megatron_dsa.training.checkpoints import distributed_checkpoint, entries_of, redirect
 
 
@@ -68,8 +71,7 @@ def _one_process():
 def import_hf(arguments: argparse.Namespace) -> int:
     """Write a Megatron checkpoint without optimizer state; Megatron calls that a release."""
     output = Path(arguments.output)
-    tracker = output / "latest_checkpointed_iteration.txt"
-    if tracker.exists():
+    if any(os.path.lexists(output / name) for name in (TRACKER, RELEASE)):
         raise ConfigError(f"--output {output} holds a checkpoint already: choose another directory")
     file_bytes = _bytes(arguments.shard_gb)
     hf = read_config(arguments.input)
@@ -99,11 +101,13 @@ def import_hf(arguments: argparse.Namespace) -> int:
             fresh = name in source.report.fresh
             return torch.zeros(tensors[name].data.shape) if fresh else source.values(name)
 
-        (output / "release").mkdir(parents=True, exist_ok=True)
         others = {"model": objects, "checkpoint_version": 3.0, "iteration": 0}
-        write_checkpoint(output / "release", tensors, values, others, file_bytes)
-    source.nonfinite.check()  # without the tracker, no run loads the checkpoint
-    tracker.write_text("release")
+        with WholeFiles(output) as files:
+            release = files.path(RELEASE)
+            release.mkdir()
+            write_checkpoint(release, tensors, values, others, file_bytes)
+            source.nonfinite.check()
+            files.path(TRACKER).write_text(RELEASE)
     source.log()
     print(f"{len(tensors)} tensors of {arguments.input} in {output}; load them with")
     print(f"  --load {output} --dsa-stage {stage}")

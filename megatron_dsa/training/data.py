@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_dsa.config import options_of
 from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.files.whole import WholeFiles
 from megatron_dsa.sequence.sharding import Sharding, global_positions_of
 from megatron_dsa.training.data_files import check_data_sets
 
@@ -46,35 +47,26 @@ def write_byte_dataset(documents: list[str], prefix: str | Path) -> int:
     written, the index last: a run that stops in between leaves no index of other data.
 
     Raises:
-        ConfigError: there is no text, or a file of the result is a link or a directory.
+        ConfigError: there is no text, or a file of the result is a link or a folder.
+        FileError: the files cannot be written.
     """
     documents = [text for text in documents if text]
     if not documents:
         raise ConfigError("the text is empty: give a file with at least one line")
-    data, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-    for file in (data, index):
-        require(
-            not file.is_symlink() and (file.is_file() or not file.exists()),
-            f"{file} is a link or no file: remove it, or choose another prefix (--output)",
-        )
-    data.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="incomplete-", dir=data.parent) as folder:
-        whole = Path(folder, "data.bin"), Path(folder, "data.idx")
-        tokens = _write_documents(documents, *whole)
-        index.unlink(missing_ok=True)
-        whole[0].replace(data)
-        whole[1].replace(index)
-    return tokens
-
-
-def _write_documents(documents: list[str], data: Path, index: Path) -> int:
-    builder = IndexedDatasetBuilder(str(data), dtype=numpy.uint16)
+    folder, name = os.path.split(prefix)
+    require(
+        name not in ("", ".", ".."),
+        f"--output {prefix} must end in the name that files begin with, got a folder: add a name",
+    )
     tokens = 0
-    for text in documents:
-        ids = torch.tensor(list(text.encode("utf-8")) + [BYTE_EOD], dtype=torch.int32)
-        builder.add_document(ids, [len(ids)])
-        tokens += len(ids)
-    builder.finalize(str(index))
+    with WholeFiles(folder) as files:
+        builder = IndexedDatasetBuilder(str(files.path(f"{name}.bin")), dtype=numpy.uint16)
+        for text in documents:
+            ids = torch.tensor(list(text.encode("utf-8")) + [BYTE_EOD], dtype=torch.int32)
+            builder.add_document(ids, [len(ids)])
+            tokens += len(ids)
+        builder.data_file.flush()  # errors are of this file
+        builder.finalize(str(files.path(f"{name}.idx")))
     return tokens
 
 

@@ -8,7 +8,6 @@ shows all tracebacks.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import linecache
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_dsa.errors import TRACEBACK_FLAG, DSAError
+from megatron_dsa.files.system_errors import sentence
 from megatron_dsa.training.checkpoint_files import TRACKER
 
 #: Exit code of errors that the user has to mend.
@@ -89,7 +89,7 @@ def explain(error: BaseException) -> Ending | None:
             return Ending(message)
     if (message := _lost_rank(error)) is not None:
         return Ending(message, 1, traceback=True)
-    message = _processes(error) or _file(error)
+    message = _processes(error) or (sentence(error) if isinstance(error, OSError) else None)
     return None if message is None else Ending(message)
 
 
@@ -234,29 +234,6 @@ def _optimizer_groups(error: BaseException) -> str:
         "--min-lr and the like), by which Megatron finds it: give the ones of then, or start "
         f"the optimizer anew with --no-load-optim ({str(error).splitlines()[0]})"
     )
-
-
-#: Errors of the file system that users can mend -> how.
-_FILE_FIXES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "the file is incomplete: remove it, make room"),
-    errno.EFBIG: "the file is incomplete: remove it, raise the limit",
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change its permissions or the path"),
-    **dict.fromkeys(
-        (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP),
-        "check the path",
-    ),
-    **dict.fromkeys((errno.ENAMETOOLONG, errno.EINVAL), "give another path"),
-    **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk"),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
-}
-
-
-def _file(error: BaseException) -> str | None:
-    """Errors of the file system, in any command or training."""
-    if not isinstance(error, OSError) or error.errno not in _FILE_FIXES:
-        return None
-    name = "a file" if error.filename is None else os.fsdecode(error.filename)
-    return f"{name}: {error.strerror}: {_FILE_FIXES[error.errno]}"
 
 
 def _other_schedule(error: BaseException) -> str | None:

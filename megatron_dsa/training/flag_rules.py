@@ -15,7 +15,8 @@ from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformer
 from megatron_dsa.config_fields import option_fields
 from megatron_dsa.dispatch import on_meta
 from megatron_dsa.dispatch.packages import EMERGING_OPTIMIZERS
-from megatron_dsa.errors import naming, require
+from megatron_dsa.errors import require
+from megatron_dsa.files.system_errors import naming
 from megatron_dsa.patches.muon import MUON
 from megatron_dsa.training.checkpoint_files import saved_name
 

@@ -4,7 +4,8 @@ import errno
 
 import pytest
 
-from megatron_dsa.errors import ConfigError, naming
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.files.system_errors import naming
 from megatron_dsa.training.data import write_byte_dataset
 from megatron_dsa.training.data_files import check_data_set
 from megatron_dsa.training.entry_errors import explain
