@@ -32,4 +32,3 @@ def require(condition: object, message: str) -> None:
     """Raise a :class:`ConfigError` unless ``condition`` holds."""
     if not condition:
         raise ConfigError(message)
-

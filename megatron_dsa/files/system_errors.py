@@ -38,7 +38,9 @@ def sentence(error: BaseException, path: str | PathLike[str] | None = None) -> s
     if found is None or found.errno not in _FIXES:
         return None
     if path is None:
-        path = "a file" if found.filename is None else os.fsdecode(found.filename)
+        path = (
+            "standard output or a file" if found.filename is None else os.fsdecode(found.filename)
+        )
     return f"{os.fspath(path)}: {found.strerror or os.strerror(found.errno)}: {_FIXES[found.errno]}"
 
 

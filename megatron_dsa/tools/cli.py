@@ -1,4 +1,4 @@
-"""Command line tools: ``info`` tells what would run here, ``doctor`` proves it, ``prepare-data``
+"""Command line tools: ``info`` shows what would run here, ``doctor`` proves it, ``prepare-data``
 makes a data set, ``import-hf`` and ``export-hf`` convert checkpoints, ``report`` shows runs, and
 ``generate`` and ``evaluate`` run trained models."""
 
@@ -21,6 +21,14 @@ RANGES: dict[str, Range] = {
     "--seed": Range(0, 2**63 - 1, "torch's generators take 64 bits"),
     "--step": Range(0, math.inf, "it is an iteration"),
     "--shard-gb": Range(0, 2**20, "it is the size of a file", open=True),
+    **dict.fromkeys(
+        ("--heads", "--dims", "--index-heads", "--index-dim"),
+        Range(1, 2**16, "it is a count of heads, or a dimension of one"),
+    ),
+    **dict.fromkeys(
+        ("--seq", "--topk", "--rows"), Range(1, 2**30, "it is a number of queries or keys")
+    ),
+    "--tolerance": Range(0, math.inf, "it is a relative error", open=True),
 }
 
 
@@ -75,6 +83,12 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     for ok, message in range_rules(vars(arguments), RANGES):
         require(ok, message)
+    for name, value in vars(arguments).items():
+        given = value if isinstance(value, list) else [value]
+        require(
+            name in ("prompt", "title") or "" not in map(str, given),
+            f"--{name.replace('_', '-')} must not be empty: name a file, a folder or a value",
+        )
     cpu_host.hide_unusable_transformer_engine()
     return arguments.run(arguments)
 

@@ -67,7 +67,7 @@ def write_card(folder: Path, config: dict[str, Any], checkpoint: Path) -> None:
     if not os.path.lexists(folder / CARD):
         text = "\n".join(card(folder.resolve().name, config, checkpoint)) + "\n"
         with whole_file(folder / CARD) as file:
-            file.write_text(text, encoding="utf-8")
+            file.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def card(name: str, config: dict[str, Any], checkpoint: Path) -> Iterator[str]:

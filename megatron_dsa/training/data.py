@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ class GPTDataset(gpt_dataset.GPTDataset):
 def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
     """Build Megatron's GPT data sets from the global arguments (its data-set provider)."""
     args = get_args()
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    with _naming_lists(args):
+        blend, blend_per_split = get_blend_and_blend_per_split(args)
     if blend is None and blend_per_split is None and not args.mock_data:
         raise ConfigError(
             "no data: give --data-path PREFIX of an indexed data set (make one from text with "
@@ -131,6 +133,21 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -
     return BlendedMegatronDatasetBuilder(dataset_class, samples, on_this_rank, config).build()
 
 
+@contextlib.contextmanager
+def _naming_lists(args) -> Iterator[None]:
+    """Name the flag whose file lists no data sets."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AssertionError, AttributeError) as error:
+        flag, rule = "--data-path", "prefixes, or pairs of a weight and a prefix"
+        if args.data_args_path is not None:
+            flag = f"--data-args-path {args.data_args_path}"
+        elif args.per_split_data_args_path is not None:
+            flag = f"--per-split-data-args-path {args.per_split_data_args_path}"
+            rule = "a JSON object of train, valid and test, each a list of " + rule
+        raise ConfigError(f"{flag} must hold {rule} ({error!r}): correct it") from error
+
+
 train_valid_test_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
@@ -153,6 +170,11 @@ def check_prefixes(prefixes: Iterable[str]) -> None:
                 "data set, without its ending (make one from text with 'python -m megatron_dsa "
                 "prepare-data')",
             )
+
+
+def vocabulary_of(args) -> int:
+    """Return the number of tokens; the embedding's rows behind are padding."""
+    return max(args.vocab_size or 0, get_tokenizer().vocab_size)
 
 
 def check_tokens(batch: dict, vocabulary: int) -> None:
@@ -220,7 +242,7 @@ def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[
     batch = {}
     if tp_rank == 0:
         data = next(data_iterator)
-        check_tokens(data, max(args.vocab_size or 0, get_tokenizer().vocab_size))
+        check_tokens(data, vocabulary_of(args))
         room = _documents(args)
         if room is not None:
             data["cu_seqlens"] = with_room(data["cu_seqlens"], room, args.seq_length)

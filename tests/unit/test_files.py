@@ -29,7 +29,10 @@ def no_room(size):
 
 
 def contents(folder):
-    return {str(x.relative_to(folder)): x.read_bytes() if x.is_file() else None for x in folder.rglob("*")}
+    return {
+        str(x.relative_to(folder)): x.read_bytes() if x.is_file() else None
+        for x in folder.rglob("*")
+    }
 
 
 def prepared(folder):
@@ -41,7 +44,9 @@ def page(folder):
     from megatron_dsa.tools.report.events import RunLog
     from megatron_dsa.tools.report.page import write_html
 
-    write_html([RunLog("run", {"lm loss": [(1, 1.0), (2, 0.5)]}, {}, {})], "title", folder / "a.html")
+    write_html(
+        [RunLog("run", {"lm loss": [(1, 1.0), (2, 0.5)]}, {}, {})], "title", folder / "a.html"
+    )
 
 
 def picture(folder):

@@ -64,6 +64,11 @@ class RunLog:
         return total + before
 
 
+def printable(text: str) -> str:
+    """Return a text of the command line or a path in UTF-8, other bytes escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def missing_package(name: str) -> VersionError:
     """Return the error that says how to get a package."""
     return VersionError(f"report needs {name}: pip install 'megatron-dsa[report]'")
@@ -94,9 +99,9 @@ def find_runs(folders: list[Path]) -> dict[str, Path]:
 
 def _names(paths: list[Path]) -> list[str]:
     """Shorten paths: the parts that all have in front and behind are left out."""
-    if len(paths) == 1:
-        return ["/".join(paths[0].parts[-2:])]
-    parts = [path.parts for path in paths]
+    parts = [tuple(map(printable, path.parts)) for path in paths]
+    if len(parts) == 1:
+        return ["/".join(parts[0][-2:])]
     # One of them may lie in another: something is left of every one.
     while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
         parts = [part[1:] for part in parts]
@@ -130,13 +135,14 @@ def read_run(name: str, folder: Path) -> RunLog:
         scalars[tag] = sorted({event.step: event.value for event in seen}.items())
     written = {
         tag.removesuffix("/text_summary"): [
-            (event.step, event.tensor_proto.string_val[0].decode())
+            (event.step, event.tensor_proto.string_val[0].decode(errors="backslashreplace"))
             for event in sorted(events.Tensors(tag), key=lambda event: event.wall_time)
+            if event.tensor_proto.string_val
         ]
         for tag in tags["tensors"]
         if tag.endswith("/text_summary")
     }
-    texts = {tag: entries[-1][1] for tag, entries in written.items()}
+    texts = {tag: entries[-1][1] for tag, entries in written.items() if entries}
     end = max((series[-1][0] for series in scalars.values()), default=0)
     return RunLog(name, scalars, restarts, texts, _starts(written, end))
 
