@@ -144,10 +144,13 @@ FLAGS: dict[str, Range] = {
 }  # fmt: skip
 
 #: Flags without a range that take negative numbers.
-_NEGATIVE = (
-    "--glu-linear-offset --inference-batch-times-seqlen-threshold --null-tokenizer-pad-id "
-    "--null-tokenizer-eod-id --rl-default-top-k"
-).split()
+_NEGATIVE = {
+    "--glu-linear-offset",
+    "--inference-batch-times-seqlen-threshold",
+    "--null-tokenizer-eod-id",
+    "--null-tokenizer-pad-id",
+    "--rl-default-top-k",
+}
 
 
 def range_rules(

@@ -1,1 +1,1 @@
-"""Files that users see: written whole or not at all, and errors of the file system in a sentence."""
+"""Files that users see: written whole or not at all; errors in a sentence."""

@@ -312,7 +312,8 @@ def _say(message: str) -> None:
     """Print a message on stderr, unless another rank has, and leave it for torchrun's summary."""
     from megatron_dsa.training.launching import this_rank, world_size
 
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # its disk may be the full one
+        sys.stdout.flush()
     if world_size() > 1:
         _leave_for_launcher(message)
         if not _is_first_to_say(message):

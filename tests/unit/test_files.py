@@ -1,31 +1,15 @@
 """Files that users see: whole or absent, never written through a link, errors in a sentence."""
 
-import contextlib
-import json
 import os
-import resource
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError, FileError
-from megatron_dsa.files.whole import WholeFiles, whole_file
-from megatron_dsa.tools import cli
 from megatron_dsa.training.data import write_byte_dataset
 from megatron_dsa.training.entry_errors import explain
-
-
-@contextlib.contextmanager
-def no_room(size):
-    """Let no file grow beyond ``size`` bytes, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+from tests.helpers import no_room
 
 
 def contents(folder):
@@ -104,3 +88,26 @@ def test_names_that_are_taken(name, kind, tmp_path):
             write(folder)
         assert contents(folder) == before
     assert target.read_text() == "kept" and not (tmp_path / "nothing").exists()
+
+
+def test_output_on_a_full_disk(monkeypatch, capsys):
+    from megatron_dsa.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", ["megatron_dsa", "flags", "glm-5"])
+    with open("/dev/full", "w") as full, pytest.raises(SystemExit) as leaving:
+        monkeypatch.setattr(sys, "stdout", full)
+        main()
+    assert leaving.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: standard output: No space left on device: make room, and start again\n"
+    )
+
+
+def test_words_that_are_not_utf_8(monkeypatch):
+    from megatron_dsa.__main__ import main
+    from megatron_dsa.tools import cli
+
+    monkeypatch.setattr(cli, "main", lambda: print(os.fsdecode(b"caf\xe9")) or 0)
+    with open(os.devnull, "w", encoding="utf-8") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main() == 0

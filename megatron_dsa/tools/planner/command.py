@@ -28,7 +28,6 @@ from megatron_dsa.training.launching import environment_number
 from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.training.setup import model_config_from_args
 
-
 #: Plans of more layers say how long they take.
 _MANY_LAYERS = 100
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dsa.errors import ConfigError, VersionError
+from megatron_dsa.errors import ConfigError, VersionError, require
 
 #: How event files are called, by every writer of TensorBoard.
 PATTERN = "*tfevents*"
@@ -65,7 +65,7 @@ class RunLog:
 
 
 def printable(text: str) -> str:
-    """Return a text of the command line or a path in UTF-8, other bytes escaped."""
+    """Return a word of the command line with escapes for bytes that are not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -81,7 +81,7 @@ def find_runs(folders: list[Path]) -> dict[str, Path]:
     parent.
 
     Raises:
-        ConfigError: a folder does not exist, or there are no event files.
+        ConfigError: a folder does not exist, there are no event files, or a path is not UTF-8.
     """
     found: dict[Path, None] = {}
     for folder in folders:
@@ -94,14 +94,19 @@ def find_runs(folders: list[Path]) -> dict[str, Path]:
                 f"{folder} holds no event files of TensorBoard: train with --tensorboard-dir DIR, "
                 "and give that folder"
             )
+    for path in found:
+        require(
+            printable(str(path)) == str(path),
+            f"{path} must be a path in UTF-8, as TensorBoard's reader wants it: rename it",
+        )
     return dict(zip(_names(list(found)), found, strict=True))
 
 
 def _names(paths: list[Path]) -> list[str]:
     """Shorten paths: the parts that all have in front and behind are left out."""
-    parts = [tuple(map(printable, path.parts)) for path in paths]
-    if len(parts) == 1:
-        return ["/".join(parts[0][-2:])]
+    if len(paths) == 1:
+        return ["/".join(paths[0].parts[-2:])]
+    parts = [path.parts for path in paths]
     # One of them may lie in another: something is left of every one.
     while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
         parts = [part[1:] for part in parts]

@@ -135,6 +135,8 @@ def write_png(runs: list[RunLog], title: str, path: Path) -> None:
             panel.show(axes[panel.title], runs)
             axes[panel.title].set_title(panel.title, loc="left", weight="bold")
         figure.suptitle(title, fontsize=13, weight="bold", x=0.01, ha="left")
-        with whole_file(path) as file:
-            figure.savefig(file, dpi=100)
-        pyplot.close(figure)
+        try:
+            with whole_file(path) as file:
+                figure.savefig(file, dpi=100)
+        finally:
+            pyplot.close(figure)
