@@ -25,6 +25,7 @@ _FIXES = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
 }
 _NUMBER = re.compile(r"\(os error (\d+)\)")  # of libraries written in Rust, such as safetensors
+_CUT_OFF = re.compile(r"\d+ requested and \d+ written")  # numpy; its error has no number
 
 
 def sentence(error: BaseException, path: str | PathLike[str] | None = None) -> str | None:
@@ -51,6 +52,8 @@ def _system_error(error: BaseException | None) -> OSError | None:
         seen.add(id(error))
         if isinstance(error, OSError) and error.errno is not None:
             return error
+        if isinstance(error, OSError) and _CUT_OFF.fullmatch(str(error)):
+            return OSError(errno.ENOSPC, f"only part of it was written ({error})")
         if (number := _NUMBER.search(str(error))) is not None:
             return OSError(int(number[1]), "")
         # Torch collects the errors of all ranks.

@@ -61,8 +61,8 @@ class WholeFiles:
     def path(self, name: str) -> Path:
         """Return where to write a file, or a folder, that gets ``name`` at the end.
 
-        Files are moved in the order of these calls. The last one tells readers that the others are
-        there: where several are replaced, the one before is removed first.
+        Files are moved in the order of these calls. The last one shows that the others are whole:
+        where several are replaced, its predecessor is removed first.
 
         Raises:
             ConfigError: a link, a folder or a device has this name.

@@ -173,7 +173,7 @@ def check_prefixes(prefixes: Iterable[str]) -> None:
 
 
 def vocabulary_of(args) -> int:
-    """Return the number of tokens; the embedding's rows behind are padding."""
+    """Return the size of the vocabulary, without the padding of the embedding."""
     return max(args.vocab_size or 0, get_tokenizer().vocab_size)
 
 

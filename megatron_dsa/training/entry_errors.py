@@ -1,4 +1,4 @@
-"""How a command or a training ends when it cannot go on: a sentence on stderr and an exit code.
+"""Endings of commands and trainings that cannot go on: a sentence on stderr and an exit code.
 
 Errors that users can mend (:class:`~megatron_dsa.errors.DSAError`) and common bare errors of
 Megatron end in a sentence; any other error keeps its traceback. ``--traceback`` on the command line
@@ -42,16 +42,16 @@ class Ending:
 
 @contextlib.contextmanager
 def told_in_a_sentence(argv: Sequence[str] | None = None) -> Iterator[None]:
-    """End the process with a message and an exit code where :func:`explain` knows the error.
+    """End the process with the message and the exit code that :func:`explain` returns.
 
-    Under a launcher, ranks that fail with the same message print it once, and it is what torchrun's
-    own summary shows.
+    Under a launcher, ranks that fail with the same message print it once, and torchrun's own
+    summary shows it.
 
     Args:
         argv: the command line (default: ``sys.argv``); with ``--traceback`` errors pass through.
 
     Raises:
-        SystemExit: in place of an error that :func:`explain` knows.
+        SystemExit: in place of an error that :func:`explain` describes.
     """
     try:
         yield
@@ -80,7 +80,7 @@ def explain(error: BaseException) -> Ending | None:
     if isinstance(error, DSAError):
         return Ending("\n".join([str(error) or "no message", *getattr(error, "__notes__", ())]))
     if isinstance(error, ImportError):
-        return None  # the checks below import, too
+        return None  # the checks below also import
     if (message := _rejected_result(error)) is not None:
         return Ending(message, _REJECTED)
     passed = _functions(error)
@@ -195,7 +195,7 @@ def _unreadable_checkpoint(error: BaseException) -> str | None:
 
 
 def _pickled_scales(error: BaseException) -> str | None:
-    """What transformer-engine refuses to load of a run with delayed scaling."""
+    """Errors of transformer-engine on pickled states of delayed scaling."""
     variable = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
     if not isinstance(error, RuntimeError) or variable not in str(error):
         return None
@@ -237,7 +237,7 @@ def _optimizer_groups(error: BaseException) -> str:
 
 
 def _other_schedule(error: BaseException) -> str | None:
-    """Megatron compares the schedule of the checkpoint with that of the flags."""
+    """Errors of Megatron where flags and checkpoint have different schedules."""
     if not isinstance(error, AssertionError):
         return None
     return (
@@ -333,7 +333,7 @@ def _leave_for_launcher(message: str) -> None:
 
 
 def _is_first_to_say(message: str) -> bool:
-    """Whether no other rank asked with this message, by the store that all ranks have."""
+    """Return whether this rank is the first with the message, by the store of all ranks."""
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     digest = hashlib.sha1(message.encode()).hexdigest()
     try:
@@ -343,7 +343,7 @@ def _is_first_to_say(message: str) -> bool:
 
 
 def _store():
-    """The store of the process group, or that of torchrun before there is one."""
+    """Return the store of the process group, or torchrun's before there is one."""
     from datetime import timedelta
 
     import torch

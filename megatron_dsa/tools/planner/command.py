@@ -103,6 +103,12 @@ def plan_of(argv: list[str], world: int, gpu: GPU, device: torch.device = META) 
         AssertionError, ConfigError, ...: what the start-up of the job would raise.
     """
     with host(gpu.capability, device), parsed(argv, world) as args:
+        if args.num_layers > _MANY_LAYERS:
+            print(
+                f"> planning {args.num_layers} layers, each of which runs once without memory: up "
+                "to a minute per 100",
+                file=sys.stderr,
+            )
         return make_plan(args, model_config_from_args(args), gpu)
 
 
@@ -126,8 +132,6 @@ def parsed(argv: list[str], world: int, planning: bool = True) -> Iterator[Any]:
             leave_out_flags(args)
         _refuse_files(args)
         _check_batch(args)
-        if planning and (args.num_layers or 0) > _MANY_LAYERS:
-            print(f"> {args.num_layers} layers: a plan takes up to 0.1 s a layer", file=sys.stderr)
         arguments.validate_args(args)
         init_num_microbatches_calculator(
             rank=args.rank,

@@ -131,7 +131,7 @@ def test_a_text_is_printed_on_a_line():
 
 @pytest.mark.parametrize("told, least", [(300, 257), (None, 257)])
 def test_prompts_of_another_tokenizer(told, least, monkeypatch):
-    """Rows of padding have no tokens: an id behind the vocabulary is refused."""
+    """Ids between the vocabulary and the padded vocabulary are refused."""
     args = argparse.Namespace(vocab_size=told, tokenizer_type="HuggingFaceTokenizer")
     tokenizer = argparse.Namespace(vocab_size=least, eod=0, tokenize=lambda text: [1, int(text)])
     model = argparse.Namespace(args=args, directory="there", chunks=[torch.nn.Linear(1, 1)])

@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_dsa.errors import ConfigError, FileError
 from megatron_dsa.files.system_errors import naming
@@ -46,6 +47,28 @@ def test_damaged_headers(place, prefix):
     file.write_bytes(data)
     with pytest.raises(ConfigError, match=r"^--data-path"):
         check_data_set(str(prefix))
+
+
+def test_any_damaged_byte_of_an_index(prefix):
+    """Refused, or read without an error of another kind."""
+    file, refused = prefix.with_suffix(".idx"), 0
+    whole = file.read_bytes()
+    for place in range(len(whole)):
+        for flip in (0x80, 0x7F):
+            damaged = bytearray(whole)
+            damaged[place] ^= flip
+            file.write_bytes(damaged)
+            try:
+                check_data_set(str(prefix))
+            except ConfigError:
+                refused += 1
+    assert refused > 1.5 * len(whole)  # of two kinds of damage
+
+
+def test_arrays_that_are_cut_off():
+    """numpy's error of a full disk has no number."""
+    message = explain(OSError("200000 requested and 38400 written")).message
+    assert message.startswith("standard output or a file: only part") and "make room" in message
 
 
 @pytest.mark.parametrize("code", ["ENOSPC", "EACCES", "EROFS", "ENOTDIR", "EISDIR", "ENAMETOOLONG"])
@@ -114,9 +137,11 @@ def test_other_system_errors_keep_their_traceback():
 
 
 def test_another_schedule_at_resume():
-    def _check_and_set():
-        raise AssertionError("class input value 4 and checkpoint value 8 do not match")
-
+    scheduler = OptimizerParamScheduler.__new__(OptimizerParamScheduler)
+    scheduler.override_opt_param_scheduler = False
+    scheduler.use_checkpoint_opt_param_scheduler = False
     with pytest.raises(AssertionError) as raised:
-        _check_and_set()
-    assert "--override-opt-param-scheduler" in explain(raised.value).message
+        scheduler._check_and_set(4, 8, "total number of iterations")
+    message = explain(raised.value).message
+    assert "total number of iterations" in message
+    assert "--train-iters" in message and "--override-opt-param-scheduler" in message
