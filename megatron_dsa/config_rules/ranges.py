@@ -195,7 +195,7 @@ def schedule_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
         end = values[names[0]] if names else math.inf
         yield (
             not warmup or warmup < end,
-            f"--lr-warmup-{unit} must be less than {flag_of(names[0]) if names else ''} = {end}, "
+            f"{flag_of(f'lr_warmup_{unit}')} must be less than {flag_of(names[0]) if names else ''} = {end}, "
             f"got {warmup}: warm up for fewer, or train longer",
         )
 

@@ -20,7 +20,7 @@ RANGES: dict[str, Range] = {
     "--temperature": Range(0, math.inf, "0 takes the most probable token"),
     "--seed": Range(0, 2**63 - 1, "torch's generators take 64 bits"),
     "--step": Range(0, math.inf, "it is an iteration"),
-    "--shard-gb": Range(0, 2**20, "it is the size of a file", open=True),
+    "--shard-gb": Range(1e-9, 2**20, "it is the size of a file"),
     **dict.fromkeys(
         ("--heads", "--dims", "--index-heads", "--index-dim"),
         Range(1, 2**16, "it is a count of heads, or a dimension of one"),

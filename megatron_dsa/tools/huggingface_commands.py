@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import sys
 from collections.abc import Iterable
@@ -73,7 +72,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
     output = Path(arguments.output)
     if any(os.path.lexists(output / name) for name in (TRACKER, RELEASE)):
         raise ConfigError(f"--output {output} holds a checkpoint already: choose another directory")
-    file_bytes = _bytes(arguments.shard_gb)
+    file_bytes = int(arguments.shard_gb * 1e9)
     hf = read_config(arguments.input)
     reader = open_checkpoint(arguments.input, hf)
     names = reader.names()
@@ -125,7 +124,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
 
     Adapters (LoRA) are merged into the weights, or with ``--adapter`` written alone.
     """
-    file_bytes = _bytes(arguments.shard_gb)
+    file_bytes = int(arguments.shard_gb * 1e9)
     directory = distributed_checkpoint(arguments.input, arguments.step, "--input")
     hf = read_config(arguments.config)
     for remark in hf.remarks:
@@ -299,11 +298,3 @@ def _noted(dtype: torch.dtype) -> torch.dtype:
         file=sys.stderr,
     )
     return dtype
-
-
-def _bytes(gigabytes: float) -> int:
-    require(
-        1e-9 <= gigabytes < math.inf,
-        f"--shard-gb must be positive, got {gigabytes}: name the size of a file",
-    )
-    return int(gigabytes * 1e9)

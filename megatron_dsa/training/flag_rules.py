@@ -239,10 +239,9 @@ def _graph_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         + "; use --cuda-graph-impl local",
     )
     yield (
-        not packed or impl != "local" or (room is not None and room > 0),
-        f"--dsa-packed-documents is required with --dataloader-inter-document-masking and {given}, "
-        f"a positive number, got {room}: batches have to be of one size. Give the most documents "
-        "that a sequence holds",
+        not packed or impl != "local" or room is not None,
+        f"--dsa-packed-documents is required with --dataloader-inter-document-masking and {given}: "
+        "batches have to be of one size. Give the most documents that a sequence holds",
     )
     yield (
         impl != "full_iteration" or args.timing_log_level == 0,
