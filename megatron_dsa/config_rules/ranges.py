@@ -190,14 +190,15 @@ def schedule_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
             f"{flag_of(name)} must be at most --lr = {highest}, got {lower}: give a lower one",
         )
     for unit in ("iters", "samples"):
-        warmup = values[f"lr_warmup_{unit}"]
-        names = [name for name in (f"lr_decay_{unit}", f"train_{unit}") if values[name]]
-        end = values[names[0]] if names else math.inf
-        yield (
-            not warmup or warmup < end,
-            f"{flag_of(f'lr_warmup_{unit}')} must be less than {flag_of(names[0]) if names else ''} = {end}, "
-            f"got {warmup}: warm up for fewer, or train longer",
-        )
+        warmup = f"lr_warmup_{unit}"
+        for end in (f"lr_decay_{unit}", f"train_{unit}"):
+            if values[end]:
+                yield (
+                    not values[warmup] or values[warmup] < values[end],
+                    f"{flag_of(warmup)} must be less than {flag_of(end)} = {values[end]}, got "
+                    f"{values[warmup]}: warm up for fewer, or train longer",
+                )
+                break
 
 
 def _said(number: float) -> str:
