@@ -69,7 +69,8 @@ parallel=(
   --context-parallel-size "${CP:-1}"
   # Experts, whole ones.
   --expert-model-parallel-size "${EP:-8}" --expert-tensor-parallel-size 1
-  # Optimizer state is shared by data-parallel ranks; their traffic runs beside the computation.
+  # Optimizer state is shared by data-parallel ranks; their traffic runs beside the computation. Its
+  # checkpoints fit any number of these ranks; with --dist-ckpt-optim-fully-reshardable any layout.
   --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 )
 if [[ -n ${PIPELINE_LAYOUT:-} ]]; then

@@ -81,6 +81,9 @@ def prepare_host(argv: list[str]) -> None:
         for warning in untested_versions():
             print(f"> warning: {warning}")
     use_compiled_dataset_helper()
+    from megatron_dsa.training.checkpoints import guard_tracker_files
+
+    guard_tracker_files()  # --use-checkpoint-args reads one while flags are parsed
 
 
 def main() -> None:

@@ -21,21 +21,14 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.enums import AttnMaskType, LayerType
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megatron_dsa.config import (
-    computes_topk,
     has_adapters,
     hash_layers,
     options_of,
@@ -69,12 +62,14 @@ from megatron_dsa.modules.hyper_connections import (
 )
 from megatron_dsa.modules.layers import LocalNorm, ReplicatedLinear
 from megatron_dsa.modules.precision import bf16_linear, bf16_weight_linear
+from megatron_dsa.modules.stage_layers import layers_of_stage
 from megatron_dsa.modules.stream_prediction import HeadBeforePrediction, on_streams
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.patches.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
 from megatron_dsa.patches.muon import read_marks_of_muon
 from megatron_dsa.patches.packed_targets import shift_within_padded_documents
 from megatron_dsa.patches.prediction_blocks import build_prediction_blocks_from_specs
+from megatron_dsa.patches.prediction_loss import count_prediction_tokens_of_all_ranks
 from megatron_dsa.patches.stream_pipelines import send_streams_between_stages
 from megatron_dsa.patches.token_ids import hand_token_ids_to_layers
 from megatron_dsa.patches.unfused_linears import leave_linears_unfused_without_apex
@@ -225,6 +220,7 @@ def _layer_spec(
     moe_grouped_gemm: bool = False,
 ) -> ModuleSpec:
     shift_within_padded_documents()
+    count_prediction_tokens_of_all_ranks()
     norm = backend.layer_norm(rms_norm=rms_norm, has_residual=True)
     # With transformer-engine the norm before a dense MLP is fused into its first linear.
     fused_mlp_norm = backend.fuse_layernorm_and_linear() and num_experts is None
@@ -350,23 +346,7 @@ def dsa_block_spec(
     kinds = (False,) if config.num_moe_experts is None else (False, True)
     specs = {moe: dsa_layer_spec(config, moe=moe) for moe in kinds}
     hashed = with_hash_routing(specs[True]) if hash_layers(config) else None
-    layout = config.pipeline_model_parallel_layout
-    if layout is not None:
-        layer_ids = layout.get_layer_id_list(
-            layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank
-        )
-    else:
-        first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
-        count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
-        layer_ids = range(first, first + count)
-    if shares_indices(config) and len(layer_ids) and not computes_topk(config, layer_ids[0] + 1):
-        raise ConfigError(
-            f"layer {layer_ids[0] + 1} starts a pipeline stage but reuses the selection of an "
-            "earlier layer: index sharing does not cross pipeline stages. Choose a split whose "
-            "stages start with a layer that selects (--dsa-indexer-topk-freq "
-            f"{config.dsa_indexer_topk_freq}, --dsa-indexer-skip-topk-offset "
-            f"{config.dsa_indexer_skip_topk_offset})."
-        )
+    layer_ids = layers_of_stage(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(
         layer_specs=[
             hashed if i < hash_layers(config) else specs[is_moe_layer(config, i)] for i in layer_ids

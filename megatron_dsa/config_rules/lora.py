@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_dsa.config_rules.model import CSA_RATIO, is_moe_layer
+from megatron_dsa.config_rules.csa import CSA_RATIO
+from megatron_dsa.config_rules.experts import is_moe_layer
 
 _ATTENTION = "self_attention."
 _CORE = f"{_ATTENTION}core_attention."

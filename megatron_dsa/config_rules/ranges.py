@@ -61,7 +61,7 @@ FLAGS: dict[str, Range] = {
         "--moe-shared-expert-intermediate-size --moe-latent-size --lora-rank --o-lora-rank",
     ),
     **_rows(
-        Range(1, 2**16, "it is a count of heads, groups or experts, or a dimension of a head"),
+        Range(1, 2**16, "it counts heads, groups, streams or experts, or dimensions of a head"),
         "--num-attention-heads --num-query-groups --kv-channels --qk-head-dim --v-head-dim "
         "--dsa-indexer-n-heads --num-experts --moe-router-topk --moe-router-num-groups "
         "--moe-router-group-topk --o-groups --hc-mult",
@@ -96,6 +96,8 @@ FLAGS: dict[str, Range] = {
         "--distributed-timeout-minutes --distributed-timeout-seconds-after-init "
         "--exit-duration-in-mins",
     ),
+    **_rows(Range(0, 2**30, "it is a number of tokens"), "--csa-compress-ratios"),
+    **_rows(Range(1, 2**24, "it is memory of a GPU"), "--dsa-workspace-mib"),
     **_rows(Range(0, 512, "every layer is built"), "--mtp-num-layers"),
     **_rows(
         Range(1, _INF, "it is a number of steps"),

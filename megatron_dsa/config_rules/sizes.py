@@ -1,10 +1,22 @@
-"""Sizes that the first step needs: of heads, latents and rope, and of recomputed layers."""
+"""Sizes that the first step needs: heads, latents, rope, parts of ranks, recomputed layers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from megatron_dsa.config_fields import flag_of
+
+TENSOR, EXPERT_TENSOR = "tensor_model_parallel_size", "expert_tensor_parallel_size"
+#: Sizes that ranks share equally, and the number of these ranks.
+SHARED = {"num_attention_heads": TENSOR, "ffn_hidden_size": TENSOR}
+#: The same of layers with experts.
+SHARED_BY_EXPERTS = {
+    "moe_shared_expert_intermediate_size": TENSOR,
+    "moe_ffn_hidden_size": EXPERT_TENSOR,
+    "num_moe_experts": "expert_model_parallel_size",
+}
 
 
 def size_rules(config: Any) -> Iterator[tuple[Any, str]]:
@@ -37,6 +49,11 @@ def size_rules(config: Any) -> Iterator[tuple[Any, str]]:
         0 < config.rotary_percent <= 1,
         f"--rotary-percent must be above 0 and at most 1, got {config.rotary_percent}",
     )
+    if config.rope_type == "yarn":
+        yield from _yarn_rules(config)
+    yield from share_rules(config, SHARED)
+    if config.num_moe_experts is not None:
+        yield from share_rules(config, SHARED_BY_EXPERTS)
     uniform = config.recompute_granularity == "full" and config.recompute_method == "uniform"
     yield (
         not (config.mtp_num_layers and uniform) or config.recompute_num_layers == 1,
@@ -44,3 +61,34 @@ def size_rules(config: Any) -> Iterator[tuple[Any, str]]:
         f"got {config.recompute_num_layers}: Megatron recomputes layers of multi-token prediction "
         "one by one; use 1, or --recompute-method block",
     )
+
+
+def share_rules(values: Any, shared: Mapping[str, str]) -> Iterator[tuple[Any, str]]:
+    """Yield a rule for each size that ranks share.
+
+    Args:
+        values: has sizes and numbers of ranks as attributes.
+        shared: names of sizes and of the ranks that share them.
+    """
+    for name, ranks in shared.items():
+        size, count = getattr(values, name), getattr(values, ranks)
+        yield (
+            size is None or size % count == 0,
+            f"{flag_of(name)} ({size}) must be a multiple of {flag_of(ranks)} ({count}): ranks "
+            "hold equal parts",
+        )
+
+
+def _yarn_rules(config: Any) -> Iterator[tuple[Any, str]]:
+    for name in ("beta_fast", "beta_slow", "original_max_position_embeddings"):
+        value = getattr(config, name)
+        yield (
+            0 < value < math.inf,
+            f"{flag_of(name)} must be positive and finite, got {value}: YaRN takes its logarithm",
+        )
+    for name in ("mscale", "mscale_all_dim"):
+        value = getattr(config, name)
+        yield (
+            0 <= value < math.inf,
+            f"{flag_of(name)} must be 0 or more and finite, got {value}: it scales the softmax up",
+        )

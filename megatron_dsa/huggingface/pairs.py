@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megatron_dsa.huggingface.deepseek_v4 import LAYER_TYPES
 from megatron_dsa.huggingface.rules import refuse
 
 #: Second name of a key -> the key.
@@ -102,7 +103,7 @@ def _check_lengths(config: dict, rope: dict, where: str) -> None:
 
 
 def _check_rotated(config: dict, rope: dict, where: str, v4: bool) -> None:
-    """Check the rotated share of a V4's head, which ``qk_rope_head_dim`` says, too."""
+    """Check the rotated share of a V4's head, which ``qk_rope_head_dim`` also gives."""
     share, head, dims = (
         rope.get("partial_rotary_factor"),
         config.get("head_dim"),
@@ -117,6 +118,8 @@ def _check_rotated(config: dict, rope: dict, where: str, v4: bool) -> None:
 
 
 def _check_head_dims(config: dict) -> None:
+    heads, key_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    _agree(config, "num_key_value_heads", key_heads, "num_attention_heads", heads)
     rope, nope = config.get("qk_rope_head_dim"), config.get("qk_nope_head_dim")
     if rope is None or nope is None:
         return
@@ -134,7 +137,32 @@ def _lists(config: dict) -> list[str]:
         if not kinds or not layers or count is None:
             continue
         if list(kinds).count(kind) != min(count, layers):
-            if config.get("model_type") == "deepseek_v3":  # transformers reads the count alone
+            if config.get("model_type") == "deepseek_v3":  # transformers reads only the count
                 refuse("mlp_layer_types", kinds, f"contradicts {key} = {count}: drop one of them")
             notes.append(f"mlp_layer_types is used, and not {key} = {count}")
+    return notes + _other_lists(config)
+
+
+def _other_lists(config: dict) -> list[str]:
+    """Return notes on kinds of attention and of indexers that are listed twice."""
+    layers, notes = config.get("num_hidden_layers") or 0, []
+    kinds, ratios = config.get("layer_types"), config.get("compress_ratios")
+    rates = LAYER_TYPES | (config.get("compress_rates") or {})
+    if kinds and ratios and [rates.get(str(kind)) for kind in kinds[:layers]] != ratios[:layers]:
+        notes.append("layer_types is used, as by transformers, and not compress_ratios")
+    full = {"full", "F"}
+    pattern, freq = config.get("index_topk_pattern"), config.get("index_topk_freq")
+    offset = config.get("index_skip_topk_offset")
+    rule = None
+    if freq is not None and offset is not None:
+        rule = [max(i - offset + 1, 0) % max(freq, 1) == 0 for i in range(layers)]
+    listed = {
+        "indexer_types": [kind in full for kind in config.get("indexer_types") or ()],
+        "index_topk_pattern": [kind in full for kind in pattern or ()],
+        "index_topk_freq": rule,
+    }
+    said = [key for key, value in listed.items() if value]
+    for key in said[1:]:
+        if listed[key] != listed[said[0]]:
+            notes.append(f"{said[0]} is used, as by transformers, and not {key}")
     return notes

@@ -248,10 +248,14 @@ def _print_once(line: str) -> None:
 
 
 class TrainingLog:
-    """Megatron's ``training_log`` with our metrics, whatever the loss coefficient is.
+    """Megatron's ``training_log`` with our metrics, and with the first step in one line.
 
     Megatron's own hook for the metrics of an indexer is called with a positive
-    ``--dsa-indexer-loss-coeff`` only, and is not told which iterations were skipped.
+    ``--dsa-indexer-loss-coeff`` only, without the iterations that were skipped.
+
+    Megatron (0.19.2) prints a line for the first step after a start and keeps its sums for the line
+    of the interval. It keeps them even if that step ends an interval: with ``--log-interval 1`` the
+    second line would be the mean of two steps.
 
     Args:
         megatron: the function that it replaces.
@@ -262,9 +266,10 @@ class TrainingLog:
 
     def __call__(self, *args, **kwargs):
         """Add our metrics to the log, then call Megatron's function."""
-        from megatron.training import get_tensorboard_writer, get_wandb_writer
+        from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
-        call = self._signature.bind(*args, **kwargs).arguments
+        bound = self._signature.bind(*args, **kwargs)
+        call = bound.arguments
         skipped, line = bool(call["skipped_iter"]), call["total_loss_dict"]
         if not skipped:
             for name in call["loss_dict"]:
@@ -272,14 +277,15 @@ class TrainingLog:
         IndexerLog.log(
             call["iteration"], line, skipped, get_tensorboard_writer(), get_wandb_writer()
         )
-        return self.megatron(*args, **kwargs)
+        if call.get("is_first_iteration"):
+            call["is_first_iteration"] = call["iteration"] % get_args().log_interval != 0
+        return self.megatron(*bound.args, **bound.kwargs)
 
 
 def install_logging(config, device, training_module: ModuleType | None = None) -> None:
-    """Let Megatron's training loop log our metrics."""
-    if not has_indexers(config):
-        return
-    IndexerLog.create(config.num_layers + (config.mtp_num_layers or 0), device)
+    """Let Megatron's training loop log our metrics, and every step in its own interval."""
+    if has_indexers(config):
+        IndexerLog.create(config.num_layers + (config.mtp_num_layers or 0), device)
     training: Any = training_module or sys.modules.get("megatron.training.training")
     if training is not None and not isinstance(training.training_log, TrainingLog):
         training.training_log = TrainingLog(training.training_log)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
 
 from megatron_dsa.errors import require
 from megatron_dsa.modules.lora import AdaptedLinear
@@ -52,12 +53,14 @@ class SelfAttentionFrame:
         ranks = self.ranks
         ranks.count()
         rows, batch = hidden_states.shape[:2]
-        require_causal_mask(
-            attention_mask,
-            rows * ranks.sharding.ranks,
-            ranks.sharding,
-            packed_seq_params is not None,
-        )
+        # Before and in a capture Megatron passes buffers without content, or masks of other tokens.
+        if not (is_graph_warmup() or is_graph_capturing()):
+            require_causal_mask(
+                attention_mask,
+                rows * ranks.sharding.ranks,
+                ranks.sharding,
+                packed_seq_params is not None,
+            )
         self._refuse_shifts_across_ranks(packed_seq_params)
         layout = layout_from_megatron(
             rows, batch, hidden_states.device, packed_seq_params, ranks.sharding, ranks.queries

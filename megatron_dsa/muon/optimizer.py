@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.optimizer import emerging_optimizers
 from megatron.core.optimizer.emerging_optimizers import (
     TensorParallelAdaptiveMuon,
     TensorParallelMuon,
@@ -80,4 +81,40 @@ class BlockMuon(_ByBlock, TensorParallelMuon):
 
 
 class BlockAdaptiveMuon(_ByBlock, TensorParallelAdaptiveMuon):
-    """``--optimizer adaptive_muon``."""
+    """``--optimizer adaptive_muon``.
+
+    megatron-core 0.19 scales an update before its second moment divides it. emerging-optimizers 0.3
+    scales after that, by settings that Megatron's class lacks, and by the shape of this rank's
+    part. Here the second moment also comes first, and the scale is Muon's: of a whole block.
+    """
+
+    def __init__(self, *args, scale_mode: str = "spectral", extra_scale_factor: float = 1.0,
+                 **kwargs):  # fmt: skip
+        super().__init__(
+            *args, scale_mode=scale_mode, extra_scale_factor=extra_scale_factor, **kwargs
+        )
+        self._scaled, self._settings = (
+            self.scaled_orthogonalize_fn,
+            (scale_mode, extra_scale_factor),
+        )
+        self._scale: torch.Tensor
+
+    def _scale_of(self, part, group, dim=None) -> torch.Tensor:
+        """Return the scale of an update ``part`` in every element."""
+        size = [part.size(-2), part.size(-1)]
+        if dim is not None:
+            size[dim] *= get_pg_size(group)
+        mode, extra = self._settings
+        scale = emerging_optimizers.get_muon_scale_factor(*size, mode=mode) * extra
+        return torch.full_like(part, scale)
+
+    def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Return the update of ``grad`` without its scale; see :class:`_ByBlock`."""
+        self.scaled_orthogonalize_fn = self._scale_of
+        self._scale = super().orthogonalize(p, grad, **kwargs)
+        self.scaled_orthogonalize_fn = self._scaled
+        return super().orthogonalize(p, grad, **kwargs) / self._scale
+
+    def _apply_muon_scale(self, update: torch.Tensor, size_out: int, size_in: int) -> torch.Tensor:
+        """Scale the update that :meth:`orthogonalize` returned last."""
+        return update * self._scale

@@ -10,6 +10,7 @@ from megatron_dsa.patches.checkpoint_metadata import repair_reading_of_metadata
 from megatron_dsa.patches.empty_optimizers import repair_empty_optimizers
 from megatron_dsa.patches.empty_stages import repair_empty_stages
 from megatron_dsa.patches.optimizer_steps import repair_optimizer_steps
+from megatron_dsa.patches.sgd_momentum import make_room_for_momentum
 
 
 def install_checkpoint_repairs() -> None:
@@ -19,3 +20,4 @@ def install_checkpoint_repairs() -> None:
     repair_empty_optimizers()
     repair_empty_stages()
     repair_optimizer_steps()
+    make_room_for_momentum()

@@ -1,16 +1,20 @@
 """Check the files of a distributed checkpoint before Megatron reads them.
 
-Megatron's own reader ends on damaged files in whatever error the damage leads to, and on a tracker
-file without a number with exit code 0.
+Megatron's own reader ends on damaged files in whatever error the damage leads to. A damaged tracker
+file, which a kill leaves behind, stands for the last whole checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.training.launching import this_rank
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -27,21 +31,54 @@ def saved_name(root: Path, step: int | None) -> str | None:
         ``None`` where there is no tracker file: nothing was saved.
 
     Raises:
-        ConfigError: the tracker file holds neither ``release`` nor an iteration.
+        ConfigError: the tracker file is damaged, and ``root`` holds no whole checkpoint.
     """
     tracker = root / TRACKER
     if not tracker.is_file():
         return None
-    text = tracker.read_text(errors="replace").strip()
+    text = read_tracker(tracker) if not step else tracker.read_text(errors="replace").strip()
     if text == RELEASE:
         return text
-    if not (text.isascii() and text.isdigit()):
-        content = f"holds {text[:40]!r}" if text else "is empty"
-        raise ConfigError(
-            f"{tracker} {content}: it must hold the number of an iteration (or {RELEASE}). "
-            f"{_saved(root)} Write the number of the last whole one into it"
-        )
     return f"iter_{step or int(text):07d}"
+
+
+def read_tracker(tracker: Path) -> str:
+    """Return what a tracker file holds: an iteration or ``release``.
+
+    A damaged file stands for the last whole checkpoint of its folder. All ranks find the same one;
+    rank 0 says so.
+
+    Raises:
+        ConfigError: it is damaged, and its folder holds no whole checkpoint.
+    """
+    text = tracker.read_text(errors="replace").strip()
+    return text if text == RELEASE or _is_number(text) else _fall_back(tracker, text)
+
+
+@functools.cache
+def _fall_back(tracker: Path, text: str) -> str:
+    root, content = tracker.parent, f"holds {text[:40]!r}" if text else "is empty"
+    whole = _last_whole(root, _steps(root))
+    if whole is not None:
+        found = str(whole)
+    elif _damage(root / RELEASE) is None:
+        found = RELEASE
+    else:
+        raise ConfigError(
+            f"{tracker} {content}: it must hold the number of an iteration (or {RELEASE}), and "
+            f"{root} holds no whole checkpoint to take instead. Remove the file to start from "
+            "scratch, or copy the checkpoints again"
+        )
+    if this_rank() == 0:
+        print(
+            f"> {tracker} {content}: it stands for the last whole checkpoint of {root}, {found} "
+            "(docs/guide/resume.md)"
+        )
+    return found
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
 
 
 def check_files(directory: Path, flag: str = "--ckpt-step") -> None:
@@ -60,47 +97,87 @@ def check_files(directory: Path, flag: str = "--ckpt-step") -> None:
             f"{root / TRACKER} or {flag} names {directory.name}, which {root} does not hold. "
             f"{_saved(root)} Name one of them with {flag}"
         )
+    damage = _damage(directory)
+    require(damage is None, f"{damage}. The checkpoint cannot be read: {way_on(directory, flag)}")
+
+
+def _damage(directory: Path) -> str | None:
+    """Return what is wrong with the files of a checkpoint, if anything."""
     if not any(directory.glob("*.distcp")) and not (directory / "metadata.json").exists():
-        return  # another format, which Megatron knows
-    for path, length in _lengths(directory, flag).items():
-        found = path.stat().st_size if path.is_file() else None
-        if found is None or found < length:
-            state = "is missing" if found is None else f"is cut off: {found} bytes of {length}"
-            raise ConfigError(f"{path} {state}. {_other(directory, flag)}")
-
-
-def _lengths(directory: Path, flag: str) -> dict[Path, int]:
-    """Return the least size of every file of tensors, and read the others."""
-    from torch.distributed.checkpoint import FileSystemReader
-
+        known = any(directory.glob("mp_rank_*")) or (directory / ".metadata").exists()
+        return None if known else f"{directory} holds no checkpoint"
     config, metadata = directory / "metadata.json", directory / ".metadata"
     for path in (config, metadata):
-        require(path.is_file(), f"{path} is missing. {_other(directory, flag)}")
+        if not path.is_file():
+            return f"{path} is missing"
     try:
         json.loads(config.read_text())
     except ValueError as error:
-        raise ConfigError(f"{config} is not JSON ({error}). {_other(directory, flag)}") from error
+        return f"{config} is not JSON ({error})"
     try:
-        stored = FileSystemReader(directory).read_metadata().storage_data or {}
+        lengths = _lengths(directory)
     except (EOFError, pickle.UnpicklingError, ValueError, AttributeError) as error:
-        reason = str(error) or type(error).__name__
-        raise ConfigError(f"{metadata} is damaged ({reason}). {_other(directory, flag)}") from error
+        return f"{metadata} is damaged ({str(error) or type(error).__name__})"
+    for path, length in lengths.items():
+        if not path.is_file():
+            return f"{path} is missing"
+        if (found := path.stat().st_size) < length:
+            return f"{path} is cut off: {found} bytes of {length}"
+    return None
+
+
+def _lengths(directory: Path) -> dict[Path, int]:
+    """Return the least size of every file of tensors."""
+    from torch.distributed.checkpoint import FileSystemReader
+
     lengths: dict[Path, int] = {}
-    for info in stored.values():
+    for info in (FileSystemReader(directory).read_metadata().storage_data or {}).values():
         path = directory / info.relative_path
         lengths[path] = max(lengths.get(path, 0), info.offset + info.length)
     return lengths
 
 
-def _other(directory: Path, flag: str) -> str:
-    """What to do about a checkpoint that cannot be read."""
-    others = [step for step in _steps(directory.parent) if directory.name != f"iter_{step:07d}"]
-    if not others:
-        return "The checkpoint cannot be read, and there is no other beside it: copy it again"
-    return (
-        f"The checkpoint cannot be read: copy it again, or load another one with {flag} "
-        f"({', '.join(map(str, others[-8:]))}; docs/guide/resume.md)"
-    )
+def way_on(directory: Path, flag: str = "--ckpt-step") -> str:
+    """Say how to go on without the checkpoint in ``directory``: with the whole one before it."""
+    name = directory.name.removeprefix("iter_")
+    step = int(name) if _is_number(name) else None
+    others = [other for other in _steps(directory.parent) if other not in (0, step)]
+    other = _last_whole(directory.parent, [x for x in others if step is None or x < step])
+    other = other or _last_whole(directory.parent, others)
+    if other is None:
+        return "there is no other beside it: copy it again"
+    return f"add {flag} {other} to take iteration {other}, or copy it again (docs/guide/resume.md)"
+
+
+@contextlib.contextmanager
+def reading(directory: Path) -> Iterator[None]:
+    """Say what is damaged in the files of a checkpoint, where sizes do not show it."""
+    try:
+        yield
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        reason = damage_in(error)
+        if reason is None:
+            raise
+        message = f"checkpoint {directory} cannot be read: {reason}; {way_on(directory)}"
+        raise ConfigError(message) from error
+
+
+def damage_in(error: BaseException) -> str | None:
+    """Return how an error describes damaged files, or ``None`` for another error."""
+    # torch collects the errors of all ranks.
+    cause = next((each[0] for each in getattr(error, "failures", {}).values()), error)
+    if not (
+        isinstance(cause, EOFError | OSError | pickle.UnpicklingError)
+        or (isinstance(cause, RuntimeError) and "PytorchStreamReader" in str(cause))
+    ):
+        return None
+    reason = (str(cause).splitlines() or [""])[0] or "a file ends too early"
+    return f"{type(cause).__name__}: {reason}"
+
+
+def _last_whole(root: Path, steps: list[int]) -> int | None:
+    """Return the last of some iterations that is whole."""
+    return next((x for x in reversed(steps) if _damage(root / f"iter_{x:07d}") is None), None)
 
 
 def _saved(root: Path) -> str:
@@ -111,4 +188,4 @@ def _saved(root: Path) -> str:
 def _steps(root: Path) -> list[int]:
     """Return the iterations of which ``root`` holds directories."""
     names = (path.name.removeprefix("iter_") for path in root.glob("iter_*"))
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if _is_number(name))

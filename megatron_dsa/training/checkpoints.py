@@ -28,7 +28,14 @@ from megatron_dsa.config import is_adapter_parameter, is_indexer_parameter
 from megatron_dsa.config_rules import linears_named, rank_and_alpha
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.patches import install_checkpoint_repairs
-from megatron_dsa.training.checkpoint_files import check_files, saved_name
+from megatron_dsa.patches.tracker_file import keep_tracker_file_whole
+from megatron_dsa.training.checkpoint_files import check_files, read_tracker, reading, saved_name
+from megatron_dsa.training.checkpoint_fit import (
+    check_optimizer,
+    check_shapes,
+    nested_entries,
+    say_layout,
+)
 from megatron_dsa.training.launching import this_rank
 
 # transformer-engine keeps some norms inside the linear that follows them; names for both forms.
@@ -39,16 +46,24 @@ _NORM_NAMES = (
 )
 
 
+def guard_tracker_files() -> None:
+    """Let Megatron write tracker files in one step, and find a damaged one's checkpoint."""
+    keep_tracker_file_whole(read_tracker)
+
+
 def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
     """Set the loading flags for a change of stage; return a context manager for the run.
 
     Inside it, Megatron's loader accepts that a checkpoint has no indexers.
     """
     install_checkpoint_repairs()
+    guard_tracker_files()
     directory = checkpoint_directory(args)
     # A release (imported weights) has no optimizer.
     if directory is not None and directory.name != "release":
-        saved = dist_checkpointing.load_common_state_dict(str(directory)).get("args")
+        with reading(directory):
+            common = dist_checkpointing.load_common_state_dict(str(directory))
+        saved = common.get("args")
         was, now = _what_is_trained(saved), _what_is_trained(args)
         if {was, now} == {"warmup (everything)", "sparse"}:  # the same parameters
             was = now
@@ -59,6 +74,11 @@ def prepare_loading(args: argparse.Namespace) -> AbstractContextManager:
                     f"> checkpoint {directory} is of stage {was}, this run of stage {now}: the "
                     "optimizer starts anew"
                 )
+        metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
+        if args.load and directory.parent == Path(args.load):  # not of --pretrained-checkpoint
+            check_optimizer(args, saved, metadata or {}, directory)
+    if this_rank() == 0 and args.save:
+        say_layout(args)
     if directory is not None and this_rank() == 0:
         say_dropped_indexers(args, directory)
         check_hash_layers(args, directory)
@@ -229,8 +249,9 @@ def distributed_checkpoint(root: str, step: int | None, flag: str) -> Path:
 def load(sharded_state_dict, checkpoint_dir, *args, **kwargs) -> Any:
     """Megatron's ``dist_checkpointing.load``, same arguments, for checkpoints that may lack
     indexers or go by the names of other layer sets."""
-    redirect(sharded_state_dict, checkpoint_dir)
-    return serialization.load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    with reading(Path(checkpoint_dir)):
+        redirect(sharded_state_dict, checkpoint_dir)
+        return serialization.load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 
 def entries_of(checkpoint_dir) -> dict[str, ShardedBase]:
@@ -245,18 +266,19 @@ def redirect(sharded_state_dict, checkpoint_dir) -> None:
     Prints the changes. Entries of indexers are removed where the checkpoint has none.
 
     Raises:
-        ConfigError: the checkpoint lacks anything else.
+        ConfigError: the checkpoint lacks anything else, or has it in another shape.
     """
     available = entries_of(checkpoint_dir)
     _redirect_models(sharded_state_dict, checkpoint_dir, available)
     _redirect_optimizers(sharded_state_dict, checkpoint_dir, available)
+    check_shapes(sharded_state_dict, checkpoint_dir, available)
 
 
 def _redirect_models(sharded_state_dict, checkpoint_dir, available: dict) -> None:
     has_indexers = any(is_indexer_parameter(key) for key in available)
     fresh, missing, renamed, adapters = [], [], [], []
     models = [part for name, part in sharded_state_dict.items() if name.startswith("model")]
-    for parent, name, entry in list(_nested_entries(models)):
+    for parent, name, entry in list(nested_entries(models)):
         if entry.key in available:
             continue
         if name.endswith("_extra_state"):
@@ -297,7 +319,7 @@ def _redirect_models(sharded_state_dict, checkpoint_dir, available: dict) -> Non
 def _redirect_optimizers(sharded_state_dict, checkpoint_dir, available: dict) -> None:
     """States of Adam carry the names of their parameters."""
     missing = []
-    for parent, name, entry in list(_nested_entries(sharded_state_dict.get("optimizer"))):
+    for parent, name, entry in list(nested_entries(sharded_state_dict.get("optimizer"))):
         if ".state." not in entry.key or entry.key in available:
             continue
         if (found := _same_under_another_name(entry, available)) is not None:
@@ -311,17 +333,6 @@ def _redirect_optimizers(sharded_state_dict, checkpoint_dir, available: dict) ->
             f"{', '.join(sorted(missing)[:3])}{more}: it was written with another optimizer or by "
             "other trained parameters. Pass --no-load-optim to start the optimizer anew."
         )
-
-
-def _nested_entries(content):
-    """Yield ``(container, index, entry)`` of everything sharded in nested dicts and lists."""
-    if not isinstance(content, dict | list):
-        return
-    for name, entry in content.items() if isinstance(content, dict) else enumerate(content):
-        if isinstance(entry, ShardedBase):
-            yield content, name, entry
-        else:
-            yield from _nested_entries(entry)
 
 
 def _same_under_another_name(entry, available: dict):

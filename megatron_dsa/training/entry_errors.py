@@ -12,7 +12,6 @@ import hashlib
 import json
 import linecache
 import os
-import pickle
 import re
 import shutil
 import sys
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 
 from megatron_dsa.errors import TRACEBACK_FLAG, DSAError
 from megatron_dsa.files.system_errors import sentence
-from megatron_dsa.training.checkpoint_files import TRACKER
+from megatron_dsa.training.checkpoint_files import TRACKER, damage_in
 
 #: Exit code of errors that the user has to mend.
 USAGE = 2
@@ -59,9 +58,6 @@ def told_in_a_sentence(argv: Sequence[str] | None = None) -> Iterator[None]:
         machine = _rerun_state_machine()
         if leaving.code in (_RERUN, _REJECTED) and machine is not None:
             _say(_after_a_rejected_result(machine, leaving.code))
-        elif leaving.code is None and "read_metadata" in _functions(leaving):
-            _say(f"{TRACKER} in the folder to load from holds no iteration: docs/guide/resume.md")
-            raise SystemExit(USAGE) from None
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
         if TRACEBACK_FLAG in (sys.argv if argv is None else argv):
@@ -178,19 +174,21 @@ def _lost_rank(error: BaseException) -> str | None:
 
 
 def _unreadable_checkpoint(error: BaseException) -> str | None:
-    """Errors of damaged files, which sizes do not show."""
+    """Errors of damaged files, which sizes do not show, and of files for another run."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
+    if (damage := damage_in(error)) is not None:
+        return (
+            f"the checkpoint cannot be read: {damage}. Copy it again, or take an earlier one "
+            "(docs/guide/resume.md)"
+        )
     cause = _cause(error)
-    damaged = isinstance(
-        cause, EOFError | OSError | pickle.UnpicklingError | CheckpointingException
-    ) or (isinstance(cause, RuntimeError) and "PytorchStreamReader" in str(cause))
-    if not damaged:
+    if not isinstance(cause, CheckpointingException):
         return None
-    reason = (str(cause).splitlines() or [""])[0] or "a file ends too early"
     return (
-        f"the checkpoint of --load cannot be read: {type(cause).__name__}: {reason}. Copy it "
-        "again, or load an earlier one with --ckpt-step (docs/guide/resume.md)"
+        f"the checkpoint of --load does not fit this run: {(str(cause).splitlines() or [''])[0]}: "
+        "give the model, optimizer and parallel sizes of then; if the optimizer is at fault, start "
+        "it anew with --no-load-optim"
     )
 
 

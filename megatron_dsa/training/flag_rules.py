@@ -13,6 +13,7 @@ import torch
 
 from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformerConfig
 from megatron_dsa.config_fields import option_fields
+from megatron_dsa.config_rules.sizes import TENSOR, share_rules
 from megatron_dsa.dispatch import on_meta
 from megatron_dsa.dispatch.packages import EMERGING_OPTIMIZERS
 from megatron_dsa.errors import require
@@ -43,9 +44,8 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "--multi-latent-attention is required: DSA is built on MLA",
     )
     yield from _graph_rules(args)
-    yield from _muon_rules(args)
+    yield from _optimizer_rules(args)
     packed, batch = args.dataloader_inter_document_masking, args.micro_batch_size
-    yield from _length_rules(args)
     yield (
         not packed or args.pipeline_model_parallel_size == 1 or batch == 1,
         "--micro-batch-size must be 1 with --dataloader-inter-document-masking and pipeline "
@@ -150,10 +150,13 @@ def _flag_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         args.csa_compress_ratios is not None or not given,
         f"{', '.join(given)}: has a meaning only with --csa-compress-ratios, add that",
     )
+    yield from _rank_rules(args)
 
 
-def _length_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    """Tensor- and context-parallel ranks hold equal parts of a microbatch."""
+def _rank_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    """Require sizes that ranks share equally."""
+    if args.seq_length is None:
+        return  # not validated: Megatron requires it
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     halves = 1 if context == 1 or args.dsa_cp_layout == "contiguous" else 2
     length, unit = args.seq_length, math.lcm(halves * context, context * tensor)
@@ -162,6 +165,16 @@ def _length_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         f"--seq-length must be a multiple of {unit} with --tensor-model-parallel-size {tensor} and "
         f"--context-parallel-size {context} (--dsa-cp-layout {args.dsa_cp_layout}), got {length}: "
         f"ranks hold equal parts of a sequence; use {length // unit * unit or unit}",
+    )
+    yield from share_rules(args, {"padded_vocab_size": TENSOR})
+    expert, stages = args.expert_model_parallel_size, args.pipeline_model_parallel_size
+    expert_tensor = args.expert_tensor_parallel_size or tensor
+    needed = expert * expert_tensor * stages
+    yield (
+        args.world_size % needed == 0,
+        f"--expert-model-parallel-size ({expert}) times --expert-tensor-parallel-size "
+        f"({expert_tensor}) times --pipeline-model-parallel-size ({stages}) must divide the number "
+        f"of processes, got {args.world_size}: start a multiple of {needed}, or give smaller sizes",
     )
 
 
@@ -180,29 +193,40 @@ def _fp8_parameter_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]
     )
 
 
-def _muon_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    """What a training with Muon needs."""
+def _optimizer_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    """What optimizers other than Adam need, and cannot."""
+    name, divided = f"--optimizer {args.optimizer}", "--use-distributed-optimizer"
     yield (
         args.lora_rank is None or args.optimizer not in MUON,
-        f"--optimizer {args.optimizer} must not be used with --lora-rank: Muon is for whole "
-        "matrices, not for their factors; take adam",
+        f"{name} must not be used with --lora-rank: Muon is for whole matrices, not for their "
+        "factors; take adam",
     )
-    if args.optimizer in MUON:
+    yield (
+        args.optimizer != "sgd" or not args.use_distributed_optimizer,
+        f"{divided} must not be used with {name}: megatron-core 0.19's holds the states of Adam "
+        "only; drop it, or take adam",
+    )
+    if args.optimizer not in ("adam", "sgd"):
         yield (
             not args.fp16,
-            f"--fp16 must not be used with --optimizer {args.optimizer}, which scales no losses: "
-            "take --bf16",
+            f"--fp16 must not be used with {name}, which scales no losses: take --bf16",
         )
         missing = EMERGING_OPTIMIZERS.problem()
+        yield missing is None, f"{name} needs the package emerging-optimizers: {missing}"
         yield (
-            missing is None,
-            f"--optimizer {args.optimizer} needs the package emerging-optimizers: {missing}",
+            args.optimizer != "soap" or args.save is None,
+            f"--save must not be used with {name}: megatron-core 0.19 saves states of the shape of "
+            "their parameter only; drop it, or take adam or muon",
+        )
+        yield (
+            args.optimizer in MUON or not args.use_layer_wise_distributed_optimizer,
+            f"{divided} must not be used with {name}: megatron-core 0.19's layer-wise optimizer "
+            "is of Muon only; drop it, or take adam or muon",
         )
         yield (
             args.bf16 or not args.use_layer_wise_distributed_optimizer,
-            f"--use-distributed-optimizer with --optimizer {args.optimizer} needs --bf16: "
-            "megatron-core 0.19's layer-wise optimizer fails in the first step without; add it, or "
-            "drop --use-distributed-optimizer",
+            f"{divided} with {name} needs --bf16: megatron-core 0.19's layer-wise optimizer fails "
+            f"in the first step without; add it, or drop {divided}",
         )
     yield (
         args.optimizer in MUON or args.dsa_muon_per_head == "none",

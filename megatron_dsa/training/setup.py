@@ -1,4 +1,4 @@
-"""What a training is made of: the model's configuration from parsed flags, and the forward step."""
+"""The model's configuration from parsed flags, and the forward step of a training."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import mpu
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
-from megatron.training import get_timers
+from megatron.training import get_args, get_timers
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
     gpt_config_from_args,
@@ -29,11 +30,30 @@ from megatron_dsa.training.model import DSAModelConfig
 def loss_function(
     loss_mask: torch.Tensor, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss sum over unmasked tokens, their number, and both for the log."""
+    """Return this rank's loss, the divisor of its gradient, and figures for the log.
+
+    Megatron's schedules divide by the divisor and average gradients over the ranks of context
+    parallelism, which hold parts of the same sequences: the divisor is the count of all of them,
+    and the loss is multiplied by their number. With ``--calculate-per-token-loss`` Megatron itself
+    sums the counts of all ranks.
+
+    Args:
+        loss_mask: ``[b, s]`` of this rank's tokens, 0 for tokens outside the loss.
+        losses: ``[b, s]``, per token.
+
+    Returns:
+        the sum over unmasked tokens (times the context-parallel ranks), int32 count of unmasked
+        tokens, and ``{"lm loss": [sum, count]}`` of this rank's tokens.
+    """
     mask = loss_mask.reshape(-1).float()
     total = torch.sum(losses.reshape(-1).float() * mask)
     tokens = mask.sum().to(torch.int)
-    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
+    log = {"lm loss": torch.stack([total.detach(), tokens.float()])}
+    ranks = mpu.get_context_parallel_world_size()
+    if ranks > 1 and not get_args().calculate_per_token_loss:
+        total = total * ranks
+        torch.distributed.all_reduce(tokens, group=mpu.get_context_parallel_group())
+    return total, tokens, log
 
 
 def forward_step(data_iterator, model, return_schedule_plan: bool = False) -> tuple[Any, Callable]:
@@ -67,6 +87,18 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False) -> tu
     return losses, functools.partial(loss_function, batch["loss_mask"])
 
 
+def transformer_config_from_args(args) -> DSATransformerConfig | CSATransformerConfig:
+    """Return the transformer configuration that Megatron's validated arguments describe."""
+    mla = core_transformer_config_from_args(args)
+    apply_yarn_flags(args, mla)
+    options = options_from_args(args)
+    if args.csa_compress_ratios is not None:
+        csa = field_values(CSATransformerConfig, args)
+        return CSATransformerConfig.from_mla(mla, options, **csa)
+    own = field_values(DSATransformerConfig, args)
+    return DSATransformerConfig.from_mla(mla, options, **own)
+
+
 def model_config_from_args(args) -> DSAModelConfig:
     """Return the :class:`.DSAModelConfig` that the parsed flags describe."""
     check_flags(args)
@@ -74,15 +106,7 @@ def model_config_from_args(args) -> DSAModelConfig:
     TIMES.on = args.dsa_time_operations
     if args.dsa_log_dispatch:
         log_all_candidates()
-    mla = core_transformer_config_from_args(args)
-    apply_yarn_flags(args, mla)
-    options = options_from_args(args)
-    if args.csa_compress_ratios is not None:
-        csa = field_values(CSATransformerConfig, args)
-        config = CSATransformerConfig.from_mla(mla, options, **csa)
-    else:
-        own = field_values(DSATransformerConfig, args)
-        config = DSATransformerConfig.from_mla(mla, options, **own)
+    config = transformer_config_from_args(args)
     model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)
     model.lists_optimizers = args.optimizer in MUON
     if args.dsa_load_hf is not None:

@@ -5,14 +5,19 @@ import torch
 from megatron_dsa.config import DSAOptions
 from tests.host import small_config, small_csa_config, start
 
+VOCABULARY = 96
+
 
 def gpt(config):
     """A small GPT model of ``config`` with weights large enough to matter."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_dsa.specs import dsa_block_spec
+    from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
-    model = GPTModel(config, dsa_block_spec(config), 96, 64, position_embedding_type="rope")
+    model = GPTModel(
+        config, dsa_block_spec(config), VOCABULARY, 64, position_embedding_type="rope",
+        mtp_block_spec=dsa_mtp_block_spec(config),
+    )  # fmt: skip
     model = model.to(start(), config.params_dtype).train()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -26,7 +31,7 @@ def gpt(config):
 def tokens(seed, batch=1):
     """Draw a microbatch."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 96, (batch, 64), generator=generator).to(start())
+    return torch.randint(0, VOCABULARY, (batch, 64), generator=generator).to(start())
 
 
 def forward(model, seed):

@@ -5,7 +5,7 @@ import torch
 
 from tests.functional.cases.run import prepare_data
 from tests.functional.checkpoint_reader import gradients_of_first_step
-from tests.functional.launch import ENTRY_POINT, REPOSITORY, train
+from tests.functional.launch import REPOSITORY, train
 
 ONE_STEP = {"--train-iters": 1, "--save-interval": 1, "--finetune": True}
 
@@ -76,8 +76,8 @@ def started(source, tmp_path_factory):
 def steps_of(data, tmp_path_factory):
     """Function that prepares a model (changes to :data:`TINY`) and returns its ``one_step``.
 
-    ``one_step(changes, ranks, module)`` takes one step from a checkpoint of random weights and
-    returns the log line, all gradients and the run; ``module`` is what is run.
+    ``one_step(changes, ranks)`` takes one step from a checkpoint of random weights and returns the
+    log line, all gradients and the run.
     """
 
     def prepare(model=None):
@@ -86,10 +86,10 @@ def steps_of(data, tmp_path_factory):
         # A few steps, so that nothing is at its initial 0.
         train(model | {"--save": start, "--train-iters": 3, "--save-interval": 3})
 
-        def one_step(changes=None, ranks=1, module=ENTRY_POINT):
+        def one_step(changes=None, ranks=1):
             directory = tmp_path_factory.mktemp("step")
             flags = model | {"--load": start, "--save": directory} | ONE_STEP
-            result = train(flags | (changes or {}), ranks=ranks, module=module)
+            result = train(flags | (changes or {}), ranks=ranks)
             return result.steps[0], gradients_of_first_step(directory), result
 
         return one_step

@@ -42,7 +42,6 @@ def stages(layout):
     return {"--pipeline-model-parallel-size": 2, "--pipeline-model-parallel-layout": layout}
 
 
-EVEN_MTP = "tests.functional.even_mtp"
 #: Trap 19: the first stage has a window layer only, and no indexer.
 NO_INDEXER_IN_FIRST_STAGE = stages("Et|ttmL")
 SHARED_LAYOUTS = (
@@ -57,9 +56,7 @@ HYBRID_LAYOUTS = {name: LAYOUTS[name] for name in SHARED_LAYOUTS} | {
     # Trap 20: two microbatches are in flight.
     "PP2 with full recompute": (stages("Ett|tmL") | FULL_RECOMPUTE, 2),
     "per-token loss": ({"--calculate-per-token-loss": True}, 1),
-    "TP2 by heads and CP2, per-token loss": (
-        TP2_HEADS | CP2 | {"--calculate-per-token-loss": True}, 4, EVEN_MTP,
-    ),
+    "TP2 by heads and CP2": (TP2_HEADS | CP2, 4),
 }  # fmt: skip
 NO_MTP = {"--mtp-num-layers": None, "--csa-compress-ratios": HYBRID["--csa-compress-ratios"][:3]}
 

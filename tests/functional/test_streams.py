@@ -50,8 +50,6 @@ V4 = {
 PREDICTION = STREAMS | {"--mtp-num-layers": 2}
 V4_PREDICTION = V4 | {"--mtp-num-layers": 1, "--csa-compress-ratios": [0, 4, 16, 4]}
 PP2 = {"--pipeline-model-parallel-size": 2}
-#: An entry point in which the mean prediction loss is that of all context-parallel ranks.
-EVEN_MTP = "tests.functional.even_mtp"
 INTERLEAVED = PP2 | {"--num-layers-per-virtual-pipeline-stage": 1}
 #: What streams do without prediction; PREDICTION_LAYOUTS have all layouts of the same layers.
 STREAM_LAYOUTS = {
@@ -78,7 +76,7 @@ SHARED_LAYOUTS = (
 )
 PREDICTION_LAYOUTS = {name: LAYOUTS[name] for name in SHARED_LAYOUTS} | {
     "TP2 by heads": (TP2_HEADS, 2),
-    "CP2, full recompute, per-token loss": (CP2 | FULL_RECOMPUTE | PER_TOKEN, 2, EVEN_MTP),
+    "CP2, full recompute": (CP2 | FULL_RECOMPUTE, 2),
     "PP2": (PP2, 2),
     "PP2 interleaved, full recompute": (INTERLEAVED | FULL_RECOMPUTE, 2),
     "PP2 interleaved, TP2 by sequence": (INTERLEAVED | TP2_SEQUENCE, 4),
@@ -97,7 +95,7 @@ PREDICTION_LAYOUTS = {name: LAYOUTS[name] for name in SHARED_LAYOUTS} | {
 }  # fmt: skip
 V4_PREDICTION_LAYOUTS = {
     "TP2 by sequence": (TP2_SEQUENCE, 2),
-    "TP2 by heads and CP2, per-token loss": (TP2_HEADS | CP2 | PER_TOKEN, 4, EVEN_MTP),
+    "TP2 by heads and CP2, per-token loss": (TP2_HEADS | CP2 | PER_TOKEN, 4),
     "PP2 with full recompute": (
         PP2 | {"--pipeline-model-parallel-layout": "Ett|tmL"} | FULL_RECOMPUTE, 2,
     ),

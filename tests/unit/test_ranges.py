@@ -34,7 +34,9 @@ REFUSED = """--hidden-size 0|--num-layers 0|--num-layers -1|--num-layers 1000000
 --lion-beta1 1|--muon-momentum -0.1|--save-retain-interval 0|--non-persistent-save-interval 0
 --dsa-packed-documents 0|--dsa-workspace-mib -1|--distributed-timeout-minutes 0
 --moe-expert-capacity-factor 0|--moe-input-jitter-eps -1|--glu-linear-offset nan
---eval-interval 0|--exit-interval 0|--dsa-dry-run-world 10000000000|--num-experts 0"""
+--eval-interval 0|--exit-interval 0|--dsa-dry-run-world 10000000000|--num-experts 0
+--train-iters -1|--o-groups 0|--csa-compress-ratios -4
+--hc-mult 1000000000000|--q-lora-rank 100000000000000000000|--dsa-workspace-mib 100000000000000"""
 CASES = [case.split() for case in REFUSED.replace("\n", "|").split("|")]
 
 

@@ -210,6 +210,42 @@ def test_other_adapters_are_refused(changes, message, tmp_path):
         import_adapter(model, tmp_path, V3)
 
 
+@pytest.mark.parametrize("method", ["pissa", "olora"])
+def test_adapters_that_changed_the_base(method, tmp_path, monkeypatch):
+    """As PEFT makes and trains them: refused, and taken when PEFT has converted them."""
+    peft = pytest.importorskip("peft")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = tiny_config()
+    settings = peft.LoraConfig(
+        init_lora_weights=method, r=RANK, lora_alpha=ALPHA, target_modules=["o_proj"]
+    )
+    theirs = peft.get_peft_model(published(config, tmp_path / "base"), settings)
+    theirs.peft_config["default"].init_lora_weights = True
+    theirs.save_pretrained(tmp_path / "start")
+    theirs.peft_config["default"].init_lora_weights = method
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(1.3)  # a training
+        reference = theirs.eval()(tokens()).logits
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = adapted_model(config, ("o_proj",))
+    with pytest.raises(ConfigError, match="path_initial_model_for_weight_conversion"):
+        import_adapter(ours, tmp_path / "adapter", V3)
+
+    theirs.save_pretrained(
+        tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "start")
+    )
+    said = json.loads((tmp_path / "converted" / "adapter_config.json").read_text())
+    options = DSAOptions(
+        lora_rank=said["r"], lora_alpha=said["lora_alpha"], lora_targets=("o_proj",)
+    )
+    ours = tiny_model(config, dsa=options, dsa_indexer_loss_coeff=1.0)
+    import_model(ours, tmp_path / "base")
+    import_adapter(ours, tmp_path / "converted", V3)
+    assert relative_error(logits_of(ours, tokens()), reference) < 1e-5
+
+
 def test_all_settings_of_peft_are_known():
     """Those of the version that is installed; a new one is looked at before it is named."""
     peft = pytest.importorskip("peft")

@@ -75,6 +75,7 @@ def test_norms_around_one_are_not_exported(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(config)
     saved = {"args": argparse.Namespace(layernorm_zero_centered_gamma=True)}
     monkeypatch.setattr(commands, "distributed_checkpoint", lambda *_args: tmp_path)
+    monkeypatch.setattr(commands, "entries_of", lambda _path: ["decoder.layers.0.indexer.wk"])
     monkeypatch.setattr(commands.dist_checkpointing, "load_common_state_dict", lambda _path: saved)
     paths = ["--input", "run", "--config", str(tmp_path), "--output", str(tmp_path / "out")]
     with pytest.raises(ConfigError, match="trained with --apply-layernorm-1p"):

@@ -183,6 +183,34 @@ def test_two_descriptions_of_rope_are_read_as_transformers_reads_them(kind, keys
     assert any("as by transformers" in note for note in hf.remarks) == two
 
 
+LISTED = {"num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "full"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "note"),
+    [
+        (tiny_config("glm_moe_dsa", **LISTED, index_topk_pattern="FFSF"), None),
+        (tiny_config("glm_moe_dsa", **LISTED, index_topk_freq=2, index_skip_topk_offset=2), None),
+        (tiny_config("glm_moe_dsa", **LISTED, index_topk_pattern="FFFF"), "indexer_types"),
+        (
+            tiny_config("glm_moe_dsa", **LISTED, index_topk_freq=2, index_skip_topk_offset=1),
+            "indexer_types is used, as by transformers, and not index_topk_freq",
+        ),
+        (tiny_v4(layer_types=["sliding_attention"] * 4), "layer_types is used"),
+    ],
+)
+def test_lists_that_contradict_each_other_are_noted(config, note):
+    config_class, _ = transformers_classes(config["model_type"])
+    hf = parse_config(config)
+    assert bool(hf.remarks) == (note is not None)
+    assert all(note in remark for remark in hf.remarks)
+    if "indexer_types" in config:
+        settings = {name: value for name, value in config.items() if name != "model_type"}
+        assert config_class(**settings).indexer_types == config["indexer_types"]
+    else:
+        assert hf.fields["csa_compress_ratios"] == [0] * 4
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -192,6 +220,7 @@ def test_two_descriptions_of_rope_are_read_as_transformers_reads_them(kind, keys
         ),
         ({"num_local_experts": 4}, "num_local_experts = 4: contradicts n_routed_experts = 8"),
         ({"num_experts": 4}, "num_experts = 4: contradicts n_routed_experts = 8"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2: contradicts num_attention_heads"),
         ({"head_dim": 24}, "head_dim = 24: contradicts qk_rope_head_dim = 8"),
         ({"qk_head_dim": 24}, "qk_head_dim = 24: contradicts qk_nope_head_dim"),
         (

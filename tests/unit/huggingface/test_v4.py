@@ -247,11 +247,20 @@ def test_what_is_not_understood_is_refused(changes, message):
 NO_YARN = {"rope_scaling": {"type": "default"}}
 
 
-@pytest.mark.parametrize("rope", [{}, NO_YARN], ids=["yarn", "plain"])
+#: transformers takes rope_scaling.
+BOTH = {"rope_parameters": {"rope_type": "default"}}
+
+
+@pytest.mark.parametrize("rope", [{}, NO_YARN, BOTH], ids=["yarn", "plain", "both"])
 def test_attention_equals_that_of_transformers(rope, tmp_path):
     """Layer by layer on the same input: a window, a CSA and a HCA layer."""
     theirs = published(transformers_v4(**rope), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
+    if rope == BOTH:
+        config = {name: x for name, x in config.items() if name != "rope_parameters"}
+        given = transformers_v4(**rope)
+        config |= {name: given[name] for name in given if "rope" in name}
+        (tmp_path / "config.json").write_text(json.dumps(config))
     ours = tiny_model(config | {"num_nextn_predict_layers": 0})
     report = import_model(ours, tmp_path, without=["hyper-connections"])
     assert not report.fresh and not report.rounded and not report.unused

@@ -49,16 +49,18 @@ def training_log(monkeypatch):
         monkeypatch.setattr(
             sys.modules["megatron.training"], "get_tensorboard_writer", lambda: board
         )
+        monkeypatch.setattr(sys.modules["megatron.training"], "get_args", lambda: args)
         install_logging(config, "cpu")
 
-        def step(iteration, skipped=False):
+        def step(iteration, skipped=False, first=False):
             losses = {"lm loss": torch.tensor([float(iteration)])}
             before = len(lines)
             # losses, totals, learning rate, iteration, loss scale, memory, skipped, gradient norm,
             # parameter norm, zeros, largest logit
             training.training_log(
-                losses, total, 0.1, iteration, 1.0, False, int(skipped), 1.0, None, None, None
-            )
+                losses, total, 0.1, iteration, 1.0, False, int(skipped), 1.0, None, None, None,
+                is_first_iteration=first,
+            )  # fmt: skip
             return parse_steps(lines[-1])[0] if len(lines) > before else None
 
         step.board = board
@@ -103,6 +105,24 @@ def test_means_are_over_the_iterations_that_have_a_figure(training_log):
         assert step(iteration, skipped=True) is None
     line = step(12, skipped=True)
     assert MASS not in line and line["number of skipped iterations"] == 4
+
+
+@pytest.mark.parametrize("config", [small_config(), small_csa_config(0)], ids=["indexer", "none"])
+@pytest.mark.parametrize(
+    ("interval", "start", "lines"),
+    [
+        (1, 1, {1: 1, 2: 2, 3: 3}),
+        (1, 6, {6: 6, 7: 7}),  # resumed
+        (2, 6, {6: 6, 8: 7.5}),
+        (2, 1, {1: 1, 2: 1.5, 4: 3.5}),  # the first interval begins with the step that is shown
+    ],
+)
+def test_the_first_step_is_in_one_line_only(config, interval, start, lines, training_log):
+    """Megatron's own log prints 1.5 as the second step, as if a run resumed wrongly."""
+    step = training_log(config, interval)
+    steps = range(start, max(lines) + 1)
+    logged = {n: line["lm loss"] for n in steps if (line := step(n, first=n == start))}
+    assert logged == lines
 
 
 def test_means_over_layers_and_microbatches(training_log):

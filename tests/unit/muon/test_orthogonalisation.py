@@ -69,18 +69,26 @@ def test_a_step_equals_the_reference(rows, columns, pattern, coefficients):
         assert relative_error(whole - 1, expected - 1) > 0.1
 
 
-def test_adaptive_muon_reads_the_same_marks():
+@pytest.mark.parametrize("pattern", [(8,), (6, 10), None])
+def test_a_step_of_adaptive_muon_equals_the_reference(pattern):
+    """The second moment divides each orthogonalised block; the block's scale follows."""
     host.start()
     from megatron_dsa.muon.optimizer import BlockAdaptiveMuon
 
-    gradient = full_gradient(32, 24)
-    parameter = marked(gradient, (8,))
+    gradient = full_gradient(32, 12)
+    parameter = marked(gradient, pattern)
     optimizer = BlockAdaptiveMuon(
-        [parameter], lr=LR, fp32_matmul_prec="high", is_qkv_fn=lambda p: False
-    )
-    update = optimizer.orthogonalize(parameter, gradient)
-    expected = scaled_blocks(gradient, [8] * 4, COEFFICIENTS["quintic"], 1.0)
-    assert relative_error(update, expected) < 1e-4
+        [parameter], lr=LR, weight_decay=DECAY, fp32_matmul_prec="high", beta2=0.9, nesterov=False,
+        extra_scale_factor=EXTRA, is_qkv_fn=lambda p: False,
+    )  # fmt: skip
+    optimizer.step()
+    sizes = [32] if pattern is None else list(pattern) * (32 // sum(pattern))
+    whole = scaled_blocks(gradient, sizes, COEFFICIENTS["quintic"], EXTRA)
+    scale = torch.cat([torch.full((size, 1), max(size, 12) ** 0.5 * EXTRA) for size in sizes])
+    update = whole / scale
+    update = update / ((0.1 * update.square()).sqrt() + 1e-8) * scale
+    expected = 1 - LR * DECAY - LR * update
+    assert relative_error(parameter.detach() - 1, expected - 1) < 1e-4
 
 
 ROWS, COLUMNS = 32, 24

@@ -1,6 +1,7 @@
 """The package that Muon needs, and settings that have no meaning without it."""
 
 import importlib.util
+import re
 import types
 
 import pytest
@@ -11,7 +12,8 @@ from megatron_dsa.errors import ConfigError
 
 MUON = types.SimpleNamespace(
     optimizer="muon", dsa_muon_per_head="none", bf16=True,
-    use_layer_wise_distributed_optimizer=True, lora_rank=None,
+    use_layer_wise_distributed_optimizer=True, lora_rank=None, fp16=False, save=None,
+    use_distributed_optimizer=False,
 )  # fmt: skip
 
 
@@ -28,10 +30,10 @@ def installed(monkeypatch):
 
 
 def complaints(**changes):
-    from megatron_dsa.training.flag_rules import _muon_rules
+    from megatron_dsa.training.flag_rules import _optimizer_rules
 
     args = types.SimpleNamespace(**(vars(MUON) | changes))
-    return [message for ok, message in _muon_rules(args) if not ok]
+    return [message for ok, message in _optimizer_rules(args) if not ok]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,24 @@ def test_settings_without_a_meaning(installed):
     (complaint,) = complaints(bf16=False)
     assert "--use-distributed-optimizer with --optimizer muon needs --bf16" in complaint
     assert complaints(bf16=False, use_layer_wise_distributed_optimizer=False) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"optimizer": "sgd", "use_distributed_optimizer": True}, "with --optimizer sgd: .* adam"),
+        ({"optimizer": "lion"}, "--use-distributed-optimizer must not .* with --optimizer lion"),
+        ({"optimizer": "soap", "save": "there", "use_layer_wise_distributed_optimizer": False},
+         "--save must not be used with --optimizer soap"),
+        ({"optimizer": "lion", "fp16": True, "use_layer_wise_distributed_optimizer": False},
+         "--fp16 must not be used with --optimizer lion"),
+    ],
+)  # fmt: skip
+def test_optimizers_that_would_die_in_a_step_or_a_save(flags, message, installed):
+    """Megatron's errors there name no flag."""
+    installed("0.3.0")
+    (complaint,) = complaints(**flags)
+    assert re.search(message, complaint)
 
 
 def test_rows_that_do_not_fit_stop_the_start():

@@ -12,8 +12,13 @@ from tests.ranks import spawn
 LAYERS = 3
 
 
-def build(dtype, distributed, seed=0, frozen=False):
-    """Return DDP-wrapped linears in several buckets, and Megatron's optimizer for them."""
+def build(dtype, distributed, seed=0, frozen=False, chain=False, **settings):
+    """Return DDP-wrapped linears in several buckets, and Megatron's optimizer for them.
+
+    Args:
+        chain: return all optimizers of a model that has several.
+        settings: of the optimizer.
+    """
     host.start()
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -30,15 +35,16 @@ def build(dtype, distributed, seed=0, frozen=False):
     # Sizes that are no multiple of a bucket's alignment.
     linears = torch.nn.Sequential(*(torch.nn.Linear(7, 11, dtype=dtype) for _ in range(LAYERS)))
     linears.requires_grad_(not frozen)
-    settings = DistributedDataParallelConfig(
+    layout = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed, overlap_grad_reduce=True, bucket_size=50
     )
-    model = DistributedDataParallel(config, settings, linears)
-    settings = OptimizerConfig(
-        optimizer="adam", lr=1e-2, bf16=bf16, use_distributed_optimizer=distributed, clip_grad=0.0,
-        weight_decay=0.1, params_dtype=dtype,
-    )  # fmt: skip
-    return model, get_megatron_optimizer(settings, [model]).chained_optimizers[0]
+    model = DistributedDataParallel(config, layout, linears)
+    defaults = {
+        "optimizer": "adam", "lr": 1e-2, "bf16": bf16, "use_distributed_optimizer": distributed,
+        "clip_grad": 0.0, "weight_decay": 0.1, "params_dtype": dtype,
+    }  # fmt: skip
+    optimizer = get_megatron_optimizer(OptimizerConfig(**defaults | settings), [model])
+    return model, optimizer if chain else optimizer.chained_optimizers[0]
 
 
 def step(model, optimizer, seed):
@@ -132,31 +138,73 @@ def test_states_that_a_checkpoint_lacks_are_named():
     _redirect_optimizers(state, "somewhere", {key: entry})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", FORMATS)
-def test_loaded_optimizer_continues(kind, dtype, tmp_path):
-    """Trap 28: the third step after two, saved and loaded, equals the third of one run."""
+LAYER_WISE = {"use_layer_wise_distributed_optimizer": True}
+MUON, ADAPTIVE = {"optimizer": "muon"}, {"optimizer": "adaptive_muon"}
+#: Every optimizer that the README or a page names, and those of Megatron's that save: settings,
+#: formats of checkpoints, states of a parameter. fp32 and bf16, but layer-wise ones.
+OPTIMIZERS = {
+    "adam": ({}, FORMATS, {"exp_avg", "exp_avg_sq", "step"}),
+    "adam-l2": ({"decoupled_weight_decay": False}, FORMATS, {"exp_avg", "exp_avg_sq", "step"}),
+    "sgd": ({"optimizer": "sgd"}, ["plain"], {"momentum_buffer"}),
+    "sgd-0": ({"optimizer": "sgd", "sgd_momentum": 0.0}, ["plain"], set()),
+    "muon": (MUON, ["plain"], {"momentum_buffer"}),
+    "muon-lion": (MUON | {"muon_scalar_optimizer": "lion"}, ["plain"], {"momentum_buffer"}),
+    "muon-layers": (MUON | LAYER_WISE, ["plain"], {"momentum_buffer"}),
+    "adaptive_muon": (ADAPTIVE, ["plain"], {"momentum_buffer", "moment2_buffer"}),
+    "adaptive_muon-layers": (
+        ADAPTIVE | LAYER_WISE, ["plain"], {"momentum_buffer", "moment2_buffer"},
+    ),
+    "lion": ({"optimizer": "lion"}, ["plain"], {"exp_avg"}),
+}  # fmt: skip
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def inner(optimizer):
+    """Return torch's optimizers in one of Megatron's, those with states of matrices first."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"),
+    [
+        (name, kind, dtype)
+        for name, (settings, kinds, _) in OPTIMIZERS.items()
+        for kind in kinds
+        for dtype in DTYPES
+        if dtype == "bf16" or not LAYER_WISE.items() <= settings.items()
+    ],
+)
+def test_loaded_optimizer_continues(name, kind, dtype, tmp_path):
+    """Trap 28, 40: steps after two, saved and loaded, equal those of one run to the bit."""
+    settings, _, held = OPTIMIZERS[name]
+    if name not in ("adam", "adam-l2", "sgd", "sgd-0"):
+        pytest.importorskip("emerging_optimizers", minversion="0.3")
+        host.start()
+        from megatron_dsa.patches.muon import read_marks_of_muon
+
+        read_marks_of_muon()
     distributed, metadata = FORMATS[kind]
-    model, optimizer = build(dtype, distributed)
+    settings = {"chain": True, **settings}
+    model, optimizer = build(DTYPES[dtype], distributed, **settings)
     for seed in (1, 2):
         step(model, optimizer, seed)
     metadata = {**metadata, "chained_optim_avoid_prefix": True}
-    other, other_optimizer = build(dtype, distributed, seed=1)
+    other, other_optimizer = build(DTYPES[dtype], distributed, seed=1, **settings)
     save_and_load(model, optimizer, other, other_optimizer, tmp_path, metadata)
     for seed in (3, 4):
         step(model, optimizer, seed)
         step(other, other_optimizer, seed)
-    steps = [state["step"].item() for state in other_optimizer.optimizer.state.values()]
-    assert len(steps) == 2 * LAYERS and set(steps) == {4.0}
-    for (name, one), (_, two) in zip(
+    for (parameter, one), (_, two) in zip(
         model.named_parameters(), other.named_parameters(), strict=True
     ):
-        assert one.equal(two), name
-    states = zip(
-        optimizer.optimizer.state.values(), other_optimizer.optimizer.state.values(), strict=True
-    )
-    for one, two in states:
-        assert all(value.equal(two[key]) for key, value in one.items())
+        assert one.equal(two), parameter
+    states, others = ([x for each in inner(it) for x in each.state.values()]
+                      for it in (optimizer, other_optimizer))  # fmt: skip
+    assert set(states[0]) == held if held else not any(states)
+    for one, two in zip(states, others, strict=True):
+        assert set(one) == set(two) and all(value.equal(two[key]) for key, value in one.items())
+        assert one.get("step", 4) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from megatron.core.transformer import cuda_graphs
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.sequence import causal_mask
@@ -36,7 +37,11 @@ WRONG = {
     "True where keys are seen": ~causal(1, 1),
     "numbers": causal(1, 1).float(),
     "one per key": torch.ones(2, ROWS, dtype=torch.bool),
-    "padding, one per key": torch.zeros(2, 1, 1, ROWS, dtype=torch.bool),
+    "no padding, one per key": torch.zeros(2, 1, 1, ROWS, dtype=torch.bool),
+    "right padding": left_padded().flip(-1),
+    "padding behind": causal(2, 1) | (torch.arange(ROWS) >= 9),
+    "added to scores": torch.zeros(2, 1, ROWS, ROWS).masked_fill(causal(2, 1), float("-inf")),
+    "integers": causal(1, 1).long(),
     "other length": causal(1, 1, rows=8),
 }
 
@@ -59,6 +64,20 @@ def test_causal_masks_are_taken_and_read_once(leading, monkeypatch):
     mask[..., 3, 1] = True  # in place: read again
     with pytest.raises(ConfigError, match="attention_mask"):
         require_causal_mask(mask, ROWS, Sharding(), packed=False)
+
+
+@pytest.mark.parametrize("state", ["warmup", "capture"])
+def test_masks_of_a_capture_are_not_read(state):
+    """Megatron passes buffers without content, or on every rank the mask of the first tokens."""
+    module = attention_module(small_config())
+    x, mask = hidden_like(module, ROWS), WRONG["full"]
+    getattr(cuda_graphs, f"_set_{state}_start")()
+    try:
+        module(x, mask)
+    finally:
+        getattr(cuda_graphs, f"_set_{state}_end")()
+    with pytest.raises(ConfigError, match="attention_mask"):
+        module(x, mask)
 
 
 @pytest.mark.parametrize("layout", CP_LAYOUTS)

@@ -19,6 +19,7 @@ from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.layout import Layout, bshd_layout, packed_layout
 from megatron_dsa.sequence.sharding import KeyOwnership, Sharding, sharded_layout
+from tests.host import attention_module, hidden_like, packed, small_config
 from tests.processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -102,6 +103,16 @@ def test_samples_of_ranks_are_refused(keys):
         layout_from_megatron(8, 1, CPU, params, keys)
     params.tokens_per_sample = 16
     layout_from_megatron(8, 1, CPU, params, keys)
+
+
+@pytest.mark.parametrize("layout", ["zigzag_rows", "contiguous"])
+def test_predictions_of_packed_documents_need_zigzag(layout):
+    """Megatron shifts their targets from rank to rank."""
+    module = attention_module(small_config(mtp_num_layers=1))
+    sharding = Sharding(cp=2, cp_layout=layout)
+    module.ranks = dataclasses.replace(module.ranks, sharding=sharding)
+    with pytest.raises(ConfigError, match="--dsa-cp-layout must be zigzag with packed_seq_params"):
+        module(hidden_like(module, 8), None, packed_seq_params=packed(7, 9))
 
 
 @pytest.mark.parametrize("max_seqlen", [None, 8, 16, 99])

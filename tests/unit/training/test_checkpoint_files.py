@@ -8,7 +8,8 @@ import torch
 from torch.distributed import checkpoint
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.training.checkpoint_files import TRACKER, check_files
+from megatron_dsa.patches.tracker_file import keep_tracker_file_whole
+from megatron_dsa.training.checkpoint_files import TRACKER, check_files, read_tracker
 from megatron_dsa.training.checkpoints import checkpoint_directory, distributed_checkpoint
 
 
@@ -43,12 +44,55 @@ def test_whole_checkpoints_are_found(root):
     assert found(root) is None
 
 
-@pytest.mark.parametrize("content, says", [("", "is empty"), ("abc", "'abc'"), ("-3", "'-3'")])
-def test_tracker_without_an_iteration(content, says, root):
+DAMAGED = [("", "is empty"), ("abc", "'abc'"), ("-3", "'-3'"), ("\0\0", r"'\x00\x00'")]
+
+
+@pytest.mark.parametrize("content, says", DAMAGED)
+def test_a_damaged_tracker_stands_for_the_last_whole_checkpoint(content, says, root, capsys):
+    """As a kill leaves it; rank 0 says so, once, and every rank finds the same one."""
     (root / TRACKER).write_text(content)
-    with pytest.raises(ConfigError, match=f"{TRACKER} .*{says}.*Saved there: 1, 2") as raised:
+    (root / "iter_0000003").mkdir()  # a save had begun
+    assert found(root) == found(root) == root / "iter_0000002"
+    (line,) = capsys.readouterr().out.splitlines()
+    assert says in line and f"it stands for the last whole checkpoint of {root}, 2 (" in line
+    assert found(root, step=1) == root / "iter_0000001"
+
+
+def test_what_a_damaged_tracker_falls_back_to(root):
+    (root / TRACKER).write_text("")
+    cut(root / "iter_0000002" / "__0_0.distcp")
+    assert found(root) == root / "iter_0000001"
+    (root / "iter_0000001").rename(root / "release")
+    (root / TRACKER).write_text("x")
+    assert found(root) == root / "release"
+    cut(root / "release" / "__0_0.distcp")
+    (root / TRACKER).write_text("y")
+    with pytest.raises(ConfigError, match=r"holds 'y'.* no whole checkpoint to take"):
         found(root)
-    assert "number of an iteration" in str(raised.value)
+
+
+def test_megatron_reads_and_writes_the_tracker_whole(root, monkeypatch):
+    """Killed at any time, it leaves what was there: Megatron's own writing left an empty file."""
+    from megatron.training import checkpointing
+
+    monkeypatch.setattr(checkpointing, "maybe_msc", checkpointing.maybe_msc)
+    keep_tracker_file_whole(read_tracker)
+    tracker = root / TRACKER
+    tracker.write_text("")
+    assert checkpointing.read_metadata(str(tracker)) == (2, False)
+    tracker.write_text("1")
+    with checkpointing.maybe_msc.open(str(tracker), "w") as file:
+        file.write("2")
+        assert tracker.read_text() == "1"
+    assert checkpointing.read_metadata(str(tracker)) == (2, False)
+    with pytest.raises(KeyboardInterrupt), checkpointing.maybe_msc.open(str(tracker), "w") as file:
+        file.write("3")
+        raise KeyboardInterrupt
+    assert tracker.read_text() == "2"
+    # Other files as before.
+    with checkpointing.maybe_msc.open(str(root / "other"), "w") as file:
+        file.write("text")
+    assert (root / "other").read_text() == "text"
 
 
 def cut(path):
@@ -78,7 +122,7 @@ def test_damaged_files(name, damage, says, root):
     with pytest.raises(ConfigError) as raised:
         found(root)
     assert f"iter_0000002/{says}" in str(raised.value)
-    assert "load another one with --ckpt-step (1; docs/guide/resume.md)" in str(raised.value)
+    assert "add --ckpt-step 1 to take iteration 1, or copy it again" in str(raised.value)
     assert found(root, step=1) == root / "iter_0000001"
 
 
@@ -102,9 +146,19 @@ def test_the_only_checkpoint_has_no_other_beside_it(root):
         check_files(root / "iter_0000002")
 
 
+def test_another_one_that_is_damaged_is_not_recommended(root):
+    empty(root / "iter_0000001" / "__0_0.distcp")
+    cut(root / "iter_0000002" / "__0_0.distcp")
+    with pytest.raises(ConfigError, match="there is no other beside it: copy it again"):
+        found(root)
+
+
 def test_other_formats_are_left_to_megatron(tmp_path):
     (tmp_path / "iter_0000002" / "mp_rank_00").mkdir(parents=True)
     check_files(tmp_path / "iter_0000002")
+    (tmp_path / "iter_0000003").mkdir()
+    with pytest.raises(ConfigError, match=r"iter_0000003 holds no checkpoint.*--ckpt-step 2"):
+        check_files(tmp_path / "iter_0000003")
 
 
 def test_one_rank_looks_at_the_files(root, monkeypatch):

@@ -14,7 +14,6 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from megatron_dsa import pretrain
 from megatron_dsa.errors import ConfigError, FallbackError
-from megatron_dsa.training.checkpoint_files import TRACKER
 from megatron_dsa.training.entry_errors import explain, told_in_a_sentence
 from tests.functional.launch import TINY, command_line
 from tests.host import parsed
@@ -160,14 +159,21 @@ def test_a_rank_that_is_lost(text, monkeypatch, capsys):
 
 
 def test_a_checkpoint_that_is_damaged_inside():
-    """Bytes that sizes do not show."""
+    """Bytes that sizes do not show, and a whole checkpoint of another run."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
 
-    def load_checkpoint():
-        raise EOFError
+    def load_checkpoint(error):
+        raise error
 
-    with pytest.raises(SystemExit) as leaving, told_in_a_sentence([]):
-        load_checkpoint()
-    assert leaving.value.code == 2
+    def said(error):
+        with pytest.raises(type(error)) as raised:
+            load_checkpoint(error)
+        return explain(raised.value).message
+
+    assert said(EOFError()).startswith("the checkpoint cannot be read: EOFError: a file ends too")
+    other = said(CheckpointingException("flattened_range is not supported."))
+    assert "does not fit this run: flattened_range" in other and "--no-load-optim" in other
+    assert "Copy it again" not in other
 
 
 def test_scaling_factors_that_are_pickled():
@@ -211,16 +217,6 @@ def test_an_optimizer_of_another_learning_rate():
     message = explain(raised.value).message
     assert "other learning rates" in message and "--no-load-optim" in message
     assert "\n" not in message
-
-
-def test_a_tracker_that_megatron_reads_is_no_success(tmp_path, alone, capsys):
-    """Megatron leaves with exit code 0."""
-    from megatron.training.checkpointing import read_metadata
-
-    (tmp_path / TRACKER).write_text("abc")
-    with pytest.raises(SystemExit) as leaving, told_in_a_sentence([]):
-        read_metadata(str(tmp_path / TRACKER))
-    assert leaving.value.code == 2 and "holds no iteration" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def test_indexers_that_stage_dense_drops(changes, dropped, tmp_path, capsys):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     args = argparse.Namespace(
         load=str(tmp_path), pretrained_checkpoint=None, ckpt_step=None, finetune=False,
-        no_load_optim=False, dsa_indexer_loss_coeff=1.0, dsa_warmup_train_all=False,
+        no_load_optim=False, dsa_indexer_loss_coeff=1.0, dsa_warmup_train_all=False, save=None,
         **{"dsa_stage": "dense"} | changes,
     )  # fmt: skip
     prepare_loading(args)

@@ -1,0 +1,98 @@
+"""Rules of models with window, CSA and HCA layers (DeepSeek-V4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_dsa.config_rules.model import attention_rules, host_rules, indexer_rules
+
+#: Compression ratio of the layers that select among their compressed keys (CSA). Groups overlap.
+CSA_RATIO = 4
+
+
+def csa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
+    """Yield every rule for such a model.
+
+    Args:
+        config: the transformer configuration.
+        options: its :class:`~megatron_dsa.options.DSAOptions`.
+    """
+    yield from _pattern_rules(config)
+    yield (
+        options.recompute == "nothing",
+        f"--dsa-recompute {options.recompute} has no effect with --csa-compress-ratios: V4's keys "
+        "are not expanded, so nothing is absorbed; drop it",
+    )
+    yield from _shape_rules(config, options)
+    yield from attention_rules(config)
+    yield from host_rules(config, options)
+    if options.stage != "dense" and CSA_RATIO in (config.csa_compress_ratios or ()):
+        yield from indexer_rules(config, options)
+        yield (
+            config.dsa_indexer_rope_interleaved,
+            "--dsa-indexer-rope-interleaved is required: V4's indexer pairs neighbouring dims",
+        )
+
+
+def _pattern_rules(config):
+    ratios = config.csa_compress_ratios
+    layers = config.num_layers + (config.mtp_num_layers or 0)
+    yield (
+        ratios is not None and len(ratios) == layers,
+        "--csa-compress-ratios must hold one ratio per layer, multi-token prediction included "
+        f"({layers}), got {ratios if ratios is None else len(ratios)}",
+    )
+    bad = [ratio for ratio in ratios or () if ratio < 0 or ratio == 1]
+    yield (not bad, f"--csa-compress-ratios must be 0 or at least 2, got {bad[:1]}")
+    compresses = any(ratios or ())
+    yield (
+        not compresses or (config.csa_compress_rotary_base or 0) > 0,
+        "--csa-compress-rotary-base is required with compressed layers: public sources disagree on "
+        "it, take it from the model's own configuration",
+    )
+
+
+def _shape_rules(config, options):
+    rope = config.qk_pos_emb_head_dim
+    yield (
+        config.qk_head_dim + rope == config.v_head_dim,
+        f"--v-head-dim ({config.v_head_dim}) must be --qk-head-dim ({config.qk_head_dim}) plus "
+        f"--qk-pos-emb-head-dim ({rope}): the key is the value",
+    )
+    yield (
+        config.q_lora_rank is not None and config.qk_layernorm,
+        "--q-lora-rank and --qk-layernorm are required: queries come from a normalised latent",
+    )
+    yield (
+        config.normalization == "RMSNorm",
+        f"--normalization must be RMSNorm, got {config.normalization}",
+    )
+    yield (
+        config.o_groups >= 1 and config.num_attention_heads % config.o_groups == 0,
+        f"--o-groups ({config.o_groups}) must divide --num-attention-heads "
+        f"({config.num_attention_heads})",
+    )
+    yield (
+        config.o_groups % config.tensor_model_parallel_size == 0,
+        f"--o-groups ({config.o_groups}) must be a multiple of --tensor-model-parallel-size "
+        f"({config.tensor_model_parallel_size}): a group's heads stay on one rank",
+    )
+    yield (
+        options.latent_norm_epsilon is None,
+        "--dsa-latent-norm-epsilon: V4's norms all have that of --norm-epsilon, drop it",
+    )
+    yield (
+        config.mscale == 1.0 and config.mscale_all_dim == 0.0 and config.rotary_percent == 1.0,
+        "--mscale, --mscale-all-dim and --rotary-percent must keep their defaults: V4's rope has "
+        "no concentration factor and rotates all of --qk-pos-emb-head-dim",
+    )
+    yield (
+        config.dsa_indexer_k_norm_epsilon is None and not config.dsa_indexer_k_norm_fp32,
+        "--dsa-indexer-k-norm-epsilon and --dsa-indexer-k-norm-fp32 have no meaning: the keys of "
+        "V4's indexer are normalised by its compressor; drop them",
+    )
+    yield (
+        config.dsa_indexer_topk_freq == 1,
+        "--dsa-indexer-topk-freq must be 1: V4's layers do not share selections",
+    )

@@ -1,0 +1,71 @@
+"""Decoder layers of a pipeline stage, and the splits that cannot be built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_dsa.config import computes_topk, shares_indices
+from megatron_dsa.errors import require
+
+
+def layers_of_stage(
+    config: Any, vp_stage: int | None = None, pp_rank: int | None = None
+) -> Sequence[int]:
+    """Return the layers of a stage, counted from 0.
+
+    Args:
+        config: the transformer configuration.
+        vp_stage, pp_rank: virtual stage and pipeline rank, as Megatron passes them.
+
+    Raises:
+        ConfigError: the stages do not hold each layer once, or a stage starts with a layer that
+            reuses a selection.
+    """
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        layers = layout.get_layer_id_list(
+            layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank
+        )
+    else:
+        _require_whole_stages(config)
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+        count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
+        layers = range(first, first + count)
+    require(
+        not shares_indices(config) or not len(layers) or computes_topk(config, layers[0] + 1),
+        f"layer {layers[0] + 1 if len(layers) else 0} starts a pipeline stage but reuses the "
+        "selection of an earlier layer: index sharing does not cross pipeline stages. Choose a "
+        "split whose stages start with a layer that selects (--dsa-indexer-topk-freq "
+        f"{config.dsa_indexer_topk_freq}, --dsa-indexer-skip-topk-offset "
+        f"{config.dsa_indexer_skip_topk_offset}).",
+    )
+    return layers
+
+
+def _require_whole_stages(config: Any) -> None:
+    """Raise unless Megatron's split gives every layer to one stage."""
+    ranks = config.pipeline_model_parallel_size
+    chunks = config.virtual_pipeline_model_parallel_size
+    stages = [None] if chunks is None else range(chunks)
+    try:
+        counts = [
+            get_num_layers_to_build(config, vp_stage=stage, pp_rank=rank)
+            for rank in range(ranks)
+            for stage in stages
+        ]
+    except AssertionError as error:
+        counts, reason = [], " ".join(str(error).split())
+    else:
+        reason = f"its stages would have {counts} layers"
+    require(
+        bool(counts) and min(counts) >= 0 and sum(counts) == config.num_layers,
+        f"--num-layers {config.num_layers} cannot be split over --pipeline-model-parallel-size "
+        f"{ranks}{'' if chunks is None else f' times {chunks} virtual stages'}: {reason}. Give "
+        "other --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and virtual "
+        "stages, or a --pipeline-model-parallel-layout",
+    )
