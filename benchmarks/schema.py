@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 
 from megatron_dsa import __version__
+from megatron_dsa.files.system_errors import naming
+from megatron_dsa.files.whole import whole_file
 from megatron_dsa.versions import module_exists
 
 COLUMNS = {
@@ -196,7 +198,7 @@ def open_csv(path: Path) -> None:
                 f"{', '.join(odd)}): name a new file or move that one away."
             )
         return
-    with path.open("w", newline="") as file:
+    with whole_file(path) as whole, whole.open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerow(COLUMNS)
 
 
@@ -210,7 +212,7 @@ def append_csv(path: Path, rows: Iterable[dict]) -> None:
     Raises:
         ValueError: a row has other columns.
     """
-    with path.open("a", newline="") as file:
+    with naming(path), path.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         for row in rows:
             texts = {name: _json(row[name]) for name in ("versions", "case") if name in row}

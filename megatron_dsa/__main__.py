@@ -1,8 +1,10 @@
 """``python -m megatron_dsa``: see :mod:`megatron_dsa.tools.cli`."""
 
+import io
 import os
 import sys
 
+from megatron_dsa.files.system_errors import naming
 from megatron_dsa.training.entry_errors import told_in_a_sentence
 from megatron_dsa.training.host_warnings import silence_host_warnings
 
@@ -26,12 +28,20 @@ def main() -> int:
         from megatron_dsa.tools import cli
 
         with told_in_a_sentence():
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(errors="backslashreplace")  # paths need not be text
             status = cli.main()
-        sys.stdout.flush()
+            with naming("standard output"):
+                sys.stdout.flush()
         return status
+    except SystemExit:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
+        raise
     except BrokenPipeError:
-        # ``head`` has read enough; the interpreter flushes once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # ``head`` has read enough
         return 1
     except ModuleNotFoundError as error:
         if error.name not in _NEEDED:
@@ -43,6 +53,11 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
+
+
+def _drop_output() -> None:
+    """Send the rest of the output nowhere: the interpreter flushes once more when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron_dsa.config import CSATransformerConfig, DSAOptions
 from megatron_dsa.config_fields import Option, choices_of, given_values, option_fields
-from megatron_dsa.config_rules.ranges import FLAGS, range_rules
+from megatron_dsa.config_rules.ranges import FLAGS, range_rules, schedule_rules
 from megatron_dsa.dispatch.gpus import GPUS
 from megatron_dsa.dispatch.policy import FLAG, check_operations
 from megatron_dsa.errors import TRACEBACK_FLAG, require
@@ -149,7 +149,8 @@ def _add_models(parser: argparse.ArgumentParser, group) -> None:
                 print(f"> {MODEL_FLAG} {parsed.dsa_model} sets {' '.join(flags)}")
                 for change in parsed.dsa_model_changes:
                     print(f"> megatron_dsa {change}")
-        for ok, message in range_rules(vars(parsed), FLAGS):
+        values = vars(parsed)
+        for ok, message in (*range_rules(values, FLAGS), *schedule_rules(values)):
             require(ok, message)
         return parsed, unknown
 

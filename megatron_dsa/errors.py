@@ -1,9 +1,5 @@
 """Exceptions raised to users. Each message names the argument, the rule and the fix."""
 
-import contextlib
-from collections.abc import Iterator
-from os import PathLike
-
 #: Flag that shows where an error comes from, instead of a sentence.
 TRACEBACK_FLAG = "--traceback"
 
@@ -16,8 +12,12 @@ class ConfigError(DSAError, ValueError):
     """A configuration value, a combination of values or an input shape is not supported."""
 
 
+class FileError(DSAError, OSError):
+    """A file cannot be read or written, for a reason that the user can mend."""
+
+
 class VersionError(DSAError, ImportError):
-    """A package that is needed is missing, too old or too new."""
+    """A package that is needed is missing, or its version is not supported."""
 
 
 class FallbackError(DSAError, RuntimeError):
@@ -32,14 +32,3 @@ def require(condition: object, message: str) -> None:
     """Raise a :class:`ConfigError` unless ``condition`` holds."""
     if not condition:
         raise ConfigError(message)
-
-
-@contextlib.contextmanager
-def naming(path: str | PathLike[str]) -> Iterator[None]:
-    """Name the file in errors of the file system that lack it, as of a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import ForwardRef
 
 from megatron_dsa.config_fields import option_fields
+from megatron_dsa.files.whole import whole_file
 
 #: The public modules, in the order of the page; ``docs/design/architecture.md`` names them, too.
 MODULES = (
@@ -147,8 +148,8 @@ def main(arguments: Sequence[str]) -> None:
         print(page(), end="")
         return
     output = Path(arguments[0])
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page(), encoding="utf-8")
+    with whole_file(output) as file:
+        file.write_text(page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

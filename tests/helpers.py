@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,17 @@ class MadeUp(Candidate):
 
     def load(self) -> Callable:
         return self.function
+
+
+@contextlib.contextmanager
+def no_room(size):
+    """Let no file grow beyond ``size`` bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:

@@ -14,6 +14,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot, ticker
 
 from benchmarks.schema import latest, read_csv
+from megatron_dsa.files.whole import whole_file
 
 PACKAGES = {
     "flash_mla": "FlashMLA",
@@ -91,7 +92,8 @@ def save(figure, title: str, target: Path, bottom: float = 0.0) -> Path:
     # A share of the height would put the title of a tall figure into its panels.
     figure.suptitle(title, fontsize=10, y=1 - 0.1 / figure.get_figheight())
     figure.tight_layout(rect=(0, bottom, 1, 1))
-    figure.savefig(target, dpi=120)
+    with whole_file(target) as file:
+        figure.savefig(file, dpi=120)
     pyplot.close(figure)
     return target
 

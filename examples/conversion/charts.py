@@ -22,6 +22,8 @@ from PIL import Image
 from seeds import mean
 from table import REFERENCE, WARMED, Sums, document_sums, read
 
+from megatron_dsa.files.whole import whole_file
+
 COLOURS = {
     "dense": "#000000", "dense_on": "#4d4d4d", "warmup": "#cc79a7", "sparse": "#0072b2",
     "sparse_without_warmup": "#e69f00", "scratch": "#009e73",
@@ -107,10 +109,11 @@ def save(figure, target: Path) -> Path:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(target, dpi=120)
+    with whole_file(target) as file:
+        figure.savefig(file, dpi=120)
+        image = Image.open(file).convert("P", palette=Image.Palette.ADAPTIVE)
+        image.save(file, optimize=True)  # a third of the size
     pyplot.close(figure)
-    image = Image.open(target).convert("P", palette=Image.Palette.ADAPTIVE)
-    image.save(target, optimize=True)  # a third of the size
     return target
 
 

@@ -22,6 +22,8 @@ from pathlib import Path
 import numpy
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron_dsa.files.whole import whole_file
+
 try:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 except ModuleNotFoundError:
@@ -208,7 +210,8 @@ def main() -> None:
             too_short.append(name)
     facts = {name: writer.finish() for name, writer in writers.items()}
     facts["left out, too short"] = too_short
-    (output / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    with whole_file(output / "corpus.json") as file:
+        file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     for name in writers:
         said = {key: len(v) if key == "units" else v for key, v in facts[name].items()}
         print(f"{name}: " + ", ".join(f"{value} {key}" for key, value in said.items()))

@@ -21,6 +21,8 @@ from pathlib import Path
 
 from held_out import gaps
 
+from megatron_dsa.files.whole import whole_file
+
 RUNS = (
     "dense",
     "dense_on",
@@ -88,7 +90,7 @@ def read(file: Path) -> list[dict[str, str]]:
 
 def write(file: Path, columns: Iterable[str], rows: Iterable[Iterable]) -> None:
     """Write a CSV."""
-    with open(file, "w", newline="", encoding="utf-8") as opened:
+    with whole_file(file) as path, open(path, "w", newline="", encoding="utf-8") as opened:
         csv.writer(opened, lineterminator="\n").writerows([list(columns), *map(list, rows)])
 
 

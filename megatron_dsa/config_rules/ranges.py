@@ -1,7 +1,7 @@
-"""Ranges of numbers on the command line: flags of Megatron, of this package and of the commands.
+"""Ranges of numbers on the command line: flags of Megatron and of this package.
 
-One table for trainings, plans and commands. An entry gives range and reason, from which
-the message is made. Every other number must be finite.
+One table for trainings and plans. An entry gives range and reason, from which the message is made.
+Any other number must be finite and not negative.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ class Range:
         return above and value <= self.high and value < math.inf
 
     def __str__(self) -> str:
-        least = f"above {self.low:g}" if self.open else f"at least {self.low:g}"
+        if self.low == -math.inf:
+            return "finite"
+        least = (
+            f"finite and above {self.low:g}" if self.open else f"finite and at least {self.low:g}"
+        )
         return least if self.high == math.inf else f"{least} and at most {_said(self.high)}"
 
 
@@ -44,6 +48,8 @@ def _rows(limits: Range, flags: str) -> dict[str, Range]:
 
 
 _INF = math.inf
+_OTHERS = Range(0, _INF, "it has no meaning below")
+_ANY = Range(-_INF, _INF, "nothing can be computed with it", open=True)
 
 #: Flag -> range, for the training entry point and its plans.
 FLAGS: dict[str, Range] = {
@@ -51,13 +57,14 @@ FLAGS: dict[str, Range] = {
     **_rows(
         Range(1, 2**24, "it is a dimension of weights"),
         "--hidden-size --ffn-hidden-size --kv-lora-rank --moe-ffn-hidden-size --vocab-size "
-        "--padded-vocab-size --make-vocab-size-divisible-by --dsa-indexer-head-dim "
-        "--moe-shared-expert-intermediate-size --q-lora-rank --o-lora-rank --lora-rank",
+        "--padded-vocab-size --make-vocab-size-divisible-by --dsa-indexer-head-dim --q-lora-rank "
+        "--moe-shared-expert-intermediate-size --moe-latent-size --lora-rank --o-lora-rank",
     ),
     **_rows(
         Range(1, 2**16, "it counts heads, groups, streams or experts, or dimensions of a head"),
         "--num-attention-heads --num-query-groups --kv-channels --qk-head-dim --v-head-dim "
-        "--dsa-indexer-n-heads --num-experts --moe-router-topk --o-groups --hc-mult",
+        "--dsa-indexer-n-heads --num-experts --moe-router-topk --moe-router-num-groups "
+        "--moe-router-group-topk --o-groups --hc-mult",
     ),
     **_rows(Range(0, 2**16, "it is a dimension of a head"), "--qk-pos-emb-head-dim"),
     **_rows(
@@ -66,21 +73,39 @@ FLAGS: dict[str, Range] = {
     ),
     **_rows(
         Range(1, 2**20, "it is a number of sequences"),
-        "--micro-batch-size --global-batch-size --eval-micro-batch-size --eval-global-batch-size",
+        "--micro-batch-size --global-batch-size --eval-micro-batch-size --eval-global-batch-size "
+        "--dsa-packed-documents",
     ),
     **_rows(
         Range(1, 2**20, "it is a number of ranks"),
         "--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size "
-        "--expert-model-parallel-size --expert-tensor-parallel-size --dsa-dry-run-world",
+        "--expert-model-parallel-size --expert-tensor-parallel-size --dsa-dry-run-world "
+        "--num-distributed-optimizer-instances --num-virtual-stages-per-pipeline-rank "
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+    ),
+    **_rows(
+        Range(1, 512, "it is a number of layers"),
+        "--recompute-num-layers --num-layers-per-virtual-pipeline-stage",
+    ),
+    **_rows(
+        Range(1, 2**16, "it is a number of threads or processes"),
+        "--num-dataset-builder-threads --dist-ckpt-workers",
+    ),
+    **_rows(
+        Range(1, _INF, "it is a duration"),
+        "--distributed-timeout-minutes --distributed-timeout-seconds-after-init "
+        "--exit-duration-in-mins",
     ),
     **_rows(Range(0, 2**30, "it is a number of tokens"), "--csa-compress-ratios"),
     **_rows(Range(1, 2**24, "it is memory of a GPU"), "--dsa-workspace-mib"),
     **_rows(Range(0, 512, "every layer is built"), "--mtp-num-layers"),
-    **_rows(Range(1, 512, "it is a number of layers"), "--recompute-num-layers"),
     **_rows(
         Range(1, _INF, "it is a number of steps"),
         "--log-interval --save-interval --eval-interval --tensorboard-log-interval "
-        "--muon-num-ns-steps --exit-interval",
+        "--muon-num-ns-steps --exit-interval --save-retain-interval --log-memory-interval "
+        "--non-persistent-save-interval --check-weight-hash-across-dp-replicas-interval "
+        "--train-sync-interval --adlr-autoresume-interval --loss-scale-window --hysteresis "
+        "--dsa-indexer-topk-freq --hc-sinkhorn-iters",
     ),
     **_rows(
         Range(0, _INF, "it is a number of steps or samples"),
@@ -91,25 +116,43 @@ FLAGS: dict[str, Range] = {
         Range(0, _INF, "with a negative one the loss grows"),
         "--lr --min-lr --lr-warmup-init --weight-decay --start-weight-decay --end-weight-decay "
         "--decoupled-lr --decoupled-min-lr --mtp-loss-scaling-factor --moe-z-loss-coeff "
-        "--dsa-indexer-loss-coeff",
+        "--moe-aux-loss-coeff --dsa-indexer-loss-coeff",
     ),
     **_rows(Range(0, _INF, "0 turns clipping off"), "--clip-grad"),
-    **_rows(Range(0, 1, "it is a share"), "--lr-warmup-fraction"),
+    **_rows(
+        Range(0, 1, "it is a share"),
+        "--lr-warmup-fraction --rotary-percent --activation-offload-fraction "
+        "--optimizer-offload-fraction",
+    ),
     **_rows(
         Range(0, 1, "it is a probability"), "--attention-dropout --hidden-dropout"
     ),
     **_rows(
         Range(0, 1 - 2**-53, "averages with a factor of 1 never move"),
-        "--adam-beta1 --adam-beta2 --sgd-momentum --muon-momentum",
+        "--adam-beta1 --adam-beta2 --sgd-momentum --muon-momentum --lion-beta1 --lion-beta2",
     ),
     **_rows(
         Range(0, _INF, "a divisor must not be 0", open=True),
         "--adam-eps --norm-epsilon --rotary-base --rotary-scaling-factor --lora-alpha "
-        "--dsa-latent-norm-epsilon --initial-loss-scale --min-loss-scale --loss-scale",
+        "--dsa-latent-norm-epsilon --initial-loss-scale --min-loss-scale --loss-scale "
+        "--csa-compress-rotary-base --dsa-indexer-k-norm-epsilon --hc-eps "
+        "--moe-router-topk-scaling-factor --moe-expert-capacity-factor --muon-extra-scale-factor",
     ),
-    **_rows(Range(0, _INF, "it is a standard deviation"), "--init-method-std"),
+    **_rows(
+        Range(0, _INF, "it is a standard deviation"),
+        "--init-method-std --embedding-init-method-std",
+    ),
     **_rows(Range(1, 2**32 - 1, "numpy's generators take 32 bits"), "--seed"),
 }  # fmt: skip
+
+#: Flags without a range that take negative numbers.
+_NEGATIVE = {
+    "--glu-linear-offset",
+    "--inference-batch-times-seqlen-threshold",
+    "--null-tokenizer-eod-id",
+    "--null-tokenizer-pad-id",
+    "--rl-default-top-k",
+}
 
 
 def range_rules(
@@ -119,7 +162,7 @@ def range_rules(
 
     Args:
         values: parsed arguments by name; lists are checked number by number.
-        table: :data:`FLAGS` or the table of the commands.
+        table: flag -> range, such as :data:`FLAGS`.
     """
     for name, value in values.items():
         flag = flag_of(name)
@@ -127,15 +170,37 @@ def range_rules(
         for number in value if isinstance(value, list | tuple) else (value,):
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
-            if limits is None:
-                ok = isinstance(number, int) or math.isfinite(number)
-                yield ok, f"{flag} must be finite, got {number}: give a number, or drop it"
-            else:
+            each = limits or (_ANY if flag in _NEGATIVE else _OTHERS)
+            yield (
+                each.holds(number),
+                f"{flag} must be {each}, got {_said(number)}: {each.why}; give a number "
+                "in this range, or drop it",
+            )
+
+
+def schedule_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    """Yield ``(ok, message)``: learning rates rise to the highest within the run, and then fall.
+
+    Args:
+        values: parsed arguments of a training by name.
+    """
+    highest = values["lr"]
+    for name in ("min_lr", "lr_warmup_init"):
+        lower = values[name]
+        yield (
+            highest is None or lower is None or lower <= highest,
+            f"{flag_of(name)} must be at most --lr = {highest}, got {lower}: give a lower one",
+        )
+    for unit in ("iters", "samples"):
+        warmup = f"lr_warmup_{unit}"
+        for end in (f"lr_decay_{unit}", f"train_{unit}"):
+            if values[end]:
                 yield (
-                    limits.holds(number),
-                    f"{flag} must be finite and {limits}, got {_said(number)}: {limits.why}; give "
-                    "a number in this range, or drop it",
+                    not values[warmup] or values[warmup] < values[end],
+                    f"{flag_of(warmup)} must be less than {flag_of(end)} = {values[end]}, got "
+                    f"{values[warmup]}: warm up for fewer, or train longer",
                 )
+                break
 
 
 def _said(number: float) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatron_dsa.config_rules.numerics import DEEPGEMM_FP8, EXACT
 from megatron_dsa.errors import ConfigError, require
 
 #: Environment variable that names implementations: ``OPERATION=NAME`` pairs, split by commas.
@@ -34,6 +35,9 @@ class Policy:
             By measurement (``docs/kernels/indexer.md``): from there on fp8 wins what these cost.
         indexer_numerics: arithmetic of the index scores that select, ``exact`` or
             ``deepgemm-fp8`` (``--dsa-indexer-numerics``).
+
+    Raises:
+        ConfigError: a field is out of its range.
     """
 
     fused: bool = True
@@ -43,6 +47,23 @@ class Policy:
     fp8_selection: bool = False
     fp8_least_ratio: int = 12
     indexer_numerics: str = "exact"
+
+    def __post_init__(self) -> None:
+        require(
+            self.workspace_bytes >= 1,
+            f"Policy: workspace_bytes must be positive, got {self.workspace_bytes}: give a number "
+            "of bytes",
+        )
+        require(
+            self.fp8_least_ratio >= 0,
+            f"Policy: fp8_least_ratio must not be negative, got {self.fp8_least_ratio}: 0 selects "
+            "by fp8 scores for any number of keys",
+        )
+        require(
+            self.indexer_numerics in (EXACT, DEEPGEMM_FP8),
+            f"Policy: indexer_numerics must be {EXACT} or {DEEPGEMM_FP8}, got "
+            f"{self.indexer_numerics!r}",
+        )
 
     def named_for(self, operation: str) -> str | None:
         """Return the implementation named for ``operation``: by the policy, else by ``VARIABLE``.

@@ -8,6 +8,7 @@ the linears of the released checkpoint. One linear of Megatron may hold two of t
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from megatron_dsa.config import (
 )
 from megatron_dsa.config_rules import existing_linears, rank_and_alpha
 from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.files.whole import WholeFiles
 from megatron_dsa.huggingface.files import read_json, read_safetensors, write_safetensors
 from megatron_dsa.huggingface.names import Names
 from megatron_dsa.huggingface.ranks import Place, global_name
@@ -163,14 +165,14 @@ def export_adapter(
     _check_family(config, "--adapter", "export merged weights, without it")
     for file in (CONFIG, WEIGHTS):
         require(
-            not (folder / file).exists(),
+            not os.path.lexists(folder / file),
             f"{folder} holds an adapter already ({file}): choose another directory",
         )
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {x.name: values(name, tensor) for x, name, tensor in found if not x.is_mtp}
-    write_safetensors(folder / WEIGHTS, tensors)
     text = json.dumps(_peft_config(config, base), indent=2, sort_keys=True) + "\n"
-    (folder / CONFIG).write_text(text)
+    with WholeFiles(folder) as files:
+        write_safetensors(files.path(WEIGHTS), tensors)
+        files.path(CONFIG).write_text(text)
     return len(found) - len(tensors)
 
 

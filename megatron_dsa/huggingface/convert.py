@@ -334,7 +334,7 @@ def export_model(
         narrowest = min(dtypes, key=lambda x: x.itemsize)
         written["dtype" if "dtype" in config else "torch_dtype"] = str(narrowest).split(".")[1]
         text = json.dumps(written, indent=2, sort_keys=True) + "\n"
-        (Path(directory) / "config.json").write_text(text)
+        writer.path("config.json").write_text(text)
 
 
 def _without_features(writer: CheckpointWriter, hf: HFModel, model) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 
 from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.files.system_errors import naming
+from megatron_dsa.files.whole import WholeFiles, require_own_name
 from megatron_dsa.huggingface.quantised import (
     AS_STORED,
     Format,
@@ -286,11 +289,11 @@ def _check_weight_map(index: Path, shard_of: Any) -> None:
         )
 
 
-class CheckpointWriter:
+class CheckpointWriter(WholeFiles):
     """Writes tensors into shards of a bounded size, and the index when all are there.
 
     At most one shard is held in memory. A tensor larger than a shard gets one of its own. Use as
-    a context manager; the index is written last, and only if nothing failed.
+    a context manager; files appear when all are written, the index last, and none if one failed.
 
     Args:
         directory: made if needed; must not hold a checkpoint yet.
@@ -298,17 +301,18 @@ class CheckpointWriter:
 
     Raises:
         ConfigError: the directory holds a checkpoint, or a shard has no size.
+        FileError: a file cannot be written.
     """
 
     def __init__(self, directory: str | Path, shard_bytes: int = 5 * 10**9):
-        self.directory = Path(directory)
+        super().__init__(directory)
         if shard_bytes < 1:
             raise ConfigError(f"shard_bytes must be positive, got {shard_bytes}")
-        if any((self.directory / name).exists() for name in (INDEX, SINGLE)):
-            raise ConfigError(f"{self.directory} holds a checkpoint already: choose another place")
-        self.directory.mkdir(parents=True, exist_ok=True)
+        if any(os.path.lexists(self.folder / name) for name in (INDEX, SINGLE)):
+            raise ConfigError(f"{self.folder} holds a checkpoint already: choose another place")
+        require_own_name(self.folder / "config.json")  # before anything is computed for it
         self.shard_bytes = shard_bytes
-        _safetensors()  # before anything is computed for it
+        _safetensors()
         self._held: dict[str, torch.Tensor] = {}
         self._held_bytes = self._total_bytes = 0
         self._shards: list[tuple[Path, list[str]]] = []
@@ -328,26 +332,23 @@ class CheckpointWriter:
         self._total_bytes += size
 
     def _flush(self) -> None:
-        path = self.directory / f"incomplete-{len(self._shards) + 1:05d}.safetensors"
-        _save(path, self._held)
+        path = self.scratch / f"model-{len(self._shards) + 1:05d}.safetensors"
+        with naming(self.folder / path.name):
+            _save(path, self._held)
         self._shards.append((path, list(self._held)))
         self._held, self._held_bytes = {}, 0
 
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
-    def __exit__(self, failure, *_details) -> None:
-        if failure is not None:
-            return
+    def finish(self) -> None:
+        """Write the last shard and the index."""
         if self._held:
             self._flush()
         weight_map: dict[str, str] = {}
         for number, (path, names) in enumerate(self._shards, 1):
             shard = f"model-{number:05d}-of-{len(self._shards):05d}.safetensors"
-            path.rename(self.directory / shard)
+            path.rename(self.path(shard))
             weight_map |= dict.fromkeys(names, shard)
         index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        (self.directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        self.path(INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:

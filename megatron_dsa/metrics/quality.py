@@ -20,6 +20,7 @@ from megatron_dsa.numerics.arithmetic import (
     rows_in_budget,
     slices,
 )
+from megatron_dsa.numerics.checks import require_scale
 from megatron_dsa.ops.indexer_topk.fp8 import quantized
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.torch import best, block_scores
@@ -144,6 +145,7 @@ def captured_mass(
         queries: int64 ``[r]``, tokens to look at; all by default.
         workspace_bytes: budget for temporary memory.
     """
+    require_scale(softmax_scale)
     if queries is None:
         queries = torch.arange(layout.num_queries, device=q.device)
     shares = torch.full((len(queries), q.shape[1]), float("nan"), dtype=lse.dtype, device=q.device)

@@ -1,4 +1,4 @@
-"""Command line tools: ``info`` tells what would run here, ``doctor`` proves it, ``prepare-data``
+"""Command line tools: ``info`` shows what would run here, ``doctor`` proves it, ``prepare-data``
 makes a data set, ``import-hf`` and ``export-hf`` convert checkpoints, ``report`` shows runs, and
 ``generate`` and ``evaluate`` run trained models."""
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dsa.config_rules.ranges import Range, range_rules
-from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, naming, require
+from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, require
 
 #: Flag -> range, for all commands.
 RANGES: dict[str, Range] = {
@@ -20,7 +20,15 @@ RANGES: dict[str, Range] = {
     "--temperature": Range(0, math.inf, "0 takes the most probable token"),
     "--seed": Range(0, 2**63 - 1, "torch's generators take 64 bits"),
     "--step": Range(0, math.inf, "it is an iteration"),
-    "--shard-gb": Range(0, 2**20, "it is the size of a file", open=True),
+    "--shard-gb": Range(1e-9, 2**20, "it is the size of a file"),
+    **dict.fromkeys(
+        ("--heads", "--dims", "--index-heads", "--index-dim"),
+        Range(1, 2**16, "it is a count of heads, or a dimension of one"),
+    ),
+    **dict.fromkeys(
+        ("--seq", "--topk", "--rows"), Range(1, 2**30, "it is a number of queries or keys")
+    ),
+    "--tolerance": Range(0, math.inf, "it is a relative error", open=True),
 }
 
 
@@ -61,8 +69,7 @@ def _prepare_data(arguments: argparse.Namespace) -> int:
     else:
         documents = python_documentation()
         source = "Python's language reference"
-    with naming(f"{arguments.output}.bin"):
-        tokens = write_byte_dataset(documents, arguments.output)
+    tokens = write_byte_dataset(documents, arguments.output)
     print(f"{tokens} byte tokens from {source} in {arguments.output}.bin and .idx; train with")
     print(
         f"  --data-path {arguments.output} --tokenizer-type NullTokenizer --vocab-size {BYTE_VOCAB}"
@@ -76,6 +83,12 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     for ok, message in range_rules(vars(arguments), RANGES):
         require(ok, message)
+    for name, value in vars(arguments).items():
+        given = value if isinstance(value, list) else [value]
+        require(
+            name in ("prompt", "title") or "" not in map(str, given),
+            f"--{name.replace('_', '-')} must not be empty: name a file, a folder or a value",
+        )
     cpu_host.hide_unusable_transformer_engine()
     return arguments.run(arguments)
 

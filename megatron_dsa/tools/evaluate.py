@@ -12,7 +12,7 @@ from megatron.training import training
 
 from megatron_dsa.errors import require
 from megatron_dsa.tools.trained_model import TrainedModel, trained_model
-from megatron_dsa.training.data import train_valid_test_datasets
+from megatron_dsa.training.data import check_prefixes, train_valid_test_datasets
 from megatron_dsa.training.data_files import check_data_set
 from megatron_dsa.training.setup import forward_step
 
@@ -28,6 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     with trained_model(arguments.load, arguments.step, flags) as trained:
         args = trained.args
         if arguments.data_path is not None:
+            check_prefixes([arguments.data_path])
             tokens = check_data_set(arguments.data_path)
             require(
                 tokens > args.seq_length,

@@ -14,7 +14,7 @@ from megatron.training import get_tokenizer
 from megatron_dsa.dispatch.choice_log import NO_GPU, log_once
 from megatron_dsa.errors import require
 from megatron_dsa.tools.trained_model import trained_model
-from megatron_dsa.training.data import BYTE_EOD, BYTE_VOCAB
+from megatron_dsa.training.data import BYTE_EOD, BYTE_VOCAB, vocabulary_of
 
 #: Lengths are padded to multiples of this: tables and kernels are made per length.
 LENGTHS = 64
@@ -178,6 +178,12 @@ def run(arguments: argparse.Namespace) -> int:
             generator = torch.Generator().manual_seed(arguments.seed)  # as if it were alone
             # An empty prompt starts a document: behind the token that ends the one before.
             ids = codec.encode(prompt) or [codec.end]
+            most, vocabulary = max(ids), vocabulary_of(trained.args)
+            require(
+                most < vocabulary,
+                f"--prompt {prompt!r} holds the token {most}, and the vocabulary has {vocabulary} "
+                "tokens: take the tokenizer that the model was trained with",
+            )
             new = generate(
                 trained.chunks[0], ids, arguments.tokens,
                 vocabulary=codec.vocabulary, end=codec.end,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +26,7 @@ from megatron_dsa.config import (
     linears_with_adapters,
 )
 from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.files.whole import WholeFiles
 from megatron_dsa.huggingface.adapters import export_adapter
 from megatron_dsa.huggingface.build import empty_model, widest_dtype
 from megatron_dsa.huggingface.config_json import HFModel, read_config
@@ -45,6 +46,7 @@ from megatron_dsa.patches import cpu_host
 from megatron_dsa.presets import MODELS, model_flags
 from megatron_dsa.tools.export_checks import check_arguments
 from megatron_dsa.tools.model_card import write_card
+from megatron_dsa.training.checkpoint_files import RELEASE, TRACKER
 from megatron_dsa.training.checkpoints import distributed_checkpoint, entries_of, redirect
 
 
@@ -69,10 +71,9 @@ def _one_process():
 def import_hf(arguments: argparse.Namespace) -> int:
     """Write a Megatron checkpoint without optimizer state; Megatron calls that a release."""
     output = Path(arguments.output)
-    tracker = output / "latest_checkpointed_iteration.txt"
-    if tracker.exists():
+    if any(os.path.lexists(output / name) for name in (TRACKER, RELEASE)):
         raise ConfigError(f"--output {output} holds a checkpoint already: choose another directory")
-    file_bytes = _bytes(arguments.shard_gb)
+    file_bytes = int(arguments.shard_gb * 1e9)
     hf = read_config(arguments.input)
     reader = open_checkpoint(arguments.input, hf)
     names = reader.names()
@@ -100,11 +101,13 @@ def import_hf(arguments: argparse.Namespace) -> int:
             fresh = name in source.report.fresh
             return torch.zeros(tensors[name].data.shape) if fresh else source.values(name)
 
-        (output / "release").mkdir(parents=True, exist_ok=True)
         others = {"model": objects, "checkpoint_version": 3.0, "iteration": 0}
-        write_checkpoint(output / "release", tensors, values, others, file_bytes)
-    source.nonfinite.check()  # without the tracker, no run loads the checkpoint
-    tracker.write_text("release")
+        with WholeFiles(output) as files:
+            release = files.path(RELEASE)
+            release.mkdir()
+            write_checkpoint(release, tensors, values, others, file_bytes)
+            source.nonfinite.check()
+            files.path(TRACKER).write_text(RELEASE)
     source.log()
     print(f"{len(tensors)} tensors of {arguments.input} in {output}; load them with")
     print(f"  --load {output} --dsa-stage {stage}")
@@ -122,7 +125,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
 
     Adapters (LoRA) are merged into the weights, or with ``--adapter`` written alone.
     """
-    file_bytes = _bytes(arguments.shard_gb)
+    file_bytes = int(arguments.shard_gb * 1e9)
     directory = distributed_checkpoint(arguments.input, arguments.step, "--input")
     hf = read_config(arguments.config)
     for remark in hf.remarks:
@@ -287,11 +290,3 @@ def _noted(dtype: torch.dtype) -> torch.dtype:
         file=sys.stderr,
     )
     return dtype
-
-
-def _bytes(gigabytes: float) -> int:
-    require(
-        1e-9 <= gigabytes < math.inf,
-        f"--shard-gb must be positive, got {gigabytes}: name the size of a file",
-    )
-    return int(gigabytes * 1e9)

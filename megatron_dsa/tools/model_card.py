@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from megatron.core import dist_checkpointing
 
 from megatron_dsa import __version__
 from megatron_dsa.errors import DSAError
+from megatron_dsa.files.whole import whole_file
 from megatron_dsa.tools.report.events import find_runs, read_run
 from megatron_dsa.training.checkpoint_files import RELEASE
 from megatron_dsa.versions import installed_version
@@ -62,9 +64,10 @@ def write_card(folder: Path, config: dict[str, Any], checkpoint: Path) -> None:
         config: the config.json there.
         checkpoint: the distributed checkpoint that was exported.
     """
-    if not (folder / CARD).exists():
+    if not os.path.lexists(folder / CARD):
         text = "\n".join(card(folder.resolve().name, config, checkpoint)) + "\n"
-        (folder / CARD).write_text(text, encoding="utf-8")
+        with whole_file(folder / CARD) as file:
+            file.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def card(name: str, config: dict[str, Any], checkpoint: Path) -> Iterator[str]:

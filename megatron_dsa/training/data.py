@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterable
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_dsa.config import options_of
 from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.files.whole import WholeFiles
 from megatron_dsa.sequence.sharding import Sharding, global_positions_of
 from megatron_dsa.training.data_files import check_data_sets
 
@@ -46,35 +48,26 @@ def write_byte_dataset(documents: list[str], prefix: str | Path) -> int:
     written, the index last: a run that stops in between leaves no index of other data.
 
     Raises:
-        ConfigError: there is no text, or a file of the result is a link or a directory.
+        ConfigError: there is no text, or a file of the result is a link or a folder.
+        FileError: the files cannot be written.
     """
     documents = [text for text in documents if text]
     if not documents:
         raise ConfigError("the text is empty: give a file with at least one line")
-    data, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-    for file in (data, index):
-        require(
-            not file.is_symlink() and (file.is_file() or not file.exists()),
-            f"{file} is a link or no file: remove it, or choose another prefix (--output)",
-        )
-    data.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="incomplete-", dir=data.parent) as folder:
-        whole = Path(folder, "data.bin"), Path(folder, "data.idx")
-        tokens = _write_documents(documents, *whole)
-        index.unlink(missing_ok=True)
-        whole[0].replace(data)
-        whole[1].replace(index)
-    return tokens
-
-
-def _write_documents(documents: list[str], data: Path, index: Path) -> int:
-    builder = IndexedDatasetBuilder(str(data), dtype=numpy.uint16)
+    folder, name = os.path.split(prefix)
+    require(
+        name not in ("", ".", ".."),
+        f"--output {prefix} must end in the name that files begin with, got a folder: add a name",
+    )
     tokens = 0
-    for text in documents:
-        ids = torch.tensor(list(text.encode("utf-8")) + [BYTE_EOD], dtype=torch.int32)
-        builder.add_document(ids, [len(ids)])
-        tokens += len(ids)
-    builder.finalize(str(index))
+    with WholeFiles(folder) as files:
+        builder = IndexedDatasetBuilder(str(files.path(f"{name}.bin")), dtype=numpy.uint16)
+        for text in documents:
+            ids = torch.tensor(list(text.encode("utf-8")) + [BYTE_EOD], dtype=torch.int32)
+            builder.add_document(ids, [len(ids)])
+            tokens += len(ids)
+        builder.data_file.flush()  # errors are of this file
+        builder.finalize(str(files.path(f"{name}.idx")))
     return tokens
 
 
@@ -97,7 +90,8 @@ class GPTDataset(gpt_dataset.GPTDataset):
 def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
     """Build Megatron's GPT data sets from the global arguments (its data-set provider)."""
     args = get_args()
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    with _naming_lists(args):
+        blend, blend_per_split = get_blend_and_blend_per_split(args)
     if blend is None and blend_per_split is None and not args.mock_data:
         raise ConfigError(
             "no data: give --data-path PREFIX of an indexed data set (make one from text with "
@@ -139,6 +133,21 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -
     return BlendedMegatronDatasetBuilder(dataset_class, samples, on_this_rank, config).build()
 
 
+@contextlib.contextmanager
+def _naming_lists(args) -> Iterator[None]:
+    """Name the flag whose file lists no data sets."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AssertionError, AttributeError) as error:
+        flag, rule = "--data-path", "prefixes, or pairs of a weight and a prefix"
+        if args.data_args_path is not None:
+            flag = f"--data-args-path {args.data_args_path}"
+        elif args.per_split_data_args_path is not None:
+            flag = f"--per-split-data-args-path {args.per_split_data_args_path}"
+            rule = "a JSON object of train, valid and test, each a list of " + rule
+        raise ConfigError(f"{flag} must hold {rule} ({error!r}): correct it") from error
+
+
 train_valid_test_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
@@ -161,6 +170,11 @@ def check_prefixes(prefixes: Iterable[str]) -> None:
                 "data set, without its ending (make one from text with 'python -m megatron_dsa "
                 "prepare-data')",
             )
+
+
+def vocabulary_of(args) -> int:
+    """Return the size of the vocabulary, without the padding of the embedding."""
+    return max(args.vocab_size or 0, get_tokenizer().vocab_size)
 
 
 def check_tokens(batch: dict, vocabulary: int) -> None:
@@ -228,7 +242,7 @@ def get_batch(data_iterator, config, vp_stage: int | None = None) -> tuple[dict[
     batch = {}
     if tp_rank == 0:
         data = next(data_iterator)
-        check_tokens(data, max(args.vocab_size or 0, get_tokenizer().vocab_size))
+        check_tokens(data, vocabulary_of(args))
         room = _documents(args)
         if room is not None:
             data["cu_seqlens"] = with_room(data["cu_seqlens"], room, args.seq_length)

@@ -44,8 +44,17 @@ def check_data_set(prefix: str) -> int:
         )
         lengths = np.fromfile(file, np.int32, sequences)
         pointers = np.fromfile(file, np.int64, sequences)
+        starts = np.fromfile(file, np.int64, documents)
+    ascending = (starts[1:] >= starts[:-1]).all()
+    require(
+        ascending and ((starts >= 0) & (starts <= sequences)).all(),
+        f"--data-path {prefix}: {index} is damaged, its documents do not lie within its "
+        f"{sequences} sequences: {fix}",
+    )
     token_bytes = DType.size(DType.dtype_from_code(code))
-    end = int((pointers + lengths.astype(np.int64) * token_bytes).max(initial=0))
+    # Unsigned: damaged pointers do not overflow.
+    ends = pointers.astype(np.uint64) + lengths.astype(np.uint64) * token_bytes
+    end = int(ends.max(initial=0))
     require(
         (lengths >= 0).all() and (pointers >= 0).all() and end <= data.stat().st_size,
         f"--data-path {prefix}: {data} must have at least the {end} bytes that {index.name} "

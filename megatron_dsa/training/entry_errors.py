@@ -1,4 +1,4 @@
-"""How a command or a training ends when it cannot go on: a sentence on stderr and an exit code.
+"""Endings of commands and trainings that cannot go on: a sentence on stderr and an exit code.
 
 Errors that users can mend (:class:`~megatron_dsa.errors.DSAError`) and common bare errors of
 Megatron end in a sentence; any other error keeps its traceback. ``--traceback`` on the command line
@@ -8,7 +8,6 @@ shows all tracebacks.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import linecache
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_dsa.errors import TRACEBACK_FLAG, DSAError
+from megatron_dsa.files.system_errors import sentence
 from megatron_dsa.training.checkpoint_files import TRACKER, damage_in
 
 #: Exit code of errors that the user has to mend.
@@ -41,16 +41,16 @@ class Ending:
 
 @contextlib.contextmanager
 def told_in_a_sentence(argv: Sequence[str] | None = None) -> Iterator[None]:
-    """End the process with a message and an exit code where :func:`explain` knows the error.
+    """End the process with the message and the exit code that :func:`explain` returns.
 
-    Under a launcher, ranks that fail with the same message print it once, and it is what torchrun's
-    own summary shows.
+    Under a launcher, ranks that fail with the same message print it once, and torchrun's own
+    summary shows it.
 
     Args:
         argv: the command line (default: ``sys.argv``); with ``--traceback`` errors pass through.
 
     Raises:
-        SystemExit: in place of an error that :func:`explain` knows.
+        SystemExit: in place of an error that :func:`explain` describes.
     """
     try:
         yield
@@ -76,7 +76,7 @@ def explain(error: BaseException) -> Ending | None:
     if isinstance(error, DSAError):
         return Ending("\n".join([str(error) or "no message", *getattr(error, "__notes__", ())]))
     if isinstance(error, ImportError):
-        return None  # the checks below import, too
+        return None  # the checks below also import
     if (message := _rejected_result(error)) is not None:
         return Ending(message, _REJECTED)
     passed = _functions(error)
@@ -85,7 +85,7 @@ def explain(error: BaseException) -> Ending | None:
             return Ending(message)
     if (message := _lost_rank(error)) is not None:
         return Ending(message, 1, traceback=True)
-    message = _processes(error) or _file(error)
+    message = _processes(error) or (sentence(error) if isinstance(error, OSError) else None)
     return None if message is None else Ending(message)
 
 
@@ -193,7 +193,7 @@ def _unreadable_checkpoint(error: BaseException) -> str | None:
 
 
 def _pickled_scales(error: BaseException) -> str | None:
-    """What transformer-engine refuses to load of a run with delayed scaling."""
+    """Errors of transformer-engine on pickled states of delayed scaling."""
     variable = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
     if not isinstance(error, RuntimeError) or variable not in str(error):
         return None
@@ -234,31 +234,8 @@ def _optimizer_groups(error: BaseException) -> str:
     )
 
 
-#: Errors of the file system that users can mend -> how.
-_FILE_FIXES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "the file is incomplete: remove it, make room"),
-    errno.EFBIG: "the file is incomplete: remove it, raise the limit",
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change its permissions or the path"),
-    **dict.fromkeys(
-        (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP),
-        "check the path",
-    ),
-    **dict.fromkeys((errno.ENAMETOOLONG, errno.EINVAL), "give another path"),
-    **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk"),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
-}
-
-
-def _file(error: BaseException) -> str | None:
-    """Errors of the file system, in any command or training."""
-    if not isinstance(error, OSError) or error.errno not in _FILE_FIXES:
-        return None
-    name = "a file" if error.filename is None else os.fsdecode(error.filename)
-    return f"{name}: {error.strerror}: {_FILE_FIXES[error.errno]}"
-
-
 def _other_schedule(error: BaseException) -> str | None:
-    """Megatron compares the schedule of the checkpoint with that of the flags."""
+    """Errors of Megatron where flags and checkpoint have different schedules."""
     if not isinstance(error, AssertionError):
         return None
     return (
@@ -333,7 +310,8 @@ def _say(message: str) -> None:
     """Print a message on stderr, unless another rank has, and leave it for torchrun's summary."""
     from megatron_dsa.training.launching import this_rank, world_size
 
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # its disk may be the full one
+        sys.stdout.flush()
     if world_size() > 1:
         _leave_for_launcher(message)
         if not _is_first_to_say(message):
@@ -353,7 +331,7 @@ def _leave_for_launcher(message: str) -> None:
 
 
 def _is_first_to_say(message: str) -> bool:
-    """Whether no other rank asked with this message, by the store that all ranks have."""
+    """Return whether this rank is the first with the message, by the store of all ranks."""
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     digest = hashlib.sha1(message.encode()).hexdigest()
     try:
@@ -363,7 +341,7 @@ def _is_first_to_say(message: str) -> bool:
 
 
 def _store():
-    """The store of the process group, or that of torchrun before there is one."""
+    """Return the store of the process group, or torchrun's before there is one."""
     from datetime import timedelta
 
     import torch

@@ -16,7 +16,8 @@ from megatron_dsa.config_fields import option_fields
 from megatron_dsa.config_rules.sizes import TENSOR, share_rules
 from megatron_dsa.dispatch import on_meta
 from megatron_dsa.dispatch.packages import EMERGING_OPTIMIZERS
-from megatron_dsa.errors import naming, require
+from megatron_dsa.errors import require
+from megatron_dsa.files.system_errors import naming
 from megatron_dsa.patches.muon import MUON
 from megatron_dsa.training.checkpoint_files import saved_name
 
@@ -262,10 +263,9 @@ def _graph_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         + "; use --cuda-graph-impl local",
     )
     yield (
-        not packed or impl != "local" or (room is not None and room > 0),
-        f"--dsa-packed-documents is required with --dataloader-inter-document-masking and {given}, "
-        f"a positive number, got {room}: batches have to be of one size. Give the most documents "
-        "that a sequence holds",
+        not packed or impl != "local" or room is not None,
+        f"--dsa-packed-documents is required with --dataloader-inter-document-masking and {given}: "
+        "batches have to be of one size. Give the most documents that a sequence holds",
     )
     yield (
         impl != "full_iteration" or args.timing_log_level == 0,

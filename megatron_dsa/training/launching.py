@@ -38,7 +38,7 @@ def check_launch() -> None:
     """
     if torch.distributed.is_initialized():
         return
-    world = _number("WORLD_SIZE", 1, least=1)
+    world = environment_number("WORLD_SIZE", 1, least=1)
     gpus = torch.cuda.device_count()
     # A launcher may show every process one GPU of its own.
     for name, needed in (("RANK", world > 1), ("LOCAL_RANK", world > 1 and gpus > 1)):
@@ -46,9 +46,9 @@ def check_launch() -> None:
             not needed or name in os.environ,
             f"{name} must be set with WORLD_SIZE {world}: {_LAUNCHER}",
         )
-    rank = _number("RANK", 0)
+    rank = environment_number("RANK", 0)
     require(rank < world, f"RANK must be less than WORLD_SIZE {world}, got {rank}: {_LAUNCHER}")
-    local = _number("LOCAL_RANK", 0)
+    local = environment_number("LOCAL_RANK", 0)
     require(
         local < world, f"LOCAL_RANK must be less than WORLD_SIZE {world}, got {local}: {_LAUNCHER}"
     )
@@ -60,7 +60,7 @@ def check_launch() -> None:
     )
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         require(os.environ.get(name), f"{name} must be set: {_LAUNCHER}")
-    port = _number("MASTER_PORT", 0)
+    port = environment_number("MASTER_PORT", 0)
     require(port < 2**16, f"MASTER_PORT must be less than 65536, got {port}")
     if world > 1 and rank == 0:
         print(
@@ -70,8 +70,12 @@ def check_launch() -> None:
         )
 
 
-def _number(name: str, default: int, least: int = 0) -> int:
-    """Return a variable of the environment that must be a number."""
+def environment_number(name: str, default: int, least: int = 0) -> int:
+    """Return a variable of the environment that must be a whole number.
+
+    Raises:
+        ConfigError: it is none, or less than ``least``.
+    """
     text = os.environ.get(name, str(default))
     require(
         text.isascii() and text.isdigit() and int(text) >= least,

@@ -3,9 +3,12 @@
 import re
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from tests.functional.launch import TINY, launch
+from tests.functional.launch import ENTRY_POINT, TINY, launch
 from tests.functional.parallel_flags import SMALL_V4
 
 EVALUATED = re.compile(r"^step (\d+), (.*), (\d+) sequences of 96 tokens: loss (\S+), ", re.M)
@@ -70,3 +73,22 @@ def test_text_is_the_same_in_every_run(small):
     assert texts == second.splitlines()[-2:]
     assert texts[0].startswith("Licensed under") and len(texts[0]) > 20 and texts[1]
     assert "nothing is cached" in first and "WARNING" not in first
+
+
+def test_ids_of_padding_rows_are_no_tokens(small, tmp_path):
+    """Between --vocab-size and the padded vocabulary; Megatron's mock data are below."""
+    prefix = tmp_path / "data"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    for _ in range(4):
+        builder.add_document(torch.tensor([5, 260] * 100), [200])
+    builder.finalize(f"{prefix}.idx")
+    says = "error: --data-path holds the token 260, and the vocabulary has 257 tokens: give"
+    settings = {"check": False, "one_process": True}
+    for flags, module in (
+        (TINY | {"--data-path": prefix}, ENTRY_POINT),
+        ({"evaluate": True, "--load": small[0], "--data-path": prefix}, "megatron_dsa"),
+    ):
+        run = launch(flags, module=module, **settings)
+        assert run.returncode == 2 and says in run.log, run.log
+    run = launch(TINY | {"--mock-data": True, "--train-iters": 1}, one_process=True)
+    assert len(run.steps) == 1

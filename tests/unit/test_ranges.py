@@ -12,13 +12,12 @@ import torch
 from megatron_dsa.config_rules.ranges import FLAGS
 from megatron_dsa.dispatch.operation import describe_call
 from megatron_dsa.dispatch.policy import Policy
-from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.options import DSAOptions
 from megatron_dsa.tools import cli
 from tests.functional.launch import TINY, command_line
-from tests.host import start
+from tests.host import parsed, start
 
 #: Values of flags that ran, or ended in a traceback, without the table.
 REFUSED = """--hidden-size 0|--num-layers 0|--num-layers -1|--num-layers 1000000|--seq-length 0
@@ -29,9 +28,15 @@ REFUSED = """--hidden-size 0|--num-layers 0|--num-layers -1|--num-layers 1000000
 --seed 100000000000|--norm-epsilon 0|--norm-epsilon nan|--lora-alpha inf
 --mtp-loss-scaling-factor -1|--adam-beta2 1|--adam-eps 0|--rotary-base 0
 --attention-dropout nan|--dsa-indexer-loss-coeff -1
---train-iters -1|--o-groups 0|--lora-rank 0|--csa-compress-ratios -4
---hc-mult 1000000000000|--q-lora-rank 100000000000000000000|--dsa-workspace-mib 100000000000000
---adam-eps nan|--moe-aux-loss-coeff nan"""
+--train-iters -1|--adam-eps nan|--moe-aux-loss-coeff nan|--eval-iters -1|--save-interval 0
+--weight-decay nan|--weight-decay -1|--adam-beta1 1.5|--init-method-std -1|--num-workers -1
+--lora-rank 0|--q-lora-rank 0|--recompute-num-layers 0|--rotary-percent 2|--hc-mult 0
+--lion-beta1 1|--muon-momentum -0.1|--save-retain-interval 0|--non-persistent-save-interval 0
+--dsa-packed-documents 0|--dsa-workspace-mib -1|--distributed-timeout-minutes 0
+--moe-expert-capacity-factor 0|--moe-input-jitter-eps -1|--glu-linear-offset nan
+--eval-interval 0|--exit-interval 0|--dsa-dry-run-world 10000000000|--num-experts 0
+--train-iters -1|--o-groups 0|--csa-compress-ratios -4
+--hc-mult 1000000000000|--q-lora-rank 100000000000000000000|--dsa-workspace-mib 100000000000000"""
 CASES = [case.split() for case in REFUSED.replace("\n", "|").split("|")]
 
 
@@ -57,7 +62,9 @@ def test_numbers_out_of_range(flag, value, parser):
     assert "give a number" in str(raised.value)
 
 
-@pytest.mark.parametrize("case", ["--global-batch-size 1000000000", "--seq-length 0"])
+@pytest.mark.parametrize(
+    "case", ["--global-batch-size 1000000000", "--seq-length 0", "--num-layers 513"]
+)
 def test_plans_are_refused_at_once(case, capsys):
     start()
     from megatron_dsa.tools.planner.command import dry_run
@@ -69,15 +76,73 @@ def test_plans_are_refused_at_once(case, capsys):
     assert capsys.readouterr().err.startswith(f"error: {case.split()[0]} must be finite and")
 
 
+@pytest.mark.parametrize("number", ["0", "-1", "10000000000"])
+def test_gpus_of_a_plan(number):
+    start()
+    from megatron_dsa.tools.planner.command import dry_run
+
+    with pytest.raises(ConfigError, match="^--dsa-dry-run-world must be finite.* got " + number):
+        dry_run(["program", *command_line(TINY), "--dsa-dry-run", "--dsa-dry-run-world", number])
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+@pytest.mark.parametrize("value", ["abc", "-1", ""])
+def test_variables_of_a_plan(name, value, monkeypatch):
+    start()
+    from megatron_dsa.tools.planner.command import dry_run
+
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"^{name} must be a number of at least ., got '{value}'"):
+        dry_run(["program", *command_line(TINY), "--dsa-dry-run"])
+
+
 @pytest.mark.parametrize(
-    "flag, value",
-    [("--temperature", x) for x in ("inf", "nan", "-1")]
-    + [("--seed", str(2**70)), ("--tokens", "0"), ("--step", "-1")],
+    "changes, says",
+    [
+        ({"--min-lr": 4e-3}, "--min-lr must be at most --lr = 0.003, got 0.004"),
+        ({"--lr-warmup-init": 1}, "--lr-warmup-init must be at most --lr = 0.003, got 1"),
+        ({"--lr-warmup-iters": 4}, "--lr-warmup-iters must be less than --train-iters = 4, got 4"),
+        (
+            {"--lr-warmup-iters": 3, "--lr-decay-iters": 2},
+            "--lr-warmup-iters must be less than --lr-decay-iters = 2, got 3",
+        ),
+    ],
 )
-def test_numbers_of_commands(flag, value):
-    assert flag in cli.RANGES
-    with pytest.raises(ConfigError, match=f"^{flag} must be finite"):
-        cli.main(["generate", "--load", "none", "--prompt", "a", flag, value])
+def test_numbers_of_two_flags(changes, says, parser):
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        parser.parse_args(command_line(TINY | changes))
+
+
+def test_muon_scales_no_losses(monkeypatch):
+    from megatron_dsa.pretrain import model_config_from_args
+
+    args = parsed(command_line(TINY | {"--optimizer": "muon", "--fp16": True}), 1, monkeypatch)
+    with pytest.raises(ConfigError, match=r"^--fp16 must not be used with --optimizer muon"):
+        model_config_from_args(args)
+
+
+@pytest.mark.parametrize("command", ["generate --load none --prompt a", "doctor"])
+def test_numbers_of_commands(command):
+    wrong = {
+        "generate": "temperature inf|temperature nan|temperature -1|tokens 0|step -1|seed -1"
+        f"|seed {2**70}",
+        "doctor": "heads 0|heads 4,-1|topk 0|seq 0|dims 0,0|rows -1|index-heads 0|index-dim 0"
+        "|tolerance nan|tolerance 0|tolerance -1|tolerance inf",
+    }[command.split()[0]]
+    for case in wrong.split("|"):
+        flag, value = f"--{case}".split()
+        assert flag in cli.RANGES
+        with pytest.raises(ConfigError, match=f"^{flag} must be finite"):
+            cli.main([*command.split(), flag, value])
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["prepare-data --output", "import-hf --input a --output", "generate --prompt a --load"],
+)
+def test_empty_words_name_nothing(command):
+    with pytest.raises(ConfigError, match=r"^--(output|load) must not be empty"):
+        cli.main([*command.split(), ""])
 
 
 def test_text_that_is_no_unicode():
@@ -100,12 +165,20 @@ def test_low_temperatures_take_the_most_probable(temperature):
     assert written == [1, 1, 1]
 
 
-@pytest.mark.parametrize("scale", [math.nan, math.inf, 0.0, -1.0])
-def test_softmax_scale(scale):
-    q, kv = torch.randn(4, 2, 8), torch.randn(4, 8)
-    indices = torch.zeros(4, 1, dtype=torch.int32)
-    with pytest.raises(ConfigError, match=r"^softmax_scale must be positive and finite"):
-        sparse_attention(q, kv, indices, softmax_scale=scale, v_dim=4)
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("workspace_bytes", 0),
+        ("workspace_bytes", -1),
+        ("workspace_bytes", math.nan),
+        ("fp8_least_ratio", -1),
+        ("indexer_numerics", "deepgemm"),
+        ("indexer_numerics", ""),
+    ],
+)
+def test_fields_of_a_policy(field, value):
+    with pytest.raises(ConfigError, match=f"^Policy: {field} must"):
+        Policy(**{field: value})
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ TESTS = ROOT / "tests"
 #: Files and folders of the package, the lowest first. Imports go down only.
 LEVELS = (
     {"__init__", "errors", "config_fields"},
-    {"config_rules"},
+    {"config_rules", "files"},
     {"versions", "muon"},
     {"dispatch", "patches"},
     {"numerics"},

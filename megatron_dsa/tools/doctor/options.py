@@ -34,15 +34,13 @@ def numbers(text: str) -> tuple[int, ...]:
         values = tuple(int(part) for part in text.split(","))
     except ValueError:
         values = ()
-    if not values or min(values) < 1:
-        raise argparse.ArgumentTypeError(
-            f"must be positive whole numbers separated by commas, got {text!r}"
-        )
+    if not values:
+        raise argparse.ArgumentTypeError(f"must be whole numbers separated by commas, got {text!r}")
     return values
 
 
 def number(text: str) -> int:
-    """Parse a positive whole number; for argparse."""
+    """Parse a whole number; for argparse."""
     values = numbers(text)
     if len(values) != 1:
         raise argparse.ArgumentTypeError(f"must be one number, got {text!r}")

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 from megatron_dsa.arguments import add_dsa_arguments, add_setting_arguments
+from megatron_dsa.config_rules.ranges import FLAGS, range_rules
 from megatron_dsa.dispatch.gpus import GPU, GPUS, gpu_here
 from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, DSAError, require
 from megatron_dsa.tools.planner.attention_only import leave_out_flags
@@ -23,8 +24,12 @@ from megatron_dsa.tools.planner.host import META, host
 from megatron_dsa.tools.planner.plan import Plan, make_plan
 from megatron_dsa.tools.planner.text import describe, shortage
 from megatron_dsa.training.entry_errors import Ending, explain, refused_by_megatron
+from megatron_dsa.training.launching import environment_number
 from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.training.setup import model_config_from_args
+
+#: Plans of more layers say how long they take.
+_MANY_LAYERS = 100
 
 
 def dry_run(argv: list[str]) -> int:
@@ -33,11 +38,14 @@ def dry_run(argv: list[str]) -> int:
     Returns:
         0 if the job would start and fit in the memory of its GPUs; 1 if it would not fit, 2 if it
         would not start, with the reason on stderr.
+
+    Raises:
+        ConfigError: the job's number of GPUs is none.
     """
-    if int(os.environ.get("RANK", "0")):
+    if environment_number("RANK", 0):
         return 0  # one process is enough
     own, job = _own_flags(argv)
-    world = own.dsa_dry_run_world or int(os.environ.get("WORLD_SIZE", "1"))
+    world = own.dsa_dry_run_world or environment_number("WORLD_SIZE", 1, least=1)
     gpu = GPUS[own.dsa_dry_run_gpu or gpu_here()]
     try:
         with _silence():
@@ -77,8 +85,8 @@ def _own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_setting_arguments(parser)
     own, job = parser.parse_known_args(argv[1:])
-    if own.dsa_dry_run_world is not None and own.dsa_dry_run_world < 1:
-        parser.error(f"--dsa-dry-run-world must be positive, got {own.dsa_dry_run_world}")
+    for ok, message in range_rules(vars(own), FLAGS):
+        require(ok, message)
     return own, [argv[0], *job]
 
 
@@ -95,6 +103,12 @@ def plan_of(argv: list[str], world: int, gpu: GPU, device: torch.device = META) 
         AssertionError, ConfigError, ...: what the start-up of the job would raise.
     """
     with host(gpu.capability, device), parsed(argv, world) as args:
+        if args.num_layers > _MANY_LAYERS:
+            print(
+                f"> planning {args.num_layers} layers, each of which runs once without memory: up "
+                "to a minute per 100",
+                file=sys.stderr,
+            )
         return make_plan(args, model_config_from_args(args), gpu)
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_dsa.errors import require
-from megatron_dsa.tools.report.events import find_runs, missing_package, read_run
+from megatron_dsa.tools.report.events import find_runs, missing_package, printable, read_run
 
 
 def add_command(commands) -> None:
@@ -50,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     for run in found:
         if not run.scalars:
             print(f"left out: {run.name} holds no scalars")
+    title = printable(arguments.title)
     for path in outputs:
-        (write_html if path.suffix == ".html" else write_png)(runs, arguments.title, path)
+        (write_html if path.suffix == ".html" else write_png)(runs, title, path)
         print(f"{path}: {len(runs)} run(s): {', '.join(run.name for run in runs)}")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dsa.errors import ConfigError, VersionError
+from megatron_dsa.errors import ConfigError, VersionError, require
 
 #: How event files are called, by every writer of TensorBoard.
 PATTERN = "*tfevents*"
@@ -64,6 +64,11 @@ class RunLog:
         return total + before
 
 
+def printable(text: str) -> str:
+    """Return a word of the command line with escapes for bytes that are not UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def missing_package(name: str) -> VersionError:
     """Return the error that says how to get a package."""
     return VersionError(f"report needs {name}: pip install 'megatron-dsa[report]'")
@@ -76,7 +81,7 @@ def find_runs(folders: list[Path]) -> dict[str, Path]:
     parent.
 
     Raises:
-        ConfigError: a folder does not exist, or there are no event files.
+        ConfigError: a folder does not exist, there are no event files, or a path is not UTF-8.
     """
     found: dict[Path, None] = {}
     for folder in folders:
@@ -89,6 +94,11 @@ def find_runs(folders: list[Path]) -> dict[str, Path]:
                 f"{folder} holds no event files of TensorBoard: train with --tensorboard-dir DIR, "
                 "and give that folder"
             )
+    for path in found:
+        require(
+            printable(str(path)) == str(path),
+            f"{path} must be a path in UTF-8, as TensorBoard's reader wants it: rename it",
+        )
     return dict(zip(_names(list(found)), found, strict=True))
 
 
@@ -130,13 +140,14 @@ def read_run(name: str, folder: Path) -> RunLog:
         scalars[tag] = sorted({event.step: event.value for event in seen}.items())
     written = {
         tag.removesuffix("/text_summary"): [
-            (event.step, event.tensor_proto.string_val[0].decode())
+            (event.step, event.tensor_proto.string_val[0].decode(errors="backslashreplace"))
             for event in sorted(events.Tensors(tag), key=lambda event: event.wall_time)
+            if event.tensor_proto.string_val
         ]
         for tag in tags["tensors"]
         if tag.endswith("/text_summary")
     }
-    texts = {tag: entries[-1][1] for tag, entries in written.items()}
+    texts = {tag: entries[-1][1] for tag, entries in written.items() if entries}
     end = max((series[-1][0] for series in scalars.values()), default=0)
     return RunLog(name, scalars, restarts, texts, _starts(written, end))
 

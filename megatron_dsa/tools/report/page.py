@@ -17,6 +17,7 @@ from matplotlib import pyplot
 
 from megatron_dsa import __version__
 from megatron_dsa.errors import require
+from megatron_dsa.files.whole import whole_file
 from megatron_dsa.tools.report import facts
 from megatron_dsa.tools.report.events import RunLog
 from megatron_dsa.tools.report.lines import color_of
@@ -75,7 +76,8 @@ def write_html(runs: list[RunLog], title: str, path: Path) -> None:
         differ=differ,
         same=same,
     )
-    path.write_text(text, encoding="utf-8")
+    with whole_file(path) as file:
+        file.write_text(text, encoding="utf-8")
 
 
 def draw_svg(panel: Panel, runs: list[RunLog]) -> Markup | None:
@@ -133,5 +135,8 @@ def write_png(runs: list[RunLog], title: str, path: Path) -> None:
             panel.show(axes[panel.title], runs)
             axes[panel.title].set_title(panel.title, loc="left", weight="bold")
         figure.suptitle(title, fontsize=13, weight="bold", x=0.01, ha="left")
-        figure.savefig(path, dpi=100)
-        pyplot.close(figure)
+        try:
+            with whole_file(path) as file:
+                figure.savefig(file, dpi=100)
+        finally:
+            pyplot.close(figure)

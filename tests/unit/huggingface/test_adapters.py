@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from megatron_dsa.config import DSAOptions, is_adapter_parameter
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.errors import ConfigError, FileError
 from megatron_dsa.huggingface.adapters import export_adapter, factor_of, import_adapter
 from megatron_dsa.huggingface.convert import export_model, import_model
 from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, V3, V4
 from megatron_dsa.huggingface.ranks import Place
 from megatron_dsa.modules.freezing import freeze_for_stage
 from tests.cases.lora import gradients_of
-from tests.helpers import relative_error
+from tests.helpers import no_room, relative_error
 from tests.host import start
 from tests.tiny_models import logits_of, published, tiny_config, tiny_model, tiny_v4
 
@@ -277,3 +277,14 @@ def test_v4_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="--lora-load is not supported with DeepSeek-V4"):
         import_adapter(model, tmp_path, V4)
+
+
+def test_adapters_are_written_whole(tmp_path):
+    model = adapted_model(tiny_config())
+    with no_room(5_000), pytest.raises(FileError, match=r"adapter_model.safetensors: File too"):
+        export_adapter(model, tmp_path / "out", V3)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "adapter_config.json").symlink_to(tmp_path / "target")
+    with pytest.raises(ConfigError, match="holds an adapter already"):
+        export_adapter(model, tmp_path, V3)
+    assert not (tmp_path / "target").exists()

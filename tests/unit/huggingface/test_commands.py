@@ -6,10 +6,12 @@ import json
 import pytest
 import torch
 
-from megatron_dsa.errors import ConfigError
+from megatron_dsa.errors import ConfigError, FileError
 from megatron_dsa.huggingface.config_json import parse_config
 from megatron_dsa.huggingface.convert import export_model, open_checkpoint
 from megatron_dsa.tools.cli import main
+from megatron_dsa.training.checkpoint_files import TRACKER
+from tests.helpers import no_room
 from tests.tiny_models import tensors_of, tiny_config, tiny_model
 
 pytest.importorskip("safetensors")
@@ -78,3 +80,41 @@ def test_norms_around_one_are_not_exported(tmp_path, monkeypatch):
     paths = ["--input", "run", "--config", str(tmp_path), "--output", str(tmp_path / "out")]
     with pytest.raises(ConfigError, match="trained with --apply-layernorm-1p"):
         main(["export-hf", *paths])
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("bug")])
+def test_an_import_that_fails_leaves_nothing(error, checkpoint, tmp_path, monkeypatch):
+    from megatron_dsa.tools import huggingface_commands as commands
+
+    def write(directory, *_arguments):
+        (directory / "__0_0.distcp").write_bytes(b"part")
+        raise error
+
+    monkeypatch.setattr(commands, "write_checkpoint", write)
+    folder, out = checkpoint.write(), tmp_path / "deep" / "out"
+    said = FileError if isinstance(error, OSError) else RuntimeError
+    with pytest.raises(said, match=r"release: No space left on device: make room|bug"):
+        main(["import-hf", "--input", str(folder), "--output", str(out)])
+    assert not out.parent.exists()
+    out.mkdir(parents=True)
+    (out / TRACKER).symlink_to(tmp_path / "target")
+    with pytest.raises(ConfigError, match="holds a checkpoint already"):
+        main(["import-hf", "--input", str(folder), "--output", str(out)])
+    assert not (tmp_path / "target").exists()
+
+
+def test_an_export_writes_through_no_link(tmp_path):
+    """Nor does it leave shards without their config.json."""
+    out, target = tmp_path / "out", tmp_path / "target"
+    out.mkdir()
+    for name in ("config.json", "model.safetensors.index.json"):
+        (out / name).symlink_to(target)
+        with pytest.raises(ConfigError, match=r"is a link or no file|holds a checkpoint already"):
+            export_model(tiny_model(tiny_config()), out, tiny_config())
+        (out / name).unlink()
+    with (
+        no_room(50_000),
+        pytest.raises(FileError, match=r"model-00001.safetensors: File too large"),
+    ):
+        export_model(tiny_model(tiny_config()), out, tiny_config())
+    assert not list(out.iterdir()) and not target.exists()

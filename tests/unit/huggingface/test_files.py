@@ -51,6 +51,7 @@ def test_links_and_folders_are_followed(checkpoint, tmp_path):
     [
         ("", "is not valid JSON"),
         ('{"weight_map": {', "is not valid JSON"),
+        ("\ufeff{}", "is not valid JSON"),
         ("[]", "holds a list"),
         ("{}", "has no weight_map"),
         ('{"weight_map": {}}', "has no weight_map"),

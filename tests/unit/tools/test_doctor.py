@@ -136,7 +136,7 @@ def test_the_grid(capsys):
         ("--device cuda:99", "--device cuda:99: this machine has"),
         ("--device tpu", "--device must be cuda"),
         ("--dims 512,576", "the value dim"),
-        ("--heads 0", "positive whole numbers"),
+        ("--heads many", "must be whole numbers"),
         ("--seq 64,128", "must be one number"),
     ],
 )

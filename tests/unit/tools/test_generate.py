@@ -1,13 +1,16 @@
 """``generate``: what a model writes, whatever stands behind the tokens that it has seen."""
 
 import argparse
+import contextlib
 
 import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.tools import generate as command
+from megatron_dsa.tools.cli import main
 from megatron_dsa.tools.generate import Bytes, Ids, codec_of, generate, next_logits
+from megatron_dsa.training import data
 from tests.helpers import relative_error
 from tests.host import small_config, small_csa_config, start
 
@@ -124,3 +127,17 @@ def test_other_numbers_are_ids(monkeypatch):
 
 def test_a_text_is_printed_on_a_line():
     assert command._on_a_line("für\n\x00 \\ a") == "für\\n\\x00 \\ a"
+
+
+@pytest.mark.parametrize("told, least", [(300, 257), (None, 257)])
+def test_prompts_of_another_tokenizer(told, least, monkeypatch):
+    """Ids between the vocabulary and the padded vocabulary are refused."""
+    args = argparse.Namespace(vocab_size=told, tokenizer_type="HuggingFaceTokenizer")
+    tokenizer = argparse.Namespace(vocab_size=least, eod=0, tokenize=lambda text: [1, int(text)])
+    model = argparse.Namespace(args=args, directory="there", chunks=[torch.nn.Linear(1, 1)])
+    monkeypatch.setattr(command, "get_tokenizer", lambda: tokenizer)
+    monkeypatch.setattr(data, "get_tokenizer", lambda: tokenizer)
+    monkeypatch.setattr(command, "trained_model", lambda *_, **__: contextlib.nullcontext(model))
+    vocabulary = max(told or 0, least)
+    with pytest.raises(ConfigError, match=f"holds the token {vocabulary}, .* has {vocabulary} tok"):
+        main(["generate", "--load", "there", "--prompt", str(vocabulary)])

@@ -3,7 +3,9 @@
 import html
 import html.parser
 import math
+import os
 import re
+import shutil
 import sys
 import xml.etree.ElementTree
 
@@ -235,6 +237,39 @@ def test_only_what_was_logged_is_drawn(runs):
     drawn = {panel.title for panel in PANELS if draw_svg(panel, dense)}
     assert drawn == {"Language-model loss", "Where a step's time goes"}
     assert not pyplot.get_fignums()
+
+
+@pytest.mark.parametrize("name", ["$\\frac{$", "a\nb", "name"])
+def test_names_and_texts_that_are_no_markup(name, tmp_path):
+    """Formulas in names; texts of event files and titles that are not UTF-8."""
+    from torch.utils.tensorboard import summary
+
+    folder = tmp_path / "events"
+    with SummaryWriter(str(folder)) as writer:
+        for step in (1, 2):
+            writer.add_scalar("lm loss", 1 / step, step)
+        text = summary.text("note", "text")
+        text.value[0].tensor.string_val[0] = b"caf\xe9"
+        writer.file_writer.add_summary(text, 1)
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    shutil.copytree(folder, runs / name)
+    shutil.copytree(folder, runs / "other")
+    files = [str(tmp_path / f"report.{ending}") for ending in ("html", "png")]
+    title = os.fsdecode(b"caf\xe9 $\\frac{$")
+    assert main(["report", str(runs), "--output", *files, "--title", title]) == 0
+    page = html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert name in page and "caf\\xe9" in page and "caf\\udce9 $\\frac{$" in page
+    (runs / "other").rename(runs / os.fsdecode(b"caf\xe9"))
+    with pytest.raises(ConfigError, match="must be a path in UTF-8"):
+        main(["report", str(runs), "--output", *files])
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe text", b"", bytes(range(256)) * 4])
+def test_files_that_are_no_events(content, tmp_path):
+    (tmp_path / "events.out.tfevents.1").write_bytes(content)
+    with pytest.raises(ConfigError, match="no run holds scalars yet"):
+        main(["report", str(tmp_path), "--output", str(tmp_path / "report.html")])
 
 
 def test_picture(logs, tmp_path):

@@ -261,6 +261,9 @@ def test_not_a_number_with_save(rejected, alone, capsys):
     [
         (["import-hf", "--input", "nowhere", "--output", "x"], "config.json is missing"),
         (["prepare-data", "--output", "x", "--input", "nowhere"], "nowhere: No such file"),
+        (["prepare-data", "--output", "x", "--input", "."], ".: Is a directory: check the path"),
+        (["prepare-data", "--output", "x/"], "--output x/ must end in the name that files begin"),
+        (["prepare-data", "--output", f"{__file__}/x"], "File exists: check the path"),
         (["report", "nowhere"], "nowhere is no folder"),
         (["prepare-data", "--output", "x", "--input", sys.executable], "must be a text file"),
         (["import-hf", "--input", "x", "--output", "x", "--shard-gb", "nan"], "--shard-gb must be"),

@@ -35,7 +35,7 @@ def test_accepted(changes, monkeypatch):
     [
         (LOCAL | {"--dsa-time-operations": True}, "--dsa-time-operations must not be used with"),
         (LOCAL | PACKED, "--dsa-packed-documents is required with"),
-        (LOCAL | PACKED | {"--dsa-packed-documents": 0}, "a positive number, got 0"),
+        (LOCAL | PACKED | {"--dsa-packed-documents": 0}, "must be finite and at least 1"),
         (WHOLE | PACKED, "sends the lengths of documents through the host"),
         (PACKED | {"--dsa-packed-documents": 8}, "has a meaning only with"),
         (WHOLE | {"--timing-log-level": 1}, "--timing-log-level must be 0"),

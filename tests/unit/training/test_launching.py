@@ -47,6 +47,7 @@ def launched(monkeypatch):
         ({"WORLD_SIZE": None, "RANK": "1"}, "RANK must be less than WORLD_SIZE 1, got 1"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR must be set: torchrun sets it"),
         ({"MASTER_PORT": None}, "MASTER_PORT must be set"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT must be a number of at least 0, got 'abc'"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT must be less than 65536"),
     ],
     ids=lambda value: str(value)[:30],

@@ -1,0 +1,1 @@
+"""Files that users see: written whole or not at all; errors in a sentence."""

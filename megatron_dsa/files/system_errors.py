@@ -1,0 +1,75 @@
+"""Errors of the file system, and their sentences."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Iterator
+from os import PathLike
+
+from megatron_dsa.errors import DSAError, FileError
+
+#: Errors that users can mend -> fix.
+_FIXES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, and start again"),
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change its permissions or the path"),
+    **dict.fromkeys(
+        (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP),
+        "check the path",
+    ),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.EINVAL, errno.EXDEV), "give another path"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
+}
+_NUMBER = re.compile(r"\(os error (\d+)\)")  # of libraries written in Rust, such as safetensors
+_CUT_OFF = re.compile(r"\d+ requested and \d+ written")  # numpy; its error has no number
+
+
+def sentence(error: BaseException, path: str | PathLike[str] | None = None) -> str | None:
+    """Return file, reason and fix of an error of the file system, else ``None``.
+
+    Args:
+        error: may be of another type that was caused by one, or names its number.
+        path: the file, where it is known (default: the one in ``error``).
+    """
+    found = _system_error(error)
+    if found is None or found.errno not in _FIXES:
+        return None
+    if path is None:
+        path = (
+            "standard output or a file" if found.filename is None else os.fsdecode(found.filename)
+        )
+    return f"{os.fspath(path)}: {found.strerror or os.strerror(found.errno)}: {_FIXES[found.errno]}"
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """Return the first error of the file system in a chain of causes."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OSError) and error.errno is not None:
+            return error
+        if isinstance(error, OSError) and _CUT_OFF.fullmatch(str(error)):
+            return OSError(errno.ENOSPC, f"only part of it was written ({error})")
+        if (number := _NUMBER.search(str(error))) is not None:
+            return OSError(int(number[1]), "")
+        # Torch collects the errors of all ranks.
+        failures = [each[0] for each in getattr(error, "failures", {}).values()]
+        error = failures[0] if failures else error.__cause__ or error.__context__
+    return None
+
+
+@contextlib.contextmanager
+def naming(path: str | PathLike[str]) -> Iterator[None]:
+    """Turn errors of the file system into a :class:`FileError` that names ``path``."""
+    try:
+        yield
+    except DSAError:
+        raise
+    except Exception as error:
+        if (message := sentence(error, path)) is None:
+            raise
+        raise FileError(message) from error

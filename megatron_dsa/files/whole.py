@@ -1,0 +1,122 @@
+"""Files of a result: all of them appear, whole, or none; links are not followed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+from megatron_dsa.errors import DSAError, FileError, require
+from megatron_dsa.files.system_errors import naming, sentence
+
+
+def require_own_name(path: Path) -> None:
+    """Raise a :class:`ConfigError` where a link, a folder or a device has the name of a file."""
+    require(
+        not path.is_symlink() and (path.is_file() or not path.exists()),
+        f"{path} is a link or no file: remove it, or choose another --output",
+    )
+
+
+class WholeFiles:
+    """Files of one folder, written in a scratch folder within and moved when all are whole.
+
+    Use as a context manager. After an error nothing is left of them, nor of a folder that was made
+    for them. A process that is killed leaves a folder ``incomplete-*``.
+
+    Args:
+        folder: made if needed.
+
+    Attributes:
+        folder: the same.
+        scratch: where files are written; those that :meth:`path` did not return are dropped.
+
+    Raises:
+        FileError: files cannot be written; names the last one that was begun.
+        ConfigError: see :meth:`path`.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.scratch = self.folder
+        self._order: list[str] = []
+        self._made: list[Path] = []
+
+    def __enter__(self) -> Self:
+        parents = (self.folder, *self.folder.parents)
+        self._made = [each for each in parents if not os.path.lexists(each)]
+        try:
+            with naming(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.scratch = Path(tempfile.mkdtemp(prefix="incomplete-", dir=self.folder))
+        except BaseException:
+            self._leave_nothing()
+            raise
+        return self
+
+    def path(self, name: str) -> Path:
+        """Return where to write a file, or a folder, that gets ``name`` at the end.
+
+        Files are moved in the order of these calls. The last one shows that the others are whole:
+        where several are replaced, its predecessor is removed first.
+
+        Raises:
+            ConfigError: a link, a folder or a device has this name.
+        """
+        require_own_name(self.folder / name)
+        self._order.append(name)
+        return self.scratch / name
+
+    def finish(self) -> None:
+        """Write the rest, where nothing has failed; for subclasses."""
+
+    def __exit__(self, kind, error: BaseException | None, _traceback) -> None:
+        try:
+            if error is None:
+                self.finish()
+                self._move()
+        except BaseException as failure:
+            error = failure
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        if error is None:
+            return
+        self._leave_nothing()
+        last = self.folder / self._order[-1] if self._order else self.folder
+        if not isinstance(error, DSAError) and (message := sentence(error, last)) is not None:
+            raise FileError(message) from error
+        if kind is None:
+            raise error
+
+    def _leave_nothing(self) -> None:
+        with contextlib.suppress(OSError):
+            for folder in self._made:
+                folder.rmdir()
+
+    def _move(self) -> None:
+        if len(self._order) > 1:
+            (self.folder / self._order[-1]).unlink(missing_ok=True)
+        moved = []
+        try:
+            for name in self._order:
+                os.replace(self.scratch / name, self.folder / name)
+                moved.append(self.folder / name)
+        except OSError:
+            for path in moved:
+                path.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def whole_file(path: str | Path) -> Iterator[Path]:
+    """Yield where to write a file that gets the name ``path`` when it is whole.
+
+    Raises:
+        ConfigError, FileError: see :class:`WholeFiles`.
+    """
+    path = Path(path)
+    with WholeFiles(path.parent) as files:
+        yield files.path(path.name)
