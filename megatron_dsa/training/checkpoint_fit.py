@@ -126,7 +126,7 @@ def _rules(args, saved, metadata, where: str) -> Iterator[tuple[bool, str]]:
     was = getattr(saved, "use_distributed_optimizer", False)
     yield (
         was == args.use_distributed_optimizer,
-        f"--use-distributed-optimizer must be {'' if was else 'not '}given, {where}: states of the "
+        f"--use-distributed-optimizer must {'' if was else 'not '}be given, {where}: states of the "
         "plain and of the distributed optimizer do not fit each other. "
         f"{'Add' if was else 'Drop'} it",
     )

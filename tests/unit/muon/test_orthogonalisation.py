@@ -12,13 +12,13 @@ pytest.importorskip("emerging_optimizers", minversion="0.3")
 EXTRA, LR, DECAY = 0.18, 0.02, 0.1
 
 
-def muon(parameters, group=None, **settings):
+def muon(parameters, group=None, adaptive=False, **settings):
     from types import SimpleNamespace
 
-    from megatron_dsa.muon.optimizer import BlockMuon
+    from megatron_dsa.muon.optimizer import BlockAdaptiveMuon, BlockMuon
 
     groups = None if group is None else SimpleNamespace(tp=group, gtp_remat=None)
-    return BlockMuon(
+    return (BlockAdaptiveMuon if adaptive else BlockMuon)(
         parameters, lr=LR, weight_decay=DECAY, fp32_matmul_prec="high", extra_scale_factor=EXTRA,
         pg_collection=groups, is_qkv_fn=lambda p: False, **settings,
     )  # fmt: skip
@@ -73,15 +73,9 @@ def test_a_step_equals_the_reference(rows, columns, pattern, coefficients):
 def test_a_step_of_adaptive_muon_equals_the_reference(pattern):
     """The second moment divides each orthogonalised block; the block's scale follows."""
     host.start()
-    from megatron_dsa.muon.optimizer import BlockAdaptiveMuon
-
     gradient = full_gradient(32, 12)
     parameter = marked(gradient, pattern)
-    optimizer = BlockAdaptiveMuon(
-        [parameter], lr=LR, weight_decay=DECAY, fp32_matmul_prec="high", beta2=0.9, nesterov=False,
-        extra_scale_factor=EXTRA, is_qkv_fn=lambda p: False,
-    )  # fmt: skip
-    optimizer.step()
+    muon([parameter], adaptive=True, beta2=0.9, nesterov=False).step()
     sizes = [32] if pattern is None else list(pattern) * (32 // sum(pattern))
     whole = scaled_blocks(gradient, sizes, COEFFICIENTS["quintic"], EXTRA)
     scale = torch.cat([torch.full((size, 1), max(size, 12) ** 0.5 * EXTRA) for size in sizes])
@@ -125,6 +119,9 @@ def shared_updates(case, tp, _cp):
     for name, function in real.items():
         setattr(torch.distributed, name, function)
     assert again.equal(update)
+    adaptive = muon([parameter], group, adaptive=True, tp_mode=mode)
+    raw = adaptive.orthogonalize(parameter, gradient)
+    assert relative_error(adaptive._apply_muon_scale(raw, *raw.shape), update) < 1e-6
     return {"update": update, "sizes": torch.tensor(sorted(set(sizes)))}
 
 

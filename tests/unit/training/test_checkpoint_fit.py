@@ -29,7 +29,7 @@ MISFITS = {
         {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
         "--muon-scalar-optimizer must be adam, as in .*, got lion",
     ),
-    "to distributed": ({}, DISTRIBUTED, "--use-distributed-optimizer must be not given.*Drop it"),
+    "to distributed": ({}, DISTRIBUTED, "--use-distributed-optimizer must not be given.*Drop it"),
     "to plain": (DISTRIBUTED, {}, "--use-distributed-optimizer must be given.*Add it"),
     "to bf16": ({}, {"bf16": True}, "--bf16 and --fp16 must not be given.*Drop it"),
     "to fp32": ({"bf16": True}, {}, "--bf16 must be given.*Add it"),
