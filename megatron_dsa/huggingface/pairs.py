@@ -118,8 +118,6 @@ def _check_rotated(config: dict, rope: dict, where: str, v4: bool) -> None:
 
 
 def _check_head_dims(config: dict) -> None:
-    heads, key_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    _agree(config, "num_key_value_heads", key_heads, "num_attention_heads", heads)
     rope, nope = config.get("qk_rope_head_dim"), config.get("qk_nope_head_dim")
     if rope is None or nope is None:
         return

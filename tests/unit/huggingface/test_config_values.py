@@ -220,7 +220,6 @@ def test_lists_that_contradict_each_other_are_noted(config, note):
         ),
         ({"num_local_experts": 4}, "num_local_experts = 4: contradicts n_routed_experts = 8"),
         ({"num_experts": 4}, "num_experts = 4: contradicts n_routed_experts = 8"),
-        ({"num_key_value_heads": 2}, "num_key_value_heads = 2: contradicts num_attention_heads"),
         ({"head_dim": 24}, "head_dim = 24: contradicts qk_rope_head_dim = 8"),
         ({"qk_head_dim": 24}, "qk_head_dim = 24: contradicts qk_nope_head_dim"),
         (

@@ -242,7 +242,7 @@ def test_refused_in_v4(target, changes, message):
         ({"lora_alpha": 4.0}, "--lora-alpha: has a meaning only with --lora-rank"),
         (
             {"lora_rank": 2, "lora_targets": ("o_proj",), "lora_alpha": 0.0},
-            "--lora-alpha must be positive, got 0",
+            "--lora-alpha must be positive and finite, got 0",
         ),
     ],
 )
