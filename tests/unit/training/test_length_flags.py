@@ -60,11 +60,11 @@ FULL = {"--recompute-granularity": "full", "--recompute-method": "uniform"}
 #: Model and ranks, processes, the flags that are wrong, and the start of the message.
 SIZES = [
     (YARN, 1, "--yarn-beta-fast 0", "--yarn-beta-fast must be positive"),
-    (YARN, 1, "--yarn-beta-slow -1", "--yarn-beta-slow must be positive"),
+    (YARN, 1, "--yarn-beta-slow -1", "--yarn-beta-slow must be finite and at least 0"),
     (YARN | HYBRID, 1, "--yarn-beta-slow 0", "--yarn-beta-slow must be positive"),
     (YARN, 1, "--yarn-original-max-position-embeddings 0", "--yarn-original-max-position-emb"),
-    (YARN, 1, "--mscale -1", "--mscale must be 0 or more"),
-    (YARN, 1, "--mscale-all-dim -7.2", "--mscale-all-dim must be 0 or more"),
+    (YARN, 1, "--mscale -1", "--mscale must be finite and at least 0"),
+    (YARN, 1, "--mscale-all-dim -7.2", "--mscale-all-dim must be finite and at least 0"),
     (TP, 2, "--ffn-hidden-size 97", r"--ffn-hidden-size \(97\) must be a multiple of --tensor"),
     (TP, 2, "--padded-vocab-size 265", "--padded-vocab-size .* of --tensor-model-parallel-size"),
     (TP | EXPERTS, 2, "--moe-shared-expert-intermediate-size 33", "--moe-shared-expert-intermed"),
