@@ -250,7 +250,8 @@ def load(sharded_state_dict, checkpoint_dir, *args, **kwargs) -> Any:
     """Megatron's ``dist_checkpointing.load``, same arguments, for checkpoints that may lack
     indexers or go by the names of other layer sets."""
     with reading(Path(checkpoint_dir)):
-        redirect(sharded_state_dict, checkpoint_dir)
+        available = redirect(sharded_state_dict, checkpoint_dir)
+        check_shapes(sharded_state_dict, checkpoint_dir, available)
         return serialization.load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 
@@ -260,18 +261,21 @@ def entries_of(checkpoint_dir) -> dict[str, ShardedBase]:
     return {entry.key: entry for entry in load_sharded_metadata(str(checkpoint_dir)).values()}
 
 
-def redirect(sharded_state_dict, checkpoint_dir) -> None:
+def redirect(sharded_state_dict, checkpoint_dir) -> dict[str, ShardedBase]:
     """Make entries of models and optimizers point to where a checkpoint keeps them.
 
     Prints the changes. Entries of indexers are removed where the checkpoint has none.
 
+    Returns:
+        all that the checkpoint holds, by key.
+
     Raises:
-        ConfigError: the checkpoint lacks anything else, or has it in another shape.
+        ConfigError: the checkpoint lacks anything else.
     """
     available = entries_of(checkpoint_dir)
     _redirect_models(sharded_state_dict, checkpoint_dir, available)
     _redirect_optimizers(sharded_state_dict, checkpoint_dir, available)
-    check_shapes(sharded_state_dict, checkpoint_dir, available)
+    return available
 
 
 def _redirect_models(sharded_state_dict, checkpoint_dir, available: dict) -> None:

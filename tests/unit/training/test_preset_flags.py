@@ -88,7 +88,7 @@ def test_commands_start_with_transformer_engine(
     found = trainings(command, tmp_path)
     assert found
     for flags in found:
-        args = parsed(flags, 256 if "--use-distributed-optimizer" in flags else 1, monkeypatch)
+        args = parsed(flags, 512 if "--use-distributed-optimizer" in flags else 1, monkeypatch)
         args.padded_vocab_size = args.padded_vocab_size or 1024  # the tokenizer's
         config = model_config_from_args(args).transformer
         assert config.transformer_impl == "transformer_engine"
