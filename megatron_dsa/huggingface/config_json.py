@@ -158,16 +158,7 @@ def model_features(config: Any) -> set[str]:
 
 
 def check_model(hf: HFModel, config: Any) -> None:
-    """Raise unless a Megatron model's configuration describes the Hugging Face model."""
-    if complaints := differences(hf, config):
-        raise ConfigError(
-            "the Megatron model is not the model of the checkpoint; change its flags:\n"
-            + "\n".join(f"  - {complaint}" for complaint in complaints)
-        )
-
-
-def differences(hf: HFModel, config: Any) -> list[str]:
-    """Return where a Megatron model's configuration does not describe the Hugging Face model.
+    """Raise unless a Megatron model's configuration describes the Hugging Face model.
 
     Fields of the indexer are compared where the Megatron model has one.
     """
@@ -201,4 +192,8 @@ def differences(hf: HFModel, config: Any) -> list[str]:
         complaints.append(
             f"--dsa-latent-norm-epsilon is {actual!r} for the model, {expected!r} by config.json"
         )
-    return complaints
+    if complaints:
+        raise ConfigError(
+            "the Megatron model is not the model of the checkpoint; change its flags:\n"
+            + "\n".join(f"  - {complaint}" for complaint in complaints)
+        )

@@ -28,7 +28,7 @@ FEATURE_FIELDS = {
 }
 
 #: Names of layers by their attention, and the ratio that goes with the name.
-LAYER_TYPES = {
+_LAYER_TYPES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": CSA_RATIO,
     "heavily_compressed_attention": 128,
@@ -48,12 +48,12 @@ def _ratios(config: dict) -> list[int]:
     """Return the compression ratio of every layer, multi-token prediction last."""
     layers = required(config, "num_hidden_layers")
     total = layers + (config.get("num_nextn_predict_layers") or 0)
-    rates = LAYER_TYPES | (config.get("compress_rates") or {})
+    rates = _LAYER_TYPES | (config.get("compress_rates") or {})
     if rates["compressed_sparse_attention"] != CSA_RATIO:
         refuse("compress_rates", config["compress_rates"], f"CSA's rate must be {CSA_RATIO}")
     types = config.get("layer_types")
     if unknown := [kind for kind in types or () if kind not in tuple(rates)]:
-        refuse("layer_types", unknown[0], f"must be among {', '.join(LAYER_TYPES)}")
+        refuse("layer_types", unknown[0], f"must be among {', '.join(_LAYER_TYPES)}")
     key = "compress_ratios" if types is None else "layer_types"
     listed = required(config, key)
     ratios = list(listed) if types is None else [rates[kind] for kind in types]

@@ -7,7 +7,6 @@ that changes what a weight means is read here, and a value that is not understoo
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -60,9 +59,7 @@ def _mscales(rope: dict, where: str) -> Fields:
     if of_all is None:  # transformers reads mscale only with mscale_all_dim
         return {"mscale": 1.0, "mscale_all_dim": 0.0}
     if scale is None:
-        # transformers scales cos and sin as for mscale = 1, and does not divide by the factor of
-        # mscale_all_dim; Megatron divides.
-        scale = 1.0 + of_all + 0.1 * of_all * math.log(rope["factor"])
+        refuse(f"{where}.mscale", None, "must be given with mscale_all_dim")
     return {"mscale": scale, "mscale_all_dim": of_all}
 
 

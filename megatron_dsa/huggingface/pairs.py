@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron_dsa.huggingface.deepseek_v4 import LAYER_TYPES
 from megatron_dsa.huggingface.rules import refuse
 
 #: Second name of a key -> the key.
@@ -138,29 +137,4 @@ def _lists(config: dict) -> list[str]:
             if config.get("model_type") == "deepseek_v3":  # transformers reads only the count
                 refuse("mlp_layer_types", kinds, f"contradicts {key} = {count}: drop one of them")
             notes.append(f"mlp_layer_types is used, and not {key} = {count}")
-    return notes + _other_lists(config)
-
-
-def _other_lists(config: dict) -> list[str]:
-    """Return notes on kinds of attention and of indexers that are listed twice."""
-    layers, notes = config.get("num_hidden_layers") or 0, []
-    kinds, ratios = config.get("layer_types"), config.get("compress_ratios")
-    rates = LAYER_TYPES | (config.get("compress_rates") or {})
-    if kinds and ratios and [rates.get(str(kind)) for kind in kinds[:layers]] != ratios[:layers]:
-        notes.append("layer_types is used, as by transformers, and not compress_ratios")
-    full = {"full", "F"}
-    pattern, freq = config.get("index_topk_pattern"), config.get("index_topk_freq")
-    offset = config.get("index_skip_topk_offset")
-    rule = None
-    if freq is not None and offset is not None:
-        rule = [max(i - offset + 1, 0) % max(freq, 1) == 0 for i in range(layers)]
-    listed = {
-        "indexer_types": [kind in full for kind in config.get("indexer_types") or ()],
-        "index_topk_pattern": [kind in full for kind in pattern or ()],
-        "index_topk_freq": rule,
-    }
-    said = [key for key, value in listed.items() if value]
-    for key in said[1:]:
-        if listed[key] != listed[said[0]]:
-            notes.append(f"{said[0]} is used, as by transformers, and not {key}")
     return notes

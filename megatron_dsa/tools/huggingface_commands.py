@@ -44,7 +44,6 @@ from megatron_dsa.huggingface.precision import Precision, ReleasedPrecision
 from megatron_dsa.huggingface.streaming import StoredParameters, write_checkpoint
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.presets import MODELS, model_flags
-from megatron_dsa.tools.export_checks import check_arguments
 from megatron_dsa.tools.model_card import write_card
 from megatron_dsa.training.checkpoint_files import RELEASE, TRACKER
 from megatron_dsa.training.checkpoints import distributed_checkpoint, entries_of, redirect
@@ -130,6 +129,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
     hf = read_config(arguments.config)
     for remark in hf.remarks:
         print(f"note: {remark}", file=sys.stderr)
+    _check_norms(directory)
     keys = entries_of(directory)
     has_indexer = any(map(is_indexer_parameter, keys))
     found = {True: "indexers", False: "no indexers"}
@@ -140,8 +140,6 @@ def export_hf(arguments: argparse.Namespace) -> int:
     )
     features = _features_of(keys)
     check_features(hf, features, str(directory))
-    saved = dist_checkpointing.load_common_state_dict(str(directory)).get("args")
-    check_arguments(hf, saved, directory)
     mtp = any(key.startswith("mtp.") for key in keys)
     stage = "sparse" if hf.has_indexer else "dense"
     adapters = _adapters_of(directory, keys, stage)
@@ -192,6 +190,16 @@ def export_hf(arguments: argparse.Namespace) -> int:
     if isinstance(precision, ReleasedPrecision):
         print(f"  {precision.kept} of {precision.blocks} quantised blocks are those of the release")
     return 0
+
+
+def _check_norms(directory: Path) -> None:
+    """Raise :class:`ConfigError` for norms whose weights no released model has."""
+    saved = dist_checkpointing.load_common_state_dict(str(directory)).get("args")
+    require(
+        not getattr(saved, "layernorm_zero_centered_gamma", False),
+        f"--input {directory} was trained with --apply-layernorm-1p: its norms add 1 to their "
+        "weights, which config.json cannot say. Train without it what is to be exported",
+    )
 
 
 def _export_adapter(arguments: argparse.Namespace, model: Any, hf: HFModel, values) -> int:

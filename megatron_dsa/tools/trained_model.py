@@ -28,7 +28,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import arguments, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.config.training_config import TokenizerConfig
-from megatron.training.global_vars import set_global_variables
 
 from megatron_dsa.arguments import add_dsa_arguments
 from megatron_dsa.config import CSATransformerConfig
@@ -39,7 +38,7 @@ from megatron_dsa.training.launching import use_compiled_dataset_helper, world_s
 from megatron_dsa.training.model import embedding_ranks
 from megatron_dsa.training.preset_flags import preset_flags
 from megatron_dsa.training.quiet_output import quiet_output
-from megatron_dsa.training.setup import model_config_from_args, transformer_config_from_args
+from megatron_dsa.training.setup import model_config_from_args
 
 #: Fields of the configuration that say how the training ran, not what the model is.
 _OF_THE_RUN = (
@@ -149,13 +148,6 @@ def adding(defaults: dict[str, Any]) -> Callable[[argparse.ArgumentParser], Any]
     return add_arguments
 
 
-def saved_configuration(saved: argparse.Namespace) -> Any:
-    """Return the transformer configuration of the model that a training with ``saved`` arguments
-    had, for one process of this machine."""
-    with _quietly():
-        return transformer_config_from_args(_one_process_args(taken_over(saved, data=False), []))
-
-
 @contextlib.contextmanager
 def trained_model(
     load: str, step: int | None = None, flags: list[str] | None = None
@@ -178,45 +170,27 @@ def trained_model(
     )
     directory = distributed_checkpoint(load, step, "--load")
     defaults = taken_over(saved_arguments(directory), data=flags is None)
-    more = ["--load", load, *(flags or ())]
+    argv = ["megatron_dsa", *_SETTINGS, "--load", load, *(flags or ())]
     if step is not None:
-        more += ["--ckpt-step", str(step)]
+        argv += ["--ckpt-step", str(step)]
+
+    if cpu_host.needed():
+        cpu_host.activate()
     use_compiled_dataset_helper()
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
     try:
-        with _quietly():
-            args = _one_process_args(defaults, more)
-            set_global_variables(args)
-            with mock.patch.dict(os.environ, _ALONE):
+        with contextlib.redirect_stdout(io.StringIO()), quiet_output():
+            preset_flags(argv)
+            with mock.patch.object(sys, "argv", argv), mock.patch.dict(os.environ, _ALONE):
+                args = arguments.parse_and_validate_args(extra_args_provider=adding(defaults))
                 chunks = _load(args)
         yield TrainedModel(args, chunks, directory, args.iteration)
     finally:
         training.destroy_global_state()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Hide the output of Megatron's start."""
-    before = logging.root.manager.disable
-    logging.disable(logging.INFO)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), quiet_output():
-            yield
-    finally:
         logging.disable(before)
-
-
-def _one_process_args(defaults: dict[str, Any], flags: list[str]) -> argparse.Namespace:
-    """Return Megatron's validated arguments for one process; ``defaults`` yield to ``flags``."""
-    if cpu_host.needed():
-        cpu_host.activate()
-    argv = ["megatron_dsa", *_SETTINGS, *flags]
-    preset_flags(argv)
-    with mock.patch.object(sys, "argv", argv), mock.patch.dict(os.environ, _ALONE):
-        args = arguments.parse_args(adding(defaults))
-        arguments.validate_args(args)
-    return args
 
 
 def _load(args: argparse.Namespace) -> list[torch.nn.Module]:

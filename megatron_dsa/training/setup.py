@@ -87,18 +87,6 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False) -> tu
     return losses, functools.partial(loss_function, batch["loss_mask"])
 
 
-def transformer_config_from_args(args) -> DSATransformerConfig | CSATransformerConfig:
-    """Return the transformer configuration that Megatron's validated arguments describe."""
-    mla = core_transformer_config_from_args(args)
-    apply_yarn_flags(args, mla)
-    options = options_from_args(args)
-    if args.csa_compress_ratios is not None:
-        csa = field_values(CSATransformerConfig, args)
-        return CSATransformerConfig.from_mla(mla, options, **csa)
-    own = field_values(DSATransformerConfig, args)
-    return DSATransformerConfig.from_mla(mla, options, **own)
-
-
 def model_config_from_args(args) -> DSAModelConfig:
     """Return the :class:`.DSAModelConfig` that the parsed flags describe."""
     check_flags(args)
@@ -106,7 +94,15 @@ def model_config_from_args(args) -> DSAModelConfig:
     TIMES.on = args.dsa_time_operations
     if args.dsa_log_dispatch:
         log_all_candidates()
-    config = transformer_config_from_args(args)
+    mla = core_transformer_config_from_args(args)
+    apply_yarn_flags(args, mla)
+    options = options_from_args(args)
+    if args.csa_compress_ratios is not None:
+        csa = field_values(CSATransformerConfig, args)
+        config = CSATransformerConfig.from_mla(mla, options, **csa)
+    else:
+        own = field_values(DSATransformerConfig, args)
+        config = DSATransformerConfig.from_mla(mla, options, **own)
     model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)
     model.lists_optimizers = args.optimizer in MUON
     if args.dsa_load_hf is not None:
