@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from megatron_dsa.config import computes_topk
 from megatron_dsa.huggingface.deepseek_v4 import DEEPSEEK_V4
 from megatron_dsa.huggingface.model_keys import (
+    EXPERTS,
     INDEXER,
     Fields,
     Model,
@@ -180,3 +181,30 @@ MODELS = {
     "glm_moe_dsa": _with_indexer("GlmMoeDsaForCausalLM", interleaved=True),
     "deepseek_v4": DEEPSEEK_V4,
 }
+
+#: Fields that keys of other names, or several keys, say.
+_KEYS = {
+    "rotary_base": "rope_theta",
+    "csa_compress_rotary_base": "compress_rope_theta",
+    "rope_type": "rope_scaling.type",
+    "rotary_scaling_factor": "rope_scaling.factor",
+    "csa_compress_ratios": "compress_ratios",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "dsa_indexer_topk_freq": "index_topk_freq",
+    "dsa_indexer_skip_topk_offset": "index_skip_topk_offset",
+    "dsa_indexer_rope_interleaved": "model_type, or indexer_rope_interleave",
+    "moe_layer_freq": "first_k_dense_replace, or mlp_layer_types",
+    "moe_shared_expert_intermediate_size": "n_shared_experts * moe_intermediate_size",
+    "moe_router_num_groups": "n_group",
+    "moe_router_group_topk": "topk_group",
+    "moe_router_score_function": "scoring_func",
+    "moe_hash_layers": "num_hash_layers, or mlp_layer_types",
+    "activation_func_clamp_value": "swiglu_limit",
+}
+
+
+def key_of(name: str) -> str:
+    """Return the key of config.json, or the keys, that say a field of the configuration."""
+    tables = (_KEYS, *({x: k for k, x in kind.fields.items()} for kind in MODELS.values()))
+    shared = {field: key for keys in (INDEXER, EXPERTS) for key, field in keys.items()}
+    return next((table[name] for table in (shared, *tables) if name in table), name)
