@@ -7,6 +7,7 @@ that changes what a weight means is read here, and a value that is not understoo
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -60,7 +61,9 @@ def _mscales(rope: dict, where: str) -> Fields:
     if of_all is None:  # transformers reads mscale only with mscale_all_dim
         return {"mscale": 1.0, "mscale_all_dim": 0.0}
     if scale is None:
-        refuse(f"{where}.mscale", None, "must be given with mscale_all_dim")
+        # The rope is multiplied by 0.1 * ln(factor) + 1, as without both; Megatron divides by that
+        # of mscale_all_dim.
+        scale = 1.0 + of_all + 0.1 * of_all * math.log(rope["factor"])
     return {"mscale": scale, "mscale_all_dim": of_all}
 
 

@@ -1,6 +1,5 @@
 """Numbers in config.json that no model has are refused, with the file, the key and the rule."""
 
-import copy
 import dataclasses
 import json
 import math
@@ -11,7 +10,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.config_json import parse_config, read_config
 from megatron_dsa.huggingface.models import MODELS
 from megatron_dsa.tools.cli import main
-from tests.tiny_models import tiny_config, tiny_v4, transformers_classes
+from tests.tiny_models import tiny_config, tiny_v4
 
 YARN = {
     "type": "yarn",
@@ -148,41 +147,6 @@ def test_broken_json_is_named(content, message, tmp_path):
 PLAIN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-            "rope_scaling": PLAIN_YARN,
-        },
-        {
-            "rope_theta": 5e5,
-            "rope_parameters": PLAIN_YARN | {"factor": 8.0},
-            "rope_scaling": PLAIN_YARN,
-        },
-        {"rope_theta": 1e4, "rope_parameters": PLAIN_YARN | {"rope_theta": 5e5}},
-        {"rope_theta": 5e5, "rope_scaling": PLAIN_YARN | {"mscale": 0.5}},
-        {"rope_theta": 5e5, "rope_scaling": PLAIN_YARN | {"mscale": 0.5, "mscale_all_dim": 0.7}},
-    ],
-    ids=["plain-and-yarn", "factors", "theta", "one-mscale", "mscales"],
-)
-def test_two_descriptions_of_rope_are_read_as_transformers_reads_them(kind, keys):
-    config_class, _ = transformers_classes(kind)
-    config = tiny_config(kind)
-    del config["rope_theta"]
-    config |= copy.deepcopy(keys)
-    settings = {name: value for name, value in config.items() if name != "model_type"}
-    theirs = config_class(**copy.deepcopy(settings)).rope_parameters
-    hf = parse_config(config)
-    assert hf.fields["rope_type"] == theirs["rope_type"] == "yarn"
-    assert hf.fields["rotary_base"] == theirs["rope_theta"]
-    assert hf.fields["rotary_scaling_factor"] == theirs["factor"]
-    assert hf.fields["mscale_all_dim"] == theirs.get("mscale_all_dim", 0)
-    two = "rope_parameters" in keys
-    assert any("as by transformers" in note for note in hf.remarks) == two
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -204,3 +168,34 @@ def test_two_descriptions_of_rope_are_read_as_transformers_reads_them(kind, keys
 def test_keys_that_contradict_each_other_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(tiny_config("glm_moe_dsa", **changes))
+
+
+NESTED = {"main": {"rope_theta": 1e4}, "compress": PLAIN_YARN | {"attention_factor": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"v_head_dim": 24}, "v_head_dim = 24: contradicts head_dim = 16"),
+        (
+            {"qk_nope_head_dim": 12},
+            "head_dim = 16: contradicts qk_nope_head_dim . qk_rope_head_dim",
+        ),
+        (
+            {"compress_rates": {"heavily_compressed_attention": 16}},
+            "compress_ratios = .*: contradicts compress_rates, whose rate of HCA is 16",
+        ),
+        ({"rope_scaling": NESTED}, "compress_rope_theta = 40000.0: transformers takes 10000 there"),
+        (
+            {"rope_scaling": {"main": {}, "compress": PLAIN_YARN | {"rope_theta": 4e4}}},
+            "rope_scaling.compress.attention_factor = None: must be given",
+        ),
+        (
+            {"expert_dtype": "fp4", "quantization_config": {"expert_dtype": "fp8"}},
+            "expert_dtype = 'fp4': contradicts quantization_config.expert_dtype = 'fp8'",
+        ),
+    ],
+)
+def test_keys_of_v4_that_contradict_each_other_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config(tiny_v4(**changes))

@@ -347,7 +347,7 @@ def test_commands_there_and_back(tmp_path, capsys):
     out = ["export-hf", "--input", str(tmp_path / "megatron"), "--output", str(back)]
     with pytest.raises(ConfigError, match="holds no distributed checkpoint of --step 3"):
         main([*out, "--config", str(there), "--step", "3"])
-    with pytest.raises(ConfigError, match="--shard-gb must be .* above 0 .* got -1"):
+    with pytest.raises(ConfigError, match=r"--shard-gb must be .* above 0 .* got -1"):
         main([*out, "--config", str(there), "--shard-gb", "-1"])
     assert main([*out, "--config", str(there)]) == 0
     before, after = CheckpointReader(there), CheckpointReader(back)
