@@ -127,7 +127,7 @@ def _index_sharing(config: dict) -> Fields:
             refuse("index_skip_topk_offset", offset, "must be 1 or more with index_topk_freq > 1")
         return rule(freq, offset or 0)
     if len(listed) != layers:
-        refuse(key, f"a list of {len(listed)}", f"must have num_hidden_layers ({layers}) entries")
+        refuse(key, listed, f"must have num_hidden_layers ({layers}) entries")
     if unknown := [kind for kind in listed if kind not in ("full", "F", "shared", "S")]:
         refuse(key, unknown[0], "must say full (F) or shared (S) for every layer")
     full = [kind in ("full", "F") for kind in listed]

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_dsa.config import computes_topk
 from megatron_dsa.huggingface.deepseek_v4 import layer_ratios
-from megatron_dsa.huggingface.rules import refuse
+from megatron_dsa.huggingface.rules import refuse, shown
 
 #: Second name of a key -> the key.
 _ALIASES = {
@@ -187,7 +187,8 @@ def _lists(config: dict) -> list[str]:
     if config.get("layer_types") and listed and config.get("model_type") == "deepseek_v4":
         ratios = layer_ratios(config)
         if any(one != other for one, other in zip(ratios, listed, strict=False)):
-            notes.append(f"layer_types is used, as by transformers, and not {listed} (its ratios)")
+            ratios_said = f"compress_ratios = {shown(listed)}"
+            notes.append(f"layer_types is used, as by transformers, and not {ratios_said}")
     return notes + _index_sharing(config)
 
 
@@ -207,7 +208,7 @@ def _index_sharing(config: dict) -> list[str]:
         said["index_topk_freq"] = [computes_topk(rule, layer + 1) for layer in range(layers)]
     used, *others = said or [""]
     return [
-        f"{used} is used, and not {key} = {config[key]!r}"
+        f"{used} is used, and not {key} = {shown(config[key])}"
         for key in others
         if said[key] != said[used]
     ]

@@ -252,7 +252,9 @@ def test_adapters_with_a_changed_base_are_taken_when_converted(method, tmp_path)
     )
     ours = tiny_model(config, dsa=options, dsa_indexer_loss_coeff=1.0)
     import_model(ours, tmp_path / "base")
-    with pytest.raises(ConfigError, match=f"'{method}': .*path_initial_model_for_weight_conversion"):
+    with pytest.raises(
+        ConfigError, match=f"'{method}': .*path_initial_model_for_weight_conversion"
+    ):
         import_adapter(ours, tmp_path / "trained", V3)
     import_adapter(ours, tmp_path / "converted", V3)
     assert relative_error(logits_of(ours, tokens()), reference) < 1e-5

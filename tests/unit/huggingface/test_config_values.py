@@ -162,7 +162,18 @@ PLAIN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddi
             {"rope_scaling": PLAIN_YARN, "original_max_position_embeddings": 32},
             "embeddings = 16: contradicts original_max_position_embeddings = 32",
         ),
-        ({"indexer_types": ["full"] * 79}, "a list of 79': must have num_hidden_layers .2. entri"),
+        (
+            {"indexer_types": ["full"] * 79},
+            r"'full'\.\.\. \(79 entries\): must have num_hidden_layers \(2",
+        ),
+        (
+            {"index_topk_pattern": "FS" * 40},
+            r"FS\.\.\. \(80 entries\): must have num_hidden_layers",
+        ),
+        (
+            {"mlp_layer_types": ["dense"] * 79},
+            r"\.\.\. \(79 entries\): must say dense or sparse for",
+        ),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(changes, message):
