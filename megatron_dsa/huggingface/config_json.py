@@ -203,6 +203,8 @@ def differences(hf: HFModel, config: Any) -> dict[str, tuple[Any, Any]]:
         if name in ("moe_router_num_groups", "moe_router_group_topk"):
             # One group of all experts is none.
             actual = actual if (config.moe_router_num_groups or 1) > 1 else None
+        if name == "moe_router_topk_scaling_factor" and actual is None:
+            actual = 1.0
         if actual != expected:
             found[name] = actual, expected
     sharing = {"dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"}

@@ -168,9 +168,15 @@ def export_hf(arguments: argparse.Namespace) -> int:
             return model, state["model"]
 
         model, entries = empty()
+        dtype = widest_dtype(model, lambda name: stored.dtype(entries[name]))
         if hf.dtype is None:
-            dtype = widest_dtype(model, lambda name: stored.dtype(entries[name]))
             model, entries = empty(_noted(dtype))
+        elif torch.promote_types(dtype, hf.dtype) != hf.dtype:
+            print(
+                f"note: weights are stored as {dtype} and rounded to {hf.dtype}, as config.json "
+                "says",
+                file=sys.stderr,
+            )
         if arguments.adapter:
             return _export_adapter(
                 arguments, model, hf, lambda name, like: stored.read(entries[name]).to(like.dtype)

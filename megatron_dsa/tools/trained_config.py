@@ -18,6 +18,7 @@ from megatron_dsa.config_fields import flag_of
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.config_json import UNSAID, HFModel, differences
 from megatron_dsa.huggingface.models import key_of
+from megatron_dsa.huggingface.rules import shown
 from megatron_dsa.tools.planner import command
 from megatron_dsa.tools.trained_model import adding, taken_over
 from megatron_dsa.training.setup import model_config_from_args
@@ -27,6 +28,8 @@ _ARGUMENTS = {
     "untie_embeddings_and_output_weights": ("tie_word_embeddings", True),
     "position_embedding_type": ("rope_theta", "rope"),
 }
+#: Epsilons that model types fix; unset, they are --norm-epsilon, and no config.json can say so.
+_FIXED = ("dsa_latent_norm_epsilon", "dsa_indexer_k_norm_epsilon")
 
 
 def check_trained(directory: Path, hf: HFModel, source: str) -> list[str]:
@@ -38,7 +41,7 @@ def check_trained(directory: Path, hf: HFModel, source: str) -> list[str]:
         source: what errors call that file.
 
     Returns:
-        Notes on differences that leave the exported model as it was trained.
+        Notes on differences that are no reason to refuse the export.
 
     Raises:
         ConfigError: config.json is of another model; names keys, flags and both values.
@@ -49,17 +52,17 @@ def check_trained(directory: Path, hf: HFModel, source: str) -> list[str]:
             f"{directory} holds imported weights and no arguments of a training: what no shape of "
             f"a tensor shows (rope, epsilons, routing, ...) is as {source} says, unchecked"
         ]
-    if found := list(_contradictions(hf, saved)):
+    trained = _configuration(hf, saved)
+    if found := list(_contradictions(hf, saved, trained)):
         raise ConfigError(
             f"{source} is not the config.json of the model that was trained in {directory}: "
             f"{'; '.join(found)}; give the config.json of that model, or correct these keys"
         )
-    return list(_notes(hf, saved))
+    return list(_notes(hf, saved, trained))
 
 
-def _contradictions(hf: HFModel, saved: argparse.Namespace) -> Iterator[str]:
-    """Yield what config.json says of the model and the training said otherwise."""
-    trained = _configuration(saved)
+def _contradictions(hf: HFModel, saved: argparse.Namespace, trained: Any) -> Iterator[str]:
+    """Yield the values of config.json that contradict the training."""
     is_v4 = "csa_compress_ratios" in hf.fields
     if is_v4 != uses_csa(trained):
         kind = {True: "with", False: "without"}
@@ -69,6 +72,8 @@ def _contradictions(hf: HFModel, saved: argparse.Namespace) -> Iterator[str]:
         )
         return
     for name, (actual, expected) in differences(hf, trained).items():
+        if name in _FIXED and getattr(saved, name, None) is None:
+            continue
         if name in UNSAID and name not in hf.fields:
             yield f"no key says {flag_of(name)}, which was {actual!r} in training"
         else:
@@ -90,14 +95,21 @@ def _contradictions(hf: HFModel, saved: argparse.Namespace) -> Iterator[str]:
 
 
 def _said(key: str, expected: Any, flag: str, actual: Any) -> str:
-    return f"{key} = {expected!r}, and {flag} was {actual!r} in training"
+    return f"{key} = {shown(expected)}, and {flag} was {shown(actual)} in training"
 
 
-def _notes(hf: HFModel, saved: argparse.Namespace) -> Iterator[str]:
-    """Yield differences that change no weight and no position that was trained."""
+def _notes(hf: HFModel, saved: argparse.Namespace, trained: Any) -> Iterator[str]:
+    """Yield differences that a user may want or cannot help."""
+    for name, (_, expected) in differences(hf, trained).items():
+        yield (
+            f"{flag_of(name)} was not given in training, which used --norm-epsilon "
+            f"{trained.layernorm_epsilon:g}; programs that load a {hf.raw['model_type']} use "
+            f"{expected:g}"
+        )
     key, positions = "max_position_embeddings", hf.raw.get("max_position_embeddings")
-    if positions not in (None, trained := saved.max_position_embeddings):
-        yield f"{key} = {positions} by config.json, {flag_of(key)} was {trained} in training"
+    if positions not in (None, saved.max_position_embeddings):
+        was = f"{flag_of(key)} was {saved.max_position_embeddings} in training"
+        yield f"{key} = {positions} by config.json, {was}"
     if hf.mtp_layers and not saved.mtp_num_layers:
         yield (
             f"num_nextn_predict_layers = {hf.mtp_layers} by config.json, and the model has no such "
@@ -111,9 +123,15 @@ def _notes(hf: HFModel, saved: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def _configuration(saved: argparse.Namespace) -> Any:
-    """Return the transformer configuration of a training, for one process."""
+def _configuration(hf: HFModel, saved: argparse.Namespace) -> Any:
+    """Return the transformer configuration of a training, for one process.
+
+    Other programs than this package's may have trained the model.
+    """
     said = taken_over(saved, data=False)
+    said.setdefault("dsa_stage", "sparse" if hf.has_indexer else "dense")
+    # Rules for trainings that do not matter to a model.
+    said |= {"attention_dropout": 0.0, "experimental_attention_variant": None}
     unsaid = {name: said.pop(name) for name in UNSAID if name in said}
     with command.parsed(["megatron_dsa"], 1, False, adding(said)) as args:
         config: Any = model_config_from_args(args).transformer

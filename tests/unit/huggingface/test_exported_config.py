@@ -8,8 +8,11 @@ import json
 import pytest
 import torch
 
+from megatron_dsa.config import CSATransformerConfig, DSAOptions
+from megatron_dsa.config_fields import option_fields
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.config_json import parse_config
+from megatron_dsa.huggingface.flags import flags_of
 from megatron_dsa.tools import huggingface_commands, trained_config
 from megatron_dsa.tools.cli import main
 from tests.host import parsed
@@ -35,6 +38,9 @@ MODELS = {
 #: The embedding has 70 entries, of which a tokenizer of 66 tokens uses 66.
 RUN = "--micro-batch-size 1 --seq-length 24 --train-iters 1 --lr 1e-4 --lr-decay-style constant "
 RUN += "--dsa-indexer-loss-coeff 1 --tokenizer-type NullTokenizer --vocab-size 66"
+
+
+OPTIONS = (CSATransformerConfig, DSAOptions)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +114,6 @@ def test_the_config_of_the_training_gives_the_model(name, trained, tmp_path, cap
 CHANGES = {
     "v3.2": (
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05, and --norm-epsilon was 1e-06 in training"),
-        ({"rms_norm_eps": 1e-5}, "--dsa-latent-norm-epsilon was None in training"),
         ({"rope_parameters.rope_theta": 5e5}, "rope_theta = 500000.0, and --rotary-base was 10000"),
         ({"rope_parameters.factor": 8.0}, "rope_scaling.factor = 8.0, and --rotary-scaling-f"),
         ({"rope_parameters.beta_fast": 32}, "beta_fast = 32, and --yarn-beta-fast was 16"),
@@ -197,6 +202,7 @@ def test_another_config_is_refused(name, trained, tmp_path, capsys):
         ({"max_position_embeddings": 640}, "max_position_embeddings = 640 by config.json, --max-"),
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1 by config.json, and the m"),
         ({"vocab_size": 68}, "vocab_size = 68 by config.json, and the training had 70 rows for 66"),
+        ({"dtype": "bfloat16"}, "weights are stored as torch.float32 and rounded to torch.bfloat1"),
     ],
 )
 def test_what_a_user_may_want_is_noted(changes, note, trained, tmp_path, capsys):
@@ -213,23 +219,41 @@ def test_what_a_user_may_want_is_noted(changes, note, trained, tmp_path, capsys)
         ({"rotary_percent": 0.5}, "no key says --rotary-percent, which was 0.5"),
         ({"untie_embeddings_and_output_weights": False}, "tie_word_embeddings = False, and --u"),
         ({"mtp_num_layers": 2}, "num_nextn_predict_layers = 1, and --mtp-num-layers was 2"),
-        ({"csa_compress_ratios": None}, ""),
+        ({"dsa_latent_norm_epsilon": 1e-3}, "dsa_latent_norm_epsilon = 1e-06, and --dsa-latent-no"),
     ],
 )
 def test_trainings_of_other_models_are_refused(changes, message, trained, tmp_path, capsys):
     """Flags that no key of config.json says, and layers that it does not count."""
     config, _, checkpoint, args = trained("v3.2", capsys)
     hf = parse_config(config | {"num_nextn_predict_layers": 1})
-    saved = argparse.Namespace(**vars(args) | changes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            trained_config.dist_checkpointing, "load_common_state_dict", lambda _: {"args": saved}
-        )
-        if not message:
-            assert trained_config.check_trained(checkpoint, hf, "config.json")
-            return
+        save(patch, args, changes)
         with pytest.raises(ConfigError, match=message):
             trained_config.check_trained(checkpoint, hf, "config.json")
+
+
+def save(patch, args, changes):
+    """Let all checkpoints hold changed arguments."""
+    saved = {"args": argparse.Namespace(**vars(args) | changes)}
+    patch.setattr(trained_config.dist_checkpointing, "load_common_state_dict", lambda _: saved)
+
+
+def test_equal_models_are_taken(trained, capsys):
+    """Where flags or keys of another form, or none, say the same."""
+    config, _, checkpoint, args = trained("glm-5", capsys)
+    listed = ["full", "full", "shared", "full"]
+    assert config["indexer_types"] == listed
+    again = {key: x for key, x in config.items() if key != "indexer_types"}
+    again |= {"index_topk_freq": 2, "index_skip_topk_offset": 2, "routed_scaling_factor": 1.0}
+    again |= {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
+    changes = {"moe_router_topk_scaling_factor": None, "layernorm_epsilon": 1e-5}
+    changes |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    changes |= {"dsa_indexer_k_norm_epsilon": None}
+    with pytest.MonkeyPatch.context() as patch:
+        save(patch, args, changes)
+        notes = trained_config.check_trained(checkpoint, parse_config(again), "config.json")
+    used = "was not given in training, which used --norm-epsilon 1e-05; programs that load a glm"
+    assert len(notes) == 2 and all(used in note for note in notes)
 
 
 def test_another_family_is_said_at_once(trained, tmp_path, capsys):
@@ -237,3 +261,19 @@ def test_another_family_is_said_at_once(trained, tmp_path, capsys):
     hf = parse_config(MODELS["v4"])
     with pytest.raises(ConfigError, match="'deepseek_v4', and the training was without --csa-comp"):
         trained_config.check_trained(checkpoint / "release", hf, "config.json")
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32"])
+def test_trainings_by_other_programs_are_compared(kind, monkeypatch):
+    """Megatron's own have no arguments of this package, and its attention drops."""
+    hf = parse_config(tiny_config(kind))
+    # The dense stage has no loss of an indexer.
+    run = RUN if hf.has_indexer else RUN.replace("--dsa-indexer-loss-coeff 1 ", "")
+    args = parsed([*flags_of(hf), *run.split()], 1, monkeypatch)
+    own = {about.dest for each in OPTIONS for _, about in option_fields(each)}
+    theirs = argparse.Namespace(**{key: x for key, x in vars(args).items() if key not in own})
+    save(monkeypatch, theirs, {"attention_dropout": 0.1})
+    assert not trained_config.check_trained("run", hf, "config.json")
+    save(monkeypatch, theirs, {"layernorm_epsilon": 1e-5})
+    with pytest.raises(ConfigError, match="rms_norm_eps = 1e-06, and --norm-epsilon was 1e-05"):
+        trained_config.check_trained("run", hf, "config.json")
