@@ -41,7 +41,7 @@ def check_trained(directory: Path, hf: HFModel, source: str) -> list[str]:
         source: what errors call that file.
 
     Returns:
-        Notes on differences that are no reason to refuse the export.
+        Notes: differences that users choose, or that no config.json can say.
 
     Raises:
         ConfigError: config.json is of another model; names keys, flags and both values.
@@ -99,7 +99,7 @@ def _said(key: str, expected: Any, flag: str, actual: Any) -> str:
 
 
 def _notes(hf: HFModel, saved: argparse.Namespace, trained: Any) -> Iterator[str]:
-    """Yield differences that a user may want or cannot help."""
+    """Yield differences that are no reason to refuse the export."""
     for name, (_, expected) in differences(hf, trained).items():
         yield (
             f"{flag_of(name)} was not given in training, which used --norm-epsilon "

@@ -199,6 +199,7 @@ def test_layers_of_prediction_are_left_out(tmp_path):
         ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens must be None, got .3"),
         ({"use_qalora": True}, "use_qalora must be False, got True"),
         ({"a_later_method": {"x": 1}}, "a_later_method = .* is not understood"),
+        ({"a_later_scale": 0.0}, "a_later_scale = 0.0 is not understood"),
     ],
 )
 def test_other_adapters_are_refused(changes, message, tmp_path):

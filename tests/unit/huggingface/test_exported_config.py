@@ -35,7 +35,7 @@ MODELS = {
     "glm-5": tiny_config("glm_moe_dsa", **SHARED),
     "v4": transformers_v4(num_hash_layers=0, num_nextn_predict_layers=0),
 }
-#: The embedding has 70 entries, of which a tokenizer of 66 tokens uses 66.
+#: The embedding has 70 entries, more than the tokenizer has tokens.
 RUN = "--micro-batch-size 1 --seq-length 24 --train-iters 1 --lr 1e-4 --lr-decay-style constant "
 RUN += "--dsa-indexer-loss-coeff 1 --tokenizer-type NullTokenizer --vocab-size 66"
 
@@ -239,7 +239,7 @@ def save(patch, args, changes):
 
 
 def test_equal_models_are_taken(trained, capsys):
-    """Where flags or keys of another form, or none, say the same."""
+    """Flags or keys of another form, or none, describe the same model."""
     config, _, checkpoint, args = trained("glm-5", capsys)
     listed = ["full", "full", "shared", "full"]
     assert config["indexer_types"] == listed
