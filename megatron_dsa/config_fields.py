@@ -99,6 +99,7 @@ _NAMES = {
     "beta_fast": "--yarn-beta-fast",
     "beta_slow": "--yarn-beta-slow",
     "gated_linear_unit": "--swiglu",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
 }
 #: What other flags say already, and Megatron's defaults.
 _LEFT_OUT = {"activation_func", "dsa_indexer_scoring_relu"}

@@ -1,5 +1,7 @@
 """Tiny Hugging Face configurations, and models of that shape: Megatron's and of transformers."""
 
+import copy
+
 import pytest
 import torch
 
@@ -174,7 +176,8 @@ def transformers_classes(kind):
 
 def published(config, folder):
     """A random model of transformers, saved as it would be released; return it."""
-    settings = {name: value for name, value in config.items() if name != "model_type"}
+    # transformers writes defaults into the objects that it is given.
+    settings = {name: copy.deepcopy(x) for name, x in config.items() if name != "model_type"}
     config_class, model_class = transformers_classes(config["model_type"])
     model = model_class._from_config(config_class(**settings), attn_implementation="eager").float()
     _randomise(model, 2, 0.25)

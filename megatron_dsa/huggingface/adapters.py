@@ -280,7 +280,9 @@ def _check_peft_config(given: dict[str, Any], folder: Path, config: Any) -> None
     for name, value in given.items():
         ours = _PLAIN.get(name)
         # An unknown setting that is off changes nothing: later versions of PEFT write such.
-        if name not in _NO_MATTER and (value or None) != (ours or None):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        same = (value or None) == (ours or None) and (name in _PLAIN or not is_number)
+        if name not in _NO_MATTER and not same:
             raise ConfigError(
                 f"{where} {name} must be {ours!r}, got {value!r}: such adapters are not supported"
                 if name in _PLAIN

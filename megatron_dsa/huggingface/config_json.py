@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from megatron_dsa.config import options_of, uses_indexer, uses_streams
+from megatron_dsa.config import computes_topk, options_of, uses_indexer, uses_streams
+from megatron_dsa.config_fields import flag_of
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.deepseek_v4 import FEATURE_FIELDS, HASH_LAYERS
 from megatron_dsa.huggingface.files import read_json
@@ -26,6 +28,17 @@ _COMMON = {
     "activation_func": torch.nn.functional.silu,
     "add_bias_linear": False,
     "multi_latent_attention": True,
+}
+#: Fields that change a model and that no key of config.json says: Megatron's defaults.
+UNSAID: dict[str, Any] = {
+    "layernorm_zero_centered_gamma": False,
+    "apply_residual_connection_post_layernorm": False,
+    "qk_l2_norm": False,
+    "attention_output_gate": False,
+    "no_rope_freq": None,
+    "rotary_percent": 1.0,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
 }
 
 
@@ -157,12 +170,14 @@ def model_features(config: Any) -> set[str]:
     return {feature for feature, has in fields.items() if has}
 
 
-def check_model(hf: HFModel, config: Any) -> None:
-    """Raise unless a Megatron model's configuration describes the Hugging Face model.
+def differences(hf: HFModel, config: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the fields of a Megatron configuration that describe another model than config.json.
 
     Fields of the indexer are compared where the Megatron model has one.
+
+    Returns:
+        Field -> its value in ``config``, and by config.json.
     """
-    complaints = []
     # Models may leave out features; features.py says whether it is on request.
     left_out = {
         name
@@ -170,7 +185,8 @@ def check_model(hf: HFModel, config: Any) -> None:
         if feature not in model_features(config)
         for name in names
     }
-    for name, expected in hf.fields.items():
+    found = {}
+    for name, expected in (UNSAID | hf.fields).items():
         # The router's dtype says how it computes, not what.
         if name == "moe_router_dtype" or (name.startswith("dsa_") and not uses_indexer(config)):
             continue
@@ -184,16 +200,40 @@ def check_model(hf: HFModel, config: Any) -> None:
         if name == "csa_compress_ratios" and actual is not None:
             # Models may leave out multi-token prediction.
             expected = expected[: hf.num_layers + (config.mtp_num_layers or 0)]
+        if name in ("moe_router_num_groups", "moe_router_group_topk"):
+            # One group of all experts is none.
+            actual = actual if (config.moe_router_num_groups or 1) > 1 else None
+        if name == "moe_router_topk_scaling_factor" and actual is None:
+            actual = 1.0
         if actual != expected:
-            complaints.append(f"{name} is {actual!r} in the model, {expected!r} by config.json")
+            found[name] = actual, expected
+    sharing = {"dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"}
+    if sharing & found.keys() and _selecting(hf.num_layers, config) == _selecting(
+        hf.num_layers, SimpleNamespace(**hf.fields)
+    ):
+        found = {name: values for name, values in found.items() if name not in sharing}
     actual, of_all = options_of(config).latent_norm_epsilon, hf.fields["layernorm_epsilon"]
     expected = hf.latent_norm_epsilon or of_all
     if (actual or of_all) != expected:
-        complaints.append(
-            f"--dsa-latent-norm-epsilon is {actual!r} for the model, {expected!r} by config.json"
+        found["dsa_latent_norm_epsilon"] = actual, expected
+    return found
+
+
+def _selecting(layers: int, sharing: Any) -> list[bool]:
+    """Return which layers select keys themselves."""
+    return [computes_topk(sharing, layer + 1) for layer in range(layers)]
+
+
+def check_model(hf: HFModel, config: Any) -> None:
+    """Raise unless a Megatron model's configuration describes the Hugging Face model."""
+    if found := differences(hf, config):
+        lines = (
+            f"  - {flag_of(name)} is {actual!r} for the model, {expected!r} by config.json"
+            if name == "dsa_latent_norm_epsilon"
+            else f"  - {name} is {actual!r} in the model, {expected!r} by config.json"
+            for name, (actual, expected) in found.items()
         )
-    if complaints:
         raise ConfigError(
             "the Megatron model is not the model of the checkpoint; change its flags:\n"
-            + "\n".join(f"  - {complaint}" for complaint in complaints)
+            + "\n".join(lines)
         )

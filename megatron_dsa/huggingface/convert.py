@@ -316,6 +316,7 @@ def export_model(
             fulls = assemble(found.entry, [merged(model, read, name, tensor)])
             for hf_name, full in zip(found.hf, fulls, strict=True):
                 if found.entry.split.is_padded:
+                    _check_rows(hf_name, len(full), hf)
                     full = full[: hf.vocab_size]
                 nonfinite.count(name, full, full.dtype)
                 for target in (hf_name, *_copies(hf_name, hf, model)):
@@ -335,6 +336,14 @@ def export_model(
         written["dtype" if "dtype" in config else "torch_dtype"] = str(narrowest).split(".")[1]
         text = json.dumps(written, indent=2, sort_keys=True) + "\n"
         writer.path("config.json").write_text(text)
+
+
+def _check_rows(hf_name: str, rows: int, hf: HFModel) -> None:
+    require(
+        rows >= hf.vocab_size,
+        f"{hf_name} has {rows} rows, and config.json says vocab_size = {hf.vocab_size}: give the "
+        "config.json of the model that was trained",
+    )
 
 
 def _without_features(writer: CheckpointWriter, hf: HFModel, model) -> dict:

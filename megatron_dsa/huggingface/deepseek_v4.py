@@ -6,6 +6,8 @@ Both forms are understood: as released (compress_ratios, rope_scaling) and as tr
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_dsa.config_rules import CSA_RATIO
 from megatron_dsa.huggingface.model_keys import (
     INDEXER,
@@ -44,7 +46,7 @@ def _check_v4_keys(config: dict) -> None:
             refuse(key, config[key], "not understood; DeepSeek-V4's layers do not have it")
 
 
-def _ratios(config: dict) -> list[int]:
+def layer_ratios(config: dict) -> list[int]:
     """Return the compression ratio of every layer, multi-token prediction last."""
     layers = required(config, "num_hidden_layers")
     total = layers + (config.get("num_nextn_predict_layers") or 0)
@@ -57,6 +59,9 @@ def _ratios(config: dict) -> list[int]:
     key = "compress_ratios" if types is None else "layer_types"
     listed = required(config, key)
     ratios = list(listed) if types is None else [rates[kind] for kind in types]
+    wide = rates["heavily_compressed_attention"]
+    if config.get("compress_rates") and types is None and set(ratios) - {0, CSA_RATIO, wide}:
+        refuse(key, listed, f"contradicts compress_rates, whose rate of HCA is {wide}: drop one")
     if len(ratios) == layers:
         ratios += [0] * (total - layers)
     if len(ratios) < total or not all(COUNT.allows(ratio) and ratio != 1 for ratio in ratios):
@@ -67,23 +72,26 @@ def _ratios(config: dict) -> list[int]:
 
 def _v4_rope(config: dict) -> Fields:
     """Bases of both kinds of layers; YaRN is for those with compression."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    where, base, compressed_base = "rope_scaling", None, None
-    if "compress" in rope:
-        plain, rope, where = rope.get("main") or {}, rope["compress"], "rope_parameters.compress"
+    where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope: Any = config.get(where) or {}
+    nested, plain = "compress" in rope, rope.get("main") or {}
+    if nested:
+        rope = rope["compress"]
+        is_yarn(plain, f"{where}.main", None)
+        where += ".compress"
         if rope is None:
             refuse(where, rope, "must be a JSON object")
-        is_yarn(plain, "rope_parameters.main", None)
-        base, compressed_base = plain.get("rope_theta"), rope.get("rope_theta")
+    compressed_base = rope.get("rope_theta") if nested else None
     fields = {
-        "rotary_base": base or required(config, "rope_theta"),
+        "rotary_base": plain.get("rope_theta") or required(config, "rope_theta"),
         "csa_compress_rotary_base": compressed_base or required(config, "compress_rope_theta"),
     }
     if not is_yarn(rope, where, {"attention_factor"}):
         return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    factor = rope.get("attention_factor", 1.0)
+    # transformers sets it to 1 in a flat object, and derives it from the factor in a nested one.
+    factor = rope.get("attention_factor", None if nested else 1.0)
     if factor != 1.0:
-        refuse(f"{where}.attention_factor", factor, "only 1.0 is supported")
+        refuse(f"{where}.attention_factor", factor, "must be given, and only 1.0 is supported")
     return fields | yarn_fields(rope, where)
 
 
@@ -103,7 +111,7 @@ def _v4_experts(config: dict) -> Fields:
 def _csa(config: dict) -> Fields:
     """Ratios, dims that rotate, and the indexer, if a layer has one."""
     _check_v4_keys(config)
-    ratios, head = _ratios(config), config["head_dim"]
+    ratios, head = layer_ratios(config), config["head_dim"]
     dims, factor = config.get("qk_rope_head_dim"), config.get("partial_rotary_factor")
     if dims is None:
         dims = int(head * required(config, "partial_rotary_factor"))

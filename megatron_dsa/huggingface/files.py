@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -25,6 +26,8 @@ from megatron_dsa.huggingface.quantised import (
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+#: Buffers of rope, which old versions of transformers saved, are no weights.
+_ROPE_BUFFER = re.compile(r"\brotary_emb\.(\w*inv_freq|cos_cached|sin_cached)$")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -177,10 +180,7 @@ class CheckpointReader:
         """Return the names of all weights."""
         scales = {scale for name in self._where for scale in scale_names(name)}
         return [
-            name
-            for name in self._where
-            # Buffers of rope, which old versions of transformers saved, are no weights.
-            if name not in scales and not name.endswith("rotary_emb.inv_freq")
+            name for name in self._where if name not in scales and not _ROPE_BUFFER.search(name)
         ]
 
     @property

@@ -40,7 +40,7 @@ INDEXER = {
     "index_head_dim": "dsa_indexer_head_dim",
     "index_topk": "dsa_indexer_topk",
 }
-_EXPERTS = {
+EXPERTS = {
     "n_routed_experts": "num_moe_experts",
     "moe_intermediate_size": "moe_ffn_hidden_size",
     "num_experts_per_tok": "moe_router_topk",
@@ -95,7 +95,7 @@ def indexer_fields(config: dict, rope_interleaved: bool) -> Fields:
 
 def expert_fields(config: dict, pattern: list[int]) -> Fields:
     """Return the fields of experts; ``pattern`` has 1 for a layer with experts, 0 for another."""
-    fields = {ours: required(config, key) for key, ours in _EXPERTS.items()}
+    fields = {ours: required(config, key) for key, ours in EXPERTS.items()}
     chosen = fields["moe_router_topk"]
     if chosen < 2:
         refuse("num_experts_per_tok", chosen, "must be 2 or more: Megatron does not normalise one")

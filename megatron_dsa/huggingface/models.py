@@ -7,6 +7,7 @@ that changes what a weight means is read here, and a value that is not understoo
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from megatron_dsa.config import computes_topk
 from megatron_dsa.huggingface.deepseek_v4 import DEEPSEEK_V4
 from megatron_dsa.huggingface.model_keys import (
+    EXPERTS,
     INDEXER,
     Fields,
     Model,
@@ -59,7 +61,9 @@ def _mscales(rope: dict, where: str) -> Fields:
     if of_all is None:  # transformers reads mscale only with mscale_all_dim
         return {"mscale": 1.0, "mscale_all_dim": 0.0}
     if scale is None:
-        refuse(f"{where}.mscale", None, "must be given with mscale_all_dim")
+        # The rope is multiplied by 0.1 * ln(factor) + 1, as without both; Megatron divides by that
+        # of mscale_all_dim.
+        scale = 1.0 + of_all + 0.1 * of_all * math.log(rope["factor"])
     return {"mscale": scale, "mscale_all_dim": of_all}
 
 
@@ -123,7 +127,7 @@ def _index_sharing(config: dict) -> Fields:
             refuse("index_skip_topk_offset", offset, "must be 1 or more with index_topk_freq > 1")
         return rule(freq, offset or 0)
     if len(listed) != layers:
-        refuse(key, f"a list of {len(listed)}", f"must have num_hidden_layers ({layers}) entries")
+        refuse(key, listed, f"must have num_hidden_layers ({layers}) entries")
     if unknown := [kind for kind in listed if kind not in ("full", "F", "shared", "S")]:
         refuse(key, unknown[0], "must say full (F) or shared (S) for every layer")
     full = [kind in ("full", "F") for kind in listed]
@@ -180,3 +184,30 @@ MODELS = {
     "glm_moe_dsa": _with_indexer("GlmMoeDsaForCausalLM", interleaved=True),
     "deepseek_v4": DEEPSEEK_V4,
 }
+
+#: Fields that keys of other names, or several keys, say.
+_KEYS = {
+    "rotary_base": "rope_theta",
+    "csa_compress_rotary_base": "compress_rope_theta",
+    "rope_type": "rope_scaling.type",
+    "rotary_scaling_factor": "rope_scaling.factor",
+    "csa_compress_ratios": "compress_ratios",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "dsa_indexer_topk_freq": "index_topk_freq",
+    "dsa_indexer_skip_topk_offset": "index_skip_topk_offset",
+    "dsa_indexer_rope_interleaved": "model_type, or indexer_rope_interleave",
+    "moe_layer_freq": "first_k_dense_replace, or mlp_layer_types",
+    "moe_shared_expert_intermediate_size": "n_shared_experts * moe_intermediate_size",
+    "moe_router_num_groups": "n_group",
+    "moe_router_group_topk": "topk_group",
+    "moe_router_score_function": "scoring_func",
+    "moe_hash_layers": "num_hash_layers, or mlp_layer_types",
+    "activation_func_clamp_value": "swiglu_limit",
+}
+
+
+def key_of(name: str) -> str:
+    """Return the key of config.json, or the keys, that say a field of the configuration."""
+    tables = (_KEYS, *({x: k for k, x in kind.fields.items()} for kind in MODELS.values()))
+    shared = {field: key for keys in (INDEXER, EXPERTS) for key, field in keys.items()}
+    return next((table[name] for table in (shared, *tables) if name in table), name)

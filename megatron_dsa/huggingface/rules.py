@@ -11,11 +11,21 @@ from typing import Any, NoReturn
 from megatron_dsa.errors import ConfigError
 
 LARGEST = sys.float_info.max
+#: What a message shows of a list and of a string.
+_ENTRIES, _CHARACTERS = 8, 60
 
 
 def refuse(key: str, value: Any, rule: str) -> NoReturn:
     """Raise :class:`ConfigError` for a key of config.json and its value."""
-    raise ConfigError(f"{key} = {value!r}: {rule}")
+    raise ConfigError(f"{key} = {shown(value)}: {rule}")
+
+
+def shown(value: Any) -> str:
+    """Return how a message shows a value: the start of a long one, with its length."""
+    most = _CHARACTERS if isinstance(value, str) else _ENTRIES
+    if not isinstance(value, list | str) or len(value) <= most:
+        return repr(value)
+    return f"{repr(value[:most])[:-1]}... ({len(value)} entries)"
 
 
 def required(config: dict, key: str) -> Any:

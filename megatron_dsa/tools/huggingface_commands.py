@@ -45,6 +45,7 @@ from megatron_dsa.huggingface.streaming import StoredParameters, write_checkpoin
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.presets import MODELS, model_flags
 from megatron_dsa.tools.model_card import write_card
+from megatron_dsa.tools.trained_config import check_trained
 from megatron_dsa.training.checkpoint_files import RELEASE, TRACKER
 from megatron_dsa.training.checkpoints import distributed_checkpoint, entries_of, redirect
 
@@ -129,7 +130,6 @@ def export_hf(arguments: argparse.Namespace) -> int:
     hf = read_config(arguments.config)
     for remark in hf.remarks:
         print(f"note: {remark}", file=sys.stderr)
-    _check_norms(directory)
     keys = entries_of(directory)
     has_indexer = any(map(is_indexer_parameter, keys))
     found = {True: "indexers", False: "no indexers"}
@@ -159,6 +159,8 @@ def export_hf(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     with _one_process():
+        for note in check_trained(directory, hf, arguments.config):
+            print(f"note: {note}", file=sys.stderr)
         stored = StoredParameters(directory)
 
         def empty(dtype: torch.dtype | None = None):
@@ -169,9 +171,15 @@ def export_hf(arguments: argparse.Namespace) -> int:
             return model, state["model"]
 
         model, entries = empty()
+        dtype = widest_dtype(model, lambda name: stored.dtype(entries[name]))
         if hf.dtype is None:
-            dtype = widest_dtype(model, lambda name: stored.dtype(entries[name]))
             model, entries = empty(_noted(dtype))
+        elif torch.promote_types(dtype, hf.dtype) != hf.dtype:
+            print(
+                f"note: weights are stored as {dtype} and rounded to {hf.dtype}, as config.json "
+                "says",
+                file=sys.stderr,
+            )
         if arguments.adapter:
             return _export_adapter(
                 arguments, model, hf, lambda name, like: stored.read(entries[name]).to(like.dtype)
@@ -190,16 +198,6 @@ def export_hf(arguments: argparse.Namespace) -> int:
     if isinstance(precision, ReleasedPrecision):
         print(f"  {precision.kept} of {precision.blocks} quantised blocks are those of the release")
     return 0
-
-
-def _check_norms(directory: Path) -> None:
-    """Raise :class:`ConfigError` for norms whose weights no released model has."""
-    saved = dist_checkpointing.load_common_state_dict(str(directory)).get("args")
-    require(
-        not getattr(saved, "layernorm_zero_centered_gamma", False),
-        f"--input {directory} was trained with --apply-layernorm-1p: its norms add 1 to their "
-        "weights, which config.json cannot say. Train without it what is to be exported",
-    )
 
 
 def _export_adapter(arguments: argparse.Namespace, model: Any, hf: HFModel, values) -> int:

@@ -203,6 +203,7 @@ def test_resume_and_export_in_a_fresh_environment(fresh_python, tmp_path):
     assert "warning: torch" not in fresh("-m", "megatron_dsa", "info"), torch_version
     fresh("-m", "megatron_dsa", "prepare-data", "--output", "topics")
     flags = TINY | {"--data-path": "topics", "--save": "run", "--load": "run", "--save-interval": 2}
+    flags["--norm-epsilon"] = SPARSE["rms_norm_eps"]
     for last, stage in ((2, "dense"), (4, "sparse"), (6, "sparse")):
         more = {"--train-iters": last, "--dsa-stage": stage, "--use-distributed-optimizer": True}
         more["--override-opt_param-scheduler"] = True

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -113,13 +113,19 @@ def plan_of(argv: list[str], world: int, gpu: GPU, device: torch.device = META) 
 
 
 @contextlib.contextmanager
-def parsed(argv: list[str], world: int, planning: bool = True) -> Iterator[Any]:
+def parsed(
+    argv: list[str],
+    world: int,
+    planning: bool = True,
+    add_arguments: Callable[[argparse.ArgumentParser], Any] = add_dsa_arguments,
+) -> Iterator[Any]:
     """Yield Megatron's validated arguments, of rank 0 of ``world``; nothing is printed meanwhile.
 
     Args:
         argv: program and flags.
         world: GPUs of the job.
         planning: whether flags are preset for a GPU where there is none.
+        add_arguments: adds this package's flags to the parser of Megatron's.
     """
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.training import arguments
@@ -127,7 +133,7 @@ def parsed(argv: list[str], world: int, planning: bool = True) -> Iterator[Any]:
     argv, quiet = list(argv), io.StringIO()  # Megatron prints all arguments
     with contextlib.redirect_stdout(quiet), _environment(world), _arguments(argv):
         preset_flags(argv, planning)
-        args = arguments.parse_args(add_dsa_arguments)
+        args = arguments.parse_args(add_arguments)
         if args.dsa_dry_run_attention_only:
             leave_out_flags(args)
         _refuse_files(args)

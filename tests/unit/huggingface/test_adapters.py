@@ -199,6 +199,7 @@ def test_layers_of_prediction_are_left_out(tmp_path):
         ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens must be None, got .3"),
         ({"use_qalora": True}, "use_qalora must be False, got True"),
         ({"a_later_method": {"x": 1}}, "a_later_method = .* is not understood"),
+        ({"a_later_scale": 0.0}, "a_later_scale = 0.0 is not understood"),
     ],
 )
 def test_other_adapters_are_refused(changes, message, tmp_path):
@@ -210,38 +211,52 @@ def test_other_adapters_are_refused(changes, message, tmp_path):
         import_adapter(model, tmp_path, V3)
 
 
-@pytest.mark.parametrize("method", ["pissa", "olora"])
-def test_adapters_that_changed_the_base(method, tmp_path, monkeypatch):
-    """As PEFT makes and trains them: refused, and taken when PEFT has converted them."""
-    peft = pytest.importorskip("peft")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    config = tiny_config()
-    settings = peft.LoraConfig(
-        init_lora_weights=method, r=RANK, lora_alpha=ALPHA, target_modules=["o_proj"]
+def initialised(peft, method, base):
+    """PEFT's model of ``base``, whose weights the adapters' initial values have changed."""
+    config = peft.LoraConfig(
+        r=RANK, lora_alpha=ALPHA, init_lora_weights=method, target_modules=[*ATTENTION[:5]]
     )
-    theirs = peft.get_peft_model(published(config, tmp_path / "base"), settings)
-    theirs.peft_config["default"].init_lora_weights = True
-    theirs.save_pretrained(tmp_path / "start")
-    theirs.peft_config["default"].init_lora_weights = method
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            if "lora_" in name:
-                parameter.mul_(1.3)  # a training
-        reference = theirs.eval()(tokens()).logits
-    theirs.save_pretrained(tmp_path / "adapter")
-    ours = adapted_model(config, ("o_proj",))
-    with pytest.raises(ConfigError, match="path_initial_model_for_weight_conversion"):
-        import_adapter(ours, tmp_path / "adapter", V3)
+    if method == "lora_ga":
+        from peft.tuners.lora.config import LoraGAConfig
+        from peft.tuners.lora.loraga import preprocess_loraga
 
-    theirs.save_pretrained(
-        tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "start")
+        config.lora_ga_config = LoraGAConfig()
+        preprocess_loraga(base, config, lambda: with_loss(base(tokens()).logits).backward())
+    return peft.get_peft_model(base, config)
+
+
+@pytest.mark.parametrize("method", ["pissa", "pissa_niter_4", "olora", "lora_ga"])
+def test_adapters_with_a_changed_base_are_taken_when_converted(method, tmp_path):
+    """Made by PEFT: refused as trained, and equal in logits after PEFT's own conversion."""
+    peft = pytest.importorskip("peft")
+    base = published(tiny_config(), tmp_path / "base")
+    before = base.state_dict()["model.layers.0.self_attn.o_proj.weight"].clone()
+    model = initialised(peft, method, base)
+    linear = model.base_model.model.model.layers[0].self_attn.o_proj
+    assert relative_error(linear.base_layer.weight.detach(), before) > 1e-3
+    settings = model.peft_config["default"]
+    settings.init_lora_weights = True  # so PEFT's conversion wants the initial adapter
+    model.save_pretrained(tmp_path / "initial")
+    settings.init_lora_weights = method
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if "lora_" in name:
+                parameter += 0.1 * torch.randn(parameter.shape)
+        reference = model(tokens()).logits
+    model.save_pretrained(tmp_path / "trained")
+    model.save_pretrained(
+        tmp_path / "converted", path_initial_model_for_weight_conversion=tmp_path / "initial"
     )
-    said = json.loads((tmp_path / "converted" / "adapter_config.json").read_text())
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
     options = DSAOptions(
-        lora_rank=said["r"], lora_alpha=said["lora_alpha"], lora_targets=("o_proj",)
+        lora_rank=2 * RANK, lora_alpha=2 * ALPHA, lora_targets=tuple(ATTENTION[:5])
     )
     ours = tiny_model(config, dsa=options, dsa_indexer_loss_coeff=1.0)
     import_model(ours, tmp_path / "base")
+    with pytest.raises(
+        ConfigError, match=f"'{method}': .*path_initial_model_for_weight_conversion"
+    ):
+        import_adapter(ours, tmp_path / "trained", V3)
     import_adapter(ours, tmp_path / "converted", V3)
     assert relative_error(logits_of(ours, tokens()), reference) < 1e-5
 

@@ -1,6 +1,5 @@
 """import-hf and export-hf without a dtype in config.json: weights keep theirs."""
 
-import argparse
 import json
 
 import pytest
@@ -65,21 +64,6 @@ def test_the_widest_dtype_rounds_nothing(checkpoint, tmp_path):
     checkpoint.load()
     up = tensors_of(checkpoint.model)["decoder.layers.0.mlp.linear_fc1.weight"][48:]
     assert torch.equal(up, checkpoint.tensors[UP])
-
-
-def test_norms_around_one_are_not_exported(tmp_path, monkeypatch):
-    """As transformer-engine's layers train them; config.json cannot say so."""
-    from megatron_dsa.tools import huggingface_commands as commands
-
-    config = json.dumps(tiny_config())
-    (tmp_path / "config.json").write_text(config)
-    saved = {"args": argparse.Namespace(layernorm_zero_centered_gamma=True)}
-    monkeypatch.setattr(commands, "distributed_checkpoint", lambda *_args: tmp_path)
-    monkeypatch.setattr(commands, "entries_of", lambda _path: ["decoder.layers.0.indexer.wk"])
-    monkeypatch.setattr(commands.dist_checkpointing, "load_common_state_dict", lambda _path: saved)
-    paths = ["--input", "run", "--config", str(tmp_path), "--output", str(tmp_path / "out")]
-    with pytest.raises(ConfigError, match="trained with --apply-layernorm-1p"):
-        main(["export-hf", *paths])
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("bug")])

@@ -1,6 +1,5 @@
 """Numbers in config.json that no model has are refused, with the file, the key and the rule."""
 
-import copy
 import dataclasses
 import json
 import math
@@ -11,7 +10,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.config_json import parse_config, read_config
 from megatron_dsa.huggingface.models import MODELS
 from megatron_dsa.tools.cli import main
-from tests.tiny_models import tiny_config, tiny_v4, transformers_classes
+from tests.tiny_models import tiny_config, tiny_v4
 
 YARN = {
     "type": "yarn",
@@ -148,69 +147,6 @@ def test_broken_json_is_named(content, message, tmp_path):
 PLAIN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-            "rope_scaling": PLAIN_YARN,
-        },
-        {
-            "rope_theta": 5e5,
-            "rope_parameters": PLAIN_YARN | {"factor": 8.0},
-            "rope_scaling": PLAIN_YARN,
-        },
-        {"rope_theta": 1e4, "rope_parameters": PLAIN_YARN | {"rope_theta": 5e5}},
-        {"rope_theta": 5e5, "rope_scaling": PLAIN_YARN | {"mscale": 0.5}},
-        {"rope_theta": 5e5, "rope_scaling": PLAIN_YARN | {"mscale": 0.5, "mscale_all_dim": 0.7}},
-    ],
-    ids=["plain-and-yarn", "factors", "theta", "one-mscale", "mscales"],
-)
-def test_two_descriptions_of_rope_are_read_as_transformers_reads_them(kind, keys):
-    config_class, _ = transformers_classes(kind)
-    config = tiny_config(kind)
-    del config["rope_theta"]
-    config |= copy.deepcopy(keys)
-    settings = {name: value for name, value in config.items() if name != "model_type"}
-    theirs = config_class(**copy.deepcopy(settings)).rope_parameters
-    hf = parse_config(config)
-    assert hf.fields["rope_type"] == theirs["rope_type"] == "yarn"
-    assert hf.fields["rotary_base"] == theirs["rope_theta"]
-    assert hf.fields["rotary_scaling_factor"] == theirs["factor"]
-    assert hf.fields["mscale_all_dim"] == theirs.get("mscale_all_dim", 0)
-    two = "rope_parameters" in keys
-    assert any("as by transformers" in note for note in hf.remarks) == two
-
-
-LISTED = {"num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "full"]}
-
-
-@pytest.mark.parametrize(
-    ("config", "note"),
-    [
-        (tiny_config("glm_moe_dsa", **LISTED, index_topk_pattern="FFSF"), None),
-        (tiny_config("glm_moe_dsa", **LISTED, index_topk_freq=2, index_skip_topk_offset=2), None),
-        (tiny_config("glm_moe_dsa", **LISTED, index_topk_pattern="FFFF"), "indexer_types"),
-        (
-            tiny_config("glm_moe_dsa", **LISTED, index_topk_freq=2, index_skip_topk_offset=1),
-            "indexer_types is used, as by transformers, and not index_topk_freq",
-        ),
-        (tiny_v4(layer_types=["sliding_attention"] * 4), "layer_types is used"),
-    ],
-)
-def test_lists_that_contradict_each_other_are_noted(config, note):
-    config_class, _ = transformers_classes(config["model_type"])
-    hf = parse_config(config)
-    assert bool(hf.remarks) == (note is not None)
-    assert all(note in remark for remark in hf.remarks)
-    if "indexer_types" in config:
-        settings = {name: value for name, value in config.items() if name != "model_type"}
-        assert config_class(**settings).indexer_types == config["indexer_types"]
-    else:
-        assert hf.fields["csa_compress_ratios"] == [0] * 4
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -226,9 +162,51 @@ def test_lists_that_contradict_each_other_are_noted(config, note):
             {"rope_scaling": PLAIN_YARN, "original_max_position_embeddings": 32},
             "embeddings = 16: contradicts original_max_position_embeddings = 32",
         ),
-        ({"indexer_types": ["full"] * 79}, "a list of 79': must have num_hidden_layers .2. entri"),
+        (
+            {"indexer_types": ["full"] * 79},
+            r"'full'\.\.\. \(79 entries\): must have num_hidden_layers \(2",
+        ),
+        (
+            {"index_topk_pattern": "FS" * 40},
+            r"FS\.\.\. \(80 entries\): must have num_hidden_layers",
+        ),
+        (
+            {"mlp_layer_types": ["dense"] * 79},
+            r"\.\.\. \(79 entries\): must say dense or sparse for",
+        ),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(tiny_config("glm_moe_dsa", **changes))
+
+
+NESTED = {"main": {"rope_theta": 1e4}, "compress": PLAIN_YARN | {"attention_factor": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"v_head_dim": 24}, "v_head_dim = 24: contradicts head_dim = 16"),
+        (
+            {"qk_nope_head_dim": 12},
+            "head_dim = 16: contradicts qk_nope_head_dim . qk_rope_head_dim",
+        ),
+        (
+            {"compress_rates": {"heavily_compressed_attention": 16}},
+            "compress_ratios = .*: contradicts compress_rates, whose rate of HCA is 16",
+        ),
+        ({"rope_scaling": NESTED}, "compress_rope_theta = 40000.0: transformers takes 10000 there"),
+        (
+            {"rope_scaling": {"main": {}, "compress": PLAIN_YARN | {"rope_theta": 4e4}}},
+            "rope_scaling.compress.attention_factor = None: must be given",
+        ),
+        (
+            {"expert_dtype": "fp4", "quantization_config": {"expert_dtype": "fp8"}},
+            "expert_dtype = 'fp4': contradicts quantization_config.expert_dtype = 'fp8'",
+        ),
+    ],
+)
+def test_keys_of_v4_that_contradict_each_other_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config(tiny_v4(**changes))

@@ -175,3 +175,26 @@ def test_import_unpickles_nothing(checkpoint, monkeypatch):
         monkeypatch.setattr(module, name, refused)
     monkeypatch.setattr(pickle, "Unpickler", refused)
     checkpoint.load()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.rotary_emb.inv_freq",
+        "model.rotary_emb.main_original_inv_freq",
+        "model.layers.1.self_attn.rotary_emb.cos_cached",
+    ],
+)
+def test_buffers_of_rope_are_no_weights(name, checkpoint):
+    """Old versions of transformers saved them; they are neither read nor checked."""
+    checkpoint.tensors[name] = torch.full((4,), torch.nan)
+    report = checkpoint.load()
+    assert not report.fresh and name not in report.unused
+    assert name not in CheckpointReader(checkpoint.folder).names()
+
+
+def test_other_tensors_of_a_rope_are_named(checkpoint):
+    checkpoint.tensors["model.layers.0.self_attn.rotary_emb.scale"] = torch.ones(4)
+    with pytest.raises(ConfigError, match=r"no place .*rotary_emb\.scale"):
+        checkpoint.load()

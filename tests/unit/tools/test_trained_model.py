@@ -1,7 +1,6 @@
 """Which arguments of a training rebuild its model in one process."""
 
 import argparse
-from unittest import mock
 
 import pytest
 
@@ -40,10 +39,7 @@ def test_the_model_is_that_of_the_training(name):
     with command.parsed(flags, 4, planning=False) as saved:
         trained = model_config_from_args(saved)
     defaults = taken_over(saved, data=True)
-    with (
-        mock.patch.object(command, "add_dsa_arguments", adding(defaults)),
-        command.parsed(["megatron_dsa"], 1, planning=False) as args,
-    ):
+    with command.parsed(["megatron_dsa"], 1, False, adding(defaults)) as args:
         rebuilt = model_config_from_args(args)
     different = {
         key for key, value in vars(trained.transformer).items()
