@@ -101,14 +101,6 @@ def test_damaged_shards_are_named(damage, indexed, checkpoint):
     assert str(shard) in str(error.value)
 
 
-def test_tables_of_rope_are_no_weights(checkpoint):
-    """Older checkpoints hold the inverse frequencies of every layer."""
-    for layer in (0, 1):
-        name = f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"
-        checkpoint.tensors[name] = torch.ones(4)
-    assert not any("inv_freq" in name for name in checkpoint.load().unused)
-
-
 def test_a_shard_without_the_tensor_is_named(checkpoint):
     from safetensors.torch import save_file
 
