@@ -109,7 +109,7 @@ def test_export_wants_the_configuration_of_the_model(tmp_path):
         export_model(model, tmp_path, tiny_config("deepseek_v3"))
     with pytest.raises(ConfigError, match="does not fit a model with no indexers"):
         export_model(tiny_model(tiny_config(), "dense"), tmp_path, tiny_config())
-    with pytest.raises(ConfigError, match="has 80 rows, and config.json says vocab_size = 81"):
+    with pytest.raises(ConfigError, match="has 80 rows, and config"):
         export_model(model, tmp_path / "rows", tiny_config(vocab_size=81))
     model.config.pipeline_model_parallel_size = 2
     with pytest.raises(ConfigError, match="pipeline_model_parallel_size is 2"):
