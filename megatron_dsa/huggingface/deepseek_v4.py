@@ -74,13 +74,14 @@ def _v4_rope(config: dict) -> Fields:
     """Bases of both kinds of layers; YaRN is for those with compression."""
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope: Any = config.get(where) or {}
-    nested, plain = "compress" in rope, rope.get("main") or {}
+    nested, plain = bool({"main", "compress"} & rope.keys()), {}
     if nested:
-        rope = rope["compress"]
+        for name in ("compress", "main"):  # transformers reads one without the other as plain rope
+            if not isinstance(rope.get(name), dict):
+                refuse(f"{where}.{name}", rope.get(name), "must be a JSON object, as its neighbour")
+        plain, rope = rope["main"], rope["compress"]
         is_yarn(plain, f"{where}.main", None)
         where += ".compress"
-        if rope is None:
-            refuse(where, rope, "must be a JSON object")
     compressed_base = rope.get("rope_theta") if nested else None
     fields = {
         "rotary_base": plain.get("rope_theta") or required(config, "rope_theta"),

@@ -110,7 +110,7 @@ def _v4_bases(config: dict, nested: dict, where: str) -> list[str]:
             continue
         if theta is not None:
             notes.append(f"{where}.{name}.rope_theta = {theta!r} is used, and not {key}")
-        elif part and said != default:
+        elif part is not None and said != default:
             refuse(
                 key,
                 said,

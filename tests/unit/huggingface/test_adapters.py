@@ -235,7 +235,7 @@ def test_adapters_with_a_changed_base_are_taken_when_converted(method, tmp_path)
     linear = model.base_model.model.model.layers[0].self_attn.o_proj
     assert relative_error(linear.base_layer.weight.detach(), before) > 1e-3
     settings = model.peft_config["default"]
-    settings.init_lora_weights = True  # so PEFT's conversion wants the initial adapter
+    settings.init_lora_weights = True  # PEFT's conversion requires it of the initial adapter
     model.save_pretrained(tmp_path / "initial")
     settings.init_lora_weights = method
     with torch.no_grad():

@@ -196,6 +196,15 @@ NESTED = {"main": {"rope_theta": 1e4}, "compress": PLAIN_YARN | {"attention_fact
             {"compress_rates": {"heavily_compressed_attention": 16}},
             "compress_ratios = .*: contradicts compress_rates, whose rate of HCA is 16",
         ),
+        (
+            {"rope_parameters": {"compress": {"rope_theta": 4e4}}, "rope_scaling": None},
+            "rope_parameters.main = None: must be a JSON object",
+        ),
+        ({"rope_scaling": {"main": {}}}, "rope_scaling.compress = None: must be a JSON object"),
+        (
+            {"rope_scaling": {"main": {}, "compress": {}}},
+            "compress_rope_theta = 40000.0: transformers takes 10000 there",
+        ),
         ({"rope_scaling": NESTED}, "compress_rope_theta = 40000.0: transformers takes 10000 there"),
         (
             {"rope_scaling": {"main": {}, "compress": PLAIN_YARN | {"rope_theta": 4e4}}},
