@@ -114,6 +114,9 @@ def _run(
         os.dup2(file, number)
         os.close(file)
     sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing gave it nothing to read
+    # The objects of the server remember whether its files could seek.
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     begin(environment)
     os.chdir(folder)
     fork_managers()

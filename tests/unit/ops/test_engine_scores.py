@@ -259,7 +259,6 @@ def test_what_engines_do_not_have_is_refused():
             draw(4, 40, 8, 32),
             dataclasses.replace(ENGINE, fp8_selection=True),
         ),
-        "must be exact or deepgemm-fp8": (draw(4, 40, 8, 32), Policy(indexer_numerics="int4")),
     }
     for message, (inputs, policy) in cases.items():
         with pytest.raises(ConfigError, match=message):
