@@ -100,6 +100,7 @@ _NAMES = {
     "beta_slow": "--yarn-beta-slow",
     "gated_linear_unit": "--swiglu",
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+    "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
 }
 #: What other flags say already, and Megatron's defaults.
 _LEFT_OUT = {"activation_func", "dsa_indexer_scoring_relu"}

@@ -93,8 +93,7 @@ FLAGS: dict[str, Range] = {
     ),
     **_rows(
         Range(1, _INF, "it is a duration"),
-        "--distributed-timeout-minutes --distributed-timeout-seconds-after-init "
-        "--exit-duration-in-mins",
+        "--distributed-timeout-minutes --distributed-timeout-seconds-after-init",
     ),
     **_rows(Range(0, 2**30, "it is a number of tokens"), "--csa-compress-ratios"),
     **_rows(Range(1, 2**24, "it is memory of a GPU"), "--dsa-workspace-mib"),
@@ -102,9 +101,9 @@ FLAGS: dict[str, Range] = {
     **_rows(
         Range(1, _INF, "it is a number of steps"),
         "--log-interval --save-interval --eval-interval --tensorboard-log-interval "
-        "--muon-num-ns-steps --exit-interval --save-retain-interval --log-memory-interval "
-        "--non-persistent-save-interval --check-weight-hash-across-dp-replicas-interval "
-        "--train-sync-interval --adlr-autoresume-interval --loss-scale-window --hysteresis "
+        "--muon-num-ns-steps --save-retain-interval --log-memory-interval "
+        "--check-weight-hash-across-dp-replicas-interval "
+        "--adlr-autoresume-interval --loss-scale-window --hysteresis "
         "--dsa-indexer-topk-freq --hc-sinkhorn-iters",
     ),
     **_rows(
@@ -136,7 +135,7 @@ FLAGS: dict[str, Range] = {
         "--adam-eps --norm-epsilon --rotary-base --rotary-scaling-factor --lora-alpha "
         "--dsa-latent-norm-epsilon --initial-loss-scale --min-loss-scale --loss-scale "
         "--csa-compress-rotary-base --dsa-indexer-k-norm-epsilon --hc-eps "
-        "--moe-router-topk-scaling-factor --moe-expert-capacity-factor --muon-extra-scale-factor",
+        "--moe-router-topk-scaling-factor --muon-extra-scale-factor",
     ),
     **_rows(
         Range(0, _INF, "it is a standard deviation"),
@@ -149,6 +148,11 @@ FLAGS: dict[str, Range] = {
 _NEGATIVE = {
     "--glu-linear-offset",
     "--inference-batch-times-seqlen-threshold",
+    "--inference-dynamic-batching-num-cuda-graphs",
+    "--moe-expert-capacity-factor",
+    "--moe-paged-stash-buffer-size-factor-cpu",
+    "--moe-paged-stash-buffer-size-factor-cuda",
+    "--moe-router-force-biased",
     "--null-tokenizer-eod-id",
     "--null-tokenizer-pad-id",
     "--rl-default-top-k",
@@ -184,6 +188,8 @@ def schedule_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     Args:
         values: parsed arguments of a training by name.
     """
+    if values["skip_train"]:
+        return
     highest = values["lr"]
     for name in ("min_lr", "lr_warmup_init"):
         lower = values[name]

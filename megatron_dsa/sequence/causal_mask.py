@@ -36,7 +36,10 @@ def require_causal_mask(
             assertion. A mask is read once.
     """
     # A CUDA graph replays on whatever mask comes next; before its capture the same layer ran.
-    if mask is None or capturing() or getattr(mask, "_megatron_dsa_causal", None) == mask._version:
+    if mask is None or capturing():
+        return
+    version = None if mask.is_inference() else mask._version  # the former have none
+    if version is not None and getattr(mask, "_megatron_dsa_causal", None) == version:
         return
     shape = tuple(mask.shape)
     queries, keys = shape[-2:] if len(shape) > 1 else (0, 0)
@@ -54,7 +57,7 @@ def require_causal_mask(
             positions = table[sharding.cp_rank]
         holds = _is_causal(mask, positions)
         require_on_device(holds, f"{_RULE}: {_FIX}", lambda: f"{_RULE}, got another: {_FIX}")
-    mask._megatron_dsa_causal = mask._version  # type: ignore[attr-defined]
+    mask._megatron_dsa_causal = version  # type: ignore[attr-defined]
 
 
 def _is_causal(mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from megatron_dsa.huggingface.config_json import UNSAID, HFModel, differences
 from megatron_dsa.huggingface.models import key_of
 from megatron_dsa.huggingface.rules import shown
 from megatron_dsa.tools.planner import command
-from megatron_dsa.tools.trained_model import adding, taken_over
+from megatron_dsa.tools.trained_model import READING, adding, taken_over
 from megatron_dsa.training.setup import model_config_from_args
 
 #: Arguments that no field of the transformer configuration has -> key and its only value.
@@ -85,9 +85,10 @@ def _contradictions(hf: HFModel, saved: argparse.Namespace, trained: Any) -> Ite
     if prediction and hf.mtp_layers not in (0, prediction):
         key = "num_nextn_predict_layers"
         yield _said(key, hf.mtp_layers, flag_of("mtp_num_layers"), prediction)
-    if hf.vocab_size < (words := saved.vocab_size or 0):
+    if hf.vocab_size < (words := getattr(saved, "vocab_size", None) or 0):
         yield _said("vocab_size", hf.vocab_size, "--vocab-size", words)
-    if hf.vocab_size > (rows := saved.padded_vocab_size):
+    rows = getattr(saved, "padded_vocab_size", None)
+    if rows is not None and hf.vocab_size > rows:
         yield _said("vocab_size", hf.vocab_size, "--padded-vocab-size", rows)
     positions = hf.raw.get("max_position_embeddings")
     if positions is not None and positions < saved.seq_length:
@@ -115,8 +116,8 @@ def _notes(hf: HFModel, saved: argparse.Namespace, trained: Any) -> Iterator[str
             f"num_nextn_predict_layers = {hf.mtp_layers} by config.json, and the model has no such "
             "layers: 0 is written"
         )
-    rows, words = saved.padded_vocab_size, saved.vocab_size
-    if hf.vocab_size not in (words, rows):
+    rows, words = (getattr(saved, name, None) for name in ("padded_vocab_size", "vocab_size"))
+    if rows is not None and hf.vocab_size not in (words, rows):
         yield (
             f"vocab_size = {hf.vocab_size} by config.json, and the training had {rows} rows for "
             f"{words or 'an unknown number of'} tokens"
@@ -129,6 +130,9 @@ def _configuration(hf: HFModel, saved: argparse.Namespace) -> Any:
     Other programs than this package's may have trained the model.
     """
     said = taken_over(saved, data=False)
+    said = {name: value for name, value in said.items() if name not in READING}
+    said |= {"train_iters": 1, "micro_batch_size": 1, "lr": 1e-4}
+    said["padded_vocab_size"] = said.get("padded_vocab_size") or hf.vocab_size
     said.setdefault("dsa_stage", "sparse" if hf.has_indexer else "dense")
     # Rules for trainings that do not matter to a model.
     said |= {"attention_dropout": 0.0, "experimental_attention_variant": None}

@@ -46,6 +46,7 @@ _OF_THE_RUN = (
     *("moe_grouped_gemm", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"),
     *("moe_permute_fusion", "moe_router_fusion", "moe_shared_expert_overlap"),
     *("memory_efficient_layer_norm", "persist_layer_norm", "attention_backend"),
+    *("moe_enable_deepep", "moe_router_force_biased", "qk_clip"),
     *("delay_offload_until_cuda_graph", "symmetric_ar_type", "use_te_activation_func"),
 )
 _KINDS_OF_THE_RUN = (
@@ -63,11 +64,10 @@ _MODEL = (
     *("dsa_indexer_numerics", "dsa_kv_rounding", "lora_rank", "lora_alpha", "lora_targets"),
 )
 #: How the training reads its data.
-_READING = (
+READING = (
     *("seed", "micro_batch_size", "global_batch_size", "train_iters", "train_samples", "lr"),
     *("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "dataloader_type"),
     *("dataloader_inter_document_masking", "data_cache_path", "mid_level_dataset_surplus"),
-    "dsa_packed_documents",
 )
 #: Which data it evaluates on.
 _DATA = (
@@ -132,8 +132,11 @@ def taken_over(saved: argparse.Namespace, data: bool) -> dict[str, Any]:
         and "pipeline" not in field.name
     ]
     names += [field.name for field in dataclasses.fields(TokenizerConfig)]
-    names += [*_MODEL, *_READING, *(_DATA if data else ())]
-    return {name: getattr(saved, name) for name in names if hasattr(saved, name)}
+    names += [*_MODEL, *READING, *(_DATA if data else ())]
+    found = {name: getattr(saved, name) for name in names if hasattr(saved, name)}
+    if found.get("train_samples") is not None:
+        found.pop("train_iters", None)  # Megatron computed them
+    return found
 
 
 def adding(defaults: dict[str, Any]) -> Callable[[argparse.ArgumentParser], Any]:

@@ -117,7 +117,9 @@ def _damage(directory: Path) -> str | None:
         return f"{config} is not JSON ({error})"
     try:
         lengths = _lengths(directory)
-    except (EOFError, pickle.UnpicklingError, ValueError, AttributeError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # unpickling damaged bytes ends in any
         return f"{metadata} is damaged ({str(error) or type(error).__name__})"
     for path, length in lengths.items():
         if not path.is_file():

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_dsa.errors import ConfigError, require
 
@@ -102,7 +103,12 @@ def nested_entries(content):
 
 def say_layout(args: argparse.Namespace) -> None:
     """Print that checkpoints of this run fit its own layout only, if they do."""
-    if args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable:
+    if (
+        args.use_distributed_optimizer
+        and not args.no_save_optim
+        and args.ckpt_format == "torch_dist"
+        and not args.dist_ckpt_optim_fully_reshardable
+    ):
         print(
             "> the optimizer's state in checkpoints of this run fits any number of data-parallel "
             f"ranks, and no other tensor, pipeline or expert parallelism: {RESHARDABLE} saves it "
@@ -112,13 +118,14 @@ def say_layout(args: argparse.Namespace) -> None:
 
 def _rules(args, saved, metadata, where: str) -> Iterator[tuple[bool, str]]:
     then, now = getattr(saved, "optimizer", args.optimizer), args.optimizer
+    then = "muon" if then == "dist_muon" else then  # Megatron's former name
     yield (
         then == now,
         f"--optimizer must be {then}, {where}, got {now}: the two keep other states. Give it",
     )
     scalars = [getattr(x, "muon_scalar_optimizer", None) for x in (saved, args)]
     yield (
-        "muon" not in now or scalars[0] == scalars[1],
+        "muon" not in now or scalars[0] in (None, scalars[1]),
         f"--muon-scalar-optimizer must be {scalars[0]}, {where}, got {scalars[1]}: the two keep "
         "other states. Give it",
     )
@@ -141,10 +148,20 @@ def _rules(args, saved, metadata, where: str) -> Iterator[tuple[bool, str]]:
         f"{'Add' if precision else 'Drop'} it",
     )
     for name, flag in _LAYOUT.items() if was else ():
-        before, after = getattr(saved, name, None), getattr(args, name, None)
+        if not hasattr(saved, name):
+            continue
+        before, after = getattr(saved, name), getattr(args, name, None)
         yield (
-            before == after,
+            _plain(before, saved) == _plain(after, args),
             f"{flag} must be {before}, {where}, got {after}: the distributed optimizer's states "
             f"were saved without {RESHARDABLE} and fit their own layout only. Resume with that "
             f"layout and {RESHARDABLE} until it has saved, then change it",
         )
+
+
+def _plain(value: Any, args: Any) -> Any:
+    """Return a part of a layout so that equal ones are equal: no virtual stages are one."""
+    if isinstance(value, str):
+        stages = args.pipeline_model_parallel_size
+        return PipelineParallelLayerLayout.from_str(value, stages).layout
+    return value or 1

@@ -27,6 +27,7 @@ from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.files.whole import WholeFiles
 from megatron_dsa.sequence.sharding import Sharding, global_positions_of
 from megatron_dsa.training.data_files import check_data_sets
+from megatron_dsa.training.launching import this_rank
 
 #: Bytes are their own token ids; this one ends a document.
 BYTE_EOD = 256
@@ -99,7 +100,8 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -
         )
     for part in filter(None, [blend, *(blend_per_split or ())]):
         check_prefixes(part[0])
-        check_data_sets(part[0])
+        if this_rank() == 0:
+            check_data_sets(part[0])
     config = gpt_dataset.GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,

@@ -13,6 +13,8 @@ from megatron_dsa.errors import require
 
 #: Behind the header: version, dtype code, number of sequences, number of documents.
 _COUNTS = struct.Struct("<QBQQ")
+#: Numbers that are looked at together.
+_BLOCK = 2**20
 
 
 def check_data_set(prefix: str) -> int:
@@ -42,25 +44,41 @@ def check_data_set(prefix: str) -> int:
             f"--data-path {prefix}: {index} has {size} bytes and is damaged: by its header it must "
             f"have {needed} at least; {fix}",
         )
-        lengths = np.fromfile(file, np.int32, sequences)
-        pointers = np.fromfile(file, np.int64, sequences)
-        starts = np.fromfile(file, np.int64, documents)
-    ascending = (starts[1:] >= starts[:-1]).all()
+    place = len(head)
+    lengths = _mapped(index, np.int32, place, sequences)
+    pointers = _mapped(index, np.int64, place + 4 * sequences, sequences)
+    starts = _mapped(index, np.int64, place + 12 * sequences, documents)
+    within = True
+    for first in range(0, documents, _BLOCK):
+        part = starts[first : first + _BLOCK + 1]
+        ascending = (part[1:] >= part[:-1]).all()
+        within &= bool(ascending and ((part >= 0) & (part <= sequences)).all())
     require(
-        ascending and ((starts >= 0) & (starts <= sequences)).all(),
+        within,
         f"--data-path {prefix}: {index} is damaged, its documents do not lie within its "
         f"{sequences} sequences: {fix}",
     )
     token_bytes = DType.size(DType.dtype_from_code(code))
-    # Unsigned: damaged pointers do not overflow.
-    ends = pointers.astype(np.uint64) + lengths.astype(np.uint64) * token_bytes
-    end = int(ends.max(initial=0))
+    end, tokens, positive = 0, 0, True
+    for first in range(0, sequences, _BLOCK):
+        length, pointer = (x[first : first + _BLOCK] for x in (lengths, pointers))
+        positive &= bool((length >= 0).all() and (pointer >= 0).all())
+        # Unsigned: damaged pointers do not overflow.
+        ends = pointer.astype(np.uint64) + length.astype(np.uint64) * token_bytes
+        end, tokens = max(end, int(ends.max())), tokens + int(length.sum(dtype=np.int64))
     require(
-        (lengths >= 0).all() and (pointers >= 0).all() and end <= data.stat().st_size,
+        positive and end <= data.stat().st_size,
         f"--data-path {prefix}: {data} must have at least the {end} bytes that {index.name} "
         f"describes, got {data.stat().st_size}: {fix}",
     )
-    return int(lengths.sum(dtype=np.int64))
+    return tokens
+
+
+def _mapped(path: Path, dtype: type, offset: int, count: int) -> np.ndarray:
+    """Return numbers of a file, read when they are looked at."""
+    if count == 0:  # cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, "r", offset, (count,))
 
 
 def check_data_sets(words: list[str] | None) -> None:

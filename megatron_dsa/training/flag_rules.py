@@ -27,8 +27,9 @@ def check_flags(args: argparse.Namespace) -> None:
     for ok, message in _flag_rules(args):
         require(ok, message)
     if not on_meta():
-        for folder in filter(None, (args.save, args.tensorboard_dir)):
-            _require_writable(folder)
+        for folder in (None if args.skip_train else args.save, args.tensorboard_dir):
+            if folder and "://" not in folder:
+                _require_writable(folder)
 
 
 def _require_writable(folder: str) -> None:

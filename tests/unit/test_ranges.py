@@ -31,10 +31,10 @@ REFUSED = """--hidden-size 0|--num-layers 0|--num-layers -1|--num-layers 1000000
 --train-iters -1|--adam-eps nan|--moe-aux-loss-coeff nan|--eval-iters -1|--save-interval 0
 --weight-decay nan|--weight-decay -1|--adam-beta1 1.5|--init-method-std -1|--num-workers -1
 --lora-rank 0|--q-lora-rank 0|--recompute-num-layers 0|--rotary-percent 2|--hc-mult 0
---lion-beta1 1|--muon-momentum -0.1|--save-retain-interval 0|--non-persistent-save-interval 0
+--lion-beta1 1|--muon-momentum -0.1|--save-retain-interval 0
 --dsa-packed-documents 0|--dsa-workspace-mib -1|--distributed-timeout-minutes 0
---moe-expert-capacity-factor 0|--moe-input-jitter-eps -1|--glu-linear-offset nan
---eval-interval 0|--exit-interval 0|--dsa-dry-run-world 10000000000|--num-experts 0
+--moe-input-jitter-eps -1|--glu-linear-offset nan
+--eval-interval 0|--dsa-dry-run-world 10000000000|--num-experts 0
 --train-iters -1|--o-groups 0|--csa-compress-ratios -4
 --hc-mult 1000000000000|--q-lora-rank 100000000000000000000|--dsa-workspace-mib 100000000000000"""
 CASES = [case.split() for case in REFUSED.replace("\n", "|").split("|")]
@@ -111,6 +111,20 @@ def test_variables_of_a_plan(name, value, monkeypatch):
 def test_numbers_of_two_flags(changes, says, parser):
     with pytest.raises(ConfigError, match=f"^{says}"):
         parser.parse_args(command_line(TINY | changes))
+
+
+def test_values_that_mean_something_to_megatron(parser):
+    """Negative: on its own terms; 0: never. Without a training there is no schedule."""
+    for flags in (
+        {"--moe-router-force-biased": -0.1, "--moe-expert-capacity-factor": -1},
+        {"--moe-paged-stash-buffer-size-factor-cuda": -1.1},
+        {"--exit-interval": 0, "--exit-duration-in-mins": 0, "--train-sync-interval": 0},
+        {"--skip-train": True, "--lr-warmup-iters": 4},
+    ):
+        parser.parse_args(command_line(TINY | flags))
+    name = "--microbatch-group-size-per-virtual-pipeline-stage"
+    with pytest.raises(ConfigError, match=f"^{name} must be"):
+        parser.parse_args(command_line(TINY | {name: 0}))
 
 
 def test_muon_scales_no_losses(monkeypatch):

@@ -46,6 +46,8 @@ LATE = {
     "ops/sparse_attention/tilelang/launch.py": "TileLang",
     "parallel/ring/combine.py": "Triton",
     "tools/report/command.py": "matplotlib",
+    # Commands without torch end in a sentence.
+    "training/checkpoint_files.py": "torch",
     "training/setup.py": "safetensors",
     # Without a GPU, Megatron is prepared before anything imports it.
     "pretrain.py": "the host is prepared",

@@ -263,6 +263,19 @@ def test_another_family_is_said_at_once(trained, tmp_path, capsys):
         trained_config.check_trained(checkpoint / "release", hf, "config.json")
 
 
+def test_how_it_was_trained_does_not_matter(monkeypatch):
+    hf = parse_config(tiny_config())
+    args = parsed([*flags_of(hf), *RUN.split()], 1, monkeypatch)
+    for changes in (
+        {"train_samples": 100, "train_iters": 50},
+        {"dsa_packed_documents": 4, "reset_position_ids": True},
+        {"moe_enable_deepep": True, "moe_router_force_biased": -0.1, "qk_clip": True},
+        {"padded_vocab_size": None, "vocab_size": None},
+    ):
+        save(monkeypatch, args, changes)
+        assert not trained_config.check_trained("run", hf, "config.json")
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32"])
 def test_trainings_by_other_programs_are_compared(kind, monkeypatch):
     """Megatron's own have no arguments of this package, and its attention drops."""

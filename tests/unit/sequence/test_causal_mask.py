@@ -66,6 +66,16 @@ def test_causal_masks_are_taken_and_read_once(leading, monkeypatch):
         require_causal_mask(mask, ROWS, Sharding(), packed=False)
 
 
+def test_masks_in_inference_mode():
+    """Their tensors do not count versions."""
+    with torch.inference_mode():
+        mask = causal(1, 1)
+        require_causal_mask(mask, ROWS, Sharding(), packed=False)
+        mask[..., 3, 1] = True
+        with pytest.raises(ConfigError, match="attention_mask"):
+            require_causal_mask(mask, ROWS, Sharding(), packed=False)
+
+
 @pytest.mark.parametrize("state", ["warmup", "capture"])
 def test_masks_of_a_capture_are_not_read(state):
     """Megatron passes buffers without content, or on every rank the mask of the first tokens."""

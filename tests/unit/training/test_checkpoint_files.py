@@ -109,6 +109,11 @@ def empty(path):
         (".metadata", lambda path: path.unlink(), ".metadata is missing"),
         (".metadata", cut, ".metadata is damaged"),
         (".metadata", empty, ".metadata is damaged"),
+        (
+            ".metadata",
+            lambda path: path.write_bytes(b"cno_such_module\nx\n."),
+            ".metadata is damaged",
+        ),
         ("metadata.json", empty, "metadata.json is not JSON"),
         ("metadata.json", lambda path: path.unlink(), "metadata.json is missing"),
         ("__0_0.distcp", cut, "__0_0.distcp is cut off: "),

@@ -16,7 +16,8 @@ RUN = Namespace(
     use_layer_wise_distributed_optimizer=False, bf16=False, fp16=False, finetune=False,
     no_load_optim=False, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
     virtual_pipeline_model_parallel_size=None, pipeline_model_parallel_layout=None,
-    expert_model_parallel_size=1, expert_tensor_parallel_size=1,
+    expert_model_parallel_size=1, expert_tensor_parallel_size=1, no_save_optim=False,
+    ckpt_format="torch_dist",
 )  # fmt: skip
 DISTRIBUTED = {"use_distributed_optimizer": True}
 LAYER_WISE = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True}
@@ -74,6 +75,17 @@ def test_states_that_fit():
     check(LAYER_WISE, {"optimizer": "muon"}, BUCKETS)
     check({"optimizer": "muon"}, LAYER_WISE, {})
     check({"bf16": True}, {"fp16": True}, {})
+    check({"optimizer": "dist_muon"}, {"optimizer": "muon"}, {})  # the former name
+    stages = DISTRIBUTED | {"pipeline_model_parallel_size": 2}
+    check(
+        stages | {"pipeline_model_parallel_layout": "Et*2|t*2L"},
+        stages | {"pipeline_model_parallel_layout": "Ett|ttL"},
+        BUCKETS,
+    )
+    check(stages, stages | {"virtual_pipeline_model_parallel_size": 1}, BUCKETS)
+    older = changed(**DISTRIBUTED)
+    del older.expert_tensor_parallel_size
+    check_optimizer(changed(**DISTRIBUTED), older, BUCKETS, Path("iter_0000001"))
     check_optimizer(
         changed(**DISTRIBUTED), None, {}, Path("iter_0000001")
     )  # no arguments were saved
@@ -84,6 +96,10 @@ def test_the_layout_is_said_at_start(capsys):
         (changed(**DISTRIBUTED, dist_ckpt_optim_fully_reshardable=False), True),
         (changed(**DISTRIBUTED, dist_ckpt_optim_fully_reshardable=True), False),
         (changed(dist_ckpt_optim_fully_reshardable=False), False),
+        (
+            changed(**DISTRIBUTED, no_save_optim=True, dist_ckpt_optim_fully_reshardable=False),
+            False,
+        ),
     ):
         say_layout(args)
         assert ("--dist-ckpt-optim-fully-reshardable" in capsys.readouterr().out) == says
