@@ -99,6 +99,11 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-5])
 
 
+def replace(path):
+    """Write a pickle of what no module has."""
+    path.write_bytes(b"cno_such_module\nx\n.")
+
+
 def empty(path):
     path.write_bytes(b"")
 
