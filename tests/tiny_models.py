@@ -7,6 +7,16 @@ import torch
 
 from tests.host import start
 
+#: A long context of a DeepSeek-V3, V3.2 or GLM-5.
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 16,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
 _V4 = {
     "model_type": "deepseek_v4",
     "num_hidden_layers": 4,

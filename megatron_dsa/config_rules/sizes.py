@@ -22,7 +22,7 @@ SHARED_BY_EXPERTS = {
 def size_rules(config: Any) -> Iterator[tuple[Any, str]]:
     """Yield rules for the sizes of a model, each with its flag."""
     for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim"):
-        size, flag = getattr(config, name), f"--{name.replace('_', '-')}"
+        size, flag = getattr(config, name), flag_of(name)
         needed = "" if name != "q_lora_rank" else ", or unset"
         yield (
             (size is None and name == "q_lora_rank") or (size is not None and size >= 1),
@@ -43,7 +43,7 @@ def size_rules(config: Any) -> Iterator[tuple[Any, str]]:
         value = getattr(config, name)
         yield (
             0 < value < math.inf,
-            f"--{name.replace('_', '-')} must be positive and finite, got {value}",
+            f"{flag_of(name)} must be positive and finite, got {value}",
         )
     yield (
         0 < config.rotary_percent <= 1,

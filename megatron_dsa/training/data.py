@@ -135,6 +135,9 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -
     return BlendedMegatronDatasetBuilder(dataset_class, samples, on_this_rank, config).build()
 
 
+train_valid_test_datasets.is_distributed = True  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def _naming_lists(args) -> Iterator[None]:
     """Name the flag whose file lists no data sets."""
@@ -148,9 +151,6 @@ def _naming_lists(args) -> Iterator[None]:
             flag = f"--per-split-data-args-path {args.per_split_data_args_path}"
             rule = "a JSON object of train, valid and test, each a list of " + rule
         raise ConfigError(f"{flag} must hold {rule} ({error!r}): correct it") from error
-
-
-train_valid_test_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def check_prefixes(prefixes: Iterable[str]) -> None:
@@ -184,7 +184,7 @@ def check_tokens(batch: dict, vocabulary: int) -> None:
 
     Args:
         batch: integer ``tokens`` and ``labels`` ``[b, s]``, as a data loader gives them.
-        vocabulary: tokens of the tokenizer; the embedding's rows of padding lie behind.
+        vocabulary: number of the tokenizer's tokens, without the padding of the embedding.
 
     Raises:
         ConfigError: a token is negative or too large. On a GPU that would be a device-side assert.

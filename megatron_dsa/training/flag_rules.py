@@ -195,7 +195,7 @@ def _fp8_parameter_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]
 
 
 def _optimizer_rules(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    """What optimizers other than Adam need, and cannot."""
+    """Yield rules of optimizers other than Adam."""
     name, divided = f"--optimizer {args.optimizer}", "--use-distributed-optimizer"
     yield (
         args.lora_rank is None or args.optimizer not in MUON,

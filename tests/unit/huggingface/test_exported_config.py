@@ -16,19 +16,10 @@ from megatron_dsa.huggingface.flags import flags_of
 from megatron_dsa.tools import huggingface_commands, trained_config
 from megatron_dsa.tools.cli import main
 from tests.host import parsed
-from tests.tiny_models import published, tiny_config, transformers_v4
+from tests.tiny_models import YARN, published, tiny_config, transformers_v4
 
 pytest.importorskip("safetensors")
 
-YARN = {
-    "type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 16,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.7,
-}
 SHARED = {"num_hidden_layers": 4, "index_topk_freq": 2, "index_skip_topk_offset": 2}
 MODELS = {
     "v3.2": tiny_config(rope_scaling=YARN),

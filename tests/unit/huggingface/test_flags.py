@@ -11,19 +11,10 @@ from megatron_dsa.huggingface.flags import flags_of
 from megatron_dsa.tools.cli import main
 from tests.helpers import relative_error
 from tests.host import parsed
-from tests.tiny_models import logits_of, tiny_config, tiny_model, tiny_v4
+from tests.tiny_models import YARN, logits_of, tiny_config, tiny_model, tiny_v4
 
 pytest.importorskip("safetensors")
 
-YARN = {
-    "type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 16,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.7,
-}
 MODELS = {
     "v3": tiny_config("deepseek_v3", rope_theta=50000.0),
     "v3.2": tiny_config(rope_scaling=YARN, num_nextn_predict_layers=1, n_shared_experts=2),
