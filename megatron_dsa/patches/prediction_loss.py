@@ -9,6 +9,8 @@ summed over the ranks of the group.
 from __future__ import annotations
 
 import functools
+import inspect
+from types import SimpleNamespace
 
 import torch
 
@@ -20,55 +22,51 @@ def count_prediction_tokens_of_all_ranks() -> None:
     from megatron.core.transformer import multi_token_prediction
 
     original = multi_token_prediction.process_mtp_loss
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def process(*args, **kwargs):
-        group = kwargs.get("cp_group")
-        return (original if group is None or group.size() == 1 else _process)(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        group = bound.arguments["cp_group"]
+        if group is None or group.size() == 1:
+            return original(*args, **kwargs)
+        return _process(SimpleNamespace(**bound.arguments))
 
     for module in (multi_token_prediction, gpt_model):
         setattr(module, original.__name__, process)
 
 
-def _process(
-    hidden_states,
-    labels,
-    loss_mask,
-    output_layer,
-    output_weight,
-    runtime_gather_output,
-    is_training,
-    compute_language_model_loss,
-    config,
-    cp_group,
-    tp_group=None,
-    packed_seq_params=None,
-    scale_logits_fn=None,
-    input_ids=None,
-):
+def _process(call: SimpleNamespace) -> torch.Tensor:
     """Attach the losses of all depths to the main model's hidden states, which are returned.
 
-    Arguments as of Megatron's ``process_mtp_loss``; ``cp_group`` has more than one rank.
+    Args:
+        call: arguments of Megatron's ``process_mtp_loss``; ``cp_group`` has more than one rank.
     """
     from megatron.core import parallel_state
     from megatron.core.transformer import multi_token_prediction as mtp
 
+    config, group, labels = call.config, call.cp_group, call.labels
+
     def shift(tensor):
         return mtp.roll_tensor(
-            tensor, shifts=-1, dims=-1, cp_group=cp_group, packed_seq_params=packed_seq_params
+            tensor, shifts=-1, dims=-1, cp_group=group, packed_seq_params=call.packed_seq_params
         )[0]
 
     depths = config.mtp_num_layers
-    hidden, *predictions = torch.chunk(hidden_states, 1 + depths, dim=0)
-    if labels is None and input_ids is None:
+    hidden, *predictions = torch.chunk(call.hidden_states, 1 + depths, dim=0)
+    if labels is None and call.input_ids is None:
         return hidden
-    mask = torch.ones_like(input_ids if labels is None else labels)
-    if loss_mask is not None:
-        mask = loss_mask
+    mask = call.loss_mask
+    if mask is None:
+        mask = torch.ones_like(call.input_ids if labels is None else labels)
     if labels is None:
-        labels, mask = shift(input_ids), shift(mask)
+        labels, mask = shift(call.input_ids), shift(mask)
+    weight_of_output = call.output_weight
     if config.mtp_detach_heads:
-        output_weight = (output_layer.weight if output_weight is None else output_weight).detach()
+        weight_of_output = (
+            call.output_layer.weight if weight_of_output is None else weight_of_output
+        ).detach()
 
     # The main loss's count, and each depth's: one sum over ranks.
     labels_of, masks = [], [mask]
@@ -77,26 +75,33 @@ def _process(
         labels_of.append(labels)
         masks.append(shift(masks[-1]))
     counts = torch.stack([part.sum() for part in masks]).float()
-    torch.distributed.all_reduce(counts, group=cp_group)
+    torch.distributed.all_reduce(counts, group=group)
     main_tokens, *tokens_of = counts.clamp(min=1)
 
     # Without per-token loss Megatron averages gradients over these ranks, else divides their sum
     # by the main loss's tokens.
-    weight = main_tokens if config.calculate_per_token_loss else cp_group.size()
+    weight = main_tokens if config.calculate_per_token_loss else group.size()
     for depth, prediction in enumerate(predictions):
         labels, mask, tokens = labels_of[depth], masks[depth + 1], tokens_of[depth]
-        logits, _ = output_layer(
-            prediction, weight=output_weight, runtime_gather_output=runtime_gather_output
+        logits, _ = call.output_layer(
+            prediction,
+            weight=weight_of_output,
+            runtime_gather_output=call.runtime_gather_output,
         )
-        if scale_logits_fn is not None:
-            logits = scale_logits_fn(logits)
-        losses = mask * compute_language_model_loss(labels, logits)
-        if is_training:
+        if call.scale_logits_fn is not None:
+            logits = call.scale_logits_fn(logits)
+        losses = mask * call.compute_language_model_loss(labels, logits)
+        if call.is_training:
             correct, total = mtp._compute_mtp_acceptance_counts(
-                logits, labels, mask, output_layer, runtime_gather_output, tp_group
+                logits,
+                labels,
+                mask,
+                call.output_layer,
+                call.runtime_gather_output,
+                call.tp_group,
             )
             mtp.MTPLossLoggingHelper.save_metrics_to_tracker(
-                losses.sum() * cp_group.size() / tokens,  # the log averages over ranks
+                losses.sum() * group.size() / tokens,  # the log averages over ranks
                 correct,
                 total,
                 depth,
