@@ -80,12 +80,12 @@ class LayerSpec:
         ratio: compression ratio, ``None`` for DSA.
         heads: of a DSA layer's attention, ``None`` for the model's.
         fused: dispatch may take fused kernels.
-        selected_attention, sequence_length: see :class:`megatron_dsa.options.DSAOptions`; without a
+        selected_attention, sequence_length: see :class:`megatron_dsa.config.options.DSAOptions`; without a
             length, ``auto`` is sparse attention.
         layers: in a chain.
-        tp, cp: ranks; cp_layout, tp_mode: see :class:`megatron_dsa.options.DSAOptions`.
+        tp, cp: ranks; cp_layout, tp_mode: see :class:`megatron_dsa.config.options.DSAOptions`.
         workspace_mib: budget of torch implementations, and of blocks of absorbed attention.
-        recompute: see :class:`megatron_dsa.options.DSAOptions`.
+        recompute: see :class:`megatron_dsa.config.options.DSAOptions`.
     """
 
     preset: str
@@ -106,9 +106,9 @@ class LayerSpec:
 
 def layer_config(spec: LayerSpec, **more):
     """Return the configuration of a layer, with fields ``more``; Megatron has to be running."""
-    from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformerConfig
+    from megatron_dsa.config.model import CSATransformerConfig, DSAOptions, DSATransformerConfig
+    from megatron_dsa.config.presets import preset
     from megatron_dsa.patches import cpu_host
-    from megatron_dsa.presets import preset
 
     options = DSAOptions(
         fused=spec.fused, workspace_bytes=spec.workspace_mib * 2**20, cp_layout=spec.cp_layout,

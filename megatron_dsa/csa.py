@@ -16,7 +16,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from megatron_dsa.config import options_of, validate
+from megatron_dsa.config.model import options_of, validate
 from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
 from megatron_dsa.modules.rope import PositionRope
 from megatron_dsa.muon.blocks import split_for_muon

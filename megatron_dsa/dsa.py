@@ -24,7 +24,7 @@ from megatron.core.transformer.multi_latent_attention import (
 )
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_dsa.config import exchanges_latents, options_of, validate
+from megatron_dsa.config.model import exchanges_latents, options_of, validate
 from megatron_dsa.dispatch import count
 from megatron_dsa.modules.cuda_graphs import GraphedLayer
 from megatron_dsa.modules.dsa_core import TopKIndices

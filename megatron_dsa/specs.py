@@ -28,7 +28,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from megatron_dsa.config import (
+from megatron_dsa.config.model import (
     has_adapters,
     hash_layers,
     options_of,
@@ -37,7 +37,7 @@ from megatron_dsa.config import (
     uses_streams,
     validate,
 )
-from megatron_dsa.config_rules import is_moe_layer, predicts_apart
+from megatron_dsa.config.rules import is_moe_layer, predicts_apart
 from megatron_dsa.csa import CSASelfAttention, CSASelfAttentionSubmodules
 from megatron_dsa.dsa import (
     DSASelfAttention,

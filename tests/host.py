@@ -69,7 +69,7 @@ def _small_settings(dtype):
 def small_config(*, dtype=torch.float64, options=None, **changes):
     """A DSA configuration of a few thousand parameters."""
     start()
-    from megatron_dsa.config import DSAOptions, DSATransformerConfig
+    from megatron_dsa.config.model import DSAOptions, DSATransformerConfig
 
     settings = _small_settings(dtype) | {
         "kv_lora_rank": 16,
@@ -84,7 +84,7 @@ def small_config(*, dtype=torch.float64, options=None, **changes):
 def small_csa_config(ratio, *, dtype=torch.float64, options=None, **changes):
     """A configuration of hybrid attention whose layers all have the same compression ratio."""
     start()
-    from megatron_dsa.config import CSATransformerConfig, DSAOptions
+    from megatron_dsa.config.model import CSATransformerConfig, DSAOptions
 
     settings = _small_settings(dtype) | {
         "kv_lora_rank": 12,

@@ -27,7 +27,7 @@ from benchmarks.attention.lists import make_indices
 from benchmarks.indexer import bundled, dense
 from benchmarks.settings import Settings, Work
 from benchmarks.timing import Clock, measure, what_ran
-from megatron_dsa.config_rules.numerics import DEEPGEMM_FP8
+from megatron_dsa.config.rules.numerics import DEEPGEMM_FP8
 from megatron_dsa.dispatch import Policy, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.errors import ImplementationError

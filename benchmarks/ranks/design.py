@@ -31,7 +31,7 @@ class Design:
 
     @property
     def by_sequence(self) -> bool:
-        from megatron_dsa.config import by_sequence
+        from megatron_dsa.config.model import by_sequence
 
         return by_sequence(self.config)
 
@@ -89,7 +89,7 @@ def _balanced_selection(d: Design) -> float:
     Index queries and weights leave, selected keys come back. (Of an odd number of parts, the rank
     in the middle keeps its rows.)
     """
-    from megatron_dsa.config import options_of
+    from megatron_dsa.config.model import options_of
     from megatron_dsa.parallel.balanced_topk import VISIBLE_TO_TOPK
 
     c, rows = d.config, d.rows if d.by_sequence else d.rows * d.tp

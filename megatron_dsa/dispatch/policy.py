@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_dsa.config_rules.numerics import DEEPGEMM_FP8, EXACT
+from megatron_dsa.config.rules.numerics import DEEPGEMM_FP8, EXACT
 from megatron_dsa.errors import ConfigError, require
 
 #: Environment variable that names implementations: ``OPERATION=NAME`` pairs, split by commas.

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config import (
+from megatron_dsa.config.model import (
     LORA_A,
     is_adapter_parameter,
     linears_with_adapters,
     options_of,
     uses_csa,
 )
-from megatron_dsa.config_rules import existing_linears, rank_and_alpha
+from megatron_dsa.config.rules import existing_linears, rank_and_alpha
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.files.whole import WholeFiles
 from megatron_dsa.huggingface.files import read_json, read_safetensors, write_safetensors

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformerConfig
+from megatron_dsa.config.model import CSATransformerConfig, DSAOptions, DSATransformerConfig
 from megatron_dsa.huggingface.config_json import HFModel
 from megatron_dsa.huggingface.deepseek_v4 import FEATURE_FIELDS
 from megatron_dsa.modules.lora import add_adapters

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config import computes_topk, options_of, uses_indexer, uses_streams
-from megatron_dsa.config_fields import flag_of
+from megatron_dsa.config.fields import flag_of
+from megatron_dsa.config.model import computes_topk, options_of, uses_indexer, uses_streams
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.deepseek_v4 import FEATURE_FIELDS, HASH_LAYERS
 from megatron_dsa.huggingface.files import read_json

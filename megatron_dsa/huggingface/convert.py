@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config import is_adapter_parameter, is_indexer_parameter
+from megatron_dsa.config.model import is_adapter_parameter, is_indexer_parameter
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.huggingface.adapters import merged
 from megatron_dsa.huggingface.checks import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_dsa.config_rules import CSA_RATIO
+from megatron_dsa.config.rules import CSA_RATIO
 from megatron_dsa.huggingface.model_keys import (
     INDEXER,
     Fields,

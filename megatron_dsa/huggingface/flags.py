@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megatron_dsa.config_fields import flag_words
+from megatron_dsa.config.fields import flag_words
+from megatron_dsa.config.presets import ALWAYS
 from megatron_dsa.huggingface.config_json import HFModel
 from megatron_dsa.huggingface.deepseek_v4 import FEATURE_FIELDS
 from megatron_dsa.huggingface.features import check_prediction, described_features
 from megatron_dsa.huggingface.names import PREDICTION
-from megatron_dsa.presets import ALWAYS
 
 
 def flags_of(hf: HFModel, without: Collection[str] = ()) -> list[str]:

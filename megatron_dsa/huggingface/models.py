@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
-from megatron_dsa.config import computes_topk
+from megatron_dsa.config.model import computes_topk
 from megatron_dsa.huggingface.deepseek_v4 import DEEPSEEK_V4
 from megatron_dsa.huggingface.model_keys import (
     EXPERTS,

@@ -6,7 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_dsa.config import computes_topk
+from megatron_dsa.config.model import computes_topk
 from megatron_dsa.huggingface.deepseek_v4 import layer_ratios
 from megatron_dsa.huggingface.rules import refuse, shown
 

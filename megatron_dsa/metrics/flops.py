@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from megatron_dsa.config import (
+from megatron_dsa.config.model import (
     has_adapters,
     indexer_is_trained,
     selects_keys,
@@ -35,7 +35,7 @@ from megatron_dsa.config import (
     uses_indexer,
     uses_streams,
 )
-from megatron_dsa.config_rules import CSA_RATIO, is_moe_layer
+from megatron_dsa.config.rules import CSA_RATIO, is_moe_layer
 from megatron_dsa.required_ops import Keys, RequiredOp, required_ops
 
 

@@ -16,7 +16,7 @@ import torch
 from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
 from megatron.core.utils import log_single_rank
 
-from megatron_dsa.config import has_indexers, indexer_is_trained
+from megatron_dsa.config.model import has_indexers, indexer_is_trained
 from megatron_dsa.metrics.quality import Mean
 from megatron_dsa.metrics.tags import EVALUATION, FIGURES, layer_tag, write
 from megatron_dsa.numerics.autograd import once_differentiable

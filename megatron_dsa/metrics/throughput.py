@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dsa.config import trains_main
+from megatron_dsa.config.model import trains_main
 from megatron_dsa.dispatch.counts import TIMES
 from megatron_dsa.metrics.flops import TOKEN, Work, flops, flops_by_part, model_work
 from megatron_dsa.metrics.tags import MFU, operation_metrics, write

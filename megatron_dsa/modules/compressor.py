@@ -8,8 +8,8 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from megatron_dsa.config import options_of
-from megatron_dsa.config_rules import CSA_RATIO
+from megatron_dsa.config.model import options_of
+from megatron_dsa.config.rules import CSA_RATIO
 from megatron_dsa.modules.layers import Fp32Parameters, ReplicatedLinear, new_parameter
 from megatron_dsa.modules.rope import PositionRope
 from megatron_dsa.muon.blocks import leave_to_adamw

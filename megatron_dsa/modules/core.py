@@ -8,7 +8,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from megatron_dsa.config import validate
+from megatron_dsa.config.model import validate
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.modules.indexer_training import TrainsIndexer
 from megatron_dsa.modules.replay import TakesSelections

@@ -19,8 +19,8 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 
-from megatron_dsa.config import uses_indexer
-from megatron_dsa.config_rules import CSA_RATIO
+from megatron_dsa.config.model import uses_indexer
+from megatron_dsa.config.rules import CSA_RATIO
 from megatron_dsa.dsa_kernels import IndexerInputs, dense_indexer_loss, sparse_attention
 from megatron_dsa.metrics.health import Attended
 from megatron_dsa.modules.core import CoreAttention

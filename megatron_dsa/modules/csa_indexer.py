@@ -9,9 +9,9 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from megatron_dsa.config import by_sequence, options_of
-from megatron_dsa.config_rules import CSA_RATIO
-from megatron_dsa.config_rules.numerics import EXACT
+from megatron_dsa.config.model import by_sequence, options_of
+from megatron_dsa.config.rules import CSA_RATIO
+from megatron_dsa.config.rules.numerics import EXACT
 from megatron_dsa.dsa_kernels import IndexerInputs
 from megatron_dsa.modules.layers import ReplicatedLinear
 from megatron_dsa.modules.rope import PositionRope, hadamard

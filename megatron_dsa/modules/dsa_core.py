@@ -15,7 +15,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_dsa.config import selects_keys, uses_indexer
+from megatron_dsa.config.model import selects_keys, uses_indexer
 from megatron_dsa.dispatch import choices_are_collected, log_once, on_meta
 from megatron_dsa.dsa_kernels import (
     ExpandedKeys,

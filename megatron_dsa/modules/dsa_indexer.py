@@ -9,8 +9,8 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from megatron_dsa.config import options_of
-from megatron_dsa.config_rules.numerics import EXACT
+from megatron_dsa.config.model import options_of
+from megatron_dsa.config.rules.numerics import EXACT
 from megatron_dsa.dsa_kernels import IndexerInputs
 from megatron_dsa.modules.frame import delays_weight_gradient, weight_of
 from megatron_dsa.modules.layers import ReplicatedLinear

@@ -18,7 +18,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank, make_viewless_tensor
 
-from megatron_dsa.config import (
+from megatron_dsa.config.model import (
     has_adapters,
     is_adapter_parameter,
     is_indexer_parameter,

@@ -16,7 +16,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_dsa.config import options_of
+from megatron_dsa.config.model import options_of
 from megatron_dsa.errors import require
 from megatron_dsa.modules.layers import Fp32Parameters, new_norm_weight, new_parameter
 from megatron_dsa.modules.warm_up import resolve_kernels

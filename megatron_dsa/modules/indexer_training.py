@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config import indexer_is_trained, loss_is_sparse, options_of
-from megatron_dsa.config_rules import graphs_attention
+from megatron_dsa.config.model import indexer_is_trained, loss_is_sparse, options_of
+from megatron_dsa.config.rules import graphs_attention
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining
 from megatron_dsa.metrics.health import Attended, LayerOverlap, selection_health
 from megatron_dsa.metrics.log import (

@@ -25,14 +25,14 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_dsa.config import (
+from megatron_dsa.config.model import (
     LORA_A,
     LORA_B,
     is_adapter_parameter,
     linears_with_adapters,
     options_of,
 )
-from megatron_dsa.config_rules import modules_of_linears, rank_and_alpha
+from megatron_dsa.config.rules import modules_of_linears, rank_and_alpha
 from megatron_dsa.modules.layers import ReplicatedLinear, replicated_draws
 
 #: How tensor-parallel ranks share a weight: by its rows (column-parallel linears), by its columns

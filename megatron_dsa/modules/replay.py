@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.numerics.autograd import in_backward
 from megatron_dsa.parallel.groups import Ranks

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from megatron_dsa.config import selects_keys, uses_csa
-from megatron_dsa.config_rules import CSA_RATIO
+from megatron_dsa.config.model import selects_keys, uses_csa
+from megatron_dsa.config.rules import CSA_RATIO
 from megatron_dsa.errors import ConfigError, require
 
 #: What is recorded, and the flag of both engines' servers that asks for it.

@@ -9,7 +9,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_dsa.config import computes_topk, shares_indices
+from megatron_dsa.config.model import computes_topk, shares_indices
 from megatron_dsa.errors import require
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from megatron_dsa.config import options_of
+from megatron_dsa.config.model import options_of
+from megatron_dsa.config.options import TPMode
 from megatron_dsa.dispatch import count
 from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.options import TPMode
 from megatron_dsa.parallel.gather import (
     Gathering,
     all_gather_async,

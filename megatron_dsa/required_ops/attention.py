@@ -8,17 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dsa.config import (
+from megatron_dsa.config.model import (
     by_sequence,
     options_of,
     query_heads,
     selects_by_sequence,
     uses_csa,
 )
+from megatron_dsa.config.options import TPMode
 from megatron_dsa.ops.attention_costs import PairDims, attention_costs, expansion_ps
 from megatron_dsa.ops.masked_attention import declaration as masked
 from megatron_dsa.ops.masked_attention.visible import MOST_KEPT
-from megatron_dsa.options import TPMode
 from megatron_dsa.required_ops.calls import calls_of
 
 #: What masked dense attention calls.

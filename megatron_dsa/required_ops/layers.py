@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config import (
+from megatron_dsa.config.model import (
     indexer_is_trained,
     loss_is_sparse,
     options_of,
@@ -17,8 +17,8 @@ from megatron_dsa.config import (
     uses_csa,
     uses_indexer,
 )
-from megatron_dsa.config_rules import CSA_RATIO
-from megatron_dsa.config_rules.numerics import EXACT
+from megatron_dsa.config.rules import CSA_RATIO
+from megatron_dsa.config.rules.numerics import EXACT
 from megatron_dsa.dispatch import Operation, Policy
 from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk.api import selection_calls

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_dsa.config import uses_streams
+from megatron_dsa.config.model import uses_streams
 from megatron_dsa.ops.hyper_connections.declaration import HEAD, READ, WRITE
 from megatron_dsa.required_ops.calls import calls_of
 from megatron_dsa.required_ops.layers import RequiredOp

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_dsa.config_rules.ranges import Range, range_rules
+from megatron_dsa.config.rules.ranges import Range, range_rules
 from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, require
 
 #: Flag -> range, for all commands.

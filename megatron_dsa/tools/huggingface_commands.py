@@ -19,12 +19,13 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_dsa.config import (
+from megatron_dsa.config.model import (
     DSAOptions,
     is_adapter_parameter,
     is_indexer_parameter,
     linears_with_adapters,
 )
+from megatron_dsa.config.presets import MODELS, model_flags
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.files.whole import WholeFiles
 from megatron_dsa.huggingface.adapters import export_adapter
@@ -43,7 +44,6 @@ from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PRED
 from megatron_dsa.huggingface.precision import Precision, ReleasedPrecision
 from megatron_dsa.huggingface.streaming import StoredParameters, write_checkpoint
 from megatron_dsa.patches import cpu_host
-from megatron_dsa.presets import MODELS, model_flags
 from megatron_dsa.tools.model_card import write_card
 from megatron_dsa.tools.trained_config import check_trained
 from megatron_dsa.training.checkpoint_files import RELEASE, TRACKER

@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 
 from megatron_dsa import __version__
-from megatron_dsa.config import DSAOptions, DSATransformerConfig, uses_csa
-from megatron_dsa.config_rules import CSA_RATIO
+from megatron_dsa.config.model import DSAOptions, DSATransformerConfig, uses_csa
+from megatron_dsa.config.presets import PRESETS, model_preset, preset
+from megatron_dsa.config.rules import CSA_RATIO
 from megatron_dsa.dispatch import OpCall, Policy, choices_unlogged
 from megatron_dsa.errors import require
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dense_attention import flash4
-from megatron_dsa.presets import PRESETS, model_preset, preset
 from megatron_dsa.required_ops import (
     MASKED_OPERATIONS,
     RequiredOp,

@@ -13,8 +13,8 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 
-from megatron_dsa.config import uses_csa
-from megatron_dsa.config_fields import flag_of
+from megatron_dsa.config.fields import flag_of
+from megatron_dsa.config.model import uses_csa
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.config_json import UNSAID, HFModel, differences
 from megatron_dsa.huggingface.models import key_of

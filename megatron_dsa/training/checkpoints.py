@@ -24,8 +24,8 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.training import checkpointing, print_rank_0
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-from megatron_dsa.config import is_adapter_parameter, is_indexer_parameter
-from megatron_dsa.config_rules import linears_named, rank_and_alpha
+from megatron_dsa.config.model import is_adapter_parameter, is_indexer_parameter
+from megatron_dsa.config.rules import linears_named, rank_and_alpha
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.patches.tracker_file import keep_tracker_file_whole

@@ -22,7 +22,7 @@ from megatron.core.utils import flatten_batch_for_packed_sequences, get_batch_on
 from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_dsa.config import options_of
+from megatron_dsa.config.model import options_of
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.files.whole import WholeFiles
 from megatron_dsa.sequence.sharding import Sharding, global_positions_of

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformerConfig
-from megatron_dsa.config_fields import option_fields
-from megatron_dsa.config_rules.sizes import TENSOR, share_rules
+from megatron_dsa.config.fields import option_fields
+from megatron_dsa.config.model import CSATransformerConfig, DSAOptions, DSATransformerConfig
+from megatron_dsa.config.rules.sizes import TENSOR, share_rules
 from megatron_dsa.dispatch import on_meta
 from megatron_dsa.dispatch.packages import EMERGING_OPTIMIZERS
 from megatron_dsa.errors import require

@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.training import get_tokenizer, print_rank_0
 
-from megatron_dsa.config import is_indexer_parameter
+from megatron_dsa.config.model import is_indexer_parameter
 from megatron_dsa.errors import require
 from megatron_dsa.huggingface.adapters import import_adapter
 from megatron_dsa.huggingface.config_json import read_config

@@ -15,14 +15,14 @@ from megatron.training import print_rank_0
 from megatron.training.models import gpt
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-from megatron_dsa.config import (
+from megatron_dsa.config.model import (
     has_adapters,
     hash_layers,
     linears_with_adapters,
     options_of,
     uses_csa,
 )
-from megatron_dsa.config_rules import rank_and_alpha
+from megatron_dsa.config.rules import rank_and_alpha
 from megatron_dsa.dispatch import Choice, collect_choices
 from megatron_dsa.errors import require
 from megatron_dsa.modules.cuda_graphs import describe_graphs

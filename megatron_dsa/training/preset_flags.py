@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from megatron_dsa.config_fields import given_values
+from megatron_dsa.config.fields import given_values
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.training.launching import this_rank
 from megatron_dsa.versions import why_not_transformer_engine

@@ -16,7 +16,7 @@ from megatron.training.argument_utils import (
 )
 
 from megatron_dsa.arguments import field_values, options_from_args
-from megatron_dsa.config import CSATransformerConfig, DSATransformerConfig
+from megatron_dsa.config.model import CSATransformerConfig, DSATransformerConfig
 from megatron_dsa.dispatch import log_all_candidates
 from megatron_dsa.dispatch.counts import TIMES
 from megatron_dsa.metrics.throughput import installed

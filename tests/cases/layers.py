@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from tests.ranks import Case
 
 DSA = Case(

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from megatron_dsa.config import DSAOptions, is_adapter_parameter
+from megatron_dsa.config.model import DSAOptions, is_adapter_parameter
 from tests import host
 from tests.cases.models import CORE, full
 from tests.host import small_config, small_csa_config

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from tests.host import small_config, small_csa_config, start
 
 VOCABULARY = 96

@@ -99,8 +99,8 @@ def test_every_option_has_a_flag():
     """But those that flags of Megatron set: ``--attention-backend``, ``--seq-length``, ..."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from megatron_dsa.config import CSATransformerConfig, DSAOptions
-    from megatron_dsa.config_fields import option_fields
+    from megatron_dsa.config.fields import option_fields
+    from megatron_dsa.config.model import CSATransformerConfig, DSAOptions
 
     names = {each.name for each in dataclasses.fields(DSAOptions)}
     assert names - {each.name for each, _ in option_fields(DSAOptions)} == {
@@ -115,8 +115,8 @@ def test_every_option_has_a_flag():
 
 def test_flags_that_are_not_given_leave_the_defaults():
     from megatron_dsa.arguments import field_values, options_from_args
-    from megatron_dsa.config import CSATransformerConfig, DSAOptions
-    from megatron_dsa.config_fields import option_fields
+    from megatron_dsa.config.fields import option_fields
+    from megatron_dsa.config.model import CSATransformerConfig, DSAOptions
 
     args = parse()
     assert options_from_args(args) == DSAOptions()
@@ -151,8 +151,8 @@ GIVEN = {
 
 def test_every_flag_reaches_its_field():
     from megatron_dsa.arguments import field_values
-    from megatron_dsa.config import CSATransformerConfig, DSAOptions
-    from megatron_dsa.config_fields import option_fields
+    from megatron_dsa.config.fields import option_fields
+    from megatron_dsa.config.model import CSATransformerConfig, DSAOptions
 
     args = parse(*(word for flag in GIVEN for word in [flag, *GIVEN[flag][0].split()]))
     found = {}
@@ -168,7 +168,7 @@ def test_an_option_is_one_field():
     from typing import Literal
 
     from megatron_dsa import arguments
-    from megatron_dsa.config_fields import option, option_rules
+    from megatron_dsa.config.fields import option, option_rules
 
     @dataclasses.dataclass(frozen=True)
     class Options:

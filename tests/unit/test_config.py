@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError, VersionError
 from megatron_dsa.sequence.sharding import CP_LAYOUTS
 from tests.cases.released_models import CONFIGS
@@ -185,8 +185,8 @@ def test_flags_that_messages_name_exist():
 
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron_dsa import config_rules
     from megatron_dsa.arguments import add_dsa_arguments
+    from megatron_dsa.config import rules as config_rules
 
     parser = add_dsa_arguments(add_megatron_arguments(argparse.ArgumentParser()))
     files = Path(config_rules.__file__).parent.glob("*.py")
@@ -199,7 +199,7 @@ def test_flags_that_messages_name_exist():
 
 
 def test_warmup_needs_a_loss():
-    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.config.model import DSAOptions
 
     with pytest.raises(ConfigError, match="--dsa-indexer-loss-coeff must be positive"):
         small_config(dsa_indexer_loss_coeff=None, options=DSAOptions(stage="warmup"))
@@ -216,7 +216,7 @@ def test_warmup_needs_a_loss():
 )
 def test_bad_options_are_named(changes, message):
     start()
-    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.config.model import DSAOptions
 
     with pytest.raises(ConfigError, match=message):
         DSAOptions(**changes)
@@ -232,7 +232,7 @@ def test_a_layer_validates_a_foreign_configuration():
 
 def test_strict_policy_refuses_at_construction():
     """Trap 16: on a machine where something falls back, strictness stops the model's building."""
-    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.errors import FallbackError
 
     config = small_config(options=DSAOptions(strict=True))
@@ -272,7 +272,7 @@ def test_frozen_indexer_without_a_loss():
 def test_from_mla_takes_the_fields_over():
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from megatron_dsa.config import DSAOptions, DSATransformerConfig
+    from megatron_dsa.config.model import DSAOptions, DSATransformerConfig
 
     ours = small_config(num_layers=3)
     fields = {f.name: getattr(ours, f.name) for f in dataclasses.fields(MLATransformerConfig)}
@@ -285,7 +285,7 @@ def test_from_mla_takes_the_fields_over():
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5"])
 def test_presets(name):
     start()
-    from megatron_dsa.presets import preset
+    from megatron_dsa.config.presets import preset
 
     config = preset(name, num_layers=2, transformer_impl="local", dsa_indexer_loss_coeff=1.0)
     assert config.num_layers == 2
@@ -301,8 +301,8 @@ def test_presets(name):
 def test_whole_models_are_the_released_ones(name):
     """What ``--dsa-load-hf`` asks of a model before it reads the weights."""
     start()
+    from megatron_dsa.config.presets import VOCABULARY, model_preset
     from megatron_dsa.huggingface.config_json import check_model, parse_config
-    from megatron_dsa.presets import VOCABULARY, model_preset
 
     released = CONFIGS[name]
     config = model_preset(name, dsa_indexer_loss_coeff=1.0)
@@ -316,7 +316,7 @@ def test_whole_models_are_the_released_ones(name):
 
 def test_options_of_a_whole_model_keep_its_epsilon():
     start()
-    from megatron_dsa.presets import model_preset
+    from megatron_dsa.config.presets import model_preset
 
     kept = model_preset("glm-5", dsa_indexer_loss_coeff=1.0, dsa=DSAOptions(fused=False)).dsa
     assert (kept.fused, kept.latent_norm_epsilon) == (False, 1e-6)
@@ -330,7 +330,7 @@ def test_which_layers_compute_their_selection():
         is_dsa_skip_topk_layer,
     )
 
-    from megatron_dsa.config import computes_topk
+    from megatron_dsa.config.model import computes_topk
 
     for freq in (1, 2, 3):
         for offset in (0, 1, 2, 3):

@@ -5,10 +5,10 @@ import argparse
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
+from megatron_dsa.config.presets import PRESETS, preset
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.modules.rope import PositionRope
-from megatron_dsa.presets import PRESETS, preset
 from tests.helpers import relative_error
 from tests.host import attention_module, small_csa_config, start
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_dsa.config import DSAOptions
-from megatron_dsa.config_rules import graph_rules, graphs_attention
+from megatron_dsa.config.model import DSAOptions
+from megatron_dsa.config.rules import graph_rules, graphs_attention
 from megatron_dsa.errors import ConfigError
 from tests.host import small_config, small_csa_config, start
 

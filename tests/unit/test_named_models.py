@@ -80,9 +80,9 @@ def test_a_name_stands_for_the_flags_of_a_model(name):
 @pytest.mark.parametrize("name", ["v3.2", "glm-5", "v4-flash", "v4-pro"])
 def test_named_models_are_the_released_ones(name):
     """The flags of their config.json are among them."""
+    from megatron_dsa.config.presets import MODELS, RELEASED, model_flags
     from megatron_dsa.huggingface.config_json import parse_config
     from megatron_dsa.huggingface.flags import flags_of
-    from megatron_dsa.presets import MODELS, RELEASED, model_flags
     from tests.cases.released_models import CONFIGS
 
     assert name in MODELS and set(MODELS) == set(SMALL) | set(RELEASED)

@@ -69,8 +69,8 @@ SETTINGS = {
 def layers_of(name: str, setting: str):
     """Yield a small attention module per kind of layer that a preset has."""
     start()
-    from megatron_dsa.config import DSAOptions
-    from megatron_dsa.presets import PRESETS
+    from megatron_dsa.config.model import DSAOptions
+    from megatron_dsa.config.presets import PRESETS
 
     options, fields = SETTINGS[setting]
     structure = {key: value for key, value in PRESETS[name].items() if key not in OWN}
@@ -108,7 +108,7 @@ def recorded(monkeypatch, run):
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5", "deepseek-v4-flash", "deepseek-v4-pro"])
 def test_what_runs_is_what_is_declared(name, setting, monkeypatch, add):
     start()
-    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.required_ops import called_ops
 
     if "teacher alone" in setting and not name.startswith("deepseek-v4"):
@@ -153,6 +153,6 @@ def test_what_runs_is_what_is_declared(name, setting, monkeypatch, add):
 
 def test_a_preset_has_every_stage():
     """The list of presets above is complete."""
-    from megatron_dsa.presets import PRESETS
+    from megatron_dsa.config.presets import PRESETS
 
     assert set(PRESETS) == {"deepseek-v3.2", "glm-5", "deepseek-v4-flash", "deepseek-v4-pro"}

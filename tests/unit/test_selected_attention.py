@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dsa import dispatch
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.modules import warm_up
 from megatron_dsa.required_ops import MASKED_OPERATIONS as OPERATIONS

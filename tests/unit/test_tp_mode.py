@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.required_ops import (
     SelectedAttention,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dsa import dispatch
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.modules import warm_up
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
 from megatron_dsa.ops.masked_attention.visible import MOST_KEPT

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_dsa.config_rules.numerics import DEEPGEMM_FP8, EXACT
+from megatron_dsa.config.rules.numerics import DEEPGEMM_FP8, EXACT
 from megatron_dsa.dispatch import Operation, Policy
 from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.errors import require

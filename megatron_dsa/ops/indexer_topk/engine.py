@@ -24,7 +24,7 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_dsa.config_rules.numerics import DEEPGEMM_FP8, EXACT, LARGEST_DIM
+from megatron_dsa.config.rules.numerics import DEEPGEMM_FP8, EXACT, LARGEST_DIM
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.errors import require
 from megatron_dsa.numerics.arithmetic import slices

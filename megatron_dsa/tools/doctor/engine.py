@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from megatron_dsa.config_rules.numerics import DEEPGEMM_FP8, LARGEST_DIM
+from megatron_dsa.config.rules.numerics import DEEPGEMM_FP8, LARGEST_DIM
 from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.dsa_kernels import indexer_topk
 from megatron_dsa.ops import OPERATIONS

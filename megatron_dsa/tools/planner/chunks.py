@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config import uses_streams
+from megatron_dsa.config.model import uses_streams
 from megatron_dsa.dispatch import Choice
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.required_ops import RequiredOp, called_ops, stream_ops

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from megatron_dsa.arguments import add_dsa_arguments, add_setting_arguments
-from megatron_dsa.config_rules.ranges import FLAGS, range_rules
+from megatron_dsa.config.rules.ranges import FLAGS, range_rules
 from megatron_dsa.dispatch.gpus import GPU, GPUS, gpu_here
 from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, DSAError, require
 from megatron_dsa.tools.planner.attention_only import leave_out_flags

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from megatron_dsa import specs
-from megatron_dsa.config import options_of
+from megatron_dsa.config.model import options_of
 from megatron_dsa.dispatch.gpus import GPU
 from megatron_dsa.metrics.flops import flops_by_part, model_work
 from megatron_dsa.patches.unfused_linears import require_kernel_of_deferred_gradients

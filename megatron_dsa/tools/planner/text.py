@@ -7,7 +7,7 @@ from itertools import groupby
 
 import torch
 
-from megatron_dsa.config import exchanges_latents, options_of
+from megatron_dsa.config.model import exchanges_latents, options_of
 from megatron_dsa.dispatch import Choice
 from megatron_dsa.metrics.throughput import peak_tflops, shares
 from megatron_dsa.required_ops import tensor_parallel_mode

@@ -15,9 +15,9 @@ from benchmarks.connections.operations import (
 from benchmarks.megatron_layer import MODELS
 from benchmarks.settings import Settings
 from benchmarks.timing import Clock
+from megatron_dsa.config.presets import PRESETS
 from megatron_dsa.ops.hyper_connections import reference
 from megatron_dsa.ops.hyper_connections.inputs import Connection, ReadInputs, WriteInputs
-from megatron_dsa.presets import PRESETS
 from tests.helpers import relative_error
 
 CPU = torch.device("cpu")

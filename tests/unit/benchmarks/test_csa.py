@@ -9,6 +9,7 @@ from benchmarks.csa import Case, eager, pieces, prepare
 from benchmarks.csa.pieces import SHAPES, Job, Piece, pieces_of
 from benchmarks.megatron_layer import MODELS
 from benchmarks.settings import Settings, Work
+from megatron_dsa.config.presets import PRESETS as RELEASED
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.compressor import reference as compressor_reference
@@ -16,7 +17,6 @@ from megatron_dsa.ops.compressor.api import CompressorInputs
 from megatron_dsa.ops.key_lists import reference as lists_reference
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.rope import reference as rope_reference
-from megatron_dsa.presets import PRESETS as RELEASED
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout
 from tests.helpers import relative_error

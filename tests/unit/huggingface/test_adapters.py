@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions, is_adapter_parameter
+from megatron_dsa.config.model import DSAOptions, is_adapter_parameter
 from megatron_dsa.errors import ConfigError, FileError
 from megatron_dsa.huggingface.adapters import export_adapter, factor_of, import_adapter
 from megatron_dsa.huggingface.convert import export_model, import_model

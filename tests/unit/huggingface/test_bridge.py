@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions, is_indexer_parameter
+from megatron_dsa.config.model import DSAOptions, is_indexer_parameter
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.config_json import check_model, parse_config, read_config
 from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors

@@ -8,8 +8,8 @@ import json
 import pytest
 import torch
 
-from megatron_dsa.config import CSATransformerConfig, DSAOptions
-from megatron_dsa.config_fields import option_fields
+from megatron_dsa.config.fields import option_fields
+from megatron_dsa.config.model import CSATransformerConfig, DSAOptions
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.config_json import parse_config
 from megatron_dsa.huggingface.flags import flags_of

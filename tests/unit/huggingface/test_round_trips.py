@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dsa.config import is_indexer_parameter
+from megatron_dsa.config.model import is_indexer_parameter
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.config_json import check_model, parse_config, read_config
 from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
@@ -303,7 +303,7 @@ def test_the_rope_of_the_indexer_follows_the_model():
 
 
 def test_index_sharing_is_read_from_either_form():
-    from megatron_dsa.config import computes_topk
+    from megatron_dsa.config.model import computes_topk
 
     def rule(**changes):
         hf = parse_config(tiny_config("glm_moe_dsa", num_hidden_layers=7, **changes))
@@ -320,7 +320,7 @@ def test_index_sharing_is_read_from_either_form():
 
 
 def test_another_model_is_refused():
-    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.huggingface.build import transformer_config
 
     model = tiny_model(tiny_config())

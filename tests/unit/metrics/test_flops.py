@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.metrics.flops import TOKEN, Keys, flops, flops_by_part, layer_work, model_work
 from megatron_dsa.ops.indexer_loss.queries import LatentIndexerInputs
 from megatron_dsa.ops.masked_attention.api import MaskedAttentionOutput

@@ -161,7 +161,7 @@ def test_the_selection_of_a_frozen_indexer_is_logged(hybrid, recompute, training
 
 
 def test_a_frozen_indexer_is_evaluated_and_announced_once(training_log, capsys, caplog):
-    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.metrics import log as losses
     from megatron_dsa.metrics.log import EVALUATION
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.cached_keys import CSA_CACHE, MLA_CACHE, as_cached
 from tests.helpers import leaf

@@ -30,7 +30,7 @@ def test_no_logit_depends_on_later_tokens(hybrid, stage, wide):
     device = start()
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.specs import dsa_block_spec
 
     fields = {"dtype": torch.bfloat16 if wide else torch.float64, "num_layers": 6}

@@ -7,7 +7,7 @@ shares no code with the package.
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from tests.helpers import relative_error
 from tests.host import attention_module, packed, small_csa_config, start
 from tests.reference import csa_float64

@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer import cuda_graphs as megatron_graphs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.log import IndexerLog
 from megatron_dsa.metrics.tags import FIGURES, NAMES_OF_LOSSES

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from tests.helpers import relative_error
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start
 

@@ -8,7 +8,7 @@ are fp32 in Megatron, which sets the tolerance.
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.dispatch import report, reset_report
 from tests.cases.layers import in_small_blocks
 from tests.helpers import relative_error

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.modules import csa_core, dsa_core
 from megatron_dsa.modules.replay import IndexCapture, IndexReplay
@@ -95,7 +95,7 @@ def test_losses_and_gradients_are_those_of_exact_scores(kind, recompute):
 
 @pytest.mark.parametrize("make", [small_config, lambda **x: small_csa_config(4, **x)])
 def test_what_cannot_work_is_refused_by_name(make):
-    from megatron_dsa.config import validate
+    from megatron_dsa.config.model import validate
 
     both = dataclasses.replace(ENGINE, fp8_selection=True)
     for changes, message in (

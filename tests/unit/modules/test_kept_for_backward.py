@@ -13,9 +13,9 @@ import pytest
 import torch
 from megatron.core import tensor_parallel
 
-from megatron_dsa.config import DSAOptions, is_indexer_parameter
+from megatron_dsa.config.model import DSAOptions, is_indexer_parameter
+from megatron_dsa.config.presets import PRESETS
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
-from megatron_dsa.presets import PRESETS
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/design/kept_for_backward.md"

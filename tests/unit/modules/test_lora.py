@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions, is_adapter_parameter
-from megatron_dsa.config_rules import modules_of_linears
+from megatron_dsa.config.model import DSAOptions, is_adapter_parameter
+from megatron_dsa.config.rules import modules_of_linears
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.names import V3, V4
 from megatron_dsa.modules.lora import AdaptedLinear
@@ -208,7 +208,7 @@ def test_refused(targets, changes, message):
         with pytest.raises(ConfigError, match=message):
             small_config(options=options, **MIXED | settings)
         return
-    from megatron_dsa.config import validate
+    from megatron_dsa.config.model import validate
 
     config = small_config(options=options, **MIXED | settings)
     for name, value in late.items():  # Megatron refuses it without more

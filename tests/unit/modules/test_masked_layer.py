@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.dispatch import report
 from megatron_dsa.modules.replay import IndexCapture, IndexReplay
 from tests.cases.layouts import shuffled

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.modules.precision import bf16_linear, bf16_weight_linear, dequantised
 from tests.host import attention_module, small_config, small_csa_config, start
 

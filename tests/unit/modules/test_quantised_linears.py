@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.versions import why_not_transformer_engine
 from tests.host import small_config, small_csa_config, start
 

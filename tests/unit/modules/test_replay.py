@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.dispatch import report, reset_report
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.modules.replay import IndexCapture, IndexReplay

@@ -286,7 +286,7 @@ def test_blocks_of_other_models_are_megatrons():
 @pytest.mark.parametrize("kind", ["dsa", "csa"])
 def test_indexers_learn_the_same_in_a_frozen_model(kind, recompute):
     """In a warmup nothing else has a gradient, in the decoder or in prediction."""
-    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.modules.freezing import freeze_for_stage
 
     fields = {"csa_compress_ratios": [4, 0, 4, 4, 4]} | RECOMPUTE[recompute]
@@ -317,7 +317,7 @@ def test_indexers_learn_the_same_in_a_frozen_model(kind, recompute):
 )
 def test_stages_that_predict_apart(layout, apart):
     """Their input is wider than that of other stages, so shapes are sent, too."""
-    from megatron_dsa.config_rules import predicts_apart
+    from megatron_dsa.config.rules import predicts_apart
 
     config = config_of(
         pipeline_model_parallel_size=layout.count("|") + 1, pipeline_dtype=torch.float64,
@@ -327,7 +327,7 @@ def test_stages_that_predict_apart(layout, apart):
 
 
 def test_a_last_stage_with_the_loss_alone_predicts_apart():
-    from megatron_dsa.config_rules import predicts_apart
+    from megatron_dsa.config.rules import predicts_apart
 
     for layers, apart in ((3, True), (7, False)):
         config = config_of(

@@ -75,7 +75,7 @@ def test_delayed_weight_gradients_include_the_indexer():
 def test_warmup_freezes_everything_but_the_indexers():
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.modules.freezing import freeze_for_stage
     from megatron_dsa.specs import dsa_block_spec
 
@@ -106,7 +106,7 @@ def test_a_frozen_model_has_no_gradient_of_its_logits(mtp):
     """Nothing as wide as the vocabulary is formed in its backward; the losses are as before."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.modules.freezing import freeze_for_stage
     from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
@@ -151,7 +151,7 @@ def test_indexers_learn_the_same_in_a_frozen_model(hybrid, recompute):
     """Trap 20: also where layers run again; MTP layers learn as well, evaluation leaves nothing."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.modules.freezing import freeze_for_stage
     from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
@@ -269,7 +269,7 @@ def test_health_figures_against_the_full_computation():
 )
 def test_loss_is_recorded_in_the_backward_and_in_evaluation_on_request(stage, sparse_loss, capsys):
     """The same value three ways: from the backward, and from a pass without gradients."""
-    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.metrics.log import EVALUATION, IndexerLog
 
     def recorded():
@@ -315,7 +315,7 @@ def test_loss_is_recorded_in_the_backward_and_in_evaluation_on_request(stage, sp
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_no_host_synchronisation_in_a_layer(stage, is_packed):
     """Trap 24: forward and backward of the attention, indexer, loss and figures included."""
-    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.config.model import DSAOptions
 
     options = DSAOptions(stage=stage, freeze_main=False, workspace_bytes=2**20)
     module = attention_module(small_config(dtype=torch.bfloat16, options=options)).train()

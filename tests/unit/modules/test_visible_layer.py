@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.dispatch import report, reset_report
 from megatron_dsa.ops.masked_attention import visible
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS

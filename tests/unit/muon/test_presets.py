@@ -85,8 +85,8 @@ def tiny_model(name, per_head="none", **changes):
     host.start()
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_dsa.config import DSAOptions
-    from megatron_dsa.presets import preset
+    from megatron_dsa.config.model import DSAOptions
+    from megatron_dsa.config.presets import preset
     from megatron_dsa.specs import dsa_block_spec
 
     settings = COMMON | TINY[name] | changes | {"dsa": DSAOptions(muon_per_head=per_head)}

@@ -11,7 +11,8 @@ import re
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
+from megatron_dsa.config.presets import preset
 from megatron_dsa.dispatch import Policy, describe_call, meta_dispatch
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
@@ -24,7 +25,6 @@ from megatron_dsa.ops.masked_attention.bits import pack
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.masked_attention.inputs import MaskedAttentionInputs
 from megatron_dsa.ops.masked_attention.triton.tiles import Tiles
-from megatron_dsa.presets import preset
 from megatron_dsa.required_ops import selected_attention
 from megatron_dsa.sequence.layout import packed_layout
 from megatron_dsa.tools.planner.memory_tracker import MemoryTracker

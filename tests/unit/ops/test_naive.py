@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.metrics.log import IndexerLog
 from megatron_dsa.numerics.scaling import Scaled
 from megatron_dsa.ops import naive

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dsa import torch_ops
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.dsa_kernels import IndexerInputs, sparse_indexer_loss
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.sequence.layout import bshd_layout

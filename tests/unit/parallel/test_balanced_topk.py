@@ -8,7 +8,7 @@ import tempfile
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.parallel import balanced_topk as module

@@ -9,7 +9,7 @@ import importlib
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from tests.cases.layers import DSA, HYBRID
 from tests.helpers import relative_error
 from tests.ranks import build, spawn, summed_gradients

@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.dsa_kernels import key_bits, masked_attention
 from megatron_dsa.numerics.arithmetic import mm
 from megatron_dsa.parallel.gather import gathered_product, grad_proxy_for

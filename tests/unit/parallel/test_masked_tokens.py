@@ -66,7 +66,7 @@ def model_of(case, tp, cp):
     )
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_dsa.config import DSAOptions
+    from megatron_dsa.config.model import DSAOptions
     from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
     from tests import host
 

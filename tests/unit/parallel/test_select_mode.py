@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining, key_bits, masked_attention
 from megatron_dsa.errors import ConfigError

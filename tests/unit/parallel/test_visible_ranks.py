@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron_dsa.config import DSAOptions
+from megatron_dsa.config.model import DSAOptions
 from tests.cases.layers import DSA, PACKED, RECOMPUTED
 from tests.helpers import relative_error
 from tests.ranks import build, spawn, summed_gradients

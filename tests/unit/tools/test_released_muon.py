@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron_dsa.config.presets import PRESETS
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.presets import PRESETS
 from megatron_dsa.tools.cli import build_parser
 from tests import host
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dsa.config_fields import flag_of
+from megatron_dsa.config.fields import flag_of
 
 
 @dataclass(frozen=True)

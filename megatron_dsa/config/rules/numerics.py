@@ -18,7 +18,7 @@ def numerics_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
     Args:
         config: the transformer configuration.
-        options: its :class:`~megatron_dsa.options.DSAOptions`.
+        options: its :class:`~megatron_dsa.config.options.DSAOptions`.
     """
     numerics = options.indexer_numerics
     if numerics == EXACT:

@@ -31,7 +31,7 @@ def graph_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
     Args:
         config: the transformer configuration.
-        options: its :class:`~megatron_dsa.options.DSAOptions`.
+        options: its :class:`~megatron_dsa.config.options.DSAOptions`.
     """
     impl = config.cuda_graph_impl
     if impl == "none":

@@ -8,8 +8,9 @@ from typing import Any, Self
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron_dsa.config_fields import option, option_fields, option_rules
-from megatron_dsa.config_rules import (
+from megatron_dsa.config.fields import option, option_fields, option_rules
+from megatron_dsa.config.options import DSAOptions
+from megatron_dsa.config.rules import (
     CSA_RATIO,
     adapted_linears,
     adapts_indexer,
@@ -22,7 +23,6 @@ from megatron_dsa.config_rules import (
     tp_mode_rules,
 )
 from megatron_dsa.errors import require
-from megatron_dsa.options import DSAOptions
 from megatron_dsa.versions import require_supported_megatron
 
 require_supported_megatron()

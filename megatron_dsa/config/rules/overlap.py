@@ -15,7 +15,7 @@ def overlap_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
     Args:
         config: the transformer configuration.
-        options: its :class:`~megatron_dsa.options.DSAOptions`.
+        options: its :class:`~megatron_dsa.config.options.DSAOptions`.
     """
     flag = "--overlap-moe-expert-parallel-comm must not be used"
     overlaps = config.overlap_moe_expert_parallel_comm

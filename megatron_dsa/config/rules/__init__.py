@@ -4,20 +4,20 @@ They read a transformer configuration and its options, and know neither class, s
 ``options.py`` and ``config.py`` build on them.
 """
 
-from megatron_dsa.config_rules.csa import CSA_RATIO, csa_rules
-from megatron_dsa.config_rules.cuda_graphs import (
+from megatron_dsa.config.rules.csa import CSA_RATIO, csa_rules
+from megatron_dsa.config.rules.cuda_graphs import (
     PER_LAYER,
     graph_modules,
     graph_rules,
     graphs_attention,
 )
-from megatron_dsa.config_rules.experts import is_moe_layer
-from megatron_dsa.config_rules.hash_routing import hash_rules
-from megatron_dsa.config_rules.hyper_connections import (
+from megatron_dsa.config.rules.experts import is_moe_layer
+from megatron_dsa.config.rules.hash_routing import hash_rules
+from megatron_dsa.config.rules.hyper_connections import (
     hyper_connection_rules,
     predicts_apart,
 )
-from megatron_dsa.config_rules.lora import (
+from megatron_dsa.config.rules.lora import (
     adapted_linears,
     adapts_indexer,
     existing_linears,
@@ -27,7 +27,7 @@ from megatron_dsa.config_rules.lora import (
     modules_of_linears,
     rank_and_alpha,
 )
-from megatron_dsa.config_rules.model import dsa_rules, masked_rules, tp_mode_rules
+from megatron_dsa.config.rules.model import dsa_rules, masked_rules, tp_mode_rules
 
 __all__ = [
     "CSA_RATIO",

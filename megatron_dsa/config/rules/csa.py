@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_dsa.config_rules.model import attention_rules, host_rules, indexer_rules
+from megatron_dsa.config.rules.model import attention_rules, host_rules, indexer_rules
 
 #: Compression ratio of the layers that select among their compressed keys (CSA). Groups overlap.
 CSA_RATIO = 4
@@ -16,7 +16,7 @@ def csa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
     Args:
         config: the transformer configuration.
-        options: its :class:`~megatron_dsa.options.DSAOptions`.
+        options: its :class:`~megatron_dsa.config.options.DSAOptions`.
     """
     yield from _pattern_rules(config)
     yield (

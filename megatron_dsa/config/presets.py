@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.nn.functional import silu
 
-from megatron_dsa.config import CSATransformerConfig, DSAOptions, DSATransformerConfig
-from megatron_dsa.config_fields import flag_words
+from megatron_dsa.config.fields import flag_words
+from megatron_dsa.config.model import CSATransformerConfig, DSAOptions, DSATransformerConfig
 from megatron_dsa.errors import ConfigError
 
 

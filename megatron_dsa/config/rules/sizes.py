@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_dsa.config_fields import flag_of
+from megatron_dsa.config.fields import flag_of
 
 TENSOR, EXPERT_TENSOR = "tensor_model_parallel_size", "expert_tensor_parallel_size"
 #: Sizes that ranks share equally, and the number of these ranks.

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.config_rules.cuda_graphs import graph_rules
-from megatron_dsa.config_rules.experts import expert_rules
-from megatron_dsa.config_rules.numerics import cache_rules, numerics_rules
-from megatron_dsa.config_rules.overlap import overlap_rules
-from megatron_dsa.config_rules.sizes import size_rules
+from megatron_dsa.config.rules.cuda_graphs import graph_rules
+from megatron_dsa.config.rules.experts import expert_rules
+from megatron_dsa.config.rules.numerics import cache_rules, numerics_rules
+from megatron_dsa.config.rules.overlap import overlap_rules
+from megatron_dsa.config.rules.sizes import size_rules
 
 #: Megatron's flags that are refused in every case, and why. The field has the name of the flag.
 UNSUPPORTED = {
@@ -33,7 +33,7 @@ def dsa_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
     Args:
         config: the transformer configuration.
-        options: its :class:`~megatron_dsa.options.DSAOptions`.
+        options: its :class:`~megatron_dsa.config.options.DSAOptions`.
     """
     yield from attention_rules(config)
     yield from _mla_rules(config, options)
@@ -246,7 +246,7 @@ def masked_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
     Args:
         config: the transformer configuration.
-        options: its :class:`~megatron_dsa.options.DSAOptions`.
+        options: its :class:`~megatron_dsa.config.options.DSAOptions`.
     """
     if options.selected_attention != "masked" or options.stage != "sparse":
         return

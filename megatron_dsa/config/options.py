@@ -4,8 +4,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_dsa.config_fields import option, option_rules
-from megatron_dsa.config_rules import lora_option_rules
+from megatron_dsa.config.fields import option, option_rules
+from megatron_dsa.config.rules import lora_option_rules
 from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
 from megatron_dsa.dispatch.policy import FLAG, VARIABLE, parse_named
 from megatron_dsa.errors import require

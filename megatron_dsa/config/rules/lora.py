@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_dsa.config_rules.csa import CSA_RATIO
-from megatron_dsa.config_rules.experts import is_moe_layer
+from megatron_dsa.config.rules.csa import CSA_RATIO
+from megatron_dsa.config.rules.experts import is_moe_layer
 
 _ATTENTION = "self_attention."
 _CORE = f"{_ATTENTION}core_attention."
@@ -116,7 +116,7 @@ def rank_and_alpha(options: Any) -> tuple[int, float]:
     """Return rank and alpha of adapters; alpha is the rank where none is given.
 
     Args:
-        options: a :class:`~megatron_dsa.options.DSAOptions`, or the arguments of a run, with
+        options: a :class:`~megatron_dsa.config.options.DSAOptions`, or the arguments of a run, with
             ``lora_rank``.
     """
     rank, alpha = options.lora_rank, options.lora_alpha
@@ -149,7 +149,7 @@ def lora_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:
 
     Args:
         config: the transformer configuration.
-        options: its :class:`~megatron_dsa.options.DSAOptions`.
+        options: its :class:`~megatron_dsa.config.options.DSAOptions`.
     """
     if options.lora_rank is None:
         return
