@@ -1,7 +1,7 @@
 """Self-attention of DeepSeek-V4: window, compressed keys, and a low-rank output in groups.
 
 One key/value head serves all query heads, and the key is the value. What a layer attends to besides
-its window depends on its compression ratio alone; :mod:`megatron_dsa.modules.csa_core` does the
+its window depends on its compression ratio alone; :mod:`megatron_dsa.layers.csa_core` does the
 attending,
 this file what is around it: projections, norms, rope and its inverse, output.
 """
@@ -17,14 +17,14 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config.model import options_of, validate
-from megatron_dsa.modules.frame import SelfAttentionFrame, weight_of
-from megatron_dsa.modules.rope import PositionRope
+from megatron_dsa.layers.frame import SelfAttentionFrame, weight_of
+from megatron_dsa.layers.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
+from megatron_dsa.layers.required_ops import tensor_parallel_mode
+from megatron_dsa.layers.rope import PositionRope
 from megatron_dsa.muon.blocks import split_for_muon
 from megatron_dsa.numerics.head_products import head_products
 from megatron_dsa.ops.cached_keys import CSA_CACHE, as_cached
 from megatron_dsa.ops.rope.api import norm_rope, rotate
-from megatron_dsa.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
-from megatron_dsa.required_ops import tensor_parallel_mode
 from megatron_dsa.sequence.layout import Layout
 
 

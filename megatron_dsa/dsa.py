@@ -26,26 +26,26 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_dsa.config.model import exchanges_latents, options_of, validate
 from megatron_dsa.dispatch import count
-from megatron_dsa.modules.cuda_graphs import GraphedLayer
-from megatron_dsa.modules.dsa_core import TopKIndices
-from megatron_dsa.modules.frame import (
+from megatron_dsa.layers.cuda_graphs import GraphedLayer
+from megatron_dsa.layers.dsa_core import TopKIndices
+from megatron_dsa.layers.frame import (
     SelfAttentionFrame,
     weight_gradient_by_autograd,
     weight_of,
 )
-from megatron_dsa.modules.hyper_connections import HyperConnections
-from megatron_dsa.modules.rope import TokenRope
-from megatron_dsa.muon.blocks import split_for_muon
-from megatron_dsa.ops.cached_keys import MLA_CACHE, as_cached
-from megatron_dsa.ops.rope.api import rotate
-from megatron_dsa.parallel.gather import (
+from megatron_dsa.layers.parallel.gather import (
     Gathering,
     finish_gather,
     gathered_product,
     start_gather,
 )
-from megatron_dsa.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
-from megatron_dsa.required_ops import attention_of, tensor_parallel_mode
+from megatron_dsa.layers.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
+from megatron_dsa.layers.required_ops import attention_of, tensor_parallel_mode
+from megatron_dsa.layers.rope import TokenRope
+from megatron_dsa.layers.v4.hyper_connections import HyperConnections
+from megatron_dsa.muon.blocks import split_for_muon
+from megatron_dsa.ops.cached_keys import MLA_CACHE, as_cached
+from megatron_dsa.ops.rope.api import rotate
 from megatron_dsa.sequence.layout import Layout
 
 

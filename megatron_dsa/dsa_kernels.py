@@ -5,6 +5,11 @@ which tokens belong together), picks an implementation (:mod:`megatron_dsa.dispa
 differentiable where that makes sense. They can be used without Megatron.
 """
 
+from megatron_dsa.layers.parallel.absorbed_attention import (
+    AbsorbedAttentionOutput,
+    absorbed_attention,
+)
+from megatron_dsa.layers.parallel.ring.api import dense_attention, gathered_latent_attention
 from megatron_dsa.ops.indexer_loss.api import (
     IndexerTraining,
     dense_indexer_loss,
@@ -20,11 +25,6 @@ from megatron_dsa.ops.masked_attention.api import (
 )
 from megatron_dsa.ops.masked_attention.visible import visible_bits
 from megatron_dsa.ops.sparse_attention.api import SparseAttentionOutput, sparse_attention
-from megatron_dsa.parallel.absorbed_attention import (
-    AbsorbedAttentionOutput,
-    absorbed_attention,
-)
-from megatron_dsa.parallel.ring.api import dense_attention, gathered_latent_attention
 
 __all__ = [
     "AbsorbedAttentionOutput",

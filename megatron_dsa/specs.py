@@ -45,25 +45,25 @@ from megatron_dsa.dsa import (
     IndexSharingLayer,
 )
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.metrics.log import install_logging, install_loss_scale
-from megatron_dsa.metrics.throughput import install_throughput
-from megatron_dsa.modules.compressor import Compressor, CompressorSubmodules
-from megatron_dsa.modules.csa_core import CSACoreAttention, CSACoreAttentionSubmodules
-from megatron_dsa.modules.csa_indexer import CSAIndexer, CSAIndexerSubmodules
-from megatron_dsa.modules.cuda_graphs import GraphedLayer
-from megatron_dsa.modules.dsa_core import DSACoreAttention, DSACoreAttentionSubmodules
-from megatron_dsa.modules.dsa_indexer import DSAIndexer, DSAIndexerSubmodules
-from megatron_dsa.modules.hash_routing import with_hash_routing
-from megatron_dsa.modules.hyper_connections import (
+from megatron_dsa.layers.compressor import Compressor, CompressorSubmodules
+from megatron_dsa.layers.csa_core import CSACoreAttention, CSACoreAttentionSubmodules
+from megatron_dsa.layers.csa_indexer import CSAIndexer, CSAIndexerSubmodules
+from megatron_dsa.layers.cuda_graphs import GraphedLayer
+from megatron_dsa.layers.dsa_core import DSACoreAttention, DSACoreAttentionSubmodules
+from megatron_dsa.layers.dsa_indexer import DSAIndexer, DSAIndexerSubmodules
+from megatron_dsa.layers.layers import LocalNorm, ReplicatedLinear
+from megatron_dsa.layers.precision import bf16_linear, bf16_weight_linear
+from megatron_dsa.layers.v4.hash_routing import with_hash_routing
+from megatron_dsa.layers.v4.hyper_connections import (
     HyperConnectionLayer,
     StreamsHead,
     StreamsNorm,
     StreamsWrite,
 )
-from megatron_dsa.modules.layers import LocalNorm, ReplicatedLinear
-from megatron_dsa.modules.precision import bf16_linear, bf16_weight_linear
-from megatron_dsa.modules.stage_layers import layers_of_stage
-from megatron_dsa.modules.stream_prediction import HeadBeforePrediction, on_streams
+from megatron_dsa.layers.v4.stage_layers import layers_of_stage
+from megatron_dsa.layers.v4.stream_prediction import HeadBeforePrediction, on_streams
+from megatron_dsa.metrics.log import install_logging, install_loss_scale
+from megatron_dsa.metrics.throughput import install_throughput
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.patches.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
 from megatron_dsa.patches.muon import read_marks_of_muon

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from megatron_dsa.dispatch.gpus import GPU, GPUS
-from megatron_dsa.sequence import from_megatron as microbatch
+from megatron_dsa.layers import from_megatron as microbatch
 from megatron_dsa.sequence import layout
 from megatron_dsa.tools.planner.command import plan_of
 from tests.functional.launch import TINY

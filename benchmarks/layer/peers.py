@@ -72,7 +72,7 @@ def require_fused(config, prefix: str) -> None:
     Raises:
         ImplementationError: one has none here, and a step in torch would take minutes.
     """
-    from megatron_dsa.required_ops import called_ops, required_ops
+    from megatron_dsa.layers.required_ops import called_ops, required_ops
 
     policy = config.dsa.policy
     for operation, call in called_ops(required_ops(config, 1), policy):

@@ -90,7 +90,7 @@ def _balanced_selection(d: Design) -> float:
     in the middle keeps its rows.)
     """
     from megatron_dsa.config.model import options_of
-    from megatron_dsa.parallel.balanced_topk import VISIBLE_TO_TOPK
+    from megatron_dsa.layers.parallel.balanced_topk import VISIBLE_TO_TOPK
 
     c, rows = d.config, d.rows if d.by_sequence else d.rows * d.tp
     contiguous = d.cp > 1 and options_of(c).cp_layout == "contiguous"

@@ -218,7 +218,7 @@ def by_sequence(config: Any) -> bool:
 
     Only lists of selected keys make tokens independent of each other: stages with dense attention
     go by heads. Masked dense attention does not go by sequence either:
-    :func:`megatron_dsa.required_ops.tensor_parallel_mode` knows which attention there is.
+    :func:`megatron_dsa.layers.required_ops.tensor_parallel_mode` knows which attention there is.
     """
     ranks, mode = config.tensor_model_parallel_size, options_of(config).tp_mode
     dense = options_of(config).stage != "sparse" and not uses_csa(config)

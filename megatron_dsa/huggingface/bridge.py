@@ -30,8 +30,8 @@ from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.huggingface.config_json import HFModel, parse_config
 from megatron_dsa.huggingface.models import MODELS
 from megatron_dsa.huggingface.names import INDEXER, V3
-from megatron_dsa.modules.freezing import freeze_for_stage
-from megatron_dsa.modules.layers import ReplicatedLinear
+from megatron_dsa.layers.freezing import freeze_for_stage
+from megatron_dsa.layers.layers import ReplicatedLinear
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 AutoMapping.register_module_type(ReplicatedLinear.__name__, "replicated")

@@ -11,8 +11,8 @@ import torch
 from megatron_dsa.config.model import CSATransformerConfig, DSAOptions, DSATransformerConfig
 from megatron_dsa.huggingface.config_json import HFModel
 from megatron_dsa.huggingface.deepseek_v4 import FEATURE_FIELDS
-from megatron_dsa.modules.lora import add_adapters
-from megatron_dsa.modules.warm_up import without_kernels
+from megatron_dsa.layers.lora import add_adapters
+from megatron_dsa.layers.warm_up import without_kernels
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
 

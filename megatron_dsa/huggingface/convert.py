@@ -38,7 +38,7 @@ from megatron_dsa.huggingface.hyper_connections import identity
 from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, Match
 from megatron_dsa.huggingface.precision import Precision
 from megatron_dsa.huggingface.ranks import Place, assemble, global_name, part
-from megatron_dsa.modules.hash_table import check_table
+from megatron_dsa.layers.v4.hash_table import check_table
 
 logger = logging.getLogger(__name__)
 

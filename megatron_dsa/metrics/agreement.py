@@ -72,9 +72,9 @@ def compare_selections(
 
     Args:
         recorded: by layer number, positions int32 ``[all tokens, K]`` as
-            :func:`megatron_dsa.modules.rollouts.selections_of` returns them.
+            :func:`megatron_dsa.layers.rollouts.selections_of` returns them.
         selected: the same of this rank's tokens, from
-            :class:`~megatron_dsa.modules.replay.IndexCapture`; lists may have another width.
+            :class:`~megatron_dsa.layers.replay.IndexCapture`; lists may have another width.
         tokens: int64 ``[rank's tokens]``, which of all tokens they are; ``None``: all.
         rank: this one, for messages.
         shown: keys of the first token that differs, at most so many of each kind.

@@ -36,7 +36,7 @@ from megatron_dsa.config.model import (
     uses_streams,
 )
 from megatron_dsa.config.rules import CSA_RATIO, is_moe_layer
-from megatron_dsa.required_ops import Keys, RequiredOp, required_ops
+from megatron_dsa.layers.required_ops import Keys, RequiredOp, required_ops
 
 
 class Work(NamedTuple):

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megatron_dsa.layers.parallel.groups import gather_rows
 from megatron_dsa.metrics.quality import (
     Mean,
     adjacent_overlap,
@@ -34,7 +35,6 @@ from megatron_dsa.metrics.quality import (
 from megatron_dsa.numerics.autograd import in_backward
 from megatron_dsa.ops.indexer_loss.inputs import ExpandedKeys, LatentKeys, TeacherKeys
 from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer
-from megatron_dsa.parallel.groups import gather_rows
 from megatron_dsa.sequence.layout import Layout
 
 

@@ -65,7 +65,7 @@ def validate_indices(
     Args:
         indices: positions, int32 ``[tokens, K]`` (see the module). Rows of padding are not read.
         layout: of the query tokens:
-            :func:`~megatron_dsa.sequence.from_megatron.layout_from_megatron`,
+            :func:`~megatron_dsa.layers.from_megatron.layout_from_megatron`,
             :func:`~megatron_dsa.sequence.layout.bshd_layout` or ``packed_layout``; for compressed
             keys ``compressed_keys(layout, 4).layout``.
         topk: the largest ``K``.

@@ -4,7 +4,12 @@ import dataclasses
 
 import torch
 
-from megatron_dsa.parallel.ring import ContiguousShard, PackedRuns, PackedZigzagShard, ZigzagShard
+from megatron_dsa.layers.parallel.ring import (
+    ContiguousShard,
+    PackedRuns,
+    PackedZigzagShard,
+    ZigzagShard,
+)
 
 #: Heads; dims of keys, values, rope and latent.
 SMALL = (3, 12, 8, 4, 10)

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from megatron_dsa.modules.hash_table import balanced_table
+from megatron_dsa.layers.v4.hash_table import balanced_table
 from tests.functional.checkpoint_reader import read
 from tests.functional.comparisons import (
     TOLERANCE,

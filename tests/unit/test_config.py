@@ -255,7 +255,7 @@ def test_unsupported_calls_are_named(argument):
 def test_non_causal_masks_are_refused():
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_dsa.modules.dsa_core import DSACoreAttention, DSACoreAttentionSubmodules
+    from megatron_dsa.layers.dsa_core import DSACoreAttention, DSACoreAttentionSubmodules
 
     with pytest.raises(ConfigError, match="attn_mask_type must be causal"):
         DSACoreAttention(small_config(), DSACoreAttentionSubmodules(), 1, AttnMaskType.no_mask)

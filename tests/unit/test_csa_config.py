@@ -8,7 +8,7 @@ import torch
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.config.presets import PRESETS, preset
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.modules.rope import PositionRope
+from megatron_dsa.layers.rope import PositionRope
 from tests.helpers import relative_error
 from tests.host import attention_module, small_csa_config, start
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_dsa.dispatch import Operation
+from megatron_dsa.layers.from_megatron import forget_layouts
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
-from megatron_dsa.sequence.from_megatron import forget_layouts
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start
 
 #: Fields of the small configurations that are no part of a model's structure.
@@ -109,7 +109,7 @@ def recorded(monkeypatch, run):
 def test_what_runs_is_what_is_declared(name, setting, monkeypatch, add):
     start()
     from megatron_dsa.config.model import DSAOptions
-    from megatron_dsa.required_ops import called_ops
+    from megatron_dsa.layers.required_ops import called_ops
 
     if "teacher alone" in setting and not name.startswith("deepseek-v4"):
         pytest.skip("an option of V4")

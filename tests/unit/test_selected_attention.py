@@ -6,9 +6,9 @@ import torch
 from megatron_dsa import dispatch
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.modules import warm_up
-from megatron_dsa.required_ops import MASKED_OPERATIONS as OPERATIONS
-from megatron_dsa.required_ops import required_ops, selected_attention
+from megatron_dsa.layers import warm_up
+from megatron_dsa.layers.required_ops import MASKED_OPERATIONS as OPERATIONS
+from megatron_dsa.layers.required_ops import required_ops, selected_attention
 from megatron_dsa.tools import info
 from megatron_dsa.tools.cli import build_parser
 from megatron_dsa.tools.planner.text import describe

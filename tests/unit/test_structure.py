@@ -44,7 +44,7 @@ LATE = {
     "ops/indexer_topk/listed.py": "Triton",
     "ops/indexer_topk/tilelang/launch.py": "TileLang",
     "ops/sparse_attention/tilelang/launch.py": "TileLang",
-    "parallel/ring/combine.py": "Triton",
+    "layers/parallel/ring/combine.py": "Triton",
     "tools/report/command.py": "matplotlib",
     # Commands without torch end in a sentence.
     "training/checkpoint_files.py": "torch",

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.required_ops import (
+from megatron_dsa.layers.required_ops import (
     SelectedAttention,
     VisibleAttention,
     required_ops,

@@ -5,10 +5,10 @@ import torch
 
 from megatron_dsa import dispatch
 from megatron_dsa.config.model import DSAOptions
-from megatron_dsa.modules import warm_up
+from megatron_dsa.layers import warm_up
+from megatron_dsa.layers.required_ops import attention_of, required_ops, visible_attention
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
 from megatron_dsa.ops.masked_attention.visible import MOST_KEPT
-from megatron_dsa.required_ops import attention_of, required_ops, visible_attention
 from megatron_dsa.tools import info
 from megatron_dsa.tools.cli import build_parser
 from megatron_dsa.tools.planner.text import describe

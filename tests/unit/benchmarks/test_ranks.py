@@ -25,7 +25,7 @@ from benchmarks.ranks.plain import OVERLAPPED, PLAIN, collectives
 from benchmarks.ranks.processes import RankFailed
 from benchmarks.settings import Settings, Work
 from megatron_dsa.errors import ImplementationError
-from megatron_dsa.parallel.gather import finish_gather, start_gather
+from megatron_dsa.layers.parallel.gather import finish_gather, start_gather
 
 # Cases
 

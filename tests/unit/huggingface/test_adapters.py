@@ -14,7 +14,7 @@ from megatron_dsa.huggingface.adapters import export_adapter, factor_of, import_
 from megatron_dsa.huggingface.convert import export_model, import_model
 from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, V3, V4
 from megatron_dsa.huggingface.ranks import Place
-from megatron_dsa.modules.freezing import freeze_for_stage
+from megatron_dsa.layers.freezing import freeze_for_stage
 from tests.cases.lora import gradients_of
 from tests.helpers import no_room, relative_error
 from tests.host import start

@@ -202,9 +202,9 @@ def no_pairs(monkeypatch):
         module = importlib.import_module(f"megatron_dsa.{name}")
         monkeypatch.setattr(module, "balanced_topk", select)
         monkeypatch.setattr(module, "dense_indexer_loss", loss)
-    core = importlib.import_module("megatron_dsa.modules.csa_core")
+    core = importlib.import_module("megatron_dsa.layers.csa_core")
     monkeypatch.setattr(core, "sparse_attention", sparse)
-    core = importlib.import_module("megatron_dsa.modules.dsa_core")
+    core = importlib.import_module("megatron_dsa.layers.dsa_core")
     monkeypatch.setattr(core, "absorbed_attention", absorbed)
     monkeypatch.setattr(core, "dense_attention", dense)
     monkeypatch.setattr(core, "masked_attention", masked)
@@ -214,7 +214,7 @@ def step(config):
     """FLOP of the forward and of the backward pass of a GPT model."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_dsa.modules.freezing import freeze_for_stage
+    from megatron_dsa.layers.freezing import freeze_for_stage
     from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
     model = GPTModel(

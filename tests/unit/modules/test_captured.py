@@ -9,8 +9,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.config.presets import preset
+from megatron_dsa.layers.freezing import freeze_for_stage
 from megatron_dsa.metrics.log import IndexerLog
-from megatron_dsa.modules.freezing import freeze_for_stage
 from tests.cases.log import empty_log, forget_log, logged
 from tests.cases.models import gpt
 from tests.helpers import relative_error

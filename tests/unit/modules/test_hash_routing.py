@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.module import Float16Module
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.modules.hash_routing import HashMoELayer, HashRouter
+from megatron_dsa.layers.v4.hash_routing import HashMoELayer, HashRouter
 from tests.cases.hash_routing import (
     BATCH,
     TOKENS,
@@ -289,7 +289,7 @@ def test_wrong_tables_are_found_before_the_first_step(value):
 
 def test_tables_are_read_once(monkeypatch):
     """Reading one is a host synchronisation (trap 24)."""
-    from megatron_dsa.modules import hash_routing
+    from megatron_dsa.layers.v4 import hash_routing
 
     calls, original = [], hash_routing.check_table
     monkeypatch.setattr(

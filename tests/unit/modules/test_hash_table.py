@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.modules.hash_table import balanced_table, check_table
+from megatron_dsa.layers.v4.hash_table import balanced_table, check_table
 
 SHAPES = [(1000, 6, 256), (1001, 6, 64), (97, 3, 5), (97, 4, 5), (50, 5, 5), (64, 1, 7), (3, 2, 9)]
 

@@ -9,7 +9,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_dsa.dispatch import Operation
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.modules.hyper_connections import StreamsHead, StreamsNorm
+from megatron_dsa.layers.v4.hyper_connections import StreamsHead, StreamsNorm
 from tests.host import small_config, small_csa_config, start
 
 TOKENS, BATCH = 24, 2
@@ -96,7 +96,7 @@ def test_nothing_is_held_after_a_write():
 
 def test_calls_are_those_declared(monkeypatch):
     """Start-up, info and the planner read the declaration."""
-    from megatron_dsa.required_ops import stream_ops
+    from megatron_dsa.layers.required_ops import stream_ops
 
     config = config_of()
     layer = layer_of(config)

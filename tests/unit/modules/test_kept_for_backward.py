@@ -36,7 +36,7 @@ def has_mode(kind: str, mode: str) -> bool:
     """Whether a mode is meant for a stage or ratio."""
     if mode == "out":
         return kind == "sparse"
-    # Selective recompute is not for a frozen model, see modules/freezing.py.
+    # Selective recompute is not for a frozen model, see layers/freezing.py.
     return kind != "frozen" or mode == "none"
 
 
@@ -223,7 +223,7 @@ def test_dsa(stage, mode, add):
 
 
 def test_dsa_with_a_frozen_main_model():
-    """As ``modules/freezing.py`` runs it: no gradient reaches the layer but the indexer's."""
+    """As ``layers/freezing.py`` runs it: no gradient reaches the layer but the indexer's."""
     module, sizes = small_dsa("frozen")
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_indexer_parameter("." + name))

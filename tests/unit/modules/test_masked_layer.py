@@ -7,7 +7,7 @@ import torch
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.dispatch import report
-from megatron_dsa.modules.replay import IndexCapture, IndexReplay
+from megatron_dsa.layers.replay import IndexCapture, IndexReplay
 from tests.cases.layouts import shuffled
 from tests.cases.log import empty_log, forget_log, logged
 from tests.cases.models import forward, gpt

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dsa.config.model import DSAOptions
-from megatron_dsa.modules.precision import bf16_linear, bf16_weight_linear, dequantised
+from megatron_dsa.layers.precision import bf16_linear, bf16_weight_linear, dequantised
 from tests.host import attention_module, small_config, small_csa_config, start
 
 QUANTISED = {"fp8": "hybrid", "transformer_impl": "transformer_engine"}
@@ -169,7 +169,7 @@ def test_a_quantised_weight_is_read_dequantised(monkeypatch):
 )
 def test_an_attention_reads_quantised_weights(config, reads, monkeypatch):
     """Absorption, index queries and output groups get the values, whatever keeps them."""
-    from megatron_dsa.modules import frame
+    from megatron_dsa.layers import frame
 
     module = attention_module(config(dtype=torch.float32))
     x = torch.randn(32, 1, 32, device=start())

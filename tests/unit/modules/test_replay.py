@@ -9,7 +9,7 @@ from torch.multiprocessing import ProcessExitedException
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.dispatch import report, reset_report
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.modules.replay import IndexCapture, IndexReplay
+from megatron_dsa.layers.replay import IndexCapture, IndexReplay
 from megatron_dsa.numerics.autograd import in_backward
 from megatron_dsa.sequence.positions import positions_to_rows
 from tests.cases.layouts import shuffled
@@ -80,7 +80,7 @@ def test_given_keys_are_attended_to_and_taught(kind, recompute, coefficient, mon
 
     Without a loss the indexer does not even run.
     """
-    from megatron_dsa.modules import csa_core, dsa_core
+    from megatron_dsa.layers import csa_core, dsa_core
 
     config, arguments, changes = MODELS[kind]
     model = gpt(config(*arguments, **changes, **recompute, dsa_indexer_loss_coeff=coefficient))

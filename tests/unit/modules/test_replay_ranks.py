@@ -52,7 +52,7 @@ def _run_case(given, tp, cp):
 
 def _replayed(given, tp, cp):
     from megatron_dsa.dispatch import report, reset_report
-    from megatron_dsa.modules.replay import IndexCapture, IndexReplay
+    from megatron_dsa.layers.replay import IndexCapture, IndexReplay
 
     case, whole = given
     module, x, packing = build(case, tp, cp)
@@ -79,7 +79,7 @@ def _replayed(given, tp, cp):
 @pytest.fixture(scope="module")
 def alone():
     """What one rank selects, by case."""
-    from megatron_dsa.modules.replay import IndexCapture
+    from megatron_dsa.layers.replay import IndexCapture
 
     def positions(layer, rows, mode):
         module, x, packing = build(case(layer, rows, mode))

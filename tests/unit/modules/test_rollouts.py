@@ -10,9 +10,8 @@ import torch
 
 from megatron_dsa.dispatch import report, reset_report
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.metrics.agreement import compare_selections, lines
-from megatron_dsa.modules.replay import IndexCapture, IndexReplay
-from megatron_dsa.modules.rollouts import (
+from megatron_dsa.layers.replay import IndexCapture, IndexReplay
+from megatron_dsa.layers.rollouts import (
     EngineRecord,
     experts_of,
     read_sglang,
@@ -20,6 +19,7 @@ from megatron_dsa.modules.rollouts import (
     record_layers,
     selections_of,
 )
+from megatron_dsa.metrics.agreement import compare_selections, lines
 from tests.cases.models import MODELS, SELECTING, gpt, tokens
 from tests.host import small_config, small_csa_config
 

@@ -224,7 +224,7 @@ def test_names_dtypes_and_marks():
 def test_calls_are_those_declared(monkeypatch):
     """Of every layer for its streams, and of a head before every use of the output layer."""
     from megatron_dsa.dispatch import Operation
-    from megatron_dsa.required_ops import stream_ops
+    from megatron_dsa.layers.required_ops import stream_ops
 
     model, calls, original = model_of(config_of(2)), [], Operation.run
 
@@ -255,8 +255,8 @@ def test_evaluation_is_the_forward_of_training():
 
 def test_what_the_main_head_hands_on():
     """Its output and the streams, whole and in a tensor that Megatron may free."""
-    from megatron_dsa.modules.hyper_connections import StreamsHead
-    from megatron_dsa.modules.stream_prediction import HeadBeforePrediction
+    from megatron_dsa.layers.v4.hyper_connections import StreamsHead
+    from megatron_dsa.layers.v4.stream_prediction import HeadBeforePrediction
 
     config = config_of()
     settings = {
@@ -275,7 +275,7 @@ def test_blocks_of_other_models_are_megatrons():
     """The patch of the class of blocks changes models with streams alone."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 
-    from megatron_dsa.modules.stream_prediction import StreamPredictionBlock
+    from megatron_dsa.layers.v4.stream_prediction import StreamPredictionBlock
 
     assert type(model_of(config_of()).mtp) is StreamPredictionBlock
     plain = model_of(config_of(hc_mult=1)).mtp
@@ -287,7 +287,7 @@ def test_blocks_of_other_models_are_megatrons():
 def test_indexers_learn_the_same_in_a_frozen_model(kind, recompute):
     """In a warmup nothing else has a gradient, in the decoder or in prediction."""
     from megatron_dsa.config.model import DSAOptions
-    from megatron_dsa.modules.freezing import freeze_for_stage
+    from megatron_dsa.layers.freezing import freeze_for_stage
 
     fields = {"csa_compress_ratios": [4, 0, 4, 4, 4]} | RECOMPUTE[recompute]
     gradients = []

@@ -76,7 +76,7 @@ def test_warmup_freezes_everything_but_the_indexers():
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_dsa.config.model import DSAOptions
-    from megatron_dsa.modules.freezing import freeze_for_stage
+    from megatron_dsa.layers.freezing import freeze_for_stage
     from megatron_dsa.specs import dsa_block_spec
 
     for freeze in (True, False):
@@ -107,7 +107,7 @@ def test_a_frozen_model_has_no_gradient_of_its_logits(mtp):
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_dsa.config.model import DSAOptions
-    from megatron_dsa.modules.freezing import freeze_for_stage
+    from megatron_dsa.layers.freezing import freeze_for_stage
     from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
     vocabulary, found, weights = 97, {}, None
@@ -152,7 +152,7 @@ def test_indexers_learn_the_same_in_a_frozen_model(hybrid, recompute):
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_dsa.config.model import DSAOptions
-    from megatron_dsa.modules.freezing import freeze_for_stage
+    from megatron_dsa.layers.freezing import freeze_for_stage
     from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 
     fields = {"num_layers": 3, "mtp_num_layers": 1, "recompute_granularity": recompute}
@@ -187,7 +187,7 @@ def test_indexers_learn_the_same_in_a_frozen_model(hybrid, recompute):
 
 
 def test_hadamard_is_the_reference_transform():
-    from megatron_dsa.modules.rope import hadamard
+    from megatron_dsa.layers.rope import hadamard
 
     x = leaf(5, 3, 16, seed=1, dtype=torch.float64).detach()
     expected = x @ dsa_float64.hadamard_matrix(16)
@@ -198,8 +198,8 @@ def test_hadamard_is_the_reference_transform():
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_index_projections_match_the_reference(interleaved):
     """The rotation cancels in the scores, so the projections are compared themselves (trap 14)."""
-    from megatron_dsa.modules.rope import TokenRope
-    from megatron_dsa.parallel.groups import Ranks
+    from megatron_dsa.layers.parallel.groups import Ranks
+    from megatron_dsa.layers.rope import TokenRope
     from megatron_dsa.sequence.layout import bshd_layout
     from tests.reference.shapes import dsa_shape
 

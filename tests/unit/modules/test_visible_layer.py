@@ -5,9 +5,9 @@ import torch
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.dispatch import report, reset_report
+from megatron_dsa.layers.from_megatron import forget_layouts
 from megatron_dsa.ops.masked_attention import visible
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
-from megatron_dsa.sequence.from_megatron import forget_layouts
 from tests.cases.log import empty_log, forget_log, logged
 from tests.cases.steps import RECOMPUTED, STEPS, TOKENS, Step, check_same, selective, train
 from tests.host import attention_module, hidden_like, packed, small_config, start

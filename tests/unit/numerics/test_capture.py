@@ -5,9 +5,10 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_dsa.layers import from_megatron
 from megatron_dsa.numerics import capture
 from megatron_dsa.numerics.capture import TensorCache, tensor_cache
-from megatron_dsa.sequence import from_megatron, layout
+from megatron_dsa.sequence import layout
 
 
 @pytest.fixture

@@ -20,6 +20,9 @@ from megatron_dsa.dsa_kernels import (
     sparse_attention,
     sparse_indexer_loss,
 )
+from megatron_dsa.layers.parallel.gather import gathered_product
+from megatron_dsa.layers.parallel.ring import ContiguousShard, attention, gathered_latent_attention
+from megatron_dsa.layers.parallel.ring.exchange import Ring
 from megatron_dsa.ops.compressor.api import compress
 from megatron_dsa.ops.dense_attention.blocks import torch_kernel
 from megatron_dsa.ops.hyper_connections.api import (
@@ -29,9 +32,6 @@ from megatron_dsa.ops.hyper_connections.api import (
     write_streams,
 )
 from megatron_dsa.ops.rope.api import norm_rope, rotate
-from megatron_dsa.parallel.gather import gathered_product
-from megatron_dsa.parallel.ring import ContiguousShard, attention, gathered_latent_attention
-from megatron_dsa.parallel.ring.exchange import Ring
 from megatron_dsa.sequence.compressed import compressed_keys
 from megatron_dsa.sequence.layout import bshd_layout
 from tests.helpers import leaf, relative_error

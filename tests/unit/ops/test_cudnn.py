@@ -16,7 +16,7 @@ from megatron_dsa.dsa_kernels import (
     sparse_attention,
     sparse_indexer_loss,
 )
-from megatron_dsa.modules.warm_up import warm_up
+from megatron_dsa.layers.warm_up import warm_up
 from megatron_dsa.numerics.arithmetic import lengths
 from megatron_dsa.ops.indexer_loss import reference as loss_reference
 from megatron_dsa.ops.indexer_topk.reference import index_scores

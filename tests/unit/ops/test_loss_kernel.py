@@ -13,7 +13,7 @@ import torch
 
 from megatron_dsa.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.dsa_kernels import sparse_indexer_loss
-from megatron_dsa.modules.warm_up import warm_up
+from megatron_dsa.layers.warm_up import warm_up
 from megatron_dsa.numerics.arithmetic import valid_entries
 from megatron_dsa.ops.indexer_loss import reference
 from megatron_dsa.ops.indexer_loss.declaration import SPARSE_LOSS

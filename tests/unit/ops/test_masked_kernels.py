@@ -21,11 +21,11 @@ from megatron_dsa.dsa_kernels import (
     key_bits,
     masked_attention,
 )
+from megatron_dsa.layers.required_ops import selected_attention
 from megatron_dsa.ops.masked_attention.bits import pack
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.masked_attention.inputs import MaskedAttentionInputs
 from megatron_dsa.ops.masked_attention.triton.tiles import Tiles
-from megatron_dsa.required_ops import selected_attention
 from megatron_dsa.sequence.layout import packed_layout
 from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 from megatron_dsa.tools.verify.comparison import Comparison

@@ -12,7 +12,7 @@ import torch
 
 from megatron_dsa.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
-from megatron_dsa.modules.warm_up import warm_up
+from megatron_dsa.layers.warm_up import warm_up
 from megatron_dsa.ops.indexer_topk import reference
 from megatron_dsa.ops.indexer_topk.declaration import SCORES
 from megatron_dsa.ops.indexer_topk.tilelang import launch as tilelang_kernels

@@ -17,11 +17,11 @@ from megatron_dsa.dsa_kernels import (
     sparse_attention,
 )
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.layers.parallel import absorbed_attention as module
 from megatron_dsa.numerics.arithmetic import slices
 from megatron_dsa.ops.sparse_attention.blocks import token_blocks
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
 from megatron_dsa.ops.sparse_attention.tilelang import launch
-from megatron_dsa.parallel import absorbed_attention as module
 from megatron_dsa.sequence.layout import bshd_layout
 from tests.helpers import (
     leaf,

@@ -12,8 +12,8 @@ import torch
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.dsa_kernels import key_bits, masked_attention
+from megatron_dsa.layers.parallel.gather import gathered_product, grad_proxy_for
 from megatron_dsa.numerics.arithmetic import mm
-from megatron_dsa.parallel.gather import gathered_product, grad_proxy_for
 from tests.cases.layers import DSA, PACKED, RECOMPUTED
 from tests.helpers import relative_error
 from tests.ranks import build_two, spawn, summed_gradients
@@ -70,8 +70,8 @@ def _run_layers(given, tp, cp):
     """Two layers, of which the second attends to the keys of the first."""
     from megatron.core import tensor_parallel
 
-    from megatron_dsa.modules.dsa_core import TopKIndices
-    from megatron_dsa.required_ops import called_ops
+    from megatron_dsa.layers.dsa_core import TopKIndices
+    from megatron_dsa.layers.required_ops import called_ops
     from tests.cases.log import logged_of_first
 
     case, whole = given

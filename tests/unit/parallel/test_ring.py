@@ -5,14 +5,14 @@ import torch
 from torch import distributed
 
 from megatron_dsa.errors import ConfigError, ImplementationError
-from megatron_dsa.ops.dense_attention.blocks import torch_kernel
-from megatron_dsa.parallel.gather import finish_gather, start_gather
-from megatron_dsa.parallel.ring import (
+from megatron_dsa.layers.parallel.gather import finish_gather, start_gather
+from megatron_dsa.layers.parallel.ring import (
     PackedZigzagShard,
     ZigzagShard,
     gathered_latent_attention,
     ring_attention,
 )
+from megatron_dsa.ops.dense_attention.blocks import torch_kernel
 from tests.cases.ring import CUTS, PACKED, WEIGHTS, WHOLE, Case, expected, together
 from tests.helpers import relative_error
 from tests.processes import run_ranks

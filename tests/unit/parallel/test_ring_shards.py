@@ -10,17 +10,17 @@ from megatron_dsa import dispatch
 from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import dense_attention, gathered_latent_attention
 from megatron_dsa.errors import ConfigError, ImplementationError
-from megatron_dsa.ops.dense_attention import torch as torch_block
-from megatron_dsa.ops.dense_attention.sequences import Dense
-from megatron_dsa.parallel.ring import (
+from megatron_dsa.layers.from_megatron import layout_from_megatron
+from megatron_dsa.layers.parallel.ring import (
     ContiguousShard,
     PackedRuns,
     PackedZigzagShard,
     ZigzagShard,
     token_shard,
 )
+from megatron_dsa.ops.dense_attention import torch as torch_block
+from megatron_dsa.ops.dense_attention.sequences import Dense
 from megatron_dsa.sequence.compressed import visible_groups
-from megatron_dsa.sequence.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from megatron_dsa.sequence.sharding import CP_LAYOUTS, Sharding
 from tests.helpers import relative_error

@@ -40,7 +40,7 @@ def sharing_layers(name):
 def _run_layers(case, tp, cp):
     """Two layers, of which the second attends to the keys of the first."""
     from megatron_dsa.dispatch import report, reset_report
-    from megatron_dsa.modules.dsa_core import TopKIndices
+    from megatron_dsa.layers.dsa_core import TopKIndices
     from tests.cases.log import logged_of_first
 
     first, second, x, packing = build_two(case, tp, cp)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core.transformer import cuda_graphs
 
-from megatron_dsa.modules.cuda_graphs import GraphedLayer
+from megatron_dsa.layers.cuda_graphs import GraphedLayer
 from megatron_dsa.patches.graph_buffers import keep_graph_buffers_until_backward
 
 

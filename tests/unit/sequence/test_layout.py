@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.sequence.from_megatron import layout_from_megatron
+from megatron_dsa.layers.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 
 

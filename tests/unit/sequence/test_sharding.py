@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.layers.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.from_megatron import layout_from_megatron
 from megatron_dsa.sequence.halo import halo_of
 from megatron_dsa.sequence.sharding import CP_LAYOUTS, Sharding
 from tests.host import packed

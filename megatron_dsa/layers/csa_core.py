@@ -1,0 +1,249 @@
+"""The core of V4's attention: compress keys, select among them, attend, train the selector.
+
+One forward path for all layers: a layer's compression ratio says which keys exist besides the
+window, and the stage says whether a CSA layer (ratio 4) selects among them or attends to all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
+
+from megatron_dsa.config.model import uses_indexer
+from megatron_dsa.config.rules import CSA_RATIO
+from megatron_dsa.dsa_kernels import IndexerInputs, dense_indexer_loss, sparse_attention
+from megatron_dsa.layers.core import CoreAttention
+from megatron_dsa.layers.layers import Fp32Parameters, new_parameter
+from megatron_dsa.layers.parallel.balanced_topk import balanced_topk
+from megatron_dsa.layers.parallel.csa_keys import join_keys
+from megatron_dsa.layers.parallel.groups import Ranks
+from megatron_dsa.layers.rope import PositionRope
+from megatron_dsa.metrics.health import Attended
+from megatron_dsa.ops.cached_keys import CSA_CACHE, as_cached
+from megatron_dsa.ops.indexer_loss.api import SelectedKeysLoss
+from megatron_dsa.ops.key_lists.api import KeyLists
+from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.sequence.halo import halo_of
+from megatron_dsa.sequence.layout import Layout
+
+
+@dataclass
+class CSACoreAttentionSubmodules:
+    """Specs of the compressor and of the indexer."""
+
+    compressor: ModuleSpec | type = None
+    indexer: ModuleSpec | type = None
+
+
+class CSACoreAttention(Fp32Parameters, CoreAttention):
+    """Attention to the window and to compressed keys, with a learned sink per head.
+
+    Takes the constructor arguments of Megatron's core attentions. ``is_mtp`` marks the attention of
+    a multi-token-prediction layer, whose ratio stands behind those of the decoder.
+    """
+
+    fp32_parameters = ("attn_sink",)
+
+    def __init__(
+        self,
+        config,
+        submodules: CSACoreAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        softmax_scale: float | None = None,
+        pg_collection=None,
+        is_mtp: bool = False,
+        **_megatron,
+    ):
+        super().__init__(config, layer_number, attn_mask_type, softmax_scale, pg_collection, is_mtp)
+        self.ratio = config.ratio(layer_number, is_mtp)
+        local_heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.attn_sink = new_parameter(config, local_heads)
+        sink: Any = self.attn_sink
+        sink.tensor_model_parallel = True
+        sink.partition_dim, sink.partition_stride = 0, 1
+        self.compressor = None
+        if self.ratio:
+            self.compressor = build_module(
+                submodules.compressor, config=config, ratio=self.ratio, dim=config.head_dim
+            )
+        if self.ratio == CSA_RATIO and uses_indexer(config):
+            self.build_indexer(submodules.indexer)
+        self.resolve_kernels()
+
+    def selecting_numbers(self) -> list[int]:
+        """See :class:`CoreAttention`."""
+        numbers = range(1, self.config.num_layers + 1)
+        return [number for number in numbers if self.config.ratio(number) == CSA_RATIO]
+
+    def _selects(self) -> bool:
+        return self.indexer is not None and self.options.stage == "sparse"
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        q_latent: torch.Tensor,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        layout: Layout,
+        rope: PositionRope,
+        ranks: Ranks,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            hidden_states: ``[s, b, hidden]``, q_latent: ``[s, b, q_lora_rank]`` and kv: ``[s, b,
+                D]``, rotated, of the tokens that this rank holds.
+            q: ``[tokens, H, D]``, rotated queries: of all heads for these tokens, or of the local
+                heads for the tokens of all tensor-parallel ranks (``ranks.by_sequence``).
+            layout: which tokens belong together.
+            rope: the layer's rope, for compressed keys.
+            ranks: who shares the microbatch.
+
+        Returns:
+            ``[tokens, H, D]``, not yet rotated back.
+        """
+        policy = self.policy
+        keys = compressed = inputs = None
+        if self.compressor is not None:
+            keys = compressed_keys(layout, self.ratio, self.compressor.overlap)
+            compressed = self.compressor(hidden_states, keys, rope, ranks)
+            if self.options.kv_rounding != "none":
+                rope_dims = self.config.qk_pos_emb_head_dim
+                compressed = as_cached(compressed, CSA_CACHE, policy.workspace_bytes, rope_dims)
+        halo = None
+        if ranks.queries.ranks > 1:
+            halo = halo_of(layout, ranks.queries, max(self.config.csa_window_size - 1, 1))
+        kv, kv_grad = join_keys(kv, compressed, keys, halo, ranks)
+        sink = self._sinks(ranks)
+        trains, evaluates = self.trains_indexer_now(), self.evaluates_indexer_now()
+        given = None
+        if self._selects():
+            assert keys is not None
+            given = self.given_selection(layout, keys.layout, ranks)
+        if (self._selects() and given is None) or trains or evaluates:
+            with torch.set_grad_enabled(trains):
+                inputs = self.indexer(
+                    hidden_states.detach(), q_latent.detach(), keys, layout, rope, ranks
+                )
+            assert keys is not None
+            inputs = self.checked(inputs, keys.layout)
+        lists = KeyLists(
+            layout, self.config.csa_window_size, keys, held=None if halo is None else halo.held
+        )
+        if self._selects():
+            lists = self._select(inputs, lists, ranks, given)
+        training = None
+        if trains and self.loss_is_sparse:
+            assert inputs is not None and keys is not None
+            training = self.sparse_training(inputs, keys.layout, layout, self._selected_only())
+        result = sparse_attention(
+            q,
+            kv,
+            lists,
+            softmax_scale=self.softmax_scale,
+            v_dim=q.shape[2],
+            attn_sink=sink,
+            kv_grad=kv_grad,
+            want_p_sum=evaluates and self.loss_is_sparse and not self._selected_only(),
+            indexer=training,
+            policy=policy,
+        )
+        out = result.out
+        if trains and not self.loss_is_sparse:
+            out = self.attach(out, self._dense_loss(inputs, q, kv, lists, sink), layout)
+        if self._selects() and inputs is not None and self.measures_selection_now():
+            assert keys is not None and lists.selected is not None
+            total = torch.logaddexp(result.lse, sink.detach())
+            attended = Attended(
+                inputs.detach(), keys.layout, self.config.dsa_indexer_topk, layout, q,
+                kv[: keys.count], lists.selected, total, self.softmax_scale,
+            )  # fmt: skip
+            self.record_health(attended)
+        if evaluates:
+            self.record_evaluation(self._evaluate(inputs, q, kv, lists, sink, result.p_sum), layout)
+        return out
+
+    def _select(
+        self, inputs: IndexerInputs | None, lists: KeyLists, ranks: Ranks, given
+    ) -> KeyLists:
+        """Return lists of the compressed keys that are ``given``, or that the indexer selects."""
+        assert lists.compressed is not None
+        if given is None:
+            assert inputs is not None
+            given = balanced_topk(
+                inputs, lists.layout, self.config.dsa_indexer_topk, ranks,
+                compressed=lists.compressed, policy=self.policy,
+            )  # fmt: skip
+        indices, length = given
+        self.capture_selection(indices, lists.compressed.layout)
+        self.record_overlap(indices, lists.compressed.layout)
+        return dataclasses.replace(lists, selected=indices, selected_length=length)
+
+    def _sinks(self, ranks: Ranks) -> torch.Tensor:
+        """Return the sinks of the query heads."""
+        if not ranks.by_sequence:
+            return self.attn_sink
+        return gather_from_sequence_parallel_region(self.attn_sink, group=ranks.tp)
+
+    def _selected_only(self) -> bool:
+        return self.options.csa_teacher == "compressed"
+
+    def _dense_loss(self, inputs, q, kv, lists: KeyLists, sink: torch.Tensor) -> torch.Tensor:
+        """KL sum over all visible compressed keys; window and sink share the teacher's softmax."""
+        keys, other = lists.compressed, None
+        assert keys is not None
+        if not self._selected_only():
+            with torch.no_grad():
+                window = sparse_attention(
+                    q, kv[keys.count :], dataclasses.replace(lists, compressed=None, selected=None),
+                    softmax_scale=self.softmax_scale, v_dim=q.shape[2], policy=self.policy,
+                )  # fmt: skip
+                other = torch.logaddexp(window.lse, sink.to(window.lse.dtype))
+        return dense_indexer_loss(
+            inputs, q, kv[: keys.count, None], keys.layout,
+            softmax_scale=self.softmax_scale, other_lse=other, head_group=self.heads_group(),
+            policy=self.policy,
+        )  # fmt: skip
+
+    def _evaluate(self, inputs, q, kv, lists: KeyLists, sink, p_sum) -> torch.Tensor:
+        """KL sum of an evaluation pass, for which there is no backward."""
+        if not self.loss_is_sparse:
+            return self._dense_loss(inputs, q, kv, lists, sink)
+        policy = self.policy
+        assert lists.selected is not None and lists.compressed is not None
+        if p_sum is None:
+            p_sum = sparse_attention(
+                q, kv, lists.selected, softmax_scale=self.softmax_scale, v_dim=q.shape[2],
+                topk_length=lists.selected_length, want_p_sum=True, policy=policy,
+            ).p_sum  # fmt: skip
+        loss = SelectedKeysLoss(
+            lists.compressed.layout, lists.selected, lists.selected_length, p_sum, policy,
+            self.heads_group(),
+        )  # fmt: skip
+        return loss.value(inputs)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, Any]:
+        """Add that ``attn_sink`` is sharded over tensor-parallel ranks like the heads."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state |= make_sharded_tensors_for_checkpoint(
+            {"attn_sink": self.attn_sink}, prefix, {"attn_sink": 0}, sharded_offsets,
+            tp_group=self.pg_collection.tp, dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
+        return state
+
+    def backward_dw(self) -> None:
+        """Compute the indexer's delayed weight gradients; the compressor's are never delayed."""
+        if self.indexer is not None and self.training and self.indexer_is_trained:
+            self.indexer.backward_dw()

@@ -1,0 +1,125 @@
+"""The indexer of CSA layers: scores compressed keys of its own, made by its own compressor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+from megatron_dsa.config.model import by_sequence, options_of
+from megatron_dsa.config.rules import CSA_RATIO
+from megatron_dsa.config.rules.numerics import EXACT
+from megatron_dsa.dsa_kernels import IndexerInputs
+from megatron_dsa.layers.layers import ReplicatedLinear
+from megatron_dsa.layers.parallel.csa_keys import index_keys
+from megatron_dsa.layers.parallel.groups import Ranks, gather_rows, gather_same
+from megatron_dsa.layers.rope import PositionRope, hadamard
+from megatron_dsa.muon.blocks import split_for_muon
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.ops.indexer_topk.engine import fp32_weights
+from megatron_dsa.ops.rope.api import rotate_index
+from megatron_dsa.sequence.compressed import CompressedKeys
+from megatron_dsa.sequence.layout import Layout
+
+
+@dataclass
+class CSAIndexerSubmodules:
+    """The class of the linears, and the spec of the compressor, which is never quantised."""
+
+    linear: ModuleSpec | type = ReplicatedLinear
+    compressor: ModuleSpec | type = None
+
+
+class CSAIndexer(MegatronModule):
+    """Projections of the indexer over compressed keys (DeepSeek-V4).
+
+    ``q_I = rot(rope(W_qb qr))``, ``k_I = rot(compressor(x))``, ``w = W_w x * HI^-1/2 * DI^-1/2``
+    with rope on the *last* dims and ``rot`` a Hadamard transform. Parameter names are those of
+    Megatron's development branch: ``linear_wq_b``, ``linear_weights_proj``, ``compressor``.
+    """
+
+    def __init__(self, config, submodules: CSAIndexerSubmodules):
+        super().__init__(config=config)
+        self.heads, self.dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        self.policy = options_of(config).policy
+        # Scores that select are formed as inference engines form them.
+        self.as_engine = self.policy.indexer_numerics != EXACT
+
+        def linear(inputs: int, outputs: int) -> Any:
+            return build_module(
+                submodules.linear, inputs, outputs, config=config, init_method=config.init_method,
+                bias=False, skip_bias_add=False, skip_weight_param_allocation=False,
+                parallel_mode="duplicated",
+            )  # fmt: skip
+
+        self.linear_wq_b = linear(config.q_lora_rank, self.heads * self.dim)
+        # From its own tokens, or from all: averaging keeps equal gradients equal to the last bit.
+        weight = self.linear_wq_b.weight
+        weight.sequence_parallel = by_sequence(config)
+        weight.average_gradients_across_tp_domain = not by_sequence(config)
+        if options_of(config).muon_per_head == "all":
+            split_for_muon(weight, (self.dim,), config.tensor_model_parallel_size)
+        self.linear_weights_proj = linear(config.hidden_size, self.heads)
+        # From its own tokens only: the gradient is summed over ranks.
+        weight = self.linear_weights_proj.weight
+        weight.sequence_parallel = config.sequence_parallel
+        self.compressor = build_module(
+            submodules.compressor, config=config, ratio=CSA_RATIO, dim=self.dim
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        keys: CompressedKeys,
+        layout: Layout,
+        rope: PositionRope,
+        ranks: Ranks,
+    ) -> IndexerInputs:
+        """Project a microbatch.
+
+        Args:
+            x: ``[s, b, hidden]``, qr: ``[s, b, q_lora_rank]``, detached hidden states and
+                normalised query latent of the tokens that this rank holds.
+            keys: the groups.
+            layout: gives the positions of the query tokens.
+            rope: the layer's rope.
+            ranks: who shares the microbatch.
+
+        Returns:
+            queries and weights of the query tokens, and one key per compressed slot of all ranks.
+        """
+        config = self.config
+        q, _ = self.linear_wq_b(gather_rows(qr, ranks.row_group).flatten(0, 1))
+        q = q.view(-1, self.heads, self.dim)
+        transform = config.dsa_indexer_rotate_activation
+        tables = rope.of_rows(layout, q.dtype)
+        q = rotate_index(
+            q, *tables, first=False, transform=transform, rounded=self.as_engine,
+            policy=self.policy,
+        )  # fmt: skip
+        k = self.compressor(x, keys, rope, ranks)
+        weights = gather_same(self.linear_weights_proj(x)[0], ranks.row_group).flatten(0, 1)
+        in_fp32 = fp32_weights(weights, self.dim) if self.as_engine else None
+        weights = weights * (self.heads**-0.5 * self.dim**-0.5)
+        if transform:
+            k = self._transformed(k)
+        k = index_keys(k, keys, ranks)
+        relu = config.dsa_indexer_scoring_relu
+        return IndexerInputs(q, k, weights, relu, fp32_weights=in_fp32)
+
+    def _transformed(self, k: torch.Tensor) -> torch.Tensor:
+        """Return the Hadamard transform of ``k [slots, dim]``."""
+        if not self.as_engine:
+            return hadamard(k)
+        # Rounded once, as engines do; without columns in the tables nothing is turned.
+        none = k.new_empty(len(k), 0, dtype=accumulation_dtype(k.dtype))
+        return rotate_index(k[:, None], none, none, policy=self.policy)[:, 0]
+
+    def backward_dw(self) -> None:
+        """Compute delayed weight gradients."""
+        self.linear_wq_b.backward_dw()
+        self.linear_weights_proj.backward_dw()

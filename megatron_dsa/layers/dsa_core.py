@@ -1,0 +1,387 @@
+"""The DSA core: select keys, attend to them, train the selector (DeepSeek-V3.2).
+
+One module serves the three stages. ``sparse`` attends to the indexer's top-k; ``warmup`` attends to
+everything and trains the indexer on that; ``dense`` attends to everything and has no indexer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_dsa.config.model import selects_keys, uses_indexer
+from megatron_dsa.dispatch import choices_are_collected, log_once, on_meta
+from megatron_dsa.dsa_kernels import (
+    ExpandedKeys,
+    IndexerInputs,
+    IndexerTraining,
+    LatentKeys,
+    absorbed_attention,
+    dense_attention,
+    dense_indexer_loss,
+    gathered_latent_attention,
+    key_bits,
+    masked_attention,
+    visible_bits,
+)
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.layers.core import CoreAttention
+from megatron_dsa.layers.parallel.balanced_topk import balanced_topk
+from megatron_dsa.layers.parallel.groups import Ranks, gather_rows
+from megatron_dsa.layers.required_ops import attention_of
+from megatron_dsa.layers.rope import TokenRope
+from megatron_dsa.layers.warm_up import resolving
+from megatron_dsa.metrics.health import Attended
+from megatron_dsa.ops.indexer_loss.api import SelectedKeysLoss
+from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer
+from megatron_dsa.sequence.layout import Layout
+
+
+@dataclass
+class DSACoreAttentionSubmodules:
+    """The indexer's spec."""
+
+    indexer: ModuleSpec | type = None
+
+
+class TopKIndices(NamedTuple):
+    """Keys of every query token: selected, handed on by an earlier layer, or replayed."""
+
+    indices: torch.Tensor  # int32 [tokens, K], rows of the key buffer, -1 padded
+    length: torch.Tensor  # int32 [tokens]
+
+    def pack(self) -> torch.Tensor:
+        """Return both as one int32 tensor ``[tokens, K + 1]``."""
+        return torch.cat([self.indices, self.length[:, None]], dim=1)
+
+    @classmethod
+    def unpack(cls, packed: torch.Tensor) -> TopKIndices:
+        """Undo :meth:`pack`."""
+        return cls(packed[:, :-1], packed[:, -1])
+
+
+class DSACoreAttention(CoreAttention):
+    """Core attention with the indexer inside, as ``self_attention.core_attention``.
+
+    Takes the constructor arguments of Megatron's core attentions. ``is_mtp`` marks the attention of
+    a multi-token-prediction layer, which logs behind the decoder layers and never shares indices.
+    """
+
+    def __init__(
+        self,
+        config,
+        submodules: DSACoreAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        softmax_scale: float | None = None,
+        pg_collection=None,
+        is_mtp: bool = False,
+        **_megatron,
+    ):
+        super().__init__(config, layer_number, attn_mask_type, softmax_scale, pg_collection, is_mtp)
+        self.computes_topk = is_mtp or self.selects
+        if uses_indexer(config) and self.computes_topk:
+            self.build_indexer(submodules.indexer)
+        if resolving() and not on_meta():
+            level = logging.DEBUG if choices_are_collected() else logging.INFO
+            log_once(level, attention_of(config).describe())
+        self.resolve_kernels()
+
+    def selecting_numbers(self) -> list[int]:
+        """See :class:`CoreAttention`; a layer that is built alone may have any number."""
+        numbers = range(1, max(self.config.num_layers, self.layer_number) + 1)
+        return [number for number in numbers if selects_keys(self.config, number)]
+
+    def forward_sparse(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        kv_grad: torch.Tensor,
+        weights: torch.Tensor,
+        layout: Layout,
+        index_inputs: TrainedIndexer | None,
+        given: TopKIndices | None,
+        ranks: Ranks,
+    ) -> tuple[torch.Tensor, TopKIndices]:
+        """Attend to selected keys.
+
+        Args:
+            q: ``[tokens, H, 192]`` queries, of the local heads or (by sequence) of all.
+            kv: ``[keys, 576]`` latent keys; kv_grad: the fp32 proxy for their gradient.
+            weights: ``[local heads, 256, 512]``, which expand latents to keys and values.
+            layout: which keys each token sees.
+            index_inputs: the indexer's projections, ``None`` if nothing is scored.
+            given: the selection to use in place of the indexer's: of an earlier layer, for layers
+                that reuse one, or replayed.
+            ranks: who shares the microbatch.
+
+        Returns:
+            output ``[tokens, H, v_head_dim]`` and the selection that was used.
+        """
+        selection = self._select(layout, index_inputs, given, ranks)
+        group = ranks.tp if ranks.by_sequence else None
+        result = absorbed_attention(
+            q,
+            kv,
+            weights,
+            selection.indices,
+            softmax_scale=self.softmax_scale,
+            topk_length=selection.length,
+            kv_grad=kv_grad,
+            want_p_sum=self._evaluates_sparse_loss(index_inputs),
+            in_order=True,
+            indexer=self._loss_in_backward(index_inputs, layout),
+            group=group,
+            recompute=self.options.recompute == "latent_output",
+            policy=self.policy,
+        )
+        out = self._trained_and_measured(
+            result, index_inputs, layout, selection, q, kv,
+            w_uk=weights[:, : self.config.qk_head_dim], group=group,
+        )  # fmt: skip
+        return out, selection
+
+    def forward_masked(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        k_pe: torch.Tensor,
+        k_pe_grad: torch.Tensor | None,
+        layout: Layout,
+        index_inputs: TrainedIndexer | None,
+        given: TopKIndices | None,
+        ranks: Ranks,
+    ) -> tuple[torch.Tensor, TopKIndices]:
+        """Attend to selected keys by plain MLA under a bit mask.
+
+        Args:
+            q: ``[tokens, H, 192]`` queries of the local heads.
+            kv: ``[keys, H, 256]``, per head the key without rope, then the value.
+            k_pe: ``[keys, 64]``, the rope key of all heads; k_pe_grad: the fp32 proxy for its
+                gradient, ``None`` where this rank alone attends to these keys.
+            layout, index_inputs, given, ranks: as of :meth:`forward_sparse`. ``q`` has the
+                tokens of all tensor-parallel ranks. Where a rank selects for its own tokens
+                (``ranks.attention_group``), layout, index_inputs and given are of these.
+
+        Returns:
+            output ``[tokens, H, v_head_dim]`` and the selection that was used.
+        """
+        selection = self._select(layout, index_inputs, given, ranks)
+        bits = key_bits(selection.indices, selection.length, len(kv), policy=self.policy)
+        result = masked_attention(
+            q,
+            kv,
+            k_pe,
+            bits,
+            softmax_scale=self.softmax_scale,
+            topk=selection.indices.shape[1],
+            k_pe_grad=k_pe_grad,
+            want_p_sum=self._evaluates_sparse_loss(index_inputs),
+            indexer=self._loss_in_backward(index_inputs, layout),
+            group=ranks.attention_group,
+            policy=self.policy,
+        )
+        result = result._replace(lse=ranks.own_attended(result.lse))
+        q = ranks.own_attended(q)
+        out = self._trained_and_measured(result, index_inputs, layout, selection, q, kv, k_pe=k_pe)
+        return out, selection
+
+    def _select(self, layout, index_inputs, given, ranks) -> TopKIndices:
+        """Return the keys to attend to, in the order of their sequence; captured and compared."""
+        config = self.config
+        if given is not None:
+            selection = given
+        elif index_inputs is not None:
+            topk = config.dsa_indexer_topk
+            selection = TopKIndices(
+                *balanced_topk(index_inputs.formed(), layout, topk, ranks, policy=self.policy)
+            )
+        else:
+            raise ConfigError(
+                f"layer {self.layer_index + 1} reuses the selection of an earlier layer "
+                f"(--dsa-indexer-topk-freq {config.dsa_indexer_topk_freq}), but got none: build "
+                "the layers with megatron_dsa.specs.dsa_block_spec, which hands selections on"
+            )
+        if self.computes_topk:
+            self.capture_selection(selection.indices, layout)
+            self.record_overlap(selection.indices, layout)
+        return selection
+
+    def _evaluates_sparse_loss(self, index_inputs) -> bool:
+        return index_inputs is not None and self.evaluates_indexer_now() and self.loss_is_sparse
+
+    def _loss_in_backward(self, index_inputs, layout) -> IndexerTraining | None:
+        """Return the sparse loss, if this pass trains the indexer with it."""
+        if index_inputs is None or not (self.trains_indexer_now() and self.loss_is_sparse):
+            return None
+        return self.sparse_training(index_inputs, layout, layout)
+
+    def _trained_and_measured(
+        self, result, index_inputs, layout, selection, q, kv, **keys
+    ) -> torch.Tensor:
+        """Return the output of attention, with an indexer loss over all keys hung onto it.
+
+        Figures and losses that the log asks for are recorded. ``keys``: what else
+        :class:`Attended` has to know about keys.
+        """
+        if index_inputs is None:
+            return result.out
+        attended = Attended(
+            index_inputs, layout, self.config.dsa_indexer_topk, layout, q, kv, selection.indices,
+            result.lse, self.softmax_scale, **keys,
+        )  # fmt: skip
+        out = result.out
+        if self.trains_indexer_now() and not self.loss_is_sparse:
+            loss_sum = self._dense_loss(index_inputs, q, attended.keys(), layout)
+            out = self.attach(out, loss_sum, layout)
+        if self.measures_selection_now():
+            self.record_health(attended)
+        if self.evaluates_indexer_now():
+            loss_sum = self._evaluate(attended, selection.length, result.p_sum)
+            self.record_evaluation(loss_sum, layout)
+        return out
+
+    def forward_dense(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: Layout,
+        index_inputs: TrainedIndexer | None,
+    ) -> torch.Tensor:
+        """Attend to all visible keys: ``q, k [tokens, H, 192]``, ``v [tokens, H, 128]`` -> as v."""
+        group = self.pg_collection.cp if layout.num_shards > 1 else None
+        out, lse = dense_attention(
+            q, k, v, layout, softmax_scale=self.softmax_scale, group=group,
+            policy=self.policy,
+        )  # fmt: skip
+        if group is not None and self._wants_dense_loss(index_inputs):
+            k = gather_rows(k, group)
+        return self._with_loss(out, lse, index_inputs, q, k, layout)
+
+    def forward_visible(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        k_pe: torch.Tensor,
+        layout: Layout,
+        index_inputs: TrainedIndexer | None,
+    ) -> torch.Tensor:
+        """Attend to all visible keys by plain MLA under a bit mask; ``[tokens, H, v_head_dim]``.
+
+        Args:
+            q, kv, k_pe: as of :meth:`forward_masked`.
+            layout: which keys each token sees; one rank holds all of them.
+            index_inputs: the indexer's projections or ``None``.
+        """
+        result = masked_attention(
+            q, kv, k_pe, visible_bits(layout, self.policy), softmax_scale=self.softmax_scale,
+            policy=self.policy,
+        )  # fmt: skip
+        keys = ExpandedKeys(kv, k_pe, self.config.v_head_dim)
+        return self._with_loss(result.out, result.lse, index_inputs, q, keys, layout)
+
+    def forward_latents(
+        self,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        latent_grad: torch.Tensor,
+        w_uk: torch.Tensor,
+        w_uv: torch.Tensor,
+        layout: Layout,
+        index_inputs: TrainedIndexer | None,
+    ) -> torch.Tensor:
+        """Attend to every visible key of all context-parallel ranks.
+
+        Args:
+            q: ``[tokens, H, 192]``.
+            latents: ``[keys, 576]``; latent_grad: the fp32 proxy for their gradient.
+            w_uk, w_uv: ``[H, 128, 512]``, which expand latents to keys and values.
+            layout: which keys each token sees.
+            index_inputs: the indexer's projections or ``None``.
+
+        Returns:
+            ``[tokens, H, 128]``.
+        """
+        out, lse = gathered_latent_attention(
+            q, latents, w_uk, w_uv, layout, softmax_scale=self.softmax_scale,
+            latent_grad=latent_grad, policy=self.policy,
+        )  # fmt: skip
+        return self._with_loss(out, lse, index_inputs, q, LatentKeys(latents, w_uk), layout)
+
+    def _wants_dense_loss(self, index_inputs) -> bool:
+        return index_inputs is not None and (
+            self.trains_indexer_now() or self.evaluates_indexer_now()
+        )
+
+    def _with_loss(self, out, lse, index_inputs, q, k, layout) -> torch.Tensor:
+        """Return the output of dense attention with the indexer's loss, if it has one."""
+        if not self._wants_dense_loss(index_inputs):
+            return out
+        loss_sum = self._dense_loss(index_inputs, q, k, layout, lse)
+        if self.trains_indexer_now():
+            return self.attach(out, loss_sum, layout)
+        self.record_evaluation(loss_sum, layout)
+        return out
+
+    def _dense_loss(self, index_inputs, q, k, layout, lse=None) -> torch.Tensor:
+        return dense_indexer_loss(
+            index_inputs, q, k, layout, softmax_scale=self.softmax_scale, lse=lse,
+            head_group=self.heads_group(), policy=self.policy,
+        )  # fmt: skip
+
+    def _evaluate(self, attended: Attended, length, p_sum) -> torch.Tensor:
+        """KL sum of an evaluation pass, for which there is no backward."""
+        if not self.loss_is_sparse:
+            return self._dense_loss(attended.inputs, attended.q, attended.keys(), attended.layout)
+        masked = attended.k_pe is not None
+        indices = _in_row_order(attended) if masked else attended.indices
+        loss = SelectedKeysLoss(
+            attended.layout, indices, length, p_sum, self.policy, self.heads_group()
+        )
+        return loss.value(attended.inputs.formed())
+
+    def needs_index_inputs(self) -> bool:
+        """Whether this forward pass selects keys or trains the indexer."""
+        selects = self.options.stage == "sparse" and self.replay is None
+        return self.indexer is not None and (
+            selects or self.trains_indexer_now() or self.evaluates_indexer_now()
+        )
+
+    def project_index(
+        self, x: torch.Tensor, qr: torch.Tensor, layout: Layout, rope: TokenRope, ranks: Ranks
+    ) -> TrainedIndexer:
+        """Return the indexer's projections of ``x [s, b, hidden]`` and ``qr [s, b, q_lora]``."""
+        # The loss over all keys takes the queries of all tokens, in the forward pass. Both passes
+        # of a recomputed layer make them alike, bit for bit.
+        sparse_loss = self.loss_is_sparse and self.options.stage == "sparse"
+        remake = self.training and self.indexer_is_trained and sparse_loss
+        with torch.set_grad_enabled(self.trains_indexer_now()):
+            inputs = self.indexer(x.detach(), qr.detach(), rope, ranks, remake)
+        checked = self.checked(inputs.formed(), layout)
+        if isinstance(inputs, IndexerInputs):
+            return checked
+        # Without a replayed selection, the indexer's is made next.
+        ready = [checked] if self.replay is None else []
+        return dataclasses.replace(inputs, checked=True, ready=ready)
+
+    def backward_dw(self) -> None:
+        """Compute the indexer's delayed weight gradients, if it is trained."""
+        if self.indexer is not None and self.training and self.indexer_is_trained:
+            self.indexer.backward_dw()
+
+
+def _in_row_order(attended: Attended) -> torch.Tensor:
+    """Return the lists sorted by key row, which is the order of masked attention's head sums."""
+    keys, indices = attended.layout.key_ownership, attended.indices
+    if keys is None or keys.in_order:
+        return indices
+    last = torch.iinfo(indices.dtype).max
+    ordered = indices.masked_fill(indices < 0, last).sort(dim=1).values
+    return ordered.masked_fill_(ordered == last, -1)

@@ -1,0 +1,193 @@
+"""The lightning indexer module: from hidden states to what the index scores are made of."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+from megatron_dsa.config.model import options_of
+from megatron_dsa.config.rules.numerics import EXACT
+from megatron_dsa.dsa_kernels import IndexerInputs
+from megatron_dsa.layers.frame import delays_weight_gradient, weight_of
+from megatron_dsa.layers.layers import ReplicatedLinear
+from megatron_dsa.layers.parallel.gather import start_gather
+from megatron_dsa.layers.parallel.groups import Ranks, finish_index_gather, gather_rows, gather_same
+from megatron_dsa.layers.precision import multiplies_plainly
+from megatron_dsa.layers.required_ops import tensor_parallel_mode
+from megatron_dsa.layers.rope import TokenRope
+from megatron_dsa.muon.blocks import split_for_muon
+from megatron_dsa.ops.indexer_loss.queries import (
+    LatentIndexerInputs,
+    LatentQueries,
+    TrainedIndexer,
+)
+from megatron_dsa.ops.indexer_topk.engine import fp32_weights
+from megatron_dsa.ops.rope.api import rotate_index
+
+#: Modules with the linears of transformer-engine: Megatron's, and ours made of them.
+_ENGINE = ("megatron.core.extensions.transformer_engine", "megatron_dsa.layers.precision")
+
+
+@dataclass
+class DSAIndexerSubmodules:
+    """Layers of the indexer; all are replicated over tensor-parallel ranks."""
+
+    linear_wq_b: ModuleSpec | type = None
+    linear_wk: ModuleSpec | type = None
+    k_norm: ModuleSpec | type = None
+    linear_weights_proj: ModuleSpec | type = None
+
+
+class DSAIndexer(MegatronModule):
+    """Projections of the indexer (``docs/design/maths.md``; DeepSeek-V3.2, eq. 1).
+
+    ``q_I = rot(rope(W_qb qr))``, ``k_I = rot(rope(LayerNorm(W_k x)))`` and
+    ``w = W_w x * HI^-1/2 * DI^-1/2``, with rope on the *first* ``qk_pos_emb_head_dim`` dims and
+    ``rot`` a Hadamard transform. Parameter names are those of Megatron's bundled DSA.
+    """
+
+    def __init__(self, config, submodules: DSAIndexerSubmodules):
+        super().__init__(config=config)
+        self.policy = options_of(config).policy
+        self.heads = config.dsa_indexer_n_heads
+        self.dim = config.dsa_indexer_head_dim
+        # Scores that select are formed as inference engines form them.
+        self.as_engine = self.policy.indexer_numerics != EXACT
+        query_size = config.q_lora_rank if config.q_lora_rank is not None else config.hidden_size
+        self.linear_wq_b = self._linear(submodules.linear_wq_b, query_size, self.heads * self.dim)
+        self.linear_wk = self._linear(submodules.linear_wk, config.hidden_size, self.dim)
+        self.linear_weights_proj = self._linear(
+            submodules.linear_weights_proj, config.hidden_size, self.heads
+        )
+        if options_of(config).muon_per_head == "all":
+            split_for_muon(self.linear_wq_b.weight, (self.dim,), config.tensor_model_parallel_size)
+        norm_config = copy.copy(config)
+        norm_config.normalization = "LayerNorm"
+        eps = config.dsa_indexer_k_norm_epsilon
+        self.k_norm = build_module(
+            submodules.k_norm,
+            config=norm_config,
+            hidden_size=self.dim,
+            eps=config.layernorm_epsilon if eps is None else eps,
+        )
+        own_queries = tensor_parallel_mode(config) != "heads"
+        for name, parameter in self.named_parameters():
+            # Keys and weights are projected by who holds a token, and so are queries unless
+            # everything runs by heads: gradients are summed over tensor-parallel ranks. Otherwise
+            # ranks compute the same gradient; averaging keeps them equal to the last bit.
+            own = own_queries if name.startswith("linear_wq_b") else config.sequence_parallel
+            parameter.sequence_parallel = own
+            parameter.average_gradients_across_tp_domain = not own
+
+    def _linear(self, spec, input_size: int, output_size: int):
+        return build_module(
+            spec,
+            input_size,
+            output_size,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            skip_weight_param_allocation=False,
+            parallel_mode="duplicated",
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        rope: TokenRope,
+        ranks: Ranks,
+        remake_queries: bool = False,
+    ) -> TrainedIndexer:
+        """Project a microbatch.
+
+        Args:
+            x: ``[s, b, hidden]``, qr: ``[s, b, q_lora_rank]``, detached hidden states and
+                normalised query latent of the tokens that this rank holds.
+            rope: rope angles of the query tokens.
+            ranks: who shares the microbatch.
+            remake_queries: return what queries are made of in their place, where that gives the
+                same: the backward of the sparse loss makes them again.
+
+        Returns:
+            queries and weights of the query tokens, keys of the tokens of all ranks.
+        """
+        k, _ = self.linear_wk(x.flatten(0, 1))
+        k = self._rotated(self._norm_keys(k)[:, None], rope.own(ranks)).flatten(1)
+        keys = start_gather(k, ranks.group)
+        latent = gather_rows(qr, ranks.row_group).flatten(0, 1)
+        q = None
+        if not (remake_queries and self._reads_query_weight()):
+            q, _ = self.linear_wq_b(latent)
+            q = self._rotated(q.view(-1, self.heads, self.dim), rope)
+        weights = gather_same(self.linear_weights_proj(x)[0], ranks.row_group).flatten(0, 1)
+        k = finish_index_gather(keys, ranks)
+        in_fp32 = fp32_weights(weights, self.dim) if self.as_engine else None
+        weights = weights * (self.heads**-0.5 * self.dim**-0.5)
+        relu = self.config.dsa_indexer_scoring_relu
+        if q is not None:
+            return IndexerInputs(q, k, weights, relu, fp32_weights=in_fp32)
+        queries = self._latent_queries(latent, rope)
+        return LatentIndexerInputs(queries, k, weights, relu, in_fp32)
+
+    def _reads_query_weight(self) -> bool:
+        """Whether products with the weight of the queries give what the linear gives.
+
+        A linear in FP8, one with hooks, one of another class, or one that delays its weight
+        gradient has to be called.
+        """
+        linear = self.linear_wq_b
+        if delays_weight_gradient(linear):
+            return False
+        if linear._forward_hooks or linear._backward_hooks or linear._backward_pre_hooks:
+            return False
+        if type(linear) is ReplicatedLinear:
+            return True
+        return type(linear).__module__ in _ENGINE and multiplies_plainly(linear, self.config)
+
+    def _latent_queries(self, latent: torch.Tensor, rope: TokenRope) -> LatentQueries:
+        config = self.config
+        return LatentQueries(
+            latent,
+            weight_of(self.linear_wq_b),
+            *rope.tables(latent.dtype),
+            self.heads,
+            config.dsa_indexer_rope_interleaved,
+            config.dsa_indexer_rotate_activation,
+            self.policy,
+            self.as_engine,
+        )
+
+    def _rotated(self, x: torch.Tensor, rope: TokenRope) -> torch.Tensor:
+        """Return ``x [tokens, heads, dim]`` with rope, transformed."""
+        config = self.config
+        return rotate_index(
+            x,
+            *rope.tables(x.dtype),
+            neighbours=config.dsa_indexer_rope_interleaved,
+            transform=config.dsa_indexer_rotate_activation,
+            rounded=self.as_engine,
+            policy=self.policy,
+        )
+
+    def _norm_keys(self, k: torch.Tensor) -> torch.Tensor:
+        if not self.config.dsa_indexer_k_norm_fp32:
+            return self.k_norm(k)
+        if not isinstance(self.k_norm, torch.nn.LayerNorm):
+            return self.k_norm(k.float()).to(k.dtype)
+        norm = self.k_norm  # torch's refuses fp32 input with bf16 weights
+        out = torch.nn.functional.layer_norm(
+            k.float(), norm.normalized_shape, norm.weight.float(), norm.bias.float(), norm.eps
+        )
+        return out.to(k.dtype)
+
+    def backward_dw(self) -> None:
+        """Compute delayed weight gradients."""
+        self.linear_wq_b.backward_dw()
+        self.linear_wk.backward_dw()
+        self.linear_weights_proj.backward_dw()

@@ -1,0 +1,191 @@
+"""What a stage trains, and a frozen main model, of which only the indexers' losses have a backward.
+
+Under LoRA (``layers/lora.py``) a stage trains the adapters of what it trains otherwise.
+
+Autograd would carry a gradient through every frozen layer to reach the losses below it, and keep
+what that takes. Here a layer is computed without gradients, and its loss hangs onto its output. So
+are the logits and the model's own loss, whose gradient nothing takes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import log_single_rank, make_viewless_tensor
+
+from megatron_dsa.config.model import (
+    has_adapters,
+    is_adapter_parameter,
+    is_indexer_parameter,
+    trains_main,
+)
+from megatron_dsa.layers.cuda_graphs import GraphedLayer
+from megatron_dsa.layers.indexer_training import TrainsIndexer
+from megatron_dsa.numerics.autograd import once_differentiable
+
+logger = logging.getLogger(__name__)
+
+
+def freeze_for_stage(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Freeze what a stage, or LoRA, does not train; return the model.
+
+    To be called before the model is wrapped for data parallelism and before the optimizer is
+    built (``pre_wrap_hooks`` of Megatron's model configuration), so that neither sees the rest.
+    """
+    chunk: Any
+    module: Any
+    for chunk in model:
+        if trains_main(chunk.config) and not has_adapters(chunk.config):
+            continue
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(is_trained(chunk.config, name))
+        for module in chunk.modules():
+            if hasattr(module, "frozen_expert_bias"):
+                # Routers move this buffer by themselves, gradients or not.
+                module.frozen_expert_bias = True
+        chunk.decoder.register_forward_pre_hook(_let_gradients_pass, with_kwargs=True)
+        if trains_main(chunk.config):
+            continue
+        drop_head_gradient(chunk)
+        if chunk.config.recompute_granularity == "selective":
+            # Parts of a layer that are computed again are woven into its backward.
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                "--recompute-granularity selective makes a warmup run the backward of a frozen "
+                "model: drop it, without it frozen layers keep no activations",
+            )
+            continue
+        for module in chunk.modules():
+            if isinstance(module, TransformerLayer):
+                drop_backward(module)
+    return model
+
+
+def is_trained(config: Any, name: str) -> bool:
+    """Whether a parameter of a model is trained, by its name."""
+    if has_adapters(config) and not is_adapter_parameter(name):
+        return False
+    return trains_main(config) or is_indexer_parameter(name)
+
+
+def _let_gradients_pass(_decoder, args, kwargs):
+    """Make the decoder's input want a gradient.
+
+    A recomputed layer only runs its backward if one of its inputs wants a gradient. Behind a frozen
+    embedding none does, and indexers and adapters would silently learn nothing.
+    """
+    hidden_states = kwargs.get("hidden_states", args[0] if args else None)
+    if torch.is_grad_enabled() and hidden_states is not None and hidden_states.is_leaf:
+        hidden_states.requires_grad_()
+    return args, kwargs
+
+
+class _Follow(torch.autograd.Function):
+    """Identity on a frozen layer's output, whose backward starts that of what stands below.
+
+    The layer's input gets the gradient of its output, or as much of it as fits: the first layer
+    with hyper-connections takes one stream and returns several. It is not the right one, and no
+    parameter takes anything from it.
+    """
+
+    @staticmethod
+    def forward(ctx, out, entered, loss):
+        ctx.has_loss, ctx.width = loss is not None, entered.shape[-1]
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return None, grad[..., : ctx.width], grad.new_zeros(()) if ctx.has_loss else None
+
+
+class _Start(torch.autograd.Function):
+    """Identity on a result, whose backward gives the tensor that it was computed from zeros."""
+
+    @staticmethod
+    def forward(ctx, result, source):
+        ctx.like = source.shape, source.dtype
+        return result.data  # no view: the loss of the logits overwrites them
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        shape, dtype = ctx.like
+        return None, grad.new_zeros((), dtype=dtype).expand(shape)
+
+
+def drop_head_gradient(model: Any) -> None:
+    """Compute the logits and the loss of a frozen ``model`` without gradients from now on.
+
+    The backward pass starts at the loss as before, for the losses of the indexers hang onto it.
+    """
+    if hasattr(model, "output_layer"):
+        logits = model.output_layer.forward
+
+        @functools.wraps(logits)
+        def logits_alone(hidden_states, *args, **kwargs):
+            with torch.no_grad():
+                out, bias = logits(hidden_states.detach(), *args, **kwargs)
+            return _started(out, hidden_states), bias
+
+        model.output_layer.forward = logits_alone
+    if hasattr(model, "compute_language_model_loss"):
+        loss = model.compute_language_model_loss
+
+        @functools.wraps(loss)
+        def loss_alone(labels, logits):
+            with torch.no_grad():
+                out = loss(labels, logits.detach())
+            return _started(out, logits)
+
+        model.compute_language_model_loss = loss_alone
+
+
+def _started(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    wants = torch.is_grad_enabled() and source.requires_grad
+    return _Start.apply(result, source) if wants else result
+
+
+def drop_backward(layer: TransformerLayer) -> None:
+    """Compute ``layer`` without gradients from now on; the indexers in it learn as before.
+
+    Args:
+        layer: all of its parameters but its indexers' are frozen.
+    """
+    cores = [module for module in layer.modules() if isinstance(module, TrainsIndexer)]
+    for core in cores:
+        core.keeps_loss = True
+    graphs = layer.attention_graphs if isinstance(layer, GraphedLayer) else None
+    if graphs is None:
+        layer.forward = _without_backward(layer.forward, cores)
+        return
+    # The loss hangs onto the output of the graph that has it; the MLP has no backward either.
+    graphs.func = _without_backward(graphs.func, cores)
+    mlp = layer._forward_mlp
+    alone = _without_backward(lambda *args, **kwargs: (mlp(*args, **kwargs), None), [])
+    layer._forward_mlp = lambda *args, **kwargs: alone(*args, **kwargs)[0]
+
+
+def _without_backward(forward: Callable, cores: list[TrainsIndexer]) -> Callable:
+    """Return ``forward`` without gradients but those of the losses that ``cores`` keep.
+
+    ``forward(hidden_states, ...)`` returns hidden states and a context.
+    """
+
+    @functools.wraps(forward)
+    def without_backward(hidden_states, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            return forward(hidden_states, *args, **kwargs)
+        out, context = forward(hidden_states.detach(), *args, **kwargs)
+        losses = [loss for core in cores if (loss := core.take_loss()) is not None]
+        out = _Follow.apply(out, hidden_states, sum(losses) if losses else None)
+        # Megatron frees what it has sent to the next pipeline stage, and no view can be freed.
+        return make_viewless_tensor(out, requires_grad=out.requires_grad, keep_graph=True), context
+
+    return without_backward

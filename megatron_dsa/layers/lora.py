@@ -1,0 +1,235 @@
+"""Adapters of low rank (LoRA; Hu et al. 2021) beside the frozen weights of parallel linears.
+
+``y = W x + alpha / rank * B A x``, with ``A [rank, in]`` random and ``B [out, rank]`` zeros. Both
+are parameters of the linear itself, so that names and hooks of everything else stay. Ranks share
+them as they share ``W``: ``B`` is split with its rows, or ``A`` with its columns, and the other
+factor is replicated.
+
+A linear whose weight is read in place of a call (absorbed attention) enters as ``W + alpha / rank *
+B A``, see :func:`megatron_dsa.layers.frame.weight_of`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from megatron_dsa.config.model import (
+    LORA_A,
+    LORA_B,
+    is_adapter_parameter,
+    linears_with_adapters,
+    options_of,
+)
+from megatron_dsa.config.rules import modules_of_linears, rank_and_alpha
+from megatron_dsa.layers.layers import ReplicatedLinear, replicated_draws
+
+#: How tensor-parallel ranks share a weight: by its rows (column-parallel linears), by its columns
+#: (row-parallel ones), or not.
+Split = Literal["rows", "columns", "none"]
+
+
+class AdaptedLinear:
+    """Mixin of a linear of Megatron's or ours, see :func:`adapt`.
+
+    Attributes:
+        parts: linears of released checkpoints that lie in this one, one under the other and of one
+            size; ``adapted`` are those with adapters.
+        split: how tensor-parallel ranks share the weight.
+        ranks: tensor-parallel ranks, of the group ``adapter_group``.
+        scale: ``alpha / rank``.
+    """
+
+    parts: tuple[str, ...]
+    adapted: tuple[str, ...]
+    split: Split
+    ranks: int
+    scale: float
+    adapter_group: Any
+    weight: torch.Tensor
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what the linear does for ``x [..., in]``, adapters added."""
+        out, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]  # of the linear
+        down, up = self._factors()
+        inner = self._shared(torch.nn.functional.linear(x, down))
+        rows = out.reshape(-1, out.shape[-1])
+        rows = torch.addmm(rows, inner.reshape(-1, inner.shape[-1]), up.t(), alpha=self.scale)
+        return rows.view_as(out), bias
+
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``A [n rank, in]`` and ``B [out, n rank]`` of all adapters together."""
+        down = [getattr(self, part + LORA_A) for part in self.adapted]
+        if len(self.parts) == 1:
+            return down[0], getattr(self, self.parts[0] + LORA_B)
+        rows = self.weight.shape[0] // len(self.parts)
+        nothing = down[0].new_zeros(rows, 0)
+        up = [getattr(self, part + LORA_B, nothing) for part in self.parts]
+        return torch.cat(down), torch.block_diag(*up)
+
+    def _shared(self, inner: torch.Tensor) -> torch.Tensor:
+        """Return ``A x [..., n rank]`` of the tokens that ``B`` is for, summed over a split ``A``.
+
+        Tensor parallelism comes with sequence parallelism here: ranks hold different tokens.
+        """
+        if self.ranks == 1 or self.split == "none":
+            return inner
+        if self.split == "rows":
+            return gather_from_sequence_parallel_region(inner, group=self.adapter_group)
+        return reduce_scatter_to_sequence_parallel_region(inner, group=self.adapter_group)
+
+    def with_adapters(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return ``weight + scale * B A``, this rank's part, rounded once.
+
+        The gradient of a replicated factor is of this rank's part, too; Megatron sums it.
+        """
+        down, up = self._factors()
+        return torch.addmm(weight, up, down, alpha=self.scale)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
+        """Return that of the linear, with adapters split as its weight is."""
+        own = dict(self.named_parameters(recurse=False))  # type: ignore[attr-defined]
+        adapters = {name: x for name, x in own.items() if is_adapter_parameter(name)}
+        # Linears of torch are described by Megatron, whose own know how they are split.
+        describe = getattr(super(), "sharded_state_dict", None)
+        state, others = {}, own
+        if describe is not None:
+            state = describe(prefix, sharded_offsets, metadata)
+            others = adapters
+        axes = {
+            name: x.partition_dim
+            for name, x in adapters.items()
+            if getattr(x, "tensor_model_parallel", False)
+        }
+        return state | make_sharded_tensors_for_checkpoint(
+            others,
+            prefix,
+            axes,
+            sharded_offsets,
+            tp_group=self.adapter_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+
+
+@functools.cache
+def _adapted_class(kind: type) -> type:
+    return type(f"Adapted{kind.__name__}", (AdaptedLinear, kind), {"__module__": __name__})
+
+
+def add_adapters(model: torch.nn.Module, config: Any, prefix: str = "") -> None:
+    """Add to the layers of a model the adapters that its configuration names.
+
+    Layers of multi-token prediction are layers like others. Nothing else of the model changes, and
+    what it computes stays the same: ``B`` is zero.
+
+    Args:
+        model: a GPT model, or a part of a layer.
+        config: its transformer configuration.
+        prefix: of ``model`` in a layer, where it is a part of one.
+    """
+    adapted = linears_with_adapters(config)
+    if not adapted:
+        return
+    parts: dict[str, list[str]] = {}
+    for linear, where in modules_of_linears(config).items():
+        parts.setdefault(where, []).append(linear)
+    for path, module in list(model.named_modules()):
+        for where, linears in parts.items():
+            named = [linear for linear in linears if linear in adapted]
+            if named and f".{prefix}{path}".endswith(f".{where}"):
+                adapt(module, linears, named, config)
+
+
+def adapt(linear: Any, parts: list[str], adapted: list[str], config: Any) -> None:
+    """Turn a linear into one with adapters, in place.
+
+    Args:
+        linear: column- or row-parallel linear of Megatron's (its own or of transformer-engine), or
+            one that every rank holds in full.
+        parts: names of the linears in it, of which the last words are taken.
+        adapted: which of them get adapters.
+        config: the transformer configuration.
+    """
+    (rank, alpha), split = rank_and_alpha(options_of(config)), _split_of(linear)
+    ranks = config.tensor_model_parallel_size
+    rows, columns = linear.weight.shape
+    marks = {
+        name: value
+        for name in ("sequence_parallel", "average_gradients_across_tp_domain")
+        if (value := getattr(linear.weight, name, None)) is not None
+    }
+    kind: Any = type(linear)
+    linear.__class__ = _adapted_class(kind)
+    linear.parts, linear.adapted = map(_last_words, (parts, adapted))
+    linear.split, linear.ranks, linear.scale = split, ranks, alpha / rank
+    # transformer-engine's linears that are not split have none.
+    group = getattr(linear, "tp_group", None)
+    linear.adapter_group = (
+        parallel_state.get_tensor_model_parallel_group() if group is None else group
+    )
+    for part in linear.adapted:
+        down = _new_down(linear, rank, columns, config)
+        up = torch.nn.Parameter(
+            torch.zeros(
+                rows // len(parts), rank, dtype=config.params_dtype, device=linear.weight.device
+            )
+        )
+        _mark(down, up, split, config.sequence_parallel, marks)
+        linear.register_parameter(part + LORA_A, down)
+        linear.register_parameter(part + LORA_B, up)
+
+
+def _mark(down: Any, up: Any, split: Split, by_sequence: bool, marks: dict[str, Any]) -> None:
+    """Mark for Megatron how ranks share the factors, and which gradients it sums over them.
+
+    ``marks`` are those of the weight, which hold for both factors where it is not split.
+    """
+    if split == "none":
+        for factor in (down, up):
+            for name, value in marks.items():
+                setattr(factor, name, value)
+        return
+    (shared, axis), replicated = ((up, 0), down) if split == "rows" else ((down, 1), up)
+    set_tensor_model_parallel_attributes(shared, True, axis, 1)
+    replicated.sequence_parallel = by_sequence
+
+
+def _last_words(names: list[str]) -> tuple[str, ...]:
+    return tuple(name.rpartition(".")[2] for name in names)
+
+
+def _split_of(linear: Any) -> Split:
+    """Return how tensor-parallel ranks share the weight of a linear."""
+    if isinstance(linear, ReplicatedLinear):
+        return "none"
+    if isinstance(linear, ColumnParallelLinear):
+        return "rows"
+    if isinstance(linear, RowParallelLinear):
+        return "columns"
+    # transformer-engine's say it in this attribute.
+    split: dict[str | None, Split] = {"column": "rows", "row": "columns", None: "none"}
+    return split[linear.parallel_mode]
+
+
+def _new_down(linear: Any, rank: int, columns: int, config: Any) -> torch.nn.Parameter:
+    """Return ``A``: of all columns the same on every rank, of which a rank takes its own."""
+    device, shards = linear.weight.device, linear.ranks if linear.split == "columns" else 1
+    whole = torch.empty(rank, columns * shards, dtype=config.params_dtype, device=device)
+    if not whole.is_meta:
+        with replicated_draws(device):
+            torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
+    if shards > 1:
+        number = torch.distributed.get_rank(linear.adapter_group)
+        whole = whole.chunk(shards, dim=1)[number].contiguous()
+    return torch.nn.Parameter(whole)

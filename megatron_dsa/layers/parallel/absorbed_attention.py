@@ -1,0 +1,369 @@
+"""Sparse attention of MLA with its up projections absorbed, in blocks of tokens.
+
+Attention runs in the space of the latents: ``W_uk`` is multiplied into the queries and ``W_uv``
+follows the output, so that all heads share one key. Queries and outputs are three to four times
+wider there. They and their gradients exist for one block of tokens at a time
+(:mod:`megatron_dsa.ops.sparse_attention.blocks`), forward and backward.
+
+What is saved is the narrow ``q``, ``kv``, the index lists, ``lse``, the local weights and, unless
+it is recomputed, the latent output. Absorbed queries are formed again in the backward.
+
+In sequence mode a rank attends with all heads, so it needs the weights of all tensor-parallel
+ranks. They are gathered once per pass: kept, they would take 34 MB per layer of DeepSeek-V3.2.
+Their gradient is summed over ranks in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_dsa.dispatch import Policy, describe_call
+from megatron_dsa.errors import require
+from megatron_dsa.layers.parallel.gather import all_gather_async, reduce_scatter_async
+from megatron_dsa.numerics.arithmetic import (
+    accumulation_dtype,
+    add_bmm,
+    lengths,
+    rows_in_budget,
+    slices,
+)
+from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.numerics.checks import FLOATS, require_lists, require_scale, require_tensor
+from megatron_dsa.numerics.head_products import write_head_products
+from megatron_dsa.ops.hopper.fixed_point import largest
+from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
+from megatron_dsa.ops.sparse_attention.api import Settings, require_kv_grad
+from megatron_dsa.ops.sparse_attention.blocks import token_blocks
+from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
+from megatron_dsa.ops.sparse_attention.inputs import KeyGradientSum, SparseAttentionInputs
+
+
+class AbsorbedAttentionOutput(NamedTuple):
+    """What :func:`absorbed_attention` returns."""
+
+    #: ``[Sq, H, V]`` in q's dtype; 0 for tokens that select nothing.
+    out: torch.Tensor
+    #: ``[Sq, H]`` fp32, natural log over the selected keys, ``-inf`` if none.
+    lse: torch.Tensor
+    #: ``[Sq, K]`` fp32, sum over the heads of ``q`` of the probabilities, 0 at invalid entries;
+    #: ``None`` unless it was asked for.
+    p_sum: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What takes no part in autograd and holds no tensor.
+
+    Attributes:
+        attention: how the operations are called.
+        blocks: of tokens, one after the other.
+        kernel_heads: heads that the forward's kernel computes: those of the call, and padding.
+        keeps_latents: whether the latent output is saved for the backward.
+        group: the ranks that share the heads, or ``None``.
+    """
+
+    attention: Settings
+    blocks: tuple[slice, ...]
+    kernel_heads: int
+    keeps_latents: bool
+    group: Any
+
+
+class _Blocks:
+    """The inputs of a pass, and buffers for what a block makes of them.
+
+    Absorbed queries are written into a tensor of ``heads`` heads, of which q has the first.
+    """
+
+    def __init__(self, plan: _Plan, heads: int, q, kv, weights, indices, length):
+        self.attention, self.longest = plan.attention, plan.blocks[0].stop
+        self.q, self.kv, self.indices, self.length = q, kv.contiguous(), indices, length
+        self.rank = weights.shape[2]
+        self.own = q.shape[2] - (kv.shape[1] - self.rank)  # dims of a head without rope
+        self.w_uk, self.w_uv = weights[:, : self.own], weights[:, self.own :]
+        self.absorbed = self.buffer(heads, kv.shape[1])
+        if heads > q.shape[1]:
+            self.absorbed[:, q.shape[1] :] = 0.0
+
+    def buffer(self, heads: int, dims: int) -> torch.Tensor:
+        """Return an empty tensor for any block, ``[tokens, heads, dims]``."""
+        return self.q.new_empty(self.longest, heads, dims)
+
+    def inputs(self, tokens: slice, want_p_sum: bool = False) -> SparseAttentionInputs:
+        """Return the attention of some tokens; absorbed queries stay until the next call."""
+        q = self.q[tokens]
+        padded = self.absorbed[: len(q)]
+        absorbed = padded[:, : q.shape[1]]
+        write_head_products(q[..., : self.own], self.w_uk, absorbed[..., : self.rank])
+        absorbed[..., self.rank :] = q[..., self.own :]
+        length = None if self.length is None else self.length[tokens]
+        inputs = self.attention.arguments(
+            absorbed, self.kv, None, self.indices[tokens], length, want_p_sum
+        )
+        return inputs if padded.shape == absorbed.shape else replace(inputs, padded_q=padded)
+
+
+class _AbsorbedAttention(torch.autograd.Function):
+    """``q, kv, kv_grad, weights, ..., the indexer's tensors -> out, lse, p_sum``."""
+
+    @staticmethod
+    def forward(ctx, q, kv, kv_grad, weights, indices, length, p, *index_tensors):
+        all_weights = all_gather_async(weights, p.group).wait()
+        blocks = _Blocks(p, p.kernel_heads, q, kv, all_weights, indices, length)
+        out = q.new_empty(*q.shape[:2], all_weights.shape[1] - blocks.own)
+        latents, lses, p_sums = [], [], []
+        for tokens in p.blocks:
+            inputs = blocks.inputs(tokens, p.attention.want_p_sum)
+            latent, lse, p_sum = p.attention.run(FORWARD, inputs)
+            if p.attention.want_p_sum:
+                if p_sum is None:
+                    p_sum = p.attention.run(PROBABILITIES, inputs, lse)
+                p_sums.append(p_sum)
+            write_head_products(latent, blocks.w_uv.transpose(1, 2), out[tokens])
+            lses.append(lse)
+            if p.keeps_latents:
+                latents.append(latent.contiguous())  # a view would keep its padding
+            del inputs, latent, p_sum  # before the next block takes memory
+        lse, p_sum = _joined(lses), _joined(p_sums) if p_sums else None
+        ctx.save_for_backward(q, kv, weights, indices, length, lse, *index_tensors, *latents)
+        ctx.plan, ctx.index_tensors = p, len(index_tensors)
+        ctx.separate_kv_grad = kv_grad is not None
+        ctx.mark_non_differentiable(*(x for x in (lse, p_sum) if x is not None))
+        ctx.set_materialize_grads(False)  # of lse and p_sum, which have none
+        return out, lse, p_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, _dlse, _dp_sum):
+        """Return all gradients; the sparse indexer loss exists in here only."""
+        p: _Plan = ctx.plan
+        q, kv, weights, indices, length, lse, *rest = ctx.saved_tensors
+        index_tensors, latents = rest[: ctx.index_tensors], rest[ctx.index_tensors :]
+        all_weights = all_gather_async(weights, p.group).wait()
+        # The kernels of the backward take queries without padding.
+        blocks = _Blocks(p, q.shape[1], q, kv, all_weights, indices, length)
+        if dout is None:  # nothing reads the output; other ranks take part
+            dout = q.new_zeros(*q.shape[:2], all_weights.shape[1] - blocks.own)
+        wanted = ctx.needs_input_grad
+        backward = _Backward(p, blocks, lse, latents, dout, wanted[0], wanted[3])
+        index_grads: tuple[torch.Tensor | None, ...] = (None,) * len(index_tensors)
+        if p.attention.indexer is not None and any(wanted[7:]):
+            policy = p.attention.policy
+            index_grads = p.attention.indexer.gradients(index_tensors, backward.teachers(), policy)
+        else:
+            for tokens in p.blocks:
+                backward.run(tokens)
+        travel, dweights = None, None
+        if backward.dweights is not None:
+            travel = reduce_scatter_async(backward.dweights, p.group)
+        dkv = backward.keys.result()
+        if travel is not None:
+            dweights = travel.wait().to(weights.dtype)
+        to_kv, to_proxy = (None, dkv) if ctx.separate_kv_grad else (dkv.to(kv.dtype), None)
+        return backward.dq, to_kv, to_proxy, dweights, None, None, None, *index_grads
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _Backward:
+    """The backward of all blocks, run one after the other.
+
+    Attributes:
+        keys: the gradient of the keys.
+        dq: ``[Sq, H, D]``, filled block by block, or ``None``.
+        dweights: that of the weights of all heads ``[H, A + V, R]``, in the accumulation dtype, or
+            ``None``.
+    """
+
+    def __init__(self, plan: _Plan, blocks: _Blocks, lse, latents, dout, wants_q, wants_weights):
+        self.plan, self.blocks, self.lse, self.dout = plan, blocks, lse, dout
+        self.latents = dict(zip((x.start for x in plan.blocks), latents, strict=False))
+        # No method of this object: a cycle would keep all of it until Python collects garbage.
+        self.keys = KeyGradientSum(blocks.q.shape[:2].numel(), partial(_bounds, blocks, dout))
+        self.dlatent = blocks.buffer(blocks.q.shape[1], blocks.rank)
+        self.wants_q, self.wants_weights = wants_q, wants_weights
+        self.dq: torch.Tensor | None = None
+        self.dweights: torch.Tensor | None = None
+
+    def teachers(self) -> Iterator[TeacherPart]:
+        """Run all blocks; yield teachers of as many together as take an eighth of the workspace.
+
+        The loss makes a gradient of all index keys for every part.
+        """
+        blocks, indices, length = self.plan.blocks, self.blocks.indices, self.blocks.length
+        workspace = self.plan.attention.policy.workspace_bytes // 8
+        per_block = self.blocks.longest * indices.shape[1] * 4
+        for some in slices(len(blocks), rows_in_budget(workspace, per_block)):
+            part = blocks[some]
+            tokens = slice(part[0].start, part[-1].stop)
+            teacher = _joined([self.run(block, teaches=True) for block in part])
+            own_length = None if length is None else length[tokens]
+            yield TeacherPart(tokens, indices[tokens], own_length, teacher)
+            del teacher  # before the next part takes memory
+
+    def run(self, tokens: slice, teaches: bool = False) -> Any:
+        """Add the gradients of a block; return its teacher ``[tokens, K]``, if it ``teaches``."""
+        blocks, attention = self.blocks, self.plan.attention
+        inputs, dout = blocks.inputs(tokens), self.dout[tokens]
+        latent = self.latents.get(tokens.start)
+        if latent is None:
+            latent = attention.run(FORWARD, inputs)[0]
+        dlatent, lse = self.dlatent[: len(dout)], self.lse[tokens]
+        write_head_products(dout, blocks.w_uv, dlatent)
+        inputs = replace(inputs, want_p_sum=teaches, key_sum=self.keys)
+        absorbed, dkv, _, p_sum = attention.run(
+            BACKWARD, inputs, latent, lse, dlatent, teacher=teaches
+        )
+        self.keys.add(dkv)
+        if self.wants_weights:
+            self._add_weights(tokens, absorbed, latent)
+        if self.wants_q:
+            self._write_queries(tokens, absorbed)
+        if teaches and p_sum is None:
+            p_sum = attention.run(PROBABILITIES, inputs, lse)
+        return p_sum
+
+    def _add_weights(self, tokens: slice, absorbed, latent) -> None:
+        """Add the gradient of the weights, given that of absorbed queries, and latent outputs."""
+        blocks, q, dout = self.blocks, self.blocks.q[tokens], self.dout[tokens]
+        if self.dweights is None:
+            shape = q.shape[1], blocks.own + dout.shape[2], blocks.rank
+            self.dweights = q.new_zeros(shape, dtype=accumulation_dtype(q.dtype))
+        of_keys, of_values = self.dweights.split([blocks.own, dout.shape[2]], dim=1)
+        own = q[..., : blocks.own].permute(1, 2, 0)
+        add_bmm(of_keys, own, absorbed[..., : blocks.rank].transpose(0, 1))
+        add_bmm(of_values, dout.permute(1, 2, 0), latent.transpose(0, 1))
+
+    def _write_queries(self, tokens: slice, absorbed) -> None:
+        """Write the gradient of the queries, given that of absorbed ones."""
+        blocks = self.blocks
+        if self.dq is None:
+            self.dq = torch.empty_like(blocks.q, memory_format=torch.contiguous_format)
+        dq, rank, to_own = self.dq[tokens], blocks.rank, blocks.w_uk.transpose(1, 2)
+        write_head_products(absorbed[..., :rank], to_own, dq[..., : blocks.own])
+        dq[..., blocks.own :] = absorbed[..., rank:]
+
+
+def _bounds(x: _Blocks, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return bounds of absorbed queries and gradients of latent outputs, by Cauchy-Schwarz."""
+    own, rope = x.q.split([x.own, x.q.shape[2] - x.own], dim=2)
+    queries = largest(_largest_vector(own) * _largest_column(x.w_uk))
+    outputs = largest(_largest_vector(dout) * _largest_column(x.w_uv))
+    return torch.maximum(queries, largest(rope)), outputs
+
+
+def _largest_column(weights: torch.Tensor) -> torch.Tensor:
+    """Return the largest norm of a column of each head's ``weights [H, A, R]``."""
+    wide = accumulation_dtype(weights.dtype)
+    return torch.linalg.vector_norm(weights, dim=1, dtype=wide).amax(1)
+
+
+def _largest_vector(x: torch.Tensor) -> torch.Tensor:
+    """Return the largest norm of each head of ``x [tokens, H, D]``; 0 without tokens."""
+    norms = torch.linalg.vector_norm(x, dim=2, dtype=accumulation_dtype(x.dtype))
+    return norms.amax(0) if len(x) else norms.new_zeros(x.shape[1])
+
+
+def absorbed_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    softmax_scale: float,
+    topk_length: torch.Tensor | None = None,
+    kv_grad: torch.Tensor | None = None,
+    want_p_sum: bool = False,
+    in_order: bool = False,
+    indexer: IndexerTraining | None = None,
+    group: Any = None,
+    recompute: bool = False,
+    policy: Policy = Policy(),
+) -> AbsorbedAttentionOutput:
+    """Attend from every query token to its own list of latents (multi-head latent attention).
+
+    The result is that of plain MLA over the listed keys. With ``W_uk, W_uv`` the parts of
+    ``weights``, it is ``sparse_attention([q[..., :A] @ W_uk ; q[..., A:]], kv, indices) @ W_uv^T``
+    per head. The wide tensors of that chain exist for a block of tokens only.
+
+    Args:
+        q: ``[Sq, H, A + P]``, bf16, fp16, fp32 or fp64; the ``P`` dims with rope last.
+        kv: ``[Skv, R + P]``, same dtype: the latent, then the dims that all heads share, rotated.
+        weights: ``[H, A + V, R]``, same dtype: per head what makes its key without rope of a latent
+            (``W_uk``), then its value (``W_uv``). With ``group`` ``[H / ranks, ...]``, of this
+            rank's heads, which come in the order of ranks.
+        indices, topk_length, in_order, indexer: as of
+            :func:`~megatron_dsa.ops.sparse_attention.api.sparse_attention`.
+        softmax_scale: factor on ``q . k`` before the softmax.
+        kv_grad: fp32 ``[Skv, R + P]``: if given, the gradient of ``kv`` is sent here, unrounded,
+            instead of to ``kv`` (see :func:`megatron_dsa.layers.parallel.gather.finish_gather`).
+        want_p_sum: also return the head sum of the probabilities (the indexer's teacher).
+        group: process group of ranks that share the heads and have other tokens each. All of them
+            call together, forward and backward.
+        recompute: run the forward kernel again in the backward instead of saving the latent output
+            ``[Sq, H, R]``.
+        policy: which implementations may run; its workspace bounds the blocks.
+
+    Returns:
+        :class:`AbsorbedAttentionOutput`; ``out`` is differentiable in q, kv and weights.
+
+    Raises:
+        ConfigError: for shapes or dtypes outside of the above.
+    """
+    fix = "flatten [s, b, H, D] to [s * b, H, D]"
+    require_tensor("q", q, ("Sq", "H", "A + P"), FLOATS, fix=fix)
+    require_tensor("kv", kv, ("Skv", "R + P"), (q.dtype,), q, "give one latent per key")
+    ranks = 1 if group is None else group.size()
+    require(
+        q.shape[1] % ranks == 0,
+        f"q must have equally many heads of each of the {ranks} ranks of group, got {q.shape[1]}",
+    )
+    shape = (q.shape[1] // ranks, "A + V", "R")
+    fix = "give the up projection of keys and values of this rank's heads"
+    require_tensor("weights", weights, shape, (q.dtype,), q, fix)
+    rank = weights.shape[2]
+    own = q.shape[2] - (kv.shape[1] - rank)
+    require(
+        0 < own < weights.shape[1] and own <= q.shape[2],
+        f"kv must have the R = {rank} columns of weights and the P dims of q with rope, got "
+        f"{kv.shape[1]} columns beside q of {q.shape[2]} dims and weights of {weights.shape[1]}: "
+        "fit them to each other",
+    )
+    require_scale(softmax_scale)
+    require_lists(indices, q, topk_length)
+    require_kv_grad(kv_grad, kv)
+    call = describe_call(
+        q.device,
+        dtype=q.dtype,
+        heads=q.shape[1],
+        qk_dim=kv.shape[1],
+        v_dim=rank,
+        topk=indices.shape[1],
+    )
+    trains = indexer is not None
+    indexer, trained = separate_tensors(indexer, q=q)
+    tensors = (q, kv, kv_grad, weights)
+    backward = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (*tensors, *trained)
+    )
+    if topk_length is not None:  # once for all blocks and both directions
+        topk_length = lengths(indices, topk_length)
+    attention = Settings(
+        rank, softmax_scale, policy, call, want_p_sum, indexer, in_order=in_order,
+        length_in_range=True,
+    )  # fmt: skip
+    kernel_heads = FORWARD.choose(call, policy).candidate.support.kernel_heads(q.shape[1])
+    blocks = token_blocks(
+        len(q), len(kv), replace(call, teacher=trains), policy, q.device, backward, kernel_heads
+    )
+    plan = _Plan(attention, blocks, kernel_heads, backward and not recompute, group)
+    return AbsorbedAttentionOutput(
+        *_AbsorbedAttention.apply(*tensors, indices, topk_length, plan, *trained)
+    )

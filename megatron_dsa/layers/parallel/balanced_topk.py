@@ -1,0 +1,229 @@
+"""Selection with the same work on all ranks: they score query tokens for each other.
+
+A token is scored against every key that it sees, so that late tokens cost more than early ones; all
+other work is the same for every token. Where the tokens of a rank are neighbours (context
+parallelism in contiguous parts, sequence parallelism by sequence), the last rank would score up to
+twice the mean and all others would wait for it.
+
+The places of a sequence are cut into ``2 n`` halves, two for each of ``n`` ranks. Half ``k`` costs
+in proportion to ``k + 1/2``, so a rank that scores the halves ``k`` and ``2 n - 1 - k`` does the
+mean. Each rank scores one half of its own, and another rank's instead of its second. Index queries
+and weights travel under the scoring of the own half, selected keys travel back: keys are the same
+buffer on every rank, and so the caller gets what it would have selected itself.
+
+Packed batches stay as they are: what a row costs depends on lengths that only the device knows,
+and all ranks must decide alike without asking it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from megatron_dsa.dispatch import Policy, count
+from megatron_dsa.layers.parallel.groups import Ranks
+from megatron_dsa.ops.indexer_topk.api import indexer_topk
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.sequence.compressed import CompressedKeys, visible_groups
+from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.sequence.sharding import Sharding, run_layout
+
+#: Rows are exchanged where the rank with most work has more than this times the mean (zigzag: 1.0;
+#: two contiguous parts: 1.5). Below, there is less to gain than three messages cost.
+LONGEST_TO_MEAN = 1.1
+#: ... and where a row sees, in the mean, at least this times the number of keys that it selects.
+#: A row that travels takes about 25 KB both ways (64 heads of 128, 2048 keys): 0.1 to 0.2 us over
+#: NVLink, which scoring it against a few thousand keys takes as well.
+VISIBLE_TO_TOPK = 4
+
+
+@dataclass(frozen=True)
+class Swap:
+    """What a rank scores for another, and another for it.
+
+    Halves are numbered by place: half ``k`` holds the places ``k * size ... (k + 1) * size - 1``.
+
+    Attributes:
+        size: places of a half.
+        kept, given: own halves: the one that the rank scores itself, and the other.
+        taken: the half that it scores besides ``kept``.
+        kept_second: whether ``kept`` is behind ``given`` in the rank's tokens.
+        to: rank that scores ``given``; source: rank whose half ``taken`` is. Either may be the rank
+            itself.
+        longest_to_mean: work of the rank with most of it over the mean, without exchange.
+    """
+
+    size: int
+    kept: int
+    given: int
+    taken: int
+    kept_second: bool
+    to: int
+    source: int
+    longest_to_mean: float
+
+
+@lru_cache(maxsize=64)
+def swap_of(sharding: Sharding, total: int) -> Swap | None:
+    """Return what the rank of ``sharding`` exchanges, ``None`` where halves would not be equal.
+
+    Args:
+        sharding: of the query tokens.
+        total: places of all ranks.
+    """
+    size, rest = divmod(total, 2 * sharding.ranks)
+    if rest:
+        return None
+    held = [_held_halves(sharding, rank, total, size) for rank in range(sharding.ranks)]
+    holder = {half: rank for rank, halves in enumerate(held) for half in halves}
+    last = len(holder) - 1
+
+    # Two halves whose numbers add up to ``last`` are a pair. Going from a half to its partner, and
+    # on to the other half of the partner's rank, ends where it began: every rank on the way scores
+    # the half that it was left with, and its partner. So no rank gives away more than one.
+    kept: dict[int, int] = {}
+    for start in range(sharding.ranks):
+        # The longer one first: there is more to do while the other travels.
+        rank, half = start, max(held[start])
+        while rank not in kept:
+            kept[rank] = half
+            rank = holder[last - half]
+            half = sum(held[rank]) - (last - half)
+
+    halves, own = held[sharding.rank], kept[sharding.rank]
+    given, taken = sum(halves) - own, last - own
+    return Swap(
+        size=size,
+        kept=own,
+        given=given,
+        taken=taken,
+        kept_second=halves[1] == own,
+        to=holder[last - given],
+        source=holder[taken],
+        longest_to_mean=max(sum(pair) + 1 for pair in held) / (last + 1),
+    )
+
+
+def _held_halves(sharding: Sharding, rank: int, total: int, size: int) -> list[int]:
+    """Return the numbers of the two halves that a rank holds, in the order of its tokens."""
+    one = dataclasses.replace(sharding, cp_rank=rank // sharding.sp, sp_rank=rank % sharding.sp)
+    # Chunks begin and end between halves.
+    return [
+        place // size
+        for first, length in one.chunks(total)
+        for place in range(first, first + length, size)
+    ]
+
+
+def balanced_topk(
+    inputs: IndexerInputs,
+    layout: Layout,
+    topk: int,
+    ranks: Ranks,
+    *,
+    compressed: CompressedKeys | None = None,
+    policy: Policy = Policy(),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select as :func:`~megatron_dsa.dsa_kernels.indexer_topk` does, to the last index.
+
+    All ranks of ``ranks.query_group`` call it together.
+
+    Args:
+        inputs: of this rank's query tokens and of the keys of all ranks.
+        layout: of the query tokens.
+        topk: keys per query.
+        ranks: who shares the microbatch.
+        compressed: the keys are these compressed ones; ``None``: of single positions.
+        policy: which implementations may run.
+
+    Returns:
+        See :func:`~megatron_dsa.dsa_kernels.indexer_topk`.
+    """
+    ratio, visible = 1, layout
+    if compressed is not None:
+        ratio, visible = compressed.ratio, compressed.layout
+    swap = worthwhile_swap(layout, topk, ratio, ranks.queries)
+    if swap is None:
+        return indexer_topk(inputs, visible, topk, policy=policy)
+    count("indexer_balance", "exchanged")
+    kept, taken = layout.derive(("balanced selection", ratio), lambda: halves(layout, swap, ratio))
+    inputs = inputs.detach()
+
+    of_queries = [inputs.q, inputs.weights]
+    if inputs.fp32_weights is not None:
+        of_queries.append(inputs.fp32_weights)
+
+    def select(rows: Layout, q: torch.Tensor, weights: torch.Tensor, *fp32_weights) -> torch.Tensor:
+        part = dataclasses.replace(inputs, q=q, weights=weights)
+        if fp32_weights:
+            part = dataclasses.replace(part, fp32_weights=fp32_weights[0])
+        return indexer_topk(part, rows, topk, policy=policy)[0]
+
+    half = layout.num_queries // 2
+    first, second = slice(0, half), slice(half, 2 * half)
+    own, given = (second, first) if swap.kept_second else (first, second)
+    group = ranks.query_group
+    there = [
+        _Message(x[given], x.new_empty(half, *x.shape[1:]), swap.to, swap.source, group)
+        for x in of_queries
+    ]
+    selected = select(kept, *(x[own] for x in of_queries))
+    for_other = select(taken, *(message.wait() for message in there))
+    indices = for_other.new_empty(2 * half, topk)
+    back = _Message(for_other, indices[given], swap.source, swap.to, group)
+    indices[own] = selected
+    back.wait()
+    # How many keys a row selects follows from how many it sees: it need not travel.
+    return indices, (visible.end - visible.start).clamp_max(topk)
+
+
+def worthwhile_swap(layout: Layout, topk: int, ratio: int, sharding: Sharding) -> Swap | None:
+    """Return what to exchange, if anything, by a rule that comes out the same on all ranks.
+
+    Args:
+        layout: of this rank's query tokens; topk: keys per query; ratio: positions per key.
+        sharding: of the query tokens.
+    """
+    if sharding.ranks == 1 or layout.real is not None:
+        return None
+    assert layout.key_ownership is not None
+    total = layout.all_tokens.num_queries // layout.key_ownership.batch
+    mean_visible = total / 2 / ratio
+    if mean_visible < VISIBLE_TO_TOPK * topk:
+        return None
+    swap = swap_of(sharding, total)
+    return swap if swap is not None and swap.longest_to_mean > LONGEST_TO_MEAN else None
+
+
+def halves(layout: Layout, swap: Swap, ratio: int) -> tuple[Layout, Layout]:
+    """Return the layouts of the tokens that the rank scores: kept ones, taken ones."""
+    kept, taken = (run_layout(layout, k * swap.size, swap.size) for k in (swap.kept, swap.taken))
+    if ratio == 1:
+        return kept, taken
+    return visible_groups(kept, ratio), visible_groups(taken, ratio)
+
+
+class _Message:
+    """Rows under way to one rank, and as many from another."""
+
+    def __init__(self, rows: torch.Tensor, received: torch.Tensor, to: int, source: int, group):
+        # Kept until they have arrived: NCCL reads them from a stream of its own.
+        sent = rows.contiguous()
+        self._sent: torch.Tensor | None = sent
+        self._received = received
+        splits = [[0] * group.size() for _ in range(2)]
+        for split, rank in zip(splits, (source, to), strict=True):
+            split[rank] = rows.shape[0]
+        self._work: Any = torch.distributed.all_to_all_single(
+            received, sent, splits[0], splits[1], group=group, async_op=True
+        )
+
+    def wait(self) -> torch.Tensor:
+        """Return what has been received; the current stream waits for it."""
+        self._work.wait()
+        self._work = self._sent = None
+        return self._received

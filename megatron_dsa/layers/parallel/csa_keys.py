@@ -1,0 +1,187 @@
+"""The key buffer of V4's attention on several ranks: compressed keys of all, windows of a few.
+
+Compressed keys are gathered from all ranks; of the keys of positions a rank holds those of its own
+query tokens, and the last ones before each run of them (:mod:`megatron_dsa.sequence.halo`).
+Gradients travel through proxies in fp32 (:mod:`megatron_dsa.layers.parallel.gather`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_dsa.layers.parallel.gather import grad_proxy_for, start_gather
+from megatron_dsa.layers.parallel.groups import (
+    Ranks,
+    finish_index_gather,
+    gather_keys,
+    gather_rows,
+    scatter_sum,
+)
+from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.sequence.compressed import CompressedKeys
+from megatron_dsa.sequence.halo import Halo
+
+
+def join_keys(
+    kv: torch.Tensor,
+    compressed: torch.Tensor | None,
+    keys: CompressedKeys | None,
+    halo: Halo | None,
+    ranks: Ranks,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the key buffer and a grad_proxy for its gradient.
+
+    Args:
+        kv: ``[s, b, D]``, the keys of this rank's positions.
+        compressed: ``[G, D]``, this rank's compressed keys, or ``None``.
+        keys: says where they belong.
+        halo: of the query tokens; ``None`` if one rank has all of them.
+        ranks: who shares the microbatch.
+
+    Returns:
+        ``buffer``: compressed keys in the order of their slots, query tokens, shared rows of all
+        ranks; and ``grad_proxy`` as in :func:`megatron_dsa.layers.parallel.gather.finish_gather`. Without
+        ``halo`` the query tokens are all tokens.
+    """
+    batch = kv.shape[1]
+    buffer, grad_proxy = gather_keys(kv, ranks.row_group)
+    if halo is not None:
+        buffer, grad_proxy = _HoldKeys.apply(buffer, grad_proxy, halo, batch, ranks.query_group)
+    if compressed is None:
+        return buffer, grad_proxy
+    pooled, pooled_proxy = gather_keys(compressed, ranks.group)
+    assert keys is not None
+    if keys.rows is not None:
+        pooled, pooled_proxy = _InOrder.apply(pooled, pooled_proxy, keys.rows)
+    return torch.cat([pooled, buffer]), _JoinProxies.apply(pooled_proxy, grad_proxy)
+
+
+def index_keys(compressed: torch.Tensor, keys: CompressedKeys, ranks: Ranks) -> torch.Tensor:
+    """Return the indexer's compressed keys of all ranks in the order of slots, ``[count, D]``."""
+    if keys.rows is None:
+        return compressed
+    gathered = finish_index_gather(start_gather(compressed, ranks.group), ranks)
+    # Slots without a group have no row; they are never visible, so any row will do.
+    return gathered.index_select(0, keys.rows.clamp_max(gathered.shape[0] - 1))
+
+
+def extend(
+    tensors: tuple[torch.Tensor, ...], halo: Halo, batch: int, ranks: Ranks
+) -> tuple[torch.Tensor, ...]:
+    """Put the tokens of neighbours before each run of this rank's tokens.
+
+    Args:
+        tensors: ``[tokens * batch, width]`` each, of one dtype.
+        halo: of the tokens that this rank holds; batch: rows per place.
+        ranks: who shares the microbatch.
+
+    Returns:
+        ``[halo.length * batch, width]`` each; differentiable.
+    """
+    return _Extend.apply(halo, batch, ranks.group, *tensors)
+
+
+def _rows(places: torch.Tensor, batch: int) -> torch.Tensor:
+    """Return the rows of places; negative ones stay negative."""
+    if batch == 1:
+        return places
+    rows = places[:, None] * batch + torch.arange(batch, device=places.device)
+    return torch.where(places[:, None] < 0, -1, rows).flatten()
+
+
+def _share(x: torch.Tensor, halo: Halo, batch: int, group) -> torch.Tensor:
+    """Return ``[own tokens, shared rows of all ranks]``."""
+    return torch.cat([x, gather_rows(x.index_select(0, _rows(halo.shared, batch)), group)])
+
+
+def _unshare(grad: torch.Tensor, rows: int, halo: Halo, batch: int, group) -> torch.Tensor:
+    """Return the gradient of the own tokens from that of :func:`_share`'s result, in its dtype."""
+    own = grad[:rows].clone()
+    return own.index_add_(0, _rows(halo.shared, batch), scatter_sum(grad[rows:], group))
+
+
+class _HoldKeys(torch.autograd.Function):
+    """Keys of the own query tokens and shared ones of others, and the grad_proxy of both."""
+
+    @staticmethod
+    def forward(ctx, keys, grad_proxy, halo, batch, group):
+        ctx.halo, ctx.batch, ctx.group, ctx.rows = halo, batch, group, keys.shape[0]
+        buffer = _share(keys, halo, batch, group)
+        ctx.mark_non_differentiable(buffer)
+        return buffer, grad_proxy_for(buffer)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _dkeys, grad):
+        return None, _unshare(grad, ctx.rows, ctx.halo, ctx.batch, ctx.group), None, None, None
+
+
+class _InOrder(torch.autograd.Function):
+    """Compressed keys in the order of slots; slots without a key hold some other key."""
+
+    @staticmethod
+    def forward(ctx, keys, grad_proxy, rows):
+        ctx.count = keys.shape[0]
+        ctx.save_for_backward(rows)
+        ordered = keys.index_select(0, rows.clamp_max(keys.shape[0] - 1))
+        ctx.mark_non_differentiable(ordered)
+        return ordered, grad_proxy_for(ordered)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _dkeys, grad):
+        (rows,) = ctx.saved_tensors
+        # No query sees a slot without a key: what all of them write to the spare row is cut off.
+        back = grad.new_zeros(ctx.count + 1, grad.shape[1])
+        return None, back.index_copy_(0, rows, grad)[:-1], None
+
+
+class _JoinProxies(torch.autograd.Function):
+    """Concatenate two gradient proxies without giving them memory."""
+
+    @staticmethod
+    def forward(ctx, first, second):
+        ctx.rows = first.shape[0]
+        rows = first.shape[0] + second.shape[0]
+        return first.new_zeros(()).expand(rows, first.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad[: ctx.rows], grad[ctx.rows :]
+
+
+class _Extend(torch.autograd.Function):
+    """One group pools each channel of a token: gradients have one term, exact in any dtype."""
+
+    @staticmethod
+    def forward(ctx, halo, batch, group, *tensors):
+        ctx.halo, ctx.batch, ctx.group = halo, batch, group
+        shared, own = _rows(halo.shared, batch), _rows(halo.own, batch)
+        before, source = _rows(halo.before, batch), _rows(halo.source, batch)
+        widths = [x.shape[1] for x in tensors]
+        sent = torch.cat([x.index_select(0, shared) for x in tensors], 1)
+        received = gather_rows(sent, group).index_select(0, source.clamp_min(0))
+        received.masked_fill_((source < 0)[:, None], 0.0)
+        results = []
+        for x, part in zip(tensors, received.split(widths, 1), strict=True):
+            result = x.new_empty(halo.length * batch, x.shape[1])
+            results.append(result.index_copy_(0, own, x).index_copy_(0, before, part))
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        halo, batch, group = ctx.halo, ctx.batch, ctx.group
+        own = _rows(halo.own, batch)
+        before, source = _rows(halo.before, batch), _rows(halo.source, batch)
+        count = halo.shared.numel() * batch * group.size()
+        part = torch.cat([grad.index_select(0, before) for grad in grads], 1)
+        part.masked_fill_((source < 0)[:, None], 0.0)
+        sent = part.new_zeros(count, part.shape[1]).index_add_(0, source.clamp_min(0), part)
+        shared = scatter_sum(sent, group).split([grad.shape[1] for grad in grads], 1)
+        results = [
+            grad.index_select(0, own).index_add_(0, _rows(halo.shared, batch), x)
+            for grad, x in zip(grads, shared, strict=True)
+        ]
+        return None, None, None, *results

@@ -1,0 +1,223 @@
+"""The ranks that share a microbatch, and the collectives of the attention core on them.
+
+Keys are gathered by :mod:`megatron_dsa.layers.parallel.gather`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+from megatron_dsa.config.model import options_of
+from megatron_dsa.config.options import TPMode
+from megatron_dsa.dispatch import count
+from megatron_dsa.layers.parallel.gather import (
+    Gathering,
+    all_gather_async,
+    finish_gather,
+    finish_gather_with_gradient,
+    reduce_scatter_async,
+    start_gather,
+)
+from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.sequence.sharding import Sharding, sharded_layout
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share a microbatch.
+
+    Attributes:
+        sharding: which tokens this rank holds, and so makes keys of.
+        group: all ranks that hold different tokens; ``None`` if one holds all.
+        tp: the part of ``group`` with one context-parallel rank (sequence parallelism), or
+            ``None``.
+        cp: the part of ``group`` at one place of sequence parallelism, or ``None``.
+        tp_mode: what the ranks of ``tp`` divide, see
+            :func:`megatron_dsa.layers.required_ops.tensor_parallel_mode`. Query tokens, below, are those
+            that the indexer selects keys for.
+    """
+
+    sharding: Sharding = field(default_factory=Sharding)
+    group: object = None
+    tp: object = None
+    cp: object = None
+    tp_mode: TPMode = "heads"
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether attention is computed for this rank's tokens and all heads; otherwise for the
+        tokens of all of ``tp`` and the local heads."""
+        return self.tp_mode == "sequence"
+
+    @cached_property
+    def queries(self) -> Sharding:
+        """How query tokens are sharded."""
+        return self.sharding.whole() if self.tp_mode == "heads" else self.sharding
+
+    @property
+    def query_group(self) -> Any:
+        """The ranks that have different query tokens, or ``None``."""
+        return self.cp if self.tp_mode == "heads" else self.group
+
+    @property
+    def row_group(self) -> Any:
+        """The ranks whose tokens are put together for queries, or ``None``."""
+        return self.tp if self.tp_mode == "heads" else None
+
+    @property
+    def attention_group(self) -> Any:
+        """The ranks whose query tokens are put together for attention alone, or ``None``."""
+        return self.tp if self.tp_mode == "select" else None
+
+    def count(self) -> None:
+        """Let the dispatch report tell how heads and tokens are divided."""
+        if self.tp is not None:
+            count("tensor_parallel_attention", self.tp_mode)
+        if self.cp is not None:
+            count("context_parallel_attention", self.sharding.cp_layout)
+
+    def own(self, tables) -> Any:
+        """Return the part of per-query tables that belongs to the tokens this rank holds."""
+        if self.row_group is None:
+            return tables
+        return tuple(table.chunk(self.sharding.sp)[self.sharding.sp_rank] for table in tables)
+
+    def attended(self, layout: Layout) -> Layout:
+        """Return the layout of the tokens that attention is for, given that of query tokens."""
+        if self.attention_group is None:
+            return layout
+        keys = layout.key_ownership
+        assert keys is not None
+        whole = self.sharding.whole()
+        return layout.derive(
+            "attended tokens", lambda: sharded_layout(layout.all_tokens, whole, keys)
+        )
+
+    def own_attended(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the part of ``x``, one entry per token attended for, of the query tokens."""
+        if self.attention_group is None:
+            return x
+        return x.chunk(self.sharding.sp)[self.sharding.sp_rank]
+
+
+def ranks_of(config, pg_collection, tp_mode: TPMode) -> Ranks:
+    """Return the ranks of an attention module, from Megatron's process groups."""
+    tp = pg_collection.tp if config.sequence_parallel else None
+    cp = pg_collection.cp if config.context_parallel_size > 1 else None
+    if tp is not None and tp.size() == 1:
+        tp = None
+    sharding = Sharding(
+        cp=1 if cp is None else cp.size(),
+        cp_rank=0 if cp is None else cp.rank(),
+        cp_layout=options_of(config).cp_layout,
+        sp=1 if tp is None else tp.size(),
+        sp_rank=0 if tp is None else tp.rank(),
+    )
+    group = tp if cp is None else cp
+    if tp is not None and cp is not None:
+        group = _both(pg_collection)
+        if group.rank() != sharding.rank:
+            raise RuntimeError(
+                "Megatron's tensor-and-context-parallel group has another order than tp before cp: "
+                "create the process groups in the order 'tp-cp-ep-dp-pp'."
+            )
+    return Ranks(sharding, group, tp, cp, tp_mode)
+
+
+def _both(pg_collection):
+    group = getattr(pg_collection, "tp_cp", None)
+    if group is None:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_tensor_and_context_parallel_group()
+    return group
+
+
+def gather_rows(x: torch.Tensor, group) -> torch.Tensor:
+    """All-gather ``x`` along dim 0 over ``group``, outside of autograd."""
+    return all_gather_async(x, group).wait()
+
+
+def gather_same(x: torch.Tensor, group) -> torch.Tensor:
+    """All-gather tokens. Every rank computes the same gradient, so the backward slices."""
+    if group is None or group.size() == 1:
+        return x
+    return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)
+
+
+def scatter_sum(x: torch.Tensor, group) -> torch.Tensor:
+    """Return this rank's part (of equal parts along dim 0) of the sum of ``x`` over ``group``."""
+    return reduce_scatter_async(x, group).wait()
+
+
+def gather_keys(kv: torch.Tensor, group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather keys and wait for them: ``start_gather`` and ``finish_gather`` of :mod:`.gather`."""
+    return finish_gather(start_gather(kv, group))
+
+
+def finish_index_gather(gathering: Gathering, ranks: Ranks) -> torch.Tensor:
+    """Wait for the indexer's keys of all ranks; each rank gets the gradient of its own.
+
+    Where everything runs by heads, the ranks of ``ranks.tp`` have the same query tokens and form
+    the same gradient: the sum is over ``ranks.cp`` alone.
+    """
+    if ranks.row_group is None:
+        return finish_gather_with_gradient(gathering)
+    sharding = ranks.sharding
+
+    def own(grad: torch.Tensor) -> torch.Tensor:
+        parts = grad.view(sharding.cp, sharding.sp, -1, grad.shape[1])
+        return parts[:, sharding.sp_rank].flatten(0, 1)
+
+    return finish_gather_with_gradient(gathering, own, ranks.cp)
+
+
+def heads_to_sequence(x: torch.Tensor, group) -> torch.Tensor:
+    """Turn "all tokens of the group, local heads" into "this rank's tokens, all heads".
+
+    Args:
+        x: ``[tokens * ranks, H / ranks, D]``.
+        group: the tensor-parallel group; rows and heads lie in the order of its ranks.
+
+    Returns:
+        ``[tokens, H, D]``. One all-to-all; its backward is :func:`sequence_to_heads`.
+    """
+    return _Exchange.apply(x, group, True)
+
+
+def sequence_to_heads(x: torch.Tensor, group) -> torch.Tensor:
+    """Turn ``[tokens, H, D]`` into ``[tokens * ranks, H / ranks, D]``; undoes
+    :func:`heads_to_sequence`."""
+    return _Exchange.apply(x, group, False)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, rows_out):
+        ctx.group, ctx.rows_out = group, rows_out
+        return _exchange(x, group, rows_out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return _exchange(grad, ctx.group, not ctx.rows_out), None, None
+
+
+def _exchange(x: torch.Tensor, group, rows_out: bool) -> torch.Tensor:
+    ranks = group.size()
+    rows, heads, dim = x.shape
+    if rows_out:
+        sent = x.contiguous().view(ranks, rows // ranks, heads, dim)
+    else:
+        sent = x.view(rows, ranks, heads // ranks, dim).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    torch.distributed.all_to_all_single(received, sent, group=group)
+    if rows_out:
+        return received.transpose(0, 1).reshape(rows // ranks, heads * ranks, dim)
+    return received.view(rows * ranks, heads // ranks, dim)

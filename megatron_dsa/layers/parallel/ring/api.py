@@ -1,0 +1,164 @@
+"""Dense attention on one rank or over context-parallel ranks, as operations on plain tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from megatron_dsa.dispatch import Policy
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.layers.parallel.ring import attention
+from megatron_dsa.layers.parallel.ring.attention import describe_dense_call
+from megatron_dsa.layers.parallel.ring.runs import PackedRuns
+from megatron_dsa.layers.parallel.ring.shards import (
+    ContiguousShard,
+    PackedZigzagShard,
+    TokenShard,
+    ZigzagShard,
+)
+from megatron_dsa.numerics.checks import FLOATS, require_layout, require_scale, require_tensor
+from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
+from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.sequence.sharding import Sharding, padded_bound
+
+
+def dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    *,
+    softmax_scale: float,
+    group=None,
+    policy: Policy = Policy(),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention over all visible keys, for the ``dense`` and ``warmup`` stages.
+
+    Keys and values of other context-parallel ranks come over a ring.
+
+    Args:
+        q, k: ``[tokens, H, D]``, this rank's; v: ``[tokens, H, Dv]``; ``Dv`` may differ from ``D``.
+        layout: which keys each query token sees, of unpacked or packed sequences.
+        softmax_scale: factor on ``q . k``.
+        group: the context-parallel process group that ``layout`` is sharded over; not used if one
+            rank holds all tokens.
+        policy: which implementations may run.
+
+    Returns:
+        ``out [tokens, H, Dv]`` in q's dtype, 0 for tokens that see nothing, and ``lse [tokens, H]``
+        fp32 (fp64 for fp64), natural log, ``-inf`` for such tokens, without gradient.
+
+    Raises:
+        ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
+    """
+    require_scale(softmax_scale)
+    _check_operands(q, k, v)
+    require_layout(layout, {"q": q, "k": k}, {})
+    shard = token_shard(layout)
+    arguments = (q, k, v, shard, group, softmax_scale)
+    call, budget = describe_dense_call(q, v.shape[2], shard.packed), policy.workspace_bytes
+    return DENSE_ATTENTION.run(call, policy, attention.ring_attention, budget, *arguments)
+
+
+def gathered_latent_attention(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    layout: Layout,
+    *,
+    softmax_scale: float,
+    latent_grad: torch.Tensor | None = None,
+    policy: Policy = Policy(),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`dense_attention` over context-parallel ranks whose MLA latents were gathered.
+
+    Head ``h`` has keys ``[latents[:, :R] @ w_uk[h].T, latents[:, R:]]`` and values
+    ``latents[:, :R] @ w_uv[h].T``. They exist of one rank's tokens at a time; nothing is sent.
+
+    Args:
+        q: ``[tokens, H, D]`` of this rank's tokens, rotated.
+        latents: ``[cp * tokens, R + P]``, of all context-parallel ranks, one after the other:
+            normalised, and the ``P`` rope dims rotated.
+        w_uk: ``[H, D - P, R]``; w_uv: ``[H, Dv, R]``, of the local heads. Their gradients are of
+            this rank's queries.
+        layout: of this rank's tokens, sharded over context-parallel ranks.
+        softmax_scale: factor on ``q . k``.
+        latent_grad: fp32 ``[cp * tokens, R + P]``: if given, the gradient of ``latents`` is sent
+            here, unrounded, instead of to ``latents`` (see
+            :func:`megatron_dsa.layers.parallel.gather.finish_gather`).
+        policy: which implementations may run, as of the operation ``dense_attention``.
+
+    Returns:
+        ``out`` and ``lse`` as of :func:`dense_attention`.
+
+    Raises:
+        ConfigError: for shapes or dtypes outside of the above, or a layout of other tensors.
+    """
+    require_scale(softmax_scale)
+    require_tensor(
+        "q", q, ("tokens", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]"
+    )
+    require_tensor("w_uv", w_uv, (q.shape[1], "Dv", "R"), (q.dtype,), q, "split it by heads")
+    require_layout(layout, {"q": q}, {})
+    shard = token_shard(layout)
+    call = describe_dense_call(q, w_uv.shape[1], shard.packed)
+    return DENSE_ATTENTION.run(call, policy, attention.gathered_latent_attention,
+        policy.workspace_bytes, q, latents, w_uk, w_uv, shard, softmax_scale,
+        latent_grad=latent_grad,
+    )  # fmt: skip
+
+
+def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise a :class:`ConfigError` unless shapes, dtypes and devices fit each other."""
+    require_tensor("q", q, ("Sq", "H", "D"), FLOATS, fix="flatten [s, b, H, D] to [s * b, H, D]")
+    fix = "repeat the heads of grouped queries' keys"
+    require_tensor("k", k, tuple(q.shape), (q.dtype,), q, fix)
+    require_tensor("v", v, (*q.shape[:2], "Dv"), (q.dtype,), q, fix)
+
+
+def token_shard(layout: Layout) -> TokenShard:
+    """Return the rows of the layout of a context-parallel rank, formed once per layout.
+
+    Args:
+        layout: of the query tokens of a context-parallel rank (or of the only one), all parts of
+            sequence parallelism together; of any ``cp_layout``, packed or not.
+
+    Raises:
+        ConfigError: the layout does not say which sequences there are, or has other keys.
+    """
+    if layout.sequences is None:
+        raise ConfigError(
+            "layout must be one of sequences, got ranges of slots: make it with bshd_layout, "
+            "packed_layout or layout_from_megatron."
+        )
+    return layout.derive("ring", lambda: _shard(layout))
+
+
+def _shard(layout: Layout) -> TokenShard:
+    sequences, count = layout.sequences, layout.num_queries
+    assert sequences is not None
+    keys = layout.key_ownership
+    sharding = Sharding() if keys is None else keys.sharding.whole()
+    cp, rank = sharding.cp, sharding.cp_rank
+    if layout.num_keys != cp * count:
+        raise ConfigError(
+            f"layout must have as many keys as query tokens, {cp * count} on {cp} ranks, got "
+            f"{layout.num_keys}: make both for the same batch."
+        )
+    if sequences.cu_seqlens is None:
+        kind = ContiguousShard if sharding.cp_layout == "contiguous" else ZigzagShard
+        return kind(cp, rank, sequences.batch, count // sequences.batch)
+    lengths: dict[str, Any] = {
+        "cu_seqlens": sequences.cu_seqlens,
+        "cu_seqlens_padded": sequences.cu_seqlens_padded,
+    }
+    # All sequences of a batch may be empty, with padding behind.
+    if sharding.cp_layout == "zigzag" and cp > 1:
+        longest = max(padded_bound(layout), 1)
+        return PackedZigzagShard(cp, rank, count, max_seqlen=longest, **lengths)
+    runs = (dataclasses.replace(sharding, cp_rank=r).chunks(count * cp) for r in range(cp))
+    longest = max(layout.max_length, 1)
+    return PackedRuns(cp, rank, count, max_seqlen=longest, runs=tuple(map(tuple, runs)), **lengths)

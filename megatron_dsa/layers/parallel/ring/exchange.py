@@ -1,0 +1,187 @@
+"""How blocks of keys come to a rank and their gradients go home: over a ring, or all at once.
+
+On the ring, the next block is on its way while the current one is computed with, and the gradient
+of the last block while that of the current one is. Gathered blocks are there before; their gather
+sends their gradients home (:mod:`megatron_dsa.layers.parallel.gather`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import distributed
+
+
+class Exchange(Protocol):
+    """One step round the ring at a time."""
+
+    def start(self, send: torch.Tensor, receive: torch.Tensor) -> None:
+        """Begin sending to the next rank and receiving from the one before, without waiting.
+
+        Neither tensor may be written, nor ``receive`` read, before :meth:`wait`.
+        """
+
+    def wait(self) -> None:
+        """End the step: what is computed from here on sees ``receive`` and may reuse ``send``."""
+
+
+class RingExchange:
+    """Point-to-point messages between neighbours of a process group (NCCL or gloo)."""
+
+    def __init__(self, group, cp: int, rank: int):
+        self._group = group
+        self._next = distributed.get_global_rank(group, (rank + 1) % cp)
+        self._previous = distributed.get_global_rank(group, (rank - 1) % cp)
+        self._pending: tuple[list[Any], torch.Tensor, torch.Tensor] | None = None
+
+    def start(self, send: torch.Tensor, receive: torch.Tensor) -> None:
+        """See :class:`Exchange`."""
+        # One batch: a rank that sends first and receives later would wait for itself.
+        requests = distributed.batch_isend_irecv(
+            [
+                distributed.P2POp(distributed.isend, send, self._next, self._group),
+                distributed.P2POp(distributed.irecv, receive, self._previous, self._group),
+            ]
+        )
+        # NCCL works on a stream of its own: the tensors must live until it is done with them.
+        self._pending = (requests, send, receive)
+
+    def wait(self) -> None:
+        """See :class:`Exchange`; with NCCL the current stream waits, the host does not."""
+        assert self._pending is not None
+        for request in self._pending[0]:
+            request.wait()
+        self._pending = None
+
+
+class Ring:
+    """Blocks go round a ring, from each rank to the next.
+
+    Args:
+        exchange: makes an :class:`Exchange`; one is asked for per kind of message.
+        cp, rank: ranks on the ring, and which of them this is.
+    """
+
+    def __init__(self, exchange: Callable[[], Exchange], cp: int, rank: int):
+        self._exchange, self._cp, self._rank = exchange, cp, rank
+
+    def blocks(self, own: torch.Tensor, disposable: bool) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield every rank's block with its rank, the own one first.
+
+        A block is good until the next one is asked for. Later ones may overwrite ``own`` if it is
+        ``disposable``.
+        """
+        exchange = self._exchange() if self._cp > 1 else None
+        # One buffer is computed with and sent, another receives.
+        current = own
+        spares: list[torch.Tensor] = []
+        for step in range(self._cp):
+            more = step + 1 < self._cp
+            if more:
+                assert exchange is not None
+                received = spares.pop() if spares else torch.empty_like(own)
+                exchange.start(current, received)
+            yield (self._rank - step) % self._cp, current
+            if more:
+                assert exchange is not None
+                exchange.wait()
+                if disposable or step:
+                    spares.append(current)
+                current = received
+
+    def gradients(self, shape, dtype: torch.dtype, device) -> RingGradients:
+        """Return what collects the gradients of the blocks, in the order of :meth:`blocks`."""
+        exchange = self._exchange() if self._cp > 1 else None
+        return RingGradients(exchange, torch.empty(shape, dtype=dtype, device=device))
+
+
+class RingGradients:
+    """Gradients that travel with their blocks; every rank adds its part, or nothing."""
+
+    def __init__(self, exchange: Exchange | None, buffer: torch.Tensor):
+        self._exchange, self._fresh, self._coming = exchange, True, False
+        self._current = buffer
+        self._spare: torch.Tensor | None = None
+
+    def start(self) -> None:
+        """Send the last block's gradient on; call it before computing with the next block."""
+        if self._fresh:
+            return
+        self._arrive()
+        if self._spare is None:
+            self._spare = torch.empty_like(self._current)
+        assert self._exchange is not None
+        self._exchange.start(self._current, self._spare)
+        self._coming = True
+
+    def target(self, source: int) -> tuple[torch.Tensor, Callable]:
+        """Return the current block's gradient so far, and how to put a part there.
+
+        The second is ``torch.Tensor.copy_`` where nothing is there yet, else ``Tensor.add_``. What
+        is put there first must be of all tokens.
+        """
+        if self._fresh:
+            self._fresh = False
+            return self._current, torch.Tensor.copy_
+        self._arrive()
+        return self._current, torch.Tensor.add_
+
+    def home(self) -> torch.Tensor:
+        """Return the gradient of the own block; call it after all blocks."""
+        if self._exchange is not None:
+            self.start()
+            self._arrive()
+        return self._current
+
+    def _arrive(self) -> None:
+        """Wait for the current block's gradient, once, where nothing was added."""
+        if self._coming:
+            assert self._exchange is not None and self._spare is not None
+            self._exchange.wait()
+            self._current, self._spare = self._spare, self._current
+            self._coming = False
+
+
+class Gathered:
+    """Blocks that are all there already, one rank's after the other; nothing is sent.
+
+    Args:
+        cp, rank: number of blocks, and which of them is this rank's.
+    """
+
+    def __init__(self, cp: int, rank: int):
+        self._cp, self._rank = cp, rank
+
+    def blocks(self, own: torch.Tensor, disposable: bool) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield every rank's block with its rank, the own one first.
+
+        ``own`` is all of them and is never written.
+        """
+        blocks = own.chunk(self._cp)
+        for step in range(self._cp):
+            source = (self._rank - step) % self._cp
+            yield source, blocks[source]
+
+    def gradients(self, shape, dtype: torch.dtype, device) -> GatheredGradients:
+        """Return what collects the gradients of all blocks; ``shape`` is that of them together."""
+        return GatheredGradients(torch.zeros(shape, dtype=dtype, device=device), self._cp)
+
+
+class GatheredGradients:
+    """This rank's part of the gradients of all blocks."""
+
+    def __init__(self, gradients: torch.Tensor, cp: int):
+        self._gradients, self._blocks = gradients, gradients.chunk(cp)
+
+    def start(self) -> None:
+        """Nothing is sent."""
+
+    def target(self, source: int) -> tuple[torch.Tensor, Callable]:
+        """See :meth:`RingGradients.target`."""
+        return self._blocks[source], torch.Tensor.add_
+
+    def home(self) -> torch.Tensor:
+        """Return the gradients of all blocks."""
+        return self._gradients

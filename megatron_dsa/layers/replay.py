@@ -1,0 +1,286 @@
+"""Replay: layers attend to given keys in place of what their indexers select; and capture.
+
+A training step on rollouts replays what the rollout engine selected, so that both see the same
+keys::
+
+    replay = IndexReplay()
+    for each microbatch, in order:
+        replay.add({layer: positions, ...})
+    with replay.on(model):
+        forward_backward_func(...)
+
+:class:`IndexCapture` is the other direction: it collects what the layers select, in the same form
+(:mod:`megatron_dsa.sequence.positions`), so that what was captured replays to the last bit.
+
+Layers are numbered from 1 over all pipeline stages; those that select are meant: with index sharing
+the first of each group, in V4's attention those of ratio 4, whose positions count groups. Layers
+of multi-token prediction always select for themselves.
+
+Every schedule of Megatron takes the microbatches through a layer in order, in the forward as in the
+backward. So a layer needs no more than two queues: what comes next, and what a recomputed layer
+will need again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_dsa.config.model import DSAOptions
+from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.layers.parallel.groups import Ranks
+from megatron_dsa.numerics.autograd import in_backward
+from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.sequence.positions import (
+    check_form,
+    own_rows,
+    positions_to_rows,
+    rows_to_positions,
+)
+
+
+class IndexReplay:
+    """Positions for coming microbatches, for every selecting layer.
+
+    Args:
+        microbatches: as for :meth:`add`, one after the other.
+    """
+
+    def __init__(self, microbatches: Iterable[Mapping[int, torch.Tensor]] = ()):
+        self._layers: dict[int, TakesSelections] | None = None  # of this rank, while in use
+        self._given: list[Mapping[int, torch.Tensor]] = []
+        self._next: dict[int, deque[torch.Tensor]] = {}
+        self._again: dict[int, deque[torch.Tensor]] = {}
+        for indices in microbatches:
+            self.add(indices)
+
+    def add(self, indices: Mapping[int, torch.Tensor]) -> None:
+        """Append a microbatch; before or while the replay is in use.
+
+        Args:
+            indices: by layer number: positions, int32 ``[tokens, K]`` with ``K`` at most the
+                model's top-k. Rows are this rank's query tokens, or those of all ranks that share
+                the microbatch, of which it takes its own. Layers of other pipeline stages may be
+                there or not. Tensors on the host (best pinned) are moved when their layer runs.
+
+        Raises:
+            ConfigError: for what is not of this form, or does not fit the model in use.
+        """
+        for layer, positions in indices.items():
+            check_form(positions, f"indices[{layer}]")
+        if self._layers is None:
+            self._given.append(dict(indices))
+        else:
+            self._enqueue(indices)
+
+    @contextmanager
+    def on(self, model: torch.nn.Module | Iterable[torch.nn.Module]) -> Iterator[IndexReplay]:
+        """Let the layers of ``model`` (or of its chunks) take their keys from here.
+
+        Raises:
+            ConfigError: at the start, if layers or widths do not fit the model; inside, when a
+                microbatch runs that has no indices; at the end, if indices are left over.
+        """
+        layers = _selecting_layers(model, "replay")
+        with _attached(layers, "replay", self):
+            self._layers = layers
+            self._next = {layer: deque() for layer in layers}
+            self._again = {layer: deque() for layer in layers}
+            try:
+                given, self._given = self._given, []
+                for indices in given:
+                    self._enqueue(indices)
+                yield self
+                self._refuse_leftovers()
+            finally:
+                self._layers = None
+
+    def _enqueue(self, indices: Mapping[int, torch.Tensor]) -> None:
+        assert self._layers is not None
+        missing = [layer for layer in self._layers if layer not in indices]
+        require(
+            not missing,
+            f"indices must have an entry for every selecting layer of this rank, layer(s) "
+            f"{_listed(missing)} missing: give all layers that IndexCapture returns",
+        )
+        for core in self._layers.values():
+            unknown = sorted(set(indices) - set(core.selecting_layers))
+            require(
+                not unknown,
+                f"indices must be of layers that select (numbered from 1), which layer(s) "
+                f"{_listed(unknown)} of this model do not: drop them",
+            )
+        for layer, core in self._layers.items():
+            width, topk = indices[layer].shape[1], core.config.dsa_indexer_topk
+            require(
+                width <= topk,
+                f"indices[{layer}] must list at most --dsa-indexer-topk = {topk} keys per query, "
+                f"got {width}: select as many in both places",
+            )
+            self._next[layer].append(indices[layer])
+
+    def take(self, layer: int, training: bool) -> torch.Tensor:
+        """Return the positions of the microbatch that ``layer`` runs now.
+
+        Called once per forward pass of the layer. ``training`` without gradients is the first pass
+        of a layer that is recomputed.
+        """
+        if in_backward():
+            if not self._again[layer]:
+                raise ConfigError(
+                    f"indices: layer {layer} is computed again in a backward pass, but its first "
+                    "pass ran with gradients or outside of replay.on(model): keep the whole step "
+                    "inside, and recompute with Megatron's --recompute-* flags"
+                )
+            return self._again[layer].popleft()
+        if not self._next[layer]:
+            raise ConfigError(
+                f"indices: layer {layer} runs a microbatch that has none: call replay.add once for "
+                "every microbatch, before its forward pass"
+            )
+        positions = self._next[layer].popleft()
+        if training and not torch.is_grad_enabled():
+            self._again[layer].append(positions)
+        return positions
+
+    def _refuse_leftovers(self) -> None:
+        unused = {layer: len(queue) for layer, queue in self._next.items() if queue}
+        require(
+            not unused,
+            f"indices: of layer(s) {_listed(unused)} those of {max(unused.values(), default=0)} "
+            "microbatch(es) were not used: add as many as the step runs",
+        )
+        waiting = {layer: len(queue) for layer, queue in self._again.items() if queue}
+        require(
+            not waiting,
+            f"indices: layer(s) {_listed(waiting)} ran in training mode without gradients and were "
+            "not computed again in a backward pass: for a forward pass alone, call model.eval()",
+        )
+
+
+class IndexCapture:
+    """Positions that the layers of a model select, microbatch by microbatch.
+
+    Attributes:
+        microbatches: by layer number, for this rank's query tokens and selecting layers: int32
+            ``[tokens, topk]``, ascending, ``-1`` padded, on the model's device.
+    """
+
+    def __init__(self):
+        self._selected: dict[int, list[torch.Tensor]] = {}
+
+    @property
+    def microbatches(self) -> list[dict[int, torch.Tensor]]:
+        number = min((len(seen) for seen in self._selected.values()), default=0)
+        return [{layer: seen[i] for layer, seen in self._selected.items()} for i in range(number)]
+
+    @contextmanager
+    def on(self, model: torch.nn.Module | Iterable[torch.nn.Module]) -> Iterator[IndexCapture]:
+        """Collect what the layers of ``model`` (or of its chunks) select."""
+        layers = _selecting_layers(model, "capture")
+        for layer in layers:
+            self._selected.setdefault(layer, [])
+        with _attached(layers, "capture", self):
+            yield self
+
+    def put(self, layer: int, positions: torch.Tensor) -> None:
+        """Append what ``layer`` selected for the microbatch that it runs."""
+        self._selected[layer].append(positions)
+
+
+class TakesSelections:
+    """Mixin for core attentions that may be given their selection.
+
+    They have ``config``, ``options``, ``training``, and:
+
+    Attributes:
+        layer_number: from 1, as Megatron counts.
+        selecting_layers: numbers of all decoder layers of the model that select.
+        selects: whether this one is among them (layers of multi-token prediction are not).
+    """
+
+    config: Any
+    options: DSAOptions
+    training: bool
+    replay: IndexReplay | None = None
+    capture: IndexCapture | None = None
+
+    def set_up_selecting(self, layer_number: int, is_mtp: bool, selecting_layers) -> None:
+        """Settle which layers select."""
+        self.layer_number = layer_number
+        self.selecting_layers = tuple(selecting_layers)
+        self.selects = not is_mtp and layer_number in self.selecting_layers
+
+    def given_selection(
+        self, layout: Layout, keys: Layout, ranks: Ranks
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return ``indices`` and ``length`` to use in place of the indexer's, if there are any.
+
+        To be called once per forward pass.
+
+        Args:
+            layout: of the query tokens; keys: the one that a selection is made with.
+            ranks: who shares the microbatch.
+        """
+        if self.replay is None:
+            return None
+        name = f"indices[{self.layer_number}]"
+        positions = self.replay.take(self.layer_number, self.training)
+        positions = own_rows(positions, layout, ranks.queries, name)
+        return positions_to_rows(
+            positions, keys, self.config.dsa_indexer_topk,
+            name=name, workspace_bytes=self.options.policy.workspace_bytes,
+        )  # fmt: skip
+
+    def capture_selection(self, indices: torch.Tensor, keys: Layout) -> None:
+        """Hand the selection of this forward pass to who asked for it."""
+        if self.capture is not None and not in_backward():
+            workspace = self.options.policy.workspace_bytes
+            positions = rows_to_positions(indices, keys, workspace_bytes=workspace)
+            self.capture.put(self.layer_number, positions)
+
+
+def _selecting_layers(model, what: str) -> dict[int, TakesSelections]:
+    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+    cores = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TakesSelections)]
+    for core in cores:
+        require(
+            core.options.stage == "sparse",
+            f"model must be in stage 'sparse' for {what}, got --dsa-stage {core.options.stage}: "
+            "other stages attend to all keys",
+        )
+        require(
+            core.config.cuda_graph_impl == "none",
+            f"model must be built without CUDA graphs for {what}, got --cuda-graph-impl "
+            f"{core.config.cuda_graph_impl}: a replayed graph takes and gives no selections",
+        )
+    layers = {core.layer_number: core for core in cores if core.selects}
+    require(
+        len(layers) == sum(core.selects for core in cores),
+        "model must be one model (or its chunks): layer numbers occur more than once",
+    )
+    return layers
+
+
+@contextmanager
+def _attached(layers: dict[int, TakesSelections], name: str, value) -> Iterator[None]:
+    for layer, core in layers.items():
+        require(
+            getattr(core, name) is None,
+            f"model: layer {layer} has a {name} already: leave its `with` block first",
+        )
+    for core in layers.values():
+        setattr(core, name, value)
+    try:
+        yield
+    finally:
+        for core in layers.values():
+            setattr(core, name, None)
+
+
+def _listed(layers: Iterable[int]) -> str:
+    return ", ".join(str(layer) for layer in sorted(layers))

@@ -1,0 +1,267 @@
+"""The operations that a layer calls in a training step, and the keys of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_dsa.config.model import (
+    indexer_is_trained,
+    loss_is_sparse,
+    options_of,
+    query_heads,
+    selects_keys,
+    uses_csa,
+    uses_indexer,
+)
+from megatron_dsa.config.rules import CSA_RATIO
+from megatron_dsa.config.rules.numerics import EXACT
+from megatron_dsa.dispatch import Operation, Policy
+from megatron_dsa.dispatch.support import OpCall
+from megatron_dsa.layers.required_ops.attention import selected_attention, visible_attention
+from megatron_dsa.layers.required_ops.calls import LayerCalls, calls_of
+from megatron_dsa.ops.indexer_topk.api import selection_calls
+from megatron_dsa.ops.masked_attention import declaration as masked
+from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, gives_teacher
+
+
+@dataclass(frozen=True, order=True)
+class Keys:
+    """Which keys a query has: the query at position ``t`` (from 0) ``(t + 1) // ratio`` of them.
+
+    Attributes:
+        ratio: positions per key; 1 if they are not compressed.
+        limit: no query has more; 0 for no limit.
+    """
+
+    ratio: int = 1
+    limit: int = 0
+
+    def pairs(self, length) -> Any:
+        """Return how many pairs of a query and a key sequences have.
+
+        Args:
+            length: of a sequence, an ``int`` or an integer tensor of any shape.
+        """
+        free = length  # queries whose number of keys the limit does not touch
+        if self.limit:
+            most = self.ratio * self.limit - 1
+            free = (length + most - abs(length - most)) // 2  # the smaller, also of tensors
+        last = free // self.ratio
+        # Every number of keys below the last is that of `ratio` queries.
+        pairs = self.ratio * (last * (last - 1) // 2) + last * (free - self.ratio * last + 1)
+        return pairs + (length - free) * self.limit
+
+
+@dataclass(frozen=True)
+class RequiredOp:
+    """An operation that a layer calls.
+
+    Attributes:
+        operation: its name in :data:`megatron_dsa.ops.OPERATIONS`.
+        call: the description of the call on a rank.
+        keys: the keys that every query has to do with, one kind after the other.
+        in_training: whether training steps call it; else evaluation passes alone do.
+        unless_from: attention whose teacher makes the call superfluous.
+    """
+
+    operation: str
+    call: OpCall
+    keys: tuple[Keys, ...] = ()
+    in_training: bool = True
+    unless_from: Operation | None = None
+
+
+def required_ops(
+    config: Any, layer_number: int, is_mtp: bool = False, device: str | None = None
+) -> list[RequiredOp]:
+    """Return the operations that a layer calls, forward and backward.
+
+    Args:
+        config: a validated transformer configuration of this package.
+        layer_number: of the layer, from 1.
+        is_mtp: whether it is a layer of multi-token prediction.
+        device: ``cuda`` or ``cpu``; by default the one that training would use here.
+    """
+    declare = _csa_ops if uses_csa(config) else _dsa_ops
+    return list(declare(calls_of(config, device), layer_number, is_mtp))
+
+
+def called_ops(ops: list[RequiredOp], policy: Policy) -> Iterator[tuple[str, OpCall]]:
+    """Yield ``(operation, call)`` for what is called on this machine under ``policy``."""
+    for op in ops:
+        attention = op.unless_from
+        asked = replace(op.call, teacher=attention is BACKWARD)
+        if attention is None or not gives_teacher(attention, asked, policy):
+            yield op.operation, op.call
+
+
+def _dsa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[RequiredOp]:
+    config, options = calls.config, options_of(calls.config)
+    heads, visible, rope = query_heads(config), Keys(), config.qk_pos_emb_head_dim
+    indexer = uses_indexer(config) and selects_keys(config, layer_number, is_mtp)
+    if indexer:
+        head = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        yield RequiredOp("index_rotation", calls.of(*head))
+        yield RequiredOp("index_rotation", calls.of(1, config.dsa_indexer_head_dim))
+    if options.stage != "sparse":
+        call = calls.of(heads, config.qk_head_dim + rope, config.v_head_dim)
+        if visible_attention(config, calls.device).masked:
+            yield from visible_ops(config, calls.device)
+        else:
+            yield from _ropes(calls, heads)
+            yield RequiredOp("dense_attention", call, (visible,))
+        if indexer:
+            yield from _loss(calls, visible, visible, [], call.qk_dim)
+        return
+    selected, latent = Keys(limit=config.dsa_indexer_topk), config.kv_lora_rank
+    if indexer:
+        yield from _selection(calls, visible)
+    if selected_attention(config, calls.device).masked:
+        yield from _masked_ops(calls, indexer, visible, selected)
+        return
+    yield from _ropes(calls, heads)
+    attention = calls.of(heads, latent + rope, latent, topk=config.dsa_indexer_topk)
+    teaches = indexer and indexer_is_trained(config) and loss_is_sparse(config)
+    yield RequiredOp("sparse_attention_forward", attention, (selected,))
+    backward = replace(attention, teacher=teaches)
+    yield RequiredOp("sparse_attention_backward", backward, (selected,))
+    if indexer:
+        teachers = []
+        if loss_is_sparse(config):
+            teachers = _teachers(attention, selected, teaches, options.evaluate_indexer)
+        yield from _loss(calls, visible, selected, teachers, config.qk_head_dim + rope)
+
+
+def visible_ops(config: Any, device: str | None = None) -> Iterator[RequiredOp]:
+    """Yield what masked dense attention to all visible keys calls, whether it is chosen or not.
+
+    Args:
+        config, device: as of :func:`required_ops`.
+    """
+    calls = calls_of(config, device)
+    yield from _ropes(calls, calls.masked_attention().heads)
+    for operation, call in calls.visible_attention():
+        keys = () if operation is masked.VISIBLE_BITS else (Keys(),)
+        yield RequiredOp(operation.name, call, keys)
+
+
+def _ropes(calls: LayerCalls, heads: int) -> Iterator[RequiredOp]:
+    """Yield the rotations of MLA: of queries, and of the rope key."""
+    rope = calls.config.qk_pos_emb_head_dim
+    yield RequiredOp("rotate", calls.of(heads, calls.config.qk_head_dim + rope))
+    yield RequiredOp("rotate", calls.of(1, rope))
+
+
+def _masked_ops(calls: LayerCalls, indexer: bool, visible: Keys, selected: Keys):
+    """Yield masked dense attention, which reads all visible keys, and the indexer's loss."""
+    config, call = calls.config, calls.masked_attention(calls.config.dsa_indexer_topk)
+    yield from _ropes(calls, call.heads)
+    yield RequiredOp("key_bits", calls.of(1, 0, dtype=torch.int32, topk=call.topk))
+    yield RequiredOp("masked_attention_forward", call, (visible,))
+    yield RequiredOp("masked_attention_backward", call, (visible,))
+    if not indexer:
+        return
+    teachers = []
+    if loss_is_sparse(config):
+        trained = indexer_is_trained(config)
+        name = "masked_attention_probabilities"
+        teachers.append(RequiredOp(name, call, (visible,), trained))
+    yield from _loss(calls, visible, selected, teachers, call.qk_dim)
+
+
+def _csa_ops(calls: LayerCalls, layer_number: int, is_mtp: bool) -> Iterator[RequiredOp]:
+    config, options = calls.config, options_of(calls.config)
+    heads, dim = query_heads(config), config.head_dim
+    ratio = config.ratio(layer_number, is_mtp)
+    indexer = ratio == CSA_RATIO and uses_indexer(config)
+    selects = indexer and options.stage == "sparse"
+    visible = selected = Keys(ratio)
+    topk = config.csa_window_size
+    keys: tuple[Keys, ...] = (Keys(limit=topk),)
+    if selects:
+        selected = Keys(ratio, config.dsa_indexer_topk)
+        topk += config.dsa_indexer_topk
+    if ratio:
+        keys += (selected,)
+        yield RequiredOp("compressor", calls.of(1, dim))
+    yield RequiredOp("norm_rope", calls.of(heads, dim))
+    yield RequiredOp("rotate", calls.of(heads, dim))
+    yield RequiredOp("rotate", calls.of(1, dim))
+    yield RequiredOp("key_lists", calls.of(1, 0, dtype=torch.int32))
+    if indexer:
+        yield RequiredOp("compressor", calls.of(1, config.dsa_indexer_head_dim))
+        head = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        yield RequiredOp("index_rotation", calls.of(*head))
+        if config.dsa_indexer_rotate_activation and options.indexer_numerics != EXACT:
+            yield RequiredOp("index_rotation", calls.of(1, config.dsa_indexer_head_dim))
+        yield RequiredOp("rotate", calls.of(1, config.dsa_indexer_head_dim))
+    if selects:
+        yield from _selection(calls, visible)
+    attention = calls.of(heads, dim, dim, topk=topk, sink=True)
+    alone = options.csa_teacher == "compressed"
+    teaches = selects and indexer_is_trained(config) and loss_is_sparse(config) and not alone
+    yield RequiredOp("sparse_attention_forward", attention, keys)
+    yield RequiredOp("sparse_attention_backward", replace(attention, teacher=teaches), keys)
+    if not indexer:
+        return
+    trained, evaluated = indexer_is_trained(config), options.evaluate_indexer
+    if loss_is_sparse(config) and alone:
+        # A softmax over the selected keys alone is computed again, without window and sink.
+        call = replace(attention, topk=config.dsa_indexer_topk, sink=False)
+        again = RequiredOp("sparse_attention_forward", call, (selected,), trained)
+        teachers = [again, _probabilities(call, selected, FORWARD, trained)]
+    elif loss_is_sparse(config):
+        teachers = _teachers(attention, selected, teaches, evaluated)
+    elif alone:
+        teachers = []
+    else:
+        # The mass of the window in the teacher's softmax.
+        call = replace(attention, topk=config.csa_window_size, sink=False)
+        teachers = [RequiredOp("sparse_attention_forward", call, keys[:1], trained)]
+    yield from _loss(calls, visible, selected, teachers, dim)
+
+
+def _selection(calls: LayerCalls, visible: Keys) -> Iterator[RequiredOp]:
+    config = calls.config
+    call = calls.indexer(config.dsa_indexer_topk)
+    for name, each in selection_calls(call, options_of(config).policy):
+        yield RequiredOp(name, each, (visible,))
+
+
+def _loss(
+    calls: LayerCalls, visible: Keys, selected: Keys, teachers: list[RequiredOp], teacher_dim: int
+) -> Iterator[RequiredOp]:
+    """Yield the indexer's loss, with what forms the teacher of a sparse one.
+
+    ``teacher_dim``: dims of the attention's queries.
+    """
+    config = calls.config
+    if not (indexer_is_trained(config) or options_of(config).evaluate_indexer):
+        return
+    trained = indexer_is_trained(config)
+    yield from teachers
+    if not loss_is_sparse(config):
+        call = replace(calls.indexer(), teacher_dim=teacher_dim)
+        yield RequiredOp("dense_indexer_loss", call, (visible,), trained)
+        return
+    call = calls.indexer(config.dsa_indexer_topk)
+    yield RequiredOp("sparse_indexer_loss", call, (selected,), trained)
+
+
+def _teachers(attention: OpCall, keys: Keys, trained: bool, evaluated: bool) -> list[RequiredOp]:
+    """Return the calls that form the teacher of a sparse loss where attention does not."""
+    teachers = []
+    if trained:
+        teachers.append(_probabilities(attention, keys, BACKWARD, True))
+    if evaluated:
+        teachers.append(_probabilities(attention, keys, FORWARD, False))
+    return teachers
+
+
+def _probabilities(call: OpCall, keys: Keys, attention: Operation, in_training: bool) -> RequiredOp:
+    name = "sparse_attention_probabilities"
+    return RequiredOp(name, call, (keys,), in_training, unless_from=attention)

@@ -1,0 +1,158 @@
+"""Rotary embeddings by row, for MLA and for DeepSeek-V4, and the indexer's Hadamard rotation.
+
+Megatron's packed (THD) rope asks the device for the sequence lengths on every call. Here the table
+is indexed with the layout's positions instead, which is the same for packed and unpacked batches
+and needs no synchronisation.
+
+Pairs of rotated dims stay in place (Megatron's MLA rope moves the even dims in front of the odd
+ones, and so does the indexer's): V4's belong to the value as well, and are rotated back in the
+attention's output. Its angles are formed in float64 and the tables rounded once.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_find_correction_range,
+)
+
+from megatron_dsa.layers.parallel.groups import Ranks
+from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.numerics.capture import TensorCache
+from megatron_dsa.ops.rope.signs import hadamard_signs
+from megatron_dsa.sequence.compressed import CompressedKeys
+from megatron_dsa.sequence.layout import Layout
+
+
+class TokenRope:
+    """Rope tables of one microbatch: one row per query token.
+
+    Args:
+        embedding: Megatron's ``RotaryEmbedding`` or ``YarnRotaryEmbedding``.
+        layout: gives the position of every token, and keeps the tables.
+        owner: the tables are those of all layers that share this object, a configuration; by
+            default of this embedding alone.
+    """
+
+    def __init__(self, embedding, layout: Layout, owner: object | None = None):
+        self._embedding, self._layout = embedding, layout
+        self._owner = embedding if owner is None else owner
+        self._ranks: Ranks | None = None
+
+    def own(self, ranks: Ranks) -> TokenRope:
+        """Return the tables of the tokens that this rank holds."""
+        if ranks.row_group is None:
+            return self
+        part = copy.copy(self)
+        part._ranks = ranks
+        return part
+
+    def tables(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``cos, sin [tokens, dim / 2]`` of the functions of :mod:`megatron_dsa.ops.rope`.
+
+        Tables are fp32, fp64 for fp64 ``dtype``; the concentration factor is in them.
+        """
+        wide = accumulation_dtype(dtype)
+        # The owner is kept along, so that no other object gets its id.
+        key = "rope", id(self._owner), wide
+        _, tables = self._layout.derive_large(key, lambda: (self._owner, self._form(wide)))
+        return tables if self._ranks is None else self._ranks.own(tables)
+
+    def _form(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        # Positions are looked up here: the whole table is wanted, also under context parallelism.
+        table = _angles(self._embedding, self._layout.max_length)
+        # YaRN also returns its concentration factor (mscale), which scales cos and sin.
+        table, mscale = table if isinstance(table, tuple) else (table, 1.0)
+        angles = table.flatten(0, 2)[self._layout.position, : table.shape[-1] // 2]
+        # Formed in fp32 for fp64 as well, as Megatron forms them.
+        cos, sin = (x.mul_(mscale).to(dtype) for x in (angles.cos(), angles.sin()))
+        return cos, sin
+
+
+@torch.inference_mode(False)  # what is kept from an evaluation is used in training, too
+def _angles(embedding, length: int):
+    """Return what Megatron's embedding returns for ``length`` positions.
+
+    Not through its own cache, which all layers of a process share: it drops tables that a CUDA
+    graph reads, and keeps those that were made during a capture.
+    """
+    tables = embedding.__dict__.setdefault("_megatron_dsa_tables", TensorCache(4))
+    forward = getattr(type(embedding).forward, "__wrapped__", type(embedding).forward)
+    return tables.get(length, lambda: forward(embedding, length, packed_seq=True))
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """Normalised Walsh-Hadamard transform of the last dim (a power of two).
+
+    As a product with the matrix of signs, which is exact in every dtype: for the indexer's 128
+    dims that is a small matrix product, cheaper than log2(128) passes over memory.
+    """
+    size = x.shape[-1]
+    return torch.matmul(x, hadamard_signs(size, x.dtype, x.device)) * size**-0.5
+
+
+@dataclass(frozen=True)
+class PositionRope:
+    """Frequencies of one kind of layer.
+
+    Attributes:
+        dim: number of rotated dims, a multiple of 2.
+        base: rotary base.
+        yarn: ``None``, or YaRN's ``(scaling factor, original maximal position, beta_fast,
+            beta_slow)``. Its concentration factor (mscale) is not used by DeepSeek-V4.
+    """
+
+    dim: int
+    base: float
+    yarn: tuple[float, int, float, float] | None = None
+
+    @classmethod
+    def for_ratio(cls, config, ratio: int) -> PositionRope:
+        """Return the rope of layers with compression ratio ``ratio`` (0: window only)."""
+        dim = config.qk_pos_emb_head_dim
+        if ratio == 0:
+            return cls(dim, config.rotary_base)
+        yarn = None
+        if config.rope_type == "yarn":
+            yarn = (
+                config.rotary_scaling_factor,
+                config.original_max_position_embeddings,
+                config.beta_fast,
+                config.beta_slow,
+            )
+        return cls(dim, config.csa_compress_rotary_base, yarn)
+
+    def frequencies(self, device) -> torch.Tensor:
+        """Return float64 ``[dim / 2]``, radians per position (YaRN: Peng et al. 2023)."""
+        pair = torch.arange(self.dim // 2, dtype=torch.float64, device=device)
+        plain = self.base ** (-2 * pair / self.dim)
+        if self.yarn is None:
+            return plain
+        factor, original, beta_fast, beta_slow = self.yarn
+        low, high = _yarn_find_correction_range(beta_fast, beta_slow, self.dim, self.base, original)
+        ramp = ((pair - low) / ((high - low) or 0.001)).clamp(0, 1)
+        return plain / factor * ramp + plain * (1 - ramp)
+
+    def tables(
+        self, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``cos, sin [n, dim / 2]`` for int64 ``positions [n]``, fp32 (fp64 for fp64)."""
+        angles = positions.double()[:, None] * self.frequencies(positions.device)
+        wide = accumulation_dtype(dtype)
+        return angles.cos().to(wide), angles.sin().to(wide)
+
+    def of_rows(self, layout: Layout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tables of all query tokens, formed once per layout."""
+        return self._cached(layout, "rows", layout.position, dtype)
+
+    def of_groups(
+        self, keys: CompressedKeys, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tables of all compressed keys, formed once per layout."""
+        return self._cached(keys.layout, "groups", keys.groups.position, dtype)
+
+    def _cached(self, layout: Layout, what: str, positions: torch.Tensor, dtype: torch.dtype):
+        return layout.derive_large((self, what, dtype), lambda: self.tables(positions, dtype))

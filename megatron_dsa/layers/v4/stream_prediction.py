@@ -1,0 +1,165 @@
+"""Multi-token prediction on residual streams, as in DeepSeek-V4.
+
+A layer of Megatron's predicts from what the final norm makes of the decoder's last layer. Here it
+takes the streams of that layer, and the next one takes the streams of the layer before. So the main
+head hands the streams on beside its output, and a block of layers takes the two apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.typed_torch import apply_module
+from megatron.core.utils import make_viewless_tensor
+
+from megatron_dsa.layers.v4.hyper_connections import StreamsHead
+
+
+class HeadBeforePrediction(StreamsHead):
+    """Head of a model with multi-token prediction: it returns the streams behind its output.
+
+    Both are laid one after the other along the first dimension, as Megatron lays the outputs of its
+    prediction layers, so that one tensor reaches these layers, also on another pipeline stage.
+    """
+
+    def forward(self, streams: torch.Tensor) -> torch.Tensor:
+        """Return ``[(1 + n) * s, b, C]`` for streams ``[s, b, n * C]``."""
+        behind = streams.reshape(-1, *streams.shape[1:-1], self.config.hidden_size)
+        return torch.cat((super().forward(streams), behind))
+
+
+@dataclasses.dataclass
+class StreamPredictionLayerSubmodules(MultiTokenPredictionLayerSubmodules):
+    """Parts of a :class:`StreamPredictionLayer`; ``eh_proj`` has to be one that does nothing.
+
+    Attributes:
+        e_proj: linear that every tensor-parallel rank holds in full, of the embedding.
+        h_proj: the same of every stream.
+    """
+
+    e_proj: Any = None
+    h_proj: Any = None
+
+
+class StreamPredictionLayer(MultiTokenPredictionLayer):
+    """Multi-token-prediction layer that reads and returns streams.
+
+    ``hnorm`` and ``h_proj`` take every stream; what ``enorm`` and ``e_proj`` make of the embedding
+    of the next token is added to each. The transformer layer has hyper-connections,
+    ``final_layernorm`` is a :class:`StreamsHead`.
+
+    Both projections are replicated over tensor-parallel ranks: sharded, they would gather all
+    streams of all ranks before and after, under sequence parallelism.
+    """
+
+    submodules: StreamPredictionLayerSubmodules
+
+    def __init__(self, config, submodules: StreamPredictionLayerSubmodules, *args, **kwargs):
+        super().__init__(config, submodules, *args, **kwargs)
+        del self.eh_proj
+        self.e_proj = self._projection(submodules.e_proj)
+        self.h_proj = self._projection(submodules.h_proj)
+
+    def _projection(self, spec: ModuleSpec | type) -> Any:
+        config = self.config
+        layer = build_module(
+            spec, config.hidden_size, config.hidden_size, config=config,
+            init_method=config.init_method, bias=False, skip_bias_add=False,
+            skip_weight_param_allocation=False, parallel_mode="duplicated",
+        )  # fmt: skip
+        # It sees this rank's tokens only: the gradient is summed over tensor-parallel ranks.
+        layer.weight.sequence_parallel = config.sequence_parallel
+        return layer
+
+    def _concat_embeddings(self, hidden_states: torch.Tensor, decoder_input: torch.Tensor):
+        """Add the next token's embedding ``[s, b, C]`` to every stream of ``[s, b, n * C]``."""
+        embedding, _ = self.e_proj(apply_module(self.enorm)(decoder_input))
+        streams = hidden_states.unflatten(-1, (self.config.hc_mult, self.config.hidden_size))
+        streams, _ = self.h_proj(apply_module(self.hnorm)(streams))
+        return (streams + embedding.unsqueeze(-2)).flatten(-2)
+
+    def _postprocess(self, hidden_states: torch.Tensor) -> Any:
+        """Return ``[s, b, C]`` for the output layer, and the streams where a layer follows."""
+        out = apply_module(self.final_layernorm)(hidden_states)
+        # Megatron frees what it has sent to the next pipeline stage, and no view can be freed.
+        out = make_viewless_tensor(inp=out, requires_grad=True, keep_graph=True)
+        return (out, hidden_states) if self.config.mtp_num_layers > 1 else (out,)
+
+
+class StreamPredictionBlock(MultiTokenPredictionBlock):
+    """All multi-token-prediction layers of a model, on streams."""
+
+    def forward(  # Megatron's takes the arguments one by one
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        padding_mask: torch.Tensor | None = None,
+        extra_block_kwargs: dict | None = None,
+        **layer_arguments,
+    ) -> torch.Tensor:
+        """Return the outputs of main head and layers, ``[(1 + layers) * s, b, C]``.
+
+        Args:
+            hidden_states: ``[(1 + n) * s, b, C]`` of a :class:`HeadBeforePrediction`.
+            input_ids, position_ids, padding_mask, extra_block_kwargs, layer_arguments: as of
+                Megatron's block.
+        """
+        count = hidden_states.shape[0] // (1 + self.config.hc_mult)
+        main, streams = hidden_states.split((count, count * self.config.hc_mult))
+        streams = streams.view(count, *streams.shape[1:-1], -1)
+        if self.config.mtp_detach_heads:
+            streams = streams.detach()
+        outputs = [main]
+        for depth in range(self.config.mtp_num_layers):
+            layer = self.layers[0 if self.mtp_use_repeated_layer else depth]
+            (out, *streams_after), input_ids, position_ids, padding_mask = layer(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                hidden_states=streams,
+                padding_mask=padding_mask,
+                **layer_arguments,
+                **(extra_block_kwargs or {}),
+            )
+            outputs.append(out)
+            if streams_after:
+                (streams,) = streams_after
+        return torch.cat(outputs)
+
+
+def on_streams(block: MultiTokenPredictionBlockSubmodules, linear: type) -> ModuleSpec:
+    """Return the spec of a block whose layers take streams.
+
+    Args:
+        block: the layers as Megatron makes them, around transformer layers with hyper-connections.
+        linear: class of the projections.
+    """
+
+    def converted(layer: ModuleSpec) -> ModuleSpec:
+        parts = layer.submodules
+        submodules = StreamPredictionLayerSubmodules(
+            enorm=parts.enorm,
+            hnorm=parts.hnorm,
+            layer_norm=StreamsHead,
+            eh_proj=IdentityOp,
+            mtp_model_layer=parts.mtp_model_layer,
+            e_proj=linear,
+            h_proj=linear,
+        )
+        return ModuleSpec(module=StreamPredictionLayer, submodules=submodules)
+
+    assert block.layer_specs is not None
+    layers = [converted(layer) for layer in block.layer_specs]
+    return ModuleSpec(
+        module=StreamPredictionBlock, submodules=dataclasses.replace(block, layer_specs=layers)
+    )

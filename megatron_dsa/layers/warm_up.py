@@ -1,0 +1,199 @@
+"""Choosing and compiling kernels before training starts.
+
+cuDNN's kernels are compiled when they are first called, for seconds each, per head count, dims,
+list width and softmax scale, in every process. The attention modules call :func:`resolve_kernels`
+when they are built, so that the first step is a step like the others and refusals, of strict
+policies and of compilers, come at start-up. Models that only say which weights there are are built
+:func:`without_kernels`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from megatron_dsa.dispatch import Policy, on_meta, uncounted
+from megatron_dsa.dispatch.support import OpCall
+from megatron_dsa.dsa_kernels import (
+    ExpandedKeys,
+    IndexerInputs,
+    dense_indexer_loss,
+    indexer_topk,
+    key_bits,
+    masked_attention,
+    sparse_indexer_loss,
+    visible_bits,
+)
+from megatron_dsa.layers.required_ops import RequiredOp, called_ops
+from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.indexer_topk.api import candidates_for
+from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
+from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
+from megatron_dsa.sequence.layout import bshd_layout
+
+_DEVICE, _ROWS, _KEYS = "cuda", 64, 256
+_resolving = True
+
+
+def resolve_kernels(ops: list[RequiredOp], policy: Policy, softmax_scale: float | None) -> None:
+    """Settle what the first step will call, so that a refusal comes before training.
+
+    Args:
+        ops: what a layer calls.
+        policy: the policy of the step.
+        softmax_scale: as :func:`warm_up` takes it; ``None`` compiles nothing.
+
+    Raises:
+        DSAError: as :meth:`megatron_dsa.dispatch.Operation.choose` does.
+    """
+    if not _resolving:
+        return
+    calls = tuple(called_ops(ops, policy))
+    for operation, inputs in calls:
+        OPERATIONS[operation].choose(inputs, policy)
+    if softmax_scale is not None:
+        warm_up(calls, policy, softmax_scale)
+
+
+def resolving() -> bool:
+    """Whether models that are built now are to be run (not :func:`without_kernels`)."""
+    return _resolving
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Models built inside run no attention: no kernel is chosen, logged, refused or compiled.
+
+    Should one be run after all, every operation is chosen, and logged, when it is called.
+    """
+    global _resolving
+    before, _resolving = _resolving, False
+    try:
+        yield
+    finally:
+        _resolving = before
+
+
+@lru_cache(maxsize=64)
+def warm_up(calls: tuple[tuple[str, OpCall], ...], policy: Policy, softmax_scale: float) -> None:
+    """Run the operations of a training step once on a few rows; once per process and shape.
+
+    Args:
+        calls: pairs ``(operation, inputs)`` that a step will run. Only what runs fused on a GPU is
+            called; nothing is counted in the report and no random number is drawn.
+        policy: the policy of the step.
+        softmax_scale: factor on ``q . kv``; some kernels are compiled for it.
+    """
+    if on_meta():
+        return
+    fused = {
+        operation: inputs
+        for operation, inputs in reversed(calls)  # the first call of an operation counts
+        if inputs.device == "cuda" and OPERATIONS[operation].choose(inputs, policy).candidate.fused
+    }
+    with uncounted(), torch.no_grad():
+        attention = [name for name in fused if name.startswith("sparse_attention")]
+        if attention:
+            _attend(fused, fused[attention[0]], policy, softmax_scale)
+    if "masked_attention_forward" in fused:
+        with uncounted(), torch.enable_grad():
+            _attend_masked(fused, fused["masked_attention_forward"], policy, softmax_scale)
+    selects = {"indexer_topk", "indexer_scores", "indexer_listed_scores"}
+    if fused.keys() & (selects | {"sparse_indexer_loss"}):
+        inputs = next(x for name, x in calls if name in ("sparse_indexer_loss", "indexer_topk"))
+        with uncounted():
+            _index(fused, inputs, policy)
+
+
+def _device() -> torch.device:
+    if _DEVICE != "cuda":
+        return torch.device(_DEVICE)
+    return torch.device(_DEVICE, torch.cuda.current_device())
+
+
+def _values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers that differ from each other, without touching a random generator."""
+    count = torch.Size(shape).numel()
+    return torch.sin(torch.arange(count, device=_DEVICE).float()).view(shape).to(dtype)
+
+
+def _attend(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> None:
+    assert call.topk is not None
+    q = _values(_ROWS, call.heads, call.qk_dim, dtype=call.dtype)
+    kv = _values(_KEYS, call.qk_dim, dtype=call.dtype)
+    indices = _first_keys(call.topk)
+    sink = torch.zeros(call.heads, device=_DEVICE) if call.sink else None
+    sp = SparseAttentionInputs(
+        q, kv, indices, call.v_dim, softmax_scale, None, sink, policy.workspace_bytes
+    )
+    out, lse, _ = FORWARD.run(call, policy, sp)
+    if "sparse_attention_backward" in fused:
+        backward = fused["sparse_attention_backward"]
+        sp = replace(sp, want_p_sum=backward.teacher)
+        BACKWARD.run(backward, policy, sp, out, lse, out)
+    if "sparse_attention_probabilities" in fused:
+        PROBABILITIES.run(call, policy, sp, lse)
+
+
+def _attend_masked(fused: dict, call: OpCall, policy: Policy, softmax_scale: float) -> None:
+    assert call.rope_dim is not None
+    rope, topk = call.rope_dim, call.topk
+    # A copy, which does not keep its bits for the batches of this layout.
+    layout = replace(bshd_layout(_KEYS, 1, _device()))
+    rows = _KEYS if topk is None else _ROWS
+    q = _values(rows, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_()
+    kv = _values(_KEYS, call.heads, call.qk_dim - rope + call.v_dim, dtype=call.dtype)
+    k_pe = _values(_KEYS, rope, dtype=call.dtype)
+    if topk is None:
+        bits = visible_bits(layout, policy)
+    else:
+        bits = key_bits(_first_keys(topk), None, _KEYS, policy=policy)
+    result = masked_attention(
+        q, kv, k_pe, bits, softmax_scale=softmax_scale, topk=topk,
+        want_p_sum="masked_attention_probabilities" in fused, policy=policy,
+    )  # fmt: skip
+    if "masked_attention_backward" in fused:
+        torch.autograd.grad(result.out, q, result.out.detach())
+    if "dense_indexer_loss" in fused and topk is None:
+        dense_indexer_loss(
+            _index_inputs(fused["dense_indexer_loss"], _KEYS), q,
+            ExpandedKeys(kv, k_pe, call.v_dim), layout, softmax_scale=softmax_scale,
+            lse=result.lse, policy=policy,
+        )  # fmt: skip
+
+
+def _first_keys(topk: int) -> torch.Tensor:
+    """Return lists ``[_ROWS, topk]`` of as many of the first keys as there are."""
+    place = torch.arange(topk, dtype=torch.int32, device=_DEVICE)
+    return torch.where(place < _KEYS, place, -1).expand(_ROWS, -1).contiguous()
+
+
+def _index_inputs(call: OpCall, rows: int) -> IndexerInputs:
+    """Return inputs of an indexer whose queries get a gradient."""
+    return IndexerInputs(
+        _values(rows, call.heads, call.qk_dim, dtype=call.dtype).requires_grad_(),
+        _values(rows, call.qk_dim, dtype=call.dtype),
+        _values(rows, call.heads, dtype=call.dtype),
+        call.relu,
+    )
+
+
+def _index(fused: dict, call: OpCall, policy: Policy) -> None:
+    assert call.topk is not None
+    # Scores are only needed where more is visible than selected.
+    rows = _ROWS + (candidates_for(call.topk) if policy.fp8_selection else call.topk)
+    inputs = _index_inputs(call, rows)
+    layout = bshd_layout(rows, 1, _device())
+    with torch.no_grad():
+        exact = replace(policy, fp8_selection=False)
+        indices, length = indexer_topk(inputs, layout, call.topk, policy=exact)
+        if policy.fp8_selection:  # which wide blocks alone would take
+            indexer_topk(inputs, layout, call.topk, policy=replace(policy, fp8_least_ratio=0))
+    if "sparse_indexer_loss" in fused:
+        teacher = torch.ones(indices.shape, device=_DEVICE)
+        with torch.enable_grad():
+            sparse_indexer_loss(inputs, indices, teacher, layout, topk_length=length, policy=policy)
