@@ -117,7 +117,7 @@ def summary(times: list[float]) -> dict:
 
 def what_ran() -> str:
     """Name the implementations that ran since the dispatch report was last set back."""
-    from megatron_dsa.dispatch import report
+    from megatron_dsa.ops.dispatch import report
 
     return "; ".join(f"{operation}={'+'.join(counts)}" for operation, counts in report().items())
 

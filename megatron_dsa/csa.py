@@ -22,10 +22,10 @@ from megatron_dsa.layers.parallel.groups import heads_to_sequence, ranks_of, seq
 from megatron_dsa.layers.required_ops import tensor_parallel_mode
 from megatron_dsa.layers.rope import PositionRope
 from megatron_dsa.muon.blocks import split_for_muon
-from megatron_dsa.numerics.head_products import head_products
 from megatron_dsa.ops.cached_keys import CSA_CACHE, as_cached
+from megatron_dsa.ops.common.head_products import head_products
+from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.rope.api import norm_rope, rotate
-from megatron_dsa.sequence.layout import Layout
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The public operations: sparse, masked and dense attention, index selection, indexer losses.
 
-Each function takes plain tensors on flattened tokens (:mod:`megatron_dsa.sequence.layout` says
-which tokens belong together), picks an implementation (:mod:`megatron_dsa.dispatch`) and is
+Each function takes plain tensors on flattened tokens (:mod:`megatron_dsa.ops.layout.layout` says
+which tokens belong together), picks an implementation (:mod:`megatron_dsa.ops.dispatch`) and is
 differentiable where that makes sense. They can be used without Megatron.
 """
 

@@ -131,11 +131,11 @@ def finish() -> None:
 
     To be called once, on every rank, as the last thing after Megatron's ``pretrain()``: the process
     group is destroyed. A run that silently did something else cannot pass for a result. Rank 0
-    prints its counts; :func:`megatron_dsa.dispatch.report` returns them on any rank.
+    prints its counts; :func:`megatron_dsa.ops.dispatch.report` returns them on any rank.
     """
     from megatron.training import get_args, print_rank_0
 
-    from megatron_dsa.dispatch import report
+    from megatron_dsa.ops.dispatch import report
 
     replays = "" if get_args().cuda_graph_impl == "none" else " (without replays of CUDA graphs)"
     print_rank_0(f"> megatron_dsa ran, calls per implementation{replays}:")

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Candidate, describe_call
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.dispatch import Candidate, describe_call
 from megatron_dsa.tools.verify import comparison as verify
 
 

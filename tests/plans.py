@@ -7,9 +7,9 @@ from unittest import mock
 
 import torch
 
-from megatron_dsa.dispatch.gpus import GPU, GPUS
 from megatron_dsa.layers import from_megatron as microbatch
-from megatron_dsa.sequence import layout
+from megatron_dsa.ops.dispatch.gpus import GPU, GPUS
+from megatron_dsa.ops.layout import layout
 from megatron_dsa.tools.planner.command import plan_of
 from tests.functional.launch import TINY
 

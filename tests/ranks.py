@@ -207,7 +207,7 @@ def summed_gradients(module: torch.nn.Module, tp: int, cp: int = 1) -> dict[str,
 
 
 def _run_case(case: Case, tp: int, cp: int) -> dict:
-    from megatron_dsa.dispatch import report, reset_report
+    from megatron_dsa.ops.dispatch import report, reset_report
 
     module, x, packing = build(case, tp, cp)
     selector = importlib.import_module(f"megatron_dsa.{case.selector}")

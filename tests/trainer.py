@@ -104,7 +104,7 @@ def _take_down() -> None:
     from megatron.core.pipeline_parallel import utils as pipeline_utils
     from megatron.training import async_utils, checkpointing, training
 
-    from megatron_dsa.dispatch import operation, reset_report
+    from megatron_dsa.ops.dispatch import operation, reset_report
 
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -11,9 +11,9 @@ import torch
 from benchmarks.attention import raw
 from benchmarks.attention.lists import make_indices
 from benchmarks.attention.shapes import OPERATIONS, PRESETS
-from megatron_dsa.dispatch import Policy, describe_call
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
+from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.tools.verify.comparison import Comparison, comparison_at_model_shapes
 from megatron_dsa.tools.verify.lists import Lists
 from megatron_dsa.tools.verify.shapes import Shape

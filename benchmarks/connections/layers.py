@@ -9,7 +9,7 @@ from benchmarks.megatron_layer import LayerSpec, fill, layer_config
 from benchmarks.process_groups import alone
 from benchmarks.settings import Settings
 from benchmarks.timing import Clock, measure, what_ran
-from megatron_dsa.dispatch import reset_report
+from megatron_dsa.ops.dispatch import reset_report
 
 #: Preset -> channels of a stream.
 CHANNELS = {"v4-flash": 4096, "v4-pro": 7168, "tiny": 32}

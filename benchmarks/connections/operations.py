@@ -10,7 +10,7 @@ import torch
 from benchmarks.connections import eager
 from benchmarks.settings import Settings
 from benchmarks.timing import Clock, measure
-from megatron_dsa.dispatch import Policy
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.hyper_connections.api import (
     Connection,
     StreamsRead,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 
 
 def compress(values, scores, ape, ratio: int, overlap: bool):

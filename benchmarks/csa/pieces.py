@@ -15,13 +15,13 @@ from torch.nn.functional import pad
 from benchmarks.csa import eager
 from benchmarks.settings import Settings
 from benchmarks.timing import Clock, measure
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops.compressor.api import compress
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.key_lists.api import KeyLists
+from megatron_dsa.ops.layout.compressed import compressed_keys
+from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.rope.api import norm_rope, rotate
-from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.layout import bshd_layout
 from megatron_dsa.tools.verify.comparison import Comparison
 from megatron_dsa.tools.verify.tolerances import MODEL_SHAPES
 

@@ -36,8 +36,8 @@ from benchmarks.process_groups import alone
 from benchmarks.settings import Settings, Work
 from benchmarks.timing import Clock, Peak, quantile, summary, what_ran
 from benchmarks.tracing import trace_of
-from megatron_dsa.dispatch import reset_report
 from megatron_dsa.errors import ImplementationError
+from megatron_dsa.ops.dispatch import reset_report
 from megatron_dsa.tools.verify.comparison import relative_error
 
 CEILINGS = ()

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys, dense_indexer_loss
 from megatron_dsa.metrics.flops import Keys
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout
 
 
 def draw(inputs: IndexerInputs, layout: Layout, heads: int) -> DenseLossInputs:

@@ -58,8 +58,8 @@ from benchmarks.ranks.traffic import counted
 from benchmarks.settings import Settings, Work
 from benchmarks.timing import Clock, Peak, summary, what_ran
 from benchmarks.tracing import all_kernels_milliseconds, profiled
-from megatron_dsa.dispatch import reset_report
 from megatron_dsa.errors import ImplementationError
+from megatron_dsa.ops.dispatch import reset_report
 from megatron_dsa.tools.verify.comparison import relative_error
 
 CEILINGS = ()

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     indexer_topk,
@@ -22,7 +21,8 @@ from megatron_dsa.dsa_kernels import (
     sparse_indexer_loss,
 )
 from megatron_dsa.errors import ImplementationError
-from megatron_dsa.sequence.layout import bshd_layout
+from megatron_dsa.ops.dispatch import Policy
+from megatron_dsa.ops.layout.layout import bshd_layout
 
 HEADS, QK_DIM, V_DIM, TOPK, INDEX_HEADS, INDEX_DIM = 16, 576, 512, 256, 8, 128
 #: Tokens of the call that loads and compiles.

@@ -74,11 +74,11 @@ def attention(case: Case, way: str, rank: int, inputs: dict):
     """Return a call that gives the output, and the name of the attention to one block."""
     from megatron.core import parallel_state
 
-    from megatron_dsa.dispatch import describe_call
     from megatron_dsa.layers.parallel import ring
     from megatron_dsa.layers.parallel.gather import finish_gather, start_gather
     from megatron_dsa.layers.parallel.ring.shards import Part
     from megatron_dsa.ops.dense_attention.blocks import choose
+    from megatron_dsa.ops.dispatch import describe_call
 
     group = parallel_state.get_context_parallel_group()
     cp = group.size()

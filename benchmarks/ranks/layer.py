@@ -15,7 +15,7 @@ from benchmarks.ranks.plain import OVERLAPPED, PLAIN, collectives
 from benchmarks.ranks.timing import measured, traced_shares
 from benchmarks.ranks.traffic import counted
 from benchmarks.timing import Clock, what_ran
-from megatron_dsa.dispatch import reset_report
+from megatron_dsa.ops.dispatch import reset_report
 
 
 def measure_layer(case: Case, way: str, device: torch.device, settings: dict) -> dict:

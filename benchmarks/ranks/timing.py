@@ -12,7 +12,7 @@ import torch
 from benchmarks.ranks.exposed import STEP, communication_shares
 from benchmarks.timing import Clock, Peak, what_ran
 from benchmarks.tracing import trace_of
-from megatron_dsa.dispatch import reset_report
+from megatron_dsa.ops.dispatch import reset_report
 
 #: Timed calls, at least: of fewer, the median could be the straggler.
 FEWEST = 3

@@ -6,10 +6,10 @@ from typing import Literal
 
 from megatron_dsa.config.fields import option, option_rules
 from megatron_dsa.config.rules import lora_option_rules
-from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
-from megatron_dsa.dispatch.policy import FLAG, VARIABLE, parse_named
 from megatron_dsa.errors import require
-from megatron_dsa.sequence.sharding import CPLayout
+from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES, Policy
+from megatron_dsa.ops.dispatch.policy import FLAG, VARIABLE, parse_named
+from megatron_dsa.ops.layout.sharding import CPLayout
 
 #: What tensor-parallel ranks divide: heads, tokens, or attention's heads and the indexer's tokens.
 TPMode = Literal["heads", "sequence", "select"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.capture import capturing
-from megatron_dsa.numerics.checks import require_on_device
-from megatron_dsa.sequence.sharding import Sharding, global_positions_of
+from megatron_dsa.ops.common.capture import capturing
+from megatron_dsa.ops.common.checks import require_on_device
+from megatron_dsa.ops.layout.sharding import Sharding, global_positions_of
 
 _RULE = (
     "attention_mask must be None, or bool [..., s, s] and causal (True above the diagonal only): "

@@ -16,8 +16,8 @@ from megatron_dsa.layers.parallel.groups import Ranks
 from megatron_dsa.layers.rope import PositionRope
 from megatron_dsa.muon.blocks import leave_to_adamw
 from megatron_dsa.ops.compressor.api import compress
+from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.rope.api import rotate
-from megatron_dsa.sequence.compressed import CompressedKeys
 
 
 @dataclass

@@ -32,9 +32,9 @@ from megatron_dsa.metrics.health import Attended
 from megatron_dsa.ops.cached_keys import CSA_CACHE, as_cached
 from megatron_dsa.ops.indexer_loss.api import SelectedKeysLoss
 from megatron_dsa.ops.key_lists.api import KeyLists
-from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.halo import halo_of
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.compressed import compressed_keys
+from megatron_dsa.ops.layout.halo import halo_of
+from megatron_dsa.ops.layout.layout import Layout
 
 
 @dataclass

@@ -18,11 +18,11 @@ from megatron_dsa.layers.parallel.csa_keys import index_keys
 from megatron_dsa.layers.parallel.groups import Ranks, gather_rows, gather_same
 from megatron_dsa.layers.rope import PositionRope, hadamard
 from megatron_dsa.muon.blocks import split_for_muon
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_topk.engine import fp32_weights
+from megatron_dsa.ops.layout.compressed import CompressedKeys
+from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.rope.api import rotate_index
-from megatron_dsa.sequence.compressed import CompressedKeys
-from megatron_dsa.sequence.layout import Layout
 
 
 @dataclass

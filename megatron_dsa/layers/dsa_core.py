@@ -16,7 +16,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_dsa.config.model import selects_keys, uses_indexer
-from megatron_dsa.dispatch import choices_are_collected, log_once, on_meta
 from megatron_dsa.dsa_kernels import (
     ExpandedKeys,
     IndexerInputs,
@@ -38,9 +37,10 @@ from megatron_dsa.layers.required_ops import attention_of
 from megatron_dsa.layers.rope import TokenRope
 from megatron_dsa.layers.warm_up import resolving
 from megatron_dsa.metrics.health import Attended
+from megatron_dsa.ops.dispatch import choices_are_collected, log_once, on_meta
 from megatron_dsa.ops.indexer_loss.api import SelectedKeysLoss
 from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout
 
 
 @dataclass

@@ -14,7 +14,7 @@ from megatron_dsa.layers.from_megatron import layout_from_megatron
 from megatron_dsa.layers.lora import AdaptedLinear
 from megatron_dsa.layers.parallel.groups import Ranks
 from megatron_dsa.layers.precision import dequantised
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout
 
 
 class SelfAttentionFrame:

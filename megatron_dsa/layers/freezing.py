@@ -26,7 +26,7 @@ from megatron_dsa.config.model import (
 )
 from megatron_dsa.layers.cuda_graphs import GraphedLayer
 from megatron_dsa.layers.indexer_training import TrainsIndexer
-from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.common.autograd import once_differentiable
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.numerics.capture import capturing, tensor_cache
-from megatron_dsa.numerics.checks import require_values
-from megatron_dsa.sequence.layout import Layout, bshd_layout, packed_layout
-from megatron_dsa.sequence.sharding import (
+from megatron_dsa.ops.common.capture import capturing, tensor_cache
+from megatron_dsa.ops.common.checks import require_values
+from megatron_dsa.ops.layout.layout import Layout, bshd_layout, packed_layout
+from megatron_dsa.ops.layout.sharding import (
     KeyOwnership,
     Sharding,
     global_positions_of,

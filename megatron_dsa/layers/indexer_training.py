@@ -20,10 +20,10 @@ from megatron_dsa.metrics.log import (
     install_loss_scale,
     say_if_frozen,
 )
-from megatron_dsa.numerics.scaling import Factor, Scaled
+from megatron_dsa.ops.common.scaling import Factor, Scaled
 from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer
 from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout
 
 
 class TrainsIndexer:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core.fp8_utils import is_float8tensor
 
-from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.common.autograd import once_differentiable
 
 
 @functools.cache

@@ -10,7 +10,7 @@ keys::
         forward_backward_func(...)
 
 :class:`IndexCapture` is the other direction: it collects what the layers select, in the same form
-(:mod:`megatron_dsa.sequence.positions`), so that what was captured replays to the last bit.
+(:mod:`megatron_dsa.ops.layout.positions`), so that what was captured replays to the last bit.
 
 Layers are numbered from 1 over all pipeline stages; those that select are meant: with index sharing
 the first of each group, in V4's attention those of ratio 4, whose positions count groups. Layers
@@ -33,9 +33,9 @@ import torch
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError, require
 from megatron_dsa.layers.parallel.groups import Ranks
-from megatron_dsa.numerics.autograd import in_backward
-from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.sequence.positions import (
+from megatron_dsa.ops.common.autograd import in_backward
+from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.positions import (
     check_form,
     own_rows,
     positions_to_rows,

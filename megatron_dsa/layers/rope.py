@@ -20,11 +20,11 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 )
 
 from megatron_dsa.layers.parallel.groups import Ranks
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.numerics.capture import TensorCache
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.capture import TensorCache
+from megatron_dsa.ops.layout.compressed import CompressedKeys
+from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.rope.signs import hadamard_signs
-from megatron_dsa.sequence.compressed import CompressedKeys
-from megatron_dsa.sequence.layout import Layout
 
 
 class TokenRope:

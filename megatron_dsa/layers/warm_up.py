@@ -16,8 +16,6 @@ from functools import lru_cache
 
 import torch
 
-from megatron_dsa.dispatch import Policy, on_meta, uncounted
-from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.dsa_kernels import (
     ExpandedKeys,
     IndexerInputs,
@@ -30,10 +28,12 @@ from megatron_dsa.dsa_kernels import (
 )
 from megatron_dsa.layers.required_ops import RequiredOp, called_ops
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.dispatch import Policy, on_meta, uncounted
+from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk.api import candidates_for
+from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
-from megatron_dsa.sequence.layout import bshd_layout
 
 _DEVICE, _ROWS, _KEYS = "cuda", 64, 256
 _resolving = True
@@ -48,7 +48,7 @@ def resolve_kernels(ops: list[RequiredOp], policy: Policy, softmax_scale: float 
         softmax_scale: as :func:`warm_up` takes it; ``None`` compiles nothing.
 
     Raises:
-        DSAError: as :meth:`megatron_dsa.dispatch.Operation.choose` does.
+        DSAError: as :meth:`megatron_dsa.ops.dispatch.Operation.choose` does.
     """
     if not _resolving:
         return

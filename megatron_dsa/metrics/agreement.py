@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.arithmetic import rows_in_budget, slices
-from megatron_dsa.sequence.positions import check_form
+from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices
+from megatron_dsa.ops.layout.positions import check_form
 
 #: Stands behind every position in sorted lists.
 _NONE = torch.iinfo(torch.int32).max

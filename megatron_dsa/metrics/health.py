@@ -32,10 +32,10 @@ from megatron_dsa.metrics.quality import (
     recall,
     visible_keys,
 )
-from megatron_dsa.numerics.autograd import in_backward
+from megatron_dsa.ops.common.autograd import in_backward
 from megatron_dsa.ops.indexer_loss.inputs import ExpandedKeys, LatentKeys, TeacherKeys
 from megatron_dsa.ops.indexer_loss.queries import TrainedIndexer
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout
 
 
 def sampled_queries(layout: Layout, count: int) -> torch.Tensor:

@@ -19,9 +19,9 @@ from megatron.core.utils import log_single_rank
 from megatron_dsa.config.model import has_indexers, indexer_is_trained
 from megatron_dsa.metrics.quality import Mean
 from megatron_dsa.metrics.tags import EVALUATION, FIGURES, layer_tag, write
-from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.numerics.capture import capturing
-from megatron_dsa.numerics.scaling import Scaled, add_to_mean
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.capture import capturing
+from megatron_dsa.ops.common.scaling import Scaled, add_to_mean
 
 logger = logging.getLogger(__name__)
 

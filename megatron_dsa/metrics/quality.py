@@ -11,20 +11,20 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.arithmetic import (
+from megatron_dsa.ops.common.arithmetic import (
     accumulation_dtype,
     bmm,
     mm,
     rows_in_budget,
     slices,
 )
-from megatron_dsa.numerics.checks import require_scale
+from megatron_dsa.ops.common.checks import require_scale
+from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.indexer_topk.fp8 import quantized
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.torch import best, block_scores
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout
 
 
 class Mean(NamedTuple):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_dsa.dispatch import report
 from megatron_dsa.metrics.health import LAYER_OVERLAP
+from megatron_dsa.ops.dispatch import report
 
 #: Measured in evaluation passes, on request.
 EVALUATION = "indexer loss, evaluation"

@@ -8,9 +8,9 @@ memory-bounded torch implementation that runs everywhere; files and folders name
 hold fused ones.
 """
 
-from megatron_dsa.dispatch import Operation
 from megatron_dsa.ops.compressor.declaration import COMPRESSOR
 from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
+from megatron_dsa.ops.dispatch import Operation
 from megatron_dsa.ops.hyper_connections import declaration as hyper_connections
 from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, SPARSE_LOSS
 from megatron_dsa.ops.indexer_topk.declaration import ENGINE_SCORES, LISTED_SCORES, SCORES, TOPK

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import rows_in_budget, slices
-from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices
+from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.indexer_topk import engine, fp8
 
 #: Temporary bytes per element: fp32 twice, bf16, fp8.

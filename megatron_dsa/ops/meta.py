@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.autograd import once_differentiable
 
 
 def take_workspace(like: torch.Tensor, size: int) -> None:

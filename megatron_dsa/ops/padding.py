@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from megatron_dsa.numerics.arithmetic import valid_entries
+from megatron_dsa.ops.common.arithmetic import valid_entries
 
 
 def bucket(width: int) -> int:

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from megatron.training import get_tokenizer
 
-from megatron_dsa.dispatch.choice_log import NO_GPU, log_once
 from megatron_dsa.errors import require
+from megatron_dsa.ops.dispatch.choice_log import NO_GPU, log_once
 from megatron_dsa.tools.trained_model import trained_model
 from megatron_dsa.training.data import BYTE_EOD, BYTE_VOCAB, vocabulary_of
 

@@ -13,7 +13,6 @@ from megatron_dsa import __version__
 from megatron_dsa.config.model import DSAOptions, DSATransformerConfig, uses_csa
 from megatron_dsa.config.presets import PRESETS, model_preset, preset
 from megatron_dsa.config.rules import CSA_RATIO
-from megatron_dsa.dispatch import OpCall, Policy, choices_unlogged
 from megatron_dsa.errors import require
 from megatron_dsa.layers.required_ops import (
     MASKED_OPERATIONS,
@@ -26,6 +25,7 @@ from megatron_dsa.layers.required_ops import (
 )
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dense_attention import flash4
+from megatron_dsa.ops.dispatch import OpCall, Policy, choices_unlogged
 from megatron_dsa.tools.released_muon import describe
 from megatron_dsa.tools.support_table import support_table
 from megatron_dsa.versions import (

@@ -13,8 +13,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron_dsa import specs
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.config.presets import AROUND, PRESETS, preset
-from megatron_dsa.dispatch import choices_unlogged
 from megatron_dsa.muon.table import Kind, kinds_of, table_of
+from megatron_dsa.ops.dispatch import choices_unlogged
 from megatron_dsa.tools.planner.attention_only import layers_without_mlp
 from megatron_dsa.tools.planner.host import host, ranks
 

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from megatron_dsa.dispatch import Operation
-from megatron_dsa.dispatch.packages import CUDNN, FLASH_ATTENTION_4, FLASH_MLA, TILELANG, TRITON
-from megatron_dsa.dispatch.support import Support, short_dtype
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.dispatch import Operation
+from megatron_dsa.ops.dispatch.packages import CUDNN, FLASH_ATTENTION_4, FLASH_MLA, TILELANG, TRITON
+from megatron_dsa.ops.dispatch.support import Support, short_dtype
 
 _HEAD = """# What every implementation can run
 

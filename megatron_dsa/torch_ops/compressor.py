@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from megatron_dsa.dispatch import Policy
-from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.compressor import api
 from megatron_dsa.ops.compressor.api import CompressorInputs
-from megatron_dsa.sequence.compressed import Groups, compressed_keys
+from megatron_dsa.ops.dispatch import Policy
+from megatron_dsa.ops.layout.compressed import Groups, compressed_keys
 from megatron_dsa.torch_ops.registration import (
     check_lengths,
     derivatives,

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from megatron_dsa.dispatch import Policy
-from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.hyper_connections import api
 from megatron_dsa.ops.hyper_connections.api import Connection, StreamsRead
 from megatron_dsa.ops.hyper_connections.inputs import ReadInputs, WriteInputs

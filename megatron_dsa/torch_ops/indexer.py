@@ -5,17 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.numerics.checks import FLOATS, require_lists, require_tensor
-from megatron_dsa.numerics.scaling import scaled_together
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_tensor
+from megatron_dsa.ops.common.scaling import scaled_together
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.indexer_loss import api as losses
 from megatron_dsa.ops.indexer_loss.inputs import ExpandedKeys, LatentKeys, TeacherKeys
 from megatron_dsa.ops.indexer_topk import api as selection
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs, check_indexer
-from megatron_dsa.sequence.layout import bshd_layout
+from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.torch_ops.registration import (
     TokenCounts,
     check_lengths,
@@ -51,7 +51,7 @@ def indexer_topk(
             to them.
         topk: keys per query, at least 1.
         cu_seqlens, max_seqlen, cu_seqlens_padded: lengths of packed sequences, as of
-            :func:`~megatron_dsa.sequence.layout.packed_layout`; without them all tokens are one
+            :func:`~megatron_dsa.ops.layout.layout.packed_layout`; without them all tokens are one
             causal sequence.
         ratio: positions of a compressed key (DeepSeek-V4): ``k`` has ``tokens // ratio`` rows in
             the slots of :func:`compress`; 1: ``k`` has the tokens themselves.

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.checks import require_tensor, require_values
+from megatron_dsa.ops.common.checks import require_tensor, require_values
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.key_lists.api import KeyLists
-from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.torch_ops.registration import (
     check_lengths,
     layout_of,

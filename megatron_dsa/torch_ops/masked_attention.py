@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from megatron_dsa.dispatch import Policy
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.masked_attention import api, visible
 from megatron_dsa.ops.masked_attention.api import MaskedAttentionOutput
 from megatron_dsa.ops.masked_attention.bits import WORDS, groups

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.sequence.compressed import visible_groups
-from megatron_dsa.sequence.layout import Layout, bshd_layout, packed_layout
+from megatron_dsa.ops.dispatch import Policy
+from megatron_dsa.ops.layout.compressed import visible_groups
+from megatron_dsa.ops.layout.layout import Layout, bshd_layout, packed_layout
 
 #: A text names what differs from this policy.
 _DEFAULT = Policy()
@@ -95,7 +95,7 @@ def layout_of(
     """Return the layout of packed sequences, or of one sequence without ``cu_seqlens``.
 
     Raises:
-        ConfigError: as of :func:`~megatron_dsa.sequence.layout.packed_layout`; other lengths
+        ConfigError: as of :func:`~megatron_dsa.ops.layout.layout.packed_layout`; other lengths
             without ``cu_seqlens``.
     """
     check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen)

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from megatron_dsa.dispatch import Policy
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.numerics.checks import require_lists
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.checks import require_lists
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.sparse_attention import api
 from megatron_dsa.ops.sparse_attention.api import SparseAttentionOutput
 from megatron_dsa.torch_ops.registration import none_of, policy_of, policy_text, registered

@@ -17,10 +17,10 @@ from megatron.training.argument_utils import (
 
 from megatron_dsa.arguments import field_values, options_from_args
 from megatron_dsa.config.model import CSATransformerConfig, DSATransformerConfig
-from megatron_dsa.dispatch import log_all_candidates
-from megatron_dsa.dispatch.counts import TIMES
 from megatron_dsa.layers.freezing import freeze_for_stage
 from megatron_dsa.metrics.throughput import installed
+from megatron_dsa.ops.dispatch import log_all_candidates
+from megatron_dsa.ops.dispatch.counts import TIMES
 from megatron_dsa.patches.muon import MUON
 from megatron_dsa.training.data import check_cp_layout, get_batch
 from megatron_dsa.training.flag_rules import apply_yarn_flags, check_flags

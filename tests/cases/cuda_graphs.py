@@ -12,8 +12,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron_dsa.metrics.log import IndexerLog
-from megatron_dsa.numerics import checks
-from megatron_dsa.numerics.scaling import Factor
+from megatron_dsa.ops.common import checks
+from megatron_dsa.ops.common.scaling import Factor
 from megatron_dsa.ops.indexer_topk import finite
 
 

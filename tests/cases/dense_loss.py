@@ -4,8 +4,8 @@ import dataclasses
 
 import torch
 
-from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dsa_kernels import ExpandedKeys, IndexerInputs, LatentKeys, dense_indexer_loss
+from megatron_dsa.ops.dispatch import Policy, report, reset_report
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.tools.verify.comparison import Comparison
 from megatron_dsa.tools.verify.layouts import visible_keys

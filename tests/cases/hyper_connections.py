@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.hyper_connections import reference
 from megatron_dsa.ops.hyper_connections.inputs import Connection, ReadInputs, WriteInputs
 from tests.helpers import relative_error

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_dsa.sequence.layout import bshd_layout, packed_layout
+from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.tools.verify.comparison import Comparison
 
 LAYOUTS = {

@@ -4,7 +4,7 @@ import torch
 
 from megatron_dsa.dsa_kernels import IndexerInputs
 from megatron_dsa.layers.from_megatron import layout_from_megatron
-from megatron_dsa.sequence.sharding import Sharding
+from megatron_dsa.ops.layout.sharding import Sharding
 from tests.helpers import leaf
 from tests.host import packed, start
 

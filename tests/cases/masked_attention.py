@@ -2,8 +2,8 @@
 
 import torch
 
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import key_bits, masked_attention
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.tools.verify.comparison import Comparison
 from megatron_dsa.tools.verify.lists import Lists
 from megatron_dsa.tools.verify.masked_attention import MaskedDims, MaskedReference, masked_case

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core import tensor_parallel
 
-from megatron_dsa.dispatch import reset_report
+from megatron_dsa.ops.dispatch import reset_report
 from tests.cases.log import logged
 from tests.helpers import relative_error
 from tests.host import hidden_like, packed
@@ -58,7 +58,7 @@ def selective(modules: tuple[str, ...]) -> dict:
 def train(module, step: Step) -> tuple[dict, dict]:
     """Return output, input gradient and parameter gradients of a layer, and what it logged.
 
-    :func:`megatron_dsa.dispatch.report` tells what ran.
+    :func:`megatron_dsa.ops.dispatch.report` tells what ran.
     """
     packing = None
     if step.lengths is not None:

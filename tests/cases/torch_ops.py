@@ -10,12 +10,12 @@ import torch
 
 import megatron_dsa.dsa_kernels as eager
 import megatron_dsa.torch_ops as ops
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.ops.compressor.api import compress
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.hyper_connections import api as streams
 from megatron_dsa.ops.key_lists.api import KeyLists
-from megatron_dsa.sequence.compressed import compressed_keys, visible_groups
-from megatron_dsa.sequence.layout import bshd_layout, packed_layout
+from megatron_dsa.ops.layout.compressed import compressed_keys, visible_groups
+from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 
 TOKENS, HEADS, TOPK = 40, 4, 6
 #: Packed documents: an empty one, one of one token, padding behind the second and at the end.

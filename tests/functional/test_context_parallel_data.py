@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.sequence.sharding import CP_LAYOUTS, Sharding
+from megatron_dsa.ops.layout.sharding import CP_LAYOUTS, Sharding
 from megatron_dsa.training.data import check_cp_layout, take_tokens
 
 CP = 4

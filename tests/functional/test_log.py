@@ -72,7 +72,7 @@ def test_the_table_names_every_operation_that_ran(changes, data):
         assert "WARNING:megatron_dsa" not in log
         assert all("not asked for: dsa_unfused" in row for row in table)
     elif not torch.cuda.is_available():
-        assert log.count("WARNING:megatron_dsa.dispatch") == 1
+        assert log.count("WARNING:megatron_dsa.ops.dispatch") == 1
 
 
 @pytest.mark.ranks(2)

@@ -7,7 +7,7 @@ import torch
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError, VersionError
-from megatron_dsa.sequence.sharding import CP_LAYOUTS
+from megatron_dsa.ops.layout.sharding import CP_LAYOUTS
 from tests.cases.released_models import CONFIGS
 from tests.host import attention_module, hidden_like, small_config, start
 

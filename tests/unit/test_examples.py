@@ -194,7 +194,7 @@ def test_unknown_recompute_is_refused(tmp_path):
 TRAINING_OUTPUT = """\
 a line of Megatron
  [2026-01-01 00:00:00] iteration        1/       5 | lm loss: 5.7E+00 |
-WARNING:megatron_dsa.dispatch:megatron_dsa indexer_topk: torch (cudnn: too old)
+WARNING:megatron_dsa.ops.dispatch:megatron_dsa indexer_topk: torch (cudnn: too old)
 > megatron_dsa runs:
 >   operation     implementation  reason
 >   indexer_topk  torch           cudnn: too old

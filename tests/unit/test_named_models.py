@@ -140,7 +140,7 @@ def test_our_own_layer_specs_are_taken():
 
 
 def test_a_plan_notes_what_changes_a_model():
-    from megatron_dsa.dispatch.gpus import GPUS
+    from megatron_dsa.ops.dispatch.gpus import GPUS
     from megatron_dsa.tools.planner.command import plan_of
     from megatron_dsa.tools.planner.text import describe
 

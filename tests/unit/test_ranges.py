@@ -11,10 +11,10 @@ import torch
 
 from megatron_dsa.config.options import DSAOptions
 from megatron_dsa.config.rules.ranges import FLAGS
-from megatron_dsa.dispatch.operation import describe_call
-from megatron_dsa.dispatch.policy import Policy
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.dispatch.operation import describe_call
+from megatron_dsa.ops.dispatch.policy import Policy
 from megatron_dsa.tools import cli
 from tests.functional.launch import TINY, command_line
 from tests.host import parsed, start

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Operation
 from megatron_dsa.layers.from_megatron import forget_layouts
+from megatron_dsa.ops.dispatch import Operation
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start
 

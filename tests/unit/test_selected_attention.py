@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from megatron_dsa import dispatch
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers import warm_up
 from megatron_dsa.layers.required_ops import MASKED_OPERATIONS as OPERATIONS
 from megatron_dsa.layers.required_ops import required_ops, selected_attention
+from megatron_dsa.ops import dispatch
 from megatron_dsa.tools import info
 from megatron_dsa.tools.cli import build_parser
 from megatron_dsa.tools.planner.text import describe
@@ -146,7 +146,7 @@ def test_sizes_are_positive(name):
 def test_a_layer_runs_what_was_chosen_and_says_so(fused, monkeypatch, caplog):
     fused()
     monkeypatch.setattr(dispatch.choice_log, "_logged", set())
-    caplog.set_level("INFO", "megatron_dsa.dispatch")
+    caplog.set_level("INFO", "megatron_dsa.ops.dispatch")
     for length, kind in ((40, "masked"), (10**6, "sparse")):
         module = attention_module(small_config(options=DSAOptions(sequence_length=length)))
         dispatch.reset_report()

@@ -36,7 +36,7 @@ LEVELS = (
 #: Imports inside functions, by file: what has to happen before.
 LATE = {
     # Triton, TileLang, safetensors and matplotlib are optional.
-    "numerics/scaling.py": "Triton",
+    "ops/common/scaling.py": "Triton",
     "ops/indexer_loss/tilelang/launch.py": "TileLang",
     "ops/indexer_topk/engine.py": "Triton",
     "ops/indexer_topk/fp8.py": "Triton",

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megatron_dsa import dispatch
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.layers import warm_up
 from megatron_dsa.layers.required_ops import attention_of, required_ops, visible_attention
+from megatron_dsa.ops import dispatch
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
 from megatron_dsa.ops.masked_attention.visible import MOST_KEPT
 from megatron_dsa.tools import info
@@ -104,7 +104,7 @@ def test_heads_of_a_rank_count(fused):
 def test_a_layer_runs_what_was_chosen_and_says_so(fused, monkeypatch, caplog):
     fused()
     monkeypatch.setattr(dispatch.choice_log, "_logged", set())
-    caplog.set_level("INFO", "megatron_dsa.dispatch")
+    caplog.set_level("INFO", "megatron_dsa.ops.dispatch")
     for length, kind in ((64, "masked_attention_forward"), (10**6, "dense_attention")):
         module = attention_module(small_config(options=DSAOptions("dense", sequence_length=length)))
         dispatch.reset_report()

@@ -22,19 +22,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dsa.dispatch import Policy, describe_call
 from megatron_dsa.errors import require
 from megatron_dsa.layers.parallel.gather import all_gather_async, reduce_scatter_async
-from megatron_dsa.numerics.arithmetic import (
+from megatron_dsa.ops.common.arithmetic import (
     accumulation_dtype,
     add_bmm,
     lengths,
     rows_in_budget,
     slices,
 )
-from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.numerics.checks import FLOATS, require_lists, require_scale, require_tensor
-from megatron_dsa.numerics.head_products import write_head_products
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_scale, require_tensor
+from megatron_dsa.ops.common.head_products import write_head_products
+from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.hopper.fixed_point import largest
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
 from megatron_dsa.ops.sparse_attention.api import Settings, require_kv_grad

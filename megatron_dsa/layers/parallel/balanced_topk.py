@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.dispatch import Policy, count
 from megatron_dsa.layers.parallel.groups import Ranks
+from megatron_dsa.ops.dispatch import Policy, count
 from megatron_dsa.ops.indexer_topk.api import indexer_topk
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.sequence.compressed import CompressedKeys, visible_groups
-from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.sequence.sharding import Sharding, run_layout
+from megatron_dsa.ops.layout.compressed import CompressedKeys, visible_groups
+from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.sharding import Sharding, run_layout
 
 #: Rows are exchanged where the rank with most work has more than this times the mean (zigzag: 1.0;
 #: two contiguous parts: 1.5). Below, there is less to gain than three messages cost.

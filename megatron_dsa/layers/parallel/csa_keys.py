@@ -1,7 +1,7 @@
 """The key buffer of V4's attention on several ranks: compressed keys of all, windows of a few.
 
 Compressed keys are gathered from all ranks; of the keys of positions a rank holds those of its own
-query tokens, and the last ones before each run of them (:mod:`megatron_dsa.sequence.halo`).
+query tokens, and the last ones before each run of them (:mod:`megatron_dsa.ops.layout.halo`).
 Gradients travel through proxies in fp32 (:mod:`megatron_dsa.layers.parallel.gather`).
 """
 
@@ -17,9 +17,9 @@ from megatron_dsa.layers.parallel.groups import (
     gather_rows,
     scatter_sum,
 )
-from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.sequence.compressed import CompressedKeys
-from megatron_dsa.sequence.halo import Halo
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.layout.compressed import CompressedKeys
+from megatron_dsa.ops.layout.halo import Halo
 
 
 def join_keys(

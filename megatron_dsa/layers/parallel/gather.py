@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm
-from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.numerics.capture import tensor_cache
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, mm
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.capture import tensor_cache
 
 
 @dataclass

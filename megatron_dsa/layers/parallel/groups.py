@@ -14,7 +14,6 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 from megatron_dsa.config.model import options_of
 from megatron_dsa.config.options import TPMode
-from megatron_dsa.dispatch import count
 from megatron_dsa.layers.parallel.gather import (
     Gathering,
     all_gather_async,
@@ -23,9 +22,10 @@ from megatron_dsa.layers.parallel.gather import (
     reduce_scatter_async,
     start_gather,
 )
-from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.sequence.sharding import Sharding, sharded_layout
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.dispatch import count
+from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.sharding import Sharding, sharded_layout
 
 
 @dataclass(frozen=True)

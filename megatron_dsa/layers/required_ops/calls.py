@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.dispatch import Operation, describe_call
-from megatron_dsa.dispatch.support import OpCall
+from megatron_dsa.ops.dispatch import Operation, describe_call
+from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.masked_attention import declaration as masked
 from megatron_dsa.ops.masked_attention.visible import describe_visible_call
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.dispatch import Policy, describe_call
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.numerics.checks import FLOATS, require_tensor
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.checks import FLOATS, require_tensor
 from megatron_dsa.ops.compressor.declaration import COMPRESSOR
-from megatron_dsa.sequence.compressed import CompressedKeys, Groups
+from megatron_dsa.ops.dispatch import Policy, describe_call
+from megatron_dsa.ops.layout.compressed import CompressedKeys, Groups
 
 __all__ = ["CompressorInputs", "compress"]
 
@@ -35,7 +35,7 @@ def compress(
     Args:
         values, scores: ``[rows, c * d]`` of one dtype; ``c`` is 2 with overlap, else 1.
         ape: ``[ratio, c * d]`` fp32 (fp64 for fp64 values), added to the scores by position.
-        keys: the groups, from :func:`megatron_dsa.sequence.compressed.compressed_keys`.
+        keys: the groups, from :func:`megatron_dsa.ops.layout.compressed.compressed_keys`.
         overlap: a group also pools the positions of the group before it, with the first ``d``
             channels; its own use the last ``d``.
         policy: which implementations may run.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import Candidate
 from megatron_dsa.ops.compressor.api import CompressorInputs
+from megatron_dsa.ops.dispatch import Candidate
 from megatron_dsa.ops.meta import differentiable
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget
-from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget
+from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.compressor.api import CompressorInputs
-from megatron_dsa.sequence.compressed import Groups
+from megatron_dsa.ops.layout.compressed import Groups
 
 
 def compress(inputs: CompressorInputs) -> torch.Tensor:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron_dsa.dispatch import OpCall, Policy
 from megatron_dsa.ops.dense_attention import flash2, flash4, torch_cudnn, torch_flash
 from megatron_dsa.ops.dense_attention import torch as torch_block
 from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
+from megatron_dsa.ops.dispatch import OpCall, Policy
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_dsa.dispatch import Candidate, Operation, Support
-from megatron_dsa.dispatch.packages import FLASH_ATTENTION_4
-from megatron_dsa.dispatch.support import ATOMIC_SUMS, HALF
 from megatron_dsa.ops.dense_attention import flash2, flash4, torch_cudnn, torch_flash
+from megatron_dsa.ops.dispatch import Candidate, Operation, Support
+from megatron_dsa.ops.dispatch.packages import FLASH_ATTENTION_4
+from megatron_dsa.ops.dispatch.support import ATOMIC_SUMS, HALF
 
 _HERE = __package__
 

@@ -10,8 +10,6 @@ import importlib.util
 
 import torch
 
-from megatron_dsa.dispatch import deterministic_mode
-from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops.dense_attention.flash_shapes import (
     common_reason,
     from_kernel,
@@ -22,6 +20,8 @@ from megatron_dsa.ops.dense_attention.flash_shapes import (
     to_kernel,
 )
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
+from megatron_dsa.ops.dispatch import deterministic_mode
+from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.versions import installed_version, parse_version
 
 #: From here on windows are two arguments.

@@ -12,9 +12,6 @@ from functools import cache
 
 import torch
 
-from megatron_dsa.dispatch import deterministic_mode
-from megatron_dsa.dispatch.packages import FLASH_ATTENTION_4
-from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops.dense_attention.flash_shapes import (
     from_kernel,
     lengths,
@@ -23,6 +20,9 @@ from megatron_dsa.ops.dense_attention.flash_shapes import (
     to_kernel,
 )
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
+from megatron_dsa.ops.dispatch import deterministic_mode
+from megatron_dsa.ops.dispatch.packages import FLASH_ATTENTION_4
+from megatron_dsa.ops.dispatch.support import OpCall
 
 _INTERFACE = "flash_attn.cute.interface"
 _SHARED = (

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch.support import HALF, OpCall, short_dtype
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
+from megatron_dsa.ops.dispatch.support import HALF, OpCall, short_dtype
 
 #: The widest head that they take.
 LARGEST = 256

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_dsa.dispatch import Candidate
 from megatron_dsa.ops.dense_attention.blocks import BlockAttention
+from megatron_dsa.ops.dispatch import Candidate
 from megatron_dsa.ops.meta import empty_sums, take_workspace
 
 

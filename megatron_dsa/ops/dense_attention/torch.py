@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, bmm, rows_in_budget
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
+from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 
 
 def forward(

@@ -9,13 +9,13 @@ from functools import cache
 
 import torch
 
-from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops.dense_attention.flash_shapes import (
     common_reason,
     lse_from_kernel,
     lse_to_kernel,
 )
 from megatron_dsa.ops.dense_attention.sequences import Dense
+from megatron_dsa.ops.dispatch.support import OpCall
 
 #: cuDNN with head dims above 128: on Hopper any, on Blackwell those of DeepSeek's MLA.
 _WIDE_HOPPER, _WIDE_BLACKWELL = 91000, 91100

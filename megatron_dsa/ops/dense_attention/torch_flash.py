@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops.dense_attention.flash_shapes import (
     common_reason,
     from_kernel,
@@ -18,6 +17,7 @@ from megatron_dsa.ops.dense_attention.flash_shapes import (
     to_kernel,
 )
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
+from megatron_dsa.ops.dispatch.support import OpCall
 
 
 def reason(call: OpCall) -> str | None:

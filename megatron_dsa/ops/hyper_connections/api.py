@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_dsa.dispatch import Policy, describe_call
-from megatron_dsa.dispatch.support import OpCall
+from megatron_dsa.ops.dispatch import Policy, describe_call
+from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.hyper_connections.declaration import HEAD, READ, WRITE
 from megatron_dsa.ops.hyper_connections.inputs import Connection, ReadInputs, WriteInputs
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.numerics.checks import FLOATS, require_tensor
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.checks import FLOATS, require_tensor
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import Candidate
-from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.dispatch import Candidate
 from megatron_dsa.ops.hyper_connections.inputs import ReadInputs, WriteInputs
 from megatron_dsa.ops.hyper_connections.triton.tiles import read_backward_tiles, weight_parts
 from megatron_dsa.ops.meta import differentiable, empty_sums, take_workspace

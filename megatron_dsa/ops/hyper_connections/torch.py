@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget, slices
-from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget, slices
+from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.hyper_connections.inputs import ReadInputs, WriteInputs
 
 

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dsa.dispatch import Policy, on_meta
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.numerics.checks import (
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.checks import (
     FLOATS,
     require_layout,
     require_lists,
@@ -20,7 +19,8 @@ from megatron_dsa.numerics.checks import (
     require_scale,
     require_tensor,
 )
-from megatron_dsa.numerics.scaling import Factor, scaled_together
+from megatron_dsa.ops.common.scaling import Factor, scaled_together
+from megatron_dsa.ops.dispatch import Policy, on_meta
 from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS, SPARSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import (
     DenseLossInputs,
@@ -37,7 +37,7 @@ from megatron_dsa.ops.indexer_topk.inputs import (
     check_indexer,
     describe_index_call,
 )
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout
 
 
 class TeacherPart(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import lengths, rows_in_budget
+from megatron_dsa.ops.common.arithmetic import lengths, rows_in_budget
 from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLoss, SparseLossInputs
 from megatron_dsa.ops.padding import masked_indices, padded_heads, widened, with_heads
 

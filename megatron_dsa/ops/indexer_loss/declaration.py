@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.dispatch import Candidate, Operation, Support
-from megatron_dsa.dispatch.gpus import HOPPER, PORTABLE
-from megatron_dsa.dispatch.packages import CUDNN, TILELANG, TRITON
-from megatron_dsa.dispatch.support import ATOMIC_SUMS
+from megatron_dsa.ops.dispatch import Candidate, Operation, Support
+from megatron_dsa.ops.dispatch.gpus import HOPPER, PORTABLE
+from megatron_dsa.ops.dispatch.packages import CUDNN, TILELANG, TRITON
+from megatron_dsa.ops.dispatch.support import ATOMIC_SUMS
 
 _HERE = __package__
 _BF16 = (torch.bfloat16,)

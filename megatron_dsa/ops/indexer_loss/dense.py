@@ -16,16 +16,16 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.numerics.scaling import scaled_together
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.scaling import scaled_together
 from megatron_dsa.ops.indexer_loss.gradients import Gradients
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, ExpandedKeys, LatentKeys
 from megatron_dsa.ops.indexer_loss.teacher import normalised_lse
 from megatron_dsa.ops.indexer_loss.tiles import QueryBlock, Tile, query_blocks
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.sequence.blocks import Seen
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.blocks import Seen
+from megatron_dsa.ops.layout.layout import Layout
 
 
 class TileFunctions(Protocol):

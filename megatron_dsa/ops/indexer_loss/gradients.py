@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout
 
 
 class Gradients:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout
 
 
 class IndexerGradients(NamedTuple):

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megatron_dsa.dispatch import Policy
-from megatron_dsa.numerics.arithmetic import rows_in_budget, slices, sum_mm
-from megatron_dsa.numerics.checks import FLOATS, require_tensor
-from megatron_dsa.numerics.scaling import Factor, scaled
+from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices, sum_mm
+from megatron_dsa.ops.common.checks import FLOATS, require_tensor
+from megatron_dsa.ops.common.scaling import Factor, scaled
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.rope.api import rotate_index
 
@@ -212,7 +212,7 @@ def query_blocks(
 
     Args:
         inputs: the indexer's tensors.
-        factor: on the gradients of the loss, as of :func:`~megatron_dsa.numerics.scaling.scaled`.
+        factor: on the gradients of the loss, as of :func:`~megatron_dsa.ops.common.scaling.scaled`.
         policy: queries that are made again, with their gradient, take half of its workspace.
     """
     if isinstance(inputs, IndexerInputs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import bmm, mm, slices
+from megatron_dsa.ops.common.arithmetic import bmm, mm, slices
 from megatron_dsa.ops.indexer_loss.inputs import TeacherKeys
 from megatron_dsa.ops.indexer_loss.tiles import HEADS_AT_ONCE
 

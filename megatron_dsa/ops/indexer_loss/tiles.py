@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs, ExpandedKeys, LatentKeys
-from megatron_dsa.sequence.blocks import QueryRange
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.blocks import QueryRange
+from megatron_dsa.ops.layout.layout import Layout
 
 #: Heads handled at a time; smaller blocks need less memory, larger ones are faster.
 HEADS_AT_ONCE = 8
@@ -163,7 +163,7 @@ def gathered_bytes(k: ExpandedKeys) -> int:
 def _accumulator(x: torch.Tensor) -> tuple[int, int]:
     """Return the bytes of ``x``'s accumulator and of the copy that a product makes of an operand.
 
-    Without matrix units for 16 bits (:func:`~megatron_dsa.numerics.arithmetic.bmm`), it is widened.
+    Without matrix units for 16 bits (:func:`~megatron_dsa.ops.common.arithmetic.bmm`), it is widened.
     """
     acc = accumulation_dtype(x.dtype).itemsize
     return acc, acc if x.element_size() < acc and not x.is_cuda else 0

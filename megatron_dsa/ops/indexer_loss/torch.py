@@ -7,7 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget, valid_entries
+from megatron_dsa.ops.common.arithmetic import (
+    accumulation_dtype,
+    bmm,
+    rows_in_budget,
+    valid_entries,
+)
 from megatron_dsa.ops.indexer_loss.gradients import Gradients
 from megatron_dsa.ops.indexer_loss.inputs import SparseLoss, SparseLossInputs
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 
 from megatron_dsa.config.rules.numerics import DEEPGEMM_FP8, EXACT
-from megatron_dsa.dispatch import Operation, Policy
-from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget
+from megatron_dsa.ops.dispatch import Operation, Policy
+from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk import engine
 from megatron_dsa.ops.indexer_topk.declaration import ENGINE_SCORES, LISTED_SCORES, SCORES, TOPK
 from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
@@ -26,8 +26,8 @@ from megatron_dsa.ops.indexer_topk.inputs import (
     describe_index_call,
 )
 from megatron_dsa.ops.indexer_topk.listed import chosen, put
-from megatron_dsa.sequence.blocks import Block, Seen
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.blocks import Block, Seen
+from megatron_dsa.ops.layout.layout import Layout
 
 
 def indexer_topk(

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.layout.blocks import Block, Seen
 from megatron_dsa.ops.padding import padded_heads, with_heads
-from megatron_dsa.sequence.blocks import Block, Seen
 
 
 class Scores:

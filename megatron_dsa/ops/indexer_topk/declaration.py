@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import Candidate, Operation, Support
-from megatron_dsa.dispatch.gpus import HOPPER, PORTABLE
-from megatron_dsa.dispatch.packages import CUDNN, TILELANG, TRITON
-from megatron_dsa.dispatch.support import HALF
+from megatron_dsa.ops.dispatch import Candidate, Operation, Support
+from megatron_dsa.ops.dispatch.gpus import HOPPER, PORTABLE
+from megatron_dsa.ops.dispatch.packages import CUDNN, TILELANG, TRITON
+from megatron_dsa.ops.dispatch.support import HALF
 
 _HERE = __package__
 

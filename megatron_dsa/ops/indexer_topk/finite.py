@@ -6,12 +6,12 @@ import dataclasses
 
 import torch
 
-from megatron_dsa.dispatch import on_meta
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.numerics.checks import require_on_device
-from megatron_dsa.numerics.scaling import has_triton
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.checks import require_on_device
+from megatron_dsa.ops.common.scaling import has_triton
+from megatron_dsa.ops.dispatch import on_meta
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout
 
 ADVICE = (
     "check the indexer's parameters (checkpoint, learning rate) and the hidden states that enter "

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from megatron_dsa.numerics.scaling import has_triton
+from megatron_dsa.ops.common.scaling import has_triton
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max

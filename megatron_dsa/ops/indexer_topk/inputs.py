@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_dsa.dispatch import OpCall, describe_call
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.checks import FLOATS, require_layout, require_tensor
-from megatron_dsa.sequence.blocks import Block, Seen
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.common.checks import FLOATS, require_layout, require_tensor
+from megatron_dsa.ops.dispatch import OpCall, describe_call
+from megatron_dsa.ops.layout.blocks import Block, Seen
+from megatron_dsa.ops.layout.layout import Layout
 
 
 @dataclass(frozen=True)

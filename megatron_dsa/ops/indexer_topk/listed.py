@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget
-from megatron_dsa.numerics.scaling import has_triton
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, bmm, rows_in_budget
+from megatron_dsa.ops.common.scaling import has_triton
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.sequence.blocks import Seen
+from megatron_dsa.ops.layout.blocks import Seen
 
 
 def scores(inputs: IndexerInputs, columns: torch.Tensor, workspace_bytes: int) -> torch.Tensor:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.dispatch import Candidate
+from megatron_dsa.ops.dispatch import Candidate
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
+from megatron_dsa.ops.layout.blocks import Block, Seen
 from megatron_dsa.ops.meta import empty_sums, take_workspace
-from megatron_dsa.sequence.blocks import Block, Seen
 
 
 def scores(

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.dispatch import Policy, describe_call
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.numerics.arithmetic import rows_in_budget
-from megatron_dsa.numerics.checks import require_tensor
+from megatron_dsa.ops.common.arithmetic import rows_in_budget
+from megatron_dsa.ops.common.checks import require_tensor
+from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.key_lists.declaration import KEY_LISTS
-from megatron_dsa.sequence.compressed import CompressedKeys
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.compressed import CompressedKeys
+from megatron_dsa.ops.layout.layout import Layout
 
 #: Bytes per list entry of the torch builder (masks, sums, copies) and of a kernel: the entry, and
 #: its copy in a list that an attention kernel wants wider.

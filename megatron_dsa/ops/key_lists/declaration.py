@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_dsa.dispatch import Candidate, Operation, Support
-from megatron_dsa.dispatch.gpus import PORTABLE
-from megatron_dsa.dispatch.packages import TRITON
+from megatron_dsa.ops.dispatch import Candidate, Operation, Support
+from megatron_dsa.ops.dispatch.gpus import PORTABLE
+from megatron_dsa.ops.dispatch.packages import TRITON
 
 _HERE = __package__
 

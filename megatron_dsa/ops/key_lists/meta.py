@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import Candidate
+from megatron_dsa.ops.dispatch import Candidate
 from megatron_dsa.ops.key_lists.api import ListInputs
 
 

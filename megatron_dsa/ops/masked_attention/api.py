@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dsa.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget, slices
-from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.numerics.checks import FLOATS, require_lists, require_scale, require_tensor
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget, slices
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_scale, require_tensor
+from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
 from megatron_dsa.ops.masked_attention.bits import GROUP, WORDS, groups
 from megatron_dsa.ops.masked_attention.declaration import (

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.dispatch import Candidate, Operation, Support
-from megatron_dsa.dispatch.gpus import HOPPER, PORTABLE
-from megatron_dsa.dispatch.packages import TILELANG, TRITON
-from megatron_dsa.dispatch.support import ATOMIC_SUMS
+from megatron_dsa.ops.dispatch import Candidate, Operation, Support
+from megatron_dsa.ops.dispatch.gpus import HOPPER, PORTABLE
+from megatron_dsa.ops.dispatch.packages import TILELANG, TRITON
+from megatron_dsa.ops.dispatch.support import ATOMIC_SUMS
 
 _HERE = __package__
 #: Plain MLA of V3.2 (128 dims without rope, 64 with it, values of 128) and GLM-5 (192, 64, 256), in

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import (
+from megatron_dsa.ops.common.arithmetic import (
     accumulation_dtype,
     bmm,
     rows_in_budget,
     slices,
     valid_entries,
 )
-from megatron_dsa.numerics.checks import require_values
+from megatron_dsa.ops.common.checks import require_values
 from megatron_dsa.ops.masked_attention.bits import GROUP, WORDS, groups, pack, unpack
 from megatron_dsa.ops.masked_attention.inputs import (
     KeyBitsInputs,

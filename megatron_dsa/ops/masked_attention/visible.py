@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import OpCall, Policy, describe_call
+from megatron_dsa.ops.dispatch import OpCall, Policy, describe_call
+from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.ops.masked_attention.declaration import VISIBLE_BITS
 from megatron_dsa.ops.masked_attention.inputs import VisibleBitsInputs
-from megatron_dsa.sequence.layout import Layout
 
 #: Most tokens of a microbatch whose layers share the bits: these take 128 MiB then.
 MOST_KEPT = 32 * 1024

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import Policy, describe_call
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.numerics.checks import FLOATS, require_tensor
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.checks import FLOATS, require_tensor
+from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.rope.declaration import INDEX_ROTATION, NORM_ROPE, ROTATE
 
 __all__ = ["norm_rope", "rotate", "rotate_index"]

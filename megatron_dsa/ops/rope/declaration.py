@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.dispatch import Candidate, Operation, Support
-from megatron_dsa.dispatch.gpus import PORTABLE
-from megatron_dsa.dispatch.packages import TRITON
-from megatron_dsa.dispatch.support import HALF
+from megatron_dsa.ops.dispatch import Candidate, Operation, Support
+from megatron_dsa.ops.dispatch.gpus import PORTABLE
+from megatron_dsa.ops.dispatch.packages import TRITON
+from megatron_dsa.ops.dispatch.support import HALF
 
 _HERE = __package__
 _TRITON: dict[str, Any] = {"package": TRITON, **PORTABLE, "dtypes": (*HALF, torch.float32)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.numerics.capture import tensor_cache
+from megatron_dsa.ops.common.capture import tensor_cache
 
 
 @tensor_cache(8)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, rows_in_budget
-from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 
 
 def norm_rope(

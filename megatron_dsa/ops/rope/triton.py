@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.common.autograd import once_differentiable
 
 # Tables may be slices of larger ones; their alignment must not compile kernels again.
 _ANY_ALIGNMENT = ["cos", "sin"]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.rope.signs import hadamard_signs
 
 #: Heads of a program.

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dsa.dispatch import Operation, Policy, describe_call
-from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.numerics.checks import (
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.checks import (
     FLOATS,
     require_layout,
     require_lists,
@@ -26,6 +24,8 @@ from megatron_dsa.numerics.checks import (
     require_tensor,
     require_values,
 )
+from megatron_dsa.ops.dispatch import Operation, Policy, describe_call
+from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_loss.api import IndexerTraining, TeacherPart, separate_tensors
 from megatron_dsa.ops.key_lists.api import KeyLists
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES

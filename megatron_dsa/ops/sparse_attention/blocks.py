@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import Policy
-from megatron_dsa.dispatch.gpus import processors
-from megatron_dsa.dispatch.support import OpCall
-from megatron_dsa.numerics.arithmetic import slices
+from megatron_dsa.ops.common.arithmetic import slices
+from megatron_dsa.ops.dispatch import Policy
+from megatron_dsa.ops.dispatch.gpus import processors
+from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
 
 #: Rows of queries (tokens times heads), and tokens, that a thread block of a kernel has at most.

@@ -13,8 +13,8 @@ import logging
 
 import torch
 
-from megatron_dsa.dispatch.packages import CUDNN
-from megatron_dsa.numerics.arithmetic import lengths
+from megatron_dsa.ops.common.arithmetic import lengths
+from megatron_dsa.ops.dispatch.packages import CUDNN
 from megatron_dsa.ops.hopper.fragments import in_column_order
 from megatron_dsa.ops.padding import masked_indices, padded_heads, widened, with_heads
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.dispatch import Candidate, First, OpCall, Operation, Policy, Support
-from megatron_dsa.dispatch.gpus import BLACKWELL, HOPPER, PORTABLE
-from megatron_dsa.dispatch.packages import CUDNN, FLASH_MLA, TILELANG, TRITON
-from megatron_dsa.dispatch.support import ATOMIC_SUMS, HALF
+from megatron_dsa.ops.dispatch import Candidate, First, OpCall, Operation, Policy, Support
+from megatron_dsa.ops.dispatch.gpus import BLACKWELL, HOPPER, PORTABLE
+from megatron_dsa.ops.dispatch.packages import CUDNN, FLASH_MLA, TILELANG, TRITON
+from megatron_dsa.ops.dispatch.support import ATOMIC_SUMS, HALF
 from megatron_dsa.ops.sparse_attention import flashmla
 
 _HERE = __package__

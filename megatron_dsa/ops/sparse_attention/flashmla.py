@@ -14,9 +14,9 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
-from megatron_dsa.dispatch import on_meta
-from megatron_dsa.dispatch.packages import FLASH_MLA
-from megatron_dsa.dispatch.support import OpCall
+from megatron_dsa.ops.dispatch import on_meta
+from megatron_dsa.ops.dispatch.packages import FLASH_MLA
+from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.padding import padded_heads, with_heads
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import lengths, rows_in_budget, valid_entries
+from megatron_dsa.ops.common.arithmetic import lengths, rows_in_budget, valid_entries
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 
 

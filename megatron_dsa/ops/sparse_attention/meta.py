@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import Candidate
+from megatron_dsa.ops.dispatch import Candidate
 from megatron_dsa.ops.meta import empty_sums, take_workspace
 from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs

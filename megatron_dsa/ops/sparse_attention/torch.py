@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, bmm, rows_in_budget, valid_entries
+from megatron_dsa.ops.common.arithmetic import (
+    accumulation_dtype,
+    bmm,
+    rows_in_budget,
+    valid_entries,
+)
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 
 

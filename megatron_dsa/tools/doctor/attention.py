@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import describe_call
-from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.dispatch import describe_call
+from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.tools.doctor.results import Part
 from megatron_dsa.tools.doctor.session import Session, named
 from megatron_dsa.tools.verify.layouts import layout_of_tokens, sampled_tokens

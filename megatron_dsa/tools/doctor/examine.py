@@ -8,9 +8,9 @@ import platform
 import torch
 
 from megatron_dsa import __version__
-from megatron_dsa.dispatch import choices_unlogged, uncounted
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.dispatch import choices_unlogged, uncounted
 from megatron_dsa.tools.doctor.attention import check_attention
 from megatron_dsa.tools.doctor.engine import check_engine_scores
 from megatron_dsa.tools.doctor.indexer import check_loss, check_selection

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.dispatch import Candidate, Policy
-from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.errors import DSAError
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.dispatch import Candidate, Policy
+from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.tools.doctor.measure import (
     dirty_memory,
     median_ms,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from megatron_dsa.dispatch.support import short_dtype
+from megatron_dsa.ops.dispatch.support import short_dtype
 from megatron_dsa.tools.doctor.results import NOT_PROVEN, WRONG, Part, Report, Result
 from megatron_dsa.tools.verify.shapes import Shape
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from megatron_dsa.config.model import uses_streams
-from megatron_dsa.dispatch import Choice
 from megatron_dsa.layers.from_megatron import forget_layouts
 from megatron_dsa.layers.required_ops import RequiredOp, called_ops, stream_ops
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.dispatch import Choice
 from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 
 

@@ -17,8 +17,8 @@ import torch
 
 from megatron_dsa.arguments import add_dsa_arguments, add_setting_arguments
 from megatron_dsa.config.rules.ranges import FLAGS, range_rules
-from megatron_dsa.dispatch.gpus import GPU, GPUS, gpu_here
 from megatron_dsa.errors import TRACEBACK_FLAG, ConfigError, DSAError, require
+from megatron_dsa.ops.dispatch.gpus import GPU, GPUS, gpu_here
 from megatron_dsa.tools.planner.attention_only import leave_out_flags
 from megatron_dsa.tools.planner.host import META, host
 from megatron_dsa.tools.planner.plan import Plan, make_plan
@@ -96,7 +96,7 @@ def plan_of(argv: list[str], world: int, gpu: GPU, device: torch.device = META) 
     Args:
         argv: program and flags, as for ``megatron_dsa.pretrain``.
         world: GPUs of the job.
-        gpu: their kind, one of :data:`megatron_dsa.dispatch.gpus.GPUS`.
+        gpu: their kind, one of :data:`megatron_dsa.ops.dispatch.gpus.GPUS`.
         device: see :func:`megatron_dsa.tools.planner.host.host`.
 
     Raises:

@@ -10,9 +10,9 @@ from unittest import mock
 
 from megatron_dsa import specs
 from megatron_dsa.config.model import options_of
-from megatron_dsa.dispatch.gpus import GPU
 from megatron_dsa.layers.required_ops import AttentionChoice, attention_of
 from megatron_dsa.metrics.flops import flops_by_part, model_work
+from megatron_dsa.ops.dispatch.gpus import GPU
 from megatron_dsa.patches.unfused_linears import require_kernel_of_deferred_gradients
 from megatron_dsa.tools.planner import attention_only
 from megatron_dsa.tools.planner.chunks import Chunk, measure_rank

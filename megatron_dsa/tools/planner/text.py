@@ -8,9 +8,9 @@ from itertools import groupby
 import torch
 
 from megatron_dsa.config.model import exchanges_latents, options_of
-from megatron_dsa.dispatch import Choice
 from megatron_dsa.layers.required_ops import tensor_parallel_mode
 from megatron_dsa.metrics.throughput import peak_tflops, shares
+from megatron_dsa.ops.dispatch import Choice
 from megatron_dsa.tools.planner.chunks import Layer
 from megatron_dsa.tools.planner.plan import Plan
 from megatron_dsa.versions import OPTIONAL_PACKAGES, optional_version

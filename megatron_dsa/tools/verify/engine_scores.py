@@ -15,7 +15,7 @@ from megatron_dsa.ops.indexer_topk import engine
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.reference import engine_scores
-from megatron_dsa.sequence.blocks import Block, Seen
+from megatron_dsa.ops.layout.blocks import Block, Seen
 from megatron_dsa.tools.verify.comparison import Comparison
 from megatron_dsa.tools.verify.indexer_topk import SelectionCase, integer_index_inputs
 from megatron_dsa.tools.verify.layouts import chunks, layout_of_tokens

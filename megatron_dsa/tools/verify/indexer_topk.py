@@ -6,7 +6,7 @@ import torch
 
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.reference import index_scores
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.layout import Layout
 from megatron_dsa.tools.verify.comparison import Comparison
 from megatron_dsa.tools.verify.layouts import chunks, visible_keys
 from megatron_dsa.tools.verify.shapes import Shape

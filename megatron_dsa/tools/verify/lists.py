@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from megatron_dsa.sequence.layout import Layout, bshd_layout, packed_layout
+from megatron_dsa.ops.layout.layout import Layout, bshd_layout, packed_layout
 from megatron_dsa.tools.verify.shapes import Shape
 
 #: Every so many keys one is selected by no query, besides the first and the last.

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
+from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.masked_attention import reference
 from megatron_dsa.ops.masked_attention.bits import pack
 from megatron_dsa.ops.masked_attention.inputs import ListedProbabilities, MaskedAttentionInputs

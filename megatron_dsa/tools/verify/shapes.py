@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.dispatch.support import short_dtype
+from megatron_dsa.ops.dispatch.support import short_dtype
 
 #: Times are taken with at most so many query tokens: enough to fill a GPU, few enough for seconds.
 MAX_TIMED_ROWS = 4096

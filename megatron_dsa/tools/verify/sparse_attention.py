@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.dispatch import DEFAULT_WORKSPACE_BYTES
+from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.reference import sparse_attention
 from megatron_dsa.tools.verify.comparison import Comparison

@@ -16,9 +16,9 @@ from megatron_dsa.ops.compressor import reference as compressor_reference
 from megatron_dsa.ops.compressor.api import CompressorInputs
 from megatron_dsa.ops.key_lists import reference as lists_reference
 from megatron_dsa.ops.key_lists.api import KeyLists
+from megatron_dsa.ops.layout.compressed import compressed_keys
+from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.rope import reference as rope_reference
-from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.layout import bshd_layout
 from tests.helpers import relative_error
 
 CPU = torch.device("cpu")

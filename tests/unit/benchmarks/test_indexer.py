@@ -8,9 +8,9 @@ import torch
 from benchmarks import indexer
 from benchmarks.indexer import bundled, dense
 from benchmarks.settings import Settings, Work
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import indexer_topk
 from megatron_dsa.errors import ImplementationError
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.tools.verify.comparison import relative_error
 from megatron_dsa.tools.verify.tolerances import MODEL_SHAPES
 

@@ -10,7 +10,7 @@ from benchmarks import layer
 from benchmarks.layer import Case, peers, rank
 from benchmarks.megatron_layer import layer_config
 from benchmarks.settings import Settings, Work
-from megatron_dsa.dispatch import Operation
+from megatron_dsa.ops.dispatch import Operation
 from megatron_dsa.ops.masked_attention.bits import unpack
 from tests import host
 

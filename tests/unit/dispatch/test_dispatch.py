@@ -11,13 +11,12 @@ import torch
 
 from benchmarks.attention.shapes import PRESETS
 from benchmarks.schema import read_csv
-from megatron_dsa import dispatch
-from megatron_dsa.dispatch import First, Operation, Policy, choice_log
-from megatron_dsa.dispatch import operation as module
-from megatron_dsa.dispatch.packages import Package
-from megatron_dsa.dispatch.support import OpCall, Support
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
-from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops import OPERATIONS, dispatch
+from megatron_dsa.ops.dispatch import First, Operation, Policy, choice_log
+from megatron_dsa.ops.dispatch import operation as module
+from megatron_dsa.ops.dispatch.packages import Package
+from megatron_dsa.ops.dispatch.support import OpCall, Support
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD
 from tests.helpers import MadeUp
 
@@ -197,7 +196,7 @@ def test_without_a_gpu_one_line_stands_for_all_fallbacks(
     with caplog.at_level(logging.DEBUG):
         for one in (operation, other, operation):
             assert one.run(CPU, Policy()) == "torch"
-    dispatched = [r for r in caplog.records if r.name == "megatron_dsa.dispatch"]
+    dispatched = [r for r in caplog.records if r.name == "megatron_dsa.ops.dispatch"]
     loud = [r.getMessage() for r in dispatched if r.levelno > logging.DEBUG]
     assert loud == ["megatron_dsa no GPU: torch runs everything"]
     assert dispatched[0].levelno == logging.WARNING
@@ -338,7 +337,7 @@ def test_warm_up_is_not_counted(operation):
 
 
 def test_asking_whether_kernels_are_fused_neither_logs_nor_refuses(operation, caplog):
-    caplog.set_level("INFO", "megatron_dsa.dispatch")
+    caplog.set_level("INFO", "megatron_dsa.ops.dispatch")
     strict = Policy(strict=True)
     with dispatch.collect_choices() as choices:
         assert operation.why_not_fused(HOPPER, strict) is None

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from megatron_dsa import dispatch
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.huggingface.config_json import parse_config, read_config
 from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
 from megatron_dsa.huggingface.files import CheckpointReader, CheckpointWriter
 from megatron_dsa.huggingface.names import V4
+from megatron_dsa.ops import dispatch
 from megatron_dsa.tools.cli import main
 from tests.cases.released_formats import write_v4
 from tests.helpers import relative_error

@@ -18,7 +18,7 @@ from megatron_dsa.metrics.quality import (
     score_recall,
     through_fp8,
 )
-from megatron_dsa.sequence.compressed import compressed_keys
+from megatron_dsa.ops.layout.compressed import compressed_keys
 from tests.cases.layouts import LAYOUTS, SPREADS, TOTAL, indexer_inputs, layouts, sequence_places
 from tests.cases.models import CORE, MODELS, SELECTING, forward, full, gpt
 from tests.helpers import leaf, relative_error

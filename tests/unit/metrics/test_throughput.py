@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dsa import dispatch, pretrain
-from megatron_dsa.dispatch.counts import OperationTimes
+from megatron_dsa import pretrain
 from megatron_dsa.metrics import throughput
 from megatron_dsa.metrics.flops import flops, model_work
+from megatron_dsa.ops import dispatch
+from megatron_dsa.ops.dispatch.counts import OperationTimes
 from tests.host import packed, small_config, small_csa_config, start
 from tests.writers import Board, Wandb
 

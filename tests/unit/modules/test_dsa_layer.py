@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_dsa.config.model import DSAOptions
-from megatron_dsa.dispatch import report, reset_report
+from megatron_dsa.ops.dispatch import report, reset_report
 from tests.cases.layers import in_small_blocks
 from tests.helpers import relative_error
 from tests.host import attention_module, packed, small_config, start

@@ -7,9 +7,9 @@ import torch
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_dsa.dispatch import Operation
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.v4.hyper_connections import StreamsHead, StreamsNorm
+from megatron_dsa.ops.dispatch import Operation
 from tests.host import small_config, small_csa_config, start
 
 TOKENS, BATCH = 24, 2

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_dsa.config.model import DSAOptions
-from megatron_dsa.dispatch import report
 from megatron_dsa.layers.replay import IndexCapture, IndexReplay
+from megatron_dsa.ops.dispatch import report
 from tests.cases.layouts import shuffled
 from tests.cases.log import empty_log, forget_log, logged
 from tests.cases.models import forward, gpt
@@ -138,7 +138,7 @@ def test_delayed_weight_gradients_are_those_of_the_up_projection():
 
 def test_captured_mass_is_that_of_the_absorbed_form():
     from megatron_dsa.metrics.quality import captured_mass
-    from megatron_dsa.sequence.layout import bshd_layout
+    from megatron_dsa.ops.layout.layout import bshd_layout
 
     generator = torch.Generator().manual_seed(5)
     draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731

@@ -7,11 +7,11 @@ import torch
 from torch.multiprocessing import ProcessExitedException
 
 from megatron_dsa.config.model import DSAOptions
-from megatron_dsa.dispatch import report, reset_report
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.replay import IndexCapture, IndexReplay
-from megatron_dsa.numerics.autograd import in_backward
-from megatron_dsa.sequence.positions import positions_to_rows
+from megatron_dsa.ops.common.autograd import in_backward
+from megatron_dsa.ops.dispatch import report, reset_report
+from megatron_dsa.ops.layout.positions import positions_to_rows
 from tests.cases.layouts import shuffled
 from tests.cases.models import CORE, MODELS, SELECTING, forward, full, gpt
 from tests.host import attention_module, hidden_like, packed, small_config, start

@@ -51,8 +51,8 @@ def _run_case(given, tp, cp):
 
 
 def _replayed(given, tp, cp):
-    from megatron_dsa.dispatch import report, reset_report
     from megatron_dsa.layers.replay import IndexCapture, IndexReplay
+    from megatron_dsa.ops.dispatch import report, reset_report
 
     case, whole = given
     module, x, packing = build(case, tp, cp)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dsa.dispatch import report, reset_report
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.replay import IndexCapture, IndexReplay
 from megatron_dsa.layers.rollouts import (
@@ -20,6 +19,7 @@ from megatron_dsa.layers.rollouts import (
     selections_of,
 )
 from megatron_dsa.metrics.agreement import compare_selections, lines
+from megatron_dsa.ops.dispatch import report, reset_report
 from tests.cases.models import MODELS, SELECTING, gpt, tokens
 from tests.host import small_config, small_csa_config
 

@@ -223,8 +223,8 @@ def test_names_dtypes_and_marks():
 
 def test_calls_are_those_declared(monkeypatch):
     """Of every layer for its streams, and of a head before every use of the output layer."""
-    from megatron_dsa.dispatch import Operation
     from megatron_dsa.layers.required_ops import stream_ops
+    from megatron_dsa.ops.dispatch import Operation
 
     model, calls, original = model_of(config_of(2)), [], Operation.run
 

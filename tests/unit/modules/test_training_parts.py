@@ -200,7 +200,7 @@ def test_index_projections_match_the_reference(interleaved):
     """The rotation cancels in the scores, so the projections are compared themselves (trap 14)."""
     from megatron_dsa.layers.parallel.groups import Ranks
     from megatron_dsa.layers.rope import TokenRope
-    from megatron_dsa.sequence.layout import bshd_layout
+    from megatron_dsa.ops.layout.layout import bshd_layout
     from tests.reference.shapes import dsa_shape
 
     config = small_config(dsa_indexer_rope_interleaved=interleaved)
@@ -218,7 +218,7 @@ def test_index_projections_match_the_reference(interleaved):
 def test_health_figures_against_the_full_computation():
     from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_attention
     from megatron_dsa.metrics.health import Attended, selection_health
-    from megatron_dsa.sequence.layout import bshd_layout
+    from megatron_dsa.ops.layout.layout import bshd_layout
 
     rows, k, device = 40, 6, start()
     layout = bshd_layout(rows, 1, device)
@@ -347,7 +347,7 @@ def test_key_norm_in_fp32_with_bf16_weights():
 def test_fp16_gradients_of_the_loss_do_not_underflow():
     """They exist before the loss scale is applied: tiny ones must survive in fp16 inputs."""
     from megatron_dsa.dsa_kernels import IndexerInputs, dense_indexer_loss
-    from megatron_dsa.sequence.layout import bshd_layout
+    from megatron_dsa.ops.layout.layout import bshd_layout
 
     grads = []
     for dtype in (torch.float16, torch.float64):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_dsa.config.model import DSAOptions
-from megatron_dsa.dispatch import report, reset_report
 from megatron_dsa.layers.from_megatron import forget_layouts
+from megatron_dsa.ops.dispatch import report, reset_report
 from megatron_dsa.ops.masked_attention import visible
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
 from tests.cases.log import empty_log, forget_log, logged

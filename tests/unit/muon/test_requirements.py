@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from megatron_dsa.dispatch import packages
-from megatron_dsa.dispatch.packages import EMERGING_OPTIMIZERS
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.dispatch import packages
+from megatron_dsa.ops.dispatch.packages import EMERGING_OPTIMIZERS
 
 MUON = types.SimpleNamespace(
     optimizer="muon", dsa_muon_per_head="none", bf16=True,

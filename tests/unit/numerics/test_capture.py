@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_dsa.layers import from_megatron
-from megatron_dsa.numerics import capture
-from megatron_dsa.numerics.capture import TensorCache, tensor_cache
-from megatron_dsa.sequence import layout
+from megatron_dsa.ops.common import capture
+from megatron_dsa.ops.common.capture import TensorCache, tensor_cache
+from megatron_dsa.ops.layout import layout
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.numerics.checks import require_on_device
+from megatron_dsa.ops.common.checks import require_on_device
 
 
 def test_the_cpu_raises_the_message():

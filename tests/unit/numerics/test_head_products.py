@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dsa.numerics.head_products import head_products
+from megatron_dsa.ops.common.head_products import head_products
 from tests.helpers import leaf, relative_error
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_dsa.numerics.scaling import Factor, Scaled, add_to_mean, scaled, scaled_together
+from megatron_dsa.ops.common.scaling import Factor, Scaled, add_to_mean, scaled, scaled_together
 from tests.cases.triton_kernels import assembly, interpret, recorded
 from tests.helpers import leaf
 
@@ -67,7 +67,7 @@ def test_triton_interpreted():
 
 def main():
     """What runs in the interpreter: one element, several programs, nothing."""
-    from megatron_dsa.numerics.scaling_triton import add_scaled, scale
+    from megatron_dsa.ops.common.scaling_triton import add_scaled, scale
 
     tensors = torch.tensor([0.6]), torch.tensor([2.0], dtype=torch.float64)
     shapes = ((1,), (3, 5000), (0, 4))
@@ -98,7 +98,7 @@ def check_together(scale, shapes, source, target, factor):
 
 def test_compiles_without_a_gpu(monkeypatch):
     """Once for all sizes and numbers of the host."""
-    kernels = pytest.importorskip("megatron_dsa.numerics.scaling_triton")
+    kernels = pytest.importorskip("megatron_dsa.ops.common.scaling_triton")
     scaling, adding = recorded(monkeypatch, kernels, ("_scale", "_add_scaled"))
     scale, over = torch.ones(1), torch.ones((), dtype=torch.float64)
     for size, number in ((1, 1.0), (16, 0.25), (4097, 3.0)):

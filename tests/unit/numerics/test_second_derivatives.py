@@ -31,9 +31,9 @@ from megatron_dsa.ops.hyper_connections.api import (
     read_streams,
     write_streams,
 )
+from megatron_dsa.ops.layout.compressed import compressed_keys
+from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.rope.api import norm_rope, rotate
-from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.layout import bshd_layout
 from tests.helpers import leaf, relative_error
 
 TOKENS, HEADS, DIM = 12, 2, 6

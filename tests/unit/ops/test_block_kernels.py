@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from megatron_dsa.dispatch import describe_call
-from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.layers.parallel.ring.exchange import Ring
 from megatron_dsa.layers.parallel.ring.loop import attend, gradients
@@ -23,6 +21,8 @@ from megatron_dsa.ops.dense_attention import torch_cudnn
 from megatron_dsa.ops.dense_attention.blocks import BLOCK_KERNELS, choose
 from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed
+from megatron_dsa.ops.dispatch import describe_call
+from megatron_dsa.ops.dispatch.support import OpCall
 from tests.cases.ring import CUTS, PACKED, WEIGHTS, WHOLE, Case, expected, together
 from tests.helpers import relative_error
 

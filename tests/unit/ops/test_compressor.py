@@ -13,7 +13,7 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.compressor import reference
 from megatron_dsa.ops.compressor import torch as unfused
 from megatron_dsa.ops.compressor.api import CompressorInputs
-from megatron_dsa.sequence.compressed import Groups
+from megatron_dsa.ops.layout.compressed import Groups
 from tests.cases.triton_kernels import (
     assembly,
     assert_repeatable,

@@ -9,7 +9,6 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     indexer_topk,
@@ -17,13 +16,14 @@ from megatron_dsa.dsa_kernels import (
     sparse_indexer_loss,
 )
 from megatron_dsa.layers.warm_up import warm_up
-from megatron_dsa.numerics.arithmetic import lengths
+from megatron_dsa.ops.common.arithmetic import lengths
+from megatron_dsa.ops.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.ops.indexer_loss import reference as loss_reference
 from megatron_dsa.ops.indexer_topk.reference import index_scores
+from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.padding import bucket, masked_indices, padded_heads, with_heads
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
-from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from tests.cases.sparse_attention import CASE, make_case, ragged_case
 from tests.helpers import double_leaf, leaf, relative_error
 

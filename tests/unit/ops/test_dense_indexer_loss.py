@@ -5,16 +5,16 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import ExpandedKeys, IndexerInputs, LatentKeys, dense_indexer_loss
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.numerics.arithmetic import slices
+from megatron_dsa.ops.common.arithmetic import slices
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.indexer_loss import tiles
 from megatron_dsa.ops.indexer_loss import torch_dense as dense_torch
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
-from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.layout import bshd_layout, packed_layout
-from megatron_dsa.sequence.sharding import KeyOwnership, Sharding, sharded_layout
+from megatron_dsa.ops.layout.compressed import compressed_keys
+from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
+from megatron_dsa.ops.layout.sharding import KeyOwnership, Sharding, sharded_layout
 from megatron_dsa.tools.verify.indexer_loss import expected_dense_loss
 from megatron_dsa.tools.verify.layouts import visible_keys
 from megatron_dsa.tools.verify.tolerances import INDEXER_LOSS

@@ -9,12 +9,12 @@ import importlib
 import pytest
 import torch
 
-from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.dsa_kernels import IndexerInputs, LatentKeys
+from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
-from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.layout import bshd_layout, packed_layout
+from megatron_dsa.ops.layout.compressed import compressed_keys
+from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.tools.verify.indexer_loss import expected_dense_loss
 from tests.cases.dense_loss import (
     MODULE,

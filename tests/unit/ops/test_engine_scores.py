@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, report, reset_report
-from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.dispatch import Policy, report, reset_report
+from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk import engine
 from megatron_dsa.ops.indexer_topk.api import selection_calls
 from megatron_dsa.ops.indexer_topk.declaration import ENGINE_SCORES
 from megatron_dsa.ops.indexer_topk.reference import engine_scores
+from megatron_dsa.ops.layout.blocks import Block, QueryRange, Seen
+from megatron_dsa.ops.layout.compressed import compressed_keys
+from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.rope.api import rotate_index
-from megatron_dsa.sequence.blocks import Block, QueryRange, Seen
-from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.layout import bshd_layout
 from tests.cases.indexer_topk import LAYOUTS
 from tests.cases.triton_kernels import Recorder, assembly
 from tests.helpers import leaf, peak_bytes, skip_unless_they_run

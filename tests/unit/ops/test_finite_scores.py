@@ -7,7 +7,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dsa.config.model import DSAOptions
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     dense_indexer_loss,
@@ -15,10 +14,11 @@ from megatron_dsa.dsa_kernels import (
     sparse_indexer_loss,
 )
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.indexer_topk.finite import require_finite_scores
-from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.layout import bshd_layout, packed_layout
-from megatron_dsa.sequence.sharding import KeyOwnership, Sharding, sharded_layout
+from megatron_dsa.ops.layout.compressed import compressed_keys
+from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
+from megatron_dsa.ops.layout.sharding import KeyOwnership, Sharding, sharded_layout
 from tests.helpers import check_device_assert, leaf
 from tests.host import attention_module, hidden_like, packed, small_config, small_csa_config
 
@@ -275,7 +275,7 @@ def test_the_gpu_asserts(name):
     program = f"""
         import torch
         from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
-        from megatron_dsa.sequence.layout import bshd_layout
+        from megatron_dsa.ops.layout.layout import bshd_layout
 
         def ones(*shape):
             return torch.ones(shape, dtype=torch.bfloat16, device="cuda")

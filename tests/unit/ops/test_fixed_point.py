@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, describe_call
+from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.sparse_attention import torch as unfused
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
 from megatron_dsa.ops.sparse_attention.inputs import KeyGradientSum, SparseAttentionInputs

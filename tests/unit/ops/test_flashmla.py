@@ -12,10 +12,10 @@ import types
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, describe_call
-from megatron_dsa.dispatch.packages import Package
-from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.errors import ImplementationError
+from megatron_dsa.ops.dispatch import Policy, describe_call
+from megatron_dsa.ops.dispatch.packages import Package
+from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention import torch as unfused
 from megatron_dsa.ops.sparse_attention.declaration import FORWARD

@@ -8,14 +8,14 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, report, reset_report
-from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
+from megatron_dsa.ops.dispatch import Policy, report, reset_report
+from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk import fp8, listed, reference
 from megatron_dsa.ops.indexer_topk.api import candidates_for, selection_calls
 from megatron_dsa.ops.indexer_topk.declaration import SCORES
-from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.layout import bshd_layout, packed_layout
+from megatron_dsa.ops.layout.compressed import compressed_keys
+from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from tests.cases.indexer_topk import LAYOUTS, expected, integer_inputs
 from tests.cases.triton_kernels import Recorder, assembly, interpret, prepare_interpreter
 from tests.helpers import leaf, relative_error

@@ -6,8 +6,8 @@ Numbers in docstrings are rows of the list of bugs that other systems shipped.
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.dsa_kernels import sparse_attention
+from megatron_dsa.ops.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.tools.verify.tolerances import SPARSE_ATTENTION

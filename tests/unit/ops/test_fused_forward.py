@@ -7,8 +7,8 @@ docstrings are rows of the list of bugs that other systems shipped.
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dsa_kernels import sparse_attention
+from megatron_dsa.ops.dispatch import Policy, report, reset_report
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD, FORWARD
 from megatron_dsa.tools.verify.tolerances import SPARSE_ATTENTION
 from tests.cases.sparse_attention import CASE, check, make_case, ragged_case

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy
-from megatron_dsa.dispatch.operation import import_attribute
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.dispatch import Policy
+from megatron_dsa.ops.dispatch.operation import import_attribute
 from megatron_dsa.ops.hyper_connections import reference
 from megatron_dsa.ops.hyper_connections import torch as unfused
 from megatron_dsa.ops.hyper_connections.api import read_head, read_streams, write_streams

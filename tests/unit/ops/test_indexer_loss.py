@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     dense_indexer_loss,
     indexer_topk,
     sparse_indexer_loss,
 )
+from megatron_dsa.ops.dispatch import Policy, report, reset_report
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.ops.indexer_topk.reference import index_scores
-from megatron_dsa.sequence.layout import bshd_layout
+from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.tools.verify.indexer_loss import expected_dense_loss, expected_loss
 from megatron_dsa.tools.verify.lists import Lists
 from megatron_dsa.tools.verify.tolerances import INDEXER_LOSS

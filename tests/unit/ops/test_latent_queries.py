@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     IndexerTraining,
@@ -16,10 +15,11 @@ from megatron_dsa.dsa_kernels import (
     sparse_attention,
 )
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.indexer_loss import queries as queries_of
 from megatron_dsa.ops.indexer_loss.queries import LatentIndexerInputs, LatentQueries
+from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.rope.api import rotate_index
-from megatron_dsa.sequence.layout import bshd_layout
 from tests.helpers import relative_error
 
 TOKENS, LATENT, HEADS, DIM, ROPE, TOPK = 29, 12, 3, 8, 4, 6

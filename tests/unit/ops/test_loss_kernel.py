@@ -11,17 +11,17 @@ import re
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.dsa_kernels import sparse_indexer_loss
 from megatron_dsa.layers.warm_up import warm_up
-from megatron_dsa.numerics.arithmetic import valid_entries
+from megatron_dsa.ops.common.arithmetic import valid_entries
+from megatron_dsa.ops.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.ops.indexer_loss import reference
 from megatron_dsa.ops.indexer_loss.declaration import SPARSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import SparseLossInputs
 from megatron_dsa.ops.indexer_loss.tilelang.launch import sparse, units_per_one
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.reference import index_scores
-from megatron_dsa.sequence.layout import bshd_layout
+from megatron_dsa.ops.layout.layout import bshd_layout
 from tests.helpers import double_leaf, dynamic_shared_memory, needs_compiler, ptxas, relative_error
 
 TOLERANCE = 5e-3

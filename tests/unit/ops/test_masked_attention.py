@@ -6,7 +6,6 @@ import weakref
 import pytest
 import torch
 
-from megatron_dsa.dispatch.operation import import_attribute
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     IndexerTraining,
@@ -15,6 +14,8 @@ from megatron_dsa.dsa_kernels import (
     sparse_attention,
 )
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.dispatch.operation import import_attribute
+from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.masked_attention import torch as unfused
 from megatron_dsa.ops.masked_attention.declaration import (
     BACKWARD,
@@ -24,7 +25,6 @@ from megatron_dsa.ops.masked_attention.declaration import (
     VISIBLE_BITS,
 )
 from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs, VisibleBitsInputs
-from megatron_dsa.sequence.layout import bshd_layout
 from megatron_dsa.tools.verify.comparison import Comparison
 from megatron_dsa.tools.verify.lists import Lists
 from megatron_dsa.tools.verify.masked_attention import MaskedReference, masked_case

@@ -13,7 +13,6 @@ import torch
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.config.presets import preset
-from megatron_dsa.dispatch import Policy, describe_call, meta_dispatch
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     IndexerTraining,
@@ -22,11 +21,12 @@ from megatron_dsa.dsa_kernels import (
     masked_attention,
 )
 from megatron_dsa.layers.required_ops import selected_attention
+from megatron_dsa.ops.dispatch import Policy, describe_call, meta_dispatch
+from megatron_dsa.ops.layout.layout import packed_layout
 from megatron_dsa.ops.masked_attention.bits import pack
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.masked_attention.inputs import MaskedAttentionInputs
 from megatron_dsa.ops.masked_attention.triton.tiles import Tiles
-from megatron_dsa.sequence.layout import packed_layout
 from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 from megatron_dsa.tools.verify.comparison import Comparison
 from megatron_dsa.tools.verify.lists import Lists

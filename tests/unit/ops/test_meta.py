@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_dsa.dispatch.operation import import_attribute
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.dispatch.operation import import_attribute
 from megatron_dsa.ops.masked_attention.bits import groups
 from megatron_dsa.ops.sparse_attention import flashmla
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs

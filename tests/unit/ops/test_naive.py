@@ -5,8 +5,8 @@ import torch
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.metrics.log import IndexerLog
-from megatron_dsa.numerics.scaling import Scaled
 from megatron_dsa.ops import naive
+from megatron_dsa.ops.common.scaling import Scaled
 from tests.helpers import relative_error
 from tests.host import attention_module, hidden_like, small_config, small_csa_config
 

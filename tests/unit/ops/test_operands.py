@@ -10,11 +10,11 @@ from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.from_megatron import layout_from_megatron
 from megatron_dsa.ops.compressor.api import compress
 from megatron_dsa.ops.key_lists.api import KeyLists
+from megatron_dsa.ops.layout.compressed import compressed_keys
+from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
+from megatron_dsa.ops.layout.positions import positions_to_rows, rows_to_positions
+from megatron_dsa.ops.layout.sharding import Sharding
 from megatron_dsa.ops.rope.api import norm_rope, rotate
-from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.layout import bshd_layout, packed_layout
-from megatron_dsa.sequence.positions import positions_to_rows, rows_to_positions
-from megatron_dsa.sequence.sharding import Sharding
 
 TOKENS, HEADS, DIM, TOPK = 16, 2, 8, 5
 CPU = torch.device("cpu")

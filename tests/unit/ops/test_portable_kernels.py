@@ -11,9 +11,9 @@ import re
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.dispatch import Policy, report, reset_report
 from megatron_dsa.ops.sparse_attention import torch as unfused
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron_dsa import dsa_kernels as ops
-from megatron_dsa.dispatch import Policy
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.key_lists.api import KeyLists
-from megatron_dsa.sequence.compressed import CompressedKeys, compressed_keys
-from megatron_dsa.sequence.layout import Layout, bshd_layout, packed_layout
+from megatron_dsa.ops.layout.compressed import CompressedKeys, compressed_keys
+from megatron_dsa.ops.layout.layout import Layout, bshd_layout, packed_layout
 from tests.helpers import double_leaf, relative_error
 from tests.reference import operations_float64 as ref
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.sparse_attention import torch as unfused
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.reference import sparse_attention as reference

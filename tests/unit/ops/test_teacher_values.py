@@ -7,7 +7,7 @@ from megatron_dsa import torch_ops
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.dsa_kernels import IndexerInputs, sparse_indexer_loss
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.sequence.layout import bshd_layout
+from megatron_dsa.ops.layout.layout import bshd_layout
 from tests.helpers import check_device_assert, leaf
 from tests.host import attention_module, hidden_like, small_config, small_csa_config
 

@@ -12,11 +12,11 @@ from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.parallel import csa_keys, gather
 from megatron_dsa.metrics.quality import captured_mass
-from megatron_dsa.numerics.head_products import head_products
+from megatron_dsa.ops.common.head_products import head_products
 from megatron_dsa.ops.key_lists.api import KeyLists
+from megatron_dsa.ops.layout.compressed import compressed_keys
+from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.rope.api import norm_rope, rotate, rotate_index
-from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.layout import bshd_layout
 from tests.helpers import leaf
 
 T = 16

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, report, reset_report
+from megatron_dsa.ops.dispatch import Policy, report, reset_report
+from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from megatron_dsa.ops.masked_attention import reference, visible
 from megatron_dsa.ops.masked_attention import torch as unfused
 from megatron_dsa.ops.masked_attention.bits import pack, unpack
 from megatron_dsa.ops.masked_attention.inputs import VisibleBitsInputs
-from megatron_dsa.sequence.layout import bshd_layout, packed_layout
 from megatron_dsa.tools.verify.layouts import visible_keys
 from tests.cases.triton_kernels import assembly, interpret, prepare_interpreter, recorded
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, describe_call, report, reset_report
 from megatron_dsa.dsa_kernels import (
     IndexerInputs,
     IndexerTraining,
@@ -18,11 +17,12 @@ from megatron_dsa.dsa_kernels import (
 )
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.parallel import absorbed_attention as module
-from megatron_dsa.numerics.arithmetic import slices
+from megatron_dsa.ops.common.arithmetic import slices
+from megatron_dsa.ops.dispatch import Policy, describe_call, report, reset_report
+from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.sparse_attention.blocks import token_blocks
 from megatron_dsa.ops.sparse_attention.declaration import BACKWARD
 from megatron_dsa.ops.sparse_attention.tilelang import launch
-from megatron_dsa.sequence.layout import bshd_layout
 from tests.helpers import (
     leaf,
     peak_bytes,

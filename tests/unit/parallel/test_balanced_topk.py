@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from megatron_dsa.config.model import DSAOptions
-from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
 from megatron_dsa.layers.from_megatron import layout_from_megatron
 from megatron_dsa.layers.parallel import balanced_topk as module
 from megatron_dsa.layers.parallel.balanced_topk import balanced_topk, swap_of
 from megatron_dsa.layers.parallel.groups import Ranks
-from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.sharding import Sharding
+from megatron_dsa.ops.dispatch import Policy, report, reset_report
+from megatron_dsa.ops.layout.compressed import compressed_keys
+from megatron_dsa.ops.layout.sharding import Sharding
 from tests.cases.layers import DSA, HYBRID
 from tests.host import packed
 from tests.processes import run_ranks

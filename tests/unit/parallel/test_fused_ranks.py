@@ -105,7 +105,7 @@ def case_of(layer, is_packed, mode, backend):
 
 def _step(case, tp, cp):
     """Output, gradients and selections of a step; what ran."""
-    from megatron_dsa.dispatch import report, reset_report
+    from megatron_dsa.ops.dispatch import report, reset_report
 
     module, x, packing = build(case, tp, cp)
     selector = importlib.import_module(f"megatron_dsa.{case.selector}")

@@ -13,7 +13,7 @@ import torch
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.dsa_kernels import key_bits, masked_attention
 from megatron_dsa.layers.parallel.gather import gathered_product, grad_proxy_for
-from megatron_dsa.numerics.arithmetic import mm
+from megatron_dsa.ops.common.arithmetic import mm
 from tests.cases.layers import DSA, PACKED, RECOMPUTED
 from tests.helpers import relative_error
 from tests.ranks import build_two, spawn, summed_gradients
@@ -48,7 +48,7 @@ def sharing_layers(name, mode="heads"):
 
 def _calls(monkeypatch, run):
     """Return the pairs of an operation and its call, without what depends on the batch."""
-    from megatron_dsa.dispatch import Operation
+    from megatron_dsa.ops.dispatch import Operation
 
     calls, original = [], Operation.run
 

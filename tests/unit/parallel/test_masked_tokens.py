@@ -117,7 +117,7 @@ def step(model, config, case, pair):
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    from megatron_dsa.sequence.sharding import Sharding
+    from megatron_dsa.ops.layout.sharding import Sharding
     from megatron_dsa.training.data import take_tokens
     from megatron_dsa.training.setup import loss_function
 

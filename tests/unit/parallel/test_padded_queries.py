@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, describe_call
 from megatron_dsa.dsa_kernels import absorbed_attention, sparse_attention
+from megatron_dsa.ops.dispatch import Policy, describe_call
 from megatron_dsa.ops.sparse_attention.blocks import token_blocks
 from tests.helpers import leaf, relative_error
 

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dsa import dispatch
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import dense_attention, gathered_latent_attention
 from megatron_dsa.errors import ConfigError, ImplementationError
 from megatron_dsa.layers.from_megatron import layout_from_megatron
@@ -18,11 +16,13 @@ from megatron_dsa.layers.parallel.ring import (
     ZigzagShard,
     token_shard,
 )
+from megatron_dsa.ops import dispatch
 from megatron_dsa.ops.dense_attention import torch as torch_block
 from megatron_dsa.ops.dense_attention.sequences import Dense
-from megatron_dsa.sequence.compressed import visible_groups
-from megatron_dsa.sequence.layout import bshd_layout, packed_layout
-from megatron_dsa.sequence.sharding import CP_LAYOUTS, Sharding
+from megatron_dsa.ops.dispatch import Policy
+from megatron_dsa.ops.layout.compressed import visible_groups
+from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
+from megatron_dsa.ops.layout.sharding import CP_LAYOUTS, Sharding
 from tests.helpers import relative_error
 
 CPU = torch.device("cpu")

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megatron_dsa.config.model import DSAOptions
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining, key_bits, masked_attention
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.dispatch import Policy
+from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.ops.masked_attention.bits import WORDS, groups
-from megatron_dsa.sequence.layout import bshd_layout
 from tests.cases.layers import DSA, PACKED, RECOMPUTED
 from tests.helpers import relative_error
 from tests.ranks import build_two, spawn, summed_gradients
@@ -39,8 +39,8 @@ def sharing_layers(name):
 
 def _run_layers(case, tp, cp):
     """Two layers, of which the second attends to the keys of the first."""
-    from megatron_dsa.dispatch import report, reset_report
     from megatron_dsa.layers.dsa_core import TopKIndices
+    from megatron_dsa.ops.dispatch import report, reset_report
     from tests.cases.log import logged_of_first
 
     first, second, x, packing = build_two(case, tp, cp)
@@ -130,7 +130,7 @@ def _attend(policy, tp, cp):
     """Output, head sums, recorded loss and gradients of a rank's heads and tokens."""
     from megatron.core import parallel_state
 
-    from megatron_dsa.sequence.sharding import KeyOwnership, Sharding, sharded_layout
+    from megatron_dsa.ops.layout.sharding import KeyOwnership, Sharding, sharded_layout
 
     group = parallel_state.get_tensor_model_parallel_group() if tp > 1 else None
     rank = 0 if group is None else group.rank()

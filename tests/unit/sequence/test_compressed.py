@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.dsa_kernels import sparse_attention
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops.compressor.api import compress
+from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.key_lists.api import KeyLists
-from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.layout import bshd_layout, packed_layout
+from megatron_dsa.ops.layout.compressed import compressed_keys
+from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 from tests.helpers import leaf, relative_error
 
 CPU = torch.device("cpu")

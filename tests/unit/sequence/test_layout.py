@@ -7,7 +7,7 @@ import torch
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.from_megatron import layout_from_megatron
-from megatron_dsa.sequence.layout import bshd_layout, packed_layout
+from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
 
 
 def seen_rows(layout):

@@ -5,9 +5,9 @@ import torch
 
 from megatron_dsa.dsa_kernels import indexer_topk
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.layout import packed_layout
-from megatron_dsa.sequence.positions import (
+from megatron_dsa.ops.layout.compressed import compressed_keys
+from megatron_dsa.ops.layout.layout import packed_layout
+from megatron_dsa.ops.layout.positions import (
     own_rows,
     positions_to_rows,
     rows_to_positions,
@@ -89,7 +89,7 @@ def test_broken_rules_are_named(rule):
 
 def test_the_device_is_told_who_says_more(monkeypatch):
     """A GPU does not tell the rules apart; the start of its message must say who does."""
-    from megatron_dsa.sequence import positions
+    from megatron_dsa.ops.layout import positions
 
     said = []
     monkeypatch.setattr(positions, "require_values", lambda rules, summary: said.append(summary))

@@ -7,9 +7,9 @@ import torch
 
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.from_megatron import layout_from_megatron
-from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.halo import halo_of
-from megatron_dsa.sequence.sharding import CP_LAYOUTS, Sharding
+from megatron_dsa.ops.layout.compressed import compressed_keys
+from megatron_dsa.ops.layout.halo import halo_of
+from megatron_dsa.ops.layout.sharding import CP_LAYOUTS, Sharding
 from tests.host import packed
 from tests.ranks import Case
 

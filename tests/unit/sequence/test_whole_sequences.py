@@ -6,10 +6,10 @@ Numbers in docstrings are rows of the list of bugs that other systems shipped.
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk
-from megatron_dsa.sequence.compressed import compressed_keys
-from megatron_dsa.sequence.layout import bshd_layout
+from megatron_dsa.ops.dispatch import Policy, report, reset_report
+from megatron_dsa.ops.layout.compressed import compressed_keys
+from megatron_dsa.ops.layout.layout import bshd_layout
 from tests.helpers import peak_memory_above, skip_unless_they_run
 
 CUDA = torch.device("cuda")

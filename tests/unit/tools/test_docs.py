@@ -365,4 +365,4 @@ def test_check_finds_what_is_wrong(command):
 
 def test_check_of_python_finds_what_is_wrong():
     with pytest.raises(AssertionError):
-        check_python("from megatron_dsa.sequence.layout import nothing")
+        check_python("from megatron_dsa.ops.layout.layout import nothing")

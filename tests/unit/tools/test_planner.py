@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-from megatron_dsa import dispatch, specs
-from megatron_dsa.dispatch.gpus import GPU, GPUS
+from megatron_dsa import specs
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.metrics.log import NAMES, IndexerLog
+from megatron_dsa.ops import dispatch
 from megatron_dsa.ops.compressor.declaration import COMPRESSOR
+from megatron_dsa.ops.dispatch.gpus import GPU, GPUS
 from megatron_dsa.tools.planner import chunks
 from megatron_dsa.tools.planner.command import dry_run
 from megatron_dsa.tools.planner.memory import LIBRARIES
@@ -554,7 +555,7 @@ def test_what_a_plan_chose_is_chosen_anew_and_logged_by_a_run(add, monkeypatch, 
     asked = []
     add("compressor", lambda torchs: torchs, probe=lambda _: asked.append(dispatch.on_meta()))
     monkeypatch.setattr(dispatch.choice_log, "_logged", set())
-    caplog.set_level("INFO", "megatron_dsa.dispatch")
+    caplog.set_level("INFO", "megatron_dsa.ops.dispatch")
     shape = {"heads": 4, "qk_dim": 16, "v_dim": 16, "dtype": torch.float32}
     call = dispatch.describe_call("cpu", **shape)
     with dispatch.meta_dispatch(None):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_dsa.sequence.layout import bshd_layout
+from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.tools.verify.comparison import (
     Comparison,
     comparison_at_model_shapes,

@@ -16,8 +16,8 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import megatron_dsa.torch_ops as ops
-from megatron_dsa.dispatch import Policy, report, reset_report
 from megatron_dsa.errors import ConfigError, ImplementationError
+from megatron_dsa.ops.dispatch import Policy, report, reset_report
 from megatron_dsa.torch_ops.registration import policy_of, policy_text
 from tests.cases.torch_ops import CASES, RELEASED, TOKENS, Case
 

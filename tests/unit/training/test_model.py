@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dsa.dispatch import Candidate, Choice, Support
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.ops.dispatch import Candidate, Choice, Support
 from megatron_dsa.training.model import (
     DSAModelBuilder,
     DSAModelConfig,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.dispatch import Policy
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.parallel.ring import attention
 from megatron_dsa.layers.parallel.ring.attention import describe_dense_call
@@ -18,10 +17,11 @@ from megatron_dsa.layers.parallel.ring.shards import (
     TokenShard,
     ZigzagShard,
 )
-from megatron_dsa.numerics.checks import FLOATS, require_layout, require_scale, require_tensor
+from megatron_dsa.ops.common.checks import FLOATS, require_layout, require_scale, require_tensor
 from megatron_dsa.ops.dense_attention.declaration import DENSE_ATTENTION
-from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.sequence.sharding import Sharding, padded_bound
+from megatron_dsa.ops.dispatch import Policy
+from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.sharding import Sharding, padded_bound
 
 
 def dense_attention(

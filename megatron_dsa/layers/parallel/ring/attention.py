@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import distributed
 
-from megatron_dsa.dispatch import describe_call
-from megatron_dsa.dispatch.support import OpCall
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.layers.parallel.ring.exchange import Gathered, Ring, RingExchange
 from megatron_dsa.layers.parallel.ring.loop import attend, gradients
 from megatron_dsa.layers.parallel.ring.payload import KeysAndValues, Latent
 from megatron_dsa.layers.parallel.ring.shards import TokenShard
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
-from megatron_dsa.numerics.autograd import once_differentiable
-from megatron_dsa.numerics.checks import FLOATS, require_tensor
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.checks import FLOATS, require_tensor
 from megatron_dsa.ops.dense_attention.blocks import BlockAttention, choose
+from megatron_dsa.ops.dispatch import describe_call
+from megatron_dsa.ops.dispatch.support import OpCall
 
 
 def describe_dense_call(q: torch.Tensor, v_dim: int, packed: bool) -> OpCall:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.dispatch.packages import TRITON
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.dispatch.packages import TRITON
 
 
 class Combined:

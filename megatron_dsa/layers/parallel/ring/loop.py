@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_dsa.layers.parallel.ring.combine import Combined
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
 
 
 def attend(q, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import accumulation_dtype, mm
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype, mm
 
 
 class KeysAndValues:

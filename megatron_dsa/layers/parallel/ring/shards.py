@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.numerics.checks import require_cu_seqlens, require_values
+from megatron_dsa.ops.common.checks import require_cu_seqlens, require_values
 from megatron_dsa.ops.dense_attention.sequences import Dense, Packed, covering
 
 _ALL = slice(None)

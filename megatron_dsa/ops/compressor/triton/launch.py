@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from megatron_dsa.dispatch.gpus import processors
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.common.autograd import once_differentiable
 from megatron_dsa.ops.compressor.api import CompressorInputs
 from megatron_dsa.ops.compressor.triton import kernels
-from megatron_dsa.sequence.compressed import Groups
+from megatron_dsa.ops.dispatch.gpus import processors
+from megatron_dsa.ops.layout.compressed import Groups
 
 #: Up to this many positions lie in one thread.
 _FEW_POSITIONS = 16

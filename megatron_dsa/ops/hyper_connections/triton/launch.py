@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 import triton
 
-from megatron_dsa.dispatch.gpus import processors
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.hyper_connections.inputs import ReadInputs, WriteInputs
 from megatron_dsa.ops.hyper_connections.triton import gradients, weights
 from megatron_dsa.ops.hyper_connections.triton import streams as kernels

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dsa.numerics.arithmetic import slices
+from megatron_dsa.ops.common.arithmetic import slices
 from megatron_dsa.ops.hopper.tiles import LOG2_E
 from megatron_dsa.ops.indexer_loss.dense import dense_loss
 from megatron_dsa.ops.indexer_loss.inputs import (
@@ -20,7 +20,7 @@ from megatron_dsa.ops.indexer_loss.inputs import (
 )
 from megatron_dsa.ops.indexer_loss.tilelang.teacher import compiled
 from megatron_dsa.ops.indexer_loss.triton.dense import BLOCK, TritonTiles, whole_blocks
-from megatron_dsa.sequence.blocks import Seen
+from megatron_dsa.ops.layout.blocks import Seen
 
 #: Dims of a key's rope, and of its query by dims of the key without rope.
 ROPE = 64

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.dispatch import deterministic_mode
-from megatron_dsa.numerics.arithmetic import lengths
+from megatron_dsa.ops.common.arithmetic import lengths
+from megatron_dsa.ops.dispatch import deterministic_mode
 from megatron_dsa.ops.hopper.fixed_point import largest, units_for
 from megatron_dsa.ops.hopper.fragments import in_column_order_transposed
 from megatron_dsa.ops.indexer_loss.inputs import IndexerGradients, SparseLoss, SparseLossInputs

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from megatron_dsa.numerics.arithmetic import slices
+from megatron_dsa.ops.common.arithmetic import slices
 from megatron_dsa.ops.indexer_loss.dense import dense_loss, take
 from megatron_dsa.ops.indexer_loss.inputs import (
     DenseLossInputs,
@@ -23,8 +23,8 @@ from megatron_dsa.ops.indexer_loss.inputs import (
 from megatron_dsa.ops.indexer_loss.tiles import TileBytes, fitting_shape, gathered_bytes
 from megatron_dsa.ops.indexer_loss.triton import gradients, student, teacher
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
-from megatron_dsa.sequence.blocks import Seen
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.blocks import Seen
+from megatron_dsa.ops.layout.layout import Layout
 
 #: Teachers and gradients on scores have multiples of so many rows and columns.
 BLOCK = 128

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.dispatch import deterministic_mode
-from megatron_dsa.dispatch.gpus import processors
+from megatron_dsa.ops.dispatch import deterministic_mode
+from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.masked_attention.bits import GROUP
 from megatron_dsa.ops.masked_attention.inputs import ListedProbabilities, MaskedAttentionInputs
 from megatron_dsa.ops.masked_attention.tilelang import backward as backward_program

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_dsa.dispatch import deterministic_mode
-from megatron_dsa.dispatch.gpus import processors
-from megatron_dsa.numerics.arithmetic import rows_in_budget
+from megatron_dsa.ops.common.arithmetic import rows_in_budget
+from megatron_dsa.ops.dispatch import deterministic_mode
+from megatron_dsa.ops.dispatch.gpus import processors
 from megatron_dsa.ops.hopper.fixed_point import largest
 from megatron_dsa.ops.hopper.fragments import (
     in_column_order,

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dsa.numerics.arithmetic import rows_in_budget, valid_entries
-from megatron_dsa.numerics.scaling import has_triton
+from megatron_dsa.ops.common.arithmetic import rows_in_budget, valid_entries
+from megatron_dsa.ops.common.scaling import has_triton
 
 
 def to_callers_lists(

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_dsa.dispatch.packages import TRITON
-from megatron_dsa.numerics.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.dispatch.packages import TRITON
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def scaled_together(
     )
     fits = all(x.is_cuda and x.is_contiguous() and x.dtype != torch.float64 for x in gradients)
     if fits and has_triton():
-        from megatron_dsa.numerics.scaling_triton import scale  # needs Triton
+        from megatron_dsa.ops.common.scaling_triton import scale  # needs Triton
 
         scale(gradients, factor.number, factor.times, factor.over, results)
         return results
@@ -127,7 +127,7 @@ def add_to_mean(sums: torch.Tensor, counts: torch.Tensor, scaled: Scaled) -> Non
     """
     value, factor = scaled.value, scaled.factor.on_device()
     if value.is_cuda and value.dtype == sums.dtype and has_triton():
-        from megatron_dsa.numerics.scaling_triton import add_scaled  # needs Triton
+        from megatron_dsa.ops.common.scaling_triton import add_scaled  # needs Triton
 
         add_scaled(sums, counts, value, factor.number, factor.times, factor.over)
         return

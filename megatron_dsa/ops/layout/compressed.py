@@ -7,7 +7,7 @@ not compressed. A query at position ``t`` sees the groups that end at or before 
 
 The compressed keys of all sequences lie in order in *compressed slots*, so that every query token
 sees a contiguous range of them: to the indexer and its losses they are a
-:class:`~megatron_dsa.sequence.layout.Layout` like any other. A packed sequence that starts at row
+:class:`~megatron_dsa.ops.layout.layout.Layout` like any other. A packed sequence that starts at row
 ``o`` has the slots from ``o // ratio`` on: no two groups meet there, without counting the
 groups of the sequences before. Some slots in between hold no group.
 """
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.sequence.halo import Halo, halo_of
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.layout.halo import Halo, halo_of
+from megatron_dsa.ops.layout.layout import Layout
 
 
 @dataclass(frozen=True, eq=False)

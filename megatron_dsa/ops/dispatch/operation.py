@@ -14,12 +14,18 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.dispatch.choice_log import log_choice, log_once
-from megatron_dsa.dispatch.counts import TIMES, count, profiler_range, uncounted
-from megatron_dsa.dispatch.gpus import of_device
-from megatron_dsa.dispatch.policy import FLAG, VARIABLE, Policy, check_environment, check_operations
-from megatron_dsa.dispatch.support import OpCall, Support
 from megatron_dsa.errors import ConfigError, FallbackError, ImplementationError
+from megatron_dsa.ops.dispatch.choice_log import log_choice, log_once
+from megatron_dsa.ops.dispatch.counts import TIMES, count, profiler_range, uncounted
+from megatron_dsa.ops.dispatch.gpus import of_device
+from megatron_dsa.ops.dispatch.policy import (
+    FLAG,
+    VARIABLE,
+    Policy,
+    check_environment,
+    check_operations,
+)
+from megatron_dsa.ops.dispatch.support import OpCall, Support
 
 #: Characters of a reason in a line that gives one.
 _SHORT = 64

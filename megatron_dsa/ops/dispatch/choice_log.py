@@ -1,6 +1,6 @@
 """What the log says of choices: a short line each, or one table for those of a whole model.
 
-At level DEBUG of the logger ``megatron_dsa.dispatch`` lines name every rejected candidate and why.
+At level DEBUG of the logger ``megatron_dsa.ops.dispatch`` lines name every rejected candidate and why.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from megatron_dsa.dispatch.operation import Choice
-    from megatron_dsa.dispatch.policy import Policy
-    from megatron_dsa.dispatch.support import OpCall
+    from megatron_dsa.ops.dispatch.operation import Choice
+    from megatron_dsa.ops.dispatch.policy import Policy
+    from megatron_dsa.ops.dispatch.support import OpCall
 
-logger = logging.getLogger("megatron_dsa.dispatch")
+logger = logging.getLogger("megatron_dsa.ops.dispatch")
 
 #: Stands for all fallbacks on a machine without a GPU.
 NO_GPU = "no GPU: torch runs everything"

@@ -90,7 +90,7 @@ def require_layout(
     """Raise unless a layout describes as many query and key tokens as these tensors have.
 
     Args:
-        layout: the :class:`~megatron_dsa.sequence.layout.Layout` of a call.
+        layout: the :class:`~megatron_dsa.ops.layout.layout.Layout` of a call.
         queries: tensors with one entry per query token, by the name of their argument.
         keys: the same per key token.
 

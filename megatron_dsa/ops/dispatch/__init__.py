@@ -11,9 +11,9 @@ was called how often.
 This package knows no operation: they are declared in :mod:`megatron_dsa.ops`.
 """
 
-from megatron_dsa.dispatch.choice_log import choices_unlogged, log_all_candidates, log_once
-from megatron_dsa.dispatch.counts import count, report, reset_report, uncounted
-from megatron_dsa.dispatch.operation import (
+from megatron_dsa.ops.dispatch.choice_log import choices_unlogged, log_all_candidates, log_once
+from megatron_dsa.ops.dispatch.counts import count, report, reset_report, uncounted
+from megatron_dsa.ops.dispatch.operation import (
     Candidate,
     Choice,
     First,
@@ -26,8 +26,8 @@ from megatron_dsa.dispatch.operation import (
     meta_dispatch,
     on_meta,
 )
-from megatron_dsa.dispatch.policy import DEFAULT_WORKSPACE_BYTES, Policy
-from megatron_dsa.dispatch.support import OpCall, Support
+from megatron_dsa.ops.dispatch.policy import DEFAULT_WORKSPACE_BYTES, Policy
+from megatron_dsa.ops.dispatch.support import OpCall, Support
 
 __all__ = [
     "Candidate",

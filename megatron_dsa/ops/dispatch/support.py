@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsa.dispatch.packages import Package
+from megatron_dsa.ops.dispatch.packages import Package
 
 HALF = (torch.bfloat16, torch.float16)
 #: What an implementation declares whose sums vary in order unless torch's deterministic mode is on.

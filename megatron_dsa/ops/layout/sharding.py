@@ -18,10 +18,10 @@ from typing import Literal, get_args
 import torch
 
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.numerics.capture import tensor_cache
-from megatron_dsa.numerics.checks import require_tensor
-from megatron_dsa.sequence.blocks import QueryRange
-from megatron_dsa.sequence.layout import Layout
+from megatron_dsa.ops.common.capture import tensor_cache
+from megatron_dsa.ops.common.checks import require_tensor
+from megatron_dsa.ops.layout.blocks import QueryRange
+from megatron_dsa.ops.layout.layout import Layout
 
 #: ``zigzag``: a rank holds chunks ``r`` and ``2 * cp - 1 - r`` of ``2 * cp``, of every document in
 #: packed batches; ``zigzag_rows``: of the packed tokens, whatever documents they belong to;

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.sequence.sharding import Sharding
+from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.sharding import Sharding
 
 
 @dataclass(frozen=True, eq=False)

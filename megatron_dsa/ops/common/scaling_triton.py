@@ -74,7 +74,7 @@ def scale(
 
     Args:
         gradients: one to three, 16-bit or fp32, contiguous, on a GPU.
-        number, times, over: as of :class:`megatron_dsa.numerics.scaling.Factor`.
+        number, times, over: as of :class:`megatron_dsa.ops.common.scaling.Factor`.
         results: of the same shapes, contiguous, 16-bit or fp32.
     """
     some = [(x, out) for x, out in zip(gradients, results, strict=True) if x.numel()]

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 import torch
 
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.numerics.arithmetic import rows_in_budget, slices
-from megatron_dsa.numerics.checks import require_tensor, require_values
-from megatron_dsa.sequence.layout import Layout
-from megatron_dsa.sequence.sharding import Sharding
+from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices
+from megatron_dsa.ops.common.checks import require_tensor, require_values
+from megatron_dsa.ops.layout.layout import Layout
+from megatron_dsa.ops.layout.sharding import Sharding
 
 #: Stands behind every position in sorted lists.
 _NONE = torch.iinfo(torch.int32).max
@@ -66,7 +66,7 @@ def validate_indices(
         indices: positions, int32 ``[tokens, K]`` (see the module). Rows of padding are not read.
         layout: of the query tokens:
             :func:`~megatron_dsa.layers.from_megatron.layout_from_megatron`,
-            :func:`~megatron_dsa.sequence.layout.bshd_layout` or ``packed_layout``; for compressed
+            :func:`~megatron_dsa.ops.layout.layout.bshd_layout` or ``packed_layout``; for compressed
             keys ``compressed_keys(layout, 4).layout``.
         topk: the largest ``K``.
         ascending: also ask for ascending lists with ``-1`` last. Replay does not need it.
@@ -149,7 +149,7 @@ def positions_to_rows(
         slots = torch.where(valid, ordered + keys.start[rows, None], -1)
         indices[rows, :width] = keys.to_key_rows(slots)
         length[rows] = valid.sum(-1, dtype=torch.int32)
-    advice = "megatron_dsa.sequence.positions.validate_indices says which and where"
+    advice = "megatron_dsa.ops.layout.positions.validate_indices says which and where"
     rules = "; ".join(RULES[r] for r in list(RULES)[:4])
     require_values(
         {f"{name}: one of these rules is broken: {rules}. {advice}": fine},

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_dsa.errors import require
-from megatron_dsa.numerics.capture import capturing, tensor_cache
-from megatron_dsa.numerics.checks import require_cu_seqlens, require_tensor, require_values
-from megatron_dsa.sequence.blocks import Block, QueryRange, Seen
+from megatron_dsa.ops.common.capture import capturing, tensor_cache
+from megatron_dsa.ops.common.checks import require_cu_seqlens, require_tensor, require_values
+from megatron_dsa.ops.layout.blocks import Block, QueryRange, Seen
 
 if TYPE_CHECKING:
-    from megatron_dsa.sequence.sharding import KeyOwnership
+    from megatron_dsa.ops.layout.sharding import KeyOwnership
 
 
 @dataclass(frozen=True, eq=False)

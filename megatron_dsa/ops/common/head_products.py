@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dsa.numerics.autograd import once_differentiable
+from megatron_dsa.ops.common.autograd import once_differentiable
 
 
 def write_head_products(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ class QueryRange:
     The i-th query of ``rows`` is at a position within ``slack`` of ``place + i * step``, counted
     from the slot ``origin``. It sees no slot behind its own and none before ``origin`` or ``origin
     + position + 1 - lookback``. If a slot stands for ``ratio`` positions
-    (:mod:`megatron_dsa.sequence.compressed`), all but ``origin`` still count positions.
+    (:mod:`megatron_dsa.ops.layout.compressed`), all but ``origin`` still count positions.
 
     Attributes:
         rows: slice of query tokens.
