@@ -19,7 +19,7 @@ import torch
 
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import Candidate, describe_call
-from megatron_dsa.tools.verify import comparison as verify
+from megatron_dsa.testing import comparison as verify
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dsa.tools.verify.lists import Lists
+from megatron_dsa.testing.lists import Lists
 
 #: Every query selects this many keys right before it in a clustered list (fewer for a small K).
 RECENT = 64

@@ -18,8 +18,8 @@ from megatron_dsa.ops.hyper_connections.api import (
     read_streams,
     write_streams,
 )
-from megatron_dsa.tools.verify.comparison import Comparison
-from megatron_dsa.tools.verify.tolerances import MODEL_SHAPES
+from megatron_dsa.testing.comparison import Comparison
+from megatron_dsa.testing.tolerances import MODEL_SHAPES
 
 DTYPE = torch.bfloat16
 STREAMS, EPS, ITERATIONS = 4, 1e-6, 20

@@ -38,7 +38,7 @@ from benchmarks.timing import Clock, Peak, quantile, summary, what_ran
 from benchmarks.tracing import trace_of
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops.dispatch import reset_report
-from megatron_dsa.tools.verify.comparison import relative_error
+from megatron_dsa.testing.comparison import relative_error
 
 CEILINGS = ()
 ON_DEVICE = True

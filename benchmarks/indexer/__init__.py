@@ -34,22 +34,22 @@ from megatron_dsa.metrics.flops import Keys
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
 from megatron_dsa.ops.dispatch import Policy, reset_report
 from megatron_dsa.ops.layout.layout import bshd_layout
-from megatron_dsa.tools.verify.comparison import comparison_at_model_shapes
-from megatron_dsa.tools.verify.engine_scores import EngineCase
-from megatron_dsa.tools.verify.indexer_loss import (
+from megatron_dsa.testing.comparison import comparison_at_model_shapes
+from megatron_dsa.testing.engine_scores import EngineCase
+from megatron_dsa.testing.indexer_loss import (
     ExpectedLoss,
     expected_dense_loss,
     expected_loss,
     random_teacher,
 )
-from megatron_dsa.tools.verify.indexer_topk import (
+from megatron_dsa.testing.indexer_topk import (
     SelectionCase,
     random_index_inputs,
 )
-from megatron_dsa.tools.verify.layouts import layout_of_tokens, sampled_tokens
-from megatron_dsa.tools.verify.lists import Lists
-from megatron_dsa.tools.verify.shapes import Shape
-from megatron_dsa.tools.verify.tolerances import LEAST_ENGINE_SHARE
+from megatron_dsa.testing.layouts import layout_of_tokens, sampled_tokens
+from megatron_dsa.testing.lists import Lists
+from megatron_dsa.testing.shapes import Shape
+from megatron_dsa.testing.tolerances import LEAST_ENGINE_SHARE
 
 CEILINGS = ("gemm",)
 ON_DEVICE = True

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.megatron_layer import Layer
 from benchmarks.timing import Clock, Peak
-from megatron_dsa.tools.verify.comparison import relative_error
+from megatron_dsa.testing.comparison import relative_error
 
 #: The name of the way.
 GRAPH = "graph"

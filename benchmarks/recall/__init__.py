@@ -31,7 +31,7 @@ from megatron_dsa.ops.indexer_topk import engine
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.layout.blocks import Seen
 from megatron_dsa.ops.layout.layout import bshd_layout
-from megatron_dsa.tools.verify.comparison import relative_error
+from megatron_dsa.testing.comparison import relative_error
 from megatron_dsa.versions import why_not_transformer_engine
 
 CEILINGS = ()

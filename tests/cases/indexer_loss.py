@@ -3,7 +3,7 @@
 import torch
 
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
-from megatron_dsa.tools.verify.comparison import Comparison
+from megatron_dsa.testing.comparison import Comparison
 
 LAYOUTS = {
     "one sequence": lambda device: bshd_layout(48, 1, device),

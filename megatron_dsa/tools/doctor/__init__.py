@@ -7,7 +7,7 @@ inputs hold what kernels are known to fail on: empty rows, holes,
 ids out of range, stale ids, lists of different lengths, keys that are NaN and must not be touched.
 
 ``options`` and ``shapes`` are what is asked for, ``attention``, ``indexer`` and ``engine`` the
-checks (run by ``session``, in the order of ``examine``) by :mod:`megatron_dsa.tools.verify`,
+checks (run by ``session``, in the order of ``examine``) by :mod:`megatron_dsa.testing`,
 ``results`` what they say, ``table`` how it is printed.
 """
 

@@ -7,16 +7,16 @@ import torch
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import describe_call
 from megatron_dsa.ops.dispatch.support import OpCall
-from megatron_dsa.tools.doctor.results import Part
-from megatron_dsa.tools.doctor.session import Session, named
-from megatron_dsa.tools.verify.layouts import layout_of_tokens, sampled_tokens
-from megatron_dsa.tools.verify.lists import difficult_lists, full_lists, layout_of
-from megatron_dsa.tools.verify.shapes import Shape
-from megatron_dsa.tools.verify.sparse_attention import (
+from megatron_dsa.testing.layouts import layout_of_tokens, sampled_tokens
+from megatron_dsa.testing.lists import difficult_lists, full_lists, layout_of
+from megatron_dsa.testing.shapes import Shape
+from megatron_dsa.testing.sparse_attention import (
     AttentionReference,
     attention_case,
     expected_attention,
 )
+from megatron_dsa.tools.doctor.results import Part
+from megatron_dsa.tools.doctor.session import Session, named
 
 FORWARD, BACKWARD, TEACHER = (
     "sparse_attention_forward",

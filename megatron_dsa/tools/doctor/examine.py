@@ -11,13 +11,13 @@ from megatron_dsa import __version__
 from megatron_dsa.errors import ConfigError
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import choices_unlogged, uncounted
+from megatron_dsa.testing.shapes import Shape
 from megatron_dsa.tools.doctor.attention import check_attention
 from megatron_dsa.tools.doctor.engine import check_engine_scores
 from megatron_dsa.tools.doctor.indexer import check_loss, check_selection
 from megatron_dsa.tools.doctor.results import Report
 from megatron_dsa.tools.doctor.session import Session
 from megatron_dsa.tools.doctor.shapes import shapes_from
-from megatron_dsa.tools.verify.shapes import Shape
 from megatron_dsa.versions import OPTIONAL_PACKAGES, optional_version
 
 #: Operations that get verdicts.

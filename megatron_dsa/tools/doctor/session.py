@@ -13,6 +13,8 @@ from megatron_dsa.errors import DSAError
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import Candidate, Policy
 from megatron_dsa.ops.dispatch.support import OpCall
+from megatron_dsa.testing.shapes import Shape
+from megatron_dsa.testing.tolerances import MODEL_SHAPES, by_figure
 from megatron_dsa.tools.doctor.measure import (
     dirty_memory,
     median_ms,
@@ -21,8 +23,6 @@ from megatron_dsa.tools.doctor.measure import (
     synchronize,
 )
 from megatron_dsa.tools.doctor.results import NotChecked, Part, Report, Result
-from megatron_dsa.tools.verify.shapes import Shape
-from megatron_dsa.tools.verify.tolerances import MODEL_SHAPES, by_figure
 
 #: Equal calls whose results are compared bit for bit.
 REPEATS = 3

@@ -6,8 +6,8 @@ import dataclasses
 import math
 
 from megatron_dsa.ops.dispatch.support import short_dtype
+from megatron_dsa.testing.shapes import Shape
 from megatron_dsa.tools.doctor.results import NOT_PROVEN, WRONG, Part, Report, Result
-from megatron_dsa.tools.verify.shapes import Shape
 
 #: Headings and the figures under them: the errors of the small comparison, then the rest.
 _ERRORS = {

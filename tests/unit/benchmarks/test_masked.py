@@ -16,8 +16,8 @@ from megatron_dsa.errors import ImplementationError
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
 from megatron_dsa.ops.dense_attention.blocks import BLOCK_KERNELS
 from megatron_dsa.ops.masked_attention.inputs import ListedProbabilities
-from megatron_dsa.tools.verify import layouts
-from megatron_dsa.tools.verify.masked_attention import expected_masked
+from megatron_dsa.testing import layouts
+from megatron_dsa.testing.masked_attention import expected_masked
 from tests.helpers import relative_error
 
 CASE = Case(200, heads=3, distribution="clustered:0.8", workspace_mib=1, **TINY)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import timing
-from megatron_dsa.tools.verify.comparison import Comparison
+from megatron_dsa.testing.comparison import Comparison
 
 
 def with_error(error):

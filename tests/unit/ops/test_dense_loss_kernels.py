@@ -15,7 +15,7 @@ from megatron_dsa.ops.indexer_loss.declaration import DENSE_LOSS
 from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.ops.layout.compressed import compressed_keys
 from megatron_dsa.ops.layout.layout import bshd_layout, packed_layout
-from megatron_dsa.tools.verify.indexer_loss import expected_dense_loss
+from megatron_dsa.testing.indexer_loss import expected_dense_loss
 from tests.cases.dense_loss import (
     MODULE,
     Shape,

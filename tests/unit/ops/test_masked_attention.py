@@ -25,9 +25,9 @@ from megatron_dsa.ops.masked_attention.declaration import (
     VISIBLE_BITS,
 )
 from megatron_dsa.ops.masked_attention.inputs import KeyBitsInputs, VisibleBitsInputs
-from megatron_dsa.tools.verify.comparison import Comparison
-from megatron_dsa.tools.verify.lists import Lists
-from megatron_dsa.tools.verify.masked_attention import MaskedReference, masked_case
+from megatron_dsa.testing.comparison import Comparison
+from megatron_dsa.testing.lists import Lists
+from megatron_dsa.testing.masked_attention import MaskedReference, masked_case
 from tests.cases.masked_attention import (
     DIMS,
     SMALL,

@@ -27,11 +27,11 @@ from megatron_dsa.ops.masked_attention.bits import pack
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, PROBABILITIES
 from megatron_dsa.ops.masked_attention.inputs import MaskedAttentionInputs
 from megatron_dsa.ops.masked_attention.triton.tiles import Tiles
+from megatron_dsa.testing.comparison import Comparison
+from megatron_dsa.testing.lists import Lists
+from megatron_dsa.testing.masked_attention import MaskedDims, MaskedReference, masked_case
+from megatron_dsa.testing.tolerances import SPARSE_ATTENTION, by_figure
 from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
-from megatron_dsa.tools.verify.comparison import Comparison
-from megatron_dsa.tools.verify.lists import Lists
-from megatron_dsa.tools.verify.masked_attention import MaskedDims, MaskedReference, masked_case
-from megatron_dsa.tools.verify.tolerances import SPARSE_ATTENTION, by_figure
 from tests.helpers import (
     deterministic,
     dynamic_shared_memory,

@@ -10,7 +10,7 @@ from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.sparse_attention import torch as unfused
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.reference import sparse_attention as reference
-from megatron_dsa.tools.verify.tolerances import SPARSE_ATTENTION
+from megatron_dsa.testing.tolerances import SPARSE_ATTENTION
 from tests.cases.sparse_attention import SMALL, check, make_case
 from tests.helpers import double_leaf, leaf, relative_error
 

@@ -9,7 +9,7 @@ from megatron_dsa.ops.masked_attention import reference, visible
 from megatron_dsa.ops.masked_attention import torch as unfused
 from megatron_dsa.ops.masked_attention.bits import pack, unpack
 from megatron_dsa.ops.masked_attention.inputs import VisibleBitsInputs
-from megatron_dsa.tools.verify.layouts import visible_keys
+from megatron_dsa.testing.layouts import visible_keys
 from tests.cases.triton_kernels import assembly, interpret, prepare_interpreter, recorded
 
 KERNEL = "megatron_dsa.ops.masked_attention.triton.visible"

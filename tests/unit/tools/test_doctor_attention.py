@@ -223,9 +223,7 @@ def test_too_little_memory_for_the_reference_proves_nothing(capsys, add, monkeyp
         raise torch.OutOfMemoryError("out of memory")
 
     add("indexer_topk", unchanged)
-    monkeypatch.setattr(
-        "megatron_dsa.tools.verify.sparse_attention.expected_attention", out_of_memory
-    )
+    monkeypatch.setattr("megatron_dsa.testing.sparse_attention.expected_attention", out_of_memory)
     code, data = run(capsys)
     assert code == 2
     assert "out of memory in the float64 reference" in data["verdict"]

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from megatron_dsa.ops.layout.layout import bshd_layout
-from megatron_dsa.tools.verify.comparison import (
+from megatron_dsa.testing.comparison import (
     Comparison,
     comparison_at_model_shapes,
     relative_error,
 )
-from megatron_dsa.tools.verify.indexer_topk import SelectionCase, random_index_inputs
-from megatron_dsa.tools.verify.layouts import sampled_tokens
-from megatron_dsa.tools.verify.lists import full_lists
-from megatron_dsa.tools.verify.shapes import Shape
-from megatron_dsa.tools.verify.sparse_attention import attention_case, expected_attention
+from megatron_dsa.testing.indexer_topk import SelectionCase, random_index_inputs
+from megatron_dsa.testing.layouts import sampled_tokens
+from megatron_dsa.testing.lists import full_lists
+from megatron_dsa.testing.shapes import Shape
+from megatron_dsa.testing.sparse_attention import attention_case, expected_attention
 
 CPU = torch.device("cpu")
 SHAPE = Shape(2, 12, 8, 3, 8, 10, 80, 20, dtype=torch.float32)

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from megatron_dsa.ops.layout.layout import Layout, bshd_layout, packed_layout
-from megatron_dsa.tools.verify.shapes import Shape
+from megatron_dsa.testing.shapes import Shape
 
 #: Every so many keys one is selected by no query, besides the first and the last.
 UNSELECTED_STEP = 11

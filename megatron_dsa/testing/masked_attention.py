@@ -11,10 +11,10 @@ from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.masked_attention import reference
 from megatron_dsa.ops.masked_attention.bits import pack
 from megatron_dsa.ops.masked_attention.inputs import ListedProbabilities, MaskedAttentionInputs
-from megatron_dsa.tools.verify.comparison import Comparison
-from megatron_dsa.tools.verify.layouts import chunks
-from megatron_dsa.tools.verify.lists import Lists
-from megatron_dsa.tools.verify.sparse_attention import normal
+from megatron_dsa.testing.comparison import Comparison
+from megatron_dsa.testing.layouts import chunks
+from megatron_dsa.testing.lists import Lists
+from megatron_dsa.testing.sparse_attention import normal
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from megatron_dsa.ops.indexer_loss.inputs import DenseLossInputs
 from megatron_dsa.ops.indexer_loss.reference import dense_teacher, kl_sum
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.reference import index_scores
-from megatron_dsa.tools.verify.comparison import Comparison
-from megatron_dsa.tools.verify.layouts import chunks, visible_keys
-from megatron_dsa.tools.verify.lists import Lists
+from megatron_dsa.testing.comparison import Comparison
+from megatron_dsa.testing.layouts import chunks, visible_keys
+from megatron_dsa.testing.lists import Lists
 
 
 @dataclass(frozen=True)

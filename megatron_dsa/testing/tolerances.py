@@ -18,7 +18,7 @@ INDEXER_LOSS = {
 }
 #: Results that are fp32 for inputs in bf16 and fp16, too, by figure.
 FP32_RESULTS = {"lse": 1e-4, "p_sum": 1e-3, "loss": 1e-3}
-#: Limit for :meth:`~megatron_dsa.tools.verify.indexer_topk.SelectionCase.compare`. Among 131072
+#: Limit for :meth:`~megatron_dsa.testing.indexer_topk.SelectionCase.compare`. Among 131072
 #: keys, fp8 candidates miss keys up to 6.4e-3 of the largest score.
 SCORE_INVERSION = 1e-2
 #: Least share of the float64 selection that a selection from fp32 scores must hold.

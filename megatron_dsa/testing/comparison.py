@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_dsa.tools.verify.tolerances import MODEL_SHAPES, by_figure
+from megatron_dsa.testing.tolerances import MODEL_SHAPES, by_figure
 
 #: A root mean square of float64 results that is nothing but rounding.
 ROUNDING = 1e-14

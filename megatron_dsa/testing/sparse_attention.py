@@ -12,10 +12,10 @@ import torch
 from megatron_dsa.ops.dispatch import DEFAULT_WORKSPACE_BYTES
 from megatron_dsa.ops.sparse_attention.inputs import SparseAttentionInputs
 from megatron_dsa.ops.sparse_attention.reference import sparse_attention
-from megatron_dsa.tools.verify.comparison import Comparison
-from megatron_dsa.tools.verify.layouts import chunks
-from megatron_dsa.tools.verify.lists import Lists
-from megatron_dsa.tools.verify.shapes import Shape
+from megatron_dsa.testing.comparison import Comparison
+from megatron_dsa.testing.layouts import chunks
+from megatron_dsa.testing.lists import Lists
+from megatron_dsa.testing.shapes import Shape
 
 
 @dataclass(frozen=True)

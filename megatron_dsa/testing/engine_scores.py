@@ -16,12 +16,12 @@ from megatron_dsa.ops.indexer_topk.fp8 import DTYPE
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.reference import engine_scores
 from megatron_dsa.ops.layout.blocks import Block, Seen
-from megatron_dsa.tools.verify.comparison import Comparison
-from megatron_dsa.tools.verify.indexer_topk import SelectionCase, integer_index_inputs
-from megatron_dsa.tools.verify.layouts import chunks, layout_of_tokens
-from megatron_dsa.tools.verify.shapes import Shape
-from megatron_dsa.tools.verify.sparse_attention import normal
-from megatron_dsa.tools.verify.tolerances import LEAST_ENGINE_SHARE
+from megatron_dsa.testing.comparison import Comparison
+from megatron_dsa.testing.indexer_topk import SelectionCase, integer_index_inputs
+from megatron_dsa.testing.layouts import chunks, layout_of_tokens
+from megatron_dsa.testing.shapes import Shape
+from megatron_dsa.testing.sparse_attention import normal
+from megatron_dsa.testing.tolerances import LEAST_ENGINE_SHARE
 
 
 def exact_products(shape: Shape, tokens: int, device: torch.device) -> IndexerInputs:

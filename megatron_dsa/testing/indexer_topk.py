@@ -7,11 +7,11 @@ import torch
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.indexer_topk.reference import index_scores
 from megatron_dsa.ops.layout.layout import Layout
-from megatron_dsa.tools.verify.comparison import Comparison
-from megatron_dsa.tools.verify.layouts import chunks, visible_keys
-from megatron_dsa.tools.verify.shapes import Shape
-from megatron_dsa.tools.verify.sparse_attention import normal
-from megatron_dsa.tools.verify.tolerances import LEAST_RECALL
+from megatron_dsa.testing.comparison import Comparison
+from megatron_dsa.testing.layouts import chunks, visible_keys
+from megatron_dsa.testing.shapes import Shape
+from megatron_dsa.testing.sparse_attention import normal
+from megatron_dsa.testing.tolerances import LEAST_RECALL
 
 
 def random_index_inputs(
