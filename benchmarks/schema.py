@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from megatron_dsa import __version__
-from megatron_dsa.files.system_errors import naming
-from megatron_dsa.files.whole import whole_file
+from megatron_dsa.training.files.system_errors import naming
+from megatron_dsa.training.files.whole import whole_file
 from megatron_dsa.versions import module_exists
 
 COLUMNS = {

@@ -4,8 +4,8 @@ import io
 import os
 import sys
 
-from megatron_dsa.files.system_errors import naming
 from megatron_dsa.training.entry_errors import told_in_a_sentence
+from megatron_dsa.training.files.system_errors import naming
 from megatron_dsa.training.host_warnings import silence_host_warnings
 
 #: What commands cannot do without: module -> distribution. Other distributions may hold a part of

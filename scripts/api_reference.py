@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ForwardRef
 
 from megatron_dsa.config.fields import option_fields
-from megatron_dsa.files.whole import whole_file
+from megatron_dsa.training.files.whole import whole_file
 
 #: The public modules, in the order of the page; ``docs/design/architecture.md`` names them, too.
 MODULES = (

@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot, ticker
 
 from benchmarks.schema import latest, read_csv
-from megatron_dsa.files.whole import whole_file
+from megatron_dsa.training.files.whole import whole_file
 
 PACKAGES = {
     "flash_mla": "FlashMLA",

@@ -22,7 +22,7 @@ from PIL import Image
 from seeds import mean
 from table import REFERENCE, WARMED, Sums, document_sums, read
 
-from megatron_dsa.files.whole import whole_file
+from megatron_dsa.training.files.whole import whole_file
 
 COLOURS = {
     "dense": "#000000", "dense_on": "#4d4d4d", "warmup": "#cc79a7", "sparse": "#0072b2",

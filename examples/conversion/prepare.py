@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_dsa.files.whole import whole_file
+from megatron_dsa.training.files.whole import whole_file
 
 try:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from held_out import gaps
 
-from megatron_dsa.files.whole import whole_file
+from megatron_dsa.training.files.whole import whole_file
 
 RUNS = (
     "dense",

@@ -26,11 +26,11 @@ from megatron_dsa.config.model import (
 )
 from megatron_dsa.config.rules import existing_linears, rank_and_alpha
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.files.whole import WholeFiles
 from megatron_dsa.huggingface.files import read_json, read_safetensors, write_safetensors
 from megatron_dsa.huggingface.names import Names
 from megatron_dsa.huggingface.ranks import Place, global_name
 from megatron_dsa.layers.lora import AdaptedLinear
+from megatron_dsa.training.files.whole import WholeFiles
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: Settings of PEFT under which an adapter is another function than here -> the value that is ours.

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.files.system_errors import naming
-from megatron_dsa.files.whole import WholeFiles, require_own_name
 from megatron_dsa.huggingface.quantised import (
     AS_STORED,
     Format,
@@ -23,6 +21,8 @@ from megatron_dsa.huggingface.quantised import (
     scale_names,
     unpack,
 )
+from megatron_dsa.training.files.system_errors import naming
+from megatron_dsa.training.files.whole import WholeFiles, require_own_name
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

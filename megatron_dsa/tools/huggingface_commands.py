@@ -27,7 +27,6 @@ from megatron_dsa.config.model import (
 )
 from megatron_dsa.config.presets import MODELS, model_flags
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.files.whole import WholeFiles
 from megatron_dsa.huggingface.adapters import export_adapter
 from megatron_dsa.huggingface.build import empty_model, widest_dtype
 from megatron_dsa.huggingface.config_json import HFModel, read_config
@@ -48,6 +47,7 @@ from megatron_dsa.tools.model_card import write_card
 from megatron_dsa.tools.trained_config import check_trained
 from megatron_dsa.training.checkpoint_files import RELEASE, TRACKER
 from megatron_dsa.training.checkpoints import distributed_checkpoint, entries_of, redirect
+from megatron_dsa.training.files.whole import WholeFiles
 
 
 @contextlib.contextmanager

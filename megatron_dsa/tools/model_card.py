@@ -12,9 +12,9 @@ from megatron.core import dist_checkpointing
 
 from megatron_dsa import __version__
 from megatron_dsa.errors import DSAError
-from megatron_dsa.files.whole import whole_file
 from megatron_dsa.tools.report.events import find_runs, read_run
 from megatron_dsa.training.checkpoint_files import RELEASE
+from megatron_dsa.training.files.whole import whole_file
 from megatron_dsa.versions import installed_version
 
 CARD = "README.md"

@@ -24,9 +24,9 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_dsa.config.model import options_of
 from megatron_dsa.errors import ConfigError, require
-from megatron_dsa.files.whole import WholeFiles
 from megatron_dsa.ops.layout.sharding import Sharding, global_positions_of
 from megatron_dsa.training.data_files import check_data_sets
+from megatron_dsa.training.files.whole import WholeFiles
 from megatron_dsa.training.launching import this_rank
 
 #: Bytes are their own token ids; this one ends a document.

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_dsa.errors import TRACEBACK_FLAG, DSAError
-from megatron_dsa.files.system_errors import sentence
 from megatron_dsa.training.checkpoint_files import TRACKER, damage_in
+from megatron_dsa.training.files.system_errors import sentence
 
 #: Exit code of errors that the user has to mend.
 USAGE = 2

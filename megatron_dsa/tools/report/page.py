@@ -17,11 +17,11 @@ from matplotlib import pyplot
 
 from megatron_dsa import __version__
 from megatron_dsa.errors import require
-from megatron_dsa.files.whole import whole_file
 from megatron_dsa.tools.report import facts
 from megatron_dsa.tools.report.events import RunLog
 from megatron_dsa.tools.report.lines import color_of
 from megatron_dsa.tools.report.panels import PANELS, Panel
+from megatron_dsa.training.files.whole import whole_file
 
 matplotlib.rcParams["text.parse_math"] = False  # names of runs may hold dollar signs
 

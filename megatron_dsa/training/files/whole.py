@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from megatron_dsa.errors import DSAError, FileError, require
-from megatron_dsa.files.system_errors import naming, sentence
+from megatron_dsa.training.files.system_errors import naming, sentence
 
 
 def require_own_name(path: Path) -> None:
