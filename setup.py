@@ -33,11 +33,11 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_dsa", "megatron_dsa.*"]),
-    package_data={"megatron_dsa": ["py.typed"], "megatron_dsa.tools.report": ["page.html"]},
+    package_data={"megatron_dsa": ["py.typed"], "megatron_dsa.extras.report": ["page.html"]},
     python_requires=">=3.12",
     install_requires=["torch>=2.6", "numpy", "packaging"],
     extras_require={
-        # The operations alone, eager or registered (megatron_dsa.torch_ops): nothing more.
+        # The operations alone, eager or registered (megatron_dsa.extras.torch_library): nothing more.
         "torch": ["torch>=2.6"],
         # The host: Megatron-Core with its training loop.
         "train": ["megatron-core>=0.19,<0.20", "omegaconf>=2.3", "psutil", "pyyaml>=6"],

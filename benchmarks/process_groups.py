@@ -83,7 +83,7 @@ def one_of(ranks: int, rank: int) -> Iterator[torch.device]:
     A collective returns at once, with whatever its result held before. Groups that there are when
     it begins are taken down.
     """
-    from megatron_dsa.tools.planner import host
+    from megatron_dsa.extras.planner import host
 
     if torch.distributed.is_initialized():
         leave()

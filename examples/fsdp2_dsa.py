@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy, silu
 
-from megatron_dsa.torch_ops import indexer_topk, sparse_attention, sparse_indexer_loss
+from megatron_dsa.extras.torch_library import indexer_topk, sparse_attention, sparse_indexer_loss
 
 #: The names are those of a config.json.
 CONFIG = {

@@ -1,4 +1,4 @@
-"""``python -m megatron_dsa``: see :mod:`megatron_dsa.tools.cli`."""
+"""``python -m megatron_dsa``: see :mod:`megatron_dsa.extras.cli`."""
 
 import io
 import os
@@ -25,7 +25,7 @@ def main() -> int:
     silence_host_warnings()
     try:
         # Commands import torch where they are made known, before any of them is run.
-        from megatron_dsa.tools import cli
+        from megatron_dsa.extras import cli
 
         with told_in_a_sentence():
             if isinstance(sys.stdout, io.TextIOWrapper):

@@ -96,7 +96,7 @@ def main() -> None:
 def _main() -> None:
     if "--dsa-dry-run" in sys.argv[1:]:
         cpu_host.hide_unusable_transformer_engine()  # the planner imports Megatron
-        from megatron_dsa.tools.planner.command import dry_run
+        from megatron_dsa.extras.planner.command import dry_run
 
         sys.exit(dry_run(sys.argv))
     prepare_host(sys.argv)

@@ -2,7 +2,7 @@
 
 * :func:`dsa_block_spec` - callable for ``--spec megatron_dsa.specs dsa_block_spec``, for
   ``GPTModelConfig.transformer_layer_spec`` and for Megatron-Bridge's
-  ``provider.transformer_layer_spec`` (``huggingface/bridge.py``); knows MoE layers and pipeline
+  ``provider.transformer_layer_spec`` (``extras/huggingface/bridge.py``); knows MoE layers and pipeline
   stages.
 * :func:`dsa_layer_spec` - one layer as a ``ModuleSpec`` for a given configuration.
 * ``dsa_local_layer_spec``, ``dsa_te_layer_spec`` - ready ``ModuleSpec`` objects of a dense layer,
@@ -45,6 +45,7 @@ from megatron_dsa.dsa import (
     IndexSharingLayer,
 )
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.extras.muon.patch import read_marks_of_muon
 from megatron_dsa.layers.compressor import Compressor, CompressorSubmodules
 from megatron_dsa.layers.csa_core import CSACoreAttention, CSACoreAttentionSubmodules
 from megatron_dsa.layers.csa_indexer import CSAIndexer, CSAIndexerSubmodules
@@ -66,7 +67,6 @@ from megatron_dsa.metrics.log import install_logging, install_loss_scale
 from megatron_dsa.metrics.throughput import install_throughput
 from megatron_dsa.patches import install_checkpoint_repairs
 from megatron_dsa.patches.fp32_checkpoints import repair_checkpoints_of_fp32_parameters
-from megatron_dsa.patches.muon import read_marks_of_muon
 from megatron_dsa.patches.packed_targets import shift_within_padded_documents
 from megatron_dsa.patches.prediction_blocks import build_prediction_blocks_from_specs
 from megatron_dsa.patches.prediction_loss import count_prediction_tokens_of_all_ranks

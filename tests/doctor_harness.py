@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from megatron_dsa.tools import doctor
+from megatron_dsa.extras import doctor
 
 FORWARD, BACKWARD, TEACHER = (
     "sparse_attention_forward",

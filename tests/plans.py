@@ -7,10 +7,10 @@ from unittest import mock
 
 import torch
 
+from megatron_dsa.extras.planner.command import plan_of
 from megatron_dsa.layers import from_megatron as microbatch
 from megatron_dsa.ops.dispatch.gpus import GPU, GPUS
 from megatron_dsa.ops.layout import layout
-from megatron_dsa.tools.planner.command import plan_of
 from tests.functional.launch import TINY
 
 CPU = GPU("CPU", None, 1e3)

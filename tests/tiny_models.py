@@ -130,8 +130,8 @@ def tiny_model(
     Its residuals are plain and its routing learned, but for ``features``.
     """
     start()
-    from megatron_dsa.huggingface.build import gpt_model, transformer_config
-    from megatron_dsa.huggingface.config_json import parse_config
+    from megatron_dsa.extras.huggingface.build import gpt_model, transformer_config
+    from megatron_dsa.extras.huggingface.config_json import parse_config
 
     hf = parse_config(config)
     ours = transformer_config(hf, stage, features, params_dtype=dtype, **changes)
@@ -160,7 +160,7 @@ def _randomise(model, seed, scale):
 
 def tensors_of(model):
     """Copies of the parameters and persistent buffers of a Megatron model, by name."""
-    from megatron_dsa.huggingface.convert import model_tensors
+    from megatron_dsa.extras.huggingface.convert import model_tensors
 
     return {name: tensor.detach().clone() for name, tensor in model_tensors(model)}
 

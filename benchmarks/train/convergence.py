@@ -28,8 +28,8 @@ from pathlib import Path
 
 from benchmarks.train.models import launch
 from benchmarks.train.text import prepare_text
+from megatron_dsa.extras.report.events import RunLog, read_run
 from megatron_dsa.metrics.tags import FIGURES
-from megatron_dsa.tools.report.events import RunLog, read_run
 from megatron_dsa.training.data import BYTE_VOCAB
 
 #: Metric -> name of the logged figure.

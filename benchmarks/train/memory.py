@@ -1,7 +1,7 @@
 """Planned peak memory of a training step beside what it takes.
 
 One step settles, one is measured: by torch's allocator, or, on a machine without a GPU, by
-following the bytes of all tensors (:mod:`megatron_dsa.tools.planner.memory_tracker`).
+following the bytes of all tensors (:mod:`megatron_dsa.extras.planner.memory_tracker`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "step")
 
 def planned_peak(memory) -> int:
     """Return the planned peak; a CPU has no workspaces of matrix products."""
-    from megatron_dsa.tools.planner.memory import LIBRARIES
+    from megatron_dsa.extras.planner.memory import LIBRARIES
 
     return memory.peak if torch.cuda.is_available() else memory.peak - LIBRARIES
 
 
 def measured(argv: list[str]) -> float:
     """Return the peak of a training step on this machine, in MiB above what was there before."""
-    from megatron_dsa.tools.planner.command import parsed
-    from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
+    from megatron_dsa.extras.planner.command import parsed
+    from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 
     gc.collect()
     if not torch.cuda.is_available():

@@ -17,7 +17,7 @@ from benchmarks.timing import summary
 from benchmarks.train.convergence import SPARSE_LOSS, TINY, Size, train, training_flags, with_steps
 from benchmarks.train.resume import LOGGED
 from benchmarks.train.text import prepare_text
-from megatron_dsa.tools.report.events import RunLog, read_run
+from megatron_dsa.extras.report.events import RunLog, read_run
 
 #: DeepSeek-V4's Muon. The products of its iteration are in fp32, which CPUs are not slow at.
 MUON = [

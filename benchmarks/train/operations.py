@@ -102,7 +102,7 @@ def planned(argv: list[str]) -> Counter[str]:
 
 def run_step(argv: list[str]) -> None:
     """Do three steps; the profiler sees the known product and the last of them."""
-    from megatron_dsa.tools.planner.command import parsed
+    from megatron_dsa.extras.planner.command import parsed
 
     a = torch.randn(KNOWN, KNOWN, device="cuda", dtype=torch.bfloat16)
     torch.mm(a, a)

@@ -23,7 +23,7 @@ from benchmarks.train.models import launch
 from benchmarks.train.selected import results
 from benchmarks.train.text import prepare_text
 from megatron_dsa.errors import ImplementationError
-from megatron_dsa.tools.report.events import read_run
+from megatron_dsa.extras.report.events import read_run
 
 ONE, AGAIN = "one rank", "one rank again"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"

@@ -93,7 +93,7 @@ class Trial:
 
     def results(self, way: str) -> Iterator[tuple[str, dict]]:
         """Yield what the runs in folder ``way`` logged."""
-        from megatron_dsa.tools.report.events import read_run
+        from megatron_dsa.extras.report.events import read_run
 
         scalars = read_run(way, self.folder / way / "events").scalars
         logged = {metric: dict(scalars.get(tag, ())) for metric, tag in LOGGED.items()}

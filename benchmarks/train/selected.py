@@ -25,8 +25,8 @@ from benchmarks.train.convergence import (
 )
 from benchmarks.train.resume import LOGGED
 from benchmarks.train.text import prepare_text
+from megatron_dsa.extras.report.events import RunLog, read_run
 from megatron_dsa.metrics.tags import CALLS
-from megatron_dsa.tools.report.events import RunLog, read_run
 
 #: Way -> its attention.
 WAYS = {"sparse": "sparse", "masked": "masked", "sparse again": "sparse"}

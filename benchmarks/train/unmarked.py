@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from unittest import mock
 
-from megatron_dsa.muon import blocks
+from megatron_dsa.extras.muon import blocks
 from megatron_dsa.pretrain import main
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ def probe_table(measures: dict[str, list[dict[str, str]]]) -> list[str]:
 
 def layer_rows(folder: Path, names: Iterable[str]) -> list[tuple]:
     """Return rows of ``layers.csv`` from the TensorBoard files of runs, of every tenth step."""
-    from megatron_dsa.tools.report.events import read_run
+    from megatron_dsa.extras.report.events import read_run
 
     rows = []
     for name in names:

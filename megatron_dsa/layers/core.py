@@ -10,8 +10,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config.model import validate
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.extras.rl.replay import TakesSelections
 from megatron_dsa.layers.indexer_training import TrainsIndexer
-from megatron_dsa.layers.replay import TakesSelections
 from megatron_dsa.layers.required_ops import RequiredOp, required_ops
 from megatron_dsa.layers.warm_up import resolve_kernels
 

@@ -9,9 +9,9 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
 
 from megatron_dsa.errors import require
+from megatron_dsa.extras.lora.lora import AdaptedLinear
 from megatron_dsa.layers.causal_mask import require_causal_mask
 from megatron_dsa.layers.from_megatron import layout_from_megatron
-from megatron_dsa.layers.lora import AdaptedLinear
 from megatron_dsa.layers.parallel.groups import Ranks
 from megatron_dsa.layers.precision import dequantised
 from megatron_dsa.ops.layout.layout import Layout

@@ -1,6 +1,6 @@
 """What a stage trains, and a frozen main model, of which only the indexers' losses have a backward.
 
-Under LoRA (``layers/lora.py``) a stage trains the adapters of what it trains otherwise.
+Under LoRA (``extras/lora/lora.py``) a stage trains the adapters of what it trains otherwise.
 
 Autograd would carry a gradient through every frozen layer to reach the losses below it, and keep
 what that takes. Here a layer is computed without gradients, and its loss hangs onto its output. So

@@ -29,7 +29,7 @@ from megatron_dsa.ops.layout.layout import Layout
 class TrainsIndexer:
     """Mixin for core attentions that have ``config`` and an ``indexer``, which may be ``None``.
 
-    They are :class:`~megatron_dsa.layers.replay.TakesSelections`, too.
+    They are :class:`~megatron_dsa.extras.rl.replay.TakesSelections`, too.
     """
 
     config: Any

@@ -51,7 +51,7 @@ def activate() -> None:
 
     Raises:
         VersionError: on a megatron-core version on which the shims were not run.
-        DSAError: inside of :func:`megatron_dsa.tools.planner.host.host`, whose end would undo a
+        DSAError: inside of :func:`megatron_dsa.extras.planner.host.host`, whose end would undo a
             part.
     """
     found = installed_version("megatron-core")

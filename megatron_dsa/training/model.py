@@ -24,10 +24,10 @@ from megatron_dsa.config.model import (
 )
 from megatron_dsa.config.rules import rank_and_alpha
 from megatron_dsa.errors import require
+from megatron_dsa.extras.lora.lora import add_adapters
+from megatron_dsa.extras.muon.table import Kind, kinds_of, table_of
 from megatron_dsa.layers.cuda_graphs import describe_graphs
-from megatron_dsa.layers.lora import add_adapters
 from megatron_dsa.layers.required_ops import AttentionChoice, attention_of
-from megatron_dsa.muon.table import Kind, kinds_of, table_of
 from megatron_dsa.ops.dispatch import Choice, collect_choices
 from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
 

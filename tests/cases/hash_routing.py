@@ -29,7 +29,7 @@ def config_of(kind="dsa", **changes):
 def model_of(config, seed=3, scale=0.3):
     """A GPT model with random weights large enough to matter."""
     start()
-    from megatron_dsa.huggingface.build import gpt_model
+    from megatron_dsa.extras.huggingface.build import gpt_model
 
     model = gpt_model(config, VOCABULARY, 64)
     generator = torch.Generator().manual_seed(seed)

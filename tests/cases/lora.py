@@ -78,8 +78,8 @@ def model_of(config, ups=True, part=None):
     """
     from megatron.core.models.gpt.gpt_model import GPTModel
 
+    from megatron_dsa.extras.lora.lora import add_adapters
     from megatron_dsa.layers.freezing import freeze_for_stage
-    from megatron_dsa.layers.lora import add_adapters
     from megatron_dsa.specs import dsa_block_spec
 
     model = GPTModel(config, dsa_block_spec(config), 96, 64, position_embedding_type="rope")

@@ -5,7 +5,7 @@ import re
 
 import torch
 
-from megatron_dsa.huggingface.files import CheckpointReader, CheckpointWriter
+from megatron_dsa.extras.huggingface.files import CheckpointReader, CheckpointWriter
 
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 CODES = torch.cat([_E2M1, -_E2M1])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import megatron_dsa.dsa_kernels as eager
-import megatron_dsa.torch_ops as ops
+import megatron_dsa.extras.torch_library as ops
 from megatron_dsa.ops.compressor.api import compress
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.hyper_connections import api as streams

@@ -65,9 +65,9 @@ def train(model, config, global_batch, keep, device) -> list[dict[str, float]]:
 
 def main(folder: Path) -> None:
     """Write both files."""
-    from megatron_dsa.huggingface.build import gpt_model, transformer_config
-    from megatron_dsa.huggingface.config_json import parse_config
-    from megatron_dsa.huggingface.convert import export_model
+    from megatron_dsa.extras.huggingface.build import gpt_model, transformer_config
+    from megatron_dsa.extras.huggingface.config_json import parse_config
+    from megatron_dsa.extras.huggingface.convert import export_model
     from tests.host import start
 
     start()

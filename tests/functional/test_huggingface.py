@@ -45,7 +45,7 @@ RETURNED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_":
 WATCHED = """
 import json, re, sys, threading, time
 from pathlib import Path
-from megatron_dsa.tools.cli import main
+from megatron_dsa.extras.cli import main
 from tests.host import start
 
 def held():
@@ -57,7 +57,7 @@ def watch():
         time.sleep(1e-3)
 
 start()
-import megatron_dsa.huggingface.build, megatron_dsa.huggingface.streaming, megatron_dsa.specs
+import megatron_dsa.extras.huggingface.build, megatron_dsa.extras.huggingface.streaming, megatron_dsa.specs
 before, done = held(), threading.Event()
 peak = [before]
 watcher = threading.Thread(target=watch)
@@ -74,7 +74,7 @@ print(peak[0] - before)
 
 def write_dense(folder, config=DENSE):
     """Write a random checkpoint of dense attention; return its tensors."""
-    from megatron_dsa.huggingface.files import CheckpointWriter
+    from megatron_dsa.extras.huggingface.files import CheckpointWriter
 
     layer = {
         "input_layernorm.weight": (64,),
@@ -118,7 +118,7 @@ def write_dense(folder, config=DENSE):
 @pytest.mark.parametrize("way", ["command", "flag"])
 def test_dense_checkpoint_to_warmed_up_sparse_checkpoint(way, command, data, tmp_path):
     """Warm-up on two tensor-parallel ranks trains new indexers and leaves the rest as it was."""
-    from megatron_dsa.huggingface.files import CheckpointReader
+    from megatron_dsa.extras.huggingface.files import CheckpointReader
 
     before = write_dense(tmp_path / "dense")
     load = {"--dsa-load-hf": tmp_path / "dense"}
@@ -178,9 +178,9 @@ def test_example_from_dense_to_sparse(tmp_path, python):
 @pytest.mark.parametrize("quantise", [False, True], ids=["wide", "fp8"])
 def test_commands_hold_a_file_and_not_the_model(quantise, tmp_path):
     """There and back with a fraction of what the weights take, to the bit."""
-    from megatron_dsa.huggingface.config_json import read_config
-    from megatron_dsa.huggingface.convert import open_checkpoint
-    from megatron_dsa.huggingface.files import CheckpointReader
+    from megatron_dsa.extras.huggingface.config_json import read_config
+    from megatron_dsa.extras.huggingface.convert import open_checkpoint
+    from megatron_dsa.extras.huggingface.files import CheckpointReader
 
     there, megatron, back = (str(tmp_path / name) for name in ("hf", "megatron", "back"))
     before = write_dense(tmp_path / "hf", LARGE)
@@ -231,9 +231,9 @@ def test_v4_checkpoint_through_two_ranks(layout, whole, command, data, tmp_path)
     The whole model has every feature that is built, and weights in fp8 and fp4; the plain one has
     multi-token prediction.
     """
-    from megatron_dsa.huggingface.config_json import read_config
-    from megatron_dsa.huggingface.convert import export_model, open_checkpoint
-    from megatron_dsa.huggingface.names import HASH_ROUTING, PREDICTION, V4
+    from megatron_dsa.extras.huggingface.config_json import read_config
+    from megatron_dsa.extras.huggingface.convert import export_model, open_checkpoint
+    from megatron_dsa.extras.huggingface.names import HASH_ROUTING, PREDICTION, V4
     from tests.cases.released_formats import stored_bytes, write_v4
     from tests.tiny_models import tiny_model, tiny_v4
 

@@ -120,8 +120,8 @@ def check_adapters_and_moments(folder, expected):
 def test_export_and_evaluation(runs, tmp_path):
     """Merged weights are those that the trained adapters make of the base's."""
     pytest.importorskip("safetensors")
-    from megatron_dsa.huggingface.files import CheckpointReader, read_safetensors
-    from megatron_dsa.tools.cli import main
+    from megatron_dsa.extras.cli import main
+    from megatron_dsa.extras.huggingface.files import CheckpointReader, read_safetensors
 
     folder = runs[0]
     (tmp_path / "config.json").write_text(json.dumps(SPARSE))
@@ -172,7 +172,7 @@ def test_adapters_are_not_dropped(runs):
 def test_other_adapters_are_refused(changes, message, runs):
     """Dense stages have no indexers, and leave their adapters behind as they do the indexers."""
     from megatron_dsa.errors import ConfigError
-    from megatron_dsa.tools.trained_model import saved_arguments
+    from megatron_dsa.extras.generate.trained_model import saved_arguments
     from megatron_dsa.training.checkpoints import check_adapters
 
     directory = runs[0] / "lora" / "iter_0000006"
@@ -188,7 +188,7 @@ def test_other_adapters_are_refused(changes, message, runs):
 
 def test_start_from_an_adapter(runs, tmp_path):
     """In PEFT's format beside the base's weights: both are what the run starts with."""
-    from megatron_dsa.tools.cli import main
+    from megatron_dsa.extras.cli import main
 
     folder, flags, _, lora = runs
     (tmp_path / "config.json").write_text(json.dumps(SPARSE))
@@ -210,8 +210,8 @@ def test_start_from_an_adapter(runs, tmp_path):
 def v4(short_documents, tmp_path_factory):
     """Two steps of adapters on two ranks, from a released base; folder, flags and log."""
     pytest.importorskip("safetensors")
-    from megatron_dsa.huggingface.convert import export_model
-    from megatron_dsa.huggingface.names import V4
+    from megatron_dsa.extras.huggingface.convert import export_model
+    from megatron_dsa.extras.huggingface.names import V4
     from tests.tiny_models import tiny_model, tiny_v4
 
     folder = tmp_path_factory.mktemp("v4")
@@ -231,7 +231,7 @@ def v4(short_documents, tmp_path_factory):
 
 
 def command(*arguments):
-    from megatron_dsa.tools.cli import main
+    from megatron_dsa.extras.cli import main
 
     assert main([*map(str, arguments)]) == 0
 
@@ -239,7 +239,7 @@ def command(*arguments):
 @pytest.mark.ranks(2)
 def test_a_whole_v4(v4, tmp_path):
     """What two ranks trained is evaluated on one, and merged."""
-    from megatron_dsa.huggingface.files import CheckpointReader
+    from megatron_dsa.extras.huggingface.files import CheckpointReader
 
     folder, _, trained = v4
     assert (

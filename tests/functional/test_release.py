@@ -161,7 +161,7 @@ def test_operations_without_megatron(bare_python, tmp_path):
     bare = command_of(bare_python, tmp_path)
     found = "import importlib.util as u; print(u.find_spec('megatron'), u.find_spec('omegaconf'))"
     assert bare("-c", found).strip() == "None None"
-    bare("-c", "import megatron_dsa.dsa_kernels, megatron_dsa.torch_ops")
+    bare("-c", "import megatron_dsa.dsa_kernels, megatron_dsa.extras.torch_library")
     shutil.copy(REPOSITORY / "examples/fsdp2_dsa.py", tmp_path)
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     flags = ("--steps", "4", "--batch", "2", "--length", "64", "--losses", "losses.json")

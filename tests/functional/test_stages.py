@@ -78,9 +78,9 @@ def check_report(folder, end):
     """Check what the stages wrote, against the log of the last one, and that it makes a page."""
     pytest.importorskip("tensorboard")
     pytest.importorskip("matplotlib")
-    from megatron_dsa.tools.cli import main
-    from megatron_dsa.tools.report import facts
-    from megatron_dsa.tools.report.events import read_run
+    from megatron_dsa.extras.cli import main
+    from megatron_dsa.extras.report import facts
+    from megatron_dsa.extras.report.events import read_run
 
     run = read_run("stages", folder)
     assert [step for step, _ in run.scalars["lm loss"]] == list(range(1, 18))

@@ -302,7 +302,7 @@ def test_whole_models_are_the_released_ones(name):
     """What ``--dsa-load-hf`` asks of a model before it reads the weights."""
     start()
     from megatron_dsa.config.presets import VOCABULARY, model_preset
-    from megatron_dsa.huggingface.config_json import check_model, parse_config
+    from megatron_dsa.extras.huggingface.config_json import check_model, parse_config
 
     released = CONFIGS[name]
     config = model_preset(name, dsa_indexer_loss_coeff=1.0)

@@ -226,7 +226,7 @@ def all_runs(folder, *names, **variables):
 @pytest.mark.parametrize("run", NAMED)
 def test_named_runs_parse_and_plan(run, tmp_path, monkeypatch, capsys):
     """Every run that ``all.sh`` takes the name of, at the size of ``GPU30``, on an H100."""
-    from megatron_dsa.tools.planner.command import dry_run
+    from megatron_dsa.extras.planner.command import dry_run
 
     trained_to(tmp_path, "dense", 840)
     trained_to(tmp_path, "warmup", 900)

@@ -25,8 +25,8 @@ def prepared(folder):
 
 def page(folder):
     pytest.importorskip("tensorboard")
-    from megatron_dsa.tools.report.events import RunLog
-    from megatron_dsa.tools.report.page import write_html
+    from megatron_dsa.extras.report.events import RunLog
+    from megatron_dsa.extras.report.page import write_html
 
     write_html(
         [RunLog("run", {"lm loss": [(1, 1.0), (2, 0.5)]}, {}, {})], "title", folder / "a.html"
@@ -35,14 +35,14 @@ def page(folder):
 
 def picture(folder):
     pytest.importorskip("tensorboard")
-    from megatron_dsa.tools.report.events import RunLog
-    from megatron_dsa.tools.report.page import write_png
+    from megatron_dsa.extras.report.events import RunLog
+    from megatron_dsa.extras.report.page import write_png
 
     write_png([RunLog("run", {"lm loss": [(1, 1.0), (2, 0.5)]}, {}, {})], "title", folder / "a.png")
 
 
 def shards(folder):
-    from megatron_dsa.huggingface.files import CheckpointWriter
+    from megatron_dsa.extras.huggingface.files import CheckpointWriter
 
     with CheckpointWriter(folder, shard_bytes=500) as writer:
         writer.add("x", torch.zeros(40))
@@ -105,7 +105,7 @@ def test_output_on_a_full_disk(monkeypatch, capsys):
 
 def test_words_that_are_not_utf_8(monkeypatch):
     from megatron_dsa.__main__ import main
-    from megatron_dsa.tools import cli
+    from megatron_dsa.extras import cli
 
     monkeypatch.setattr(cli, "main", lambda: print(os.fsdecode(b"caf\xe9")) or 0)
     with open(os.devnull, "w", encoding="utf-8") as out:

@@ -21,7 +21,7 @@ def parse(*flags):
 
 def configured(*flags):
     """Return the transformer configuration that flags describe on one GPU, or on the CPU."""
-    from megatron_dsa.tools.planner.command import parsed as planned
+    from megatron_dsa.extras.planner.command import parsed as planned
     from megatron_dsa.training.setup import model_config_from_args
 
     run = "--seq-length 64 --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1"
@@ -81,8 +81,8 @@ def test_a_name_stands_for_the_flags_of_a_model(name):
 def test_named_models_are_the_released_ones(name):
     """The flags of their config.json are among them."""
     from megatron_dsa.config.presets import MODELS, RELEASED, model_flags
-    from megatron_dsa.huggingface.config_json import parse_config
-    from megatron_dsa.huggingface.flags import flags_of
+    from megatron_dsa.extras.huggingface.config_json import parse_config
+    from megatron_dsa.extras.huggingface.flags import flags_of
     from tests.cases.released_models import CONFIGS
 
     assert name in MODELS and set(MODELS) == set(SMALL) | set(RELEASED)
@@ -140,9 +140,9 @@ def test_our_own_layer_specs_are_taken():
 
 
 def test_a_plan_notes_what_changes_a_model():
+    from megatron_dsa.extras.planner.command import plan_of
+    from megatron_dsa.extras.planner.text import describe
     from megatron_dsa.ops.dispatch.gpus import GPUS
-    from megatron_dsa.tools.planner.command import plan_of
-    from megatron_dsa.tools.planner.text import describe
 
     stop()  # a plan has process groups of its own
     flags = "--dsa-model v3.2-tiny --num-layers 1 --seq-length 64 --vocab-size 257 --lr 1"

@@ -12,10 +12,10 @@ import torch
 from megatron_dsa.config.options import DSAOptions
 from megatron_dsa.config.rules.ranges import FLAGS
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.extras import cli
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch.operation import describe_call
 from megatron_dsa.ops.dispatch.policy import Policy
-from megatron_dsa.tools import cli
 from tests.functional.launch import TINY, command_line
 from tests.host import parsed, start
 
@@ -67,7 +67,7 @@ def test_numbers_out_of_range(flag, value, parser):
 )
 def test_plans_are_refused_at_once(case, capsys):
     start()
-    from megatron_dsa.tools.planner.command import dry_run
+    from megatron_dsa.extras.planner.command import dry_run
 
     before = time.process_time()
     with contextlib.redirect_stdout(io.StringIO()):
@@ -79,7 +79,7 @@ def test_plans_are_refused_at_once(case, capsys):
 @pytest.mark.parametrize("number", ["0", "-1", "10000000000"])
 def test_gpus_of_a_plan(number):
     start()
-    from megatron_dsa.tools.planner.command import dry_run
+    from megatron_dsa.extras.planner.command import dry_run
 
     with pytest.raises(ConfigError, match="^--dsa-dry-run-world must be finite.* got " + number):
         dry_run(["program", *command_line(TINY), "--dsa-dry-run", "--dsa-dry-run-world", number])
@@ -89,7 +89,7 @@ def test_gpus_of_a_plan(number):
 @pytest.mark.parametrize("value", ["abc", "-1", ""])
 def test_variables_of_a_plan(name, value, monkeypatch):
     start()
-    from megatron_dsa.tools.planner.command import dry_run
+    from megatron_dsa.extras.planner.command import dry_run
 
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"^{name} must be a number of at least ., got '{value}'"):
@@ -167,7 +167,7 @@ def test_text_that_is_no_unicode():
 @pytest.mark.parametrize("temperature", [1e-40, 1e-320])
 def test_low_temperatures_take_the_most_probable(temperature):
     start()
-    from megatron_dsa.tools.generate import generate
+    from megatron_dsa.extras.generate.generate import generate
 
     class Model(torch.nn.Linear):
         def forward(self, tokens, positions, mask):

@@ -5,13 +5,13 @@ import torch
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.extras import info
+from megatron_dsa.extras.cli import build_parser
+from megatron_dsa.extras.planner.text import describe
 from megatron_dsa.layers import warm_up
 from megatron_dsa.layers.required_ops import MASKED_OPERATIONS as OPERATIONS
 from megatron_dsa.layers.required_ops import required_ops, selected_attention
 from megatron_dsa.ops import dispatch
-from megatron_dsa.tools import info
-from megatron_dsa.tools.cli import build_parser
-from megatron_dsa.tools.planner.text import describe
 from megatron_dsa.training.model import print_start_table
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start, stop
 from tests.plans import BF16, only_chunk, plan

@@ -45,13 +45,13 @@ LATE = {
     "ops/indexer_topk/tilelang/launch.py": "TileLang",
     "ops/sparse_attention/tilelang/launch.py": "TileLang",
     "layers/parallel/ring/combine.py": "Triton",
-    "tools/report/command.py": "matplotlib",
+    "extras/report/command.py": "matplotlib",
     # Commands without torch end in a sentence.
     "training/checkpoint_files.py": "torch",
     "training/setup.py": "safetensors",
     # Without a GPU, Megatron is prepared before anything imports it.
     "pretrain.py": "the host is prepared",
-    "tools/cli.py": "the host is prepared",
+    "extras/cli.py": "the host is prepared",
     "tools/doctor/__init__.py": "the host is prepared",
     # The message about a missing torch comes before torch is imported.
     "__main__.py": "torch is found missing",

@@ -4,6 +4,7 @@ import pytest
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.extras.planner.text import describe
 from megatron_dsa.layers.required_ops import (
     SelectedAttention,
     VisibleAttention,
@@ -11,7 +12,6 @@ from megatron_dsa.layers.required_ops import (
     selected_attention,
     tensor_parallel_mode,
 )
-from megatron_dsa.tools.planner.text import describe
 from tests.host import small_config, small_csa_config, stop
 from tests.plans import BF16, plan
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from megatron_dsa.config.model import DSAOptions
+from megatron_dsa.extras import info
+from megatron_dsa.extras.cli import build_parser
+from megatron_dsa.extras.planner.text import describe
 from megatron_dsa.layers import warm_up
 from megatron_dsa.layers.required_ops import attention_of, required_ops, visible_attention
 from megatron_dsa.ops import dispatch
 from megatron_dsa.ops.masked_attention.declaration import BACKWARD, FORWARD, VISIBLE_BITS
 from megatron_dsa.ops.masked_attention.visible import MOST_KEPT
-from megatron_dsa.tools import info
-from megatron_dsa.tools.cli import build_parser
-from megatron_dsa.tools.planner.text import describe
 from megatron_dsa.training.model import print_start_table
 from tests.host import attention_module, hidden_like, small_config, small_csa_config, start, stop
 from tests.plans import BF16, only_chunk, plan

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.train import convergence, text
 from benchmarks.train.convergence import SMALL, TINY, WAYS, Run
-from megatron_dsa.tools.report.events import RunLog
+from megatron_dsa.extras.report.events import RunLog
 
 
 def commands(way, tmp_path, size=SMALL):

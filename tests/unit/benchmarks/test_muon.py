@@ -5,7 +5,7 @@ import pytest
 from benchmarks.__main__ import plan_of
 from benchmarks.train import muon
 from benchmarks.train.muon import MEASURED, MODULES, MUON, QUICK, WAYS, SameStart, size_of
-from megatron_dsa.tools.report.events import RunLog
+from megatron_dsa.extras.report.events import RunLog
 
 
 @pytest.mark.parametrize("size", [MEASURED, QUICK], ids=["measured", "quick"])

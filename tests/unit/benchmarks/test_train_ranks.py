@@ -10,7 +10,7 @@ from benchmarks.settings import Settings, Work
 from benchmarks.train import Case, _Measurer, ranks
 from benchmarks.train.ranks import MEASURED, ONE, QUICK, WAYS, SameOnRanks
 from megatron_dsa.errors import ImplementationError
-from megatron_dsa.tools.report.events import RunLog
+from megatron_dsa.extras.report.events import RunLog
 
 
 def test_cases():

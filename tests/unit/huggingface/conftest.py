@@ -30,7 +30,7 @@ class Checkpoint:
 
     def load(self, model=None):
         """Write the checkpoint and fill a model with it, by default the one that it came from."""
-        from megatron_dsa.huggingface.convert import import_model
+        from megatron_dsa.extras.huggingface.convert import import_model
 
         return import_model(self.model if model is None else model, self.write())
 
@@ -39,7 +39,7 @@ class Checkpoint:
 def exported(tmp_path_factory):
     """config.json, tensors and model, made once."""
     load_file = pytest.importorskip("safetensors.torch").load_file
-    from megatron_dsa.huggingface.convert import export_model
+    from megatron_dsa.extras.huggingface.convert import export_model
 
     folder = tmp_path_factory.mktemp("exported")
     model = tiny_model(tiny_config(num_nextn_predict_layers=1), mtp_num_layers=1)

@@ -10,10 +10,10 @@ import torch
 
 from megatron_dsa.config.model import DSAOptions, is_adapter_parameter
 from megatron_dsa.errors import ConfigError, FileError
-from megatron_dsa.huggingface.adapters import export_adapter, factor_of, import_adapter
-from megatron_dsa.huggingface.convert import export_model, import_model
-from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, V3, V4
-from megatron_dsa.huggingface.ranks import Place
+from megatron_dsa.extras.huggingface.adapters import export_adapter, factor_of, import_adapter
+from megatron_dsa.extras.huggingface.convert import export_model, import_model
+from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, V3, V4
+from megatron_dsa.extras.huggingface.ranks import Place
 from megatron_dsa.layers.freezing import freeze_for_stage
 from tests.cases.lora import gradients_of
 from tests.helpers import no_room, relative_error
@@ -264,7 +264,7 @@ def test_adapters_with_a_changed_base_are_taken_when_converted(method, tmp_path)
 def test_all_settings_of_peft_are_known():
     """Those of the version that is installed; a new one is looked at before it is named."""
     peft = pytest.importorskip("peft")
-    from megatron_dsa.huggingface import adapters
+    from megatron_dsa.extras.huggingface import adapters
 
     unknown = set(peft.LoraConfig().to_dict()) - adapters._PLAIN.keys() - adapters._NO_MATTER
     assert not unknown

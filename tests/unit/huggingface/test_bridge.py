@@ -10,12 +10,12 @@ import torch
 
 from megatron_dsa.config.model import DSAOptions, is_indexer_parameter
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.config_json import check_model, parse_config, read_config
-from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
-from megatron_dsa.huggingface.files import CheckpointReader
-from megatron_dsa.huggingface.models import MODELS
-from megatron_dsa.huggingface.names import INDEXER, V3, V4, Split
-from megatron_dsa.training.load_hf import place_of
+from megatron_dsa.extras.huggingface.config_json import check_model, parse_config, read_config
+from megatron_dsa.extras.huggingface.convert import export_model, import_model, model_tensors
+from megatron_dsa.extras.huggingface.files import CheckpointReader
+from megatron_dsa.extras.huggingface.load_hf import place_of
+from megatron_dsa.extras.huggingface.models import MODELS
+from megatron_dsa.extras.huggingface.names import INDEXER, V3, V4, Split
 from tests.host import start
 from tests.ranks import spawn
 from tests.tiny_models import tensors_of, tiny_config, tiny_model, tiny_v4
@@ -28,7 +28,7 @@ AutoBridge = pytest.importorskip(
 
 from megatron.bridge.models.conversion.param_mapping import AutoMapping  # noqa: E402
 
-from megatron_dsa.huggingface.bridge import DeepSeekV32Bridge, sparse_provider  # noqa: E402
+from megatron_dsa.extras.huggingface.bridge import DeepSeekV32Bridge, sparse_provider  # noqa: E402
 
 #: Rope of the other kind than V3.2's, and norms of two epsilons.
 GLM = {"n_group": 1, "topk_group": 1, "rms_norm_eps": 0.01, "indexer_rope_interleave": True}

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.checks import NonFinite, check_inventory, left_by_rank
-from megatron_dsa.huggingface.config_json import parse_config
-from megatron_dsa.huggingface.names import V3, V4
+from megatron_dsa.extras.huggingface.checks import NonFinite, check_inventory, left_by_rank
+from megatron_dsa.extras.huggingface.config_json import parse_config
+from megatron_dsa.extras.huggingface.names import V3, V4
 from tests.tiny_models import tiny_config, tiny_v4
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError, FileError
-from megatron_dsa.huggingface.config_json import parse_config
-from megatron_dsa.huggingface.convert import export_model, open_checkpoint
-from megatron_dsa.tools.cli import main
+from megatron_dsa.extras.cli import main
+from megatron_dsa.extras.huggingface.config_json import parse_config
+from megatron_dsa.extras.huggingface.convert import export_model, open_checkpoint
 from megatron_dsa.training.checkpoint_files import TRACKER
 from tests.helpers import no_room
 from tests.tiny_models import tensors_of, tiny_config, tiny_model
@@ -68,7 +68,7 @@ def test_the_widest_dtype_rounds_nothing(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("bug")])
 def test_an_import_that_fails_leaves_nothing(error, checkpoint, tmp_path, monkeypatch):
-    from megatron_dsa.tools import huggingface_commands as commands
+    from megatron_dsa.extras.huggingface import commands as commands
 
     def write(directory, *_arguments):
         (directory / "__0_0.distcp").write_bytes(b"part")

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.config_json import parse_config, read_config
-from megatron_dsa.huggingface.models import MODELS
-from megatron_dsa.tools.cli import main
+from megatron_dsa.extras.cli import main
+from megatron_dsa.extras.huggingface.config_json import parse_config, read_config
+from megatron_dsa.extras.huggingface.models import MODELS
 from tests.tiny_models import tiny_config, tiny_v4
 
 YARN = {

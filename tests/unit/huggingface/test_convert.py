@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.convert import export_model, import_model
-from megatron_dsa.huggingface.ranks import Place
-from megatron_dsa.tools.cli import main
+from megatron_dsa.extras.cli import main
+from megatron_dsa.extras.huggingface.convert import export_model, import_model
+from megatron_dsa.extras.huggingface.ranks import Place
 from tests.tiny_models import tiny_config, tiny_model
 
 pytest.importorskip("safetensors")

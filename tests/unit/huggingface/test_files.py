@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.files import INDEX, SINGLE, CheckpointReader
-from megatron_dsa.huggingface.names import V4
-from megatron_dsa.tools.cli import main
+from megatron_dsa.extras.cli import main
+from megatron_dsa.extras.huggingface.files import INDEX, SINGLE, CheckpointReader
+from megatron_dsa.extras.huggingface.names import V4
 
 pytest.importorskip("safetensors")
 

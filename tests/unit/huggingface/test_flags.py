@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from megatron_dsa.huggingface.convert import export_model, import_model
-from megatron_dsa.huggingface.deepseek_v4 import HASH_LAYERS
-from megatron_dsa.huggingface.flags import flags_of
-from megatron_dsa.tools.cli import main
+from megatron_dsa.extras.cli import main
+from megatron_dsa.extras.huggingface.convert import export_model, import_model
+from megatron_dsa.extras.huggingface.deepseek_v4 import HASH_LAYERS
+from megatron_dsa.extras.huggingface.flags import flags_of
 from tests.helpers import relative_error
 from tests.host import parsed
 from tests.tiny_models import YARN, logits_of, tiny_config, tiny_model, tiny_v4
@@ -31,7 +31,7 @@ RUN = "--micro-batch-size 1 --seq-length 24 --train-iters 1 --lr 1e-4 --lr-decay
 
 @pytest.mark.parametrize("name", MODELS)
 def test_printed_flags_give_the_model_of_the_checkpoint(name, tmp_path, monkeypatch, capsys):
-    from megatron_dsa.huggingface.build import gpt_model
+    from megatron_dsa.extras.huggingface.build import gpt_model
     from megatron_dsa.pretrain import model_config_from_args
 
     config = MODELS[name]
@@ -74,7 +74,7 @@ def test_what_flags_cannot_say_is_noted(tmp_path, capsys):
 
 def test_released_shape_in_full():
     """DeepSeek-V4-Flash: flags as its launch script writes them by hand."""
-    from megatron_dsa.huggingface.config_json import parse_config
+    from megatron_dsa.extras.huggingface.config_json import parse_config
 
     config = tiny_v4(
         num_hidden_layers=43, num_nextn_predict_layers=1, hidden_size=4096, head_dim=512,

@@ -8,9 +8,9 @@ import json
 import pytest
 import torch
 
-from megatron_dsa.huggingface.config_json import parse_config
-from megatron_dsa.huggingface.convert import export_model, import_model
-from megatron_dsa.huggingface.names import HYPER_CONNECTIONS
+from megatron_dsa.extras.huggingface.config_json import parse_config
+from megatron_dsa.extras.huggingface.convert import export_model, import_model
+from megatron_dsa.extras.huggingface.names import HYPER_CONNECTIONS
 from tests.helpers import relative_error
 from tests.tiny_models import logits_of, published, tiny_config, tiny_model, transformers_v4
 

@@ -3,8 +3,8 @@
 import pytest
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.config_json import parse_config
-from megatron_dsa.huggingface.quantised import Format, Quantisation
+from megatron_dsa.extras.huggingface.config_json import parse_config
+from megatron_dsa.extras.huggingface.quantised import Format, Quantisation
 from tests.tiny_models import tiny_config
 
 

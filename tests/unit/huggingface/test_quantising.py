@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface import quantising
-from megatron_dsa.huggingface.config_json import parse_config, read_config
-from megatron_dsa.huggingface.convert import export_model, import_model, open_checkpoint
-from megatron_dsa.huggingface.precision import ReleasedPrecision
-from megatron_dsa.huggingface.quantised import Format, dequantise, unpack
-from megatron_dsa.huggingface.quantising import quantise
-from megatron_dsa.tools.cli import main
+from megatron_dsa.extras.cli import main
+from megatron_dsa.extras.huggingface import quantising
+from megatron_dsa.extras.huggingface.config_json import parse_config, read_config
+from megatron_dsa.extras.huggingface.convert import export_model, import_model, open_checkpoint
+from megatron_dsa.extras.huggingface.precision import ReleasedPrecision
+from megatron_dsa.extras.huggingface.quantised import Format, dequantise, unpack
+from megatron_dsa.extras.huggingface.quantising import quantise
 from tests.cases.released_formats import BLOCK, CODES, stored_bytes, write_v4, write_v32
 from tests.tiny_models import tiny_config, tiny_model, tiny_v4
 

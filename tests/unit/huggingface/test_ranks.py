@@ -10,9 +10,9 @@ import torch
 from torch.distributed.checkpoint import save
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
-from megatron_dsa.huggingface.names import HYPER_CONNECTIONS, PREDICTION, V3, V4, Split
-from megatron_dsa.huggingface.ranks import Place, assemble, global_name, part
+from megatron_dsa.extras.huggingface.convert import export_model, import_model, model_tensors
+from megatron_dsa.extras.huggingface.names import HYPER_CONNECTIONS, PREDICTION, V3, V4, Split
+from megatron_dsa.extras.huggingface.ranks import Place, assemble, global_name, part
 from tests.tiny_models import tiny_config, tiny_model, tiny_v4
 
 pytest.importorskip("safetensors")
@@ -181,7 +181,7 @@ def test_padding_of_the_vocabulary_is_shared_too(tmp_path):
 
 def test_training_run_starts_from_a_checkpoint(tmp_path, capsys, monkeypatch):
     """The hook fills the model, but not if the run has a Megatron checkpoint to resume from."""
-    from megatron_dsa.training.load_hf import importing_hook, place_of
+    from megatron_dsa.extras.huggingface.load_hf import importing_hook, place_of
 
     config = tiny_config("deepseek_v3")
     model = tiny_model(config, "dense")
@@ -196,7 +196,7 @@ def test_training_run_starts_from_a_checkpoint(tmp_path, capsys, monkeypatch):
         dsa_hf_without=[],
     )
     tokenizer = argparse.Namespace(vocab_size=71)
-    monkeypatch.setattr("megatron_dsa.training.load_hf.get_tokenizer", lambda: tokenizer)
+    monkeypatch.setattr("megatron_dsa.extras.huggingface.load_hf.get_tokenizer", lambda: tokenizer)
     with pytest.raises(ConfigError, match=r"the tokenizer has 71 tokens, .* has weights for 70"):
         importing_hook(args)([other])
     tokenizer.vocab_size = 70

@@ -11,12 +11,12 @@ import torch
 
 from megatron_dsa.config.model import is_indexer_parameter
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.config_json import check_model, parse_config, read_config
-from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
-from megatron_dsa.huggingface.files import INDEX, CheckpointReader, CheckpointWriter
-from megatron_dsa.huggingface.names import V3
-from megatron_dsa.huggingface.quantised import dequantise
-from megatron_dsa.tools.cli import main
+from megatron_dsa.extras.cli import main
+from megatron_dsa.extras.huggingface.config_json import check_model, parse_config, read_config
+from megatron_dsa.extras.huggingface.convert import export_model, import_model, model_tensors
+from megatron_dsa.extras.huggingface.files import INDEX, CheckpointReader, CheckpointWriter
+from megatron_dsa.extras.huggingface.names import V3
+from megatron_dsa.extras.huggingface.quantised import dequantise
 from tests.tiny_models import tensors_of, tiny_config, tiny_model
 
 pytest.importorskip("safetensors")
@@ -321,7 +321,7 @@ def test_index_sharing_is_read_from_either_form():
 
 def test_another_model_is_refused():
     from megatron_dsa.config.model import DSAOptions
-    from megatron_dsa.huggingface.build import transformer_config
+    from megatron_dsa.extras.huggingface.build import transformer_config
 
     model = tiny_model(tiny_config())
     hf = parse_config(tiny_config(v_head_dim=11, rope_theta=5e5, rms_norm_eps=1e-5))

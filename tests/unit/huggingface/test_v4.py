@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.config_json import parse_config, read_config
-from megatron_dsa.huggingface.convert import export_model, import_model, model_tensors
-from megatron_dsa.huggingface.files import CheckpointReader, CheckpointWriter
-from megatron_dsa.huggingface.names import V4
+from megatron_dsa.extras.cli import main
+from megatron_dsa.extras.huggingface.config_json import parse_config, read_config
+from megatron_dsa.extras.huggingface.convert import export_model, import_model, model_tensors
+from megatron_dsa.extras.huggingface.files import CheckpointReader, CheckpointWriter
+from megatron_dsa.extras.huggingface.names import V4
 from megatron_dsa.ops import dispatch
-from megatron_dsa.tools.cli import main
 from tests.cases.released_formats import write_v4
 from tests.helpers import relative_error
 from tests.host import start

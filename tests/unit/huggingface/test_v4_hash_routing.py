@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from megatron_dsa.huggingface.convert import import_model, model_tensors
+from megatron_dsa.extras.huggingface.convert import import_model, model_tensors
 from tests.helpers import relative_error
 from tests.tiny_models import logits_of, published, tiny_model, tiny_v4
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.config_json import parse_config, read_config
-from megatron_dsa.huggingface.convert import (
+from megatron_dsa.extras.cli import main
+from megatron_dsa.extras.huggingface.config_json import parse_config, read_config
+from megatron_dsa.extras.huggingface.convert import (
     export_model,
     import_model,
     model_tensors,
     open_checkpoint,
 )
-from megatron_dsa.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PREDICTION
-from megatron_dsa.tools.cli import main
+from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PREDICTION
 from tests.cases.released_formats import stored_bytes, write_v4
 from tests.helpers import relative_error
 from tests.tiny_models import (

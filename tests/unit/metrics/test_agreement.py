@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.metrics.agreement import log_prob_gap
+from megatron_dsa.extras.rl.agreement import log_prob_gap
 
 
 def test_log_prob_gap_estimates_the_divergence():

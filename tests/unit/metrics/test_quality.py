@@ -268,7 +268,7 @@ def test_an_attention_that_is_nan_is_not_left_out():
 def test_layers_are_compared_with_the_selecting_layer_before(kind, recompute, log):
     """Two microbatches in flight, recomputed or not: once per microbatch, never across them."""
     from megatron_dsa.config.model import DSAOptions
-    from megatron_dsa.layers.replay import IndexCapture
+    from megatron_dsa.extras.rl.replay import IndexCapture
 
     config, arguments, changes = MODELS[kind]
     options = dataclasses.replace(changes.get("options", DSAOptions()), health_tokens=9)

@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.extras.rl.replay import IndexCapture, IndexReplay
 from megatron_dsa.layers import cuda_graphs
 from megatron_dsa.layers.cuda_graphs import GraphedLayer, describe_graphs
 from megatron_dsa.layers.freezing import freeze_for_stage
-from megatron_dsa.layers.replay import IndexCapture, IndexReplay
 from megatron_dsa.metrics.log import IndexerLog
 from megatron_dsa.metrics.tags import FIGURES, NAMES_OF_LOSSES
 from tests.cases.cuda_graphs import step_of, traced, without_host_numbers

@@ -8,8 +8,8 @@ import torch
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.extras.rl.replay import IndexCapture, IndexReplay
 from megatron_dsa.layers import csa_core, dsa_core
-from megatron_dsa.layers.replay import IndexCapture, IndexReplay
 from tests.cases.models import CORE, MODELS, SELECTING, forward, full, gpt
 from tests.host import small_config, small_csa_config
 from tests.reference import engine_scores as reference

@@ -9,8 +9,8 @@ import torch
 from megatron_dsa.config.model import DSAOptions, is_adapter_parameter
 from megatron_dsa.config.rules import modules_of_linears
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.huggingface.names import V3, V4
-from megatron_dsa.layers.lora import AdaptedLinear
+from megatron_dsa.extras.huggingface.names import V3, V4
+from megatron_dsa.extras.lora.lora import AdaptedLinear
 from tests.cases.lora import ALPHA, RANK, V4_VARIANTS, VARIANTS, config_of, gradients_of, model_of
 from tests.cases.models import forward
 from tests.helpers import relative_error
@@ -137,7 +137,7 @@ def test_indexers_without_adapters_are_not_trained():
 
 def test_initial_values():
     """A as in PEFT (uniform, by the width of the input), B zero."""
-    from megatron_dsa.layers.lora import add_adapters
+    from megatron_dsa.extras.lora.lora import add_adapters
     from tests.cases.models import gpt
 
     config = config_of("sparse", rank=8)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dsa.config.model import DSAOptions
-from megatron_dsa.layers.replay import IndexCapture, IndexReplay
+from megatron_dsa.extras.rl.replay import IndexCapture, IndexReplay
 from megatron_dsa.ops.dispatch import report
 from tests.cases.layouts import shuffled
 from tests.cases.log import empty_log, forget_log, logged

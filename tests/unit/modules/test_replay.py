@@ -8,7 +8,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layers.replay import IndexCapture, IndexReplay
+from megatron_dsa.extras.rl.replay import IndexCapture, IndexReplay
 from megatron_dsa.ops.common.autograd import in_backward
 from megatron_dsa.ops.dispatch import report, reset_report
 from megatron_dsa.ops.layout.positions import positions_to_rows

@@ -51,7 +51,7 @@ def _run_case(given, tp, cp):
 
 
 def _replayed(given, tp, cp):
-    from megatron_dsa.layers.replay import IndexCapture, IndexReplay
+    from megatron_dsa.extras.rl.replay import IndexCapture, IndexReplay
     from megatron_dsa.ops.dispatch import report, reset_report
 
     case, whole = given
@@ -79,7 +79,7 @@ def _replayed(given, tp, cp):
 @pytest.fixture(scope="module")
 def alone():
     """What one rank selects, by case."""
-    from megatron_dsa.layers.replay import IndexCapture
+    from megatron_dsa.extras.rl.replay import IndexCapture
 
     def positions(layer, rows, mode):
         module, x, packing = build(case(layer, rows, mode))

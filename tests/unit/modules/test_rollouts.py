@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.layers.replay import IndexCapture, IndexReplay
-from megatron_dsa.layers.rollouts import (
+from megatron_dsa.extras.rl.agreement import compare_selections, lines
+from megatron_dsa.extras.rl.replay import IndexCapture, IndexReplay
+from megatron_dsa.extras.rl.rollouts import (
     EngineRecord,
     experts_of,
     read_sglang,
@@ -18,7 +19,6 @@ from megatron_dsa.layers.rollouts import (
     record_layers,
     selections_of,
 )
-from megatron_dsa.metrics.agreement import compare_selections, lines
 from megatron_dsa.ops.dispatch import report, reset_report
 from tests.cases.models import MODELS, SELECTING, gpt, tokens
 from tests.host import small_config, small_csa_config

@@ -15,7 +15,7 @@ EXTRA, LR, DECAY = 0.18, 0.02, 0.1
 def muon(parameters, group=None, adaptive=False, **settings):
     from types import SimpleNamespace
 
-    from megatron_dsa.muon.optimizer import BlockAdaptiveMuon, BlockMuon
+    from megatron_dsa.extras.muon.optimizer import BlockAdaptiveMuon, BlockMuon
 
     groups = None if group is None else SimpleNamespace(tp=group, gtp_remat=None)
     return (BlockAdaptiveMuon if adaptive else BlockMuon)(
@@ -32,7 +32,7 @@ def full_gradient(rows, columns):
 
 
 def marked(gradient, pattern, ranks=1, partition_dim=None):
-    from megatron_dsa.muon.blocks import split_for_muon
+    from megatron_dsa.extras.muon.blocks import split_for_muon
 
     parameter = torch.nn.Parameter(torch.ones_like(gradient))
     parameter.grad = gradient.clone()

@@ -102,7 +102,7 @@ def plain(name):
 
 @pytest.mark.parametrize("name", TINY)
 def test_muon_updates_matrices_and_adamw_the_rest(name):
-    from megatron_dsa.muon.table import kinds_of
+    from megatron_dsa.extras.muon.table import kinds_of
 
     kinds = kinds_of([tiny_model(name)], tensor_ranks=1)
     assert {kind.name for kind in kinds if kind.optimizer == "Muon"} == MATRICES[name]
@@ -119,7 +119,7 @@ def test_muon_updates_matrices_and_adamw_the_rest(name):
 @pytest.mark.parametrize("name", TINY)
 def test_blocks(name, per_head):
     """Output groups always, up projections and the indexer's queries by option."""
-    from megatron_dsa.muon.table import kinds_of
+    from megatron_dsa.extras.muon.table import kinds_of
 
     kinds = kinds_of([tiny_model(name, per_head)], tensor_ranks=1)
     blocks = {kind.name: (kind.blocks, kind.block_rows) for kind in kinds if kind.block_rows}
@@ -146,8 +146,8 @@ def test_megatron_groups_parameters_like_the_table(name):
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
 
-    from megatron_dsa.muon.blocks import block_rows, is_left_to_adamw
-    from megatron_dsa.muon.optimizer import BlockMuon
+    from megatron_dsa.extras.muon.blocks import block_rows, is_left_to_adamw
+    from megatron_dsa.extras.muon.optimizer import BlockMuon
 
     model = tiny_model(name, "all", params_dtype=torch.bfloat16, bf16=True)
     model = Float16Module(model.config, model)
@@ -173,7 +173,7 @@ def test_layer_wise_buffers_leave_tables_out():
     model = tiny_model("deepseek-v4-flash")
     from megatron.core.optimizer import layer_wise_optimizer
 
-    from megatron_dsa.muon.blocks import is_left_to_adamw
+    from megatron_dsa.extras.muon.blocks import is_left_to_adamw
 
     managed = layer_wise_optimizer.is_managed_by_layer_wise_optimizer
     for name, parameter in model.named_parameters():
@@ -181,7 +181,7 @@ def test_layer_wise_buffers_leave_tables_out():
 
 
 def test_table():
-    from megatron_dsa.muon.table import kinds_of, table_of
+    from megatron_dsa.extras.muon.table import kinds_of, table_of
 
     lines = table_of(kinds_of([tiny_model("deepseek-v4-flash", "all")], 1))
     assert lines[0].split() == [

@@ -231,7 +231,7 @@ def test_a_layer_looks_once(name, monkeypatch):
 
 def test_a_replayed_selection_does_not_hide_it():
     """The indexer is trained on given keys: it scores them all the same."""
-    from megatron_dsa.layers.replay import IndexCapture, IndexReplay
+    from megatron_dsa.extras.rl.replay import IndexCapture, IndexReplay
 
     module = attention_module(MODULES["DSA, sparse"]()).train()
     x, capture = hidden_like(module, TOKENS), IndexCapture()

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.extras.planner.host import host
+from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch import Policy
 from megatron_dsa.ops.dispatch.operation import import_attribute
@@ -14,8 +16,6 @@ from megatron_dsa.ops.hyper_connections import reference
 from megatron_dsa.ops.hyper_connections import torch as unfused
 from megatron_dsa.ops.hyper_connections.api import read_head, read_streams, write_streams
 from megatron_dsa.ops.hyper_connections.inputs import WriteInputs
-from megatron_dsa.tools.planner.host import host
-from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 from tests.cases.hyper_connections import Case, check, in_float64, run
 from tests.cases.triton_kernels import (
     assembly,

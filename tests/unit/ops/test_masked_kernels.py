@@ -20,6 +20,7 @@ from megatron_dsa.dsa_kernels import (
     key_bits,
     masked_attention,
 )
+from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from megatron_dsa.layers.required_ops import selected_attention
 from megatron_dsa.ops.dispatch import Policy, describe_call, meta_dispatch
 from megatron_dsa.ops.layout.layout import packed_layout
@@ -31,7 +32,6 @@ from megatron_dsa.testing.comparison import Comparison
 from megatron_dsa.testing.lists import Lists
 from megatron_dsa.testing.masked_attention import MaskedDims, MaskedReference, masked_case
 from megatron_dsa.testing.tolerances import SPARSE_ATTENTION, by_figure
-from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 from tests.helpers import (
     deterministic,
     dynamic_shared_memory,

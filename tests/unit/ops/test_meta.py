@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_dsa.extras.planner.host import host
+from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from megatron_dsa.ops import OPERATIONS
 from megatron_dsa.ops.dispatch.operation import import_attribute
 from megatron_dsa.ops.masked_attention.bits import groups
@@ -18,8 +20,6 @@ from megatron_dsa.ops.sparse_attention.meta import NoOpKernels
 from megatron_dsa.ops.sparse_attention.tilelang import launch as tilelang_kernels
 from megatron_dsa.ops.sparse_attention.tilelang.kernels import TARGETS
 from megatron_dsa.testing.masked_attention import MaskedDims, masked_case
-from megatron_dsa.tools.planner.host import host
-from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
 from tests.cases.masked_attention import ascending_lists
 
 HEADS = (6, 16, 24, 32, 48, 64, 96, 128)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megatron_dsa import torch_ops
 from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.dsa_kernels import IndexerInputs, sparse_indexer_loss
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.extras import torch_library as torch_ops
 from megatron_dsa.ops.layout.layout import bshd_layout
 from tests.helpers import check_device_assert, leaf
 from tests.host import attention_module, hidden_like, small_config, small_csa_config
@@ -90,7 +90,7 @@ def test_the_gpu_asserts():
     """The process ends."""
     program = """
         import torch
-        from megatron_dsa.torch_ops import sparse_indexer_loss
+        from megatron_dsa.extras.torch_library import sparse_indexer_loss
 
         shapes = (48, 3, 8), (48, 8), (48, 3), (48, 5)
         *inputs, teacher = (torch.ones(shape, device="cuda") for shape in shapes)

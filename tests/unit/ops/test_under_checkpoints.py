@@ -7,9 +7,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import megatron_dsa.dsa_kernels as kernels
-from megatron_dsa import torch_ops
 from megatron_dsa.dsa_kernels import IndexerInputs, IndexerTraining
 from megatron_dsa.errors import ConfigError
+from megatron_dsa.extras import torch_library as torch_ops
 from megatron_dsa.layers.parallel import csa_keys, gather
 from megatron_dsa.metrics.quality import captured_mass
 from megatron_dsa.ops.common.head_products import head_products

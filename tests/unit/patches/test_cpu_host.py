@@ -8,8 +8,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 from megatron_dsa.errors import DSAError
+from megatron_dsa.extras.planner.host import host
 from megatron_dsa.patches import cpu_host
-from megatron_dsa.tools.planner.host import host
 from tests.host import start
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs no shims")

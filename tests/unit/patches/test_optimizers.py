@@ -181,7 +181,7 @@ def test_loaded_optimizer_continues(name, kind, dtype, tmp_path):
     if name not in ("adam", "adam-l2", "sgd", "sgd-0"):
         pytest.importorskip("emerging_optimizers", minversion="0.3")
         host.start()
-        from megatron_dsa.patches.muon import read_marks_of_muon
+        from megatron_dsa.extras.muon.patch import read_marks_of_muon
 
         read_marks_of_muon()
     distributed, metadata = FORMATS[kind]

@@ -4,8 +4,8 @@ from unittest import mock
 
 import pytest
 
-from megatron_dsa.tools.planner import attention_only, chunks
-from megatron_dsa.tools.planner.command import dry_run
+from megatron_dsa.extras.planner import attention_only, chunks
+from megatron_dsa.extras.planner.command import dry_run
 from tests import host
 from tests.functional.launch import TINY
 from tests.plans import BF16, EXPERTS, HYBRID, command, forget_layouts, only_chunk, plan

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dsa.tools import cli
+from megatron_dsa.extras import cli
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"

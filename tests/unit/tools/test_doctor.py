@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
+from megatron_dsa.extras import doctor
+from megatron_dsa.extras.doctor import examine as examination
+from megatron_dsa.extras.doctor import session as sessions
+from megatron_dsa.extras.doctor.measure import same_bits
+from megatron_dsa.extras.doctor.results import Part, Report
+from megatron_dsa.extras.doctor.shapes import shapes_from
 from megatron_dsa.testing.layouts import layout_of_tokens, sampled_tokens
 from megatron_dsa.testing.lists import difficult_lists, layout_of
-from megatron_dsa.tools import doctor
-from megatron_dsa.tools.doctor import examine as examination
-from megatron_dsa.tools.doctor import session as sessions
-from megatron_dsa.tools.doctor.measure import same_bits
-from megatron_dsa.tools.doctor.results import Part, Report
-from megatron_dsa.tools.doctor.shapes import shapes_from
 from tests.doctor_harness import (
     BACKWARD,
     FORWARD,

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from megatron_dsa.tools import doctor
-from megatron_dsa.tools.doctor import session as sessions
+from megatron_dsa.extras import doctor
+from megatron_dsa.extras.doctor import session as sessions
 from tests.doctor_harness import (
     BACKWARD,
     FORWARD,

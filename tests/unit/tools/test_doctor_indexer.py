@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_dsa.tools.doctor.engine import check_engine_scores
-from megatron_dsa.tools.doctor.results import Report
-from megatron_dsa.tools.doctor.session import Session
-from megatron_dsa.tools.doctor.shapes import shapes_from
+from megatron_dsa.extras.doctor.engine import check_engine_scores
+from megatron_dsa.extras.doctor.results import Report
+from megatron_dsa.extras.doctor.session import Session
+from megatron_dsa.extras.doctor.shapes import shapes_from
 from tests.doctor_harness import (
     SMALL,
     TEACHER,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.tools import generate as command
-from megatron_dsa.tools.cli import main
-from megatron_dsa.tools.generate import Bytes, Ids, codec_of, generate, next_logits
+from megatron_dsa.extras.cli import main
+from megatron_dsa.extras.generate import generate as command
+from megatron_dsa.extras.generate.generate import Bytes, Ids, codec_of, generate, next_logits
 from megatron_dsa.training import data
 from tests.helpers import relative_error
 from tests.host import small_config, small_csa_config, start

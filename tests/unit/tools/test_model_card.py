@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dsa import __version__
-from megatron_dsa.tools import model_card
-from megatron_dsa.tools.model_card import card, write_card
-from megatron_dsa.tools.report.events import RunLog
+from megatron_dsa.extras.huggingface import model_card
+from megatron_dsa.extras.huggingface.model_card import card, write_card
+from megatron_dsa.extras.report.events import RunLog
 
 CONFIG = {"model_type": "deepseek_v32", "num_hidden_layers": 4, "index_topk": 48, "hc_mult": None}
 TRAINED = {

@@ -11,8 +11,8 @@ import torch
 from benchmarks.layer.peers import build
 from benchmarks.megatron_layer import LayerSpec
 from benchmarks.schema import latest, read_csv
-from megatron_dsa.tools.planner.host import META, host, ranks
-from megatron_dsa.tools.planner.memory_tracker import MemoryTracker
+from megatron_dsa.extras.planner.host import META, host, ranks
+from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from tests import host as process
 
 MEASURED = Path(__file__).resolve().parents[3] / "benchmarks" / "layer.csv"

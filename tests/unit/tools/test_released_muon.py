@@ -4,7 +4,7 @@ import pytest
 
 from megatron_dsa.config.presets import PRESETS
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.tools.cli import build_parser
+from megatron_dsa.extras.cli import build_parser
 from tests import host
 
 ATTENTION = "decoder.layers.*.self_attention."

@@ -18,12 +18,12 @@ from matplotlib import image, pyplot
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_dsa.errors import ConfigError, VersionError
-from megatron_dsa.tools.cli import main
-from megatron_dsa.tools.report import facts
-from megatron_dsa.tools.report.events import RunLog, find_runs, read_run
-from megatron_dsa.tools.report.lines import thinned
-from megatron_dsa.tools.report.page import draw_svg, write_png
-from megatron_dsa.tools.report.panels import PANELS, draw_loss
+from megatron_dsa.extras.cli import main
+from megatron_dsa.extras.report import facts
+from megatron_dsa.extras.report.events import RunLog, find_runs, read_run
+from megatron_dsa.extras.report.lines import thinned
+from megatron_dsa.extras.report.page import draw_svg, write_png
+from megatron_dsa.extras.report.panels import PANELS, draw_loss
 
 LAYERS = (2, 3, 10)
 
@@ -308,7 +308,7 @@ def test_refusals(arguments, message, logs, tmp_path):
 @pytest.mark.parametrize("package", ["tensorboard", "matplotlib"])
 def test_missing_package_is_named(package, logs, tmp_path, monkeypatch):
     for name in list(sys.modules):
-        if name.split(".")[0] == package or name.startswith("megatron_dsa.tools.report.p"):
+        if name.split(".")[0] == package or name.startswith("megatron_dsa.extras.report.p"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(VersionError, match=r"megatron-dsa\[report\]"):

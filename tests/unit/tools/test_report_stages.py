@@ -15,10 +15,10 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from torch.utils.tensorboard import SummaryWriter
 
-from megatron_dsa.tools.report import facts
-from megatron_dsa.tools.report.events import RunLog, read_run
-from megatron_dsa.tools.report.lines import thinned
-from megatron_dsa.tools.report.panels import PANELS, draw_shares
+from megatron_dsa.extras.report import facts
+from megatron_dsa.extras.report.events import RunLog, read_run
+from megatron_dsa.extras.report.lines import thinned
+from megatron_dsa.extras.report.panels import PANELS, draw_shares
 
 LAYERS = (2, 3, 10)
 PANEL = {panel.title: panel for panel in PANELS}

@@ -6,8 +6,8 @@ import pytest
 
 from megatron_dsa.config.fields import option_fields
 from megatron_dsa.config.model import DSAOptions
-from megatron_dsa.tools.planner import command
-from megatron_dsa.tools.trained_model import adding, taken_over
+from megatron_dsa.extras.generate.trained_model import adding, taken_over
+from megatron_dsa.extras.planner import command
 from megatron_dsa.training.setup import model_config_from_args
 from tests.host import start
 

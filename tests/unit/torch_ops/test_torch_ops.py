@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-import megatron_dsa.torch_ops as ops
+import megatron_dsa.extras.torch_library as ops
 from megatron_dsa.errors import ConfigError, ImplementationError
+from megatron_dsa.extras.torch_library.registration import policy_of, policy_text
 from megatron_dsa.ops.dispatch import Policy, report, reset_report
-from megatron_dsa.torch_ops.registration import policy_of, policy_text
 from tests.cases.torch_ops import CASES, RELEASED, TOKENS, Case
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -480,7 +480,7 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import torch
 import megatron_dsa.dsa_kernels
-import megatron_dsa.torch_ops as ops
+import megatron_dsa.extras.torch_library as ops
 from tests.cases.torch_ops import CASES
 
 for name, make in CASES.items():

@@ -8,7 +8,7 @@ import torch
 from megatron.core.datasets.utils import Split
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.tools import cli
+from megatron_dsa.extras import cli
 from megatron_dsa.training import data
 from megatron_dsa.training.data import (
     BYTE_EOD,

@@ -1,0 +1,1 @@
+"""Evaluate and generate with trained checkpoints."""

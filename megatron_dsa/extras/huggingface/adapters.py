@@ -1,0 +1,313 @@
+"""Adapters (LoRA) in PEFT's format, and weights with adapters merged into them.
+
+A directory holds ``adapter_config.json`` and ``adapter_model.safetensors``, whose tensors are named
+``base_model.model.<linear>.lora_A.weight`` (``[rank, in]``) and ``lora_B`` (``[out, rank]``), with
+the linears of the released checkpoint. One linear of Megatron may hold two of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dsa.config.model import (
+    LORA_A,
+    is_adapter_parameter,
+    linears_with_adapters,
+    options_of,
+    uses_csa,
+)
+from megatron_dsa.config.rules import existing_linears, rank_and_alpha
+from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.extras.huggingface.files import read_json, read_safetensors, write_safetensors
+from megatron_dsa.extras.huggingface.names import Names
+from megatron_dsa.extras.huggingface.ranks import Place, global_name
+from megatron_dsa.extras.lora.lora import AdaptedLinear
+from megatron_dsa.training.files.whole import WholeFiles
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+#: Settings of PEFT under which an adapter is another function than here -> the value that is ours.
+_PLAIN: dict[str, Any] = {
+    "use_rslora": False,
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "bias": "none",
+    "lora_bias": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "layer_replication": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "alora_invocation_tokens": None,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "monteclora_config": None,
+    "megatron_config": None,
+}
+#: Initial values of adapters that leave the base as it is.
+_KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+#: Settings that the tensors, or checks of their own, cover, or that shape only PEFT's training.
+_NO_MATTER = {
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
+    *("revision", "inference_mode", "r", "lora_alpha", "lora_dropout", "init_lora_weights"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("megatron_core", "runtime_config", "velora_config", "qalora_group_size"),
+    "ensure_weight_tying",
+    # PEFT ignores them unless init_lora_weights names their method.
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+}
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A parameter of an adapter.
+
+    Attributes:
+        name: its tensor in PEFT's file.
+        weight: Megatron's name of the weight that it is added to.
+        is_mtp: whether it is of a layer of multi-token prediction, which PEFT's models lack.
+    """
+
+    name: str
+    weight: str
+    is_mtp: bool
+
+
+def factor_of(name: str, names: Names, num_layers: int) -> Factor:
+    """Return what an adapter's parameter is in PEFT's format.
+
+    Args:
+        name: of the parameter, with the number of the layer in the whole model.
+        names: the table of the model.
+        num_layers: decoder layers of the whole model.
+    """
+    module, _, own = name.rpartition(".")
+    part, letter = own[: -len(LORA_A)], own[-1]
+    weight = f"{module}.weight"
+    linears = [hf.removesuffix(".weight") for hf in names.match(weight, num_layers).hf]
+    linear = next(x for x in linears if x.rpartition(".")[2] == part)
+    full = f"base_model.model.{linear}.lora_{letter}.weight"
+    return Factor(full, weight, name.startswith("mtp."))
+
+
+def adapter_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of a model's adapters by Megatron's names."""
+    for name, parameter in model.named_parameters():
+        if is_adapter_parameter(name):
+            yield name, parameter
+
+
+def merged(
+    model: torch.nn.Module, values: Callable[[str], torch.Tensor], name: str, like: torch.Tensor
+) -> torch.Tensor:
+    """Return a parameter with the adapters of its linear added, in the dtype of ``like``.
+
+    The sum is formed in fp32 (fp64 in fp64 models) and rounded once.
+
+    Args:
+        model: has the parameter.
+        values: returns a parameter by name, adapters included.
+        name: of the parameter, not of an adapter.
+        like: the parameter of the model.
+    """
+    module_name, _, own = name.rpartition(".")
+    linear: Any = model.get_submodule(module_name)
+    if own != "weight" or not isinstance(linear, AdaptedLinear):
+        return values(name).to(like.dtype)
+    wide = torch.promote_types(like.dtype, torch.float32)
+    total = values(name).to(wide, copy=True)
+    for part, rows in zip(linear.parts, total.chunk(len(linear.parts)), strict=True):
+        if part in linear.adapted:
+            down, up = (values(f"{module_name}.{part}_lora_{x}").to(wide) for x in "AB")
+            rows.addmm_(up, down, alpha=linear.scale)
+    return total.to(like.dtype)
+
+
+def export_adapter(
+    model: torch.nn.Module,
+    directory: str | Path,
+    names: Names,
+    base: str | None = None,
+    values: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, tensor: tensor.detach(),
+) -> int:
+    """Write the adapters of an unsplit Megatron GPT model in PEFT's format.
+
+    Args:
+        model: ``GPTModel`` (unwrapped) with all layers.
+        directory: gets both files; must not hold an adapter yet.
+        names: the table of the model.
+        base: path or name of the model that the adapters are for, as PEFT loads it.
+        values: returns the values of a parameter, where the model itself does not hold them.
+
+    Returns:
+        How many tensors were left out, which are of layers of multi-token prediction.
+
+    Raises:
+        ConfigError: the model has no adapters or is a DeepSeek-V4, or the directory holds some.
+    """
+    config: Any = model.config
+    folder = Path(directory)
+    found = [
+        (factor_of(name, names, config.num_layers), name, tensor)
+        for name, tensor in adapter_parameters(model)
+    ]
+    require(found, "the model has no adapters: it was built without --lora-rank")
+    _check_family(config, "--adapter", "export merged weights, without it")
+    for file in (CONFIG, WEIGHTS):
+        require(
+            not os.path.lexists(folder / file),
+            f"{folder} holds an adapter already ({file}): choose another directory",
+        )
+    tensors = {x.name: values(name, tensor) for x, name, tensor in found if not x.is_mtp}
+    text = json.dumps(_peft_config(config, base), indent=2, sort_keys=True) + "\n"
+    with WholeFiles(folder) as files:
+        write_safetensors(files.path(WEIGHTS), tensors)
+        files.path(CONFIG).write_text(text)
+    return len(found) - len(tensors)
+
+
+def _check_family(config: Any, flag: str, instead: str) -> None:
+    require(
+        not uses_csa(config),
+        f"{flag} is not supported with DeepSeek-V4: PEFT goes by the linears of transformers, "
+        "where V4's have other names than in released checkpoints, and attn.wo_a, one product per "
+        f"group, is no linear that PEFT's adapters fit: {instead}",
+    )
+
+
+def _peft_config(config: Any, base: str | None) -> dict[str, Any]:
+    rank, alpha = rank_and_alpha(options_of(config))
+    return _PLAIN | {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "lora_dropout": 0.0,
+        "target_modules": _target_modules(config),
+    }
+
+
+def _target_modules(config: Any) -> list[str]:
+    """Return names that select the adapted linears: last words, unless others end with them."""
+    adapted = linears_with_adapters(config)
+    others = set(existing_linears(config, options_of(config))) - set(adapted)
+    taken = {name.rpartition(".")[2] for name in others}
+    words = ((name, name.rpartition(".")[2]) for name in adapted)
+    return sorted({name if word in taken else word for name, word in words})
+
+
+def import_adapter(
+    model: torch.nn.Module, directory: str | Path, names: Names, place: Place = Place()
+) -> int:
+    """Fill the adapters of a Megatron GPT model with those of a directory in PEFT's format.
+
+    Args:
+        model: ``GPTModel`` (unwrapped), or a stage or part of one, with adapters.
+        directory: holds both files.
+        names: the table of the model.
+        place: place of this rank.
+
+    Returns:
+        How many parameters keep their initial values, which are of layers of multi-token
+        prediction.
+
+    Raises:
+        ConfigError: the adapter is of another rank, scale, kind or shape, or has other linears;
+            or the model is a DeepSeek-V4.
+    """
+    config: Any = model.config
+    _check_family(config, "--lora-load", "start from a checkpoint with adapters, by --load")
+    folder = Path(directory)
+    _check_peft_config(read_json(folder / CONFIG), folder, config)
+    stored = read_safetensors(folder / WEIGHTS)
+    kept, adapted = 0, linears_with_adapters(config)
+    linears = "|".join(map(re.escape, adapted))
+    known = re.compile(rf"base_model\.model\.model\.layers\.(\d+)\.({linears})\.lora_[AB]\.weight")
+    for name in stored:
+        layer = known.fullmatch(name)
+        require(
+            layer and int(layer[1]) < config.num_layers,
+            f"{folder}: {name} is of no linear that --lora-targets names in a model of "
+            f"{config.num_layers} layers ({', '.join(adapted)}): name it, or take the adapter of "
+            "this model",
+        )
+    with torch.no_grad():
+        for name, parameter in adapter_parameters(model):
+            factor = factor_of(global_name(name, place), names, config.num_layers)
+            if factor.is_mtp:
+                kept += 1
+                continue
+            require(
+                factor.name in stored,
+                f"{folder} has no tensor {factor.name}: --lora-targets names linears that the "
+                "adapter does not have; name those of its adapter_config.json",
+            )
+            parameter.copy_(_part(stored[factor.name], parameter, factor.name, place))
+    return kept
+
+
+def _part(full: torch.Tensor, parameter: Any, name: str, place: Place) -> torch.Tensor:
+    """Return what a rank holds of one of PEFT's tensors."""
+    rank, ranks = place.tensor
+    wanted, axis = list(parameter.shape), None
+    if ranks > 1 and getattr(parameter, "tensor_model_parallel", False):
+        axis = parameter.partition_dim
+        wanted[axis] *= ranks
+    require(
+        list(full.shape) == wanted,
+        f"{name} is {tuple(full.shape)}, the model wants {tuple(wanted)}: it is the adapter of "
+        "another model",
+    )
+    return full if axis is None else full.chunk(ranks, dim=axis)[rank]
+
+
+def _check_peft_config(given: dict[str, Any], folder: Path, config: Any) -> None:
+    where = f"{folder / CONFIG}:"
+    kind = given.get("peft_type")
+    require(kind == "LORA", f"{where} peft_type must be LORA, got {kind!r}: take a LoRA adapter")
+    for name, value in given.items():
+        ours = _PLAIN.get(name)
+        # An unknown setting that is off changes nothing: later versions of PEFT write such.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        same = (value or None) == (ours or None) and (name in _PLAIN or not is_number)
+        if name not in _NO_MATTER and not same:
+            raise ConfigError(
+                f"{where} {name} must be {ours!r}, got {value!r}: such adapters are not supported"
+                if name in _PLAIN
+                else f"{where} {name} = {value!r} is not understood, and may change what the "
+                "adapter means: merge it with PEFT and import the result with import-hf"
+            )
+    _check_initial_values(given.get("init_lora_weights", True), where)
+    rank, alpha = rank_and_alpha(options_of(config))
+    for key, flag, value in (("r", "--lora-rank", rank), ("lora_alpha", "--lora-alpha", alpha)):
+        found = given.get(key)
+        require(found == value, f"{flag} must be {found}, as {where[:-1]} says, got {value:g}")
+
+
+def _check_initial_values(method: Any, where: str) -> None:
+    """Raise for a method that changed the base when it set the adapter's initial values."""
+    name = str(method).lower()
+    if method in _KEEPS_BASE or name in _KEEPS_BASE:
+        return
+    convert = (
+        "convert it with PEFT: model.save_pretrained(directory, "
+        "path_initial_model_for_weight_conversion=the adapter before training)"
+    )
+    if not name.startswith(("pissa", "olora", "corda", "lora_ga")):  # PEFT's conversion takes these
+        convert = "merge it with PEFT into the base that it was trained on, and import that"
+    raise ConfigError(
+        f"{where} init_lora_weights = {method!r}: adapters of this method go with a base whose "
+        f"weights it changed, and are wrong on the released one; {convert}"
+    )

@@ -1,0 +1,166 @@
+"""Megatron-Bridge: its conversion and its providers, for models with sparse layers.
+
+Importing this module needs ``megatron.bridge``. It adds to Bridge the architecture DeepSeek-V3.2,
+with V3's names and our table's for the indexer; DeepSeek-V3 with new indexers; and our replicated
+linears, which are not split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from megatron.bridge.models import gpt_provider
+from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import HFWeightTuple, MegatronModelBridge
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, ReplicatedMapping
+from megatron.bridge.models.deepseek import DeepSeekV3Bridge
+from megatron.bridge.models.mla_provider import MLAModelProvider
+from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import get_model_config
+from transformers import PretrainedConfig
+
+from megatron_dsa.config.model import DSAOptions, DSATransformerConfig, has_adapters, validate
+from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.extras.huggingface.config_json import HFModel, parse_config
+from megatron_dsa.extras.huggingface.models import MODELS
+from megatron_dsa.extras.huggingface.names import INDEXER, V3
+from megatron_dsa.layers.freezing import freeze_for_stage
+from megatron_dsa.layers.layers import ReplicatedLinear
+from megatron_dsa.specs import dsa_block_spec, dsa_mtp_block_spec
+
+AutoMapping.register_module_type(ReplicatedLinear.__name__, "replicated")
+# Bridge writes the provider into its checkpoints, and reads back only classes of known packages.
+register_allowed_target_prefix("megatron_dsa.")
+
+
+def _registered(model_type: str) -> Callable[[type], type]:
+    return MegatronModelBridge.register_bridge(
+        source=MODELS[model_type].architecture,
+        target=GPTModel,
+        provider=MLAModelProvider,
+        model_type=model_type,
+    )
+
+
+@_registered("deepseek_v32")
+class DeepSeekV32Bridge(DeepSeekV3Bridge):
+    """Bridge's DeepSeek-V3 with the indexers of V3.2."""
+
+    def mapping_registry(self) -> MegatronMappingRegistry:
+        """Return the mappings of V3 and of the indexers."""
+        mappings = super().mapping_registry().get_all_mappings()
+        mtp = getattr(self.hf_config, "num_nextn_predict_layers", 0) or 0
+        prefixes = [("decoder.layers.*.", V3.layer_prefix.format("*"))]
+        for layer, theirs in enumerate(V3.mtp_prefixes(mtp, self.hf_config.num_hidden_layers)):
+            prefixes.append((f"mtp.layers.{layer}.mtp_model_layer.", theirs))
+        mappings += [
+            ReplicatedMapping(f"{ours}{line.megatron[0]}", f"{theirs}{line.hf[0]}")
+            for line in V3.layer
+            if line.megatron[0].startswith(INDEXER)
+            for ours, theirs in prefixes
+        ]
+        return MegatronMappingRegistry(*mappings)
+
+    def stream_weights_megatron_to_hf(
+        self, megatron_model, *args, **kwargs
+    ) -> Iterator[HFWeightTuple]:
+        """Yield also the copies of embedding and head in layers of multi-token prediction.
+
+        Without them Bridge's strict saving refuses every file that had one.
+        """
+        config = get_model_config(megatron_model[0])
+        prefixes = V3.mtp_prefixes(config.mtp_num_layers or 0, config.num_layers)
+        for found in super().stream_weights_megatron_to_hf(megatron_model, *args, **kwargs):
+            yield found
+            for copy, original in V3.copies.items():
+                if found.param_name == original:
+                    for prefix in prefixes:
+                        yield HFWeightTuple(prefix + copy, found.weight.clone())
+
+
+@_registered("deepseek_v3")
+class DeepSeekV3WithIndexersBridge(DeepSeekV32Bridge):
+    """DeepSeek-V3 into a model with or without indexers, which keep their initial values.
+
+    It takes the place of Bridge's own, which fails on a parameter that it does not know.
+    """
+
+
+@dataclass
+class SparseModelProvider(MLAModelProvider, DSATransformerConfig):
+    """Bridge's provider of MLA models, whose layers have sparse attention.
+
+    :func:`sparse_provider` makes one. As with every provider of Bridge, fields may be changed until
+    it is finalized; only then is it known whether this package supports them.
+    """
+
+    transformer_layer_spec: Callable = dsa_block_spec
+
+    def finalize(self) -> None:
+        """Derive fields from others, and refuse unsupported ones."""
+        super().finalize()
+        validate(self)
+        require(
+            not has_adapters(self),
+            "lora_rank is not supported with Megatron-Bridge: its loader does not know these "
+            "adapters; train with python -m megatron_dsa.pretrain, or take Bridge's own PEFT",
+        )
+
+    def provide(self, *args, **kwargs) -> GPTModel:
+        """Build one stage; like the parent, but multi-token prediction is sparse as well.
+
+        In stage ``warmup``, all but the indexers is frozen.
+        """
+        # The parent derives its layers through a module function, and asks transformer-engine.
+        with mock.patch.object(gpt_provider, "mtp_block_spec", dsa_mtp_block_spec):
+            model = super().provide(*args, **kwargs)
+        return freeze_for_stage([model])[0]
+
+
+def sparse_provider(
+    bridge: AutoBridge, options: DSAOptions = DSAOptions(), load_weights: bool = True
+) -> SparseModelProvider:
+    """Return Bridge's provider of a model, with our layers.
+
+    What the weights mean (rope, router, norms, indexer) is taken from the checkpoint's config.json
+    as ``import-hf`` takes it, the rest from Bridge.
+
+    Args:
+        bridge: the bridge of DeepSeek-V3, DeepSeek-V3.2 or GLM-5.
+        options: ours; ``latent_norm_epsilon`` is taken from the model.
+        load_weights: whether the checkpoint fills the model when it is built.
+
+    Raises:
+        ConfigError: config.json is not understood, or describes a DeepSeek-V4, for which Bridge
+            has the names of Megatron's development branch.
+    """
+    hf = _described(bridge)
+    if hf.names is not V3:
+        raise ConfigError(
+            f"Megatron-Bridge's conversion of {hf.names.models} makes models of Megatron's "
+            "development branch: use python -m megatron_dsa import-hf"
+        )
+    provider = SparseModelProvider()
+    provider.__dict__.update(bridge.to_megatron_provider(load_weights).__dict__)
+    provider.__dict__.update(hf.fields)
+    provider.experimental_attention_variant = None  # Megatron's own
+    provider.transformer_layer_spec = dsa_block_spec
+    provider.dsa = dataclasses.replace(options, latent_norm_epsilon=hf.latent_norm_epsilon)
+    return provider
+
+
+def _described(bridge: AutoBridge) -> HFModel:
+    source: Any = bridge.hf_pretrained
+    if isinstance(source, PretrainedConfig):
+        return parse_config(source.to_dict())
+    # The file itself: classes of transformers add keys and change some.
+    found, _ = PretrainedConfig.get_config_dict(
+        source.model_name_or_path, revision=bridge.hf_model_revision
+    )
+    return parse_config(found)

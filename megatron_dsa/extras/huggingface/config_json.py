@@ -1,0 +1,239 @@
+"""Read a ``config.json`` by the table of models, and compare a Megatron model with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_dsa.config.fields import flag_of
+from megatron_dsa.config.model import computes_topk, options_of, uses_indexer, uses_streams
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.extras.huggingface.deepseek_v4 import FEATURE_FIELDS, HASH_LAYERS
+from megatron_dsa.extras.huggingface.files import read_json
+from megatron_dsa.extras.huggingface.models import MODELS
+from megatron_dsa.extras.huggingface.names import HASH_ROUTING, HYPER_CONNECTIONS, PREDICTION, Names
+from megatron_dsa.extras.huggingface.pairs import resolved
+from megatron_dsa.extras.huggingface.quantised import Quantisation
+from megatron_dsa.extras.huggingface.rules import SIZE, check_only, check_values, refuse, required
+
+#: Fields that all models share and no key of config.json says.
+_COMMON = {
+    "qk_layernorm": True,
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "multi_latent_attention": True,
+}
+#: Fields that change a model and that no key of config.json says: Megatron's defaults.
+UNSAID: dict[str, Any] = {
+    "layernorm_zero_centered_gamma": False,
+    "apply_residual_connection_post_layernorm": False,
+    "qk_l2_norm": False,
+    "attention_output_gate": False,
+    "no_rope_freq": None,
+    "rotary_percent": 1.0,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """A Hugging Face model's configuration.
+
+    Attributes:
+        raw: config.json as it is.
+        fields: arguments of the transformer configuration that describe the same model.
+        num_layers, mtp_layers: decoder and multi-token-prediction layers.
+        vocab_size: without padding.
+        names: the table of the model's tensors.
+        has_indexer: the model type has indexers.
+        dtype: dtype of weights that are not quantised; ``None``: as they are stored.
+        quantisation: how quantised weights are stored and dequantised.
+        latent_norm_epsilon: epsilon of the norms of MLA's latents; ``None``: as in all norms.
+        remarks: where Megatron's layers differ a little from the model.
+    """
+
+    raw: dict[str, Any]
+    fields: dict[str, Any]
+    num_layers: int
+    mtp_layers: int
+    vocab_size: int
+    names: Names
+    has_indexer: bool
+    dtype: torch.dtype | None
+    quantisation: Quantisation
+    latent_norm_epsilon: float | None
+    remarks: tuple[str, ...]
+
+
+def read_config(path: str | Path) -> HFModel:
+    """Read a ``config.json``.
+
+    Args:
+        path: the file, or the checkpoint directory that holds it.
+
+    Raises:
+        ConfigError: it is missing or broken, or says something that is not understood.
+    """
+    path = Path(path)
+    if not path.is_file():
+        path /= "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing: it says what the weights mean; put it there")
+    return parse_config(read_json(path), str(path))
+
+
+def parse_config(config: dict[str, Any], source: str = "config.json") -> HFModel:
+    """Return the model that a config.json describes.
+
+    Args:
+        config: its content.
+        source: what errors call it.
+
+    Raises:
+        ConfigError: names the source, the key, the rule and the fix.
+    """
+    try:
+        return _parsed(config)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def _parsed(config: dict) -> HFModel:
+    kind: Any = config.get("model_type")
+    if kind not in tuple(MODELS):
+        refuse("model_type", kind, f"must be one of {', '.join(MODELS)}; others are unknown")
+    model, raw = MODELS[kind], config
+    check_values(config)
+    config, notes = resolved(config)
+    check_only(config, model.only)
+    fields = {field: required(config, key) for key, field in model.fields.items()}
+    for converter in model.converters:
+        fields |= converter(config)
+    epsilon, dtype = model.latent_norm_epsilon, _unquantised_dtype(config)
+    return HFModel(
+        raw=raw,
+        fields=fields | _COMMON,
+        num_layers=config["num_hidden_layers"],
+        mtp_layers=config.get("num_nextn_predict_layers") or 0,
+        vocab_size=required(config, "vocab_size"),
+        names=model.names,
+        has_indexer="dsa_indexer_topk" in fields,
+        dtype=dtype,
+        quantisation=_quantisation(config, dtype or torch.bfloat16),
+        latent_norm_epsilon=None if epsilon == fields["layernorm_epsilon"] else epsilon,
+        remarks=notes + tuple(remark for key, remark in model.remarks.items() if config.get(key)),
+    )
+
+
+def _quantisation(config: dict, dtype: torch.dtype) -> Quantisation:
+    """Return how weights are quantised; ``dtype`` is that of dequantised ones."""
+    said = config.get("quantization_config")
+    # The key of fp4 is at the top or with the quantisation.
+    fp4 = "fp4" in (config.get("expert_dtype"), (said or {}).get("expert_dtype"))
+    if said is None:
+        return Quantisation(None, fp4, dtype)
+    method, block = said.get("quant_method"), said.get("weight_block_size")
+    if method != "fp8":
+        refuse("quantization_config.quant_method", method, "must be fp8, or nothing quantised")
+    if not (isinstance(block, list) and len(block) == 2 and all(map(SIZE.allows, block))):
+        refuse(
+            "quantization_config.weight_block_size", block, "must be [rows, columns], both positive"
+        )
+    return Quantisation(tuple(block), fp4, dtype)
+
+
+def _unquantised_dtype(config: dict) -> torch.dtype | None:
+    """Return the dtype of weights that are not quantised; ``None``: config.json does not say."""
+    said = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
+    for key, name in said.items():
+        if name not in ("bfloat16", "float16", "float32", "float64"):
+            refuse(key, name, "must be bfloat16, float16, float32 or float64")
+    if len(set(said.values())) > 1:
+        refuse("dtype", said["dtype"], f"contradicts torch_dtype = {said['torch_dtype']!r}")
+    return getattr(torch, next(iter(said.values()))) if said else None
+
+
+def model_features(config: Any) -> set[str]:
+    """Return which features of ``names.py`` a Megatron model has, by its configuration."""
+    fields = {
+        HYPER_CONNECTIONS: uses_streams(config),
+        HASH_ROUTING: bool(getattr(config, HASH_LAYERS, 0)),
+        PREDICTION: bool(config.mtp_num_layers),
+    }
+    return {feature for feature, has in fields.items() if has}
+
+
+def differences(hf: HFModel, config: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the fields of a Megatron configuration that describe another model than config.json.
+
+    Fields of the indexer are compared where the Megatron model has one.
+
+    Returns:
+        Field -> its value in ``config``, and by config.json.
+    """
+    # Models may leave out features; features.py says whether it is on request.
+    left_out = {
+        name
+        for feature, names in FEATURE_FIELDS.items()
+        if feature not in model_features(config)
+        for name in names
+    }
+    found = {}
+    for name, expected in (UNSAID | hf.fields).items():
+        # The router's dtype says how it computes, not what.
+        if name == "moe_router_dtype" or (name.startswith("dsa_") and not uses_indexer(config)):
+            continue
+        actual = getattr(config, name, None)
+        if name in left_out:
+            continue
+        if name == "moe_layer_freq" and isinstance(actual, int):
+            actual = [int(layer % actual == 0) for layer in range(config.num_layers)]
+        if name == "dsa_indexer_k_norm_epsilon" and actual is None:
+            actual = config.layernorm_epsilon
+        if name == "csa_compress_ratios" and actual is not None:
+            # Models may leave out multi-token prediction.
+            expected = expected[: hf.num_layers + (config.mtp_num_layers or 0)]
+        if name in ("moe_router_num_groups", "moe_router_group_topk"):
+            # One group of all experts is none.
+            actual = actual if (config.moe_router_num_groups or 1) > 1 else None
+        if name == "moe_router_topk_scaling_factor" and actual is None:
+            actual = 1.0
+        if actual != expected:
+            found[name] = actual, expected
+    sharing = {"dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"}
+    if sharing & found.keys() and _selecting(hf.num_layers, config) == _selecting(
+        hf.num_layers, SimpleNamespace(**hf.fields)
+    ):
+        found = {name: values for name, values in found.items() if name not in sharing}
+    actual, of_all = options_of(config).latent_norm_epsilon, hf.fields["layernorm_epsilon"]
+    expected = hf.latent_norm_epsilon or of_all
+    if (actual or of_all) != expected:
+        found["dsa_latent_norm_epsilon"] = actual, expected
+    return found
+
+
+def _selecting(layers: int, sharing: Any) -> list[bool]:
+    """Return which layers select keys themselves."""
+    return [computes_topk(sharing, layer + 1) for layer in range(layers)]
+
+
+def check_model(hf: HFModel, config: Any) -> None:
+    """Raise unless a Megatron model's configuration describes the Hugging Face model."""
+    if found := differences(hf, config):
+        lines = (
+            f"  - {flag_of(name)} is {actual!r} for the model, {expected!r} by config.json"
+            if name == "dsa_latent_norm_epsilon"
+            else f"  - {name} is {actual!r} in the model, {expected!r} by config.json"
+            for name, (actual, expected) in found.items()
+        )
+        raise ConfigError(
+            "the Megatron model is not the model of the checkpoint; change its flags:\n"
+            + "\n".join(lines)
+        )

@@ -1,0 +1,393 @@
+"""Names: which tensors of a Hugging Face checkpoint make up which parameter of a Megatron model.
+
+One table for DeepSeek-V3, DeepSeek-V3.2 and GLM-5, one for DeepSeek-V4. Hugging Face's names come
+from released checkpoints (one tensor per expert), Megatron's from its MLA, MoE and bundled DSA, as
+in Megatron-Bridge. Linears have the same orientation on both sides and no weight is permuted: a
+conversion only joins tensors, such as the gate and the up projection.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from megatron_dsa.errors import ConfigError
+
+
+class Split(enum.Enum):
+    """How tensor-parallel ranks share a parameter."""
+
+    WHOLE = "every rank holds it in full"
+    ROWS = "by dim 0 (column-parallel linears)"
+    COLUMNS = "by dim 1 (row-parallel linears)"
+    VOCABULARY = "by dim 0, after padding with rows of zeros"
+    LATENT = "by dim 0 without transformer-engine, else whole (down projections)"
+    TABLE = "every rank holds it in full, after padding with rows that name the first experts"
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether Megatron pads the rows, of which there is one per token of the vocabulary."""
+        return self in (Split.VOCABULARY, Split.TABLE)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter.
+
+    Attributes:
+        hf: Hugging Face's names; the tensors lie one after the other along ``join`` in Megatron.
+        megatron: Megatron's name, and what other layer sets call the same parameter.
+        split: how tensor-parallel ranks share it; each of the ``hf`` tensors is split by itself.
+        join: dim along which the ``hf`` tensors are joined.
+    """
+
+    hf: tuple[str, ...]
+    megatron: tuple[str, ...]
+    split: Split = Split.WHOLE
+    join: int = 0
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether there is one such parameter per routed expert."""
+        return "{expert}" in self.hf[0]
+
+
+@dataclass(frozen=True)
+class Match:
+    """The tensors of a parameter of a Megatron model: its entry and the full names of ``hf``."""
+
+    entry: Entry
+    hf: tuple[str, ...]
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it is a table of experts, one row per token: integers, not weights."""
+        return self.entry.split is Split.TABLE
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a tensor of a Hugging Face checkpoint belongs.
+
+    Attributes:
+        name: name of the tensor.
+        prefix: how the names of its layer begin; empty outside the layers.
+        is_mtp: whether the layer is one of multi-token prediction.
+        expert: number of its routed expert.
+    """
+
+    name: str
+    prefix: str = ""
+    is_mtp: bool = False
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
+class Names:
+    """The table of a family of models.
+
+    Attributes:
+        models: name of the family in messages.
+        model: parameters outside the layers.
+        layer: parameters of a layer, without the layer's prefix.
+        mtp: parameters that a multi-token-prediction layer has besides a decoder layer's.
+        layer_prefix: prefix of a layer's tensors, with ``{}`` for its number.
+        mtp_prefix: prefix of a multi-token-prediction layer's; ``None``: these layers are numbered
+            on behind the decoder's.
+        copies: tensor in multi-token-prediction layers of checkpoints -> the tensor that it
+            repeats. Megatron shares the parameter itself.
+        writes_copies: whether an export writes them.
+        features: feature that a model may be built without -> pattern of the tensors that belong
+            to it.
+        quantised: pattern of the weights that are quantised where a model is released so.
+        scale: name of the scales of such a weight, with ``{}`` for the weight's name without
+            ``.weight``.
+        rename: turns the name in a file into the released one.
+    """
+
+    models: str
+    model: tuple[Entry, ...]
+    layer: tuple[Entry, ...]
+    mtp: tuple[Entry, ...]
+    layer_prefix: str
+    mtp_prefix: str | None
+    copies: dict[str, str]
+    writes_copies: bool = True
+    features: dict[str, re.Pattern] = field(default_factory=dict)
+    quantised: re.Pattern = re.compile(r"(?!)")
+    scale: str = "{}.weight_scale_inv"
+    rename: Callable[[str], str] = str
+
+    def match(self, name: str, num_layers: int) -> Match:
+        """Return the tensors that make up the Megatron parameter ``name``.
+
+        Args:
+            name: with the numbers of layers and experts in the whole model, see
+                ``ranks.global_name``.
+            num_layers: decoder layers of the whole model.
+
+        Raises:
+            ConfigError: the table does not know the parameter.
+        """
+        for pattern, table, is_mtp in (
+            (r"decoder\.layers\.(\d+)\.(.*)", self.layer, False),
+            (r"mtp\.layers\.(\d+)\.mtp_model_layer\.(.*)", self.layer, True),
+            (r"mtp\.layers\.(\d+)\.(.*)", self.mtp, True),
+        ):
+            layer = re.fullmatch(pattern, name)
+            if layer and (found := _find(table, "megatron", layer[2])):
+                line, expert = found
+                prefix = self.prefix(int(layer[1]), is_mtp, num_layers)
+                return Match(line, tuple(prefix + hf.format(expert=expert) for hf in line.hf))
+        if found := _find(self.model, "megatron", name):
+            return Match(found[0], found[0].hf)
+        raise ConfigError(
+            f"parameter {name} has no counterpart in Hugging Face checkpoints of {self.models}: "
+            "drop the flag that added it, or give it a line in megatron_dsa/extras/huggingface/names.py"
+        )
+
+    def prefix(self, layer: int, is_mtp: bool, num_layers: int) -> str:
+        """Return how the names of a layer's tensors begin; ``layer`` counts from 0 in its kind."""
+        if is_mtp and self.mtp_prefix is not None:
+            return self.mtp_prefix.format(layer)
+        return self.layer_prefix.format(layer + num_layers * is_mtp)
+
+    def mtp_prefixes(self, count: int, num_layers: int) -> list[str]:
+        """Return how the names of multi-token-prediction layers begin."""
+        return [self.prefix(layer, True, num_layers) for layer in range(count)]
+
+    def locate(self, hf_name: str, num_layers: int) -> Location | None:
+        """Return where a tensor of a checkpoint belongs; ``None``: the table does not know it.
+
+        Args:
+            hf_name: released name of the tensor.
+            num_layers: decoder layers of the whole model.
+        """
+        if _find(self.model, "hf", hf_name):
+            return Location(hf_name)
+        for template, is_mtp in ((self.layer_prefix, False), (self.mtp_prefix, True)):
+            pattern = re.escape(template or "").replace(r"\{\}", r"(\d+)")
+            layer = re.fullmatch(f"({pattern})(.*)", hf_name) if template else None
+            if layer is None:
+                continue
+            prefix, number, rest = layer.groups()
+            found = _find(self.layer + self.mtp, "hf", rest)
+            if found is None and rest not in self.copies:
+                return None
+            expert = int(found[1]) if found and found[1] else None
+            return Location(hf_name, prefix, is_mtp or int(number) >= num_layers, expert)
+        return None
+
+    def by_feature(self, hf_names: Iterable[str]) -> dict[str, list[str]]:
+        """Return the sorted tensors of every feature that ``hf_names`` have any of."""
+        names = sorted(hf_names)
+        found = {x: [n for n in names if p.fullmatch(n)] for x, p in self.features.items()}
+        return {feature: tensors for feature, tensors in found.items() if tensors}
+
+
+@functools.cache
+def _compiled(table: tuple[Entry, ...], side: str) -> tuple[tuple[re.Pattern, Entry], ...]:
+    def regex(name: str) -> re.Pattern:
+        return re.compile(re.escape(name).replace(r"\{expert\}", r"(?P<expert>\d+)"))
+
+    return tuple((regex(name), line) for line in table for name in getattr(line, side))
+
+
+def _find(table: tuple[Entry, ...], side: str, name: str) -> tuple[Entry, str | None] | None:
+    for pattern, line in _compiled(table, side):
+        if found := pattern.fullmatch(name):
+            return line, found.groupdict().get("expert")
+    return None
+
+
+def _entry(hf: str | tuple[str, ...], megatron: str | tuple[str, ...], *rest) -> Entry:
+    """Return an entry; single names may be given as they are."""
+    hf, megatron = ((x,) if isinstance(x, str) else x for x in (hf, megatron))
+    return Entry(hf, megatron, *rest)
+
+
+#: Linears of gated MLPs. The second name of an expert's is that of experts in one grouped linear.
+_DENSE = ("mlp.linear_{fc}.weight",)
+_SHARED = ("mlp.shared_experts.linear_{fc}.weight",)
+_EXPERT = (
+    "mlp.experts.local_experts.{expert}.linear_{fc}.weight",
+    "mlp.experts.linear_{fc}.weight{expert}",
+)
+
+
+def _mlp(prefix: str, ours: tuple[str, ...], gate: str, up: str, down: str) -> tuple[Entry, Entry]:
+    """Return both linears of a gated MLP."""
+    fc1, fc2 = (tuple(x.replace("{fc}", fc) for x in ours) for fc in ("fc1", "fc2"))
+    both = (f"{prefix}{gate}.weight", f"{prefix}{up}.weight")
+    return _entry(both, fc1, Split.ROWS), _entry(f"{prefix}{down}.weight", fc2, Split.COLUMNS)
+
+
+_ATTN = "self_attention."
+_CORE = f"{_ATTN}core_attention."
+INDEXER = f"{_CORE}indexer."
+
+# ------------------------------------------------------------ DeepSeek-V3, DeepSeek-V3.2, GLM-5
+# Where a parameter has two names, the second is that of layers with the norm fused in.
+
+_V3_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+V3 = Names(
+    models="DeepSeek-V3, DeepSeek-V3.2 and GLM-5",
+    model=(
+        _entry("model.embed_tokens.weight", "embedding.word_embeddings.weight", Split.VOCABULARY),
+        _entry("model.norm.weight", "decoder.final_layernorm.weight"),
+        _entry("lm_head.weight", "output_layer.weight", Split.VOCABULARY),
+    ),
+    layer=(
+        _entry("input_layernorm.weight", "input_layernorm.weight"),
+        _entry("self_attn.q_a_proj.weight", f"{_ATTN}linear_q_down_proj.weight", Split.LATENT),
+        _entry(
+            "self_attn.q_a_layernorm.weight",
+            (f"{_ATTN}q_layernorm.weight", f"{_ATTN}linear_q_up_proj.layer_norm_weight"),
+        ),
+        _entry("self_attn.q_b_proj.weight", f"{_ATTN}linear_q_up_proj.weight", Split.ROWS),
+        _entry(
+            "self_attn.kv_a_proj_with_mqa.weight",
+            f"{_ATTN}linear_kv_down_proj.weight",
+            Split.LATENT,
+        ),
+        _entry(
+            "self_attn.kv_a_layernorm.weight",
+            (f"{_ATTN}kv_layernorm.weight", f"{_ATTN}linear_kv_up_proj.layer_norm_weight"),
+        ),
+        _entry("self_attn.kv_b_proj.weight", f"{_ATTN}linear_kv_up_proj.weight", Split.ROWS),
+        _entry("self_attn.o_proj.weight", f"{_ATTN}linear_proj.weight", Split.COLUMNS),
+        _entry("self_attn.indexer.wq_b.weight", f"{INDEXER}linear_wq_b.weight"),
+        _entry("self_attn.indexer.wk.weight", f"{INDEXER}linear_wk.weight"),
+        _entry("self_attn.indexer.k_norm.weight", f"{INDEXER}k_norm.weight"),
+        _entry("self_attn.indexer.k_norm.bias", f"{INDEXER}k_norm.bias"),
+        _entry("self_attn.indexer.weights_proj.weight", f"{INDEXER}linear_weights_proj.weight"),
+        _entry(
+            "post_attention_layernorm.weight",
+            ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        ),
+        _entry("mlp.gate.weight", "mlp.router.weight"),
+        _entry("mlp.gate.e_score_correction_bias", "mlp.router.expert_bias"),
+        *_mlp("mlp.", _DENSE, *_V3_PROJECTIONS),
+        *_mlp("mlp.experts.{expert}.", _EXPERT, *_V3_PROJECTIONS),
+        *_mlp("mlp.shared_experts.", _SHARED, *_V3_PROJECTIONS),
+    ),
+    mtp=(
+        _entry("enorm.weight", "enorm.weight"),
+        _entry("hnorm.weight", "hnorm.weight"),
+        _entry("eh_proj.weight", "eh_proj.weight", Split.ROWS),
+        _entry("shared_head.norm.weight", "final_layernorm.weight"),
+    ),
+    layer_prefix="model.layers.{}.",
+    mtp_prefix=None,
+    copies={
+        "embed_tokens.weight": "model.embed_tokens.weight",
+        "shared_head.head.weight": "lm_head.weight",
+    },
+    quantised=re.compile(
+        r".*\.self_attn\.(\w+_proj|kv_a_proj_with_mqa|indexer\.(wq_b|wk))\.weight"
+        r"|.*\.mlp\.(.*\.)?(gate|up|down)_proj\.weight"
+    ),
+)
+
+# ----------------------------------------------------------------------------------- DeepSeek-V4
+# Sources: the conversion table of transformers (deepseek_v4) and Megatron-Bridge's
+# deepseek_v4_bridge.py, which agree. Plain residuals and hyper-connections have different layers of
+# multi-token prediction, and so parameters of their own there.
+
+HYPER_CONNECTIONS, HASH_ROUTING = "hyper-connections", "hash-routing"
+PREDICTION = "multi-token-prediction"
+
+#: How ``save_pretrained`` of transformers names tensors -> released names.
+_V4_SAVED = (
+    (r"^model\.", ""),
+    (r"^embed_tokens\.", "embed."),
+    (r"^lm_head\.", "head."),
+    (r"^hc_head\.hc_", "hc_head_"),
+    (r"\.attn\.norm\.", ".attn.kv_norm."),
+)
+
+
+def _v4_released(name: str) -> str:
+    for pattern, replacement in _V4_SAVED:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _v4_compressor(hf: str, ours: str) -> tuple[Entry, ...]:
+    return (
+        _entry(f"{hf}wkv.weight", f"{ours}linear_wkv.weight"),
+        _entry(f"{hf}wgate.weight", f"{ours}linear_wgate.weight"),
+        _entry(f"{hf}ape", f"{ours}ape"),
+        _entry(f"{hf}norm.weight", f"{ours}norm.weight"),
+    )
+
+
+def _connection(kind: str, ours: str = "") -> tuple[Entry, ...]:
+    """Return the parameters of a hyper-connection."""
+    names = [f"hc_{kind}_{part}" for part in ("fn", "base", "scale")]
+    return tuple(_entry(name, f"{ours}{name}") for name in names)
+
+
+V4 = Names(
+    models="DeepSeek-V4",
+    model=(
+        _entry("embed.weight", "embedding.word_embeddings.weight", Split.VOCABULARY),
+        _entry("norm.weight", "decoder.final_layernorm.weight"),
+        _entry("head.weight", "output_layer.weight", Split.VOCABULARY),
+        *_connection("head", "decoder.final_layernorm."),
+    ),
+    layer=(
+        *_connection("attn"),
+        *_connection("ffn"),
+        _entry("attn_norm.weight", "input_layernorm.weight"),
+        _entry("attn.wq_a.weight", f"{_ATTN}linear_q_down_proj.weight"),
+        _entry("attn.q_norm.weight", f"{_ATTN}q_layernorm.weight"),
+        _entry("attn.wq_b.weight", f"{_ATTN}linear_q_up_proj.weight", Split.ROWS),
+        _entry("attn.wkv.weight", f"{_ATTN}linear_kv_proj.weight"),
+        _entry("attn.kv_norm.weight", f"{_ATTN}kv_layernorm.weight"),
+        _entry("attn.attn_sink", f"{_CORE}attn_sink", Split.ROWS),
+        _entry("attn.wo_a.weight", f"{_ATTN}linear_o_group_proj.weight", Split.ROWS),
+        _entry("attn.wo_b.weight", f"{_ATTN}linear_proj.weight", Split.COLUMNS),
+        *_v4_compressor("attn.compressor.", f"{_CORE}compressor."),
+        _entry("attn.indexer.wq_b.weight", f"{INDEXER}linear_wq_b.weight"),
+        _entry("attn.indexer.weights_proj.weight", f"{INDEXER}linear_weights_proj.weight"),
+        *_v4_compressor("attn.indexer.compressor.", f"{INDEXER}compressor."),
+        _entry("ffn_norm.weight", "pre_mlp_layernorm.weight"),
+        _entry("ffn.gate.weight", "mlp.router.weight"),
+        _entry("ffn.gate.bias", "mlp.router.expert_bias"),
+        _entry("ffn.gate.tid2eid", "mlp.router.tid2eid", Split.TABLE),
+        *_mlp("ffn.experts.{expert}.", _EXPERT, "w1", "w3", "w2"),
+        *_mlp("ffn.shared_experts.", _SHARED, "w1", "w3", "w2"),
+    ),
+    mtp=(
+        _entry("enorm.weight", "enorm.weight"),
+        _entry("hnorm.weight", "hnorm.weight"),
+        # The sum of two projections is one of both inputs side by side: embedding, hidden state.
+        _entry(("e_proj.weight", "h_proj.weight"), "eh_proj.weight", Split.ROWS, 1),
+        # On streams they stay two: one is of the embedding, one of every stream.
+        _entry("e_proj.weight", "e_proj.weight"),
+        _entry("h_proj.weight", "h_proj.weight"),
+        _entry("norm.weight", "final_layernorm.weight"),
+        *_connection("head", "final_layernorm."),
+    ),
+    layer_prefix="layers.{}.",
+    mtp_prefix="mtp.{}.",
+    copies={"emb.tok_emb.weight": "embed.weight", "head.weight": "head.weight"},
+    writes_copies=False,
+    features={
+        HYPER_CONNECTIONS: re.compile(r"(.*\.)?hc_(attn|ffn|head)_(fn|base|scale)"),
+        HASH_ROUTING: re.compile(r".*\.ffn\.gate\.tid2eid"),
+        PREDICTION: re.compile(r"mtp\..*"),
+    },
+    quantised=re.compile(
+        r".*\.attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)\.weight"
+        r"|.*\.ffn\.(experts\.\d+|shared_experts)\.w[123]\.weight"
+        r"|mtp\.\d+\.[eh]_proj\.weight"
+    ),
+    scale="{}.scale",
+    rename=_v4_released,
+)

@@ -1,0 +1,165 @@
+"""The precision of an exported checkpoint: the model's, or quantised as a release is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.extras.huggingface.config_json import HFModel
+from megatron_dsa.extras.huggingface.files import CheckpointReader, Scales
+from megatron_dsa.extras.huggingface.quantised import Format
+from megatron_dsa.extras.huggingface.quantising import quantise
+
+#: What ``export-hf --quantise`` takes.
+MODES = ("fp8", "released")
+#: Columns that share a scale of fp4 numbers, where no release says otherwise.
+_FP4_COLUMNS = 32
+#: Quantisation of a model whose config.json does not say any: DeepSeek-V3.2's.
+_USUAL = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [128, 128],
+}
+
+
+class Precision:
+    """The dtypes of the model.
+
+    Attributes:
+        config: what config.json says of it.
+    """
+
+    config: dict[str, Any]
+
+    def __init__(self) -> None:
+        self.config = {}
+
+    def tensors(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that are written for one, ``name`` first."""
+        yield name, tensor
+
+
+class ReleasedPrecision(Precision):
+    """Weights quantised as in a release, the other tensors in the dtypes of the release.
+
+    Which weights are quantised, how, and the scales to keep come from the tensors of the release.
+    Without them, the table of names says which, and every block gets a scale of its own.
+
+    Args:
+        hf: config.json of the release.
+        mode: ``fp8``, or ``released``: as config.json says.
+        release: the tensors of the release; ``None``: they are not there. Tensors that are not
+            quantised say nothing.
+
+    Attributes:
+        blocks, kept: quantised blocks so far, and those with the scale of the release.
+        uses_release: whether the release's tensors say how to quantise.
+
+    Raises:
+        ConfigError: config.json does not say how to quantise, or in another way.
+    """
+
+    def __init__(self, hf: HFModel, mode: str, release: CheckpointReader | None = None):
+        super().__init__()
+        require(
+            mode in MODES,
+            f"quantise must be {' or '.join(MODES)}, got {mode!r}",
+        )
+        said: dict[str, Any] | None = hf.raw.get("quantization_config")
+        fp4 = hf.quantisation.fp4_experts
+        if mode == "fp8":
+            require(
+                not fp4,
+                'quantise is fp8, and config.json says "expert_dtype": "fp4": choose released, or '
+                "give a config.json that says fp8",
+            )
+            said = said or _USUAL
+        if said is None:
+            raise ConfigError(
+                "quantise is released, and config.json has no quantization_config: give the "
+                "config.json of the release, or choose fp8"
+            )
+        kind = said.get("fmt", "e4m3")
+        require(
+            kind == "e4m3",
+            f"quantization_config.fmt = {kind!r}: must be e4m3, no other fp8 is written",
+        )
+        scales = said.get("scale_fmt")
+        require(
+            scales in (None, "ue8m0"),
+            f"quantization_config.scale_fmt = {scales!r}: must be ue8m0 or absent",
+        )
+        self._names, self._fp4, self._dtype = hf.names, fp4, hf.quantisation.dtype
+        self._block: tuple[int, int] = tuple(said["weight_block_size"])
+        self._powers = scales == "ue8m0"
+        self._plain = tuple(said.get("modules_to_not_convert") or ())
+        self.config = {"quantization_config": said}
+        if hf.names.features and "expert_dtype" not in said:
+            # Programs take fp4 for granted in a DeepSeek-V4.
+            self.config["expert_dtype"] = "fp4" if fp4 else "fp8"
+        self.uses_release = release is not None and release.is_quantised
+        self._release = release if self.uses_release else None
+        self.blocks = self.kept = 0
+
+    def tensors(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a tensor as it is written and, if it is quantised, its scales."""
+        released = self._release is not None and name in self._release
+        scales = self._released_scales(name, tensor) if released else None
+        if released and scales is None:
+            assert self._release is not None
+            yield name, tensor.to(self._release.read_dtype(name))
+            return
+        if scales is None and not self._is_quantised(name):
+            yield name, tensor
+            return
+        form, block, dtype = self._format(name, tensor, scales)
+        done = quantise(
+            tensor,
+            form,
+            block,
+            powers_of_two=self._powers or dtype == torch.float8_e8m0fnu,
+            given=None if scales is None else scales.values,
+            dtype=self._dtype,
+        )
+        self.blocks += done.scales.numel()
+        self.kept += done.kept
+        base = name.removesuffix(".weight")
+        yield name, done.weight
+        yield scales.name if scales else self._names.scale.format(base), done.scales.to(dtype)
+
+    def _released_scales(self, name: str, tensor: torch.Tensor) -> Scales | None:
+        assert self._release is not None
+        shape = self._release.shape(name)
+        require(
+            shape == tuple(tensor.shape),
+            f"{name} is {shape} in {self._release.directory} and {tuple(tensor.shape)} in the "
+            "model: give the config.json of the model that was trained",
+        )
+        return self._release.scales(name)
+
+    def _is_quantised(self, name: str) -> bool:
+        module = f"{name.removesuffix('.weight')}."
+        plain = any(module.startswith(f"{each}.") for each in self._plain)
+        return self._names.quantised.fullmatch(name) is not None and not plain
+
+    def _format(
+        self, name: str, tensor: torch.Tensor, scales: Scales | None
+    ) -> tuple[Format, tuple[int, int], torch.dtype]:
+        """Return format and block of a weight, and the dtype of its scales."""
+        if scales is not None:
+            return scales.form, scales.block, scales.values.dtype
+        dtype = torch.float8_e8m0fnu if self._fp4 else torch.float32
+        if not (self._fp4 and ".experts." in name):
+            return Format.FP8, self._block, dtype
+        columns = tensor.shape[1]
+        require(
+            columns % _FP4_COLUMNS == 0,
+            f"{name} has {columns} columns, no multiple of the {_FP4_COLUMNS} that share a scale "
+            'in fp4: give a config.json with "expert_dtype": "fp8"',
+        )
+        return Format.FP4, (1, _FP4_COLUMNS), dtype

@@ -1,0 +1,101 @@
+"""Ranks: which slices of the full tensors a rank of a parallel model holds, by its place alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dsa.errors import require
+from megatron_dsa.extras.huggingface.names import Entry, Split
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in the grid; the default is the only rank of an unsplit model.
+
+    Attributes:
+        tensor, expert_tensor: ``(rank, size)`` of tensor parallelism, for experts and the rest.
+        expert: ``(rank, size)`` of expert parallelism.
+        first_layer: decoder layers on earlier pipeline stages.
+        num_experts: routed experts of the whole model.
+        splits_latents: down projections are split over tensor-parallel ranks (layers without
+            transformer-engine).
+    """
+
+    tensor: tuple[int, int] = (0, 1)
+    expert_tensor: tuple[int, int] = (0, 1)
+    expert: tuple[int, int] = (0, 1)
+    first_layer: int = 0
+    num_experts: int | None = None
+    splits_latents: bool = True
+
+    def __post_init__(self):
+        for name in ("tensor", "expert_tensor", "expert"):
+            rank, size = getattr(self, name)
+            require(
+                0 <= rank < size, f"{name} must be (rank, size) with 0 <= rank < size: {rank, size}"
+            )
+        experts, ranks = self.num_experts, self.expert[1]
+        require(
+            not experts or experts % ranks == 0,
+            f"num_experts ({experts}) must be a multiple of the expert-parallel size ({ranks})",
+        )
+
+    def shard(self, entry: Entry) -> tuple[int, int]:
+        """Return ``(rank, size)`` of the ranks that share this parameter by slices."""
+        whole = entry.split in (Split.WHOLE, Split.TABLE)
+        if whole or (entry.split is Split.LATENT and not self.splits_latents):
+            return 0, 1
+        return self.expert_tensor if entry.is_expert else self.tensor
+
+
+_EXPERT = re.compile(r"(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+
+
+def global_name(name: str, place: Place) -> str:
+    """Return a parameter's name with layer and expert numbered as in the whole model."""
+    rank, size = place.expert
+    if layer := _LAYER.fullmatch(name):
+        name = f"{layer[1]}{int(layer[2]) + place.first_layer}{layer[3]}"
+    if (expert := _EXPERT.fullmatch(name)) and size > 1:
+        experts = place.num_experts
+        require(experts is not None, f"{name} under expert parallelism: Place needs num_experts")
+        assert experts is not None
+        name = f"{expert[1]}{int(expert[2]) + rank * (experts // size)}{expert[3]}"
+    return name
+
+
+def part(entry: Entry, shape: tuple[int, ...], place: Place) -> tuple[slice, ...]:
+    """Return the slice that a rank holds of each full tensor in ``entry.hf``.
+
+    ``shape`` is that of the full tensor (of a vocabulary: after padding), which the ranks have to
+    be able to share evenly.
+    """
+    rank, size = place.shard(entry)
+    whole = tuple(slice(0, extent) for extent in shape)
+    if size == 1:
+        return whole
+    dim = 1 if entry.split is Split.COLUMNS else 0
+    require(
+        shape[dim] % size == 0,
+        f"{entry.hf[0]}: dim {dim} of {tuple(shape)} is no multiple of the {size} "
+        "tensor-parallel ranks that share it; choose a tensor-parallel size that divides it",
+    )
+    step = shape[dim] // size
+    return whole[:dim] + (slice(rank * step, (rank + 1) * step),) + whole[dim + 1 :]
+
+
+def assemble(entry: Entry, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the full tensors of ``entry.hf``, contiguous; the inverse of :func:`part`.
+
+    ``pieces`` are the parameters of the ranks that share it, in order of rank.
+    """
+    dim = 1 if entry.split is Split.COLUMNS else 0
+    parts = [piece.chunk(len(entry.hf), dim=entry.join) for piece in pieces]
+    return tuple(
+        (torch.cat(slices, dim) if len(slices) > 1 else slices[0]).contiguous()
+        for slices in zip(*parts, strict=True)
+    )

@@ -1,0 +1,260 @@
+"""``python -m megatron_dsa info``: versions, GPU, and what every operation would run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from dataclasses import replace
+
+import torch
+
+from megatron_dsa import __version__
+from megatron_dsa.config.model import DSAOptions, DSATransformerConfig, uses_csa
+from megatron_dsa.config.presets import PRESETS, model_preset, preset
+from megatron_dsa.config.rules import CSA_RATIO
+from megatron_dsa.errors import require
+from megatron_dsa.extras.muon.released_muon import describe
+from megatron_dsa.extras.support_table import support_table
+from megatron_dsa.layers.required_ops import (
+    MASKED_OPERATIONS,
+    RequiredOp,
+    required_ops,
+    selected_attention,
+    stream_ops,
+    visible_attention,
+    visible_ops,
+)
+from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.dense_attention import flash4
+from megatron_dsa.ops.dispatch import OpCall, Policy, choices_unlogged
+from megatron_dsa.versions import (
+    OPTIONAL_PACKAGES,
+    host_problem,
+    installed_version,
+    optional_version,
+    untested_versions,
+    why_not_transformer_engine,
+)
+
+
+def collect_info() -> dict:
+    """Return versions, GPU, and for every operation what would run and why the rest would not."""
+    return {
+        "megatron_dsa": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "megatron-core": {
+            "version": installed_version("megatron-core"),
+            "problem": host_problem(),
+        },
+        "untested": untested_versions(),
+        "transformer_engine_unused": why_not_transformer_engine(torch.cuda.is_available()),
+        "flash_attention_4_unused": _flash_attention_4_unused(),
+        "packages": {name: optional_version(name) for name in OPTIONAL_PACKAGES},
+        "gpus": [
+            {
+                "name": torch.cuda.get_device_name(i),
+                "capability": list(torch.cuda.get_device_capability(i)),
+            }
+            for i in range(torch.cuda.device_count())
+        ],
+        "operations": {model: _operations(model_ops(name)) for model, name in MODELS.items()},
+        "selected_attention": {
+            model: _selected_attention(name) for model, name in MODELS.items() if not _is_v4(name)
+        },
+        "visible_attention": {
+            model: _visible_attention(name) for model, name in MODELS.items() if not _is_v4(name)
+        },
+    }
+
+
+def _flash_attention_4_unused() -> str | None:
+    """Return why an installed FlashAttention 4 cannot be used here, or ``None``."""
+    return flash4.problem() if optional_version("flash-attn-4") else None
+
+
+#: Models whose operations are listed, and their presets.
+MODELS = {"DeepSeek-V3.2": "deepseek-v3.2", "DeepSeek-V4-Pro": "deepseek-v4-pro"}
+#: Options that call all operations between them.
+SETTINGS = (
+    DSAOptions(stage="sparse", fp8_selection=True, evaluate_indexer=True),
+    DSAOptions(stage="sparse", selected_attention="masked"),
+    DSAOptions(stage="sparse", indexer_numerics="deepgemm-fp8"),
+    DSAOptions(stage="warmup"),
+)
+
+
+def model_ops(name: str) -> dict[str, RequiredOp]:
+    """Return one call of every operation that a model's layers need in any stage."""
+    ops: dict[str, RequiredOp] = {}
+    for options in SETTINGS:
+        if options.selected_attention == "masked" and _is_v4(name):
+            continue
+        config = _config(name, options)
+        # V4's layers with an indexer call everything that the others do.
+        ratios = config.csa_compress_ratios if uses_csa(config) else [CSA_RATIO]
+        for op in required_ops(config, ratios.index(CSA_RATIO) + 1):
+            ops.setdefault(op.operation, op)
+    if _is_v4(name):
+        ops |= {op.operation: op for head in (False, True) for op in stream_ops(config, head=head)}
+    else:
+        for op in visible_ops(config):
+            ops.setdefault(op.operation, op)
+    return {operation: ops[operation] for operation in OPERATIONS if operation in ops}
+
+
+def _is_v4(name: str) -> bool:
+    return "csa_compress_ratios" in PRESETS[name]
+
+
+def _config(name: str, options: DSAOptions) -> DSATransformerConfig:
+    # V4's streams call operations, too.
+    return (model_preset if _is_v4(name) else preset)(
+        name, dsa=options, dsa_indexer_loss_coeff=0.01, params_dtype=torch.bfloat16,
+        dsa_indexer_use_sparse_loss=options.stage == "sparse",
+    )  # fmt: skip
+
+
+def _selected_attention(name: str) -> dict:
+    """How one rank that holds all heads would attend to selected keys."""
+    choice = selected_attention(_config(name, DSAOptions()))
+    return {"masked_up_to_tokens": choice.crossover, "says": choice.describe()}
+
+
+def _visible_attention(name: str) -> dict:
+    """How one rank that holds all heads would attend to all visible keys."""
+    choice = visible_attention(_config(name, DSAOptions(stage="dense")))
+    return {"masked_up_to_tokens": choice.longest, "says": choice.describe()}
+
+
+def _operations(ops: dict[str, RequiredOp]) -> dict:
+    """What dispatch would pick for these calls, per operation."""
+    operations = {}
+    for name, op in ops.items():
+        choice = OPERATIONS[name].choose(op.call, Policy(fused=True))
+        operations[name] = {
+            "runs": choice.candidate.name,
+            "fused": choice.candidate.fused,
+            "not_run_on_this_gpu": choice.never_run,
+            "rejected": dict(choice.rejected),
+            "by_heads": _by_heads(name, op.call),
+            "remark": _REMARKS.get(name, ""),
+        }
+    return operations
+
+
+#: When an operation is not called, or only if asked for.
+_REMARKS = {
+    **dict.fromkeys(
+        (name for name in OPERATIONS if name.startswith("hyper_connection")), "with --hc-mult 4"
+    ),
+    "indexer_listed_scores": "with --dsa-fp8-selection",
+    "indexer_engine_scores": "with --dsa-indexer-numerics deepgemm-fp8",
+    **dict.fromkeys((op.name for op in MASKED_OPERATIONS), "with masked dense attention"),
+    "visible_bits": "with masked dense attention in stages dense and warmup",
+    "sparse_attention_backward": "where it trains the indexer",
+    "sparse_attention_probabilities": "where the backward does not give them",
+}
+
+
+def _by_heads(operation: str, call: OpCall) -> dict[str, str]:
+    """What would run for how many heads, ``{"1-32": name, ...}``, where that makes a difference."""
+    edges = {1}
+    for rule in OPERATIONS[operation].first:
+        edges |= {rule.heads[0], rule.heads[1] + 1}
+    starts = sorted(edge for edge in edges if edge <= call.heads)
+    ends = [start - 1 for start in starts[1:]] + [call.heads]
+    chosen = {
+        f"{low}-{high}": OPERATIONS[operation]
+        .choose(replace(call, heads=high), Policy(fused=True))
+        .candidate.name
+        for low, high in zip(starts, ends, strict=True)
+    }
+    return chosen if len(set(chosen.values())) > 1 else {}
+
+
+#: Package -> the entry that says why it is not used though it is installed.
+_UNUSED = {
+    "transformer-engine": "transformer_engine_unused",
+    "flash-attn-4": "flash_attention_4_unused",
+}
+
+
+def print_info(arguments: argparse.Namespace) -> int:
+    """Run the command: print for people, as JSON, or the support table; return the exit code."""
+    _check_flags(arguments)
+    if arguments.support_table:
+        print(support_table())
+        return 0
+    if arguments.muon is not None:
+        print(describe(arguments.muon, arguments.muon_per_head))
+        return 0
+    with choices_unlogged():
+        info = collect_info()
+    if arguments.json:
+        print(json.dumps(info, indent=2))
+    else:
+        _print_info(info)
+    return 0 if info["megatron-core"]["problem"] is None else 1
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    """Raise :class:`ConfigError` for flags of which one would have no effect."""
+    kinds = {
+        "--json": arguments.json,
+        "--support-table": arguments.support_table,
+        "--muon": arguments.muon is not None,
+    }
+    given = [name for name, value in kinds.items() if value]
+    require(
+        len(given) <= 1,
+        f"{' and '.join(given)} must not be given together: each prints something else; drop "
+        "all but one",
+    )
+    require(
+        arguments.muon in {None, *PRESETS},
+        f"--muon {arguments.muon}: must be a released model, one of {', '.join(sorted(PRESETS))}",
+    )
+    require(
+        arguments.muon_per_head == "none" or arguments.muon is not None,
+        f"--muon-per-head {arguments.muon_per_head} needs --muon: name a model, or drop it",
+    )
+
+
+def _print_info(info: dict) -> None:
+    print(f"megatron_dsa {info['megatron_dsa']}")
+    print(f"  Python {info['python']}, torch {info['torch']} (CUDA {info['cuda']})")
+    megatron = info["megatron-core"]
+    print(f"  megatron-core {megatron['version']}: {megatron['problem'] or 'supported'}")
+    for warning in info["untested"]:
+        print(f"  warning: {warning}")
+    for gpu in info["gpus"]:
+        print(f"  GPU: {gpu['name']}, compute capability {'.'.join(map(str, gpu['capability']))}")
+    if not info["gpus"]:
+        print("  GPU: none (training runs on the CPU, for tests and first steps)")
+    print("optional packages")
+    for name, version in info["packages"].items():
+        unused = info[_UNUSED[name]] if name in _UNUSED else None
+        state = f"{version}, not used: {unused}" if version and unused else version
+        print(f"  {name}: {state or 'not installed'} - {OPTIONAL_PACKAGES[name][1]}")
+    for model, operations in info["operations"].items():
+        print(f"operations ({model} shapes, bf16, --attention-backend dsa_fused)")
+        _print_operations(operations)
+        for keys in ("selected_attention", "visible_attention"):
+            if (attention := info[keys].get(model)) is not None:
+                print(f"  {attention['says']}")
+
+
+def _print_operations(operations: dict) -> None:
+    for name, entry in operations.items():
+        kind = "fused" if entry["fused"] else "fallback"
+        if entry["not_run_on_this_gpu"]:
+            kind += "; compiled for this GPU, not run on one"
+        remark = entry["remark"] and f", {entry['remark']}"
+        print(f"  {name}: {entry['runs']} ({kind}){remark}")
+        for heads, candidate in entry["by_heads"].items():
+            print(f"    {heads} heads: {candidate}")
+        for candidate, reason in entry["rejected"].items():
+            print(f"    not {candidate}: {reason}")

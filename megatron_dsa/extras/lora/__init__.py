@@ -1,0 +1,1 @@
+"""LoRA on the linears of DSA and CSA layers."""

@@ -1,0 +1,105 @@
+"""The list of parameters with what updates them under ``--optimizer muon``."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_dsa.extras.muon.blocks import (
+    block_rows,
+    full_shape,
+    is_left_to_adamw,
+    number_of_blocks,
+)
+
+
+@dataclass(frozen=True, order=True)
+class Kind:
+    """Parameters that differ in nothing but their layer or expert.
+
+    Attributes:
+        optimizer: ``"AdamW"`` or ``"Muon"``.
+        name: of the parameter, without numbers and without what wraps the model.
+        shape: of the whole matrix, over all tensor-parallel ranks.
+        blocks: matrices that Muon orthogonalises in one of them.
+        block_rows: rows of consecutive blocks; empty if it is one matrix.
+    """
+
+    optimizer: str
+    name: str
+    shape: tuple[int, ...]
+    blocks: int = 1
+    block_rows: tuple[int, ...] = ()
+
+
+def kinds_of(
+    models: Iterable[torch.nn.Module], tensor_ranks: int, expert_ranks: int = 1
+) -> Counter[Kind]:
+    """Count the trained parameters of this rank's stages by kind.
+
+    Args:
+        models: stages, wrapped or not.
+        tensor_ranks: tensor-parallel size, of experts as well.
+        expert_ranks: expert-parallel size: each of these ranks has as many experts.
+    """
+    found: Counter[Kind] = Counter()
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                expert = not getattr(parameter, "allreduce", True)
+                kind = _kind(name, parameter, tensor_ranks)
+                found[kind] += expert_ranks if expert else 1
+    return found
+
+
+def _kind(name: str, parameter: Any, ranks: int) -> Kind:
+    name = re.sub(r"^(module\.)+", "", name)
+    name = re.sub(r"\.\d+\.", ".*.", re.sub(r"(weight|bias)\d+$", r"\1*", name))
+    shape = full_shape(parameter, ranks)
+    if is_left_to_adamw(parameter):
+        return Kind("AdamW", name, shape)
+    rows = block_rows(parameter) or ()
+    return Kind("Muon", name, shape, number_of_blocks(parameter, ranks), rows)
+
+
+def table_of(kinds: Counter[Kind]) -> list[str]:
+    """Return the lines of the table: vectors in one line, a line per kind of matrix.
+
+    Args:
+        kinds: of all pipeline stages.
+    """
+    vectors = {kind: count for kind, count in kinds.items() if len(kind.shape) < 2}
+    matrices = sorted(kind for kind in kinds if kind not in vectors)
+    table = [("optimizer", "parameters", "shape", "number", "orthogonalised as")]
+    if vectors:
+        names = sorted({_short(kind.name) for kind in vectors})
+        table.append(("AdamW", ", ".join(names), "vectors", str(sum(vectors.values())), ""))
+    for kind in matrices:
+        shape = f"[{', '.join(map(str, kind.shape))}]"
+        table.append((kind.optimizer, kind.name, shape, str(kinds[kind]), _blocks(kind)))
+    # A list of names may be long: it does not decide the width of a column.
+    widths = [max(len(row[column]) for row in table if row[2] != "vectors") for column in range(4)]
+    return [
+        "  ".join(f"{text:{width}}" for text, width in zip(row, [*widths, 0], strict=True)).rstrip()
+        for row in table
+    ]
+
+
+def _short(name: str) -> str:
+    """Return what tells a vector: ``q_layernorm`` of its weight, or its own name."""
+    module, _, own = name.rpartition(".")
+    return module.rpartition(".")[2] if own == "weight" else own
+
+
+def _blocks(kind: Kind) -> str:
+    if kind.optimizer == "AdamW":
+        return ""
+    if not kind.block_rows:
+        return "one matrix"
+    rows = " and ".join(map(str, kind.block_rows))
+    return f"{kind.blocks} blocks of {rows} rows"

@@ -1,0 +1,314 @@
+"""The model chunks of one rank: built on the meta device, run on one microbatch, measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_dsa.config.model import uses_streams
+from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
+from megatron_dsa.layers.from_megatron import forget_layouts
+from megatron_dsa.layers.required_ops import RequiredOp, called_ops, stream_ops
+from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.dispatch import Choice
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A transformer layer of a chunk.
+
+    Attributes:
+        number: from 1, within the decoder or within multi-token prediction.
+        is_mtp: which of them.
+        kind: what it is, in words.
+        kept: bytes that its forward pass leaves for its backward, per microbatch.
+        choices: what runs its operations.
+    """
+
+    number: int
+    is_mtp: bool
+    kind: str
+    kept: int = 0
+    choices: tuple[Choice, ...] = ()
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters of one reduction group (dense or expert) and dtype; tables of hash routing, too.
+
+    Attributes:
+        expert: whether they are reduced over the experts' data-parallel ranks.
+        trained: whether they have gradients and optimizer states.
+        itemsize: bytes per number.
+        count: numbers.
+    """
+
+    expert: bool
+    trained: bool
+    itemsize: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a model chunk (one virtual stage of a pipeline rank) is and takes, per microbatch.
+
+    Attributes:
+        layers: its transformer layers.
+        outside: what it has besides: embedding, output layer.
+        weights: its parameters.
+        kept: bytes alive between its forward and its backward pass, input and output included.
+        forward_peak, backward_peak: the most alive during either, likewise; weights are not in it.
+        received: bytes that it receives per group, and from other stages of its pipeline.
+    """
+
+    layers: tuple[Layer, ...]
+    outside: tuple[str, ...]
+    weights: tuple[Weights, ...]
+    kept: int
+    forward_peak: int
+    backward_peak: int
+    received: dict[str, int] = field(default_factory=dict)
+
+
+def measure_rank(args, model, pg_collection) -> list[Chunk]:
+    """Return the chunks of this rank.
+
+    Args:
+        args: validated arguments.
+        model: the model configuration, see
+            :func:`megatron_dsa.training.setup.model_config_from_args`.
+        pg_collection: process groups, from :func:`megatron_dsa.extras.planner.host.ranks`.
+
+    Raises:
+        what building the model raises: its start-up checks.
+    """
+    from megatron.training.models.dist_utils import build_virtual_pipeline_stages
+
+    forget_layouts()  # a rank keeps tables of its own
+    names = _group_names(pg_collection)
+    builder = model.get_builder_cls()(model)
+    size = args.virtual_pipeline_model_parallel_size
+    device: Any = torch.cuda.current_device()
+    with device:  # routers begin on the CPU
+        chunks = build_virtual_pipeline_stages(builder.build_model, pg_collection, size)
+    for hook in model.pre_wrap_hooks:
+        chunks = hook(chunks) or chunks
+    return [_measure(args, chunk.train(), names) for chunk in chunks]
+
+
+def _group_names(pg_collection) -> Callable:
+    """Return what names a process group: the first that has the same ranks."""
+    order = {
+        "tp": "tensor",
+        "cp": "context",
+        "tp_cp": "tensor and context",
+        "ep": "expert",
+        "expt_tp": "expert tensor",
+        "tp_ep": "expert and tensor",
+        "dp_cp": "data",
+        "dp": "data",
+        "pp": "pipeline",
+        "embd": "embedding",
+    }
+    found: dict[Any, Any] = {}
+    for attribute, name in order.items():
+        group = getattr(pg_collection, attribute, None)
+        if isinstance(group, torch.distributed.ProcessGroup):
+            found.setdefault(group.group_name, name)
+    return lambda group: found.get(group.group_name, "other")
+
+
+def _measure(args, chunk: Any, name_of: Callable) -> Chunk:
+    """Run one microbatch through a chunk."""
+    tracker = MemoryTracker(name_of)
+    tracker.ignore(*chunk.parameters(), *chunk.buffers())
+    layers = _follow_layers(chunk, tracker)
+    for parameter in chunk.parameters():
+        if parameter.requires_grad:
+            # Megatron adds it to a buffer that counts apart, and lets it go.
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    with tracker:
+        output, gradient = _forward(args, chunk)
+        forward_peak, kept = tracker.peak, tracker.restart()
+        if output.requires_grad:
+            _backward(output, gradient(output))
+    received = Counter(tracker.received)
+    if not chunk.pre_process:
+        received["pipeline"] += chunk.decoder.input_tensor.nbytes
+    if not chunk.post_process:
+        received["pipeline"] += output.nbytes  # as much as its gradient
+    outside, whole = [], not args.dsa_dry_run_attention_only
+    if chunk.pre_process and whole:
+        outside.append("embedding")
+    if chunk.post_process and whole:
+        outside.append("output layer and loss")
+    return Chunk(
+        tuple(layers),
+        tuple(outside),
+        _weights(chunk),
+        kept,
+        forward_peak,
+        tracker.peak,
+        dict(received),
+    )
+
+
+def _backward(output: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Run the backward pass as Megatron's ``custom_backward`` does: by the engine itself.
+
+    torch's functions for it would be seen by host()'s mode, and what is computed again inside of
+    them would not be.
+    """
+    torch.autograd.Variable._execution_engine.run_backward(
+        (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _drop_gradient(parameter: torch.nn.Parameter) -> None:
+    parameter.grad = None
+
+
+def _forward(args, chunk):
+    """Return the output of a microbatch, and what makes its gradient."""
+    batch_size, rows = args.micro_batch_size, args.seq_length // args.context_parallel_size
+    if args.dataloader_inter_document_masking:
+        batch_size, rows = 1, batch_size * rows
+    shape, device = (batch_size, rows), torch.cuda.current_device()
+    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+    mask = torch.zeros(shape, device=device)
+    batch = {
+        "input_ids": tokens,
+        "position_ids": torch.zeros_like(tokens),
+        "attention_mask": None,
+        "labels": torch.zeros_like(tokens),
+        "loss_mask": mask,
+        "packed_seq_params": _packed(args, tokens),
+    }
+    if not chunk.pre_process:
+        divided = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        hidden = _input_shape(chunk, rows // divided, batch_size)
+        dtype = chunk.config.pipeline_dtype or chunk.config.params_dtype
+        chunk.set_input_tensor(torch.zeros(hidden, dtype=dtype, device=device, requires_grad=True))
+    output = chunk(**batch)
+    if not chunk.post_process:
+        return output, torch.empty_like
+    loss = (output.float() * mask.view_as(output)).sum()
+    return loss, torch.ones_like
+
+
+def _input_shape(chunk, rows: int, batch_size: int) -> tuple[int, int, int]:
+    """Shape of what a chunk that is not the first gets for ``rows`` tokens of each sequence."""
+    config = chunk.config
+    if not config.mtp_num_layers or len(chunk.decoder.layers):
+        return rows, batch_size, config.hc_mult * config.hidden_size
+    if chunk.mtp_process:
+        # The output of the head, and the streams that it has read.
+        tensors = 1 + (config.hc_mult if uses_streams(config) else 0)
+    else:
+        tensors = 1 + config.mtp_num_layers
+    return tensors * rows, batch_size, config.hidden_size
+
+
+def _packed(args, tokens: torch.Tensor):
+    """Documents of packed batches: one that fills each sequence, the most that a row can see."""
+    if not args.dataloader_inter_document_masking:
+        return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    offsets = torch.arange(args.micro_batch_size + 1, dtype=torch.int32, device=tokens.device)
+    offsets = offsets * args.seq_length
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        max_seqlen_q=args.seq_length,
+        max_seqlen_kv=args.seq_length,
+    )
+
+
+def _follow_layers(chunk, tracker: MemoryTracker) -> list[Layer]:
+    """Return the layers of a chunk; ``kept`` is filled in when the chunk runs."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    layers: list[Layer] = []
+    modules = [
+        (name, module)
+        for name, module in chunk.named_modules()
+        if isinstance(module, TransformerLayer)
+    ]
+    for place, (name, module) in enumerate(modules):
+        core = module.self_attention.core_attention
+        is_mtp = ".layers." in name and name.startswith("mtp")
+        choices = tuple(
+            OPERATIONS[operation].choose(call, core.options.policy)
+            for operation, call in called_ops(
+                [*core.required_ops(), *_stream_ops(module, is_mtp)], core.options.policy
+            )
+        )
+        layers.append(Layer(module.layer_number, is_mtp, kind_of(module), choices=choices))
+        before: list[int] = []
+
+        def begin(_module, _args, before=before):
+            before.append(tracker.live)
+
+        def end(_module, _args, _output, before=before, place=place):
+            # Once: a recomputed layer runs again in the backward pass.
+            started = before.pop()
+            if not layers[place].kept:
+                layers[place] = dataclasses.replace(layers[place], kept=tracker.live - started)
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end)
+    return layers
+
+
+def _stream_ops(layer, is_mtp: bool) -> list[RequiredOp]:
+    """Return what a layer calls for its streams, and one before an output layer for its head."""
+    ops = stream_ops(layer.config)
+    if is_mtp or layer.layer_number == layer.config.num_layers:
+        ops += stream_ops(layer.config, head=True)
+    return ops
+
+
+def kind_of(layer) -> str:
+    """Say what a transformer layer is: its attention and its MLP."""
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    core, config = layer.self_attention.core_attention, layer.config
+    ratio = getattr(core, "ratio", None)
+    if ratio is not None:
+        name = "window" if ratio == 0 else "CSA" if ratio == 4 else "HCA"
+        attention = f"{name} (ratio {ratio})" if ratio else name
+    else:
+        attention = {"sparse": "DSA", "warmup": "MLA", "dense": "MLA"}[core.options.stage]
+        attention += " (masked)" if layer.self_attention.masked else ""
+    if core.indexer is not None:
+        attention += " with indexer"
+    elif ratio is None and core.options.stage == "sparse":
+        attention += ", selection of an earlier layer"
+    if isinstance(layer.mlp, IdentityOp):
+        return attention
+    mlp = "dense MLP"
+    if isinstance(layer.mlp, MoELayer):
+        mlp = f"{config.num_moe_experts} experts"
+        mlp += ", looked up by token" if getattr(layer, "takes_token_ids", False) else ""
+    return f"{attention}; {mlp}"
+
+
+def _weights(chunk) -> tuple[Weights, ...]:
+    counts: Counter[tuple[bool, bool, int]] = Counter()
+    for parameter in chunk.parameters():
+        expert = not getattr(parameter, "allreduce", True)
+        kind = expert, parameter.requires_grad, parameter.element_size()
+        counts[kind] += parameter.numel()
+    for name, buffer in chunk.named_buffers():
+        if name.endswith(".tid2eid"):
+            counts[False, False, buffer.element_size()] += buffer.numel()
+    return tuple(Weights(*kind, count) for kind, count in sorted(counts.items()))

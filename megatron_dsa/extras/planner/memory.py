@@ -1,0 +1,141 @@
+"""Peak memory of a rank: weights, gradients, optimizer states, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dsa.errors import ConfigError
+from megatron_dsa.extras.planner.chunks import Chunk, Weights
+from megatron_dsa.extras.planner.schedule import most_kept
+from megatron_dsa.versions import installed_version, why_not_transformer_engine
+
+#: Workspaces of matrix products, one per thread that calls them (forward, backward), on Hopper.
+LIBRARIES = 2 * 32 * 2**20
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one GPU, without the CUDA context, NCCL's buffers and fragmentation.
+
+    Attributes:
+        weights: parameters as the layers use them.
+        gradients: Megatron's buffer of main gradients.
+        optimizer: main parameters and moments, this rank's part.
+        activations: the most that activations and temporaries take at once.
+        step: what the optimizer's step takes at most, when there are no activations.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    step: int
+
+    @property
+    def peak(self) -> int:
+        """The most at any time of an iteration."""
+        passing = max(self.activations, self.step)
+        return self.weights + self.gradients + self.optimizer + passing + LIBRARIES
+
+
+def rank_memory(args, chunks: Sequence[Chunk]) -> RankMemory:
+    """Return what the chunks of a rank take under Megatron's optimizer and schedule.
+
+    Args:
+        args: validated arguments; Megatron's parallel state tells which rank this is.
+        chunks: see :func:`megatron_dsa.extras.planner.chunks.measure_rank`.
+    """
+    weights = [each for chunk in chunks for each in chunk.weights]
+    trained = [each for each in weights if each.trained]
+    kept = [chunk.kept for chunk in chunks]
+    extra = [max(chunk.forward_peak, chunk.backward_peak) - chunk.kept for chunk in chunks]
+    return RankMemory(
+        weights=sum(each.count * each.itemsize for each in weights),
+        gradients=sum(each.count * gradient_bytes(args, each) for each in trained),
+        optimizer=sum(
+            each.count * _state_bytes(args, each) // shards(args, each) for each in trained
+        ),
+        activations=most_kept(args, kept, extra),
+        step=sum(each.count * _step_bytes(args, each) // shards(args, each) for each in trained),
+    )
+
+
+def gradient_bytes(args, weights: Weights) -> int:
+    """Return the bytes of a main gradient."""
+    return 4 if args.accumulate_allreduce_grads_in_fp32 else weights.itemsize
+
+
+def shards(args, weights: Weights) -> int:
+    """Return over how many ranks the distributed optimizer divides states of these weights."""
+    from megatron.core import parallel_state
+
+    if not args.use_distributed_optimizer:
+        return 1
+    if weights.expert:
+        return parallel_state.get_expert_data_parallel_world_size(partial_expert_data_parallel=True)
+    return parallel_state.get_data_parallel_world_size(
+        with_context_parallel=True, partial_data_parallel=True
+    )
+
+
+def _state_bytes(args, weights: Weights) -> int:
+    """Bytes of main parameter and moments per number."""
+    if args.use_precision_aware_optimizer:
+        main = args.main_params_dtype.itemsize
+        if _keeps_main_parameters(args) and main == 4 and args.bf16 and weights.itemsize == 2:
+            main = 2  # the bits that bf16 lacks
+        return main + args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+    moments = 8 if args.optimizer == "adam" else 4 if args.sgd_momentum else 0
+    return moments + (4 if weights.itemsize < 4 else 0)
+
+
+def _keeps_main_parameters(args) -> bool:
+    """Whether transformer-engine's precision-aware Adam keeps them, not Megatron."""
+    if args.main_params_dtype != torch.float32:
+        return True
+    return args.fp8_recipe in (None, "delayed")  # Megatron asks for the recipe alone
+
+
+def _step_bytes(args, weights: Weights) -> int:
+    """Temporary bytes per number of the optimizer's step.
+
+    Without transformer-engine's optimizer torch's is used, which forms the square roots of all
+    second moments at once; gradients that are not fp32 are copied.
+    """
+    copies = 4 if gradient_bytes(args, weights) < 4 else 0
+    if args.optimizer != "adam" or _uses_transformer_engine():
+        return copies
+    return copies + 4
+
+
+def _uses_transformer_engine() -> bool:
+    """Whether optimizers are transformer-engine's; without a GPU, where one that trains has it."""
+    if torch.cuda.is_available():
+        return why_not_transformer_engine(has_gpu=True) is None
+    return installed_version("transformer-engine") is not None
+
+
+def refuse_uncounted(args) -> None:
+    """Raise :class:`ConfigError` for optimizers, wrappers and layers that are not counted."""
+    for name in (
+        "use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload", "cpu_offloading",
+        "fine_grained_activation_offloading",
+    ):  # fmt: skip
+        if getattr(args, name, False):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} cannot be planned: --dsa-dry-run counts the memory of "
+                "Megatron's DDP and its (distributed) optimizer on the GPU. Drop one of the two"
+            )
+    if getattr(args, "moe_latent_size", None) is not None:
+        raise ConfigError(
+            "--moe-latent-size cannot be planned: its projections are transformer-engine's, which "
+            "--dsa-dry-run does not build. Drop one of the two"
+        )
+    if args.optimizer not in ("adam", "sgd"):
+        raise ConfigError(
+            f"--optimizer must be adam or sgd with --dsa-dry-run, got {args.optimizer}: states of "
+            "others are not counted"
+        )

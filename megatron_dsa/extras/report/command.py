@@ -1,0 +1,57 @@
+"""The command ``report``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_dsa.errors import require
+from megatron_dsa.extras.report.events import find_runs, missing_package, printable, read_run
+
+
+def add_command(commands) -> None:
+    """Add ``report`` to the parser of the command line tools."""
+    parser = commands.add_parser("report", help="a page on training runs, from TensorBoard's files")
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="LOG_DIR",
+        help="what --tensorboard-dir was, or a folder of such folders; several runs are compared",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, nargs="+", default=[Path("report.html")], metavar="FILE",
+        help="files to write, .html or .png (report.html)",
+    )  # fmt: skip
+    parser.add_argument("--title", default="Training report")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read the runs and write the report.
+
+    Raises:
+        ConfigError: nothing to read, or an output that is neither page nor picture.
+        VersionError: packages are missing.
+    """
+    folders, outputs = arguments.folders, arguments.output
+    for path in outputs:
+        ending = path.suffix in (".html", ".png")
+        require(ending, f"--output must end in .html or .png, got {path}")
+        require(path.parent.is_dir(), f"--output {path}: there is no folder {path.parent}, make it")
+    try:
+        from megatron_dsa.extras.report.page import write_html, write_png
+    except ImportError as error:
+        raise missing_package("matplotlib and jinja2") from error
+    found = [read_run(name, folder) for name, folder in find_runs(folders).items()]
+    runs = [run for run in found if run.scalars]
+    require(
+        runs,
+        f"{', '.join(map(str, folders))}: no run holds scalars yet, they come with a run's first "
+        "logged steps (--log-interval, --tensorboard-log-interval)",
+    )
+    for run in found:
+        if not run.scalars:
+            print(f"left out: {run.name} holds no scalars")
+    title = printable(arguments.title)
+    for path in outputs:
+        (write_html if path.suffix == ".html" else write_png)(runs, title, path)
+        print(f"{path}: {len(runs)} run(s): {', '.join(run.name for run in runs)}")
+    return 0

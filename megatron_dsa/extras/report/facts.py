@@ -1,0 +1,214 @@
+"""The words and numbers of a report about a run: model, results, calls, arguments."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from functools import partial
+
+from megatron_dsa.extras.report.events import RunLog, Series
+from megatron_dsa.metrics.tags import CALLS, MFU, TIME, time_tag
+from megatron_dsa.ops import OPERATIONS
+
+#: Figures that are logged only on request -> beginning of their tags, and flags to get them.
+ON_REQUEST = {
+    "validation loss": ("lm loss validation", "--eval-interval, --eval-iters"),
+    "step time": ("iteration-time", "--log-timers-to-tensorboard"),
+    "throughput": ("throughput", "--log-throughput --log-timers-to-tensorboard"),
+    "memory": ("mem-max-allocated-bytes", "--log-memory-to-tensorboard"),
+    "time per operation": (TIME, "--dsa-time-operations"),
+}
+
+#: Megatron's timers (``--timing-log-level 2``) that together make up most of a step.
+TIMERS = ("batch-generator", "forward-compute", "backward-compute", "all-grads-sync", "optimizer")
+
+#: The rest of a step beside the operations or timers.
+REST = "everything else"
+
+#: Characters of an argument that is the same for all runs; lists of data can be very long.
+SHOWN = 200
+
+
+def settled(series: Series) -> float | None:
+    """Median of the second half of a series, where a run has found its pace; NaN if one is."""
+    values = [value for _, value in series[len(series) // 2 :]]
+    if any(map(math.isnan, values)):  # it has no place in an order
+        return math.nan
+    return statistics.median(values) if values else None
+
+
+def last(log: RunLog, tag: str) -> float | None:
+    """The value that was written last."""
+    series = log.scalars.get(tag)
+    return series[-1][1] if series else None
+
+
+def compiled(log: RunLog, series: Series) -> Series:
+    """Return a series without the points whose time holds compilation, if there are others.
+
+    Megatron logs the first iteration after a start by itself, but lets its clock run on: the
+    interval that ends with the next ``iteration-time`` holds it as well. Where the starts are
+    unknown, only the first of the series is taken for one.
+    """
+    times = [step for step, _ in log.scalars.get("iteration-time", ())]
+    kept = series
+    for first in [step for step, _ in log.starts] or [step for step, _ in series[:1]]:
+        end = next((step for step in times if step >= first), first)
+        kept = [point for point in kept if not first <= point[0] <= end]
+    return kept or series
+
+
+def step_shares(log: RunLog) -> dict[str, float]:
+    """Return the seconds of a step by operation, else by Megatron's timers.
+
+    Operations are what dispatch timed (``--dsa-time-operations``); the rest of the step is the
+    last entry. It is negative if they were measured to take longer than the step. Empty if
+    nothing was measured.
+
+    All are means over the same log points. They come from the last stage and hold a value of each;
+    the first half and the quarters of the shortest and of the longest steps are left out. Medians,
+    each of its own, would not add up to a step.
+    """
+    times = log.scalars.get("iteration-time", [])
+    if not times:
+        return {}
+    end = times[-1][0]
+
+    def written_last(tags: dict[str, str]) -> dict[str, dict[int, float]]:
+        # An operation of an earlier stage is no longer written.
+        found = {name: dict(log.scalars.get(tag, ())) for name, tag in tags.items()}
+        return {name: values for name, values in found.items() if end in values}
+
+    parts = written_last({name.replace("_", " "): time_tag(name) for name in OPERATIONS})
+    parts = parts or written_last({name: f"{name}-time" for name in TIMERS})
+    if not parts:
+        return {}
+    first = max((step for step, _ in log.stages() if step <= end), default=0)
+    common = [
+        (step, seconds)
+        for step, seconds in times
+        if step >= first and all(step in values for values in parts.values())
+    ]
+    common = compiled(log, common)
+    later = sorted(common[len(common) // 2 :], key=lambda point: point[1])
+    cut = len(later) // 4
+    middle = later[cut : len(later) - cut]
+    shares = {
+        name: statistics.fmean(values[step] for step, _ in middle) for name, values in parts.items()
+    }
+    whole = statistics.fmean(seconds for _, seconds in middle)
+    return shares | {REST: whole - sum(shares.values())}
+
+
+def tokens_per_second(log: RunLog) -> Series:
+    """Return tokens per second of the whole job by step; empty if times or lengths are unknown."""
+    length = log.texts.get("seq_length", "")
+    batches = dict(log.scalars.get("batch-size", ()))
+    if not length.isdigit():
+        return []
+    return [
+        (step, batches[step] * int(length) / seconds)
+        for step, seconds in log.scalars.get("iteration-time", ())
+        if step in batches and seconds > 0
+    ]
+
+
+def _argument(log: RunLog, name: str) -> str:
+    """An argument of the run as it was written; empty if it is not there, ``None`` or ``False``."""
+    value = log.texts.get(name, "")
+    return "" if value in ("None", "False") else value
+
+
+def model(log: RunLog) -> str:
+    """Describe the model by the arguments in the log; empty if they are not there."""
+    flag = partial(_argument, log)
+    if not flag("num_layers"):
+        return ""
+    parts = [f"{flag('num_layers')} layers of {flag('hidden_size')}"]
+    parts.append(f"{flag('num_attention_heads')} heads")
+    if flag("num_experts"):
+        parts.append(f"{flag('num_experts')} experts")
+    parts.append(f"{flag('seq_length')} tokens")
+    parts.append("bf16" if flag("bf16") else "fp16" if flag("fp16") else "fp32")
+    if flag("lora_rank"):
+        parts.append(f"adapters of rank {flag('lora_rank')}")
+    ranks = [
+        f"{short} {flag(name)}"
+        for short, name in (
+            ("TP", "tensor_model_parallel_size"),
+            ("PP", "pipeline_model_parallel_size"),
+            ("CP", "context_parallel_size"),
+            ("EP", "expert_model_parallel_size"),
+            ("DP", "data_parallel_size"),
+        )
+        if flag(name) not in ("", "1")
+    ]
+    return ", ".join(parts + ranks)
+
+
+def attention(log: RunLog) -> str:
+    """Describe the attention by the arguments in the log; empty if they are not there.
+
+    A run of several stages gets the attention of the last one, and where each stage began.
+    """
+    stage, topk = _argument(log, "dsa_stage"), _argument(log, "dsa_indexer_topk")
+    if ratios := _argument(log, "csa_compress_ratios"):
+        ratios = ratios.strip("[]").replace(",", "")
+        kind = f"CSA, ratios {ratios}" if len(ratios) < 40 else "CSA"
+    else:
+        kind = "MLA" if stage == "dense" else "DSA"
+    selects = f", K = {topk}" if stage == "sparse" and topk else ""
+    stages = log.stages()
+    began = ", ".join(f"{name} from step {step}" for step, name in stages)
+    began = f" ({began})" if len(stages) > 1 else ""
+    return f"{kind}, stage {stage}{selects}{began}" if stage else ""
+
+
+def calls(log: RunLog) -> dict[str, dict[str, int]]:
+    """Return the calls by operation and implementation, over all restarts."""
+    found: dict[str, dict[str, int]] = {}
+    for name in log.under(CALLS):
+        operation, implementation = name.split("/", 1)
+        count = round(log.counted(CALLS + name))
+        found.setdefault(operation, {})[implementation] = count
+    return found
+
+
+def results(log: RunLog) -> dict[str, str]:
+    """Return the figures of the overview by column, written out; empty if not logged."""
+    losses, speed = log.scalars.get("lm loss", []), settled(tokens_per_second(log))
+    seconds, throughput, share = (
+        settled(log.scalars.get(tag, [])) for tag in ("iteration-time", "throughput", MFU)
+    )
+
+    def written(value: float | None, form: str, factor: float = 1) -> str:
+        return "" if value is None else form.format(factor * value)
+
+    return {
+        "steps": f"{losses[-1][0]}" if losses else "",
+        "lm loss": written(settled(losses[-20:]), "{:.3f}"),
+        "validation": written(last(log, "lm loss validation"), "{:.3f}"),
+        "ms per step": written(seconds, "{:.0f}", 1e3),
+        "tokens/s": written(speed, "{:,.0f}"),
+        "TFLOP/s per GPU": written(throughput, "{:.3g}"),
+        "MFU": written(share, "{:.1f} %", 100),
+        "peak memory": written(last(log, "mem-max-allocated-bytes"), "{:.1f} GiB", 2**-30),
+    }
+
+
+def missing(runs: list[RunLog]) -> dict[str, str]:
+    """Return the figures that no run logged, and the flags to log them."""
+    return {
+        what: flags
+        for what, (tag, flags) in ON_REQUEST.items()
+        if not any(name.startswith(tag) for run in runs for name in run.scalars)
+    }
+
+
+def arguments(runs: list[RunLog]) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Return the arguments of all runs: those that differ, by run, and those that are the same."""
+    names = sorted({name for run in runs for name in run.texts})
+    table = {name: [run.texts.get(name, "") for run in runs] for name in names}
+    differ = {name: row for name, row in table.items() if len(set(row)) > 1}
+    same = {name: row[0][:SHOWN] for name, row in table.items() if name not in differ}
+    return differ, same

@@ -1,0 +1,1 @@
+"""Reinforcement learning: rollouts, replayed selections, agreement of log-probabilities."""

@@ -1,0 +1,208 @@
+"""How a training step agrees with the rollout that it learns from: keys, log probabilities.
+
+These functions wait for the device: they are meant for a look between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megatron_dsa.errors import require
+from megatron_dsa.ops.common.arithmetic import rows_in_budget, slices
+from megatron_dsa.ops.layout.positions import check_form
+
+#: Stands behind every position in sorted lists.
+_NONE = torch.iinfo(torch.int32).max
+_BYTES_PER_ENTRY = 48
+
+
+@dataclass(frozen=True)
+class LayerAgreement:
+    """How the selections of a layer agree on one rank.
+
+    Attributes:
+        layer, rank: which.
+        tokens: tokens that have keys in both; differing: how many of them have other keys.
+        keys: recorded keys of these tokens; common: how many of them are selected.
+        first: the first token that differs, ``None`` if there is none.
+        recorded_only, selected_only: some keys of that token, ascending.
+    """
+
+    layer: int
+    rank: int
+    tokens: int
+    differing: int
+    keys: int
+    common: int
+    first: int | None = None
+    recorded_only: tuple[int, ...] = ()
+    selected_only: tuple[int, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """Share of the recorded keys that are selected; 1 without keys."""
+        return self.common / self.keys if self.keys else 1.0
+
+    def describe(self) -> str:
+        """Return a line for people."""
+        line = f"layer {self.layer}, rank {self.rank}: {self.share:.3%} of {self.keys} keys agree"
+        if self.first is None:
+            return line
+        return (
+            f"{line}; {self.differing} of {self.tokens} tokens differ, first token {self.first}: "
+            f"recorded only {_listed(self.recorded_only)}, selected only "
+            f"{_listed(self.selected_only)}"
+        )
+
+
+def compare_selections(
+    recorded: Mapping[int, torch.Tensor],
+    selected: Mapping[int, torch.Tensor],
+    *,
+    tokens: torch.Tensor | None = None,
+    rank: int = 0,
+    shown: int = 4,
+    workspace_bytes: int = 2**28,
+) -> list[LayerAgreement]:
+    """Compare the selections of an engine with those of this rank, layer by layer.
+
+    Args:
+        recorded: by layer number, positions int32 ``[all tokens, K]`` as
+            :func:`megatron_dsa.extras.rl.rollouts.selections_of` returns them.
+        selected: the same of this rank's tokens, from
+            :class:`~megatron_dsa.extras.rl.replay.IndexCapture`; lists may have another width.
+        tokens: int64 ``[rank's tokens]``, which of all tokens they are; ``None``: all.
+        rank: this one, for messages.
+        shown: keys of the first token that differs, at most so many of each kind.
+        workspace_bytes: budget for temporary memory.
+
+    Returns:
+        One entry per layer of ``selected``. Tokens without a key in either are left out: padding,
+        and tokens without a record.
+
+    Raises:
+        ConfigError: a layer has no record, or the tokens do not fit.
+    """
+    missing = sorted(set(selected) - set(recorded))
+    require(
+        not missing,
+        f"recorded must have every layer that selects, layer(s) {_listed(missing)} missing: see "
+        "record_layers",
+    )
+    results = []
+    for layer, own in selected.items():
+        given = recorded[layer]
+        check_form(given, f"recorded[{layer}]")
+        check_form(own, f"selected[{layer}]")
+        if tokens is not None:
+            given = given[tokens.to(given.device)]
+        require(
+            len(given) == len(own),
+            f"recorded[{layer}] must have one row for each of the {len(own)} tokens of "
+            f"selected[{layer}], got {len(given)}: say which tokens they are",
+        )
+        results.append(
+            _compared(layer, rank, given.to(own.device), own, tokens, shown, workspace_bytes)
+        )
+    return results
+
+
+def _compared(layer, rank, given, own, tokens, shown, workspace_bytes) -> LayerAgreement:
+    counts = torch.zeros(4, dtype=torch.int64)
+    first: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
+    width = given.shape[1] + own.shape[1]
+    for rows in slices(len(own), rows_in_budget(workspace_bytes, _BYTES_PER_ENTRY * width)):
+        a, b = given[rows], own[rows]
+        both = (a >= 0).any(1) & (b >= 0).any(1)
+        only_a, only_b = _missing(a, b) & both[:, None], _missing(b, a) & both[:, None]
+        differs = only_a.any(1) | only_b.any(1)
+        keys = ((a >= 0) & both[:, None]).sum()
+        counts += torch.stack([both.sum(), differs.sum(), keys, keys - only_a.sum()]).cpu()
+        if first is None and differs.any():
+            row = int(differs.nonzero()[0])
+            token = rows.start + row
+            token = token if tokens is None else int(tokens[token])
+            first = token, _some(a[row], only_a[row], shown), _some(b[row], only_b[row], shown)
+    return LayerAgreement(layer, rank, *counts.tolist(), *(first or ()))
+
+
+def _missing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return bool ``[r, K]``: entries of ``a`` that are keys and not in the same row of ``b``."""
+    ordered = torch.where(b < 0, _NONE, b).sort(1).values
+    place = torch.searchsorted(ordered, a.contiguous()).clamp_max(ordered.shape[1] - 1)
+    return (a >= 0) & (ordered.gather(1, place) != a)
+
+
+def _some(row: torch.Tensor, chosen: torch.Tensor, shown: int) -> tuple[int, ...]:
+    return tuple(row[chosen].sort().values[:shown].tolist())
+
+
+def _listed(numbers) -> str:
+    return ", ".join(map(str, numbers)) or "none"
+
+
+class LogProbGap(NamedTuple):
+    """How log probabilities of sampled tokens differ between rollout and training.
+
+    Attributes:
+        kl: estimate of KL(rollout || training) per token, the mean of ``exp(d) - 1 - d`` with
+            ``d`` the training's minus the rollout's; never negative.
+        mean: mean of ``-d``, the plain estimate, which may be negative.
+        largest: largest ``|d|``.
+        token: where that is, counted over all tokens.
+        tokens: how many count.
+    """
+
+    kl: float
+    mean: float
+    largest: float
+    token: int
+    tokens: int
+
+
+def log_prob_gap(
+    training: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor | None = None
+) -> LogProbGap:
+    """Compare log probabilities of the tokens that a rollout sampled; waits for the device.
+
+    Args:
+        training, rollout: natural logarithms, of one shape.
+        mask: bool of that shape, which tokens count; ``None``: all.
+
+    Raises:
+        ConfigError: shapes differ, no token counts, or a value that counts is not finite.
+    """
+    require(
+        training.shape == rollout.shape and (mask is None or mask.shape == training.shape),
+        f"training, rollout and mask must have one shape, got {tuple(training.shape)}, "
+        f"{tuple(rollout.shape)} and {None if mask is None else tuple(mask.shape)}",
+    )
+    gap = (training.detach().double() - rollout.detach().double().to(training.device)).flatten()
+    counted = torch.ones_like(gap, dtype=torch.bool) if mask is None else mask.flatten().bool()
+    d = gap[counted.to(gap.device)]
+    require(d.numel() > 0, "mask must leave at least one token, got none")
+    require(
+        d.isfinite().all(),
+        "log probabilities must be finite where they count: mask tokens that were not sampled",
+    )
+    place = int(d.abs().argmax())
+    return LogProbGap(
+        float((d.exp() - 1 - d).mean()),
+        float(-d.mean()),
+        float(d[place].abs()),
+        int(counted.nonzero()[place]),
+        d.numel(),
+    )
+
+
+def lines(agreements: list[LayerAgreement]) -> Iterator[str]:
+    """Yield what people want to see: layers that differ, then the share over all of them."""
+    for each in agreements:
+        if each.differing:
+            yield each.describe()
+    keys, common = (sum(getattr(x, name) for x in agreements) for name in ("keys", "common"))
+    yield f"{common / keys if keys else 1:.3%} of {keys} recorded keys are selected"

@@ -1,0 +1,345 @@
+"""Top-k selection and the indexer's losses as registered operations."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dsa.errors import require
+from megatron_dsa.extras.torch_library.registration import (
+    TokenCounts,
+    check_lengths,
+    check_ratio,
+    derivatives,
+    index_layout,
+    layout_of,
+    none_of,
+    policy_of,
+    policy_text,
+    refuse_lost_gradients,
+    registered,
+)
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.checks import FLOATS, require_lists, require_tensor
+from megatron_dsa.ops.common.scaling import scaled_together
+from megatron_dsa.ops.dispatch import Policy
+from megatron_dsa.ops.indexer_loss import api as losses
+from megatron_dsa.ops.indexer_loss.inputs import ExpandedKeys, LatentKeys, TeacherKeys
+from megatron_dsa.ops.indexer_topk import api as selection
+from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs, check_indexer
+from megatron_dsa.ops.layout.layout import bshd_layout
+
+
+def indexer_topk(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    topk: int,
+    *,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    cu_seqlens_padded: Tensor | None = None,
+    ratio: int = 1,
+    relu: bool = True,
+    policy: Policy = Policy(),
+) -> tuple[Tensor, Tensor]:
+    """Select keys as :func:`megatron_dsa.dsa_kernels.indexer_topk`.
+
+    Args:
+        q, k, weights, relu: of :class:`~megatron_dsa.dsa_kernels.IndexerInputs`; no gradient flows
+            to them.
+        topk: keys per query, at least 1.
+        cu_seqlens, max_seqlen, cu_seqlens_padded: lengths of packed sequences, as of
+            :func:`~megatron_dsa.ops.layout.layout.packed_layout`; without them all tokens are one
+            causal sequence.
+        ratio: positions of a compressed key (DeepSeek-V4): ``k`` has ``tokens // ratio`` rows in
+            the slots of :func:`compress`; 1: ``k`` has the tokens themselves.
+        policy: which implementations may run.
+
+    Returns:
+        ``indices`` int32 ``[Sq, topk]`` and ``length`` int32 ``[Sq]``.
+    """
+    return _topk(
+        q, k, weights, topk, cu_seqlens, cu_seqlens_padded, max_seqlen, ratio, relu,
+        policy_text(policy),
+    )  # fmt: skip
+
+
+@registered("indexer_topk")
+def _topk(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    topk: int,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_padded: Tensor | None = None,
+    max_seqlen: int | None = None,
+    ratio: int = 1,
+    relu: bool = True,
+    policy: str = "",
+) -> tuple[Tensor, Tensor]:
+    layout = layout_of(q.shape[0], q.device, cu_seqlens, cu_seqlens_padded, max_seqlen)
+    indices, length = selection.indexer_topk(
+        IndexerInputs(q, k, weights, relu), index_layout(layout, ratio), topk,
+        policy=policy_of(policy),
+    )  # fmt: skip
+    return indices, length.clone()  # a layout keeps the lengths that it hands out
+
+
+@_topk.register_fake
+def _(
+    q, k, weights, topk, cu_seqlens=None, cu_seqlens_padded=None, max_seqlen=None, ratio=1,
+    relu=True, policy="",
+):  # fmt: skip
+    lengths = cu_seqlens, cu_seqlens_padded, max_seqlen
+    _check(IndexerInputs(q, k, weights, relu), lengths, ratio)
+    require(topk >= 1, f"topk must be at least 1, got {topk}")
+    return tuple(
+        q.new_empty(shape, dtype=torch.int32) for shape in ((q.shape[0], topk), q.shape[:1])
+    )
+
+
+def _check(inputs: IndexerInputs, lengths: tuple[Any, ...], ratio: int, **queries: Tensor) -> None:
+    """Raise a ConfigError unless shapes and dtypes fit; values are left to the operation."""
+    check_lengths(*lengths)
+    check_ratio(ratio)
+    q = inputs.q
+    require_tensor("inputs.q", q, ("Sq", "HI", "DI"), FLOATS, fix="flatten sequence and batch")
+    counts: Any = TokenCounts(q.shape[0], q.shape[0] // ratio, q)
+    check_indexer(inputs, counts, **queries)
+
+
+def sparse_indexer_loss(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    teacher: Tensor,
+    *,
+    topk_length: Tensor | None = None,
+    relu: bool = True,
+    policy: Policy = Policy(),
+) -> Tensor:
+    """Return the loss of :func:`megatron_dsa.dsa_kernels.sparse_indexer_loss`.
+
+    Args:
+        q, k, weights, relu: of :class:`~megatron_dsa.dsa_kernels.IndexerInputs`.
+        indices, topk_length: of :func:`indexer_topk`; they say all that a layout would.
+        teacher: ``p_sum`` of :func:`sparse_attention` or :func:`masked_attention`, finite and not
+            negative. Where heads are sharded over ranks, sum it over these first. No gradient
+            flows to it.
+        policy: which implementations may run.
+
+    Returns:
+        fp32 scalar, differentiable in q, k and weights, whose gradients are formed with it.
+    """
+    wanted = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or weights.requires_grad
+    )
+    return _sparse_loss(
+        q, k, weights, indices, teacher.detach(), topk_length, relu, wanted, policy_text(policy)
+    )[0]
+
+
+@registered("sparse_indexer_loss")
+def _sparse_loss(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    teacher: Tensor,
+    topk_length: Tensor | None = None,
+    relu: bool = True,
+    with_gradients: bool = True,
+    policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_sparse(q, k, weights, indices, teacher, topk_length, relu)
+    teacher = losses.checked_teacher(teacher, accumulation_dtype(q.dtype))
+    layout = bshd_layout(q.shape[0], 1, q.device)  # the lists alone say which keys there are
+    loss = losses.SelectedKeysLoss(layout, indices, topk_length, teacher, policy_of(policy))
+    inputs = IndexerInputs(q, k, weights, relu)
+    if not with_gradients:
+        return loss.value(inputs), *_gradients_or_none(q, k, weights, False)
+    value, gradients = loss.with_gradients(inputs)
+    assert gradients is not None
+    dq, dk, dweights = (g.to(x.dtype) for g, x in zip(gradients, (q, k, weights), strict=True))
+    return value, dq, dk, dweights
+
+
+@_sparse_loss.register_fake
+def _(
+    q, k, weights, indices, teacher, topk_length=None, relu=True, with_gradients=True, policy="",
+):  # fmt: skip
+    _check_sparse(q, k, weights, indices, teacher, topk_length, relu)
+    value = q.new_empty((), dtype=accumulation_dtype(q.dtype))
+    return value, *_gradients_or_none(q, k, weights, with_gradients)
+
+
+def _check_sparse(q, k, weights, indices, teacher, topk_length, relu) -> None:
+    require_tensor("inputs.q", q, ("Sq", "HI", "DI"), FLOATS, fix="flatten sequence and batch")
+    keys = k.shape[0] if k.dim() else 0
+    counts: Any = TokenCounts(q.shape[0], keys, q)
+    check_indexer(IndexerInputs(q, k, weights, relu), counts)
+    require_lists(indices, q, topk_length)
+    fix = "give one entry per entry of indices"
+    require_tensor("teacher", teacher, tuple(indices.shape), FLOATS, q, fix)
+
+
+def _gradients_or_none(
+    q: Tensor, k: Tensor, weights: Tensor, wanted: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not wanted:
+        return none_of(q), none_of(k), none_of(weights)
+    return q.new_empty(q.shape), k.new_empty(k.shape), weights.new_empty(weights.shape)
+
+
+def dense_indexer_loss(
+    q_index: Tensor,
+    k_index: Tensor,
+    weights: Tensor,
+    q: Tensor,
+    k: TeacherKeys,
+    *,
+    softmax_scale: float,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    cu_seqlens_padded: Tensor | None = None,
+    ratio: int = 1,
+    relu: bool = True,
+    other_lse: Tensor | None = None,
+    lse: Tensor | None = None,
+    policy: Policy = Policy(),
+) -> Tensor:
+    """Return the loss of :func:`megatron_dsa.dsa_kernels.dense_indexer_loss`.
+
+    Args:
+        q_index, k_index, weights, relu: of :class:`~megatron_dsa.dsa_kernels.IndexerInputs`.
+        q, k, softmax_scale, other_lse, lse: of the attention that is the teacher, as there; no
+            gradient flows to them.
+        cu_seqlens, max_seqlen, cu_seqlens_padded, ratio: as of :func:`indexer_topk`.
+        policy: which implementations may run.
+
+    Returns:
+        fp32 scalar, differentiable in the indexer's tensors, whose gradients are formed with it.
+    """
+    wanted = torch.is_grad_enabled() and (
+        q_index.requires_grad or k_index.requires_grad or weights.requires_grad
+    )
+    keys, w_uk, k_pe, v_dim = k, None, None, 0
+    if isinstance(k, LatentKeys):
+        keys, w_uk = k.latents, k.w_uk.detach()
+    elif isinstance(k, ExpandedKeys):
+        keys, k_pe, v_dim = k.kv, k.k_pe.detach(), k.v_dim
+    return _dense_loss(
+        q_index, k_index, weights, q.detach(), keys.detach(), w_uk, k_pe,
+        None if other_lse is None else other_lse.detach(), None if lse is None else lse.detach(),
+        cu_seqlens, cu_seqlens_padded, softmax_scale, v_dim, max_seqlen, ratio, relu, wanted,
+        policy_text(policy),
+    )[0]  # fmt: skip
+
+
+@registered("dense_indexer_loss")
+def _dense_loss(
+    q_index: Tensor,
+    k_index: Tensor,
+    weights: Tensor,
+    q: Tensor,
+    k: Tensor,
+    w_uk: Tensor | None,
+    k_pe: Tensor | None,
+    other_lse: Tensor | None,
+    lse: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None,
+    softmax_scale: float,
+    v_dim: int = 0,
+    max_seqlen: int | None = None,
+    ratio: int = 1,
+    relu: bool = True,
+    with_gradients: bool = True,
+    policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    layout = layout_of(q_index.shape[0], q.device, cu_seqlens, cu_seqlens_padded, max_seqlen)
+    layout = index_layout(layout, ratio)
+    keys = _teacher_keys(k, w_uk, k_pe, v_dim)
+
+    def loss(q_index: Tensor, k_index: Tensor, weights: Tensor) -> list[Tensor]:
+        inputs = IndexerInputs(q_index, k_index, weights, relu)
+        value = losses.dense_indexer_loss(
+            inputs, q, keys, layout, softmax_scale=softmax_scale, other_lse=other_lse, lse=lse,
+            policy=policy_of(policy),
+        )  # fmt: skip
+        return [value]
+
+    tensors = tuple(_wide(x, q_index) for x in (q_index, k_index, weights))
+    if not with_gradients:
+        nothing = _gradients_or_none(q_index, k_index, weights, False)
+        return loss(*(x.detach() for x in tensors))[0], *nothing
+    (value,), (dq, dk, dweights) = derivatives(loss, tensors)
+    return value, dq, dk, dweights
+
+
+@_dense_loss.register_fake
+def _(
+    q_index, k_index, weights, q, k, w_uk, k_pe, other_lse, lse, cu_seqlens, cu_seqlens_padded,
+    softmax_scale, v_dim=0, max_seqlen=None, ratio=1, relu=True, with_gradients=True, policy="",
+):  # fmt: skip
+    require_tensor("q", q, ("Sq", "H", "D"), FLOATS, q_index, "flatten sequence and batch")
+    lengths = cu_seqlens, cu_seqlens_padded, max_seqlen
+    _check(IndexerInputs(q_index, k_index, weights, relu), lengths, ratio, q=q)
+    value = q.new_empty((), dtype=accumulation_dtype(q_index.dtype))
+    if not with_gradients:
+        return value, *_gradients_or_none(q_index, k_index, weights, False)
+    wide = [_wide(x, q_index) for x in (q_index, k_index, weights)]
+    return value, *(x.new_empty(x.shape) for x in wide)
+
+
+def _wide(x: Tensor, q_index: Tensor) -> Tensor:
+    """Return fp16 tensors in fp32: gradients exist before the scale of the loss is applied."""
+    return x.float() if q_index.dtype == torch.float16 else x
+
+
+def _teacher_keys(k, w_uk, k_pe, v_dim: int) -> TeacherKeys:
+    if w_uk is not None:
+        return LatentKeys(k, w_uk)
+    return k if k_pe is None else ExpandedKeys(k, k_pe, v_dim)
+
+
+@registered("scaled_gradients")
+def _scaled(
+    dloss: Tensor, dq: Tensor, dk: Tensor, dweights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = dq, dk, dweights
+    dq, dk, dweights = scaled_together(gradients, dloss, [g.dtype for g in gradients])
+    return dq, dk, dweights
+
+
+@_scaled.register_fake
+def _(dloss, dq, dk, dweights):
+    return tuple(x.new_empty(x.shape) for x in (dq, dk, dweights))
+
+
+def _register_backward(name: str, arguments: int, flag: int) -> None:
+    """Register the backward of a loss whose argument ``flag`` is ``with_gradients``."""
+
+    def keep(ctx, inputs, output):
+        ctx.with_gradients, ctx.dtypes = inputs[flag], [x.dtype for x in inputs[:3]]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*output[1:])
+
+    @once_differentiable
+    def differentiate(ctx, dloss, *_none):
+        refuse_lost_gradients(ctx, name)
+        if dloss is None:
+            return (None,) * arguments
+        found = _scaled(dloss, *ctx.saved_tensors)
+        gradients = (g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True))
+        return *gradients, *(None,) * (arguments - 3)
+
+    torch.library.register_autograd(f"megatron_dsa::{name}", differentiate, setup_context=keep)
+
+
+_register_backward("sparse_indexer_loss", 9, flag=7)
+_register_backward("dense_indexer_loss", 18, flag=16)

@@ -1,0 +1,179 @@
+"""Masked dense attention as a registered operation, and the bits that it takes."""
+
+import torch
+from torch import Tensor
+
+from megatron_dsa.extras.torch_library.registration import (
+    check_lengths,
+    layout_of,
+    none_of,
+    policy_of,
+    policy_text,
+    registered,
+)
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.dispatch import Policy
+from megatron_dsa.ops.masked_attention import api, visible
+from megatron_dsa.ops.masked_attention.api import MaskedAttentionOutput
+from megatron_dsa.ops.masked_attention.bits import WORDS, groups
+from megatron_dsa.ops.masked_attention.inputs import MaskedAttentionInputs
+
+
+def key_bits(
+    indices: Tensor, topk_length: Tensor | None, num_keys: int, *, policy: Policy = Policy()
+) -> Tensor:
+    """Return the bits of listed keys, as :func:`megatron_dsa.dsa_kernels.key_bits`."""
+    return _key_bits(indices, topk_length, num_keys, policy_text(policy))
+
+
+@registered("key_bits")
+def _key_bits(
+    indices: Tensor, topk_length: Tensor | None, num_keys: int, policy: str = ""
+) -> Tensor:
+    return api.key_bits(indices, topk_length, num_keys, policy=policy_of(policy))
+
+
+@_key_bits.register_fake
+def _(indices, topk_length, num_keys, policy=""):
+    api.check_lists(indices, topk_length, num_keys)
+    return indices.new_empty(indices.shape[0], groups(num_keys), WORDS)
+
+
+def visible_bits(
+    tokens: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    cu_seqlens_padded: Tensor | None = None,
+    policy: Policy = Policy(),
+) -> Tensor:
+    """Return the bits of all keys that each query sees, as
+    :func:`megatron_dsa.dsa_kernels.visible_bits`.
+
+    Args:
+        tokens: ``[Sq, ...]``, any tensor with one entry per token: for their number and device.
+        cu_seqlens, max_seqlen, cu_seqlens_padded: lengths of packed sequences, as of
+            :func:`indexer_topk`.
+        policy: which implementations may run.
+    """
+    return _visible_bits(tokens, cu_seqlens, cu_seqlens_padded, max_seqlen, policy_text(policy))
+
+
+@registered("visible_bits")
+def _visible_bits(
+    tokens: Tensor,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_padded: Tensor | None = None,
+    max_seqlen: int | None = None,
+    policy: str = "",
+) -> Tensor:
+    layout = layout_of(tokens.shape[0], tokens.device, cu_seqlens, cu_seqlens_padded, max_seqlen)
+    bits = visible.visible_bits(layout, policy_of(policy))
+    # The layout of one sequence is kept, and its bits with it.
+    return bits.clone() if cu_seqlens is None else bits
+
+
+@_visible_bits.register_fake
+def _(tokens, cu_seqlens=None, cu_seqlens_padded=None, max_seqlen=None, policy=""):
+    check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen)
+    count = tokens.shape[0]
+    return tokens.new_empty(count, groups(count), WORDS, dtype=torch.int32)
+
+
+def masked_attention(
+    q: Tensor,
+    kv: Tensor,
+    k_pe: Tensor,
+    bits: Tensor,
+    *,
+    softmax_scale: float,
+    topk: int | None = None,
+    want_p_sum: bool = False,
+    policy: Policy = Policy(),
+) -> MaskedAttentionOutput:
+    """Attend as :func:`megatron_dsa.dsa_kernels.masked_attention`, which has the arguments.
+
+    The indexer is trained by :func:`sparse_indexer_loss` on ``p_sum``, not in the backward.
+    """
+    out, lse, p_sum = _attend(
+        q, kv, k_pe, bits, softmax_scale, topk, want_p_sum, policy_text(policy)
+    )
+    return MaskedAttentionOutput(out, lse, p_sum if want_p_sum else None)
+
+
+@registered("masked_attention")
+def _attend(
+    q: Tensor,
+    kv: Tensor,
+    k_pe: Tensor,
+    bits: Tensor,
+    softmax_scale: float,
+    topk: int | None = None,
+    want_p_sum: bool = False,
+    policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, p_sum = api.masked_attention(
+        q, kv, k_pe, bits, softmax_scale=softmax_scale, topk=topk, want_p_sum=want_p_sum,
+        policy=policy_of(policy),
+    )  # fmt: skip
+    return out, lse, none_of(lse) if p_sum is None else p_sum
+
+
+@_attend.register_fake
+def _(q, kv, k_pe, bits, softmax_scale, topk=None, want_p_sum=False, policy=""):
+    api.check_queries_and_keys(q, kv, k_pe)
+    api.check_bits(bits, q, kv, q.shape[0])
+    api.check_topk(topk, want_p_sum)
+    lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
+    p_sum = lse.new_empty(q.shape[0], topk) if want_p_sum else none_of(lse)
+    v_dim = kv.shape[2] - q.shape[2] + k_pe.shape[1]
+    return q.new_empty(*q.shape[:2], v_dim), lse, p_sum
+
+
+@registered("masked_attention_backward")
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    k_pe: Tensor,
+    bits: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    topk: int | None = None,
+    policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:
+    asked = policy_of(policy)
+    inputs = MaskedAttentionInputs(
+        q, kv, k_pe, bits.contiguous(), out.shape[2], softmax_scale, asked.workspace_bytes
+    )
+    call = api.describe_attention(q, kv, k_pe, topk)
+    dq, dkv, dk_pe = api.BACKWARD.run(call, asked, inputs, out, lse, dout.contiguous())
+    return dq, dkv, dk_pe.to(k_pe.dtype)
+
+
+@_backward.register_fake
+def _(dout, q, kv, k_pe, bits, out, lse, softmax_scale, topk=None, policy=""):
+    return tuple(x.new_empty(x.shape) for x in (q, kv, k_pe))
+
+
+def _keep(ctx, inputs, output):
+    q, kv, k_pe, bits, scale, topk, _want_p_sum, policy = inputs
+    out, lse, p_sum = output
+    ctx.mark_non_differentiable(lse, p_sum)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, kv, k_pe, bits, out, lse)
+    ctx.rest = scale, topk, policy
+
+
+@once_differentiable
+def _differentiate(ctx, dout, _dlse, _dp_sum):
+    if dout is None:
+        return (None,) * 8
+    return *_backward(dout, *ctx.saved_tensors, *ctx.rest), *(None,) * 5
+
+
+torch.library.register_autograd(
+    "megatron_dsa::masked_attention", _differentiate, setup_context=_keep
+)

@@ -1,0 +1,173 @@
+"""What the registered operations share: a policy as text, layouts of tensors, derivatives."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.ops.dispatch import Policy
+from megatron_dsa.ops.layout.compressed import visible_groups
+from megatron_dsa.ops.layout.layout import Layout, bshd_layout, packed_layout
+
+#: A text names what differs from this policy.
+_DEFAULT = Policy()
+
+
+def policy_text(policy: Policy) -> str:
+    """Return a policy as the text that a schema takes; ``""`` is the default policy."""
+    parts = []
+    for field in dataclasses.fields(policy):
+        value = getattr(policy, field.name)
+        if value != getattr(_DEFAULT, field.name):
+            parts.append(f"{field.name}={value!r}")
+    return "; ".join(parts)
+
+
+@functools.lru_cache(maxsize=64)
+def policy_of(text: str) -> Policy:
+    """Return the policy of :func:`policy_text`.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    known = {field.name for field in dataclasses.fields(Policy)}
+    values: dict[str, Any] = {}
+    try:
+        # An assignment per field, its value a literal.
+        for node in ast.parse(text).body:
+            if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
+                raise ValueError("no assignment")
+            values[node.targets[0].id] = ast.literal_eval(node.value)
+        holds = set(values) <= known
+    except (SyntaxError, ValueError):
+        holds = False
+    require(
+        holds,
+        f"policy must be text of megatron_dsa.extras.torch_library.policy_text, got {text!r}: pass that, or "
+        "an empty text",
+    )
+    return Policy(**values)
+
+
+def registered[**Arguments, Result](
+    name: str,
+) -> Callable[[Callable[Arguments, Result]], Any]:
+    """Decorate the implementation of ``torch.ops.megatron_dsa.<name>``; see ``custom_op``.
+
+    It mutates nothing. Autocast is off inside: products have the dtype of the arguments in the
+    forward, as they have in the backward, which autocast never covers. Results have the strides of
+    ``new_empty(shape)``, whatever the strides of the arguments, as fake implementations return.
+    """
+
+    def register(function: Callable[Arguments, Result]):
+        @functools.wraps(function)
+        def plain(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            first: Any = args[0]
+            with torch.autocast(first.device.type, enabled=False):
+                return _with_default_strides(function(*args, **kwargs))
+
+        return torch.library.custom_op(f"megatron_dsa::{name}", plain, mutates_args=())
+
+    return register
+
+
+def _with_default_strides(result: Any) -> Any:
+    if isinstance(result, tuple):
+        return tuple(_with_default_strides(x) for x in result)
+    if result.stride() == torch.empty(result.shape, device="meta").stride():
+        return result
+    return result.new_empty(result.shape).copy_(result)
+
+
+def layout_of(
+    tokens: int,
+    device: torch.device,
+    cu_seqlens: torch.Tensor | None,
+    cu_seqlens_padded: torch.Tensor | None,
+    max_seqlen: int | None,
+) -> Layout:
+    """Return the layout of packed sequences, or of one sequence without ``cu_seqlens``.
+
+    Raises:
+        ConfigError: as of :func:`~megatron_dsa.ops.layout.layout.packed_layout`; other lengths
+            without ``cu_seqlens``.
+    """
+    check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen)
+    if cu_seqlens is None:
+        return bshd_layout(tokens, 1, device)
+    return packed_layout(cu_seqlens, tokens, max_seqlen, cu_seqlens_padded)
+
+
+def check_lengths(cu_seqlens, cu_seqlens_padded, max_seqlen) -> None:
+    """Raise :class:`ConfigError` for what describes packed sequences without ``cu_seqlens``."""
+    for name, value in (("cu_seqlens_padded", cu_seqlens_padded), ("max_seqlen", max_seqlen)):
+        require(
+            value is None or cu_seqlens is not None,
+            f"{name} must be None without cu_seqlens, which makes all tokens one sequence: pass "
+            "cu_seqlens as well",
+        )
+
+
+def index_layout(layout: Layout, ratio: int) -> Layout:
+    """Return which index keys the queries of ``layout`` see: compressed ones above a ratio of 1."""
+    check_ratio(ratio)
+    return layout if ratio == 1 else visible_groups(layout, ratio)
+
+
+def check_ratio(ratio: int) -> None:
+    """Raise :class:`ConfigError` for a ratio that no layer has."""
+    require(ratio >= 1, f"ratio must be at least 1, got {ratio}: pass the layer's ratio")
+
+
+class TokenCounts(NamedTuple):
+    """What the checks of arguments read of a layout, for fake tensors, which have no values."""
+
+    num_queries: int
+    num_keys: int
+    start: torch.Tensor
+
+
+def none_of(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the tensor without entries that stands for ``None``, which no schema returns."""
+    return x.new_empty(0, dtype=dtype)
+
+
+def derivatives(
+    run: Callable[..., Sequence[torch.Tensor]],
+    tensors: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor] | None = None,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the results of ``run(*tensors)`` and the gradients of ``tensors``.
+
+    For implementations whose derivative is autograd's own. A registered operation runs below
+    autograd, which is switched on for as long as that takes.
+
+    Args:
+        run: returns the results.
+        tensors: what is differentiated.
+        gradients: one for each result; ``None``: there is one result, a scalar.
+    """
+    c = torch._C
+    excluded = c._dispatch_tls_local_exclude_set().remove(c.DispatchKey.AutogradFunctionality)
+    excluded = excluded.remove(c.DispatchKey.AutogradOther).remove(c.DispatchKey.ADInplaceOrView)
+    with c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), excluded):
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in tensors]
+            results = run(*leaves)
+        found = torch.autograd.grad(results, leaves, gradients, materialize_grads=True)
+    return [x.detach() for x in results], list(found)
+
+
+def refuse_lost_gradients(ctx, name: str) -> None:
+    """Raise where the gradients were to be formed along with the value and were not."""
+    if not ctx.with_gradients:
+        raise ConfigError(
+            f"with_gradients must be True for a backward of {name}, got False: call "
+            f"megatron_dsa.extras.torch_library.{name}, which sets it"
+        )

@@ -1,0 +1,131 @@
+"""Sparse attention as a registered operation (:mod:`megatron_dsa.ops.sparse_attention.api`)."""
+
+import torch
+from torch import Tensor
+
+from megatron_dsa.extras.torch_library.registration import (
+    none_of,
+    policy_of,
+    policy_text,
+    registered,
+)
+from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.common.autograd import once_differentiable
+from megatron_dsa.ops.common.checks import require_lists
+from megatron_dsa.ops.dispatch import Policy
+from megatron_dsa.ops.sparse_attention import api
+from megatron_dsa.ops.sparse_attention.api import SparseAttentionOutput
+
+
+def sparse_attention(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    softmax_scale: float,
+    v_dim: int,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    want_p_sum: bool = False,
+    in_order: bool = False,
+    policy: Policy = Policy(),
+) -> SparseAttentionOutput:
+    """Attend as :func:`megatron_dsa.dsa_kernels.sparse_attention`, which has the arguments.
+
+    The indexer is trained by :func:`sparse_indexer_loss` on ``p_sum``, not in the backward.
+    """
+    out, lse, p_sum = _attend(
+        q, kv, indices, topk_length, attn_sink, softmax_scale, v_dim, want_p_sum, in_order,
+        policy_text(policy),
+    )  # fmt: skip
+    return SparseAttentionOutput(out, lse, p_sum if want_p_sum else None)
+
+
+@registered("sparse_attention")
+def _attend(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    topk_length: Tensor | None,
+    attn_sink: Tensor | None,
+    softmax_scale: float,
+    v_dim: int,
+    want_p_sum: bool = False,
+    in_order: bool = False,
+    policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, p_sum = api.sparse_attention(
+        q, kv, indices, softmax_scale=softmax_scale, v_dim=v_dim, topk_length=topk_length,
+        attn_sink=attn_sink, want_p_sum=want_p_sum, in_order=in_order, policy=policy_of(policy),
+    )  # fmt: skip
+    return out, lse, none_of(lse) if p_sum is None else p_sum
+
+
+@_attend.register_fake
+def _(
+    q, kv, indices, topk_length, attn_sink, softmax_scale, v_dim, want_p_sum=False, in_order=False,
+    policy="",
+):  # fmt: skip
+    api.check_queries_and_keys(q, kv, v_dim, attn_sink)
+    require_lists(indices, q, topk_length)
+    dtype = accumulation_dtype(q.dtype)
+    lse = q.new_empty(q.shape[:2], dtype=dtype)
+    p_sum = q.new_empty(indices.shape, dtype=dtype) if want_p_sum else none_of(lse)
+    return q.new_empty(*q.shape[:2], v_dim), lse, p_sum
+
+
+@registered("sparse_attention_backward")
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    topk_length: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    in_order: bool = False,
+    policy: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:
+    call = api.describe_attention(q, out.shape[2], indices.shape[1], attn_sink)
+    s = api.Settings(
+        out.shape[2], softmax_scale, policy_of(policy), call, False, None, None, in_order
+    )
+    arguments = s.arguments(q, kv, attn_sink, indices, topk_length, False)
+    dq, dkv, dsink, _ = s.run(api.BACKWARD, arguments, out, lse, dout.contiguous())
+    dsink = none_of(lse) if attn_sink is None else dsink.to(attn_sink.dtype)
+    return dq, dkv.to(kv.dtype), dsink
+
+
+@_backward.register_fake
+def _(
+    dout, q, kv, indices, topk_length, attn_sink, out, lse, softmax_scale, in_order=False,
+    policy="",
+):  # fmt: skip
+    dsink = none_of(lse) if attn_sink is None else attn_sink.new_empty(attn_sink.shape)
+    return q.new_empty(q.shape), kv.new_empty(kv.shape), dsink
+
+
+def _keep(ctx, inputs, output):
+    q, kv, indices, topk_length, attn_sink, scale, _v_dim, _p_sum, in_order, policy = inputs
+    out, lse, p_sum = output
+    ctx.mark_non_differentiable(lse, p_sum)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, kv, indices, topk_length, attn_sink, out, lse)
+    ctx.rest = scale, in_order, policy
+
+
+@once_differentiable
+def _differentiate(ctx, dout, _dlse, _dp_sum):
+    if dout is None:
+        return (None,) * 10
+    saved = ctx.saved_tensors  # once: non-reentrant checkpoints unpack each tensor once
+    dq, dkv, dsink = _backward(dout, *saved, *ctx.rest)
+    with_sink = saved[4] is not None
+    return dq, dkv, None, None, dsink if with_sink else None, *(None,) * 5
+
+
+torch.library.register_autograd(
+    "megatron_dsa::sparse_attention", _differentiate, setup_context=_keep
+)
