@@ -70,7 +70,7 @@ def prose(path: Path) -> list[str]:
 
 
 def test_sentences_are_plain():
-    """As in the pages (``tests/unit/tools/test_docs.py``): who acts is named."""
+    """As in the pages (``tests/unit/extras/test_docs.py``): who acts is named."""
     pattern = re.compile(r"\b[Nn]obody\b|\b[Ww]hoever\b|(?:^|[.:#] )Of\b")
     found = [
         f"{path.relative_to(PACKAGE)}: {text[:80]}"

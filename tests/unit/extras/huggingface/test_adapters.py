@@ -56,7 +56,7 @@ def test_loss_and_gradients_are_those_of_peft(kind, targets, tmp_path, monkeypat
     """The adapter that we write, read by PEFT's own loader beside a model of transformers.
 
     That model's indexer has no gradient: its loss is this package's, and its adapters' gradients
-    are compared with products of plain weights' in ``tests/unit/modules``.
+    are compared with products of plain weights' in ``tests/unit/layers``.
     """
     peft = pytest.importorskip("peft")
     if targets == ALL:

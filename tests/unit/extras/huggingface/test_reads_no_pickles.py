@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[3] / "megatron_dsa/extras/huggingface"
+PACKAGE = Path(__file__).resolve().parents[4] / "megatron_dsa/extras/huggingface"
 #: Modules that turn bytes of a file into objects of any class.
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "joblib", "marshal", "shelve", "cloudpickle", "yaml"}
 UNSAFE_CALLS = {

@@ -15,7 +15,7 @@ from megatron_dsa.extras.planner.host import META, host, ranks
 from megatron_dsa.extras.planner.memory_tracker import MemoryTracker
 from tests import host as process
 
-MEASURED = Path(__file__).resolve().parents[3] / "benchmarks" / "layer.csv"
+MEASURED = Path(__file__).resolve().parents[4] / "benchmarks" / "layer.csv"
 ONE_GPU = SimpleNamespace(
     world_size=1, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
     virtual_pipeline_model_parallel_size=None, context_parallel_size=1,

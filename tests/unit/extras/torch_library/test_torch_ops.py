@@ -21,7 +21,7 @@ from megatron_dsa.extras.torch_library.registration import policy_of, policy_tex
 from megatron_dsa.ops.dispatch import Policy, report, reset_report
 from tests.cases.torch_ops import CASES, RELEASED, TOKENS, Case
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

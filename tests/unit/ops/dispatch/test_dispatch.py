@@ -409,7 +409,7 @@ def test_the_fastest_with_the_teacher(having):
 
 def committed_times(*parts):
     """Rows of ``benchmarks/attention.csv`` with times of these parts."""
-    for row in read_csv(Path(__file__).parents[3] / "benchmarks/attention.csv"):
+    for row in read_csv(Path(__file__).parents[4] / "benchmarks/attention.csv"):
         if row["status"] == "ok" and row["metric"] == "ms" and row["part"] in parts:
             yield row
 
