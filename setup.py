@@ -37,7 +37,7 @@ setup(
     python_requires=">=3.12",
     install_requires=["torch>=2.6", "numpy", "packaging"],
     extras_require={
-        # The operations alone, eager or registered (megatron_dsa.extras.torch_library): nothing more.
+        # The operations, eager or registered (megatron_dsa.extras.torch_library), without a host.
         "torch": ["torch>=2.6"],
         # The host: Megatron-Core with its training loop.
         "train": ["megatron-core>=0.19,<0.20", "omegaconf>=2.3", "psutil", "pyyaml>=6"],

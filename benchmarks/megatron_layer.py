@@ -80,7 +80,7 @@ class LayerSpec:
         ratio: compression ratio, ``None`` for DSA.
         heads: of a DSA layer's attention, ``None`` for the model's.
         fused: dispatch may take fused kernels.
-        selected_attention, sequence_length: see :class:`megatron_dsa.config.options.DSAOptions`; without a
+        selected_attention, sequence_length: see :mod:`megatron_dsa.config.options`; without a
             length, ``auto`` is sparse attention.
         layers: in a chain.
         tp, cp: ranks; cp_layout, tp_mode: see :class:`megatron_dsa.config.options.DSAOptions`.

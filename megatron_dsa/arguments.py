@@ -107,7 +107,7 @@ def add_dsa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     """Add this package's flags; pass it to Megatron as ``extra_args_provider``.
 
     ``--dsa-indexer-*`` are Megatron's own flags and keep their names and meaning. Parsing raises a
-    :class:`ConfigError` for numbers out of range (:mod:`.config_rules.ranges`).
+    :class:`ConfigError` for numbers out of range (:mod:`.config.rules.ranges`).
     """
     _repair_help(parser)
     # Without it, argparse prints the names of all of Megatron's flags before an error.

@@ -17,11 +17,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config.model import options_of, validate
-from megatron_dsa.extras.muon.blocks import split_for_muon
 from megatron_dsa.layers.frame import SelfAttentionFrame, weight_of
 from megatron_dsa.layers.parallel.groups import heads_to_sequence, ranks_of, sequence_to_heads
 from megatron_dsa.layers.required_ops import tensor_parallel_mode
 from megatron_dsa.layers.rope import PositionRope
+from megatron_dsa.layers.weight_blocks import split_for_muon
 from megatron_dsa.ops.cached_keys import CSA_CACHE, as_cached
 from megatron_dsa.ops.common.head_products import head_products
 from megatron_dsa.ops.layout.layout import Layout

@@ -25,7 +25,6 @@ from megatron.core.transformer.multi_latent_attention import (
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_dsa.config.model import exchanges_latents, options_of, validate
-from megatron_dsa.extras.muon.blocks import split_for_muon
 from megatron_dsa.layers.cuda_graphs import GraphedLayer
 from megatron_dsa.layers.dsa_core import TopKIndices
 from megatron_dsa.layers.frame import (
@@ -43,6 +42,7 @@ from megatron_dsa.layers.parallel.groups import heads_to_sequence, ranks_of, seq
 from megatron_dsa.layers.required_ops import attention_of, tensor_parallel_mode
 from megatron_dsa.layers.rope import TokenRope
 from megatron_dsa.layers.v4.hyper_connections import HyperConnections
+from megatron_dsa.layers.weight_blocks import split_for_muon
 from megatron_dsa.ops.cached_keys import MLA_CACHE, as_cached
 from megatron_dsa.ops.dispatch import count
 from megatron_dsa.ops.layout.layout import Layout

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_dsa.config.extras import load_extra
 from megatron_dsa.errors import require
 from megatron_dsa.patches import cpu_host
 from megatron_dsa.training.entry_errors import told_in_a_sentence
@@ -96,9 +97,7 @@ def main() -> None:
 def _main() -> None:
     if "--dsa-dry-run" in sys.argv[1:]:
         cpu_host.hide_unusable_transformer_engine()  # the planner imports Megatron
-        from megatron_dsa.extras.planner.command import dry_run
-
-        sys.exit(dry_run(sys.argv))
+        sys.exit(load_extra("planner.command", "--dsa-dry-run").dry_run(sys.argv))
     prepare_host(sys.argv)
     from megatron.core.enums import ModelType
     from megatron.training import arguments, training

@@ -2,8 +2,8 @@
 
 * :func:`dsa_block_spec` - callable for ``--spec megatron_dsa.specs dsa_block_spec``, for
   ``GPTModelConfig.transformer_layer_spec`` and for Megatron-Bridge's
-  ``provider.transformer_layer_spec`` (``extras/huggingface/bridge.py``); knows MoE layers and pipeline
-  stages.
+  ``provider.transformer_layer_spec`` (``extras/huggingface/bridge.py``); knows MoE layers and
+  pipeline stages.
 * :func:`dsa_layer_spec` - one layer as a ``ModuleSpec`` for a given configuration.
 * ``dsa_local_layer_spec``, ``dsa_te_layer_spec`` - ready ``ModuleSpec`` objects of a dense layer,
   for builders that expect an object.
@@ -28,6 +28,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
+from megatron_dsa.config.extras import optional_extra
 from megatron_dsa.config.model import (
     has_adapters,
     hash_layers,
@@ -45,7 +46,6 @@ from megatron_dsa.dsa import (
     IndexSharingLayer,
 )
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.extras.muon.patch import read_marks_of_muon
 from megatron_dsa.layers.compressor import Compressor, CompressorSubmodules
 from megatron_dsa.layers.csa_core import CSACoreAttention, CSACoreAttentionSubmodules
 from megatron_dsa.layers.csa_indexer import CSAIndexer, CSAIndexerSubmodules
@@ -296,7 +296,8 @@ def dsa_layer_spec(config, *, moe: bool = False, is_mtp: bool = False) -> Module
     install_checkpoint_repairs()
     if hash_layers(config):
         hand_token_ids_to_layers()
-    read_marks_of_muon()
+    if muon := optional_extra("muon.patch"):
+        muon.read_marks_of_muon()
     backend, rms_norm = get_backend(config.transformer_impl), config.normalization == "RMSNorm"
     if config.transformer_impl == "transformer_engine" and config.gradient_accumulation_fusion:
         leave_linears_unfused_without_apex()

@@ -2,11 +2,11 @@
 
     python scripts/structure.py                 # of this clone
     python scripts/structure.py --root OLD      # of another checkout
-    python scripts/structure.py --edges         # also every import between two nodes
+    python scripts/structure.py --edges         # also every import between two rooms
     python scripts/structure.py --forward       # also the files that the forward of a layer visits
 
-A node of the import graph is a file or a folder directly in ``megatron_dsa/``. Levels count the
-longest chain of imports; nodes of one cycle share a level. Imports inside functions count like
+A room is a file or folder directly in ``megatron_dsa/``, or one of ``INNER``. Levels count the
+longest chain of imports; rooms of one cycle share a level. Imports inside functions count like
 others, those under ``TYPE_CHECKING`` do not.
 """
 
@@ -20,6 +20,8 @@ from collections import defaultdict
 from pathlib import Path
 
 PACKAGE = "megatron_dsa"
+#: Folders in ``ops/`` and ``layers/`` that are rooms of their own: others build on them.
+INNER = ("ops/dispatch", "ops/common", "ops/layout", "layers/parallel", "layers/required_ops")
 PARTS = {
     "package": ("megatron_dsa", ".py"),
     "tests": ("tests", ".py"),
@@ -73,18 +75,19 @@ def import_graph(root: Path) -> dict[str, set[str]]:
     return {name: imported_modules(path, set(files)) - {name} for name, path in files.items()}
 
 
-def node_of(module: str) -> str:
-    """Return the node of a module: the file or folder directly in the package."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else "__init__"
+def room_of(module: str) -> str:
+    """Return the room of a module."""
+    parts = module.split(".")[1:]
+    inner = "/".join(parts[:2])
+    return inner if inner in INNER else parts[0] if parts else "__init__"
 
 
-def node_graph(modules: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return the import graph of the files and folders directly in the package."""
+def room_graph(modules: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Return the import graph of the rooms."""
     graph: dict[str, set[str]] = defaultdict(set)
     for module, imports in modules.items():
-        node = node_of(module)
-        graph[node] |= {node_of(each) for each in imports} - {node}
+        room = room_of(module)
+        graph[room] |= {room_of(each) for each in imports} - {room}
     return dict(graph)
 
 
@@ -136,6 +139,9 @@ def print_sizes(root: Path) -> None:
         files = tracked(root, folder, suffix)
         lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
         print(f"{name}: {len(files)} files, {lines} lines")
+    core = [path for path in tracked(root, PACKAGE, ".py") if "extras" not in path.parts]
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in core)
+    print(f"without extras: {len(core)} files, {lines} lines")
     flat = [path for path in tracked(root, PACKAGE, ".py") if path.parent == root / PACKAGE]
     print(f"flat in {PACKAGE}/: {len(flat)} files")
 
@@ -143,13 +149,13 @@ def print_sizes(root: Path) -> None:
 def print_graph(root: Path, with_edges: bool) -> None:
     """Print the figures of the import graph, and its levels from the lowest."""
     modules = import_graph(root)
-    graph = node_graph(modules)
+    graph = room_graph(modules)
     level = levels(graph)
     found = cycles(graph)
     edges = sum(map(len, graph.values()))
     print(
-        f"imports between files and folders of {PACKAGE}/: {len(graph)} nodes, "
-        f"{max(level.values())} levels, {edges} edges, {len(found)} cycles"
+        f"rooms of {PACKAGE}/: {len(graph)}, "
+        f"{max(level.values())} levels, {edges} arrows, {len(found)} cycles"
     )
     print(f"imports between modules: {len(cycles(modules))} cycles")
     for cycle in found:
@@ -165,7 +171,7 @@ def main() -> None:
     """Read the command line and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1])
-    parser.add_argument("--edges", action="store_true", help="print every import between nodes")
+    parser.add_argument("--edges", action="store_true", help="print every import between rooms")
     options = parser.parse_args()
     sys.setrecursionlimit(10000)
     print_sizes(options.root.resolve())

@@ -27,12 +27,12 @@ from benchmarks.attention.lists import make_indices
 from benchmarks.indexer import bundled, dense
 from benchmarks.settings import Settings, Work
 from benchmarks.timing import Clock, measure, what_ran
-from megatron_dsa.config.rules.numerics import DEEPGEMM_FP8
 from megatron_dsa.dsa_kernels import IndexerInputs, indexer_topk, sparse_indexer_loss
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.metrics.flops import Keys
 from megatron_dsa.ops import OPERATIONS as DISPATCHED
 from megatron_dsa.ops.dispatch import Policy, reset_report
+from megatron_dsa.ops.dispatch.policy import DEEPGEMM_FP8
 from megatron_dsa.ops.layout.layout import bshd_layout
 from megatron_dsa.testing.comparison import comparison_at_model_shapes
 from megatron_dsa.testing.engine_scores import EngineCase

@@ -24,9 +24,9 @@ import torch
 from benchmarks.process_groups import alone
 from benchmarks.recall.model import WIDTHS, Recorded, Text, build, recorded, train
 from benchmarks.settings import Settings, Work
-from megatron_dsa.config.rules.numerics import DEEPGEMM_FP8
 from megatron_dsa.errors import ImplementationError
 from megatron_dsa.metrics.quality import query_scores, recall, visible_keys
+from megatron_dsa.ops.dispatch.policy import DEEPGEMM_FP8
 from megatron_dsa.ops.indexer_topk import engine
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.layout.blocks import Seen

@@ -166,14 +166,14 @@ def _add_conversions(commands) -> None:
         command.add_argument(
             "--shard-gb", type=float, default=5.0, help="size of a file of the result, in GB (5)"
         )
-        command.set_defaults(run=_run("huggingface_commands", function))
+        command.set_defaults(run=_run("huggingface.commands", function))
     flags = commands.add_parser(
         "flags", help="Megatron's flags for the model of a config.json, or for a --dsa-model"
     )
     flags.add_argument(
         "config", help="config.json of the model, or its directory, or a name of --dsa-model"
     )
-    flags.set_defaults(run=_run("huggingface_commands", "print_flags"))
+    flags.set_defaults(run=_run("huggingface.commands", "print_flags"))
     for command in (into, flags):
         command.add_argument(
             "--without",
@@ -203,13 +203,13 @@ def _add_trained(commands) -> None:
         help="above 0, draw tokens from the softmax of logits divided by it (0: the most probable)",
     )  # fmt: skip
     write.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
-    write.set_defaults(run=_run("generate", "run"))
+    write.set_defaults(run=_run("generate.generate", "run"))
     rate.add_argument(
         "--data-path",
         metavar="PREFIX",
         help="indexed data set, all of it (default: validation data of the training)",
     )
-    rate.set_defaults(run=_run("evaluate", "run"))
+    rate.set_defaults(run=_run("generate.evaluate", "run"))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,11 +10,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config.model import options_of
 from megatron_dsa.config.rules import CSA_RATIO
-from megatron_dsa.extras.muon.blocks import leave_to_adamw
 from megatron_dsa.layers.layers import Fp32Parameters, ReplicatedLinear, new_parameter
 from megatron_dsa.layers.parallel.csa_keys import extend
 from megatron_dsa.layers.parallel.groups import Ranks
 from megatron_dsa.layers.rope import PositionRope
+from megatron_dsa.layers.weight_blocks import leave_to_adamw
 from megatron_dsa.ops.compressor.api import compress
 from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.rope.api import rotate

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config.model import validate
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.extras.rl.replay import TakesSelections
 from megatron_dsa.layers.indexer_training import TrainsIndexer
+from megatron_dsa.layers.parallel.groups import Ranks
 from megatron_dsa.layers.required_ops import RequiredOp, required_ops
 from megatron_dsa.layers.warm_up import resolve_kernels
+from megatron_dsa.ops.common.autograd import in_backward
+from megatron_dsa.ops.layout.layout import Layout
 
 
-class CoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
+class CoreAttention(TrainsIndexer, MegatronModule):
     """A core attention that may have an indexer, as ``self_attention.core_attention``.
 
     Args:
@@ -27,6 +30,13 @@ class CoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
         pg_collection: process groups of the model.
         is_mtp: whether it is the attention of a multi-token-prediction layer, which logs behind the
             decoder layers and never shares indices.
+
+    Attributes:
+        selecting_layers: numbers of all decoder layers of the model that select.
+        selects: this one is among them (layers of multi-token prediction are not).
+        selection_source: gives selections in place of the indexer's, while one is attached:
+            ``given(core, layout, keys, ranks)`` (:mod:`megatron_dsa.extras.rl.replay`).
+        selection_sink: gets the selections, while one is attached: ``put(core, indices, keys)``.
 
     Raises:
         ConfigError: for what the package does not support.
@@ -50,7 +60,10 @@ class CoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
         self.layer_number, self.is_mtp = layer_number, is_mtp
         # None where nothing is compiled beforehand; attention itself has one.
         self.softmax_scale: Any = softmax_scale
-        self.set_up_selecting(layer_number, is_mtp, self.selecting_numbers())
+        self.selecting_layers = tuple(self.selecting_numbers())
+        self.selects = not is_mtp and layer_number in self.selecting_layers
+        self.selection_source: Any = None
+        self.selection_sink: Any = None
         self.set_up_loss(layer_number, is_mtp, pg_collection)
         self.indexer = None
 
@@ -64,6 +77,26 @@ class CoreAttention(TrainsIndexer, TakesSelections, MegatronModule):
         if not self.indexer_is_trained:
             # A parameter without a gradient would stall the overlapped gradient reduction.
             self.indexer.requires_grad_(False)
+
+    def given_selection(
+        self, layout: Layout, keys: Layout, ranks: Ranks
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return ``indices`` and ``length`` to use in place of the indexer's, if there are any.
+
+        To be called once per forward pass.
+
+        Args:
+            layout: of the query tokens.
+            keys: the layout that a selection is made with.
+            ranks: who shares the microbatch.
+        """
+        source = self.selection_source
+        return None if source is None else source.given(self, layout, keys, ranks)
+
+    def capture_selection(self, indices: torch.Tensor, keys: Layout) -> None:
+        """Hand the selection of this forward pass to the sink, if there is one."""
+        if self.selection_sink is not None and not in_backward():
+            self.selection_sink.put(self, indices, keys)
 
     def required_ops(self) -> list[RequiredOp]:
         """Return the operations that this layer calls."""

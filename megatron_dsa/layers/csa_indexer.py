@@ -11,14 +11,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config.model import by_sequence, options_of
 from megatron_dsa.config.rules import CSA_RATIO
-from megatron_dsa.config.rules.numerics import EXACT
 from megatron_dsa.dsa_kernels import IndexerInputs
-from megatron_dsa.extras.muon.blocks import split_for_muon
 from megatron_dsa.layers.layers import ReplicatedLinear
 from megatron_dsa.layers.parallel.csa_keys import index_keys
 from megatron_dsa.layers.parallel.groups import Ranks, gather_rows, gather_same
 from megatron_dsa.layers.rope import PositionRope, hadamard
+from megatron_dsa.layers.weight_blocks import split_for_muon
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype
+from megatron_dsa.ops.dispatch.policy import EXACT
 from megatron_dsa.ops.indexer_topk.engine import fp32_weights
 from megatron_dsa.ops.layout.compressed import CompressedKeys
 from megatron_dsa.ops.layout.layout import Layout

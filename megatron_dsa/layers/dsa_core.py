@@ -349,7 +349,7 @@ class DSACoreAttention(CoreAttention):
 
     def needs_index_inputs(self) -> bool:
         """Whether this forward pass selects keys or trains the indexer."""
-        selects = self.options.stage == "sparse" and self.replay is None
+        selects = self.options.stage == "sparse" and self.selection_source is None
         return self.indexer is not None and (
             selects or self.trains_indexer_now() or self.evaluates_indexer_now()
         )
@@ -368,7 +368,7 @@ class DSACoreAttention(CoreAttention):
         if isinstance(inputs, IndexerInputs):
             return checked
         # Without a replayed selection, the indexer's is made next.
-        ready = [checked] if self.replay is None else []
+        ready = [checked] if self.selection_source is None else []
         return dataclasses.replace(inputs, checked=True, ready=ready)
 
     def backward_dw(self) -> None:

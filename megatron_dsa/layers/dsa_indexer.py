@@ -10,9 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_dsa.config.model import options_of
-from megatron_dsa.config.rules.numerics import EXACT
 from megatron_dsa.dsa_kernels import IndexerInputs
-from megatron_dsa.extras.muon.blocks import split_for_muon
 from megatron_dsa.layers.frame import delays_weight_gradient, weight_of
 from megatron_dsa.layers.layers import ReplicatedLinear
 from megatron_dsa.layers.parallel.gather import start_gather
@@ -20,6 +18,8 @@ from megatron_dsa.layers.parallel.groups import Ranks, finish_index_gather, gath
 from megatron_dsa.layers.precision import multiplies_plainly
 from megatron_dsa.layers.required_ops import tensor_parallel_mode
 from megatron_dsa.layers.rope import TokenRope
+from megatron_dsa.layers.weight_blocks import split_for_muon
+from megatron_dsa.ops.dispatch.policy import EXACT
 from megatron_dsa.ops.indexer_loss.queries import (
     LatentIndexerInputs,
     LatentQueries,

@@ -9,7 +9,6 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
 
 from megatron_dsa.errors import require
-from megatron_dsa.extras.lora.lora import AdaptedLinear
 from megatron_dsa.layers.causal_mask import require_causal_mask
 from megatron_dsa.layers.from_megatron import layout_from_megatron
 from megatron_dsa.layers.parallel.groups import Ranks
@@ -113,9 +112,10 @@ def weight_of(linear: torch.nn.Module) -> torch.Tensor:
     """
     for hook in linear._forward_pre_hooks.values():
         hook(linear, ())
-    weight: Any = linear.weight
-    weight = dequantised(weight)
-    return linear.with_adapters(weight) if isinstance(linear, AdaptedLinear) else weight
+    module: Any = linear
+    weight = dequantised(module.weight)
+    with_adapters = getattr(linear, "with_adapters", None)
+    return weight if with_adapters is None else with_adapters(weight)
 
 
 def weight_gradient_by_autograd(linear: torch.nn.Module) -> None:

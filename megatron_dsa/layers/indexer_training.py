@@ -27,10 +27,7 @@ from megatron_dsa.ops.layout.layout import Layout
 
 
 class TrainsIndexer:
-    """Mixin for core attentions that have ``config`` and an ``indexer``, which may be ``None``.
-
-    They are :class:`~megatron_dsa.extras.rl.replay.TakesSelections`, too.
-    """
+    """Mixin of :class:`~megatron_dsa.layers.core.CoreAttention`; ``indexer`` may be ``None``."""
 
     config: Any
     indexer: Any

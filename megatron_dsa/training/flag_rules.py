@@ -15,11 +15,13 @@ from megatron_dsa.config.fields import option_fields
 from megatron_dsa.config.model import CSATransformerConfig, DSAOptions, DSATransformerConfig
 from megatron_dsa.config.rules.sizes import TENSOR, share_rules
 from megatron_dsa.errors import require
-from megatron_dsa.extras.muon.patch import MUON
 from megatron_dsa.ops.dispatch import on_meta
 from megatron_dsa.ops.dispatch.packages import EMERGING_OPTIMIZERS
 from megatron_dsa.training.checkpoint_files import saved_name
 from megatron_dsa.training.files.system_errors import naming
+
+#: Values of ``--optimizer`` that are Muon.
+MUON = ("muon", "adaptive_muon")
 
 
 def check_flags(args: argparse.Namespace) -> None:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.training import print_rank_0
 from megatron.training.models import gpt
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
+from megatron_dsa.config.extras import load_extra
 from megatron_dsa.config.model import (
     has_adapters,
     hash_layers,
-    linears_with_adapters,
-    options_of,
     uses_csa,
 )
-from megatron_dsa.config.rules import rank_and_alpha
 from megatron_dsa.errors import require
-from megatron_dsa.extras.lora.lora import add_adapters
-from megatron_dsa.extras.muon.table import Kind, kinds_of, table_of
 from megatron_dsa.layers.cuda_graphs import describe_graphs
 from megatron_dsa.layers.required_ops import AttentionChoice, attention_of
 from megatron_dsa.ops.dispatch import Choice, collect_choices
@@ -61,9 +55,9 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
         for line in describe_graphs(config):
             print_rank_0(f"> megatron_dsa {line}")
         if self._model_config.lists_optimizers:
-            print_optimizer_table(models, config)
+            load_extra("muon.table", "--optimizer muon").print_optimizer_table(models, config)
         if has_adapters(config):
-            print_adapters(models, config)
+            load_extra("lora.lora", "--lora-rank").print_adapters(models, config)
         return models
 
     def build_model(self, *args, **kwargs) -> Any:
@@ -80,7 +74,8 @@ class DSAModelBuilder(gpt.GPTModelBuilder):
         # The parent derives MTP layers from Megatron's dense spec, through a module function.
         with mock.patch.object(gpt, "mtp_block_spec", mtp_block_spec):
             model = super().build_model(*args, **kwargs)
-        add_adapters(model, transformer)
+        if has_adapters(transformer):
+            load_extra("lora.lora", "--lora-rank").add_adapters(model, transformer)
         if transformer.mtp_use_repeated_layer:
             accumulate_in_every_call(model)
         return model
@@ -157,44 +152,6 @@ def start_table(choices: Iterable[Choice]) -> list[str]:
         f"{operation:{widths[0]}}  {implementation:{widths[1]}}  {remark}".rstrip()
         for operation, implementation, remark in table
     ]
-
-
-def print_optimizer_table(models: list[Any], config: Any) -> None:
-    """Print what updates which parameters, over all pipeline stages; called on every rank."""
-    own = kinds_of(models, config.tensor_model_parallel_size, config.expert_model_parallel_size)
-    group = parallel_state.get_pipeline_model_parallel_group()
-    stages: list[Counter[Kind] | None] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(stages, own, group)
-    print_rank_0("> megatron_dsa parameters by optimizer:")
-    for line in table_of(sum(filter(None, stages), Counter[Kind]())):
-        print_rank_0(f">   {line}")
-
-
-def print_adapters(models: list[Any], config: Any) -> None:
-    """Print what LoRA trains, over all ranks that share a model; called on every rank."""
-    counts = {True: 0, False: 0}
-    for model in models:
-        for parameter in model.parameters():
-            expert = not getattr(parameter, "allreduce", True)
-            ranks = config.expert_model_parallel_size if expert else 1
-            if getattr(parameter, "tensor_model_parallel", False):
-                ranks *= (
-                    config.expert_tensor_parallel_size
-                    if expert
-                    else config.tensor_model_parallel_size
-                )
-            # A second copy of the embedding, on a later pipeline stage, is no other parameter.
-            if not getattr(parameter, "shared", False):
-                counts[parameter.requires_grad] += ranks * parameter.numel()
-    group = parallel_state.get_pipeline_model_parallel_group()
-    stages: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(stages, counts, group)
-    trained, frozen = (sum(stage[kind] for stage in stages) for kind in (True, False))
-    rank, alpha = rank_and_alpha(options_of(config))
-    print_rank_0(
-        f"> megatron_dsa adapters of rank {rank}, scale {alpha / rank:g}: {trained:,} parameters "
-        f"are trained, {frozen:,} are frozen; on {', '.join(linears_with_adapters(config))}"
-    )
 
 
 def print_start_table(choices: Iterable[Choice], attention: AttentionChoice | None = None) -> None:

@@ -16,14 +16,14 @@ from megatron.training.argument_utils import (
 )
 
 from megatron_dsa.arguments import field_values, options_from_args
+from megatron_dsa.config.extras import load_extra
 from megatron_dsa.config.model import CSATransformerConfig, DSATransformerConfig
-from megatron_dsa.extras.muon.patch import MUON
 from megatron_dsa.layers.freezing import freeze_for_stage
 from megatron_dsa.metrics.throughput import installed
 from megatron_dsa.ops.dispatch import log_all_candidates
 from megatron_dsa.ops.dispatch.counts import TIMES
 from megatron_dsa.training.data import check_cp_layout, get_batch
-from megatron_dsa.training.flag_rules import apply_yarn_flags, check_flags
+from megatron_dsa.training.flag_rules import MUON, apply_yarn_flags, check_flags
 from megatron_dsa.training.model import DSAModelConfig
 
 
@@ -106,12 +106,10 @@ def model_config_from_args(args) -> DSAModelConfig:
     model = gpt_config_from_args(args, config=config, model_config_cls=DSAModelConfig)
     model.lists_optimizers = args.optimizer in MUON
     if args.dsa_load_hf is not None:
-        from megatron_dsa.extras.huggingface.load_hf import importing_hook  # needs safetensors
-
-        model.pre_wrap_hooks.append(importing_hook(args))
+        extra = load_extra("huggingface.load_hf", "--dsa-load-hf")
+        model.pre_wrap_hooks.append(extra.importing_hook(args))
     if args.lora_load is not None:
-        from megatron_dsa.extras.huggingface.load_hf import adapting_hook  # needs safetensors
-
-        model.pre_wrap_hooks.append(adapting_hook(args))
+        extra = load_extra("huggingface.load_hf", "--lora-load")
+        model.pre_wrap_hooks.append(extra.adapting_hook(args))
     model.pre_wrap_hooks.append(freeze_for_stage)
     return model

@@ -57,7 +57,8 @@ def watch():
         time.sleep(1e-3)
 
 start()
-import megatron_dsa.extras.huggingface.build, megatron_dsa.extras.huggingface.streaming, megatron_dsa.specs
+import megatron_dsa.extras.huggingface.build, megatron_dsa.extras.huggingface.streaming
+import megatron_dsa.specs
 before, done = held(), threading.Event()
 peak = [before]
 watcher = threading.Thread(target=watch)

@@ -2,40 +2,44 @@
 
 import ast
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from tests.functional.launch import TINY, command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_dsa"
 TESTS = ROOT / "tests"
 
-#: Files and folders of the package, the lowest first. Imports go down only.
+#: Rooms of the package, the lowest first. Imports go down only.
 LEVELS = (
-    {"__init__", "errors", "config_fields"},
-    {"config_rules", "files"},
-    {"versions", "muon"},
-    {"dispatch", "patches"},
-    {"numerics"},
-    {"sequence"},
-    {"options", "ops"},
-    {"config"},
-    {"parallel", "presets", "required_ops"},
-    {"arguments", "dsa_kernels", "metrics", "torch_ops"},
-    {"modules"},
+    {"__init__", "errors"},
+    {"versions"},
+    {"ops/dispatch", "patches"},
+    {"ops/common"},
+    {"ops/layout"},
+    {"ops"},
+    {"config", "testing"},
+    {"arguments", "layers/parallel", "layers/required_ops"},
+    {"dsa_kernels", "metrics"},
+    {"layers"},
     {"dsa"},
     {"csa"},
     {"specs"},
-    {"huggingface"},
     {"training"},
-    {"tools"},
-    {"pretrain", "__main__"},
+    {"extras", "pretrain"},
+    {"__main__"},
 )
 
 #: Imports inside functions, by file: what has to happen before.
 LATE = {
     # Triton, TileLang, safetensors and matplotlib are optional.
+    "layers/parallel/ring/combine.py": "Triton",
     "ops/common/scaling.py": "Triton",
     "ops/indexer_loss/tilelang/launch.py": "TileLang",
     "ops/indexer_topk/engine.py": "Triton",
@@ -44,15 +48,13 @@ LATE = {
     "ops/indexer_topk/listed.py": "Triton",
     "ops/indexer_topk/tilelang/launch.py": "TileLang",
     "ops/sparse_attention/tilelang/launch.py": "TileLang",
-    "layers/parallel/ring/combine.py": "Triton",
     "extras/report/command.py": "matplotlib",
     # Commands without torch end in a sentence.
     "training/checkpoint_files.py": "torch",
-    "training/setup.py": "safetensors",
     # Without a GPU, Megatron is prepared before anything imports it.
     "pretrain.py": "the host is prepared",
     "extras/cli.py": "the host is prepared",
-    "tools/doctor/__init__.py": "the host is prepared",
+    "extras/doctor/__init__.py": "the host is prepared",
     # The message about a missing torch comes before torch is imported.
     "__main__.py": "torch is found missing",
     "training/entry_errors.py": "torch is found missing",
@@ -69,14 +71,14 @@ def structure():
 
 
 def test_imports_go_down_only(structure):
-    level = {node: i for i, nodes in enumerate(LEVELS) for node in nodes}
-    graph = structure.node_graph(structure.import_graph(ROOT))
+    level = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
+    graph = structure.room_graph(structure.import_graph(ROOT))
     assert set(graph) == set(level)
     upward = [
-        f"{node} imports {other}"
-        for node, others in graph.items()
+        f"{room} imports {other}"
+        for room, others in graph.items()
         for other in others
-        if level[other] >= level[node]
+        if level[other] >= level[room]
     ]
     assert not upward
 
@@ -111,12 +113,57 @@ def test_imports_stand_at_the_top():
 def test_folders_of_operations_import_nothing():
     """A file ``torch.py`` would take the place of torch in an ``__init__.py`` that imports it."""
     for path in PACKAGE.glob("ops/*/__init__.py"):
+        if not path.with_name("torch.py").exists():
+            continue
         body = ast.parse(path.read_text(encoding="utf-8")).body
         assert all(isinstance(node, ast.Expr) for node in body), path
 
 
 def test_few_files_lie_flat():
-    assert len(list(PACKAGE.glob("*.py"))) <= 14
+    assert len(list(PACKAGE.glob("*.py"))) <= 10
+
+
+#: Hides the modules ``HIDDEN`` and all below them.
+HIDING = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if any(f"{name}.".startswith(f"{each}.") for each in HIDDEN):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def run_hiding(program: str, *hidden: str) -> None:
+    program = f"HIDDEN = {hidden}\n{HIDING}\n{program}"
+    launcher = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    subprocess.run(command, check=True, env=os.environ | launcher)
+
+
+@pytest.mark.parametrize("part", ["ops", "testing"])
+def test_operations_import_neither_megatron_nor_layers(part):
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in sorted((PACKAGE / part).rglob("*.py"))
+        # Kernels in the syntax of TileLang and Triton import these packages.
+        if not {"tilelang", "triton"} & set(path.parts) and "triton" not in path.stem
+    ]
+    assert len(names) > 10
+    run_hiding(
+        f"import importlib\nfor name in {names}: importlib.import_module(name)",
+        "megatron", "megatron_dsa.layers", "megatron_dsa.config", "megatron_dsa.extras",
+    )  # fmt: skip
+
+
+def test_the_core_trains_without_extras():
+    program = f"""
+sys.argv[1:] = {command_line(TINY | {"--mock-data": True})}
+from megatron_dsa.pretrain import main
+main()
+assert not any(name.startswith("megatron_dsa.extras.") for name in sys.modules)
+"""
+    run_hiding(program, "megatron_dsa.extras")
 
 
 def named_test_modules(source: str, tests: set[str]) -> list[str]:

@@ -17,8 +17,7 @@ from megatron_dsa.config.rules.hyper_connections import (
     hyper_connection_rules,
     predicts_apart,
 )
-from megatron_dsa.config.rules.model import dsa_rules, masked_rules, tp_mode_rules
-from megatron_dsa.extras.lora.rules import (
+from megatron_dsa.config.rules.lora import (
     adapted_linears,
     adapts_indexer,
     existing_linears,
@@ -28,6 +27,7 @@ from megatron_dsa.extras.lora.rules import (
     modules_of_linears,
     rank_and_alpha,
 )
+from megatron_dsa.config.rules.model import dsa_rules, masked_rules, tp_mode_rules
 
 __all__ = [
     "CSA_RATIO",

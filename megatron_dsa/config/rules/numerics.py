@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-#: ``--dsa-indexer-numerics``: scores of the inputs as they are, or as DeepGEMM forms them.
-EXACT, DEEPGEMM_FP8 = "exact", "deepgemm-fp8"
-#: Dims that share a scale in the engines; more would need several.
-LARGEST_DIM = 128
+from megatron_dsa.ops.dispatch.policy import EXACT
+from megatron_dsa.ops.indexer_topk.engine import LARGEST_DIM
 
 
 def numerics_rules(config: Any, options: Any) -> Iterator[tuple[Any, str]]:

@@ -7,12 +7,13 @@ from functools import partial
 
 import torch
 
-from megatron_dsa.config.rules.numerics import DEEPGEMM_FP8, LARGEST_DIM
 from megatron_dsa.dsa_kernels import indexer_topk
 from megatron_dsa.extras.doctor.results import Part
 from megatron_dsa.extras.doctor.session import Session, named
 from megatron_dsa.ops import OPERATIONS
+from megatron_dsa.ops.dispatch.policy import DEEPGEMM_FP8
 from megatron_dsa.ops.dispatch.support import OpCall
+from megatron_dsa.ops.indexer_topk.engine import LARGEST_DIM
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE as FP8
 from megatron_dsa.ops.indexer_topk.inputs import describe_index_call
 from megatron_dsa.testing.engine_scores import EngineCase, exact_products

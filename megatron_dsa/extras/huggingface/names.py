@@ -146,7 +146,7 @@ class Names:
             return Match(found[0], found[0].hf)
         raise ConfigError(
             f"parameter {name} has no counterpart in Hugging Face checkpoints of {self.models}: "
-            "drop the flag that added it, or give it a line in megatron_dsa/extras/huggingface/names.py"
+            "drop the flag that added it, or give it a line in extras/huggingface/names.py"
         )
 
     def prefix(self, layer: int, is_mtp: bool, num_layers: int) -> str:

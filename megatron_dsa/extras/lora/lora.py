@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.training import print_rank_0
 
 from megatron_dsa.config.model import (
     LORA_A,
@@ -233,3 +234,30 @@ def _new_down(linear: Any, rank: int, columns: int, config: Any) -> torch.nn.Par
         number = torch.distributed.get_rank(linear.adapter_group)
         whole = whole.chunk(shards, dim=1)[number].contiguous()
     return torch.nn.Parameter(whole)
+
+
+def print_adapters(models: list[Any], config: Any) -> None:
+    """Print what LoRA trains, over all ranks that share a model; called on every rank."""
+    counts = {True: 0, False: 0}
+    for model in models:
+        for parameter in model.parameters():
+            expert = not getattr(parameter, "allreduce", True)
+            ranks = config.expert_model_parallel_size if expert else 1
+            if getattr(parameter, "tensor_model_parallel", False):
+                ranks *= (
+                    config.expert_tensor_parallel_size
+                    if expert
+                    else config.tensor_model_parallel_size
+                )
+            # A second copy of the embedding, on a later pipeline stage, is no other parameter.
+            if not getattr(parameter, "shared", False):
+                counts[parameter.requires_grad] += ranks * parameter.numel()
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(stages, counts, group)
+    trained, frozen = (sum(stage[kind] for stage in stages) for kind in (True, False))
+    rank, alpha = rank_and_alpha(options_of(config))
+    print_rank_0(
+        f"> megatron_dsa adapters of rank {rank}, scale {alpha / rank:g}: {trained:,} parameters "
+        f"are trained, {frozen:,} are frozen; on {', '.join(linears_with_adapters(config))}"
+    )

@@ -12,7 +12,7 @@ from megatron.core.optimizer.emerging_optimizers import (
 )
 from megatron.core.utils import get_pg_rank, get_pg_size
 
-from megatron_dsa.extras.muon.blocks import block_rows, is_sharded, local_blocks
+from megatron_dsa.layers.weight_blocks import block_rows, is_sharded, local_blocks
 
 
 class _ByBlock:
@@ -35,7 +35,7 @@ class _ByBlock:
         """Return the scaled update of ``grad [rows, columns]``, this rank's part of a matrix.
 
         Args:
-            p: the parameter, marked by :func:`megatron_dsa.extras.muon.blocks.split_for_muon` or not.
+            p: the parameter, marked or not (:mod:`megatron_dsa.layers.weight_blocks`).
             grad: its momentum.
             **kwargs: settings of its group.
         """

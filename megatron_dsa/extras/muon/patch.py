@@ -1,7 +1,7 @@
 """Muon of megatron-core 0.19 with marks on parameters.
 
 Megatron orthogonalises every matrix but embedding and output layer, each as one matrix unless it is
-a fused QKV projection. The marks of :mod:`megatron_dsa.extras.muon.blocks` name tables and stacks of
+a fused QKV projection. Marks (:mod:`megatron_dsa.layers.weight_blocks`) name tables and stacks of
 matrices. Parameters without marks are treated as before.
 """
 
@@ -14,9 +14,9 @@ from megatron.core.optimizer import emerging_optimizers, layer_wise_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.tensor_parallel import layers
 
-from megatron_dsa.extras.muon.blocks import BLOCK_ROWS, is_left_to_adamw
 from megatron_dsa.extras.muon.layer_wise_gather import repair_gather_of_layer_wise_optimizer
 from megatron_dsa.extras.muon.optimizer import BlockAdaptiveMuon, BlockMuon
+from megatron_dsa.layers.weight_blocks import BLOCK_ROWS, is_left_to_adamw
 
 #: ``--optimizer`` -> its class.
 MUON = {"muon": BlockMuon, "adaptive_muon": BlockAdaptiveMuon}

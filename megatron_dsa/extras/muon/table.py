@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.training import print_rank_0
 
-from megatron_dsa.extras.muon.blocks import (
+from megatron_dsa.layers.weight_blocks import (
     block_rows,
     full_shape,
     is_left_to_adamw,
@@ -103,3 +105,14 @@ def _blocks(kind: Kind) -> str:
         return "one matrix"
     rows = " and ".join(map(str, kind.block_rows))
     return f"{kind.blocks} blocks of {rows} rows"
+
+
+def print_optimizer_table(models: list[Any], config: Any) -> None:
+    """Print what updates which parameters, over all pipeline stages; called on every rank."""
+    own = kinds_of(models, config.tensor_model_parallel_size, config.expert_model_parallel_size)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[Counter[Kind] | None] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(stages, own, group)
+    print_rank_0("> megatron_dsa parameters by optimizer:")
+    for line in table_of(sum(filter(None, stages), Counter[Kind]())):
+        print_rank_0(f">   {line}")

@@ -26,12 +26,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from megatron_dsa.config.model import DSAOptions
 from megatron_dsa.errors import ConfigError, require
+from megatron_dsa.layers.core import CoreAttention
 from megatron_dsa.layers.parallel.groups import Ranks
 from megatron_dsa.ops.common.autograd import in_backward
 from megatron_dsa.ops.layout.layout import Layout
@@ -51,7 +50,7 @@ class IndexReplay:
     """
 
     def __init__(self, microbatches: Iterable[Mapping[int, torch.Tensor]] = ()):
-        self._layers: dict[int, TakesSelections] | None = None  # of this rank, while in use
+        self._layers: dict[int, CoreAttention] | None = None  # of this rank, while in use
         self._given: list[Mapping[int, torch.Tensor]] = []
         self._next: dict[int, deque[torch.Tensor]] = {}
         self._again: dict[int, deque[torch.Tensor]] = {}
@@ -86,7 +85,7 @@ class IndexReplay:
                 microbatch runs that has no indices; at the end, if indices are left over.
         """
         layers = _selecting_layers(model, "replay")
-        with _attached(layers, "replay", self):
+        with _attached(layers, "replay", "selection_source", self):
             self._layers = layers
             self._next = {layer: deque() for layer in layers}
             self._again = {layer: deque() for layer in layers}
@@ -147,6 +146,22 @@ class IndexReplay:
             self._again[layer].append(positions)
         return positions
 
+    def given(
+        self, core: CoreAttention, layout: Layout, keys: Layout, ranks: Ranks
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``indices`` and ``length`` for the microbatch that a layer runs now.
+
+        See :meth:`~megatron_dsa.layers.core.CoreAttention.given_selection`.
+        """
+        name = f"indices[{core.layer_number}]"
+        positions = own_rows(
+            self.take(core.layer_number, core.training), layout, ranks.queries, name
+        )
+        return positions_to_rows(
+            positions, keys, core.config.dsa_indexer_topk,
+            name=name, workspace_bytes=core.options.policy.workspace_bytes,
+        )  # fmt: skip
+
     def _refuse_leftovers(self) -> None:
         unused = {layer: len(queue) for layer, queue in self._next.items() if queue}
         require(
@@ -184,69 +199,19 @@ class IndexCapture:
         layers = _selecting_layers(model, "capture")
         for layer in layers:
             self._selected.setdefault(layer, [])
-        with _attached(layers, "capture", self):
+        with _attached(layers, "capture", "selection_sink", self):
             yield self
 
-    def put(self, layer: int, positions: torch.Tensor) -> None:
-        """Append what ``layer`` selected for the microbatch that it runs."""
-        self._selected[layer].append(positions)
+    def put(self, core: CoreAttention, indices: torch.Tensor, keys: Layout) -> None:
+        """Append what a layer selected for the microbatch that it runs."""
+        workspace = core.options.policy.workspace_bytes
+        positions = rows_to_positions(indices, keys, workspace_bytes=workspace)
+        self._selected[core.layer_number].append(positions)
 
 
-class TakesSelections:
-    """Mixin for core attentions that may be given their selection.
-
-    They have ``config``, ``options``, ``training``, and:
-
-    Attributes:
-        layer_number: from 1, as Megatron counts.
-        selecting_layers: numbers of all decoder layers of the model that select.
-        selects: whether this one is among them (layers of multi-token prediction are not).
-    """
-
-    config: Any
-    options: DSAOptions
-    training: bool
-    replay: IndexReplay | None = None
-    capture: IndexCapture | None = None
-
-    def set_up_selecting(self, layer_number: int, is_mtp: bool, selecting_layers) -> None:
-        """Settle which layers select."""
-        self.layer_number = layer_number
-        self.selecting_layers = tuple(selecting_layers)
-        self.selects = not is_mtp and layer_number in self.selecting_layers
-
-    def given_selection(
-        self, layout: Layout, keys: Layout, ranks: Ranks
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return ``indices`` and ``length`` to use in place of the indexer's, if there are any.
-
-        To be called once per forward pass.
-
-        Args:
-            layout: of the query tokens; keys: the one that a selection is made with.
-            ranks: who shares the microbatch.
-        """
-        if self.replay is None:
-            return None
-        name = f"indices[{self.layer_number}]"
-        positions = self.replay.take(self.layer_number, self.training)
-        positions = own_rows(positions, layout, ranks.queries, name)
-        return positions_to_rows(
-            positions, keys, self.config.dsa_indexer_topk,
-            name=name, workspace_bytes=self.options.policy.workspace_bytes,
-        )  # fmt: skip
-
-    def capture_selection(self, indices: torch.Tensor, keys: Layout) -> None:
-        """Hand the selection of this forward pass to who asked for it."""
-        if self.capture is not None and not in_backward():
-            workspace = self.options.policy.workspace_bytes
-            positions = rows_to_positions(indices, keys, workspace_bytes=workspace)
-            self.capture.put(self.layer_number, positions)
-
-
-def _selecting_layers(model, what: str) -> dict[int, TakesSelections]:
+def _selecting_layers(model, what: str) -> dict[int, CoreAttention]:
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-    cores = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TakesSelections)]
+    cores = [m for chunk in chunks for m in chunk.modules() if isinstance(m, CoreAttention)]
     for core in cores:
         require(
             core.options.stage == "sparse",
@@ -267,11 +232,13 @@ def _selecting_layers(model, what: str) -> dict[int, TakesSelections]:
 
 
 @contextmanager
-def _attached(layers: dict[int, TakesSelections], name: str, value) -> Iterator[None]:
+def _attached(
+    layers: dict[int, CoreAttention], what: str, name: str, value: object
+) -> Iterator[None]:
     for layer, core in layers.items():
         require(
             getattr(core, name) is None,
-            f"model: layer {layer} has a {name} already: leave its `with` block first",
+            f"model: layer {layer} has a {what} already: leave its `with` block first",
         )
     for core in layers.values():
         setattr(core, name, value)

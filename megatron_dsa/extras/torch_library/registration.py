@@ -49,8 +49,7 @@ def policy_of(text: str) -> Policy:
         holds = False
     require(
         holds,
-        f"policy must be text of megatron_dsa.extras.torch_library.policy_text, got {text!r}: pass that, or "
-        "an empty text",
+        f"policy must be text of torch_library.policy_text, got {text!r}: pass that or nothing",
     )
     return Policy(**values)
 

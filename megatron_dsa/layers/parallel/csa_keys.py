@@ -40,8 +40,8 @@ def join_keys(
 
     Returns:
         ``buffer``: compressed keys in the order of their slots, query tokens, shared rows of all
-        ranks; and ``grad_proxy`` as in :func:`megatron_dsa.layers.parallel.gather.finish_gather`. Without
-        ``halo`` the query tokens are all tokens.
+        ranks; and ``grad_proxy`` as in :func:`~megatron_dsa.layers.parallel.gather.finish_gather`.
+        Without ``halo`` the query tokens are all tokens.
     """
     batch = kv.shape[1]
     buffer, grad_proxy = gather_keys(kv, ranks.row_group)

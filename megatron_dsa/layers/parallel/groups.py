@@ -39,8 +39,8 @@ class Ranks:
             ``None``.
         cp: the part of ``group`` at one place of sequence parallelism, or ``None``.
         tp_mode: what the ranks of ``tp`` divide, see
-            :func:`megatron_dsa.layers.required_ops.tensor_parallel_mode`. Query tokens, below, are those
-            that the indexer selects keys for.
+            :func:`megatron_dsa.layers.required_ops.tensor_parallel_mode`. Query tokens, below, are
+            those that the indexer selects keys for.
     """
 
     sharding: Sharding = field(default_factory=Sharding)

@@ -64,7 +64,7 @@ def selected_attention(config: Any, device: str | None = None) -> SelectedAttent
 
     Args:
         config: a validated transformer configuration of this package.
-        device: as of :func:`.layers.required_ops`.
+        device: see :func:`.layers.required_ops.required_ops`.
     """
     options = options_of(config)
     if options.stage != "sparse":
@@ -136,7 +136,7 @@ def visible_attention(config: Any, device: str | None = None) -> VisibleAttentio
 
     Args:
         config: a validated transformer configuration of this package.
-        device: as of :func:`.layers.required_ops`.
+        device: see :func:`.layers.required_ops.required_ops`.
     """
     options = options_of(config)
     if uses_csa(config) or options.stage == "sparse":
@@ -167,7 +167,7 @@ def attention_of(config: Any, device: str | None = None) -> AttentionChoice:
     """Decide how the layers of a configuration attend to keys in its stage.
 
     Args:
-        config, device: as of :func:`.layers.required_ops`.
+        config, device: see :func:`.layers.required_ops.required_ops`.
     """
     selects = uses_csa(config) or options_of(config).stage == "sparse"
     return (selected_attention if selects else visible_attention)(config, device)

@@ -56,6 +56,6 @@ def calls_of(config: Any, device: str | None = None) -> LayerCalls:
     """Return the calls of a configuration's layers.
 
     Args:
-        config, device: as of :func:`.layers.required_ops`.
+        config, device: see :func:`.layers.required_ops.required_ops`.
     """
     return LayerCalls(config, device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -18,10 +18,10 @@ from megatron_dsa.config.model import (
     uses_indexer,
 )
 from megatron_dsa.config.rules import CSA_RATIO
-from megatron_dsa.config.rules.numerics import EXACT
 from megatron_dsa.layers.required_ops.attention import selected_attention, visible_attention
 from megatron_dsa.layers.required_ops.calls import LayerCalls, calls_of
 from megatron_dsa.ops.dispatch import Operation, Policy
+from megatron_dsa.ops.dispatch.policy import EXACT
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk.api import selection_calls
 from megatron_dsa.ops.masked_attention import declaration as masked

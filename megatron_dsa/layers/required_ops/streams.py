@@ -14,7 +14,7 @@ def stream_ops(config: Any, device: str | None = None, head: bool = False) -> li
     """Return what attention and MLP of a layer call for their streams; nothing without streams.
 
     Args:
-        config, device: as of :func:`.layers.required_ops`.
+        config, device: see :func:`.layers.required_ops.required_ops`.
         head: return what the end of the model calls instead.
     """
     if not uses_streams(config):

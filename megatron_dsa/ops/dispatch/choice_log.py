@@ -1,6 +1,6 @@
 """What the log says of choices: a short line each, or one table for those of a whole model.
 
-At level DEBUG of the logger ``megatron_dsa.ops.dispatch`` lines name every rejected candidate and why.
+At level DEBUG of the logger ``megatron_dsa.ops.dispatch``, lines name every rejected candidate.
 """
 
 from __future__ import annotations

@@ -8,13 +8,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_dsa.config.rules.numerics import DEEPGEMM_FP8, EXACT
 from megatron_dsa.errors import ConfigError, require
 
 #: Environment variable that names implementations: ``OPERATION=NAME`` pairs, split by commas.
 VARIABLE = "MEGATRON_DSA_IMPL"
 #: Flag that does the same.
 FLAG = "--dsa-impl"
+
+#: Index scores of the inputs as they are, or in DeepGEMM's arithmetic (``--dsa-indexer-numerics``).
+EXACT, DEEPGEMM_FP8 = "exact", "deepgemm-fp8"
 
 DEFAULT_WORKSPACE_BYTES = 256 * 2**20
 

@@ -163,7 +163,7 @@ def gathered_bytes(k: ExpandedKeys) -> int:
 def _accumulator(x: torch.Tensor) -> tuple[int, int]:
     """Return the bytes of ``x``'s accumulator and of the copy that a product makes of an operand.
 
-    Without matrix units for 16 bits (:func:`~megatron_dsa.ops.common.arithmetic.bmm`), it is widened.
+    Without matrix units for 16 bits (``bmm`` of ``ops/common/arithmetic.py``), it is widened.
     """
     acc = accumulation_dtype(x.dtype).itemsize
     return acc, acc if x.element_size() < acc and not x.is_cuda else 0

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_dsa.config.rules.numerics import DEEPGEMM_FP8, EXACT
 from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import accumulation_dtype, rows_in_budget
 from megatron_dsa.ops.dispatch import Operation, Policy
+from megatron_dsa.ops.dispatch.policy import DEEPGEMM_FP8, EXACT
 from megatron_dsa.ops.dispatch.support import OpCall
 from megatron_dsa.ops.indexer_topk import engine
 from megatron_dsa.ops.indexer_topk.declaration import ENGINE_SCORES, LISTED_SCORES, SCORES, TOPK

@@ -24,14 +24,16 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_dsa.config.rules.numerics import DEEPGEMM_FP8, EXACT, LARGEST_DIM
 from megatron_dsa.errors import require
 from megatron_dsa.ops.common.arithmetic import slices
 from megatron_dsa.ops.dispatch import Policy
+from megatron_dsa.ops.dispatch.policy import DEEPGEMM_FP8, EXACT
 from megatron_dsa.ops.indexer_topk.fp8 import DTYPE, LARGEST, converts
 from megatron_dsa.ops.indexer_topk.inputs import IndexerInputs
 from megatron_dsa.ops.layout.blocks import Block, Seen
 
+#: Dims that share a scale in the engines; more would need several.
+LARGEST_DIM = 128
 #: What the largest element of a vector counts at least: zeros have a scale, too.
 LEAST = 1e-4
 #: Heads whose sums are kept apart (``s`` of the rule).

@@ -2,8 +2,7 @@
 
 Indexer, selection, sparse attention and losses know no batches, sequences or masks. They work on
 flattened rows, and this object says which tokens belong together. Dense attention also reads
-:attr:`Layout.sequences`: :mod:`megatron_dsa.layers.parallel.ring` builds the segments of every block of
-keys from it.
+:attr:`Layout.sequences`, of which the ring builds the segments of every block of keys.
 
 * a *row* is an index into the flattened ``[tokens, ...]`` query or key tensor. Megatron's
   ``[s, b, ...]`` flattens to rows ``s * B + b`` without a copy;

@@ -230,7 +230,7 @@ def masked_attention(
     check_bits(bits, q, kv, _own_tokens(q, indexer, group))
     if k_pe_grad is not None:
         wanted = accumulation_dtype(k_pe.dtype)
-        fix = "pass the rope dims of the proxy that megatron_dsa.layers.parallel.gather.finish_gather made"
+        fix = "pass the rope dims of the proxy that finish_gather (layers/parallel/gather.py) made"
         require_tensor("k_pe_grad", k_pe_grad, tuple(k_pe.shape), (wanted,), q, fix)
     check_topk(topk, want_p_sum or indexer is not None)
     call = describe_attention(q, kv, k_pe, topk)

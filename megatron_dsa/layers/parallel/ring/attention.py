@@ -38,8 +38,8 @@ def ring_attention(
 
     Args:
         q, k: ``[tokens, H, Dqk]``, local tokens; v: ``[tokens, H, Dv]``. All of one dtype.
-        shard: the tokens of this rank; :func:`megatron_dsa.layers.parallel.ring.api.token_shard` makes
-            them.
+        shard: the tokens of this rank; made by
+            :func:`megatron_dsa.layers.parallel.ring.api.token_shard`.
         group: the context-parallel process group; not used if ``shard.cp`` is 1.
         softmax_scale: factor on ``q . k``.
         block: attention to one block, or its name; ``None`` takes the best one that can run.
@@ -95,8 +95,8 @@ def gathered_latent_attention(
             sum over context-parallel ranks that Megatron's gradient reduction does.
         latent_grad: like ``latents`` in fp32 (fp64 for fp64), without content: if given, the
             gradient of ``latents`` is sent here, unrounded, instead of to ``latents`` (see
-            :func:`megatron_dsa.layers.parallel.gather.finish_gather`). It is of this rank's queries: to be
-            summed over ranks.
+            :func:`megatron_dsa.layers.parallel.gather.finish_gather`). It is of this rank's
+            queries: to be summed over ranks.
 
     Returns:
         ``out`` and ``lse`` as of :func:`ring_attention`.

@@ -21,8 +21,8 @@ def attend(q, payload, shard, blocks, kernel, scale) -> tuple[torch.Tensor, torc
         q: ``[tokens, H, Dqk]``.
         payload: :class:`~megatron_dsa.layers.parallel.ring.payload.KeysAndValues` or ``Latent``.
         shard: the tokens of this rank, :mod:`megatron_dsa.layers.parallel.ring.shards`.
-        blocks: :class:`~megatron_dsa.layers.parallel.ring.exchange.Ring` or ``Gathered``; the own block is
-            first.
+        blocks: :class:`~megatron_dsa.layers.parallel.ring.exchange.Ring` or ``Gathered``; the local
+            block is first.
         kernel: attention to one block,
             :class:`~megatron_dsa.ops.dense_attention.blocks.BlockAttention`.
         scale: factor on ``q . k``.

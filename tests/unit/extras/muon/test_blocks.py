@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dsa.errors import ConfigError
-from megatron_dsa.extras.muon.blocks import (
+from megatron_dsa.layers.weight_blocks import (
     LocalBlocks,
     block_rows,
     is_left_to_adamw,

@@ -32,7 +32,7 @@ def full_gradient(rows, columns):
 
 
 def marked(gradient, pattern, ranks=1, partition_dim=None):
-    from megatron_dsa.extras.muon.blocks import split_for_muon
+    from megatron_dsa.layers.weight_blocks import split_for_muon
 
     parameter = torch.nn.Parameter(torch.ones_like(gradient))
     parameter.grad = gradient.clone()
